@@ -148,9 +148,8 @@ def fit(
         samples = None if samples is None else chosen(samples, pack)
         state = devices.required(lambda: TrainState(task, pack, wanted, ranks=ranks))
         advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
-        history, complaints, changed = begin(
-            folder, pack, state, chosen_plan(task, pack, plan), advised, panel_of(plan), fresh
-        )
+        given = wanted if plan is None else chosen_plan(task, pack, plan)
+        history, complaints, changed = begin(folder, pack, state, given, advised, panel_of(plan), fresh)
         if isinstance(plan, Panel):
             plan.adopt(wanted)
         surface = Surface(folder, state, pack, history, plan, progress, afterwards(wanted, pack, folder, receipt))

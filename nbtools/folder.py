@@ -24,6 +24,7 @@ from nbtools.live import Surface
 from nbtools.run import CARD, EVALUATION, HISTORY, NOTES, PLAN, RECEIPT, VERDICT, lock, stored
 from nbtools.train import (
     CONTROL,
+    KEPT,
     History,
     Keeper,
     Plan,
@@ -31,10 +32,10 @@ from nbtools.train import (
     TrainState,
     caught_up,
     checkpoint,
+    noted,
     refuse_fixed,
     task_name,
 )
-from nbtools.train.keep import KEPT, noted
 from nbtools.version import VERSION
 
 OWN = re.compile(  # what is left of a file that a run alone writes
@@ -189,8 +190,8 @@ def begin(
     """A new run folder, or the old one and the state of its last checkpoint; what was wrong with newer ones; and which
     other parameters are trained than before.
 
-    given: the plan of the call; None: the state's; advised: the plan that values are compared with; None: that of the old run, or the one
-    it starts with; panel: what drives the run. Raises TrainError for another identity.
+    given: the plan of the call; None: the state's; advised: the plan that values are compared with; None: that of the
+    old run, or the one it starts with; panel: what drives the run. Raises TrainError for another identity.
     """
     place: dict[str, Any] = {"pack": str(pack.folder.absolute())}  # where its samples are, while this machine lasts
     place["ended"] = None  # of an earlier start, in an error
@@ -238,10 +239,14 @@ def merged(index: Mapping[str, Any], given: Plan, applied: Plan, panel: str | No
     hand changed while it trained stay as the code gave them: after a restart of the kernel it gives them again."""
     before, now = index.get("given", {}), given.given()
     same = panel is not None and panel == index.get("panel")
-    return {
-        name: before[name] if same and name in before and value == getattr(applied, name) else value
-        for name, value in now.items()
-    }
+    return (
+        before
+        if not now
+        else {
+            name: before[name] if same and name in before and value == getattr(applied, name) else value
+            for name, value in now.items()
+        }
+    )
 
 
 def require_same(folder: Path, pack: Pack, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

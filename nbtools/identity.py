@@ -30,12 +30,11 @@ from nbtools.train import (
     fixed,
     listed,
     lr_at,
+    objective,
     readable,
     shown,
     task_name,
 )
-from nbtools.train.augment import strengths
-from nbtools.train.metrics import listed as metrics_of
 
 RUNS = Path("runs")
 MOST = 6  # differences in a sentence
@@ -47,16 +46,14 @@ PLAIN = (int, float, bool, str, type(None))
 
 def identity(task: Task, digest: str, model: nn.Module) -> dict[str, Any]:
     """Return what a run is besides its plan, as plain JSON values. digest: the pack's key."""
-    loss: Any = getattr(task, "given_loss", type(task).loss if task.card is not None else None)
-    measured = getattr(task, "measured", getattr(task, "metrics", None))
-    named = strengths(getattr(task, "augment", None) or ())
+    loss, metrics, augment = objective(task)
     return {
         "task": "" if ":" in task_name(task) else task_name(task),  # else the name of a variable, which may change
         "pack": digest,
         "network": structure(model),
         "loss": structure(loss, weights=True) if isinstance(loss, nn.Module) else function_name(loss),
-        "metrics": [] if measured is None or callable(measured) else [*map(function_name, metrics_of(measured))],
-        "augment": {name: float(strength) for name, strength in named.items()},
+        "metrics": metrics,
+        "augment": augment,
         "trained": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
     }
 
@@ -85,7 +82,9 @@ def is_plain(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON reads it back: tuples become lists."""
+    """Return a value as JSON reads it back, and equal to itself: tuples become lists, a NaN its text."""
+    if value != value:
+        return str(value)
     return [plain(each) for each in value] if isinstance(value, (tuple, list)) else value
 
 
@@ -207,7 +206,9 @@ def decide(former: Former | None, plan: Plan) -> Call:
     if former is None:
         return Call(plan)
     old = former.applied
-    changed = dict(former.requested) | {
+    ended = former.over  # what is left of a stop in its last step is void, but for more epochs
+    requested = {n: v for n, v in former.requested.items() if not ended or (n == "epochs" and v > old.epochs)}
+    changed = requested | {
         name: value
         for name, value in plan.given().items()
         if (name not in former.given or plain(value) != plain(former.given[name])) and value != getattr(old, name)

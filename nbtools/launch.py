@@ -73,7 +73,7 @@ def launch(
         wanted = meant(task, pack, plan, folder, fresh).plan
     require_sizes(readable(task, pack, wanted), wanted)
     advised = getattr(plan, "advised", getattr(plan, "plan", None))
-    to_ranks = None if plan is None else Given(chosen_plan(task, pack, plan), advised, panel_of(plan))
+    to_ranks = Given(wanted if plan is None else chosen_plan(task, pack, plan), advised, panel_of(plan))
     asked = name, pack.folder.absolute(), pack.raw, to_ranks, folder, kept, receipt, fresh
     given = plan if isinstance(plan, Panel) or getattr(plan, "plan", None) is wanted else wanted
     if isinstance(plan, Panel):

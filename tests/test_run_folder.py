@@ -14,9 +14,8 @@ from torch import nn
 import nbtools as nb
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.folder import only_one
-from nbtools.live import send
 from nbtools.measure import Advice
-from nbtools.train import Task
+from nbtools.train import Keeper, Task
 
 QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 PLAN = nb.Plan(epochs=2, batch_size=16, lr=1e-2, schedule="constant")
@@ -54,7 +53,7 @@ def fit(pack, plan=None, run=None, who=None, **more) -> nb.Run:
 
 
 def ask(folder, actions, change=None):
-    send(folder, actions, change)
+    (folder / "control.json").write_text(json.dumps({"do": actions, **(change or {})}))
     time.sleep(0.11)  # a run looks for requests ten times a second
 
 
@@ -275,3 +274,29 @@ def test_fresh_does_not_replace_a_kept_run(pack):
     with pytest.raises(CheckpointError, match="another keep="):
         fit(pack, PLAN, "r", keep="kept", fresh=True)
     assert epochs(nb.Run.open("kept", task())) == 2
+
+
+def test_what_another_session_keeps_meanwhile_is_not_overwritten_and_that_is_said_once(pack):
+    fit(pack, PLAN, "pc", keep="kept")
+    keeper = Keeper(Path("pc"), Path("kept"))
+    fit(pack, PLAN.replace(epochs=4), "colab", keep="kept")
+    for _ in range(2):
+        keeper.keep()
+    keeper.close()
+    assert ["another session" in complaint for complaint in keeper.complaints] == [True]
+    assert keeper.behind
+    assert epochs(nb.Run.open("kept", task())) == 4
+
+
+def test_a_call_without_a_plan_between_two_changes_nothing_in_what_was_given(pack):
+    stopped(pack, PLAN.replace(epochs=30), "r", change={"lr": 0.02})
+    for plan in (None, PLAN.replace(epochs=30)):
+        assert stopped(pack, plan, "r").plan.lr == 0.02
+
+
+def test_a_change_that_a_stop_overtook_is_not_shown_as_applied_and_acts_at_the_next_start(pack):
+    run = stopped(pack, PLAN.replace(epochs=30), "r", step=3, change={"do": "stop", "lr": 0.02})
+    assert run.plan.lr == facts("r")["applied"]["lr"] == 0.01
+    again = stopped(pack, PLAN.replace(epochs=30), "r")
+    assert again.plan.lr == 0.02
+    assert again.history.of("change")[0]["what"] == "lr 0.01 → 0.02"

@@ -8,7 +8,7 @@ from nbtools.train.device import DTYPES, again, synchronizing
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.graph import MOST_GRAPHS, unrecordable
 from nbtools.train.history import KEYS, History, Record
-from nbtools.train.keep import Keeper, kept_states, kept_until
+from nbtools.train.keep import KEPT, Keeper, kept_states, kept_until, noted
 from nbtools.train.loop import adopt, caught_up, obey, require_change, train
 from nbtools.train.metrics import Batch, Pair
 from nbtools.train.network import build
@@ -47,6 +47,7 @@ from nbtools.train.task import (
     bound,
     import_task,
     meanings_of,
+    objective,
     readable,
     spoken,
     task_name,
@@ -59,6 +60,7 @@ __all__ = [
     "CONTROL",
     "DATASET",
     "DTYPES",
+    "KEPT",
     "KEYS",
     "LARGER",
     "LEFT_OUT",
@@ -114,7 +116,9 @@ __all__ = [
     "lr_at",
     "lr_factor",
     "meanings_of",
+    "noted",
     "obey",
+    "objective",
     "readable",
     "refuse_fixed",
     "regress",

@@ -17,8 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from nbtools import disk
-from nbtools.data import LATER, SNAPSHOTS, Damaged, Snapshots, manifests, remount, say
-from nbtools.data.snapshots import read
+from nbtools.data import LATER, SNAPSHOTS, Damaged, Snapshots, manifests, read_snapshot, remount, say
 from nbtools.errors import ArchiveError, CheckpointError
 from nbtools.train import checkpoint
 from nbtools.train.checkpoint import CONTROL, FILE, INDEX
@@ -187,7 +186,7 @@ class Keeper:
         newest = self.newest()
         if self.last not in (None, newest) and newest:
             try:
-                self.foreign = read(self.target / SNAPSHOTS / newest).get("start") != self.start
+                self.foreign = read_snapshot(self.target / SNAPSHOTS / newest).get("start") != self.start
             except ArchiveError:
                 return False  # damaged: it counts for nothing
         if self.foreign:

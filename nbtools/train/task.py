@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from nbtools.data import Card, Draws, Pack, Sample, Survey, build_pack
 from nbtools.data import pack as pack_dataset
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
+from nbtools.train.augment import strengths
 from nbtools.train.defaults import (
     answers,
     expressions,
@@ -31,7 +32,7 @@ from nbtools.train.defaults import (
     sample_of,
     show,
 )
-from nbtools.train.metrics import MEANINGS, Batch, Pair, best_of
+from nbtools.train.metrics import MEANINGS, Batch, Pair, best_of, listed, name_of
 from nbtools.train.plan import Plan
 
 OWN = "nbtools.train.own:"  # the name of what nb.classify returned, and no variable of a module holds
@@ -272,6 +273,16 @@ def bound(task: TaskLike, card: Card) -> Task:
 def origin_of(task: Task) -> Task:
     """The task that `bound` copied, which has the name."""
     return vars(task).get("_origin", task)
+
+
+def objective(task: Task) -> tuple[Any, list[str], dict[str, float]]:
+    """Return the loss (None: the default), the metrics' names and the augmentations' strengths with which a run on a
+    pack of `nb.pack` trains; (None, [], {}) for other tasks, whose name stands for all of them."""
+    if task.card is None:
+        return None, [], {}
+    loss = getattr(task, "given_loss", type(task).loss)
+    metrics = [name_of(metric) for metric in listed(getattr(task, "measured", task.metrics))]
+    return loss, metrics, {name: float(strength) for name, strength in strengths(task.augment).items()}
 
 
 def set_training(model: nn.Module, training: bool = True) -> None:
