@@ -239,14 +239,12 @@ def merged(index: Mapping[str, Any], given: Plan, applied: Plan, panel: str | No
     hand changed while it trained stay as the code gave them: after a restart of the kernel it gives them again."""
     before, now = index.get("given", {}), given.given()
     same = panel is not None and panel == index.get("panel")
-    return (
-        before
-        if not now
-        else {
-            name: before[name] if same and name in before and value == getattr(applied, name) else value
-            for name, value in now.items()
-        }
-    )
+    if not now:
+        return before
+    return {
+        name: before[name] if same and name in before and value == getattr(applied, name) else value
+        for name, value in now.items()
+    }
 
 
 def require_same(folder: Path, pack: Pack, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -145,7 +145,7 @@ def test_in_one_process_they_do_nothing_and_that_is_said(pack, tmp_path):
 
 
 def test_what_changes_no_result_may_change_when_a_run_is_resumed(pack, tmp_path):
-    stop = acting({3: asking(tmp_path, "stop")})
+    stop = acting({1: asking(tmp_path, "stop")})
     nb.fit(stop, pack, PLAN.replace(shard_optimizer=True), tmp_path, **QUIET)
     other = PLAN.replace(compress_gradients=True, checkpoint_activations=True)
     assert len(nb.fit(toy, pack, other, tmp_path, **QUIET).history.of("epoch")) == 2
