@@ -395,13 +395,15 @@ def advise_command(one: argparse.ArgumentParser, task: Task) -> Act:
 
 
 def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
-    """train; an existing run folder is resumed
+    """train; an existing run folder is resumed; without --run the same settings resume, others get a new runs/TASK-N
 
     python -m nbtools train captcha --data data --run runs/captcha --epochs 20
     python -m nbtools train captcha --smoke-test
     """
     one.add_argument("--data", metavar="SOURCE", help=SOURCE)
     one.add_argument("--run", **RUN)
+    text = "start over in that folder; without it a started run resumes, and a finished one is extended by more epochs"
+    one.add_argument("--fresh", action="store_true", help=text)
     one.add_argument("--keep", metavar="FOLDER", help="second folder for copies of the run, e.g. drive:runs/captcha")
     text = "web hook (https://…) that receives one POST when the run ends: JSON with run, state, best and text"
     one.add_argument("--notify", metavar="ADDRESS", help=text)
@@ -432,15 +434,16 @@ def train_run(task: Task, options: argparse.Namespace) -> Result | None:
     if options.smoke_test:
         text = smoke_test(task, **given(task.PLAN, options))
         return Result(text, {"smoke_test": text})
-    if options.data is None or options.run is None:
-        raise NbtoolsError("train needs --data SOURCE and --run FOLDER; only --smoke-test needs neither")
+    if options.data is None:
+        raise NbtoolsError("train needs --data SOURCE; only --smoke-test needs none")
     with redirect_stderr(io.StringIO()) if rank else nullcontext():  # every rank packs, and one tells of it
         pack = packed(task, options.data, options)
     plan = partial(plan_of, task, pack, options)
     one = partial(fit, samples=options.samples)
     act = one if options.processes == 1 else partial(launch, processes=options.processes)
+    more = {"receipt": not options.no_receipt, "notify": options.notify, "fresh": options.fresh}
     try:
-        run = act(task, pack, plan, options.run, options.keep, receipt=not options.no_receipt, notify=options.notify)
+        run = act(task, pack, plan, options.run, options.keep, **more)
     except Interrupted as interrupt:
         run = interrupt.run
     if rank:

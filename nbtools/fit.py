@@ -22,8 +22,9 @@ from torch.distributed import is_torchelastic_launched
 from nbtools import disk, measure
 from nbtools.data import Pack, meanwhile, on_colab, phase, place_to_keep, release_runtime, say, work
 from nbtools.errors import CheckpointError, Interrupted, NbtoolsError, PackError, PlanError, StageError
-from nbtools.folder import Job, begin, only_one, restore, stored_plan
-from nbtools.live import EVALUATING, MEASURING, REFUSED, FirstSignal, Requests, Surface, chosen, running_kernel
+from nbtools.folder import Job, begin, only_one, require_replaceable, restore
+from nbtools.identity import Call, decide, former_run, new_folder, search
+from nbtools.live import EVALUATING, MEASURING, REFUSED, FirstSignal, Panel, Requests, Surface, chosen, running_kernel
 from nbtools.notify import Hook
 from nbtools.rollback import Guard, resilient
 from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run, what_next
@@ -93,20 +94,24 @@ def fit(
     task: TaskLike,
     pack: Pack,
     plan: Any = None,
-    run: str | Path = "runs/run",
+    run: str | Path | None = None,
     keep: str | Path | None = None,
     receipt: bool = True,
     progress: bool = True,
     release_gpu: bool = False,
     notify: str | None = None,
     samples: str | Sequence[int] | None = None,
+    fresh: bool = False,
 ) -> Run:
     """Train in this cell, drawing as it goes; returns the Run.
 
     plan: a Plan, a Panel or an Advice, or a function that returns one, called once a lost folder is restored; None:
     the run's own, or what `advise` proposes. run: a folder on local disk; a run that is already there resumes from its
-    last checkpoint, bit for bit (CPU). keep: a second folder, usually on Drive (`drive:…`), to which everything is
-    copied in the background, and from which a lost local folder is restored. receipt: measure the task's baseline next
+    last checkpoint, bit for bit (CPU), with the settings that code or a hand changed since; a finished one is returned,
+    or extended by more epochs, and refuses anything else. None: the newest run below `runs/` with the same network,
+    data and given settings, or that this Panel drove; else a new `runs/<task>-<n>`. fresh: start over in that folder.
+    keep: a second folder, usually on Drive (`drive:…`), to which everything is copied in the background, and from which
+    a lost local folder, or one that is behind, is restored. receipt: measure the task's baseline next
     to this run at the end, for a few seconds. release_gpu: at the end free the GPU's memory, and on Colab give the
     machine back, with everything on its disk. notify: the https:// address of a web hook, which gets one POST when the
     run ends, in whichever way: JSON with run, state (done, stopped, diverged or failed), best and text. The address is
@@ -124,25 +129,33 @@ def fit(
     require_pack(task, pack)
     ranks = join()
     if ranks is not None and not ranks.first:
-        return follower(task, pack, folder, ranks)
-    with only_one(folder) as own:
-        again = restarted(ranks)
+        return follower(task, pack, ranks)
+    again = restarted(ranks)
+    if folder is None:
+        plan = called(plan)
+        folder = own_folder(task, pack, plan, fresh and not again)
+    with emptied(folder, run), only_one(folder) as own:
         if not (again or isinstance(plan, Given)):
             forget(folder)
-        restore(folder, kept)
-        known = stored_plan(task, folder) if again else None  # as it was changed since the processes first started
-        plan = plan() if known is None and callable(plan) and not isinstance(plan, type) else plan
-        wanted = known or chosen_plan(task, pack, plan, folder)
+        fresh = fresh and not again
+        restore(folder, kept, fresh)
+        plan = called(plan)
+        call = meant(task, pack, plan, folder, fresh)
+        wanted = call.plan
         limits = unread(task, pack, wanted)
         pack = readable(task, pack, wanted)
         require_sizes(pack, wanted)
         if ranks is not None:
-            ranks.tell(wanted.to_dict())
+            ranks.tell((wanted.to_dict(), str(folder)))
         samples = None if samples is None else chosen(samples, pack)
         state = devices.required(lambda: TrainState(task, pack, wanted, ranks=ranks))
-        rehearse(state, pack)
+        if fresh or not checkpoint.names(folder):
+            rehearse(state, pack)
         advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
-        history, complaints = begin(folder, pack, state, advised)
+        given = wanted if plan is None else chosen_plan(task, pack, plan)
+        history, complaints, changed = begin(folder, pack, state, given, advised, panel_of(plan), fresh)
+        if isinstance(plan, Panel):
+            plan.adopt(wanted)
         surface = Surface(folder, state, pack, history, plan, progress, afterwards(wanted, pack, folder, receipt))
         surface.announce = own.note
         if samples is not None:
@@ -153,8 +166,11 @@ def fit(
         surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not requests.stop)
         doubtful = beyond(wanted, requests.advised).values()
         lost = f"resumed from step {state.step:,}: a process was lost, which torchrun names" if again else ""
-        notes = [limits, idle(wanted) if ranks is None else "", ending(state) or finished(job), lost]
-        surface.report_all([*complaints, *doubtful, *filter(None, notes)])
+        surface.report_all([*complaints, *doubtful, *filter(None, [limits, idle(wanted) if ranks is None else ""])])
+        for note in filter(None, [*call.said, changed, ending(state) or finished(job), lost]):
+            surface.report(note)
+            if not progress and not is_torchelastic_launched():
+                say(note)  # what a run does otherwise than the call reads is said in any case
         interrupted = carry_out(job, hook, receipt)
         found = Run.open(folder, task)
         found.events = surface.events
@@ -174,6 +190,49 @@ class Given:
 
     plan: Plan
     advised: Plan | None
+    panel: str | None = None
+
+
+def called(plan: Any) -> Any:
+    return plan() if callable(plan) and not isinstance(plan, type) else plan
+
+
+def panel_of(plan: Any) -> str | None:
+    """Return what identifies the Panel that drives a run; None for another plan."""
+    return plan.id if isinstance(plan, Panel) else getattr(plan, "panel", None)
+
+
+def own_folder(task: Task, pack: Pack, plan: Any, fresh: bool) -> Path:
+    """Return the folder of a call without `run=`."""
+    wanted = chosen_plan(task, pack, plan)
+    there = None if fresh else search(task, pack, wanted, panel_of(plan))
+    require_sizes(readable(task, pack, wanted), wanted)
+    return there or new_folder(task, readable(task, pack, wanted).card, wanted)
+
+
+@contextmanager
+def emptied(folder: Path, run: Any) -> Iterator[None]:
+    """Remove the folder that a call without `run=` made, where it fails before a run is in it."""
+    try:
+        yield
+    except BaseException:
+        if run is None:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def meant(task: Task, pack: Pack, plan: Any, folder: Path, fresh: bool) -> Call:
+    """Return the plan with which a call trains in a folder, and what is said of it."""
+    if fresh:
+        require_replaceable(folder)
+    former = None if fresh else former_run(task, folder)
+    if plan is None and former is not None:
+        asked = chosen_plan(task, pack, None)
+        recipe = {} if former.given.keys() & {"lr", "batch_size"} else asked.given()  # of the task, as it was before
+        names = former.applied.to_dict().keys() - recipe.keys()
+        return decide(former, former.applied.replace(**recipe).marked(names))
+    return decide(former, chosen_plan(task, pack, plan, measured=former is None))
 
 
 def require_pack(task: Task, pack: Any) -> None:
@@ -193,16 +252,17 @@ def restarted(ranks: Ranks | None) -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or (ranks is not None and ranks.again)
 
 
-def follower(task: Task, pack: Pack, folder: Path, ranks: Ranks) -> Run:
+def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
     """What a rank other than 0 does: train as rank 0 says, until it ends the run. Signals reach every rank, and rank 0
     decides what becomes of them, so that all stop after the same step."""
     asked = ranks.dismissed.set
     with FirstSignal(signal.SIGINT, asked), FirstSignal(signal.SIGTERM, asked):
-        plan = type(task.PLAN).from_dict(ranks.tell())
+        values, folder = ranks.tell()
+        plan = type(task.PLAN).from_dict(values)
         pack = readable(task, pack, plan)
         state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
         obey(task, state, pack)
-    return Run(folder, task, pack.card, state.plan)
+    return Run(Path(folder), task, pack.card, state.plan)
 
 
 def end_soon(requests: Requests, ranks: Ranks | None) -> None:
@@ -213,8 +273,12 @@ def end_soon(requests: Requests, ranks: Ranks | None) -> None:
         ranks.dismissed.set()
 
 
-def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple[Path, Path | None]:
+def places(run: str | Path | None, keep: str | Path | None, release_gpu: bool) -> tuple[Path | None, Path | None]:
     """(folder, kept folder). Raises CheckpointError if a run would be lost."""
+    if run is None and keep is not None:
+        raise CheckpointError(
+            f"keep={str(keep)!r} needs run=, the local folder of the run that is kept there; name one, run='runs/…'"
+        )
     if str(run).startswith("drive:"):
         raise CheckpointError(
             f"run={str(run)!r}: a run is written to local disk, and copied to Drive by keep={str(run)!r}"
@@ -226,6 +290,8 @@ def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple
             f"name a folder that outlives it: keep='drive:runs/…', got keep={str(keep)!r}",
             entry="Session lost",
         )
+    if run is None:
+        return None, None
     folder, kept = Path(run), None if keep is None else place_to_keep(keep)
     if kept is not None and kept.resolve() == folder.resolve():
         raise CheckpointError(
@@ -235,9 +301,10 @@ def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple
     return folder, kept
 
 
-def chosen_plan(task: Task, pack: Pack, plan: Any, folder: Path) -> Plan:
+def chosen_plan(task: Task, pack: Pack, plan: Any, measured: bool = False) -> Plan:
+    """Return the plan that a call gives; where it gives none, the advised one: measured, or by what is known so far."""
     if plan is None:
-        plan = stored_plan(task, folder) or measure.advise(task, pack)
+        plan = measure.advise(task, pack, measure=measured)
     plan, kind = getattr(plan, "plan", plan), type(task.PLAN)
     if not isinstance(plan, kind):
         raise PlanError(
@@ -278,15 +345,16 @@ def follow(job: Job) -> None:
             record = surface.measured(record)
             if record.kind == "change":  # of settings, which are applied next
                 guard.watch(job.state.applied)
-                job.write_plan()
                 if sentence := ending(job.state):
                     surface.answer(sentence)
             job.history.append(record)
             surface.update(record)
+            job.write_plan()
             if record.kind != "change":  # a checkpoint amid a change would resume with its row, but without the change
                 job.watch(record)
                 if surface.listen() and act(job):
                     break
+    job.write_plan()
     if not job.done:
         job.save()
     job.settle()
@@ -307,7 +375,7 @@ def act(job: Job) -> bool:
             lost = "not saved: the loss is no longer a number"
             surface.answer(f"saved at step {state.step}" if job.save() else lost, "save")
         if requests.stop or requests.paused:  # a paused notebook may lose its machine
-            job.write_plan()
+            job.note_request()
             if not job.done:
                 job.save()
         if requests.stop:
@@ -351,7 +419,7 @@ def finished(job: Job) -> str:
     if not job.state.over:
         return ""
     done = f"{Run.open(job.folder, job.task)}; it is finished"
-    return f"{done}: raise epochs to continue, or choose another run folder to start over"
+    return f"{done}: the same call returns it; more epochs extend it, and fresh=True starts over"
 
 
 def afterwards(plan: Plan, pack: Pack, folder: Path, receipt: bool) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,22 +16,23 @@ from typing import Any
 from uuid import uuid4
 
 from nbtools import disk
-from nbtools.data import Card, Pack, cache, fetch, manifests, newest, patient, source_of
+from nbtools.data import LATER, Card, Pack, cache, fetch, manifests, newest, patient, say, source_of
 from nbtools.errors import CheckpointError, TrainError
+from nbtools.identity import differences, former_run, identity, trained
 from nbtools.interrupt import HeldInterrupt
 from nbtools.live import Surface
-from nbtools.run import CARD, HISTORY, PLAN, lock, stored
+from nbtools.run import CARD, EVALUATION, HISTORY, NOTES, PLAN, RECEIPT, VERDICT, lock, stored
 from nbtools.train import (
     CONTROL,
+    KEPT,
     History,
     Keeper,
     Plan,
     Record,
-    Task,
     TrainState,
-    asked,
     caught_up,
     checkpoint,
+    noted,
     refuse_fixed,
     task_name,
 )
@@ -39,6 +41,10 @@ from nbtools.version import VERSION
 OWN = re.compile(  # what is left of a file that a run alone writes
     r"(run|card|plan|kept|receipt|verdict|evaluation|history|plot)\.(json|csv|png)\.\d+-\d+\.part"
 )
+OWN_FILES = {
+    *(checkpoint.INDEX, CONTROL, PLAN, CARD, HISTORY, RECEIPT, VERDICT, EVALUATION, NOTES),
+    *(KEPT, LATER, "plot.png"),
+}
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.01  # of the time that checkpoints may take
 
@@ -64,15 +70,33 @@ def only_one(folder: Path) -> Iterator[disk.Lock]:
         yield own
 
 
-def stored_plan(task: Task, folder: Path) -> Plan | None:
-    """The plan of the run in a folder, if one was started."""
-    path = folder / PLAN
-    with disk.explained("reading the plan", path):
-        return type(task.PLAN).from_dict(stored(path)) if checkpoint.names(folder) and path.exists() else None
+def require_replaceable(folder: Path) -> None:
+    """Raise CheckpointError for a folder with other files than a run's, which fresh=True would not replace."""
+    with disk.explained("looking for a run", folder):
+        others = sorted(p.name for p in folder.iterdir() if not is_own(p)) if folder.exists() else []
+    if others:
+        raise CheckpointError(
+            f"{folder}: fresh=True removes the files of a run only, and this folder also holds {others[0]!r}; move it "
+            "away, or name another run="
+        )
 
 
-def restore(folder: Path, kept: Path | None) -> None:
-    """Restore a run from the folder where it is kept, when the local folder is missing, as after a lost session.
+def is_own(path: Path) -> bool:
+    named = path.name in OWN_FILES or path.suffix == ".part" or checkpoint.FILE.fullmatch(path.name)
+    return bool(named) and path.is_file()
+
+
+def clear(folder: Path) -> None:
+    """Remove a run's files, checkpoints first: a folder without one holds no run."""
+    with disk.explained("starting over", folder):
+        for path in sorted(folder.glob("*"), key=lambda p: not checkpoint.FILE.fullmatch(p.name)):
+            if is_own(path) and path.name != CONTROL:
+                disk.remove(path)
+
+
+def restore(folder: Path, kept: Path | None, fresh: bool = False) -> None:
+    """Restore a run from the folder where it is kept, when the local folder is missing, as after a lost session, or
+    when the kept run is further and continues the local one.
 
     Raises CheckpointError if that would mix two runs, or replace files that do not belong to a run.
     """
@@ -87,6 +111,8 @@ def restore(folder: Path, kept: Path | None) -> None:
         theirs = patient(lambda: newest(kept) or checkpoint.read_index(kept), kept)
     if not theirs:
         return
+    if fresh:
+        raise CheckpointError(f"{kept} holds a run, which fresh=True does not replace; name another keep=")
     ours, there = checkpoint.read_index(folder), theirs.get("files", {})
     facts = [folder / f"{name}.json" for name in checkpoint.names(folder)]
     with disk.explained("looking for a run", folder):
@@ -98,8 +124,10 @@ def restore(folder: Path, kept: Path | None) -> None:
         if ours.get("id") != theirs.get("id"):
             rule = f"{kept} holds a different run than {folder}"
             raise CheckpointError(f"{rule}; name another keep=, or another run=", entry="Session lost")
-        return
-    if folder.exists() and any(
+        if not further(folder, kept, there):
+            return
+        say(f"{kept} is further than {folder}, and is taken over")
+    elif folder.exists() and any(
         p.name not in (PLAN, CARD, HISTORY, CONTROL) and p.suffix != ".part" for p in folder.iterdir()
     ):
         rule = f"{folder} holds files but no run, and {kept} holds a run"
@@ -115,21 +143,70 @@ def restore(folder: Path, kept: Path | None) -> None:
         disk.remove(part)
 
 
-def begin(folder: Path, pack: Pack, state: TrainState, advised: Plan | None = None) -> tuple[History, list[str]]:
-    """A new run folder, or the old one and the state of its last checkpoint; and what was wrong with newer ones.
+def further(folder: Path, kept: Path, files: Mapping[str, Any]) -> bool:
+    """Return whether what is kept of a run is further than the local folder, and continues it. Raises CheckpointError
+    where neither continues the other."""
+    there = manifests(kept)
+    if not there or noted(folder).get("last") == there[0].name:
+        return False  # what this folder itself wrote last, or nothing that can be compared
 
-    advised: the plan that values are compared with; None: that of the old run, or the one it starts with.
+    def content(name: str) -> bytes:
+        return b"".join(patient((kept / part[0]).read_bytes, kept) for part in files.get(name, ()))
+
+    with disk.explained(f"comparing {folder} with {kept}", kept), tempfile.TemporaryDirectory() as place:
+        (Path(place) / HISTORY).write_bytes(content(HISTORY))
+        last = disk.unsealed(content(checkpoint.INDEX))["last"]
+        rows = disk.unsealed(content(f"{last}.json"))["rows"]
+        theirs = trace(History(Path(place) / HISTORY).rows[:rows])
+    mine = checkpoint.read_index(folder)["last"]
+    ours = trace(History(folder / HISTORY).rows[: checkpoint.facts_of(folder, mine)["rows"]])
+    if theirs == ours[: len(theirs)]:
+        return False
+    if ours == theirs[: len(ours)]:
+        return True
+    steps = [checkpoint.place(name)[1] for name in (mine, last)]
+    raise CheckpointError(
+        f"{folder} (step {steps[0]:,}) and {kept} (step {steps[1]:,}) were trained apart, and neither continues the "
+        "other; name another keep=, or another run= to go on from the kept one",
+        entry="Session lost",
+    )
+
+
+def trace(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what tells one course of training from another: rows without times and rates."""
+    names = ("kind", "epoch", "step", "samples", "loss", "train_loss", "val_loss")
+    return [repr([row.get(name) for name in names]) for row in rows]
+
+
+def begin(
+    folder: Path,
+    pack: Pack,
+    state: TrainState,
+    given: Plan | None = None,
+    advised: Plan | None = None,
+    panel: str | None = None,
+    fresh: bool = False,
+) -> tuple[History, list[str], str]:
+    """A new run folder, or the old one and the state of its last checkpoint; what was wrong with newer ones; and which
+    other parameters are trained than before.
+
+    given: the plan of the call; None: the state's; advised: the plan that values are compared with; None: that of the
+    old run, or the one it starts with; panel: what drives the run. Raises TrainError for another identity.
     """
     place: dict[str, Any] = {"pack": str(pack.folder.absolute())}  # where its samples are, while this machine lasts
     place["ended"] = None  # of an earlier start, in an error
-    place["asked"] = asked(state.task, state.model)
+    given = given or state.plan
+    present = identity(state.task, pack.card.digest, state.model, state.plan)
+    place |= {"identity": present, "panel": panel, "requested": None}
     new = {"version": 1, "nbtools": VERSION, "id": uuid4().hex, "task": task_name(state.task)}
     with disk.explained("starting a run", folder):
         for part in folder.glob("*.part"):  # of a process that was killed; others write control and notes
             if OWN.fullmatch(part.name) and part.is_file():
                 disk.remove(part)
-    if checkpoint.names(folder):
+    if not fresh and former_run(state.task, folder) is not None:
         index = checkpoint.read_index(folder)
+        place["given"] = merged(index, given, state.plan, panel)
+        require_same(folder, pack, index.get("identity", {}), present)
         rebuilt = f"{folder / checkpoint.INDEX}: is missing; rebuilt from the checkpoints in this folder"
         lost = [] if "task" in index else [rebuilt]
         if lost:
@@ -137,33 +214,59 @@ def begin(folder: Path, pack: Pack, state: TrainState, advised: Plan | None = No
         with disk.explained("resuming a run", folder):
             history, complaints = resume(folder, pack, state)
         checkpoint.mark(folder, **place, **({} if advised is None else {"advised": advised.to_dict()}))
-        return history, [*lost, *complaints, *another(index.get("asked", {}), place["asked"])]
+        checkpoint.mark(folder, applied=state.applied.to_dict())
+        return history, [*lost, *complaints], trained(index.get("identity", {}), present)
+    before: dict[str, Any] = {}
+    if checkpoint.names(folder):
+        if not fresh and (before := checkpoint.read_index(folder)).get("id"):
+            new["id"] = before["id"]  # a run without a finished step starts over as the same
+        clear(folder)
+    place |= {"given": given.given(), "applied": state.applied.to_dict()}
     with disk.explained("starting a run", folder):
         disk.make_folder(folder)
         disk.remove(folder / HISTORY)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
         disk.write_atomic(folder / PLAN, state.plan.to_json())
         disk.write_atomic(folder / checkpoint.INDEX, disk.sealed(new))
-    checkpoint.mark(folder, **place, advised=(advised or state.plan).to_dict())
+    usual = before.get("advised", state.plan.to_dict()) if advised is None else advised.to_dict()
+    checkpoint.mark(folder, **place, advised=usual)
     checkpoint.save(folder, state, rows=0)
-    return History(folder / HISTORY), []
+    return History(folder / HISTORY), [], ""
 
 
-def another(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The message about a run that resumes with something else than it was trained with so far."""
-    changed = [f"{what}: {before[what]} → {now.get(what)}" for what in before if now.get(what) != before[what]]
-    rule = "this run resumes with another task"
-    return [f"{rule} ({'; '.join(changed)}); to start over, choose another run folder, run='runs/…'"] if changed else []
+def merged(index: Mapping[str, Any], given: Plan, applied: Plan, panel: str | None) -> dict[str, Any]:
+    """Return the settings as given, for the next call to compare with. Where the same Panel drives on, those that a
+    hand changed while it trained stay as the code gave them: after a restart of the kernel it gives them again."""
+    before, now = index.get("given", {}), given.given()
+    same = panel is not None and panel == index.get("panel")
+    if not now:
+        return before
+    return {
+        name: before[name] if same and name in before and value == getattr(applied, name) else value
+        for name, value in now.items()
+    }
+
+
+def require_same(folder: Path, pack: Pack, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for another pack, or another network, loss, metrics or augmentation."""
+    require_card(folder, pack)
+    if differing := differences(before, now):
+        raise CheckpointError(
+            f"{folder} holds another run ({'; '.join(differing)}); name another run=, or start over with fresh=True"
+        )
+
+
+def require_card(folder: Path, pack: Pack) -> None:
+    if Card.from_dict(stored(folder / CARD)) != pack.card:
+        raise CheckpointError(
+            f"{folder}: this run was trained on another pack (its card.json is not that of {pack.folder}); "
+            "give the same data and options, name another run folder, or start over with fresh=True"
+        )
 
 
 def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[str]]:
     """The history and the state of the last checkpoint, with the plan that the state was created with. Raises
     CheckpointError for another pack, TrainError for a change of what a run keeps."""
-    if Card.from_dict(stored(folder / CARD)) != pack.card:
-        raise CheckpointError(
-            f"{folder}: this run was trained on another pack (its card.json is not that of {pack.folder}); "
-            "give the same data and options, or name another run folder"
-        )
     found = checkpoint.newest(folder)
     facts = found.facts
     old, new = type(state.plan).from_dict(facts["plan"]), state.plan  # plan.json may be ahead of the checkpoint
@@ -200,6 +303,8 @@ class Job:
         self.taken: checkpoint.Snapshot | None = None
         self.copying = 0.0  # seconds that it and the copies before it took that no longer count
         self.place = (state.epoch, state.step)  # of the last copy
+        self.written: Plan = state.applied  # in plan.json
+        self.requested: dict[str, Any] | None = None  # in run.json, see `note_request`
 
     @property
     def done(self) -> bool:
@@ -283,11 +388,22 @@ class Job:
             self.surface.report_all(self.keeper.complaints)
 
     def write_plan(self) -> None:
-        """Make plan.json the wanted plan: a resumed run continues with it."""
-        path, text = self.folder / PLAN, self.state.plan.to_json()
-        if path.read_text() != text:
+        """Make plan.json the applied plan, with which a resumed run continues."""
+        plan = self.state.applied
+        if plan is not self.written:
             with disk.explained("writing the plan", self.folder):
-                disk.write_atomic(path, text)
+                disk.write_atomic(self.folder / PLAN, plan.to_json())
+            checkpoint.mark(self.folder, applied=plan.to_dict(), requested=None)
+            self.written, self.requested = plan, None
+
+    def note_request(self) -> None:
+        """Note the settings that are wanted and not applied yet, which a stop or a lost session leaves to the next
+        start."""
+        wanted, applied = self.state.plan, self.state.applied
+        requested = {name: getattr(wanted, name) for name in wanted.changes_from(applied)} or None
+        if requested != self.requested:
+            checkpoint.mark(self.folder, requested=requested)
+            self.requested = requested
 
     def close(self) -> None:
         """Wait until everything is written and kept."""

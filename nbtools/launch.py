@@ -20,9 +20,9 @@ from torch.distributed import is_torchelastic_launched
 
 from nbtools.data import Pack
 from nbtools.errors import Interrupted, TrainError
-from nbtools.fit import Given, chosen_plan, fit, forget, places, require_pack
+from nbtools.fit import Given, called, chosen_plan, fit, forget, meant, own_folder, panel_of, places, require_pack
 from nbtools.folder import only_one, restore
-from nbtools.live import FirstSignal, closing, running_kernel
+from nbtools.live import FirstSignal, Panel, closing, running_kernel
 from nbtools.notify import Hook
 from nbtools.run import Run
 from nbtools.table import plural
@@ -37,7 +37,7 @@ def launch(
     task: TaskLike,
     pack: Pack,
     plan: Any = None,
-    run: str | Path = "runs/run",
+    run: str | Path | None = None,
     keep: str | Path | None = None,
     receipt: bool = True,
     progress: bool = True,
@@ -45,13 +45,14 @@ def launch(
     processes: int,
     restarts: int = RESTARTS,
     notify: str | None = None,
+    fresh: bool = False,
 ) -> Run:
     """Train in several processes of this machine, and draw the run here as `fit` does; returns the Run.
 
-    task: importable by name, since each process imports it. plan, run, keep, receipt, notify: as for `fit`; the batch
-    size is that of all processes together, so their number changes neither lr nor schedule. processes: at most one a
-    GPU. restarts: how often all processes start again from the last checkpoint when one of them is lost; errors that
-    nbtools raises on purpose are not tried again.
+    task: importable by name, since each process imports it. plan, run, keep, receipt, notify, fresh: as for `fit`; the
+    batch size is that of all processes together, so their number changes neither lr nor schedule. processes: at most
+    one a GPU. restarts: how often all processes start again from the last checkpoint when one of them is lost; errors
+    that nbtools raises on purpose are not tried again.
 
     Panel, `control.json` and the terminal act on the run as on any other. Stop and the first Ctrl-C finish the step,
     save, and return the run; a second one ends all processes at once. They end too when this process dies (Linux).
@@ -62,15 +63,21 @@ def launch(
     require_processes(processes)
     name = importable(task, "nb.launch")
     folder, kept = places(run, keep, release_gpu=False)
+    if folder is None:
+        plan = called(plan)
+        folder = own_folder(task, pack, plan, fresh)
     with only_one(folder):
         forget(folder)
-        restore(folder, kept)
-    plan = plan() if callable(plan) and not isinstance(plan, type) else plan
-    wanted = chosen_plan(task, pack, plan, folder)
+        restore(folder, kept, fresh)
+        plan = called(plan)
+        wanted = meant(task, pack, plan, folder, fresh).plan
     require_sizes(readable(task, pack, wanted), wanted)
     advised = getattr(plan, "advised", getattr(plan, "plan", None))
-    asked = name, pack.folder.absolute(), pack.raw, Given(wanted, advised), folder, kept, receipt
-    given = plan if getattr(plan, "plan", None) is wanted else wanted
+    to_ranks = Given(wanted if plan is None else chosen_plan(task, pack, plan), advised, panel_of(plan))
+    asked = name, pack.folder.absolute(), pack.raw, to_ranks, folder, kept, receipt, fresh
+    given = plan if isinstance(plan, Panel) or getattr(plan, "plan", None) is wanted else wanted
+    if isinstance(plan, Panel):
+        plan.adopt(wanted)
     remote = Remote(Run(folder, task, readable(task, pack, wanted).card, wanted), given, progress)
     remote.requests.advised = advised or remote.requests.advised
     post, history = remote.requests.post, remote.view.history
@@ -142,7 +149,9 @@ class Launcher:
             self.remote.paused = False  # the new processes do not know of a pause
 
 
-def fit_as_asked(task: str, folder: Path, raw: Any, *more: Any) -> None:
-    """`fit` in each rank. task: its name; folder: of the pack; raw: its source files; more: as for `fit`."""
+def fit_as_asked(
+    task: str, folder: Path, raw: Any, plan: Any, run: Path, keep: Any, receipt: bool, fresh: bool
+) -> None:
+    """`fit` in each rank. task: its name; folder: of the pack; raw: its source files; the others: as for `fit`."""
     pack = dataclasses.replace(Pack.open(folder), raw=raw)
-    fit(import_task(task, "nb.launch"), pack, *more, progress=False)
+    fit(import_task(task, "nb.launch"), pack, plan, run, keep, receipt, progress=False, fresh=fresh)

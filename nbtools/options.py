@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from nbtools import guides, tasks
 from nbtools.data import Pack
 from nbtools.errors import NbtoolsError, sentence
-from nbtools.folder import stored_plan
+from nbtools.identity import former_run
 from nbtools.live import FIRST, WORST
 from nbtools.measure import advise, find_batch, find_workers, preset
 from nbtools.train import Plan, Task, as_task
@@ -173,8 +173,12 @@ def plan_of(task: Task, pack: Pack, options: argparse.Namespace) -> Plan:
     What follows from them is reported on stderr: another batch size without an lr adjusts lr by the plan's lr_rule, and
     in a new run fewer epochs shorten the warmup.
     """
-    plan, knobs = stored_plan(task, options.run), given(task.PLAN, options)
-    if plan is None:
+    former, knobs = None, given(task.PLAN, options)
+    if options.run is not None and not options.fresh:
+        former = former_run(task, options.run)
+    if former is not None:
+        plan = former.applied.marked(former.applied.to_dict())
+    else:
         plan = based(task, pack, options.base, knobs.get("network"))
         epochs = knobs.get("epochs", plan.epochs)
         if "warmup_epochs" not in knobs and plan.warmup_epochs and 0 < epochs < plan.epochs:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import toy
-from acting import QUIET, acting, first_is_best, same
+from acting import QUIET, acting, first_is_best, last_step, same
 from faults.forks import Child
 from safetensors.torch import load, save
 
@@ -160,7 +160,13 @@ def test_a_resumed_run_does_not_write_the_checkpoint_again_that_it_resumed_from(
     """Whatever comes before its first step, as an evaluation that was asked for."""
     monkeypatch.setattr("nbtools.folder.SAVE_EVERY", 0.0)
     monkeypatch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
-    kill = acting({3: lambda: os.kill(os.getpid(), signal.SIGKILL)})
+
+    def die():
+        while not last_step(tmp_path / "run"):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    kill = acting({3: die})
     Child(lambda: nb.fit(kill, pack, toy.PLAN, tmp_path / "run", **QUIET)).end()
     last, load = checkpoint.read_index(tmp_path / "run")["last"], nb.TrainState.load
     publish, names = checkpoint.publish, []

@@ -147,7 +147,7 @@ def test_a_bad_option_is_one_sentence_and_starts_nothing(train, tmp_path, capsys
         (["pack", "toy", "no/such/folder"], 1, "no/such/folder"),
         (["pack", "toy", "x", "--nosuch", "1"], 2, "--nosuch"),
         (["pack", "--val", "0.2", "toy", "x"], 2, "name it directly after the command"),
-        (["train", "toy"], 1, "train needs --data SOURCE and --run FOLDER"),
+        (["train", "toy"], 1, "train needs --data SOURCE; only --smoke-test needs none"),
         (["train", "toy", "--samples", "last"], 2, "--samples: must be first, worst, or ids of the pack"),
         (["train", "toy", "--samples", "3,"], 2, "as 12,40,77, got '3,'"),
         (["validate", "toy", "anything"], 1, "pack.bad"),

@@ -182,9 +182,13 @@ def test_a_run_never_evaluated_or_stopped_in_its_first_epoch_still_predicts(pack
 def test_ctrl_c_ends_a_scripts_loop_once_the_run_is_saved(pack, tmp_path):
     steps = len(range(0, pack.splits["train"], ONE.batch_size))
     task = acting({steps + 3: interrupt})
-    with pytest.raises(KeyboardInterrupt, match="run it again to continue"):
+
+    def script():
         for lr in (0.001, 0.01, 0.1):
             nb.fit(task, pack, ONE.replace(lr=lr), tmp_path / f"{lr}", **QUIET)
+
+    with pytest.raises(KeyboardInterrupt, match="run it again to continue"):
+        script()
     assert {path.name for path in tmp_path.iterdir()} == {"0.001", "0.01"}
     assert last_step(tmp_path / "0.01") == 3
 
@@ -225,7 +229,7 @@ def test_two_at_once_in_one_run_folder_is_refused(pack, tmp_path):
 def test_a_finished_run_that_is_run_again_says_so_with_its_best_value_and_what_to_do(run, pack):
     again = nb.fit(toy, pack, toy.PLAN, run.folder, **QUIET)
     assert again.events == [
-        f"{run!r}; it is finished: raise epochs to continue, or choose another run folder to start over"
+        f"{run!r}; it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
     ]
     assert f"best accuracy {number(run.best['val_accuracy'])}" in again.events[0]
 

@@ -188,7 +188,7 @@ def test_a_setting_changed_in_the_step_of_the_stop_acts_and_is_marked_when_the_r
     folder, sizes = tmp_path / "run", []
     task = acting({3: asking(folder, "stop", batch_size=32, micro_batch_size=8)})
     stopped = nb.fit(task, pack, PLAN.replace(epochs=1), folder, **QUIET)
-    assert (stopped.plan.micro_batch_size, texts(stopped, "change")) == (8, [])
+    assert (stopped.plan.micro_batch_size, texts(stopped, "change")) == (None, []), "it was not applied yet"
     again = acting(loss=lambda model, batch, plan: sizes.append(len(batch["x"])) or toy.loss(model, batch, plan))
     run = nb.fit(again, pack, None, folder, **QUIET)
     assert texts(run, "change") == ["batch_size 16 → 32, micro_batch_size none → 8"]
@@ -353,7 +353,7 @@ def test_a_request_is_of_this_run_from_the_moment_it_is_made_ready_and_never_of_
         return toy.model(card, plan)
 
     run = nb.fit(acting(model=model), pack, PLAN, folder, **QUIET)
-    assert run.events == [f"stopped by you after step {STEPS + 1}; run it again to continue"]
+    assert run.events[1:] == [f"stopped by you after step {STEPS + 1}; run it again to continue"], "after the lr"
 
 
 def test_evaluation_without_a_validation_split_is_a_sentence(pack, tmp_path, monkeypatch):
@@ -591,13 +591,13 @@ def test_epochs_below_the_present_one_end_the_run_after_it_and_count_what_was_do
     assert run.plan.epochs == json.loads((folder / "plan.json").read_text())["epochs"] == 1
 
 
-def test_fit_with_fewer_epochs_than_were_done_returns_the_run_with_a_sentence(pack, tmp_path, untouched):
+def test_fit_with_fewer_epochs_than_were_done_is_refused_and_leaves_the_run_as_it_was(pack, tmp_path, untouched):
     folder = tmp_path / "run"
     shutil.copytree(untouched.folder, folder)
-    run = nb.fit(toy, pack, PLAN.replace(epochs=2), folder, **QUIET)
-    assert run.events == ["epochs 2 is below the 4 epochs done: there is nothing left to train"]
-    assert "4 of 4 epochs" in repr(run)
-    assert run.plan.epochs == 2
+    with pytest.raises(TrainError, match="is finished and cannot change epochs 4 → 2"):
+        nb.fit(toy, pack, PLAN.replace(epochs=2), folder, **QUIET)
+    run = nb.Run.open(folder, toy)
+    assert run.plan.epochs == 4
     assert same(run, untouched)
 
 

@@ -144,7 +144,7 @@ def test_what_keep_copied_below_the_same_folder_counts_once_and_a_copy_that_was_
     assert (found := nb.runs(tmp_path)).names == ["a"]
     assert "kept/a: a copy of a" in str(found)
     assert nb.compare(tmp_path).conclusion == "", "of a single run"
-    nb.fit(toy, pack, plan.replace(epochs=2, lr=0.02), tmp_path / "b", **QUIET)
+    nb.fit(toy, pack, plan.replace(epochs=3), tmp_path / "b", **QUIET)
     nb.fit(toy, pack, plan.replace(epochs=2), tmp_path / "a", **QUIET)
     assert nb.runs(tmp_path).names == ["a", "b"]
 

@@ -29,7 +29,7 @@ def test_the_list_has_the_sentences_of_every_kind():
     assert len(texts) > 1000
     assert "stopped by {…} after step {…}; run it again to continue" in texts, "a message"
     assert "peak learning rate" in texts, "a setting's help"
-    assert "train needs --data SOURCE and --run FOLDER; only --smoke-test needs neither" in texts, "an error"
+    assert "train needs --data SOURCE; only --smoke-test needs none" in texts, "an error"
     assert "Pause after this step; the run stays in memory until Resume" in texts, "a tooltip"
 
 

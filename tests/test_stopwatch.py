@@ -268,7 +268,10 @@ class Assignments(TorchFunctionMode):
 def test_the_loop_waits_for_the_device_at_its_own_reads_only(pack, monkeypatch):
     """Log steps, the end of an epoch and an evaluation, with a count that is a number of Python, as most tasks have."""
     meta = torch.device("meta")
-    made = lambda groups, plan, several=False: torch.optim.SGD(groups, lr=plan.lr, foreach=True)
+
+    def made(groups: Any, plan: nb.Plan, several: bool = False) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=plan.lr, foreach=True)
+
     monkeypatch.setattr(STATE, "build_optimizer", made)  # fused ones take no tensors without data
     monkeypatch.setattr(device.Reading, "values", lambda reading: reading.tensor.to("cpu").tolist())
 
@@ -293,7 +296,7 @@ def test_the_loop_waits_for_the_device_at_its_own_reads_only(pack, monkeypatch):
 
     feed.name = "resident"  # pyright: ignore[reportFunctionMemberAccess]
     waits, rows, since = Waits(), [], 0
-    records = nb.train(task, state, pack, feed)
+    records = nb.train(task, state, pack, feed)  # pyright: ignore[reportArgumentType]
     with waits, Assignments():
         for record in records:
             if record.kind == "step" and not record.values:

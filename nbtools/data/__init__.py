@@ -41,7 +41,7 @@ from nbtools.data.pack import (
 from nbtools.data.parallel import cores, side_by_side, threaded
 from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
 from nbtools.data.shard import SHARD, shard
-from nbtools.data.snapshots import SNAPSHOTS, Damaged, Snapshots, manifests, newest
+from nbtools.data.snapshots import SNAPSHOTS, Damaged, Snapshots, manifests, newest, read_snapshot
 from nbtools.data.sources import LATER, Kept, Source, cache, source_of
 from nbtools.data.stage import fetch, present, stage
 from nbtools.data.transfer import patient
@@ -110,6 +110,7 @@ __all__ = [
     "position",
     "present",
     "read_member",
+    "read_snapshot",
     "release_runtime",
     "remount",
     "require_shared_memory",

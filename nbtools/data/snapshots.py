@@ -44,7 +44,7 @@ def number(manifest: Path) -> int:
     return int(manifest.name.partition("-")[0])
 
 
-def read(manifest: Path) -> dict[str, Any]:
+def read_snapshot(manifest: Path) -> dict[str, Any]:
     """What a snapshot has: `files`, and what `take` was told about it. Raises ArchiveError if it is damaged."""
     data = manifest.read_bytes()
     if hashlib.sha256(data).hexdigest()[:SHORT] != manifest.stem.partition("-")[2]:
@@ -61,7 +61,7 @@ def newest(folder: Path) -> dict[str, Any]:
     trouble = None
     for manifest in manifests(folder):
         try:
-            return read(manifest)
+            return read_snapshot(manifest)
         except ArchiveError as error:
             trouble = trouble or error
     if trouble is not None:
@@ -161,7 +161,7 @@ class Snapshots:
         named = {part[0] for parts in self.files.values() for part in parts}
         for manifest in manifests(self.folder):
             try:
-                files = read(manifest)["files"]
+                files = read_snapshot(manifest)["files"]
             except ArchiveError:
                 continue
             kept += 1

@@ -169,7 +169,7 @@ class Kept(Local):
     def is_whole(self, manifest: Path) -> bool:
         there = {name: size for name, (size, _) in self.files}
         try:
-            parts = chain(*snapshots.read(manifest)["files"].values())
+            parts = chain(*snapshots.read_snapshot(manifest)["files"].values())
         except ArchiveError:
             return False
         return all(there.get(name) == size for name, size, _ in parts)
@@ -186,7 +186,7 @@ class Kept(Local):
         there = {name: size for name, (size, _) in patient(lambda: self.files, self.path)}
         for manifest in patient(lambda: snapshots.manifests(self.path), self.path):
             try:
-                now, later = self.split(patient(lambda one=manifest: snapshots.read(one), manifest)["files"])
+                now, later = self.split(patient(lambda one=manifest: snapshots.read_snapshot(one), manifest)["files"])
                 for name, size, _ in chain(*now.values(), *later.values()):
                     if there.get(name) != size:
                         raise ArchiveError(f"{self.path / name}: is missing there, or not whole.")

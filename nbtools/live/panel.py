@@ -14,6 +14,7 @@ import time
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any
+from uuid import uuid4
 
 from nbtools import table
 from nbtools.errors import NbtoolsError, PlanError
@@ -45,6 +46,7 @@ class Panel:
             )
         from nbtools.live.form import Form  # here, since ipywidgets are slow to import
 
+        self.id = uuid4().hex  # in the index of the run that it drives
         self.requests, self.running = Requests(Plans(plan, plan), plan), False
         self.lock = threading.RLock()  # the run and the user may both be changing it
         self.rules = {field.name: field for field in dataclasses.fields(plan)}
@@ -85,6 +87,13 @@ class Panel:
             found[name] = plan, "; here ".join(filter(None, [f"As in train --from {name}", why])) if plan else why
         found |= {"As advised": (self.advised, "Every setting as advised"), "Largest batch": self.largest}
         return {label: (plan, why) for label, (plan, why) in found.items() if plan is not None or why}
+
+    def adopt(self, plan: Plan) -> None:
+        """Show the plan with which a run begins: a resumed one keeps what it has applied."""
+        with self.lock:
+            if plan != self.plan:
+                self.requests.state.plan, self.before = plan, None
+                self.form.show(NOTHING)
 
     def begin(self, requests: Requests) -> None:
         """A run starts: changes and clicks are posted to its requests, including changes that another thread made here

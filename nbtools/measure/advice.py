@@ -44,6 +44,8 @@ LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
 THUMB = "rule of thumb"
 CAPTCHA_GUIDE, LARGE_GUIDE = "captcha guide", "guide to large batches"
 GUIDES = "The guides named here are the speed-up guides that nbtools replaces: see docs/guides.md."
+SPEED = ("amp", "channels_last", "threads", "feed", "workers", "prefetch", "compile", "graph", "micro_batch_size")
+"""Settings that are advice's to choose, whether or not it tried them."""
 LINE = 84  # characters of a reason in the table
 
 
@@ -77,6 +79,11 @@ class Advice(Report):
     samples: int = 0
     lr_trial: LrTrial | None = None
     scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        plain = {name for name, value in self.plan.to_dict().items() if value == getattr(Plan(), name, ...)}
+        advised = {*self.reasons, *SPEED, *plain} & self.plan.to_dict().keys()  # the rest is the task's recipe
+        object.__setattr__(self, "plan", self.plan.marked(advised))
 
     def other_batches(self) -> list[tuple[Plan, str]]:
         """(plan, why) at other batch sizes, from the largest down: lr by the optimizer's rule, and as many forward

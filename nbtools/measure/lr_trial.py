@@ -11,8 +11,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from nbtools.data import Feed, Pack, lengths_of, open_feed, tick
-from nbtools.data.feed import in_order
+from nbtools.data import Feed, Pack, in_order, lengths_of, open_feed, tick
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, Clock, Stepper, untouched
 from nbtools.table import digits, number, plural

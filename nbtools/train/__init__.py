@@ -8,13 +8,14 @@ from nbtools.train.device import DTYPES, again, synchronizing
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.graph import MOST_GRAPHS, unrecordable
 from nbtools.train.history import KEYS, History, Record
-from nbtools.train.keep import Keeper, kept_states, kept_until
+from nbtools.train.keep import KEPT, Keeper, kept_states, kept_until, noted
 from nbtools.train.loop import adopt, caught_up, obey, require_change, train
 from nbtools.train.metrics import Batch, Pair
 from nbtools.train.network import build
 from nbtools.train.optimizer import LARGER, OPTIMIZERS, local_optimizer
 from nbtools.train.own import classify, regress
 from nbtools.train.plan import (
+    AT_START,
     Plan,
     Steps,
     beyond,
@@ -23,6 +24,7 @@ from nbtools.train.plan import (
     idle,
     knob,
     listed,
+    lr_at,
     lr_factor,
     refuse_fixed,
     require_batch,
@@ -42,11 +44,11 @@ from nbtools.train.task import (
     Tensors,
     array_of,
     as_task,
-    asked,
     best_metric,
     bound,
     import_task,
     meanings_of,
+    objective,
     order,
     readable,
     spoken,
@@ -56,9 +58,11 @@ from nbtools.train.task import (
 from nbtools.train.torchrun import Torchrun, importable, reporting
 
 __all__ = [
+    "AT_START",
     "CONTROL",
     "DATASET",
     "DTYPES",
+    "KEPT",
     "KEYS",
     "LARGER",
     "LEFT_OUT",
@@ -85,7 +89,6 @@ __all__ = [
     "again",
     "array_of",
     "as_task",
-    "asked",
     "attempt",
     "best_metric",
     "beyond",
@@ -112,9 +115,12 @@ __all__ = [
     "knob",
     "listed",
     "local_optimizer",
+    "lr_at",
     "lr_factor",
     "meanings_of",
+    "noted",
     "obey",
+    "objective",
     "order",
     "readable",
     "refuse_fixed",

@@ -17,8 +17,8 @@ from typing import Any
 from uuid import uuid4
 
 from nbtools import disk
-from nbtools.data import LATER, Damaged, Snapshots, remount, say
-from nbtools.errors import CheckpointError
+from nbtools.data import LATER, SNAPSHOTS, Damaged, Snapshots, manifests, read_snapshot, remount, say
+from nbtools.errors import ArchiveError, CheckpointError
 from nbtools.train import checkpoint
 from nbtools.train.checkpoint import CONTROL, FILE, INDEX
 
@@ -47,6 +47,11 @@ class Keeper:
         self.states: dict[str, str] = {}  # as an earlier start left them, until they are read back
         self.lacking: set[str] = set()  # checkpoints here that cannot be kept
         self.begun, self.slow = inf, False  # when the copy in progress began; whether one was said to be slow
+        self.foreign = False  # whether another session writes there too
+        try:
+            self.last: str | None = self.newest()
+        except OSError:
+            self.last = None  # unknown until the disk responds
         self.trouble: Exception | None = None  # since which nothing could be copied
         with disk.explained("noting where a run is kept", source):
             if (before := noted(source)).get("to") == str(target):
@@ -104,6 +109,8 @@ class Keeper:
                 )
             self.trouble = error
             return False
+        if self.foreign:
+            return True
         self.done = asked
         if self.trouble is not None:
             self.trouble = None
@@ -117,6 +124,8 @@ class Keeper:
 
     def copy(self, index: bytes) -> None:
         """A snapshot of the checkpoints that the index names, and of all other files of the run."""
+        if self.foreign or self.is_foreign():
+            return
         if not self.looked:
             self.confirm()
         facts = disk.unsealed(index)
@@ -155,6 +164,7 @@ class Keeper:
                     del files[name]
                 copied.remove(path.stem)
                 self.lack(path)
+        self.last = self.newest()
         with suppress(CheckpointError):  # of a run.json that is not the run's
             older = checkpoint.read_index(self.target)  # as an older nbtools kept it
             if older and older.get("id") == facts.get("id"):
@@ -166,6 +176,25 @@ class Keeper:
             same = self.confirmed.get(name) == self.hash_of(name)
             self.states[name] = CONFIRMED if same else COPIED
         self.note()
+
+    def newest(self) -> str:
+        """Return the name of the newest snapshot there; "" for none."""
+        return next((path.name for path in manifests(self.target)), "")
+
+    def is_foreign(self) -> bool:
+        """Return whether another session has written there since this one did; then nothing there is overwritten."""
+        newest = self.newest()
+        if self.last not in (None, newest) and newest:
+            try:
+                self.foreign = read_snapshot(self.target / SNAPSHOTS / newest).get("start") != self.start
+            except ArchiveError:
+                return False  # damaged: it counts for nothing
+        if self.foreign:
+            self.complaints.append(
+                f"{self.target}: another session has kept its run there meanwhile, so nothing more is copied; all of "
+                f"this one is in {self.source}. To keep it, name another keep="
+            )
+        return self.foreign
 
     def lack(self, path: Path, why: str = "damaged since it was written") -> None:
         """Say once that a checkpoint here cannot be kept."""
@@ -191,7 +220,8 @@ class Keeper:
     def note(self) -> None:
         """Write down the states of the checkpoints that the run still has."""
         self.states = {n: state for n, state in self.states.items() if (self.source / f"{n}.json").exists()}
-        disk.write_atomic(self.source / KEPT, disk.sealed({"to": str(self.target), "checkpoints": self.states}))
+        facts = {"to": str(self.target), "checkpoints": self.states, "last": self.last}
+        disk.write_atomic(self.source / KEPT, disk.sealed(facts))
 
     def close(self, mount: bool = False, tell: Callable[[str], None] = say) -> None:
         """Wait until everything requested is copied, or cannot be; an interrupt ends that. mount: mount Drive anew if
@@ -212,7 +242,7 @@ class Keeper:
                 self.attempt(self.asked)
         except KeyboardInterrupt:
             self.snapshots.left, self.trouble = True, self.trouble or InterruptedError("interrupted")
-        if self.behind:
+        if self.behind and not self.foreign:
             why = self.trouble or "a file of it was deleted meanwhile"
             self.complaints.append(
                 f"{self.target}: not kept to the end ({why}). {self.reached}; all of it is in {self.source}: "

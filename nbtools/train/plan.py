@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from nbtools import table
 from nbtools.data import Pack, batches_in
@@ -111,6 +111,8 @@ class Plan:
     )
     seed: int = knob(0, "seed of weights, order, augmentation and dropout", least=0, most=2**31 - 1)
 
+    _advised: ClassVar[frozenset[str]] = frozenset()  # of one instance: settings that are still an advice's own
+
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
@@ -133,7 +135,7 @@ class Plan:
 
     def replace(self, /, **changes: Any) -> Self:
         """A copy with some settings changed; an unknown name is an error that lists similar ones."""
-        return type(self).from_dict({**self.to_dict(), **changes})
+        return type(self).from_dict({**self.to_dict(), **changes}).marked(self._advised.difference(changes))
 
     def turn(self, /, **settings: Any) -> Self:
         """A copy with settings as a user changes them: a batch size given without an lr adjusts lr by `lr_rule` (√k:
@@ -144,7 +146,18 @@ class Plan:
         lr = resized.lr if "lr" in settings else self.lr * factor
         micro = self.micro_batch_size and min(self.micro_batch_size, resized.batch_size)
         follows = {"micro_batch_size": micro, "lr": lr, "min_lr": min(self.min_lr, lr)}
-        return resized.replace(**{**follows, **settings})
+        new = resized.replace(**{**follows, **settings})
+        return new.marked(self._advised.difference(settings, new.changes_from(self)))
+
+    def marked(self, advised: Iterable[str]) -> Self:
+        """Return an equal plan of which these settings count as an advice's own, not as given by code or a hand."""
+        new = type(self).from_dict(self.to_dict())
+        object.__setattr__(new, "_advised", frozenset(advised))
+        return new
+
+    def given(self) -> dict[str, Any]:
+        """Return the settings that code or a hand gave: those that are not an advice's own."""
+        return {name: value for name, value in self.to_dict().items() if name not in self._advised}
 
     def while_training(self) -> Self:
         """The plan of evaluations during training: a task overrides it to leave costly options to the end."""

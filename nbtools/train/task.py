@@ -23,7 +23,6 @@ from nbtools.data import Card, Draws, Pack, Sample, Survey, build_pack
 from nbtools.data import pack as pack_dataset
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.train.augment import strengths
-from nbtools.train.call import call_of
 from nbtools.train.defaults import (
     answers,
     expressions,
@@ -280,18 +279,14 @@ def origin_of(task: Task) -> Task:
     return vars(task).get("_origin", task)
 
 
-def asked(task: Task, model: nn.Module) -> dict[str, str]:
-    """What a run on a pack of `nb.pack` does besides its plan, in words; {} for other packs."""
+def objective(task: Task) -> tuple[Any, list[str], dict[str, float]]:
+    """Return the loss (None: the default), the metrics' names and the augmentations' strengths with which a run on a
+    pack of `nb.pack` trains; (None, [], {}) for other tasks, whose name stands for all of them."""
     if task.card is None:
-        return {}
-    loss: Any = getattr(task, "given_loss", type(task).loss)
-    named = strengths(task.augment)
-    return {
-        "network": call_of(model),
-        "loss": "default" if loss is None else repr(loss) if isinstance(loss, nn.Module) else name_of(loss),
-        "metrics": ", ".join(map(name_of, listed(getattr(task, "measured", task.metrics)))),
-        "augment": ", ".join(f"{name} {strength:g}" for name, strength in named.items()) or "none",
-    }
+        return None, [], {}
+    loss = getattr(task, "given_loss", type(task).loss)
+    metrics = [name_of(metric) for metric in listed(getattr(task, "measured", task.metrics))]
+    return loss, metrics, {name: float(strength) for name, strength in strengths(task.augment).items()}
 
 
 def set_training(model: nn.Module, training: bool = True) -> None:
