@@ -141,7 +141,7 @@ def fit(
         restore(folder, kept, fresh)
         plan = called(plan)
         call = meant(task, pack, plan, folder, fresh)
-        wanted = call.plan
+        wanted, given = call.plan, call.plan if plan is None else chosen_plan(task, pack, plan)
         limits = unread(task, pack, wanted)
         pack = readable(task, pack, wanted)
         require_sizes(pack, wanted)
@@ -152,9 +152,8 @@ def fit(
         if fresh or not checkpoint.names(folder):
             rehearse(state, pack)
         advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
-        given = wanted if plan is None else chosen_plan(task, pack, plan)
         history, complaints, changed = begin(folder, pack, state, given, advised, panel_of(plan), fresh)
-        if isinstance(plan, Panel):
+        if isinstance(plan, Panel) and wanted != given:
             plan.adopt(wanted)
         surface = Surface(folder, state, pack, history, plan, progress, afterwards(wanted, pack, folder, receipt))
         surface.announce = own.note

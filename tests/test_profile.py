@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import random
+import time
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from nbtools.measure import Stepper, StepProfile, Verdict, memory, step_profile,
 from nbtools.measure.profile import Skipped, Tried, device_seconds, flops, memory_of, padding, shapes
 from nbtools.measure.stepper import epoch_batches, read_switches, typical
 from nbtools.measure.trials import worth_trying
-from nbtools.train import TrainState, knob, synchronizing, train
+from nbtools.train import TrainState, checkpoint, knob, synchronizing, train
 
 CPU = torch.device("cpu")
 SECONDS = 4.0  # on a job's own clock: enough for rounds of several steps
@@ -444,3 +445,10 @@ def test_on_cuda_many_tiny_layers_are_launch_bound(packs):
     task = own(model=lambda card, plan: Deep(*copy.deepcopy(layers), nn.Linear(8, 4)))
     profile = step_profile(task, packs[False], plan_of(batch_size=8), seconds=1.0)
     assert verdict(profile, plan_of(batch_size=8)).bound == "launch"
+
+
+def test_a_checkpoint_costs_training_its_copy_however_long_another_thread_writes_it(packs, monkeypatch):
+    monkeypatch.setattr(checkpoint, "publish", lambda *_: time.sleep(1.0))
+    monkeypatch.setattr(checkpoint, "write", lambda *_: time.sleep(1.0))
+    profile = step_profile(toy, packs[False], toy.PLAN, CPU, 0.2)
+    assert profile.checkpoint_s < 0.1

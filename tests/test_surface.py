@@ -54,7 +54,7 @@ print(run.plan.lr, [row["what"] for row in run.history.of("change")], panel.plan
 """
 ASKED_AMID_AN_EVALUATION = """
 def batch(raw, plan, draws):
-    if draws is None and not notes:
+    if draws is None and panel.running and not notes:
         panel.fields["lr"].value = "0.005"
         notes.append(panel.form.pending.value)
     return toy.batch(raw, plan, draws)
@@ -87,7 +87,7 @@ ASKED_ELSEWHERE = """
 go, notes, watching, begin = threading.Event(), [], [], nb.Panel.begin
 nb.Panel.begin = lambda self, *given: (begin(self, *given), watching.append(self))
 def batch(raw, plan, draws):
-    go.wait()
+    if draws is not None: go.wait()
     time.sleep(0.01)
     return toy.batch(raw, plan, draws)
 def wait(words):

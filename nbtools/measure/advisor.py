@@ -42,7 +42,19 @@ from nbtools.measure.trials import LEVERS
 from nbtools.measure.verdict import verdict
 from nbtools.measure.workers import find_workers
 from nbtools.table import digits, plural
-from nbtools.train import Plan, Task, TaskLike, as_task, bound, build, readable, require_training, spoken, task_name
+from nbtools.train import (
+    Plan,
+    Task,
+    TaskLike,
+    as_task,
+    bound,
+    build,
+    objective,
+    readable,
+    require_training,
+    spoken,
+    task_name,
+)
 from nbtools.train import device as devices
 
 VERSION = 7  # of what is measured: what an older version advised is measured again
@@ -313,10 +325,14 @@ def shelf(pack: Pack) -> Path:
 def label(task: TaskLike, pack: Pack, of: Advice, asked: bool | int) -> str:
     """Changes with whatever the measurements depend on: machine and versions, data, task and its plan. asked: whether
     to compile; or of several processes their number."""
-    own, shapes = bound(task, pack.card), []
+    own, network = bound(task, pack.card), []
     if own.card is not None:  # a task of one's own may have no name, or the same one for another network
         with torch.random.fork_rng(devices=[]):
-            shapes = [list(parameter.shape) for parameter in build(own, pack.card, of.plan).parameters()]
+            model = build(own, pack.card, of.plan)
+        tensors = [[*parameter.shape, parameter.requires_grad] for parameter in model.parameters()]
+        loss, *more = objective(own)
+        loss = str(loss) if isinstance(loss, torch.nn.Module) else getattr(loss, "__qualname__", "default")
+        network = [str(model), tensors, bool(own.pretrained), loss, *more]
     parts = [
         VERSION,
         machine(),
@@ -325,7 +341,7 @@ def label(task: TaskLike, pack: Pack, of: Advice, asked: bool | int) -> str:
         task_name(task),
         of.plan.to_dict(),
         asked,
-        *shapes,
+        *network,
     ]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
