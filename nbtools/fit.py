@@ -344,6 +344,7 @@ def follow(job: Job) -> None:
             record = surface.measured(record)
             if record.kind == "change":  # of settings, which are applied next
                 guard.watch(job.state.applied)
+                job.note_request()  # a process that is lost in the first step with it
                 if sentence := ending(job.state):
                     surface.answer(sentence)
             job.history.append(record)

@@ -177,7 +177,7 @@ def test_requests_made_before_the_run_has_its_folder_are_sent_once_it_has(pack, 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_stop_while_the_processes_start_is_no_request_to_a_former_run(pack, tmp_path, monkeypatch, resumed):
     if resumed:
-        fitted(pack.folder, "run", epochs=1)
+        launched(pack, epochs=1)
         Path("run", CONTROL).write_text(json.dumps({"lr": 0.009}))
     train = Launcher.train
 
