@@ -1,5 +1,9 @@
 """The lr trial: a few learning rates around the rule's, each trained for some steps from the same weights on the same
-batches, under the plan's whole schedule compressed into these steps; the one with the lowest validation loss wins."""
+batches, under the plan's whole schedule compressed into these steps; the one with the lowest validation loss wins.
+
+The steps are as many as the time allows, up to the planned ones: fewer favour a higher lr than a whole training does
+(on four small problems 100 steps chose up to 9 times the lr of 500 to 1,500 steps, for up to 0.09 less accuracy).
+"""
 
 from __future__ import annotations
 
@@ -91,7 +95,7 @@ def lr_trial(
     with untouched(device):
         trial = Trial(task, pack, plan.replace(**EAGER, ema=None), device, steps, clock, clock() + seconds)
         trial.run()
-    return chosen(trial, plan.lr, recipe)
+    return choose_lr(trial, plan.lr, recipe)
 
 
 class Trial:
@@ -139,12 +143,12 @@ class Trial:
         plan = self.plan.replace(lr=lr, min_lr=min(self.plan.min_lr, lr))
         stepper = Stepper(self.task, self.pack, plan, self.device, feed=self.feed, learning=True)
         stepper.epoch_size = self.steps * plan.batch_size / plan.epochs  # the whole schedule in these steps
-        self.losses[lr] = self.score(stepper, list(self.trained(stepper)))
+        self.losses[lr] = self.score(stepper, list(self.train(stepper)))
         stepper.close()
         self.longest = max(self.longest, self.clock() - start)
 
-    def trained(self, stepper: Stepper) -> Iterator[torch.Tensor]:
-        """The mean loss of each step, on the device; ends where one is no number."""
+    def train(self, stepper: Stepper) -> Iterator[torch.Tensor]:
+        """Yield the mean loss of each step, on the device; ends where one is no number."""
         for step in range(self.steps):
             loss, count = stepper.step(next(stepper.batches))
             yield loss / max(count, 1) if not isinstance(count, torch.Tensor) else loss / count.clamp(min=1)
@@ -173,10 +177,12 @@ class Trial:
         return open_feed(self.pack, self.plan.replace(feed="auto"), self.device)
 
 
-def chosen(trial: Trial, rule: float, recipe: bool) -> LrTrial:
-    """The lr with the lowest loss; of those within one standard error of it the recipe's, else the smallest."""
+def choose_lr(trial: Trial, rule: float, recipe: bool) -> LrTrial:
+    """Return the lr with the lowest loss; of those within one standard error of it the recipe's, else the smallest."""
     best = trial.lowest
-    rows = [compared(lr, losses, trial.losses[best] if best else None) for lr, losses in sorted(trial.losses.items())]
+    rows = [
+        compare_losses(lr, losses, trial.losses[best] if best else None) for lr, losses in sorted(trial.losses.items())
+    ]
     seconds, where = trial.took, "validation" if trial.validation else "training"
     tried = f"{plural(len(rows), 'value')}, {trial.steps} steps each"
     if best is None:
@@ -193,7 +199,7 @@ def chosen(trial: Trial, rule: float, recipe: bool) -> LrTrial:
     return LrTrial(rule, lr, f"{why} ({losses})", tuple(rows), trial.steps, seconds)
 
 
-def compared(lr: float, losses: np.ndarray | None, best: np.ndarray | None) -> Candidate:
+def compare_losses(lr: float, losses: np.ndarray | None, best: np.ndarray | None) -> Candidate:
     if losses is None or best is None:
         return Candidate(lr, None)
     differences = losses - best
