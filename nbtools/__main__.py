@@ -24,7 +24,7 @@ from torch.distributed import is_torchelastic_launched
 
 from nbtools import guides
 from nbtools.data import SHARD, Pack, cached, pack, shard, stage
-from nbtools.errors import CheckpointError, Interrupted, NbtoolsError
+from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.fit import fit
 from nbtools.launch import launch, require_processes
 from nbtools.live import ACTIONS, advised, send
@@ -442,14 +442,18 @@ def train_run(task: Task, options: argparse.Namespace) -> Result | None:
     one = partial(fit, samples=options.samples)
     act = one if options.processes == 1 else partial(launch, processes=options.processes)
     more = {"receipt": not options.no_receipt, "notify": options.notify, "fresh": options.fresh}
+    interrupted = False
     try:
         run = act(task, pack, plan, options.run, options.keep, **more)
-    except Interrupted as interrupt:
-        run = interrupt.run
+    except KeyboardInterrupt as error:  # its lines come all the same where a run was saved
+        if (run := vars(error).get("run")) is None:
+            raise
+        interrupted = True
     if rank:
         return None
     parts = (run.summary(), run.receipt or "no receipt", run.verdict or "no verdict", run)
-    code = 130 if run.state == "stopped" and not is_torchelastic_launched() else 0  # torchrun would start it again
+    stopped = interrupted or run.state == "stopped"
+    code = 130 if stopped and not is_torchelastic_launched() else 0  # torchrun would start it again
     return Result("\n".join(map(str, parts)), run, code)
 
 

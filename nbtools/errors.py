@@ -21,13 +21,12 @@ class NbtoolsError(Exception):
         return f"{sentence(text)} {see(self.entry)}" if self.entry else text
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C stopped a run outside of a notebook, where it ends a script's loop too; everything is saved. run: the
-    run."""
-
-    def __init__(self, run: Any):
-        super().__init__(f"{run}; run it again to continue")
-        self.run = run
+def ctrl_c(run: Any) -> KeyboardInterrupt:
+    """Return the KeyboardInterrupt that ends a script's loop too, once everything is saved; its `run` is the run."""
+    # Not of a class of its own: for KeyboardInterrupt alone Python ends by SIGINT, which ends a shell's loop too.
+    error = KeyboardInterrupt(f"{run}; run it again to continue")
+    vars(error)["run"] = run
+    return error
 
 
 class PlanError(NbtoolsError, ValueError):

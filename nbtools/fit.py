@@ -21,7 +21,7 @@ from torch.distributed import is_torchelastic_launched
 
 from nbtools import disk, measure
 from nbtools.data import Pack, meanwhile, on_colab, phase, place_to_keep, release_runtime, say, work
-from nbtools.errors import CheckpointError, Interrupted, NbtoolsError, PackError, PlanError, StageError
+from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError, ctrl_c
 from nbtools.folder import Job, begin, only_one, require_replaceable, restore
 from nbtools.identity import Call, decide, former_run, new_folder, search
 from nbtools.live import EVALUATING, MEASURING, REFUSED, FirstSignal, Panel, Requests, Surface, chosen, running_kernel
@@ -149,7 +149,7 @@ def fit(
             ranks.tell((wanted.to_dict(), str(folder)))
         samples = None if samples is None else chosen(samples, pack)
         state = devices.required(lambda: TrainState(task, pack, wanted, ranks=ranks))
-        if fresh or not checkpoint.names(folder):
+        if fresh or former_run(task, folder) is None:
             rehearse(state, pack)
         advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
         history, complaints, changed = begin(folder, pack, state, given, advised, panel_of(plan), fresh)
@@ -178,7 +178,7 @@ def fit(
         del job, state, surface, history, requests
         found.events += release(safe)
     if interrupted and running_kernel() is None and not is_torchelastic_launched():
-        raise Interrupted(found)
+        raise ctrl_c(found)
     return found
 
 

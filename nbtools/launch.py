@@ -19,7 +19,7 @@ import torch
 from torch.distributed import is_torchelastic_launched
 
 from nbtools.data import Pack
-from nbtools.errors import Interrupted, TrainError
+from nbtools.errors import TrainError, ctrl_c
 from nbtools.fit import Given, called, chosen_plan, fit, forget, meant, own_folder, panel_of, places, require_pack
 from nbtools.folder import only_one, restore
 from nbtools.live import FirstSignal, Panel, closing, running_kernel
@@ -92,7 +92,7 @@ def launch(
     found = Run.open(folder, task)
     found.events = remote.view.events
     if interrupts.came and running_kernel() is None:
-        raise Interrupted(found)
+        raise ctrl_c(found)
     return found
 
 

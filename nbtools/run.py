@@ -174,11 +174,16 @@ class Run:
 
     @property
     def best_row(self) -> Mapping[str, Any]:
-        """Its row as the history has it, where epochs count from 0, among those that the last checkpoint has: the
-        weights of a newer one are not on the disk."""
+        """Its row as the history has it, where epochs count from 0: of the weights that `model` returns, which the
+        run's metric chose; where none are kept, the best of those that the last checkpoint has."""
         metric, sign = best_metric(self.task)
         rows = [row for row in self.history.of("epoch") if math.isfinite(row.get(f"val_{metric}", math.nan))]
-        if last := checkpoint.read_index(self.folder).get("last"):
+        index = checkpoint.read_index(self.folder)
+        if best := index.get("best"):
+            step = checkpoint.place(best.partition(".")[0])[1]
+            if chosen := [row for row in rows if row["step"] == step]:
+                return chosen[-1]
+        if last := index.get("last"):
             rows = [row for row in rows if row["step"] <= checkpoint.place(last)[1]]
         return max(
             rows, key=lambda row: (*order(row[f"val_{metric}"], row.get("val_loss"), sign), row["epoch"]), default={}

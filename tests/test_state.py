@@ -3,18 +3,22 @@ network that does not fit its data."""
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from acting import QUIET
+import toy
+from acting import QUIET, acting
 from torch import nn
 
 import nbtools as nb
+from nbtools.live import Columns
+from nbtools.live.facts import best as shown
 from nbtools.tasks import captcha
-from nbtools.train import checkpoint
+from nbtools.train import checkpoint, rehearse
 
 
 def points(count: int = 96) -> list[tuple[np.ndarray, int]]:
@@ -132,6 +136,7 @@ def test_ties_go_to_the_lower_loss_and_then_to_the_later_epoch_but_end_no_patien
 def test_the_best_of_a_run_and_its_model_are_of_one_epoch_where_accuracies_are_equal(pack, tmp_path):
     run = nb.fit(nb.classify(Net()), pack, plan(epochs=12), run=tmp_path / "run", **QUIET)
     best = run.best["epoch"]
+    assert shown(Columns(run.history), "accuracy") == (run.best["val_accuracy"], best), "and so in the picture"
     assert int(checkpoint.read_index(run.folder)["best"].partition("-")[0]) == best
     rows = run.history.of("epoch")
     rank = [(row["val_accuracy"], -row["val_loss"], row["epoch"]) for row in rows]
@@ -213,3 +218,71 @@ def test_a_task_of_the_packages_own_refuses_a_network_of_another_size_too(tmp_pa
     with pytest.raises(nb.NbtoolsError, match=r"does not take the pack's .*Wrong\.last Linear\(in_features=7"):
         nb.fit(task, pack, captcha.PLAN.replace(epochs=1, batch_size=8, warmup_epochs=0.0), tmp_path / "run", **QUIET)
     assert not (tmp_path / "run").exists()
+
+
+class Parts(nn.Module):
+    """x (B, 8) → logits (B, 3), by a part that may not fit; counts its forward passes in a buffer."""
+
+    def __init__(self, attention: int = 16, last: int = 16):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), last
+        self.attention = nn.MultiheadAttention(attention, 2)
+        self.head = nn.Linear(16, 3)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.passes += 1
+        hidden = self.first(x)
+        hidden = hidden + self.attention(hidden, hidden, hidden)[0]
+        return self.head(hidden.view(-1, self.last))
+
+
+@pytest.mark.parametrize(
+    ("net", "said"),
+    [
+        (Parts(attention=12), r"Parts\.attention MultiheadAttention got \(B, 16\)"),  # which raises AssertionError
+        (Parts(last=17), r"x float32 \(8\): Parts got \(B, 8\): shape '\[-1, 17\]' is invalid"),
+    ],
+    ids=["attention", "after a layer"],
+)
+def test_the_layer_that_failed_is_named_wherever_training_begins(pack, net, said):
+    task = nb.classify(net)
+    state = nb.TrainState(task, pack, plan())
+    with pytest.raises(nb.NbtoolsError, match=said):
+        next(iter(nb.train(task, state, pack)))
+    with pytest.raises(nb.NbtoolsError, match=said):
+        nb.lr_sweep(task, pack, plan())
+
+
+def test_looking_whether_a_network_fits_changes_no_buffer(pack):
+    state = nb.TrainState(nb.classify(Parts()), pack, plan())
+    before = {name: buffer.clone() for name, buffer in state.model.named_buffers()}
+    rehearse(state, pack)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in state.model.named_buffers())
+
+
+def test_a_loss_that_needs_gradients_fits(pack):
+    def loss(outputs, y):
+        if torch.is_grad_enabled():
+            outputs.register_hook(lambda gradient: gradient * 0.5)
+        return nn.functional.cross_entropy(outputs, y)
+
+    assert trained(Net(), pack, plan()).step
+    task = nb.classify(Net(), loss=loss)
+    assert next(iter(nb.train(task, nb.TrainState(task, pack, plan()), pack))).kind == "step"
+
+
+def test_the_best_of_a_run_is_that_of_its_weights_after_another_metric_chose(pack, tmp_path):
+    """Of a task of one's own, whose name stands for its metrics: rows of both parts have both."""
+    toys, settings, calls = toy.make_pack(tmp_path / "toys"), toy.PLAN.replace(epochs=2), count()
+    batches = -(-toys.splits["val"] // settings.batch_size)
+
+    def metrics(outputs, batch):
+        return {"accuracy": (1, 2), "other": ([0.9, 0.8, 0.1, 0.2, 0.3][next(calls) // batches], 1)}
+
+    task = acting(metrics=metrics)
+    nb.fit(task, toys, settings, tmp_path / "run", **QUIET)
+    task.BEST = "other"
+    run = nb.fit(task, toys, settings.replace(epochs=5), tmp_path / "run", **QUIET)
+    assert run.best["epoch"] == 5
+    assert checkpoint.read_index(run.folder)["best"].startswith("0005-")

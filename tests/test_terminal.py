@@ -184,6 +184,15 @@ def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, 
     assert train() == 0
 
 
+def test_ctrl_c_while_the_receipt_is_measured_ends_with_130_after_the_usual_lines(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("nbtools.measure.receipt", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    run = tmp_path / "run"
+    assert main(["train", "toy", "--data", str(data), "--run", str(run), "--epochs", "1"]) == 130
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1].startswith(f"Run {run}: 1 of 1 epoch")
+    assert "Traceback" not in err
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_a_process_that_is_asked_to_end_saves_and_has_its_code(data, tmp_path, number, code):

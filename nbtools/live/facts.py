@@ -15,7 +15,7 @@ from nbtools.live.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Pic
 from nbtools.live.columns import Columns, spent, taken
 from nbtools.measure import REASONS
 from nbtools.table import EMPTY, duration, number, percent, size, spelled
-from nbtools.train import Diverged
+from nbtools.train import Diverged, order
 
 IDLE = REASONS[0x1]
 STARTING = "starting"
@@ -189,9 +189,11 @@ def throttled(columns: Columns) -> str:
 def best(columns: Columns, metric: str) -> tuple[float, int] | None:
     """(value, epoch counted from 1) of the best evaluation at an epoch's end so far."""
     steps, values = columns.series(f"val_{metric.lstrip('-')}", "epoch")
+    losses = dict(zip(*columns.series("val_loss", "epoch"), strict=True))
     if not len(values):
         return None
-    at = int(values.argmin() if metric.startswith("-") else values.argmax())
+    sign = -1.0 if metric.startswith("-") else 1.0
+    at = max(range(len(values)), key=lambda i: (*order(values[i], losses.get(steps[i]), sign), i))
     ends, epochs = columns.series("epoch", "epoch")
     return float(values[at]), int(epochs[np.searchsorted(ends, steps[at])]) + 1
 

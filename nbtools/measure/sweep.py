@@ -23,7 +23,7 @@ from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, STILL, Stepper, untouched
 from nbtools.table import digits, number
-from nbtools.train import Plan, TaskLike
+from nbtools.train import Plan, TaskLike, rehearse
 from nbtools.train import device as devices
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ def lr_sweep(
     where = torch.device(device) if device is not None else devices.pick()
     with work("sweeping the learning rate", steps=seconds, trial=LEAST_S), untouched(where):
         climb = Climb(task, pack, plan, where)
+        rehearse(climb.state, climb.pack)
         lrs, losses = climb.sweep((low, high), steps, seconds)
         start, skipped, took = climb.start, climb.skipped, climb.clock() - climb.began
         each, whole = climb.each, batches_in(climb.pack.splits["train"], plan.batch_size)

@@ -6,11 +6,13 @@ B samples.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from nbtools.data import TARGET, Pack, gather
 from nbtools.errors import NbtoolsError, TrainError
@@ -27,47 +29,69 @@ SAMPLES = 8  # a loss may need more than one or two
 def rehearse(state: TrainState, pack: Pack) -> None:
     """Raise TrainError if the network does not take the pack's samples, or the loss what the network returns. Changes
     nothing: no weight, buffer or random state."""
-    task, plan, device = state.task, state.applied.while_training(), state.device
+    task, plan, device, model = state.task, state.applied.while_training(), state.device, state.model
     ids = pack.ids("train")[: min(SAMPLES, plan.batch_size)]
     raw = {name: tensor.to(device) for name, tensor in gather(pack, ids).items()}
-    entered: list[tuple[str, nn.Module, Any]] = []
-    hooks = [
-        layer.register_forward_pre_hook(lambda layer, given, name=name: entered.append((name, layer, given)))
-        for name, layer in state.model.named_modules()
-        if not list(layer.children())
-    ]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    running: list[tuple[nn.Module, Any]] = []  # layers and what they got, the innermost last
+    hooks = (  # of all modules, since one of TorchScript takes none of its own
+        register_module_forward_pre_hook(lambda layer, given: running.append((layer, given))),
+        register_module_forward_hook(lambda *_: running.pop() and None),
+    )
     batch, outputs = {}, None
     indices = Checked() if device.type in DEVICES else nullcontext()
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad(), indices:
-            batch, outputs = forward(task, state.model, raw, plan, device)
-            with autocast(plan, device, state.model):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), indices:
+            batch, outputs = forward(task, model, raw, plan, device)
+            if isinstance(outputs, Tensor) and outputs.is_floating_point():
+                outputs.requires_grad_()  # which a loss may need, as for a hook
+            with autocast(plan, device, model):
                 summed(task.loss(lambda *_, **__: outputs, batch, plan), len(ids))
     except NbtoolsError:
         raise
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        if out_of_memory(error):
-            return
+    except Exception as error:
+        if out_of_memory(error) or (outputs is not None and isinstance(error, AttributeError)):
+            return  # a loss may ask the network for more than outputs: training will tell
         why = (str(error).splitlines() or [type(error).__name__])[0]
         if outputs is not None:
             what = unfit_loss(task, outputs, batch, len(ids))
             raise TrainError(f"{what}: {why}; change the last layer or the loss") from error
-        what = f"{spoken(task)}: the network does not take the pack's {inputs_of(state)}"
-        if entered:
-            name, layer, given = entered[-1]
-            shapes = ", ".join(shape(each, len(ids)) for each in given)
-            what += f": {type(state.model).__name__}.{name} {layer} got {shapes}" if name else f": {layer} got {shapes}"
-        raise TrainError(f"{what}: {why}; change the network, or pack other data") from error
+        if not running:
+            rule = f"{spoken(task)}: its `batch` or `infer` does not take the pack's {inputs_of(state)}: {why}"
+            raise TrainError(f"{rule}; change it, or pack other data") from error
+        layer, given = running[-1]
+        what = f"{spoken(task)}: the network does not take the pack's {inputs_of(state)}: {place(model, layer)}"
+        if len(given) == 1 and isinstance(given[0], Mapping):  # a batch, of which it takes these
+            given = [given[0][name] for name in inputs(state) if name in given[0]]
+        shapes = ", ".join(shape(each, len(ids)) for each in given) or "nothing"
+        raise TrainError(f"{what} got {shapes}: {why}; change the network, or pack other data") from error
     finally:
         for hook in hooks:
             hook.remove()
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers and buffers[name].shape == buffer.shape:
+                    buffer.copy_(buffers[name])
+    state.fits = True
+
+
+def place(model: nn.Module, layer: nn.Module) -> str:
+    """A layer in words: `Net.fc Linear(in_features=100, …)`; of one that has layers itself its type alone."""
+    told = type(layer).__name__ if list(layer.children()) else str(layer)
+    name = next((name for name, each in model.named_modules() if each is layer), "")
+    return f"{type(model).__name__}.{name} {told}" if name else told
+
+
+def inputs(state: TrainState) -> list[str]:
+    """The columns that the network may read."""
+    columns = state.card.columns
+    names = state.card.options.get("inputs") or [name for name in columns if name != TARGET]
+    return [name for name in names if name in columns]
 
 
 def inputs_of(state: TrainState) -> str:
-    """The columns that the network may read, in words."""
-    columns = state.card.columns
-    names = state.card.options.get("inputs") or [name for name in columns if name != TARGET]
-    return ", ".join(f"{name} {columns[name]}" for name in names if name in columns)
+    """These columns in words."""
+    return ", ".join(f"{name} {state.card.columns[name]}" for name in inputs(state))
 
 
 def unfit_loss(task: Any, outputs: Any, batch: Any, count: int) -> str:
