@@ -264,6 +264,25 @@ def test_a_trial_takes_its_share_of_the_time_and_none_begins_where_it_would_not_
     assert "5 values of 100 steps need" in advice.evidence["lr"]
 
 
+def test_a_machine_that_becomes_busy_ends_a_trial_in_time_and_without_a_choice(tmp_path, monkeypatch):
+    """Ten times as slow as measured: fewer than three values end, and the rule's lr stands."""
+    from nbtools.measure import lr_trial as act
+
+    job = simulated.Job(fixed=0.01)
+
+    class Slowed(act.Trial):
+        def run(self) -> None:
+            job.fixed = 0.1
+            super().run()
+
+    monkeypatch.setattr(act, "Trial", Slowed)
+    advice = nb.advise(job, toy.make_pack(tmp_path, count=600), seconds=1.0, clock=job.clock)
+    assert advice.lr_trial is not None
+    assert advice.lr_trial.lr is None
+    assert advice.lr_trial.seconds <= 17
+    assert "as the machine is busy" in advice.evidence["lr"]
+
+
 def test_the_trial_is_kept_with_the_advice_shown_as_a_table_and_changes_nothing_outside(pack, monkeypatch):
     net = problems.points(3, 2)
     before = {name: value.clone() for name, value in net.state_dict().items()}

@@ -22,6 +22,7 @@ from nbtools.table import digits, number, plural
 from nbtools.train import Plan, TaskLike, evaluation, readable
 
 FACTORS = (1.0, 3.0, 1 / 3, 9.0, 1 / 9)  # of the rule's lr, in the order in which they are tried
+LEAST_VALUES = 3  # below which nothing is chosen: the machine is busy
 MORE = 2  # values beyond these, where the best one lies at an end
 LEAST_STEPS, SHARE_OF_STEPS = 100, 0.02  # of each value: at least so many, else a share of the planned ones
 LEAST_S, SHARE, MOST_S = 15.0, 0.1, 120.0  # seconds of a whole trial: at least, else a share of the training; at most
@@ -123,6 +124,8 @@ class Trial:
             self.attempt(self.plan.lr * factor)
         for _ in range(MORE):
             lrs, best = sorted(self.losses), self.lowest
+            if not lrs:
+                break
             if best == lrs[-1]:
                 self.attempt(3 * lrs[-1])
             elif best is None or best == lrs[0]:
@@ -136,25 +139,27 @@ class Trial:
         return min(finite, key=finite.__getitem__, default=None)
 
     def attempt(self, lr: float) -> None:
-        """Train with this lr, and score it; not where the time would not suffice."""
+        """Train with this lr, and score it; not where the time would not suffice, or does not."""
         start, lr = self.clock(), float(f"{lr:.3g}")
-        if start + self.longest > self.over and len(self.losses) >= 3:
+        if start + self.longest > self.over:
             return
         plan = self.plan.replace(lr=lr, min_lr=min(self.plan.min_lr, lr))
         stepper = Stepper(self.task, self.pack, plan, self.device, feed=self.feed, learning=True)
         stepper.epoch_size = self.steps * plan.batch_size / plan.epochs  # the whole schedule in these steps
-        self.losses[lr] = self.score(stepper, list(self.train(stepper)))
+        training = list(self.train(stepper))
+        if len(training) == self.steps or stepper.lost:
+            self.losses[lr] = self.score(stepper, training)
         stepper.close()
         self.longest = max(self.longest, self.clock() - start)
 
     def train(self, stepper: Stepper) -> Iterator[torch.Tensor]:
-        """Yield the mean loss of each step, on the device; ends where one is no number."""
+        """Yield the mean loss of each step, on the device; ends where one is no number, or the time is over."""
         for step in range(self.steps):
             loss, count = stepper.step(next(stepper.batches))
             yield loss / max(count, 1) if not isinstance(count, torch.Tensor) else loss / count.clamp(min=1)
             if step % 10 == 9:
                 tick()
-                if stepper.lost:
+                if stepper.lost or self.clock() > self.over:
                     return
 
     def score(self, stepper: Stepper, training: list[torch.Tensor]) -> np.ndarray | None:
@@ -179,6 +184,9 @@ class Trial:
 
 def choose_lr(trial: Trial, rule: float, recipe: bool) -> LrTrial:
     """Return the lr with the lowest loss; of those within one standard error of it the recipe's, else the smallest."""
+    if len(trial.losses) < LEAST_VALUES:
+        reason = f"no trial of other learning rates: in {trial.took:.0f} s {plural(len(trial.losses), 'value')} ended"
+        return LrTrial(rule, None, f"{reason}, as the machine is busy", seconds=trial.took)
     best = trial.lowest
     rows = [
         compare_losses(lr, losses, trial.losses[best] if best else None) for lr, losses in sorted(trial.losses.items())
