@@ -61,9 +61,10 @@ def rehearse(state: TrainState, pack: Pack) -> None:
             raise TrainError(f"{rule}; change it, or pack other data") from error
         layer, given = running[-1]
         what = f"{spoken(task)}: the network does not take the pack's {inputs_of(state)}: {place(model, layer)}"
+        named = [("", each) for each in given]
         if len(given) == 1 and isinstance(given[0], Mapping):  # a batch, of which it takes these
-            given = [given[0][name] for name in inputs(state) if name in given[0]]
-        shapes = ", ".join(shape(each, len(ids)) for each in given) or "nothing"
+            named = [(f"{name} ", given[0][name]) for name in inputs(state) if name in given[0]]
+        shapes = ", ".join(f"{name}{shape(each, len(ids))}" for name, each in named) or "nothing"
         raise TrainError(f"{what} got {shapes}: {why}; change the network, or pack other data") from error
     finally:
         for hook in hooks:
