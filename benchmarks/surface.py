@@ -44,12 +44,15 @@ def long_history(states: list[TrainState], samples: int) -> History:
             "samples_per_s": 900.0 + step % 7,
             "data_wait": 0.01,
             "memory": 9e2,
+            "wall": 0.14 * step,
         }
         epoch = step * epochs // (PAST + 1)
         history.append(Record("step", epoch, 2 * step, epoch * samples, values))
         if (step + 1) * epochs // (PAST + 1) > epoch:
             scores = {"train_loss": 3 / step**0.5, "val_loss": 4 / step**0.5, "val_whole_accuracy": 1 - 1 / step**0.5}
-            history.append(Record("epoch", epoch, 2 * step, epoch * samples, {**scores, "epoch_time": 9.0}))
+            history.append(
+                Record("epoch", epoch, 2 * step, epoch * samples, {**scores, "epoch_time": 9.0, "wall": 0.14 * step})
+            )
     for state in states:
         state.position = Position(epochs, 2 * PAST, epochs * samples)
     return history

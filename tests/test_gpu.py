@@ -264,6 +264,23 @@ def test_a_run_on_a_gpu_reads_it_while_it_lasts(nvml, tmp_path):
     assert not sampler.thread.is_alive()
 
 
+def test_energy_is_read_once_more_when_training_ends(nvml, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[Sampler.__module__], "PERIOD", 3600.0)
+    used = [0.0]  # mJ
+    nvml(nvmlDeviceGetTotalEnergyConsumption=lambda _: used[0])
+    state = TrainState(toy, toy.make_pack(tmp_path, count=60), toy.PLAN)
+    state.device = torch.device("cuda", 1)  # for the surface alone
+    with Surface(tmp_path / "run", state, toy.make_pack(tmp_path / "b"), History(), toy.PLAN, show=False) as surface:
+        sampler = surface.sampler
+        assert sampler is not None
+        wait_for(lambda: sampler.latest is not None)
+        used[0] = 7.2e6
+        rows = [surface.measured(Record("epoch", 0, 4, 60, {"train_loss": 1.0}))]
+        state.position.epoch = toy.PLAN.epochs
+        rows += [surface.measured(Record("epoch", 1, 8, 120, {"train_loss": 1.0}))]
+    assert [row.values["gpu_energy"] for row in rows] == [0.0, pytest.approx(2.0)], "Wh"
+
+
 def test_the_check_shows_the_cards_and_their_driver(nvml, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     nvml()

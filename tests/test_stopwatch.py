@@ -6,9 +6,10 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ import nbtools as nb
 from nbtools.data import Pack, gather
 from nbtools.measure import Stepper
 from nbtools.train import device, synchronizing
+from nbtools.train.ranks import Ranks
 
 BATCH, PIECES = 16, 50  # samples; kernels of a step
 LOOP, STATE = (sys.modules[f"nbtools.train.{name}"] for name in ("loop", "state"))  # nb.train is a function
@@ -102,6 +104,7 @@ def simulated(monkeypatch):
 
         finish = nb.TrainState.lost
         monkeypatch.setattr(device, "timing_event", where.event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
         monkeypatch.setattr(device, "perf_counter", where.clock)
         monkeypatch.setattr(LOOP, "perf_counter", where.clock)
         monkeypatch.setattr(device, "Reading", Reading)
@@ -306,6 +309,29 @@ def test_the_loop_waits_for_the_device_at_its_own_reads_only(pack, monkeypatch):
     assert {row.kind for row in rows} == {"step", "epoch"}
     assert set(waits.places) <= READS, set(waits.places)
     assert "rows" in waits.places
+
+
+def test_ranks_add_up_a_count_that_is_a_number_without_waiting(monkeypatch):
+    """As the loop does after every step on several devices."""
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
+    ranks = types.SimpleNamespace(device=torch.device("meta"))
+    waits = Waits()
+    with waits, Assignments():
+        Ranks.total(cast(Any, ranks), torch.zeros((), device="meta"), 16)
+    assert not waits.places
+
+
+def test_steps_are_timed_on_their_own_device_also_where_another_is_current(monkeypatch):
+    """Of several GPUs torch's current one may idle; its stream would tell the host's time."""
+    streams = []
+    event = types.SimpleNamespace(record=streams.append)
+    monkeypatch.setattr(device, "timing_event", lambda where: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda where=None: f"stream of {where}")
+    watch = device.Stopwatch(torch.device("cuda", 1))
+    watch.begin()
+    watch.got()
+    watch.end()
+    assert streams == 3 * ["stream of cuda:1"]
 
 
 # -- on a GPU

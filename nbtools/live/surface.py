@@ -169,8 +169,10 @@ class Surface(View):
         self.changed(plan)
 
     def measured(self, record: Record) -> Record:
-        """The record with the GPU's newest reading, if it is a row and there is one. Energy adds to that of an earlier
-        session."""
+        """The record with the GPU's newest reading, if it is a row and there is one; at the end of training it is read
+        once more. Energy adds to that of an earlier session."""
+        if self.sampler is not None and record.kind == "epoch" and self.state.over:
+            self.sampler.renew()
         reading = self.sampler.latest if self.sampler is not None else None
         if reading is None or record.kind not in ("step", "epoch") or not record.values:
             return record

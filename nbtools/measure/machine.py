@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -335,6 +334,7 @@ class Sampler:
     def __init__(self, index: int = 0):
         self.index = index
         self.latest: dict[str, float | str] | None = None
+        self.first: float | None = None  # energy in mJ at the first reading
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self.work, name="nbtools-gpu", daemon=True)
 
@@ -348,20 +348,27 @@ class Sampler:
 
     def work(self) -> None:
         with contextlib.suppress(Unavailable), opened() as nvml:
-            handle = nvml.nvmlDeviceGetHandleByIndex(self.index)
-            energy = partial(ask, nvml, "nvmlDeviceGetTotalEnergyConsumption", handle)  # mJ since the driver was loaded
-            first = energy()
             while not self.stopping.is_set():
-                found, now = state(nvml, handle), energy()
-                values = {
-                    "gpu_utilisation": found["utilisation"],
-                    "gpu_memory_used": found["memory_used"],
-                    "gpu_power": found["power"],
-                    "gpu_energy": None if first is None or now is None else (now - first) / 3.6e6,
-                    "gpu_throttle": ", ".join(reason for reason in found["throttle"] or () if reason != "idle") or None,
-                }
-                self.latest = {name: value for name, value in values.items() if value is not None}
+                self.read(nvml)
                 self.stopping.wait(PERIOD)
+
+    def renew(self) -> None:
+        """Read the GPU now: `latest` may be a second old, which is much of the energy of a short run."""
+        with contextlib.suppress(Unavailable), opened() as nvml:
+            self.read(nvml)
+
+    def read(self, nvml: Any) -> None:
+        handle = nvml.nvmlDeviceGetHandleByIndex(self.index)
+        readings, energy = state(nvml, handle), ask(nvml, "nvmlDeviceGetTotalEnergyConsumption", handle)
+        self.first = energy if self.first is None else self.first
+        values = {
+            "gpu_utilisation": readings["utilisation"],
+            "gpu_memory_used": readings["memory_used"],
+            "gpu_power": readings["power"],
+            "gpu_energy": None if self.first is None or energy is None else (energy - self.first) / 3.6e6,
+            "gpu_throttle": ", ".join(reason for reason in readings["throttle"] or () if reason != "idle") or None,
+        }
+        self.latest = {name: value for name, value in values.items() if value is not None}
 
 
 def machine() -> dict[str, str]:

@@ -363,7 +363,7 @@ class Stopwatch:
         event = self.spare.pop() if self.spare else timing_event(self.device)
         if event is None:
             return self.clock()
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))  # not that of torch's current device, which may idle
         return event
 
     def begin(self) -> None:
@@ -431,20 +431,23 @@ def between(start: Any, end: Any) -> float:
     return start.elapsed_time(end) / 1e3
 
 
+def put(tensor: Tensor, *numbers: Tensor | float) -> None:
+    """Write the numbers into a vector. `tensor[i] = 5` would copy a number from the host, and wait for the device
+    (pytorch#186482)."""
+    for place, number in zip(tensor.unbind(), numbers, strict=True):
+        place.copy_(number) if isinstance(number, Tensor) else place.fill_(number)
+
+
 class Reading:
     """A few numbers on the device, and their way to the host: only who takes them before they arrive waits. Made once,
-    so that a step allocates nothing for it: write to `tensor`, `send`, and take the values before writing again."""
+    so that a step allocates nothing for it: `put` them into `tensor`, `send`, and take the values before the next
+    ones."""
 
     def __init__(self, size: int, device: torch.device):
         self.tensor = self.host = torch.zeros(size, dtype=sum_dtype(device), device=device)
         self.event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self.host, self.event = torch.empty_like(self.tensor, device="cpu", pin_memory=True), torch.cuda.Event()
-
-    def put(self, *numbers: Tensor | float) -> None:
-        """Write the numbers. `tensor[i] = 5` would copy a number from the host, and wait for it (pytorch#186482)."""
-        for place, number in zip(self.tensor.unbind(), numbers, strict=True):
-            place.copy_(number) if isinstance(number, Tensor) else place.fill_(number)
 
     def send(self) -> None:
         if self.event is not None:

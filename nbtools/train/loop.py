@@ -22,7 +22,7 @@ import torch
 from nbtools.data import Feed, Pack, batches_left, lengths_of, open_feed
 from nbtools.errors import TrainError
 from nbtools.table import plural
-from nbtools.train.device import memory, prepare, require, required
+from nbtools.train.device import memory, prepare, put, require, required
 from nbtools.train.evaluation import Sums, fed, score_split
 from nbtools.train.history import Record
 from nbtools.train.indices import require_indices
@@ -200,7 +200,7 @@ class Window:
 
     def log(self, state: TrainState) -> Log:
         """Its settings and memory; its loss and its times are on their way to the host."""
-        state.logged.put(state.sums.loss, state.sums.count)
+        put(state.logged.tensor, state.sums.loss, state.sums.count)
         state.logged.send()
         return Log(record(state, "step", readings(state)), self.step, state.samples - self.samples, state.watch.lap())
 

@@ -309,8 +309,7 @@ class Ranks:
     def total(self, loss_sum: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor]:
         """(loss sum, count) over all ranks, float64 on the device."""
         pair = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for place, number in zip(pair.unbind(), (loss_sum, count), strict=True):  # `pair[1] = 5` waits for a GPU
-            place.copy_(number) if isinstance(number, Tensor) else place.fill_(number)
+        devices.put(pair, loss_sum, count)
         dist.all_reduce(pair)
         return pair[0], pair[1]
 

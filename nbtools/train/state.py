@@ -326,7 +326,7 @@ class TrainState:
         if log := facts.get("log"):
             lap = devices.Lap(None, [], tuple(log["lap"]))
             self.log = Log(Record(**log["record"]), log["since"], log["samples"], lap)
-            self.logged.put(*log["sums"])
+            devices.put(self.logged.tensor, *log["sums"])
             self.logged.send()
         self.sums = EpochSums(**{**facts["sums"], "loss": self.sums.loss.fill_(facts["sums"]["loss"])})
         if float(self.sums.count).is_integer():
