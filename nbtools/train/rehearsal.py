@@ -39,14 +39,21 @@ def rehearse(state: TrainState, pack: Pack) -> None:
         register_module_forward_hook(lambda *_: running.pop() and None),
     )
     batch, outputs = {}, None
+
+    def compute(gradients: bool) -> None:
+        with autocast(plan, device, model), torch.set_grad_enabled(gradients):
+            summed(task.loss(lambda *_, **__: outputs, batch, plan), len(ids))
+
     indices = Checked() if device.type in DEVICES else nullcontext()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), indices:
             batch, outputs = forward(task, model, raw, plan, device)
-            if isinstance(outputs, Tensor) and outputs.is_floating_point():
-                outputs.requires_grad_()  # which a loss may need, as for a hook
-            with autocast(plan, device, model):
-                summed(task.loss(lambda *_, **__: outputs, batch, plan), len(ids))
+            try:
+                compute(False)
+            except RuntimeError:  # of a loss that needs gradients, as for a hook, or of one that does not fit
+                if isinstance(outputs, Tensor) and outputs.is_floating_point():
+                    outputs.requires_grad_()
+                compute(True)
     except NbtoolsError:
         raise
     except Exception as error:
