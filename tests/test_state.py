@@ -166,7 +166,11 @@ def cases(folder: Path) -> dict[str, tuple[Any, nb.Pack, str]]:
     cross_entropy = nn.CrossEntropyLoss()
     own = [lambda outputs, batch: {"size": (1, 1)}]
     return {
-        "width": (nb.classify(nn.Linear(64, 3)), made["points"], r"x float32 \(8\).* Linear\(in_features=64.*\(B, 8\)"),
+        "width": (
+            nb.classify(nn.Linear(64, 3)),
+            made["points"],
+            r"x float32 \(8\).* Linear\(in_features=64.* got x \(B, 8\)",
+        ),
         "flatten": (nb.classify(Pictures()), made["images"], r"Pictures\.fc Linear\(in_features=100.*got \(B, 400\)"),
         "many": (nb.classify(nn.Linear(8, 5)), made["points"], r"3 classes, \(B, 3\), got \(2, 5\)"),
         "few": (nb.classify(nn.Linear(8, 2), loss=cross_entropy), made["points"], r"3 classes, \(B, 3\), got \(2, 2\)"),
@@ -241,7 +245,7 @@ class Parts(nn.Module):
     ("net", "said"),
     [
         (Parts(attention=12), r"Parts\.attention MultiheadAttention got \(B, 16\)"),  # which raises AssertionError
-        (Parts(last=17), r"x float32 \(8\): Parts got \(B, 8\): shape '\[-1, 17\]' is invalid"),
+        (Parts(last=17), r"x float32 \(8\): Parts got x \(B, 8\): shape '\[-1, 17\]' is invalid"),
     ],
     ids=["attention", "after a layer"],
 )
@@ -286,3 +290,25 @@ def test_the_best_of_a_run_is_that_of_its_weights_after_another_metric_chose(pac
     run = nb.fit(task, toys, settings.replace(epochs=5), tmp_path / "run", **QUIET)
     assert run.best["epoch"] == 5
     assert checkpoint.read_index(run.folder)["best"].startswith("0005-")
+
+
+def test_a_run_without_a_finished_step_is_no_reason_to_let_a_network_pass_that_does_not_fit(tmp_path):
+    toys, settings = toy.make_pack(tmp_path / "toys"), toy.PLAN.replace(epochs=1)
+
+    def dies():
+        raise ZeroDivisionError
+
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(7, 4)
+
+        def forward(self, batch):
+            return self.last(batch["x"])
+
+    with pytest.raises(ZeroDivisionError):
+        nb.fit(acting({1: dies}), toys, settings, tmp_path / "run", **QUIET)
+    assert checkpoint.read_index(tmp_path / "run")["last"].endswith("-00000000")
+    with pytest.raises(nb.NbtoolsError, match=r"Wrong\.last Linear\(in_features=7"):
+        nb.fit(acting(model=lambda card, plan: Wrong()), toys, settings, tmp_path / "run", **QUIET)
+    assert len(nb.fit(acting(), toys, settings, tmp_path / "run", **QUIET).summary()) == 1

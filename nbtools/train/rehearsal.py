@@ -39,14 +39,21 @@ def rehearse(state: TrainState, pack: Pack) -> None:
         register_module_forward_hook(lambda *_: running.pop() and None),
     )
     batch, outputs = {}, None
+
+    def compute(gradients: bool) -> None:
+        with autocast(plan, device, model), torch.set_grad_enabled(gradients):
+            summed(task.loss(lambda *_, **__: outputs, batch, plan), len(ids))
+
     indices = Checked() if device.type in DEVICES else nullcontext()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), indices:
             batch, outputs = forward(task, model, raw, plan, device)
-            if isinstance(outputs, Tensor) and outputs.is_floating_point():
-                outputs.requires_grad_()  # which a loss may need, as for a hook
-            with autocast(plan, device, model):
-                summed(task.loss(lambda *_, **__: outputs, batch, plan), len(ids))
+            try:
+                compute(False)
+            except RuntimeError:  # of a loss that needs gradients, as for a hook, or of one that does not fit
+                if isinstance(outputs, Tensor) and outputs.is_floating_point():
+                    outputs.requires_grad_()
+                compute(True)
     except NbtoolsError:
         raise
     except Exception as error:
@@ -61,9 +68,10 @@ def rehearse(state: TrainState, pack: Pack) -> None:
             raise TrainError(f"{rule}; change it, or pack other data") from error
         layer, given = running[-1]
         what = f"{spoken(task)}: the network does not take the pack's {inputs_of(state)}: {place(model, layer)}"
+        named = [("", each) for each in given]
         if len(given) == 1 and isinstance(given[0], Mapping):  # a batch, of which it takes these
-            given = [given[0][name] for name in inputs(state) if name in given[0]]
-        shapes = ", ".join(shape(each, len(ids)) for each in given) or "nothing"
+            named = [(f"{name} ", given[0][name]) for name in inputs(state) if name in given[0]]
+        shapes = ", ".join(f"{name}{shape(each, len(ids))}" for name, each in named) or "nothing"
         raise TrainError(f"{what} got {shapes}: {why}; change the network, or pack other data") from error
     finally:
         for hook in hooks:
