@@ -138,13 +138,8 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch_divided_by_its_true_
 @pytest.mark.parametrize(("batch_size", "micro"), [(9, 2), (3, 2), (5, 4), (2, 3)])
 def test_no_micro_batch_is_a_single_sample_unless_asked_for(pack, batch_size, micro):
     sizes = []
-
-    def batch(raw, plan, draws):
-        if draws is not None:  # of training
-            sizes.append(len(raw["id"]))
-        return toy.batch(raw, plan, draws)
-
-    state = TrainState(task := toy.with_(batch=batch), pack, toy.PLAN.replace(epochs=1, batch_size=batch_size))
+    task = toy.with_(batch=lambda raw, plan, draws: (sizes.append(len(raw["id"])), toy.batch(raw, plan, draws))[1])
+    state = TrainState(task, pack, toy.PLAN.replace(epochs=1, batch_size=batch_size))
     state.recovery.micro = micro
     next(train(task, state, pack))
     assert sum(sizes) == batch_size

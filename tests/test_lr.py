@@ -35,6 +35,7 @@ def compared(name: str, pack: nb.Pack, seed: int) -> tuple[float, dict[float, fl
     return problems.accuracy(task, pack, plan), problems.spread(name, pack, plan), plan
 
 
+@pytest.mark.alone
 def test_the_advised_plan_learns_and_so_does_fit_without_a_plan(tmp_path):
     pack = problems.packed("bags", tmp_path, seed=5)
     accuracy, grid, plan = compared("bags", pack, SEEDS[0])
@@ -97,6 +98,7 @@ def test_fine_tuning_learns_as_well_as_the_best_of_the_grid(tmp_path):
     assert np.mean(found) >= GOOD * mean.max()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "name", ["spirals", pytest.param("bags", marks=pytest.mark.full), pytest.param("waves", marks=pytest.mark.full)]
 )

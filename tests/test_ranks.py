@@ -528,7 +528,7 @@ class Branched(Plain):
         self.norm = nn.BatchNorm1d(8)
         self.rare, self.early = nn.Linear(8, toy.CLASSES), nn.Linear(8, toy.CLASSES)
         self.never = nn.Linear(8, 1) if never else None
-        self.at = [0]  # the steps whose loss was asked for
+        self.at: list[int] = []
 
     def forward(self, batch):
         found, x = super().forward({"x": self.norm(batch["x"])}), batch["x"]

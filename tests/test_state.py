@@ -249,11 +249,10 @@ class Parts(nn.Module):
     ],
     ids=["attention", "after a layer"],
 )
-def test_the_layer_that_failed_is_named_wherever_training_begins(pack, net, said):
+def test_the_layer_that_failed_is_named_wherever_training_begins(pack, tmp_path, net, said):
     task = nb.classify(net)
-    state = nb.TrainState(task, pack, plan())
     with pytest.raises(nb.NbtoolsError, match=said):
-        next(iter(nb.train(task, state, pack)))
+        nb.fit(task, pack, plan(), tmp_path / "run", **QUIET)
     with pytest.raises(nb.NbtoolsError, match=said):
         nb.lr_sweep(task, pack, plan())
 
@@ -271,9 +270,9 @@ def test_a_loss_that_needs_gradients_fits(pack):
             outputs.register_hook(lambda gradient: gradient * 0.5)
         return nn.functional.cross_entropy(outputs, y)
 
+    state = nb.TrainState(nb.classify(Net(), loss=loss), pack, plan())
+    rehearse(state, pack)
     assert trained(Net(), pack, plan()).step
-    task = nb.classify(Net(), loss=loss)
-    assert next(iter(nb.train(task, nb.TrainState(task, pack, plan()), pack))).kind == "step"
 
 
 def test_the_best_of_a_run_is_that_of_its_weights_after_another_metric_chose(pack, tmp_path):

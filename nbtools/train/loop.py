@@ -30,7 +30,6 @@ from nbtools.train.optimizer import follow
 from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch, require_sizes
 from nbtools.train.ranks import Ended, Restarted, share
 from nbtools.train.recovery import Diverged, train_step
-from nbtools.train.rehearsal import rehearse
 from nbtools.train.state import Best, EpochSums, Log, TrainState, Wanted
 from nbtools.train.task import TaskLike, best_metric, bound, order, readable
 
@@ -91,8 +90,6 @@ def run(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None) -> Gen
     state.know(len(pack))
     prepare(state.plan, state.device, many_shapes=state.card.bucket_by is not None)
     require_indices(state, pack)
-    if not (state.step or state.fits or state.ranks):
-        rehearse(state, pack)
     opening = partial(open_feed, pack, state.plan, state.device, state.events.append)
     feed, count = feed or required(opening), len(pack.ids("train"))
     if state.ranks is not None:

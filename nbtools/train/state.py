@@ -151,7 +151,6 @@ class TrainState:
         self.proven: tuple[Plan | None, int] = None, 0  # elements of the largest raw batch that fit under this plan
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
         self.evaluate_next = False  # ask for an evaluation before the next step
-        self.fits = False  # whether the network is known to take the pack's samples, see `rehearse`
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
         self.stopped: str | None = None  # why nothing is left to train before the last epoch
         self.events: list[str] = []  # messages for the next yield
