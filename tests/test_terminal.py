@@ -350,7 +350,7 @@ def test_gpus_watch_reads_again_and_again_until_ctrl_c(tty, capsys, monkeypatch,
         shown = capsys.readouterr().out
         assert "\x1b" not in shown
     assert shown.count("No NVIDIA GPU (nvidia-ml-py is not installed).") >= 2
-    assert len(re.findall(r"CPU: \d+ % of \d+ cores?; RAM: [\d.]+ of [\d.]+ GB in use", shown)) >= 2
+    assert len(re.findall(r"CPU: \d+ % of \d+ cores?; RAM: [\d.]+(?: MB)? of [\d.]+ GB in use", shown)) >= 2
 
 
 # -- names and counts
