@@ -319,9 +319,7 @@ class TrainState:
         if self.graphs is not None:
             self.graphs.clear()  # they update the moments that were there
         self.unsure, self.scale, self.log = 0, inf, None
-        self.watch.spans, self.watch.before = [], facts.get("wall", 0.0)
-        if self.watch.since is not None:
-            self.watch.start()
+        self.watch.spans, self.watch.before = [], max(self.watch.before, facts.get("wall", 0.0))  # time never goes back
         if log := facts.get("log"):
             lap = devices.Lap(None, [], tuple(log["lap"]))
             self.log = Log(Record(**log["record"]), log["since"], log["samples"], lap)
