@@ -13,7 +13,7 @@ def test_recomputing_activations_changes_no_bit(task, count, tmp_path, monkeypat
     pack = task.pack(task.demo(tmp_path / "raw", count), progress=False)
     found = []
     for recompute in (False, True):
-        plan = task.PLAN.replace(epochs=1, batch_size=8, checkpoint_activations=recompute)
+        plan = task.PLAN.replace(epochs=1, warmup_epochs=0.0, batch_size=8, checkpoint_activations=recompute)
         state = nb.TrainState(task, pack, plan)
         losses = [record.values.get("loss") for record in nb.train(task, state, pack)]
         found.append((losses, state.tensors()))
