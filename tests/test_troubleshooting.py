@@ -123,8 +123,7 @@ PROMISES = {  # entry → for each line below "nbtools does" the tests of it
     "DDP does not start": [
         "test_launch.test_what_is_asked_of_two_processes_reaches_both_at_the_same_step "
         "test_launch.test_any_torchrun_trains_and_packs_once",
-        "test_troubleshooting.test_what_goes_wrong_ends_with_its_entry "
-        "test_guides.test_fewer_gpus_than_in_the_guide_train_with_the_same_batch_and_lr",
+        "test_troubleshooting.test_what_goes_wrong_ends_with_its_entry",
         "test_launch.test_a_task_that_other_processes_cannot_import_is_refused_in_a_sentence",
         "test_launch.test_any_torchrun_trains_and_packs_once",
         "test_launch.test_any_other_error_is_that_of_the_rank_that_failed_first_with_its_traceback",
