@@ -1,4 +1,4 @@
-"""The terminal: `python -m nbtools COMMAND`, of `gpus checkup stage shard cache watch control export demo
+"""The terminal: `python -m nbtools COMMAND`, of `gpus stage shard cache watch control export demo
 validate features pack advise train evaluate predict`.
 
 The fields of the task's Plan and the options of its `pack` become options by themselves (`nbtools.options`). Results go
@@ -26,7 +26,7 @@ from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.fit import fit
 from nbtools.launch import launch, require_processes
 from nbtools.live import ACTIONS, advised, send
-from nbtools.measure import PARTS, advise, check, checkup, follow, smoke_test
+from nbtools.measure import advise, check, follow, smoke_test
 from nbtools.notify import require_hook
 from nbtools.options import (
     BUILT_IN,
@@ -160,23 +160,6 @@ def gpus_command(one: argparse.ArgumentParser) -> Act:
         clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
         with suppress(KeyboardInterrupt):
             follow(lambda text: print(clear + text, flush=True))
-
-    return show
-
-
-def checkup_command(one: argparse.ArgumentParser) -> Act:
-    """try what nbtools does on this machine: two minutes on a CPU, eight on a GPU; continues where it was interrupted
-
-    python -m nbtools checkup
-    python -m nbtools checkup --part memory --again
-    """
-    one.add_argument("--part", action="append", default=[], choices=tuple(PARTS), help="only this one; may be repeated")
-    one.add_argument("--again", action="store_true", help="also what has worked on this machine before")
-    one.add_argument("--into", type=Path, metavar="FILE", help="also write the results to this JSON file")
-
-    def show(options: argparse.Namespace) -> Result:
-        found = checkup(options.into, options.again, options.part)
-        return Result(found.text(coloured()), found, 0 if found.ok else 1)
 
     return show
 
@@ -354,14 +337,12 @@ def advise_command(one: argparse.ArgumentParser, task: Task) -> Act:
     text = "do not measure: use rules of thumb and earlier measurements"
     one.add_argument("--no-measure", action="store_true", help=text)
     one.add_argument("--compile", action="store_true", help="also try compiled steps: a minute or two more")
-    text = "also measure N processes, on as many GPUs or on this CPU, and say whether they are worth it"
-    one.add_argument("--processes", type=int, default=1, metavar="N", help=text)
     one.add_argument("--why", action="store_true", help="each reason in full, and what was measured")
     one.add_argument("--noise", action="store_true", default=None, help=argparse.SUPPRESS)
     add_packing(one, task)
 
     def show(options: argparse.Namespace) -> Result:
-        asked = {"noise": options.noise, "compiling": options.compile, "processes": options.processes}
+        asked = {"noise": options.noise, "compiling": options.compile}
         advice = advise(task, packed(task, options.data, options), measure=not options.no_measure, **asked)
         parts = filter(None, (advice.batches, advice.workers, advice.profile) if options.why else ())
         texts = [*(part.text(coloured()) for part in parts), advice.text(coloured(), options.why)]
@@ -484,7 +465,6 @@ def predict_command(one: argparse.ArgumentParser, task: Task) -> Act:
 WITH_DATA = ("advise", "train", "evaluate")
 COMMANDS = {
     "gpus": gpus_command,
-    "checkup": checkup_command,
     "stage": stage_command,
     "shard": shard_command,
     "cache": cache_command,

@@ -139,10 +139,7 @@ PROMISES = {  # entry → for each line below "nbtools does" the tests of it
         "test_launch.test_a_second_interrupt_ends_all_at_once",
     ],
     "Several GPUs are no faster": [
-        "test_several.test_gpus_are_worth_it_where_each_added_one_gives_half_of_one "
-        "test_several.test_two_processes_measure_the_slowest_share_and_the_all_reduce_and_the_result_is_kept",
         "test_ranks.test_fifty_steps_are_those_of_one_process_that_accumulates_the_same_parts",
-        "test_several.test_a_busy_machine_is_named_since_processes_wait_for_its_cores",
     ],
     "Wrong script or mode": [
         "test_pack.test_a_folder_of_the_packs_own_is_not_given_to_other_options_or_tasks",

@@ -106,7 +106,7 @@ class Check:
             table.text(*self.gpus.table(), colours=colours) if self.gpus else self.gpus.missing,
             table.text(("machine", ""), self.rows(), colours=colours),
             table.text(("format", "trains here", products), [each.row() for each in self.arithmetic], colours=colours),
-            f"Feed auto: {self.feed}.\nA plan for your data, measured here: python -m nbtools advise TASK --data SOURCE",
+            f"Feed auto: {self.feed}.\nA plan for your data, measured: python -m nbtools advise TASK --data SOURCE",
         ]
         return "\n\n".join(filter(None, parts))
 
