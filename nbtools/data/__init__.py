@@ -38,7 +38,7 @@ from nbtools.data.pack import (
     require_shares,
     split_of,
 )
-from nbtools.data.parallel import cores, side_by_side, threaded
+from nbtools.data.parallel import cores, in_processes, side_by_side, threaded
 from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
 from nbtools.data.shard import SHARD, shard
 from nbtools.data.snapshots import SNAPSHOTS, Damaged, Snapshots, manifests, newest, read_snapshot
@@ -89,6 +89,7 @@ __all__ = [
     "gather",
     "in_notebook",
     "in_order",
+    "in_processes",
     "inputs_of",
     "is_all",
     "is_count",
