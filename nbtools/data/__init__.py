@@ -39,7 +39,7 @@ from nbtools.data.pack import (
     require_shares,
     split_of,
 )
-from nbtools.data.parallel import cores, side_by_side, threaded
+from nbtools.data.parallel import cores, in_processes, side_by_side, threaded
 from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
 from nbtools.data.sources import Source, cache
 from nbtools.data.stage import stage
@@ -84,6 +84,7 @@ __all__ = [
     "gather",
     "in_notebook",
     "in_order",
+    "in_processes",
     "inputs_of",
     "is_all",
     "is_count",
