@@ -137,7 +137,7 @@ class Launcher:
                 shutil.rmtree(place, ignore_errors=True)
         if failure is not None:
             rest = f"; what all ranks printed is in {place}\n{failure.trace}".rstrip()
-            raise failure.ours(str(failure)) if failure.ours else TrainError(f"{failure}{rest}")
+            raise failure.ours(failure.text) if failure.ours else TrainError(f"{failure.text}{rest}")
 
     def look(self) -> None:
         """Notice a shutdown of the kernel, and that all ranks started again."""
@@ -145,7 +145,7 @@ class Launcher:
             self.remote.requests.post("stop", by="the kernel's shutdown")
         if failure := self.torchrun.restarting():
             restart = f"restart {self.torchrun.attempt} of {self.torchrun.restarts}"
-            self.remote.view.tell(f"{failure}; starting again from the last checkpoint ({restart})")
+            self.remote.view.tell(f"{failure.text}; starting again from the last checkpoint ({restart})")
             self.remote.paused = False  # the new processes do not know of a pause
 
 

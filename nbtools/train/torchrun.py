@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -89,7 +89,7 @@ class Torchrun:
                 agent.wait()
 
     def restarting(self) -> Failure | None:
-        """Once for each restart of all ranks: why."""
+        """Return why, once for each restart of all ranks."""
         if not any(self.place.glob(f"*/attempt_{self.attempt + 1}")):
             return None
         failure = self.failure()
@@ -97,52 +97,40 @@ class Torchrun:
         return failure
 
     def failure(self, code: int = 1) -> Failure:
-        """Why the last attempt failed: the first error that is not about another rank; else how a rank ended without
-        one; else what the others say of it. code: with which torchrun ended."""
+        """Return why the last attempt failed: the first error that is not about another rank; else how a rank ended
+        without one; else what the others say of it. code: with which torchrun ended."""
         if code < 0:
-            return Failure(None, "", ending(code))
-        found = map(Failure.read, self.place.glob(f"*/attempt_{self.attempt}/*/error.json"))
-        reports = sorted(found, key=lambda one: (one.kind == RankLost.__name__, one.time, one.rank))
+            return Failure(f"torchrun {ending(code)}")
+        found = self.place.glob(f"*/attempt_{self.attempt}/*/error.json")
+        found = {path.parent.name: Failure.read(path) for path in sorted(found, key=lambda path: path.stat().st_mtime)}
         log = (self.place / LOG).read_text(errors="replace")
         ended = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", log)[self.attempt :]
-        silent = [Failure(int(rank), "", ending(int(code))) for code, rank in ended]
-        silent = [one for one in silent if one.rank not in {report.rank for report in reports}]
-        if reports and reports[0].kind == RankLost.__name__:
-            reports = [*silent, *reports]
-        return [*reports, *silent, Failure(None, "", f"failed: {log.strip()[-1000:]}")][0]
+        silent = [Failure(f"rank {rank} {ending(int(code))}") for code, rank in ended if rank not in found]
+        first = [report for report in found.values() if report.kind != RankLost.__name__]
+        return [*first, *silent, *found.values(), Failure(f"torchrun failed: {log.strip()[-1000:]}")][0]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed; None: torchrun. kind: the name of its exception, "" where it ended without one. text: its
-    message, or how it ended."""
+    """Why a rank or torchrun failed. text: a sentence; kind: the name of a rank's exception, "" without one."""
 
-    rank: int | None
-    kind: str
     text: str
+    kind: str = ""
     trace: str = ""
-    time: float = 0.0
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What torch's `record` wrote when an exception left a rank; its own timestamp has whole seconds only, in which
-        others lose the connection."""
+        """Read what torch's `record` wrote when an exception left a rank."""
         found = json.loads(path.read_text())["message"]
         kind, _, text = found["message"].partition(": ")
-        more = found["extraInfo"]
-        return cls(int(path.parent.name), kind, text, more["py_callstack"], path.stat().st_mtime)
+        failure = cls(text, kind, found["extraInfo"]["py_callstack"])
+        return failure if failure.ours else replace(failure, text=f"rank {path.parent.name} failed with {kind}: {text}")
 
     @property
     def ours(self) -> type[NbtoolsError] | None:
         """The class of an error that nbtools raised on purpose."""
         found = getattr(errors, self.kind, TrainError if self.kind in ("Diverged", RankLost.__name__) else None)
         return found if isinstance(found, type) and issubclass(found, NbtoolsError) else None
-
-    def __str__(self) -> str:
-        if self.ours is not None:
-            return self.text
-        who = "torchrun" if self.rank is None else f"rank {self.rank}"
-        return f"{who} failed with {self.kind}: {self.text}" if self.kind else f"{who} {self.text}"
 
 
 def ending(code: int) -> str:
