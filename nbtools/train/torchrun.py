@@ -12,9 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from nbtools import errors
 from nbtools.data import cores
@@ -88,49 +87,36 @@ class Torchrun:
                 agent.kill() if sys.platform == "linux" else agent.terminate()  # its ranks die with it
                 agent.wait()
 
-    def restarting(self) -> Failure | None:
+    def restarting(self) -> NbtoolsError | None:
         """Return why, once for each restart of all ranks."""
         if not any(self.place.glob(f"*/attempt_{self.attempt + 1}")):
             return None
-        failure = self.failure()
+        error, _ = self.failure()
         self.attempt += 1
-        return failure
+        return error
 
-    def failure(self, code: int = 1) -> Failure:
-        """Return why the last attempt failed: the first error that is not about another rank; else how a rank ended
-        without one; else what the others say of it. code: with which torchrun ended."""
+    def failure(self, code: int = 1) -> tuple[NbtoolsError, str]:
+        """Return why the last attempt failed, and where there is more about an error that nbtools did not raise on
+        purpose: the first error that is not about another rank; else how a rank ended without one; else what the others
+        say of it. code: with which torchrun ended."""
+        more = f"; what all ranks printed is in {self.place}"
         if code < 0:
-            return Failure(f"torchrun {ending(code)}")
-        found = self.place.glob(f"*/attempt_{self.attempt}/*/error.json")
-        found = {path.parent.name: Failure.read(path) for path in sorted(found, key=lambda path: path.stat().st_mtime)}
+            return TrainError(f"torchrun {ending(code)}"), more
+        found: dict[str, tuple[NbtoolsError, str]] = {}
+        for path in sorted(self.place.glob(f"*/attempt_{self.attempt}/*/error.json"), key=lambda p: p.stat().st_mtime):
+            told, rank = json.loads(path.read_text())["message"], path.parent.name  # what torch's `record` wrote
+            kind, _, text = told["message"].partition(": ")
+            ours = {"Diverged": TrainError, "RankLost": RankLost}.get(kind) or getattr(errors, kind, None)
+            if isinstance(ours, type) and issubclass(ours, NbtoolsError):
+                found[rank] = ours(text), ""
+            else:
+                error = TrainError(f"rank {rank} failed with {kind}: {text}")
+                found[rank] = error, f"{more}\n{told['extraInfo']['py_callstack']}".rstrip()
         log = (self.place / LOG).read_text(errors="replace")
         ended = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", log)[self.attempt :]
-        silent = [Failure(f"rank {rank} {ending(int(code))}") for code, rank in ended if rank not in found]
-        first = [report for report in found.values() if report.kind != RankLost.__name__]
-        return [*first, *silent, *found.values(), Failure(f"torchrun failed: {log.strip()[-1000:]}")][0]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank or torchrun failed. text: a sentence; kind: the name of a rank's exception, "" without one."""
-
-    text: str
-    kind: str = ""
-    trace: str = ""
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read what torch's `record` wrote when an exception left a rank."""
-        found = json.loads(path.read_text())["message"]
-        kind, _, text = found["message"].partition(": ")
-        failure = cls(text, kind, found["extraInfo"]["py_callstack"])
-        return failure if failure.ours else replace(failure, text=f"rank {path.parent.name} failed with {kind}: {text}")
-
-    @property
-    def ours(self) -> type[NbtoolsError] | None:
-        """The class of an error that nbtools raised on purpose."""
-        found = getattr(errors, self.kind, TrainError if self.kind in ("Diverged", RankLost.__name__) else None)
-        return found if isinstance(found, type) and issubclass(found, NbtoolsError) else None
+        silent = [(TrainError(f"rank {rank} {ending(int(code))}"), more) for code, rank in ended if rank not in found]
+        first = [each for each in found.values() if not isinstance(each[0], RankLost)]
+        return [*first, *silent, *found.values(), (TrainError(f"torchrun failed: {log.strip()[-1000:]}"), more)][0]
 
 
 def ending(code: int) -> str:
