@@ -24,7 +24,7 @@ from nbtools.data import Pack, meanwhile, on_colab, phase, place_to_keep, releas
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError, ctrl_c
 from nbtools.folder import Job, begin, only_one, require_replaceable, restore
 from nbtools.identity import Call, decide, former_run, new_folder, search
-from nbtools.live import EVALUATING, MEASURING, REFUSED, FirstSignal, Panel, Requests, Surface, chosen, running_kernel
+from nbtools.live import EVALUATING, MEASURING, REFUSED, FirstSignal, Panel, Surface, chosen, running_kernel
 from nbtools.rollback import Guard, resilient
 from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run, what_next
 from nbtools.table import number, plural
@@ -43,6 +43,7 @@ from nbtools.train import (
     fixed,
     idle,
     join,
+    naming,
     obey,
     readable,
     rehearse,
@@ -89,6 +90,7 @@ def let_go(error: BaseException | None) -> None:
 
 
 @letting_go
+@naming()
 def fit(
     task: TaskLike,
     pack: Pack,
@@ -250,22 +252,13 @@ def restarted(ranks: Ranks | None) -> bool:
 def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
     """What a rank other than 0 does: train as rank 0 says, until it ends the run. Signals reach every rank, and rank 0
     decides what becomes of them, so that all stop after the same step."""
-    asked = ranks.dismissed.set
-    with FirstSignal(signal.SIGINT, asked), FirstSignal(signal.SIGTERM, asked):
+    with FirstSignal(signal.SIGINT, lambda: None), FirstSignal(signal.SIGTERM, lambda: None):
         values, folder = ranks.tell()
         plan = type(task.PLAN).from_dict(values)
         pack = readable(task, pack, plan)
         state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
         obey(task, state, pack)
     return Run(Path(folder), task, pack.card, state.plan)
-
-
-def end_soon(requests: Requests, ranks: Ranks | None) -> None:
-    """What SIGTERM asks for. It comes through later where a process was alone: torchrun, which sends it to all, would
-    start again those that die of it."""
-    requests.post("stop", by="SIGTERM")
-    if ranks is not None:
-        ranks.dismissed.set()
 
 
 def places(run: str | Path | None, keep: str | Path | None, release_gpu: bool) -> tuple[Path | None, Path | None]:
@@ -313,8 +306,8 @@ def carry_out(job: Job, receipt: bool) -> bool:
     """Train to the end, or to a stop, then measure what is left to the end, and say what to do next; returns whether
     Ctrl-C ended any of it."""
     state, surface = job.state, job.surface
-    asked = partial(end_soon, surface.requests, state.ranks)
-    with FirstSignal(signal.SIGTERM, asked, later=not is_torchelastic_launched()) as sigterm:
+    asked, alone = partial(surface.requests.post, "stop", by="SIGTERM"), not is_torchelastic_launched()
+    with FirstSignal(signal.SIGTERM, asked, later=alone) as sigterm:  # torchrun starts again what dies of it
         try:
             with surface:
                 follow(job)

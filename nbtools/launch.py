@@ -83,7 +83,8 @@ def launch(
         FirstSignal(signal.SIGTERM, partial(post, "stop", by="SIGTERM"), later=True),
         FirstSignal(signal.SIGINT, partial(post, "stop")) as interrupts,
     ):
-        Launcher(asked, processes, restarts, remote).train()
+        place = Path(tempfile.mkdtemp(prefix="nbtools-launch-"))
+        follow(Torchrun(place, processes, restarts), asked, remote)
     found = Run.open(folder, task)
     found.events = remote.view.events
     if interrupts.came and running_kernel() is None:
@@ -111,37 +112,29 @@ def require_processes(count: int) -> None:
         )
 
 
-class Launcher:
-    """A run in ranks of torchrun, and its view here. asked: what each rank is to do, see `fit_as_asked`."""
+def follow(torchrun: Torchrun, asked: tuple[Any, ...], remote: Remote) -> None:
+    """Show the run until it ends. asked: what each rank is to do, see `fit_as_asked`. Raises the error of the rank that
+    failed first."""
 
-    def __init__(self, asked: tuple[Any, ...], processes: int, restarts: int, remote: Remote):
-        self.asked, self.remote = asked, remote
-        self.torchrun = Torchrun(Path(tempfile.mkdtemp(prefix="nbtools-launch-")), processes, restarts)
-
-    def train(self) -> None:
-        """Until the run ends. Raises the error of the rank that failed first."""
-        place, failure = self.torchrun.place, None
-        self.remote.view.tell(f"starting {plural(self.torchrun.processes, 'process')} under torchrun …", passing=True)
-        try:
-            with self.torchrun.started(fit_as_asked, *self.asked) as agent:
-                self.remote.follow(lambda: agent.poll() is None, self.look)
-            if agent.returncode:
-                failure = self.torchrun.failure(agent.returncode)
-        finally:
-            if failure is None or failure.ours:
-                shutil.rmtree(place, ignore_errors=True)
-        if failure is not None:
-            rest = f"; what all ranks printed is in {place}\n{failure.trace}".rstrip()
-            raise failure.ours(str(failure)) if failure.ours else TrainError(f"{failure}{rest}")
-
-    def look(self) -> None:
-        """Notice a shutdown of the kernel, and that all ranks started again."""
+    def look() -> None:
         if closing(running_kernel()):
-            self.remote.requests.post("stop", by="the kernel's shutdown")
-        if failure := self.torchrun.restarting():
-            restart = f"restart {self.torchrun.attempt} of {self.torchrun.restarts}"
-            self.remote.view.tell(f"{failure}; starting again from the last checkpoint ({restart})")
-            self.remote.paused = False  # the new processes do not know of a pause
+            remote.requests.post("stop", by="the kernel's shutdown")
+        if error := torchrun.restarting():
+            restart = f"restart {torchrun.attempt} of {torchrun.restarts}"
+            remote.view.tell(f"{error}; starting again from the last checkpoint ({restart})")
+            remote.paused = False  # the new processes do not know of a pause
+
+    more = ""
+    remote.view.tell(f"starting {plural(torchrun.processes, 'process')} under torchrun …", passing=True)
+    try:
+        with torchrun.started(fit_as_asked, *asked) as agent:
+            remote.follow(lambda: agent.poll() is None, look)
+        if agent.returncode:
+            error, more = torchrun.failure(agent.returncode)
+            raise type(error)(f"{error}{more}")
+    finally:
+        if not more:
+            shutil.rmtree(torchrun.place, ignore_errors=True)
 
 
 def fit_as_asked(
