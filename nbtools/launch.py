@@ -23,7 +23,6 @@ from nbtools.errors import TrainError, ctrl_c
 from nbtools.fit import Given, called, chosen_plan, fit, forget, meant, own_folder, panel_of, places, require_pack
 from nbtools.folder import only_one, restore
 from nbtools.live import FirstSignal, Panel, closing, running_kernel
-from nbtools.notify import Hook
 from nbtools.run import Run
 from nbtools.table import plural
 from nbtools.train import TaskLike, Torchrun, as_task, import_task, importable, readable, require_sizes
@@ -44,12 +43,11 @@ def launch(
     *,
     processes: int,
     restarts: int = RESTARTS,
-    notify: str | None = None,
     fresh: bool = False,
 ) -> Run:
     """Train in several processes of this machine, and draw the run here as `fit` does; returns the Run.
 
-    task: importable by name, since each process imports it. plan, run, keep, receipt, notify, fresh: as for `fit`; the
+    task: importable by name, since each process imports it. plan, run, keep, receipt, fresh: as for `fit`; the
     batch size is that of all processes together, so their number changes neither lr nor schedule. processes: at most
     one a GPU. restarts: how often all processes start again from the last checkpoint when one of them is lost; errors
     that nbtools raises on purpose are not tried again.
@@ -58,7 +56,7 @@ def launch(
     save, and return the run; a second one ends all processes at once. They end too when this process dies (Linux).
     Raises TrainError, PlanError or CheckpointError, those of the process that failed first.
     """
-    task, hook = as_task(task), Hook(notify)
+    task = as_task(task)
     require_pack(task, pack)
     require_processes(processes)
     name = importable(task, "nb.launch")
@@ -80,15 +78,12 @@ def launch(
         plan.adopt(wanted)
     remote = Remote(Run(folder, task, readable(task, pack, wanted).card, wanted), given, progress)
     remote.requests.advised = advised or remote.requests.advised
-    post, history = remote.requests.post, remote.view.history
+    post = remote.requests.post
     with (
         FirstSignal(signal.SIGTERM, partial(post, "stop", by="SIGTERM"), later=True),
         FirstSignal(signal.SIGINT, partial(post, "stop")) as interrupts,
     ):
-        with hook.telling(folder, task, lambda: "stop" in [row.get("asked") for row in history.rows[-1:]]):
-            Launcher(asked, processes, restarts, remote).train()
-        if lost := hook.wait():
-            remote.view.tell(lost)
+        Launcher(asked, processes, restarts, remote).train()
     found = Run.open(folder, task)
     found.events = remote.view.events
     if interrupts.came and running_kernel() is None:

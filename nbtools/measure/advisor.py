@@ -72,7 +72,6 @@ def advise(
     pack: Pack,
     measure: bool = True,
     seconds: float | None = None,
-    noise: Any = None,
     compiling: bool = False,
     clock: Clock | None = None,
     processes: int = 1,
@@ -86,11 +85,6 @@ def advise(
     Stepper. processes: also what the plan, and one with so many times the batch, would give in so many processes,
     each with a GPU of its own or its share of the CPU's cores. Raises TrainError if not even one sample fits.
     """
-    if noise is not None:
-        raise TrainError(
-            "nb.advise no longer takes noise: the gradient noise scale was removed; to cap the batch size, use "
-            "advice.plan.turn(batch_size=…) and compare the runs with nb.compare"
-        )
     task = as_task(task)
     if processes < 1:
         raise TrainError(f"processes must be at least 1, got {processes}; leave it out for one")

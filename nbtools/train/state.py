@@ -342,9 +342,6 @@ class TrainState:
         for full, tensor in saved.items():
             name, _, key = full.rpartition(".")
             moments.setdefault(name, {})[key] = tensor
-        if moments and all(map(str.isdecimal, moments)) and not moments.keys() & {*self.names.values()}:
-            rule = "this checkpoint is of an nbtools before 0.3, which kept optimizer state by position"
-            raise CheckpointError(f"{rule}; end the run there, or start over in another folder, run='runs/…'")
         ours = {parameter for group in local.param_groups for parameter in group["params"]}
         local.state.clear()
         for parameter, name in self.names.items():

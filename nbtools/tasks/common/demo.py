@@ -56,7 +56,7 @@ def clear(folder: Path, suffixes: tuple[str, ...]) -> None:
 def foreign(path: Path) -> str:
     return (
         f"{path} was not written by this demo, and would be mixed with it or lost: choose another folder, or empty "
-        "this one if an older nbtools filled it"
+        "this one"
     )
 
 
