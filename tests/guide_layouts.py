@@ -1,5 +1,7 @@
-"""The folders of the sign-language guide as its readers have them, from demo data:
-data/processed/{transformer_only,iv3_gru_only,test_15fps}/CLIP.npz, each with a labels.csv."""
+"""The folders of the guide for signs as its reader has them, from demo data.
+
+data/processed/{transformer_only,iv3_gru_only,test_15fps}/CLIP.npz, each with a labels.csv
+"""
 
 from __future__ import annotations
 
