@@ -18,7 +18,7 @@ from nbtools.live import Columns, View, facts
 from nbtools.live.facts import About
 from nbtools.live.picture import picture
 from nbtools.measure import REASONS
-from nbtools.train import History, Keeper, Record, kept_until
+from nbtools.train import History, Record, kept_until
 
 ABOUT = About("captcha", epochs=8, epoch_samples=3200, best="whole_accuracy")
 NOW = 1_800_000_000.0  # Fri 08:00 UTC

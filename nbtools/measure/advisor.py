@@ -15,7 +15,7 @@ import torch
 
 from nbtools import disk
 from nbtools.data import Pack, choose, phase, work
-from nbtools.errors import DiskError, TrainError
+from nbtools.errors import DiskError
 from nbtools.measure.advice import (
     THUMB,
     Advice,
