@@ -2,7 +2,6 @@
 
 import re
 import sys
-import types
 
 import kernels
 import pytest
@@ -10,7 +9,7 @@ import toy
 
 import nbtools as nb
 from nbtools import measure
-from nbtools.data import bar, phase, tick, work
+from nbtools.data import bar
 from nbtools.train import evaluation
 
 
@@ -20,42 +19,6 @@ def at_once(monkeypatch):
     for name in ("LEAST", "SLOW", "PATIENCE"):
         monkeypatch.setattr(f"nbtools.data.progress.{name}", 0)
     monkeypatch.setattr(evaluation, "SLOW", 0)
-
-
-def test_the_time_left_learns_from_the_phases_that_are_over(at_once, capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("nbtools.data.progress.time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    with work("measuring", precision=10, batch=20):
-        phase("precision")
-        now[0] += 30
-        phase("batch")
-        now[0] += 40
-        tick()
-        now[0] += 60  # that is twice what the pace so far says
-        tick()
-    texts = re.findall(r"\| (\w.* left)", capsys.readouterr().err)
-    left = [text.partition("about ")[2] for text in texts]
-    assert texts[0].startswith("precision, ")
-    assert left[0] == "30 s left", "as expected at first"
-    assert left[1] == "1 min 00 s left", "three times what was expected"
-    assert left[2] == "20 s left"
-    assert left[3] == "25 s left", "a phase that is overdue does not end in no time"
-
-
-def test_a_bar_of_work_never_goes_back(at_once, capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("nbtools.data.progress.time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    with work("measuring", precision=10, batch=20):
-        phase("precision")
-        for k in range(8):
-            now[0] += 3
-            if k == 5:
-                phase("workers", 100)  # as it turned out
-            tick()
-    shares = [int(share) for share in re.findall(r"(\d+)%", capsys.readouterr().err)]
-    assert len(shares) > 8
-    assert shares == sorted(shares)
-    assert 0 < shares[-2] < 100
 
 
 def test_advice_sweep_receipt_and_evaluation_say_how_long_they_take(at_once, pack, tmp_path, capsys, monkeypatch):
@@ -73,14 +36,6 @@ def test_advice_sweep_receipt_and_evaluation_say_how_long_they_take(at_once, pac
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(name)]
         assert len(lines) > 1, name
         assert name.startswith("evaluating") or sum(" left" in line for line in lines) > 1, lines
-
-
-def test_a_bar_inside_other_work_is_part_of_it(at_once, pack, capsys):
-    with work("measuring", all=10):
-        measure.lr_sweep(toy, pack, toy.PLAN, seconds=0.3)
-    err = capsys.readouterr().err
-    assert "measuring: " in err
-    assert "sweeping" not in err
 
 
 BARS = """
