@@ -27,7 +27,6 @@ def test_advice_sweep_receipt_and_evaluation_say_how_long_they_take(at_once, pac
     plan = toy.PLAN.replace(epochs=1)
     acts = {
         "measuring toy on this machine: ": lambda: nb.advise(toy, pack, seconds=0.3),
-        "sweeping the learning rate: ": lambda: nb.lr_sweep(toy, pack, plan, seconds=0.3),
         "measuring the receipt: ": lambda: nb.fit(toy, pack, plan, tmp_path / "run"),
         "evaluating the test split: ": lambda: nb.evaluate(nb.Run.open(tmp_path / "run", toy), pack),
     }
@@ -40,15 +39,11 @@ def test_advice_sweep_receipt_and_evaluation_say_how_long_they_take(at_once, pac
 
 BARS = """
 import time
-from nbtools.data import bar, phase, work
+from nbtools.data import bar
 with bar(total=2000, desc="packing", unit=" samples") as counted:
     for _ in range(4):
         time.sleep(0.3)
         counted.update(500)
-with work("measuring", precision=3, batch=3):
-    phase("precision")
-    time.sleep(2.1)
-    phase("batch")
 try:
     with bar(total=10**6, desc="copy", unit="B", unit_scale=True) as copied:
         copied.update(4000)
@@ -68,15 +63,13 @@ def test_in_a_notebook_a_bar_is_an_output_of_which_a_sentence_stays(tmp_path):
         if message["msg_type"] in ("display_data", "update_display_data"):
             content = message["content"]
             shown.setdefault(content["transient"]["display_id"], []).append(content["data"])
-    packing, measuring, copy = shown.values()
+    packing, copy = shown.values()
     assert any(re.fullmatch(r"packing: 50 %, 1,000 of 2,000 samples, 1 s left", d["text/plain"]) for d in packing)
-    assert any("precision, about" in d["text/plain"] or "batch, about" in d["text/plain"] for d in measuring)
     assert all("width:" in d["text/html"] for d in packing[:-1]), "the bar itself"
-    last = [one[-1]["text/plain"] for one in (packing, measuring, copy)]
+    last = [one[-1]["text/plain"] for one in (packing, copy)]
     assert re.fullmatch(r"packing: 2,000 samples in 1\.\d s", last[0])
-    assert re.fullmatch(r"measuring: done in 2\.\d s", last[1])
-    assert re.fullmatch(r"copy: 4.0 kB of 1.0 MB in 0\.\d s, then stopped", last[2])
-    assert not any("width:" in one[-1]["text/html"] for one in (packing, measuring, copy))
+    assert re.fullmatch(r"copy: 4.0 kB of 1.0 MB in 0\.\d s, then stopped", last[1])
+    assert not any("width:" in one[-1]["text/html"] for one in (packing, copy))
 
 
 def test_a_name_in_a_bar_cannot_be_markup(monkeypatch):

@@ -9,6 +9,7 @@ from serving import CLASSIC, LAB, Stack, until
 
 from nbtools.train import checkpoint
 
+pytestmark = [pytest.mark.browser, pytest.mark.full]
 CELLS = (
     """import torch; torch.set_num_threads(1)
 import nbtools as nb, toy
@@ -21,7 +22,7 @@ nb.evaluate(nb.fit(toy, pack, toy.PLAN, "runs/short", receipt=False, progress=Fa
 SCORES, ADVICE, FIT = range(len(CELLS))
 
 
-@pytest.fixture(scope="module", params=[LAB, pytest.param(CLASSIC, marks=pytest.mark.full)], ids=["lab", "classic"])
+@pytest.fixture(scope="module", params=[LAB, CLASSIC], ids=["lab", "classic"])
 def stack(request) -> Stack:
     return request.param
 
@@ -40,7 +41,6 @@ def notebook(stack, chromium, tmp_path_factory):
         yield made, folder / "work"
 
 
-@pytest.mark.browser
 def test_an_advised_setting_is_a_line_and_unfolds(notebook):
     page, _ = notebook
     rows = page.output(ADVICE).locator("table").first.locator("tbody tr")
@@ -52,7 +52,6 @@ def test_an_advised_setting_is_a_line_and_unfolds(notebook):
     until(lambda: "by the" in page.output(ADVICE).inner_text(), "the reason of another batch size")
 
 
-@pytest.mark.browser
 def test_the_worst_samples_are_shown_while_it_trains_once_they_are_asked_for(notebook):
     page, work = notebook
     output = page.output(FIT)
