@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 CODE := nbtools tests benchmarks notebooks setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test full faults gpu fake-cuda bench notebooks wheel check
+.PHONY: help demo quick test full faults gpu bench notebooks wheel check
 
 help:  ## this list
 	@sed -n '/^[a-z%-]*:.*  ## /{s/:.*  ## /|/;s/%/STACK/;s/^/  make /;p;}' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s%s\n", $$1, $$2}'
@@ -57,11 +57,8 @@ test-%: .venv-own-%/ready  ## all but clocks on a Python and torch of its own: c
 	.venv-own-$*/bin/python -m pytest -q -m full tests/test_install.py || result=$$?; \
 	exit $$result
 
-gpu: .venv/ready  ## nb.checkup: what works on this machine and how fast; benchmarks/results/checkup.json
-	@$(BIN)/python -m nbtools checkup --into benchmarks/results/checkup.json
-
-fake-cuda: .venv-own-colab/ready  ## each network on a pretended GPU, with PyTorch's CUDA build (several GB)
-	@.venv-own-colab/bin/python -m pytest -q -m full tests/test_fake_cuda.py
+gpu: .venv/ready  ## what only a GPU can show, in at most four minutes of one
+	@$(BIN)/python -m pytest -q -m cuda tests/cuda
 
 bench: .venv/ready-bench  ## benchmarks one after another; receipts under benchmarks/results/
 	@for name in $$(grep -l __main__ benchmarks/*.py | xargs -n1 basename -s .py); do \

@@ -5,7 +5,7 @@
 Each claim is two plans, or two DataLoaders, that train the same network in float32, in turns in one process: the ratio
 of their samples/s. Batches come from the pack, so that the batch alone is compared; DataLoaders decode the source
 files, and a turn of theirs is a whole epoch, the start of its workers included. What bf16 gains is in `knobs`, what
-a second process gains in `scaling`, what everything together gains in `tasks`.
+everything together gains in `tasks`.
 """
 
 from __future__ import annotations

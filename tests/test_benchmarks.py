@@ -54,7 +54,6 @@ SLOW = {
     "segment_feed": ("segment_feed_ratio", "×"),
     "surface": ("surface_cost", "%"),
     "knobs": ("knobs_gain", "×"),
-    "scaling": ("scaling_forecast", "×"),
     "same_losses": ("same_losses", "differences"),
     "recompute": ("recompute_peak", "%"),
     "lines_memory": ("lines_memory_growth", "%"),
@@ -96,7 +95,6 @@ KEPT = {
     "sign_feed_ratio": lambda x: x >= 10,
     "segment_feed_ratio": lambda x: x >= 20,
     "finder_ratio": lambda x: x >= 0.95,  # of the speed of Lightning's choice
-    "scaling_forecast": lambda x: 0.85 <= x <= 1.15,  # of the samples/s of two processes, as advice expects them
     "coldstart": lambda x: x <= 10,  # seconds from a second start of a notebook to its first step
     "recompute_peak": lambda x: x <= 50,  # of the memory of a step that stores its activations
     "your_own_decoding_ratio": lambda x: x >= 2,  # of the samples/s of the faster peer of each round

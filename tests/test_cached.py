@@ -77,11 +77,11 @@ def test_what_was_not_used_for_so_long_is_deleted_unfinished_copies_too(place):
     staged(place, "old", "new")
     half = put(cache() / "half-12345678.part" / "1" / "archive", bytes(1000)).parents[1]
     os.utime(half, (0, 0))
-    put(cache() / "checkup.json", b"{}")
+    put(cache() / "advice.json", b"{}")
     put(cache() / "mine" / "thesis.txt", b"not of nbtools")
     assert {entry.path.name.partition("-")[0] for entry in nb.cached(days=1.5).deleted} == {"old", "half"}
     assert names(nb.cached().entries) == ["new"]
-    assert (cache() / "checkup.json").exists()
+    assert (cache() / "advice.json").exists()
     assert (cache() / "mine" / "thesis.txt").exists()
 
 

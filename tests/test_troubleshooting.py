@@ -123,8 +123,7 @@ PROMISES = {  # entry → for each line below "nbtools does" the tests of it
     "DDP does not start": [
         "test_launch.test_what_is_asked_of_two_processes_reaches_both_at_the_same_step "
         "test_launch.test_any_torchrun_trains_and_packs_once",
-        "test_troubleshooting.test_what_goes_wrong_ends_with_its_entry "
-        "test_guides.test_fewer_gpus_than_in_the_guide_train_with_the_same_batch_and_lr",
+        "test_troubleshooting.test_what_goes_wrong_ends_with_its_entry",
         "test_launch.test_a_task_that_other_processes_cannot_import_is_refused_in_a_sentence",
         "test_launch.test_any_torchrun_trains_and_packs_once",
         "test_launch.test_any_other_error_is_that_of_the_rank_that_failed_first_with_its_traceback",
@@ -140,10 +139,7 @@ PROMISES = {  # entry → for each line below "nbtools does" the tests of it
         "test_launch.test_a_second_interrupt_ends_all_at_once",
     ],
     "Several GPUs are no faster": [
-        "test_several.test_gpus_are_worth_it_where_each_added_one_gives_half_of_one "
-        "test_several.test_two_processes_measure_the_slowest_share_and_the_all_reduce_and_the_result_is_kept",
         "test_ranks.test_fifty_steps_are_those_of_one_process_that_accumulates_the_same_parts",
-        "test_several.test_a_busy_machine_is_named_since_processes_wait_for_its_cores",
     ],
     "Wrong script or mode": [
         "test_pack.test_a_folder_of_the_packs_own_is_not_given_to_other_options_or_tasks",
