@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 CODE := nbtools tests benchmarks notebooks setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test full faults gpu bench notebooks wheel check
+.PHONY: help demo quick test full gpu bench notebooks wheel check
 
 help:  ## this list
 	@sed -n '/^[a-z%-]*:.*  ## /{s/:.*  ## /|/;s/%/STACK/;s/^/  make /;p;}' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s%s\n", $$1, $$2}'
@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # tests are in files of few, and would leave a core idle at the end.
 PARALLEL = OMP_NUM_THREADS=1 $1/bin/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
     -m 'not alone and not full'
-QUICK := layers project plan draws history old loop task memory rollback requests pack captcha
+QUICK := layers project plan draws history loop task memory rollback requests pack captcha
 
 quick: .venv/ready  ## in less than a minute: whether a change broke something
 	@$(BIN)/ruff check -q $(CODE)
@@ -37,11 +37,6 @@ test: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## every test but
 
 full: test  ## make test, and what takes too long for every change
 	@$(BIN)/python -m pytest -q -m full
-
-# The full counts take hours: it may be interrupted, and continues. FAULTS: names of parts, --processes, --anew.
-faults: .venv/ready  ## break things on purpose, count what comes of it: benchmarks/FAULTS.md; MINUTES=30 of it
-	@NBTOOLS_DEVICE=cpu OMP_NUM_THREADS=1 PYTHONPATH=tests:. nice -n 19 $(BIN)/python -m faults \
-	    $(if $(MINUTES),--minutes $(MINUTES)) $(FAULTS)
 
 # Where versions differ most: what is fetched, tabled, drawn and saved, and notebooks from top to bottom.
 STACKED := $(QUICK) stage table plot panel resume notebooks
@@ -73,12 +68,13 @@ wheel: .venv/ready  ## dist/nbtools-….whl, which needs no repository: put it o
 	@$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .
 	@ls dist/*.whl
 
-check: .venv/ready  ## format, lint, types, layers, notebooks up to date
+check: .venv/ready  ## format, lint, types, layers, notebooks up to date, and the size of each room
 	@$(BIN)/ruff format --check -q $(CODE) || { echo "to format: $(BIN)/ruff format $(CODE)"; exit 1; }
 	@$(BIN)/ruff check -q $(CODE)
 	@$(BIN)/pyright
 	@$(BIN)/python -m pytest -q tests/test_layers.py
 	@$(BIN)/python -m notebooks.build --check
+	@$(BIN)/python tests/budget.py
 
 .venv/ready: requirements.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \

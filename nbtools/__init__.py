@@ -31,7 +31,7 @@ def _uncollected() -> Iterator[None]:
 
 with _uncollected():
     from nbtools.compare import compare
-    from nbtools.data import Pack, cached, kept, pack, shard, stage
+    from nbtools.data import Pack, cached, kept, pack, stage
     from nbtools.errors import NbtoolsError
     from nbtools.fit import fit
     from nbtools.launch import launch
@@ -71,7 +71,6 @@ __all__ = [
     "pack",
     "regress",
     "runs",
-    "shard",
     "stage",
     "train",
     "validate",

@@ -1,4 +1,4 @@
-"""The terminal: `python -m nbtools COMMAND`, of `gpus stage shard cache watch control export demo
+"""The terminal: `python -m nbtools COMMAND`, of `gpus stage cache watch control export demo
 validate features pack advise train evaluate predict`.
 
 The fields of the task's Plan and the options of its `pack` become options by themselves (`nbtools.options`). Results go
@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 
 from torch.distributed import is_torchelastic_launched
 
-from nbtools.data import SHARD, Pack, cached, pack, shard, stage
+from nbtools.data import Pack, cached, pack, stage
 from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.fit import fit
 from nbtools.launch import launch, require_processes
 from nbtools.live import ACTIONS, advised, send
 from nbtools.measure import advise, check, follow, smoke_test
-from nbtools.notify import require_hook
 from nbtools.options import (
     BUILT_IN,
     Parser,
@@ -176,24 +175,8 @@ def stage_command(one: argparse.ArgumentParser) -> Act:
     return lambda options: stage(options.source, options.into, sha256=options.sha256)
 
 
-def shard_command(one: argparse.ArgumentParser) -> Act:
-    """write a folder as a few large tars with a manifest of hashes, which stage copies and unpacks at once
-
-    python -m nbtools shard data drive:datasets/captcha
-    """
-    one.add_argument("source", help=SOURCE)
-    one.add_argument("to", help="folder for the tars; drive:… on Colab")
-    one.add_argument("--size", type=int, default=SHARD, metavar="BYTES", help=f"of a tar; default {SHARD:,}")
-
-    def act(options: argparse.Namespace) -> Result:
-        folder = shard(options.source, options.to, options.size)
-        return Result(folder, {"folder": folder}, int(folder is None))
-
-    return act
-
-
 def cache_command(one: argparse.ArgumentParser) -> Act:
-    """list what stage and pack left on this disk; delete what was used least recently, and is not in use
+    """list what stage and pack left on this disk; delete what was used least recently
 
     python -m nbtools cache
     python -m nbtools cache --free 20GB
@@ -338,11 +321,10 @@ def advise_command(one: argparse.ArgumentParser, task: Task) -> Act:
     one.add_argument("--no-measure", action="store_true", help=text)
     one.add_argument("--compile", action="store_true", help="also try compiled steps: a minute or two more")
     one.add_argument("--why", action="store_true", help="each reason in full, and what was measured")
-    one.add_argument("--noise", action="store_true", default=None, help=argparse.SUPPRESS)
     add_packing(one, task)
 
     def show(options: argparse.Namespace) -> Result:
-        asked = {"noise": options.noise, "compiling": options.compile}
+        asked = {"compiling": options.compile}
         advice = advise(task, packed(task, options.data, options), measure=not options.no_measure, **asked)
         parts = filter(None, (advice.batches, advice.workers, advice.profile) if options.why else ())
         texts = [*(part.text(coloured()) for part in parts), advice.text(coloured(), options.why)]
@@ -362,8 +344,6 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
     text = "start over in that folder; without it a started run resumes, and a finished one is extended by more epochs"
     one.add_argument("--fresh", action="store_true", help=text)
     one.add_argument("--keep", metavar="FOLDER", help="second folder for copies of the run, e.g. drive:runs/captcha")
-    text = "web hook (https://…) that receives one POST when the run ends: JSON with run, state, best and text"
-    one.add_argument("--notify", metavar="ADDRESS", help=text)
     text = "samples shown with their predictions: first, worst, or ids of the pack, 12,40,77; kept for when it resumes"
     one.add_argument("--samples", type=read_samples, metavar="WHICH", help=text)
     one.add_argument("--smoke-test", action="store_true", help="no data: one step on demo samples, saved and loaded")
@@ -379,7 +359,6 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
 
 def train_run(task: Task, options: argparse.Namespace) -> Result | None:
     rank = int(os.environ.get("RANK", 0))  # under torchrun
-    require_hook(options.notify)
     if options.processes != 1:
         require_processes(options.processes)
         if options.smoke_test:
@@ -398,7 +377,7 @@ def train_run(task: Task, options: argparse.Namespace) -> Result | None:
     plan = partial(plan_of, task, pack, options)
     one = partial(fit, samples=options.samples)
     act = one if options.processes == 1 else partial(launch, processes=options.processes)
-    more = {"receipt": not options.no_receipt, "notify": options.notify, "fresh": options.fresh}
+    more = {"receipt": not options.no_receipt, "fresh": options.fresh}
     interrupted = False
     try:
         run = act(task, pack, plan, options.run, options.keep, **more)
@@ -466,7 +445,6 @@ WITH_DATA = ("advise", "train", "evaluate")
 COMMANDS = {
     "gpus": gpus_command,
     "stage": stage_command,
-    "shard": shard_command,
     "cache": cache_command,
     "watch": watch_command,
     "control": control_command,

@@ -1,7 +1,6 @@
-"""Every operation that changes a disk, in one place, so that a test can make each of them fail in turn.
+"""Write, replace and lock files.
 
-Callers write `disk.write(file, data)`, never `from nbtools.disk import write`: replacing `disk.write` then affects
-all of them. Unfinished files are named `*.part`; a file without `.part` is complete. POSIX only (flock).
+Unfinished files are named `*.part`; a file without `.part` is complete. POSIX only (flock).
 """
 
 import contextlib
@@ -10,7 +9,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -21,11 +19,7 @@ from typing import Any
 from nbtools import errors
 from nbtools.table import size
 
-OPERATIONS = ("create", "append", "read", "write", "sync", "sync_folder", "rename", "remove", "link", "make_folder")
-"""The primitives: what fault injection replaces. Everything else is made of them."""
-
 PIECE = 1 << 18  # bytes that are hashed or unpacked at once: they stay in the processor's cache
-LIKE_A_SEAL = r"[^/]*[0-9a-f]{16}[^/]*"  # also one with a damaged digit, and no path
 WORD = 16  # bytes of what the owner of a lock does
 FULL = (errno.ENOSPC, errno.EDQUOT)
 AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)
@@ -160,37 +154,19 @@ def forget(file) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def sealed(values: dict[str, Any]) -> str:
-    """As JSON, which begins with a hash of the rest: `unsealed` then notices any damage."""
-    values = json.loads(json.dumps(values))  # as it will be read: keys that are numbers are text, and sorted as such
-    return json.dumps({"seal": seal_of(values), **values}, indent=1)
+def to_json(values: dict[str, Any]) -> str:
+    return json.dumps(values, indent=1)
 
 
-def unsealed(data: str | bytes) -> dict[str, Any]:
-    """Raises ValueError for what is not a JSON object, or not as it was sealed. A file without a seal is from an older
-    nbtools, unless its first value is a hash: then the seal's name was damaged."""
+def from_json(data: str | bytes) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for what is none."""
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
-    seal = values.pop("seal", None)
-    first = next(iter(values.values()), None)
-    nameless = seal is None and isinstance(first, str) and bool(re.fullmatch(LIKE_A_SEAL, first))
-    if nameless or seal not in (None, seal_of(values)):
-        raise ValueError("not as it was written: its hash differs")
     return values
-
-
-def seal_of(values: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def boot() -> str:
-    """Differs after each start of this machine, where Linux tells; bytes that no sync covered may not outlive it."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip()[:8] if path.exists() else ""
 
 
 def is_away(error: BaseException) -> bool:

@@ -9,7 +9,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -24,8 +24,7 @@ from nbtools.data import Pack, meanwhile, on_colab, phase, place_to_keep, releas
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError, ctrl_c
 from nbtools.folder import Job, begin, only_one, require_replaceable, restore
 from nbtools.identity import Call, decide, former_run, new_folder, search
-from nbtools.live import EVALUATING, MEASURING, REFUSED, FirstSignal, Panel, Requests, Surface, chosen, running_kernel
-from nbtools.notify import Hook
+from nbtools.live import EVALUATING, MEASURING, REFUSED, FirstSignal, Panel, Surface, chosen, running_kernel
 from nbtools.rollback import Guard, resilient
 from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run, what_next
 from nbtools.table import number, plural
@@ -44,6 +43,7 @@ from nbtools.train import (
     fixed,
     idle,
     join,
+    naming,
     obey,
     readable,
     rehearse,
@@ -90,6 +90,7 @@ def let_go(error: BaseException | None) -> None:
 
 
 @letting_go
+@naming()
 def fit(
     task: TaskLike,
     pack: Pack,
@@ -99,7 +100,6 @@ def fit(
     receipt: bool = True,
     progress: bool = True,
     release_gpu: bool = False,
-    notify: str | None = None,
     samples: str | Sequence[int] | None = None,
     fresh: bool = False,
 ) -> Run:
@@ -111,12 +111,10 @@ def fit(
     or extended by more epochs, and refuses anything else. None: the newest run below `runs/` with the same network,
     data and given settings, or that this Panel drove; else a new `runs/<task>-<n>`. fresh: start over in that folder.
     keep: a second folder, usually on Drive (`drive:…`), to which everything is copied in the background, and from which
-    a lost local folder, or one that is behind, is restored. receipt: measure the task's baseline next
-    to this run at the end, for a few seconds. release_gpu: at the end free the GPU's memory, and on Colab give the
-    machine back, with everything on its disk. notify: the https:// address of a web hook, which gets one POST when the
-    run ends, in whichever way: JSON with run, state (done, stopped, diverged or failed), best and text. The address is
-    stored nowhere. samples: which are shown with their predictions while it trains: "first" (as by default), "worst",
-    or ids of the pack, at most eight; kept in the run's folder, as a choice made in the panel is.
+    a lost local folder, or one that is behind, is restored. receipt: measure the task's baseline next to this run at
+    the end, for a few seconds. release_gpu: at the end free the GPU's memory, and on Colab give the machine back, with
+    everything on its disk. samples: which are shown with their predictions while it trains: "first" (as by default),
+    "worst", or ids of the pack, at most eight; kept in the run's folder, as a choice made in the panel is.
 
     While it trains, buttons and fields in the notebook act on it, and so does `control.json` in its folder (see
     `nbtools.live.send`). Stop, Ctrl-C or the notebook's own stop button finish the step, save, and return the run; so
@@ -124,7 +122,7 @@ def fit(
     KeyboardInterrupt once everything is saved, so that it ends a script's loop too. Raises TrainError, PlanError or
     CheckpointError; the checkpoints stay intact.
     """
-    task, hook = as_task(task), Hook(notify)
+    task = as_task(task)
     folder, kept = places(run, keep, release_gpu)
     require_pack(task, pack)
     ranks = join()
@@ -170,11 +168,11 @@ def fit(
             surface.report(note)
             if not progress and not is_torchelastic_launched():
                 say(note)  # what a run does otherwise than the call reads is said in any case
-        interrupted = carry_out(job, hook, receipt)
+        interrupted = carry_out(job, receipt)
         found = Run.open(folder, task)
         found.events = surface.events
     if release_gpu and not requests.stop:
-        safe = job.keeper is not None and not job.keeper.behind
+        safe = job.keeper is not None and job.keeper.done == job.keeper.requested
         del job, state, surface, history, requests
         found.events += release(safe)
     if interrupted and running_kernel() is None and not is_torchelastic_launched():
@@ -254,22 +252,13 @@ def restarted(ranks: Ranks | None) -> bool:
 def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
     """What a rank other than 0 does: train as rank 0 says, until it ends the run. Signals reach every rank, and rank 0
     decides what becomes of them, so that all stop after the same step."""
-    asked = ranks.dismissed.set
-    with FirstSignal(signal.SIGINT, asked), FirstSignal(signal.SIGTERM, asked):
+    with FirstSignal(signal.SIGINT, lambda: None), FirstSignal(signal.SIGTERM, lambda: None):
         values, folder = ranks.tell()
         plan = type(task.PLAN).from_dict(values)
         pack = readable(task, pack, plan)
         state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
         obey(task, state, pack)
     return Run(Path(folder), task, pack.card, state.plan)
-
-
-def end_soon(requests: Requests, ranks: Ranks | None) -> None:
-    """What SIGTERM asks for. It comes through later where a process was alone: torchrun, which sends it to all, would
-    start again those that die of it."""
-    requests.post("stop", by="SIGTERM")
-    if ranks is not None:
-        ranks.dismissed.set()
 
 
 def places(run: str | Path | None, keep: str | Path | None, release_gpu: bool) -> tuple[Path | None, Path | None]:
@@ -313,21 +302,19 @@ def chosen_plan(task: Task, pack: Pack, plan: Any, measured: bool = False) -> Pl
     return plan
 
 
-def carry_out(job: Job, hook: Hook, receipt: bool) -> bool:
+def carry_out(job: Job, receipt: bool) -> bool:
     """Train to the end, or to a stop, then measure what is left to the end, and say what to do next; returns whether
     Ctrl-C ended any of it."""
     state, surface = job.state, job.surface
-    asked = partial(end_soon, surface.requests, state.ranks)
-    with FirstSignal(signal.SIGTERM, asked, later=not is_torchelastic_launched()) as sigterm:
+    asked, alone = partial(surface.requests.post, "stop", by="SIGTERM"), not is_torchelastic_launched()
+    with FirstSignal(signal.SIGTERM, asked, later=alone) as sigterm:  # torchrun starts again what dies of it
         try:
-            telling = nullcontext() if state.over else hook.telling(job.folder, job.task, lambda: surface.stopped)
-            with telling, surface:
+            with surface:
                 follow(job)
             if state.ranks is not None:
                 state.ranks.end()
             with FirstSignal(signal.SIGINT, lambda: None) as sigint, sigint.interrupting():
                 finish(job, sigterm, receipt)
-            surface.report_all(list(filter(None, [hook.wait()])))
             if surface.notebook:
                 surface.tell(surface.next_steps())
         finally:

@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from nbtools import disk
-from nbtools.data import LATER, Card, Pack, cache, fetch, manifests, newest, patient, say, source_of
+from nbtools.data import LATER, Card, Pack, cache, is_kept, latest, patient, restore_kept, say
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.identity import differences, former_run, identity, trained
 from nbtools.interrupt import HeldInterrupt
@@ -101,30 +101,35 @@ def restore(folder: Path, kept: Path | None, fresh: bool = False) -> None:
     Raises CheckpointError if that would mix two runs, or replace files that do not belong to a run.
     """
     with disk.explained("looking for a run", folder):
-        is_copy = manifests(folder)
-    if is_copy:
-        rule = f"{folder} is a folder where a run is kept"
-        raise CheckpointError(f"{rule}; name it with keep=, and a local folder with run=", entry="Session lost")
+        if is_kept(folder):
+            rule = f"{folder} is a folder where a run is kept"
+            raise CheckpointError(f"{rule}; name it with keep=, and a local folder with run=", entry="Session lost")
     if kept is None:
         return
     with disk.explained(f"looking for a run in {kept}", kept):
-        theirs = patient(lambda: newest(kept) or checkpoint.read_index(kept), kept)
+        theirs = patient(lambda: latest(kept), kept)
+        if disk.exists(kept) and disk.exists(kept / checkpoint.INDEX):
+            raise CheckpointError(f"{kept} is the folder of a run itself; name another one with keep=")
     if not theirs:
         return
     if fresh:
         raise CheckpointError(f"{kept} holds a run, which fresh=True does not replace; name another keep=")
-    ours, there = checkpoint.read_index(folder), theirs.get("files", {})
+    index, ours, there = (
+        json.loads(theirs["files"][checkpoint.INDEX]),
+        checkpoint.read_index(folder),
+        theirs["checkpoints"],
+    )
     facts = [folder / f"{name}.json" for name in checkpoint.names(folder)]
     with disk.explained("looking for a run", folder):
-        same = not ours and any([disk.sha256(p)] == [part[2] for part in there.get(p.name, ())] for p in facts)
+        same = not ours and any(disk.sha256(path) == there.get(path.name, [0, ""])[1] for path in facts)
     if same:
-        checkpoint.mark(folder, id=theirs["id"])  # its index was lost: `begin` makes the rest of it anew
+        checkpoint.mark(folder, id=index["id"])  # its index was lost: `begin` makes the rest of it anew
         return
     if ours:
-        if ours.get("id") != theirs.get("id"):
+        if ours.get("id") != index.get("id"):
             rule = f"{kept} holds a different run than {folder}"
             raise CheckpointError(f"{rule}; name another keep=, or another run=", entry="Session lost")
-        if not further(folder, kept, there):
+        if not further(folder, kept, theirs):
             return
         say(f"{kept} is further than {folder}, and is taken over")
     elif folder.exists() and any(
@@ -134,35 +139,26 @@ def restore(folder: Path, kept: Path | None, fresh: bool = False) -> None:
         raise CheckpointError(f"{rule}; name a new folder with run=", entry="Session lost")
     part = folder.with_name(f"{folder.name}.part")
     with disk.explained(f"restoring {folder} from {kept}", folder):
-        disk.remove(part)
-        source, new = patient(lambda: source_of(str(kept)), kept), part / "new" / folder.name
-        patient(source.version, kept)
-        fetch(source, new, folder.name, progress=True)
+        restore_kept(kept, part)
         disk.remove(folder)
-        disk.publish_folder(new, folder)
-        disk.remove(part)
+        disk.publish_folder(part, folder)
 
 
-def further(folder: Path, kept: Path, files: Mapping[str, Any]) -> bool:
+def further(folder: Path, kept: Path, theirs: Mapping[str, Any]) -> bool:
     """Return whether what is kept of a run is further than the local folder, and continues it. Raises CheckpointError
     where neither continues the other."""
-    there = manifests(kept)
-    if not there or noted(folder).get("last") == there[0].name:
-        return False  # what this folder itself wrote last, or nothing that can be compared
-
-    def content(name: str) -> bytes:
-        return b"".join(patient((kept / part[0]).read_bytes, kept) for part in files.get(name, ()))
-
+    if theirs["start"] == noted(folder).get("start") and theirs["step"] == noted(folder).get("step"):
+        return False  # what this folder itself wrote last
+    last = json.loads(theirs["files"][checkpoint.INDEX])["last"]
     with disk.explained(f"comparing {folder} with {kept}", kept), tempfile.TemporaryDirectory() as place:
-        (Path(place) / HISTORY).write_bytes(content(HISTORY))
-        last = disk.unsealed(content(checkpoint.INDEX))["last"]
-        rows = disk.unsealed(content(f"{last}.json"))["rows"]
-        theirs = trace(History(Path(place) / HISTORY).rows[:rows])
+        (Path(place) / HISTORY).write_text(theirs["files"].get(HISTORY, ""))
+        rows = checkpoint.facts_of(kept, last)["rows"]
+        there = trace(History(Path(place) / HISTORY).rows[:rows])
     mine = checkpoint.read_index(folder)["last"]
-    ours = trace(History(folder / HISTORY).rows[: checkpoint.facts_of(folder, mine)["rows"]])
-    if theirs == ours[: len(theirs)]:
+    here = trace(History(folder / HISTORY).rows[: checkpoint.facts_of(folder, mine)["rows"]])
+    if there == here[: len(there)]:
         return False
-    if ours == theirs[: len(ours)]:
+    if here == there[: len(here)]:
         return True
     steps = [checkpoint.place(name)[1] for name in (mine, last)]
     raise CheckpointError(
@@ -198,7 +194,7 @@ def begin(
     given = given or state.plan
     present = identity(state.task, pack.card.digest, state.model, state.plan)
     place |= {"identity": present, "panel": panel, "requested": None}
-    new = {"version": 1, "nbtools": VERSION, "id": uuid4().hex, "task": task_name(state.task)}
+    new = {"version": checkpoint.VERSION, "nbtools": VERSION, "id": uuid4().hex, "task": task_name(state.task)}
     with disk.explained("starting a run", folder):
         for part in folder.glob("*.part"):  # of a process that was killed; others write control and notes
             if OWN.fullmatch(part.name) and part.is_file():
@@ -227,7 +223,7 @@ def begin(
         disk.remove(folder / HISTORY)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
         disk.write_atomic(folder / PLAN, state.plan.to_json())
-        disk.write_atomic(folder / checkpoint.INDEX, disk.sealed(new))
+        disk.write_atomic(folder / checkpoint.INDEX, disk.to_json(new))
     usual = before.get("advised", state.plan.to_dict()) if advised is None else advised.to_dict()
     checkpoint.mark(folder, **place, advised=usual)
     checkpoint.save(folder, state, rows=0)

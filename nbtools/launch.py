@@ -23,7 +23,6 @@ from nbtools.errors import TrainError, ctrl_c
 from nbtools.fit import Given, called, chosen_plan, fit, forget, meant, own_folder, panel_of, places, require_pack
 from nbtools.folder import only_one, restore
 from nbtools.live import FirstSignal, Panel, closing, running_kernel
-from nbtools.notify import Hook
 from nbtools.run import Run
 from nbtools.table import plural
 from nbtools.train import TaskLike, Torchrun, as_task, import_task, importable, readable, require_sizes
@@ -44,12 +43,11 @@ def launch(
     *,
     processes: int,
     restarts: int = RESTARTS,
-    notify: str | None = None,
     fresh: bool = False,
 ) -> Run:
     """Train in several processes of this machine, and draw the run here as `fit` does; returns the Run.
 
-    task: importable by name, since each process imports it. plan, run, keep, receipt, notify, fresh: as for `fit`; the
+    task: importable by name, since each process imports it. plan, run, keep, receipt, fresh: as for `fit`; the
     batch size is that of all processes together, so their number changes neither lr nor schedule. processes: at most
     one a GPU. restarts: how often all processes start again from the last checkpoint when one of them is lost; errors
     that nbtools raises on purpose are not tried again.
@@ -58,7 +56,7 @@ def launch(
     save, and return the run; a second one ends all processes at once. They end too when this process dies (Linux).
     Raises TrainError, PlanError or CheckpointError, those of the process that failed first.
     """
-    task, hook = as_task(task), Hook(notify)
+    task = as_task(task)
     require_pack(task, pack)
     require_processes(processes)
     name = importable(task, "nb.launch")
@@ -80,15 +78,13 @@ def launch(
         plan.adopt(wanted)
     remote = Remote(Run(folder, task, readable(task, pack, wanted).card, wanted), given, progress)
     remote.requests.advised = advised or remote.requests.advised
-    post, history = remote.requests.post, remote.view.history
+    post = remote.requests.post
     with (
         FirstSignal(signal.SIGTERM, partial(post, "stop", by="SIGTERM"), later=True),
         FirstSignal(signal.SIGINT, partial(post, "stop")) as interrupts,
     ):
-        with hook.telling(folder, task, lambda: "stop" in [row.get("asked") for row in history.rows[-1:]]):
-            Launcher(asked, processes, restarts, remote).train()
-        if lost := hook.wait():
-            remote.view.tell(lost)
+        place = Path(tempfile.mkdtemp(prefix="nbtools-launch-"))
+        follow(Torchrun(place, processes, restarts), asked, remote)
     found = Run.open(folder, task)
     found.events = remote.view.events
     if interrupts.came and running_kernel() is None:
@@ -116,37 +112,29 @@ def require_processes(count: int) -> None:
         )
 
 
-class Launcher:
-    """A run in ranks of torchrun, and its view here. asked: what each rank is to do, see `fit_as_asked`."""
+def follow(torchrun: Torchrun, asked: tuple[Any, ...], remote: Remote) -> None:
+    """Show the run until it ends. asked: what each rank is to do, see `fit_as_asked`. Raises the error of the rank that
+    failed first."""
 
-    def __init__(self, asked: tuple[Any, ...], processes: int, restarts: int, remote: Remote):
-        self.asked, self.remote = asked, remote
-        self.torchrun = Torchrun(Path(tempfile.mkdtemp(prefix="nbtools-launch-")), processes, restarts)
-
-    def train(self) -> None:
-        """Until the run ends. Raises the error of the rank that failed first."""
-        place, failure = self.torchrun.place, None
-        self.remote.view.tell(f"starting {plural(self.torchrun.processes, 'process')} under torchrun …", passing=True)
-        try:
-            with self.torchrun.started(fit_as_asked, *self.asked) as agent:
-                self.remote.follow(lambda: agent.poll() is None, self.look)
-            if agent.returncode:
-                failure = self.torchrun.failure(agent.returncode)
-        finally:
-            if failure is None or failure.ours:
-                shutil.rmtree(place, ignore_errors=True)
-        if failure is not None:
-            rest = f"; what all ranks printed is in {place}\n{failure.trace}".rstrip()
-            raise failure.ours(str(failure)) if failure.ours else TrainError(f"{failure}{rest}")
-
-    def look(self) -> None:
-        """Notice a shutdown of the kernel, and that all ranks started again."""
+    def look() -> None:
         if closing(running_kernel()):
-            self.remote.requests.post("stop", by="the kernel's shutdown")
-        if failure := self.torchrun.restarting():
-            restart = f"restart {self.torchrun.attempt} of {self.torchrun.restarts}"
-            self.remote.view.tell(f"{failure}; starting again from the last checkpoint ({restart})")
-            self.remote.paused = False  # the new processes do not know of a pause
+            remote.requests.post("stop", by="the kernel's shutdown")
+        if error := torchrun.restarting():
+            restart = f"restart {torchrun.attempt} of {torchrun.restarts}"
+            remote.view.tell(f"{error}; starting again from the last checkpoint ({restart})")
+            remote.paused = False  # the new processes do not know of a pause
+
+    more = ""
+    remote.view.tell(f"starting {plural(torchrun.processes, 'process')} under torchrun …", passing=True)
+    try:
+        with torchrun.started(fit_as_asked, *asked) as agent:
+            remote.follow(lambda: agent.poll() is None, look)
+        if agent.returncode:
+            error, more = torchrun.failure(agent.returncode)
+            raise type(error)(f"{error}{more}")
+    finally:
+        if not more:
+            shutil.rmtree(torchrun.place, ignore_errors=True)
 
 
 def fit_as_asked(

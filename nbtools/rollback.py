@@ -67,8 +67,7 @@ class Guard:
     def __init__(self, job: Job):
         self.job, self.advised = job, job.surface.requests.advised
         self.returns, index = 0, checkpoint.read_index(job.folder)
-        known = {field.name for field in dataclasses.fields(Anchor)}  # an older nbtools wrote more
-        stored = {name: value for name, value in index.get("anchor", {}).items() if name in known}
+        stored = index.get("anchor")
         self.anchor = Anchor(**stored) if stored else None
         if index.get("diverged"):  # by itself: the settings of that time are not worth going back to
             checkpoint.mark(job.folder, diverged=None)

@@ -20,7 +20,7 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from nbtools import disk, table
-from nbtools.data import SNAPSHOTS, Card, Kept, Pack, Sample, cache, collate, manifests, patient, stage
+from nbtools.data import EARLIER, LATEST, Card, Pack, Sample, cache, collate, is_kept, opened_copy, patient
 from nbtools.errors import CheckpointError, DiskError, PackError, StageError
 from nbtools.export import to_onnx
 from nbtools.measure import Receipt, StepProfile, Verdict
@@ -39,7 +39,7 @@ from nbtools.train import (
     evaluation,
     import_task,
     items_of,
-    kept_states,
+    kept_until,
     meanings_of,
     order,
     readable,
@@ -65,14 +65,13 @@ class Run:
 
     @classmethod
     def open(cls, folder: str | Path, task: TaskLike | None = None) -> Self:
-        """Open a run folder, or the folder where one is kept: of its newest copy the small files are staged, weights
+        """Open a run folder, or the folder where one is kept: its small files are copied at once, weights
         when something needs them. task: only for one that cannot be imported by name. Raises CheckpointError,
         StageError for a copy that cannot be staged."""
         folder = given = Path(folder)
         with disk.explained("opening a run", given):
-            found = patient(lambda: manifests(given), given)
-        if found:
-            folder = stage(Kept(str(given), given.absolute(), later=".safetensors"), progress=False)
+            if patient(lambda: is_kept(given), given):
+                folder = opened_copy(given)
         index = patient(lambda: checkpoint.read_index(folder), folder)
         if not index:
             raise CheckpointError(no_run(folder))
@@ -137,10 +136,9 @@ class Run:
         return "stopped" if any(row.get("asked") == "stop" for row in rows[-1:]) else "interrupted"
 
     @property
-    def kept(self) -> dict[str, str]:
-        """Its checkpoints, newest first → local, copied, or confirmed by a later start, in the folder that keep= named;
-        {} if none was named."""
-        return kept_states(self.folder)
+    def kept(self) -> str:
+        """What is kept of it in the folder that keep= named: `step 1,200`, or `nothing yet`; "" if none was named."""
+        return kept_until(self.folder)
 
     @property
     def notes(self) -> str:
@@ -234,7 +232,7 @@ class Run:
         with suppress(PackError):
             if (found := Pack.open(place)).card.digest == self.card.digest:
                 return found
-        gone = f"the pack that it was trained on is no longer at {place}" if place else "an earlier nbtools trained it"
+        gone = f"the pack that it was trained on is no longer at {place or 'a known place'}"
         raise PackError(f"{self.folder}: {gone}; name one with pack=, such as run.pack(source)")
 
     def predict(self, files: Any, batch_size: int = 64) -> list[Any]:
@@ -398,7 +396,7 @@ def runs_in(folder: Path) -> list[str]:
 
 def places(folder: Path, below: str) -> set[Path]:
     """The folders of runs, and those where runs are kept."""
-    return {path.parent for name in (checkpoint.INDEX, SNAPSHOTS) for path in folder.glob(f"{below}/{name}")}
+    return {path.parent for name in (checkpoint.INDEX, LATEST, EARLIER) for path in folder.glob(f"{below}/{name}")}
 
 
 def opened(folder: Path, task: TaskLike | None = None) -> tuple[dict[str, Run], dict[str, str]]:

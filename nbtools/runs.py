@@ -12,7 +12,6 @@ from nbtools import table
 from nbtools.compare import Comparison, compare, outcome
 from nbtools.data import in_notebook
 from nbtools.errors import CheckpointError
-from nbtools.live import picker
 from nbtools.run import Run, opened
 from nbtools.train import TaskLike, meanings_of
 
@@ -114,8 +113,6 @@ class Runs(Sequence[Run]):
         from IPython.display import HTML, display
 
         display(HTML(self._repr_html_()))
-        if len(self) > 1:
-            display(picker(self.names, lambda names: self[names].compare().page()))
 
 
 def facts(run: Run) -> dict[str, Any]:
@@ -130,7 +127,7 @@ def facts(run: Run) -> dict[str, Any]:
         "time": result["minutes"] * 60,
         "samples_per_s": result["samples_per_s"],
         "age": time() - run.changed,
-        "kept": next(iter(run.kept.values()), None),
+        "kept": run.kept or None,
         "tags": ", ".join(run.tags) or None,
         "notes": run.notes or None,
     }

@@ -11,7 +11,7 @@ from threading import Event
 from time import monotonic, sleep
 from typing import Any
 
-from nbtools.data import manifests
+from nbtools.data import is_kept
 from nbtools.errors import NbtoolsError
 from nbtools.live import (
     ACTIONS,
@@ -46,7 +46,7 @@ def watch(run: str | Path, task: TaskLike | None = None, wait: float = 60.0) -> 
     that cannot be imported by name. Raises CheckpointError if there is no run.
     """
     folder, left, end = Path(run), Event(), monotonic() + wait
-    while not (checkpoint.read_index(folder) or manifests(folder)) and monotonic() < end:
+    while not (checkpoint.read_index(folder) or is_kept(folder)) and monotonic() < end:
         sleep(MOMENT)
     remote = Remote(Run.open(folder, task))
     with FirstSignal(signal.SIGINT, left.set):
@@ -109,7 +109,7 @@ class Remote:
 
     @property
     def status(self) -> str:
-        """What its process does now; one of an older nbtools does not say."""
+        """What its process does now."""
         return doing(self.run.folder) or (TRAINING if self.grows else STARTING)
 
     @property

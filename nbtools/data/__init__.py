@@ -24,6 +24,7 @@ from nbtools.data.feed import (
 )
 from nbtools.data.frames import tables
 from nbtools.data.items import TARGET, Form, inputs_of, is_image
+from nbtools.data.kept import EARLIER, LATER, LATEST, is_kept, latest, opened_copy, present, restore_kept
 from nbtools.data.pack import (
     SPLITS,
     Card,
@@ -38,37 +39,32 @@ from nbtools.data.pack import (
     require_shares,
     split_of,
 )
-from nbtools.data.parallel import cores, side_by_side, threaded
+from nbtools.data.parallel import cores, in_processes, side_by_side, threaded
 from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
-from nbtools.data.shard import SHARD, shard
-from nbtools.data.snapshots import SNAPSHOTS, Damaged, Snapshots, manifests, newest, read_snapshot
-from nbtools.data.sources import LATER, Kept, Source, cache, source_of
-from nbtools.data.stage import fetch, present, stage
+from nbtools.data.sources import Source, cache
+from nbtools.data.stage import stage
 from nbtools.data.transfer import patient
 
 __all__ = [
+    "EARLIER",
     "LATER",
-    "SHARD",
+    "LATEST",
     "SLOW",
-    "SNAPSHOTS",
     "SPLITS",
     "STAYING",
     "TARGET",
     "Card",
     "Column",
-    "Damaged",
     "Draws",
     "Entry",
     "Feed",
     "Form",
-    "Kept",
     "Keys",
     "Pack",
     "Raw",
     "RawItems",
     "Resident",
     "Sample",
-    "Snapshots",
     "Source",
     "Survey",
     "Workers",
@@ -85,23 +81,24 @@ __all__ = [
     "constant",
     "cores",
     "drive_path",
-    "fetch",
     "gather",
     "in_notebook",
     "in_order",
+    "in_processes",
     "inputs_of",
     "is_all",
     "is_count",
     "is_image",
+    "is_kept",
     "is_pack",
     "kept",
+    "latest",
     "lengths_of",
-    "manifests",
     "meanwhile",
-    "newest",
     "on",
     "on_colab",
     "open_feed",
+    "opened_copy",
     "pack",
     "patient",
     "phase",
@@ -110,15 +107,13 @@ __all__ = [
     "position",
     "present",
     "read_member",
-    "read_snapshot",
     "release_runtime",
     "remount",
     "require_shared_memory",
     "require_shares",
+    "restore_kept",
     "say",
-    "shard",
     "side_by_side",
-    "source_of",
     "split_of",
     "stage",
     "tables",

@@ -32,7 +32,7 @@ import numpy as np
 
 from nbtools import disk
 from nbtools.data.archive import archive_index
-from nbtools.data.cached import lease, require_room
+from nbtools.data.cached import require_room, touch
 from nbtools.data.pack import (
     BAD,
     FORMAT,
@@ -204,7 +204,7 @@ def make_pack(
     source, key = made["source"], made["key"]
     target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{key}").absolute()
     lock = hashlib.blake2b(str(target).encode(errors="surrogateescape"), digest_size=8).hexdigest()
-    lease(target)
+    touch(target)
     with disk.explained(f"packing {source}", target), disk.Lock(cache() / "locks" / f"pack-{lock}.lock"):
         if not finished(target, task, key):
             part = target.with_name(f"{target.name}.part")
@@ -241,10 +241,7 @@ def finished(target: Path, task: str, key: str) -> bool:
     if is_pack(target):
         if of_task(Pack.open(target), task).manifest.get("key") == key:
             return True
-        raise PackError(
-            f"{target} holds a pack of other files or options, or of an older nbtools; delete it, or choose another "
-            "folder"
-        )
+        raise PackError(f"{target} holds a pack of other files or options; delete it, or choose another folder")
     if target.exists() and not (target.is_dir() and not os.listdir(target)):
         raise PackError(f"{target} is not a pack, and not empty; choose a new folder for the pack")
     return False
@@ -462,7 +459,7 @@ class Writer:
             counts=survey.count(arrays, train) if survey.count else {},
         )
         manifest = {"version": FORMAT, "card": card.to_dict(), "bad": len(self.bad), "files": files}
-        self.save(MANIFEST, disk.sealed({**manifest, **survey.facts, **made}).encode())
+        self.save(MANIFEST, disk.to_json({**manifest, **survey.facts, **made}).encode())
 
     def save(self, name: str, data: bytes) -> None:
         with disk.create(self.folder / name) as file:

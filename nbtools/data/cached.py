@@ -1,13 +1,9 @@
-"""What staging and packing left in the cache: listed, kept while a process uses it, deleted when space is short.
-
-A process that uses an entry holds a lease: a lock that it shares with others, until it ends. Its file's time of change
-is when the entry was last used.
-"""
+"""What staging and packing left in the cache: listed, and deleted on request. A folder's time of change is when it was
+last used."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import time
@@ -21,17 +17,15 @@ from nbtools.errors import DiskError, StageError
 PACKS = "packs"
 RECEIPT = ".stage.json"  # no archive can give its folder this name
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_leases: dict[Path, disk.Lock] = {}  # of this process, by the entry's path
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A folder of the cache. used: when, in seconds since 1970; busy: a process uses it now."""
+    """A folder of the cache. used: when, in seconds since 1970."""
 
     path: Path
     bytes: int
     used: float
-    busy: bool
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class Cached:
     def rows(self) -> list[tuple[str, str, str, str]]:
         now, rows = time.time(), []
         for entry in (*self.deleted, *self.entries):
-            state = "deleted" if entry in self.deleted else "in use" if entry.busy else ""
+            state = "deleted" if entry in self.deleted else ""
             name = os.path.relpath(entry.path, cache())
             rows.append((name, table.size(entry.bytes), f"{table.duration(now - entry.used)} ago", state))
         return rows
@@ -74,45 +68,25 @@ def cached(free: int | str | None = None, days: float | None = None) -> Cached:
     """What `stage` and `pack` left in the cache ($NBTOOLS_CACHE, or nbtools in the temporary folder).
 
     free: bytes, or a text such as "20 GB": delete the least recently used until so much is free. days: delete what
-    was not used for so long. What a process on this machine uses stays; all else can be staged or packed again. Raises
-    StageError for a size that is none, DiskError if something cannot be deleted.
+    was not used for so long. All of it can be staged or packed again; what a process uses now is among the last used.
+    Raises StageError for a size that is none, DiskError if something cannot be deleted.
     """
     wanted, entries, deleted = bytes_of(free), found(), []
     with disk.explained("deleting from the cache", cache()):
         for entry in entries:
             old = days is not None and time.time() - entry.used > days * 86_400
-            if (old or disk.free_bytes(cache()) < wanted) and evict(entry.path):
+            if old or disk.free_bytes(cache()) < wanted:
+                delete(entry.path)
                 deleted.append(entry)
     return Cached(tuple(entry for entry in entries if entry not in deleted), tuple(deleted))
 
 
-def lease(path: Path) -> None:
-    """Until this process ends, keep others from deleting the entry of the cache that a path is in, if it is in one."""
+def touch(path: Path) -> None:
+    """Note that the entry of the cache that a path is in, if it is in one, is used now."""
     entry = entry_of(path)
-    if entry is None:
-        return
-    with contextlib.suppress(OSError):  # who may only read the cache holds no lease in it
-        if entry not in _leases:
-            _leases[entry] = lock_of(entry, shared=True).__enter__()
-        os.utime(_leases[entry].path)
-
-
-def is_used(path: Path) -> bool:
-    """Whether another process holds a lease of an entry of the cache."""
-    entry = entry_of(path)
-    if entry is None or not entry.exists():
-        return False
-    if own := _leases.pop(entry, None):
-        own.__exit__()
-    try:
-        for patience in (0.1, 0.1, 0.0):  # who lists the cache holds the lock for an instant to test it
-            if not lock_of(entry).held():
-                return False
-            time.sleep(patience)
-        return True
-    finally:
-        if own:
-            lease(entry)
+    if entry is not None:
+        with contextlib.suppress(OSError):  # it is not there yet, or may only be read
+            os.utime(entry)
 
 
 def entry_of(path: Path) -> Path | None:
@@ -124,38 +98,24 @@ def entry_of(path: Path) -> Path | None:
     return cache().joinpath(*parts[:depth]) if len(parts) >= depth else None
 
 
-def lock_of(entry: Path, shared: bool = False) -> disk.Lock:
-    """An unfinished entry's is that of the finished one."""
-    key = hashlib.sha256(bytes(entry.with_name(entry.name.removesuffix(".part")))).hexdigest()[:16]
-    return disk.Lock(cache() / "locks" / f"use-{key}.lock", wait=shared, shared=shared)
-
-
 def found() -> list[Entry]:
     """The entries, the least recently used first."""
     entries = []
     for folder in (cache(), cache() / PACKS):
         for path in folder.iterdir() if folder.is_dir() else ():
             if path.is_dir() and (folder.name == PACKS or path.suffix == ".part" or (path / RECEIPT).exists()):
-                lock = lock_of(path)
-                leased = lock.path.exists()  # else looking whether it is held would make it, as if just used
                 with contextlib.suppress(FileNotFoundError):  # another process stages, packs or deletes
-                    used = (lock.path if leased else path).stat().st_mtime
-                    size = sum(size for size, _ in listing(path).values())
-                    entries.append(Entry(path, size, used, leased and lock.held()))
+                    entries.append(Entry(path, sum(size for size, _ in listing(path).values()), path.stat().st_mtime))
     return sorted(entries, key=lambda entry: entry.used)
 
 
-def evict(entry: Path) -> bool:
-    """Delete an entry, unless a process uses it. It goes under another name first: nobody finds half of it."""
+def delete(entry: Path) -> None:
+    """Delete an entry. It goes under another name first: nobody finds half of it."""
     gone = entry.with_name(f"{entry.name.removesuffix('.part')}.deleted.part")
-    try:
-        with lock_of(entry):
-            disk.remove(gone)
-            disk.rename(entry, gone)
-    except (BlockingIOError, FileNotFoundError):  # in use, or gone meanwhile
-        return False
     disk.remove(gone)
-    return True
+    with contextlib.suppress(FileNotFoundError):
+        disk.rename(entry, gone)
+    disk.remove(gone)
 
 
 def bytes_of(text: int | str | None) -> int:
@@ -172,8 +132,12 @@ def require_room(place: Path, need: int, why: str = "") -> None:
     try:
         disk.require_space(place, need)
     except DiskError as error:
-        unused = sum(entry.bytes for entry in found() if not entry.busy)
-        out = f"{way_out(need)} deletes of the {table.size(unused)} in the cache that nobody uses." if unused else ""
+        there = sum(entry.bytes for entry in found())
+        out = (
+            f"{way_out(need)} deletes of the {table.size(there)} in the cache what was used least recently."
+            if there
+            else ""
+        )
         raise DiskError(" ".join(filter(None, (str(error), why, out)))) from None
 
 

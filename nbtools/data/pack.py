@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 from nbtools import disk, table
 from nbtools.data import archive
-from nbtools.data.cached import lease
+from nbtools.data.cached import touch
 from nbtools.data.drive import place_to_keep
 from nbtools.data.transfer import patient
 from nbtools.errors import ArchiveError, PackError
@@ -35,7 +35,7 @@ from nbtools.errors import ArchiveError, PackError
 if TYPE_CHECKING:
     import pandas as pd
 
-FORMAT = 2  # of the folder; the manifest also names the nbtools that wrote it
+FORMAT = 3  # of the folder; the manifest also names the nbtools that wrote it
 MANIFEST = "pack.json"  # data sets have a manifest.json of their own
 READING = "reading a pack"
 SPLITS = ("train", "val", "test")
@@ -105,9 +105,13 @@ class Pack:
         file has another size."""
         folder = Path(folder)
         try:
-            manifest = disk.unsealed((folder / MANIFEST).read_bytes())
+            manifest = disk.from_json((folder / MANIFEST).read_bytes())
             if (version := manifest["version"]) != FORMAT:
-                raise PackError(f"{folder}: pack version {version}, this nbtools reads {FORMAT}; pack again")
+                maker = manifest.get("nbtools", "0.1")
+                raise PackError(
+                    f"{folder}: this pack was made by nbtools {maker} (format {version}, and format {FORMAT} is read "
+                    "here); delete the folder and pack again"
+                )
             # The hash is not used here, but must be there.
             files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
             card = Card.from_dict(manifest["card"])
@@ -126,7 +130,7 @@ class Pack:
             if size != wanted:
                 came = "is missing" if size is None else f"has {size} bytes"
                 raise PackError(f"{path}: {came}, the manifest says {wanted} bytes; delete the folder and pack again")
-        lease(folder.absolute())
+        touch(folder.absolute())
         return cls(folder, card, manifest)
 
     def verify(self) -> Self:

@@ -7,41 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path, PurePosixPath
-from threading import Event, Lock
 from typing import ClassVar
 
 from nbtools import disk
-from nbtools.data import archive, drive, snapshots
+from nbtools.data import archive, drive
 from nbtools.data.archive import Progress
-from nbtools.data.progress import say
-from nbtools.data.transfer import Announced, Away, bring, copy, download, patient, probe
+from nbtools.data.transfer import Announced, bring, copy, download, probe
 from nbtools.errors import ArchiveError, StageError
 
-AT_ONCE = 4  # shards: while some are copied, others are unpacked
-LATER = "later.json"  # in a run that was opened from where it is kept: that folder, and what was not fetched with it
 MANY = 1000  # files: Drive gives about 50 kB/s on small ones
-SHARDS = "shards.json"
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One tar of a sharded folder. of: what distinguishes the files in it from others, and from older ones."""
-
-    file: str
-    size: int
-    sha256: str
-    files: int
-    of: str = ""
 
 
 class Source:
@@ -110,9 +90,7 @@ class Local(Source):
         path = Path(text).expanduser().absolute()
         if text.startswith("drive:") or not disk.exists(path):
             path = drive.drive_path(text)  # or an error that names what is there instead
-        if path.name == SHARDS or (path.is_dir() and disk.exists(path / SHARDS)):
-            return Shards(text, path if path.name == SHARDS else path / SHARDS)
-        return Kept(text, path) if snapshots.manifests(path) else Local(text, path)
+        return Local(text, path)
 
     @cached_property
     def files(self) -> list[tuple[str, tuple[int, int]]]:
@@ -122,7 +100,7 @@ class Local(Source):
         self.size = sum(size for _, (size, _) in self.files)
         if len(self.files) > MANY:
             slow = f"{len(self.files):,} files, which is slow there"
-            self.hint = f"{self.path}: {slow}. A single tar of them copies many times faster; `nb.shard` makes several."
+            self.hint = f"{self.path}: {slow}. A single tar of them copies many times faster."
         if not self.is_folder:
             return "-".join(map(str, self.files[0][1]))
         return hashlib.sha256(repr(self.files).encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -149,125 +127,6 @@ class Local(Source):
         for name, (size, changed) in self.files:
             bring(self.path / name, part / name, size, part.parent.with_name("unfinished"), progress, changed=changed)
         return None
-
-
-class Kept(Local):
-    """A folder in which `keep=` keeps a run: its newest intact snapshot. later: the end of the names of files that are
-    fetched by `present`, when something needs them; "": none."""
-
-    def __init__(self, text: str, path: Path, later: str = ""):
-        Source.__init__(self, text, f"{path}\0{later}" if later else str(path), path.name)
-        self.path, self.is_folder, self.later = path, True, later
-
-    def version(self) -> str:
-        """The newest snapshot of which everything has its size: what is still on its way counts once it is there."""
-        files = self.split(snapshots.newest(self.path)["files"])[0]
-        self.size = self.extra = sum(size for parts in files.values() for _, size, _ in parts)
-        found = snapshots.manifests(self.path)
-        return next((one.name for one in found if self.is_whole(one)), found[0].name)
-
-    def is_whole(self, manifest: Path) -> bool:
-        there = {name: size for name, (size, _) in self.files}
-        try:
-            parts = chain(*snapshots.read_snapshot(manifest)["files"].values())
-        except ArchiveError:
-            return False
-        return all(there.get(name) == size for name, size, _ in parts)
-
-    def split(self, files: dict[str, snapshots.Parts]) -> tuple[dict[str, snapshots.Parts], ...]:
-        """Those to fetch now and later."""
-        later = {name: parts for name, parts in files.items() if self.later and name.endswith(self.later)}
-        return {name: parts for name, parts in files.items() if name not in later}, later
-
-    def fetch(self, part: Path, progress: Progress) -> None:
-        """The newest snapshot of which everything has its size, and what is fetched reads back as it was written; a
-        message names newer ones."""
-        spare = part.parent.with_name("parts")
-        there = {name: size for name, (size, _) in patient(lambda: self.files, self.path)}
-        for manifest in patient(lambda: snapshots.manifests(self.path), self.path):
-            try:
-                now, later = self.split(patient(lambda one=manifest: snapshots.read_snapshot(one), manifest)["files"])
-                for name, size, _ in chain(*now.values(), *later.values()):
-                    if there.get(name) != size:
-                        raise ArchiveError(f"{self.path / name}: is missing there, or not whole.")
-                for name, size, digest in chain(*now.values()):
-                    bring(self.path / name, spare / name, size, spare / "unfinished", progress, digest)
-            except ArchiveError as error:
-                say(f"{error} An older copy is used instead.")
-                continue
-            disk.remove(part)  # of an interrupted call
-            disk.make_folder(part)
-            for name, parts in now.items():
-                snapshots.join([spare / file for file, _, _ in parts], part / name)
-            if later:
-                disk.write_atomic(part / LATER, json.dumps({"from": str(self.path), "files": later}))
-            disk.remove(spare)
-            return
-        raise StageError(f"{self.text}: none of the copies that were kept there is intact.", entry="Session lost")
-
-
-class Shards(Local):
-    """A folder that `nb.shard` wrote: several are copied, compared with their hashes and unpacked at once."""
-
-    def __init__(self, text: str, manifest: Path):
-        Source.__init__(self, text, str(manifest.parent), manifest.parent.name)
-        self.path, self.is_folder, self.manifest = manifest.parent, True, manifest
-
-    @cached_property
-    def shards(self) -> list[Shard]:
-        try:
-            found = [Shard(**one) for one in json.loads(self.manifest.read_text())["shards"]]
-            if any(Path(one.file).name != one.file for one in found):
-                raise ValueError("a shard is not in its folder")
-        except (ValueError, LookupError, TypeError) as error:
-            raise StageError(f"{self.manifest}: cannot be read ({error}). Write the shards again.") from None
-        return found
-
-    def version(self) -> str:
-        sizes = sorted(shard.size for shard in self.shards)
-        self.size, self.extra = sum(sizes), sum(sizes[-AT_ONCE:])
-        return hashlib.sha256(repr(self.shards).encode()).hexdigest()[:16]
-
-    def fetch(self, part: Path, progress: Progress) -> None:
-        done, counting, ended = part.parent.with_name("done"), Lock(), Event()
-        disk.make_folder(done)
-        disk.make_folder(part)
-
-        def count(came: int) -> None:
-            if ended.is_set():
-                raise KeyboardInterrupt  # of the user, or another shard failed: what came of this one is kept
-            with counting:
-                progress(came)
-
-        def unpack(shard: Shard) -> None:
-            mark, path = done / shard.file, done / f"{shard.file}.copy"
-            if mark.exists():
-                count(shard.size)
-                return
-            bring(self.path / shard.file, path, shard.size, path, count, shard.sha256)
-            try:
-                archive.extract(path, part, lambda came: count(0), again=True)
-            except ArchiveError:
-                disk.remove(path)  # else the next call would unpack the same bytes
-                raise
-            disk.make_folder(mark)
-            disk.remove(path)
-
-        def unpack_all() -> None:
-            ended.clear()
-            with ThreadPoolExecutor(AT_ONCE) as pool:
-                try:
-                    list(pool.map(unpack, self.shards))
-                finally:
-                    ended.set()
-                    pool.shutdown(cancel_futures=True)
-
-        try:
-            unpack_all()
-        except Away:
-            drive.remount(self.path)  # as the threads cannot
-            unpack_all()
-        disk.remove(done)
 
 
 class Url(Source):

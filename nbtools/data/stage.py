@@ -24,12 +24,12 @@ from threading import Event
 from tqdm import tqdm
 
 from nbtools import disk
-from nbtools.data import archive, cached, snapshots
+from nbtools.data import archive, cached
 from nbtools.data.cached import RECEIPT
 from nbtools.data.pack import MANIFEST, Pack
 from nbtools.data.progress import bar, say
-from nbtools.data.sources import LATER, Kept, Source, cache, listing, require_archive, source_of
-from nbtools.data.transfer import bring, patient
+from nbtools.data.sources import Source, cache, listing, require_archive, source_of
+from nbtools.data.transfer import patient
 from nbtools.errors import ArchiveError, PackError, StageError
 from nbtools.table import size as sized
 
@@ -60,7 +60,7 @@ def stage(
     text = source.text if isinstance(source, Source) else str(source)
     place = Path(text)
     with disk.explained(f"looking at {text}", place):
-        cached.lease(place.expanduser().absolute())  # it may lie in the cache, where `stage` in the terminal put it
+        cached.touch(place.expanduser().absolute())  # it may lie in the cache, where `stage` in the terminal put it
         found = source if isinstance(source, Source) else patient(lambda: source_of(text), place)
         if sha256 is None and not found.is_folder:
             sha256 = patient(found.promised, place)
@@ -75,52 +75,13 @@ def stage(
         origin = found.origin if extract or found.is_folder else found.origin + WHOLE
         target = named(root, stem, origin)
         version = "" if found.is_remote else patient(found.version, place)
-    if staged(target, version, sha256):
-        cached.lease(target)
-        if ready := staged(target, version, sha256):  # still: others delete what nobody holds
-            return ready
+    if ready := staged(target, version, sha256):
+        cached.touch(target)
+        return ready
     with disk.explained(f"staging {text}", target):
         disk.make_folder(target.parent)
         with lock_of(target):
-            while not staged(target, version, sha256):
-                other = named(root, stem, target.name)  # the older version stays until its process ends
-                if not staged(other, version, sha256) and not cached.is_used(target):
-                    break
-                target = other
-            cached.lease(target)
             return staged(target, version, sha256) or publish(found, target, extract, sha256, progress)
-
-
-def present(path: Path) -> Path:
-    """A file of a run, fetched now if it is kept elsewhere and was left out when the run was opened. Raises StageError
-    (also its subclass ArchiveError, if it is damaged) or DiskError."""
-    note = path.with_name(LATER)
-    if path.exists() or not note.exists():
-        return path
-    left = json.loads(note.read_text())
-    place, parts = Path(left["from"]), left["files"].get(path.name, ())
-    spare = path.with_name(f"{path.name}.{disk.boot()}.part")  # after a power cut what is there may be zeros
-    whole = spare / path.name
-    with disk.explained(f"fetching {path.name} from {place}", place), lock_of(path):
-        if not parts or path.exists():  # another process has fetched it
-            return path
-        if not patient(lambda: disk.exists(place), place):
-            raise StageError(f"{place} is not there: mount Drive, or the disk that it is on, and run it again.")
-        if not all(patient(lambda name=name: disk.exists(place / name), place) for name, _, _ in parts):
-            raise StageError(f"{place}: {path.name} has gone: the run has been trained on. Open it again.")
-        cached.require_room(path, 2 * (total := sum(size for _, size, _ in parts)))
-        try:
-            with moving(total, f"copy {path.name}", True) as shown:
-                for name, size, digest in parts:
-                    bring(place / name, spare / name, size, spare / "unfinished", shown.update, digest)
-        except ArchiveError as error:
-            older = f"nb.Run.open(nb.stage({str(place)!r})) opens an older copy, if one is whole."
-            raise ArchiveError(f"{error} {older}") from None
-        disk.remove(whole)  # of an interrupted call
-        snapshots.join([spare / name for name, _, _ in parts], whole)
-        disk.publish_file(whole, path)
-        disk.remove(spare)
-    return path
 
 
 def named(root: Path, stem: str, origin: str) -> Path:
@@ -152,11 +113,11 @@ def publish(source: Source, target: Path, extract: bool, sha256: str | None, pro
     """Fetch, check, extract if requested, and publish under the final name; the caller holds the lock."""
     part, name = target.with_name(f"{target.name}.part"), target.name.rpartition("-")[0]
     version = patient(source.version, Path(source.text))
-    begun = part / f"{version}-{disk.boot()}"
+    begun = part / version
     disk.make_folder(begun)
     for other in part.iterdir():
         if other.name != begun.name:
-            disk.remove(other)  # of another version of the source, or bytes that a power cut may have taken
+            disk.remove(other)  # of another version of the source
     new, digest = begun / "new", None
     data = new / name
     if source.is_folder:
@@ -208,7 +169,7 @@ def fetch(source: Source, part: Path, name: str, progress: bool, room: int = 1) 
     if source.size is not None:
         cached.require_room(part, need := room * source.size + source.extra - bytes_below(part))
         left, pack = disk.free_bytes(part) - need, PACKED * source.size
-        if progress and left < pack and not isinstance(source, Kept):
+        if progress and left < pack:
             say(
                 f"{name}: {sized(left)} will be free once it is here, and a pack of it may need about {sized(pack)}, "
                 f"by a rule of thumb (twice its size); {cached.way_out(pack)} makes room. Packing stops after "

@@ -8,7 +8,6 @@ from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.log import OPENING
 from nbtools.live.overlay import overlay
 from nbtools.live.panel import Panel
-from nbtools.live.picker import picker
 from nbtools.live.picture import worded
 from nbtools.live.requests import ACTIONS, REFUSED, FirstSignal, Plans, Requests, advised, send
 from nbtools.live.samples import FIRST, WORST, chosen
@@ -43,7 +42,6 @@ __all__ = [
     "closing",
     "ended",
     "overlay",
-    "picker",
     "png",
     "running_kernel",
     "send",

@@ -22,7 +22,6 @@ from uuid import uuid4
 from nbtools import disk
 from nbtools.data import bar, in_notebook, say
 from nbtools.live import facts, png, samples, svg
-from nbtools.live.bell import Bell
 from nbtools.live.chart import Picture
 from nbtools.live.columns import Columns
 from nbtools.live.controls import Looks, changes
@@ -32,7 +31,7 @@ from nbtools.live.panel import Panel
 from nbtools.live.picture import picture
 from nbtools.live.png import Still
 from nbtools.live.samples import Preview
-from nbtools.table import number, plural, spelled
+from nbtools.table import plural
 from nbtools.train import History, Plan, Record, kept_until
 
 PLOT_FILE = "plot.png"
@@ -252,11 +251,6 @@ class View:
         except Exception as error:
             self.tell(f"no picture: {type(error).__name__}: {error}")
         if self.output is not None and self.output.lives:
-            found = facts.best(self.columns, self.about.best)
-            best = (
-                f"best {spelled(self.about.best.lstrip('-'))} {number(found[0])} in epoch {found[1]}" if found else ""
-            )
-            self.output.bell.ring(f"{status}: {self.about.title}", best)
             self.output.stay(still, page)
         if path is not None and still is not None:
             with disk.explained("writing the plot", self.folder):
@@ -275,8 +269,6 @@ class Output:
         from ipywidgets import HTML, HBox, Layout
 
         self.name, self.looks = uuid4().hex, Looks(changed)  # changed: called when the curves are to look otherwise
-        self.bell = Bell()
-        self.looks.box.children = (*self.looks.box.children, self.bell.box)  # closed with it
         self.lives = False
         self.opening: list[str] = []
         self.epochs: list[str] = []

@@ -106,10 +106,6 @@ class Advice(Report):
         most = max(fitting)
         return most, f"{min(beyond)} does not fit at once" if beyond else f"more than {most} at once was not tried"
 
-    @property
-    def ladder(self) -> Any:
-        raise AttributeError("Advice.ladder was removed: print the advice, or use advice.other_batches() for the plans")
-
     def table(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
         """One line per setting; a notebook unfolds its reason in full."""
         values = self.plan.to_dict()
@@ -139,8 +135,6 @@ class Advice(Report):
 
     def caption(self) -> str:
         """Samples, steps per epoch, in all and of warmup; and the time for them where a step was measured here."""
-        if not self.samples:  # advice that an older nbtools kept
-            return ""
         return f"{Steps.of(self.plan, self.samples)} · {self.times(self.plan) or 'time not measured yet'}."
 
     def times(self, plan: Plan) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from nbtools import disk
 from nbtools.data import Pack, choose, phase, work
-from nbtools.errors import DiskError, TrainError
+from nbtools.errors import DiskError
 from nbtools.measure.advice import (
     THUMB,
     Advice,
@@ -63,7 +63,6 @@ def advise(
     pack: Pack,
     measure: bool = True,
     seconds: float | None = None,
-    noise: Any = None,
     compiling: bool = False,
     clock: Clock | None = None,
 ) -> Advice:
@@ -75,11 +74,6 @@ def advise(
     training is; takes a minute or two more. clock: the clock of a Stepper. Raises TrainError if not even one sample
     fits.
     """
-    if noise is not None:
-        raise TrainError(
-            "nb.advise no longer takes noise: the gradient noise scale was removed; to cap the batch size, use "
-            "advice.plan.turn(batch_size=…) and compare the runs with nb.compare"
-        )
     task = as_task(task)
     made = known_or_measured(task, pack, measure, seconds, compiling, clock)
     presets = {name: preset(task, pack, name) for name in task.PRESETS}

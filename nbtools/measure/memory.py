@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from nbtools.train import TrainState, local_optimizer
+from nbtools.train import TrainState
 
 HEADROOM = 0.1  # of what is free: sizes that fit once fail later, in fragments and to other processes
 HEADROOM_RAM = 0.2  # glibc's malloc keeps freed memory: processes grew by 14–19 % more than was in use
@@ -84,7 +84,7 @@ def held(state: TrainState) -> int:
     process."""
     modules = [state.model, *([] if state.ema is None else [state.ema])]
     kept = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    values = [value for each in local_optimizer(state.optimizer).state.values() for value in each.values()]
+    values = [value for each in state.optimizer.state.values() for value in each.values()]
     return size_of([*kept, *(value for value in values if isinstance(value, Tensor))])
 
 

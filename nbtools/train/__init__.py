@@ -8,11 +8,11 @@ from nbtools.train.device import DTYPES, again, synchronizing
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.graph import MOST_GRAPHS, unrecordable
 from nbtools.train.history import KEYS, History, Record
-from nbtools.train.keep import KEPT, Keeper, kept_states, kept_until, noted
+from nbtools.train.keep import KEPT, Keeper, kept_until, noted
 from nbtools.train.loop import adopt, caught_up, obey, require_change, train
 from nbtools.train.metrics import Batch, Pair
 from nbtools.train.network import build
-from nbtools.train.optimizer import LARGER, OPTIMIZERS, local_optimizer
+from nbtools.train.optimizer import LARGER, OPTIMIZERS
 from nbtools.train.own import classify, regress
 from nbtools.train.plan import (
     AT_START,
@@ -33,7 +33,7 @@ from nbtools.train.plan import (
     shown,
     times,
 )
-from nbtools.train.ranks import RankLost, Ranks, join, share, shares
+from nbtools.train.ranks import RankLost, Ranks, join, naming, share, shares
 from nbtools.train.recovery import LEFT_OUT, Diverged, train_step
 from nbtools.train.rehearsal import rehearse
 from nbtools.train.state import TrainState
@@ -110,14 +110,13 @@ __all__ = [
     "importable",
     "items_of",
     "join",
-    "kept_states",
     "kept_until",
     "knob",
     "listed",
-    "local_optimizer",
     "lr_at",
     "lr_factor",
     "meanings_of",
+    "naming",
     "noted",
     "obey",
     "objective",

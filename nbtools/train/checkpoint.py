@@ -39,6 +39,7 @@ from nbtools.errors import ArchiveError, CheckpointError, StageError
 from nbtools.train.device import within_memory
 from nbtools.train.state import TrainState, below
 
+VERSION = 2  # of a run folder
 INDEX, CONTROL = "run.json", "control.json"  # what a run is, and what is requested of it
 NAME = r"\d{4,}-\d{8,}"
 NAMED = re.compile(NAME + r"(\.best|\.weights)?")
@@ -137,7 +138,7 @@ def mark(folder: Path, **entries: Any) -> None:
     with MARKING, disk.explained("writing the index", folder):
         index = {**read_index(folder), **entries}
         named = {name: value for name, value in index.items() if value is not None}
-        disk.write_atomic(folder / INDEX, disk.sealed(named))
+        disk.write_atomic(folder / INDEX, disk.to_json(named))
 
 
 def best_of(folder: Path) -> str | None:
@@ -155,7 +156,7 @@ def stopped(folder: Path) -> str | None:
 def facts_of(folder: Path, name: str) -> dict[str, Any]:
     """The plain part of a checkpoint. Raises CheckpointError if it cannot be read."""
     try:
-        return disk.unsealed(patient((folder / f"{name}.json").read_text, folder))
+        return disk.from_json(patient((folder / f"{name}.json").read_text, folder))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / name}.json: cannot be read ({error})") from None
 
@@ -166,7 +167,7 @@ def write(folder: Path, name: str, tensors: dict[str, Tensor], facts: dict[str, 
     digest = hashlib.sha256(data).hexdigest()
     facts = {**facts, "bytes": len(data), "sha256": digest}
     disk.write_atomic(folder / f"{name}.safetensors", data, digest)
-    disk.write_atomic(folder / f"{name}.json", disk.sealed(facts))
+    disk.write_atomic(folder / f"{name}.json", disk.to_json(facts))
 
 
 def packed(tensors: dict[str, Tensor]) -> memoryview | bytes:
@@ -302,16 +303,21 @@ def read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     try:
         with disk.explained("reading the index", path):
-            index = disk.unsealed(path.read_text()) if path.exists() else {}
+            index = disk.from_json(path.read_text()) if path.exists() else {}
         try:
             wrong = [name for name in named(index) if not NAMED.fullmatch(name)]
         except (AttributeError, TypeError):
             wrong = [{key: index[key] for key in ("anchor", "best", "last") if key in index}]
-        if wrong:  # without a seal, which an older nbtools did not write
+        if wrong:
             raise ValueError(f"{wrong[0]!r} names no checkpoint")
+        if index.get("version", VERSION) != VERSION:
+            raise CheckpointError(
+                f"{path}: this run was made by nbtools {index.get('nbtools', '0.1')} (format {index['version']}, and "
+                f"format {VERSION} is read here); open it with that version, or train anew in another folder"
+            )
         return index
     except ValueError as error:
-        fix = 'restore it from the kept copy, or delete it and train on; if you edited it, delete its line "seal"'
+        fix = "restore it from the kept copy, or delete it and train on"
         raise CheckpointError(f"{path}: {error}; {fix}") from None
 
 

@@ -173,8 +173,6 @@ def required(act: Callable[[], T], when: str = START) -> T:
         found, reason = within_memory(act)
     if found is None:
         rule = f"out of memory {when} ({reason})"
-        if world() > 1 and when != START:  # not an error of nbtools' own: all start again from the last checkpoint
-            raise torch.OutOfMemoryError(rule)
         raise TrainError(f"{rule}; use a smaller network, or free memory", entry="Out of memory")
     return found
 

@@ -26,7 +26,6 @@ class Sums:
     def __init__(self, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
         self.totals: dict[str, Tensor] = {}  # name → (2,) or (2, K) float64, float32 on MPS
-        self.batches: list[dict[str, Tensor]] = []  # the totals of each batch, where several ranks take turns
 
     def add(self, pairs: Mapping[str, Pair]) -> None:
         """Add all of them, or none where memory runs out."""
@@ -38,16 +37,11 @@ class Sums:
             for total, value in zip(self.totals[name], pair, strict=True):
                 total += value
 
-    def close_batch(self) -> None:
-        self.batches.append(self.totals)
-        self.totals = {}
-
     def add_up(self, ranks: Ranks) -> None:
-        """Add all batches of all ranks in the order of a single process, to the same bits."""
-        there = ranks.gather([{name: total.cpu() for name, total in batch.items()} for batch in self.batches])
-        for batch in itertools.chain.from_iterable(itertools.zip_longest(*there, fillvalue={})):
-            for name, total in batch.items():
-                self.totals[name] = self.totals[name] + total if name in self.totals else total
+        """Add the sums of all ranks, some of which may have had no batch."""
+        there, self.totals = ranks.gather({name: total.cpu() for name, total in self.totals.items()}), {}
+        for name, total in itertools.chain.from_iterable(totals.items() for totals in there):
+            self.totals[name] = self.totals[name] + total if name in self.totals else total
 
     def read(self) -> dict[str, float]:
         """name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those that were."""
@@ -118,8 +112,6 @@ def score_split(
     batches = in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)
     for raw in fed(feed, batches if ranks is None else batches[ranks.rank :: ranks.world]):
         score(task, model, raw, plan, sums)
-        if ranks is not None:
-            sums.close_batch()
         yield len(raw["id"])
 
 

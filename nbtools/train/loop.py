@@ -49,41 +49,6 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
 
     On several ranks this is rank 0's; the others run `obey`, and take over its state when this begins.
     """
-    records = run(task, state, pack, feed)
-    return records if state.ranks is None else state.ranks.turns(records)
-
-
-def obey(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> None:
-    """The program of every rank but the first: train as rank 0 does, and serve it in between, until it ends the run."""
-    ranks, begun = state.ranks, None
-    assert ranks is not None
-    while True:
-        try:
-            if begun is None:
-                ranks.serve()
-            else:
-                take_over(state, begun)
-                begun = None
-                for _ in train(task, state, pack, feed):
-                    continue
-        except Restarted as restarted:
-            begun = restarted.with_traceback(None)  # its frames hold the feed
-        except Diverged:
-            continue  # so does rank 0, and decides what to do
-        except Ended:
-            return
-
-
-def take_over(state: TrainState, begun: Restarted) -> None:
-    """Make the state rank 0's."""
-    adopt(state, type(state.plan).from_dict(begun.plan))  # first: a scaler takes over its saved state
-    state.load(begun.tensors, begun.facts)
-    state.plan = state.applied
-    state.events.clear()
-
-
-def run(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None) -> Generator[Record, None, None]:
-    """The loop of `train`, the same on every rank."""
     state.task = bound(task, state.card)
     pack = readable(task, pack, state.plan)
     require_sizes(pack, state.plan)
@@ -92,10 +57,8 @@ def run(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None) -> Gen
     require_indices(state, pack)
     opening = partial(open_feed, pack, state.plan, state.device, state.events.append)
     feed, count = feed or required(opening), len(pack.ids("train"))
-    if state.ranks is not None:
-        if state.ranks.first:
-            state.spread()
-        state.ranks.wrap(state.network, state.applied.compress_gradients)
+    if state.ranks is not None and state.ranks.first:
+        state.spread()
     state.restore_rng()
     state.watch.start()
     try:
@@ -120,6 +83,36 @@ def run(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None) -> Gen
         state.watch.stop()
         state.capture_rng()
         state.training = False
+
+
+def obey(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> None:
+    """The program of every rank but the first: train as rank 0 does, and serve it in between, until it ends the run."""
+    ranks, begun = state.ranks, None
+    assert ranks is not None
+    while True:
+        try:
+            if begun is None:
+                ranks.tell()
+            else:
+                take_over(state, begun)
+                begun = None
+                for _ in train(task, state, pack, feed):
+                    continue
+        except Restarted as restarted:
+            begun = restarted.with_traceback(None)  # its frames hold the feed
+        except Diverged:
+            continue  # so does rank 0, and decides what to do
+        except Ended:
+            return
+
+
+def take_over(state: TrainState, begun: Restarted) -> None:
+    """Make the state rank 0's."""
+    plan, facts, tensors = begun.args
+    adopt(state, type(state.plan).from_dict(plan))  # first: a scaler takes over its saved state
+    state.load(tensors, facts)
+    state.plan = state.applied
+    state.events.clear()
 
 
 def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:

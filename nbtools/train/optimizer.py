@@ -43,18 +43,10 @@ LARGER = (  # batch times → lr times, epochs of warmup; each from, to
 and lr by the optimizer's own rule; for AdamW that lies within the table but for a doubled batch, times 1.41."""
 
 
-def build_optimizer(groups: list[dict[str, Any]], plan: Any, several: bool = False) -> torch.optim.Optimizer:
-    """The fused form: 4 kernels a step and group instead of hundreds. several: several processes train together; then
-    `Plan.shard_optimizer` spreads the buffers over them (ZeRO, arXiv 1910.02054): each updates its share of the
-    parameters and sends these to the others."""
-    kind = OPTIMIZERS[plan.optimizer].kind
+def build_optimizer(groups: list[dict[str, Any]], plan: Any) -> torch.optim.Optimizer:
+    """The fused form: 4 kernels a step and group instead of hundreds."""
     fused: Any = {"lr": plan.lr, "fused": True}
-    if plan.shard_optimizer and several:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(groups, kind, **fused)
-    else:
-        optimizer = kind(groups, **fused)
+    optimizer = OPTIMIZERS[plan.optimizer].kind(groups, **fused)
     follow(optimizer, plan)
     allocate(optimizer, plan)
     if plan.graph:
@@ -65,16 +57,10 @@ def build_optimizer(groups: list[dict[str, Any]], plan: Any, several: bool = Fal
     return optimizer
 
 
-def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The one that has the parameters which this process updates, and their buffers: its share of a sharded one."""
-    return getattr(optimizer, "optim", optimizer)
-
-
 def allocate(optimizer: torch.optim.Optimizer, plan: Any) -> None:
     """Make the buffers that torch would make in the first step, where memory could run out between two of them; with
     its buffers in place an update allocates nothing. Besides, fused SGD leaves its momentum uninitialised, and keeps
     whatever the memory held if the first step overflows in fp16 (torch 2.13)."""
-    optimizer = local_optimizer(optimizer)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state[parameter]
         for name in OPTIMIZERS[plan.optimizer].buffers:

@@ -25,7 +25,7 @@ from nbtools.train.optimizer import OPTIMIZERS
 
 FIXED = ("optimizer", "compile", "graph", "channels_last", "sync_batchnorm", "deterministic", "ema", "seed")
 """Settings that a started run cannot change, with all that its task adds; the others may change while it trains."""
-AT_START = ("feed", "workers", "prefetch", "threads", "checkpoint_activations", "shard_optimizer", "compress_gradients")
+AT_START = ("feed", "workers", "prefetch", "threads", "checkpoint_activations")
 """Settings that may change when a run is resumed, not while it trains."""
 POLY_POWER = 0.9  # BiSeNetV2's and DeepLab's
 PLATEAU_FACTOR = 0.1
@@ -87,11 +87,8 @@ class Plan:
     checkpoint_activations: bool = knob(False, "recompute activations in backward: less memory, about 1/3 more work")
     sync_batchnorm: bool = knob(
         False,
-        "several GPUs: batch norm over the samples of all processes at once; each makes as many micro-batches then, "
-        "and out of memory ends the run",
+        "several GPUs: batch norm over the samples of all processes at once; each makes as many micro-batches then",
     )
-    shard_optimizer: bool = knob(False, "several processes: each keeps a share of the optimizer's moments (ZeRO)")
-    compress_gradients: bool = knob(False, "several processes: gradients are communicated in bf16, half the bytes")
     deterministic: bool = knob(False, "refuse kernels whose results differ from run to run")
     workers: int = knob(0, 'DataLoader processes of feed "workers"', least=0)
     prefetch: int = knob(2, "batches prepared ahead (per worker, or in the streaming ring)", least=1)
@@ -275,9 +272,8 @@ class Steps:
 
 
 def idle(plan: Plan) -> str:
-    """The settings that do nothing in one process, in a sentence; "" for none."""
-    names = [name for name in ("sync_batchnorm", "shard_optimizer", "compress_gradients") if getattr(plan, name)]
-    return f"{', '.join(names)}: no effect in one process" if names else ""
+    """The setting that does nothing in one process, in a sentence; "" for none."""
+    return "sync_batchnorm: no effect in one process" if plan.sync_batchnorm else ""
 
 
 # -- what a run may change

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +12,10 @@ from torch import Tensor
 from nbtools.data import Draws
 from nbtools.errors import TrainError
 from nbtools.train.device import autocast, within_memory
-from nbtools.train.ranks import Shortage, shares
 from nbtools.train.state import TrainState
 from nbtools.train.step import attempt, clear_gradients, differentiate, parts_of_share, release, together, update
 from nbtools.train.task import Batch
 
-T = TypeVar("T")
 LEFT_OUT = 3  # steps with a non-finite loss that a run skips: more are no accident
 
 
@@ -47,24 +44,29 @@ def train_step(
     states and buffers are kept. Where it runs out in a later one, since another process took memory, dropout draws
     other numbers, and BatchNorm's statistics count some samples twice.
 
-    size: samples of the whole batch, of which several ranks have a share each; None: of raw.
+    size: samples of the whole batch, of which several ranks have a share each; None: of raw. There the others wait amid
+    their own pass, so that memory which runs out on one ends them all. Raises TrainError.
     """
     size = size or len(raw["id"])
+    act = partial(checked if state.position.step < state.recovery.careful_until else attempt, state, raw, epoch_size)
+    if state.ranks is not None:
+        done, reason = within_memory(partial(act, size))
+        if done is None:
+            rule = f"out of memory on rank {state.ranks.rank} of {state.ranks.world} ({reason})"
+            raise TrainError(f"{rule}; set a smaller micro_batch_size", entry="Out of memory")
+        return done
     elements, kept = sum(tensor.numel() for tensor in raw.values()), None
     most = state.proven[1] if state.proven[0] is state.applied else 0
     proven = elements <= most
-    if state.ranks is not None:
-        [proven] = state.ranks.everywhere(proven)
     if not proven:
         state.capture_rng()
         kept, _ = within_memory(partial(buffers, state))
-    act = checked if state.position.step < state.recovery.careful_until else attempt
     micro = state.recovery.micro
-    small = at_once(state, size) < (micro or at_once(state, state.applied.batch_size))
+    small = size < (micro or state.applied.batch_size)
     again = small and proven
     try:
         while True:
-            done, reason = tried(state, partial(act, state, raw, epoch_size, size), overlap=proven)
+            done, reason = within_memory(partial(act, size))
             if done is not None:
                 if not proven:
                     state.proven = state.applied, max(elements, most)
@@ -90,18 +92,6 @@ def train_step(
             state.recovery.micro = micro
 
 
-def tried(state: TrainState, act: Callable[[], T], overlap: bool) -> tuple[T | None, str]:
-    """`within_memory`; on several ranks, only where all agreed that memory ran out. Anywhere else, such as amid an
-    update, the error ends this rank, and all start again from the last checkpoint."""
-    if state.ranks is None:
-        return within_memory(act)
-    state.ranks.start(overlap)
-    try:
-        return act(), ""
-    except Shortage as error:
-        return None, str(error)
-
-
 def buffers(state: TrainState) -> list[Tensor]:
     """Copies of what a forward pass changes in the model."""
     return [buffer.clone() for buffer in state.model.buffers()]
@@ -114,7 +104,6 @@ def restore(state: TrainState, kept: list[Tensor]) -> None:
 
 def halve(state: TrainState, size: int, reason: str, until: str) -> None:
     """Choose the next smaller micro batch, and free what the failed attempt left behind. until: how long, in words."""
-    size = at_once(state, size)
     now = min(state.recovery.micro or size, size)
     if now == 1:
         rule = f"out of memory with one sample at a time ({reason})"
@@ -122,11 +111,6 @@ def halve(state: TrainState, size: int, reason: str, until: str) -> None:
     state.events.append(f"out of memory: micro batch {now} → {now // 2}{until}; effective batch and lr unchanged")
     state.recovery.micro = now // 2
     release(state)
-
-
-def at_once(state: TrainState, size: int) -> int:
-    """How many of a batch's samples are trained on at once where no micro batch divides them."""
-    return size if state.ranks is None else -(-size // (len(shares(size, state.ranks.world)) - 1))
 
 
 def checked(state: TrainState, raw: Batch, epoch_size: float, size: int) -> tuple[Tensor, Tensor | float]:

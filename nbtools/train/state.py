@@ -8,7 +8,6 @@ from functools import reduce
 from math import inf
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -20,9 +19,9 @@ from nbtools.train import device as devices
 from nbtools.train.graph import Graphs
 from nbtools.train.history import Record
 from nbtools.train.network import build
-from nbtools.train.optimizer import allocate, build_optimizer, local_optimizer, parameter_groups
+from nbtools.train.optimizer import allocate, build_optimizer, parameter_groups
 from nbtools.train.plan import Plan
-from nbtools.train.ranks import Ranks
+from nbtools.train.ranks import Ranks, Restarted
 from nbtools.train.task import TaskLike, bound, readable, spoken
 
 
@@ -120,7 +119,6 @@ class TrainState:
             self.model = model = build(self.task, self.card, plan).to(self.device)
             self.cuda_rng: Tensor | None = None
             self.capture_rng()
-        self.others: dict[str, Tensor] | None = None  # what a checkpoint holds for the other ranks, until they have it
         if plan.sync_batchnorm and ranks is not None:
             self.model = model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if plan.channels_last:
@@ -131,13 +129,15 @@ class TrainState:
             name = type(model).__name__
             raise TrainError(f"{name} has no parameter that requires a gradient; unfreeze what should be trained")
         groups = parameter_groups(model, self.task.groups(model, plan))
-        self.optimizer = build_optimizer(groups, plan, several=ranks is not None)
+        self.optimizer = build_optimizer(groups, plan)
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
         self.ema = AveragedModel(model, use_buffers=True) if plan.ema else None  # the step updates it, see step.average
         self.averaged = [*zip(self.ema.module.modules(), model.modules(), strict=True)] if self.ema is not None else []
         self.network: Any = model  # what the training forward calls
         if plan.compile:
             self.network = torch.compile(model)
+        if ranks is not None:
+            self.network = ranks.wrap(self.network)
         self.position, self.best = Position(), Best()
         self.sums = EpochSums(torch.zeros((), dtype=devices.sum_dtype(self.device), device=self.device))
         self.log: Log | None = None  # the last log step, until its row is yielded
@@ -157,9 +157,6 @@ class TrainState:
         self.graphs = Graphs(self.device, self.events, plan) if plan.graph else None
         self.keys = Keys(0, self.device)  # of draws
         self.know(len(pack) if isinstance(pack, Pack) else sum(pack.splits.values()))
-        if ranks is not None:
-            ranks.own = self.own
-            self.seed_rng()
 
     def __repr__(self) -> str:
         done = f"{self.epoch:,} of {plural(self.plan.epochs, 'epoch')}"
@@ -212,15 +209,10 @@ class TrainState:
         """The weights that evaluation and `run.model()` use: the moving average where the plan keeps one."""
         return self.ema.module if self.ema is not None else self.model
 
-    @property
-    def sharded(self) -> bool:
-        """Whether each process keeps a share of the optimizer only."""
-        return local_optimizer(self.optimizer) is not self.optimizer
-
     def called(self) -> bool:
         """Whether something is to be done before the next step: on several ranks, whether rank 0 wants it."""
         wanted = self.plan is not self.applied or self.evaluate_next
-        return wanted if self.ranks is None else self.ranks.called(wanted)
+        return wanted if self.ranks is None else self.ranks.tell(wanted)
 
     @torch.no_grad()
     def lost(self) -> bool:
@@ -266,37 +258,23 @@ class TrainState:
         """Its tensors by name: model., ema., optimizer.<parameter>.<name>, and the random states."""
         if self.training:
             self.capture_rng()
-        ranks = self.ranks
-        if ranks is not None and ranks.ended.is_set() and self.sharded:
-            rule = "after the other processes have ended, their shares of the optimizer are gone"
-            raise TrainError(f"{rule}; call TrainState.tensors() before Ranks.end(), as a checkpoint does")
-        more = {} if ranks is None or not ranks.first else ranks.collect() if self.others is None else self.others
         named = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         if self.ema is not None:
             named |= {f"ema.{k}": v for k, v in self.ema.state_dict().items()}
-        named |= {**self.moments(), "rng": self.rng, **more}
+        named |= {**self.moments(), "rng": self.rng}
         return named if self.cuda_rng is None else {**named, "cuda_rng": self.cuda_rng}
 
     def moments(self) -> dict[str, Tensor]:
-        """What the optimizer keeps in this process: optimizer.<name of the parameter>.<key>."""
-        kept = local_optimizer(self.optimizer).state
+        """What the optimizer keeps: optimizer.<name of the parameter>.<key>."""
+        kept = self.optimizer.state
         pairs = ((name, kept.get(parameter, {})) for parameter, name in self.names.items())
         return {f"optimizer.{name}.{key}": v for name, each in pairs for key, v in each.items() if v is not None}
-
-    def own(self) -> dict[str, Tensor]:
-        """What only this rank has, under the names that it has in a checkpoint."""
-        assert self.ranks is not None
-        if self.training:
-            self.capture_rng()
-        states = {"rng": self.rng, "cuda_rng": self.cuda_rng}
-        named = {f"{name}.{self.ranks.rank}": kept for name, kept in states.items() if kept is not None}
-        return {**named, **self.moments()} if self.sharded else named
 
     def spread(self) -> None:
         """Rank 0: give the others this state, where they begin."""
         assert self.ranks is not None
-        self.ranks.spread(self.applied.to_dict(), self.facts(), self.tensors())
-        self.others = None
+        tensors = {name: tensor.detach().cpu() for name, tensor in self.tensors().items()}
+        self.ranks.tell(Restarted(self.applied.to_dict(), self.facts(), tensors))
 
     def load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Load the saved state. Parameters that were not trained when it was saved start without moments, and an event
@@ -330,23 +308,17 @@ class TrainState:
             self.sums.count = int(self.sums.count)  # a float plus an int64 tensor is a float32
         if self.scaler is not None and facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
-        if self.ranks is None or self.ranks.first:
-            self.rng, self.cuda_rng = tensors["rng"], tensors.get("cuda_rng", self.cuda_rng)
-        if self.ranks is not None:
-            self.load_ranks(tensors, self.ranks)
+        self.rng, self.cuda_rng = tensors["rng"], tensors.get("cuda_rng", self.cuda_rng)
 
     def load_moments(self, saved: Mapping[str, Tensor]) -> None:
         """Give each trained parameter its own moments. Those of parameters that are no longer trained are left out."""
-        local, fresh = local_optimizer(self.optimizer), []
+        optimizer, fresh = self.optimizer, []
         moments: dict[str, dict[str, Tensor]] = {}
         for full, tensor in saved.items():
             name, _, key = full.rpartition(".")
             moments.setdefault(name, {})[key] = tensor
-        if moments and all(map(str.isdecimal, moments)) and not moments.keys() & {*self.names.values()}:
-            rule = "this checkpoint is of an nbtools before 0.3, which kept optimizer state by position"
-            raise CheckpointError(f"{rule}; end the run there, or start over in another folder, run='runs/…'")
-        ours = {parameter for group in local.param_groups for parameter in group["params"]}
-        local.state.clear()
+        ours = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        optimizer.state.clear()
         for parameter, name in self.names.items():
             kept = moments.get(name, {})
             if odd := [v for v in kept.values() if v.dim() and v.shape != parameter.shape]:
@@ -354,31 +326,13 @@ class TrainState:
                 rule = f"the checkpoint's optimizer state of {name} has the shape {shapes}"
                 raise CheckpointError(f"{rule}; for another network choose another run folder, run='runs/…'")
             if parameter in ours and kept:
-                local.state[parameter].update({key: like(v, parameter) for key, v in kept.items()})
+                optimizer.state[parameter].update({key: like(v, parameter) for key, v in kept.items()})
             if not kept:
                 fresh.append(name)
-        allocate(self.optimizer, self.applied)
+        allocate(optimizer, self.applied)
         if fresh and saved:
             more = f" and {len(fresh) - 3} more" if len(fresh) > 3 else ""
             self.events.append(f"newly trained, without moments from the checkpoint: {', '.join(fresh[:3])}{more}")
-
-    def load_ranks(self, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-        """Each rank's own random state, where a checkpoint has one for each; else one that follows from the step."""
-        saved = {name: kept for name, kept in tensors.items() if name.startswith(("rng.", "cuda_rng.", "optimizer."))}
-        if ranks.first:
-            self.others = saved
-        elif len(below(saved, "rng.")) == ranks.world - 1:
-            self.rng, self.cuda_rng = saved[f"rng.{ranks.rank}"], saved.get(f"cuda_rng.{ranks.rank}")
-        else:
-            self.seed_rng()
-
-    def seed_rng(self) -> None:
-        """A random state that no other rank has; rank 0's stays that of a single process."""
-        if self.ranks is not None and not self.ranks.first:
-            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                own = np.random.SeedSequence([self.applied.seed, self.step, self.ranks.rank])
-                torch.manual_seed(int(own.generate_state(1)[0]))
-                self.capture_rng()
 
     def capture_rng(self) -> None:
         self.rng = torch.get_rng_state()

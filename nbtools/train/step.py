@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nbtools.data import Draws
-from nbtools.errors import TrainError
-from nbtools.train.device import DTYPES, recurrent_in_float32, within_memory
+from nbtools.train.device import DTYPES, recurrent_in_float32
 from nbtools.train.graph import Graphs
 from nbtools.train.plan import lr_at
 from nbtools.train.ranks import shares
@@ -77,40 +77,25 @@ def scale_gradients(state: TrainState, size: int, count: Tensor | float) -> None
 
 
 def together(state: TrainState, raw: Batch, size: int) -> tuple[Tensor, Tensor | float]:
-    """`differentiate` on several ranks: raw is this one's share of a batch of `size` samples. Raises Shortage, on all
-    of them, where memory ran out on one."""
-    ranks = state.ranks
+    """`differentiate` on several ranks: raw is this one's share of a batch of `size` samples. The mean of the ranks'
+    gradients, which DDP takes in the last micro-batch, is that of sum / size, since each divides by size / ranks."""
+    ranks, network = state.ranks, state.network
     assert ranks is not None
-    found, short = within_memory(partial(differentiate_share, state, raw, size))
-    if found is None:
-        if state.applied.sync_batchnorm:  # the others wait amid their forward or backward pass, where nothing is agreed
-            rule = f"out of memory on rank {ranks.rank} ({short}), which Plan.sync_batchnorm cannot recover from"
-            raise TrainError(f"{rule}; set a smaller micro_batch_size, or sync_batchnorm=False", entry="Out of memory")
-        release(state)
-    ranks.agree_on_success(None if found is not None else short)
-    assert found is not None
-    if not ranks.overlap:
-        ranks.add_up(state.parameters)
-    loss_sum, count = ranks.total(*found)
-    scale_gradients(state, size, count)
-    return loss_sum, count
-
-
-def differentiate_share(state: TrainState, raw: Batch, size: int) -> tuple[Tensor, Tensor | float]:
-    """The gradient of a share's loss sum / size; returns (sum, count). Where gradients are added up meanwhile, that
-    happens in the last micro-batch."""
-    ranks, some = state.ranks, list(parts_of_share(state, raw, size))
-    assert ranks is not None
+    ranks.seed(state.applied.seed, state.step)
     if not state.model.training:
         set_training(state.model)
     clear_gradients(state.parameters)
-    denominator = size if ranks.counts(size) else math.inf  # a gradient of 0
+    own = ranks.counts(size)
+    denominator = size / ranks.world if own else math.inf  # of padding: a gradient of 0
     loss_sum, count = torch.zeros((), device=state.device), 0
+    some = list(parts_of_share(state, raw, size))
     for part in some:
-        network = ranks.ddp if ranks.overlap and part is some[-1] else None
-        part_sum, part_count = backward(state, part, denominator, network)
-        if ranks.counts(size):
+        with nullcontext() if part is some[-1] else network.no_sync():
+            part_sum, part_count = backward(state, part, denominator)
+        if own:
             loss_sum, count = loss_sum + part_sum, count + part_count
+    loss_sum, count = ranks.total(loss_sum, count)
+    scale_gradients(state, size, count)
     return loss_sum, count
 
 
@@ -126,13 +111,9 @@ def parts_of_share(state: TrainState, raw: Batch, size: int) -> Iterator[Batch]:
     return cut(raw, own, min(count_parts(-(-size // count), micro), size // count))
 
 
-def backward(
-    state: TrainState, raw: Batch, denominator: float | None = None, network: nn.Module | None = None
-) -> tuple[Tensor, Tensor | float]:
-    """Draw, forward and backward of a micro-batch: adds the gradient of sum / denominator (None: its own count).
-    network: None: the state's."""
-    task, plan = state.task, state.applied  # a plan that another thread wants meanwhile waits for the next step
-    network = state.network if network is None else network
+def backward(state: TrainState, raw: Batch, denominator: float | None = None) -> tuple[Tensor, Tensor | float]:
+    """Draw, forward and backward of a micro-batch: adds the gradient of sum / denominator (None: its own count)."""
+    task, plan, network = state.task, state.applied, state.network  # another plan waits for the next step
     batch = task.batch(raw, plan, Draws(plan.seed, state.position.epoch, raw["id"], state.keys))
     if plan.channels_last:
         batch = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in batch.items()}

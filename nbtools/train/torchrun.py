@@ -12,9 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from nbtools import errors
 from nbtools.data import cores
@@ -88,61 +87,36 @@ class Torchrun:
                 agent.kill() if sys.platform == "linux" else agent.terminate()  # its ranks die with it
                 agent.wait()
 
-    def restarting(self) -> Failure | None:
-        """Once for each restart of all ranks: why."""
+    def restarting(self) -> NbtoolsError | None:
+        """Return why, once for each restart of all ranks."""
         if not any(self.place.glob(f"*/attempt_{self.attempt + 1}")):
             return None
-        failure = self.failure()
+        error, _ = self.failure()
         self.attempt += 1
-        return failure
+        return error
 
-    def failure(self, code: int = 1) -> Failure:
-        """Why the last attempt failed: the first error that is not about another rank; else how a rank ended without
-        one; else what the others say of it. code: with which torchrun ended."""
+    def failure(self, code: int = 1) -> tuple[NbtoolsError, str]:
+        """Return why the last attempt failed, and where there is more about an error that nbtools did not raise on
+        purpose: the first error that is not about another rank; else how a rank ended without one; else what the others
+        say of it. code: with which torchrun ended."""
+        more = f"; what all ranks printed is in {self.place}"
         if code < 0:
-            return Failure(None, "", ending(code))
-        found = map(Failure.read, self.place.glob(f"*/attempt_{self.attempt}/*/error.json"))
-        reports = sorted(found, key=lambda one: (one.kind == RankLost.__name__, one.time, one.rank))
+            return TrainError(f"torchrun {ending(code)}"), more
+        found: dict[str, tuple[NbtoolsError, str]] = {}
+        for path in sorted(self.place.glob(f"*/attempt_{self.attempt}/*/error.json"), key=lambda p: p.stat().st_mtime):
+            told, rank = json.loads(path.read_text())["message"], path.parent.name  # what torch's `record` wrote
+            kind, _, text = told["message"].partition(": ")
+            ours = {"Diverged": TrainError, "RankLost": RankLost}.get(kind) or getattr(errors, kind, None)
+            if isinstance(ours, type) and issubclass(ours, NbtoolsError):
+                found[rank] = ours(text), ""
+            else:
+                error = TrainError(f"rank {rank} failed with {kind}: {text}")
+                found[rank] = error, f"{more}\n{told['extraInfo']['py_callstack']}".rstrip()
         log = (self.place / LOG).read_text(errors="replace")
         ended = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", log)[self.attempt :]
-        silent = [Failure(int(rank), "", ending(int(code))) for code, rank in ended]
-        silent = [one for one in silent if one.rank not in {report.rank for report in reports}]
-        if reports and reports[0].kind == RankLost.__name__:
-            reports = [*silent, *reports]
-        return [*reports, *silent, Failure(None, "", f"failed: {log.strip()[-1000:]}")][0]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a rank failed; None: torchrun. kind: the name of its exception, "" where it ended without one. text: its
-    message, or how it ended."""
-
-    rank: int | None
-    kind: str
-    text: str
-    trace: str = ""
-    time: float = 0.0
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """What torch's `record` wrote when an exception left a rank; its own timestamp has whole seconds only, in which
-        others lose the connection."""
-        found = json.loads(path.read_text())["message"]
-        kind, _, text = found["message"].partition(": ")
-        more = found["extraInfo"]
-        return cls(int(path.parent.name), kind, text, more["py_callstack"], path.stat().st_mtime)
-
-    @property
-    def ours(self) -> type[NbtoolsError] | None:
-        """The class of an error that nbtools raised on purpose."""
-        found = getattr(errors, self.kind, TrainError if self.kind in ("Diverged", RankLost.__name__) else None)
-        return found if isinstance(found, type) and issubclass(found, NbtoolsError) else None
-
-    def __str__(self) -> str:
-        if self.ours is not None:
-            return self.text
-        who = "torchrun" if self.rank is None else f"rank {self.rank}"
-        return f"{who} failed with {self.kind}: {self.text}" if self.kind else f"{who} {self.text}"
+        silent = [(TrainError(f"rank {rank} {ending(int(code))}"), more) for code, rank in ended if rank not in found]
+        first = [each for each in found.values() if not isinstance(each[0], RankLost)]
+        return [*first, *silent, *found.values(), (TrainError(f"torchrun failed: {log.strip()[-1000:]}"), more)][0]
 
 
 def ending(code: int) -> str:
