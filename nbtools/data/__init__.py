@@ -24,7 +24,7 @@ from nbtools.data.feed import (
 )
 from nbtools.data.frames import tables
 from nbtools.data.items import TARGET, Form, inputs_of, is_image
-from nbtools.data.kept import EARLIER, LATER, LATEST, is_kept, latest, opened_copy, present, restore_kept
+from nbtools.data.keeping import EARLIER, LATER, LATEST, is_kept, latest, opened_copy, present, restore_kept
 from nbtools.data.pack import (
     SPLITS,
     Card,
