@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,6 @@ import toy
 
 from nbtools.data import Pack
 from nbtools.data.pack import RawFiles
-
-
-def ticking(seconds: float = 0.01) -> Callable[[], float]:
-    """A clock that moves by so much whenever it is read."""
-    ticks = count()
-    return lambda: next(ticks) * seconds
 
 
 @dataclass
