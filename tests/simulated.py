@@ -13,7 +13,6 @@ import torch
 import toy
 
 from nbtools.data import Pack
-from nbtools.data.pack import RawFiles
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Job:
     def pack(self, pack: Pack) -> Pack:
         """The pack, with source files that take their time."""
         assert pack.raw is not None
-        return dataclasses.replace(pack, raw=RawFiles(pack.folder, pack.raw.source, self.read))
+        return dataclasses.replace(pack, raw=dataclasses.replace(pack.raw, read=self.read))
 
     def read(self, path: Path, options: Any) -> Any:
         self.now += self.reading
