@@ -1,24 +1,18 @@
 """The facts above the curves: the state of a run, its steps, how long it takes and when it ends."""
 
-import dataclasses
 import os
-import re
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import toy
-from acting import acting, asking, interrupted
+from acting import acting, interrupted
 
 import nbtools as nb
-from nbtools.fit import afterwards
-from nbtools.live import Columns, View, facts
+from nbtools.live import Columns, facts
 from nbtools.live.facts import About
-from nbtools.live.picture import picture
 from nbtools.measure import REASONS
-from nbtools.train import History, Keeper, Record, kept_until
+from nbtools.train import History, Record
 
 ABOUT = About("captcha", epochs=8, epoch_samples=3200, best="whole_accuracy")
 NOW = 1_800_000_000.0  # Fri 08:00 UTC
@@ -66,57 +60,6 @@ def test_they_say_how_far_a_run_is_how_long_it_took_and_when_it_ends():
     assert "left" not in " ".join(told(history(), About(best="-loss"))), "of unknown length"
 
 
-def test_how_far_a_run_is_kept_is_a_fact_from_the_first_step_on(tmp_path):
-    pack, words = toy.make_pack(tmp_path / "pack"), []
-
-    def batch(raw, plan, draws):
-        if draws is not None:
-            words.append(kept_until(tmp_path / "run"))
-        return toy.batch(raw, plan, draws)
-
-    plan = toy.PLAN.replace(epochs=1)
-    nb.fit(toy.with_(batch=batch), pack, plan, tmp_path / "run", keep=tmp_path / "kept", receipt=False, progress=False)
-    assert words[0] == "nothing yet"
-    last = kept_until(tmp_path / "run")
-    assert re.fullmatch(r"step \d+ copied", last)
-    assert told(history(), dataclasses.replace(ABOUT, kept=last))["kept"] == last
-    assert facts.room("kept", "nothing yet") == facts.room("kept", last) >= len("step 12,345 confirmed")
-
-
-def test_the_picture_follows_how_far_a_run_is_kept_and_whether_that_is_confirmed(tmp_path, monkeypatch):
-    pack, plan = toy.make_pack(tmp_path / "pack"), toy.PLAN.replace(epochs=1)
-    run = nb.fit(toy, pack, plan, tmp_path / "run", receipt=False, progress=False)
-    monkeypatch.setattr("nbtools.live.view.in_notebook", lambda: True)
-    shown: Any = View(run.folder, run.history, plan, 64, "accuracy", plan, show=True)
-    for state in ("copied", "confirmed"):
-        keeper = Keeper(run.folder, tmp_path / "kept")
-        keeper.keep()
-        keeper.close()
-        shown.redraw()
-        shown.draw()
-        assert f"step {run.history.rows[-1]['step']} {state}" in shown.output.facts.value
-    shown.bar.close()
-
-
-def test_every_fact_keeps_its_place_from_the_first_step_on():
-    """A fact of unknown length would push those after it aside, and one that comes later would too."""
-    first = History()
-    first.append(Record("step", 0, 1, 64, {"loss": 1.0, "batch_size": 64, "samples_per_s": 640.0}))
-    early, late = ([*told(found).items()] for found in (first, history()))
-    assert [name for name, _ in early] == [name for name, _ in late]
-    assert [value for name, value in early if name.startswith("best")] == ["–"]
-    assert [facts.room(*fact) for fact in early] == [facts.room(*fact) for fact in late]
-    assert facts.room("step", "9 of 1,200") == facts.room("step", "1,100 of 1,200") >= len("1,200 of 1,200")
-
-
-def test_what_follows_training_is_named_after_the_facts(tmp_path):
-    pack, plan = toy.make_pack(tmp_path / "pack"), toy.PLAN.replace(eval_samples=4)
-    assert afterwards(plan, pack, tmp_path, True) == "final evaluation + receipt"
-    (tmp_path / "receipt.json").touch()
-    assert afterwards(plan, pack, tmp_path, True) == "final evaluation"
-    assert afterwards(toy.PLAN, pack, tmp_path, False) == ""
-
-
 def test_what_is_left_counts_samples_at_the_pace_since_the_last_change():
     found = history()
     for step, what in ((100, "batch_size 64 → 512"), (200, "amp off → bf16")):
@@ -154,65 +97,23 @@ def test_what_holds_the_gpu_back_is_said_in_words_and_idle_is_no_trouble():
     assert "GPU throttled by" not in told(history(gpu_throttle=REASONS[0x1]))
 
 
-def test_the_state_is_a_badge_in_a_colour_of_its_own():
-    shown = {
-        state: facts.html(picture(Columns(history()), ABOUT, state))
-        for state in (facts.STARTING, *facts.HUES, facts.STOPPED)
-    }
-    assert all(f"</i>{state}</b>" in page for state, page in shown.items())
-    assert len({re.search(r"background:(#\w+)", page)[1] for page in shown.values()}) == 7  # pyright: ignore[reportOptionalSubscript]
-    assert "waiting for the first step" in facts.html(picture(Columns(), ABOUT, "compiling"))
-
-
-def test_a_run_shows_each_state_it_is_in_and_how_it_ended(tmp_path, monkeypatch):
-    """Stopped by the user, resumed to its end, and another that diverges."""
-    seen: list[str] = []
-    notes: list[str] = []
-    draw, finish = View.draw, View.finish
-
-    def drawn(self: View, status: str = "training") -> None:
-        seen.append(status)
-        draw(self, status)
-
-    def finished(self: View, previews: Any, status: str, path: Path | None = None, note: str = "") -> None:
-        seen.append(status)
-        notes.append(note)
-        finish(self, previews, status, path, note)
-
-    monkeypatch.setattr(View, "draw", drawn)
-    monkeypatch.setattr(View, "finish", finished)
+def test_how_a_run_ended_is_its_state_and_its_picture_is_there_also_after_an_error(tmp_path):
     pack, plan = toy.make_pack(tmp_path / "pack"), toy.PLAN.replace(epochs=2)
+
+    def state(name: str) -> str:
+        assert (tmp_path / name / "plot.png").exists()
+        return nb.Run.open(tmp_path / name, toy).state
+
     ctrl_c = acting({3: lambda: os.kill(os.getpid(), signal.SIGINT)})
     interrupted(lambda: nb.fit(ctrl_c, pack, plan, tmp_path / "run", receipt=False))
-    assert list(dict.fromkeys(seen)) == ["training", "stopped"]
-    seen.clear()
-    monkeypatch.setattr("nbtools.measure.trials.SECONDS", 0.1)
-    monkeypatch.setattr("nbtools.live.surface.LOOK_EVERY", 0.0)
-    limited = acting({2: asking(tmp_path / "limited", "profile")})
-    nb.fit(limited, pack, plan.replace(epochs=1), tmp_path / "limited", receipt=False)
-    assert list(dict.fromkeys(seen)) == ["training", "measuring", "evaluating", "done"]
-    seen.clear()
+    assert state("run") == "stopped"
     nb.fit(toy, pack, plan, tmp_path / "run", receipt=False)
-    assert list(dict.fromkeys(seen)) == ["training", "evaluating", "done"]
-    seen.clear()
+    assert state("run") == "done"
     with pytest.raises(nb.NbtoolsError, match="diverged"):
         nb.fit(toy, pack, plan.replace(lr=1e30), tmp_path / "ruined", receipt=False)
-    assert seen[-1] == "diverged"
+    assert state("ruined") == "diverged"
     with pytest.raises(ZeroDivisionError):
         nb.fit(acting({12: lambda: 1 / 0}), pack, plan, tmp_path / "broken", receipt=False)
-    assert seen[-1] == "failed"
-    written = {name: (tmp_path / name / "plot.png").exists() for name in ("run", "ruined", "broken")}
-    assert all(written.values()), "also where an error ended it"
-    again = {
-        "run": "done: the best model is",
-        "ruined": "change what the error says and run {} again",
-        "broken": "mend what the",
-    }
-    for name, ended in (("run", "done"), ("ruined", "diverged"), ("broken", "failed")):
-        assert any(note.startswith(again[name].format("this cell")) for note in notes)
-        nb.watch(tmp_path / name, toy)
-        assert seen[-1] == ended
-        assert notes[-1].startswith(again[name].format("it"))
-        assert str(tmp_path / name) in notes[-1], "where the model is"
+    assert state("broken") == "failed"
     nb.fit(toy, pack, plan, tmp_path / "broken", receipt=False)
-    assert nb.Run.open(tmp_path / "broken", toy).state == "done", "no longer failed"
+    assert state("broken") == "done", "no longer failed"
