@@ -1,7 +1,5 @@
 """Interrupted anywhere and run again: the same losses and the same weights, bit for bit, as never interrupted (CPU)."""
 
-import errno
-import json
 import os
 import re
 import signal
@@ -21,7 +19,7 @@ from acting import QUIET, interrupted
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from nbtools.errors import CheckpointError, DiskError, TrainError
+from nbtools.errors import CheckpointError, TrainError
 from nbtools.fit import fit
 from nbtools.live import send
 from nbtools.run import Run
@@ -52,9 +50,14 @@ CASES: dict[str, tuple[Any, Any, dict[int, int]]] = {  # task, plan, step → ba
 }
 
 
-@pytest.fixture(scope="module", params=["fixed", "ragged"])
-def pack(request, tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=120, ragged=request.param == "ragged")
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=120)
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory):
+    return toy.make_pack(tmp_path_factory.mktemp("ragged"), count=60, ragged=True)
 
 
 @pytest.fixture(scope="module")
@@ -108,48 +111,33 @@ def trained(pack, task, plan, sizes, stops=()) -> tuple[TrainState, History]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(pack):
-    return cache(lambda name: trained(pack, *CASES[name]))
+def uninterrupted(pack, ragged):
+    return cache(lambda name: trained(pack_for(name, pack, ragged), *CASES[name]))
+
+
+def pack_for(name, pack, ragged):
+    return ragged if name == "changes of batch size" else pack
 
 
 @pytest.mark.usefixtures("fp16_on_cpu", "late")
 def test_a_checkpoint_amid_readings_on_their_way_to_the_host_resumes_with_them(pack, uninterrupted):
     """The row of a log step, and whether fp16 skipped the last step."""
-    for name in ("changes of batch size", "fp16, large counts"):
-        state, history = trained(pack, *CASES[name], set(range(1, 50, 6)))
-        expected, rows = uninterrupted(name)
-        assert log(history) == log(rows)
-        same(state, expected)
-
-
-@pytest.mark.usefixtures("fp16_on_cpu")
-@pytest.mark.parametrize("name", CASES)
-@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@example(set(range(50)))
-@given(st.sets(st.integers(1, 20), min_size=1, max_size=5))
-def test_interrupted_after_any_records_equals_uninterrupted(pack, uninterrupted, name, stops):
-    state, history = trained(pack, *CASES[name], stops)
-    expected, rows = uninterrupted(name)
+    state, history = trained(pack, *CASES["fp16, large counts"], set(range(1, 50, 6)))
+    expected, rows = uninterrupted("fp16, large counts")
     assert log(history) == log(rows)
     same(state, expected)
 
 
-def test_a_state_saved_before_0_2_resumes_amid_an_epoch(pack):
-    """Its facts stood side by side, and the sum of the loss was a tensor."""
-    expected, state, again = (TrainState(toy, pack, PLAN) for _ in range(3))
-    for count, _ in enumerate(train(toy, state, pack)):
-        if count == 4:
-            break
-    facts = json.loads(json.dumps(state.facts()))
-    tensors = {name: tensor.clone() for name, tensor in state.tensors().items()}
-    tensors["loss_sum"] = torch.tensor(facts["sums"].pop("loss"), dtype=torch.float64)
-    best = facts.pop("best")
-    flat = {**facts.pop("position"), **facts.pop("sums"), **facts.pop("recovery"), **facts, **best}
-    again.load(tensors, {**flat, "best": flat.pop("value")})
-    for each in (again, expected):
-        for _ in train(toy, each, pack):
-            continue
-    same(again, expected)
+@pytest.mark.usefixtures("fp16_on_cpu")
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=1, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(set(range(50)))
+@given(st.sets(st.integers(1, 20), min_size=1, max_size=5))
+def test_interrupted_after_any_records_equals_uninterrupted(pack, ragged, uninterrupted, name, stops):
+    state, history = trained(pack_for(name, pack, ragged), *CASES[name], stops)
+    expected, rows = uninterrupted(name)
+    assert log(history) == log(rows)
+    same(state, expected)
 
 
 def interrupting(*calls: int) -> Any:
@@ -192,13 +180,13 @@ from nbtools.fit import fit
 from nbtools.data import Pack
 sys.modules["nbtools.folder"].SAVE_EVERY, sys.modules["nbtools.folder"].SAVE_SHARE = 0.0, float("inf")
 print("ready", flush=True)
-fit(toy, Pack.open({pack!r}), toy.PLAN.replace(epochs=40), {run!r}, receipt=False, progress=False)
+fit(toy, Pack.open({pack!r}), toy.PLAN.replace(epochs=10), {run!r}, receipt=False, progress=False)
 """
 
 
 def test_killed_at_any_moment_and_run_again_equals_uninterrupted(tmp_path):
     """SIGKILL in the middle of steps and of writing checkpoints, which here follow every step."""
-    pack, plan = toy.make_pack(tmp_path, count=120), toy.PLAN.replace(epochs=40)
+    pack, plan = toy.make_pack(tmp_path, count=120), toy.PLAN.replace(epochs=10)
     code = KILLED.format(tests=str(Path(toy.__file__).parent), pack=str(pack.folder), run=str(tmp_path / "run"))
     for delay in (0.09, 0.34):
         child = subprocess.Popen(
@@ -225,20 +213,6 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_it_taken(tmp_pat
         assert log(run.history) == log(whole.history)
 
 
-def test_a_plan_that_a_mount_does_not_give_is_an_error_that_names_it(tmp_path, pack, monkeypatch):
-    folder, real = tmp_path / "run", Path.read_text
-    fit(toy, pack, toy.PLAN.replace(epochs=1), folder, **QUIET)
-
-    def gone(path, *args, **more):
-        if path.name == "plan.json":
-            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-        return real(path, *args, **more)
-
-    monkeypatch.setattr(Path, "read_text", gone)
-    with pytest.raises(DiskError, match=r"reading the plan: .*plan\.json: Transport endpoint is not connected"):
-        fit(toy, pack, None, folder, **QUIET)
-
-
 def test_a_run_does_not_go_on_with_another_network_or_other_data(tmp_path, pack):
     folder = tmp_path / "run"
     fit(toy, pack, toy.PLAN.replace(epochs=1), folder, **QUIET)
@@ -259,13 +233,6 @@ def test_a_lost_local_folder_comes_back_from_where_it_is_kept(tmp_path, pack, wh
     same_run(again, whole)
     assert Run.open(drive, toy).best == again.best
     assert not list(drive.glob("*.part"))
-
-
-def test_trouble_on_drive_is_told_and_training_ends_well(tmp_path, pack):
-    (tmp_path / "drive").write_text("a file where the folder should be")
-    run = fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", keep=tmp_path / "drive", **QUIET)
-    assert any("not kept" in told for told in run.events)
-    assert len(run.summary()) == 1
 
 
 def overflowing(pack, epoch: int, before=lambda: None) -> tuple[Any, int]:
