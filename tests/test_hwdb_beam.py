@@ -207,18 +207,6 @@ def test_the_search_is_that_of_dictionaries_text_for_text(peak, with_lm):
         assert beam(log_probs, steps, classes, lm, **settings) == wanted
 
 
-def test_the_language_model_is_asked_only_about_texts_that_could_be_kept(monkeypatch):
-    """Each look-up is a search in millions of n-grams: most of a search's time, were all texts looked up."""
-    rng = np.random.default_rng(3)
-    classes = [chr(0x4E00 + i) for i in range(99)]
-    lm, asked, step = NGram.train(lines_of(rng, classes, 60), classes), [], NGram.step
-    monkeypatch.setattr(NGram, "step", lambda self, states, s: asked.append(len(states)) or step(self, states, s))
-    logits = answers(rng, 30, 8, 100, 4.0)
-    logits[..., 0] += 10  # most frames of a network are blank
-    beam(logits, [30] * 8, classes, lm, width=10, candidates=20, least=0.0)
-    assert 0 < sum(asked) < 30 * 8 * 10 * 20 / 3
-
-
 def test_a_beam_adds_up_ways_where_greedy_takes_the_best_one():
     """Blank is likelier at each frame, and yet a is likelier than no text: .4·.4 + 2·.4·.6 > .6·.6."""
     log_probs = torch.tensor([[[0.6, 0.4]], [[0.6, 0.4]]]).log()
@@ -238,15 +226,6 @@ def test_logits_half_precision_and_batches_give_the_same_texts():
     assert beam(half, steps, classes, lm) == beam(half.float(), steps, classes, lm)
     padded = torch.cat([log_probs, torch.full((6, 100, 8), math.nan)])  # beyond a line's own steps nothing is read
     assert beam(padded, steps, classes, lm) == whole
-
-
-def test_frames_without_a_likely_character_are_skipped_and_still_part_repeats():
-    log_probs = torch.full((7, 1, 3), 1e-7)
-    log_probs[[0, 4], 0, 1] = 1.0
-    log_probs[[1, 2, 3, 5, 6], 0, 0] = 1.0
-    [peaks] = find_peaks(log_probs.log(), torch.tensor([7]))
-    assert (len(peaks.blank), peaks.gap.tolist()) == (2, [False, True])
-    assert search([peaks], "ab") == ["aa"]
 
 
 def test_alpha_and_beta_weigh_the_language_and_the_length_and_where_a_line_may_end_decides_too():

@@ -6,14 +6,12 @@ import re
 import shutil
 import time
 import unicodedata
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from nbtools import disk
 from nbtools.data import Pack, collate
 from nbtools.errors import PackError
 from nbtools.measure import Machine, decide
@@ -21,7 +19,7 @@ from nbtools.tasks import hwdb
 from nbtools.tasks.common import ctc
 from nbtools.tasks.hwdb.formats import UNKNOWN
 from nbtools.train import device
-from tests.archives import archived, put, tree, zip_bytes
+from tests.archives import archived, put, tree
 from tests.test_hwdb_format import coded, line, word, words
 from tests.test_hwdb_format import page as page_of
 
@@ -201,19 +199,6 @@ def test_archives_in_a_folder_are_read_in_place_by_packing_workers_and_to_predic
         np.testing.assert_array_equal(hwdb.read(archives / made.names[i], made.options)["image"], image)
 
 
-def test_an_archive_within_an_archive_and_one_next_to_its_folder_stay_closed_and_are_listed(tmp_path):
-    raw = corpus(tmp_path / "raw")
-    alone = packed(raw)
-    archive(raw / "HWDB2.0Train", raw / "HWDB2.0Train.zip")
-    made = packed(raw)
-    assert lines_by_page(made) == lines_by_page(alone)
-    assert made.bad["file"].tolist() == ["HWDB2.0Train.zip"]
-    assert "unpack it" in made.bad["fix"][0]
-    archive(raw / "HWDB2.0Test", tmp_path / "only" / "HWDB2.0Test.zip")
-    with pytest.raises(PackError, match=r"no page.*unpack the archive around HWDB2.0Test\.zip"):
-        packed(archive(tmp_path / "only", tmp_path / "nested.zip"))
-
-
 @pytest.mark.parametrize(("form", "layout"), [("tar", "pages"), ("zip", "lines"), ("tar.xz", "lines")])
 def test_a_folder_and_its_archive_make_the_same_pack_near_and_far(tmp_path, monkeypatch, form, layout):
     monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
@@ -229,39 +214,6 @@ def test_a_folder_and_its_archive_make_the_same_pack_near_and_far(tmp_path, monk
         for i in (0, len(made) - 1):
             np.testing.assert_array_equal(raw_[i]["image"], made.sample(i)["image"])
         assert packed(source).folder == made.folder
-
-
-def test_many_lines_are_packed_from_an_archive_without_a_file_for_each(tmp_path, monkeypatch):
-    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
-    raw = tmp_path / "raw"
-    (raw / "train").mkdir(parents=True)
-    for n in range(300):
-        Image.fromarray(grey(16, 20, n)).save(raw / "train" / f"{n:04}.png", compress_level=0)
-    (raw / "train_img_id_gt.txt").write_text("".join(f"{n:04},一\n" for n in range(300)))
-    archive(raw, tmp_path / "drive" / "all.tar.gz", "tar.gz")
-    most, create = [0], disk.create
-
-    def counting(path):
-        most[0] = max(most[0], len(files_below(tmp_path / "cache", *tmp_path.glob("pack*"))))
-        return create(path)
-
-    monkeypatch.setattr(disk, "create", counting)
-    made = packed("drive:all.tar.gz", into=tmp_path / "pack")
-    assert len(made) == 300
-    assert most[0] <= 12
-    assert len(files_below(tmp_path / "cache")) == 2  # the archive and its receipt
-    np.testing.assert_array_equal(made.sample(299)["image"], slowly(grey(16, 20, int(made.names[299][6:10]))))
-
-
-def test_a_damaged_entry_of_an_archive_is_listed_by_its_name_and_the_others_stay(tmp_path):
-    raw = prepared(tmp_path / "raw", {"train": dict.fromkeys("abc", "一")})
-    image = (raw / "train" / "b.png").read_bytes()
-    whole = zip_bytes(*tree(raw).items(), method=zipfile.ZIP_STORED)
-    made = packed(put(tmp_path / "all.zip", whole.replace(image, image[:-20] + bytes(20))), val=0, test=0)
-    assert made.names == ["train/a.png", "train/c.png"]
-    [row] = made.bad.to_dict("records")
-    assert row["file"] == "train/b.png"
-    assert re.match(r"all\.zip: entry 'train/b\.png' is damaged: .*CRC", row["value"])
 
 
 # Splits
@@ -336,14 +288,6 @@ def test_the_one_tar_of_the_prepared_layout_is_read_and_only_its_first_comma_end
     np.testing.assert_array_equal(image, slowly(grey(24, 70, 1)))
     other = packed(corpus(tmp_path / "pages"))  # a run of the one may be evaluated on the other
     assert (other.options, other.columns, other.card.task) == (made.options, made.columns, "hwdb")
-
-
-def test_lists_with_marks_blanks_quotes_and_no_suffixes_mean_what_they_say(tmp_path):
-    raw = prepared(tmp_path / "raw", {"train": {"a": "", "b": "", "c": "", "d": ""}}, ".jpg")
-    rows = 'a, 一\u2028二 \r\nb.jpg,"三",\r\n\r\n ./c ,四\ntrain/d.jpg,五'
-    (raw / "train_img_id_gt.txt").write_bytes(rows.encode("utf-8-sig"))
-    meant = {"a": " 一\u2028二 ", "b": '"三",', "c": "四", "d": "五"}
-    assert texts(packed(raw, val=0, test=0)) == {f"train/{name}.jpg": text for name, text in meant.items()}
 
 
 def test_lines_next_to_their_list_are_found_and_one_of_two_lists_is_in_one_split(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nbtools.data import Card, Draws, batches_left, gather, open_feed
+from nbtools.data import Card, Draws, gather, open_feed
 from nbtools.errors import PlanError
 from nbtools.measure import Machine, decide
 from nbtools.tasks import captcha, hwdb
@@ -206,17 +206,6 @@ def test_widths_rounded_up_to_the_bucket_are_few_and_change_no_answer(lines):
         (few, steps), (many, same) = model(plain), model(wide)
     torch.testing.assert_close(many[: len(few)], few, atol=1e-5, rtol=1e-5)
     assert torch.equal(steps, same)
-
-
-@pytest.mark.parametrize(("task", "height", "mean"), [(hwdb, 128, 1650), (hwdb, 32, 400), (captcha, 32, 140)])
-def test_the_advised_bucket_leaves_few_widths_and_little_padding(task, height, mean):
-    card = Card(task.__name__, list("ab"), {"layout": "lines", "height": height}, {}, {"train": 5000})
-    bucket = task.suggest(card, "cpu")["bucket"][0]
-    widths = np.random.default_rng(0).normal(mean, mean / 4, 5000).clip(mean / 3).astype(int)
-    batches = [widths[ids] for ids in batches_left(np.arange(5000), widths, 0, 0, [(16, 0)])]
-    rounded = [-(-batch.max() // bucket) * bucket for batch in batches]
-    assert len(set(rounded)) < 40
-    assert 1 - widths.sum() / sum(len(b) * w for b, w in zip(batches, rounded, strict=True)) < 0.05
 
 
 # augmentation
@@ -446,12 +435,3 @@ def test_advice_gives_a_network_for_the_machine_and_a_reason_for_every_number(ac
     assert advice.plan.clip_norm == 5.0
     if large:
         assert (advice.plan.batch_size, advice.plan.lr, advice.plan.amp) == (64, 2.83e-3, "bf16")
-
-
-def test_more_classes_are_shown_more_lines_and_few_lines_more_often():
-    def epochs(**sizes):
-        return hwdb.suggest(card_of(32, **sizes), "cpu")["epochs"][0]
-
-    assert epochs(train_lines=1800, classes=200) > epochs(train_lines=1800) > epochs(train_lines=6000)
-    assert epochs(train_lines=1_000_000) == 3
-    assert epochs(train_lines=10) == 200

@@ -57,7 +57,7 @@ def pack(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ragged(tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("ragged"), count=60, ragged=True)
+    return toy.make_pack(tmp_path_factory.mktemp("ragged"), count=120, ragged=True)
 
 
 @pytest.fixture(scope="module")
