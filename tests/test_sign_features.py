@@ -23,9 +23,8 @@ import nbtools as nb
 from nbtools.errors import CheckpointError, MissingExtra, PackError, StageError, TrainError
 from nbtools.tasks import sign
 from nbtools.tasks.sign import inception as backbones
-from nbtools.tasks.sign.features import TUNED, Film, clip_loss
+from nbtools.tasks.sign.features import TUNED
 from nbtools.tasks.sign.inception import STEM, Backbone, inception, read_weights
-from nbtools.tasks.sign.networks import Gru
 
 H, W = 12, 18
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -156,18 +155,6 @@ def test_features_come_to_what_a_clip_has_with_its_labels_and_the_pack_takes_the
     np.testing.assert_array_equal(
         packed.sample(packed.names.index("val/val_1_1.npz"))["features"], held(into / "val" / "val_1_1.npz")
     )
-
-
-def test_cropped_means_the_middle_of_a_frame():
-    frame = np.zeros((342, 700, 3), np.uint8)
-    frame[:, 200:500] = 255  # 350 ± 150: all that the crop shows
-    whole, cropped = (
-        Backbone(network(), crop=crop).prepared(torch.from_numpy(frame).permute(2, 0, 1)[None])
-        for crop in (False, True)
-    )
-    white = (1 - 0.485) / 0.229
-    torch.testing.assert_close(cropped[0, 0, 100, 1:-1], torch.full((297,), white), atol=1e-4, rtol=0)
-    assert whole[0, 0, 100, 0] < 0 < whole[0, 0, 100, 150]
 
 
 # Again, and after an interruption
@@ -326,20 +313,6 @@ def test_a_backbone_learns_what_it_is_asked_to_and_makes_the_features_with_it(tm
     np.testing.assert_allclose(held(into / "val" / "val_1_0.npz"), slowly(backbone, frames), atol=1e-5)
 
 
-def test_fine_tuning_keeps_no_activations_of_frames(tmp_path):
-    filmed(tmp_path / "hello", frames=8)
-    film, kept = Film("hello.npz", tuple(sorted((tmp_path / "hello").iterdir()))), {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        large = nn.Sequential(nn.Conv2d(3, 3, 1), network())  # a convolution keeps what it reads
-        clip_loss(Backbone(large, frozen=False), Gru(2048, 2, 2), film, (0, 0), 2).backward()
-    assert 0 < sum(kept.values()) < 3 * 299 * 299 * 4, "less than one frame as the network reads it"
-
-
 def test_fine_tuning_is_kept_and_taken_up_again_and_does_not_depend_on_how_many_frames_at_once(tmp_path):
     source, into = corpus(tmp_path / "raw"), tmp_path / "clips"
     first = made(source, into, finetune=2)
@@ -446,17 +419,6 @@ def test_published_weights_are_downloaded_once_and_only_if_their_hash_is_that_of
     assert backbones.imagenet(published(right.as_uri())).keys() == {STEM}
     right.unlink()
     assert backbones.imagenet(published(right.as_uri())).keys() == {STEM}
-
-
-def test_weights_are_found_under_any_name_and_classifiers_left_out():
-    values = {name: torch.zeros(1) for name in (STEM, "Mixed_5b.conv.weight", "fc.weight", "AuxLogits.fc.bias")}
-    for before in ("", "module.", "feat_extractor.backbone."):
-        state = {"gru.weight": torch.ones(1)} | {before + name: value for name, value in values.items()}
-        for saved in (state, {"epoch": 3, "model": state}):
-            found = backbones.without_classifiers(saved, "a.pth")
-            assert set(found) - {"gru.weight"} == {STEM, "Mixed_5b.conv.weight"}
-    with pytest.raises(CheckpointError, match="is not an InceptionV3"):
-        backbones.without_classifiers({"conv1.weight": torch.zeros(1)}, "resnet.pth")
 
 
 @own_network
