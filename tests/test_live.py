@@ -39,7 +39,7 @@ ALPHABET = "<b>&01"  # of the labels, which are parts of file names
 CELLS = (
     f"""import torch; torch.set_num_threads(1)
 import nbtools as nb, watched
-raw = watched.demo("raw", {{count}}, alphabet="{ALPHABET}", size=(32, 84))
+raw = watched.demo("raw", {{count}}, alphabet="{ALPHABET}", size=(24, 56))
 (raw / "{SCRIPT}_1.png").write_bytes(b"no image")
 pack = watched.pack(raw, into="pack")
 panel = nb.Panel(watched.PLAN.replace(
@@ -140,7 +140,9 @@ class Visit:
         self.seen.facts["picture"] = [each.is_visible() for each in output.locator(PICTURE).all()]
         self.seen.texts["kept"] = output.locator(".nbtools-kept").inner_text()
         self.notebook.point(1)
-        self.seen.facts["still pointed"] = until(self.notebook.pointed, "values under the pointer")
+        self.seen.facts["still pointed"] = until(
+            lambda: (found := self.notebook.pointed()) and all(found) and found, "values under the pointer"
+        )
 
     def steps_of(self, lr: float) -> None:
         until(lambda: self.person.now("lr") == lr, f"steps with lr {lr}")
@@ -234,10 +236,9 @@ class Visit:
             notebook.run(cell)
         until(lambda: len(self.log.steps()) > steps + 5 and notebook.frames(), "the live view of the resumed run")
         notebook.page.evaluate(LIVE)
-        for _ in range(2):
-            before = plot.stat().st_mtime_ns
-            notebook.click("Save now")
-            until(lambda before=before: plot.stat().st_mtime_ns > before, "another picture")
+        before = plot.stat().st_mtime_ns
+        notebook.click("Save now")
+        until(lambda: plot.stat().st_mtime_ns > before, "another picture")
         images = self.output.locator(PICTURE)
         until(images.count, "the picture in the page")
         seen.facts["stills"] = [images.nth(i).is_visible() for i in range(images.count())]
