@@ -27,7 +27,7 @@ from masks import (
     sole,
     xml,
 )
-from PIL import Image, ImageOps
+from PIL import Image
 
 from nbtools.data import open_feed
 from nbtools.errors import MissingExtra, PackError
@@ -78,22 +78,6 @@ def test_the_source_files_give_the_packs_values_also_in_another_process(tmp_path
         for column, value in made.sample(i).items():
             np.testing.assert_array_equal(raw[i][column], value)
             np.testing.assert_array_equal(batch[column][i].numpy(), value)
-
-
-def test_other_options_and_other_files_make_another_pack(tmp_path, monkeypatch):
-    source = corpus(tmp_path / "raw")
-    names = saved(tmp_path / "names.txt", "a\nb\nc\n")
-    options = [{}, {"size": 40}, {"size": 40, "fit": "stretch"}, {"channels": 4}, {"classes": NAMES}, {"ignore": 1}]
-    found = [packed(source, **more).folder for more in [*options, {"classes": names}, {"labels": "images"}]]
-    with monkeypatch.context() as blind:
-        blind.setattr(Image, "open", None)
-        assert [packed(source, **more).folder for more in options] == found[:-2], "opened without a look into any image"
-    names.write_text("a\nb\nd\n")
-    found.append(packed(source, classes=names).folder)
-    saved(source / "classes.txt", "e\nf\ng\n")
-    made = packed(source)
-    assert made.classes == ["e", "f", "g"], "the source's own file"
-    assert len({*found, made.folder}) == len(found) + 1
 
 
 @pytest.mark.parametrize("more", [{}, {"size": 40, "fit": "stretch"}, {"size": 32, "channels": 4}])
@@ -148,15 +132,6 @@ def test_images_are_reduced_by_area_and_labels_by_their_nearest_pixel(tmp_path):
 
 
 # Images
-
-
-def test_every_orientation_is_what_pillow_makes_of_it(tmp_path):
-    for turn in range(1, 9):
-        source = pair(tmp_path / str(turn), photo(0, 36, 48), ids(), exif=exif(turn))
-        with Image.open(source / "images/a.png") as image:
-            upright = np.asarray(ImageOps.exif_transpose(image))
-        saved(source / "labels/a.png", ids(0, *upright.shape[:2]))
-        np.testing.assert_array_equal(sole(source)["image"], upright)
 
 
 def test_an_image_is_turned_as_its_camera_says_and_its_label_is_of_the_turned_one(tmp_path):

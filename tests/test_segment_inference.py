@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from nbtools.errors import PlanError
 from nbtools.tasks import segment
-from nbtools.tasks.segment import Plan, costs, infer, inference, latency
+from nbtools.tasks.segment import Plan, costs, infer, latency
 from nbtools.tasks.segment.inference import eval_cost
 from nbtools.train import Sums
 
@@ -103,12 +103,6 @@ def test_logits_are_the_logarithm_of_the_mean_probabilities_image_by_image(netwo
 
 
 @torch.no_grad()
-def test_a_single_pass_is_the_models_own_logits_to_the_bit(network, batch):
-    assert torch.equal(infer(network, batch, plan_of())[0], network(batch)[0])
-    assert network.seen == [(3, 3, 47, 75)] * 2
-
-
-@torch.no_grad()
 def test_a_class_without_probability_anywhere_is_unlikely_and_not_impossible(batch):
     def sure(batch):
         logits = torch.zeros(3, CLASSES, *batch["image"].shape[2:])
@@ -155,16 +149,6 @@ def test_costs_are_the_miou_of_each_way_and_the_pixels_it_evaluates(network, pac
     usual = costs(network, pack, PLAN, ids=[0, 1])
     assert usual.pixels.iloc[:2].tolist() == [1, 2]
     assert usual.pixels.iloc[3] == 2 * usual.pixels.iloc[2] == pytest.approx(2 * 8.6875, rel=0.05)
-
-
-def test_time_is_relative_to_the_first_way_batch_by_batch_and_warm_up_is_left_out(network, pack, monkeypatch):
-    warm, one, two = [99.0, 99.0], [1.0, 10.0, 2.0], [2.0, 30.0, 2.2]  # a machine that slows down in between
-    taken = iter([warm[0], one[0], warm[1], two[0], one[1], two[1], one[2], two[2]])
-    real = inference.timed
-    monkeypatch.setattr(inference, "timed", lambda *given: (next(taken), *real(*given)[1:]))
-    found = costs(network, pack, PLAN, settings={"one": {}, "two": {"eval_flip": True}}, ids=[0, 1, 2], batch_size=1)
-    assert found.ms.tolist() == [2000.0, pytest.approx(2200.0)]
-    assert found.times.tolist() == [1.0, pytest.approx(2.0)]
 
 
 @pytest.mark.usefixtures("fp16_on_cpu")

@@ -17,9 +17,8 @@ from nbtools.errors import PlanError
 from nbtools.measure import Machine, decide
 from nbtools.run import Run
 from nbtools.tasks import segment
-from nbtools.tasks.segment import BASELINE, PLAN, Plan
+from nbtools.tasks.segment import BASELINE, Plan
 from nbtools.train import TrainState, evaluation
-from nbtools.train import device as devices
 from nbtools.train import train as train_loop
 from nbtools.train.plan import lr_at
 
@@ -217,18 +216,6 @@ def test_batches_without_a_valid_pixel_are_trained_on_without_nan(tmp_path):
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state.model.state_dict().values())
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_kernels_are_chosen_by_speed_or_for_repeatability_never_both(monkeypatch, deterministic):
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    before = torch.are_deterministic_algorithms_enabled()
-    try:
-        devices.prepare(PLAN.replace(deterministic=deterministic), torch.device("cuda"), many_shapes=False)
-        assert torch.are_deterministic_algorithms_enabled() == deterministic
-        assert torch.backends.cudnn.benchmark != deterministic
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
 def test_evaluations_while_training_are_single_passes_and_the_last_has_all_scales():
     plan = Plan(eval_scales=(0.5, 1.0, 1.5), eval_flip=True, eval_window=64)
     once = plan.while_training()
@@ -286,14 +273,6 @@ def test_advice_fits_the_data_and_gives_every_number_a_reason(accelerator, size,
     assert plan.net == ("bisenetv2" if accelerator == "cuda" else "slim")
     assert plan.warmup_epochs < plan.epochs
     segment.model(card, plan)
-
-
-def test_another_network_comes_with_the_settings_that_it_learns_better_with(pack):
-    plan = PLAN.replace(batch_size=8, crop=64)
-    slim = segment.with_network(plan, pack, "slim")
-    assert (slim.network, slim.optimizer, slim.head_lr, slim.batch_size, slim.crop) == ("slim", "adamw", 1.0, 8, 64)
-    guides = segment.with_network(slim, pack, "bisenetv2")
-    assert (guides.network, guides.optimizer, guides.lr, guides.head_lr) == ("bisenetv2", "sgd", 2.5e-3, 10.0)
 
 
 @pytest.mark.parametrize(
