@@ -1,7 +1,6 @@
 """Labels over images pixel by pixel, figures and what their texts say."""
 
 import io
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,10 +51,6 @@ def texts(sheet):
 
 def images_of(sheet):
     return [np.asarray(image.get_array()).astype(int) for image in sheet.axes[0].images]
-
-
-def legend_of(sheet) -> Any:
-    return sheet.axes[0].get_legend()
 
 
 def test_classes_lie_in_their_colours_over_the_image_with_a_white_line_between_and_stripes_where_ignored(tmp_path):

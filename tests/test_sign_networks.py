@@ -117,17 +117,6 @@ def test_a_clip_alone_and_in_a_padded_batch_agree_and_so_do_their_gradients(name
         torch.testing.assert_close(gradient, parameter.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_frames_that_show_nothing_are_neither_looked_at_nor_averaged():
-    network, batch = small().eval(), clips((12,))
-    batch["mask"][0, 5:9] = False
-    blind = {**batch, "x": batch["x"].clone()}
-    blind["x"][0, 5:9] = 1e3
-    with torch.no_grad():
-        torch.testing.assert_close(network(blind)[0], network(batch)[0])
-        everything = network({**batch, "mask": torch.ones_like(batch["mask"])})[0]
-    assert not torch.allclose(everything, network(batch)[0])
-
-
 @pytest.mark.parametrize("missing", ["both hands", "every frame of one clip", "everything"])
 def test_what_is_missing_gives_no_nan_and_no_nan_gradient(missing):
     network, batch = small(), clips((9, 4))

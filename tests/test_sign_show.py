@@ -110,14 +110,6 @@ def test_an_animation_is_a_png_with_every_frame_at_30_a_second_and_saved_where_a
         movie.save(tmp_path / "file" / "clip.png")
 
 
-def test_the_live_picture_shows_moments_of_the_clip_with_both_names(pack):
-    images = [sign.preview(pack, i, "answer") for i in range(4)]
-    for i, (image, *names) in enumerate(images):
-        assert (image.dtype, image.shape[2], names) == (np.uint8, 4, [sign.text_of(pack, i), "answer", True])
-        assert inked(image, BODY_INK)
-    assert len({image.tobytes() for image, *_ in images}) == 4
-
-
 def test_every_clip_is_in_the_chart_of_lengths_and_of_glosses(pack, folder, tmp_path):
     def heights(axes):
         return sum(patch.get_height() for patch in axes.patches if patch.get_height() > 0)
@@ -163,17 +155,3 @@ def test_the_tables_of_glosses_and_categories_are_what_counting_gives(seed):
         assert coarse.loc[stood, read] == pairs.count((stood, read))
     by_category = sign.by_class(sign.grouped(truth, OF), sign.grouped(predicted, OF))
     assert all(coarse.loc[name, name] == n for name, n in by_category.set_index("class").right.items())
-
-
-def test_classes_that_no_clip_has_get_a_row_of_zeros_and_strange_ones_an_error(pack):
-    table = sign.confusion(["a"], ["b"], "abc")
-    assert table.to_numpy().tolist() == [[0, 1, 0], [0, 0, 0], [0, 0, 0]]
-    assert sign.confused(table)._repr_png_()
-    with pytest.raises(PackError, match="'b' is missing"):
-        sign.confusion(["a"], ["b"], "ac")
-    with pytest.raises(PackError, match="got 2 for 1 id"):
-        sign.by_class(["a"], ["a", "b"])
-    of = sign.categories_of(pack)
-    assert of == sign.categories_of(pack.card)
-    assert list(of.values()) == ["greeting"] * 3 + ["survival"] * 3
-    assert all(name.startswith(category) for name, category in of.items())

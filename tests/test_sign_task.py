@@ -90,17 +90,6 @@ def test_auto_reads_keypoints_where_there_are_any_and_else_features(pack, tmp_pa
         sign.model(bare, Plan(network="transformer"))
 
 
-def test_a_card_and_a_plan_make_the_guides_networks(pack):
-    card = Card("sign", [str(i) for i in range(105)], {"categories": list("0123456789")}, COLUMNS, {})
-    sizes = {n: sum(p.numel() for p in sign.model(card, Plan(network=n)).parameters()) for n in ("transformer", "gru")}
-    assert sizes == {"transformer": 3_280_371, "gru": 101_743}
-    asked = {"dropout": 0.4, "long_clips": "windows", "checkpoint_activations": True}
-    models: list[Any] = [sign.model(pack, Plan()), sign.model(pack, Plan.from_dict(asked))]
-    assert [(m.windows, m.recompute, m.drop.p) for m in models] == [(False, False, 0.1), (True, True, 0.4)]
-    recurrent: list[Any] = [sign.model(pack, Plan(network="gru", dropout=p)) for p in (None, 0.4)]
-    assert [m.drop.p for m in recurrent] == [0.3, 0.4]
-
-
 # Loss and metrics
 
 
@@ -118,14 +107,12 @@ def test_the_loss_is_the_sum_of_both_heads_by_alpha_and_beta_in_float32_against_
     assert (count, float(loss_sum), loss_sum.dtype) == (7, pytest.approx(float(expected), rel=1e-5), torch.float32)
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("balanced", [0.6, 1.2, 2.4, 0, 2.4, 0.6]), ("sqrt", None)])
-def test_class_weights_come_from_the_training_clips_and_leave_the_loss_its_size(pack, kind, expected):
-    plan, counts = Plan(class_weights=kind), {"gloss": [4, 2, 1, 0, 1, 4], "category": [8, 2, 2]}
+def test_class_weights_come_from_the_training_clips_and_leave_the_loss_its_size(pack):
+    plan, counts = Plan(class_weights="balanced"), {"gloss": [4, 2, 1, 0, 1, 4], "category": [8, 2, 2]}
     model: Any = sign.model(dataclasses.replace(pack.card, counts=counts), plan).eval()
     weights = model.gloss_weights
     assert float((weights * torch.tensor(counts["gloss"])).sum()) == pytest.approx(12)
-    assert weights[3] == 0
-    assert weights.tolist() == pytest.approx(expected) if expected else float(weights[2] / weights[0]) == 2
+    assert weights.tolist() == pytest.approx([0.6, 1.2, 2.4, 0, 2.4, 0.6])
     batch = sign.batch(raw_batch(pack, range(6)), plan, None)
     with torch.no_grad():
         outputs = model(batch)
@@ -135,8 +122,7 @@ def test_class_weights_come_from_the_training_clips_and_leave_the_loss_its_size(
         )
         torch.testing.assert_close(sign.loss(model, batch, plan)[0], weighted)
         torch.testing.assert_close(sign.loss(lambda _: outputs, batch, plan)[0], plain)  # an evaluation's
-    assert model.state_dict().keys() == sign.model(pack, Plan()).state_dict().keys(), "no part of a checkpoint"
-    with pytest.raises(PlanError, match=rf'class_weights = "{kind}" needs .* pack again, or choose "none"'):
+    with pytest.raises(PlanError, match=r'class_weights = "balanced" needs .* pack again, or choose "none"'):
         sign.model(dataclasses.replace(pack.card, counts={}), plan)
 
 
@@ -153,17 +139,6 @@ def test_metrics_are_the_obvious_counts(classes):
 
 
 # Coordinates
-
-
-def test_without_normalising_a_batch_is_the_pack_with_zeros_for_what_was_not_seen(pack):
-    raw = raw_batch(pack, range(5))
-    raw["mask"] = raw["mask"].clone()
-    raw["mask"][1, :3, 7] = False
-    batch = sign.batch(raw, BASELINE, None)
-    expected = raw["x"].clone()
-    expected[1, :3, 14:16] = 0
-    assert torch.equal(batch["x"], expected)
-    assert torch.equal(sign.batch(raw, BASELINE, Draws(0, 0, raw["id"]))["x"], expected), "the guide augments nothing"
 
 
 @pytest.mark.parametrize("kind", ["body", "hands"])
