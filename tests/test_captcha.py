@@ -121,7 +121,6 @@ def test_lines_keep_their_own_width_and_length(lines):
         ({}, "Ab3_17_x.png", "3Ab"),
         ({"label": "-"}, "Ab3-0.png", "3Ab"),
         ({"label": r"^\d+\.(\w+)$"}, "0017.Ab3.png", "3Ab"),
-        ({"label": r"(?:img )([^ ]+)"}, "img Ab3 2.png", "3Ab"),
         ({"case": "lower"}, "Ab3_1.png", "3ab"),
         ({"case": "upper"}, "Ab3_1.png", "3AB"),
     ],
@@ -158,14 +157,6 @@ def test_every_bad_file_is_in_the_table_with_its_rule_and_the_rest_is_packed(fix
     assert rows.pop("_e.png")[1] == "the label must not be empty"
     assert rows.pop("66666_l.png")[:2] == ("66666", "labels must have 4 characters")
     assert rows == {}
-
-
-def test_a_line_too_short_for_ctc_is_reported_when_it_is_packed(lines, tmp_path):
-    source = shutil.copytree(lines.raw.source, tmp_path / "source")
-    png(source / "aabbccddee_9.png", size=(40, 40))
-    [row] = captcha.pack(source, height=16, progress=False).bad.to_dict("records")
-    assert (row["file"], row["value"]) == ("aabbccddee_9.png", "2 steps")
-    assert row["rule"] == "'aabbccddee' needs 15 time steps of 4 pixels"
 
 
 def test_a_folder_where_nothing_is_usable_tells_why(tmp_path):
@@ -351,7 +342,7 @@ def test_augmentation_changes_samples_in_any_batch_alike_and_evaluation_never(pa
 
 
 @pytest.mark.parametrize("layout", ["fixed", "lines"])
-@pytest.mark.parametrize("accelerator", ["cuda", "mps", "cpu"])
+@pytest.mark.parametrize("accelerator", ["cuda", "cpu"])
 def test_advice_fits_the_layout_and_gives_every_number_a_reason(layout, accelerator):
     card = card_of(layout)
     advice = decide(captcha, card, Machine(accelerator, "x", 40 if accelerator == "cuda" else 0, 1, 2, (8, 0)))
@@ -368,17 +359,13 @@ def test_the_baseline_is_the_guides_and_runs_on_both_layouts(pack):
     assert next(record.kind for record in nb.train(captcha, state, pack)) == "step"
 
 
-def test_show_draws_truth_and_marks_what_was_misread(pack, tmp_path):
+def test_show_draws_truth_and_marks_what_was_misread(pack):
     truth = [captcha.text_of(pack, i) for i in range(3)]
     sheet = captcha.show(pack, [0, 1, 2], predicted=[truth[0], "??", truth[2]])
     captions = {text.get_text(): text.get_color() for text in sheet.axes[0].texts if text.get_text()}
     assert list(captions) == [truth[0], f"{truth[1]} ≠ ??", truth[2]]
     assert captions[truth[0]] == captions[truth[2]] != captions[f"{truth[1]} ≠ ??"]
-    [image] = captcha.show(pack, np.array([1])).axes[0].images
-    shown, truth, answer = captcha.preview(pack, 1, "??")
-    assert np.array_equal(np.asarray(image.get_array()), shown)
-    assert (shown.shape[0], truth, answer) == (24 if len(pack) == 60 else 32, captcha.text_of(pack, 1), "??")
-    assert shown.mean() > 128  # dark on light
-    assert not captcha.show(pack, []).axes
+    assert captcha.preview(pack, 1, "??")[1:] == (truth[1], "??")
+    assert captcha.preview(pack, 1, "??")[0].mean() > 128, "dark on light"
     with pytest.raises(PackError, match="predicted must be one text for each id, got 1 for 2 ids"):
         captcha.show(pack, [0, 1], ["a"])

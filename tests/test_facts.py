@@ -69,18 +69,6 @@ def test_what_is_left_counts_samples_at_the_pace_since_the_last_change():
     assert told(found)["time left"] == "14 s"
 
 
-@pytest.mark.parametrize(("done", "batch"), [(0, 64), (1, 64), (70, 64), (100, 48), (399, 100), (12, 3200)])
-def test_the_steps_of_the_whole_run_are_those_done_and_those_left_with_the_present_batch(done, batch):
-    """Counted one by one: the rest of the epoch, then whole epochs."""
-    found = History()
-    found.append(Record("step", done // 50, done, done * 64, {"loss": 1.0, "batch_size": batch}))
-    counted, left = done, [3200 - done * 64 % 3200, *[3200] * (7 - done // 50)]
-    for count in left:
-        while count > 0:
-            counted, count = counted + 1, count - batch
-    assert told(found)["step"] == f"{done} of {counted:,}"
-
-
 def test_a_paused_run_ends_at_no_known_time_and_one_that_is_over_has_nothing_left():
     assert told(history(), status="paused")["training ends"] == "–"
     assert told(history(), status="paused")["time left"] == "24 s"

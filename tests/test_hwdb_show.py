@@ -77,18 +77,6 @@ def test_the_worst_lines_come_first_with_their_ids():
     assert table.truth.tolist() == ["手", "写中文行", "中文", "手写", ""]
 
 
-def test_characters_are_grouped_by_how_often_training_shows_them():
-    table = hwdb.by_frequency(["手写写中", "文"], ["手中", "行文"], {"手": 1, "写": 9, "中": 10, "行": 99})
-    assert table.drop(columns="cer").to_numpy().tolist() == [
-        ["never", 1, 1, 0, 0, 0, 0],
-        ["1–9", 2, 3, 0, 2, 0, 2],
-        ["10–99", 1, 1, 0, 0, 0, 0],
-        ["inserted", 0, 0, 0, 0, 1, 1],
-    ]
-    assert table.cer.tolist()[:3] == [0, 2 / 3, 0]
-    assert np.isnan(table.cer[3])
-
-
 def test_frequencies_are_counts_of_the_texts_of_a_split(pack):
     counts = Counter("".join(TEXTS["train"]))
     assert hwdb.frequencies(pack) == {character: counts[character] for character in pack.classes}

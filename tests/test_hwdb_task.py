@@ -1,7 +1,6 @@
 """How handwritten lines are trained: networks, batches, augmentation, CTC, metrics, plans; and the faults of the
 guide's."""
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 from nbtools.data import Card, Draws, gather, open_feed
 from nbtools.errors import PlanError
 from nbtools.measure import Machine, decide
-from nbtools.tasks import captcha, hwdb
+from nbtools.tasks import hwdb
 from nbtools.tasks.common import ctc
 from nbtools.tasks.common.metrics import text_metrics
 from nbtools.tasks.hwdb import networks
@@ -67,7 +66,6 @@ TASK: Any = SimpleNamespace(**{name: getattr(hwdb, name) for name in hwdb.__all_
 
 # networks
 
-NAMES = sorted(networks.NETWORKS)
 LENGTHS = (97, 33, 200, 64)
 
 
@@ -138,24 +136,6 @@ def test_a_line_gets_the_answer_in_a_padded_batch_that_it_gets_alone(name, heigh
             torch.testing.assert_close(logits[:count, b], own[:, 0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_gradient_of_a_line_does_not_depend_on_the_padding_beside_it(name):
-    labels, lengths = torch.tensor([[1, 5]]), torch.tensor([2])
-
-    def gradients(batch):
-        network = small(name).eval()
-        logits, steps = network(batch)
-        ctc.loss((logits[:, :1], steps[:1]), labels, lengths).backward()
-        return {n: p.grad for n, p in network.named_parameters()}
-
-    batch = padded((64, 20, 100))
-    together, own = gradients(batch), gradients(alone(batch, 0))
-    for n, gradient in own.items():
-        most = float(gradient.abs().max())
-        assert most > 0 or "gate" in n, n  # the two hidden units of a narrow gate may both be off
-        torch.testing.assert_close(together[n], gradient, rtol=0, atol=2e-5 * most, msg=n)
-
-
 def test_bidirectional_is_torchs_bidirectional_lstm_on_each_line_alone():
     torch.manual_seed(0)
     both, lengths = networks.Bidirectional(5, 6), torch.tensor([9, 4, 1])
@@ -191,20 +171,6 @@ def test_each_line_keeps_its_own_length_image_and_text_and_padding_is_paper(line
     assert sorted(seen) == [0, 1, 3, 4, 5]
 
 
-def test_widths_rounded_up_to_the_bucket_are_few_and_change_no_answer(lines):
-    """A new width costs every convolution a plan; a run that began without the setting keeps its widths."""
-    assert hwdb.Plan().bucket == captcha.Plan().bucket == 1
-    raw = raw_of(lines, range(8))
-    plain, wide = (hwdb.batch(raw, hwdb.Plan(bucket=bucket), None) for bucket in (1, 64))
-    assert wide["image"].shape[3] == 64 * math.ceil(plain["image"].shape[3] / 64) > plain["image"].shape[3]
-    assert torch.equal(wide["image_length"], plain["image_length"])
-    model = hwdb.model(lines, hwdb.Plan(network="slim")).eval()
-    with torch.no_grad():
-        (few, steps), (many, same) = model(plain), model(wide)
-    torch.testing.assert_close(many[: len(few)], few, atol=1e-5, rtol=1e-5)
-    assert torch.equal(steps, same)
-
-
 # augmentation
 
 
@@ -222,8 +188,8 @@ def test_augmentation_changes_lines_and_evaluation_never_does(lines):
     assert not torch.equal(varied(lines, range(8), epoch=1)["image"], varied(lines, range(8))["image"])
 
 
-@pytest.mark.parametrize("strength", [0.4, 2.0])
-def test_what_a_line_becomes_depends_on_nothing_beside_it(lines, strength):
+def test_what_a_line_becomes_depends_on_nothing_beside_it(lines):
+    strength = 2.0
     together = varied(lines, range(8), strength)
     for i in range(8):
         alone = varied(lines, [i], strength)
@@ -236,7 +202,7 @@ def test_what_a_line_becomes_depends_on_nothing_beside_it(lines, strength):
 
 def test_augmentation_shortens_no_line_hides_little_and_leaves_padding_blank(lines):
     before = hwdb.batch(raw_of(lines, range(8)), hwdb.Plan(), None)
-    for epoch in range(10):
+    for epoch in range(4):
         batch = varied(lines, range(8), 2.0, epoch)
         assert (batch["image_length"] >= before["image_length"]).all()
         assert (batch["image_length"] <= batch["image"].shape[3]).all()
@@ -321,10 +287,6 @@ def test_an_unknown_character_is_never_read_right():
         found = hwdb.metrics(one_hot([read], 5), labelled([[0, unknown]]))
         assert (found["cer"], found["whole_accuracy"]) == ((1, 2), (0, 1))
     assert hwdb.metrics(one_hot([[0, 1]], 5), labelled([[0, 1]]))["cer"] == (0, 2)
-
-
-def test_decoding_gives_the_text_of_each_line(lines):
-    assert hwdb.decode(one_hot([[0, 0, 3], [], [9]], 10), lines) == [LETTERS[0] * 2 + LETTERS[3], "", UNKNOWN]
 
 
 # training
@@ -419,7 +381,7 @@ def test_the_baseline_is_the_references_recipe_and_the_plan_its_rate_by_the_sqrt
     assert plan.turn(batch_size=16).lr == pytest.approx(plan.lr / 2)
 
 
-@pytest.mark.parametrize("accelerator", ["cuda", "mps", "cpu"])
+@pytest.mark.parametrize("accelerator", ["cuda", "cpu"])
 @pytest.mark.parametrize("height", [32, 128])
 def test_advice_gives_a_network_for_the_machine_and_a_reason_for_every_number(accelerator, height):
     machine = Machine(accelerator, "x", 40 if accelerator == "cuda" else 0, 1, 2, (8, 0))

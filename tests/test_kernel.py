@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 from kernels import IPYKERNEL_6, PATIENCE, STACKS, Client, parent, started
 
-from nbtools.live import Messages
-
 EVENTS = 10
 
 TRAIN = """
@@ -175,25 +173,6 @@ def test_what_a_callback_raises_is_shown_and_training_goes_on(kernel):
     kernel.end(cell)
     assert "end [1, 2] None" in kernel.text(cell)
     assert [kernel.errors(event) for event in events] == [["ZeroDivisionError"]] * 2
-
-
-def test_a_kernel_that_differs_is_named_and_the_cell_goes_on(kernel):
-    text = kernel.run("""
-import types
-from nbtools.live import Messages
-shell = get_ipython()
-kernel, shell.kernel = shell.kernel, types.SimpleNamespace()
-with Messages() as messages:
-    print(messages.handle(), messages.trouble)
-shell.kernel = kernel
-""")
-    assert text.startswith("0 Buttons and sliders react only after this cell has ended, because nbtools does not know")
-    assert "SimpleNamespace" in text
-
-
-def test_outside_of_notebooks_there_is_no_kernel_and_no_trouble():
-    with Messages() as messages:
-        assert (messages.handle(), messages.trouble) == (0, None)
 
 
 def test_a_cell_that_fails_stops_the_queued_cells_as_ever_and_no_others(kernel):

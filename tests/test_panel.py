@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import re
 import threading
 from dataclasses import dataclass
@@ -172,17 +171,6 @@ def test_a_value_that_breaks_a_rule_shows_the_rule_and_changes_nothing(name, tex
     assert "<img" not in page(made)
 
 
-def test_correcting_either_of_two_fields_helps_and_a_wrong_one_holds_no_other_up():
-    made = panel(epochs=20, warmup_epochs=5.0)
-    made.fields["epochs"].value = "3"
-    assert "warmup_epochs must be at most epochs (3)" in words(made)
-    made.fields["seed"].value = "7"
-    assert (made.plan.seed, made.plan.epochs) == (7, 20)
-    made.fields["warmup_epochs"].value = "2"
-    assert (made.plan.epochs, made.plan.warmup_epochs) == (3, 2.0)
-    assert "Not applied" not in words(made)
-
-
 def test_presets_and_reset_bring_whole_plans_back_even_over_a_wrong_value():
     baseline, largest = Plan(epochs=150, feed="workers", optimizer="adam"), Plan(batch_size=1024, lr=4e-3)
     made = panel(baseline=baseline, largest=largest, largest_reason="batch 1024", epochs=5)
@@ -246,18 +234,6 @@ def test_another_batch_size_offers_lr_by_rule_with_its_number_before_it_is_taken
     buttons(made)["√ rule: 0.002"].click()
     assert (made.plan.lr, made.fields["lr"].value) == (0.002, "0.002")
     assert not [label for label in buttons(made) if "rule:" in label]
-
-
-def test_a_plan_with_a_rule_follows_it_at_once_and_offers_the_others():
-    made = panel(lr=1e-3, batch_size=64, lr_rule="sqrt")
-    made.fields["batch_size"].value = "128"
-    made.fields["weight_decay"].value = "0.02"
-    assert math.isclose(made.plan.lr, math.sqrt(2) * 1e-3), "the plan keeps every bit, also when others change"
-    assert made.fields["lr"].value == "0.00141"
-    assert "lr 0.001 → 0.00141 by its rule (sqrt)" in words(made)
-    assert "linear: 0.002" in buttons(made)
-    buttons(made)["keep: 0.001"].click()
-    assert made.plan.lr == 1e-3
 
 
 # During a run
@@ -402,26 +378,6 @@ def test_a_value_beyond_ten_times_the_advised_asks_once_more_and_can_be_declined
     assert getattr(requests.state.plan, name) == float(text)
     made.fields[name].value = str(3 * usual)
     assert getattr(made.plan, name) == 3 * usual, "on the way down nothing is asked"
-
-
-def test_the_advised_is_that_of_the_run_where_it_knows_another():
-    made = panel(lr=1.0)
-    requests = running(made, advised=Plan(lr=0.002))
-    made.fields["lr"].value = "2"
-    assert requests.state.plan.lr == 1.0
-    assert "lr 2 is 1,000× the advised 0.002" in words(made)
-
-
-def test_a_valid_change_is_applied_at_once_while_a_doubtful_one_waits_to_be_confirmed():
-    made = panel(lr=0.002, batch_size=64)
-    requests = running(made)
-    made.fields["lr"].value = "5"
-    made.fields["batch_size"].value = "32"
-    assert (requests.state.plan.batch_size, requests.state.plan.lr) == (32, 0.002)
-    applied(made, requests)
-    assert (made.fields["lr"].value, made.fields["batch_size"].value) == ("5", "32")
-    buttons(made)["Apply lr = 5"].click()
-    assert (requests.state.plan.batch_size, requests.state.plan.lr) == (32, 5.0)
 
 
 def test_a_plan_that_came_from_elsewhere_is_shown_and_what_is_being_typed_stays():

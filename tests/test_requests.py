@@ -22,7 +22,6 @@ from acting import QUIET, acting, asking, interrupted, last_step, same, texts
 
 import nbtools as nb
 from nbtools import __main__ as terminal
-from nbtools.data import Pack
 from nbtools.errors import CheckpointError, DiskError, TrainError
 from nbtools.live import requests, send
 from nbtools.rollback import WATCHED
@@ -134,29 +133,6 @@ def test_evaluate_and_save_now_are_answered_and_change_nothing(pack, tmp_path, u
     assert found == {name: row[name] for name in found}
 
 
-def test_a_pause_holds_at_the_end_of_an_epoch_and_of_the_run_and_is_answered_there(pack, tmp_path):
-    folder, held = tmp_path / "run", []
-    task = acting({STEPS: asking(folder, "pause", "evaluate"), 2 * STEPS: asking(folder, "pause")})
-
-    def user():
-        wait_for(lambda: "evaluation," in history_of(folder))  # of an epoch that ends without one
-        held.append(len(task.seen))
-        send(folder, ["resume"])
-        wait_for(lambda: last_step(folder) == 2 * STEPS)
-        send(folder, ["evaluate"])  # the epoch's own evaluation answers
-        wait_for(lambda: history_of(folder).count("\nepoch,") == 2)
-        send(folder, ["evaluate"])  # and after it nothing is new
-        wait_for(lambda: not (folder / CONTROL).exists())
-        held.append(busy(folder))
-        send(folder, ["resume"])
-
-    with beside(folder, user):
-        run = nb.fit(task, pack, PLAN.replace(epochs=2, eval_every=2), folder, **QUIET)
-    assert held == [STEPS, True]
-    assert [row["step"] for row in run.history.of("evaluation")] == [STEPS]
-    assert run.events == ["nothing new to evaluate: the last epoch ended with an evaluation"]
-
-
 def test_settings_changed_in_an_epoch_act_at_the_next_step_and_every_sample_still_comes_once(pack, tmp_path):
     folder = tmp_path / "run"
     task = acting(
@@ -177,27 +153,6 @@ def test_settings_changed_in_an_epoch_act_at_the_next_step_and_every_sample_stil
     opened = nb.Run.open(folder, toy).plan
     assert opened.weight_decay == 0.1, "plan.json keeps what was changed"
     assert opened.lr == pytest.approx(2e-3 * 32 / 7), "a batch size without an lr moves lr by the plan's rule"
-
-
-def test_a_setting_changed_in_the_step_of_the_stop_acts_and_is_marked_when_the_run_goes_on(pack, tmp_path):
-    folder, sizes = tmp_path / "run", []
-    task = acting({3: asking(folder, "stop", batch_size=32, micro_batch_size=8)})
-    stopped = nb.fit(task, pack, PLAN.replace(epochs=1), folder, **QUIET)
-    assert (stopped.plan.micro_batch_size, texts(stopped, "change")) == (None, []), "it was not applied yet"
-    again = acting(loss=lambda model, batch, plan: sizes.append(len(batch["x"])) or toy.loss(model, batch, plan))
-    run = nb.fit(again, pack, None, folder, **QUIET)
-    assert texts(run, "change") == ["batch_size 16 → 32, micro_batch_size none → 8"]
-    assert sizes[0] == 8
-
-
-def test_a_change_wanted_amid_a_step_waits_for_the_next(pack):
-    """As from a widget whose messages another thread handles."""
-    plan = PLAN.replace(schedule="constant", warmup_epochs=0)
-    task = acting({3: lambda: setattr(state, "plan", plan.replace(lr=1000.0))})
-    state = nb.TrainState(task, pack, plan)
-    records = nb.train(task, state, pack)
-    rows = [next(records) for _ in range(5)]
-    assert [row.values.get("lr", row.kind) for row in rows] == [0.01, 0.01, 0.01, "change", 1000.0]
 
 
 REFUSED = (
@@ -290,13 +245,6 @@ def test_a_request_is_of_this_run_from_the_moment_it_is_made_ready_and_never_of_
 
     run = nb.fit(acting(model=model), pack, PLAN, folder, **QUIET)
     assert run.events[1:] == [f"stopped by you after step {STEPS + 1}; run it again to continue"], "after the lr"
-
-
-def test_evaluation_without_a_validation_split_is_a_sentence(pack, tmp_path, monkeypatch):
-    folder, ids = tmp_path / "run", Pack.ids
-    monkeypatch.setattr(Pack, "ids", lambda self, split: ids(self, split)[: None if split == "train" else 0])
-    run = nb.fit(acting({3: asking(folder, "evaluate")}), pack, PLAN.replace(epochs=1), folder, **QUIET)
-    assert "nothing to evaluate: the validation split is empty" in run.events
 
 
 SCRIPT = """

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.fit import fit
-from nbtools.live import send
 from nbtools.run import Run
 from nbtools.train import History, TrainState, checkpoint, train
 
@@ -166,13 +165,6 @@ def test_an_interrupt_finishes_the_step_saves_and_running_again_goes_on(tmp_path
     same_run(fit(task, pack, toy.PLAN, tmp_path / "run", **QUIET), whole)
 
 
-def test_a_second_interrupt_stops_at_once(tmp_path, pack):
-    with pytest.raises(KeyboardInterrupt):
-        fit(interrupting(1, 1), pack, toy.PLAN, tmp_path / "run", **QUIET)
-    run = fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
-    assert len(run.history.of("epoch")) == toy.PLAN.epochs
-
-
 KILLED = """
 import sys; sys.path.insert(0, {tests!r})
 import toy
@@ -265,22 +257,6 @@ def test_a_lost_loss_goes_back_to_the_checkpoint_and_leaves_the_bad_step_out(tmp
     assert str(bad) in told.split("(sample ids ")[1].split(")")[0].split(", ")
     assert len(run.summary()) == 3
     assert not run.summary()["train_loss"].isna().to_numpy().any()
-
-
-@pytest.mark.usefixtures("at_once")
-def test_a_setting_changed_before_the_loss_was_lost_stays_changed_and_marked(tmp_path, pack):
-    """The checkpoint to go back to was saved under the old plan, and its history ends before the mark."""
-    folder, seen = tmp_path / "run", []
-
-    def change():
-        seen.append(1)
-        if len(seen) == 2:
-            send(folder, [], {"micro_batch_size": 8})
-
-    run = fit(overflowing(pack, 0, change)[0], pack, toy.PLAN.replace(epochs=1), folder, **QUIET)
-    assert [row["what"] for row in run.history.of("change")] == ["micro_batch_size none → 8"]
-    assert checkpoint.newest(folder).facts["state"]["recovery"]["micro"] == 8
-    assert "back at step 0" in " ".join(run.events)
 
 
 def test_a_loss_that_is_always_lost_stops_with_what_to_do(tmp_path, pack):

@@ -3,7 +3,6 @@ each file that cannot be used."""
 
 import os
 import pickle
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ from masks import (
 from PIL import Image
 
 from nbtools.data import open_feed
-from nbtools.errors import MissingExtra, PackError
+from nbtools.errors import PackError
 from nbtools.tasks import segment
 from nbtools.tasks.common.report import ERROR, WARNING
 from nbtools.train import Plan
@@ -225,15 +224,6 @@ def test_what_leaves_a_sample_out_is_one_row_with_what_to_do(tmp_path, monkeypat
     assert (bad.file, bad.fix) == ("images/a.png", row.fix)
     assert bad.rule.endswith(row.rule)
     assert bad.value == (f"{row.file}: {row.value}" if row.key == "label" else row.value)
-
-
-def test_what_is_ignored_makes_no_boundary_and_without_scipy_packing_names_what_to_install(tmp_path, monkeypatch):
-    label = np.array([[0, 0, 255, 1, 1]], np.uint8)
-    assert (segment.distance_map(label) == 255).all()
-    assert segment.distance_map(np.array([[0, 0, 1, 1]], np.uint8)).tolist() == [[8, 0, 0, 8]]
-    monkeypatch.setitem(sys.modules, "scipy.ndimage", None)
-    with pytest.raises(MissingExtra, match=r"nbtools\[segment\]"):
-        packed(corpus(tmp_path / "raw"))
 
 
 # Options

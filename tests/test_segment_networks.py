@@ -5,11 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from nbtools.data import Card
-from nbtools.data.pack import Column
 from nbtools.tasks import segment
 from nbtools.tasks.segment.networks import SIZES, SLIM, BiSeNetV2, Norm
 
@@ -66,17 +63,6 @@ def test_logits_have_the_size_of_any_image_and_strides_round_up(kind, channels, 
     assert logits.shape == (2, CLASSES, *size)
     for i, found in enumerate(auxiliary):  # of the slim network, those of their stages
         assert found.shape[2:] == (size if kind == "bisenetv2" else tuple(math.ceil(n / (4 * 2**i)) for n in size))
-
-
-def test_the_card_and_the_plan_decide_classes_channels_network_dropout_and_recomputing():
-    card = Card("segment", ["shirt", "ground"], {}, {"image": Column("fixed", "uint8", (48, 64, 4))}, {"train": 1})
-    slim = segment.Plan(network="slim", dropout=0.3, checkpoint_activations=True)
-    for plan, dropout, middle in ((slim, 0.3, SLIM.head), (segment.Plan(), 0.1, 1024)):
-        network: Any = segment.model(card, plan)
-        assert network.stem.conv.conv.in_channels == network.detail[0][0].conv.in_channels == 4
-        assert (network.head.classify.out_channels, network.head.conv.conv.out_channels) == (2, middle)
-        assert {m.p for m in network.modules() if isinstance(m, nn.Dropout)} == {dropout}
-        assert network.recompute == plan.checkpoint_activations
 
 
 @pytest.mark.parametrize("kind", SIZES)

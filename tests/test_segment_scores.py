@@ -120,11 +120,6 @@ def test_boundary_f_is_that_of_pixel_by_pixel_matching(seen, monkeypatch, tolera
     assert float(total) == pytest.approx(sum(counted), abs=1e-5)
 
 
-def test_distance_maps_are_those_of_every_pixel_against_every_boundary_pixel(seen):
-    for label, far in zip(seen[0].numpy().astype(np.uint8), seen[2].numpy(), strict=True):
-        np.testing.assert_array_equal(segment.distance_map(label) / 8, far)
-
-
 # Tables
 
 
@@ -183,18 +178,6 @@ def test_scores_of_images_are_those_of_an_evaluation_of_each_alone_and_the_worst
     worst = segment.worst(pack, range(5), answers)
     assert worst == table.iloc[:-1].sort_values("miou").id.tolist(), "all but the one without labels"
     assert segment.worst(pack, range(5), answers, 2) == worst[:2]
-
-
-def test_a_class_that_is_nowhere_has_no_iou_and_one_that_is_only_predicted_has_zero(tmp_path):
-    pack, answer = packed(tmp_path, {"val": [np.ones(SIZE, np.uint8)]}, "abcd"), np.ones(SIZE, np.uint8)
-    answer[0] = 3
-    table = segment.by_class(pack, [0], [answer])
-    assert table["class"].tolist() == ["d", "b", "a", "c"]
-    assert table.iou.tolist()[:2] == [0, 19 / 20]
-    assert np.isnan(table.iou[2:]).all()
-    assert np.isnan(table.recall[0])
-    assert table.confused.tolist() == ["", "d", "", ""]
-    assert np.isnan(segment.by_class(pack, [], []).iou).all()
 
 
 @pytest.mark.parametrize(

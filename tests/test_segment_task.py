@@ -91,17 +91,6 @@ def test_one_batch_is_overfitted_by_the_loop(tmp_path):
     assert np.mean([(a == t)[t < CLASSES].mean() for a, t in zip(answers, truth, strict=True)]) > 0.95
 
 
-def test_heads_learn_ten_times_as_fast_in_at_most_four_groups(pack):
-    network = segment.model(pack, Plan(**SLIM))
-    groups, named = segment.groups(network, Plan(**SLIM)), dict(network.named_parameters())
-    assert len(groups) <= 4
-    fast = {id(p) for g in groups if g["lr_scale"] == 10 for p in g["params"]}
-    assert {name.split(".")[0] for name, p in named.items() if id(p) in fast} == {"head", "auxiliary"}
-    undecayed = {id(p) for g in groups if not g["decays"] for p in g["params"]}
-    assert undecayed == {id(p) for p in named.values() if p.dim() < 2}
-    assert sum(len(g["params"]) for g in groups) == len(named)
-
-
 # Batches
 
 
@@ -214,16 +203,6 @@ def test_batches_without_a_valid_pixel_are_trained_on_without_nan(tmp_path):
     assert not [r for r in records if r.kind == "event"]
     assert all(math.isfinite(value) for r in records for value in r.values.values() if isinstance(value, float))
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state.model.state_dict().values())
-
-
-def test_evaluations_while_training_are_single_passes_and_the_last_has_all_scales():
-    plan = Plan(eval_scales=(0.5, 1.0, 1.5), eval_flip=True, eval_window=64)
-    once = plan.while_training()
-    assert (once.eval_scales, once.eval_flip, once.eval_window) == ((1.0,), False, 64)
-    assert evaluation.is_partial(plan, 100)
-    full = plan.replace(eval_full=True)
-    assert full.while_training() == full
-    assert not evaluation.is_partial(full, 100)
 
 
 def test_a_run_predicts_with_the_scales_and_mirror_images_of_its_plan(pack, tmp_path):

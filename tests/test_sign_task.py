@@ -34,7 +34,6 @@ KNOBS: dict[str, dict[str, Any]] = {
     "drop_hand": {"drop_hand": 1.0},
 }
 ALL: dict[str, Any] = {name: value for knob in KNOBS.values() for name, value in knob.items()}
-COLUMNS = {"x": Column("ragged", "<f4", (156,)), "features": Column("ragged", "<f4", (2048,))}
 
 
 def make_pack(folder: Path, count=24, **options):
