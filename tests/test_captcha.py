@@ -214,17 +214,6 @@ def test_black_hairlines_go_and_black_text_stays(ink_of):
     assert ink_of(lambda pen: pen.rectangle(box, fill=0)).max() == 255
 
 
-@pytest.mark.parametrize("colour", [(255, 255, 255), (20, 30, 60)])
-def test_a_pale_stroke_is_as_strong_as_a_dark_one_on_any_paper(ink_of, colour):
-    def draw(pen):
-        pen.rectangle((40, 20, 60, 40), fill=tuple(abs(c - 200) for c in colour))
-        pen.rectangle((120, 20, 140, 40), fill=tuple(abs(c - 40) for c in colour))
-
-    line = ink_of(draw, colour=colour)
-    half = len(line) // 2
-    assert line[:half].max() == line[half:].max() == 255
-
-
 # Networks
 
 

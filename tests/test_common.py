@@ -18,7 +18,6 @@ from nbtools.errors import PackError
 from nbtools.tasks.common import ctc, files, labels, mistakes
 from nbtools.tasks.common.demo import write_demo
 from nbtools.tasks.common.metrics import accuracy, edits, text_metrics, whole_accuracy
-from nbtools.tasks.common.report import Refused
 
 # Metrics
 
@@ -118,33 +117,6 @@ def test_hidden_colours_of_transparent_pixels_do_not_show(tmp_path):
         for wanted in ("RGB", "L"):
             with files.open_image(tmp_path / "clear.png") as image:
                 assert np.asarray(files.on_white(image, wanted)).min() == 255
-
-
-@pytest.mark.parametrize(
-    ("content", "value", "rule"),
-    [
-        (b"", "an empty file", "the label must be a whole image"),
-        (b"text", "cannot identify image file 'bad.png'", "the label must be a whole image"),
-        ("cut", "image file is truncated", "the label must be a whole image"),
-        ("deep", "mode I", "an image must have 8 bits per channel"),
-        ("huge", "more", "the label must have at most 200 pixels"),
-    ],
-)
-def test_an_image_that_cannot_be_used_is_refused_with_the_rule(tmp_path, monkeypatch, content, value, rule):
-    path = tmp_path / "bad.png"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        (Image.new("I;16", (30, 30)) if content == "deep" else Image.effect_noise((64, 64), 90)).save(path)
-    if content == "cut":
-        path.write_bytes(path.read_bytes()[:-900])
-    if content == "huge":
-        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    for file in (path, BytesIO(path.read_bytes())) if content else (path,):
-        with pytest.raises(Refused) as refused, files.open_image(file, "bad.png", key="label") as image:
-            files.on_white(image)
-        assert refused.value.args[0].startswith(value)
-        assert refused.value.args[1] == rule
 
 
 # Labels

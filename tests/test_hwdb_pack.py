@@ -370,21 +370,6 @@ def test_classes_are_a_string_a_list_or_a_file(tmp_path, kind):
     assert packed(tmp_path / "raw", classes=given).classes == ["一", "二", " ", "三", UNKNOWN]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"\xff\n", ".*UTF-8 text, got byte 0xff at offset 0"),
-        ("一\n二三\n".encode(), ":2: a line must hold one character, .* got '二三'"),
-        ("一\n二\n一\n".encode(), ":3: .*which no other line has, got '一'"),
-        (b"\n", ".* must have a character on each line, got none"),
-    ],
-)
-def test_a_list_of_characters_that_is_none_names_the_place(tmp_path, text, message):
-    (tmp_path / "chars.txt").write_bytes(text)
-    with pytest.raises(PackError, match=rf"chars\.txt{message}"):
-        packed(tmp_path, classes=tmp_path / "chars.txt")
-
-
 # What is refused
 
 

@@ -136,19 +136,6 @@ def test_a_line_gets_the_answer_in_a_padded_batch_that_it_gets_alone(name, heigh
             torch.testing.assert_close(logits[:count, b], own[:, 0], rtol=0, atol=1e-5)
 
 
-def test_bidirectional_is_torchs_bidirectional_lstm_on_each_line_alone():
-    torch.manual_seed(0)
-    both, lengths = networks.Bidirectional(5, 6), torch.tensor([9, 4, 1])
-    torchs = nn.LSTM(5, 6, bidirectional=True)
-    weights = {f"{n}": w for n, w in both.forth.state_dict().items()}
-    weights |= {f"{n}_reverse": w for n, w in both.back.state_dict().items()}
-    torchs.load_state_dict(weights)
-    x = torch.randn(9, 3, 5)
-    found = both(x, lengths)
-    for b, length in enumerate(lengths.tolist()):
-        torch.testing.assert_close(found[:length, b], torchs(x[:length, b])[0])
-
-
 # batches
 
 

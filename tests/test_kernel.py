@@ -128,45 +128,6 @@ def test_an_interrupt_ends_the_cell_and_the_kernel_goes_on(kernel):
     assert kernel.run("print(seen)") == "[1, 2]\n"
 
 
-STORM = """
-armed, hits = False, 0
-def interrupt(*_):
-    global armed
-    if armed:
-        armed = False  # one at a time: the next would come amid the handling of this one
-        raise KeyboardInterrupt
-def storm():
-    while not os.path.exists("stop"):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.0005)
-signal.signal(signal.SIGINT, interrupt)
-thread = threading.Thread(target=storm)
-thread.start()
-"""
-
-UNDER_FIRE = """if os.path.exists("stop"): break
-        try:
-            armed, messages._due = True, 0
-            messages.handle()
-        except KeyboardInterrupt: hits += 1
-        finally: armed = False"""
-
-CALM = "thread.join(); os.remove('stop'); print(hits > 20)"
-
-
-@pytest.mark.full
-def test_no_interrupt_at_any_moment_loses_a_request_or_misplaces_an_output(kernel):
-    cell, slider = begin(kernel, train(1000, UNDER_FIRE, STORM, CALM))
-    queued = []
-    for value in range(1, 41):
-        queued.append(kernel.client.execute(f"print({value})"))
-        slide(kernel, slider, value)
-    (Path(kernel.manager.connection_file).parent / "stop").touch()
-    kernel.end(queued[-1])
-    assert kernel.text(cell).endswith(" None\nTrue\n")
-    assert [kernel.text(request) for request in queued] == [f"{value}\n" for value in range(1, 41)]
-
-
 def test_what_a_callback_raises_is_shown_and_training_goes_on(kernel):
     cell, slider = begin(kernel, train(2, before="slider.observe(lambda change: 1 / 0, 'value')"))
     events = [slide(kernel, slider, value) for value in (1, 2)]

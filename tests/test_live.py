@@ -1,6 +1,5 @@
 """The live surface in a real browser: one visit to a training notebook in each of two generations of Jupyter.
-`make full` visits each once more, alone on the machine, so that its clock counts: does everything twice, watches the
-run from another notebook too, and opens its file in the other way.
+`make full` visits each once more, alone on the machine, so that its clock counts, and opens its file in the other way.
 
 A visit does everything in one run of captchas: ten interactions, a typo, undo, a pause in which the cell is run again
 and the page loaded anew, a stop, an interrupt, a look at the saved files without their kernel. It keeps what it saw;
@@ -22,7 +21,7 @@ import nbformat
 import pytest
 import serving
 import watched
-from browser import Notebook, saved, text
+from browser import saved, text
 from person import Act, Log, Person
 from serving import CLASSIC, LAB, Stack, until
 
@@ -54,7 +53,6 @@ panel""",
     "from nbtools.live import view; view.STILL_EVERY, view.STILL_COST = 0.3, 1.0",
 )
 PANEL, FIT, SECOND, THIRD, ASKED, STILLS = range(len(CELLS))
-WATCHING = f'import torch; torch.set_num_threads(1)\nimport nbtools as nb, watched\nrun = nb.watch("{RUN}", watched)'
 LIVE = """() => {
     window.live = document.querySelector('svg[role=img]').closest('.widget-vbox, .jupyter-widgets');
     window.drawn = 0;
@@ -70,7 +68,7 @@ def cells(count: int, epochs: int) -> list[str]:
 @dataclass
 class Seen:
     """What one visit saw: texts and facts by name. opened: how the file saved amid the run was; thorough: whether it
-    did everything twice and watched the run from another notebook."""
+    did everything twice."""
 
     stack: Stack
     opened: str
@@ -114,7 +112,6 @@ class Visit:
         seen.facts["interactive"] = len(self.log.steps())
         seen.facts["train"] = nb.Pack.open(self.work / "pack").ids("train").tolist()
         self.undo()
-        watching = self.watch() if seen.thorough else None
         self.best()
         notebook.run(ASKED)
         self.person.stopped()
@@ -124,11 +121,6 @@ class Visit:
         notebook.shot(f"{self.name}-after", FIT)
         seen.facts["hacked"] = [self.hacked()]
         seen.saved["stopped"] = saved(notebook, self.work / "captcha.ipynb")
-        if watching is not None:
-            watching.wait_for_prompt(0, r"\d+")
-            seen.saved["watched"] = saved(watching, self.work / "watch.ipynb")
-            seen.errors += watching.errors
-            watching.page.close()
         self.stills()
         self.pause()
         seen.errors += notebook.errors
@@ -208,25 +200,6 @@ class Visit:
         told = self.output.get_by_text("the best checkpoint:")
         until(told.count, "the best checkpoint")
         self.seen.texts["best"] = told.first.inner_text()
-
-    def watch(self) -> Notebook:
-        """In another notebook: look at the charts, and press what is to be answered there."""
-        seen, page = self.seen, browser.OPENED[self.name](self.window, self.address)
-        page.open("watch.ipynb")
-        page.ready()
-        page.run_all()
-        output = page.output(0)
-        until(output.locator('svg[aria-label^="learning rate"] polyline').count, "the chart of lr")
-        page.click("Save now")
-        until(lambda: "saved at step" in output.inner_text(), "where it was saved")
-        page.click(r"What limits it\?")
-        until(lambda: "for a few seconds" in output.inner_text(), "that it is pending")
-        sentence = until(lambda: getattr(nb.Run.open(self.work / RUN, watched).verdict, "sentence", ""), "a verdict")
-        until(lambda: sentence in page.notice(), "next to the change it proposes")
-        until(lambda: "for a few seconds" not in output.inner_text(), "no longer pending")
-        seen.facts["answers"] = output.inner_text().count(sentence)
-        seen.texts["verdict"] = sentence
-        return page
 
     def stills(self) -> None:
         """The run goes on, with a picture often; look at the live view, save, and interrupt."""
@@ -313,7 +286,6 @@ def seen(request, chromium, tmp_path_factory) -> Seen:
     seen = Seen(stack, opened, thorough, folder / "work")
     with serving.serving(stack, folder) as address, browser.chromium(chromium) as window:
         serving.write(seen.work / "captcha.ipynb", cells(400, 100_000))
-        serving.write(seen.work / "watch.ipynb", [WATCHING])
         visit = Visit(window, address, seen)
         try:
             visit.everything()
@@ -457,17 +429,6 @@ def test_values_under_the_pointer_are_in_every_chart_and_follow_the_frames(seen)
 
 def test_nothing_above_the_curves_changes_its_height_whatever_is_asked_refused_or_said(seen):
     assert len(seen.facts["places"]) == 1, "a click whose button moves between press and release is lost"
-
-
-def test_a_run_that_another_process_trains_is_drawn_and_answers_where_it_is_watched(seen):
-    if not seen.thorough:
-        pytest.skip("another visit watches")
-    assert seen.facts["answers"] == 1, "it stands in one place"
-    printed = text(seen.saved["watched"], 0)
-    messages = [line for line in printed.splitlines() if not line.startswith("epoch")]
-    assert max(map(len, messages)) <= 100, "a longer line would be broken within a word"
-    for message in (r"saved at step \d+", re.escape(seen.texts["verdict"])):
-        assert re.search(message, " ".join(printed.split())), "gone from the saved notebook"
 
 
 def test_no_script_of_the_page_fails(seen):

@@ -110,18 +110,6 @@ def test_each_runs_from_top_to_bottom_and_captchas_hand_on_what_lies_on_drive(tm
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
-def test_signs_without_features_skip_the_gru_and_where_nothing_is_kept_nothing_is(tmp_path):
-    raw = demo("sign", tmp_path / "mine")
-    made = build.with_parameters(execute.tiny("sign/2_train"), RAW=str(raw), KEEP=None)
-    [cells] = apart(in_turn, {"sign/2_train": made}, tmp_path).values()
-    assert "The GRU is skipped: it needs features" in fresh.text(NotebookNode(cells=cells))
-    [compared] = [cell for cell in cells if "nb.compare" in cell.source]
-    assert any("gloss accuracy" in output.get("data", {}).get("text/html", "") for output in compared.outputs)
-    assert not [*tmp_path.glob("*/None")]
-
-
-@pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(("2_train", "3_evaluate"))])
 def test_it_stands_alone(name, tmp_path):

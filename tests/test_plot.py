@@ -74,8 +74,10 @@ def history(steps=200, epochs=4, memory=None, metric="whole_accuracy", change=No
     return found
 
 
-COMMON = ("captcha", "evaluating", "train", "validation", "whole accuracy", "learning rate", "epoch 4 of 8")
-COMMON += ("step 200 of 400", "samples/s 640", "best whole accuracy 1.00 in epoch 4", "lr 1 → 2")
+COMMON = (
+    *("captcha", "evaluating", "train", "validation", "whole accuracy", "learning rate", "epoch 4 of 8", "lr 1 → 2"),
+    *("step 200 of 400", "samples/s 640", "elapsed", "time left", "best whole accuracy 1.00 in epoch 4"),
+)
 OWN = {
     "CPU": (None, ("memory MB", "waiting for data 2 %", "memory 734 MB")),
     "GPU": (BUSY, ("GPU use 96 %", "power 283 W", "energy 12.3 Wh", "allocated 1.3 reserved 2.4 device 3.0")),

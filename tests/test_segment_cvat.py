@@ -86,14 +86,11 @@ def test_a_higher_z_order_covers_so_holes_can_be_drawn(tmp_path):
     [
         (polygon("50,1;60,1;60,9"), "polygon", INSIDE, "x 50 to 60"),
         (polygon("1,1;20,20"), "polygon", "a polygon must have at least 3 points", "shirt: 2"),
-        (polygon("1,1;20,x;3,3"), "polygon", FINITE, "could not convert"),
         (polygon("1,1;20,nan;3,3"), "polygon", FINITE, "not finite"),
         (polygon("1,1;20,20;3,3", "hat"), "label", "a shape's label must be in the class table", "hat"),
         ('<box label="shirt" xtl="1" ytl="1" xbr="9"></box>', "box", FINITE, "shirt"),
-        (box(1, "nan", 9, 9), "box", FINITE, "ytl=nan"),
         ('<ellipse label="shirt" cx="1" cy="1" rx="1e308" ry="9"></ellipse>', "ellipse", FINITE, "rx=1e+308"),
         (mask("3,4", 0, 0, 9, 9), "mask", FINITE, "7 pixels"),
-        (mask("81", 0, 0, "1e99", 9), "mask", FINITE, "width"),
         (mask(810_000_000_000, 0, 0, 900_000, 900_000), "mask", FINITE, "810000000000 pixels"),
     ],
 )
@@ -142,7 +139,6 @@ def test_label_images_come_before_shapes_unless_these_are_asked_for(tmp_path):
     ("attributes", "place", "split"),
     [
         ('name="a.png" subset="Validation"', "images/Validation/a.png", "val"),
-        ('name="a.png" subset="Train"', "a.png", "train"),
         ('name="a.png" subset="Test"', "images/a.png", "test"),
         ('name="sub\\a.png"', "images/sub/a.png", "train"),
     ],

@@ -169,30 +169,13 @@ UNKNOWN = "add them to classes=, or to ignore=; or correct the label"
     ("name", "content", "rule", "value", "fix"),
     [
         ("labels/a.png", b"", "the label must be a whole image", "an empty file", WHOLE),
-        ("images/a.png", b"", "the image must be a whole image", "an empty file", WHOLE),
-        (
-            "images/a.png",
-            b"<html>",
-            "the image must be a whole image",
-            "cannot identify image file 'a.png'",
-            "delete it",
-        ),
         ("images/a.png", None, "the image must be a whole image", "image file is truncated", "delete it"),
-        ("images/a.png", photo(0, 60, 80), "the image must have at most 4,000 pixels", "more", "cut it into pieces"),
-        (
-            "images/a.png",
-            np.zeros((H, W), np.uint16),
-            "an image must have 8 bits per channel",
-            "mode I;16",
-            "convert it",
-        ),
+        ("images/a.png", np.zeros((H, W), np.uint16), "an image must have 8 bits", "mode I;16", "convert it"),
         (
             *("labels/a.png", ids(0, 40, 50), "a label must have the size of its image"),
             *("40 × 50 pixels (height × width), the image has 36 × 48 pixels", "export it again from the image"),
         ),
         ("labels/a.png", ids() + 1, "ids must be in the class table", "3 (", UNKNOWN),
-        ("labels/a.png", ids().astype(np.uint16) * 300, "ids must be in the class table", "300 (", UNKNOWN),
-        ("labels/a.png", ids().astype(np.int32) - 1, "ids must be from 0 to 65535", "-1 to 1", AGAIN),
         ("labels/a.png", np.dstack([ids()] * 4), "a label must have no transparency", "RGBA, with transparent", AGAIN),
         ("labels/a.png", photo(), "colours must be in the class table", "RGB, and the table has no", "give classes="),
         (
@@ -204,16 +187,12 @@ UNKNOWN = "add them to classes=, or to ignore=; or correct the label"
         ),
     ],
 )
-def test_what_leaves_a_sample_out_is_one_row_with_what_to_do(tmp_path, monkeypatch, name, content, rule, value, fix):
+def test_what_leaves_a_sample_out_is_one_row_with_what_to_do(tmp_path, name, content, rule, value, fix):
     source = labelled(tmp_path / "raw", ids())
-    if isinstance(content, np.ndarray) and content.dtype == np.int32:
-        (source / name).unlink()
-        name = "labels/a.tif"
     if content is None:
         content = saved(source / "other.jpg", photo()).read_bytes()[:-400]
         (source / "other.jpg").unlink()
     saved(source / name, content)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)
     row = only(checked(source, classes=NAMES))
     assert (row.severity, row.file, row.key) == (ERROR, name, name.split("s/")[0])
     for got, start in ((row.rule, rule), (row.value, value), (row.fix, fix)):
@@ -232,14 +211,12 @@ def test_what_leaves_a_sample_out_is_one_row_with_what_to_do(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"classes": ["one"]}, "2 to 254 classes, got 1"),
         ({"classes": ["a", "a", "b"]}, "each name must be used only once, got 'a'"),
         ({"classes": {0: "a", -1: "b"}}, "from 0 to 65535, got -1"),
         ({"classes": NAMES, "ignore": ["void"]}, "names of classes .*got 'void'"),
         ({"classes": "sky"}, r"classes must be two names or more, or a text file of them, got 'sky': no such file"),
         ({"classes": NAMES, "ignore": 70_000}, "from 0 to 65535, .* got 70000"),
         ({"ignore": 1.5}, "ignore must be raw ids, or names of classes, got 1.5"),
-        ({"ignore": True}, "ignore must be raw ids, .* got True"),
         ({"size": 16}, "size must be .* 32 to 4096"),
         ({"channels": 1}, "channels must be 3"),
         ({"fit": "crop"}, "fit must be one of auto, same, pad, stretch"),

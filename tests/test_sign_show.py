@@ -110,27 +110,6 @@ def test_an_animation_is_a_png_with_every_frame_at_30_a_second_and_saved_where_a
         movie.save(tmp_path / "file" / "clip.png")
 
 
-def test_every_clip_is_in_the_chart_of_lengths_and_of_glosses(pack, folder, tmp_path):
-    def heights(axes):
-        return sum(patch.get_height() for patch in axes.patches if patch.get_height() > 0)
-
-    assert heights(sign.lengths(pack).axes[0]) == COUNT
-    [axes] = sign.classes(pack).axes
-    assert heights(axes) == COUNT
-    labels = [label.get_text() for label in axes.get_xticklabels()]
-    assert labels == sorted(pack.classes, key=lambda name: name.split()[0])
-    train = [patch.get_height() for patch in axes.containers[0]]
-    assert dict(zip(labels, train, strict=True)) == dict(zip(pack.classes, pack.card.counts["gloss"], strict=True))
-    alone = sign.pack(folder, kp_key=None, into=tmp_path / "pack", progress=False)
-    assert heights(sign.lengths(alone).axes[0]) == COUNT
-    features = alone.sample(0)["features"]
-    assert len(sign.animate(alone, 0).frames) == len(features)
-    image, *names = sign.preview(alone, 0, "x")
-    assert (image.shape, names) == ((visualize.CELL, 3 * visualize.CELL, 4), [sign.text_of(alone, 0), "x", True])
-    drawn = np.asarray(visualize.features(features[0], features.max(), 64), float)[16:48, :, 3]
-    assert (np.abs(drawn - 255 * features[0].reshape(32, 64) / features.max()) <= 1).all(), "a square for each"
-
-
 OF = dict(zip("abcde", "xxyyz", strict=True))
 
 

@@ -19,7 +19,7 @@ from nbtools.tasks import sign
 from nbtools.tasks.sign import data, networks
 from nbtools.tasks.sign.keypoints import LEFT, POINTS, RIGHT, SHOULDERS
 from nbtools.tasks.sign.networks import Gru, Transformer
-from nbtools.tasks.sign.plans import BASELINE, PLAN, Plan
+from nbtools.tasks.sign.plans import BASELINE, Plan
 from nbtools.train import TrainState, as_task, train
 
 pytestmark = pytest.mark.usefixtures("one_cache")
@@ -224,37 +224,7 @@ def test_a_warped_clip_keeps_its_ends_and_its_order():
     assert lengths.tolist() != [20, 20, 11]
 
 
-def test_a_cropped_clip_is_a_stretch_of_it_at_its_own_pace_and_none_outgrows_the_position_table():
-    line = torch.arange(20.0)[None, :, None, None].expand(4, 20, POINTS, 2)
-    points, _, lengths = augmented(line, time_crop=0.5)
-    for b, length in enumerate(lengths.tolist()):
-        assert 10 <= length <= 20
-        assert points[b, :length, 0, 0].diff().tolist() == pytest.approx([1.0] * (length - 1), abs=0.08)
-    for epoch in range(3):
-        points, _, lengths = augmented(torch.rand(4, 290, POINTS, 2), epoch, time_warp=1.0)
-        assert (points.shape[1], int(lengths.max()) <= 300) == (300, True)
-
-
 # Batches on a GPU: few shapes, no waiting
-
-
-@pytest.mark.parametrize("network", ["transformer", "gru"])
-@pytest.mark.parametrize(("frames", "bucket", "padded"), [(9, 8, 16), (290, 32, 300)])
-def test_a_bucket_pads_time_to_its_multiples_and_changes_no_result(pack, network, frames, bucket, padded, narrow):
-    raw = {
-        "x": torch.rand(2, frames, 156),
-        "features": torch.rand(2, frames, 2048),
-        "mask": torch.ones(2, frames, POINTS, dtype=torch.bool),
-        "x_length": torch.tensor([frames, frames - 3]),
-        "features_length": torch.tensor([frames, frames - 3]),
-    }
-    plans = Plan(network=network), Plan(network=network, bucket=bucket)
-    plain, wide = (sign.batch(raw, plan, None) for plan in plans)
-    name = "x" if network == "transformer" else "features"
-    assert wide[name].shape[1] == (padded if network == "transformer" else -(-frames // bucket) * bucket)
-    model = sign.model(pack, plans[0]).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(model(wide), model(plain), atol=1e-5, rtol=1e-5)
 
 
 # The guide's faults
@@ -328,14 +298,6 @@ def test_advice_fits_the_data_and_gives_every_number_a_reason(accelerator, colum
     sign.model(card, advice.plan)
 
 
-def test_a_plan_for_the_gru_keeps_what_the_machine_decides(pack):
-    for plan in (sign.with_gru(PLAN.replace(amp="off", seed=3), pack), sign.with_network(PLAN, pack.card, "gru")):
-        assert (plan.network, plan.lr, plan.weight_decay) == ("gru", 3e-3, 0)
-        assert plan.seed in (0, 3)
-    with pytest.raises(PlanError, match="network"):
-        sign.with_network(PLAN, pack, "lstm")
-
-
 def test_a_loss_of_nothing_is_refused():
     with pytest.raises(PlanError, match=r"Plan\.alpha and Plan\.beta must not both be 0"):
         Plan(alpha=0, beta=0)
@@ -366,15 +328,3 @@ def test_an_answer_is_the_models_likeliest_gloss_on_the_window_so_far(pack, netw
     assert [one.frame for one in sign.stream(model, pack, plan, short, every=5)] == [3]
     with pytest.raises(PlanError, match="must be at least 1 frame"):
         next(sign.stream(model, pack, plan, clip, window=0))
-
-
-def test_latency_is_of_so_many_answers_to_single_clips(pack, narrow):
-    model, clips = sign.model(pack, Plan()).eval(), [pack.sample(i) for i in range(7)]
-    found = sign.latency(model, pack, Plan(), clips)
-    assert (found.n, found.device) == (7, "cpu")
-    assert found.sample == f"{np.median([len(clip['x']) for clip in clips]):g} frames (median)"
-    assert 0 < found.median <= found.slowest
-    assert "ms" in str(found)
-    assert "<table" in found._repr_html_()
-    with pytest.raises(PlanError, match="at least one sample"):
-        sign.latency(model, pack, Plan(), [])
