@@ -248,11 +248,13 @@ def test_a_request_is_of_this_run_from_the_moment_it_is_made_ready_and_never_of_
 
 
 SCRIPT = """
-import sys; sys.path.insert(0, sys.argv[1])
+import sys, time; sys.path.insert(0, sys.argv[1])
 import toy, torch, nbtools as nb
 torch.set_num_threads(1)
 from pathlib import Path
 pack = toy.make_pack(Path(sys.argv[2]))
+batch = toy.batch
+toy.batch = lambda *given: time.sleep(0.005) or batch(*given)  # a step that waits, as for a GPU
 nb.fit(toy, pack, toy.PLAN.replace(epochs=100000, eval_every=1000), sys.argv[3], receipt=False, progress=False)
 """
 
