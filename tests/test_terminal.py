@@ -1,36 +1,28 @@
-"""The terminal as scripts and people meet it: examples that are true, JSON that is one document, exit codes, colours on
-a terminal only, tables that fit it, and bars that leave a log readable."""
+"""The terminal as scripts and people meet it: examples that are true, JSON that is one document, exit codes, and logs
+that stay readable."""
 
-import fcntl
 import io
 import json
 import os
-import pty
 import re
 import shlex
+import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import threading
-import types
+import tomllib
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 import toy
-from torch.utils.benchmark import Timer
 
 import nbtools as nb
-from nbtools import options, table
 from nbtools.__main__ import COMMANDS, TASK_COMMANDS, main, parser
-from nbtools.data import bar
-from nbtools.measure import check
 
 ROOT = Path(__file__).parent.parent
-OPTIONS = (ROOT / "docs" / "options.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -56,44 +48,22 @@ def help_of(*words: str) -> str:
     return text.getvalue()
 
 
-def examples(text: str) -> list[list[str]]:
-    """What follows `python -m nbtools` in indented lines."""
-    return [shlex.split(words, comments=True) for words in re.findall(r"^ +python -m nbtools (.+)$", text, re.M)]
-
-
-# -- help
-
-
 @pytest.mark.parametrize("command", [*COMMANDS, *TASK_COMMANDS])
 def test_the_help_of_a_command_ends_with_one_or_two_examples_that_parse(command):
-    texts = [help_of(command), *([help_of(command, "sign")] if command in TASK_COMMANDS else [])]
-    for text in texts:
-        found = examples(text.partition("\nexamples:\n")[2])
+    for words in [[command], *([[command, "sign"]] if command in TASK_COMMANDS else [])]:
+        found = re.findall(r"^ +python -m nbtools (.+)$", help_of(*words).partition("\nexamples:\n")[2], re.M)
         assert 1 <= len(found) <= 2
-        for words in found:
-            assert words[0] == command
-            assert parser(words).parse_args(words).act
+        for example in map(shlex.split, found):
+            assert example[0] == command
+            assert parser(example).parse_args(example).act
 
 
-def test_the_commands_of_the_documentation_parse():
-    found = examples(OPTIONS)
-    assert {words[0] for words in found} >= {"gpus", "pack", "advise", "train", "evaluate", "predict"}
-    for words in found:
-        assert parser(words).parse_args(words).act
-
-
-def test_examples_that_cost_little_run_one_after_another(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    found = [words for command in ("demo", "pack", "advise") for words in examples(help_of(command))]
-    some = [words for words in found if re.search(r"demo captcha|pack captcha|no-measure", " ".join(words))]
-    assert len(some) == 3
-    for words in some:
-        few = ["--count", "60"] if words[0] == "demo" else []
-        assert main([*words, *few]) == 0, words
-        assert capsys.readouterr().out
-
-
-# -- JSON
+def test_the_version_is_one_line_and_the_command_nbtools_is_this_module(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"nbtools {nb.__version__}\n"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"nbtools": f"{main.__module__}:{main.__name__}"}
 
 
 def document(capsys, *words: str, code: int = 0):
@@ -136,86 +106,41 @@ def test_a_report_is_a_document_too_and_errors_are_its_exit_code(tmp_path, capsy
     assert {"file", "rule", "fix"} <= report["rows"][0].keys()
 
 
-def test_what_is_no_number_is_null_in_json():
-    value = {"a": float("nan"), "b": (float("inf"), torch.tensor([1, 2]), Path("x")), 3: toy.np.float32(0.5)}
-    assert options.plain(value) == {"a": None, "b": [None, [1, 2], "x"], "3": 0.5}
-
-
-# -- exit codes
-
-
 def test_the_exit_codes_are_in_the_help_and_an_unknown_command_line_is_two(capsys):
-    assert set(re.findall(r"^  (\d+) ", help_of().partition("exit codes:")[2], re.M)) == {
-        "0",
-        "1",
-        "2",
-        "130",
-        "141",
-        "143",
-    }
-    for words in (["nosuch"], [], ["gpus", "--nosuch"], ["gpus", "--watch", "--json"]):
-        with pytest.raises(SystemExit) as caught:
+    codes = re.findall(r"^  (\d+) ", help_of().partition("exit codes:")[2], re.M)
+    assert codes == ["0", "1", "2", "130", "141", "143"]
+    for words in (["nosuch"], [], ["gpus", "--nosuch"]):
+        with pytest.raises(SystemExit, match="2"):
             main(words)
-        assert caught.value.code == 2
         assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    ("typed", "sentence"),
-    [
-        ("train sign --batch-siz 4", "no option --batch-siz; did you mean --batch-size?"),
-        ("train sign --batch 4", "no option --batch; did you mean --batch-size?"),
-        ("train sign --lr", "argument --lr: expected one argument"),
-        ("pack captcha x --nosuch 1", "no option --nosuch"),
-    ],
-)
-def test_an_option_that_there_is_not_is_answered_with_the_nearest_in_one_line(typed, sentence, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(typed.split())
-    said = capsys.readouterr().err
-    assert (end.value.code, said.count("\n")) == (2, 1)
-    assert said.startswith(f"nbtools: {sentence}")
+def test_an_option_that_there_is_not_is_answered_with_the_nearest_in_one_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "sign", "--batch-siz", "4"])
+    nearest = "nbtools: no option --batch-siz; did you mean --batch-size? See python -m nbtools train --help\n"
+    assert capsys.readouterr().err == nearest
 
 
-def test_an_error_leaves_stdout_empty_and_its_code_is_one(tmp_path, capsys):
-    assert main(["pack", "toy", str(tmp_path / "nothing"), "--json"]) == 1
-    out, err = capsys.readouterr()
-    assert (out, err.startswith("nbtools: ")) == ("", True)
-
-
-def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, tmp_path, capsys, monkeypatch):
-    steps = iter(range(1000))
+def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, capsys, monkeypatch):
+    steps, trained = iter(range(1000)), toy.loss
 
     def loss(model, batch, plan):
         if next(steps) == 3:
             os.kill(os.getpid(), signal.SIGINT)
         return trained(model, batch, plan)
 
-    trained = toy.loss
     monkeypatch.setattr(toy, "loss", loss)
     assert train("--json") == 130
     assert json.loads(capsys.readouterr().out)["stopped"] is True
-    assert "stopped by you after step" in "".join(
-        map(str, nb.Run.open(tmp_path / "runs" / "toy", toy).history.of("event"))
-    )
     assert train() == 0
-
-
-def test_ctrl_c_while_the_receipt_is_measured_ends_with_130_after_the_usual_lines(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("nbtools.measure.receipt", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
-    run = tmp_path / "run"
-    assert main(["train", "toy", "--data", str(data), "--run", str(run), "--epochs", "1"]) == 130
-    out, err = capsys.readouterr()
-    assert out.splitlines()[-1].startswith(f"Run {run}: 1 of 1 epoch")
-    assert "Traceback" not in err
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_a_process_that_is_asked_to_end_saves_and_has_its_code(data, tmp_path, number, code):
     """Python's -15 is a shell's 143."""
-    run = tmp_path / "run"
-    words = ["train", "toy", "--data", str(data), "--run", str(run), "--epochs", "100000", "--no-receipt"]
+    words = ["train", "toy", "--data", str(data), "--run", str(tmp_path / "run"), "--epochs", "100000", "--no-receipt"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests"]))}
     process = subprocess.Popen([sys.executable, "-m", "nbtools", *words], env=environment, stderr=subprocess.PIPE)
     assert process.stderr is not None
@@ -225,7 +150,7 @@ def test_a_process_that_is_asked_to_end_saves_and_has_its_code(data, tmp_path, n
     process.send_signal(number)
     process.stderr.read()
     assert process.wait(60) == code
-    assert nb.Run.open(run, toy).history.of("event")[-1]["asked"] == "stop"
+    assert nb.Run.open(tmp_path / "run", toy).history.of("event")[-1]["asked"] == "stop"
 
 
 def test_a_reader_that_has_gone_is_no_traceback(data, monkeypatch, capfd):
@@ -237,180 +162,48 @@ def test_a_reader_that_has_gone_is_no_traceback(data, monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
-# -- tables on a terminal
-
-
-@pytest.fixture
-def terminal(monkeypatch):
-    """run(words, width) → what a command shows on a terminal of that width."""
-
-    def run(words: list[str], width: int) -> str:
-        master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
-        shown: list[bytes] = []
-
-        def read() -> None:
-            try:
-                while part := os.read(master, 4096):
-                    shown.append(part)
-            except OSError:  # the other end is closed
-                pass
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        with os.fdopen(slave, "w") as out, monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", out)
-            patch.setattr(sys, "__stdout__", out)
-            patch.delenv("COLUMNS", raising=False)
-            assert main(words) == 0
-        reader.join()
-        os.close(master)
-        return b"".join(shown).decode().replace("\r\n", "\n")
-
-    return run
-
-
-def test_the_plan_with_its_reasons_fits_a_terminal_and_has_colours_there_only(data, terminal, monkeypatch, capsys):
-    words = ["advise", "toy", "--data", str(data), "--no-measure", "--why"]
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    drawn = terminal(words, 60)
-    assert "\x1b[33mrule of thumb\x1b[0m" in drawn
-    bare = re.sub(r"\x1b\[\d+m", "", drawn)
-    rows = bare.split("\n")
-    start = next(i for i, row in enumerate(rows) if row.startswith("setting"))
-    end = next(i for i, row in enumerate(rows) if row.startswith("measured here, "))
-    assert all(table.columns(row) <= 60 for row in rows[start:end])
-    advice = nb.advise(toy, toy.pack(data), measure=False)
-    text = " ".join(" ".join(row[26:] for row in rows[start:end]).split())
-    assert re.sub(r"\W", "", advice.reasons["lr"]) in re.sub(r"\W", "", text), "no reason is cut off"
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in terminal(words, 60)
-    monkeypatch.delenv("NO_COLOR")
-    assert main(words) == 0
-    assert "\x1b" not in capsys.readouterr().out
-
-
-def test_without_why_each_setting_of_the_advice_is_one_line(data, terminal):
-    rows = terminal(["advise", "toy", "--data", str(data), "--no-measure"], 140).split("\n")
-    start = next(i for i, row in enumerate(rows) if "─" in row) + 1
-    reasons = nb.advise(toy, toy.pack(data), measure=False).reasons
-    assert [row.split()[0] for row in rows[start : start + len(reasons)]] == [f"{name}" for name in reasons]
-    assert rows[start + len(reasons)].startswith(("\x1b", "measured here", "Other batch sizes: "))
-
-
-@pytest.mark.parametrize(("width", "left"), [(80, ""), (50, "waiting for data")])
-def test_the_epochs_of_a_training_fit_a_terminal_and_what_has_no_room_is_named(data, terminal, tmp_path, width, left):
-    words = ["train", "toy", "--data", str(data), "--from", "plan", "--epochs", "2", "--no-receipt", "--run"]
-    lines = terminal([*words, str(tmp_path / "run")], width).split("\n")
-    rule = next(i for i, line in enumerate(lines) if line.startswith("─"))
-    assert max(map(table.columns, lines[: rule + 3])) <= width
-    assert [line.split()[0] for line in lines[rule + 1 : rule + 3]] == ["1", "2"]
-    headers = " ".join(lines[:rule]).split()
-    assert {"train", "loss", "accuracy", "lr"} <= {*headers}
-    named = next((line for line in lines if line.endswith(f": in {tmp_path / 'run' / 'history.csv'}")), "")
-    assert left in named
-    assert ("waiting" in headers) != ("waiting for data" in named)
-
-
-def test_several_columns_of_text_share_a_narrow_terminal(data):
-    rows = [
-        ("lr", 0.002, "the guide's, times 1.41 by the rule", "the smallest within 5 % of the best rate that was seen")
-    ]
-    lines = table.text(("setting", "value", "reason", "measured here"), rows, width=60).split("\n")
-    assert max(map(len, lines)) <= 60
-    split = [(line[16:36].strip(), line[36:].strip()) for line in lines[2:]]
-    assert rows[0][3].split()[-1] in " ".join(last for _, last in split)
-    assert table.text(("漢字" * 10,), [("漢字" * 10,)], width=20).split("\n")[0] == "漢字" * 5
-
-
-# -- gpus
-
-
-def test_gpus_checks_the_machine_as_it_is():
-    checked = check()
-    shown = str(checked)
+def test_gpus_checks_the_machine_as_it_is(capsys):
+    assert main(["gpus"]) == 0
+    shown = capsys.readouterr().out
     for part in (torch.__version__, nb.__version__, "RAM", "GB free", "cuDNN", "TF32", "bf16", "GFLOP/s", "AMP"):
         assert part in shown
-    rates = {each.name: each for each in checked.arithmetic}
-    a, b = (torch.randn(checked.side, checked.side) for _ in range(2))
-    seconds = min(Timer("a @ b", globals={"a": a, "b": b}).timeit(5).median for _ in range(3))
-    assert 0.05 < 2 * checked.side**3 / seconds / rates["float32"].flops < 20, "units: a busy machine may do worse"
-    assert rates["TF32"].flops is None, "tests run on the CPU"
 
 
-@pytest.mark.parametrize("tty", [True, False])
-def test_gpus_watch_reads_again_and_again_until_ctrl_c(tty, capsys, monkeypatch, terminal):
+def test_gpus_watch_reads_again_and_again_until_ctrl_c(capsys, monkeypatch):
     for name in ("PERIOD", "FIRST"):
         monkeypatch.setattr(sys.modules[nb.Gpu.__module__], name, 0.02)
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    if tty:
-        shown = terminal(["gpus", "--watch"], 80)
-        assert shown.count("\x1b[H") >= 2
-    else:
-        assert main(["gpus", "--watch"]) == 0
-        shown = capsys.readouterr().out
-        assert "\x1b" not in shown
-    assert shown.count("No NVIDIA GPU (nvidia-ml-py is not installed).") >= 2
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert main(["gpus", "--watch"]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
     assert len(re.findall(r"CPU: \d+ % of \d+ cores?; RAM: [\d.]+(?: MB)? of [\d.]+ GB in use", shown)) >= 2
 
 
-# -- names and counts
-
-
-def test_a_misspelt_run_is_answered_with_those_that_there_are(train, tmp_path, capsys):
+def test_runs_are_listed_and_compared_and_a_folder_is_predicted_into_a_csv_file(train, data, tmp_path, capsys):
+    runs, other = tmp_path / "runs", str(tmp_path / "runs" / "other")
     assert train() == 0
-    capsys.readouterr()
-    runs = tmp_path / "runs"
-    for words in (["evaluate", "toy", "--data", "x", "--run"], ["predict", "toy", "x.npy", "--run"], ["watch"]):
-        assert main([*words, str(runs / "tyo")]) == 1
-        assert f"there is no such folder; did you mean {runs / 'toy'}?" in capsys.readouterr().err
-    assert main(["watch", str(runs)]) == 1
-    assert "the runs in it are toy" in capsys.readouterr().err
-    assert main(["control", str(runs / "quite-different"), "stop"]) == 1
-    assert f"the runs in {runs} are toy" in capsys.readouterr().err
-
-
-def test_evaluate_and_predict_say_on_stderr_how_many_samples_were_counted(data, train, tmp_path, capsys):
-    assert train() == 0
-    run, files = str(tmp_path / "runs" / "toy"), sorted(map(str, data.glob("*.npy")))[:3]
-    capsys.readouterr()
-    assert main(["evaluate", "toy", "--data", str(data), "--run", run, "--split", "val"]) == 0
+    assert main(["train", "toy", str(data), "--from", "plan", "--epochs", "1", "--no-receipt", "--run", other]) == 0
+    assert main(["watch", str(runs / "tyo")]) == 1
+    assert f"there is no such folder; did you mean {runs / 'toy'}?" in capsys.readouterr().err
+    assert {row["run"] for row in document(capsys, "runs", str(runs))} == {"toy", "other"}
+    assert main(["compare", str(runs / "toy"), other]) == 0
+    assert nb.compare(runs / "toy", other).conclusion in capsys.readouterr().out
+    assert len(document(capsys, "compare", str(runs))["runs"]) == 2
+    folder, table = tmp_path / "new", tmp_path / "out.csv"
+    (folder / "more").mkdir(parents=True)
+    (folder / ".DS_Store").touch()
+    first, second, *_ = sorted(data.iterdir())
+    answers = nb.Run.open(other, toy).predict([shutil.copy(first, folder), shutil.copy(second, folder / "more")])
+    assert main(["predict", "toy", "--run", other, str(folder), "--csv", str(table)]) == 0
+    rows = [f"{first.name},{answers[0]}", f"more/{second.name},{answers[1]}"]
+    assert table.read_text().splitlines() == ["name,prediction", *rows]
     out, err = capsys.readouterr()
-    assert f"{toy.pack(data).splits['val']} samples of the val split counted" in err
-    assert len(out.splitlines()) == 1
-    assert main(["predict", "toy", "--run", run, *files]) == 0
-    assert "3 files predicted by Run" in capsys.readouterr().err
-
-
-# -- bars in a log
-
-
-def test_in_a_log_a_bar_is_a_line_for_each_tenth(capsys, monkeypatch):
-    monkeypatch.setattr("nbtools.data.progress.LEAST", 0.0)
-    for _ in bar(range(1000), "packing", miniters=1, leave=False):
-        pass
-    lines = capsys.readouterr().err.splitlines()
-    assert [int(re.search(r"(\d+)%", line)[1]) for line in lines] == list(range(10, 101, 10))  # pyright: ignore[reportOptionalSubscript]
-    assert all(line.startswith("packing: ") and "\r" not in line for line in lines)
-
-
-def test_in_a_log_a_slow_bar_shows_that_it_moves(capsys, monkeypatch):
-    clock = iter(range(0, 100_000, 10))
-    monkeypatch.setattr("nbtools.data.progress.LEAST", 0.0)
-    monkeypatch.setattr("nbtools.data.progress.time", types.SimpleNamespace(monotonic=lambda: next(clock)))
-    with bar(desc="copy", unit="B", miniters=1, leave=False) as unknown:  # the server does not say how much
-        for _ in range(9):
-            unknown.update(100)
-    assert len(capsys.readouterr().err.splitlines()) == 3, "10 s a write: one in three is shown"
+    assert (out, "2 files predicted by Run" in err) == (f"{table}\n", True)
 
 
 def test_a_training_in_a_log_has_a_line_an_epoch_and_few_of_its_bar(train, capsys):
     assert train("--epochs", "5") == 0
     err = capsys.readouterr().err
     assert "\r" not in err
-    lines = [line for line in err.splitlines() if "%|" in line]
-    assert 1 <= len(lines) <= 10
+    assert 1 <= len([line for line in err.splitlines() if "%|" in line]) <= 10
     assert len(re.findall("^epoch ", err, re.M)) == 5
