@@ -79,11 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser(words).parse_args(words)
         with redirect_stdout(sys.stderr) if options.json else nullcontext():  # a task of one's own may print
             found = reporting(lambda: options.act(options))
-        if found is None:
-            return 0
         value, text, code = found if isinstance(found, Result) else Result(found)
-        document = {"folder": value} if isinstance(value, Path) else value
-        print(json.dumps(plain(document)) if options.json else value if text is None else text, flush=True)
+        if value is not None:
+            document = {"folder": value} if isinstance(value, Path) else value
+            print(json.dumps(plain(document)) if options.json else value if text is None else text, flush=True)
         return code
     except NbtoolsError as error:
         print(f"nbtools: {error}", file=sys.stderr)

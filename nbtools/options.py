@@ -4,7 +4,6 @@ tasks by name."""
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import importlib
 import inspect
@@ -13,7 +12,7 @@ import pkgutil
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -52,50 +51,40 @@ class Parser(argparse.ArgumentParser):
 
 def add_options(one: argparse.ArgumentParser, task: Task, source: str) -> None:
     """Add a task's options to a command. source: "plan", the fields of its Plan and where others come from;
-    "evaluation", the fields that training does not depend on; else its function with these parameters."""
-    group, wanted = one.add_argument_group(f"options of {source}"), fields_of(type(task.PLAN))
+    "evaluation", its own fields that only evaluating needs; else its function with these parameters."""
+    group = one.add_argument_group(f"options of {source}")
+    functions = [type(task.PLAN) if source in ("plan", "evaluation") else getattr(task, source)]
     if source == "plan":
         bases = ("advised", "plan", "baseline", *task.PRESETS)
         text = "source of the settings that are not given: advice, the task's plan, its baseline, or one of its presets"
         group.add_argument("--from", dest="base", choices=bases, default="advised", help=text)
-    elif source == "evaluation":
-        live = {field.name for field in dataclasses.fields(task.PLAN) if field.metadata.get("live")}
-        wanted = {name: each for name, each in wanted.items() if name.startswith("eval_") and name in live}
-    else:
-        own = parameters(getattr(task, source))
-        wanted = parameters(pack) | own if source == "pack" and task.packs_datasets else own
-    for name, (kind, text) in wanted.items():
+    if source == "pack" and task.packs_datasets:
+        functions.insert(0, pack)
+    for name, (kind, text) in {name: each for function in functions for name, each in parameters(function)}.items():
         how: Any = {"type": partial(read, source, name, kind), "metavar": "VALUE"}
         if kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
         how |= {"dest": f"{source} {name}", "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
-        group.add_argument(f"--{name.replace('_', '-')}", **how)
+        if source != "evaluation" or (name.startswith("eval_") and not hasattr(Plan, name)):
+            group.add_argument(f"--{name.replace('_', '-')}", **how)
 
 
-def fields_of(plan: type[Plan]) -> dict[str, tuple[Any, str]]:
-    """Return the fields of a Plan: name → (type, help)."""
-    hints, found = typing.get_type_hints(plan), {}
-    for field in dataclasses.fields(plan):
-        choices, auto = field.metadata.get("choices"), (field.name, "auto") in AUTO
-        text = field.metadata.get("help", "") + (f" ({', '.join(map(str, choices))})" if choices else "")
-        found[field.name] = hints[field.name], f"{text}{'; auto: measure it here' if auto else ''}"
-    return found
-
-
-def parameters(function: Any) -> dict[str, tuple[Any, str]]:
-    """Return the parameters of a function that a text can be given for: name → (type, help)."""
-    found = {}
+def parameters(function: Any) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """Yield the parameters of a function, or the fields of a Plan, that a text can be given for: name, (type, help)."""
+    fields = getattr(function, "__dataclass_fields__", {})
     try:
         signature = inspect.signature(function, eval_str=True)
     except NameError:  # of a type that is imported for type checkers only
         signature = inspect.signature(function)
     for name, each in signature.parameters.items():
-        kind, default = each.annotation, each.default
+        kind, default, rule = each.annotation, each.default, fields[name].metadata if name in fields else {}
         if kind is each.empty or isinstance(kind, str):
             kind = str | None if default is None else type(default)
-        if name not in OTHERS and (default is not each.empty or each.kind is each.KEYWORD_ONLY):
-            found[name] = kind, "default: from the data" if default is None else f"default {default}"
-    return found
+        text = rule.get("help") or ("default: from the data" if default is None else f"default {default}")
+        text += f" ({', '.join(map(str, rule['choices']))})" if rule.get("choices") else ""
+        text += "; auto: measure it here" if fields and (name, "auto") in AUTO else ""
+        if (fields or name not in OTHERS) and (default is not each.empty or each.kind is each.KEYWORD_ONLY):
+            yield name, (kind, text)
 
 
 def given(options: argparse.Namespace, source: str) -> dict[str, Any]:
