@@ -1,206 +1,183 @@
-"""Words of the terminal: options read from definitions, which are the parameters of a task's functions and the fields
-of its Plan, so that a new one becomes an option by itself; the plan that a command line asks for; tasks by name.
-"""
+"""Options of the terminal, read from signatures and from the fields of a Plan; the plan that a command line asks for;
+tasks by name."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import importlib
 import inspect
 import math
 import pkgutil
-import sys
-import textwrap
+import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
 from nbtools import tasks
-from nbtools.data import Pack
+from nbtools.data import Pack, pack, say
 from nbtools.errors import NbtoolsError, sentence
 from nbtools.identity import former_run
-from nbtools.live import FIRST, WORST
 from nbtools.measure import advise, find_batch, find_workers, preset
 from nbtools.train import Plan, Task, as_task
 
-AUTO = (("batch_size", "auto"), ("workers", "auto"))  # settings that may be `auto`: measured
 BUILT_IN = tuple(found.name for found in pkgutil.iter_modules(tasks.__path__) if found.name != "common")
-SWITCH: Any = {"action": argparse.BooleanOptionalAction}  # Python 3.14 takes no metavar with it
+AUTO = (("batch_size", "auto"), ("workers", "auto"))  # settings that may be measured
+OTHERS = ("data", "train", "like", "network", "progress")  # parameters of functions that no text is given for
+SEVERAL = (tuple, list, Sequence, Iterable)
 
 
-def add_signature(one: argparse.ArgumentParser, function: Any, *skip: str) -> None:
-    """The keyword parameters of a task's function as options."""
-    group = one.add_argument_group("the task's options for " + function.__name__)
+class Parser(argparse.ArgumentParser):
+    """Takes options by their whole names, and answers a mistake in one sentence, with the nearest option."""
+
+    def __init__(self, **more: Any):
+        super().__init__(**more, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            close = difflib.get_close_matches(name, self._option_string_actions, 1)
+            self.error(f"no option {name}" + (f"; did you mean {close[0]}?" if close else ""))
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"nbtools: {sentence(message)} See {self.prog} --help\n")
+
+
+def add_options(one: argparse.ArgumentParser, task: Task, source: str) -> None:
+    """Add a task's options to a command. source: "plan", the fields of its Plan and where others come from;
+    "evaluation", its own fields that only evaluating needs; else its function with these parameters."""
+    group = one.add_argument_group(f"options of {source}")
+    functions = [type(task.PLAN) if source in ("plan", "evaluation") else getattr(task, source)]
+    if source == "plan":
+        bases = ("advised", "plan", "baseline", *task.PRESETS)
+        text = "source of the settings that are not given: advice, the task's plan, its baseline, or one of its presets"
+        group.add_argument("--from", dest="base", choices=bases, default="advised", help=text)
+    if source == "pack" and task.packs_datasets:
+        functions.insert(0, pack)
+    for name, (kind, text) in {name: each for function in functions for name, each in parameters(function)}.items():
+        how: Any = {"type": partial(read, source, name, kind), "metavar": "VALUE"}
+        if kind is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        how |= {"dest": f"{source} {name}", "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+        if source != "evaluation" or (name.startswith("eval_") and not hasattr(Plan, name)):
+            group.add_argument(f"--{name.replace('_', '-')}", **how)
+
+
+def parameters(function: Any) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """Yield the parameters of a function, or the fields of a Plan, that a text can be given for: name, (type, help)."""
+    fields = getattr(function, "__dataclass_fields__", {})
     try:
         signature = inspect.signature(function, eval_str=True)
     except NameError:  # of a type that is imported for type checkers only
         signature = inspect.signature(function)
-    for name, parameter in signature.parameters.items():
-        variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if not variadic and name not in ("source", "folder", "progress", *skip):
-            text = "default: from the data" if parameter.default is None else f"default {parameter.default}"
-            reads: Any = SWITCH if kind_of(parameter) is bool else {"type": partial(read_option, parameter)}
-            add_option(group, f"option_{name}", text, **reads)
+    for name, each in signature.parameters.items():
+        kind, default, rule = each.annotation, each.default, fields[name].metadata if name in fields else {}
+        if kind is each.empty or isinstance(kind, str):
+            kind = str | None if default is None else type(default)
+        text = rule.get("help") or ("default: from the data" if default is None else f"default {default}")
+        text += f" ({', '.join(map(str, rule['choices']))})" if rule.get("choices") else ""
+        text += "; auto: measure it here" if fields and (name, "auto") in AUTO else ""
+        if (fields or name not in OTHERS) and (default is not each.empty or each.kind is each.KEYWORD_ONLY):
+            yield name, (kind, text)
 
 
-def add_knobs(one: argparse.ArgumentParser, kind: type[Plan], fields: Iterable[dataclasses.Field[Any]]) -> None:
-    """Fields of a Plan as options."""
-    group, hints = one.add_argument_group("settings of the Plan"), typing.get_type_hints(kind)
-    for field in fields:
-        choices, text = field.metadata.get("choices"), field.metadata.get("help", "")
-        text += f" ({', '.join(map(str, choices))})" if choices else ""
-        text += "; auto: measure it here" if (field.name, "auto") in AUTO else ""
-        add_option(group, f"knob_{field.name}", text, **(SWITCH if hints[field.name] is bool else {}))
+def given(options: argparse.Namespace, source: str) -> dict[str, Any]:
+    """Return the options from a source that were given, without settings to be measured: name → value."""
+    found = {name.removeprefix(f"{source} "): v for name, v in vars(options).items() if name.startswith(f"{source} ")}
+    return {name: value for name, value in found.items() if (name, value) not in AUTO}
 
 
-def add_option(group: Any, dest: str, text: str, **more: Any) -> None:
-    """An option that is absent from the namespace unless it is given."""
-    flag = "--" + dest.partition("_")[2].replace("_", "-")
-    more = {"default": argparse.SUPPRESS, **({} if "action" in more else {"metavar": "VALUE"}), **more}
-    group.add_argument(flag, dest=dest, help=text.replace("%", "%%"), **more)
-
-
-def options_of(options: argparse.Namespace, prefix: str) -> dict[str, Any]:
-    return {name.removeprefix(prefix): value for name, value in vars(options).items() if name.startswith(prefix)}
-
-
-def own(options: argparse.Namespace) -> dict[str, Any]:
-    """The task's own options."""
-    return options_of(options, "option_")
-
-
-def given(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
-    """The settings on the command line, without those that are to be measured."""
-    knobs = {name: value for name, value in options_of(options, "knob_").items() if (name, value) not in AUTO}
-    return {name: plan.parse(name, value) if isinstance(value, str) else value for name, value in knobs.items()}
-
-
-def kind_of(parameter: inspect.Parameter) -> Any:
-    """A parameter's annotation; without one, the type of its default."""
-    kind, default = parameter.annotation, parameter.default
-    if kind is parameter.empty or isinstance(kind, str):
-        return str | None if default is None else type(default)
-    return kind
-
-
-def read_option(parameter: inspect.Parameter, text: str) -> Any:
-    """An option's text as the parameter's annotation has it; without one, as its default. Raises NbtoolsError for what
-    does not fit."""
-    kind = kind_of(parameter)
+def read(source: str, name: str, kind: Any, text: str) -> Any:
+    """Return the value of an option. Raises NbtoolsError for a text that its type does not allow."""
+    if source == "plan" and (name, text) in AUTO:
+        return text
     try:
-        return converted(text, kind)
-    except (KeyError, ValueError):
-        flag = parameter.name.replace("_", "-")
-        raise NbtoolsError(f"--{flag} must be {described(kind)}, got {text!r}") from None
+        return value_of(text, kind)
+    except ValueError as error:
+        raise NbtoolsError(f"--{name.replace('_', '-')} must be {error}, got {text!r}") from None
 
 
-def whole(text: str) -> int:
-    if str(int(text)) != text.strip():  # "0123" is a text of digits, where a text may stand
-        raise ValueError
-    return int(text)
-
-
-def number(text: str) -> float:
-    try:
-        return whole(text)  # val=100 are 100 samples
-    except ValueError:
-        return float(text)
-
-
-PLAIN: dict[Any, tuple[str, Callable[[str], Any]]] = {
-    int: ("a whole number", whole),
-    float: ("a number", number),
-    bool: ("true or false", {"true": True, "false": False}.__getitem__),
-    types.NoneType: ("none", {"none": None}.__getitem__),
-}
-"""Type → the rule for its texts, and how one is read; a text of any other type is taken unchanged."""
-UNIONS, SEVERAL = (types.UnionType, typing.Union), (tuple, list, Sequence, Iterable)
-
-
-def converted(text: str, kind: Any) -> Any:
-    """A text as a value of an annotation; commas stand between several. Raises KeyError or ValueError."""
-    origin, args = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if origin in UNIONS:
-        for one in sorted(args, key=lambda one: (typing.get_origin(one) or one) not in (*PLAIN, *SEVERAL)):  # text last
-            with suppress(KeyError, ValueError):
-                return converted(text, one)
-        raise ValueError
-    if kind in PLAIN:
-        return PLAIN[kind][1](text.lower())
-    if origin in SEVERAL and not (args == (str,) and "," not in text):  # a text is a sequence of characters
-        parts = text.split(",")
-        kinds = args if is_counted(kind) else [args[0] if args else int | float | str] * len(parts)
-        return tuple(converted(part, one) for part, one in zip(parts, kinds, strict=True))
+def value_of(text: str, kind: Any) -> Any:
+    """Return a text as a value of an annotation; commas stand between several. Raises ValueError with the rule."""
+    origin, members = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        rules, first = [], (int, float, types.NoneType, *SEVERAL)  # and then what takes any text
+        for member in sorted(members, key=lambda each: (typing.get_origin(each) or each) not in first):
+            try:
+                return value_of(text, member)
+            except ValueError as error:
+                rules.append(str(error))
+        raise ValueError(" or ".join(rules))
+    if kind is types.NoneType:
+        if text.lower() != "none":
+            raise ValueError("none")
+        return None
+    if kind in (int, float):
+        if re.fullmatch(r"-?(0|[1-9]\d*)", text.strip()):  # val=100 are 100 samples; "0123" is a text of digits
+            return int(text)
+        try:
+            return float(text if kind is float else "")
+        except ValueError:
+            raise ValueError("a number" if kind is float else "a whole number") from None
+    if origin in SEVERAL and not (members == (str,) and "," not in text):  # a text is a sequence of characters
+        parts, counted = text.split(","), origin is tuple and members and Ellipsis not in members
+        kinds = members if counted else [members[0] if members else int | float | str] * len(parts)
+        try:
+            return tuple(value_of(part, each) for part, each in zip(parts, kinds, strict=True))
+        except ValueError:
+            raise ValueError(f"{f'{len(members)} ' if counted else ''}numbers separated by commas") from None
     return Path(text) if kind is Path else text
-
-
-def read_samples(text: str) -> str | list[int]:
-    """Which samples to show, see `nb.fit`: a word, or ids of the pack separated by commas. Raises ArgumentTypeError."""
-    try:
-        return text if text in (FIRST, WORST) else [whole(part) for part in text.split(",")]
-    except ValueError:
-        rule = f"must be {FIRST}, {WORST}, or ids of the pack separated by commas, as 12,40,77"
-        raise argparse.ArgumentTypeError(f"{rule}, got {text!r}") from None
-
-
-def described(kind: Any) -> str:
-    """The rule for the texts of an annotation."""
-    origin, args = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if origin in UNIONS:
-        return " or ".join(dict.fromkeys(map(described, args)))
-    if origin in SEVERAL:
-        return f"{len(args)} numbers separated by commas" if is_counted(kind) else "numbers separated by commas"
-    return PLAIN[kind][0] if kind in PLAIN else "text"
-
-
-def is_counted(kind: Any) -> bool:
-    """Whether it is a tuple of this length."""
-    return typing.get_origin(kind) is tuple and Ellipsis not in typing.get_args(kind)
 
 
 # -- the plan of a command line
 
 
 def plan_of(task: Task, pack: Pack, options: argparse.Namespace) -> Plan:
-    """The started run's plan, else the one that --from names; with the settings given on the command line.
+    """Return the started run's plan, else the one that --from names; with the settings given on the command line.
 
-    What follows from them is reported on stderr: another batch size without an lr adjusts lr by the plan's lr_rule, and
-    in a new run fewer epochs shorten the warmup.
+    What follows from them is said: another batch size without an lr adjusts lr by the plan's lr_rule, and in a new run
+    fewer epochs shorten the warmup.
     """
-    former, knobs = None, given(task.PLAN, options)
-    if options.run is not None and not options.fresh:
-        former = former_run(task, options.run)
+    knobs, typed = given(options, "plan"), {name.removeprefix("plan ") for name in vars(options)}
+    former = None if options.run is None or options.fresh else former_run(task, options.run)
     if former is not None:
         plan = former.applied.marked(former.applied.to_dict())
     else:
-        plan = based(task, pack, options.base, knobs.get("network"))
+        plan = base_plan(task, pack, options.base, knobs.get("network"))
         epochs = knobs.get("epochs", plan.epochs)
         if "warmup_epochs" not in knobs and plan.warmup_epochs and 0 < epochs < plan.epochs:
             knobs["warmup_epochs"] = round(plan.warmup_epochs * epochs / plan.epochs, 2)
-    turned = measured(task, pack, plan.turn(**knobs), options)
-    moved = turned.changes_from(plan)
-    for name in sorted(moved.keys() - options_of(options, "knob_").keys()):
+    new = plan.turn(**knobs)
+    if "batch_size" in typed - knobs.keys():
+        batch = find_batch(task, pack, new)
+        say(str(batch))
+        new = new.turn(batch_size=batch.batch_size)
+    if "workers" in typed - knobs.keys():
+        crew = find_workers(task, pack, new)
+        say(crew.reason)
+        new = new.replace(workers=crew.workers, prefetch=crew.prefetch)
+    moved = new.changes_from(plan)
+    for name in sorted(moved.keys() - typed):
         ruled = name == "lr" and "batch_size" in moved
-        why = f" for batch {moved['batch_size']} ({turned.lr_rule} rule)" if ruled else ""
-        print(f"{name} {moved[name]}{why}", file=sys.stderr)
-    return turned
+        say(f"{name} {moved[name]}" + (f" for batch {moved['batch_size']} ({new.lr_rule} rule)" if ruled else ""))
+    return new
 
 
-def based(task: Task, pack: Pack, base: str, network: str | None) -> Plan:
-    """The plan that --from names; an advised one is for the requested network. What a preset leaves to the machine and
-    the data is reported on stderr. Raises NbtoolsError for one that cannot train here."""
+def base_plan(task: Task, pack: Pack, base: str, network: str | None) -> Plan:
+    """Return the plan that --from names; an advised one is for the requested network. What a preset leaves to machine
+    and data is said. Raises NbtoolsError for one that cannot train here."""
     if base in task.PRESETS:
         plan, why = preset(task, pack, base)
         if plan is None:
             raise NbtoolsError(f"--from {base} cannot train here: {why}")
         if why:
-            print(f"{base}: {why}", file=sys.stderr)
+            say(f"{base}: {why}")
         return plan
     if base != "advised":
         return task.PLAN if base == "plan" else task.BASELINE
@@ -208,91 +185,24 @@ def based(task: Task, pack: Pack, base: str, network: str | None) -> Plan:
     return task.with_network(plan, pack, network) if network else plan
 
 
-def measured(task: Task, pack: Pack, plan: Plan, options: argparse.Namespace) -> Plan:
-    """The plan with the settings that the command line asks to measure; the result is reported on stderr."""
-    asked = options_of(options, "knob_").items()
-    if AUTO[0] in asked:
-        found = find_batch(task, pack, plan)
-        print(found, file=sys.stderr)
-        plan = plan.turn(batch_size=found.batch_size)
-    if AUTO[1] in asked:
-        crew = find_workers(task, pack, plan)
-        print(crew.reason, file=sys.stderr)
-        plan = plan.replace(workers=crew.workers, prefetch=crew.prefetch)
-    return plan
-
-
-# -- the command line as a whole
-
-
-class Parser(argparse.ArgumentParser):
-    """Takes options by their whole names, and a switch also with its value: `--flag false` is `--no-flag`. Answers a
-    mistake in one sentence."""
-
-    def __init__(self, **more: Any):
-        super().__init__(**more, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words: list[str] = []
-        for word in args:
-            flag, equals, value = word.partition("=") if "=" in word else ((words or [""])[-1], "", word)
-            negated = f"--no-{flag.removeprefix('--')}"
-            if value.lower() in ("true", "false") and negated in self._option_string_actions:
-                words[len(words) - (not equals) :] = [flag if value.lower() == "true" else negated]
-            else:
-                words.append(word)
-        found, unknown = super().parse_known_args(words, namespace)
-        if unknown:
-            options = "; ".join(self.no_option(word) for word in unknown if word.startswith("-"))
-            self.error(options or f"unrecognized arguments: {' '.join(unknown)}")
-        return found, unknown
-
-    def no_option(self, word: str) -> str:
-        name = word.partition("=")[0]
-        close = difflib.get_close_matches(name, self._option_string_actions, 1)
-        return f"no option {name}" + (f"; did you mean {close[0]}?" if close else "")
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"nbtools: {sentence(message)} See {self.prog} --help\n")
-
-
-def documented(define: Callable[..., Any]) -> dict[str, Any]:
-    """The help of a command: the first line of its function's docstring, and the examples below it."""
-    first, _, examples = (inspect.getdoc(define) or "").partition("\n\n")
-    return {"help": first, "description": first, "epilog": "examples:\n" + textwrap.indent(examples, "  ")}
+# -- tasks, and JSON
 
 
 def find_task(name: str) -> Task:
-    """A built-in task by its short name, or any importable module, or `module:Name` in it. Raises NbtoolsError naming
-    the built-in tasks."""
-    if name in BUILT_IN:
-        return as_task(importlib.import_module(f"nbtools.tasks.{name}"))
-    module, colon, attribute = name.partition(":")
-    try:
-        if all(map(str.isidentifier, module.split("."))):
-            found = importlib.import_module(module)
-            if not colon:
-                return as_task(found)
-            if attribute.isidentifier() and hasattr(found, attribute):
-                return as_task(getattr(found, attribute))
-            fix = f"its tasks are {', '.join(tasks_in(found)) or 'none'}"
-            raise NbtoolsError(f"no task {attribute!r} in {found.__file__ or module}: {fix}")
-    except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):  # a module that the task imports
-            raise
-    raise NbtoolsError(
-        f"no task {name!r}: use {', '.join(BUILT_IN)}, or any module of yours that can be imported from here"
-    )
-
-
-def tasks_in(module: Any) -> list[str]:
-    """The names of a module's own tasks: instances of Task and subclasses."""
-    kinds = {name: value if isinstance(value, type) else type(value) for name, value in vars(module).items()}
-    return [name for name, kind in kinds.items() if issubclass(kind, Task) and kind is not Task]
+    """Import a built-in task by its short name, or any module, or `module:Name` in it. Raises NbtoolsError."""
+    (module, _, attribute), why = name.partition(":"), ""
+    if re.fullmatch(r"[^\W\d][\w.]*(:[\w.]+)?", name):
+        try:
+            found = importlib.import_module(f"nbtools.tasks.{name}" if name in BUILT_IN else module)
+            return as_task(attrgetter(attribute)(found) if attribute else found)
+        except (ImportError, AttributeError) as error:
+            why = f" ({error})"
+    own = "or your own that can be imported from here, a module or MODULE:NAME"
+    raise NbtoolsError(f"no task {name!r}: use {', '.join(BUILT_IN)}, {own}{why}")
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: without NaN and infinity, and without types of ours."""
+    """Return a value as JSON has it: without NaN and infinity, and without types of ours."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
