@@ -1,5 +1,4 @@
-"""Claims about the device: how malloc keeps what tensors free, the switches that training on a GPU sets, and what only
-a GPU can show of training (`pytest -m cuda`)."""
+"""Claims about the device: how malloc keeps what tensors free, and the switches that training on a GPU sets."""
 
 import ast
 import os
@@ -14,7 +13,7 @@ import toy
 
 import nbtools as nb
 from nbtools.errors import TrainError
-from nbtools.measure import step_profile, untouched
+from nbtools.measure import untouched
 from nbtools.tasks import captcha, hwdb
 from nbtools.train import Plan, device
 
@@ -133,46 +132,6 @@ def test_ctc_is_refused_in_a_sentence_where_training_on_a_gpu_is_to_be_determini
     batch = {"label": torch.tensor([[0, 1]]), "label_length": torch.tensor([2])}
     with pytest.raises(TrainError, match=r"Plan\.deterministic .* CTC .* deterministic=False"):
         task.loss(lambda _batch: (OnCuda(), torch.tensor([9])), batch, task.PLAN)
-
-
-# -- on a GPU
-
-PLAN = toy.PLAN.replace(epochs=2, dropout=0.0)
-
-
-def trained(pack, plan, evaluating=False):
-    """Losses of all epochs on the GPU, evaluated in the middle of each where asked."""
-    state, losses = nb.TrainState(toy, pack, plan), []
-    assert state.device.type == "cuda"
-    for record in nb.train(toy, state, pack):
-        losses += [record.values["loss"]] if record.kind == "step" and record.values else []
-        state.evaluate_next = evaluating and record.kind == "step"
-    return losses
-
-
-@pytest.mark.cuda
-def test_streamed_batches_with_evaluations_amid_the_epoch_train_as_resident_ones(pack):
-    streamed = trained(pack, PLAN.replace(feed="streamed"), evaluating=True)
-    assert streamed == pytest.approx(trained(pack, PLAN.replace(feed="resident")), rel=1e-3)
-
-
-@pytest.mark.cuda
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, while it compiles
-@pytest.mark.parametrize("lever", ["compile", "graph"])
-def test_compiled_and_replayed_models_train_to_the_same_losses(pack, lever):
-    assert trained(pack, PLAN.replace(**{lever: True})) == pytest.approx(trained(pack, PLAN), rel=0.05)
-    assert torch.get_float32_matmul_precision() == "high"
-
-
-@pytest.mark.cuda
-def test_deterministic_training_repeats_its_losses(pack):
-    plan = PLAN.replace(deterministic=True)
-    assert trained(pack, plan) == trained(pack, plan)
-
-
-@pytest.mark.cuda
-def test_the_moving_average_makes_no_step_wait_for_the_gpu(pack):
-    assert step_profile(toy, pack, PLAN.replace(ema=0.9), seconds=0.3).syncs == ()
 
 
 TEAMS = """

@@ -433,20 +433,3 @@ def test_another_error_of_the_model_is_not_swallowed(toys):
     task: Any = types.SimpleNamespace(**parts)
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         find_batch(task, toys, toy.PLAN, CPU, seconds=0.2)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("name", KINDS)
-def test_on_cuda_memory_is_predicted_and_given_back(name, packs):
-    x = torch.ones(8, 8, device="cuda", requires_grad=True)
-    (x @ x).sum().backward()  # cuBLAS's workspaces stay allocated: one of this thread's, one of backward's
-    del x
-    kind, before = KINDS[name], torch.cuda.memory_allocated()
-    trial = Trial(kind, packs[name], kind.PLAN, torch.device("cuda"))
-    trial.largest(8)
-    (first, _), (second, _), (measured, _) = (trial.memory(n) for n in (8, 16, 128))
-    assert measured == pytest.approx(line((8, first or 0), (16, second or 0), 128), rel=0.1)
-    del trial
-    find_batch(kind, packs[name], kind.PLAN, seconds=4)
-    gc.collect()
-    assert torch.cuda.memory_allocated() == before

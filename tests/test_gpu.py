@@ -298,15 +298,6 @@ def test_the_formats_that_a_card_trains_in_follow_its_capability(capability, tra
     assert all("7.5" in found[name][1] for name in {*FORMATS} - {*trains})
 
 
-@pytest.mark.cuda
-def test_each_format_is_measured_on_the_card_and_torch_is_left_as_it_was():
-    before = torch.get_float32_matmul_precision()
-    rates = {each.name: each.flops or 0.0 for each in check({}).arithmetic}
-    assert torch.get_float32_matmul_precision() == before
-    assert rates["fp16"] > rates["float32"] > 1e11
-    assert (rates["TF32"] > rates["float32"]) == (torch.cuda.get_device_capability() >= (8, 0))
-
-
 def test_watching_keeps_the_driver_awake_and_lets_go_of_it(nvml, monkeypatch):
     monkeypatch.setattr(sys.modules[Sampler.__module__], "PERIOD", 0.0)
     monkeypatch.setattr(sys.modules[Sampler.__module__], "FIRST", 0.0)

@@ -1,7 +1,6 @@
 """What a step's profile measures is so, and the verdict that follows from it is right: on jobs whose parts take known
 times, and, where operations are counted, on real ones."""
 
-import copy
 import dataclasses
 import gc
 import json
@@ -421,30 +420,6 @@ def test_a_warning_of_torch_is_traced_to_the_line_that_caused_it():
     network.register_forward_hook(lambda *_: waits())
     _, [line] = synchronizing(lambda: network(torch.ones(1)))
     assert line.startswith(f"{__file__}:"), "a warning from within torch is laid to its caller"
-
-
-@pytest.mark.cuda
-def test_on_cuda_a_step_that_reads_its_loss_is_traced(packs):
-    def loss(model, batch, plan):
-        found, n = toy.loss(model, batch, plan)
-        found.item()
-        return found, n
-
-    profile = step_profile(own(loss=loss), packs[False], plan_of(batch_size=32), seconds=1.0)
-    assert any(line.startswith(f"{__file__}:") for line in profile.syncs)
-
-
-@pytest.mark.cuda
-def test_on_cuda_many_tiny_layers_are_launch_bound(packs):
-    layers = [layer for _ in range(40) for layer in (nn.Linear(8, 8), nn.ReLU())]
-
-    class Deep(nn.Sequential):
-        def forward(self, batch):
-            return super().forward(batch["x"])
-
-    task = own(model=lambda card, plan: Deep(*copy.deepcopy(layers), nn.Linear(8, 4)))
-    profile = step_profile(task, packs[False], plan_of(batch_size=8), seconds=1.0)
-    assert verdict(profile, plan_of(batch_size=8)).bound == "launch"
 
 
 def test_a_checkpoint_costs_training_its_copy_however_long_another_thread_writes_it(packs, monkeypatch):

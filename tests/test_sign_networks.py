@@ -230,14 +230,6 @@ def test_a_cpu_takes_the_fused_kernel_by_itself_where_nothing_is_dropped(dropout
         assert launched.names.count(FUSED) == expected
 
 
-@pytest.mark.cuda
-def test_a_gpu_takes_a_fused_kernel_with_mask_and_dropout():
-    network, batch = small(width=64).cuda(), {name: tensor.cuda() for name, tensor in clips().items()}
-    with Launched() as launched, torch.autocast("cuda", torch.bfloat16):
-        network(batch)
-    assert sum(name.startswith("_scaled_dot_product") for name in launched.names) == 2
-
-
 # Cost
 
 

@@ -6,7 +6,7 @@ T frames of a clip, W columns of a line, P pixels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -123,18 +123,8 @@ def without_dropout(model: nn.Module) -> None:
             vars(module)["dropout"] = 0.0
 
 
-@dataclass
-class Pass:
-    """The mean loss and the gradient of one batch at fresh weights, without dropout."""
-
-    loss: float
-    gradient: Tensor
-
-    def over(self, other: Pass) -> tuple[float, float]:
-        """(how far the loss is from another's, 1 - cosine of the gradients)"""
-        a, b = (each.gradient.double() for each in (self, other))
-        cosine = a @ b.to(a.device) / (a.norm() * b.norm().to(a.device)).clamp(min=1e-30)
-        return abs(self.loss - other.loss) / abs(other.loss), float(1 - cosine)
+Pass = tuple[float, Tensor]
+"""The mean loss and the gradient of one batch at fresh weights, without dropout."""
 
 
 def one_pass(
@@ -143,56 +133,52 @@ def one_pass(
     """rounded: what the weights are rounded to first."""
     with untouched(device):
         state = TrainState(case.task, pack, case.plan.replace(**changes), device)
-        devices.prepare(state.plan, device, many_shapes=True)  # no autotuner: which kernels it takes varies
+        devices.prepare(state.plan, device, many_shapes=True)
         without_dropout(state.model)
         for p in state.parameters if rounded else ():
             p.data.copy_(p.data.to(rounded))
         if state.scaler is not None:
             state.scaler = torch.amp.GradScaler(device.type, init_scale=SCALE)
         total, count = differentiate(state, on(device, gather(pack, pack.ids("train")[:BATCH])))
-        scale = 1.0 if state.scaler is None else SCALE
-        gradient = torch.cat([p.grad.flatten() for p in state.parameters if p.grad is not None])
-        return Pass(float(total) / float(count), gradient.float() / scale)
+        gradient = torch.cat([p.grad.flatten() for p in state.parameters if p.grad is not None]).double()
+        return float(total) / float(count), gradient / (1.0 if state.scaler is None else SCALE)
+
+
+def apart(a: Pass, b: Pass) -> tuple[float, float]:
+    """(relative difference of the losses, 1 - cosine of the gradients)"""
+    (loss, x), (other, y) = a, (b[0], b[1].to(a[1].device))
+    return abs(loss - other) / abs(other), float(1 - x @ y / (x.norm() * y.norm()).clamp(min=1e-30))
 
 
 def require_close(found: Pass, expected: Pass, controls: Sequence[Pass], loss: float = 0.01, gradient: float = 1e-3):
     """As close as this, or as four times what the controls are apart: an equal pass, one with rounded weights."""
-    far, noise = found.over(expected), [each.over(expected) for each in controls]
+    far, noise = apart(found, expected), [apart(each, expected) for each in controls]
     print(f"loss {far[0]:.3%} apart, 1 - cosine {far[1]:.1e}; controls", *(f"{a:.3%} {b:.1e}" for a, b in noise))
     assert far[0] <= max(loss, *(4 * a for a, _ in noise))
     assert far[1] <= max(gradient, *(4 * b for _, b in noise))
 
 
-@dataclass
-class Trained:
-    """A run: the losses of its log steps, what is left."""
-
-    losses: list[float] = field(default_factory=list)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-
-    def far(self, other: Trained) -> float:
-        """The mean difference of losses over their mean."""
-        pairs = [*zip(self.losses, other.losses, strict=True)]
-        return sum(abs(a - b) for a, b in pairs) / sum(abs(b) for _, b in pairs)
-
-    def differs(self, other: Trained) -> list[str]:
-        """The names of the tensors that differ, if only in one bit."""
-        return [name for name, tensor in self.tensors.items() if not torch.equal(tensor, other.tensors[name])]
+Losses = list[float]
 
 
-def run(task: Any, pack: nb.Pack, state: TrainState, evaluating: bool = False) -> Trained:
-    """Train to the end, evaluated after every third step where asked."""
-    found = Trained()
+def require_near(found: Losses, expected: Losses, again: Losses) -> None:
+    """On average as near as 0.1 %, or as three times what two equal runs are apart."""
+    far, noise = (sum(abs(a - b) for a, b in zip(x, expected, strict=True)) for x in (found, again))
+    assert far <= max(1e-3 * sum(map(abs, expected)), 3 * noise)
+
+
+def run(task: Any, pack: nb.Pack, state: TrainState, evaluating: bool = False) -> tuple[Losses, dict[str, Tensor]]:
+    """(the losses of its log steps, what is left), evaluated after every third step where asked."""
+    losses = []
     for record in train(task, state, pack):
-        found.losses += [record.values["loss"]] if record.kind == "step" and "loss" in record.values else []
+        losses += [record.values["loss"]] if record.kind == "step" and "loss" in record.values else []
         state.evaluate_next = evaluating and record.kind == "step" and state.step % 3 == 0
-    found.tensors = {name: tensor.detach().clone() for name, tensor in state.tensors().items()}
-    return found
+    return losses, {name: tensor.detach().clone() for name, tensor in state.tensors().items()}
 
 
-def first_losses(case: Case, pack: nb.Pack, device: torch.device, steps: int, **changes: Any) -> tuple[Trained, Any]:
-    """(the losses of so many steps without dropout, what trained)."""
+def first_losses(case: Case, pack: nb.Pack, device: torch.device, steps: int, **changes: Any) -> tuple[Losses, Any]:
+    """(the losses of so many steps without dropout, what trained)"""
     with untouched(device):
         stepper = Stepper(case.task, pack, case.plan.replace(**changes), device, learning=True)
         without_dropout(stepper.state.model)
-        return Trained([stepper.mean_loss() for _ in range(steps)]), stepper.state
+        return [stepper.mean_loss() for _ in range(steps)], stepper.state

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cuda_cases import BATCH, CASES, LEAN, first_losses, one_pass, require_close
+from cuda_cases import BATCH, CASES, LEAN, first_losses, one_pass, require_close, require_near
 
 from nbtools.measure import Stepper, untouched
 from nbtools.measure.levers import Levers
@@ -34,7 +34,7 @@ def passes(packs):
 def test_float32_on_the_gpu_is_float32_on_the_cpu(name, packs, device, passes):
     """But for TF32, with which products and convolutions round as fp16 does."""
     there, here = one_pass(CASES[name], packs(name), torch.device("cpu")), passes(name, device)
-    assert math.isfinite(there.loss)
+    assert math.isfinite(there[0])
     require_close(there, here["plain"], [here["again"], here["fp16"]])
 
 
@@ -56,7 +56,7 @@ def test_mixed_precision_has_the_loss_and_the_gradient_of_float32(name, amp, pac
 def test_fp16_finds_its_scale_within_ten_steps_and_trains(name, packs, device):
     """CTC's loss is a sum over a line: its first gradients overflow at the scaler's 65,536."""
     found, state = first_losses(CASES[name], packs(name), device, 20, amp="fp16")
-    assert all(map(math.isfinite, found.losses))
+    assert all(map(math.isfinite, found))
     assert state.skipped <= 10 * BATCH
     print(f"{state.skipped // BATCH} of 20 steps skipped")
 
@@ -66,7 +66,7 @@ def test_replayed_steps_train_to_the_losses_of_eager_ones(name, packs, device):
     eager, again = (first_losses(CASES[name], packs(name), device, 14)[0] for _ in range(2))
     found, state = first_losses(CASES[name], packs(name), device, 14, graph=True)
     assert (state.graphs.off, state.graphs.replayed > 5) == ("", True)
-    assert found.far(eager) <= max(1e-3, 3 * again.far(eager))
+    require_near(found, eager, again)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, while it compiles
@@ -85,9 +85,10 @@ def test_where_asked_for_advice_tries_a_graph(packs, gpu):
     with untouched(gpu):
         levers = Levers(case.task, pack, case.plan, gpu, compiling=True)
         levers.pull("graph", 4.0)
+        levers.compiling = False
+        assert levers.alternative("graph") == {}
     [(tried, before, _)] = levers.tried
     assert (tried.change, before, tried.failed) == ({"graph": True}, False, "")
-    assert Levers(case.task, pack, case.plan, gpu).alternative("graph") == {}
 
 
 def test_a_gpu_takes_a_fused_kernel_for_attention_with_mask_and_dropout(packs, gpu):

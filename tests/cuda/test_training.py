@@ -1,6 +1,7 @@
 """Runs on a GPU: fed by either feed, interrupted, short of memory and replayed they are the same run, nothing in a step
 waits for the device, and the figures are those of a clock."""
 
+import os
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import toy
-from cuda_cases import CASES, LEAN, run
+from cuda_cases import CASES, LEAN, require_near, run
 from torch import nn
 
 import nbtools as nb
@@ -33,8 +34,8 @@ def pack(tmp_path_factory):
 
 def state_of(name, pack, device, **changes):
     """With deterministic=True where CTC does not forbid it."""
-    case = CASES[name]
-    return TrainState(case.task, pack, case.plan.replace(deterministic=not case.ctc, **changes), device)
+    plan = CASES[name].plan.replace(deterministic=not CASES[name].ctc, **changes)
+    return TrainState(CASES[name].task, pack, plan, device)
 
 
 def trained(name, pack, device, evaluating=False, **changes):
@@ -45,10 +46,10 @@ def trained(name, pack, device, evaluating=False, **changes):
 def require_same(name, found, expected, again):
     """The same bits; with CTC as near as two equal runs are."""
     if CASES[name].ctc:
-        assert found.far(expected) <= max(1e-3, 3 * again.far(expected))
+        require_near(found[0], expected[0], again[0])
     else:
-        assert found.losses == expected.losses
-        assert found.differs(expected) == again.differs(expected) == []
+        assert found[0] == expected[0] == again[0]
+        assert [key for key, tensor in found[1].items() if not torch.equal(tensor, expected[1][key])] == []
 
 
 @pytest.mark.parametrize("name", LEAN)
@@ -73,8 +74,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, graph, packs, device, tmp_
         checkpoint.save(tmp_path, first, rows=0)
         checkpoint.load(tmp_path, second)
         resumed = run(case.task, pack, second)
-    for each in (whole, again):
-        each.losses = each.losses[-len(resumed.losses) :]
+    whole, again = ((losses[-len(resumed[0]) :], left) for losses, left in (whole, again))
     require_same(name, resumed, whole, again)
 
 
@@ -88,6 +88,8 @@ def test_nothing_in_a_step_waits_for_the_device(name, amp, packs, device):
         plan = case.plan.replace(amp=amp, ema=0.9, clip_norm=1.0)
         stepper = Stepper(case.task, packs(name), plan, device, learning=True).warm_up(4)
         batches = [next(stepper.batches) for _ in range(3)]
+        for raw in batches:  # uploads tables of their sizes, which stay
+            stepper.step(raw)
         _, lines = synchronizing(lambda: [stepper.step(raw) for raw in batches])
     assert {Path(each.rpartition(":")[0]).name for each in lines} <= ({"ctc.py"} if case.ctc else set()), lines
 
@@ -103,15 +105,9 @@ def test_the_loop_waits_at_its_own_reads_only(pack, device):
     assert ours <= READS, lines
 
 
-def test_torch_traces_a_step_that_reads_its_loss(pack, gpu):
-    def loss(model, batch, plan):
-        found, n = toy.loss(model, batch, plan)
-        found.item()
-        return found, n
-
-    stepper = Stepper(toy.with_(loss=loss), pack, toy.PLAN, gpu).warm_up()
-    raw = next(stepper.batches)
-    assert any(line.startswith(f"{__file__}:") for line in synchronizing(lambda: stepper.step(raw))[1])
+def test_a_read_is_traced_to_its_line(gpu):
+    _, lines = synchronizing(lambda: torch.ones(1, device=gpu).item())
+    assert [line.rpartition(":")[0] for line in lines] == [__file__]
 
 
 # -- memory
@@ -144,7 +140,7 @@ def limited(device, more, monkeypatch):
 def test_a_batch_that_does_not_fit_is_halved_and_the_run_trains_on(packs, device, monkeypatch):
     name, losses, peaks = "segment slim", [], {}
     case, pack = CASES[name], packs(name)
-    plan, ids = case.plan.replace(batch_size=32), pack.ids("train")[:32]
+    plan, ids = case.plan.replace(batch_size=32, crop=96), pack.ids("train")[:32]
     with untouched(device):
         raw = on(device, gather(pack, ids))
         for size in (2, 2, 32, 32) if device.type == "cuda" else ():
@@ -181,12 +177,11 @@ def test_memory_is_predicted_and_given_back(name, packs, gpu):
         del trial
     find_batch(case.task, pack, case.plan, gpu, seconds=3)
     with untouched(gpu):
-        assert torch.cuda.memory_allocated(gpu) <= before
+        assert torch.cuda.memory_allocated(gpu) <= before + 2**22, "but for tables of sizes"
 
 
 FAILING = """
-import tempfile, torch, toy
-from pathlib import Path
+import sys, torch, toy
 import nbtools as nb
 
 def loss(model, batch, plan):
@@ -195,7 +190,7 @@ def loss(model, batch, plan):
         total.item()
     return total, count
 
-pack = toy.make_pack(Path(tempfile.mkdtemp()))
+pack = nb.Pack.open(sys.argv[1])
 state = nb.TrainState(toy, pack, toy.PLAN.replace(graph=True))
 told = [record.values["what"] for record in nb.train(toy.with_(loss=loss), state, pack) if record.kind == "event"]
 assert told[0].startswith("graph off: "), told
@@ -204,9 +199,12 @@ print("trained", state.step, "replayed", state.graphs.replayed)
 """
 
 
-def test_a_capture_that_fails_leaves_a_run_that_trains(gpu):
+@pytest.mark.usefixtures("gpu")
+def test_a_capture_that_fails_leaves_a_run_that_trains(pack):
     """In a process of its own: the allocator of torch ≤ 2.11 then believes in a capture for good (pytorch#180395)."""
-    done = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=120)
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", FAILING, pack.folder]
+    done = subprocess.run(command, env=paths, capture_output=True, text=True, timeout=120)
     assert done.stdout.endswith("replayed 0\n"), done.stderr
 
 
