@@ -1,7 +1,7 @@
 """What all tests share: a stated device, no network, and browsers only where there is one.
 
-Tests train on the CPU, also where there is a GPU, in processes and kernels that they start too; those marked `cuda`
-train on the GPU.
+Tests train on the CPU, also where there is a GPU, in processes and kernels that they start too; those in tests/cuda on
+the GPU.
 """
 
 import gc
@@ -45,10 +45,7 @@ def pytest_report_header():
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-    """Without a GPU or a browser its tests are skipped; in CI a missing browser is a failure, never a silent skip."""
-    for item in items:
-        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    """Without a browser its tests are skipped; in CI that is a failure, never a silent skip."""
     if os.environ.get("CI") == "true" or any(shutil.which(name) for name in BROWSERS):
         return
     for item in items:
@@ -134,13 +131,6 @@ def fp16_on_cpu(monkeypatch):
 def late(monkeypatch):
     """What a step sends to the host has not arrived when the loop looks, as on a GPU that is far behind."""
     monkeypatch.setattr(device.Reading, "arrived", False)
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu(request, monkeypatch):
-    """Tests marked `cuda` train there, and so do the processes that they start."""
-    if request.node.get_closest_marker("cuda"):
-        monkeypatch.setenv("NBTOOLS_DEVICE", "cuda")
 
 
 @pytest.fixture(autouse=True)

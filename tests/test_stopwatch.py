@@ -4,7 +4,6 @@ queue up while the host launches, and on tensors without data, which tell where 
 from __future__ import annotations
 
 import sys
-import time
 import traceback
 import types
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nbtools as nb
 from nbtools.data import Pack, gather
 from nbtools.measure import Stepper
-from nbtools.train import device, synchronizing
+from nbtools.train import device
 from nbtools.train.ranks import Ranks
 
 BATCH, PIECES = 16, 50  # samples; kernels of a step
@@ -346,36 +345,3 @@ def test_steps_are_timed_on_their_own_device_also_where_another_is_current(monke
     watch.got()
     watch.end()
     assert streams == 3 * ["stream of cuda:1"]
-
-
-# -- on a GPU
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("graph", [False, True])
-def test_on_a_gpu_rows_are_within_three_percent_of_a_clock(pack, graph):
-    """Epochs of many steps, each timed between two synchronisations."""
-    plan = toy.PLAN.replace(epochs=6, batch_size=4, eval_every=6, graph=graph, hidden=512)
-    state = nb.TrainState(toy, pack, plan)
-    rates, since = [], None
-    for record in nb.train(toy, state, pack):
-        if record.kind == "epoch":
-            torch.cuda.synchronize()
-            if since is not None:
-                took = time.perf_counter() - since
-                rates.append((record.values["samples_per_s"], pack.splits["train"] / took))
-            since = time.perf_counter()
-    for reported, clock in rates[1:-1]:  # the first steps are cold, the last epoch ends with an evaluation
-        assert reported == pytest.approx(clock, rel=0.03)
-
-
-@pytest.mark.cuda
-def test_on_a_gpu_the_loop_waits_at_its_own_reads_only(pack):
-    state = nb.TrainState(toy, pack, toy.PLAN.replace(epochs=2, batch_size=BATCH))
-    records = nb.train(toy, state, pack)
-    for _ in range(5):
-        next(records)
-    _, lines = synchronizing(lambda: [record for record in records if record.kind == "step"])
-    here = Path(nb.__file__).parent
-    ours = {Path(line.rpartition(":")[0]).name for line in lines if line.startswith(str(here))}
-    assert ours <= {"device.py", "state.py", "loop.py", "evaluation.py"}, lines

@@ -1,0 +1,80 @@
+"""What only a GPU can show, in at most four minutes of one. Where torch, numpy, pytest and nbtools with its
+requirements are installed, from the folder of the repository:
+
+    python -m pytest -q -m cuda tests/cuda
+
+`pytest.ini` next to this file is the configuration then: nothing of tests/conftest.py is loaded. NBTOOLS_CUDA_DRY=1
+runs what can run on the CPU, a tape in place of CUDA graphs, to see that the tests themselves work.
+"""
+
+import gc
+import os
+import sys
+
+import pytest
+import torch
+from cuda_cases import CASES
+from tape import Tape
+
+from nbtools.train import device as devices
+from nbtools.train import graph
+
+DRY = os.environ.get("NBTOOLS_CUDA_DRY") == "1"
+
+
+def pytest_collection_modifyitems(items):
+    if not DRY and not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def device():
+    """What is tried: the GPU, or in a dry run the CPU."""
+    return torch.device("cpu" if DRY else f"cuda:{torch.cuda.current_device()}")
+
+
+@pytest.fixture
+def gpu(device):
+    """A GPU; a dry run skips what has no meaning without one."""
+    if device.type != "cuda":
+        pytest.skip("only on a GPU")
+    return device
+
+
+@pytest.fixture
+def small_here(request, device):
+    """A dry run leaves out the networks that take a CPU long."""
+    if device.type == "cpu" and CASES[request.node.callspec.params["name"]].large:
+        pytest.skip("too large for a dry run")
+
+
+@pytest.fixture(autouse=True)
+def trains_there(monkeypatch):
+    """Runs of the test train on the device, without cuDNN's autotuner, which takes 40 s for a network of 70 layers and
+    may choose other kernels the next time; they leave nothing there."""
+    prepare = devices.prepare
+    for module in (devices, sys.modules["nbtools.train.loop"]):
+        monkeypatch.setattr(module, "prepare", lambda plan, device, many_shapes: prepare(plan, device, True))
+    monkeypatch.setenv("NBTOOLS_DEVICE", "cpu" if DRY else "cuda")
+    if DRY:
+        monkeypatch.setattr(devices, "FP16_DEVICES", ("cuda", "mps", "cpu"))
+        monkeypatch.setattr(devices, "GRAPH_DEVICES", ("cuda", "cpu"))
+        monkeypatch.setattr(graph, "Recorder", Tape)
+    yield
+    gc.collect()
+    devices.give_back(torch.device("cpu" if DRY else "cuda"))
+
+
+@pytest.fixture(scope="session")
+def packs(tmp_path_factory):
+    """name → a pack of that case, made once."""
+    made = {}
+
+    def pack(name, count=48):
+        if (name, count) not in made:
+            made[name, count] = CASES[name].pack(tmp_path_factory.mktemp("case") / "made", count)
+        return made[name, count]
+
+    return pack

@@ -1,0 +1,184 @@
+"""The networks of the four tasks at small sizes, on packs of random tensors: no file is drawn, read or decoded.
+
+T frames of a clip, W columns of a line, P pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from packs import pack_of
+from torch import Tensor, nn
+
+import nbtools as nb
+from nbtools.data import gather, on
+from nbtools.measure import Stepper, untouched
+from nbtools.tasks import captcha, hwdb, segment, sign
+from nbtools.train import TrainState, task_name, train
+from nbtools.train import device as devices
+from nbtools.train.step import differentiate
+
+BATCH, LETTERS = 8, list("0123456789")
+SCALE = 1024.0  # of fp16's loss: no gradient of fresh weights overflows
+Rng = np.random.Generator
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network. draw(rng) → a sample's arrays; settings: what differs from a plain plan of the task; survey: of its
+    pack. ctc: CTC reads lengths on the host, and has no deterministic gradient on CUDA."""
+
+    task: Any
+    draw: Callable[[Rng], dict[str, np.ndarray]]
+    settings: Mapping[str, Any]
+    survey: Mapping[str, Any]
+    ctc: bool = False
+    large: bool = False
+
+    @property
+    def plan(self) -> Any:
+        """Two short epochs in float32, at an lr with which fresh weights do not diverge."""
+        course = {"epochs": 2, "eval_every": 2, "schedule": "constant", "min_lr": 0.0, "warmup_epochs": 0.0}
+        plain = {"amp": "off", "ema": None, "micro_batch_size": None, "channels_last": False, "compile": False}
+        lr = self.task.PLAN.lr / 10
+        return self.task.PLAN.replace(**{**course, **plain, "batch_size": BATCH, "lr": lr, **self.settings})
+
+    def pack(self, folder: Path, count: int) -> nb.Pack:
+        """So many samples, a sixth of them to validate."""
+        rng = np.random.default_rng(0)
+        splits = ["val" if i % 6 == 5 else "train" for i in range(count)]
+        samples = [self.draw(rng) for _ in range(count)]
+        return pack_of(samples, folder, task=task_name(self.task), split=splits, **self.survey)
+
+
+def image(rng: Rng) -> dict[str, np.ndarray]:
+    return {"image": rng.integers(256, size=(60, 160), dtype=np.uint8), "label": rng.integers(10, size=4)}
+
+
+def line(height: int) -> Callable[[Rng], dict[str, np.ndarray]]:
+    def draw(rng: Rng) -> dict[str, np.ndarray]:
+        ink = rng.integers(256, size=(int(rng.integers(120, 200)), height), dtype=np.uint8)
+        return {"image": ink, "label": rng.integers(10, size=int(rng.integers(1, 4)))}
+
+    return draw
+
+
+def clip(rng: Rng) -> dict[str, np.ndarray]:
+    """Of one of two lengths, so that almost all batches have one shape."""
+    frames = int(rng.choice((24, 48)))
+    return {
+        "x": rng.random((frames, 156), np.float32),
+        "mask": rng.random((frames, 78)) < 0.9,
+        "features": rng.random((frames, 2048), np.float32),
+        "label": np.array([rng.integers(10), rng.integers(2)]),
+    }
+
+
+def scene(rng: Rng) -> dict[str, np.ndarray]:
+    shapes = {"image": (256, (96, 128, 3)), "label": (3, (96, 128)), "distance": (256, (96, 128))}
+    return {name: rng.integers(most, size=shape, dtype=np.uint8) for name, (most, shape) in shapes.items()}
+
+
+FIXED = {"classes": LETTERS, "options": {"layout": "fixed", "size": [60, 160], "length": 4}}
+CLIPS = {
+    "classes": LETTERS,
+    "options": {"categories": ["a", "b"]},
+    "ragged": ("x", "mask", "features"),
+    "bucket_by": "x",
+}
+SCENES = {"classes": list("abc"), "options": {"size": [96, 128]}}
+
+
+def lines(height: int) -> dict[str, Any]:
+    ragged = {"ragged": ("image", "label"), "bucket_by": "image"}
+    return {"classes": LETTERS, "options": {"layout": "lines", "height": height}, **ragged}
+
+
+CASES = {
+    "captcha guide": Case(captcha, image, {"network": "guide"}, FIXED, large=True),
+    "captcha small": Case(captcha, image, {"network": "small"}, FIXED),
+    "captcha ctc": Case(captcha, line(32), {"network": "ctc"}, lines(32), ctc=True),
+    "hwdb slim": Case(hwdb, line(32), {"network": "slim"}, lines(32), ctc=True),
+    "hwdb crnn": Case(hwdb, line(32), {"network": "crnn"}, lines(32), ctc=True, large=True),
+    "hwdb hctr": Case(hwdb, line(64), {"network": "hctr"}, lines(64), ctc=True, large=True),
+    "sign transformer": Case(sign, clip, {"network": "transformer"}, CLIPS),
+    "sign gru": Case(sign, clip, {"network": "gru"}, CLIPS),
+    "segment slim": Case(segment, scene, {"network": "slim", "crop": 64}, SCENES),
+    "segment bisenetv2": Case(segment, scene, {"network": "bisenetv2", "crop": 64}, SCENES, large=True),
+}
+LEAN = ("captcha small", "captcha ctc", "sign transformer", "segment slim")
+"""One network of each kind, for what takes several runs."""
+
+
+def without_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            vars(module)["dropout"] = 0.0
+
+
+Pass = tuple[float, Tensor]
+"""The mean loss and the gradient of one batch at fresh weights, without dropout."""
+
+
+def one_pass(
+    case: Case, pack: nb.Pack, device: torch.device, rounded: torch.dtype | None = None, **changes: Any
+) -> Pass:
+    """rounded: what the weights are rounded to first."""
+    with untouched(device):
+        state = TrainState(case.task, pack, case.plan.replace(**changes), device)
+        devices.prepare(state.plan, device, many_shapes=True)
+        without_dropout(state.model)
+        for p in state.parameters if rounded else ():
+            p.data.copy_(p.data.to(rounded))
+        if state.scaler is not None:
+            state.scaler = torch.amp.GradScaler(device.type, init_scale=SCALE)
+        total, count = differentiate(state, on(device, gather(pack, pack.ids("train")[:BATCH])))
+        gradient = torch.cat([p.grad.flatten() for p in state.parameters if p.grad is not None]).double()
+        return float(total) / float(count), gradient / (1.0 if state.scaler is None else SCALE)
+
+
+def apart(a: Pass, b: Pass) -> tuple[float, float]:
+    """(relative difference of the losses, 1 - cosine of the gradients)"""
+    (loss, x), (other, y) = a, (b[0], b[1].to(a[1].device))
+    return abs(loss - other) / abs(other), float(1 - x @ y / (x.norm() * y.norm()).clamp(min=1e-30))
+
+
+def require_close(found: Pass, expected: Pass, controls: Sequence[Pass], loss: float = 0.01, gradient: float = 1e-3):
+    """As close as this, or as four times what the controls are apart: an equal pass, one with rounded weights."""
+    far, noise = apart(found, expected), [apart(each, expected) for each in controls]
+    print(f"loss {far[0]:.3%} apart, 1 - cosine {far[1]:.1e}; controls", *(f"{a:.3%} {b:.1e}" for a, b in noise))
+    assert far[0] <= max(loss, *(4 * a for a, _ in noise))
+    assert far[1] <= max(gradient, *(4 * b for _, b in noise))
+
+
+Losses = list[float]
+
+
+def require_near(found: Losses, expected: Losses, again: Losses) -> None:
+    """On average as near as 0.1 %, or as three times what two equal runs are apart."""
+    far, noise = (sum(abs(a - b) for a, b in zip(x, expected, strict=True)) for x in (found, again))
+    assert far <= max(1e-3 * sum(map(abs, expected)), 3 * noise)
+
+
+def run(task: Any, pack: nb.Pack, state: TrainState, evaluating: bool = False) -> tuple[Losses, dict[str, Tensor]]:
+    """(the losses of its log steps, what is left), evaluated after every third step where asked."""
+    losses = []
+    for record in train(task, state, pack):
+        losses += [record.values["loss"]] if record.kind == "step" and "loss" in record.values else []
+        state.evaluate_next = evaluating and record.kind == "step" and state.step % 3 == 0
+    return losses, {name: tensor.detach().clone() for name, tensor in state.tensors().items()}
+
+
+def first_losses(case: Case, pack: nb.Pack, device: torch.device, steps: int, **changes: Any) -> tuple[Losses, Any]:
+    """(the losses of so many steps without dropout, what trained)"""
+    with untouched(device):
+        stepper = Stepper(case.task, pack, case.plan.replace(**changes), device, learning=True)
+        without_dropout(stepper.state.model)
+        return [stepper.mean_loss() for _ in range(steps)], stepper.state

@@ -1,0 +1,100 @@
+"""Precisions, compiled and replayed steps against plain float32: at the same weights, on the same batch, without
+dropout, and beside controls. Trajectories are chaotic, and gradients of deep networks nearly so: they are compared with
+what two equal passes differ by, and with what rounding the weights does in float32."""
+
+import math
+
+import pytest
+import torch
+from cuda_cases import BATCH, CASES, LEAN, first_losses, one_pass, require_close, require_near
+
+from nbtools.measure import Stepper, untouched
+from nbtools.measure.levers import Levers
+
+pytestmark = pytest.mark.cuda
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture(scope="module")
+def passes(packs):
+    """(name, device) → {what: a pass in float32}."""
+    made = {}
+
+    def of(name, device):
+        if name not in made:
+            how = {"plain": None, "again": None, **DTYPES}
+            made[name] = {what: one_pass(CASES[name], packs(name), device, dtype) for what, dtype in how.items()}
+        return made[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("small_here")
+def test_float32_on_the_gpu_is_float32_on_the_cpu(name, packs, device, passes):
+    """But for TF32, with which products and convolutions round as fp16 does."""
+    there, here = one_pass(CASES[name], packs(name), torch.device("cpu")), passes(name, device)
+    assert math.isfinite(there[0])
+    require_close(there, here["plain"], [here["again"], here["fp16"]])
+
+
+@pytest.mark.parametrize("amp", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("small_here")
+def test_mixed_precision_has_the_loss_and_the_gradient_of_float32(name, amp, packs, device, passes):
+    """On a CPU bf16 is 1.7 to 2.4 times as far from float32 as rounded weights are, in every network."""
+    if amp == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        pytest.skip("bf16 is only emulated here")
+    here = passes(name, device)
+    for channels_last in (False, True) if name in ("captcha small", "segment slim") else (False,):
+        found = one_pass(CASES[name], packs(name), device, amp=amp, channels_last=channels_last)
+        require_close(found, here["plain"], [here["again"], here[amp]])
+
+
+@pytest.mark.parametrize("name", ["captcha ctc", "hwdb crnn"])
+@pytest.mark.usefixtures("gpu")
+def test_fp16_finds_its_scale_within_ten_steps_and_trains(name, packs, device):
+    """CTC's loss is a sum over a line: its first gradients overflow at the scaler's 65,536."""
+    found, state = first_losses(CASES[name], packs(name), device, 20, amp="fp16")
+    assert all(map(math.isfinite, found))
+    assert state.skipped <= 10 * BATCH
+    print(f"{state.skipped // BATCH} of 20 steps skipped")
+
+
+@pytest.mark.parametrize("name", [name for name in LEAN if not CASES[name].ctc])
+def test_replayed_steps_train_to_the_losses_of_eager_ones(name, packs, device):
+    eager, again = (first_losses(CASES[name], packs(name), device, 14)[0] for _ in range(2))
+    found, state = first_losses(CASES[name], packs(name), device, 14, graph=True)
+    assert (state.graphs.off, state.graphs.replayed > 5) == ("", True)
+    require_near(found, eager, again)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, while it compiles
+def test_a_compiled_step_has_the_loss_and_the_gradient_of_an_eager_one(packs, device, passes):
+    name = "captcha small"
+    try:
+        found = one_pass(CASES[name], packs(name), device, compile=True)
+    finally:
+        torch.compiler.reset()
+    here = passes(name, device)
+    require_close(found, here["plain"], [here["again"]], loss=1e-3)
+
+
+def test_where_asked_for_advice_tries_a_graph(packs, gpu):
+    case, pack = CASES["sign transformer"], packs("sign transformer")
+    with untouched(gpu):
+        levers = Levers(case.task, pack, case.plan, gpu, compiling=True)
+        levers.pull("graph", 4.0)
+        levers.compiling = False
+        assert levers.alternative("graph") == {}
+    [(tried, before, _)] = levers.tried
+    assert (tried.change, before, tried.failed) == ({"graph": True}, False, "")
+
+
+def test_a_gpu_takes_a_fused_kernel_for_attention_with_mask_and_dropout(packs, gpu):
+    case = CASES["sign transformer"]
+    stepper = Stepper(case.task, packs("sign transformer"), case.plan.replace(amp="bf16"), gpu)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        stepper.step(next(stepper.batches))
+    names = {event.name for event in profile.events() or ()}
+    assert any(name.startswith("aten::_scaled_dot_product_") and "math" not in name for name in names), names
