@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import re
-import threading
 from dataclasses import dataclass
 from html import unescape
 from typing import Any
@@ -388,22 +387,6 @@ def test_a_plan_that_came_from_elsewhere_is_shown_and_what_is_being_typed_stays(
     applied(made, requests)
     assert (made.plan.lr, made.fields["lr"].value) == (7e-4, "0.0007")
     assert made.fields["epochs"].value == "no"
-
-
-def test_a_user_on_another_thread_is_not_lost_while_the_run_fills_the_fields():
-    made = panel(epochs=100)
-    requests = running(made)
-
-    def type_epochs():
-        for epochs in range(1, 16):
-            made.fields["epochs"].value = str(epochs)
-
-    user = threading.Thread(target=type_epochs)
-    user.start()
-    while user.is_alive():
-        applied(made, requests)
-    user.join()
-    assert (made.plan.epochs, made.fields["epochs"].value) == (15, "15")
 
 
 def test_a_verdict_is_shown_with_a_button_that_makes_its_change():

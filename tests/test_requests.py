@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from nbtools import __main__ as terminal
 from nbtools.errors import CheckpointError, DiskError, TrainError
 from nbtools.live import requests, send
 from nbtools.rollback import WATCHED
-from nbtools.run import busy, doing
+from nbtools.run import busy
 from nbtools.train import CONTROL, checkpoint
 
 pytestmark = pytest.mark.usefixtures("at_once")
@@ -328,23 +327,6 @@ def test_watching_nothing_says_so_and_a_run_that_ended_is_shown_once(tmp_path, u
     assert time.monotonic() - start < 10
 
 
-def test_a_stop_while_a_step_is_measured_ends_both(pack, tmp_path, monkeypatch, at_once):
-    monkeypatch.setattr("nbtools.measure.trials.SECONDS", 60.0)  # to measure; two to three minutes in all
-    folder = tmp_path / "run"
-
-    def user():
-        wait_for(lambda: doing(folder) == "measuring")
-        send(folder, ["stop"])
-
-    start = time.monotonic()
-    with beside(folder, user):
-        run = nb.fit(acting({2: asking(folder, "profile")}), pack, PLAN, folder, **QUIET)
-    assert time.monotonic() - start < 20
-    events = [row["what"] for row in run.history.of("event")]
-    assert events[-2] == "not measured: interrupted; What limits it? measures again"
-    assert events[-1].startswith("stopped by ")
-
-
 @pytest.mark.parametrize("stopped", [False, True])
 def test_epochs_below_the_present_one_end_the_run_after_it_and_count_what_was_done(pack, tmp_path, stopped):
     """Stopped and resumed or not, it ends at the same step."""
@@ -361,13 +343,3 @@ def test_epochs_below_the_present_one_end_the_run_after_it_and_count_what_was_do
     assert len(run.history.of("epoch")) == len(run.summary()) == 3
     assert (last_step(folder), "3 of 3 epochs" in repr(run)) == (3 * STEPS, True)
     assert run.plan.epochs == json.loads((folder / "plan.json").read_text())["epochs"] == 1
-
-
-def test_fit_with_fewer_epochs_than_were_done_is_refused_and_leaves_the_run_as_it_was(pack, tmp_path, untouched):
-    folder = tmp_path / "run"
-    shutil.copytree(untouched.folder, folder)
-    with pytest.raises(TrainError, match="is finished and cannot change epochs 4 → 2"):
-        nb.fit(toy, pack, PLAN.replace(epochs=2), folder, **QUIET)
-    run = nb.Run.open(folder, toy)
-    assert run.plan.epochs == 4
-    assert same(run, untouched)

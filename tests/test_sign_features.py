@@ -300,21 +300,6 @@ def test_a_backbone_learns_what_it_is_asked_to_and_makes_the_features_with_it(tm
     np.testing.assert_allclose(held(into / "val" / "val_1_0.npz"), slowly(backbone, frames), atol=1e-5)
 
 
-def test_fine_tuning_is_kept_and_taken_up_again_and_does_not_depend_on_how_many_frames_at_once(tmp_path):
-    source, into = corpus(tmp_path / "raw"), tmp_path / "clips"
-    first = made(source, into, finetune=2)
-    filmed(source / "train" / "later", seed=5)  # has no label, so it teaches nothing
-    again = made(source, into, finetune=2)
-    assert (again.losses, again.written) == ((), ("train/later.npz",))
-    other = made(source, tmp_path / "other", finetune=2, batch_size=1)
-    np.testing.assert_allclose(other.losses, first.losses, rtol=1e-5)
-    for name in ("train/later.npz", "val/val_1_1.npz"):
-        np.testing.assert_allclose(held(into / name), held(tmp_path / "other" / name), atol=1e-4)
-    (into / TUNED).unlink()
-    with pytest.raises(PackError, match="cannot be mixed"):
-        made(source, into, finetune=2)
-
-
 # torchvision and its weights
 
 

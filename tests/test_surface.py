@@ -50,16 +50,6 @@ net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2))
 run = nb.fit(nb.classify(net, loss=loss), nb.pack(images), panel, "own_data", receipt=False)
 print(run.plan.lr, [row["what"] for row in run.history.of("change")], panel.plan == run.plan)
 """
-ASKED_AMID_AN_EVALUATION = """
-def batch(raw, plan, draws):
-    if draws is None and panel.running and not notes:
-        panel.fields["lr"].value = "0.005"
-        notes.append(panel.form.pending.value)
-    return toy.batch(raw, plan, draws)
-notes, panel = [], nb.Panel(plan.replace(epochs=2))
-run = nb.fit(task(batch=batch), pack, panel, "amid", receipt=False)
-print(notes, [row["what"] for row in run.history.of("change")], repr(panel.form.pending.value))
-"""
 TWICE = """
 def batch(raw, plan, draws):
     if draws is not None and len(notes) < plan.epochs:
@@ -131,12 +121,6 @@ def test_a_run_says_where_its_model_is_and_what_to_do_next_and_resumed_from_whic
         == 2
     )
     assert re.search(r"\['', .*>continuing from step \d+<", text)
-
-
-def test_a_change_that_waits_for_the_end_of_an_evaluation_says_so_at_once(kernel):
-    text = kernel.run(ASKED_AMID_AN_EVALUATION)
-    assert "after this step: lr 0.01 → 0.005<" in text
-    assert text.endswith("['lr 0.01 → 0.005'] ''\n")
 
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
