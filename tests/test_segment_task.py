@@ -19,6 +19,7 @@ from nbtools.run import Run
 from nbtools.tasks import segment
 from nbtools.tasks.segment import BASELINE, Plan
 from nbtools.train import TrainState, evaluation
+from nbtools.train import device as devices
 from nbtools.train import train as train_loop
 from nbtools.train.plan import lr_at
 
@@ -183,6 +184,38 @@ def test_batches_without_a_valid_pixel_are_trained_on_without_nan(tmp_path):
     assert not [r for r in records if r.kind == "event"]
     assert all(math.isfinite(value) for r in records for value in r.values.values() if isinstance(value, float))
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state.model.state_dict().values())
+
+
+def test_resumed_in_the_middle_of_an_epoch_a_run_is_the_same_bit_for_bit(pack):
+    more = {"epochs": 2, "batch_size": 6, "schedule": "poly", "warmup_epochs": 0.5, "dropout": 0.1, "eval_every": 2}
+    plan = Plan(**{**SLIM, **AUGMENT, **more})
+    whole, _ = trained(pack, plan)
+    state = TrainState(segment, pack, plan, "cpu")
+    for record in train_loop(segment, state, pack):
+        if record.kind == "step" and record.step == 6:
+            tensors = {name: tensor.clone() for name, tensor in state.tensors().items()}
+            facts = state.facts()
+            break
+    again = TrainState(segment, pack, plan.replace(seed=1), "cpu")
+    again.plan = again.applied = plan
+    again.load(tensors, facts)
+    list(train_loop(segment, again, pack))
+    ours, theirs = again.tensors(), whole.tensors()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert (again.step, again.best) == (whole.step, whole.best)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_kernels_are_chosen_by_speed_or_for_repeatability_never_both(monkeypatch, deterministic):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        devices.prepare(Plan().replace(deterministic=deterministic), torch.device("cuda"), many_shapes=False)
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+        assert torch.backends.cudnn.benchmark != deterministic
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def test_a_run_predicts_with_the_scales_and_mirror_images_of_its_plan(pack, tmp_path):
