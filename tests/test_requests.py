@@ -160,9 +160,7 @@ REFUSED = (
     ('{"lr": -1}', "Plan.lr must be greater than 0, got -1"),
     ('{"lrr": 1}', "did you mean lr"),
     ('{"do": "explode"}', "pause, resume, stop, evaluate, save, profile, best, undo, got 'explode'"),
-    ('{"do": "stop", "lr": -1}', "Plan.lr must be greater than 0"),
     ('{"lr": 1000}', 'lr 1000 is 100,000× the advised 0.01; to apply it anyway add "force": true'),
-    ('{"do": "stop", "lr": 1000, "force": false}', "lr 1000 is 100,000× the advised 0.01"),
     ('{"lr": 1000, "force": "yes"}', "\"force\" must be true or false, got 'yes'"),
     (
         '{"lr": 0.02, "clip_norm": null, "weight_decay": 0.1, "patience": 3}',
@@ -170,7 +168,6 @@ REFUSED = (
     ),
     ("[1]", "must be a JSON object"),
     ("[" * 100_000, "must be a JSON object"),
-    ('{"self": 1}', "no setting 'self'"),
     (f'{{"lr": 1{"0" * 400}}}', "Plan.lr must be below 2**63, got one of 1329 bits"),
 )
 
@@ -193,7 +190,10 @@ def test_what_cannot_be_is_explained_and_changes_nothing(pack, tmp_path, untouch
     assert same(run, untouched)
 
 
-def test_requests_made_before_the_run_looks_are_all_taken_and_a_forced_one_forces_nobody_elses(pack, tmp_path):
+def test_requests_made_before_the_run_looks_are_all_taken_and_a_forced_one_forces_nobody_elses(
+    pack, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(requests, "UNFINISHED", 60.0)
     folder = tmp_path / "run"
     steps = [
         (asking(folder, "save", lr=2e-3), asking(folder, "evaluate", clip_norm=2.0)),

@@ -271,7 +271,7 @@ def test_a_damaged_list_gives_its_row_and_each_clip_without_a_label_has_one(tmp_
     assert sorted([*made.names, *left_out]) == [f"{i:02}/{name}.npz" for i in range(len(LISTS)) for name in "ab"]
 
 
-PIECES = (
+PIECES = [
     b"file,gloss,cat\n",
     b"a,0,0\n",
     b"b",
@@ -284,7 +284,7 @@ PIECES = (
     b"train/",
     b"\r",
     b"\xef\xbb\xbf",
-)
+]
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
