@@ -1,6 +1,5 @@
 """Requests to a run while it trains, here through control.json; buttons, fields, Ctrl-C and SIGTERM post the same."""
 
-import errno
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from acting import QUIET, acting, asking, interrupted, last_step, same, texts
 
 import nbtools as nb
 from nbtools import __main__ as terminal
-from nbtools.errors import CheckpointError, DiskError, TrainError
+from nbtools.errors import CheckpointError, TrainError
 from nbtools.live import requests, send
 from nbtools.rollback import WATCHED
 from nbtools.run import busy
@@ -212,23 +211,6 @@ def test_requests_made_before_the_run_looks_are_all_taken_and_a_forced_one_force
     with pytest.raises(TrainError, match="name the folder of a run"):
         send(tmp_path / "gone", ["stop"])
     assert not (tmp_path / "gone").exists()
-
-
-def test_a_request_that_cannot_be_read_is_not_overwritten(tmp_path, monkeypatch):
-    send(tmp_path, ["pause"])
-    real = Path.read_text
-
-    def failing(path, *args, **options):
-        if path.name == "control.json":
-            raise OSError(errno.EIO, "Input/output error")
-        return real(path, *args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", failing)
-        with pytest.raises(DiskError, match=r"asking a run: .*control\.json.*Input/output error"):
-            send(tmp_path, ["save"])
-    send(tmp_path, ["save"])
-    assert json.loads((tmp_path / "control.json").read_text()) == {"do": ["pause", "save"]}
 
 
 def test_a_request_is_of_this_run_from_the_moment_it_is_made_ready_and_never_of_an_older_one(pack, tmp_path):

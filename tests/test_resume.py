@@ -117,15 +117,6 @@ def pack_for(name, pack, ragged):
     return ragged if name == "changes of batch size" else pack
 
 
-@pytest.mark.usefixtures("fp16_on_cpu", "late")
-def test_a_checkpoint_amid_readings_on_their_way_to_the_host_resumes_with_them(pack, uninterrupted):
-    """The row of a log step, and whether fp16 skipped the last step."""
-    state, history = trained(pack, *CASES["fp16, large counts"], set(range(1, 50, 6)))
-    expected, rows = uninterrupted("fp16, large counts")
-    assert log(history) == log(rows)
-    same(state, expected)
-
-
 @pytest.mark.usefixtures("fp16_on_cpu")
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=1, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -75,15 +75,6 @@ def test_without_ids_there_is_a_sentence_and_no_empty_figure(pack):
         assert repr(sheet) == "No samples to show: the list of ids is empty."
 
 
-def test_the_live_picture_is_the_prediction_next_to_the_truth(pack):
-    truth = pack.arrays["label"][7]
-    image, _, text = segment.preview(pack, 7, np.where(truth == 255, 0, truth).astype(np.uint8))
-    half = (image.shape[1] - 6) // 2
-    assert (image.dtype, image.shape[1] <= 400, text) == (np.uint8, True, "mIoU 1.00 | truth")
-    same = (image[:, :half] == image[:, -half:]).all(2).mean()
-    assert (truth != 255).mean() - 0.1 < same < 1, "all but what is ignored"
-
-
 @pytest.mark.parametrize("names", [NAMES, ("$a_b$ %d <b>", "a very long name of a class of things " * 4, "手写\n\t")])
 def test_every_figure_is_drawn_without_warnings_and_names_the_classes_in_sight(tmp_path, names):
     every = np.arange(HEIGHT * WIDTH, dtype=np.uint8).reshape(HEIGHT, WIDTH) % len(names)

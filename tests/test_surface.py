@@ -29,15 +29,6 @@ plan = toy.PLAN.replace(epochs=1)
 def task(**hooks):
     return SimpleNamespace(**dict(vars(toy), preview=None, **hooks))
 """
-TURNED_EARLY = """
-def model(card, plan):
-    other = threading.Thread(target=setattr, args=(panel.fields["lr"], "value", "0.005"))
-    other.start(); other.join()
-    return toy.model(card, plan)
-panel = nb.Panel(plan)
-run = nb.fit(task(model=model), pack, panel, "early", receipt=False)
-print(run.plan.lr, [row["what"] for row in run.history.of("change")], panel.plan == run.plan)
-"""
 OWN_DATA = """
 def loss(outputs, y):
     steps.append(len(y))
@@ -87,11 +78,6 @@ def test_a_run_leaves_nothing_of_its_picture_behind(kernel):
     form = len(open_widgets(kernel)) - before
     assert "1 epochs" in kernel.run('print(nb.fit(toy, pack, plan, "own", receipt=False).plan.epochs, "epochs")')
     assert len(open_widgets(kernel)) == before + 2 * form
-
-
-def test_a_knob_turned_while_the_run_is_made_ready_is_a_wish(kernel):
-    text = kernel.run(TURNED_EARLY)
-    assert "0.005 ['lr 0.01 → 0.005'] True" in text
 
 
 def test_the_panel_acts_on_a_network_and_data_of_ones_own(kernel):
