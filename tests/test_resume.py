@@ -175,7 +175,7 @@ def test_killed_at_any_moment_and_run_again_equals_uninterrupted(tmp_path):
     assert child.stdout.readline() == b"ready\n"
     history = tmp_path / "run" / "history.csv"
     while not history.exists() or len(history.read_text().splitlines()) < 12:  # in the midst of steps and saves
-        time.sleep(0.001)
+        time.sleep(0.02)
     child.kill()
     assert child.wait() == -signal.SIGKILL
     child.stdout.close()
