@@ -183,11 +183,9 @@ def test_a_folder_where_nothing_is_usable_tells_why(tmp_path):
     ("wrong", "message"),
     [
         ({"layout": "grid"}, "layout must be one of auto, fixed, lines, got 'grid'"),
-        ({"case": "title"}, "case must be one of keep, lower, upper"),
         ({"height": 8}, "height must be at least 16, got 8"),
         ({"classes": "aab"}, "classes must be single characters, each once, got 'a'"),
         ({"label": "(x"}, "not a regular expression"),
-        ({"label": "abc"}, "have a group around the text"),
     ],
 )
 def test_a_wrong_option_is_named(tmp_path, wrong, message):

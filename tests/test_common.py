@@ -5,15 +5,13 @@ from io import BytesIO
 import numpy as np
 import pytest
 import torch
-from fonts import made_font
 from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.formatters import DisplayFormatter
-from matplotlib.figure import Figure
 from PIL import Image
 from torch.nn import functional as F
 
-from nbtools import figures, fonts
+from nbtools import figures
 from nbtools.errors import PackError
 from nbtools.tasks.common import ctc, files, labels, mistakes
 from nbtools.tasks.common.demo import write_demo
@@ -210,16 +208,3 @@ def test_figures_say_in_words_what_they_show_on_a_transparent_ground():
         assert image[0, 0, 3] == image[-1, -1, 3] == 0
         assert said in shown["text/plain"]
         assert said in about["image/png"]["alt"]
-
-
-def test_characters_are_drawn_in_the_font_that_has_them_and_else_as_code_points(tmp_path):
-    (tmp_path / "broken.ttf").write_bytes(b"no font")
-    boxes = made_font(tmp_path / "boxes.ttf", ["手", fonts.NEVER])  # draws one box for all it does not know
-    some, every = made_font(tmp_path / "some.ttf", "手"), made_font(tmp_path / "every.ttf", "手写")
-    files = [tmp_path / "broken.ttf", tmp_path / "none.ttf", boxes, some, every]
-    figure = Figure()
-    figure.text(0, 0, "a手写", **fonts.Fonts.of("a手写\n", files, mono=True).look(9))
-    figure.savefig(BytesIO())  # a missing glyph would warn
-    assert fonts.Fonts.of("手a\n", files).plain("手a\n") == "手aU+000A"
-    assert fonts.Fonts.of("手a", []).plain("手a") == "U+624Ba"
-    assert "No font here has 1 of these characters" in fonts.Fonts.of("手a", []).note

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import re
 import shutil
 import time
 import unicodedata
@@ -339,17 +338,6 @@ def test_what_no_class_has_is_unknown_and_what_only_a_test_line_has_is_a_class_o
     made = packed(tmp_path / "raw")
     assert made.classes == ["一", "三", "九", "二", UNKNOWN]
     assert (made.manifest["outside"], hwdb.report(made).loc["test", "never trained"]) == ({}, 1)
-
-
-def test_a_class_list_of_other_data_is_warned_of_at_once_and_one_that_lacks_little_is_not(tmp_path, capsys):
-    page(tmp_path / "raw" / "1-P1.dgrl", "一二" * 15, "一二三三一")
-    packed(tmp_path / "raw", classes="一二")  # progress=False is silent
-    hwdb.pack(tmp_path / "raw", height=HEIGHT, classes="一三")
-    warning = r"16 of 35 characters are in no class, '二' above all, .* is it the right chars_list"
-    assert re.search(warning, capsys.readouterr().err)
-    page(tmp_path / "raw" / "2-P1.dgrl", *["一二" * 15] * 3)
-    hwdb.pack(tmp_path / "raw", height=HEIGHT, classes="一二")
-    assert "no class" not in capsys.readouterr().err
 
 
 def test_full_width_forms_become_ascii_on_request_in_texts_and_classes(tmp_path):

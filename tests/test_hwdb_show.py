@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 from fonts import made_font
-from IPython.core.formatters import DisplayFormatter
 from matplotlib.colors import same_color, to_rgba
 from matplotlib.patches import Rectangle
 
@@ -144,18 +143,3 @@ def test_lines_are_shown_as_they_are_read_dark_on_light(pack):
     assert (np.asarray(drawn.get_array()) == image).all()
     left, right, bottom, top = drawn.get_extent()
     assert (right - left) / (bottom - top) == pytest.approx(60 / 32, rel=0.02)
-
-
-def test_confusions_are_drawn_as_the_table_says_and_of_none_a_notebook_shows_a_sentence(pack, fonts):
-    table = hwdb.confusions(["手写中文"] * 3 + ["写"], ["手中文"] * 3 + ["写a"])
-    sheet = hwdb.confused(table)
-    names = [label.get_text() for label in sheet.axes[0].get_yticklabels()]
-    assert names == (["写 → missing", "inserted → a"] if fonts is str else ["U+5199 → missing", "inserted → a"])
-    assert [bar.get_width() for bar in sheet.axes[0].patches if isinstance(bar, Rectangle)] == [3, 1]
-    sheet._repr_png_()
-    said = {
-        hwdb.show(pack, []): "No samples to show: the list of ids is empty.",
-        hwdb.confused(hwdb.confusions(["手"], ["手"])): "Nothing was read wrong: the table of confusions is empty.",
-    }
-    for sheet, sentence in said.items():
-        assert DisplayFormatter().format(sheet)[0] == {"text/plain": sentence}

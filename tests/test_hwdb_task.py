@@ -187,18 +187,6 @@ def test_what_a_line_becomes_depends_on_nothing_beside_it(lines):
         )
 
 
-def test_augmentation_shortens_no_line_hides_little_and_leaves_padding_blank(lines):
-    before = hwdb.batch(raw_of(lines, range(8)), hwdb.Plan(), None)
-    for epoch in range(4):
-        batch = varied(lines, range(8), 2.0, epoch)
-        assert (batch["image_length"] >= before["image_length"]).all()
-        assert (batch["image_length"] <= batch["image"].shape[3]).all()
-        assert 0 <= batch["image"].min() <= batch["image"].max() <= 2
-        assert 0.4 < batch["image"].sum() / before["image"].sum() < 2
-        for row, length in zip(batch["image"], batch["image_length"], strict=True):
-            assert not row[..., length:].any()
-
-
 # CTC
 
 

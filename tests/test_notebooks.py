@@ -218,12 +218,3 @@ def test_raw_data_of_ones_own_is_trained_on_and_the_receipt_can_measure_it(task,
     assert pack.raw is not None
     assert len(pack.raw) == len(pack)
     assert not (machine_of_mine / "data").exists()
-
-
-@pytest.mark.parametrize("task", ["captcha"])
-def test_a_kept_pack_on_the_machine_that_made_it_still_has_its_raw_data(task, machine_of_mine):
-    made = importlib.import_module(f"nbtools.tasks.{task}").pack(demo(task, machine_of_mine / "mine"), progress=False)
-    assert made.keep(f"drive:nbtools-data/{task}.tar")
-    pack = with_data(f"{task}/2_train")["pack"]
-    assert pack.card == made.card
-    assert pack.raw is not None

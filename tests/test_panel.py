@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import re
-import threading
 from dataclasses import dataclass
 from html import unescape
 from typing import Any
@@ -208,22 +207,6 @@ def test_a_slider_moves_its_field_to_two_digits_or_a_power_of_two_and_follows_it
     assert made.form.sliders["lr"].value == pytest.approx(1.2345e-7)
 
 
-def test_several_moves_of_a_sliders_handle_are_one_change_once_it_rests(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("nbtools.live.panel.time.monotonic", lambda: now[0])
-    made = panel(lr=1e-3)
-    requests = running(made, pace=0.01)
-    for lr in (9e-4, 8e-4, 7e-4):
-        slide(made, "lr", lr)
-        assert requests.state.plan.lr == 1e-3
-        assert made.fields["lr"].value == f"{lr:g}", "where the handle is"
-        now[0] += 0.2
-        made.refresh()
-    now[0] += 1
-    made.refresh()
-    assert requests.state.plan.lr == 7e-4
-
-
 def test_another_batch_size_offers_lr_by_rule_with_its_number_before_it_is_taken():
     made = panel(lr=1e-3, batch_size=64)
     made.fields["batch_size"].value = "128"
@@ -378,32 +361,6 @@ def test_a_value_beyond_ten_times_the_advised_asks_once_more_and_can_be_declined
     assert getattr(requests.state.plan, name) == float(text)
     made.fields[name].value = str(3 * usual)
     assert getattr(made.plan, name) == 3 * usual, "on the way down nothing is asked"
-
-
-def test_a_plan_that_came_from_elsewhere_is_shown_and_what_is_being_typed_stays():
-    made = panel(lr=1e-3)
-    requests = running(made)
-    made.fields["epochs"].value = "no"
-    requests.state.plan = made.plan.replace(lr=7e-4, batch_size=128)
-    applied(made, requests)
-    assert (made.plan.lr, made.fields["lr"].value) == (7e-4, "0.0007")
-    assert made.fields["epochs"].value == "no"
-
-
-def test_a_user_on_another_thread_is_not_lost_while_the_run_fills_the_fields():
-    made = panel(epochs=100)
-    requests = running(made)
-
-    def type_epochs():
-        for epochs in range(1, 16):
-            made.fields["epochs"].value = str(epochs)
-
-    user = threading.Thread(target=type_epochs)
-    user.start()
-    while user.is_alive():
-        applied(made, requests)
-    user.join()
-    assert (made.plan.epochs, made.fields["epochs"].value) == (15, "15")
 
 
 def test_a_verdict_is_shown_with_a_button_that_makes_its_change():

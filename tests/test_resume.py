@@ -18,7 +18,7 @@ from acting import QUIET, interrupted
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from nbtools.errors import CheckpointError, TrainError
+from nbtools.errors import TrainError
 from nbtools.fit import fit
 from nbtools.run import Run
 from nbtools.train import History, TrainState, checkpoint, train
@@ -117,15 +117,6 @@ def pack_for(name, pack, ragged):
     return ragged if name == "changes of batch size" else pack
 
 
-@pytest.mark.usefixtures("fp16_on_cpu", "late")
-def test_a_checkpoint_amid_readings_on_their_way_to_the_host_resumes_with_them(pack, uninterrupted):
-    """The row of a log step, and whether fp16 skipped the last step."""
-    state, history = trained(pack, *CASES["fp16, large counts"], set(range(1, 50, 6)))
-    expected, rows = uninterrupted("fp16, large counts")
-    assert log(history) == log(rows)
-    same(state, expected)
-
-
 @pytest.mark.usefixtures("fp16_on_cpu")
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=1, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -184,7 +175,7 @@ def test_killed_at_any_moment_and_run_again_equals_uninterrupted(tmp_path):
     assert child.stdout.readline() == b"ready\n"
     history = tmp_path / "run" / "history.csv"
     while not history.exists() or len(history.read_text().splitlines()) < 12:  # in the midst of steps and saves
-        time.sleep(0.001)
+        time.sleep(0.02)
     child.kill()
     assert child.wait() == -signal.SIGKILL
     child.stdout.close()
@@ -201,28 +192,6 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_it_taken(tmp_pat
         run = fit(toy, pack, toy.PLAN, folder, **QUIET)
         assert any(re.search(r"it is damaged; 0\d+-\d+ is used", told) for told in run.events)
         assert log(run.history) == log(whole.history)
-
-
-def test_a_run_does_not_go_on_with_another_network_or_other_data(tmp_path, pack):
-    folder = tmp_path / "run"
-    fit(toy, pack, toy.PLAN.replace(epochs=1), folder, **QUIET)
-    with pytest.raises(TrainError, match=r"is finished and cannot change hidden 16 → 17; more epochs extend it"):
-        fit(toy, pack, toy.PLAN.replace(hidden=17), folder, **QUIET)
-    other = toy.make_pack(tmp_path / "other", count=80)
-    with pytest.raises(CheckpointError, match=r"trained on another pack.*name another run folder"):
-        fit(toy, other, toy.PLAN.replace(epochs=1), folder, **QUIET)
-    longer = fit(toy, pack, toy.PLAN.replace(epochs=2), folder, **QUIET)
-    assert [row["what"] for row in longer.history.of("change")] == ["epochs 1 → 2"]
-    assert len(longer.summary()) == 2
-
-
-def test_a_lost_local_folder_comes_back_from_where_it_is_kept(tmp_path, pack, whole):
-    drive = tmp_path / "drive"
-    interrupted(lambda: fit(interrupting(9), pack, toy.PLAN, tmp_path / "vm1" / "run", keep=drive, **QUIET))
-    again = fit(toy, pack, toy.PLAN, tmp_path / "vm2" / "run", keep=drive, **QUIET)
-    same_run(again, whole)
-    assert Run.open(drive, toy).best == again.best
-    assert not list(drive.glob("*.part"))
 
 
 def overflowing(pack, epoch: int, before=lambda: None) -> tuple[Any, int]:

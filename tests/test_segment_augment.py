@@ -113,12 +113,3 @@ def test_seed_epoch_and_sample_decide_what_an_image_becomes_and_its_batch_does_n
     for seed, epoch in ((1, 3), (2, 2)):
         assert not torch.equal(augmented(raw, seed, epoch, **settings)["image"], together["image"])
     assert all(torch.equal(tensor, before[name]) for name, tensor in raw.items()), "the raw batch is unchanged"
-
-
-def test_with_every_setting_off_nothing_is_drawn_and_nothing_is_resampled():
-    raw, draws = raw_batch(4, channels=4), Draws(0, 0, torch.arange(4))
-    found = augment.augment(raw, Plan(), draws)
-    assert torch.equal(found["image"], raw["image"].permute(0, 3, 1, 2).float())
-    assert found["label"] is raw["label"]
-    assert found["distance"] is raw["distance"]
-    assert draws.count == 0

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from masks import NAMES, H, W, checked, faults, ids, only, packed, photo, polygon, saved, sole, xml
+from masks import H, W, checked, faults, ids, only, packed, photo, polygon, saved, sole, xml
 from matplotlib.path import Path as Outline
 
 from nbtools.errors import PackError
-from nbtools.tasks.common.report import ERROR, WARNING
+from nbtools.tasks.common.report import ERROR
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TRIANGLE = polygon("1,1;30,1;30,30")
@@ -103,14 +103,6 @@ def test_a_shape_that_cannot_be_drawn_leaves_its_image_out(tmp_path, shapes, key
         packed(source)
 
 
-def test_an_image_without_shapes_and_a_shape_without_area_are_warnings(tmp_path):
-    line = f'<polyline label="shirt" points="1,1;9,9"/>{TRIANGLE}'
-    for name, shapes, key in (("none", "", "shapes"), ("line", line, "polyline")):
-        source = xml(tmp_path / name, shapes)
-        assert [row.severity for row in checked(source).rows if row.key == key] == [WARNING]
-        assert (label_of(source) == 1).any() == bool(shapes)
-
-
 # Classes and images
 
 
@@ -121,18 +113,6 @@ def test_names_and_colours_are_the_files_and_the_background_comes_first(tmp_path
     same = edited(xml(tmp_path / "same", TRIANGLE), ("#000002", "#000001"), ("</meta>", '<image name="b.png"/></meta>'))
     assert len({tuple(colour) for colour in packed(same, val=0, test=0).options["colours"]}) == 3
     assert not faults(checked(same)), "an image in the head is none"
-
-
-def test_label_images_come_before_shapes_unless_these_are_asked_for(tmp_path):
-    source = xml(tmp_path / "raw", box(0, 0, 24, 36, "shirt") + box(24, 0, 40, 36))
-    label = label_of(source, classes=["shirt", "shoe"])
-    assert (label[:, :24] == 0).all()
-    assert (label[:, 40:] == 255).all(), "without a background what is not drawn is ignored"
-    assert only(checked(source, classes=["shirt", "shoe"])).value == "it is ignored"
-    saved(source / "labels" / "a.png", ids())
-    np.testing.assert_array_equal(label_of(source, classes=NAMES), ids())
-    assert 'labels="cvat"' in only(checked(source, classes=NAMES)).fix
-    assert (label_of(source, labels="cvat")[:, :24] == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -109,14 +109,6 @@ def test_images_of_many_sizes_are_scaled_to_fit_and_the_rest_is_ignored(tmp_path
         np.testing.assert_array_equal(found["label"] == 255, ~mask)
 
 
-@pytest.mark.parametrize(
-    ("size", "packed_at"), [((40, 33), [40, 33]), ((31, 60), [384, 384]), ((2080, 1024), [384, 384])]
-)
-def test_images_keep_their_size_if_all_have_one_that_a_network_can_use(tmp_path, size, packed_at):
-    source = pair(tmp_path / "raw", np.zeros((*size, 3), np.uint8), ids(0, *size))
-    assert packed(source, classes=NAMES, val=0, test=0).options["size"] == packed_at
-
-
 def test_images_are_reduced_by_area_and_labels_by_their_nearest_pixel(tmp_path):
     source = pair(tmp_path / "raw", photo(0, 64, 96), ids(0, 64, 96))
     found = sole(source, size=(32, 48))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from masks import H, W, checked, corpus, faults, ids, only, packed, photo, sample, saved, tree
+from masks import checked, corpus, faults, ids, only, packed, photo, saved, tree
 
 from nbtools.errors import PackError
 from nbtools.tasks.common.report import ERROR
@@ -85,18 +85,6 @@ def test_lists_of_images_and_labels_are_read(tmp_path, lines):
     assert checked(folder).rows == ()
 
 
-def test_a_list_of_pairs_gives_the_splits_also_if_labels_are_paired_by_name(tmp_path):
-    folder = tmp_path / "raw"
-    for k, (name, split) in enumerate((("a", "train"), ("b", "val"))):
-        tree(folder, {f"images/{name}.png": photo(k), f"labels/{name}.png": ids(k), f"better/{name}.png": ids(k + 5)})
-        saved(folder / f"{split}.txt", f"images/{name}.png,better/{name}.png\n")
-    for made, first in ((packed(folder), 5), (packed(folder, labels="images"), 0)):
-        assert made.splits == {"train": 1, "val": 1, "test": 0}
-        for k, name in enumerate(("a", "b")):
-            np.testing.assert_array_equal(sample(made, f"images/{name}.png")["label"], ids(k + first))
-    assert not faults(checked(folder))
-
-
 def test_paths_of_a_list_may_start_at_any_folder_above_it_and_never_leave_the_source(tmp_path):
     voc = tree(tmp_path / "voc", {"VOC2012/JPEGImages/a.jpg": photo(), "VOC2012/SegmentationClassAug/a.png": ids()})
     saved(voc / "VOC2012/ImageSets/Segmentation/val.txt", "/JPEGImages/a.jpg /SegmentationClassAug/a.png\n")
@@ -164,15 +152,3 @@ def test_folders_are_read_through_links_and_hidden_ones_are_not(tmp_path):
     (tmp_path / "real" / "images" / "train" / "gone.png").symlink_to(tmp_path / "nowhere")
     row = only(checked(source))
     assert (row.file, row.value) == ("images/train/gone.png", "none")
-
-
-def test_the_validators_summary_has_the_size_and_the_balance(tmp_path):
-    report = checked(corpus(tmp_path / "raw"))
-    every = np.concatenate([ids(k).ravel() for k in range(4)])
-    assert report.balance["class 1"] == pytest.approx((every == 1).mean())
-    assert f"packed at {H} × {W} pixels (height × width); class 0" in report.summary
-    assert f"class 1 {100 * (every == 1).mean():.1f} %" in report.summary
-    assert (report.ok, report.images, report.labelled, report.size) == (True, 4, 4, (H, W))
-    without = checked(tmp_path / "raw", ignore=[2])
-    assert without.balance["class 1"] == pytest.approx((every == 1).sum() / (every != 2).sum())
-    assert f"ignored {100 * (every == 2).mean():.1f} %" in without.summary

@@ -130,17 +130,6 @@ def test_ignored_classes_leave_no_gap_and_are_named_by_id_or_name(tmp_path):
     assert packed(source, classes={np.uint8(k): name for k, name in enumerate(NAMES)}).classes == NAMES
 
 
-def test_colours_are_those_given_and_otherwise_told_apart(tmp_path):
-    source = corpus(tmp_path / "raw")
-    saved(source / "classes.txt", "0,background,0,0,0\n1,shirt,230,159,0\n2,shoe,1,2,3\n")
-    assert packed(source).options["colours"] == [[0, 0, 0], [230, 159, 0], [1, 2, 3]]
-    many = packed(source, classes=["background", *map(str, range(253))]).options["colours"]
-    assert many[0] == [0, 0, 0]
-    assert len(set(map(tuple, many))) == 254
-    apart = np.linalg.norm(np.array(many[:16])[:, None] - np.array(many[:16]), axis=-1)
-    assert apart[~np.eye(16, dtype=bool)].min() > 35
-
-
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

@@ -137,14 +137,3 @@ def test_micro_batches_add_up_to_the_loss_and_the_gradient_of_the_whole_batch():
     assert torch.allclose(total, whole[0], rtol=1e-5)
     assert sum(int(count) for _, count in found) == int(whole[1])
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(gradient, expected, strict=True))
-
-
-@pytest.mark.parametrize("autocast", [True, False])
-def test_half_precision_logits_are_judged_in_full(autocast):
-    (main, auxiliary), batch = batch_of()
-    half = main.detach().bfloat16(), tuple(x.detach().bfloat16() for x in auxiliary)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        total, _ = loss_of(half, batch, PLAN)
-    expected, _ = loss_of((half[0].float(), tuple(x.float() for x in half[1])), batch, PLAN)
-    assert total.dtype == torch.float32
-    assert torch.equal(total, expected)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from packs import pack_of
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbtools.data import collate
 from nbtools.errors import PackError
@@ -105,6 +106,25 @@ def test_miou_of_any_batches_is_that_of_the_whole_set_and_not_their_mean(seen, b
     assert (found["miou"], found["pixel_accuracy"]) == (whole["miou"], whole["pixel_accuracy"])
     assert found["boundary_f"] == pytest.approx(whole["boundary_f"], abs=1e-6)
     assert abs(sum(read(part)["miou"] for part in parts) / len(parts) - whole["miou"]) > 1e-3
+
+
+class Unread(TorchDispatchMode):
+    """Refuses what must know values before it can go on, and so would wait for a GPU."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_metric_reads_a_value_so_none_waits_for_the_device(seen, monkeypatch):
+    labels, logits, distance, _ = seen
+    values = torch.randint(0, 26, (5000,), generator=torch.Generator().manual_seed(2))
+    assert torch.equal(scores.scatter_count(values, minlength=26), values.bincount(minlength=26))
+    monkeypatch.setattr(torch, "bincount", scores.scatter_count)  # as on a GPU
+    with Unread():
+        found = segment.metrics((logits, ()), {"label": labels, "distance": distance})
+        with pytest.raises(AssertionError, match="_local_scalar_dense"):
+            torch.as_tensor(found["boundary_f"][0]).item()
 
 
 @pytest.mark.parametrize("tolerance", [None, 1.5])

@@ -19,6 +19,7 @@ from nbtools.run import Run
 from nbtools.tasks import segment
 from nbtools.tasks.segment import BASELINE, Plan
 from nbtools.train import TrainState, evaluation
+from nbtools.train import device as devices
 from nbtools.train import train as train_loop
 from nbtools.train.plan import lr_at
 
@@ -167,6 +168,24 @@ def test_validation_is_neither_augmented_nor_cropped_nor_shuffled(watched, pack)
     assert torch.equal(labels, raw["label"].long())
 
 
+def test_batches_without_a_valid_pixel_are_trained_on_without_nan(tmp_path):
+    pack = make_pack(tmp_path, 12, ignored=[i for i in range(12) if i not in (0, 6)])
+    counts = []
+
+    def loss(model, batch, plan):
+        found = segment.loss(model, batch, plan)
+        counts.append(int(found[1]))
+        return found
+
+    plan = Plan(**{**SLIM, **AUGMENT, "epochs": 2, "batch_size": 2})
+    state, records = trained(pack, plan, task_of(loss=loss))
+    assert 0 in counts
+    assert any(counts)
+    assert not [r for r in records if r.kind == "event"]
+    assert all(math.isfinite(value) for r in records for value in r.values.values() if isinstance(value, float))
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in state.model.state_dict().values())
+
+
 def test_resumed_in_the_middle_of_an_epoch_a_run_is_the_same_bit_for_bit(pack):
     more = {"epochs": 2, "batch_size": 6, "schedule": "poly", "warmup_epochs": 0.5, "dropout": 0.1, "eval_every": 2}
     plan = Plan(**{**SLIM, **AUGMENT, **more})
@@ -187,22 +206,16 @@ def test_resumed_in_the_middle_of_an_epoch_a_run_is_the_same_bit_for_bit(pack):
     assert (again.step, again.best) == (whole.step, whole.best)
 
 
-def test_batches_without_a_valid_pixel_are_trained_on_without_nan(tmp_path):
-    pack = make_pack(tmp_path, 12, ignored=[i for i in range(12) if i not in (0, 6)])
-    counts = []
-
-    def loss(model, batch, plan):
-        found = segment.loss(model, batch, plan)
-        counts.append(int(found[1]))
-        return found
-
-    plan = Plan(**{**SLIM, **AUGMENT, "epochs": 2, "batch_size": 2})
-    state, records = trained(pack, plan, task_of(loss=loss))
-    assert 0 in counts
-    assert any(counts)
-    assert not [r for r in records if r.kind == "event"]
-    assert all(math.isfinite(value) for r in records for value in r.values.values() if isinstance(value, float))
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in state.model.state_dict().values())
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_kernels_are_chosen_by_speed_or_for_repeatability_never_both(monkeypatch, deterministic):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        devices.prepare(Plan().replace(deterministic=deterministic), torch.device("cuda"), many_shapes=False)
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+        assert torch.backends.cudnn.benchmark != deterministic
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def test_a_run_predicts_with_the_scales_and_mirror_images_of_its_plan(pack, tmp_path):

@@ -1,12 +1,8 @@
 """Clips of signs become a pack, and one table says what is wrong with a folder of them before that."""
 
-import io
 import json
 import os
-import struct
 import tarfile
-import tracemalloc
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +271,7 @@ def test_a_damaged_list_gives_its_row_and_each_clip_without_a_label_has_one(tmp_
     assert sorted([*made.names, *left_out]) == [f"{i:02}/{name}.npz" for i in range(len(LISTS)) for name in "ab"]
 
 
-PIECES = (
+PIECES = [
     b"file,gloss,cat\n",
     b"a,0,0\n",
     b"b",
@@ -288,7 +284,7 @@ PIECES = (
     b"train/",
     b"\r",
     b"\xef\xbb\xbf",
-)
+]
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -311,45 +307,6 @@ def changed(**arrays_: Any):
 
 def replaced(data: bytes):
     return lambda path: path.write_bytes(data)
-
-
-def flipped(path: Path) -> None:
-    """A byte in the middle of the compressed X."""
-    data = bytearray(path.read_bytes())
-    with zipfile.ZipFile(path) as file:
-        info = file.getinfo("X.npy")
-    data[info.header_offset + 200 + info.compress_size // 2] ^= 0xFF
-    path.write_bytes(data)
-
-
-def in_directory(offset: int, layout: str, value: int):
-    """A field of X's entry in the zip's directory changed."""
-
-    def act(path: Path) -> None:
-        data = bytearray(path.read_bytes())
-        place = data.index(b"PK\1\2")
-        assert data[place + 46 : place + 51] == b"X.npy"
-        struct.pack_into(layout, data, place + offset, value)
-        path.write_bytes(data)
-
-    return act
-
-
-def rewritten(data: bytes):
-    """Other bytes as the clip's X."""
-
-    def act(path: Path) -> None:
-        clip(path, without=("X", "X2048"))
-        with zipfile.ZipFile(path, "a") as file:
-            file.writestr("X.npy", data)
-
-    return act
-
-
-def header(shape: tuple[int, ...]) -> bytes:
-    text = io.BytesIO()
-    np.lib.format.write_array_header_1_0(text, {"descr": "<f4", "fortran_order": False, "shape": shape})
-    return text.getvalue()
 
 
 def with_value(value: float):
@@ -384,10 +341,6 @@ REFUSED = {
     "X is pickled": (changed(X=X.astype(object)), "X", "must be readable", "Object arrays"),
     "the file is empty": (replaced(b""), "", "a .npz archive", "not a zip file"),
     "the file is a web page": (replaced(b"<!DOCTYPE html>"), "", "a .npz archive", "not a zip file"),
-    "a byte is wrong": (flipped, "X", "must be readable", ""),
-    "an array is cut": (rewritten(header((T, 156)) + bytes(99)), "X", "must be readable", "expected 3120 bytes"),
-    "an array says it is huge": (rewritten(header((10**12, 156))), "X", "must be readable", "llocate"),
-    "the file is encrypted": (in_directory(8, "<H", 1), "X", "must be readable", "encrypted"),
 }
 
 
@@ -415,20 +368,6 @@ def test_a_clip_that_is_there_twice_is_found_whatever_it_is_called(tmp_path):
     (source / "val" / "c.npz").write_bytes((source / "train" / "a.npz").read_bytes())
     (row,) = checked(source).rows
     assert (row.severity, row.file, row.value) == (WARNING, "val/c.npz", "the same as train/a.npz")
-
-
-def test_a_directory_that_lies_does_not_make_a_small_file_fill_the_memory(tmp_path):
-    path = tmp_path / "bomb.npz"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
-        file.writestr("X.npy", header((T, 156)) + bytes(50_000_000))
-    in_directory(24, "<I", len(header((T, 156))) + 4 * 156 * T)(path)
-    tracemalloc.start()
-    try:
-        with pytest.raises(PackError, match="the array must be readable"):
-            sign.read(path, KEYPOINTS)
-        assert tracemalloc.get_traced_memory()[1] < 5_000_000
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.fixture(scope="module")

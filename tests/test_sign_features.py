@@ -300,21 +300,6 @@ def test_a_backbone_learns_what_it_is_asked_to_and_makes_the_features_with_it(tm
     np.testing.assert_allclose(held(into / "val" / "val_1_0.npz"), slowly(backbone, frames), atol=1e-5)
 
 
-def test_fine_tuning_is_kept_and_taken_up_again_and_does_not_depend_on_how_many_frames_at_once(tmp_path):
-    source, into = corpus(tmp_path / "raw"), tmp_path / "clips"
-    first = made(source, into, finetune=2)
-    filmed(source / "train" / "later", seed=5)  # has no label, so it teaches nothing
-    again = made(source, into, finetune=2)
-    assert (again.losses, again.written) == ((), ("train/later.npz",))
-    other = made(source, tmp_path / "other", finetune=2, batch_size=1)
-    np.testing.assert_allclose(other.losses, first.losses, rtol=1e-5)
-    for name in ("train/later.npz", "val/val_1_1.npz"):
-        np.testing.assert_allclose(held(into / name), held(tmp_path / "other" / name), atol=1e-4)
-    (into / TUNED).unlink()
-    with pytest.raises(PackError, match="cannot be mixed"):
-        made(source, into, finetune=2)
-
-
 # torchvision and its weights
 
 
@@ -387,15 +372,3 @@ def test_inception_gives_what_torchvisions_has_before_its_classifier(tmp_path):
     frames = torch.randint(0, 256, (2, 3, 360, 640), dtype=torch.uint8)
     theirs = models.Inception_V3_Weights.IMAGENET1K_V1.transforms()(frames.float() / 255)
     torch.testing.assert_close(Backbone(network(), crop=True).prepared(frames), theirs, atol=1e-5, rtol=0)
-
-
-@own_network
-def test_an_untrained_inception_is_the_same_for_a_seed_keeps_the_size_of_numbers_and_learns(tmp_path):
-    first, second, other = (Backbone(inception(None, seed)) for seed in (0, 0, 1))
-    assert first.mark() == second.mark() != other.mark()
-    values = first(torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8))
-    assert 0.1 < values.mean() < 1, "0.35 in the published clips"
-    source = corpus(tmp_path / "raw", takes=1)
-    result = made(source, tmp_path / "clips", network=None, weights=None, finetune=1, batch_size=4)
-    assert np.isfinite(result.losses).all()
-    assert held(tmp_path / "clips" / "val" / "val_1_0.npz").shape == (3, 2048)

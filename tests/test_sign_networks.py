@@ -1,6 +1,5 @@
 """The two networks of signs: their sizes, that padding and missing points change no result, clips beyond the table."""
 
-import math
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from nbtools.errors import PlanError
 from nbtools.tasks.sign.keypoints import LEFT, POINTS, RIGHT
-from nbtools.tasks.sign.networks import POSITIONS, Gru, Transformer, sinusoids
+from nbtools.tasks.sign.networks import POSITIONS, Gru, Transformer
 
 LENGTHS = (13, 1, 30, 7)
 NAMES = ("transformer", "gru")
@@ -81,14 +80,6 @@ def test_a_layer_is_torchs_pre_ln_encoder_layer():
     found = ours.eval()(x, keys[:, None, None])
     expected = theirs.train()(x, src_key_padding_mask=~keys)  # in eval mode it takes another path and zeroes padding
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_positions_are_the_papers():
-    found = sinusoids(POSITIONS, 256)
-    for place, column in ((0, 0), (1, 0), (1, 1), (7, 20), (299, 255)):
-        angle = place / 10000 ** ((column - column % 2) / 256)
-        expected = math.cos(angle) if column % 2 else math.sin(angle)
-        assert float(found[place, column]) == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_gru_gives_what_packed_sequences_give():

@@ -8,16 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from IPython.core.formatters import DisplayFormatter
-from matplotlib.colors import to_rgba
 from PIL import Image, ImageSequence
 
 from nbtools.errors import DiskError, PackError
 from nbtools.figures import RIGHT, WRONG
 from nbtools.tasks import sign
 from nbtools.tasks.sign import visualize
-from nbtools.tasks.sign.keypoints import FACE, HANDS, LEFT, POSE
-from nbtools.tasks.sign.keypoints import RIGHT as RIGHT_HAND
-from nbtools.tasks.sign.visualize import BODY_INK, FACE_INK, LEFT_INK, RIGHT_INK, frame, keypoints
+from nbtools.tasks.sign.visualize import frame, keypoints
 
 COUNT = 40
 SEEN = np.ones(78, bool)
@@ -32,25 +29,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pack(folder, tmp_path_factory):
     return sign.pack(folder, into=tmp_path_factory.mktemp("packed"), progress=False)
-
-
-def inked(image, colour):
-    """Whether a picture holds pixels of exactly a colour."""
-    return bool((np.asarray(image) == np.round(255 * np.array(to_rgba(colour)))).all(-1).any())
-
-
-@pytest.mark.parametrize(
-    ("part", "colour"), [(LEFT, LEFT_INK), (RIGHT_HAND, RIGHT_INK), (FACE, FACE_INK), (POSE, BODY_INK)]
-)
-def test_a_part_is_drawn_in_its_colour_where_it_is_seen_and_only_there(part, colour):
-    only = ~SEEN
-    only[part] = True
-    alone = frame(POINTS, only, 300)
-    assert inked(alone, colour)
-    assert not inked(alone, RIGHT)
-    assert not inked(alone, WRONG), "these colours mean right and wrong"
-    if part in HANDS:
-        assert not inked(frame(POINTS, ~only, 300), colour)
 
 
 def test_what_is_not_seen_is_not_drawn_and_no_limb_leads_there():

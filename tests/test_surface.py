@@ -29,15 +29,6 @@ plan = toy.PLAN.replace(epochs=1)
 def task(**hooks):
     return SimpleNamespace(**dict(vars(toy), preview=None, **hooks))
 """
-TURNED_EARLY = """
-def model(card, plan):
-    other = threading.Thread(target=setattr, args=(panel.fields["lr"], "value", "0.005"))
-    other.start(); other.join()
-    return toy.model(card, plan)
-panel = nb.Panel(plan)
-run = nb.fit(task(model=model), pack, panel, "early", receipt=False)
-print(run.plan.lr, [row["what"] for row in run.history.of("change")], panel.plan == run.plan)
-"""
 OWN_DATA = """
 def loss(outputs, y):
     steps.append(len(y))
@@ -49,16 +40,6 @@ images = [(torch.rand(3, 8, 8), i % 2) for i in range(100)]
 net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2))
 run = nb.fit(nb.classify(net, loss=loss), nb.pack(images), panel, "own_data", receipt=False)
 print(run.plan.lr, [row["what"] for row in run.history.of("change")], panel.plan == run.plan)
-"""
-ASKED_AMID_AN_EVALUATION = """
-def batch(raw, plan, draws):
-    if draws is None and panel.running and not notes:
-        panel.fields["lr"].value = "0.005"
-        notes.append(panel.form.pending.value)
-    return toy.batch(raw, plan, draws)
-notes, panel = [], nb.Panel(plan.replace(epochs=2))
-run = nb.fit(task(batch=batch), pack, panel, "amid", receipt=False)
-print(notes, [row["what"] for row in run.history.of("change")], repr(panel.form.pending.value))
 """
 TWICE = """
 def batch(raw, plan, draws):
@@ -99,11 +80,6 @@ def test_a_run_leaves_nothing_of_its_picture_behind(kernel):
     assert len(open_widgets(kernel)) == before + 2 * form
 
 
-def test_a_knob_turned_while_the_run_is_made_ready_is_a_wish(kernel):
-    text = kernel.run(TURNED_EARLY)
-    assert "0.005 ['lr 0.01 → 0.005'] True" in text
-
-
 def test_the_panel_acts_on_a_network_and_data_of_ones_own(kernel):
     text = kernel.run(OWN_DATA)
     assert "0.005 ['lr 0.01 → 0.005'] True" in text
@@ -131,12 +107,6 @@ def test_a_run_says_where_its_model_is_and_what_to_do_next_and_resumed_from_whic
         == 2
     )
     assert re.search(r"\['', .*>continuing from step \d+<", text)
-
-
-def test_a_change_that_waits_for_the_end_of_an_evaluation_says_so_at_once(kernel):
-    text = kernel.run(ASKED_AMID_AN_EVALUATION)
-    assert "after this step: lr 0.01 → 0.005<" in text
-    assert text.endswith("['lr 0.01 → 0.005'] ''\n")
 
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
