@@ -1,5 +1,5 @@
 """The toy task in processes of a run, which note their steps. Something happens to one of them, as the file `act.json`
-in the working directory says: {"rank": 1, "step": 5, "does": "kill"}."""
+in the working directory says: {"rank": 1, "step": 5, "does": "kill", "once": true}."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import torch
 import toy
-from torch import nn
-from toy import BASELINE, BEST, decode, demo, loss, metrics, pack, preview, read, survey
+from toy import BASELINE, BEST, CLASSES, decode, demo, loss, metrics, pack, preview, read, survey
 
 from nbtools.errors import PackError
 from nbtools.live import png
@@ -21,24 +22,25 @@ from nbtools.live import png
 __all__ = ["BASELINE", "BEST", "decode", "demo", "loss", "metrics", "model", "pack", "preview", "read", "survey"]
 
 PLAN = toy.Plan(epochs=3, batch_size=16, lr=1e-2, clip_norm=1.0)
+ERRORS = {
+    "refuse": PackError("sample 7: the label is missing, got None; write one"),
+    "fail": ValueError("a fault of the user's own"),
+    "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+}
 taken = 0  # steps of this process
 
 
 def model(card, plan):
-    """Without BatchNorm, whose statistics are those of a share. Ranks do not draw the run's picture, which takes longer
-    than its training."""
+    """Without BatchNorm. Ranks do not draw the run's picture, which takes longer than its training."""
     if "RANK" in os.environ:
         png.draw = lambda *_: b"\x89PNG"
-    return Net(plan.hidden)
+    layers = torch.nn.Linear(8, plan.hidden), torch.nn.ReLU(), torch.nn.Linear(plan.hidden, CLASSES)
+    return Net(*layers)
 
 
-class Net(nn.Module):
-    def __init__(self, hidden: int):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Linear(hidden, toy.CLASSES))
-
+class Net(torch.nn.Sequential):
     def forward(self, batch):
-        return self.layers(batch["x"])
+        return super().forward(batch["x"])
 
 
 def batch(raw, plan, draws):
@@ -52,6 +54,18 @@ def batch(raw, plan, draws):
     return toy.batch(raw, plan, draws)
 
 
+def notes(rank: int, folder: Path = Path()) -> list[dict[str, Any]]:
+    """What a rank noted of its steps, of which the last line may be in the writing."""
+    path = folder / f"steps-{rank}.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def will(does: str, rank: int, step: int, once: bool = True) -> None:
+    """Something happens to a rank at a step of each of its processes, or once."""
+    Path("act.json").write_text(json.dumps({"rank": rank, "step": step, "does": does, "once": once}))
+
+
 def act(rank: int) -> None:
     global taken
     taken += 1
@@ -61,28 +75,9 @@ def act(rank: int) -> None:
     if (asked.get("rank"), asked.get("step")) == (rank, taken):
         if asked["once"]:
             path.unlink()
-        ACTS[asked["does"]]()
-
-
-def refuse() -> None:
-    raise PackError("sample 7: the label is missing, got None; write one")
-
-
-def fail() -> None:
-    raise ValueError("a fault of the user's own")
-
-
-def orphan() -> None:
-    """Rank 0 vanishes without closing its connections, and the user interrupts this one."""
-    os.kill(json.loads(Path("steps-0.jsonl").read_text().splitlines()[0])["pid"], signal.SIGSTOP)
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-ACTS = {
-    "refuse": refuse,
-    "fail": fail,
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "orphan": orphan,
-    "hang": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "crash at its exit": lambda: atexit.register(os.abort),
-}
+        if asked["does"] in ERRORS:
+            raise ERRORS[asked["does"]]
+        if asked["does"] == "crash at its exit":
+            atexit.register(os.abort)
+        else:
+            os.kill(os.getpid(), getattr(signal, asked["does"]))

@@ -110,6 +110,8 @@ class Ranks:
         box = [what]
         dist.broadcast_object_list(box, 0, group=self.control)
         if not self.first and isinstance(box[0], (Restarted, Ended)):
+            if isinstance(box[0], Ended):
+                self.leave()
             raise box[0]
         return box[0]
 
