@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 CODE := nbtools tests benchmarks notebooks setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test full faults gpu fake-cuda bench notebooks wheel check
+.PHONY: help demo quick test full gpu bench notebooks wheel check
 
 help:  ## this list
 	@sed -n '/^[a-z%-]*:.*  ## /{s/:.*  ## /|/;s/%/STACK/;s/^/  make /;p;}' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s%s\n", $$1, $$2}'
@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # tests are in files of few, and would leave a core idle at the end.
 PARALLEL = OMP_NUM_THREADS=1 $1/bin/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
     -m 'not alone and not full'
-QUICK := layers project plan draws history old loop task memory rollback requests pack captcha
+QUICK := layers project plan draws history loop task memory rollback requests pack captcha
 
 quick: .venv/ready  ## in less than a minute: whether a change broke something
 	@$(BIN)/ruff check -q $(CODE)
@@ -38,11 +38,6 @@ test: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## every test but
 full: test  ## make test, and what takes too long for every change
 	@$(BIN)/python -m pytest -q -m full
 
-# The full counts take hours: it may be interrupted, and continues. FAULTS: names of parts, --processes, --anew.
-faults: .venv/ready  ## break things on purpose, count what comes of it: benchmarks/FAULTS.md; MINUTES=30 of it
-	@NBTOOLS_DEVICE=cpu OMP_NUM_THREADS=1 PYTHONPATH=tests:. nice -n 19 $(BIN)/python -m faults \
-	    $(if $(MINUTES),--minutes $(MINUTES)) $(FAULTS)
-
 # Where versions differ most: what is fetched, tabled, drawn and saved, and notebooks from top to bottom.
 STACKED := $(QUICK) stage table plot panel resume notebooks
 
@@ -57,11 +52,8 @@ test-%: .venv-own-%/ready  ## all but clocks on a Python and torch of its own: c
 	.venv-own-$*/bin/python -m pytest -q -m full tests/test_install.py || result=$$?; \
 	exit $$result
 
-gpu: .venv/ready  ## nb.checkup: what works on this machine and how fast; benchmarks/results/checkup.json
-	@$(BIN)/python -m nbtools checkup --into benchmarks/results/checkup.json
-
-fake-cuda: .venv-own-colab/ready  ## each network on a pretended GPU, with PyTorch's CUDA build (several GB)
-	@.venv-own-colab/bin/python -m pytest -q -m full tests/test_fake_cuda.py
+gpu: .venv/ready  ## what only a GPU can show, in at most four minutes of one
+	@$(BIN)/python -m pytest -q -m cuda tests/cuda
 
 bench: .venv/ready-bench  ## benchmarks one after another; receipts under benchmarks/results/
 	@for name in $$(grep -l __main__ benchmarks/*.py | xargs -n1 basename -s .py); do \
@@ -76,12 +68,13 @@ wheel: .venv/ready  ## dist/nbtools-….whl, which needs no repository: put it o
 	@$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .
 	@ls dist/*.whl
 
-check: .venv/ready  ## format, lint, types, layers, notebooks up to date
+check: .venv/ready  ## format, lint, types, layers, notebooks up to date, and the size of each room
 	@$(BIN)/ruff format --check -q $(CODE) || { echo "to format: $(BIN)/ruff format $(CODE)"; exit 1; }
 	@$(BIN)/ruff check -q $(CODE)
 	@$(BIN)/pyright
 	@$(BIN)/python -m pytest -q tests/test_layers.py
 	@$(BIN)/python -m notebooks.build --check
+	@$(BIN)/python tests/budget.py
 
 .venv/ready: requirements.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \

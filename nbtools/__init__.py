@@ -36,7 +36,7 @@ with _uncollected():
     from nbtools.fit import fit
     from nbtools.launch import launch
     from nbtools.live import Panel
-    from nbtools.measure import Advice, Gpu, advise, checkup, gpus, lr_sweep
+    from nbtools.measure import Advice, Gpu, advise, gpus, lr_sweep
     from nbtools.run import Run, evaluate, validate
     from nbtools.runs import runs
     from nbtools.train import History, Plan, Record, Task, TrainState, classify, knob, regress, train
@@ -59,7 +59,6 @@ __all__ = [
     "TrainState",
     "advise",
     "cached",
-    "checkup",
     "classify",
     "compare",
     "evaluate",

@@ -1,4 +1,4 @@
-"""The terminal: `python -m nbtools COMMAND`, of `gpus checkup stage cache watch control export guide demo
+"""The terminal: `python -m nbtools COMMAND`, of `gpus stage cache watch control export demo
 validate features pack advise train evaluate predict`.
 
 The fields of the task's Plan and the options of its `pack` become options by themselves (`nbtools.options`). Results go
@@ -12,7 +12,6 @@ import dataclasses
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
@@ -22,13 +21,12 @@ from typing import Any, NamedTuple
 
 from torch.distributed import is_torchelastic_launched
 
-from nbtools import guides
 from nbtools.data import Pack, cached, pack, stage
 from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.fit import fit
 from nbtools.launch import launch, require_processes
 from nbtools.live import ACTIONS, advised, send
-from nbtools.measure import PARTS, advise, check, checkup, follow, smoke_test
+from nbtools.measure import advise, check, follow, smoke_test
 from nbtools.options import (
     BUILT_IN,
     Parser,
@@ -71,8 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         arguments = ordered(arguments)
-        if arguments[:1] == ["guide"] and arguments[1:2] not in (["-h"], ["--help"]):
-            arguments.insert(1, "--")  # what follows has options of its own
         options = parser(arguments).parse_args(arguments)
         with redirect_stdout(sys.stderr) if options.json else nullcontext():  # a task of one's own may print
             found = options.act(options)
@@ -102,7 +98,7 @@ def ordered(arguments: list[str]) -> list[str]:
             words = [name or words[place + 1], *words[:place], *words[place + (1 if equals else 2) :]]
             break
     source = words[1] if command and command[0] in WITH_DATA and len(words) > 1 else "-"
-    if not re.match(r"-|\w+=", source):  # ims_per_gpu=4 is a setting of a guide
+    if not source.startswith("-"):
         words.insert(1, "--data")
     return command + words
 
@@ -134,7 +130,7 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         one.add_argument("task", type=same, help=known)
         one.set_defaults(act=define(one, task))
     for name, one in commands.choices.items():
-        if name not in ("control", "guide"):
+        if name != "control":
             one.add_argument("--json", action="store_true", help="print the result as one JSON document")
     return top
 
@@ -147,7 +143,7 @@ None for 0."""
 
 
 def gpus_command(one: argparse.ArgumentParser) -> Act:
-    """check this machine: GPUs, versions, memory, precisions and their speed, plans by rules of thumb
+    """check this machine: GPUs, versions, memory, precisions and how fast matrix products are in each
 
     python -m nbtools gpus
     python -m nbtools gpus --watch
@@ -156,30 +152,13 @@ def gpus_command(one: argparse.ArgumentParser) -> Act:
 
     def show(options: argparse.Namespace) -> Result | None:
         if not options.watch:
-            found = check({name: (find_task(name), card) for name, card in guides.DATA.items()}, guides.ASSUMED)
+            found = check()
             return Result(found.text(coloured()), found)
         if options.json:
             one.error("--watch has no end, and --json prints one document: leave one of them out")
         clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
         with suppress(KeyboardInterrupt):
             follow(lambda text: print(clear + text, flush=True))
-
-    return show
-
-
-def checkup_command(one: argparse.ArgumentParser) -> Act:
-    """try what nbtools does on this machine: two minutes on a CPU, eight on a GPU; continues where it was interrupted
-
-    python -m nbtools checkup
-    python -m nbtools checkup --part memory --again
-    """
-    one.add_argument("--part", action="append", default=[], choices=tuple(PARTS), help="only this one; may be repeated")
-    one.add_argument("--again", action="store_true", help="also what has worked on this machine before")
-    one.add_argument("--into", type=Path, metavar="FILE", help="also write the results to this JSON file")
-
-    def show(options: argparse.Namespace) -> Result:
-        found = checkup(options.into, options.again, options.part)
-        return Result(found.text(coloured()), found, 0 if found.ok else 1)
 
     return show
 
@@ -263,26 +242,6 @@ def export_command(one: argparse.ArgumentParser) -> Act:
     return act
 
 
-def guide_command(one: argparse.ArgumentParser) -> Act:
-    """run a command of a guide that nbtools replaces, and show what it is here
-
-    python -m nbtools guide --print main.py -m hctr -d data -b 64 -lr 0.003
-    python -m nbtools guide train_optimized.py --data data --epochs 10
-    """
-    one.add_argument("--print", action="store_true", help="print the command without running it")
-    text = "the guide's command, main.py -m hctr -d DIR -b 64, or settings of its config, ims_per_gpu=64"
-    one.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help=text)
-
-    def run(options: argparse.Namespace) -> int:
-        show = "--print" in options.words
-        ours = guides.translate([word for word in options.words if word not in ("--", "--print")])
-        print(ours, file=sys.stdout if show else sys.stderr)
-        print(*ours.notes, sep="\n", end="\n" if ours.notes else "", file=sys.stderr)
-        return 0 if show else main(ours.words)
-
-    return run
-
-
 def demo_command(one: argparse.ArgumentParser, task: Task) -> Act:
     """write a small data set in the task's raw format
 
@@ -361,13 +320,11 @@ def advise_command(one: argparse.ArgumentParser, task: Task) -> Act:
     text = "do not measure: use rules of thumb and earlier measurements"
     one.add_argument("--no-measure", action="store_true", help=text)
     one.add_argument("--compile", action="store_true", help="also try compiled steps: a minute or two more")
-    text = "also measure N processes, on as many GPUs or on this CPU, and say whether they are worth it"
-    one.add_argument("--processes", type=int, default=1, metavar="N", help=text)
     one.add_argument("--why", action="store_true", help="each reason in full, and what was measured")
     add_packing(one, task)
 
     def show(options: argparse.Namespace) -> Result:
-        asked = {"compiling": options.compile, "processes": options.processes}
+        asked = {"compiling": options.compile}
         advice = advise(task, packed(task, options.data, options), measure=not options.no_measure, **asked)
         parts = filter(None, (advice.batches, advice.workers, advice.profile) if options.why else ())
         texts = [*(part.text(coloured()) for part in parts), advice.text(coloured(), options.why)]
@@ -487,13 +444,11 @@ def predict_command(one: argparse.ArgumentParser, task: Task) -> Act:
 WITH_DATA = ("advise", "train", "evaluate")
 COMMANDS = {
     "gpus": gpus_command,
-    "checkup": checkup_command,
     "stage": stage_command,
     "cache": cache_command,
     "watch": watch_command,
     "control": control_command,
     "export": export_command,
-    "guide": guide_command,
 }
 TASK_COMMANDS = {
     "demo": demo_command,

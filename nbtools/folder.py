@@ -108,7 +108,7 @@ def restore(folder: Path, kept: Path | None, fresh: bool = False) -> None:
         return
     with disk.explained(f"looking for a run in {kept}", kept):
         theirs = patient(lambda: latest(kept), kept)
-        if not theirs and checkpoint.names(kept):
+        if disk.exists(kept) and disk.exists(kept / checkpoint.INDEX):
             raise CheckpointError(f"{kept} is the folder of a run itself; name another one with keep=")
     if not theirs:
         return

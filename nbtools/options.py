@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import importlib
 import inspect
 import math
 import pkgutil
-import re
 import sys
 import textwrap
 import types
@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nbtools import guides, tasks
+from nbtools import tasks
 from nbtools.data import Pack
 from nbtools.errors import NbtoolsError, sentence
 from nbtools.identity import former_run
@@ -227,7 +227,7 @@ def measured(task: Task, pack: Pack, plan: Plan, options: argparse.Namespace) ->
 
 class Parser(argparse.ArgumentParser):
     """Takes options by their whole names, and a switch also with its value: `--flag false` is `--no-flag`. Answers a
-    mistake in one sentence, also an option of a guide."""
+    mistake in one sentence."""
 
     def __init__(self, **more: Any):
         super().__init__(**more, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -243,14 +243,17 @@ class Parser(argparse.ArgumentParser):
                 words.append(word)
         found, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            text = guides.answer(unknown, getattr(found, "task", ""), self._option_string_actions)
-            self.error(text or f"unrecognized arguments: {' '.join(unknown)}")
+            options = "; ".join(self.no_option(word) for word in unknown if word.startswith("-"))
+            self.error(options or f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
+    def no_option(self, word: str) -> str:
+        name = word.partition("=")[0]
+        close = difflib.get_close_matches(name, self._option_string_actions, 1)
+        return f"no option {name}" + (f"; did you mean {close[0]}?" if close else "")
+
     def error(self, message: str) -> NoReturn:
-        bare = re.fullmatch(r"argument (--\S+): expected one argument", message)
-        text = guides.answer([bare[1]], "", self._option_string_actions) if bare else ""
-        self.exit(2, f"nbtools: {sentence(text or message)} See {self.prog} --help\n")
+        self.exit(2, f"nbtools: {sentence(message)} See {self.prog} --help\n")
 
 
 def documented(define: Callable[..., Any]) -> dict[str, Any]:

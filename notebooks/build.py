@@ -105,11 +105,11 @@ def identity(source: str, taken: set[str]) -> str:
 
 
 def table(address: str) -> str:
-    """The README's table: a row a notebook, with the title and the first sentence of its first cell."""
+    """The README's table: a row a notebook, with the title and the first sentence of its first cell, up to a colon."""
     rows = ["| notebook | what it does | |", "| --- | --- | --- |"]
     for name in names():
         title, _, promise, *_ = notebook(name, address).cells[0].source.split("\n\n")
-        sentence = re.split(r"(?<=[.!?])\s", promise.replace("\n", " "))[0]
+        sentence = re.split(r"[:.!?]\s", promise.replace("\n", " ") + " ")[0] + "."
         rows.append(f"| [{title.removeprefix('# ')}](notebooks/{name}.ipynb) | {sentence} | {badge(name, address)} |")
     return "\n".join(rows) + "\n"
 

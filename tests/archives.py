@@ -22,6 +22,7 @@ from nbtools import disk, errors
 
 PACKERS = {"tar": bytes, "tar.gz": gzip.compress, "tar.xz": lzma.compress, "tar.bz2": bz2.compress}
 FORMS = (*PACKERS, "zip")
+OPERATIONS = ("create", "append", "read", "write", "sync", "sync_folder", "rename", "remove", "link", "make_folder")
 Members = dict[str, bytes] | list[tuple[str, bytes] | tarfile.TarInfo]
 
 
@@ -73,7 +74,7 @@ def fault_at(patch: pytest.MonkeyPatch, nth: int, fault: Callable[..., Any]) -> 
 
         return operation
 
-    for name in disk.OPERATIONS:
+    for name in OPERATIONS:
         patch.setattr(disk, name, faulty(name, getattr(disk, name)))
     return calls
 

@@ -18,7 +18,7 @@ from nbtools.live import Columns, View, facts
 from nbtools.live.facts import About
 from nbtools.live.picture import picture
 from nbtools.measure import REASONS
-from nbtools.train import History, Keeper, Record, kept_until
+from nbtools.train import History, Record, kept_until
 
 ABOUT = About("captcha", epochs=8, epoch_samples=3200, best="whole_accuracy")
 NOW = 1_800_000_000.0  # Fri 08:00 UTC
@@ -78,24 +78,8 @@ def test_how_far_a_run_is_kept_is_a_fact_from_the_first_step_on(tmp_path):
     nb.fit(toy.with_(batch=batch), pack, plan, tmp_path / "run", keep=tmp_path / "kept", receipt=False, progress=False)
     assert words[0] == "nothing yet"
     last = kept_until(tmp_path / "run")
-    assert re.fullmatch(r"step \d+ copied", last)
+    assert re.fullmatch(r"step \d+", last)
     assert told(history(), dataclasses.replace(ABOUT, kept=last))["kept"] == last
-    assert facts.room("kept", "nothing yet") == facts.room("kept", last) >= len("step 12,345 confirmed")
-
-
-def test_the_picture_follows_how_far_a_run_is_kept_and_whether_that_is_confirmed(tmp_path, monkeypatch):
-    pack, plan = toy.make_pack(tmp_path / "pack"), toy.PLAN.replace(epochs=1)
-    run = nb.fit(toy, pack, plan, tmp_path / "run", receipt=False, progress=False)
-    monkeypatch.setattr("nbtools.live.view.in_notebook", lambda: True)
-    shown: Any = View(run.folder, run.history, plan, 64, "accuracy", plan, show=True)
-    for state in ("copied", "confirmed"):
-        keeper = Keeper(run.folder, tmp_path / "kept")
-        keeper.keep()
-        keeper.close()
-        shown.redraw()
-        shown.draw()
-        assert f"step {run.history.rows[-1]['step']} {state}" in shown.output.facts.value
-    shown.bar.close()
 
 
 def test_every_fact_keeps_its_place_from_the_first_step_on():

@@ -284,7 +284,7 @@ def test_energy_is_read_once_more_when_training_ends(nvml, tmp_path, monkeypatch
 def test_the_check_shows_the_cards_and_their_driver(nvml, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     nvml()
-    found = check({})
+    found = check()
     shown = str(found)
     assert all(part in shown for part in ("cuda:1", "8.0", "1.1 of 42.9 GB", "550.54.15", "GFLOP/s"))
     assert found.to_dict()["gpus"][1]["memory_used"] == 2048

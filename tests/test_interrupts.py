@@ -21,7 +21,7 @@ import pytest
 import torch
 import toy
 from acting import QUIET, acting, same
-from faults.forks import DONE, Child
+from forks import DONE, Child
 
 import nbtools as nb
 from nbtools.folder import Job

@@ -132,7 +132,7 @@ def test_the_repositorys_address_is_written_once_and_generated_elsewhere():
     assert by_hand <= {"pyproject.toml", "README.md"}
 
 
-def test_the_readmes_tree_is_true_and_complete():
+def test_the_readmes_tree_is_true_and_names_each_folder_of_the_package():
     [block] = re.findall(r"```text\nnbtools/ .*?```", (ROOT / "README.md").read_text(), re.S)
     named, folders = [], []
     for line in block.splitlines()[2:-1]:
@@ -142,8 +142,8 @@ def test_the_readmes_tree_is_true_and_complete():
         named.append("".join(folders))
         assert comment.strip(), f"README's tree says nothing of {named[-1]}"
     assert [path for path in named if not (ROOT / path).exists()] == []
-    package = [path for path in (ROOT / "nbtools").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
-    assert {path.relative_to(ROOT).as_posix() + "/" * path.is_dir() for path in package} <= {*named}
+    package = [path for path in (ROOT / "nbtools").iterdir() if (path / "__init__.py").exists()]
+    assert {f"nbtools/{path.name}/" for path in package} <= {*named}
 
 
 def test_make_alone_explains_every_target():

@@ -1,4 +1,4 @@
-"""The options of the guide's script do here what they say; `test_guides` has their names."""
+"""The options of the guide's script do here what they say."""
 
 import io
 import json

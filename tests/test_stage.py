@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from archives import archived, ended_at, forked, full, kill, put, tar_bytes, tree, zip_bytes
+from archives import OPERATIONS, archived, ended_at, forked, full, kill, put, tar_bytes, tree, zip_bytes
 from faults import stagers
 
 import nbtools as nb
@@ -80,7 +80,7 @@ def receipt_in(folder: Path) -> dict:
 def untouched(monkeypatch):
     """Within, nothing may change a disk."""
     with monkeypatch.context() as patch:
-        for operation in disk.OPERATIONS:
+        for operation in OPERATIONS:
             if operation != "read":  # 512 bytes, to know that it is still an archive
                 patch.setattr(disk, operation, lambda *_, **__: pytest.fail("touched the disk"))
         yield

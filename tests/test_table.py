@@ -1,26 +1,10 @@
 """Tables: nothing in a cell is markup, columns line up, what is unknown is a dash."""
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 
 from nbtools import table
-
-
-def test_a_caption_above_no_columns_stays_on_one_line():
-    assert "nowrap" in table.html((), [], caption="120 clips: 0 errors and 0 warnings")
-    wide = table.html(["a"], [], caption="a sentence that may be longer than its table is wide")
-    assert "nowrap" not in wide.partition("</caption>")[0]
-
-
-def test_no_line_of_a_notebooks_table_ends_between_a_number_and_its_unit():
-    cells = [["94 %, 3 min 20 s", table.Folded("1.5 GB", "after 12 ms, 5 of 40 epochs")]]
-    found = table.html(["a", "b"], cells, caption="about 6 min")
-    for kept in ("94\xa0%", "3\xa0min 20\xa0s", "1.5\xa0GB", "12\xa0ms", "5 of 40 epochs", "about 6\xa0min"):
-        assert kept in found
-    assert "94 %" in table.text(["a", "b"], cells), "a terminal's text is as written"
 
 
 def test_no_cell_header_or_caption_becomes_markup_or_steers_the_terminal():
@@ -40,31 +24,6 @@ def test_terminal_columns_line_up_with_wide_characters_and_numbers_with_units_st
         "0001.png   12 GB  12.5  b",
         "x           9 GB     –  c",
     ]
-    assert table.text(["a", "b"], []).split("\n")[0] == "a  b"
-
-
-def test_a_long_last_column_wraps_at_words_and_keeps_its_place():
-    reason = "the guide's tier for a GPU of 24 GB, capped by the data set"
-    lines = table.text(["field", "why"], [("batch_size", reason)], width=40).split("\n")
-    assert all(len(line) <= 40 for line in lines)
-    assert " ".join(line[12:].strip() for line in lines[2:]) == reason
-
-
-def test_headers_of_numbers_wrap_before_a_number_would_and_what_fits_is_counted():
-    headers, rows = ["epoch", "train loss", "val char accuracy", "memory"], [(1, 0.02, 0.9, "512 MiB")]
-    assert table.text(headers, rows, width=31).split("\n") == [
-        "epoch  train  val char   memory",
-        "        loss  accuracy",
-        "─────  ─────  ────────  ───────",
-        "    1   0.02       0.9  512 MiB",
-    ]
-    assert [table.fitting(headers, rows, width) for width in (31, 30, 12, 4)] == [4, 3, 2, 0]
-
-
-@pytest.mark.parametrize("rows", [[["1"], ["1", "2"]], [["1", "2"]]])
-def test_a_ragged_row_is_refused(rows):
-    with pytest.raises(ValueError, match=r"is longer|1 headers cannot have rows of 2 cells"):
-        table.html(["a"], rows)
 
 
 SHOWN = {
@@ -131,17 +90,3 @@ def test_sizes_are_decimal_and_times_and_shares_have_units():
         "2 min 15 s",
     ]
     assert [table.percent(0.943), table.percent(0.0043, 1)] == ["94 %", "0.4 %"]
-
-
-def test_a_count_and_its_noun_agree():
-    nouns = [(2, "batch"), (2, "class"), (2, "epoch"), (0, "thread"), (1, "thread"), (1300, "thread")]
-    shown = [table.plural(count, noun) for count, noun in nouns]
-    assert shown == ["2 batches", "2 classes", "2 epochs", "0 threads", "1 thread", "1,300 threads"]
-
-
-def test_the_docs_show_how_numbers_are_written():
-    text = (Path(__file__).parents[1] / "docs" / "tables.md").read_text()
-    rows = re.findall(r"\| `(\w+)\(([\d.e]+)\)` \| (.+?) \|", text)
-    assert len(rows) >= 13
-    for name, value, written in rows:
-        assert getattr(table, name)(float(value)) == written

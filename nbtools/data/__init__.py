@@ -24,7 +24,7 @@ from nbtools.data.feed import (
 )
 from nbtools.data.frames import tables
 from nbtools.data.items import TARGET, Form, inputs_of, is_image
-from nbtools.data.kept import EARLIER, LATER, LATEST, is_kept, latest, opened_copy, present, restore_kept
+from nbtools.data.keeping import EARLIER, LATER, LATEST, is_kept, latest, opened_copy, present, restore_kept
 from nbtools.data.pack import (
     SPLITS,
     Card,
@@ -39,7 +39,7 @@ from nbtools.data.pack import (
     require_shares,
     split_of,
 )
-from nbtools.data.parallel import cores, side_by_side, threaded
+from nbtools.data.parallel import cores, in_processes, side_by_side, threaded
 from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
 from nbtools.data.sources import Source, cache
 from nbtools.data.stage import stage
@@ -84,6 +84,7 @@ __all__ = [
     "gather",
     "in_notebook",
     "in_order",
+    "in_processes",
     "inputs_of",
     "is_all",
     "is_count",

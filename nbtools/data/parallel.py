@@ -120,28 +120,39 @@ def workers_pay() -> bool:
     return cores() > 1 and not multiprocessing.current_process().daemon
 
 
-def by_workers(work: Callable[[T], R], items: Sequence[T], size: int, method: str = "fork") -> Generator[R, None, None]:
-    """work(item) of each item, in order, by a worker process per core, `size` of them at a time. Where the system kills
-    one, this process does the rest. Items and results must be picklable, and with a method but fork the work too."""
+def in_processes(work: Callable[[T], R], items: Sequence[T], processes: int | None = None) -> Generator[R, None, None]:
+    """work(item) of each item, in order, by so many worker processes. 0: by threads of this one; None: by a process per
+    core where there are many items, on a system that forks."""
+    if processes is None:
+        processes = cores() if sys.platform == "linux" and workers_pay() and len(items) > CHUNK else 0
+    yield from by_workers(work, items, SENT, workers=processes) if processes else threaded(work, items)
+
+
+def by_workers(
+    work: Callable[[T], R], items: Sequence[T], size: int, method: str = "fork", workers: int | None = None
+) -> Generator[R, None, None]:
+    """work(item) of each item, in order, by so many worker processes, None: one per core; `size` of them at a time.
+    Where the system kills one, this process does the rest. Items and results must be picklable, and with a method but
+    fork the work too."""
     batches, done = [list(items[start : start + size]) for start in range(0, len(items), size)], 0
     loader = DataLoader(
         Work(work),
         batch_sampler=batches,
-        num_workers=cores(),
+        num_workers=workers or cores(),
         collate_fn=list,
         worker_init_fn=begin_worker,
         generator=torch.Generator(),  # its own: the user's random numbers stay as they are
         multiprocessing_context=method,
     )
-    workers = Loader(loader, batches)
+    crew = Loader(loader, batches)
     stream: Any = ()
     try:
         try:
-            stream = workers.begin()
+            stream = crew.begin()
         except OSError as error:
             say(f"no worker processes ({error.strerror}); this process reads all")
         else:
-            threading.Thread(target=watch, args=(workers, stream), daemon=True).start()
+            threading.Thread(target=watch, args=(crew, stream), daemon=True).start()
         for results in stream:
             for result in results:
                 if isinstance(result, Failure):
@@ -149,12 +160,12 @@ def by_workers(work: Callable[[T], R], items: Sequence[T], size: int, method: st
                 yield result
             done += len(results)
     except RuntimeError:
-        killed = workers.killed()
+        killed = crew.killed()
         if "SIGKILL" not in killed:  # an item that crashes a decoder would crash this process too
             raise
         say(f"{killed}; this process reads the rest")
     finally:
-        workers.end()  # a traceback keeps the loader, and it its workers
+        crew.end()  # a traceback keeps the loader, and it its workers
     yield from map(work, items[done:])
 
 

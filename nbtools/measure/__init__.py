@@ -4,42 +4,34 @@ from nbtools.measure.advice import Advice, Machine, decide, explained
 from nbtools.measure.advisor import advise, expected, tried_before
 from nbtools.measure.batch import find_batch
 from nbtools.measure.check import check, smoke_test
-from nbtools.measure.checkup import Checkup
 from nbtools.measure.machine import REASONS, Gpu, Sampler, described, follow, gpus, machine, nvml_index
 from nbtools.measure.presets import preset
 from nbtools.measure.profile import StepProfile
 from nbtools.measure.receipt import Receipt, comparable, receipt
-from nbtools.measure.several import Scaling, find_scaling
 from nbtools.measure.stepper import Stepper, untouched
 from nbtools.measure.sweep import lr_sweep
 from nbtools.measure.trials import first_losses, step_profile
-from nbtools.measure.tryouts import PARTS, checkup
 from nbtools.measure.verdict import Verdict, verdict
 from nbtools.measure.workers import find_workers
 
 __all__ = [
-    "PARTS",
     "REASONS",
     "Advice",
-    "Checkup",
     "Gpu",
     "Machine",
     "Receipt",
     "Sampler",
-    "Scaling",
     "StepProfile",
     "Stepper",
     "Verdict",
     "advise",
     "check",
-    "checkup",
     "comparable",
     "decide",
     "described",
     "expected",
     "explained",
     "find_batch",
-    "find_scaling",
     "find_workers",
     "first_losses",
     "follow",

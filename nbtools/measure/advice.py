@@ -20,7 +20,6 @@ from nbtools.measure.batch import BatchReport
 from nbtools.measure.lr_trial import LrTrial
 from nbtools.measure.profile import StepProfile, Tried
 from nbtools.measure.report import Report, restored
-from nbtools.measure.several import Scaling
 from nbtools.measure.trials import LEAST_STEPS
 from nbtools.measure.verdict import Verdict
 from nbtools.measure.workers import WorkersReport
@@ -58,8 +57,7 @@ class Advice(Report):
     differs here), or (None, why it cannot train here). batches, workers, profile: the measurements, None if there
     was none; levers: settings for speed that were tried, in their order; over: the baseline next to the plan, its
     samples/s over the plan's; verdict: what this plan is bound by here. samples: of the train split. lr_trial: what
-    other learning rates gave. scaling: what
-    several processes would give, where that was asked for.
+    other learning rates gave.
     """
 
     plan: Plan
@@ -78,7 +76,6 @@ class Advice(Report):
     verdict: Verdict | None = None
     samples: int = 0
     lr_trial: LrTrial | None = None
-    scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
         plain = {name for name, value in self.plan.to_dict().items() if value == getattr(Plan(), name, ...)}
@@ -134,8 +131,7 @@ class Advice(Report):
         drawn = table.text(*(self.in_full() if whole else self.table()), colours=self.colours() if colour else None)
         legend = f"{painted('measured here', 'green')}, {painted(THUMB, 'yellow')}" if colour else ""
         others = "" if whole else self.other_sizes()
-        scaling = f"\n{self.scaling}" if self.scaling else ""
-        return "\n".join(filter(None, [self.caption(), drawn, legend, others, self.footer(), scaling]))
+        return "\n".join(filter(None, [self.caption(), drawn, legend, others, self.footer()]))
 
     def caption(self) -> str:
         """Samples, steps per epoch, in all and of warmup; and the time for them where a step was measured here."""
@@ -162,8 +158,7 @@ class Advice(Report):
         others = [(plan.batch_size, plan.lr, why) for plan, why in self.other_batches()]
         sizes = table.folded(self.other_sizes(), table.html(("batch size", "lr", "why"), others)) if others else ""
         notes = "".join(map(table.note, self.footer().splitlines()))
-        scaling = self.scaling._repr_html_() if self.scaling else ""
-        return f"{table.html(*self.table(), self.caption())}{sizes}{notes}{scaling}"
+        return f"{table.html(*self.table(), self.caption())}{sizes}{notes}"
 
     def other_sizes(self) -> str:
         sizes = ", ".join(str(plan.batch_size) for plan, _ in self.other_batches())

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from nbtools import disk
-from nbtools.data import Card, Pack, choose, phase, work
-from nbtools.errors import DiskError, TrainError
+from nbtools.data import Pack, choose, phase, work
+from nbtools.errors import DiskError
 from nbtools.measure.advice import (
-    MOST_K,
     THUMB,
     Advice,
     decide,
@@ -25,23 +24,18 @@ from nbtools.measure.advice import (
     epochs_for_few,
     has_recipe,
     inspect,
-    learning_rate,
-    warmup,
 )
 from nbtools.measure.batch import BatchReport, find_batch
-from nbtools.measure.checkup import ruled_out
 from nbtools.measure.levers import LEAST, Levers, outcome
 from nbtools.measure.lr_trial import LEAST_S, lr_trial
 from nbtools.measure.machine import machine
 from nbtools.measure.presets import preset
 from nbtools.measure.receipt import SILENT, comparable
-from nbtools.measure.report import Report
-from nbtools.measure.several import Scaling, find_scaling, ways
 from nbtools.measure.stepper import EAGER, Clock, untouched
 from nbtools.measure.trials import LEVERS
 from nbtools.measure.verdict import verdict
 from nbtools.measure.workers import find_workers
-from nbtools.table import digits, plural
+from nbtools.table import digits
 from nbtools.train import (
     Plan,
     Task,
@@ -57,14 +51,11 @@ from nbtools.train import (
 )
 from nbtools.train import device as devices
 
-VERSION = 7  # of what is measured: what an older version advised is measured again
+VERSION = 8  # of what is measured: what an older version advised is measured again
 KEPT = 8  # kept results next to a pack, for instance of other machines
 PRECISION, BATCH, OTHERS, BASELINE, STEP = 0.2, 0.3, 0.25, 0.1, 0.15  # shares of the time
 LONG_S = 600.0  # seconds of training beyond which a small data set gets no more epochs
 HALF = 0.5  # of the time at most for the precision, which gains most
-PLAIN = {"amp": "off", "compile": False, "graph": False}
-SCALING = 6.0  # seconds of several processes in training
-STARTING = 20.0  # seconds that processes take to start: torch is imported in each
 
 
 def advise(
@@ -74,24 +65,19 @@ def advise(
     seconds: float | None = None,
     compiling: bool = False,
     clock: Clock | None = None,
-    processes: int = 1,
 ) -> Advice:
     """The plan to start from, each field with its reason and, where it was measured here, the evidence.
 
     Measuring takes about `seconds`, once for a machine, a pack and a task: the result is kept next to the pack; None: a
     ninetieth of the training that it shortens, at least 12 s and at most 60. measure=False: use what was measured
     before, else only rules of thumb, without delay. compiling: also try torch.compile and CUDA graphs, however short
-    training is; takes a minute or two more. clock: the clock of a
-    Stepper. processes: also what the plan, and one with so many times the batch, would give in so many processes,
-    each with a GPU of its own or its share of the CPU's cores. Raises TrainError if not even one sample fits.
+    training is; takes a minute or two more. clock: the clock of a Stepper. Raises TrainError if not even one sample
+    fits.
     """
     task = as_task(task)
-    if processes < 1:
-        raise TrainError(f"processes must be at least 1, got {processes}; leave it out for one")
     made = known_or_measured(task, pack, measure, seconds, compiling, clock)
-    scaling = scaled(task, pack, made, processes, measure, seconds, clock) if processes > 1 else None
     presets = {name: preset(task, pack, name) for name in task.PRESETS}
-    return dataclasses.replace(made, presets=presets, scaling=scaling)
+    return dataclasses.replace(made, presets=presets)
 
 
 def known_or_measured(
@@ -141,46 +127,9 @@ def expected(task: TaskLike, pack: Pack, plan: Plan) -> str:
     return made.times(plan)
 
 
-def scaled(
-    task: Task, pack: Pack, made: Advice, processes: int, measure: bool, seconds: float | None, clock: Clock | None
-) -> Scaling:
-    """What so many processes would give, as measured before, or now; else the batches alone, without figures."""
-    plans, path = [made.plan, *many_times(made, pack.card, processes)], shelf(pack)
-    name = label(task, pack, made, processes)
-    if found := kept(path).get(name):
-        return Scaling.from_dict(found)
-    if not measure:
-        why = f"{plural(processes, 'process')}: whether they are worth it has not been measured here yet."
-        return Scaling(processes, tuple(ways(plans, processes)), why)
-    training = seconds / 3 if seconds else SCALING
-    with work(f"measuring {plural(processes, 'process')} on this machine", start=STARTING, training=training):
-        phase("start")
-        found = find_scaling(task, pack, plans, processes, training, clock)
-    return dataclasses.replace(found, note=found.note + keep(path, name, found))
-
-
-def many_times(made: Advice, card: Card, processes: int) -> list[Plan]:
-    """The plan with so many times the batch, of which each process takes what the plan has; none where there is too
-    little data for that, or no rule for its lr."""
-    plan, base = made.plan, made.baseline or made.plan
-    batch = processes * plan.batch_size
-    if batch > min(enough(card), MOST_K * base.batch_size):
-        return []
-    lr, warm = learning_rate(plan, plan.optimizer, batch)[0], warmup(batch / base.batch_size, plan.epochs)[0]
-    micro = plan.micro_batch_size or plan.batch_size
-    changes = {"batch_size": batch, "micro_batch_size": micro, "lr": lr, "warmup_epochs": max(warm, plan.warmup_epochs)}
-    return [plan.replace(**changes, graph=False)]
-
-
 def by_rules(task: TaskLike, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advice:
-    """Advice by the rules from the results so far, without what a check-up of the machine found failing; the feed is
-    chosen by the pack's size."""
-    here, trained = inspect(), pretrained(task, pack)
-    plan, bad = decide(task, pack.card, here, found, trained).plan, ruled_out(task_name(as_task(task)))
-    off = {
-        name: (plain, bad[name, value]) for name, plain in PLAIN.items() if (name, value := getattr(plan, name)) in bad
-    }
-    advice = decide(task, pack.card, here, {**found, **off}, trained)
+    """Advice by the rules from the results so far; the feed is chosen by the pack's size."""
+    advice = decide(task, pack.card, inspect(), found, pretrained(task, pack))
     if "feed" in advice.reasons:  # measured, or suggested by the task
         return advice
     name, why = choose(pack, advice.plan, devices.pick())
@@ -316,9 +265,9 @@ def shelf(pack: Pack) -> Path:
     return pack.folder.with_name(f"{pack.folder.name}.advice.json")
 
 
-def label(task: TaskLike, pack: Pack, of: Advice, asked: bool | int) -> str:
+def label(task: TaskLike, pack: Pack, of: Advice, asked: bool) -> str:
     """Changes with whatever the measurements depend on: machine and versions, data, task and its plan. asked: whether
-    to compile; or of several processes their number."""
+    to compile."""
     own, network = bound(task, pack.card), []
     if own.card is not None:  # a task of one's own may have no name, or the same one for another network
         with torch.random.fork_rng(devices=[]):
@@ -330,7 +279,6 @@ def label(task: TaskLike, pack: Pack, of: Advice, asked: bool | int) -> str:
     parts = [
         VERSION,
         machine(),
-        sorted(map(str, ruled_out(task_name(task)))),
         pack.card.digest,
         task_name(task),
         of.plan.to_dict(),
@@ -340,7 +288,7 @@ def label(task: TaskLike, pack: Pack, of: Advice, asked: bool | int) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def keep(path: Path, name: str, found: Report) -> str:
+def keep(path: Path, name: str, found: Advice) -> str:
     """Save what was measured; returns why that failed, or ""."""
     shelved = {**kept(path), name: found.to_dict()}
     try:

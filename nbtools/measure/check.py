@@ -1,5 +1,5 @@
 """The check of a machine, before anything is trained on it: GPUs, versions, memory, which precisions it can train in
-and how fast its matrix products are in each, and the plans that the rules of thumb make of that."""
+and how fast its matrix products are in each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import dataclasses
 import math
 import platform
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,15 +18,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from nbtools import disk, table
-from nbtools.data import Card, auto_feed, cache, cores, open_feed
+from nbtools.data import auto_feed, cache, cores, open_feed
 from nbtools.errors import TrainError
 from nbtools.measure import memory
-from nbtools.measure.advice import Machine, decide, inspect
 from nbtools.measure.advisor import advise
 from nbtools.measure.machine import Gpus, cpu_name, gpus, instructions, pair
 from nbtools.measure.profile import matrix_rates, matrix_side
 from nbtools.table import number, plural
-from nbtools.train import Task, TaskLike, TrainState, checkpoint, evaluation, train_step
+from nbtools.train import Task, TrainState, checkpoint, evaluation, train_step
 from nbtools.train import device as devices
 from nbtools.version import VERSION
 
@@ -57,8 +56,7 @@ class Arithmetic:
 @dataclass(frozen=True)
 class Check:
     """What this machine is. device: what trains; side: of the matrices that were multiplied; bytes of RAM and of the
-    disk that staged data and packs go to, None if the system does not report them. plans: task → settings by rules of
-    thumb; assumed: the tasks whose number of samples is an assumption. Shows as tables."""
+    disk that staged data and packs go to, None if the system does not report them. Shows as tables."""
 
     gpus: Gpus
     device: str
@@ -75,8 +73,6 @@ class Check:
     side: int
     arithmetic: tuple[Arithmetic, ...]
     feed: str
-    plans: dict[str, dict[str, Any]]
-    assumed: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -106,18 +102,11 @@ class Check:
         """The tables below one another; colour: for a terminal that shows colours."""
         colours = {} if colour else None
         products = f"products of {self.side:,} × {self.side:,}, GFLOP/s"
-        plans = []
-        for name, own in self.plans.items():
-            samples, *settings = own.values()
-            plans.append((name, f"{samples:,}{' assumed' if name in self.assumed else ''}", *settings))
-        headers = ("task", *next(iter(self.plans.values()), {}))
         parts = [
             table.text(*self.gpus.table(), colours=colours) if self.gpus else self.gpus.missing,
             table.text(("machine", ""), self.rows(), colours=colours),
             table.text(("format", "trains here", products), [each.row() for each in self.arithmetic], colours=colours),
-            table.text(headers, plans, colours=colours) if plans else "",
-            f"Plans by rules of thumb, for data sets such as the tasks were written for. Feed auto: {self.feed}.\n"
-            "For your data, and measured here: python -m nbtools advise TASK --data SOURCE",
+            f"Feed auto: {self.feed}.\nA plan for your data, measured: python -m nbtools advise TASK --data SOURCE",
         ]
         return "\n\n".join(filter(None, parts))
 
@@ -125,14 +114,12 @@ class Check:
         return self.text()
 
 
-def check(examples: Mapping[str, tuple[TaskLike, Card]], assumed: Collection[str] = ()) -> Check:
-    """Look at this machine, and multiply matrices for a fraction of a second. examples: task and data set to show plans
-    for, by name; assumed: those whose number of samples is an assumption."""
+def check() -> Check:
+    """Look at this machine, and multiply matrices for a fraction of a second."""
     device, found, room = devices.pick(), gpus(), memory.ram()
     free = None
     with contextlib.suppress(OSError):
         free = disk.free_bytes(cache())
-    machine = inspect()
     return Check(
         gpus=found,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else DEVICES.get(device.type, str(device)),
@@ -149,8 +136,6 @@ def check(examples: Mapping[str, tuple[TaskLike, Card]], assumed: Collection[str
         side=matrix_side(device),
         arithmetic=tuple(arithmetic(device)),
         feed=auto_feed(device),
-        plans={name: by_thumb(task, card, machine) for name, (task, card) in examples.items()},
-        assumed=tuple(assumed),
     )
 
 
@@ -219,13 +204,6 @@ def formats(device: torch.device) -> dict[str, tuple[torch.dtype | None, str]]:
         "bf16": (torch.bfloat16, "yes, tensor cores") if ampere else (None, f"only emulated: {shown}"),
         "fp16": (torch.float16, "yes, tensor cores" if capability >= (7, 0) else "yes, without tensor cores"),
     }
-
-
-def by_thumb(task: TaskLike, card: Card, machine: Machine) -> dict[str, Any]:
-    """The settings of a plan that depend on the machine most."""
-    plan = decide(task, card, machine).plan.to_dict()
-    names = ("network", "batch_size", "lr", "amp", "feed", "workers")
-    return {"samples": card.splits["train"], **{name: plan.get(name) for name in names}}
 
 
 def smoke_test(task: Task, **knobs: Any) -> str:

@@ -38,7 +38,7 @@ class Levers:
     """The fastest plan so far, in training (None: memory ran out), and what was tried.
 
     tried: [(change, the value in its place before, whether it is kept)]; skipped: changes that there was no time or no
-    memory for. compiling: try that however short training is.
+    memory for. compiling: try that however short training is, and CUDA graphs.
     """
 
     def __init__(
@@ -158,7 +158,8 @@ class Levers:
         if name == "channels_last":
             return other_layout(plan, modules)
         if name == "graph":
-            return {name: True} if self.device.type == "cuda" and replays(plan, shapes(pack, plan)) else {}
+            recorded = self.compiling and self.device.type == "cuda"  # only where asked: a recording may fail
+            return {name: True} if recorded and replays(plan, shapes(pack, plan)) else {}
         lasting = self.compiling or self.training_s >= COMPILE_PAYS
         return {name: True} if lasting and compiles(plan, modules, shapes(pack, plan)) else {}
 

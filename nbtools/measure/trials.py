@@ -13,10 +13,9 @@ import torch
 
 from nbtools.data import Feed, Pack, cores
 from nbtools.measure import memory
-from nbtools.measure.checkup import ruled_out
 from nbtools.measure.profile import LEAST_ROUNDS, LONG, MEMORY, ROUNDS, TIME, Bench, Skipped, StepProfile, Tried
 from nbtools.measure.stepper import Clock, Stepper, untouched
-from nbtools.train import MOST_GRAPHS, Diverged, Plan, TaskLike, task_name, unrecordable
+from nbtools.train import MOST_GRAPHS, Diverged, Plan, TaskLike, unrecordable
 from nbtools.train import device as devices
 
 SECONDS = 3.0  # a measurement takes two to three times as long, with its warm-up
@@ -210,11 +209,9 @@ def try_out(
 ) -> tuple[Tried | Skipped, Stepper | None]:
     """Train a change in turns with the plan for about `seconds`: (what that gives, the change in training).
 
-    It fails where a check-up of this machine found that. It is skipped where memory is short, or its fewest rounds
+    It is skipped where memory is short, or its fewest rounds
     would take more than `most`; not if it is compiled, which takes minutes in any case. step_s, step_bytes: what a step
     of the plan takes."""
-    if why := next(filter(None, map(ruled_out(task_name(run.task)).get, change.items())), ""):
-        return Tried(change, 0.0, 0.0, 0.0, 0, failed=why), None
     plan, room = run.plan.turn(**change), memory.room(run.device)
     larger = plan.batch_size / run.plan.batch_size
     a_pass = (plan.micro_batch_size or plan.batch_size) / (run.plan.micro_batch_size or run.plan.batch_size)

@@ -1,7 +1,7 @@
 """Keep a run on a second disk, usually Drive, while it trains.
 
 One worker copies each finished checkpoint under its own name, reads it back, and then replaces latest.json
-(`nbtools.data.kept`), which names it: what is there is complete or absent, whenever the machine is lost.
+(`nbtools.data.keeping`), which names it: what is there is complete or absent, whenever the machine is lost.
 """
 
 from __future__ import annotations

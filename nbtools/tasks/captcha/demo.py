@@ -6,8 +6,10 @@ import contextlib
 import functools
 import io
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -18,6 +20,7 @@ Size = tuple[int, int]
 
 FONT_SIZES = (36, 40, 44)
 DOT_SHADES = 6
+ONE_AT_A_TIME = threading.Lock()
 
 font_of = functools.lru_cache(maxsize=32)(ImageFont.load_default)
 
@@ -30,12 +33,14 @@ def demo(
     length: int | tuple[int, int] = 4,
     size: Size = (60, 160),
     seed: int = 0,
+    processes: int | None = None,
 ) -> Path:
     """Write `count` captchas into a folder; the same seed gives the same files, byte for byte.
 
     length: characters, or (fewest, most): the width then grows with the text, as the CTC network takes it.
     size: (height, width) in pixels; of four characters where the length varies.
-    Cost: 3.6 ms of CPU time each, so 6,000 take about 20 s on two cores (the second one encodes).
+    processes: that draw, by default one per core for more than a few; 0: none but this one. Each captcha costs about
+    4 ms of CPU time.
     Raises PackError on an impossible request, MissingExtra without the captcha package, DiskError.
     """
     shortest, longest = (length, length) if isinstance(length, int) else length
@@ -44,29 +49,29 @@ def demo(
             "count must be a whole number of captchas, 1 or more": (whole(count, 1), count),
             "alphabet must be the characters to draw": (bool(alphabet), alphabet),
             "length must be 1 or more characters, or (fewest, most)": (1 <= shortest <= longest, length),
+            "processes must be a whole number, 0 or more": (processes is None or whole(processes, 0), processes),
         }
     )
-    with seeded_captcha() as package:
-        files = captchas(package, count, alphabet, (shortest, longest), size, seed)
-        return write_demo(folder, files, (".png",), count)
+    require_captcha()
+    files = (file_of(n, alphabet, (shortest, longest), size, seed) for n in range(count))
+    return write_demo(folder, files, (".png",), processes)
 
 
-def captchas(package, count: int, alphabet: str, length: tuple[int, int], size: Size, seed: int) -> Iterator[File]:
-    """Each captcha is a pure function of its number, so that 100 are the first 100 of 6,000."""
-    maker, numbers = package
-    for n in range(count):
-        rng = random.Random(f"{seed}-{n}")
-        text = "".join(rng.choice(alphabet) for _ in range(rng.randint(*length)))
-        room = size if length[0] == length[1] else (size[0], round(size[1] * len(text) / 4))
-        if n % 2:
-            numbers.rng = rng
-            image = canvas(maker, room).generate_image(text)
-        else:
-            image = drawn_by_hand(text, room, rng)
-        yield f"{text}_{n}.png", functools.partial(png, image)
+def file_of(number: int, alphabet: str, length: tuple[int, int], size: Size, seed: int) -> File:
+    """A captcha: a pure function of its number, so that 100 are the first 100 of 6,000, whoever draws them."""
+    rng = random.Random(f"{seed}-{number}")
+    text = "".join(rng.choice(alphabet) for _ in range(rng.randint(*length)))
+    room = size if length[0] == length[1] else (size[0], round(size[1] * len(text) / 4))
+    return f"{text}_{number}.png", functools.partial(drawn, text, room, rng, bool(number % 2))
 
 
-def png(image: Image.Image) -> bytes:
+def drawn(text: str, size: Size, rng: random.Random, by_package: bool) -> bytes:
+    """The PNG of a captcha, by the package or with Pillow alone."""
+    if by_package:
+        with seeded_captcha(rng) as maker:
+            image = canvas(maker, size).generate_image(text)
+    else:
+        image = drawn_by_hand(text, size, rng)
     content = io.BytesIO()
     image.save(content, "PNG", compress_level=3)
     return content.getvalue()
@@ -75,8 +80,8 @@ def png(image: Image.Image) -> bytes:
 class Seeded:
     """Stands in for `secrets`, with which the captcha package draws: numbers of a generator that can be seeded."""
 
-    def __init__(self) -> None:
-        self.rng = random.Random()
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
 
     def randbelow(self, bound: int) -> int:
         return int(self.rng.random() * bound)  # a third of the time of randrange; there are 200 an image
@@ -85,9 +90,8 @@ class Seeded:
         return getattr(self.rng, "getrandbits" if name == "randbits" else name)
 
 
-@contextlib.contextmanager
-def seeded_captcha() -> Iterator[tuple[type, Seeded]]:
-    """(ImageCaptcha, its random numbers), in place of those of `secrets` for as long as the block lasts."""
+def require_captcha() -> Any:
+    """The module of the captcha package that draws. Raises MissingExtra."""
     try:
         from captcha import image as module
     except ImportError:
@@ -95,12 +99,21 @@ def seeded_captcha() -> Iterator[tuple[type, Seeded]]:
             "demo captchas need the package captcha: pip install captcha, or nbtools[captcha]. "
             "Images of your own need no extra package"
         ) from None
-    original, numbers = module.__dict__["secrets"], Seeded()
-    module.__dict__["secrets"] = numbers
-    try:
-        yield module.ImageCaptcha, numbers
-    finally:
-        module.__dict__["secrets"] = original
+    return module
+
+
+@contextlib.contextmanager
+def seeded_captcha(rng: random.Random) -> Iterator[type]:
+    """ImageCaptcha, which draws its random numbers from a generator instead of `secrets` for as long as the block
+    lasts, one thread at a time."""
+    module = require_captcha()
+    with ONE_AT_A_TIME:
+        original = vars(module)["secrets"]
+        vars(module)["secrets"] = Seeded(rng)
+        try:
+            yield module.ImageCaptcha
+        finally:
+            vars(module)["secrets"] = original
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from nbtools import disk
-from nbtools.data import SLOW, bar, threaded
+from nbtools.data import SLOW, bar, in_processes
 from nbtools.errors import PackError
 from nbtools.tasks.common.files import walk
 
@@ -18,20 +18,22 @@ File = tuple[str, Callable[[], bytes]]
 """(name relative to the folder, what computes its content)."""
 
 
-def write_demo(folder: str | Path, files: Iterable[File], suffixes: tuple[str, ...], total: int | None = None) -> Path:
+def write_demo(
+    folder: str | Path, files: Iterable[File], suffixes: tuple[str, ...], processes: int | None = None
+) -> Path:
     """Write files into a folder in place of those of an earlier demo; returns the folder.
 
-    The contents are computed in threads, since encoders release the GIL, and not fsynced: a demo is made anew in
-    seconds. suffixes: of the files that a reader of the folder would take for data. total: how many files there are,
-    for the progress bar. Other files in the folder of an earlier demo are kept. Raises PackError if the
-    folder has such files and no demo wrote it, or a foreign file has a name that is needed; DiskError.
+    The contents are computed by so many processes (0: by threads of this one; None: one per core if there are many),
+    and not fsynced: a demo is made anew in seconds. suffixes: of the files that a reader of the folder would take for
+    data. Other files in the folder of an earlier demo are kept. Raises PackError if the folder has such files and no
+    demo wrote it, or a foreign file has a name that is needed; DiskError.
     """
-    folder = Path(folder)
+    folder, files = Path(folder), [*files]
     with disk.explained("writing demo data", folder):
         clear(folder, suffixes)
         with open(folder / LIST, "w", encoding="utf-8") as written:
-            contents = threaded(lambda file: (file[0], file[1]()), files)
-            for name, data in bar(contents, "writing demo data", total, unit=" files", leave=False, delay=SLOW):
+            contents = in_processes(lambda k: (files[k][0], files[k][1]()), range(len(files)), processes)
+            for name, data in bar(contents, "writing demo data", len(files), unit=" files", leave=False, delay=SLOW):
                 if (folder / name).exists():
                     raise PackError(foreign(folder / name))
                 written.write(f"{name}\n")

@@ -88,7 +88,7 @@ def demo(
         return page_bytes(texts, images, f"nbtools demo, seed {seed}, drawn with {drawn}")
 
     pages = range(-(-count // LINES))
-    write_demo(folder, ((name_of(n), partial(page, n)) for n in pages), SUFFIXES, len(pages))
+    write_demo(folder, ((name_of(n), partial(page, n)) for n in pages), SUFFIXES)
     say(f"{plural(count, 'line')} of {plural(len(chosen), 'character')} in {folder}, drawn with {drawn}.")
     if drawn.startswith("shapes"):
         say("For real characters install a CJK font (apt-get install fonts-lxgw-wenkai)")

@@ -58,8 +58,7 @@ def demo(
             "seed must be 0 or more": (whole(seed, 0), seed),
         }
     )
-    total = count * (1 + (form != "cvat")) + 1 + (form != "labels")
-    return write_demo(folder, files(count, *sides, form=form, seed=seed), (*IMAGES, ".txt", ".xml"), total)
+    return write_demo(folder, files(count, *sides, form=form, seed=seed), (*IMAGES, ".txt", ".xml"))
 
 
 def files(count: int, height: int, width: int, form: str, seed: int) -> Iterator[File]:

@@ -132,7 +132,7 @@ def demo(
     files += [
         (f"{split}/labels.csv", partial(csv_bytes, ("file", "gloss", "cat"), some)) for split, some in rows.items()
     ]
-    return write_demo(folder, files, (".npz",), len(files))
+    return write_demo(folder, files, (".npz",))
 
 
 def sign_of(category: int, number: int, seed: int) -> Sign:
