@@ -24,7 +24,7 @@ from torch.distributed import is_torchelastic_launched
 from nbtools.data import Pack, cached, pack, stage
 from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.fit import fit
-from nbtools.launch import launch, require_processes
+from nbtools.launch import launch, reporting, require_processes
 from nbtools.live import ACTIONS, advised, send
 from nbtools.measure import advise, check, follow, smoke_test
 from nbtools.options import (
@@ -42,7 +42,7 @@ from nbtools.options import (
 )
 from nbtools.run import Run, busy, evaluate, validate
 from nbtools.table import coloured, plural
-from nbtools.train import Task, doubts, reporting, unread
+from nbtools.train import Task, doubts, unread
 from nbtools.watch import watch
 
 RUN: Any = {"type": Path, "metavar": "FOLDER", "help": "the run folder"}
