@@ -187,36 +187,22 @@ def test_after_a_rank_is_lost_all_start_again_and_the_run_becomes_the_one_withou
 
 # -- the terminal, and torchrun itself
 
-TORCHRUN = ("-m", "torch.distributed.run")
-TRAIN = ("-m", "nbtools", "train", "crew", "--data", "raw", "--run", "run", "--from", "plan", "--no-receipt")
-
-
-def started(*command: str) -> subprocess.Popen[str]:
-    paths = os.pathsep.join(filter(None, [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": paths, "NBTOOLS_CACHE": str(Path("cache").absolute())}
-    return subprocess.Popen([sys.executable, *command], env=env, stdout=-1, stderr=-1, text=True)
-
 
 @contextmanager
-def nodes(count: int, *more: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two processes that train, by --processes (0), or on so many nodes of torchrun, which stand on one machine; ended
-    with the test."""
+def begun(nodes: int, *more: str, steps: int = 0) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two processes that train, by --processes (0), or on so many nodes of torchrun, which stand on one machine; once
+    both have begun so many steps. Ended with the test."""
+    train = ["-m", "nbtools", "train", "crew", "--data", "raw", "--run", "run", "--from", "plan", "--no-receipt", *more]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free.getsockname()[1]}", "--rdzv-id", "run"]
-    each = [
-        *TORCHRUN,
-        "--nnodes",
-        str(count),
-        "--nproc-per-node",
-        str(2 // max(count, 1)),
-        *meet,
-        "--max-restarts",
-        "2",
-    ]
-    command = [*each, "-m", "--", *TRAIN[1:]] if count else [*TRAIN, "--processes", "2"]
-    processes = [started(*command, *more) for _ in range(count or 1)]
+        meet = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{free.getsockname()[1]} --rdzv-id run --max-restarts 2"
+    torchrun = f"-m torch.distributed.run --nnodes {nodes} --nproc-per-node {2 // max(nodes, 1)} {meet} -m --".split()
+    command = [sys.executable, *([*torchrun, *train[1:]] if nodes else [*train, "--processes", "2"])]
+    paths = os.pathsep.join(filter(None, [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": paths, "NBTOOLS_CACHE": str(Path("cache").absolute())}
+    processes = [subprocess.Popen(command, env=env, stdout=-1, stderr=-1, text=True) for _ in range(nodes or 1)]
     try:
+        until(lambda: min(len(notes(0)), len(notes(1))) >= steps, "steps", 100)
         yield processes
     finally:
         for process in processes:
@@ -225,9 +211,9 @@ def nodes(count: int, *more: str) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_the_terminal_and_any_torchrun_train_and_pack_once(pack, count):
-    with nodes(count, "--epochs", "2") as processes:
+@pytest.mark.parametrize("nodes", [0, 1, 2])
+def test_the_terminal_and_any_torchrun_train_and_pack_once(pack, nodes):
+    with begun(nodes, "--epochs", "2") as processes:
         said = [process.communicate(timeout=200) for process in processes]
     assert {process.returncode for process in processes} == {0}, said
     assert sum(out.count("train loss") for out, _ in said) == 1, "rank 0 alone prints the result"
@@ -238,8 +224,7 @@ def test_the_terminal_and_any_torchrun_train_and_pack_once(pack, count):
 @pytest.mark.full
 def test_settings_outlive_a_restart_for_a_process_that_was_lost_on_another_machine(pack):
     """Whose torchrun alone counts it."""
-    with nodes(2, "--epochs", "100000") as processes:
-        until(lambda: len(notes(1)) > 5, "steps", 100)
+    with begun(2, "--epochs", "100000", steps=5) as processes:
         send("run", settings={"lr": 0.005})
         until(lambda: notes(1)[-1]["lr"] == 0.005, "another lr")
         os.kill(notes(1)[-1]["pid"], signal.SIGKILL)
@@ -251,58 +236,28 @@ def test_settings_outlive_a_restart_for_a_process_that_was_lost_on_another_machi
     assert any(text.startswith("resumed from step") for text in texts(nb.Run.open("run", crew)))
 
 
-# -- what ends all processes
-
-SCRIPT = """
-import sys, torch; torch.set_num_threads(1)
-import nbtools as nb, crew
-nb.launch(crew, nb.Pack.open(sys.argv[1]), crew.PLAN.replace(epochs=100_000), "run", receipt=False, processes=2)
-"""
-
-
-@contextmanager
-def beginning(*command: str, steps: int = 3) -> Iterator[subprocess.Popen[str]]:
-    """A process that trains, once both ranks have begun more than so many steps; ended with the test."""
-    process = started(*command)
-    try:
-        until(lambda: process.poll() is not None or min(len(notes(0)), len(notes(1))) > steps, "steps")
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_whatever_ends_the_process_that_started_them_ends_all_and_the_run_is_saved(pack, tmp_path, number):
-    with beginning("-c", SCRIPT, str(pack.folder)) as process:
-        process.send_signal(number)
+@pytest.mark.parametrize(("nodes", "number"), [(0, "SIGKILL"), (0, "SIGTERM"), (0, "SIGINT"), (1, "SIGTERM")])
+def test_whatever_ends_the_process_that_started_them_ends_all_and_the_run_is_saved(pack, tmp_path, nodes, number):
+    """A scheduler, as Slurm, sends SIGTERM to each of torchrun's processes too, which get it from torchrun again."""
+    with begun(nodes, "--epochs", "100000", steps=3) as [process]:
+        for pid in {notes(rank)[-1]["pid"] for rank in range(2)} if nodes else ():
+            os.kill(pid, signal.SIGTERM)
+        process.send_signal(signal.Signals[number])
         said = process.communicate(timeout=60)[1]
-    until(lambda: not left_behind(tmp_path), "the end of all processes", 40)
-    assert process.returncode == -number, said
+        until(lambda: not left_behind(tmp_path), "the end of all processes", 40)
+    if not nodes:
+        assert process.returncode == (130 if number == "SIGINT" else -signal.Signals[number]), said
     assert last_step(Path("run")) == len(notes(0)) == len(notes(1)), "both stopped after the same step, and it is saved"
 
 
 @pytest.mark.full
 def test_a_second_interrupt_ends_all_at_once(pack, tmp_path, monkeypatch):
     monkeypatch.setenv("CREW_STEP", "60")
-    with beginning("-c", SCRIPT, str(pack.folder), steps=0) as process:
+    with begun(0, steps=1) as [process]:
         process.send_signal(signal.SIGINT)
         time.sleep(1)
         assert process.poll() is None, "the first one waits for the step"
         process.send_signal(signal.SIGINT)
-        assert "KeyboardInterrupt" in process.communicate(timeout=30)[1]
-    until(lambda: not left_behind(tmp_path), "the end of all processes", 10)
-
-
-@pytest.mark.full
-def test_a_scheduler_that_ends_every_process_at_once_leaves_a_saved_run(pack, tmp_path):
-    """As Slurm does: torchrun gets the signal, and sends it a second time to those that have it already."""
-    with beginning(
-        *TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "--", *TRAIN[1:], "--epochs", "100000"
-    ) as process:
-        for pid in (*{notes(rank)[-1]["pid"] for rank in range(2)}, process.pid):
-            os.kill(pid, signal.SIGTERM)
-        process.communicate(timeout=60)
-    until(lambda: not left_behind(tmp_path), "the end of all processes")
-    assert last_step(Path("run")) == len(notes(0)) == len(notes(1))
+        process.communicate(timeout=30)
+        until(lambda: not left_behind(tmp_path), "the end of all processes", 10)
