@@ -32,15 +32,14 @@ def together(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the port is the system's choice
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world), **env}
     pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world)]
-    envs = [{**meet, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
-    processes = [CONTEXT.Process(target=run, args=(pipes[i][1], envs[i], act, args)) for i in range(world)]
-    for process in processes:
-        process.start()
+    given = [(pipes[i][1], {**meet, "RANK": str(i), "LOCAL_RANK": str(i)}, act, args) for i in range(world)]
+    processes = [CONTEXT.Process(target=run, args=each) for each in given]
     try:
-        waited = [rank for rank in range(world) if rank != lost]
-        for rank in waited:
-            assert pipes[rank][0].poll(timeout), f"no answer from rank {rank} in {timeout:g} s"
-        found = [pipes[rank][0].recv() for rank in waited]
+        for process in processes:
+            process.start()
+        ends = [pipes[rank][0] for rank in range(world) if rank != lost]
+        assert all(end.poll(timeout) for end in ends), f"no answer in {timeout:g} s"
+        found = [end.recv() for end in ends]
     finally:
         for process in processes:
             process.kill()
@@ -50,8 +49,7 @@ def together(
 
 
 def in_turn(*calls: tuple[Callable[..., Any], *tuple[Any, ...]]) -> list[Any]:
-    """What several functions return, each called with what follows it, in the same processes: `together(2, in_turn,
-    (act, 1), (act, 2))`."""
+    """What several functions return, each called with what follows it, in the same processes."""
     return [act(*args) for act, *args in calls]
 
 

@@ -91,16 +91,14 @@ def weights(run: Path) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_several_processes_equal_one_that_accumulates_the_same_parts(pack, tmp_path, world):
-    cases = [case for case in PARTS.items() if world == 2 or case[1][0] == "plain"]
+def test_several_processes_equal_one_that_accumulates_the_same_parts(pack, tmp_path):
     calls = []
-    for name, (network, settings, alone) in cases:
+    for name, (network, settings, alone) in PARTS.items():
         plan = PLAN.replace(**settings)
         calls += [(fitted, pack.folder, tmp_path / name, network, plan)]
         fitted(pack.folder, tmp_path / f"one: {name}", network, plan.replace(**alone))
-    together(world, in_turn, *calls)
-    for name, _ in cases:
+    together(2, in_turn, *calls)
+    for name in PARTS:
         one, several = weights(tmp_path / f"one: {name}"), weights(tmp_path / name)
         wrong = [n for n, wanted in one.items() if not torch.allclose(several[n], wanted, 1e-8, 1e-9)]
         assert not wrong, (name, wrong)
