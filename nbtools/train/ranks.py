@@ -145,9 +145,9 @@ class Ranks:
         return self.rank < len(shares(size, self.world)) - 1
 
     def gather(self, what: T) -> list[T]:
-        """The objects of all ranks, in their order, on all of them."""
+        """The objects of all ranks, in their order, on all of them. A rank that hangs counts as lost here."""
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, what, group=self.control)
+        dist.all_gather_object(found, what)
         return found
 
     def total(self, loss_sum: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor]:
