@@ -125,6 +125,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit_with_dropout_in_ever
     for rank in together(2, in_turn, *calls, TORCHELASTIC_RUN_ID="run"):
         assert [len(ids) for ids in rank] == [5, 16, 11]
     assert same(nb.Run.open(halves, toy), nb.Run.open(whole, toy))
+    assert not [text for text in texts(nb.Run.open(halves, toy)) if "a process was lost" in text]
 
 
 def test_an_epoch_that_other_numbers_of_processes_continue_has_every_sample_once(pack, tmp_path, monkeypatch):

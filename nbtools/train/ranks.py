@@ -30,6 +30,7 @@ from nbtools.errors import TrainError
 from nbtools.train import device as devices
 
 TIMEOUT = 600.0  # seconds without an answer after which a rank counts as hung, unless NBTOOLS_TIMEOUT says otherwise
+PROCESS = uuid4().hex
 PAUSE = timedelta(days=30)  # for which the others wait for rank 0, whose user may pause the run
 LOST = ("gloo", "Gloo", "NCCL", "onnection", "imed out", "imeout")  # in a RuntimeError of a process group
 COMMUNICATING = ("torch.distributed", "torch.nn.parallel", "torch.autograd", __name__)  # modules that raise those
@@ -61,7 +62,7 @@ def join() -> Ranks | None:
         )
     limit = timedelta(seconds=float(os.environ.get("NBTOOLS_TIMEOUT", TIMEOUT)))
     store, rank, world = next(rendezvous("env://", timeout=limit))
-    again = rank == 0 and store.add("nbtools/met", 1) > 1
+    again = rank == 0 and store.compare_set("nbtools/met", "", PROCESS).decode() != PROCESS
     given: dict[str, Any] = {"store": fresh(store, rank, world, limit), "rank": rank, "world_size": world}
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -92,8 +93,8 @@ def fresh(store: Any, rank: int, world: int, limit: timedelta) -> PrefixStore:
 
 
 class Ranks:
-    """The processes of one run, as one of them sees them. rank: from 0 to world - 1. again: rank 0: whether processes
-    of this torchrun have met before; its count of restarts leaves out those for a process lost on another node."""
+    """The processes of one run, as one of them sees them. rank: from 0 to world - 1. again: rank 0: whether others of
+    this torchrun have met before; its count of restarts leaves out those for a process lost on another node."""
 
     def __init__(self, device: torch.device, again: bool):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
