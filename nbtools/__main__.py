@@ -22,13 +22,13 @@ from torch.distributed import is_torchelastic_launched
 import nbtools as nb
 from nbtools import disk
 from nbtools.errors import CheckpointError, NbtoolsError
-from nbtools.launch import require_processes
+from nbtools.launch import reporting, require_processes
 from nbtools.live import ACTIONS, advised, send
 from nbtools.measure import check, follow, smoke_test
 from nbtools.options import BUILT_IN, Parser, add_options, find_task, given, plain, plan_of, value_of
 from nbtools.run import busy
 from nbtools.table import plural
-from nbtools.train import Task, doubts, reporting, unread
+from nbtools.train import Task, doubts, unread
 
 EXAMPLES = """
 gpus

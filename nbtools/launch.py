@@ -7,29 +7,64 @@ The process that calls it never trains: it starts torchrun, draws what the run f
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import pickle
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import is_torchelastic_launched
 
-from nbtools.data import Pack
-from nbtools.errors import TrainError, ctrl_c
+from nbtools import errors
+from nbtools.data import Pack, cores
+from nbtools.errors import CheckpointError, NbtoolsError, TrainError, ctrl_c
 from nbtools.fit import Given, called, chosen_plan, fit, forget, meant, own_folder, panel_of, places, require_pack
 from nbtools.folder import only_one, restore
 from nbtools.live import FirstSignal, Panel, closing, running_kernel
 from nbtools.run import Run
 from nbtools.table import plural
-from nbtools.train import TaskLike, Torchrun, as_task, import_task, importable, readable, require_sizes
+from nbtools.train import RankLost, TaskLike, as_task, import_task, readable, require_sizes, task_name
 from nbtools.train import device as devices
 from nbtools.watch import Remote
 
 RESTARTS = 3
+ASKED, LOG = "asked.pickle", "torchrun.log"
+T = TypeVar("T")
+
+RANK = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it dies with torchrun
+from nbtools.launch import fit_as_asked, reporting
+reporting(lambda: fit_as_asked(sys.argv[1]))
+os._exit(0)
+"""
+"""A rank, which ends at once when it has done its part: gloo's threads may crash a process that tidies up, and torchrun
+would start all ranks of a finished run again."""
+AGENT = """
+import ctypes, signal, sys
+
+def end(*_):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Linux sends one for each thread of the process that dies
+    signal.raise_signal(signal.SIGTERM)
+
+signal.signal(signal.SIGUSR1, end)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGUSR1)
+from torch.distributed.run import main
+main()
+"""
+"""torchrun, which is asked to end when the process dies that started it: it passes that on, and a run is saved."""
 
 
 def launch(
@@ -59,7 +94,7 @@ def launch(
     task = as_task(task)
     require_pack(task, pack)
     require_processes(processes)
-    name = importable(task, "nb.launch")
+    name = importable(task)
     folder, kept = places(run, keep, release_gpu=False)
     if folder is None:
         plan = called(plan)
@@ -83,8 +118,7 @@ def launch(
         FirstSignal(signal.SIGTERM, partial(post, "stop", by="SIGTERM"), later=True),
         FirstSignal(signal.SIGINT, partial(post, "stop")) as interrupts,
     ):
-        place = Path(tempfile.mkdtemp(prefix="nbtools-launch-"))
-        follow(Torchrun(place, processes, restarts), asked, remote)
+        follow(Torchrun(processes, restarts), asked, remote)
     found = Run.open(folder, task)
     found.events = remote.view.events
     if interrupts.came and running_kernel() is None:
@@ -112,6 +146,21 @@ def require_processes(count: int) -> None:
         )
 
 
+def importable(task: TaskLike) -> str:
+    """Return the name from which other processes import a task. Raises TrainError for one that they cannot import."""
+    name = task_name(task)
+    try:
+        if name.partition(":")[0] == "__main__":
+            raise CheckpointError("it is defined in a notebook cell or in the script itself")
+        import_task(name, "nb.launch")
+        return name
+    except CheckpointError as error:
+        raise TrainError(
+            f"nb.launch needs a task that other processes can import, got {name!r} ({error}); write it to a file next "
+            "to the notebook (%%writefile my_task.py), import that, and pass it"
+        ) from None
+
+
 def follow(torchrun: Torchrun, asked: tuple[Any, ...], remote: Remote) -> None:
     """Show the run until it ends. asked: what each rank is to do, see `fit_as_asked`. Raises the error of the rank that
     failed first."""
@@ -127,7 +176,7 @@ def follow(torchrun: Torchrun, asked: tuple[Any, ...], remote: Remote) -> None:
     more = ""
     remote.view.tell(f"starting {plural(torchrun.processes, 'process')} under torchrun …", passing=True)
     try:
-        with torchrun.started(fit_as_asked, *asked) as agent:
+        with torchrun.started(asked) as agent:
             remote.follow(lambda: agent.poll() is None, look)
         if agent.returncode:
             error, more = torchrun.failure(agent.returncode)
@@ -137,9 +186,99 @@ def follow(torchrun: Torchrun, asked: tuple[Any, ...], remote: Remote) -> None:
             shutil.rmtree(torchrun.place, ignore_errors=True)
 
 
-def fit_as_asked(
-    task: str, folder: Path, raw: Any, plan: Any, run: Path, keep: Any, receipt: bool, fresh: bool
-) -> None:
-    """`fit` in each rank. task: its name; folder: of the pack; raw: its source files; the others: as for `fit`."""
+def fit_as_asked(path: str) -> None:
+    """Call `fit` in each rank. path: of what `launch` pickled: the task's name, the folder of the pack, its source
+    files, and what `fit` gets."""
+    task, folder, raw, plan, run, keep, receipt, fresh = pickle.loads(Path(path).read_bytes())
     pack = dataclasses.replace(Pack.open(folder), raw=raw)
     fit(import_task(task, "nb.launch"), pack, plan, run, keep, receipt, progress=False, fresh=fresh)
+
+
+class Torchrun:
+    """torchrun and its ranks, as far as the process that started them knows.
+
+    place: the folder of what they print, and of their errors. attempt: how often they were started again.
+    """
+
+    def __init__(self, processes: int, restarts: int):
+        self.place = Path(tempfile.mkdtemp(prefix="nbtools-launch-"))
+        self.processes, self.restarts, self.attempt = processes, restarts, 0
+
+    @contextmanager
+    def started(self, asked: tuple[Any, ...]) -> Iterator[subprocess.Popen[bytes]]:
+        """Start torchrun in a session of its own, which Ctrl-C does not reach; ended with all ranks if the block ends
+        before it does. asked: for `fit_as_asked`."""
+        (self.place / ASKED).write_bytes(pickle.dumps(asked))
+        count = ["--standalone", "--nproc-per-node", str(self.processes), "--max-restarts", str(self.restarts)]
+        logs = ["--redirects", "3", "--log-dir", str(self.place), "--no-python"]
+        paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)  # where the task is
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // self.processes)))
+        with (self.place / LOG).open("wb") as log:
+            agent = subprocess.Popen(
+                [sys.executable, "-c", AGENT, *count, *logs, sys.executable, "-u", "-c", RANK, str(self.place / ASKED)],
+                env={**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": paths},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            yield agent
+        finally:
+            if agent.poll() is None:
+                agent.kill() if sys.platform == "linux" else agent.terminate()  # its ranks die with it
+                agent.wait()
+
+    def restarting(self) -> NbtoolsError | None:
+        """Return why, once for each restart of all ranks."""
+        if not any(self.place.glob(f"*/attempt_{self.attempt + 1}")):
+            return None
+        error, _ = self.failure()
+        self.attempt += 1
+        return error
+
+    def failure(self, code: int = 1) -> tuple[NbtoolsError, str]:
+        """Return why the last attempt failed, and where there is more about an error that nbtools did not raise on
+        purpose: the first error that is not about another rank; else how a rank ended without one; else what the others
+        say of it. code: with which torchrun ended."""
+        more = f"; what all ranks printed is in {self.place}"
+        if code < 0:
+            return TrainError(f"torchrun {ending(code)}"), more
+        found: dict[str, tuple[NbtoolsError, str]] = {}
+        for path in sorted(self.place.glob(f"*/attempt_{self.attempt}/*/error.json"), key=lambda p: p.stat().st_mtime):
+            told, rank = json.loads(path.read_text())["message"], path.parent.name  # what torch's `record` wrote
+            kind, _, text = told["message"].partition(": ")
+            ours = {"Diverged": TrainError, "RankLost": RankLost}.get(kind) or getattr(errors, kind, None)
+            if isinstance(ours, type) and issubclass(ours, NbtoolsError):
+                found[rank] = ours(text), ""
+            else:
+                error = TrainError(f"rank {rank} failed with {kind}: {text}")
+                found[rank] = error, f"{more}\n{told['extraInfo']['py_callstack']}".rstrip()
+        log = (self.place / LOG).read_text(errors="replace")
+        ended = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", log)[self.attempt :]
+        silent = [(TrainError(f"rank {rank} {ending(int(code))}"), more) for code, rank in ended if rank not in found]
+        first = [each for each in found.values() if not isinstance(each[0], RankLost)]
+        return [*first, *silent, *found.values(), (TrainError(f"torchrun failed: {log.strip()[-1000:]}"), more)][0]
+
+
+def ending(code: int) -> str:
+    """Return in words how a process ended."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    memory = ", which the system sends when memory runs out" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{memory}"
+
+
+def reporting(act: Callable[[], T]) -> T | None:
+    """Run it; under torchrun its error is kept for whoever asks for the root cause. An error that nbtools raised on
+    purpose would come again: torchrun, which has no exit code for that, is asked to end."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return act()
+    from torch.distributed.elastic.multiprocessing.errors import record  # takes its time
+
+    try:
+        return record(act)()
+    except NbtoolsError as error:
+        if not isinstance(error, RankLost):
+            os.kill(os.getppid(), signal.SIGTERM)
+        raise

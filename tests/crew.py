@@ -1,5 +1,4 @@
-"""The toy task in processes of a run, which note their steps. Something happens to one of them, as the file `act.json`
-in the working directory says: {"rank": 1, "step": 5, "does": "kill"}."""
+"""The toy task in processes of a run, which note their steps. Something happens to one of them, see `will`."""
 
 from __future__ import annotations
 
@@ -9,42 +8,42 @@ import os
 import signal
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from typing import Any
 
+import torch
 import toy
-from torch import nn
-from toy import BASELINE, BEST, decode, demo, loss, metrics, pack, preview, read, survey
+from toy import BASELINE, BEST, CLASSES, decode, demo, loss, metrics, pack, preview, read, survey  # noqa: F401
 
 from nbtools.errors import PackError
 from nbtools.live import png
 
-__all__ = ["BASELINE", "BEST", "decode", "demo", "loss", "metrics", "model", "pack", "preview", "read", "survey"]
-
 PLAN = toy.Plan(epochs=3, batch_size=16, lr=1e-2, clip_norm=1.0)
-taken = 0  # steps of this process
+ERRORS = {
+    "refuse": PackError("sample 7: the label is missing, got None; write one"),
+    "fail": ValueError("a fault of the user's own"),
+    "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+}
+steps = count(1)  # of this process
+
+
+class Net(torch.nn.Sequential):
+    def forward(self, batch):
+        return super().forward(batch["x"])
 
 
 def model(card, plan):
-    """Without BatchNorm, whose statistics are those of a share. Ranks do not draw the run's picture, which takes longer
-    than its training."""
+    """Without BatchNorm. Ranks do not draw the run's picture, which takes longer than its training."""
     if "RANK" in os.environ:
         png.draw = lambda *_: b"\x89PNG"
-    return Net(plan.hidden)
-
-
-class Net(nn.Module):
-    def __init__(self, hidden: int):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Linear(hidden, toy.CLASSES))
-
-    def forward(self, batch):
-        return self.layers(batch["x"])
+    return Net(torch.nn.Linear(8, plan.hidden), torch.nn.ReLU(), torch.nn.Linear(plan.hidden, CLASSES))
 
 
 def batch(raw, plan, draws):
     if draws is not None:
         rank = int(os.environ.get("RANK", 0))
-        act(rank)
+        act(rank, next(steps))
         values = {"lr": plan.lr, "batch_size": plan.batch_size, "ids": raw["id"].tolist()}
         with open(f"steps-{rank}.jsonl", "a") as file:
             file.write(json.dumps({"time": time.time(), "pid": os.getpid(), **values}) + "\n")
@@ -52,37 +51,29 @@ def batch(raw, plan, draws):
     return toy.batch(raw, plan, draws)
 
 
-def act(rank: int) -> None:
-    global taken
-    taken += 1
-    path, asked = Path("act.json"), {}
+def notes(rank: int) -> list[dict[str, Any]]:
+    """What a rank noted of its steps, of which the last line may be in the writing."""
+    path = Path(f"steps-{rank}.jsonl")
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def will(does: str, rank: int, step: int, once: bool = True) -> None:
+    """Something happens to a rank at a step of each of its processes, or once: an error, a signal."""
+    Path("act.json").write_text(json.dumps([rank, step, does, once]))
+
+
+def act(rank: int, step: int) -> None:
+    asked: list[Any] = []
     with suppress(FileNotFoundError):  # another rank may remove it at any moment
-        asked = json.loads(path.read_text())
-    if (asked.get("rank"), asked.get("step")) == (rank, taken):
-        if asked["once"]:
-            path.unlink()
-        ACTS[asked["does"]]()
-
-
-def refuse() -> None:
-    raise PackError("sample 7: the label is missing, got None; write one")
-
-
-def fail() -> None:
-    raise ValueError("a fault of the user's own")
-
-
-def orphan() -> None:
-    """Rank 0 vanishes without closing its connections, and the user interrupts this one."""
-    os.kill(json.loads(Path("steps-0.jsonl").read_text().splitlines()[0])["pid"], signal.SIGSTOP)
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-ACTS = {
-    "refuse": refuse,
-    "fail": fail,
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "orphan": orphan,
-    "hang": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "crash at its exit": lambda: atexit.register(os.abort),
-}
+        asked = json.loads(Path("act.json").read_text())
+    if asked[:2] == [rank, step]:
+        _, _, does, once = asked
+        if once:
+            Path("act.json").unlink()
+        if does in ERRORS:
+            raise ERRORS[does]
+        if does == "crash at its exit":
+            atexit.register(os.abort)
+        else:
+            os.kill(os.getpid(), getattr(signal, does))

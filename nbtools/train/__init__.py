@@ -55,7 +55,6 @@ from nbtools.train.task import (
     task_name,
     unread,
 )
-from nbtools.train.torchrun import Torchrun, importable, reporting
 
 __all__ = [
     "AT_START",
@@ -83,7 +82,6 @@ __all__ = [
     "Task",
     "TaskLike",
     "Tensors",
-    "Torchrun",
     "TrainState",
     "adopt",
     "again",
@@ -107,7 +105,6 @@ __all__ = [
     "forward",
     "idle",
     "import_task",
-    "importable",
     "items_of",
     "join",
     "kept_until",
@@ -126,7 +123,6 @@ __all__ = [
     "regress",
     "rehearse",
     "release",
-    "reporting",
     "require_batch",
     "require_change",
     "require_sizes",

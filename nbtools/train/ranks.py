@@ -30,6 +30,7 @@ from nbtools.errors import TrainError
 from nbtools.train import device as devices
 
 TIMEOUT = 600.0  # seconds without an answer after which a rank counts as hung, unless NBTOOLS_TIMEOUT says otherwise
+PROCESS = uuid4().hex
 PAUSE = timedelta(days=30)  # for which the others wait for rank 0, whose user may pause the run
 LOST = ("gloo", "Gloo", "NCCL", "onnection", "imed out", "imeout")  # in a RuntimeError of a process group
 COMMUNICATING = ("torch.distributed", "torch.nn.parallel", "torch.autograd", __name__)  # modules that raise those
@@ -61,7 +62,7 @@ def join() -> Ranks | None:
         )
     limit = timedelta(seconds=float(os.environ.get("NBTOOLS_TIMEOUT", TIMEOUT)))
     store, rank, world = next(rendezvous("env://", timeout=limit))
-    again = rank == 0 and store.add("nbtools/met", 1) > 1
+    again = rank == 0 and store.compare_set("nbtools/met", "", PROCESS).decode() != PROCESS
     given: dict[str, Any] = {"store": fresh(store, rank, world, limit), "rank": rank, "world_size": world}
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -92,8 +93,8 @@ def fresh(store: Any, rank: int, world: int, limit: timedelta) -> PrefixStore:
 
 
 class Ranks:
-    """The processes of one run, as one of them sees them. rank: from 0 to world - 1. again: rank 0: whether processes
-    of this torchrun have met before; its count of restarts leaves out those for a process lost on another node."""
+    """The processes of one run, as one of them sees them. rank: from 0 to world - 1. again: rank 0: whether others of
+    this torchrun have met before; its count of restarts leaves out those for a process lost on another node."""
 
     def __init__(self, device: torch.device, again: bool):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -110,6 +111,8 @@ class Ranks:
         box = [what]
         dist.broadcast_object_list(box, 0, group=self.control)
         if not self.first and isinstance(box[0], (Restarted, Ended)):
+            if isinstance(box[0], Ended):
+                self.leave()
             raise box[0]
         return box[0]
 
@@ -143,9 +146,9 @@ class Ranks:
         return self.rank < len(shares(size, self.world)) - 1
 
     def gather(self, what: T) -> list[T]:
-        """The objects of all ranks, in their order, on all of them."""
+        """The objects of all ranks, in their order, on all of them. A rank that hangs counts as lost here."""
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, what, group=self.control)
+        dist.all_gather_object(found, what)
         return found
 
     def total(self, loss_sum: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor]:
