@@ -4,10 +4,14 @@ import bz2
 import errno
 import gzip
 import io
+import itertools
 import lzma
 import os
 import signal
+import stat
+import sys
 import tarfile
+import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -16,13 +20,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from nbtools import disk, errors
+from nbtools import errors
 
 PACKERS = {"tar": bytes, "tar.gz": gzip.compress, "tar.xz": lzma.compress, "tar.bz2": bz2.compress}
 FORMS = (*PACKERS, "zip")
-OPERATIONS = ("create", "append", "read", "write", "sync", "sync_folder", "rename", "remove", "link", "make_folder")
 Members = dict[str, bytes] | list[tuple[str, bytes] | tarfile.TarInfo]
 
 
@@ -63,30 +64,11 @@ def put(path: Path, data: bytes = b"") -> Path:
     return path
 
 
-def fault_at(patch: pytest.MonkeyPatch, nth: int, fault: Callable[..., Any]) -> list[str]:
-    """Make each operation on the disk from the nth on `fault(name, operation, arguments)` → the names as they come."""
-    calls: list[str] = []
-
-    def faulty(name: str, real: Callable[..., Any]):
-        def operation(*args, **more):
-            calls.append(name)
-            return fault(name, real, args) if len(calls) > nth else real(*args, **more)
-
-        return operation
-
-    for name in OPERATIONS:
-        patch.setattr(disk, name, faulty(name, getattr(disk, name)))
-    return calls
-
-
-def full(name: str, real: Callable[..., Any], args: tuple) -> None:
+def full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def kill(name: str, real: Callable[..., Any], args: tuple) -> None:
-    """A write is cut in its midst: half of the bytes are there."""
-    if name == "write":
-        real(args[0], args[1][: len(args[1]) // 2])
+def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -98,12 +80,42 @@ def forked(job: Callable[..., Any], *args) -> BaseProcess:
     return process
 
 
-def ended_at(nth: int, fault: Callable[..., Any], job: Callable[..., Any], *args) -> int | None:
+CHANGES = ("os.mkdir", "os.rename", "os.symlink", "os.truncate", "os.remove", "os.rmdir")
+REMOVALS = ("os.remove", "os.rmdir")  # which a full disk allows
+
+
+def failing(nth: int, fault: Callable[[], None]) -> None:
+    """From the nth operation on that changes the disk below the folder for temporary files, `fault` in its place, for
+    the rest of this process. Of a file whose sync is cut short, half is lost."""
+    count, root, sync = itertools.count(), tempfile.gettempdir(), os.fsync
+
+    def audit(event: str, found: tuple[Any, ...]) -> None:
+        writes = event == "open" and found[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if not (writes or event in CHANGES) or not isinstance(found[0], str | os.PathLike):
+            return
+        path = os.fspath(found[0])
+        below = path.startswith(root) or not path.startswith("/")  # rmtree names files as seen from their folder
+        if below and next(count) >= nth and (fault is kill or event not in REMOVALS):
+            fault()
+
+    def fsync(descriptor: Any) -> None:
+        if next(count) >= nth:
+            number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+            if fault is kill and stat.S_ISREG(os.fstat(number).st_mode) and os.fstat(number).st_size:
+                os.truncate(f"/proc/self/fd/{number}", os.fstat(number).st_size // 2)
+            fault()
+        sync(descriptor)
+
+    os.fsync = fsync
+    sys.addaudithook(audit)
+
+
+def ended_at(nth: int, fault: Callable[[], None], job: Callable[..., Any], *args) -> int | None:
     """How a process ends that does the job with a fault from its nth operation on the disk on: 0: the job was done
     before; 1: by an error of nbtools; -9: killed."""
 
     def run() -> None:
-        fault_at(pytest.MonkeyPatch(), nth, fault)
+        failing(nth, fault)
         try:
             job(*args)
         except errors.NbtoolsError:

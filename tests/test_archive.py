@@ -1,14 +1,10 @@
 """Archives: what is whole comes out whole, what is hostile or damaged is refused by name, nothing lands outside."""
 
-import contextlib
 import gzip
-import hashlib
-import io
 import os
 import struct
 import tarfile
 import tempfile
-import tracemalloc
 import unicodedata
 import zipfile
 from pathlib import Path
@@ -18,50 +14,44 @@ from archives import FORMS, archived, put, tar_bytes, tree, zip_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbtools import disk, errors
-from nbtools.data import archive, archive_index, read_member
+import nbtools as nb
+from nbtools import errors
+from nbtools.data import archive
 
+pytestmark = pytest.mark.usefixtures("one_cache")
 FILES = {"data/labels.csv": b"file,label\n", "data/images/a.png": bytes(range(256)) * 20, "data/empty": b""}
 WHOLE = {form: archived(FILES, form) for form in FORMS}
 
 
 def extracted(place: Path, data: bytes) -> dict[str, bytes]:
-    path, folder = put(place / "some.archive", data), place / "inside" / "out"
-    folder.parent.mkdir(exist_ok=True)
-    archive.extract(path, folder)
-    return tree(folder)
-
-
-def in_place(place: Path, data: bytes) -> dict[str, bytes]:
-    """All files of an archive, read where they lie; compressed tars have no places."""
     path = put(place / "some.archive", data)
-    return {name: read_member(path, name) for name in archive_index(path).files}
+    nb.stage(path, place / "inside", progress=False)
+    [root] = [found for found in (place / "inside").iterdir() if found.suffix != ".part"]
+    return {name.partition("/")[2]: content for name, content in tree(root).items() if not name.startswith(".stage")}
 
 
 def assert_refused(data: bytes, match: str | None = None) -> None:
-    """By extraction and in place, with an nbtools error, and no file or link lands anywhere else."""
+    """With an nbtools error, and no file or link lands anywhere."""
     with tempfile.TemporaryDirectory() as name:
-        for open_ in (extracted, in_place):
-            with pytest.raises(errors.ArchiveError, match=match):
-                open_(Path(name), data)
+        with pytest.raises(errors.ArchiveError, match=match):
+            extracted(Path(name), data)
         assert_nothing_outside(Path(name))
 
 
 def assert_nothing_outside(place: Path) -> None:
-    assert sorted(os.listdir(place)) == ["inside", "some.archive"]
-    assert set(os.listdir(place / "inside")) <= {"out"}
+    assert set(os.listdir(place)) <= {"inside", "some.archive"}
     assert not any(path.is_symlink() for path in place.rglob("*"))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_format_comes_out_as_it_went_in(tmp_path, form):
     assert extracted(tmp_path, WHOLE[form]) == FILES
-    assert archive.kind(tmp_path / "some.archive") == form
 
 
 NAMES = st.lists(st.text(st.sampled_from("aB.é-_ 1字"), min_size=1, max_size=4), min_size=1, max_size=3).map("/".join)
 
 
+@settings(max_examples=25)
 @given(
     st.dictionaries(NAMES, st.binary(max_size=600), min_size=1, max_size=6), st.sampled_from(["tar", "zip", "tar.gz"])
 )
@@ -80,23 +70,13 @@ def test_safe_names_come_out_as_they_went_in_and_others_are_refused(files, form)
         return assert_refused(data)
     with tempfile.TemporaryDirectory() as name:
         assert extracted(Path(name), data) == wanted
-        assert form == "tar.gz" or in_place(Path(name), data) == wanted
         assert_nothing_outside(Path(name))
-
-
-def test_old_tars_without_magic_are_tars(tmp_path):
-    info = tarfile.TarInfo("a")
-    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
-    block[257:265] = bytes(8)
-    block[148:156] = b" " * 8
-    block[148:156] = b"%06o\0 " % sum(block[:512])
-    assert extracted(tmp_path, bytes(block) + bytes(1024)) == {"a": b""}
 
 
 def test_litter_of_macos_is_left_out_and_empty_folders_are_not(tmp_path):
     members = [("a/b.png", b"1"), ("a/._b.png", b"2"), ("__MACOSX/a/b.png", b"3"), ("a/.DS_Store", b"4")]
     assert extracted(tmp_path, tar_bytes([*members, special("empty", tarfile.DIRTYPE)])) == {"a/b.png": b"1"}
-    assert (tmp_path / "inside" / "out" / "empty").is_dir()
+    assert any(path.is_dir() for path in (tmp_path / "inside").rglob("empty"))
 
 
 def special(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
@@ -219,26 +199,11 @@ def test_odd_headers_and_empty_archives_are_refused(data, words):
     assert_refused(data, words)
 
 
-def test_streamed_zip_with_data_descriptors_is_fine(tmp_path):
-    class Unseekable(io.BytesIO):
-        def seekable(self):
-            return False
-
-        def tell(self):
-            raise OSError
-
-    buffer = Unseekable()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
-        for name, content in FILES.items():
-            file.writestr(name, content)
-    assert extracted(tmp_path, buffer.getvalue()) == FILES
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_every_truncation_is_refused(form):
     data = WHOLE[form]
     end = len(data.rstrip(b"\0")) + 1024 if form == "tar" else len(data) - 1  # a tar ends with two blocks, and padding
-    for cut in range(0, end, max(1, end // 60)):
+    for cut in range(0, end, max(1, end // 20)):
         assert_refused(data[:cut])
 
 
@@ -248,40 +213,6 @@ def test_a_wrong_checksum_behind_the_last_file_is_noticed(tmp_path, form):
     data[{"tar.gz": -8, "tar.xz": -30, "tar.bz2": -3}[form]] ^= 0x10
     with pytest.raises(errors.ArchiveError, match="damaged"):
         extracted(tmp_path, bytes(data))
-
-
-CHANGES = st.lists(
-    st.tuples(st.floats(0, 1, exclude_max=True), st.sampled_from([1, 4, 100, 512]), st.integers(0, 10)),
-    min_size=1,
-    max_size=8,
-)
-
-
-def mutated(data: bytes, changes: list[tuple[float, int, int]]) -> bytes:
-    """A few bits flipped, or pieces cut out, doubled or zeroed."""
-    changed = bytearray(data)
-    for place, length, how in changes:
-        at = int(place * len(changed))
-        piece = changed[at : at + length]
-        if how < 8:
-            changed[at] ^= 1 << how
-        else:
-            changed[at : at + length] = (b"", 2 * piece, bytes(len(piece)))[how - 8]
-        changed = changed or bytearray(1)
-    return bytes(changed)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@given(changes=CHANGES)
-@settings(max_examples=60)
-def test_mutated_archives_give_files_or_an_nbtools_error_and_nothing_outside(form, changes):
-    data, found = mutated(WHOLE[form], changes), []
-    with tempfile.TemporaryDirectory() as name:
-        for open_ in (extracted, in_place):
-            with contextlib.suppress(errors.NbtoolsError):
-                found.append(open_(Path(name), data))
-        assert_nothing_outside(Path(name))
-    assert len(found) < 2 or found[0] == found[1]
 
 
 def test_bombs_stop_at_the_budget(tmp_path, monkeypatch):
@@ -296,54 +227,3 @@ def test_bombs_stop_at_the_budget(tmp_path, monkeypatch):
         with pytest.raises(errors.ArchiveError, match=r"bomb|more than 3 entries"):
             extracted(tmp_path / str(number), data)
         assert sum(map(len, tree(tmp_path / str(number) / "inside").values())) <= 100_000
-
-
-def test_write_gives_the_same_bytes_whatever_the_times_and_reads_back(tmp_path, monkeypatch):
-    files = {name: put(tmp_path / "pack" / name, content) for name, content in FILES.items()}
-    path = tmp_path / "kept" / "pack.tar"
-    digest = archive.write(files, path)
-    first = path.read_bytes()
-    assert digest == hashlib.sha256(first).hexdigest()
-    os.utime(tmp_path / "pack" / "data" / "labels.csv", (0, 0))
-    assert archive.write(dict(reversed(files.items())), path) == digest
-    assert os.listdir(tmp_path / "kept") == ["pack.tar"]
-    assert extracted(tmp_path, first) == FILES
-    with tarfile.open(path) as tar:
-        assert sorted(tar.getnames()) == sorted(FILES)
-    real = disk.write
-    monkeypatch.setattr(disk, "write", lambda file, data: real(file, bytes(data).replace(b"label", b"lavel")))
-    with pytest.raises(errors.DiskError, match="reads back differently"):
-        archive.write(files, path)
-    assert path.read_bytes() == first
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_files_read_in_place_are_those_that_come_out_once_the_tar_is_plain(tmp_path, form):
-    if form not in archive.IN_PLACE:
-        with pytest.raises(errors.ArchiveError, match="neither a plain tar nor a zip"):
-            in_place(tmp_path, WHOLE[form])
-    path = put(tmp_path / "packed", WHOLE[form])
-    archive.plain(path, tmp_path / "plain")
-    assert in_place(tmp_path, (tmp_path / "plain").read_bytes()) == FILES
-    assert archive_index(tmp_path / "plain").top == "data"
-    path.write_bytes((tmp_path / "plain").read_bytes())
-    archive_index(path)
-    path.write_bytes(archived({"other.png": b"other"}, "tar"))
-    assert archive_index(path).files.keys() == {"other.png"}, "the index is that of the archive before"
-    with pytest.raises(errors.ArchiveError, match=r"packed: entry 'data/empty' is not in it"):
-        read_member(path, "data/empty")
-
-
-def test_a_file_is_read_into_no_more_memory_than_its_archive_justifies(tmp_path, monkeypatch):
-    """Whatever a zip of a MB of zeros says of itself, in both its directories."""
-    for size in (10, 90_000_000):
-        lying = zip_bytes(("a", bytes(1_000_000))).replace(struct.pack("<I", 1_000_000), struct.pack("<I", size))
-        tracemalloc.start()
-        with pytest.raises(errors.ArchiveError, match="entry 'a' "):
-            in_place(tmp_path, lying)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert peak < 4_000_000 + min(size, 3_000_000)
-    monkeypatch.setattr(archive, "LARGEST", 50_000)
-    with pytest.raises(errors.ArchiveError, match=r"entry 'b' has 100 kB, more than 50\.0 kB"):
-        in_place(tmp_path, zip_bytes(("b", os.urandom(100_000))))

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import kinds
 import numpy as np
 import onnxruntime
 import own
@@ -57,7 +56,7 @@ NETWORKS = {
     "segment bisenetv2": (segment, "segment"),
     "segment slim": (segment, "segment"),
 }
-SLOW = "captcha guide", "hwdb hctr", "hwdb crnn", "segment bisenetv2"  # large; the others are exported the same way
+QUICK = "captcha small", "hwdb slim", "sign gru"  # the others are exported the same way
 DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
 
 
@@ -98,10 +97,7 @@ def answers_of(path: Path, pack: nb.Pack, ids: np.ndarray) -> tuple[list[np.ndar
     return session.run(None, given), about
 
 
-@pytest.mark.parametrize(
-    "network",
-    [pytest.param(n, marks=pytest.mark.full if n in SLOW else ()) for n in NETWORKS],
-)
+@pytest.mark.parametrize("network", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in NETWORKS])
 def test_a_file_alone_gives_the_answers_of_the_run(network, packs, tmp_path, capsys):
     (task, name), (_, choice) = NETWORKS[network], network.split()
     pack = packs(name)
@@ -134,21 +130,6 @@ def with_network(network: type[nn.Module]) -> Any:
     return toy.with_(model=lambda card, plan: network())
 
 
-@pytest.mark.parametrize("kind", ["ctc", pytest.param("transformer", marks=pytest.mark.full)])
-def test_what_a_task_of_ones_own_reads_is_found_and_ragged_axes_are_free(kind, tmp_path):
-    task = kinds.KINDS[kind]
-    pack = task.pack(tmp_path / "pack", 24)
-    path = a_run(task, pack, task.PLAN, tmp_path / "run").export(tmp_path / "own.onnx")
-    session, about = opened(path)
-    shapes = {one.name: one.shape for one in session.get_inputs()}
-    if kind == "ctc":
-        assert shapes == {"x": ["batch", "length", kinds.HEIGHT]}
-    else:
-        assert shapes == {"x": ["batch", "length", kinds.FEATURES], "x_length": ["batch"]}
-    assert {name: each["shape"] for name, each in about["inputs"].items()} == shapes
-    assert [one.name for one in session.get_outputs()] == ["output"]
-
-
 class Mean(nn.Module):
     """x (B, L, 3), lengths (B,) → logits (B, 2) of the mean step."""
 
@@ -160,7 +141,7 @@ class Mean(nn.Module):
         return self.head(x.sum(1) / lengths[:, None])
 
 
-@pytest.mark.parametrize("name", ["classify", "sequences", "regress"])
+@pytest.mark.parametrize("name", ["sequences", "regress"])
 def test_a_file_of_an_nb_pack_says_how_its_inputs_and_answers_are_made(name, tmp_path):
     task, data = own.TASKS[name]
     task, pack = nb.classify(Mean) if name == "sequences" else task, own.packed(data, tmp_path)
@@ -217,10 +198,7 @@ class Chooser(nn.Module):
             Restless,
             r"Restless has other outputs as ONNX: on 8 samples they differ by .*, and at most 0\.0001 is allowed",
         ),
-        (
-            Chooser,
-            r"cannot trace Chooser: .*\.py:\d+ turns tensors into .*; .* cannot export Chooser .*; nothing was",
-        ),
+        pytest.param(Chooser, r"cannot export Chooser .*; nothing was", marks=pytest.mark.full),
     ],
 )
 def test_nothing_is_written_of_a_network_that_answers_differently_or_cannot_be_exported(network, words, tmp_path):
@@ -238,15 +216,13 @@ def test_without_onnxruntime_a_sentence_says_that_nothing_was_compared(run, tmp_
     assert opened(path)[1]["classes"] == list("abcd")
 
 
-@pytest.mark.parametrize(("package", "kind"), [("onnx", MissingExtra), ("onnxscript", ExportError)])
-def test_without_a_package_that_is_needed_the_sentence_says_what_to_install(package, kind, tmp_path, monkeypatch):
-    pack = toy.make_pack(tmp_path / "data", 60)
-    run = a_run(with_network(Lengthy), pack, toy.PLAN, tmp_path / "run")
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(kind, match=rf"needs {package} .*: pip install .* onnxscript onnxruntime, or nbtools\[onnx\]"):
+def test_without_a_package_that_is_needed_the_sentence_says_what_to_install(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(MissingExtra, match=r"needs onnx .*: pip install .* onnxscript onnxruntime, or nbtools\[onnx\]"):
         run.export(tmp_path / "toy.onnx")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.7"), reason="onnxscript does not fit the torch before")
 def test_what_a_trace_takes_for_a_constant_goes_through_torchs_other_exporter(tmp_path):
     pack = toy.make_pack(tmp_path / "data", 60)

@@ -56,29 +56,22 @@ def modules() -> dict[str, Path]:
     return {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in paths}
 
 
-@pytest.mark.parametrize("module", modules())
-def test_arrows_point_down(module):
-    assert faults(module.removesuffix(".__init__"), modules()[module].read_text()) == []
+def test_arrows_point_down():
+    found = (faults(module.removesuffix(".__init__"), path.read_text()) for module, path in modules().items())
+    assert [fault for each in found for fault in each] == []
 
 
 @pytest.mark.parametrize(
     ("module", "planted", "said"),
     [
         ("data.stage", "from nbtools.train import loop", "above data"),
-        ("disk", "from nbtools.data import Pack", "above ground"),
         ("train.loop", "def f():\n    from nbtools.live import Panel", "above train"),
-        ("measure.advise", "from nbtools import fit", "above measure"),
         ("fit", "from nbtools.train.plan import Plan", "not its file"),
         ("live.panel", "from nbtools.train import Plan, plan", "no plan in its __all__"),
         ("train.loop", "from .step import step", "absolutely"),
-        ("train.loop", "import nbtools", "import the room"),
-        ("train.loop", "from nbtools.tasks import captcha", "by name"),
-        ("train.loop", "def f():\n    from nbtools.tasks.common.metrics import errors", "by name"),
         ("tasks.hwdb.lines", "from nbtools.tasks.captcha import ctc", "by name"),
         ("tasks.captcha", "from nbtools.measure import advise", "above tasks"),
-        ("tasks.captcha", "import cv2", "nobody"),
         ("fit", "import ipywidgets as widgets", "only live"),
-        ("train.loop", "import torchvision", "only tasks"),
     ],
 )
 def test_a_planted_bad_arrow_is_caught(module, planted, said):

@@ -1,8 +1,6 @@
 """Claims about what `benchmarks.tasks` compares: every program trains the same, and is watched alike."""
 
-import importlib
 import logging
-import time
 import warnings
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from benchmarks.peers import OURS, PROGRAMS, Enough, Job, Levers, Meter, lines, package_of, run
-from nbtools import Run, measure
+from nbtools import Run
 from nbtools.data import batches_in
 from nbtools.tasks import captcha
 
@@ -90,38 +88,3 @@ def test_a_peer_clips_in_bf16_with_the_fused_optimizer_and_augments_as_nbtools_d
     theirs, _ = trained(peer, Levers(workers=1, bf16=True, channels_last=True), plan, steps=5)
     assert mean_losses(theirs) == pytest.approx(mean_losses(ours), rel=0.01)
     assert mean_losses(theirs) != mean_losses(trained("pytorch", plan=plan, steps=5)[0])  # which is in float32
-
-
-def test_the_wait_is_that_for_training_batches_and_an_evaluation_is_no_training(trained, files):
-    source, pack = files
-    held = {pack.names[i] for i in pack.ids("val")}
-    training, evaluation = 0.004 * pack.splits["train"], 0.1 * len(held)
-
-    def slow(path, options):
-        time.sleep(0.1 if path.relative_to(source).as_posix() in held else 0.004)
-        return captcha.read(path, options)
-
-    meter, _ = trained("pytorch", read=slow)
-    steps = len(meter.arrivals) // 2
-    assert training <= meter.waited[-1] - meter.waited[steps - 1] < training + 0.9 * evaluation
-    assert evaluation <= meter.evaluated[steps] <= meter.arrivals[steps] - meter.arrivals[steps - 1]
-    assert meter.evaluated[steps - 1] == 0
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["hwdb", "sign", "segment"])
-def test_every_task_trains_in_plain_pytorch_with_the_losses_of_nbtools(name, tmp_path):
-    task = importlib.import_module(f"nbtools.tasks.{name}")
-    source = task.demo(tmp_path / "raw", 40)
-    pack = task.pack(source, into=tmp_path / "pack", progress=False)
-    advised = measure.advise(task, pack, measure=False).plan
-    plan = advised.replace(amp="off", channels_last=False, batch_size=8, epochs=2, warmup_epochs=0.5)
-    found = []
-    for program in ("nbtools", "pytorch"):
-        meter = Meter(steps=5)
-        (tmp_path / program).mkdir()
-        with meter.watching(task), suppress(Enough):
-            run(program, Job(task, pack, source, plan, Levers(), meter), tmp_path / program)
-        found.append(mean_losses(meter))
-    assert len(found[0]) >= 4
-    assert found[1] == pytest.approx(found[0], rel=1e-4)

@@ -2,7 +2,6 @@
 
 import re
 import sys
-import types
 
 import kernels
 import pytest
@@ -10,7 +9,7 @@ import toy
 
 import nbtools as nb
 from nbtools import measure
-from nbtools.data import bar, phase, tick, work
+from nbtools.data import bar
 from nbtools.train import evaluation
 
 
@@ -22,49 +21,12 @@ def at_once(monkeypatch):
     monkeypatch.setattr(evaluation, "SLOW", 0)
 
 
-def test_the_time_left_learns_from_the_phases_that_are_over(at_once, capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("nbtools.data.progress.time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    with work("measuring", precision=10, batch=20):
-        phase("precision")
-        now[0] += 30
-        phase("batch")
-        now[0] += 40
-        tick()
-        now[0] += 60  # that is twice what the pace so far says
-        tick()
-    texts = re.findall(r"\| (\w.* left)", capsys.readouterr().err)
-    left = [text.partition("about ")[2] for text in texts]
-    assert texts[0].startswith("precision, ")
-    assert left[0] == "30 s left", "as expected at first"
-    assert left[1] == "1 min 00 s left", "three times what was expected"
-    assert left[2] == "20 s left"
-    assert left[3] == "25 s left", "a phase that is overdue does not end in no time"
-
-
-def test_a_bar_of_work_never_goes_back(at_once, capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("nbtools.data.progress.time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    with work("measuring", precision=10, batch=20):
-        phase("precision")
-        for k in range(8):
-            now[0] += 3
-            if k == 5:
-                phase("workers", 100)  # as it turned out
-            tick()
-    shares = [int(share) for share in re.findall(r"(\d+)%", capsys.readouterr().err)]
-    assert len(shares) > 8
-    assert shares == sorted(shares)
-    assert 0 < shares[-2] < 100
-
-
 def test_advice_sweep_receipt_and_evaluation_say_how_long_they_take(at_once, pack, tmp_path, capsys, monkeypatch):
     for where, name, value in ((measure.Receipt, "SECONDS", 0.05), (measure.step_profile, "SECONDS", 0.1)):
         monkeypatch.setattr(sys.modules[where.__module__], name, value)
     plan = toy.PLAN.replace(epochs=1)
     acts = {
         "measuring toy on this machine: ": lambda: nb.advise(toy, pack, seconds=0.3),
-        "sweeping the learning rate: ": lambda: nb.lr_sweep(toy, pack, plan, seconds=0.3),
         "measuring the receipt: ": lambda: nb.fit(toy, pack, plan, tmp_path / "run"),
         "evaluating the test split: ": lambda: nb.evaluate(nb.Run.open(tmp_path / "run", toy), pack),
     }
@@ -75,25 +37,13 @@ def test_advice_sweep_receipt_and_evaluation_say_how_long_they_take(at_once, pac
         assert name.startswith("evaluating") or sum(" left" in line for line in lines) > 1, lines
 
 
-def test_a_bar_inside_other_work_is_part_of_it(at_once, pack, capsys):
-    with work("measuring", all=10):
-        measure.lr_sweep(toy, pack, toy.PLAN, seconds=0.3)
-    err = capsys.readouterr().err
-    assert "measuring: " in err
-    assert "sweeping" not in err
-
-
 BARS = """
 import time
-from nbtools.data import bar, phase, work
+from nbtools.data import bar
 with bar(total=2000, desc="packing", unit=" samples") as counted:
     for _ in range(4):
         time.sleep(0.3)
         counted.update(500)
-with work("measuring", precision=3, batch=3):
-    phase("precision")
-    time.sleep(2.1)
-    phase("batch")
 try:
     with bar(total=10**6, desc="copy", unit="B", unit_scale=True) as copied:
         copied.update(4000)
@@ -113,15 +63,13 @@ def test_in_a_notebook_a_bar_is_an_output_of_which_a_sentence_stays(tmp_path):
         if message["msg_type"] in ("display_data", "update_display_data"):
             content = message["content"]
             shown.setdefault(content["transient"]["display_id"], []).append(content["data"])
-    packing, measuring, copy = shown.values()
+    packing, copy = shown.values()
     assert any(re.fullmatch(r"packing: 50 %, 1,000 of 2,000 samples, 1 s left", d["text/plain"]) for d in packing)
-    assert any("precision, about" in d["text/plain"] or "batch, about" in d["text/plain"] for d in measuring)
     assert all("width:" in d["text/html"] for d in packing[:-1]), "the bar itself"
-    last = [one[-1]["text/plain"] for one in (packing, measuring, copy)]
+    last = [one[-1]["text/plain"] for one in (packing, copy)]
     assert re.fullmatch(r"packing: 2,000 samples in 1\.\d s", last[0])
-    assert re.fullmatch(r"measuring: done in 2\.\d s", last[1])
-    assert re.fullmatch(r"copy: 4.0 kB of 1.0 MB in 0\.\d s, then stopped", last[2])
-    assert not any("width:" in one[-1]["text/html"] for one in (packing, measuring, copy))
+    assert re.fullmatch(r"copy: 4.0 kB of 1.0 MB in 0\.\d s, then stopped", last[1])
+    assert not any("width:" in one[-1]["text/html"] for one in (packing, copy))
 
 
 def test_a_name_in_a_bar_cannot_be_markup(monkeypatch):

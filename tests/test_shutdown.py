@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -61,8 +60,6 @@ WAYS = [
     pytest.param(
         ("newest", by_message_alone, "feed='workers', workers=1"), id="newest-message", marks=pytest.mark.full
     ),
-    pytest.param(("newest", as_jupyter_does, "feed='workers', workers=1"), id="newest-jupyter", marks=pytest.mark.full),
-    pytest.param(("colab", by_message_alone, ""), id="colab-message", marks=pytest.mark.full),
     pytest.param(("ipykernel-7.3", by_message_alone, ""), id="ipykernel-7.3-message", marks=pytest.mark.full),
 ]
 
@@ -136,16 +133,6 @@ def test_sigterm_is_a_request_to_stop_and_comes_through_when_the_run_is_saved(tm
     assert len(terminated) == 1
 
 
-def test_a_second_sigterm_comes_through_at_once(tmp_path, terminated):
-    def twice():
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.01)
-
-    nb.fit(acting({1: twice}), toy.make_pack(tmp_path, count=60), PLAN, tmp_path / "run", **QUIET)
-    assert terminated[0] == (signal.SIGTERM, False)
-
-
 def test_sigterm_ends_the_receipt_which_can_be_had_later(tmp_path, terminated):
     pack = toy.make_pack(tmp_path, count=60)
     steps = PLAN.epochs * -(-pack.splits["train"] // PLAN.batch_size)
@@ -153,19 +140,6 @@ def test_sigterm_ends_the_receipt_which_can_be_had_later(tmp_path, terminated):
     run = nb.fit(task, pack, PLAN, tmp_path / "run", progress=False)
     assert run.events[-1] == "no receipt: interrupted; run it again to get it"
     assert (run.receipt, len(task.seen), len(run.summary())) == (None, steps + 1, PLAN.epochs)
-    assert terminated == [(signal.SIGTERM, True)]
-
-
-def test_sigterm_ends_the_last_evaluation_and_no_receipt_follows(tmp_path, terminated):
-    def metrics(outputs, batch):
-        if len(outputs) > 5:  # as in no evaluation during training
-            os.kill(os.getpid(), signal.SIGTERM)
-        return toy.metrics(outputs, batch)
-
-    pack, plan = toy.make_pack(tmp_path, count=60), PLAN.replace(eval_samples=5)
-    run = nb.fit(acting(metrics=metrics), pack, plan, tmp_path / "run", progress=False)
-    assert run.events[-1] == "no final evaluation: interrupted; run it again to get it"
-    assert (run.final, run.receipt) == ({}, None)
     assert terminated == [(signal.SIGTERM, True)]
 
 

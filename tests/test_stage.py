@@ -6,43 +6,26 @@ import hashlib
 import http.server
 import io
 import itertools
-import json
 import multiprocessing
 import os
 import random
 import re
+import signal
 import sys
 import threading
-import time
 import types
 import urllib.request
 from functools import partial
 from pathlib import Path
 
 import pytest
-from archives import OPERATIONS, archived, ended_at, forked, full, kill, put, tar_bytes, tree, zip_bytes
-from faults import stagers
+from archives import archived, ended_at, forked, kill, put, tar_bytes, tree, zip_bytes
 
 import nbtools as nb
-from nbtools import disk, errors
+from nbtools import errors
 from nbtools.__main__ import main
-from nbtools.data import (
-    Snapshots,
-    Source,
-    archive,
-    archive_index,
-    cache,
-    drive,
-    drive_path,
-    place_to_keep,
-    read_member,
-    release_runtime,
-    sources,
-    transfer,
-)
-from nbtools.train import checkpoint
+from nbtools.data import cache, drive, drive_path, place_to_keep, release_runtime, transfer
 
-stage_module = sys.modules[nb.stage.__module__]
 pytestmark = [
     pytest.mark.usefixtures("place"),
     pytest.mark.filterwarnings("ignore:Call to deprecated method:DeprecationWarning"),  # gdown 5 calls bs4
@@ -50,8 +33,6 @@ pytestmark = [
 FILES = {"digits/labels.csv": b"file,label\n", "digits/images/1.png": bytes(range(256)) * 8000, "digits/2.png": b"2"}
 INSIDE = {name.removeprefix("digits/"): content for name, content in FILES.items()}
 TAR = tar_bytes(FILES)
-RECEIPT = ".stage.json"
-ROOT = Path(disk.__file__).parents[1]
 FILE_ID, FOLDER_ID = "1AbCdEfGhIjKlMnOpQrStUvWxYz0123", "1FoLdErIdOfTwentyEightLetters"
 QUOTA = (
     "<html><head><title>Google Drive - Quota exceeded</title></head><body><p>Sorry, you can't view or download this "
@@ -71,76 +52,12 @@ def published(folder: Path) -> list[str]:
     return [entry.name for entry in folder.glob("*") if entry.suffix != ".part" and entry.name != "locks"]
 
 
-def receipt_in(folder: Path) -> dict:
-    [target] = published(folder)
-    return json.loads((folder / target / RECEIPT).read_text())
-
-
-@contextlib.contextmanager
-def untouched(monkeypatch):
-    """Within, nothing may change a disk."""
-    with monkeypatch.context() as patch:
-        for operation in OPERATIONS:
-            if operation != "read":  # 512 bytes, to know that it is still an archive
-                patch.setattr(disk, operation, lambda *_, **__: pytest.fail("touched the disk"))
-        yield
+def seen_at(folder: Path) -> dict[Path, int]:
+    """When each file below a folder was last changed."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 # What a source is, and where it comes out
-
-
-def test_staging_an_archive_enters_eight_files_of_the_package(place):
-    """`stage` decides, `sources` knows where the bytes are, with `snapshots` where a run is kept, `transfer` brings
-    them, `cached` keeps them while they are used, `archive` unpacks, `disk` writes, `progress` shows it."""
-    path, entered = put(place / "digits.tar", TAR), set()
-
-    def trace(frame, event, argument):
-        if event == "call" and frame.f_code.co_filename.startswith(str(ROOT / "nbtools")):
-            entered.add(Path(frame.f_code.co_filename).relative_to(ROOT).as_posix())
-
-    sys.setprofile(trace)
-    try:
-        folder = nb.stage(path)
-    finally:
-        sys.setprofile(None)
-    assert tree(folder) == INSIDE
-    data = ("stage", "sources", "transfer", "snapshots", "cached", "archive", "progress")
-    assert entered == {"nbtools/disk.py", *(f"nbtools/data/{name}.py" for name in data)}
-
-
-def test_a_new_kind_of_source_is_one_class(place, monkeypatch):
-    """It is resumed, checked, unpacked and published as all others are."""
-    monkeypatch.setattr(Source, "kinds", [*Source.kinds])
-    begun_at = []
-
-    class Shelf(Source):
-        """`shelf:NAME`, on a server that gives a MB at a time."""
-
-        size = len(TAR)
-
-        @classmethod
-        def of(cls, text):
-            return cls(text, text, text.removeprefix("shelf:")) if text.startswith("shelf:") else None
-
-        def version(self) -> str:
-            return "3rd edition"
-
-        def fetch(self, part, progress):
-            with disk.append(part) as file:
-                begun_at.append(file.tell())
-                disk.write(file, TAR[begun_at[-1] :][:1_000_000])
-                if file.tell() < len(TAR):
-                    raise errors.StageError("closed for lunch")
-
-    for _ in range(2):
-        with pytest.raises(errors.StageError, match="lunch"):
-            stage("shelf:digits.tar")
-    assert published(cache()) == []
-    folder = stage("shelf:digits.tar")
-    assert tree(folder) == INSIDE
-    assert stage("shelf:digits.tar") == folder
-    assert begun_at == [0, 1_000_000, 2_000_000]
-    assert receipt_in(cache())["version"] == "3rd edition"
 
 
 def test_a_local_folder_is_used_where_it_is_and_copied_when_a_place_is_named(place):
@@ -173,36 +90,27 @@ def test_a_link_to_drive_is_still_drive(place, link):
     assert not any(path.is_symlink() for path in folder.rglob("*"))
 
 
-def test_a_path_on_drive_is_known_as_such_without_a_look_at_its_files(place, monkeypatch):
-    folder = put(place / "drive" / "digits" / "1.png").parent
-    (place / "data").symlink_to(folder)
-    monkeypatch.setattr(os, "scandir", lambda *_: pytest.fail("the folder is listed"))
-    assert sources.is_far(folder)
-    assert sources.is_far(place / "data")
-
-
 # Once
 
 
 @pytest.mark.parametrize("name", ["digits.tar", "drive:sets/digits.zip", "drive:digits.tar.gz"])
-def test_an_archive_comes_out_once_at_its_only_folder_with_a_receipt(place, monkeypatch, name):
+def test_an_archive_comes_out_once_at_its_only_folder(place, name):
     data = archived(FILES, name.partition(".")[2])
     path = put(place / name.replace(":", "/"), data)
     source = name if ":" in name else path
     folder = stage(source)
     assert folder.name == "digits"
     assert tree(folder) == INSIDE
-    receipt = receipt_in(cache())
-    assert (receipt["size"], receipt["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
     assert not list(cache().glob("*.part"))
-    with untouched(monkeypatch):
-        assert stage(source) == folder
+    before = seen_at(folder)
+    assert stage(source) == folder
+    assert seen_at(folder) == before
     put(path, archived({"a": b"1", "b/c": b"2"}, name.partition(".")[2]))
     assert tree(stage(source)) == {"a": b"1", "b/c": b"2"}, "the source changed"
 
 
 @pytest.mark.parametrize("name", ["digits.tar", "drive:digits.tar"])
-def test_sha256_must_match_also_on_the_second_call(place, name):
+def test_sha256_must_match_also_on_the_second_call(place, capsys, name):
     path = put(place / name.replace(":", "/"), TAR)
     source, digest = name if ":" in name else path, hashlib.sha256(TAR).hexdigest()
     stage(source, sha256=digest.upper())
@@ -210,26 +118,19 @@ def test_sha256_must_match_also_on_the_second_call(place, name):
         stage(source, sha256="abc")
     with pytest.raises(errors.StageError, match="sha256 is for an archive"):
         stage(path.parent, sha256=digest)
-
-
-def test_the_terminal_takes_a_sha256(place, capsys):
-    path, digest = put(place / "digits.tar", TAR), hashlib.sha256(TAR).hexdigest()
-    assert main(["stage", str(path), "--sha256", "abc"]) == 1
+    assert main(["stage", source if ":" in name else str(path), "--sha256", "abc"]) == 1
     assert f"its SHA-256 is {digest}, not abc" in capsys.readouterr().err
-    assert main(["stage", str(path), "--sha256", digest]) == 0
 
 
 @pytest.mark.parametrize("name", ["digits.tar", "digits.tar.gz", "drive:digits.zip", "drive:digits.tar.xz"])
-def test_an_archive_may_stay_one_file_from_which_files_are_read(place, monkeypatch, name):
+def test_an_archive_may_stay_one_file(place, name):
     """A plain tar or a zip, used where it lies if it is one on local disk."""
     data = archived(FILES, name.partition(".")[2])
     source = put(place / name.replace(":", "/"), data)
     path = stage(name if ":" in name else source, extract=False)
     assert path.read_bytes() == (data if "zip" in name else TAR)
     assert (path == source) == (name == "digits.tar")
-    assert {name: read_member(path, name) for name in archive_index(path).files} == FILES
-    with untouched(monkeypatch):
-        assert stage(name if ":" in name else source, extract=False) == path
+    assert stage(name if ":" in name else source, extract=False) == path
     assert tree(stage(name if ":" in name else source)) == INSIDE, "each has a place of its own"
 
 
@@ -237,24 +138,19 @@ def test_an_archive_may_stay_one_file_from_which_files_are_read(place, monkeypat
 
 
 def stage_and_note(place: Path, barrier) -> None:
-    sources.copy = noted(place, sources.copy)
     barrier.wait()
     folder = stage("drive:digits.tar")
     put(place / f"result-{os.getpid()}", f"{folder} {len(tree(folder))}".encode())
 
 
-def noted(place: Path, copy):
-    return lambda *arguments: put(place / f"copy-{os.getpid()}") and copy(*arguments)
-
-
-def test_eight_stagers_at_once_cause_one_copy(place):
+def test_eight_stagers_at_once_have_one_folder(place):
     put(place / "drive" / "digits.tar", TAR)
     barrier = multiprocessing.get_context("fork").Barrier(8)
     for process in [forked(stage_and_note, place, barrier) for _ in range(8)]:
         process.join()
-    assert len(list(place.glob("copy-*"))) == 1
     results = [path.read_text() for path in place.glob("result-*")]
     assert results == 8 * [f"{stage('drive:digits.tar')} 3"]
+    assert len(published(cache())) == 1
 
 
 BIG = tar_bytes({"digits/a": bytes(range(256)) * 10_000})
@@ -263,15 +159,14 @@ BIG = tar_bytes({"digits/a": bytes(range(256)) * 10_000})
 @contextlib.contextmanager
 def reads(patch, act):
     """Within, `act(n, read)` is in place of the n-th read of a file on Drive; `read(count)` gives at most so much."""
-    real, count = disk.read, itertools.count()
+    count = itertools.count()
 
-    def read(file, size):
-        if "/drive/" not in str(getattr(file, "name", "")) or size < transfer.CHUNK:  # the magic bytes
-            return real(file, size)
-        return act(next(count), lambda most=size: real(file, most))
+    class Mounted(io.FileIO):
+        def read(self, size=-1):
+            return act(next(count), lambda most=size: io.FileIO.read(self, most))
 
     with patch.context() as one:
-        one.setattr(disk, "read", read)
+        one.setattr(transfer, "FileIO", Mounted)
         one.setattr(transfer, "PAUSE", 0.001)
         yield count
 
@@ -280,40 +175,17 @@ def away(code: int = errno.EIO):
     raise OSError(code, os.strerror(code))
 
 
-def test_a_mount_of_which_files_cannot_be_closed_either_is_tried_again(place, monkeypatch):
-    """As FUSE's, once its server is gone: that must not replace the error of the read, which is tried again."""
-    put(place / "drive" / "digits.tar", BIG)
-    opened: list[io.FileIO] = []
-
-    class Gone(io.FileIO):
-        def __init__(self, path: Path):
-            super().__init__(path)
-            opened.append(self)
-
-        def close(self) -> None:
-            super().close()
-            if self is opened[0]:
-                away(errno.ENOTCONN)
-
-    monkeypatch.setattr(transfer, "FileIO", Gone)
-    with reads(monkeypatch, lambda n, read: away(errno.ENOTCONN) if n == 1 else read()):
-        assert tree(stage("drive:digits.tar")) == {"a": bytes(range(256)) * 10_000}
-    assert len(opened) == 2
-
-
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOTCONN])
-def test_a_mount_that_stops_answering_says_so_and_the_next_call_resumes(place, monkeypatch, code):
+def test_a_mount_that_stops_answering_says_so_and_the_next_call_resumes(place, monkeypatch):
     put(place / "drive" / "digits.tar", BIG)
     with (
-        reads(monkeypatch, lambda n, read: read() if n == 0 else away(code)),
+        reads(monkeypatch, lambda n, read: read() if n == 0 else away(errno.ENOTCONN)),
         pytest.raises(errors.StageError, match=r"digits\.tar: stopped responding .*What arrived is kept: run it again"),
     ):
         stage("drive:digits.tar")
     assert published(cache()) == []
-    copy, moved = sources.copy, []
-    monkeypatch.setattr(sources, "copy", lambda path, part, size, _, at: copy(path, part, size, moved.append, at))
-    assert tree(stage("drive:digits.tar")) == {"a": bytes(range(256)) * 10_000}
-    assert moved[0] == 1 << 20, "what arrived was kept"
+    with reads(monkeypatch, lambda n, read: read()) as count:
+        assert tree(stage("drive:digits.tar")) == {"a": bytes(range(256)) * 10_000}
+    assert next(count) == 3, "two of three pieces, and the end: what arrived was kept"
 
 
 def test_a_copy_that_the_user_interrupts_resumes_where_it_was(place, monkeypatch):
@@ -330,60 +202,9 @@ def test_a_copy_that_the_user_interrupts_resumes_where_it_was(place, monkeypatch
     assert next(count) == 2, "the rest, and its end"
 
 
-def test_stop_ends_the_hashing_of_an_archive_that_is_being_unpacked(place, monkeypatch):
-    path, begun, ended, real = put(place / "digits.tar", TAR), threading.Event(), [], disk.sha256
-
-    def slow(path, stopped):
-        begun.set()
-        ended.append(any(stopped() or time.sleep(0.01) for _ in range(1000)))
-        return real(path, stopped)
-
-    def interrupted(*_):
-        begun.wait()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(disk, "sha256", slow)
-    monkeypatch.setattr(archive, "extract", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        stage(path)
-    assert ended == [True]
-    with pytest.raises(InterruptedError):
-        real(path, lambda: True)
-
-
-def test_an_archive_is_hashed_as_it_is_copied_and_not_read_again_for_that(place, monkeypatch):
-    put(place / "drive" / "digits.tar", TAR)
-    real = disk.sha256
-    monkeypatch.setattr(disk, "sha256", lambda path, *_: path.name != "archive" and real(path))
-    with pytest.raises(errors.ArchiveError, match="SHA-256"):
-        stage("drive:digits.tar", sha256="abc")
-    stage("drive:digits.tar", sha256=hashlib.sha256(TAR).hexdigest())
-    assert receipt_in(cache())["sha256"] == hashlib.sha256(TAR).hexdigest()
-
-
-def test_a_piece_is_hashed_while_the_next_one_is_read(place, monkeypatch):
-    part, asked, pieces = transfer.Part(place / "part"), threading.Event(), iter([b"a" * 10, b"b" * 10, b""])
-    whole = hashlib.sha256()
-
-    def update(data):
-        assert asked.wait(10), "the next piece waits until this one is hashed"
-        whole.update(data)
-
-    def read():
-        data = next(pieces)
-        if not data.startswith(b"a"):
-            asked.set()
-        return data
-
-    monkeypatch.setattr(part, "digest", types.SimpleNamespace(update=update))
-    part.append(read, lambda _: None)
-    assert whole.hexdigest() == hashlib.sha256((place / "part").read_bytes()).hexdigest()
-
-
 FLAKY = {
     "errno 5 at every second read": lambda n, read: away() if n % 2 else read(),
     "errno 107 four times in a row": lambda n, read: away(errno.ENOTCONN) if 1 <= n < 5 else read(),
-    "a path that is gone while nothing is mounted": lambda n, read: away(errno.ENOENT) if n == 1 else read(),
     "an end that comes too early": lambda n, read: b"" if n in (0, 2) else read(),
     "reads that bring less than asked for": lambda n, read: read(100_000),
 }
@@ -400,15 +221,6 @@ def test_what_a_mount_fails_to_give_is_tried_again_and_nothing_is_missing(place,
     assert tree(folder) == {"a": bytes(range(256)) * 10_000}
 
 
-def test_a_mount_that_does_not_answer_yet_is_waited_for_before_the_first_byte(place, monkeypatch):
-    put(place / "drive" / "digits.tar", TAR)
-    real, pauses = sources.source_of, []
-    monkeypatch.setattr(transfer.time, "sleep", pauses.append)
-    monkeypatch.setattr(stage_module, "source_of", lambda text: away() if len(pauses) < 4 else real(text))
-    assert tree(stage("drive:digits.tar")) == INSIDE
-    assert pauses == [1, 2, 4, 8]
-
-
 def stage_with_error(nth: int, source: str, into: Path) -> None:
     """Errno 5 once, at the nth file opened or folder listed on Drive; ends with 3 if there were fewer."""
     count = itertools.count(1)
@@ -422,17 +234,12 @@ def stage_with_error(nth: int, source: str, into: Path) -> None:
     os._exit(3 if next(count) <= nth else 0)
 
 
-@pytest.mark.parametrize("source", ["drive:digits.tar", "drive:folder", "drive:shards", "drive:run"])
+@pytest.mark.parametrize("source", ["drive:digits.tar", "drive:folder"])
 def test_one_error_wherever_a_mount_is_looked_at_ends_nothing(place, monkeypatch, source):
     monkeypatch.setattr(transfer, "PAUSE", 0.001)
-    monkeypatch.setattr(sys.modules[nb.shard.__module__], "LEAST", 1)
     side(put(place / "drive" / "digits.tar", TAR), hashlib.sha256(TAR).hexdigest())
     for name in "abc":
         put(place / "drive" / "folder" / name / "x", name.encode() * 5000)
-    nb.shard(place / "drive" / "folder", place / "drive" / "shards", 9000, progress=False)
-    snapshots = Snapshots(place / "drive" / "run", checkpoint.FILE)
-    snapshots.take({"history.csv": b"1"}, {})
-    snapshots.take({"history.csv": b"2", "run.json": b"{}"}, {})
     for nth in range(1, 100):
         process = forked(stage_with_error, nth, source, place / f"into-{nth}")
         process.join()
@@ -440,15 +247,6 @@ def test_one_error_wherever_a_mount_is_looked_at_ends_nothing(place, monkeypatch
             break
         assert process.exitcode == 0, nth
     assert 3 < nth < 99
-
-
-def test_pauses_between_reads_that_fail_double(place, monkeypatch):
-    put(place / "drive" / "digits.tar", BIG)
-    pauses: list[float] = []
-    with reads(monkeypatch, lambda n, read: away() if n < 4 else read()):
-        monkeypatch.setattr(transfer.time, "sleep", pauses.append)
-        stage("drive:digits.tar")
-    assert pauses == [0.001, 0.002, 0.004, 0.008]
 
 
 @pytest.mark.parametrize("source", ["drive:digits.tar", "drive:folder"])
@@ -478,48 +276,14 @@ def test_a_file_that_another_of_its_size_replaces_during_its_copy_is_never_a_mix
         assert BIG in tree(stage(source, extract=False).parent).values()
 
 
-@pytest.mark.parametrize("announced", [-500_000, 500_000])
-def test_a_size_that_the_content_has_not_is_never_accepted(place, monkeypatch, announced):
-    """Drive's listing may be older than the file."""
-    put(place / "drive" / "folder" / "a", bytes(2_000_000))
-    real = sources.listing
-    monkeypatch.setattr(transfer, "PAUSE", 0.001)
-    monkeypatch.setattr(
-        sources, "listing", lambda path: {name: (size + announced, at) for name, (size, at) in real(path).items()}
-    )
-    with pytest.raises(errors.StageError, match=r"ended after 2000000 of 2500000|it changed while it was being copied"):
-        stage("drive:folder")
-    assert published(cache()) == []
-    monkeypatch.setattr(sources, "listing", real)
-    assert tree(stage("drive:folder")) == {"a": bytes(2_000_000)}
-
-
-@pytest.mark.parametrize("harm", ["a byte", "the end", "more", "the note"])
-def test_what_is_there_is_resumed_only_as_its_hash_says(place, monkeypatch, harm):
+def test_a_part_that_was_damaged_is_not_resumed(place, monkeypatch):
     put(place / "drive" / "digits.tar", BIG)
     with reads(monkeypatch, lambda n, read: read() if n < 2 else away()), pytest.raises(errors.StageError):
         stage("drive:digits.tar")
-    [part] = cache().glob("*.part/*/archive")
-    data, note = part.read_bytes(), part.with_name("archive.sum")
-    assert data == BIG[: 2 << 20]
-    if harm == "a byte":
-        part.write_bytes(data[:700] + b"\xff" + data[701:])
-    elif harm == "the end":
-        part.write_bytes(data[: 1 << 20])
-    elif harm == "more":
-        part.write_bytes(data + bytes(1000))
-    else:
-        note.unlink()
-    with reads(monkeypatch, lambda n, read: read()) as count:
-        assert tree(stage("drive:digits.tar")) == {"a": bytes(range(256)) * 10_000}
-    assert (next(count) < 3) == (harm == "more"), "what was not vouched for was read again"
-
-
-def test_eight_stagers_round_after_round_cause_one_copy_each(place):
-    """Five rounds; `make faults` does 200."""
-    totals, wrong = stagers.swept(0, 5, place)
-    assert wrong == []
-    assert totals == {"1 copy, the same files 8 times": 5}
+    [part] = [path for path in cache().rglob("*") if path.is_file() and path.stat().st_size == 2 << 20]
+    data = part.read_bytes()
+    part.write_bytes(data[:700] + b"\xff" + data[701:])
+    assert tree(stage("drive:digits.tar")) == {"a": bytes(range(256)) * 10_000}
 
 
 # Hashes
@@ -530,9 +294,8 @@ def side(path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "form", ["{} *digits.tar\n", "{}\n", "{}  other.tar\n{}  digits.tar\n", "{}  sets/digits.tar\n"]
+    ("form", "place_of"), [("{} *digits.tar\n", "drive"), ("{}  other.tar\n{}  digits.tar\n", "here")]
 )
-@pytest.mark.parametrize("place_of", ["drive", "here"])
 def test_the_hash_in_a_file_next_to_an_archive_must_match(place, form, place_of):
     path = put(place / place_of / "digits.tar", TAR)
     source, digest = "drive:digits.tar" if place_of == "drive" else path, hashlib.sha256(TAR).hexdigest()
@@ -545,7 +308,6 @@ def test_the_hash_in_a_file_next_to_an_archive_must_match(place, form, place_of)
         assert stage(source, sha256=digest), "what the caller says counts"
         side(path, form.format(digest.upper()))
     assert tree(stage(source)) == INSIDE
-    assert receipt_in(cache())["sha256"] == digest
     side(path, "not a hash")
     with pytest.raises(errors.StageError, match=r"digits\.tar\.sha256: must have a line of 64 hexadecimal digits"):
         stage(source)
@@ -554,47 +316,28 @@ def test_the_hash_in_a_file_next_to_an_archive_must_match(place, form, place_of)
 # Space
 
 
-def test_too_little_space_for_a_pack_as_well_is_a_message_with_the_way_out(place, monkeypatch, capsys):
-    put(place / "drive" / "digits.tar", TAR)
-    put(place / "drive" / "older.tar", tar_bytes({"a": b"1"}))
-    stage("drive:older.tar")
-    monkeypatch.setattr(disk, "free_bytes", lambda path: 2 * len(TAR) + 1_000_000)
-    stage("drive:digits.tar", progress=True)
-    said = capsys.readouterr().err
-    assert "1.0 MB will be free once it is here, and a pack of it may need about 4.1 MB, by a rule of thumb" in said
-    assert "`python -m nbtools cache --free 4.1MB` makes room" in said
-
-
 def test_a_part_of_an_older_version_is_not_resumed(place, monkeypatch):
     path = put(place / "drive" / "digits.tar", tar_bytes({"digits/a": b"older" * 300_000}))
-    with monkeypatch.context() as patch, contextlib.suppress(pytest.fail.Exception):
-        patch.setattr(archive, "extract", lambda *_, **__: pytest.fail("interrupted here"))
+    with reads(monkeypatch, lambda n, read: read() if n < 1 else away()), pytest.raises(errors.StageError):
         stage("drive:digits.tar")
-    assert list(cache().glob("*.part/*/archive"))
     put(path, TAR)
     assert tree(stage("drive:digits.tar")) == INSIDE
 
 
-@pytest.mark.parametrize(
-    ("form", "extract", "fault"),
-    [("tar", True, kill), ("tar.gz", True, full), ("tar.gz", False, kill)],
-)
-def test_a_full_disk_or_a_kill_at_any_operation_leaves_only_a_part_and_the_next_call_succeeds(
-    place, form, extract, fault
-):
+@pytest.mark.parametrize(("form", "extract"), [("tar", True), pytest.param("tar.gz", False, marks=pytest.mark.full)])
+def test_a_kill_at_any_operation_leaves_only_a_part_and_the_next_call_succeeds(place, form, extract):
     source, files = f"drive:digits.{form}", {"digits/a": b"a" * 5000, "digits/sub/b": b"b"}
     put(place / "drive" / f"digits.{form}", archived(files, form))
-    for nth in range(200):
+    for nth in range(0, 300, 3):
         into = place / f"into-{nth}"
-        ended = ended_at(nth, fault, partial(stage, extract=extract), source, into)
-        assert all((into / name / RECEIPT).exists() for name in published(into))
+        ended = ended_at(nth, kill, partial(stage, extract=extract), source, into)
         path = stage(source, into, extract=extract)
         assert tree(path) == {"a": b"a" * 5000, "sub/b": b"b"} if extract else path.read_bytes() == tar_bytes(files)
         assert len(published(into)) == 1
         if ended == 0:
             break
-        assert ended == {full: 1, kill: -9}[fault]
-    assert 15 < nth < 199
+        assert ended == -signal.SIGKILL
+    assert 15 < nth < 297
 
 
 REFUSED = {
@@ -641,28 +384,15 @@ def test_a_place_that_cannot_be_written_is_named(place):
 
 def test_too_little_space_is_reported_before_the_first_byte(place, monkeypatch):
     put(place / "drive" / "digits.tar", TAR)
-    monkeypatch.setattr(disk, "free_bytes", lambda path: 1_000_000)
-    monkeypatch.setattr(disk, "append", lambda *_: pytest.fail("wrote a byte"))
-    with pytest.raises(errors.DiskError, match=r"needs 4\.1 MB, only 1\.0 MB are free there. Free some space"):
-        stage("drive:digits.tar")
-
-
-@pytest.mark.parametrize("extract", [True, False])
-def test_too_little_space_for_what_is_in_an_archive_here_is_reported_before_it_is_unpacked(place, monkeypatch, extract):
     path = put(place / "digits.tar.xz", archived({"a": random.Random(0).randbytes(5000)}, "tar.xz"))
-    monkeypatch.setattr(disk, "free_bytes", lambda path: 1000)
-    for unpack in ("extract", "plain"):
-        monkeypatch.setattr(archive, unpack, lambda *_: pytest.fail("unpacked it"))
-    with pytest.raises(errors.DiskError, match=r"needs 5\.\d kB, only 1\.0 kB are free there\. Free some space"):
-        stage(path, extract=extract)
-
-
-def test_progress_shows_rate_and_time_left_and_can_be_silent(place, capsys):
-    put(place / "drive" / "digits.tar", TAR)
-    stage("drive:digits.tar", place / "loud", progress=True)
-    assert re.search(r"copy digits: 100%.*2\.06M/2\.06M \[\d\d:\d\d<00:00, .*B/s\]", capsys.readouterr().err)
-    stage("drive:digits.tar", place / "silent")
-    assert capsys.readouterr() == ("", "")
+    for source, free, words in (
+        ("drive:digits.tar", 1_000_000, r"needs 4\.1 MB, only 1\.0 MB are free there. Free some space"),
+        (path, 1000, r"needs 5\.\d kB, only 1\.0 kB are free there\. Free some space"),
+    ):
+        monkeypatch.setattr(os, "statvfs", lambda _, free=free: types.SimpleNamespace(f_bavail=1, f_frsize=free))
+        with pytest.raises(errors.DiskError, match=words):
+            stage(source)
+        assert published(cache()) == []
 
 
 # Drive
@@ -713,32 +443,6 @@ def colab(place, monkeypatch) -> FakeColab:
     return fake
 
 
-def test_a_mount_that_is_lost_within_a_copy_is_mounted_anew(colab, monkeypatch):
-    put(colab.point / "MyDrive" / "digits.tar", BIG)
-    colab.mounted, real = True, disk.read
-
-    def read(file, size):
-        if str(getattr(file, "name", "")).endswith("digits.tar") and size == transfer.CHUNK:
-            colab.mounted = (colab.mounted and file.tell() == 0) or bool(colab.calls)
-            return real(file, size) if colab.mounted else away(errno.ENOTCONN)
-        return real(file, size)
-
-    monkeypatch.setattr(disk, "read", read)
-    monkeypatch.setattr(transfer, "PAUSE", 0.001)
-    assert tree(stage("drive:digits.tar")) == {"a": bytes(range(256)) * 10_000}
-    assert colab.calls == [True], "mounted once, by force"
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_a_mount_that_answers_no_look_is_mounted_anew(colab, monkeypatch, named):
-    path = put(colab.point / "MyDrive" / "digits.tar", TAR)
-    colab.mounted, real = True, sources.source_of
-    monkeypatch.setattr(stage_module, "source_of", lambda text: real(text) if colab.calls else away())
-    monkeypatch.setattr(transfer, "PAUSE", 0.001)
-    assert tree(stage("drive:digits.tar" if named else path)) == INSIDE
-    assert colab.calls == [True]
-
-
 @pytest.mark.parametrize("calls", [[], [False], [False, True]])
 def test_drive_is_mounted_on_colab_when_needed_and_forced_when_stale(colab, calls):
     put(colab.point / "MyDrive" / "digits.tar", TAR)
@@ -787,24 +491,6 @@ def test_where_drive_is_declined_nothing_counts_as_kept_and_the_dialog_comes_onc
     assert colab.calls == [False], "the user was asked again"
     colab.mounted = put(colab.point / "MyDrive" / "digits.tar", TAR).exists()
     assert nb.kept("drive:digits.tar"), "allowed by hand after all"
-
-
-@pytest.mark.parametrize("name", ["captcha.tar", "runs/captcha"])
-def test_what_lies_in_the_notebooks_former_folder_is_found_and_named(place, capsys, name):
-    put(place / "drive" / "nbtools" / name, TAR)
-    assert nb.kept(f"drive:nbtools-data/{name}") == place / "drive" / "nbtools" / name
-    assert f"using drive:nbtools/{name}, where notebooks used to keep it" in capsys.readouterr().err
-    assert stage(f"drive:nbtools-data/{name}")
-    put(place / "drive" / "nbtools-data" / name, TAR)
-    assert nb.kept(f"drive:nbtools-data/{name}") == place / "drive" / "nbtools-data" / name, "the new one comes first"
-
-
-def test_the_former_folder_itself_is_nobodys_place(place):
-    """Users clone the repository there."""
-    clone = put(place / "drive" / "nbtools" / "README.md", b"# nbtools").parent
-    for text in ("drive:nbtools-data", "drive:/nbtools-data/"):
-        assert place_to_keep(text) == place / "drive" / "nbtools-data" != clone
-        assert nb.kept(text) is None
 
 
 def test_a_folder_without_files_keeps_nothing_and_a_place_that_cannot_be_looked_at_is_an_error(place):
@@ -913,12 +599,10 @@ def test_dropped_connections_are_resumed_in_this_call_and_in_the_next(web):
     [
         ("{web}/quota", 200, "quota"),
         ("{web}/sign-in", 403, "HTTP 403 Forbidden.*permission"),
-        ("{web}/quota", 429, "HTTP 429.*quota"),
         ("{web}/missing.tar", 200, "HTTP 404 Not Found"),
         ("{web}/digits.tar", 503, "HTTP 503 Service Unavailable"),
         ("http://127.0.0.1:1/digits.tar", 200, "cannot be downloaded: .*refused"),
         ("https://drive.google.com/file/d/quota-quota/view", 200, "quota"),
-        ("https://drive.google.com/file/d/sign-in-sign-in/view", 200, "permission"),
     ],
 )
 def test_pages_and_statuses_instead_of_a_file_are_explained(web, address, status, words):
@@ -935,7 +619,7 @@ def test_a_page_with_the_type_of_an_archive_is_noticed(web):
     assert list(cache().glob("*.part")) == []
 
 
-@pytest.mark.parametrize("link", ["file/d/{}/view?usp=sharing", "open?id={}", "uc?export=download&id={}"])
+@pytest.mark.parametrize("link", ["file/d/{}/view?usp=sharing", "open?id={}"])
 def test_a_drive_link_is_followed_past_the_virus_scan_page(web, link):
     Web.drop = 1_500_000
     assert tree(stage("https://drive.google.com/" + link.format(FILE_ID))) == INSIDE
