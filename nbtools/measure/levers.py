@@ -12,14 +12,14 @@ import torch
 
 from nbtools.data import Pack, batches_in, choose
 from nbtools.errors import NbtoolsError
-from nbtools.measure.profile import Bench, Skipped, StepProfile, Tried, shapes
+from nbtools.measure.profile import Bench, StepProfile, Tried, shapes
 from nbtools.measure.stepper import Clock, Stepper
 from nbtools.measure.trials import (
     COMPILE_PAYS,
     FASTER,
     LOSSES,
-    Change,
     compiles,
+    in_turns,
     other_feed,
     other_layout,
     other_precision,
@@ -37,8 +37,8 @@ SHARE, LEAST, MOST = 1 / 90, 12.0, 60.0  # of the training that is expected, sec
 class Levers:
     """The fastest plan so far, in training (None: memory ran out), and what was tried.
 
-    tried: [(change, the value in its place before, whether it is kept)]; skipped: changes that there was no time or no
-    memory for. compiling: try that however short training is, and CUDA graphs.
+    tried: [(change, the value in its place before, whether it is kept)]. compiling: try that however short training is,
+    and CUDA graphs.
     """
 
     def __init__(
@@ -53,7 +53,6 @@ class Levers:
         self.task, self.pack, self.device, self.compiling = task, pack, device, compiling
         self.clock = clock or perf_counter
         self.tried: list[tuple[Tried, Any, bool]] = []
-        self.skipped: list[Skipped] = []
         self.run: Stepper | None = None
         self.step_s = 0.0
         devices.within_memory(lambda: self.begin(plan))
@@ -96,8 +95,7 @@ class Levers:
         if self.run is None or not change:
             return False
         found, stepper = try_out(self.run, change, seconds, most or seconds, self.step_s)
-        if isinstance(found, Skipped):
-            self.skipped.append(found)
+        if found is None:
             return False
         kept = found.low >= FASTER and found.agrees
         self.tried.append((found, self.value(name), kept))
@@ -121,7 +119,7 @@ class Levers:
         now = self.plan.to_dict()
         change = {name: value for name, value in baseline.to_dict().items() if value != now[name]}
         try:
-            return Change(change, self.run).against(seconds, least=2)
+            return in_turns(self.run, change, seconds, least=2)[0]
         except (NbtoolsError, RuntimeError, OSError):  # its feed reads the source files; the advice is complete without
             return None
 
@@ -130,8 +128,7 @@ class Levers:
         start, bench = self.clock(), Bench(self.resume(self.plan))
         bench.advance(seconds)
         rejected = tuple(tried for tried, _, kept in self.tried if not kept)
-        found, took = bench.profile(), self.clock() - start
-        return dataclasses.replace(found, trials=rejected, skipped=tuple(self.skipped), took=took)
+        return dataclasses.replace(bench.profile(), trials=rejected, took=self.clock() - start)
 
     @property
     def trials(self) -> tuple[Tried, ...]:

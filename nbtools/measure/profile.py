@@ -83,17 +83,6 @@ class Tried:
         return f", but its loss {far}"
 
 
-TIME, MEMORY = "time", "memory"
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A change of the plan that was not tried. lack: of TIME, where a step takes long, or of MEMORY."""
-
-    change: dict[str, Any]
-    lack: str
-
-
 @dataclass(frozen=True)
 class StepProfile(Report):
     """How a plan trains here. Shows as a table.
@@ -108,11 +97,10 @@ class StepProfile(Report):
     product reaches here in the plan's precision.
     evaluation_s, checkpoint_s: seconds of one evaluation (some batches, scaled to the split), and of the copy of the
     state that a checkpoint takes of the training.
-    padding: ragged column → share of its elements that are padding, over an epoch of this plan, exact; shapes: how many
-    different lengths its batches have, after Plan.bucket where a task has that setting.
+    shapes: how many different lengths its batches have, after Plan.bucket where a task has that setting.
     memory: MiB. step: the most that a step takes beyond what is held; held: weights, gradients and optimizer.
-    trials: changes that were tried; skipped: those that time or memory did not allow to try. syncs: `file:line` where a
-    step makes the host wait (CUDA). took: seconds for the whole profile.
+    trials: changes that were tried. syncs: `file:line` where a step makes the host wait (CUDA). took: seconds for the
+    whole profile.
     """
 
     plan: dict[str, Any]
@@ -133,17 +121,15 @@ class StepProfile(Report):
     augmentation: float
     evaluation_s: float
     checkpoint_s: float
-    padding: dict[str, float]
     memory: dict[str, float]
     trials: tuple[Tried, ...]
     syncs: tuple[str, ...]
     machine: dict[str, str]
     took: float
-    shapes: int = 1
-    fixed: float = 0.0  # this and the next two have defaults for profiles that 0.1 wrote
-    flops_per_s: float = 0.0
-    matrix: float = 1.0
-    skipped: tuple[Skipped, ...] = ()  # once `untried`, without what was lacking
+    shapes: int
+    fixed: float
+    flops_per_s: float
+    matrix: float
 
     @property
     def step_s(self) -> float:
@@ -190,7 +176,6 @@ class StepProfile(Report):
             ("arithmetic", f"{self.flops_per_s / 1e9:,.3g} of {self.matrix / 1e9:,.3g} GFLOP/s"),
             ("memory", ", ".join(f"{name} {size(mib * 2**20)}" for name, mib in self.memory.items())),
         ]
-        rows += [("padding", f"{percent(share, 1)} of {column}") for column, share in self.padding.items()]
         rows += [
             ("tried", f"{shown(t.change)}: {t.ratio:.2f}× ({t.low:.2f}–{t.high:.2f}){t.objection}") for t in self.trials
         ]
@@ -296,10 +281,8 @@ class Bench:
             **self.shares(rate.data_wait),
             evaluation_s=median(self.evaluations),
             checkpoint_s=median(self.checkpoints),
-            padding=padding(pack, plan),
             memory=memory_of(cached),
             trials=(),
-            skipped=(),
             syncs=syncs(cached),
             machine=machine(),
             took=0.0,
@@ -411,13 +394,6 @@ def shapes(pack: Pack, plan: Plan) -> int:
     if column is None:
         return 1
     return len({-(-int(pack.lengths(column, ids).max(initial=0)) // unit) for ids in epoch_batches(pack, plan)})
-
-
-def padding(pack: Pack, plan: Plan) -> dict[str, float]:
-    """Ragged column → share of the elements of an epoch's batches that are padding, from lengths and Plan.bucket."""
-    batches, grouped = epoch_batches(pack, plan), pack.card.bucket_by
-    units = {column: getattr(plan, "bucket", 1) if column == grouped else 1 for column in pack.ragged}
-    return {column: padded(pack, column, batches, unit) for column, unit in units.items()}
 
 
 def padded(pack: Pack, column: str, batches: Iterable[np.ndarray], unit: int = 1) -> float:

@@ -16,9 +16,9 @@ from nbtools.data import Pack, Resident, choose, phase
 from nbtools.errors import NbtoolsError
 from nbtools.measure.machine import machine
 from nbtools.measure.presets import fitting, preset
-from nbtools.measure.profile import padded, padding
+from nbtools.measure.profile import padded
 from nbtools.measure.report import Report
-from nbtools.measure.stepper import Clock, Rate, Stepper, Turn, untouched
+from nbtools.measure.stepper import Clock, Rate, Stepper, Turn, epoch_batches, untouched
 from nbtools.measure.trials import own_settings
 from nbtools.table import duration, percent, size
 from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
@@ -336,7 +336,8 @@ def padding_of(pack: Pack, plan: Plan) -> list[str]:
         return []
     ids = np.random.default_rng(0).permutation(pack.ids("train"))
     blind = padded(pack, column, np.split(ids, range(BLIND, len(ids), BLIND)))
+    ours = padded(pack, column, epoch_batches(pack, plan), getattr(plan, "bucket", 1))
     return [
-        f"Padding is {percent(padding(pack, plan)[column], 1)} of {column} at batch {plan.batch_size}, since batches "
+        f"Padding is {percent(ours, 1)} of {column} at batch {plan.batch_size}, since batches "
         f"are grouped by length; random batches of {BLIND} would pad {percent(blind, 1)}"
     ]
