@@ -308,6 +308,7 @@ def test_measuring_takes_the_time_that_suits_the_run(tmp_path, step_s, epochs, m
     job = Turned(fixed=0.05, a_sample=(step_s - 0.05) / 16)
     job.PLAN = toy.PLAN.replace(epochs=epochs)
     advice = nb.advise(job, toy.make_pack(tmp_path, count=600), clock=job.clock)
+    assert advice.lr_trial
     assert advice.lr_trial.seconds <= 1.1 * 15
     assert 6 <= job.now - advice.lr_trial.seconds <= most
 

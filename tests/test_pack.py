@@ -240,7 +240,7 @@ def test_the_second_call_opens_and_another_source_or_option_is_another_pack(plac
 def test_a_folder_of_the_packs_own_is_not_given_to_other_options_or_tasks(place):
     source = vectors(place / "raw")
     assert pack(source, into=place / "mine").folder == place / "mine"
-    with pytest.raises(PackError, match="mine holds a pack of other files or options, or of an older nbtools; delete"):
+    with pytest.raises(PackError, match=r"mine holds a pack of other files or options.*; delete"):
         pack(source, {"scale": 2}, into=place / "mine")
     with pytest.raises(PackError, match="is a pack of the task 'plain', not of 'other'"):
         pack(place / "mine", task="other")
@@ -562,30 +562,6 @@ def test_a_long_source_of_small_samples_is_read_by_processes_into_the_same_pack(
     assert contents(processes) == contents(threads)
     assert [row[0] for row in processes.bad.itertuples(index=False)] == ["5.npy"]
     assert not multiprocessing.active_children()
-
-
-@pytest.mark.usefixtures("long")
-@pytest.mark.parametrize("fault", ["a disk", "a sample"])
-def test_what_fails_in_a_worker_process_fails_here_and_the_next_call_continues(place, fault):
-    source, failing = vectors(place / "raw"), place / "failing"
-    failing.touch()
-
-    def fails(path, options):
-        if failing.exists() and path.name == "7.npy":
-            raise OSError(errno.EIO, os.strerror(errno.EIO)) if fault == "a disk" else TypeError("the reader's fault")
-        return read(path, options)
-
-    error, words = {
-        "a disk": (DiskError, r"/7\.npy: Input/output error\. Try again"),
-        "a sample": (TypeError, "the reader's fault"),
-    }[fault]
-    with pytest.raises(error, match=words) as failed:
-        pack(source, into=place / "pack", read=fails)
-    assert failed.traceback, "which keeps what was there"
-    assert not (place / "pack").exists()
-    assert not multiprocessing.active_children()
-    failing.unlink()
-    assert len(pack(source, into=place / "pack", read=fails)) == 40
 
 
 @pytest.mark.parametrize("task", [captcha, *(pytest.param(t, marks=pytest.mark.full) for t in (hwdb, segment, sign))])
