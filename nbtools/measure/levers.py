@@ -10,23 +10,11 @@ from typing import Any
 
 import torch
 
-from nbtools.data import Pack, batches_in, choose
+from nbtools.data import Pack, batches_in
 from nbtools.errors import NbtoolsError
-from nbtools.measure.profile import Bench, StepProfile, Tried, shapes
+from nbtools.measure.profile import Bench, StepProfile, Tried
 from nbtools.measure.stepper import Clock, Stepper
-from nbtools.measure.trials import (
-    COMPILE_PAYS,
-    FASTER,
-    LOSSES,
-    compiles,
-    in_turns,
-    other_feed,
-    other_layout,
-    other_precision,
-    replays,
-    try_out,
-    warmed,
-)
+from nbtools.measure.trials import COMPILE_PAYS, FASTER, LOSSES, alternative, in_turns, try_out, warmed
 from nbtools.table import percent, plural
 from nbtools.train import Plan, TaskLike, rehearse
 from nbtools.train import device as devices
@@ -141,24 +129,11 @@ class Levers:
         return resolved.get(name, getattr(self.plan, name))
 
     def alternative(self, name: str) -> dict[str, Any]:
-        """The change to try; {}: there is none here."""
-        if self.run is None:
-            return {}
-        plan, pack, cpu = self.plan, self.run.pack, self.device.type == "cpu"
-        modules = list(self.run.state.model.modules())
-        if name == "amp":
-            return other_precision(plan, self.device)
-        if name == "feed":
-            return other_feed(self.value(name), choose(pack, plan.replace(feed="auto"), self.device)[0])
-        if name == "threads":
-            return {name: self.value(name) // 2} if cpu and self.value(name) > 1 else {}
-        if name == "channels_last":
-            return other_layout(plan, modules)
-        if name == "graph":
-            recorded = self.compiling and self.device.type == "cuda"  # only where asked: a recording may fail
-            return {name: True} if recorded and replays(plan, shapes(pack, plan)) else {}
-        lasting = self.compiling or self.training_s >= COMPILE_PAYS
-        return {name: True} if lasting and compiles(plan, modules, shapes(pack, plan)) else {}
+        """The change to try; {}: there is none here. CUDA graphs only where asked, since recording may fail."""
+        unasked = not self.compiling and (
+            name == "graph" or (name == "compile" and self.run is not None and self.training_s < COMPILE_PAYS)
+        )
+        return {} if self.run is None or unasked else alternative(name, self.run)
 
 
 def outcome(tried: Tried, before: Any) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nbtools.data import Draws, Pack, choose, gather, in_order, lengths_of, on
+from nbtools.data import Draws, Pack, gather, in_order, lengths_of, on
 from nbtools.measure import memory
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
@@ -87,7 +87,7 @@ class Tried:
 class StepProfile(Report):
     """How a plan trains here. Shows as a table.
 
-    feed: the plan's; packed: what `feed="auto"` would take. samples_per_s: of the plan as it is, with least and most of
+    feed: the plan's. samples_per_s: of the plan as it is, with least and most of
     `rounds`; ceiling: of the same step on one raw batch that lies on the device; ceiling_ratio: the first over the
     second, measured in turns.
     wait, host, device: shares of a step that wait for data, that launch (see above), and the rest; together 1. fixed:
@@ -107,7 +107,6 @@ class StepProfile(Report):
     device_type: str
     train_samples: int
     feed: str
-    packed: str
     samples_per_s: float
     least: float
     most: float
@@ -271,7 +270,6 @@ class Bench:
             device_type=device.type,
             train_samples=pack.splits["train"],
             feed=run.feed.name,
-            packed=choose(pack, plan.replace(feed="auto"), device)[0],
             samples_per_s=rate.samples_per_s,
             least=rate.least,
             most=rate.most,
@@ -394,13 +392,6 @@ def shapes(pack: Pack, plan: Plan) -> int:
     if column is None:
         return 1
     return len({-(-int(pack.lengths(column, ids).max(initial=0)) // unit) for ids in epoch_batches(pack, plan)})
-
-
-def padded(pack: Pack, column: str, batches: Iterable[np.ndarray], unit: int = 1) -> float:
-    """Share of padding: batches are as long as their longest sample, rounded up to whole units."""
-    lengths = [pack.lengths(column, batch) for batch in batches]
-    total = sum(-(-int(each.max(initial=0)) // unit) * unit * len(each) for each in lengths)
-    return 1 - sum(int(each.sum()) for each in lengths) / max(total, 1)
 
 
 def syncs(stepper: Stepper) -> tuple[str, ...]:

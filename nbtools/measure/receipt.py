@@ -9,23 +9,20 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
 from nbtools.data import Pack, Resident, choose, phase
 from nbtools.errors import NbtoolsError
 from nbtools.measure.machine import machine
 from nbtools.measure.presets import fitting, preset
-from nbtools.measure.profile import padded
 from nbtools.measure.report import Report
-from nbtools.measure.stepper import Clock, Rate, Stepper, Turn, epoch_batches, untouched
+from nbtools.measure.stepper import Clock, Rate, Stepper, Turn, untouched
 from nbtools.measure.trials import own_settings
 from nbtools.table import duration, percent, size
 from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
 
 ROUNDS, SECONDS = 3, 1.5
-BLIND = 64  # the guides' batch, for what batches that are not grouped by length would pad
 SHARE = 0.5  # of free GPU memory that the rungs between the ends may take
 GROUPS = {
     "+ packed feed": ("feed", "workers", "prefetch"),
@@ -146,7 +143,6 @@ def receipt(
         rungs, memory = rungs_of(course.steppers), list(course.peaks.values())  # first of the ends, which came first
         guide = course.aside()
         del course
-    notes += padding_of(pack, plan)
     peaks = {"before": memory[0], "after": memory[1]} if memory else {"process": devices.resident() / 2**20}
     if not memory:
         notes.append("No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not measured")
@@ -326,18 +322,3 @@ def rungs_of(steppers: Mapping[str, Stepper]) -> tuple[Rung, ...]:
         found.append(Rung(name, changes, stepper.rate(), factor, *spread))
         below = stepper
     return tuple(found)
-
-
-def padding_of(pack: Pack, plan: Plan) -> list[str]:
-    """What the plan pads, and what a DataLoader with shuffle=True would, of the column by whose length batches are
-    grouped."""
-    column = pack.card.bucket_by
-    if column is None:
-        return []
-    ids = np.random.default_rng(0).permutation(pack.ids("train"))
-    blind = padded(pack, column, np.split(ids, range(BLIND, len(ids), BLIND)))
-    ours = padded(pack, column, epoch_batches(pack, plan), getattr(plan, "bucket", 1))
-    return [
-        f"Padding is {percent(ours, 1)} of {column} at batch {plan.batch_size}, since batches "
-        f"are grouped by length; random batches of {BLIND} would pad {percent(blind, 1)}"
-    ]

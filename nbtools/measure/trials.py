@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from nbtools.data import Feed, Pack
+from nbtools.data import Feed, Pack, choose
 from nbtools.measure import memory
-from nbtools.measure.profile import LEAST_ROUNDS, LONG, ROUNDS, Bench, StepProfile, Tried
+from nbtools.measure.profile import LEAST_ROUNDS, LONG, ROUNDS, Bench, StepProfile, Tried, shapes
 from nbtools.measure.stepper import Clock, Stepper, untouched
 from nbtools.train import MOST_GRAPHS, Diverged, Plan, TaskLike, unrecordable
 from nbtools.train import device as devices
@@ -56,7 +56,7 @@ def step_profile(
         start, run = bench.clock(), bench.run
         bench.advance(seconds)
         found, step_s = bench.profile(), run.mean_s
-        changes, over = worth_trying(found, run.plan, list(bench.state.model.modules()), fixed), bench.clock() + seconds
+        changes, over = worth_trying(run, found, fixed), bench.clock() + seconds
         results: list[Tried | None] = []
         for k, change in enumerate(changes):  # what one leaves of its time, the others have
             left = over - bench.clock()
@@ -65,46 +65,52 @@ def step_profile(
         return dataclasses.replace(found, trials=tuple(filter(None, results)), took=bench.clock() - start)
 
 
-def worth_trying(
-    profile: StepProfile, plan: Plan, modules: Sequence[torch.nn.Module], fixed: Collection[str]
-) -> list[dict[str, Any]]:
+def worth_trying(run: Stepper, profile: StepProfile, fixed: Collection[str]) -> list[dict[str, Any]]:
     """Changes whose gain cannot be computed, so that they are tried: torch.compile last, where training lasts long
     enough to earn the compiler's time back; none of a compiled plan, where each would be compiled first. CUDA graphs
     are proposed untried: a recording that fails may end the process, and with it a run."""
-    changes: list[dict[str, Any]] = []
+    plan = run.plan
     if plan.compile:
-        return changes
-    if profile.wait >= WAIT_SHARE and "feed" not in fixed:
-        changes.append(other_feed(profile.feed, profile.packed))
+        return []
+    changes = [alternative("feed", run)] if profile.wait >= WAIT_SHARE else []
     if profile.wait < max(profile.host, profile.device):
-        changes.append(other_precision(plan, torch.device(profile.device_type)))
+        changes.append(alternative("amp", run))
         if profile.fixed >= FIXED_SHARE:
             most = profile.train_samples // LEAST_STEPS
             larger = [{"batch_size": k * plan.batch_size} for k in (2, 4) if k * plan.batch_size <= most]
             changes += [{"micro_batch_size": None}] if plan.parted else larger
         if profile.device > profile.host:
-            changes.append(other_layout(plan, modules))
-    if plan.epochs * profile.epoch_s >= COMPILE_PAYS and compiles(plan, modules, profile.shapes):
-        changes.append({"compile": True})
+            changes.append(alternative("channels_last", run))
+    if plan.epochs * profile.epoch_s >= COMPILE_PAYS:
+        changes.append(alternative("compile", run))
     return [change for change in changes if change and not set(change) & set(fixed)]
 
 
-def compiles(plan: Plan, modules: Sequence[torch.nn.Module], shapes: int) -> bool:
-    """Whether it may help to compile: not for more shapes than dynamo compiles (a task's `bucket` makes them few), nor
-    for recurrent layers, which break the graph, nor again."""
-    recurrent = any(isinstance(module, torch.nn.RNNBase) for module in modules)
-    return not (recurrent or shapes > SHAPES or plan.compile)
+def alternative(name: str, run: Stepper) -> dict[str, Any]:
+    """Another value of a setting for speed that may be faster here; {}: none. Compiling and CUDA graphs serve few
+    shapes only (a task's `bucket` makes them few), and recurrent layers break what is compiled."""
+    plan, device, modules = run.plan, run.device, list(run.state.model.modules())
+    threads = plan.threads or devices.threads()
+    if name == "amp":
+        other = devices.reduced(device) if plan.amp == "off" else "off"
+    elif name == "feed":
+        other = choose(run.pack, plan.replace(feed="auto"), device)[0]
+        other = "streamed" if run.feed.name == "resident" else "" if other == run.feed.name else other
+    elif name == "threads":
+        other = threads // 2 if device.type == "cpu" else 0
+    elif name == "channels_last":
+        return {name: not plan.channels_last} if any(isinstance(each, torch.nn.Conv2d) for each in modules) else {}
+    elif name == "graph":
+        other = device.type == "cuda" and replays(plan, shapes(run.pack, plan))
+    else:
+        recurrent = any(isinstance(each, torch.nn.RNNBase) for each in modules)
+        other = not (recurrent or plan.compile or shapes(run.pack, plan) > SHAPES)
+    return {name: other} if other and other != getattr(plan, name) else {}
 
 
 def replays(plan: Plan, shapes: int) -> bool:
     """Whether CUDA graphs may help: not for more shapes than are recorded, nor for fp16, nor again."""
     return not (shapes > MOST_GRAPHS or unrecordable(plan) or plan.graph)
-
-
-def other_precision(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """float32 instead of mixed precision, or the one that may be faster here; {}: none."""
-    other = devices.reduced(device) if plan.amp == "off" else "off"
-    return {"amp": other} if other != plan.amp else {}
 
 
 def without_augmentation(plan: Plan) -> dict[str, Any]:
@@ -117,18 +123,6 @@ def without_augmentation(plan: Plan) -> dict[str, Any]:
 def own_settings(plan: Plan) -> set[str]:
     """The settings that the task added."""
     return {f.name for f in dataclasses.fields(plan)} - {f.name for f in dataclasses.fields(Plan)}
-
-
-def other_feed(now: str, packed: str) -> dict[str, Any]:
-    """The pack instead of the files, or the pack by the other feed; {}: none. packed: what `feed="auto"` takes."""
-    other = "streamed" if now == "resident" else packed
-    return {"feed": other} if other != now else {}
-
-
-def other_layout(plan: Plan, modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """{}: there are no convolutions."""
-    convolves = any(isinstance(module, torch.nn.Conv2d) for module in modules)
-    return {"channels_last": not plan.channels_last} if convolves else {}
 
 
 def in_turns(
