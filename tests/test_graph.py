@@ -275,7 +275,8 @@ def test_only_so_many_shapes_are_recorded_which_is_said_once_and_no_short_batch(
     plan, events, weight = nb.Plan(batch_size=4), list[str](), torch.zeros(1)
 
     def replayed(samples: int, *widths: int) -> int:
-        graphs = graph.Graphs(torch.device("cpu"), events, plan)
+        graphs = graph.Graphs(torch.device("cpu"), events)
+        assert graphs.follow(plan)
         for width in widths:
             for step in range(graph.WARM_UP + 2):
                 raw = {"x": torch.full((width,), float(step)), "id": torch.arange(samples)}

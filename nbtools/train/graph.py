@@ -93,35 +93,30 @@ class Graphs:
     """The recorded steps of a run under its present plan, one for each shape of a whole batch. events: where to say
     that there are none. off: why, or "". replayed: how many steps were."""
 
-    def __init__(self, device: torch.device, events: list[str], plan: Plan):
+    def __init__(self, device: torch.device, events: list[str]):
         self.device, self.recorder, self.events = device, Recorder(device), events
         self.off, self.full, self.replayed = "", False, 0
+        self.plan: Plan | None = None
         self.steps: dict[tuple[torch.Size, ...], int | Recorded] = {}  # by shapes: how many came, or what was recorded
-        self.begin(plan)
-
-    def begin(self, plan: Plan) -> None:
-        """Steps under this plan from now on; says so where they cannot be recorded."""
-        self.plan = plan
-        self.clear()
-        if why := unrecordable(plan):
-            self.tell(why)
 
     def follow(self, plan: Plan) -> bool:
-        """Whether steps under this plan, the present one from now on, are recorded."""
+        """Whether steps under this plan, the present one from now on, are recorded; says why not."""
+        why = unrecordable(plan)
         if plan is not self.plan:
-            self.begin(plan)
-        return not unrecordable(plan)
+            self.plan = plan
+            self.clear()
+            self.events += [off(why)] if why else []
+        return not why
 
     def step(self, raw: Batch, act: Act, written: Callable[[], list[Tensor]]) -> Sums:
         """act(raw), a step: replayed where such a step is recorded; its result is overwritten by the next one then. act
         reads what else may change, such as lr, in tensors. written: the tensors that it changes."""
         shapes, eager = tuple(tensor.shape for tensor in raw.values()), partial(act, raw)
-        if self.off or len(raw["id"]) != self.plan.batch_size:
-            return self.recorder.run(eager)
-        if shapes not in self.steps and len(self.steps) == MOST_GRAPHS:
-            if not self.full:
-                self.events.append(FULL)
+        short = self.plan is None or len(raw["id"]) != self.plan.batch_size
+        if full := not (self.off or short or shapes in self.steps) and len(self.steps) == MOST_GRAPHS:
+            self.events += [] if self.full else [FULL]
             self.full = True
+        if self.off or short or full:
             return self.recorder.run(eager)
         known = self.steps.get(shapes, 0)
         if not isinstance(known, Recorded):
@@ -180,23 +175,24 @@ class Graphs:
     def give_up(self, why: str) -> None:
         self.off = why
         self.clear()
-        self.tell(why)
+        self.events.append(off(why))
 
     def clear(self) -> None:
         """Forget all recorded steps, where their memory is needed, or other tensors take the place of some."""
         self.steps.clear()
 
-    def tell(self, why: str) -> None:
-        self.events.append(f"graph off: {why}; each kernel is launched by the host")
+
+def off(why: str) -> str:
+    return f"graph off: {why}; each kernel is launched by the host"
 
 
 @torch.no_grad()
 def same(loss: Tensor, expected: Tensor, now: list[Tensor], after: list[Tensor], before: list[Tensor]) -> bool:
     """Whether two steps from the same state give the same loss, and the same weights by the length of the step."""
-    learned = [i for i, tensor in enumerate(now) if tensor.requires_grad]
 
     def apart(these: list[Tensor], those: list[Tensor]) -> float:
-        return sum(float((these[i] - those[i]).float().square().sum()) for i in learned) ** 0.5
+        pairs = ((a, b) for a, b, tensor in zip(these, those, now, strict=True) if tensor.requires_grad)
+        return sum(float((a - b).float().square().sum()) for a, b in pairs) ** 0.5
 
     return torch.allclose(loss, expected, NEAR, NEAR, equal_nan=True) and apart(now, after) <= NEAR_STEP * apart(
         after, before

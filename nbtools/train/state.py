@@ -154,7 +154,7 @@ class TrainState:
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
         self.stopped: str | None = None  # why nothing is left to train before the last epoch
         self.events: list[str] = []  # messages for the next yield
-        self.graphs = Graphs(self.device, self.events, plan) if plan.graph else None
+        self.graphs = Graphs(self.device, self.events) if plan.graph else None
         self.keys = Keys(0, self.device)  # of draws
         self.know(len(pack) if isinstance(pack, Pack) else sum(pack.splits.values()))
 
