@@ -74,12 +74,10 @@ class Rung:
 @dataclass(frozen=True)
 class Receipt(Report):
     """Before and after on this machine and this data: the same network, trained with two plans, and the rungs between
-    them, () in receipts of older versions; guide: the guide's optimised settings, over the baseline, None if they were
-    not measured. Shows as a table.
+    them; guide: the guide's optimised settings, over the baseline, None if they were not measured. Shows as a table.
 
     ratio: the median over rounds of after / before, measured in turns, with its least and most. peak_memory: MiB, of
-    the GPU for either; without one, of the whole process for both together. samples: that all epochs train on; 0 in
-    receipts of older versions.
+    the GPU for either; without one, of the whole process for both together. samples: that all epochs train on.
     """
 
     before: Rate
@@ -90,16 +88,14 @@ class Receipt(Report):
     peak_memory: dict[str, float]
     machine: dict[str, str]
     notes: tuple[str, ...]
-    rungs: tuple[Rung, ...] = ()
-    guide: Rung | None = None
-    samples: int = 0
+    rungs: tuple[Rung, ...]
+    guide: Rung | None
+    samples: int
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         """(headers, rows): one row per rung, below the first one the guide's, spreads from least to most."""
         headers = ("", "samples/s", "vs previous row", "vs baseline", "waiting for data", "what changes")
-        ratio = self.ratio, self.ratio_least, self.ratio_most
-        ends = Rung("baseline", {}, self.before, *[1.0] * 6), Rung(ALL, {}, self.after, *ratio, *ratio)
-        first, *others = self.rungs or ends
+        first, *others = self.rungs
         guide = [self.guide.row(rung=False)] if self.guide is not None else []
         return headers, [first.row(baseline=True), *guide, *(rung.row() for rung in others)]
 
@@ -107,8 +103,8 @@ class Receipt(Report):
         spread = f"{self.ratio_least:.2f}–{self.ratio_most:.2f}, n = {self.after.rounds}"
         guide = f"; the guide's optimised settings: {self.guide.over_baseline()}" if self.guide is not None else ""
         took, before = (duration(self.samples / rate.samples_per_s) for rate in (self.after, self.before))
-        whole = f"; all epochs' steps take {took}, with the baseline's settings {before}" if self.samples else ""
-        return f"{self.ratio:.2f}× the baseline's samples/s on this machine ({spread}){guide}{whole}"
+        whole = f"all epochs' steps take {took}, with the baseline's settings {before}"
+        return f"{self.ratio:.2f}× the baseline's samples/s on this machine ({spread}){guide}; {whole}"
 
     def footer(self) -> str:
         names = {"before": "baseline", "after": "this run"}
