@@ -1,7 +1,7 @@
 """The machine, the profile of a step, the bottleneck, batch and lr finders, advice, receipt."""
 
 from nbtools.measure.advice import Advice, Machine, decide, explained, processes
-from nbtools.measure.advisor import advise, expected, tried_before
+from nbtools.measure.advisor import advise, expected
 from nbtools.measure.batch import find_batch
 from nbtools.measure.check import check, smoke_test
 from nbtools.measure.machine import REASONS, Gpu, Sampler, described, follow, gpus, machine, nvml_index
@@ -42,7 +42,6 @@ __all__ = [
     "receipt",
     "smoke_test",
     "step_profile",
-    "tried_before",
     "untouched",
     "verdict",
 ]

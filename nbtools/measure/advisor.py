@@ -110,13 +110,6 @@ def known(task: TaskLike, pack: Pack) -> Advice | None:
     return made if made.profile is not None else None
 
 
-def tried_before(task: TaskLike, pack: Pack) -> list[str]:
-    """What `advise` tried here for speed, in a sentence; [] if nothing."""
-    made = known(task, pack)
-    tried = [made.evidence[name] for name in LEVERS if name in made.evidence] if made is not None else []
-    return [f"Tried by nb.advise before training: {'; '.join(tried)}"] if tried else []
-
-
 def expected(task: TaskLike, pack: Pack, plan: Plan) -> str:
     """How long a plan will train by what was measured here before, and how long with the baseline's settings; "" for a
     plan that is faster or slower than the advised one."""

@@ -35,7 +35,6 @@ from nbtools.train import (
     Plan,
     Sums,
     TrainState,
-    checkpoint,
     differentiate,
     evaluation,
     synchronizing,
@@ -45,7 +44,7 @@ from nbtools.train import (
 ROUNDS = 16
 LEAST_ROUNDS = 3  # where a step takes long
 LEAST = 5  # repeats of what is timed on CUDA
-LONG = 0.2  # seconds: a checkpoint that takes longer is written once, a step warms up but once
+LONG = 0.2  # seconds of a step, which then warms up but once
 AGREES = 0.02  # bf16 keeps 8 bits, 0.4 % a number; measured: at most 0.6 % (four tasks, three seeds each)
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what occupies the device in a trace
 
@@ -95,8 +94,7 @@ class StepProfile(Report):
     `task.batch` without draws, and what the draws add.
     flops_per_s: of matrix products, convolutions and attention, forward and backward; matrix: what a large matrix
     product reaches here in the plan's precision.
-    evaluation_s, checkpoint_s: seconds of one evaluation (some batches, scaled to the split), and of the copy of the
-    state that a checkpoint takes of the training.
+    between_s: seconds of one evaluation (some batches, scaled to the split).
     shapes: how many different lengths its batches have, after Plan.bucket where a task has that setting.
     memory: MiB. step: the most that a step takes beyond what is held; held: weights, gradients and optimizer.
     trials: changes that were tried. syncs: `file:line` where a step makes the host wait (CUDA). took: seconds for the
@@ -118,8 +116,7 @@ class StepProfile(Report):
     device: float
     batching: float
     augmentation: float
-    evaluation_s: float
-    checkpoint_s: float
+    between_s: float
     memory: dict[str, float]
     trials: tuple[Tried, ...]
     syncs: tuple[str, ...]
@@ -140,11 +137,6 @@ class StepProfile(Report):
         return self.train_samples / self.samples_per_s
 
     @property
-    def between_s(self) -> float:
-        """Seconds of an evaluation and the checkpoint that may follow it."""
-        return self.evaluation_s + self.checkpoint_s
-
-    @property
     def epoch_s(self) -> float:
         return self.steps_s + self.between_s / self.plan["eval_every"]
 
@@ -156,7 +148,6 @@ class StepProfile(Report):
     def table(self) -> tuple[tuple[str, str], list[tuple[str, str]]]:
         spread = f"{self.least:,.0f}–{self.most:,.0f}, n = {self.rounds}"
         shares = f"data {percent(self.wait)}, host {percent(self.host)}, device {percent(self.device)}"
-        epoch = self.epoch_s * self.plan["eval_every"]
         rows = [
             ("samples/s", f"{self.samples_per_s:,.0f} ({spread}) at batch {self.plan['batch_size']}"),
             (
@@ -168,10 +159,7 @@ class StepProfile(Report):
                 "batches",
                 f"{percent(self.batching)} of a step to prepare them, {percent(self.augmentation)} to augment them",
             ),
-            (
-                "an epoch",
-                f"evaluation {percent(self.evaluation_s / epoch)}, checkpoint {percent(self.checkpoint_s / epoch)}",
-            ),
+            ("an evaluation", timing(self.between_s)),
             ("arithmetic", f"{self.flops_per_s / 1e9:,.3g} of {self.matrix / 1e9:,.3g} GFLOP/s"),
             ("memory", ", ".join(f"{name} {size(mib * 2**20)}" for name, mib in self.memory.items())),
         ]
@@ -211,11 +199,9 @@ class Bench:
         shuffled = np.random.default_rng(0).permutation(len(batches))  # else the short ones come first
         self.val = [batches[i] for i in shuffled]
         self.evaluations: list[float] = []
-        self.checkpoints: list[float] = []
         self.plain: list[float] = []
         self.drawn: list[float] = []
         self.evaluate(math.inf, list({len(ids): ids for ids in self.val}.values()))  # the first of their shape warm up
-        self.save()  # makes room for the copies
         for stepper in (self.cached, self.small):
             stepper.warm_up(1)
 
@@ -232,8 +218,6 @@ class Bench:
             self.prepare(Draws(self.run.plan.seed, self.state.epoch, self.raw["id"], self.state.keys), self.drawn)
             if k < LEAST_ROUNDS:
                 self.evaluations.append(self.evaluate(seconds / 30))
-                if not self.checkpoints or self.checkpoints[0] < LONG:
-                    self.checkpoints.append(self.save())
 
     def prepare(self, draws: Draws | None, times: list[float]) -> None:
         start = self.clock()
@@ -253,14 +237,6 @@ class Bench:
         finish(self.state.device)
         return sum(map(len, self.val)) * (self.clock() - start) / max(done, 1)
 
-    def save(self) -> float:
-        """Seconds that a checkpoint takes of the training: those of copying the state. Another thread writes it, which
-        a run lets it do in at most 1 % of the time."""
-        start = self.clock()
-        checkpoint.snapshot(self.state, rows=0)
-        finish(self.state.device)
-        return self.clock() - start
-
     def profile(self) -> StepProfile:
         """The timings, with all that is counted and derived from them; no trials yet."""
         run, cached, pack, plan, device = self.run, self.cached, self.run.pack, self.run.plan, self.state.device
@@ -277,8 +253,7 @@ class Bench:
             ceiling=cached.rate().samples_per_s,
             ceiling_ratio=median(run.over(cached)),
             **self.shares(rate.data_wait),
-            evaluation_s=median(self.evaluations),
-            checkpoint_s=median(self.checkpoints),
+            between_s=median(self.evaluations),
             memory=memory_of(cached),
             trials=(),
             syncs=syncs(cached),

@@ -124,14 +124,11 @@ def receipt(
     device: torch.device | None = None,
     seconds: float | None = None,
     clock: Clock | None = None,
-    notes: Sequence[str] = (),
 ) -> Receipt:
     """Measure the task's BASELINE, a plan, the rungs between them and the first of its PRESETS in turns. seconds: of a
-    turn, were there only two (SECONDS); more rungs have shorter ones, so that the whole takes as long. notes: what else
-    its last lines should say."""
+    turn, were there only two (SECONDS); more rungs have shorter ones, so that the whole takes as long."""
     device, pack = device or devices.pick(), readable(task, pack, plan)
-    baseline, fitted = comparable(as_task(task).BASELINE, plan, pack, device)
-    notes = [*notes, *fitted]
+    baseline, notes = comparable(as_task(task).BASELINE, plan, pack, device)
     optimised, adapted = optimised_by_guide(task, plan, pack)
     with untouched(device):
         course = Course(task, pack, device, clock)
