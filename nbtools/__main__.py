@@ -296,7 +296,7 @@ def advise(options: argparse.Namespace) -> Result:
     """propose a plan for this machine and data, with reasons"""
     pack = packed(options.task, options)
     found = nb.advise(options.task, pack, measure=not options.no_measure, compiling=options.compile)
-    parts = (found.batches, found.workers, found.profile) if options.why else ()
+    parts = (found.batches, found.profile) if options.why else ()
     return Result(found, "\n\n".join([*map(str, filter(None, parts)), found.text(whole=options.why)]))
 
 

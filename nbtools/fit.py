@@ -435,7 +435,7 @@ def finish(job: Job, sigterm: FirstSignal, receipt: bool) -> None:
     with optional("no receipt", surface.report), sigterm.interrupting(), work(MEASURED, surface.progress, **PHASES):
         plan = one_share(state)
         phase("first steps")
-        found = measure.receipt(job.task, job.pack, plan, state.device, notes=measure.tried_before(job.task, job.pack))
+        found = measure.receipt(job.task, job.pack, plan, state.device)
         disk.write_atomic(path, found.to_json())
         known = Run.open(job.folder, job.task).stored(VERDICT)
         if not known or known["profile"]["plan"] != json.loads(plan.to_json()):  # of an earlier plan

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nbtools import tasks
-from nbtools.data import Pack, pack, say
+from nbtools.data import Pack, cores, pack, say
 from nbtools.errors import NbtoolsError, sentence
 from nbtools.identity import former_run
-from nbtools.measure import advise, find_batch, find_workers, preset
+from nbtools.measure import advise, find_batch, preset, processes
 from nbtools.train import Plan, Task, as_task
 
 BUILT_IN = tuple(found.name for found in pkgutil.iter_modules(tasks.__path__) if found.name != "common")
-AUTO = (("batch_size", "auto"), ("workers", "auto"))  # settings that may be measured
+AUTO = (("batch_size", "auto"), ("workers", "auto"))  # settings that may be `auto`
 OTHERS = ("data", "train", "like", "network", "progress")  # parameters of functions that no text is given for
 SEVERAL = (tuple, list, Sequence, Iterable)
 
@@ -159,9 +159,9 @@ def plan_of(task: Task, pack: Pack, options: argparse.Namespace) -> Plan:
         say(str(batch))
         new = new.turn(batch_size=batch.batch_size)
     if "workers" in typed - knobs.keys():
-        crew = find_workers(task, pack, new)
-        say(crew.reason)
-        new = new.replace(workers=crew.workers, prefetch=crew.prefetch)
+        number, why = processes(cores())
+        say(f"workers {number}: {why}")
+        new = new.replace(workers=number)
     moved = new.changes_from(plan)
     for name in sorted(moved.keys() - typed):
         ruled = name == "lr" and "batch_size" in moved

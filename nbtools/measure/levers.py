@@ -10,23 +10,11 @@ from typing import Any
 
 import torch
 
-from nbtools.data import Pack, batches_in, choose
+from nbtools.data import Pack, batches_in
 from nbtools.errors import NbtoolsError
-from nbtools.measure.profile import Bench, Skipped, StepProfile, Tried, shapes
+from nbtools.measure.profile import Bench, StepProfile, Tried
 from nbtools.measure.stepper import Clock, Stepper
-from nbtools.measure.trials import (
-    COMPILE_PAYS,
-    FASTER,
-    LOSSES,
-    Change,
-    compiles,
-    other_feed,
-    other_layout,
-    other_precision,
-    replays,
-    try_out,
-    warmed,
-)
+from nbtools.measure.trials import COMPILE_PAYS, FASTER, LOSSES, alternative, in_turns, try_out, warmed
 from nbtools.table import percent, plural
 from nbtools.train import Plan, TaskLike, rehearse
 from nbtools.train import device as devices
@@ -37,8 +25,8 @@ SHARE, LEAST, MOST = 1 / 90, 12.0, 60.0  # of the training that is expected, sec
 class Levers:
     """The fastest plan so far, in training (None: memory ran out), and what was tried.
 
-    tried: [(change, the value in its place before, whether it is kept)]; skipped: changes that there was no time or no
-    memory for. compiling: try that however short training is, and CUDA graphs.
+    tried: [(change, the value in its place before, whether it is kept)]. compiling: try that however short training is,
+    and CUDA graphs.
     """
 
     def __init__(
@@ -53,7 +41,6 @@ class Levers:
         self.task, self.pack, self.device, self.compiling = task, pack, device, compiling
         self.clock = clock or perf_counter
         self.tried: list[tuple[Tried, Any, bool]] = []
-        self.skipped: list[Skipped] = []
         self.run: Stepper | None = None
         self.step_s = 0.0
         devices.within_memory(lambda: self.begin(plan))
@@ -96,8 +83,7 @@ class Levers:
         if self.run is None or not change:
             return False
         found, stepper = try_out(self.run, change, seconds, most or seconds, self.step_s)
-        if isinstance(found, Skipped):
-            self.skipped.append(found)
+        if found is None:
             return False
         kept = found.low >= FASTER and found.agrees
         self.tried.append((found, self.value(name), kept))
@@ -121,7 +107,7 @@ class Levers:
         now = self.plan.to_dict()
         change = {name: value for name, value in baseline.to_dict().items() if value != now[name]}
         try:
-            return Change(change, self.run).against(seconds, least=2)
+            return in_turns(self.run, change, seconds, least=2)[0]
         except (NbtoolsError, RuntimeError, OSError):  # its feed reads the source files; the advice is complete without
             return None
 
@@ -130,8 +116,7 @@ class Levers:
         start, bench = self.clock(), Bench(self.resume(self.plan))
         bench.advance(seconds)
         rejected = tuple(tried for tried, _, kept in self.tried if not kept)
-        found, took = bench.profile(), self.clock() - start
-        return dataclasses.replace(found, trials=rejected, skipped=tuple(self.skipped), took=took)
+        return dataclasses.replace(bench.profile(), trials=rejected, took=self.clock() - start)
 
     @property
     def trials(self) -> tuple[Tried, ...]:
@@ -144,24 +129,11 @@ class Levers:
         return resolved.get(name, getattr(self.plan, name))
 
     def alternative(self, name: str) -> dict[str, Any]:
-        """The change to try; {}: there is none here."""
-        if self.run is None:
-            return {}
-        plan, pack, cpu = self.plan, self.run.pack, self.device.type == "cpu"
-        modules = list(self.run.state.model.modules())
-        if name == "amp":
-            return other_precision(plan, self.device)
-        if name == "feed":
-            return other_feed(self.value(name), choose(pack, plan.replace(feed="auto"), self.device)[0])
-        if name == "threads":
-            return {name: self.value(name) // 2} if cpu and self.value(name) > 1 else {}
-        if name == "channels_last":
-            return other_layout(plan, modules)
-        if name == "graph":
-            recorded = self.compiling and self.device.type == "cuda"  # only where asked: a recording may fail
-            return {name: True} if recorded and replays(plan, shapes(pack, plan)) else {}
-        lasting = self.compiling or self.training_s >= COMPILE_PAYS
-        return {name: True} if lasting and compiles(plan, modules, shapes(pack, plan)) else {}
+        """The change to try; {}: there is none here. CUDA graphs only where asked, since recording may fail."""
+        unasked = not self.compiling and (
+            name == "graph" or (name == "compile" and self.run is not None and self.training_s < COMPILE_PAYS)
+        )
+        return {} if self.run is None or unasked else alternative(name, self.run)
 
 
 def outcome(tried: Tried, before: Any) -> str:

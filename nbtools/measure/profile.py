@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nbtools.data import Draws, Pack, choose, gather, in_order, lengths_of, on
+from nbtools.data import Draws, Pack, gather, in_order, lengths_of, on
 from nbtools.measure import memory
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
@@ -35,7 +35,6 @@ from nbtools.train import (
     Plan,
     Sums,
     TrainState,
-    checkpoint,
     differentiate,
     evaluation,
     synchronizing,
@@ -45,7 +44,7 @@ from nbtools.train import (
 ROUNDS = 16
 LEAST_ROUNDS = 3  # where a step takes long
 LEAST = 5  # repeats of what is timed on CUDA
-LONG = 0.2  # seconds: a checkpoint that takes longer is written once, a step warms up but once
+LONG = 0.2  # seconds of a step, which then warms up but once
 AGREES = 0.02  # bf16 keeps 8 bits, 0.4 % a number; measured: at most 0.6 % (four tasks, three seeds each)
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what occupies the device in a trace
 
@@ -83,22 +82,11 @@ class Tried:
         return f", but its loss {far}"
 
 
-TIME, MEMORY = "time", "memory"
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A change of the plan that was not tried. lack: of TIME, where a step takes long, or of MEMORY."""
-
-    change: dict[str, Any]
-    lack: str
-
-
 @dataclass(frozen=True)
 class StepProfile(Report):
     """How a plan trains here. Shows as a table.
 
-    feed: the plan's; packed: what `feed="auto"` would take. samples_per_s: of the plan as it is, with least and most of
+    feed: the plan's. samples_per_s: of the plan as it is, with least and most of
     `rounds`; ceiling: of the same step on one raw batch that lies on the device; ceiling_ratio: the first over the
     second, measured in turns.
     wait, host, device: shares of a step that wait for data, that launch (see above), and the rest; together 1. fixed:
@@ -106,20 +94,17 @@ class StepProfile(Report):
     `task.batch` without draws, and what the draws add.
     flops_per_s: of matrix products, convolutions and attention, forward and backward; matrix: what a large matrix
     product reaches here in the plan's precision.
-    evaluation_s, checkpoint_s: seconds of one evaluation (some batches, scaled to the split), and of the copy of the
-    state that a checkpoint takes of the training.
-    padding: ragged column → share of its elements that are padding, over an epoch of this plan, exact; shapes: how many
-    different lengths its batches have, after Plan.bucket where a task has that setting.
+    between_s: seconds of one evaluation (some batches, scaled to the split).
+    shapes: how many different lengths its batches have, after Plan.bucket where a task has that setting.
     memory: MiB. step: the most that a step takes beyond what is held; held: weights, gradients and optimizer.
-    trials: changes that were tried; skipped: those that time or memory did not allow to try. syncs: `file:line` where a
-    step makes the host wait (CUDA). took: seconds for the whole profile.
+    trials: changes that were tried. syncs: `file:line` where a step makes the host wait (CUDA). took: seconds for the
+    whole profile.
     """
 
     plan: dict[str, Any]
     device_type: str
     train_samples: int
     feed: str
-    packed: str
     samples_per_s: float
     least: float
     most: float
@@ -131,19 +116,16 @@ class StepProfile(Report):
     device: float
     batching: float
     augmentation: float
-    evaluation_s: float
-    checkpoint_s: float
-    padding: dict[str, float]
+    between_s: float
     memory: dict[str, float]
     trials: tuple[Tried, ...]
     syncs: tuple[str, ...]
     machine: dict[str, str]
     took: float
-    shapes: int = 1
-    fixed: float = 0.0  # this and the next two have defaults for profiles that 0.1 wrote
-    flops_per_s: float = 0.0
-    matrix: float = 1.0
-    skipped: tuple[Skipped, ...] = ()  # once `untried`, without what was lacking
+    shapes: int
+    fixed: float
+    flops_per_s: float
+    matrix: float
 
     @property
     def step_s(self) -> float:
@@ -153,11 +135,6 @@ class StepProfile(Report):
     def steps_s(self) -> float:
         """Seconds of an epoch's steps."""
         return self.train_samples / self.samples_per_s
-
-    @property
-    def between_s(self) -> float:
-        """Seconds of an evaluation and the checkpoint that may follow it."""
-        return self.evaluation_s + self.checkpoint_s
 
     @property
     def epoch_s(self) -> float:
@@ -171,7 +148,6 @@ class StepProfile(Report):
     def table(self) -> tuple[tuple[str, str], list[tuple[str, str]]]:
         spread = f"{self.least:,.0f}–{self.most:,.0f}, n = {self.rounds}"
         shares = f"data {percent(self.wait)}, host {percent(self.host)}, device {percent(self.device)}"
-        epoch = self.epoch_s * self.plan["eval_every"]
         rows = [
             ("samples/s", f"{self.samples_per_s:,.0f} ({spread}) at batch {self.plan['batch_size']}"),
             (
@@ -183,14 +159,10 @@ class StepProfile(Report):
                 "batches",
                 f"{percent(self.batching)} of a step to prepare them, {percent(self.augmentation)} to augment them",
             ),
-            (
-                "an epoch",
-                f"evaluation {percent(self.evaluation_s / epoch)}, checkpoint {percent(self.checkpoint_s / epoch)}",
-            ),
+            ("an evaluation", timing(self.between_s)),
             ("arithmetic", f"{self.flops_per_s / 1e9:,.3g} of {self.matrix / 1e9:,.3g} GFLOP/s"),
             ("memory", ", ".join(f"{name} {size(mib * 2**20)}" for name, mib in self.memory.items())),
         ]
-        rows += [("padding", f"{percent(share, 1)} of {column}") for column, share in self.padding.items()]
         rows += [
             ("tried", f"{shown(t.change)}: {t.ratio:.2f}× ({t.low:.2f}–{t.high:.2f}){t.objection}") for t in self.trials
         ]
@@ -227,11 +199,9 @@ class Bench:
         shuffled = np.random.default_rng(0).permutation(len(batches))  # else the short ones come first
         self.val = [batches[i] for i in shuffled]
         self.evaluations: list[float] = []
-        self.checkpoints: list[float] = []
         self.plain: list[float] = []
         self.drawn: list[float] = []
         self.evaluate(math.inf, list({len(ids): ids for ids in self.val}.values()))  # the first of their shape warm up
-        self.save()  # makes room for the copies
         for stepper in (self.cached, self.small):
             stepper.warm_up(1)
 
@@ -248,8 +218,6 @@ class Bench:
             self.prepare(Draws(self.run.plan.seed, self.state.epoch, self.raw["id"], self.state.keys), self.drawn)
             if k < LEAST_ROUNDS:
                 self.evaluations.append(self.evaluate(seconds / 30))
-                if not self.checkpoints or self.checkpoints[0] < LONG:
-                    self.checkpoints.append(self.save())
 
     def prepare(self, draws: Draws | None, times: list[float]) -> None:
         start = self.clock()
@@ -269,14 +237,6 @@ class Bench:
         finish(self.state.device)
         return sum(map(len, self.val)) * (self.clock() - start) / max(done, 1)
 
-    def save(self) -> float:
-        """Seconds that a checkpoint takes of the training: those of copying the state. Another thread writes it, which
-        a run lets it do in at most 1 % of the time."""
-        start = self.clock()
-        checkpoint.snapshot(self.state, rows=0)
-        finish(self.state.device)
-        return self.clock() - start
-
     def profile(self) -> StepProfile:
         """The timings, with all that is counted and derived from them; no trials yet."""
         run, cached, pack, plan, device = self.run, self.cached, self.run.pack, self.run.plan, self.state.device
@@ -286,7 +246,6 @@ class Bench:
             device_type=device.type,
             train_samples=pack.splits["train"],
             feed=run.feed.name,
-            packed=choose(pack, plan.replace(feed="auto"), device)[0],
             samples_per_s=rate.samples_per_s,
             least=rate.least,
             most=rate.most,
@@ -294,12 +253,9 @@ class Bench:
             ceiling=cached.rate().samples_per_s,
             ceiling_ratio=median(run.over(cached)),
             **self.shares(rate.data_wait),
-            evaluation_s=median(self.evaluations),
-            checkpoint_s=median(self.checkpoints),
-            padding=padding(pack, plan),
+            between_s=median(self.evaluations),
             memory=memory_of(cached),
             trials=(),
-            skipped=(),
             syncs=syncs(cached),
             machine=machine(),
             took=0.0,
@@ -411,20 +367,6 @@ def shapes(pack: Pack, plan: Plan) -> int:
     if column is None:
         return 1
     return len({-(-int(pack.lengths(column, ids).max(initial=0)) // unit) for ids in epoch_batches(pack, plan)})
-
-
-def padding(pack: Pack, plan: Plan) -> dict[str, float]:
-    """Ragged column → share of the elements of an epoch's batches that are padding, from lengths and Plan.bucket."""
-    batches, grouped = epoch_batches(pack, plan), pack.card.bucket_by
-    units = {column: getattr(plan, "bucket", 1) if column == grouped else 1 for column in pack.ragged}
-    return {column: padded(pack, column, batches, unit) for column, unit in units.items()}
-
-
-def padded(pack: Pack, column: str, batches: Iterable[np.ndarray], unit: int = 1) -> float:
-    """Share of padding: batches are as long as their longest sample, rounded up to whole units."""
-    lengths = [pack.lengths(column, batch) for batch in batches]
-    total = sum(-(-int(each.max(initial=0)) // unit) * unit * len(each) for each in lengths)
-    return 1 - sum(int(each.sum()) for each in lengths) / max(total, 1)
 
 
 def syncs(stepper: Stepper) -> tuple[str, ...]:

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
 from nbtools.data import Pack, Resident, choose, phase
 from nbtools.errors import NbtoolsError
 from nbtools.measure.machine import machine
 from nbtools.measure.presets import fitting, preset
-from nbtools.measure.profile import padded, padding
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import Clock, Rate, Stepper, Turn, untouched
 from nbtools.measure.trials import own_settings
@@ -25,7 +23,6 @@ from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
 
 ROUNDS, SECONDS = 3, 1.5
-BLIND = 64  # the guides' batch, for what batches that are not grouped by length would pad
 SHARE = 0.5  # of free GPU memory that the rungs between the ends may take
 GROUPS = {
     "+ packed feed": ("feed", "workers", "prefetch"),
@@ -77,12 +74,10 @@ class Rung:
 @dataclass(frozen=True)
 class Receipt(Report):
     """Before and after on this machine and this data: the same network, trained with two plans, and the rungs between
-    them, () in receipts of older versions; guide: the guide's optimised settings, over the baseline, None if they were
-    not measured. Shows as a table.
+    them; guide: the guide's optimised settings, over the baseline, None if they were not measured. Shows as a table.
 
     ratio: the median over rounds of after / before, measured in turns, with its least and most. peak_memory: MiB, of
-    the GPU for either; without one, of the whole process for both together. samples: that all epochs train on; 0 in
-    receipts of older versions.
+    the GPU for either; without one, of the whole process for both together. samples: that all epochs train on.
     """
 
     before: Rate
@@ -93,16 +88,14 @@ class Receipt(Report):
     peak_memory: dict[str, float]
     machine: dict[str, str]
     notes: tuple[str, ...]
-    rungs: tuple[Rung, ...] = ()
-    guide: Rung | None = None
-    samples: int = 0
+    rungs: tuple[Rung, ...]
+    guide: Rung | None
+    samples: int
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         """(headers, rows): one row per rung, below the first one the guide's, spreads from least to most."""
         headers = ("", "samples/s", "vs previous row", "vs baseline", "waiting for data", "what changes")
-        ratio = self.ratio, self.ratio_least, self.ratio_most
-        ends = Rung("baseline", {}, self.before, *[1.0] * 6), Rung(ALL, {}, self.after, *ratio, *ratio)
-        first, *others = self.rungs or ends
+        first, *others = self.rungs
         guide = [self.guide.row(rung=False)] if self.guide is not None else []
         return headers, [first.row(baseline=True), *guide, *(rung.row() for rung in others)]
 
@@ -110,8 +103,8 @@ class Receipt(Report):
         spread = f"{self.ratio_least:.2f}–{self.ratio_most:.2f}, n = {self.after.rounds}"
         guide = f"; the guide's optimised settings: {self.guide.over_baseline()}" if self.guide is not None else ""
         took, before = (duration(self.samples / rate.samples_per_s) for rate in (self.after, self.before))
-        whole = f"; all epochs' steps take {took}, with the baseline's settings {before}" if self.samples else ""
-        return f"{self.ratio:.2f}× the baseline's samples/s on this machine ({spread}){guide}{whole}"
+        whole = f"all epochs' steps take {took}, with the baseline's settings {before}"
+        return f"{self.ratio:.2f}× the baseline's samples/s on this machine ({spread}){guide}; {whole}"
 
     def footer(self) -> str:
         names = {"before": "baseline", "after": "this run"}
@@ -131,14 +124,11 @@ def receipt(
     device: torch.device | None = None,
     seconds: float | None = None,
     clock: Clock | None = None,
-    notes: Sequence[str] = (),
 ) -> Receipt:
     """Measure the task's BASELINE, a plan, the rungs between them and the first of its PRESETS in turns. seconds: of a
-    turn, were there only two (SECONDS); more rungs have shorter ones, so that the whole takes as long. notes: what else
-    its last lines should say."""
+    turn, were there only two (SECONDS); more rungs have shorter ones, so that the whole takes as long."""
     device, pack = device or devices.pick(), readable(task, pack, plan)
-    baseline, fitted = comparable(as_task(task).BASELINE, plan, pack, device)
-    notes = [*notes, *fitted]
+    baseline, notes = comparable(as_task(task).BASELINE, plan, pack, device)
     optimised, adapted = optimised_by_guide(task, plan, pack)
     with untouched(device):
         course = Course(task, pack, device, clock)
@@ -146,7 +136,6 @@ def receipt(
         rungs, memory = rungs_of(course.steppers), list(course.peaks.values())  # first of the ends, which came first
         guide = course.aside()
         del course
-    notes += padding_of(pack, plan)
     peaks = {"before": memory[0], "after": memory[1]} if memory else {"process": devices.resident() / 2**20}
     if not memory:
         notes.append("No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not measured")
@@ -326,17 +315,3 @@ def rungs_of(steppers: Mapping[str, Stepper]) -> tuple[Rung, ...]:
         found.append(Rung(name, changes, stepper.rate(), factor, *spread))
         below = stepper
     return tuple(found)
-
-
-def padding_of(pack: Pack, plan: Plan) -> list[str]:
-    """What the plan pads, and what a DataLoader with shuffle=True would, of the column by whose length batches are
-    grouped."""
-    column = pack.card.bucket_by
-    if column is None:
-        return []
-    ids = np.random.default_rng(0).permutation(pack.ids("train"))
-    blind = padded(pack, column, np.split(ids, range(BLIND, len(ids), BLIND)))
-    return [
-        f"Padding is {percent(padding(pack, plan)[column], 1)} of {column} at batch {plan.batch_size}, since batches "
-        f"are grouped by length; random batches of {BLIND} would pad {percent(blind, 1)}"
-    ]

@@ -5,22 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from nbtools.data import Feed, Pack, cores
+from nbtools.data import Feed, Pack, choose
 from nbtools.measure import memory
-from nbtools.measure.profile import LEAST_ROUNDS, LONG, MEMORY, ROUNDS, TIME, Bench, Skipped, StepProfile, Tried
+from nbtools.measure.profile import LEAST_ROUNDS, LONG, ROUNDS, Bench, StepProfile, Tried, shapes
 from nbtools.measure.stepper import Clock, Stepper, untouched
 from nbtools.train import MOST_GRAPHS, Diverged, Plan, TaskLike, unrecordable
 from nbtools.train import device as devices
 
 SECONDS = 3.0  # a measurement takes two to three times as long, with its warm-up
 WAIT_SHARE = 0.1  # of a step: from here another feed is tried
-AUGMENT_SHARE = 0.1  # of a step: from here the step is tried without augmentation
 FIXED_SHARE = 0.2  # of a step that does not grow with the batch: from here a larger batch is tried
 COMPILE_PAYS = 1800.0  # seconds of training planned from which compiling is tried: it took 69 s here, on two busy cores
 SHAPES = 8  # programs of one function that dynamo keeps before it gives up
@@ -54,73 +52,65 @@ def step_profile(
     """
     device, seconds = device or devices.pick(), seconds or SECONDS
     with untouched(device):
-        return profiled(Bench(Stepper(task, pack, plan, device, clock=clock).warm_up()), seconds, fixed)
+        bench = Bench(Stepper(task, pack, plan, device, clock=clock).warm_up())
+        start, run = bench.clock(), bench.run
+        bench.advance(seconds)
+        found, step_s = bench.profile(), run.mean_s
+        changes, over = worth_trying(run, found, fixed), bench.clock() + seconds
+        results: list[Tried | None] = []
+        for k, change in enumerate(changes):  # what one leaves of its time, the others have
+            left = over - bench.clock()
+            each = max(left, 0.0) / (len(changes) - k)
+            results.append(try_out(run, change, each, left + seconds, step_s, found.memory["step"] * 2**20)[0])
+        return dataclasses.replace(found, trials=tuple(filter(None, results)), took=bench.clock() - start)
 
 
-def profiled(bench: Bench, seconds: float, fixed: Collection[str]) -> StepProfile:
-    """The changes share `seconds`: what one leaves of its time, the others have. Their fewest rounds may take twice as
-    long."""
-    start, run = bench.clock(), bench.run
-    bench.advance(seconds)
-    found, step_s = bench.profile(), run.mean_s
-    changes, over = worth_trying(found, run.plan, list(bench.state.model.modules()), fixed), bench.clock() + seconds
-    results: list[Tried | Skipped] = []
-    for k, change in enumerate(changes):
-        left = over - bench.clock()
-        each = max(left, 0.0) / (len(changes) - k)
-        results.append(try_out(run, change, each, left + seconds, step_s, found.memory["step"] * 2**20)[0])
-    return dataclasses.replace(
-        found,
-        trials=tuple(each for each in results if isinstance(each, Tried)),
-        skipped=tuple(each for each in results if isinstance(each, Skipped)),
-        took=bench.clock() - start,
-    )
-
-
-def worth_trying(
-    profile: StepProfile, plan: Plan, modules: Sequence[torch.nn.Module], fixed: Collection[str]
-) -> list[dict[str, Any]]:
+def worth_trying(run: Stepper, profile: StepProfile, fixed: Collection[str]) -> list[dict[str, Any]]:
     """Changes whose gain cannot be computed, so that they are tried: torch.compile last, where training lasts long
     enough to earn the compiler's time back; none of a compiled plan, where each would be compiled first. CUDA graphs
     are proposed untried: a recording that fails may end the process, and with it a run."""
-    changes: list[dict[str, Any]] = []
+    plan = run.plan
     if plan.compile:
-        return changes
-    if profile.wait >= WAIT_SHARE and "feed" not in fixed:
-        changes.append(other_feed(profile.feed, profile.packed))
-    elif profile.wait >= WAIT_SHARE and profile.feed == "workers" and plan.workers < cores():
-        changes.append({"workers": cores()})
+        return []
+    changes = [alternative("feed", run)] if profile.wait >= WAIT_SHARE else []
     if profile.wait < max(profile.host, profile.device):
-        changes.append(other_precision(plan, torch.device(profile.device_type)))
+        changes.append(alternative("amp", run))
         if profile.fixed >= FIXED_SHARE:
             most = profile.train_samples // LEAST_STEPS
             larger = [{"batch_size": k * plan.batch_size} for k in (2, 4) if k * plan.batch_size <= most]
             changes += [{"micro_batch_size": None}] if plan.parted else larger
-        if profile.augmentation >= AUGMENT_SHARE:
-            changes.append(without_augmentation(plan))
         if profile.device > profile.host:
-            changes.append(other_layout(plan, modules))
-    if plan.epochs * profile.epoch_s >= COMPILE_PAYS and compiles(plan, modules, profile.shapes):
-        changes.append({"compile": True})
+            changes.append(alternative("channels_last", run))
+    if plan.epochs * profile.epoch_s >= COMPILE_PAYS:
+        changes.append(alternative("compile", run))
     return [change for change in changes if change and not set(change) & set(fixed)]
 
 
-def compiles(plan: Plan, modules: Sequence[torch.nn.Module], shapes: int) -> bool:
-    """Whether it may help to compile: not for more shapes than dynamo compiles (a task's `bucket` makes them few), nor
-    for recurrent layers, which break the graph, nor again."""
-    recurrent = any(isinstance(module, torch.nn.RNNBase) for module in modules)
-    return not (recurrent or shapes > SHAPES or plan.compile)
+def alternative(name: str, run: Stepper) -> dict[str, Any]:
+    """Another value of a setting for speed that may be faster here; {}: none. Compiling and CUDA graphs serve few
+    shapes only (a task's `bucket` makes them few), and recurrent layers break what is compiled."""
+    plan, device, modules = run.plan, run.device, list(run.state.model.modules())
+    threads = plan.threads or devices.threads()
+    if name == "amp":
+        other = devices.reduced(device) if plan.amp == "off" else "off"
+    elif name == "feed":
+        other = choose(run.pack, plan.replace(feed="auto"), device)[0]
+        other = "streamed" if run.feed.name == "resident" else "" if other == run.feed.name else other
+    elif name == "threads":
+        other = threads // 2 if device.type == "cpu" else 0
+    elif name == "channels_last":
+        return {name: not plan.channels_last} if any(isinstance(each, torch.nn.Conv2d) for each in modules) else {}
+    elif name == "graph":
+        other = device.type == "cuda" and replays(plan, shapes(run.pack, plan))
+    else:
+        recurrent = any(isinstance(each, torch.nn.RNNBase) for each in modules)
+        other = not (recurrent or plan.compile or shapes(run.pack, plan) > SHAPES)
+    return {name: other} if other and other != getattr(plan, name) else {}
 
 
 def replays(plan: Plan, shapes: int) -> bool:
     """Whether CUDA graphs may help: not for more shapes than are recorded, nor for fp16, nor again."""
     return not (shapes > MOST_GRAPHS or unrecordable(plan) or plan.graph)
-
-
-def other_precision(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """float32 instead of mixed precision, or the one that may be faster here; {}: none."""
-    other = devices.reduced(device) if plan.amp == "off" else "off"
-    return {"amp": other} if other != plan.amp else {}
 
 
 def without_augmentation(plan: Plan) -> dict[str, Any]:
@@ -135,92 +125,60 @@ def own_settings(plan: Plan) -> set[str]:
     return {f.name for f in dataclasses.fields(plan)} - {f.name for f in dataclasses.fields(Plan)}
 
 
-def other_feed(now: str, packed: str) -> dict[str, Any]:
-    """The pack instead of the files, or the pack by the other feed; {}: none. packed: what `feed="auto"` takes."""
-    other = "streamed" if now == "resident" else packed
-    return {"feed": other} if other != now else {}
+def in_turns(
+    run: Stepper, change: dict[str, Any], seconds: float, least: int = LEAST_ROUNDS
+) -> tuple[Tried | None, Stepper | None]:
+    """Train a change in turns with the plan, for about `seconds`, or until it is clear what it gives: (that, or None if
+    memory ran out; the change in training). least: rounds.
 
-
-def other_layout(plan: Plan, modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """{}: there are no convolutions."""
-    convolves = any(isinstance(module, torch.nn.Conv2d) for module in modules)
-    return {"channels_last": not plan.channels_last} if convolves else {}
-
-
-class Change:
-    """A change in training, in alternation with the plan. failed: why it cannot be trained, or ""."""
-
-    def __init__(self, change: dict[str, Any], run: Stepper):
-        self.change, self.run, self.failed = change, run, ""
-        self.stepper: Stepper | None = None  # None if memory runs out, or it failed
-        plan, feed = run.plan.turn(**change), None if FEEDING & set(change) else run.feed
-        with self.watched():
-            self.stepper, _ = devices.within_memory(
-                lambda: warmed(Stepper(run.task, run.pack, plan, run.device, feed, run.clock))
-            )
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Note that a setting for speed fails: bfloat16 lacks some operations (CTC), or makes the loss NaN; there is no
-        compiler."""
-        try:
-            yield
-        except (RuntimeError, Diverged) as error:
-            if not set(self.change) <= set(LEVERS):
-                raise
-            self.failed = str(error).split("\n")[0].split(". ")[0]
-
-    def against(self, seconds: float, least: int = LEAST_ROUNDS) -> Tried | None:
-        """What it gives in turns with the plan, for about `seconds`, or until that is clear; None if memory ran out.
-        least: rounds."""
-        self.run.turns.clear()
-        start, each = self.run.clock(), seconds / 2 / ROUNDS
-        for k in range(ROUNDS):
-            if self.stepper is None or self.failed:
+    A setting for speed may fail: bfloat16 lacks some operations (CTC), or makes the loss NaN; there is no compiler.
+    """
+    plan, feed = run.plan.turn(**change), None if FEEDING & set(change) else run.feed
+    run.turns.clear()
+    start, each = run.clock(), seconds / 2 / ROUNDS
+    try:
+        other, _ = devices.within_memory(lambda: warmed(Stepper(run.task, run.pack, plan, run.device, feed, run.clock)))
+        for k in range(ROUNDS if other is not None else 0):
+            assert other is not None
+            if k >= least and (run.clock() - start > seconds or clear(other.over(run))):
                 break
-            if k >= least and (self.run.clock() - start > seconds or self.clear(self.stepper.over(self.run))):
-                break
-            self.run.turn(each)
-            with self.watched():
-                self.stepper.turn(each)
-                if self.stepper.lost:
-                    raise Diverged(f"the loss became {float(self.stepper.loss)}", (0, self.stepper.state.step))
-        return self.result()
+            run.turn(each)
+            other.turn(each)
+            if other.lost:
+                raise Diverged(f"the loss became {float(other.loss)}", (0, other.state.step))
+    except (RuntimeError, Diverged) as error:
+        if not set(change) <= set(LEVERS):
+            raise
+        return Tried(change, 0.0, 0.0, 0.0, 0, failed=str(error).split("\n")[0].split(". ")[0]), None
+    if other is None or other.state.recovery.micro != other.plan.micro_batch_size:  # it ran out of memory
+        return None, other
+    if "graph" in change and other.state.graphs is not None and other.state.graphs.off:
+        return Tried(change, 0.0, 0.0, 0.0, 0, failed=other.state.graphs.off), other
+    ratios = other.over(run)
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    far = drift(run, change) if low > 1 and set(change) <= set(LEVERS) else None
+    return Tried(change, middle, low, high, len(ratios), far), other
 
-    def clear(self, ratios: Sequence[float]) -> bool:
-        """Whether more turns could hardly change what becomes of it: it was never faster, or always enough."""
-        return max(ratios) < 1 or (len(ratios) >= SURE and min(ratios) >= FASTER)
 
-    def result(self) -> Tried | None:
-        other = self.stepper
-        graphs = other.state.graphs if other is not None and "graph" in self.change else None
-        if why := self.failed or (graphs.off if graphs is not None else ""):
-            return Tried(self.change, 0.0, 0.0, 0.0, 0, failed=why)
-        if other is None or other.state.recovery.micro != other.plan.micro_batch_size:  # it ran out of memory
-            return None
-        ratios = other.over(self.run)
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        far = drift(self.run, self.change) if low > 1 and set(self.change) <= set(LEVERS) else None
-        return Tried(self.change, middle, low, high, len(ratios), far)
+def clear(ratios: Sequence[float]) -> bool:
+    """Whether more turns could hardly change what becomes of a change: it was never faster, or always enough."""
+    return max(ratios) < 1 or (len(ratios) >= SURE and min(ratios) >= FASTER)
 
 
 def try_out(
     run: Stepper, change: dict[str, Any], seconds: float, most: float, step_s: float, step_bytes: float = 0.0
-) -> tuple[Tried | Skipped, Stepper | None]:
+) -> tuple[Tried | None, Stepper | None]:
     """Train a change in turns with the plan for about `seconds`: (what that gives, the change in training).
 
-    It is skipped where memory is short, or its fewest rounds
-    would take more than `most`; not if it is compiled, which takes minutes in any case. step_s, step_bytes: what a step
-    of the plan takes."""
+    (None, None) where memory is short, or its fewest rounds would take more than `most`; not if it is compiled, which
+    takes minutes in any case. step_s, step_bytes: what a step of the plan takes."""
     plan, room = run.plan.turn(**change), memory.room(run.device)
     larger = plan.batch_size / run.plan.batch_size
     a_pass = (plan.micro_batch_size or plan.batch_size) / (run.plan.micro_batch_size or run.plan.batch_size)
-    if (LEAST_ROUNDS + (1 + LEAST_ROUNDS) * larger) * step_s > most and not plan.compile:
-        return Skipped(change, TIME), None
-    if room is not None and step_bytes * a_pass > room.usable:
-        return Skipped(change, MEMORY), None
-    trial = Change(change, run)
-    return trial.against(seconds) or Skipped(change, MEMORY), trial.stepper
+    late = (LEAST_ROUNDS + (1 + LEAST_ROUNDS) * larger) * step_s > most and not plan.compile
+    if late or (room is not None and step_bytes * a_pass > room.usable):
+        return None, None
+    return in_turns(run, change, seconds)
 
 
 def warmed(stepper: Stepper) -> Stepper:

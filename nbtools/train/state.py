@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import reduce
 from math import inf
 from typing import Any
@@ -154,7 +154,7 @@ class TrainState:
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
         self.stopped: str | None = None  # why nothing is left to train before the last epoch
         self.events: list[str] = []  # messages for the next yield
-        self.graphs = Graphs(self.device, self.events, plan) if plan.graph else None
+        self.graphs = Graphs(self.device, self.events) if plan.graph else None
         self.keys = Keys(0, self.device)  # of draws
         self.know(len(pack) if isinstance(pack, Pack) else sum(pack.splits.values()))
 
@@ -291,7 +291,6 @@ class TrainState:
                 "network choose another run folder, run='runs/…', or use the run's own task and plan"
             ) from None
         self.load_moments(below(tensors, "optimizer."))
-        facts = facts if "position" in facts else regrouped(tensors, facts)
         self.position, self.best = Position(**facts["position"]), Best(**facts["best"])
         self.recovery, self.stopped = Recovery(**facts["recovery"]), facts["stopped"]
         if self.graphs is not None:
@@ -344,14 +343,6 @@ class TrainState:
         torch.set_rng_state(self.rng)
         if self.cuda_rng is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(self.cuda_rng, self.device)
-
-
-def regrouped(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What versions before 0.2 saved side by side, and the sum of the loss as a tensor."""
-    flat = {**facts, "loss": float(tensors["loss_sum"]), "value": facts["best"]}
-    groups = {"position": Position, "sums": EpochSums, "best": Best, "recovery": Recovery}
-    grouped = {group: {f.name: flat[f.name] for f in fields(kind)} for group, kind in groups.items()}
-    return {**grouped, "stopped": facts["stopped"], "scaler": facts["scaler"]}
 
 
 def like(saved: Tensor, parameter: Tensor) -> Tensor:
