@@ -41,7 +41,7 @@ from nbtools.options import (
     read_samples,
 )
 from nbtools.run import Run, busy, evaluate, validate
-from nbtools.table import coloured, plural
+from nbtools.table import plural
 from nbtools.train import Task, doubts, reporting, unread
 from nbtools.watch import watch
 
@@ -153,7 +153,7 @@ def gpus_command(one: argparse.ArgumentParser) -> Act:
     def show(options: argparse.Namespace) -> Result | None:
         if not options.watch:
             found = check()
-            return Result(found.text(coloured()), found)
+            return Result(str(found), found)
         if options.json:
             one.error("--watch has no end, and --json prints one document: leave one of them out")
         clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
@@ -327,7 +327,7 @@ def advise_command(one: argparse.ArgumentParser, task: Task) -> Act:
         asked = {"compiling": options.compile}
         advice = advise(task, packed(task, options.data, options), measure=not options.no_measure, **asked)
         parts = filter(None, (advice.batches, advice.workers, advice.profile) if options.why else ())
-        texts = [*(part.text(coloured()) for part in parts), advice.text(coloured(), options.why)]
+        texts = [*map(str, parts), advice.text(options.why)]
         return Result("\n\n".join(texts), advice)
 
     return show

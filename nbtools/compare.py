@@ -104,7 +104,7 @@ class Comparison:
         return frame.dropna(axis="columns", how="all")
 
     def picture(self) -> Picture:
-        """The curves of all runs, and a key to the runs."""
+        """Return the curves of all runs, and a key to the runs."""
         metrics = [best_metric(run.task)[0] for run in self.runs]
         return overlay(self.names, [run.history for run in self.runs], metrics, self.x)
 
@@ -112,30 +112,26 @@ class Comparison:
         return png.draw(self.picture())
 
     def tables(self) -> list[tuple[str, list[str], list[list[Any]]]]:
-        """(caption, headers, rows) to show: what came out, the settings that differ, and what was changed on the way,
+        """Return (caption, headers, rows) of what came out, the settings that differ, and what was changed on the way,
         each with one column per run; those that have rows."""
-        from nbtools.frame import header, written
-
-        columns = [(str(name), values) for name, values in self.frame.items()]
-        results: list[list[Any]] = []
-        differing: list[list[Any]] = []
-        for name, values in columns:
-            cells = [written(name, value) for value in values]
-            if name in OUTCOMES or name.startswith("best_"):
-                results.append([header(name), *cells])
+        results, settings = [], []
+        for name, values in self.frame.items():
+            cells = [table.written(str(name), value) for value in values]
+            if name in OUTCOMES or str(name).startswith("best_"):
+                results.append([table.header(str(name)), *cells])
             else:
-                differing.append([header(name), *map(partial(since, name), self.runs, cells)])
-        marked = [
-            f"{name} (best)" if run is self.best else name for name, run in zip(self.names, self.runs, strict=True)
+                settings.append([table.header(str(name)), *map(partial(since, str(name)), self.runs, cells)])
+        marked = [f"{name} (best)" if name == self.judged[0] else name for name in self.names]
+        made = [
+            ("Results", ["", *marked], results),
+            ("Settings that differ", ["setting", *self.names], settings),
+            ("Changed while it trained", ["step", *self.names], self.changes()),
         ]
-        found = ("Results", ["", *marked], results), ("Settings that differ", ["setting", *self.names], differing)
-        made = [(caption, headers, rows) for caption, headers, rows in found]
-        made.append(("Changed while it trained", ["step", *self.names], self.changes()))
         return [each for each in made if each[2]]
 
     def changes(self) -> list[list[Any]]:
-        """A row for each step at which a run's settings changed, or to which it went back: the step, and per run what
-        happened there."""
+        """Return a row for each step at which a run's settings changed, or to which it went back: the step, and per run
+        what happened there."""
         made: dict[int, list[Any]] = {}
         for place, run in enumerate(self.runs):
             for row in Columns(run.history).changes:
@@ -148,32 +144,19 @@ class Comparison:
         drawn = (f"{caption}\n{table.text(headers, rows)}" for caption, headers, rows in self.tables())
         return "\n\n".join(filter(None, [self.note, self.conclusion, *drawn]))
 
-    def parts(self) -> list[Any]:
-        """What a notebook displays: two outputs, since in a saved notebook GitHub shows a picture only if it is an
-        output by itself."""
-        from IPython.display import HTML
-
-        return [HTML(self.html()), self.still()]
-
     def html(self) -> str:
-        tables = (table.html(headers, rows, caption) for caption, headers, rows in self.tables())
-        return "".join([table.note(self.note), table.note(self.conclusion), *tables])
-
-    def still(self) -> png.Still:
-        picture = self.picture()
-        return png.Still(png.draw(picture), picture.alt)
-
-    def page(self) -> str:
-        """Tables and picture as one piece of HTML."""
-        return self.html() + self.still().html()
+        drawn = (table.html(headers, rows, caption) for caption, headers, rows in self.tables())
+        return "".join([table.note(self.note), table.note(self.conclusion), *drawn])
 
     def _ipython_display_(self) -> None:
+        """Two outputs, since in a saved notebook GitHub shows a picture only if it is an output by itself."""
         if not in_notebook():
             raise NotImplementedError  # IPython then prints the repr
-        from IPython.display import display
+        from IPython.display import HTML, display
 
-        for part in self.parts():
-            display(part)
+        picture = self.picture()
+        display(HTML(self.html()))
+        display(png.Still(png.draw(picture), picture.alt))
 
 
 def judge(runs: Sequence[Run], names: Sequence[str]) -> tuple[str | None, str]:
@@ -230,7 +213,7 @@ def difference(runs: Sequence[Run], names: Sequence[str], best: str, other: str)
     return f"It was trained with {', '.join(apart)}." if apart else "Both were trained with the same settings."
 
 
-def since(name: str, run: Run, value: str) -> str:
+def since(name: str, run: Run, value: str | None) -> str | None:
     """A setting's value, after the one that the run started with if it was changed while it trained."""
     found = (re.search(rf"(?:^|, ){name} (\S+) → ", str(row.get("what"))) for row in run.history.of("change"))
     first = next((worded({"what": match[1]}) for match in found if match), value)

@@ -23,7 +23,7 @@ from nbtools.measure.report import Report, restored
 from nbtools.measure.trials import LEAST_STEPS
 from nbtools.measure.verdict import Verdict
 from nbtools.measure.workers import WorkersReport
-from nbtools.table import digits, duration, painted, plural
+from nbtools.table import digits, duration, plural
 from nbtools.train import (
     LARGER,
     OPTIMIZERS,
@@ -107,31 +107,31 @@ class Advice(Report):
         return most, f"{min(beyond)} does not fit at once" if beyond else f"more than {most} at once was not tried"
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-        """One line per setting; a notebook unfolds its reason in full."""
+        """One line per setting, with the start of its reason."""
         values = self.plan.to_dict()
-        return ("setting", "value", "why"), [(name, values[name], self.why(name)) for name in self.reasons]
+        return ("setting", "value", "why"), [(name, values[name], clause(why)) for name, why in self.reasons.items()]
 
     def in_full(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
         """One row per setting with its whole reason, then one row for each other batch size."""
         values = self.plan.to_dict()
-        rows = [(name, values[name], reason, self.evidence.get(name, "")) for name, reason in self.reasons.items()]
-        for plan, why in self.other_batches():
-            rows.append((f"or batch {plan.batch_size}", f"lr {digits(plan.lr)}", why, ""))
-        shown = 4 if self.evidence else 3
-        return ("setting", "value", "reason", "measured here")[:shown], [row[:shown] for row in rows]
+        rows = [(name, values[name], reason, self.evidence.get(name)) for name, reason in self.reasons.items()]
+        rows += [
+            (f"or batch {plan.batch_size}", f"lr {digits(plan.lr)}", why, None) for plan, why in self.other_batches()
+        ]
+        return ("setting", "value", "reason", "measured here"), rows
 
-    def colours(self) -> dict[tuple[int, int], str]:
-        """Values that were measured here, and those of rules of thumb."""
-        source = {name: "yellow" for name, reason in self.reasons.items() if THUMB in reason}
-        source |= dict.fromkeys(self.evidence, "green")
-        return {(row, 1): source[name] for row, name in enumerate(self.reasons) if name in source}
-
-    def text(self, colour: bool = False, whole: bool = False) -> str:
+    def text(self, whole: bool = False) -> str:
         """whole: with each reason in full, what was measured, and what other batch sizes need."""
-        drawn = table.text(*(self.in_full() if whole else self.table()), colours=self.colours() if colour else None)
-        legend = f"{painted('measured here', 'green')}, {painted(THUMB, 'yellow')}" if colour else ""
-        others = "" if whole else self.other_sizes()
-        return "\n".join(filter(None, [self.caption(), drawn, legend, others, self.footer()]))
+        drawn = table.text(*self.in_full()) if whole else f"{table.text(*self.table())}\n{self.other_sizes()}"
+        return "\n".join(filter(None, [self.caption(), drawn.rstrip(), self.footer()]))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        parts = table.html(*self.table(), self.caption()), table.note(self.other_sizes())
+        whole = table.folded("Each reason in full", table.html(*self.in_full()))
+        return "".join([*parts, whole, *map(table.note, self.footer().splitlines())])
 
     def caption(self) -> str:
         """Samples, steps per epoch, in all and of warmup; and the time for them where a step was measured here."""
@@ -154,21 +154,9 @@ class Advice(Report):
         bound = sentence(self.verdict.sentence) if self.verdict else ""
         return "\n".join(filter(None, [bound, self.note, guides]))
 
-    def _repr_html_(self) -> str:
-        others = [(plan.batch_size, plan.lr, why) for plan, why in self.other_batches()]
-        sizes = table.folded(self.other_sizes(), table.html(("batch size", "lr", "why"), others)) if others else ""
-        notes = "".join(map(table.note, self.footer().splitlines()))
-        return f"{table.html(*self.table(), self.caption())}{sizes}{notes}"
-
     def other_sizes(self) -> str:
         sizes = ", ".join(str(plan.batch_size) for plan, _ in self.other_batches())
         return sizes and f"Other batch sizes: {sizes}"
-
-    def why(self, name: str) -> table.Folded:
-        """The start of a setting's reason, and to unfold all of it, where there is more."""
-        reason = self.reasons[name]
-        short, whole = clause(reason), explained(reason, self.evidence.get(name, ""))
-        return table.Folded(short, whole if whole != short else "")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], kind: type[Plan] = Plan) -> Self:

@@ -98,20 +98,15 @@ class Check:
             ),
         ]
 
-    def text(self, colour: bool = False) -> str:
-        """The tables below one another; colour: for a terminal that shows colours."""
-        colours = {} if colour else None
+    def __str__(self) -> str:
         products = f"products of {self.side:,} × {self.side:,}, GFLOP/s"
         parts = [
-            table.text(*self.gpus.table(), colours=colours) if self.gpus else self.gpus.missing,
-            table.text(("machine", ""), self.rows(), colours=colours),
-            table.text(("format", "trains here", products), [each.row() for each in self.arithmetic], colours=colours),
+            table.text(*self.gpus.table()) if self.gpus else self.gpus.missing,
+            table.text(("machine", ""), self.rows()),
+            table.text(("format", "trains here", products), [each.row() for each in self.arithmetic]),
             f"Feed auto: {self.feed}.\nA plan for your data, measured: python -m nbtools advise TASK --data SOURCE",
         ]
         return "\n\n".join(filter(None, parts))
-
-    def __str__(self) -> str:
-        return self.text()
 
 
 def check() -> Check:
