@@ -387,7 +387,7 @@ def train_run(task: Task, options: argparse.Namespace) -> Result | None:
         interrupted = True
     if rank:
         return None
-    parts = (run.summary(), run.receipt or "no receipt", run.verdict or "no verdict", run)
+    parts = (run.summary().to_string(), run.receipt or "no receipt", run.verdict or "no verdict", run)
     stopped = interrupted or run.state == "stopped"
     code = 130 if stopped and not is_torchelastic_launched() else 0  # torchrun would start it again
     return Result("\n".join(map(str, parts)), run, code)

@@ -43,13 +43,13 @@ def notebook(stack, chromium, tmp_path_factory):
 
 def test_an_advised_setting_is_a_line_and_unfolds(notebook):
     page, _ = notebook
-    rows = page.output(ADVICE).locator("table").first.locator("tbody tr")
+    output = page.output(ADVICE)
+    rows = output.locator("table").first.locator("tbody tr")
     heights = rows.evaluate_all("rows => rows.map(row => row.getBoundingClientRect().height)")
     assert len(heights) > 5
     assert max(heights) < 1.5 * min(heights), "one line each"
-    batches = page.output(ADVICE).get_by_text("Other batch sizes")
-    batches.click()
-    until(lambda: "by the" in page.output(ADVICE).inner_text(), "the reason of another batch size")
+    output.get_by_text("Each reason in full").click()
+    until(lambda: "or batch" in output.inner_text(), "the reason of another batch size")
 
 
 def test_the_worst_samples_are_shown_while_it_trains_once_they_are_asked_for(notebook):

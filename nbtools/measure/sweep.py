@@ -84,7 +84,6 @@ class Sweep(Report):
         from nbtools.figures import GREY, Sheet
 
         figure = Sheet(figsize=(5.6, 2.8), dpi=200, layout="constrained")
-        figure.alt = self.caption()
         axes = figure.add_subplot(xlabel="learning rate", ylabel="loss per sample", xscale="log")
         if not self.lrs:
             axes.set_title("diverged at once")
