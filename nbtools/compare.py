@@ -13,16 +13,20 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from nbtools import table
 from nbtools.data import in_notebook
 from nbtools.errors import CheckpointError, TrainError, sentence
-from nbtools.live import XS, Columns, Picture, overlay, png, spent, worded
+from nbtools.live import XS, Columns, Series, along, spent, worded
 from nbtools.run import Run, opened
 from nbtools.table import number, plural, shown, spelled
 from nbtools.train import best_metric, checkpoint
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from nbtools.figures import Sheet
 
 OUTCOMES = ("train_loss", "val_loss", "epochs", "steps", "minutes", "samples_per_s", "memory", "energy")
 MOST = 8  # runs of a folder: the curves of more hide one another
@@ -103,13 +107,22 @@ class Comparison:
         frame = pd.DataFrame(rows, index=pd.Index(self.names, name="run"))
         return frame.dropna(axis="columns", how="all")
 
-    def picture(self) -> Picture:
-        """Return the curves of all runs, and a key to the runs."""
-        metrics = [best_metric(run.task)[0] for run in self.runs]
-        return overlay(self.names, [run.history for run in self.runs], metrics, self.x)
+    def figure(self) -> Sheet:
+        """Draw the curves of all runs over x: losses, the metrics that choose checkpoints, lr and samples/s."""
+        from nbtools.figures import curves
+
+        metrics = [f"val_{best_metric(run.task)[0]}" for run in self.runs]
+        every = [Columns(run.history) for run in self.runs]
+        charts = {}
+        for name in dict.fromkeys(("train_loss", "val_loss", *metrics, "lr", "samples_per_s")):
+            lines = [curve(columns, name) for columns in every]
+            charts[table.header(name)] = [
+                (along(columns, self.x)(steps), values) for columns, (steps, values) in zip(every, lines, strict=True)
+            ]
+        return curves(charts, self.names, self.x)
 
     def png(self) -> bytes:
-        return png.draw(self.picture())
+        return self.figure()._repr_png_() or b""
 
     def tables(self) -> list[tuple[str, list[str], list[list[Any]]]]:
         """Return (caption, headers, rows) of what came out, the settings that differ, and what was changed on the way,
@@ -154,9 +167,8 @@ class Comparison:
             raise NotImplementedError  # IPython then prints the repr
         from IPython.display import HTML, display
 
-        picture = self.picture()
         display(HTML(self.html()))
-        display(png.Still(png.draw(picture), picture.alt))
+        display(self.figure())
 
 
 def judge(runs: Sequence[Run], names: Sequence[str]) -> tuple[str | None, str]:
@@ -232,6 +244,17 @@ def distinct(folders: Sequence[Path]) -> list[str]:
         seen[name] += 1
         names[i] = name if seen[name] == 1 else f"{name} ({seen[name]})"
     return names
+
+
+def curve(columns: Columns, name: str) -> Series:
+    """Return (steps, values) of a column; what was logged on steps is averaged over a twentieth of them."""
+    if name.startswith("val_"):
+        return columns.evaluated(name)
+    steps, values = columns.series("loss", "step") if name == "train_loss" else columns.either(name)
+    if not len(steps):
+        return columns.either(name)
+    window = np.ones(max(len(values) // 20, 1))
+    return steps, np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 
 def outcome(run: Run) -> dict[str, Any]:

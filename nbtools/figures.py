@@ -6,7 +6,7 @@ Places on a canvas are px from its top left, at 100 px an inch.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ GREY = "#6b6b6b"  # of text
 WIDE, MARGIN, TITLE = 1200, 8, 22  # px: a canvas; around pictures; the line of text above one
 TALL = 340  # px: a picture at most
 SIZE = 9  # points of a caption
+DASHES, FALL = ("-", "--", ":"), 30  # of ten lines each; largest over least of a loss that has a logarithmic scale
 WRITTEN, NAMED = 24, 120  # classes up to which a confusion figure writes its numbers; its names
 
 
@@ -132,6 +133,29 @@ def confusion_figure(table: pd.DataFrame, note: str = "", percent: bool = False)
             text = f"{100 * shares[row, column]:.0f}" if percent else f"{counts[row, column]:,}"
             ink = "white" if shares[row, column] > 0.45 else "black"
             axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=ink)
+    return sheet
+
+
+def curves(charts: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]], names: Sequence[str], x: str) -> Sheet:
+    """Draw charts, two next to each other, that share an x axis: title → the (x, y) of each name. A chart without a
+    point is left out; a loss that falls a lot has a logarithmic scale."""
+    charts = {title: lines for title, lines in charts.items() if any(len(y) for _, y in lines)}
+    rows = -(-len(charts) // 2)
+    sheet = Sheet(figsize=(8, 0.6 + 2.4 * rows), dpi=120, layout="constrained")
+    handles = []
+    for k, (title, lines) in enumerate(charts.items(), 1):
+        axes = sheet.add_subplot(rows, 2, k, xlabel=x)
+        axes.set_title(title, loc="left", fontsize=10)
+        handles = [
+            axes.plot(*line, DASHES[n // 10 % 3], marker="." * (len(line[0]) < 2))[0] for n, line in enumerate(lines)
+        ]
+        every = np.concatenate([y for _, y in lines])
+        if title.endswith("loss") and 0 < FALL * every.min() < every.max():
+            axes.set_yscale("log")
+    fonts = Fonts.of("".join(names))
+    look = {"loc": "outside upper left", "ncols": 4, "frameon": False, "prop": fonts.look(SIZE)["fontproperties"]}
+    for text in sheet.legend(handles, [*map(fonts.plain, names)][: len(handles)], **look).get_texts():
+        text.set_parse_math(False)
     return sheet
 
 
