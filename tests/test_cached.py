@@ -39,6 +39,7 @@ def names(entries) -> list[str]:
 def test_what_was_staged_and_packed_is_listed_the_least_recently_used_first(place, capsys):
     staged(place, "old", "new")
     pack = toy.pack(toy.demo(place / "raw", 20))
+    os.utime(pack.folder, (0, time.time() - 60))
     found = nb.cached()
     assert names(found.entries) == ["old", "new", "toy"]
     assert found.deleted == ()

@@ -277,6 +277,15 @@ def test_a_lost_folder_comes_back_and_a_kept_run_that_is_further_is_taken_over(p
     assert epochs(nb.Run.open("kept", task())) == 5
 
 
+def test_a_machine_that_is_behind_asks_for_less_and_the_further_copy_stays(pack):
+    """A PC trains 2 epochs, Colab goes on to 5 from the kept copy, then the PC's cell is run again with 3."""
+    fit(pack, PLAN, "pc", keep="kept")
+    fit(pack, PLAN.replace(epochs=5), "colab", keep="kept")
+    with pytest.raises(TrainError, match="is finished and cannot change epochs"):
+        fit(pack, PLAN.replace(epochs=3), "pc", keep="kept")
+    assert epochs(nb.Run.open("kept", task())) == epochs(nb.Run.open("pc", task())) == 5
+
+
 def test_two_courses_of_one_run_are_never_mixed(pack):
     fit(pack, PLAN, "pc", keep="kept")
     shutil.copytree("pc", "other")

@@ -21,7 +21,6 @@ from nbtools.errors import DriveRefused, MissingExtra, StageError
 
 MOUNT = Path("/content/drive")  # Colab's
 SITE = "https://drive.google.com"
-KEPT, FORMER = "nbtools-data", "nbtools"  # where on Drive notebooks keep packs and runs, and where they used to
 
 _declined = False  # whether Colab's dialog was declined: it is not shown a second time
 
@@ -75,19 +74,13 @@ def place_to_keep(where: str | Path) -> Path | None:
 
 
 def local(text: str) -> Path:
-    """The absolute path, below Drive or not, whether it exists or not. What notebooks kept in their former folder on
-    Drive goes on there, and a sentence names it; the folder itself may be a clone of the repository."""
+    """The absolute path, below Drive or not, whether it exists or not."""
     if not text.startswith("drive:"):
         return Path(text).expanduser().absolute()
     inside = PurePosixPath(text.removeprefix("drive:").lstrip("/"))
     if ".." in inside.parts:
         raise StageError(f"{text}: a drive: path stays inside My Drive and holds no `..`.")
     mine = root()
-    if inside.parts[1:] and inside.parts[0] == KEPT and not disk.exists(mine / inside):
-        former = PurePosixPath(FORMER, *inside.parts[1:])
-        if disk.exists(mine / former):
-            say(f"{text} does not exist yet; using drive:{former}, where notebooks used to keep it.")
-            return mine / former
     return mine / inside
 
 
