@@ -320,14 +320,14 @@ def advise_command(one: argparse.ArgumentParser, task: Task) -> Act:
     text = "do not measure: use rules of thumb and earlier measurements"
     one.add_argument("--no-measure", action="store_true", help=text)
     one.add_argument("--compile", action="store_true", help="also try compiled steps: a minute or two more")
-    one.add_argument("--why", action="store_true", help="each reason in full, and what was measured")
+    one.add_argument("--why", action="store_true", help="also the measurements that it rests on")
     add_packing(one, task)
 
     def show(options: argparse.Namespace) -> Result:
         asked = {"compiling": options.compile}
         advice = advise(task, packed(task, options.data, options), measure=not options.no_measure, **asked)
         parts = filter(None, (advice.batches, advice.workers, advice.profile) if options.why else ())
-        texts = [*map(str, parts), advice.text(options.why)]
+        texts = map(str, [*parts, advice])
         return Result("\n\n".join(texts), advice)
 
     return show

@@ -41,7 +41,7 @@ class Table:
         return "\n".join(filter(None, [self.caption(), text(*self.table()), self.footer()]))
 
     def _repr_html_(self) -> str:
-        return html(*self.table(), self.caption()) + note(self.footer())
+        return html(*self.table(), self.caption()) + "".join(map(note, self.footer().splitlines()))
 
 
 def html(headers: Sequence[str], rows: Rows, caption: str = "") -> str:
@@ -59,11 +59,6 @@ def html(headers: Sequence[str], rows: Rows, caption: str = "") -> str:
 def note(text: str) -> str:
     """Return a paragraph above or below a table, escaped; nothing for nothing."""
     return f"<div>{markup.escape(text)}</div>" if text else ""
-
-
-def folded(short: str, content: str) -> str:
-    """Return HTML to unfold: short is escaped, content is HTML."""
-    return f"<details><summary>{markup.escape(short)}</summary>{content}</details>"
 
 
 def text(headers: Sequence[str], rows: Rows) -> str:
@@ -204,7 +199,9 @@ WRITTEN: dict[str, Callable[[Any], str]] = {
     "age": lambda age: f"{' '.join(duration(age).split()[:2])} ago",
     "samples_per_s": number,
     "minutes": lambda minutes: duration(60 * minutes),
-    **dict.fromkeys(("energy", "gpu_energy"), "{:.3g} Wh".format),
+    **dict.fromkeys(("energy", "gpu_energy"), lambda hours: f"{number(hours)} Wh"),
+    "gpu_utilisation": "{:.0f} %".format,
+    "gpu_power": "{:.0f} W".format,
 }
 """Column → how a value is written; memory is in MiB, a loss or metric is a `number`, and all else as one types it."""
 HEADERS = {"data_wait": "waiting for data", "minutes": "time", "samples_per_s": "samples/s", "age": "changed"}

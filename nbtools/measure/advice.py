@@ -6,14 +6,12 @@ The guides' tiers and tables are labelled as what they are: rules of thumb. What
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 
-from nbtools import table
 from nbtools.data import Card, batches_in, cores
 from nbtools.errors import sentence
 from nbtools.measure.batch import BatchReport
@@ -45,7 +43,6 @@ CAPTCHA_GUIDE, LARGE_GUIDE = "captcha guide", "guide to large batches"
 GUIDES = "The guides named here are the speed-up guides that nbtools replaces: see docs/guides.md."
 SPEED = ("amp", "channels_last", "threads", "feed", "workers", "prefetch", "compile", "graph", "micro_batch_size")
 """Settings that are advice's to choose, whether or not it tried them."""
-LINE = 84  # characters of a reason in the table
 
 
 @dataclass(frozen=True)
@@ -107,31 +104,11 @@ class Advice(Report):
         return most, f"{min(beyond)} does not fit at once" if beyond else f"more than {most} at once was not tried"
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-        """One line per setting, with the start of its reason."""
-        values = self.plan.to_dict()
-        return ("setting", "value", "why"), [(name, values[name], clause(why)) for name, why in self.reasons.items()]
-
-    def in_full(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-        """One row per setting with its whole reason, then one row for each other batch size."""
+        """One row per setting with its reason, then one row for each other batch size."""
         values = self.plan.to_dict()
         rows = [(name, values[name], reason, self.evidence.get(name)) for name, reason in self.reasons.items()]
-        rows += [
-            (f"or batch {plan.batch_size}", f"lr {digits(plan.lr)}", why, None) for plan, why in self.other_batches()
-        ]
+        rows += [(f"or batch {p.batch_size}", f"lr {digits(p.lr)}", why, None) for p, why in self.other_batches()]
         return ("setting", "value", "reason", "measured here"), rows
-
-    def text(self, whole: bool = False) -> str:
-        """whole: with each reason in full, what was measured, and what other batch sizes need."""
-        drawn = table.text(*self.in_full()) if whole else f"{table.text(*self.table())}\n{self.other_sizes()}"
-        return "\n".join(filter(None, [self.caption(), drawn.rstrip(), self.footer()]))
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def _repr_html_(self) -> str:
-        parts = table.html(*self.table(), self.caption()), table.note(self.other_sizes())
-        whole = table.folded("Each reason in full", table.html(*self.in_full()))
-        return "".join([*parts, whole, *map(table.note, self.footer().splitlines())])
 
     def caption(self) -> str:
         """Samples, steps per epoch, in all and of warmup; and the time for them where a step was measured here."""
@@ -154,10 +131,6 @@ class Advice(Report):
         bound = sentence(self.verdict.sentence) if self.verdict else ""
         return "\n".join(filter(None, [bound, self.note, guides]))
 
-    def other_sizes(self) -> str:
-        sizes = ", ".join(str(plan.batch_size) for plan, _ in self.other_batches())
-        return sizes and f"Other batch sizes: {sizes}"
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], kind: type[Plan] = Plan) -> Self:
         """kind: of the plans."""
@@ -169,11 +142,6 @@ class Advice(Report):
 def explained(reason: str, measured: str) -> str:
     """A setting's reason in full, and what was measured of it on this machine."""
     return ". ".join(filter(None, [reason, measured and f"Measured here: {measured}"]))
-
-
-def clause(reason: str) -> str:
-    """The start of a reason: up to its first semicolon, and of that as many words as fit a line."""
-    return textwrap.shorten(reason.partition("; ")[0], LINE, placeholder=" …")
 
 
 @dataclass(frozen=True)
