@@ -122,7 +122,7 @@ class Comparison:
         return curves(charts, self.names, self.x)
 
     def png(self) -> bytes:
-        return self.figure()._repr_png_() or b""
+        return self.figure()._repr_png_()
 
     def tables(self) -> list[tuple[str, list[str], list[list[Any]]]]:
         """Return (caption, headers, rows) of what came out, the settings that differ, and what was changed on the way,

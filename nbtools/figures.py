@@ -6,13 +6,15 @@ Places on a canvas are px from its top left, at 100 px an inch.
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from nbtools.fonts import Fonts
 
@@ -24,6 +26,7 @@ GREY = "#6b6b6b"  # of text
 WIDE, MARGIN, TITLE = 1200, 8, 22  # px: a canvas; around pictures; the line of text above one
 TALL = 340  # px: a picture at most
 SIZE = 9  # points of a caption
+ALT = 300  # letters that stand for a picture at most
 DASHES, FALL = ("-", "--", ":"), 30  # of ten lines each; largest over least of a loss that has a logarithmic scale
 WRITTEN, NAMED = 24, 120  # classes up to which a confusion figure writes its numbers; its names
 
@@ -35,14 +38,20 @@ class Sheet(Figure):
     note = ""
 
     def __repr__(self) -> str:
-        return self.note or super().__repr__()
+        """Return the first words in the figure."""
+        words = ", ".join(text.get_text() for text in self.findobj(Text) if text.get_text().strip())
+        return self.note or f"<Figure: {textwrap.shorten(words, ALT, placeholder=' …')}>"
 
-    def _repr_png_(self) -> bytes | None:
-        if self.note:
-            return None  # IPython then shows the text
+    def _repr_png_(self) -> bytes:
         file = io.BytesIO()
         self.savefig(file, format="png")
         return file.getvalue()
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        """Return the picture and, for who cannot see it, its words."""
+        if self.note:
+            return {"text/plain": self.note}
+        return {"image/png": self._repr_png_(), "text/plain": repr(self)}, {"image/png": {"alt": repr(self)}}
 
 
 def blank(note: str = "No samples to show: the list of ids is empty.") -> Sheet:

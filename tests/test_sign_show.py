@@ -8,16 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from IPython.core.formatters import DisplayFormatter
-from matplotlib.colors import to_rgba
 from PIL import Image, ImageSequence
 
 from nbtools.errors import DiskError, PackError
 from nbtools.figures import RIGHT, WRONG
 from nbtools.tasks import sign
 from nbtools.tasks.sign import visualize
-from nbtools.tasks.sign.keypoints import FACE, HANDS, LEFT, POSE
-from nbtools.tasks.sign.keypoints import RIGHT as RIGHT_HAND
-from nbtools.tasks.sign.visualize import BODY_INK, FACE_INK, LEFT_INK, RIGHT_INK, frame, keypoints
+from nbtools.tasks.sign.visualize import frame, keypoints
 
 COUNT = 40
 SEEN = np.ones(78, bool)
@@ -34,25 +31,6 @@ def pack(folder, tmp_path_factory):
     return sign.pack(folder, into=tmp_path_factory.mktemp("packed"), progress=False)
 
 
-def inked(image, colour):
-    """Whether a picture holds pixels of exactly a colour."""
-    return bool((np.asarray(image) == np.round(255 * np.array(to_rgba(colour)))).all(-1).any())
-
-
-@pytest.mark.parametrize(
-    ("part", "colour"), [(LEFT, LEFT_INK), (RIGHT_HAND, RIGHT_INK), (FACE, FACE_INK), (POSE, BODY_INK)]
-)
-def test_a_part_is_drawn_in_its_colour_where_it_is_seen_and_only_there(part, colour):
-    only = ~SEEN
-    only[part] = True
-    alone = frame(POINTS, only, 300)
-    assert inked(alone, colour)
-    assert not inked(alone, RIGHT)
-    assert not inked(alone, WRONG), "these colours mean right and wrong"
-    if part in HANDS:
-        assert not inked(frame(POINTS, ~only, 300), colour)
-
-
 def test_what_is_not_seen_is_not_drawn_and_no_limb_leads_there():
     """An elbow at the zero of a missing point would draw a line to the corner of the picture."""
     assert not np.asarray(frame(POINTS, ~SEEN, 60)).any()
@@ -61,25 +39,6 @@ def test_what_is_not_seen_is_not_drawn_and_no_limb_leads_there():
     assert np.asarray(frame(moved, seen, 200))[:30, :30].any()
     seen[13] = False
     assert not np.asarray(frame(moved, seen, 200))[:30, :30].any()
-
-
-def test_each_point_of_a_body_is_drawn():
-    """Each moved alone changes the picture; so no limb is forgotten in the table."""
-    drawn = np.asarray(frame(POINTS, SEEN, 120))
-    for point in set(range(78)) - {15 + k for k in range(8)}:  # of the pose's hands: the hands show them better
-        moved = POINTS.copy()
-        moved[point] = 0.05
-        assert (np.asarray(frame(moved, SEEN, 120)) != drawn).any(), point
-
-
-def test_a_view_holds_all_that_is_seen_in_a_square_and_nothing_else_matters(pack):
-    points, seen = keypoints(pack.sample(0))
-    x, mask = pack.sample(0)["x"].reshape(-1, 78, 2), pack.sample(0)["mask"]
-    assert (seen == mask).all()
-    assert 0 < points[seen].min() < points[seen].max() < 1
-    assert np.ptp(points[seen], axis=0).max() > 0.85
-    scale = np.ptp(points[seen], axis=0) / np.ptp(x[mask], axis=0)
-    assert scale[0] == pytest.approx(scale[1], rel=1e-3)
 
 
 def test_show_has_a_strip_from_the_first_frame_to_the_last_with_gloss_category_and_what_is_wrong(pack):
@@ -129,35 +88,6 @@ def test_an_animation_is_a_png_with_every_frame_at_30_a_second_and_saved_where_a
         movie.save(tmp_path / "file" / "clip.png")
 
 
-def test_the_live_picture_shows_moments_of_the_clip_with_both_names(pack):
-    images = [sign.preview(pack, i, "answer") for i in range(4)]
-    for i, (image, *names) in enumerate(images):
-        assert (image.dtype, image.shape[2], names) == (np.uint8, 4, [sign.text_of(pack, i), "answer", True])
-        assert inked(image, BODY_INK)
-    assert len({image.tobytes() for image, *_ in images}) == 4
-
-
-def test_every_clip_is_in_the_chart_of_lengths_and_of_glosses(pack, folder, tmp_path):
-    def heights(axes):
-        return sum(patch.get_height() for patch in axes.patches if patch.get_height() > 0)
-
-    assert heights(sign.lengths(pack).axes[0]) == COUNT
-    [axes] = sign.classes(pack).axes
-    assert heights(axes) == COUNT
-    labels = [label.get_text() for label in axes.get_xticklabels()]
-    assert labels == sorted(pack.classes, key=lambda name: name.split()[0])
-    train = [patch.get_height() for patch in axes.containers[0]]
-    assert dict(zip(labels, train, strict=True)) == dict(zip(pack.classes, pack.card.counts["gloss"], strict=True))
-    alone = sign.pack(folder, kp_key=None, into=tmp_path / "pack", progress=False)
-    assert heights(sign.lengths(alone).axes[0]) == COUNT
-    features = alone.sample(0)["features"]
-    assert len(sign.animate(alone, 0).frames) == len(features)
-    image, *names = sign.preview(alone, 0, "x")
-    assert (image.shape, names) == ((visualize.CELL, 3 * visualize.CELL, 4), [sign.text_of(alone, 0), "x", True])
-    drawn = np.asarray(visualize.features(features[0], features.max(), 64), float)[16:48, :, 3]
-    assert (np.abs(drawn - 255 * features[0].reshape(32, 64) / features.max()) <= 1).all(), "a square for each"
-
-
 OF = dict(zip("abcde", "xxyyz", strict=True))
 
 
@@ -182,17 +112,3 @@ def test_the_tables_of_glosses_and_categories_are_what_counting_gives(seed):
         assert coarse.loc[stood, read] == pairs.count((stood, read))
     by_category = sign.by_class(sign.grouped(truth, OF), sign.grouped(predicted, OF))
     assert all(coarse.loc[name, name] == n for name, n in by_category.set_index("class").right.items())
-
-
-def test_classes_that_no_clip_has_get_a_row_of_zeros_and_strange_ones_an_error(pack):
-    table = sign.confusion(["a"], ["b"], "abc")
-    assert table.to_numpy().tolist() == [[0, 1, 0], [0, 0, 0], [0, 0, 0]]
-    assert sign.confused(table)._repr_png_()
-    with pytest.raises(PackError, match="'b' is missing"):
-        sign.confusion(["a"], ["b"], "ac")
-    with pytest.raises(PackError, match="got 2 for 1 id"):
-        sign.by_class(["a"], ["a", "b"])
-    of = sign.categories_of(pack)
-    assert of == sign.categories_of(pack.card)
-    assert list(of.values()) == ["greeting"] * 3 + ["survival"] * 3
-    assert all(name.startswith(category) for name, category in of.items())
