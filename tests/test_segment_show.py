@@ -1,6 +1,7 @@
 """Labels over images pixel by pixel, figures and what their texts say."""
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
