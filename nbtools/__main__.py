@@ -326,7 +326,7 @@ def advise_command(one: argparse.ArgumentParser, task: Task) -> Act:
     def show(options: argparse.Namespace) -> Result:
         asked = {"compiling": options.compile}
         advice = advise(task, packed(task, options.data, options), measure=not options.no_measure, **asked)
-        parts = filter(None, (advice.batches, advice.workers, advice.profile) if options.why else ())
+        parts = filter(None, (advice.batches, advice.profile) if options.why else ())
         texts = map(str, [*parts, advice])
         return Result("\n\n".join(texts), advice)
 

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nbtools import tasks
-from nbtools.data import Pack
+from nbtools.data import Pack, cores
 from nbtools.errors import NbtoolsError, sentence
 from nbtools.identity import former_run
 from nbtools.live import FIRST, WORST
-from nbtools.measure import advise, find_batch, find_workers, preset
+from nbtools.measure import advise, find_batch, preset, processes
 from nbtools.train import Plan, Task, as_task
 
-AUTO = (("batch_size", "auto"), ("workers", "auto"))  # settings that may be `auto`: measured
+AUTO = (("batch_size", "auto"), ("workers", "auto"))  # settings that may be `auto`
 BUILT_IN = tuple(found.name for found in pkgutil.iter_modules(tasks.__path__) if found.name != "common")
 SWITCH: Any = {"action": argparse.BooleanOptionalAction}  # Python 3.14 takes no metavar with it
 
@@ -55,7 +55,7 @@ def add_knobs(one: argparse.ArgumentParser, kind: type[Plan], fields: Iterable[d
     for field in fields:
         choices, text = field.metadata.get("choices"), field.metadata.get("help", "")
         text += f" ({', '.join(map(str, choices))})" if choices else ""
-        text += "; auto: measure it here" if (field.name, "auto") in AUTO else ""
+        text += {"batch_size": "; auto: measure it here", "workers": "; auto: by the cores"}.get(field.name, "")
         add_option(group, f"knob_{field.name}", text, **(SWITCH if hints[field.name] is bool else {}))
 
 
@@ -216,9 +216,9 @@ def measured(task: Task, pack: Pack, plan: Plan, options: argparse.Namespace) ->
         print(found, file=sys.stderr)
         plan = plan.turn(batch_size=found.batch_size)
     if AUTO[1] in asked:
-        crew = find_workers(task, pack, plan)
-        print(crew.reason, file=sys.stderr)
-        plan = plan.replace(workers=crew.workers, prefetch=crew.prefetch)
+        number, why = processes(cores())
+        print(f"workers {number}: {why}", file=sys.stderr)
+        plan = plan.replace(workers=number)
     return plan
 
 

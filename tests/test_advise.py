@@ -27,17 +27,17 @@ CAPTCHA: Any = SimpleNamespace(
     BASELINE=Plan(epochs=150, batch_size=64, lr=2e-4, optimizer="adam", min_lr=1e-6, feed="workers"),
 )
 GIB = 2**30 / 1e9
-GUIDED = {  # as torch sees machines: total_memory, capability → batch, lr, warmup, amp, workers
-    "T4": (Machine("cuda", "Tesla T4", 14.56 * GIB, 1, 2, (7, 5)), 128, 2.83e-4, 3, "fp16", 2),
-    "L4": (Machine("cuda", "NVIDIA L4", 22.03 * GIB, 1, 12, (8, 9)), 256, 4e-4, 5, "bf16", 4),
-    "A100-40": (Machine("cuda", "NVIDIA A100-SXM4-40GB", 39.39 * GIB, 1, 12, (8, 0)), 512, 5.66e-4, 10, "bf16", 4),
-    "3 × A100-40": (Machine("cuda", "NVIDIA A100", 39.39 * GIB, 3, 64, (8, 0)), 512, 5.66e-4, 10, "bf16", 12),
-    "A100-80": (Machine("cuda", "NVIDIA A100", 79.15 * GIB, 8, 128, (8, 0)), 512, 5.66e-4, 10, "bf16", 16),
-    "RTX 3060": (Machine("cuda", "RTX 3060", 11.63 * GIB, 1, 8, (8, 6)), 128, 2.83e-4, 3, "bf16", 4),
-    "GTX 1080 Ti": (Machine("cuda", "GTX 1080 Ti", 10.91 * GIB, 1, 8, (6, 1)), 64, 2e-4, 0, "off", 4),
-    "RTX 3090": (Machine("cuda", "RTX 3090", 23.55 * GIB, 1, 16, (8, 6)), 256, 4e-4, 5, "bf16", 4),
-    "MPS": (Machine("mps", "Apple GPU", cores=10), 64, 2e-4, 0, "off", 4),
-    "CPU": (Machine("cpu", "CPU", cores=2), 64, 2e-4, 0, "off", 2),
+GUIDED = {  # as torch sees machines: total_memory, capability → batch, lr, warmup, amp
+    "T4": (Machine("cuda", "Tesla T4", 14.56 * GIB, 1, 2, (7, 5)), 128, 2.83e-4, 3, "fp16"),
+    "L4": (Machine("cuda", "NVIDIA L4", 22.03 * GIB, 1, 12, (8, 9)), 256, 4e-4, 5, "bf16"),
+    "A100-40": (Machine("cuda", "NVIDIA A100-SXM4-40GB", 39.39 * GIB, 1, 12, (8, 0)), 512, 5.66e-4, 10, "bf16"),
+    "3 × A100-40": (Machine("cuda", "NVIDIA A100", 39.39 * GIB, 3, 64, (8, 0)), 512, 5.66e-4, 10, "bf16"),
+    "A100-80": (Machine("cuda", "NVIDIA A100", 79.15 * GIB, 8, 128, (8, 0)), 512, 5.66e-4, 10, "bf16"),
+    "RTX 3060": (Machine("cuda", "RTX 3060", 11.63 * GIB, 1, 8, (8, 6)), 128, 2.83e-4, 3, "bf16"),
+    "GTX 1080 Ti": (Machine("cuda", "GTX 1080 Ti", 10.91 * GIB, 1, 8, (6, 1)), 64, 2e-4, 0, "off"),
+    "RTX 3090": (Machine("cuda", "RTX 3090", 23.55 * GIB, 1, 16, (8, 6)), 256, 4e-4, 5, "bf16"),
+    "MPS": (Machine("mps", "Apple GPU", cores=10), 64, 2e-4, 0, "off"),
+    "CPU": (Machine("cpu", "CPU", cores=2), 64, 2e-4, 0, "off"),
 }
 MACHINES = {name: row[0] for name, row in GUIDED.items()}
 
@@ -54,7 +54,10 @@ def with_plan(**changes) -> Any:
 @pytest.mark.parametrize("name", GUIDED)
 def test_machines_get_the_guides_tiers_and_tables(name):
     plan = decide(CAPTCHA, card(50_030), MACHINES[name]).plan
-    assert (plan.batch_size, plan.lr, plan.warmup_epochs, plan.amp, plan.workers) == GUIDED[name][1:]
+    assert (plan.batch_size, plan.lr, plan.warmup_epochs, plan.amp, plan.workers) == (*GUIDED[name][1:], 0)
+    reading = decide(with_plan(feed="workers"), card(50_030), MACHINES[name])
+    assert reading.plan.workers == min(MACHINES[name].cores, 8)
+    assert "rule of thumb (ours)" in reading.reasons["workers"]
 
 
 @pytest.mark.parametrize(
@@ -110,10 +113,10 @@ def test_every_changed_field_has_a_reason_and_every_figure_its_origin(name):
     advice = decide(task, card(4803), machine)
     before = task.PLAN.to_dict()
     changed = {key for key, value in advice.plan.to_dict().items() if value != before[key]}
-    assert changed | {"batch_size", "lr", "warmup_epochs", "amp", "workers"} <= advice.reasons.keys()
+    assert changed | {"batch_size", "lr", "warmup_epochs", "amp"} <= advice.reasons.keys()
     for key, reason in advice.reasons.items():
         assert reason.strip()
-        if key in ("lr", "warmup_epochs", "workers") or "tier" in reason or "capped" in reason:
+        if key in ("lr", "warmup_epochs") or "tier" in reason or "capped" in reason:
             assert re.search(r"rule of thumb \((captcha guide|guide to large batches|arXiv \d|ours)", reason), key
 
 

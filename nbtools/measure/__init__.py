@@ -1,6 +1,6 @@
 """The machine, the profile of a step, the bottleneck, batch and lr finders, advice, receipt."""
 
-from nbtools.measure.advice import Advice, Machine, decide, explained
+from nbtools.measure.advice import Advice, Machine, decide, explained, processes
 from nbtools.measure.advisor import advise, expected, tried_before
 from nbtools.measure.batch import find_batch
 from nbtools.measure.check import check, smoke_test
@@ -12,7 +12,6 @@ from nbtools.measure.stepper import Stepper, untouched
 from nbtools.measure.sweep import lr_sweep
 from nbtools.measure.trials import first_losses, step_profile
 from nbtools.measure.verdict import Verdict, verdict
-from nbtools.measure.workers import find_workers
 
 __all__ = [
     "REASONS",
@@ -32,7 +31,6 @@ __all__ = [
     "expected",
     "explained",
     "find_batch",
-    "find_workers",
     "first_losses",
     "follow",
     "gpus",
@@ -40,6 +38,7 @@ __all__ = [
     "machine",
     "nvml_index",
     "preset",
+    "processes",
     "receipt",
     "smoke_test",
     "step_profile",

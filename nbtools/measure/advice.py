@@ -20,7 +20,6 @@ from nbtools.measure.profile import StepProfile, Tried
 from nbtools.measure.report import Report, restored
 from nbtools.measure.trials import LEAST_STEPS
 from nbtools.measure.verdict import Verdict
-from nbtools.measure.workers import WorkersReport
 from nbtools.table import digits, duration, plural
 from nbtools.train import (
     LARGER,
@@ -37,6 +36,7 @@ from nbtools.train import device as devices
 TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch (captcha guide)
 MOST_K = LARGER[-1][0]  # beyond it Adam's best lr falls again (arXiv 2405.14578); the guides' table ends there too
 FEW_SAMPLES, FEW_STEPS = 10_000, 1_500  # training samples below which a run gets about so many steps
+MOST_PROCESSES = 8  # that read files: more wait for the same disk
 LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
 THUMB = "rule of thumb"
 CAPTCHA_GUIDE, LARGE_GUIDE = "captcha guide", "guide to large batches"
@@ -51,10 +51,10 @@ class Advice(Report):
 
     The panel's presets: baseline, the guide's "before", and largest, the largest batch that the rules allow, or None if
     there is none larger, for which `largest_reason` gives the reason; presets: the task's own, name → (plan, what
-    differs here), or (None, why it cannot train here). batches, workers, profile: the measurements, None if there
-    was none; levers: settings for speed that were tried, in their order; over: the baseline next to the plan, its
-    samples/s over the plan's; verdict: what this plan is bound by here. samples: of the train split. lr_trial: what
-    other learning rates gave.
+    differs here), or (None, why it cannot train here). batches, profile: the measurements, None if there was none;
+    levers: settings for speed that were tried, in their order; over: the baseline next to the plan, its samples/s over
+    the plan's; verdict: what this plan is bound by here. samples: of the train split. lr_trial: what other learning
+    rates gave.
     """
 
     plan: Plan
@@ -68,7 +68,6 @@ class Advice(Report):
     levers: tuple[Tried, ...] = ()
     over: Tried | None = None
     batches: BatchReport | None = None
-    workers: WorkersReport | None = None
     profile: StepProfile | None = None
     verdict: Verdict | None = None
     samples: int = 0
@@ -192,7 +191,8 @@ def decide(
         advised.setdefault("epochs", few)
     advised.setdefault("warmup_epochs", warmup(batch / base.batch_size, chosen("epochs")))
     advised.setdefault("amp", precision(machine))
-    advised.setdefault("workers", workers(machine))
+    if chosen("feed") == "workers":
+        advised.setdefault("workers", processes(machine.cores))
     if chosen("graph") and machine.accelerator != "cuda":
         advised["graph"] = False, f"CUDA graphs need CUDA, but this is {machine.name}"
     elif chosen("graph") and chosen("amp") == "fp16":
@@ -288,9 +288,9 @@ def warmup(k: float, epochs: int) -> tuple[float, str]:
     return capped, why + (f"; capped to a fifth of {plural(epochs, 'epoch')}" if capped < found else "")
 
 
-def workers(machine: Machine) -> tuple[int, str]:
-    why = f'min(4 per GPU, {plural(machine.cores, "core")}, 16), {THUMB} ({CAPTCHA_GUIDE}); used only by feed="workers"'
-    return min(4 * max(machine.gpus, 1), machine.cores, 16), why
+def processes(cores: int) -> tuple[int, str]:
+    """DataLoader processes of `feed="workers"`, and why so many."""
+    return min(cores, MOST_PROCESSES), f"min({plural(cores, 'core')}, {MOST_PROCESSES}), {THUMB} (ours)"
 
 
 def precision(machine: Machine) -> tuple[str, str]:

@@ -34,7 +34,6 @@ from nbtools.measure.receipt import SILENT, comparable
 from nbtools.measure.stepper import EAGER, Clock, untouched
 from nbtools.measure.trials import LEVERS
 from nbtools.measure.verdict import verdict
-from nbtools.measure.workers import find_workers
 from nbtools.table import digits
 from nbtools.train import (
     Plan,
@@ -51,7 +50,7 @@ from nbtools.train import (
 )
 from nbtools.train import device as devices
 
-VERSION = 8  # of what is measured: what an older version advised is measured again
+VERSION = 9  # of what is measured: what an older version advised is measured again
 KEPT = 8  # kept results next to a pack, for instance of other machines
 PRECISION, BATCH, OTHERS, BASELINE, STEP = 0.2, 0.3, 0.25, 0.1, 0.15  # shares of the time
 LONG_S = 600.0  # seconds of training beyond which a small data set gets no more epochs
@@ -163,9 +162,6 @@ def measured(
         if "batch_size" not in own or device.type == "cuda":  # of a GPU the memory has to be known in any case
             levers.run = None  # its memory counts
             found.size("batch_size" in own, BATCH * seconds, clock)
-        if choose(pack, found.plan, device)[0] == "workers":
-            levers.run = None
-            found.crew(seconds / 3)
         levers.resume(found.plan.replace(**EAGER))
         room = (OTHERS if found.measured.keys() & {"batches"} else OTHERS + BATCH) * seconds
         phase("settings", room)
@@ -229,13 +225,6 @@ class Findings:
             evidence["batch_size"] += f"; {plan.batch_size} is kept because there was no time to try it"
         if found.micro_batch_size is not None:
             self.chosen["micro_batch_size"] = found.micro_batch_size, "the whole batch does not fit at once"
-
-    def crew(self, seconds: float) -> None:
-        """Search for a number of workers."""
-        phase("workers", 1.5 * seconds)
-        found = find_workers(self.task, self.pack, self.plan, seconds)
-        self.measured["workers"], self.evidence["workers"] = found, found.reason
-        self.chosen |= {"workers": (found.workers, found.reason), "prefetch": (found.prefetch, found.reason)}
 
     def learn(self, epoch_s: float, device: torch.device, clock: Clock | None) -> None:
         """Choose the epochs of a small data set by the speed, and lr by a trial. epoch_s: of an epoch's steps."""

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from nbtools.data import Pack, cores
+from nbtools.data import Pack, cores, require_shared_memory
 from nbtools.errors import NbtoolsError
-from nbtools.measure.workers import refusal
 from nbtools.table import plural
 from nbtools.train import Plan, TaskLike, as_task, readable
 from nbtools.train import device as devices
@@ -23,10 +22,10 @@ def preset(task: TaskLike, pack: Pack, name: str, /, **own: Any) -> tuple[Plan |
         pack = readable(task, pack, plan)
         fitted, changes = fitting(plan, pack, device)
         devices.require(fitted, device)
+        if fitted.feed == "workers":
+            require_shared_memory(pack, fitted)
     except NbtoolsError as error:
         return None, error.args[0]
-    if fitted.feed == "workers" and (why := refusal(pack, fitted, device, 0)):
-        return None, why
     moved = fitted.changes_from(plan).items()
     return fitted, "; ".join(f"{n} {change}{f' ({changes[n][1]})' if n in changes else ''}" for n, change in moved)
 

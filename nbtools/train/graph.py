@@ -2,35 +2,32 @@
 and then launched as one (https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
 
 A graph repeats its kernels on the same memory, and nothing of what the host did. So the raw batch, the keys of random
-numbers and lr lie in tensors that are written before each replay. A step is not recorded where it reads a value on the
-host, or is not the one before on other samples: with another number, or with a tensor in place of an earlier one.
+numbers and lr lie in tensors that are written before each replay. Whether a step can be repeated, its first replay
+shows: it has to give what the host gives that launches each kernel.
 """
 
 from __future__ import annotations
 
 import gc
-import pickle
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from nbtools.train.device import synchronizing
+from nbtools.train.device import synchronizing, within_memory
 from nbtools.train.plan import Plan
 from nbtools.train.task import Batch
 
 T = TypeVar("T")
 Sums = tuple[Tensor, Tensor | float]
 Act = Callable[[Batch], Sums]
-WARM_UP = 4  # steps of a shape: what stays is made in the first, the next two are compared, the last shows what waits
+WARM_UP = 2  # steps of a shape before the one that is recorded
 MOST_GRAPHS = 8  # shapes that are recorded: each keeps a batch, and what its step has alive at a time
 FULL = f"graph: only {MOST_GRAPHS} shapes of batches are recorded; of others each kernel is launched by the host"
+NEAR = 1e-3  # difference of two equal losses: a GPU may add in another order
+NEAR_STEP = 0.1  # and of two equal updates: of a gradient that is only rounding Adam makes a whole step
 
 
 class Recorder:
@@ -80,56 +77,11 @@ def unrecordable(plan: Plan) -> str:
         return "fp16 decides on the host whether a step counts"
     if plan.checkpoint_activations:
         return "recomputing activations reads the state of random numbers on the host"
-    if plan.compile:
-        return "of a compiled step it cannot be seen which tensors it reads, and whether the next one reads the same"
-    return ""
-
-
-class Trace(TorchDispatchMode):
-    """A step's operations: of each its name, its plain arguments, and where the tensors lie that the step did not make
-    and that are none of its inputs. kept: these tensors, by place, which no other one can take then."""
-
-    def __init__(self, inputs: Batch):
-        super().__init__()
-        self.kept: dict[int, Tensor] = {}
-        self.own = {place(tensor) for tensor in inputs.values()}
-        self.operations: list[tuple[str, list[str]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations.append(
-            (func._schema.name.removeprefix("aten::"), [*map(self.seen, tree_leaves((args, kwargs)))])
-        )
-        found = func(*args, **(kwargs or {}))
-        made = {place(leaf) for leaf in tree_leaves(found) if isinstance(leaf, Tensor)}
-        self.own |= made - self.kept.keys()
-        return found
-
-    def seen(self, leaf: Any) -> str:
-        if isinstance(leaf, bool | int | float | str):
-            return repr(leaf)
-        if not isinstance(leaf, Tensor) or place(leaf) in self.own:
-            return ""
-        self.kept[place(leaf)] = leaf
-        return f"a tensor at {place(leaf)}"
-
-    def differs(self, other: Trace) -> str:
-        """Where another step is not this one, or ""."""
-        for (name, these), (now, those) in zip(self.operations, other.operations, strict=False):
-            if name != now:
-                return f"a step calls {now} where the one before called {name}"
-            for this, that in zip(these, those, strict=False):
-                if this != that:
-                    replaced = this.startswith("a tensor") and that.startswith("a tensor")
-                    return f"{name} gets {'another tensor in each step' if replaced else f'{this}, then {that}'}"
-        return "" if len(self.operations) == len(other.operations) else "a step has more operations than another"
-
-
-def place(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+    return "a compiled step is not recorded" if plan.compile else ""
 
 
 class Recorded(NamedTuple):
-    """kept: the tensors that the graph reads or writes, none of which may be freed."""
+    """kept: the tensors that the graph may read, none of which may be freed."""
 
     inputs: Batch
     replay: Callable[[], Any]
@@ -144,7 +96,7 @@ class Graphs:
     def __init__(self, device: torch.device, events: list[str], plan: Plan):
         self.device, self.recorder, self.events = device, Recorder(device), events
         self.off, self.full, self.replayed = "", False, 0
-        self.steps: dict[tuple[torch.Size, ...], list[Trace] | Recorded] = {}  # by shapes
+        self.steps: dict[tuple[torch.Size, ...], int | Recorded] = {}  # by shapes: how many came, or what was recorded
         self.begin(plan)
 
     def begin(self, plan: Plan) -> None:
@@ -160,53 +112,70 @@ class Graphs:
             self.begin(plan)
         return not unrecordable(plan)
 
-    def step(self, raw: Batch, act: Act, owners: Sequence[Any] = ()) -> Sums:
+    def step(self, raw: Batch, act: Act, written: Callable[[], list[Tensor]]) -> Sums:
         """act(raw), a step: replayed where such a step is recorded; its result is overwritten by the next one then. act
-        reads what else may change, such as lr, in tensors. owners: modules and other objects whose plain values it must
-        not change."""
-        shapes = tuple(tensor.shape for tensor in raw.values())
+        reads what else may change, such as lr, in tensors. written: the tensors that it changes."""
+        shapes, eager = tuple(tensor.shape for tensor in raw.values()), partial(act, raw)
         if self.off or len(raw["id"]) != self.plan.batch_size:
-            return self.recorder.run(partial(act, raw))
+            return self.recorder.run(eager)
         if shapes not in self.steps and len(self.steps) == MOST_GRAPHS:
             if not self.full:
                 self.events.append(FULL)
             self.full = True
-            return self.recorder.run(partial(act, raw))
-        known = self.steps.setdefault(shapes, [])
+            return self.recorder.run(eager)
+        known = self.steps.get(shapes, 0)
         if not isinstance(known, Recorded):
-            found, made = self.warm_up(known, raw, act, owners)
-            if made is not None:
-                self.steps[shapes] = made
-            return found
+            self.steps[shapes] = known + 1
+            return self.recorder.run(eager) if known < WARM_UP else self.first(raw, act, written(), shapes)
         torch._foreach_copy_([*known.inputs.values()], [*raw.values()])  # pyright: ignore[reportPrivateImportUsage]
         known.replay()
         self.replayed += 1
         return known.sums
 
-    def warm_up(self, traces: list[Trace], raw: Batch, act: Act, owners: Sequence[Any]) -> tuple[Sums, Recorded | None]:
-        """A step of a shape before its graph, which is recorded after the last."""
-        if len(traces) < WARM_UP - 1:
-            traces.append(Trace(raw))
-            with traces[-1]:
-                return self.recorder.run(partial(act, raw)), None
-        before = of_the_host(self.device, owners)
-        found, why = self.recorder.rehearse(partial(act, raw))
-        after = of_the_host(self.device, owners)
-        changed = [does for (key, does), value in after.items() if value != before.get((key, does))]
-        why = why or (f"the step {changed[0]} on the host" if changed else traces[-2].differs(traces[-1]))
-        if why:
+    def first(self, raw: Batch, act: Act, written: list[Tensor], shapes: tuple[torch.Size, ...]) -> Sums:
+        """A step that the host launches, then recorded and replayed from where it began. Where the two differ, or the
+        second fails, the first one counts, and the run goes on without graphs."""
+        before, why = within_memory(lambda: self.copy(written))
+        if before is None:
             self.give_up(why)
-        return found, None if why else self.record(raw, act, traces[-1].kept)
-
-    def record(self, raw: Batch, act: Act, kept: Any) -> Recorded | None:
-        """None where that fails: the run goes on without graphs."""
+            return self.recorder.run(partial(act, raw))
+        found, why = self.recorder.rehearse(partial(act, raw))
         try:
-            inputs = {name: tensor.clone() for name, tensor in raw.items()}
-            return Recorded(inputs, *self.recorder.capture(partial(act, inputs)), kept)
+            made = None if why else self.record(raw, act, written, before)
+            after = self.copy(written)
+            if made is not None:
+                self.restore(written, before)
+                made.replay()
+                if same(made.sums[0], found[0], *(each[: len(written)] for each in (written, after, before))):
+                    self.steps[shapes], self.replayed = made, self.replayed + 1
+                    return made.sums
+                self.restore(written, after)
+                why = "replayed, a step gives something else: it depends on what the host does in it"
         except RuntimeError as error:  # all of CUDA's, and that memory ran out
             why = str(error).split("\n")[0]
         self.give_up(why)
-        return None
+        return found
+
+    def record(self, raw: Batch, act: Act, written: list[Tensor], before: list[Tensor]) -> Recorded:
+        """The step, without any effect yet. The graph may read whatever tensor is there by now."""
+        for tensor in written:
+            tensor.grad = None
+        inputs, copied = {name: tensor.clone() for name, tensor in raw.items()}, {id(tensor) for tensor in before}
+        alive = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and id(each) not in copied]
+        return Recorded(inputs, *self.recorder.capture(partial(act, inputs)), alive)
+
+    def copy(self, written: list[Tensor]) -> list[Tensor]:
+        """Copies of tensors, and of the state of random numbers."""
+        numbers = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+        return [*(tensor.detach().clone() for tensor in written), numbers]
+
+    def restore(self, written: list[Tensor], copies: list[Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(written, copies[:-1])  # pyright: ignore[reportPrivateImportUsage]
+        put = (
+            partial(torch.cuda.set_rng_state, device=self.device) if self.device.type == "cuda" else torch.set_rng_state
+        )
+        put(copies[-1])
 
     def give_up(self, why: str) -> None:
         self.off = why
@@ -221,21 +190,14 @@ class Graphs:
         self.events.append(f"graph off: {why}; each kernel is launched by the host")
 
 
-def of_the_host(device: torch.device, owners: Sequence[Any]) -> dict[tuple[int, str], Any]:
-    """What no graph repeats, by what a step does to change it: the random numbers and plain values of the host."""
-    own = None if device.type == "cpu" else torch.get_rng_state().numpy()
-    found: dict[tuple[int, str], Any] = {}
-    for owner in owners:
-        for name, value in getattr(owner, "__dict__", {}).items():
-            if name != "training":  # an evaluation may have come before
-                found[id(owner), f"changes {type(owner).__name__}.{name}"] = plain(value)
-    return {(0, "draws random numbers"): pickle.dumps((random.getstate(), np.random.get_state(), own)), **found}
+@torch.no_grad()
+def same(loss: Tensor, expected: Tensor, now: list[Tensor], after: list[Tensor], before: list[Tensor]) -> bool:
+    """Whether two steps from the same state give the same loss, and the same weights by the length of the step."""
+    learned = [i for i, tensor in enumerate(now) if tensor.requires_grad]
 
+    def apart(these: list[Tensor], those: list[Tensor]) -> float:
+        return sum(float((these[i] - those[i]).float().square().sum()) for i in learned) ** 0.5
 
-def plain(value: Any, depth: int = 3) -> Any:
-    """The numbers and texts in a value, also within so many lists, tuples, dicts or sets."""
-    if isinstance(value, dict):
-        value = [*value.items()]
-    if depth and isinstance(value, list | tuple | set):
-        return [plain(each, depth - 1) for each in value]
-    return value if isinstance(value, bool | int | float | str) else None
+    return torch.allclose(loss, expected, NEAR, NEAR, equal_nan=True) and apart(now, after) <= NEAR_STEP * apart(
+        after, before
+    )

@@ -25,7 +25,6 @@ from nbtools.table import plural
 from nbtools.train.device import memory, prepare, put, require, required
 from nbtools.train.evaluation import Sums, fed, score_split
 from nbtools.train.history import Record
-from nbtools.train.indices import require_indices
 from nbtools.train.optimizer import follow
 from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch, require_sizes
 from nbtools.train.ranks import Ended, Restarted, share
@@ -54,7 +53,6 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     require_sizes(pack, state.plan)
     state.know(len(pack))
     prepare(state.plan, state.device, many_shapes=state.card.bucket_by is not None)
-    require_indices(state, pack)
     opening = partial(open_feed, pack, state.plan, state.device, state.events.append)
     feed, count = feed or required(opening), len(pack.ids("train"))
     if state.ranks is not None and state.ranks.first:

@@ -7,23 +7,24 @@ B samples.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_map
 
 from nbtools.data import TARGET, Pack, gather
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.train.call import logits_of
 from nbtools.train.device import autocast, out_of_memory
 from nbtools.train.evaluation import forward
-from nbtools.train.indices import DEVICES, Checked
 from nbtools.train.state import TrainState
 from nbtools.train.task import spoken, summed
 
 SAMPLES = 8  # a loss may need more than one or two
+ASSERTING = ("cuda",)  # devices whose kernels end the process where an index is out of range
 
 
 def rehearse(state: TrainState, pack: Pack) -> None:
@@ -44,9 +45,10 @@ def rehearse(state: TrainState, pack: Pack) -> None:
         with autocast(plan, device, model), torch.set_grad_enabled(gradients):
             summed(task.loss(lambda *_, **__: outputs, batch, plan), len(ids))
 
-    indices = Checked() if device.type in DEVICES else nullcontext()
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), indices:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            if device.type in ASSERTING:
+                require_targets(state, pack)
             batch, outputs = forward(task, model, raw, plan, device)
             try:
                 compute(False)
@@ -80,6 +82,44 @@ def rehearse(state: TrainState, pack: Pack) -> None:
             for name, buffer in model.named_buffers():
                 if name in buffers and buffers[name].shape == buffer.shape:
                     buffer.copy_(buffers[name])
+
+
+def require_targets(state: TrainState, pack: Pack) -> None:
+    """Raise TrainError for a sample with a class that the loss has no place for, as torch says on a CPU."""
+    task, plan = state.task, state.applied.while_training()
+    for i in extremes(pack):
+        raw = {name: tensor.to(state.device) for name, tensor in gather(pack, np.array([i, i])).items()}
+        try:
+            given = tree_map(on_cpu, forward(task, state.model, raw, plan, state.device))
+            with torch.no_grad():
+                task.loss(lambda *_, given=given, **__: given[1], given[0], plan)
+        except Exception as error:
+            why, fix = str(error), "correct the sample, leave it out, or give the network more classes"
+            if isinstance(error, IndexError) or "out of bounds" in why:  # others are explained where they come again
+                rule = f"{pack.folder}: sample {i} ({pack.names[i]}): {why.splitlines()[0].rstrip('.')}"
+                raise TrainError(f"{rule}; {fix}", entry="Device-side assert") from None
+
+
+def on_cpu(value: Any) -> Any:
+    value = value.cpu() if isinstance(value, Tensor) else value
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def extremes(pack: Pack) -> list[int]:
+    """The samples of train and val with the two lowest and the two highest classes: one may be ignored."""
+    found, used = dict[int, None](), np.zeros(len(pack), bool)
+    used[[*pack.ids("train"), *pack.ids("val")]] = True
+    for name in {TARGET, "label"} & set(pack.read):
+        values, ends = pack.arrays[name], pack.offsets.get(name)
+        if values.dtype.kind in "iu":
+            sample = np.arange(len(pack)) if ends is None else np.repeat(np.arange(len(pack)), np.diff(ends))
+            rows, kind = used[sample].reshape(-1, *[1] * (values.ndim - 1)), np.iinfo(values.dtype)
+            for end, none in ((np.min, kind.max), (np.max, kind.min)):
+                first = end(values, initial=none, where=rows)
+                for number in (first, end(values, initial=none, where=rows & (values != first))):
+                    hits = (rows & (values == number)).reshape(len(values), -1).any(1)
+                    found |= {int(sample[hits.argmax()]): None} if hits.any() else {}
+    return list(found)
 
 
 def place(model: nn.Module, layer: nn.Module) -> str:

@@ -38,11 +38,16 @@ def replayed(state: TrainState, graphs: Graphs, raw: Batch, epoch_size: float) -
     only until it is recorded."""
     set_lr(state, len(raw["id"]), epoch_size)
     state.keys.of(state.applied.seed, state.position.epoch)
-    task = getattr(state.task, "source", state.task)
-    act = partial(recordable, state, share_of_weights(state))
-    found = graphs.step(raw, act, (task, *state.model.modules()))
+    found = graphs.step(raw, partial(recordable, state, share_of_weights(state)), partial(written, state))
     count_average(state)
     return found
+
+
+def written(state: TrainState) -> list[Tensor]:
+    """The tensors that a step changes, parameters first."""
+    modules = [state.model] if state.ema is None else [state.model, state.ema]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    return [*tensors, *state.moments().values()]
 
 
 def recordable(state: TrainState, share: float, raw: Batch) -> tuple[Tensor, Tensor | float]:

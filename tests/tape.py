@@ -1,0 +1,89 @@
+"""What a CUDA graph does with a function of tensors, on a CPU: its operations are recorded once, without any effect,
+and then repeated on the same memory, with no Python in between. What a capture refuses, this refuses too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from test_launches import READS, Made
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+T = TypeVar("T")
+REFUSED = "operation not permitted when stream is capturing"
+
+
+def tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Recording(TorchDispatchMode):
+    """The operations of a call. found: what came before it and they use, as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+        self.found: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.made: set[int] = set()
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
+        picks = name in ("index", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if name in READS or picks or name == "lift_fresh":  # a tensor of the host's own values
+            self.waits.append(name)
+        for tensor in tensors((args, kwargs)):
+            if place(tensor) not in self.made | self.found.keys():
+                self.found[place(tensor)] = tensor.untyped_storage(), tensor.untyped_storage().clone()
+        out = func(*args, **kwargs)
+        self.made |= {place(tensor) for tensor in tensors(out)} - self.found.keys()
+        self.operations.append((func, args, kwargs, out))
+        return out
+
+    def undo(self) -> None:
+        for storage, before in self.found.values():
+            storage.copy_(before)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.operations:
+            if func.is_view:
+                continue
+            for there, now in zip(tensors(out), tensors(func(*args, **kwargs)), strict=True):
+                if place(there) != place(now):
+                    assert there.shape == now.shape, f"{func} gave another shape: {there.shape}, then {now.shape}"
+                    there.copy_(now)
+
+
+class Tape:
+    """A `Recorder` for the CPU."""
+
+    def __init__(self, device: torch.device):
+        self.captured = 0
+
+    def run(self, act: Callable[[], T]) -> T:
+        return act()
+
+    def rehearse(self, act: Callable[[], T]) -> tuple[T, str]:
+        with Recording() as seen, Made() as made:
+            found = act()
+        waits = [*seen.waits, *["made on the host"] * made.count]
+        return found, f"the host waits for the device at {waits[0]}" if waits else ""
+
+    def capture(self, act: Callable[[], T]) -> tuple[Callable[[], Any], T]:
+        numbers = torch.get_rng_state()
+        with Recording() as recording:
+            found = act()
+        torch.set_rng_state(numbers)
+        recording.undo()
+        if recording.waits:
+            raise RuntimeError(f"CUDA error: {REFUSED}")
+        self.captured += 1
+        return recording.replay, found

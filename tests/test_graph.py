@@ -1,0 +1,302 @@
+"""Plan.graph: a step is recorded once and repeated on the same memory. On a CPU a tape stands in for a CUDA graph; it
+repeats exactly the recorded operations, so whatever a step reads or makes anywhere else would show in its bits."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import own
+import pytest
+import torch
+import toy
+from tape import REFUSED, Tape
+from test_launches import CASES, B
+from torch import nn
+
+import nbtools as nb
+from nbtools.train import MOST_GRAPHS, attempt, device, graph
+
+EAGER = 99  # a warm-up longer than any run here
+PLAN = toy.PLAN.replace(graph=True, ema=0.9)
+HOST = "; each kernel is launched by the host"
+
+
+@pytest.fixture(autouse=True)
+def taped(monkeypatch):
+    monkeypatch.setattr(device, "GRAPH_DEVICES", ("cpu",))
+    monkeypatch.setattr(graph, "Recorder", Tape)
+
+
+def same(ours: nb.TrainState, theirs: nb.TrainState) -> list[str]:
+    """The names of what differs, if only in one bit."""
+    expected = theirs.tensors()
+    return [name for name, tensor in ours.tensors().items() if not torch.equal(tensor, expected[name])]
+
+
+def graphs_of(state: nb.TrainState) -> graph.Graphs:
+    assert state.graphs is not None
+    return state.graphs
+
+
+def stepped(name: str, steps: int, **settings: Any) -> tuple[list[float], nb.TrainState]:
+    """Steps on batches of their own, over several epochs and with an lr that falls; every second batch of clips is
+    shorter."""
+    task, data, own_settings = CASES[name]
+    torch.manual_seed(0)
+    plan = task.Plan(batch_size=B, epochs=9, graph=True, **own_settings, **settings)
+    state, losses = nb.TrainState(task, data()[0], plan, "cpu"), []
+    for step in range(steps):
+        torch.manual_seed(step)
+        raw = data()[1]
+        if "x_length" in raw and step % 2:
+            raw = {key: each.clamp(max=32) if "_length" in key else each[:, :32] for key, each in raw.items()}
+        state.position.epoch, state.position.samples = step // 3, step * B
+        loss_sum, count = attempt(state, {**raw, "id": torch.arange(B) + 10 * step}, 3 * B)
+        losses.append(float(loss_sum) / float(count))
+    return losses, state
+
+
+MIXED: dict[str, Any] = {"amp": "bf16", "clip_norm": 0.5, "ema": 0.9, "channels_last": True}
+PARTED: dict[str, Any] = {"optimizer": "sgd", "micro_batch_size": 3, "clip_norm": 0.5}
+
+
+@pytest.mark.parametrize("settings", [MIXED, pytest.param(PARTED, marks=pytest.mark.full)], ids=["mixed", "parted"])
+@pytest.mark.parametrize(("name", "shapes"), [("captcha", 1), ("sign", 2), ("segment", 1)])
+def test_replayed_steps_of_every_task_without_ctc_have_the_bits_of_eager_ones(name, shapes, settings, monkeypatch):
+    steps = 3 + 3 * shapes
+    losses, state = stepped(name, steps, **settings)
+    assert (graphs_of(state).off, graphs_of(state).replayed) == ("", steps - graph.WARM_UP * shapes)
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    expected, eager = stepped(name, steps, **settings)
+    assert graphs_of(eager).replayed == 0
+    assert losses == expected
+    assert same(state, eager) == []
+    assert len(set(losses)) == len(losses)
+
+
+def trained(task: Any, pack: nb.Pack, plan: nb.Plan, act: Any = None) -> tuple[list[str], nb.TrainState]:
+    """A run, and what it tells. act: called with the state after each step."""
+    random.seed(0)
+    np.random.seed(0)
+    state, told = nb.TrainState(task, pack, plan), []
+    for record in nb.train(task, state, pack):
+        told += [record.values["what"]] if record.kind in ("event", "change") else []
+        if record.kind == "step" and act is not None:
+            act(state)
+    return told, state
+
+
+def slower(state: nb.TrainState) -> None:
+    if state.step == 12:
+        state.plan = state.plan.replace(lr=state.plan.lr / 4, weight_decay=0.1)
+
+
+def test_a_run_with_evaluations_short_batches_and_a_changed_plan_has_the_bits_of_an_eager_one(pack, monkeypatch):
+    told, state = trained(toy, pack, PLAN, slower)
+    assert told == ["lr 0.01 → 0.0025, weight_decay 0 → 0.1"]
+    assert graphs_of(state).replayed == state.step - 2 * graph.WARM_UP - 3, "but warm-ups and each epoch's last batch"
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    assert same(state, trained(toy, pack, PLAN, slower)[1]) == []
+
+
+@pytest.mark.parametrize("name", ["classify", "mixup", "regress"])
+def test_tasks_of_ones_own_are_replayed_with_the_bits_of_eager_steps(tmp_path, name, monkeypatch):
+    task, data = own.TASKS[name]
+    pack, plan = own.packed(data, tmp_path), own.PLAN.replace(graph=True, epochs=3)
+    told, state = trained(task, pack, plan)
+    assert told == []
+    assert graphs_of(state).replayed > 2
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    assert same(state, trained(task, pack, plan)[1]) == []
+
+
+def test_a_state_that_is_loaded_amid_a_run_goes_on_with_its_own_moments(pack, monkeypatch):
+    def rolled_back() -> nb.TrainState:
+        state, saved = nb.TrainState(toy, pack, PLAN), None
+        for record in nb.train(toy, state, pack):
+            if record.kind == "step" and state.step == 6:
+                saved = {name: tensor.clone() for name, tensor in state.tensors().items()}, state.facts()
+            if state.step == 8:
+                break
+        assert saved is not None
+        state.load(*saved)
+        for _ in nb.train(toy, state, pack):
+            continue
+        return state
+
+    state = rolled_back()
+    assert graphs_of(state).replayed > 10
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    assert same(state, rolled_back()) == []
+
+
+@pytest.mark.usefixtures("fp16_on_cpu")
+def test_what_cannot_be_recorded_says_so_and_runs_as_without(pack):
+    for settings in ({"amp": "fp16"}, {"checkpoint_activations": True}):
+        told, state = trained(toy, pack, PLAN.replace(**settings))
+        assert [each.partition(": ")[0] for each in told] == ["graph off"]
+        assert graphs_of(state).replayed == 0
+    assert graph.unrecordable(PLAN.replace(compile=True))
+
+
+WAITING: dict[str, tuple[Any, str]] = {
+    "a value": (lambda batch: 1 + 0 * float(batch["x"].sum()), "_local_scalar_dense"),
+    "chosen rows": (lambda batch: len(batch["x"][batch["label"] >= 0]) / 16, "index"),
+    "a tensor": (lambda _: torch.tensor(1.0), "lift_fresh"),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_a_step_that_waits_for_the_device_is_told_and_never_recorded(pack, name, monkeypatch):
+    factor, line = WAITING[name]
+
+    def loss(model, batch, plan):
+        total, count = toy.loss(model, batch, plan)
+        return total * factor(batch), count
+
+    task = toy.with_(loss=loss)
+    told, state = trained(task, pack, PLAN)
+    assert told == [f"graph off: the host waits for the device at {line}{HOST}"]
+    assert graphs_of(state).replayed == 0
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    assert same(state, trained(task, pack, PLAN)[1]) == []
+
+
+class Curriculum(nn.Module):
+    """A number of its own that every forward pass raises."""
+
+    def __init__(self, card, plan):
+        super().__init__()
+        self.network, self.share = toy.model(card, plan), 0.0
+
+    def forward(self, batch):
+        self.share += 1
+        return self.network(batch) * self.share
+
+
+def weighed(factor: Any) -> Any:
+    def loss(model, batch, plan):
+        total, count = toy.loss(model, batch, plan)
+        return factor(total), count
+
+    return {"loss": loss}
+
+
+def smoothed() -> Any:
+    """A tensor that each step replaces by another, which the next one reads."""
+    mean = [torch.zeros(())]
+
+    def factor(total):
+        before, mean[0] = mean[0], 0.9 * mean[0] + 0.1 * total.detach()
+        return total / (1 + before)
+
+    return weighed(factor)
+
+
+CHANGING: dict[str, Any] = {
+    "random": lambda: weighed(lambda total: total * (1 + random.random())),
+    "numpy": lambda: weighed(lambda total: total * (1 + np.random.rand())),
+    "a number of a module": lambda: {"model": Curriculum},
+    "a tensor": smoothed,
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_step_that_depends_on_what_the_host_does_is_found_by_its_first_replay_and_stays_eager(pack, name):
+    told, state = trained(toy.with_(**CHANGING[name]()), pack, PLAN)
+    assert len(told) == 1
+    assert told[0].startswith("graph off: replayed, a step gives something else")
+    assert graphs_of(state).replayed == 0
+    assert bool(torch.isfinite(torch.cat([p.detach().flatten() for p in state.model.parameters()])).all())
+
+
+def test_a_replay_that_gives_something_else_leaves_the_eager_step_and_its_random_numbers(pack, monkeypatch):
+    class Wrong(Tape):
+        def capture(self, act):
+            replay, found = super().capture(act)
+            return lambda: (replay(), found[0].mul_(1.1)), found
+
+    monkeypatch.setattr(graph, "Recorder", Wrong)
+    told, state = trained(toy, pack, PLAN)
+    assert len(told) == 1
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    assert same(state, trained(toy, pack, PLAN)[1]) == []
+
+
+ENDS = {
+    "memory": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"), "CUDA out of memory"),
+    "capture": (RuntimeError(f"CUDA error: {REFUSED}\nFor debugging"), REFUSED),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_where_recording_fails_the_run_goes_on_without_and_no_step_is_lost(pack, name, monkeypatch):
+    error, why = ENDS[name]
+
+    class Failing(Tape):
+        def capture(self, act):
+            super().capture(act)
+            raise error
+
+    monkeypatch.setattr(graph, "Recorder", Failing)
+    told, state = trained(toy, pack, PLAN)
+    assert len(told) == 1
+    assert told[0].startswith("graph off: ")
+    assert why in told[0]
+    assert "\n" not in told[0]
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    assert same(state, trained(toy, pack, PLAN)[1]) == []
+
+
+def test_out_of_memory_halves_the_batch_and_its_steps_are_recorded_anew(pack, monkeypatch):
+    full = []
+
+    def hungry(model, batch, plan):
+        if full and isinstance(model, nn.Module) and len(batch["x"]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return toy.loss(model, batch, plan)
+
+    def fill(state: nb.TrainState) -> None:
+        full[:] = [state.step] if state.step >= 8 else []  # at the end of the first epoch, by its short batch
+
+    task = toy.with_(loss=hungry)
+    told, state = trained(task, pack, PLAN, fill)
+    halved = ["6 → 3 for this step", "16 → 8", "8 → 4"]
+    assert told[1:] == [f"out of memory: micro batch {sizes}; effective batch and lr unchanged" for sizes in halved]
+    assert graphs_of(state).replayed == state.step - 2 * graph.WARM_UP - 3
+    full.clear()
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    assert same(state, trained(task, pack, PLAN, fill)[1]) == []
+
+
+def test_only_so_many_shapes_are_recorded_which_is_said_once_and_no_short_batch():
+    plan, events, weight = nb.Plan(batch_size=4), list[str](), torch.zeros(1)
+
+    def replayed(samples: int, *widths: int) -> int:
+        graphs = graph.Graphs(torch.device("cpu"), events, plan)
+        for width in widths:
+            for step in range(graph.WARM_UP + 2):
+                raw = {"x": torch.full((width,), float(step)), "id": torch.arange(samples)}
+                total, _ = graphs.step(raw, lambda raw: (7 * raw["x"].sum(), 1), lambda: [weight])
+                assert float(total) == 7 * width * step
+        return graphs.replayed
+
+    assert replayed(3, 5) == 0
+    assert replayed(4, *range(1, MOST_GRAPHS + 1)) == 2 * MOST_GRAPHS
+    assert events == []
+    assert replayed(4, *range(1, MOST_GRAPHS + 4)) == 2 * MOST_GRAPHS
+    assert events == ["graph: only 8 shapes of batches are recorded; of others each kernel is launched by the host"]
+
+
+def test_a_tape_repeats_what_it_recorded_and_nothing_of_what_the_host_did():
+    """So what these tests would find: a number that changes, and a tensor that is replaced."""
+    values, times = torch.zeros(2), [1.0]
+    replay, found = Tape(torch.device("cpu")).capture(lambda: values.add_(times[0]) * 2)
+    assert values.tolist() == [0, 0], "recording has no effect"
+    times[0] = 5.0
+    replay()
+    replay()
+    assert values.tolist() == [2, 2]
+    assert found.tolist() == [4, 4]
