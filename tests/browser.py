@@ -23,11 +23,6 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update"),
 )
 WINDOW = ViewportSize(width=1200, height=1700)  # a whole run's cell at 100 % zoom, without scrolling
-WIDTHS = (1280, 1000, 900, 700)  # px of windows: a laptop, Colab, half a screen, VS Code next to its side bar
-SCROLLED = """output => [output, ...output.querySelectorAll('*')].filter(each => {
-    const scrolls = each == output || each.tagName == 'BUTTON' || /auto|scroll/.test(getComputedStyle(each).overflowX);
-    return each.clientWidth && scrolls && each.scrollWidth > each.clientWidth + 1;
-}).map(each => `${each.tagName}.${each.className}: ${each.scrollWidth} in ${each.clientWidth} px`)"""
 ACTED = """
 window.acted = [];
 for (const kind of ['click', 'change', 'keydown'])
@@ -117,28 +112,9 @@ class Notebook:
         """What is asked or refused, was changed, or is proposed."""
         return self.output(self.at).locator(".nbtools-lines:visible").inner_text()
 
-    def frames(self) -> list[tuple[float, float]]:
-        """(height of a drawing, height of the frame that its labels are placed in), in pixels, of each chart."""
-        return self.output(self.at).evaluate(  # in one call: between two a frame may take the charts out of the page
-            """output => [...output.querySelectorAll('svg[role=img]')].map(
-                svg => [svg, svg.parentElement].map(each => each.getBoundingClientRect().height))"""
-        )
-
-    def scrolled(self) -> dict[str, list[str]]:
-        """What is wider than the output or scrolls sideways in it, and labels that are cut, in windows of each of
-        WIDTHS, light, and dark where there is a dark theme."""
-        found: dict[str, list[str]] = {}
-        for dark in (False, True) if isinstance(self, Lab) else (False,):
-            if isinstance(self, Lab):
-                self.theme(dark)
-            for width in WIDTHS:
-                self.page.set_viewport_size(ViewportSize(width=width, height=WINDOW["height"]))
-                self.page.wait_for_timeout(300)  # until the page has taken its new size, and a frame
-                found[f"{width}-{'dark' if dark else 'light'}"] = self.output(self.at).evaluate(SCROLLED)
-        if isinstance(self, Lab):
-            self.theme(dark=False)
-        self.page.set_viewport_size(WINDOW)
-        return found
+    def frames(self) -> int:
+        """How many charts are drawn."""
+        return self.output(self.at).locator("svg[role=img]").count()
 
     def remember_places(self, label: str) -> None:
         """From now on, of the curves below a button, while the window has the width that it has now."""
@@ -160,46 +136,6 @@ class Notebook:
         """Pixels from the button to the curves so far, each once."""
         found: list[float] = self.page.evaluate("[...window.places]")
         return found
-
-    def ticks(self) -> list[tuple[float, float]]:
-        """(middle of the handle, of the tick) of each slider of the strip, in pixels."""
-        handles = self.output(self.at).locator(".nbtools-knob").locator(".noUi-handle, .ui-slider-handle")
-        until(lambda: handles.count() == 3, "the sliders of the strip")  # classic draws them after their surroundings
-        return self.output(self.at).evaluate(
-            """output => [...output.querySelectorAll('.nbtools-knob .nbtools-tick')].map(tick => {
-                const handle = tick.closest('.widget-vbox').querySelector('.noUi-handle, .ui-slider-handle');
-                return [handle, tick].map(each => each.getBoundingClientRect()).map(at => at.left + at.width / 2);
-            })"""
-        )
-
-    def in_view(self) -> dict[str, bool]:
-        """In a window of 1280 × 800 with the output at its top: whether its first button, the strip, the facts, and the
-        axis of the second row of charts can be seen."""
-        if (banner := self.page.get_by_text("Don't show anymore")).is_visible():  # about Notebook 7
-            banner.click()
-            banner.wait_for(state="hidden")
-        self.page.set_viewport_size(ViewportSize(width=1280, height=800))
-        self.page.wait_for_timeout(500)  # until the page has taken its new size
-        axes = self.output(self.at).locator(".nbt-plot")
-        until(lambda: axes.count() > 3, "a second row of charts")  # the first epoch brings it, and the next frame
-        self.output(self.at).evaluate("output => output.scrollIntoView({block: 'start'})")
-        seen: dict[str, bool] = self.output(self.at).evaluate(
-            """output => {
-                const parts = {
-                    button: output.querySelector('button'), facts: output.querySelector('.nbt-top'),
-                    strip: [...output.querySelectorAll('.nbtools-knob')].at(-1),
-                    axes: [...output.querySelectorAll('.nbt-x')].filter(
-                        (each, i, all) => each.getBoundingClientRect().top > all[0].getBoundingClientRect().top + 9)[0],
-                };
-                return Object.fromEntries(Object.entries(parts).map(([name, part]) => {
-                    const place = part.getBoundingClientRect();
-                    const at = y => output.contains(document.elementFromPoint(place.left + place.width / 2, y));
-                    return [name, at(place.top + 1) && at(place.bottom - 1)];
-                }));
-            }"""
-        )
-        self.page.set_viewport_size(WINDOW)
-        return seen
 
     def point(self, chart: int) -> None:
         """Put the pointer into the middle of a chart."""
@@ -248,29 +184,21 @@ class Notebook:
         return self.acting(lambda: [self.page.keyboard.press(key) for _ in range(times)])
 
     def shot(self, name: str, cell: int | None = None) -> None:
-        """A screenshot of the window, kept for people to look at; with a cell, of its output: wide, narrow, and dark
-        where there is a dark theme."""
+        """A screenshot of the window, kept for people to look at; with a cell, of its output, and where the environment
+        names a folder for them also narrow, and dark where there is a dark theme."""
         SHOTS.mkdir(parents=True, exist_ok=True)
         if cell is not None:
             self.output(cell).scroll_into_view_if_needed()
         self.page.screenshot(path=SHOTS / f"{name}.png")
-        if cell is None:
+        if cell is None or "NBTOOLS_SCREENSHOTS" not in os.environ:
             return
-        with self.narrow():
-            self.shot(f"{name}-narrow")
+        self.page.set_viewport_size(ViewportSize(width=640, height=WINDOW["height"]))
+        self.shot(f"{name}-narrow")
+        self.page.set_viewport_size(WINDOW)
         if isinstance(self, Lab):
             self.theme(dark=True)
             self.shot(f"{name}-dark")
             self.theme(dark=False)
-
-    @contextmanager
-    def narrow(self) -> Iterator[None]:
-        """The window half as wide."""
-        self.page.set_viewport_size(ViewportSize(width=640, height=WINDOW["height"]))
-        try:
-            yield
-        finally:
-            self.page.set_viewport_size(WINDOW)
 
     def shows(self, picture: Locator) -> bool:
         """Whether an <img> is there, loaded and not collapsed."""

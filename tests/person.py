@@ -152,10 +152,10 @@ class Person:
         self.notebook.wait_for_prompt(self.cell, r"\d+")
         self.noted("Stop", clicked, self.log.steps()[-1]["time"])
 
-    def act(self, look: Callable[[], None]) -> None:
-        """Two rounds of ten, the last of which ends with all that was advised. look: in the first pause."""
+    def act(self, look: Callable[[], None], rounds: int) -> None:
+        """Rounds of nine, amp in the first, and all that was advised at the end. look: in the first pause."""
         typed = (("weight_decay", "0.001", 0.001), ("clip_norm", "0.5", 0.5))
-        for turn in range(2):
+        for turn in range(rounds):
             self.typed("lr", f"{turn + 1}e-4", float(f"{turn + 1}e-4"))  # what the rules offer stays below 10× advised
             self.typed(*typed[turn])
             self.paused(look if turn == 0 else lambda: None)
@@ -164,7 +164,7 @@ class Person:
             self.slid("lr", "ArrowLeft")
             self.slid("batch_size", "ArrowLeft")
             self.saved() if turn else self.evaluated()
-            if turn:
-                self.turned("As advised", self.advised, lambda row: row["batch_size"] == 32)
-            else:
+            if turn == 0:
                 self.chosen("amp", "bf16")
+            if turn == rounds - 1:
+                self.turned("As advised", self.advised, lambda row: row["batch_size"] == 32)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,6 @@ import torch
 import toy
 
 from nbtools.data import Pack
-from nbtools.data.pack import RawFiles
-
-
-def ticking(seconds: float = 0.01) -> Callable[[], float]:
-    """A clock that moves by so much whenever it is read."""
-    ticks = count()
-    return lambda: next(ticks) * seconds
 
 
 @dataclass
@@ -51,7 +43,7 @@ class Job:
     def pack(self, pack: Pack) -> Pack:
         """The pack, with source files that take their time."""
         assert pack.raw is not None
-        return dataclasses.replace(pack, raw=RawFiles(pack.folder, pack.raw.source, self.read))
+        return dataclasses.replace(pack, raw=dataclasses.replace(pack.raw, read=self.read))
 
     def read(self, path: Path, options: Any) -> Any:
         self.now += self.reading

@@ -8,12 +8,9 @@ import types
 
 import pytest
 import torch
-import toy
 
 from nbtools.data import cores
-from nbtools.live import Surface
-from nbtools.measure import Gpu, Sampler, check, gpus
-from nbtools.train import History, Record, TrainState
+from nbtools.measure import Gpu, gpus
 
 GIB = 2**30
 
@@ -149,16 +146,6 @@ def test_a_reading_that_a_device_refuses_is_unknown_and_the_rest_stands(nvml):
     assert str(found).count("–") >= 14
 
 
-def test_an_older_nvml_with_bytes_and_the_older_throttle_name_is_read(nvml):
-    module = nvml([b"Tesla T4"], nvmlDeviceGetCudaComputeCapability=plain((7, 5)))
-    del module.nvmlDeviceGetCurrentClocksEventReasons
-    module.nvmlDeviceGetCurrentClocksThrottleReasons = plain(0x1)
-    (found,) = gpus()
-    assert found.name == "Tesla T4"
-    assert found.throttle == ("idle",)
-    assert found.bf16 is False
-
-
 def test_without_a_working_driver_the_list_is_empty_and_one_line_names_the_cpu(nvml):
     nvml(nvmlInit=NVMLError)
     found = gpus()
@@ -204,29 +191,3 @@ def wait_for(condition, seconds=5.0):
     while not condition() and time.monotonic() < end:
         time.sleep(0.005)
     assert condition()
-
-
-def test_energy_is_read_once_more_when_training_ends(nvml, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[Sampler.__module__], "PERIOD", 3600.0)
-    used = [0.0]  # mJ
-    nvml(nvmlDeviceGetTotalEnergyConsumption=lambda _: used[0])
-    state = TrainState(toy, toy.make_pack(tmp_path, count=60), toy.PLAN)
-    state.device = torch.device("cuda", 1)  # for the surface alone
-    with Surface(tmp_path / "run", state, toy.make_pack(tmp_path / "b"), History(), toy.PLAN, show=False) as surface:
-        sampler = surface.sampler
-        assert sampler is not None
-        wait_for(lambda: sampler.latest is not None)
-        used[0] = 7.2e6
-        rows = [surface.measured(Record("epoch", 0, 4, 60, {"train_loss": 1.0}))]
-        state.position.epoch = toy.PLAN.epochs
-        rows += [surface.measured(Record("epoch", 1, 8, 120, {"train_loss": 1.0}))]
-    assert [row.values["gpu_energy"] for row in rows] == [0.0, pytest.approx(2.0)], "Wh"
-
-
-def test_the_check_shows_the_cards_and_their_driver(nvml, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-    nvml()
-    found = check()
-    shown = str(found)
-    assert all(part in shown for part in ("cuda:1", "8.0", "1.1 of 42.9 GB", "550.54.15", "GFLOP/s"))
-    assert found.to_dict()["gpus"][1]["memory_used"] == 2048

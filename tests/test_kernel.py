@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 from kernels import IPYKERNEL_6, PATIENCE, STACKS, Client, parent, started
 
-from nbtools.live import Messages
-
 EVENTS = 10
 
 TRAIN = """
@@ -85,13 +83,6 @@ def recording(kernel):
     return record
 
 
-def test_each_stack_is_the_one_it_is_named_for(kernel):
-    lists = Path(__file__).parent / "stacks" / f"{kernel.stack}.txt", Path(__file__).parent.parent / "constraints.txt"
-    named = [line for path in lists if path.exists() for line in path.read_text().splitlines()]
-    version = kernel.run("import ipykernel; print(ipykernel.__version__)").strip()
-    assert next(line for line in named if line.startswith("ipykernel==")) == f"ipykernel=={version}"
-
-
 def test_every_event_is_handled_while_its_cell_runs_busy_and_idle_once_so_that_sliders_do_not_stall(recording):
     assert f"end {list(range(1, EVENTS + 1))} None\n" in recording.kernel.text(recording.cell)
     for event in recording.events:
@@ -137,104 +128,12 @@ def test_an_interrupt_ends_the_cell_and_the_kernel_goes_on(kernel):
     assert kernel.run("print(seen)") == "[1, 2]\n"
 
 
-def test_an_interrupt_in_a_callback_is_the_cells(kernel):
-    interrupt = "slider.observe(lambda change: os.kill(os.getpid(), signal.SIGINT), 'value')"
-    cell, slider = begin(kernel, train(9, before=interrupt))
-    event = slide(kernel, slider, 1)
-    kernel.end(cell)
-    assert kernel.errors(cell) == ["KeyboardInterrupt"]
-    assert kernel.states(event) == ["busy", "idle"]
-
-
-STORM = """
-armed, hits = False, 0
-def interrupt(*_):
-    global armed
-    if armed:
-        armed = False  # one at a time: the next would come amid the handling of this one
-        raise KeyboardInterrupt
-def storm():
-    while not os.path.exists("stop"):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.0005)
-signal.signal(signal.SIGINT, interrupt)
-thread = threading.Thread(target=storm)
-thread.start()
-"""
-
-UNDER_FIRE = """if os.path.exists("stop"): break
-        try:
-            armed, messages._due = True, 0
-            messages.handle()
-        except KeyboardInterrupt: hits += 1
-        finally: armed = False"""
-
-CALM = "thread.join(); os.remove('stop'); print(hits > 20)"
-
-
-def test_no_interrupt_at_any_moment_loses_a_request_or_misplaces_an_output(kernel):
-    cell, slider = begin(kernel, train(1000, UNDER_FIRE, STORM, CALM))
-    queued = []
-    for value in range(1, 41):
-        queued.append(kernel.client.execute(f"print({value})"))
-        slide(kernel, slider, value)
-    (Path(kernel.manager.connection_file).parent / "stop").touch()
-    kernel.end(queued[-1])
-    assert kernel.text(cell).endswith(" None\nTrue\n")
-    assert [kernel.text(request) for request in queued] == [f"{value}\n" for value in range(1, 41)]
-
-
 def test_what_a_callback_raises_is_shown_and_training_goes_on(kernel):
     cell, slider = begin(kernel, train(2, before="slider.observe(lambda change: 1 / 0, 'value')"))
     events = [slide(kernel, slider, value) for value in (1, 2)]
     kernel.end(cell)
     assert "end [1, 2] None" in kernel.text(cell)
     assert [kernel.errors(event) for event in events] == [["ZeroDivisionError"]] * 2
-
-
-def test_a_kernel_that_differs_is_named_and_the_cell_goes_on(kernel):
-    text = kernel.run("""
-import types
-from nbtools.live import Messages
-shell = get_ipython()
-kernel, shell.kernel = shell.kernel, types.SimpleNamespace()
-with Messages() as messages:
-    print(messages.handle(), messages.trouble)
-shell.kernel = kernel
-""")
-    assert text.startswith("0 Buttons and sliders react only after this cell has ended, because nbtools does not know")
-    assert "SimpleNamespace" in text
-
-
-def test_a_kernel_that_turns_out_different_gets_everything_back(kernel):
-    """A private method that fails at the first message: the training and the cells queued meanwhile do not suffer."""
-    broken = "kernel = get_ipython().kernel; good = kernel._publish_status; kernel._publish_status = lambda: None"
-    cell, slider = begin(
-        kernel, train(1, "if messages.trouble: break", broken, "kernel._publish_status = good; print('over')")
-    )
-    queued = kernel.client.execute("print('queued')")
-    kernel.slide(slider, 1)
-    kernel.end(queued)
-    assert "end [] Buttons and sliders react only" in kernel.text(cell)
-    assert kernel.text(cell).endswith("over\n")
-    assert kernel.text(queued) == "queued\n"
-
-
-def test_outside_of_notebooks_there_is_no_kernel_and_no_trouble():
-    with Messages() as messages:
-        assert (messages.handle(), messages.trouble) == (0, None)
-
-
-def test_runs_within_runs_and_one_after_another_and_after_a_fault(kernel):
-    twice = "with Messages() as inner: inner.handle()\n        1 / 0 if len(seen) == 2 else None"
-    for _ in range(2):
-        cell, slider = begin(kernel, train(3, twice))
-        for value in (1, 2):
-            slide(kernel, slider, value)
-        kernel.end(cell)
-        assert kernel.errors(cell) == ["ZeroDivisionError"]
-        slide(kernel, slider, 3)  # the kernel's own again
-        assert kernel.run("print(seen)") == "[1, 2, 3]\n"
 
 
 def test_a_cell_that_fails_stops_the_queued_cells_as_ever_and_no_others(kernel):
@@ -245,25 +144,6 @@ def test_a_cell_that_fails_stops_the_queued_cells_as_ever_and_no_others(kernel):
     assert kernel.reply(queued)["content"]["status"] == "aborted"
     assert kernel.reply(asked)["msg_type"] == "kernel_info_reply"
     assert kernel.run("print('next')") == "next\n"
-
-
-def test_messages_left_open_do_not_leave_the_kernel_deaf(kernel):
-    kernel.run("from nbtools.live import Messages\nleft = Messages().__enter__()\nleft.handle()")
-    assert kernel.run("print('next')") == "next\n"
-    cell, slider = begin(kernel, train(1))
-    slide(kernel, slider, 1)
-    kernel.end(cell)
-    assert "end [1] None" in kernel.text(cell)
-
-
-def test_an_async_cell_may_use_it_too(kernel):
-    cell, slider = begin(kernel, train(3, "await __import__('asyncio').sleep(0.001)"))
-    queued = kernel.client.execute("print('queued')")
-    events = [slide(kernel, slider, value) for value in (1, 2, 3)]
-    kernel.end(queued)
-    assert "end [1, 2, 3] None" in kernel.text(cell)
-    assert [kernel.states(event) for event in events] == [["busy", "idle"]] * 3
-    assert kernel.text(queued) == "queued\n"
 
 
 def test_a_click_while_an_earlier_cell_runs_is_not_lost(kernel):

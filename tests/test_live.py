@@ -1,9 +1,9 @@
 """The live surface in a real browser: one visit to a training notebook in each of two generations of Jupyter.
-`make full` visits each once more: watches the run from another notebook too, and opens its file in the other way.
+`make full` visits each once more, alone on the machine, so that its clock counts, and opens its file in the other way.
 
-A visit does everything in one run of captchas: some twenty interactions, a typo, undo, a pause in which the cell is run
-again and the page loaded anew, a stop, an interrupt, a look at the saved files without their kernel. It keeps what it
-saw; the claims below are about that. Screenshots and times stay in `browser.SHOTS`.
+A visit does everything in one run of captchas: ten interactions, a typo, undo, a pause in which the cell is run again
+and the page loaded anew, a stop, an interrupt, a look at the saved files without their kernel. It keeps what it saw;
+the claims below are about that. Screenshots and times stay in `browser.SHOTS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import nbformat
 import pytest
 import serving
 import watched
-from browser import Notebook, saved, text
+from browser import saved, text
 from person import Act, Log, Person
 from serving import CLASSIC, LAB, Stack, until
 
@@ -30,7 +30,7 @@ from nbtools.live import png
 
 PICTURE = f"img[width='{png.WIDE}'], .output_png img"
 WIDGET = "application/vnd.jupyter.widget-view+json"
-pytestmark = [pytest.mark.browser, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 PROMISED = 0.25  # seconds from click to effect, beyond the step under way
 SCRIPT = "<img src=x onerror=window.hacked=1>"
 RUN = f"runs/{SCRIPT}"
@@ -38,7 +38,7 @@ ALPHABET = "<b>&01"  # of the labels, which are parts of file names
 CELLS = (
     f"""import torch; torch.set_num_threads(1)
 import nbtools as nb, watched
-raw = watched.demo("raw", {{count}}, alphabet="{ALPHABET}", size=(32, 84))
+raw = watched.demo("raw", {{count}}, alphabet="{ALPHABET}", size=(24, 56))
 (raw / "{SCRIPT}_1.png").write_bytes(b"no image")
 pack = watched.pack(raw, into="pack")
 panel = nb.Panel(watched.PLAN.replace(
@@ -53,16 +53,6 @@ panel""",
     "from nbtools.live import view; view.STILL_EVERY, view.STILL_COST = 0.3, 1.0",
 )
 PANEL, FIT, SECOND, THIRD, ASKED, STILLS = range(len(CELLS))
-WATCHING = f'import torch; torch.set_num_threads(1)\nimport nbtools as nb, watched\nrun = nb.watch("{RUN}", watched)'
-BELL = """
-window.told = [];
-document.hasFocus = () => !window.away;
-window.Notification = class {
-    static permission = 'default';
-    static async requestPermission() { return Notification.permission = 'granted'; }
-    constructor(title, { body }) { window.told.push([title, body]); }
-};"""
-"""The desktop's part, which no test can look at: asks nobody, and remembers what it was to show."""
 LIVE = """() => {
     window.live = document.querySelector('svg[role=img]').closest('.widget-vbox, .jupyter-widgets');
     window.drawn = 0;
@@ -77,12 +67,12 @@ def cells(count: int, epochs: int) -> list[str]:
 
 @dataclass
 class Seen:
-    """What one visit saw: texts and facts by name. opened: how the file saved amid the run was;
-    watched: whether the run was, from another notebook."""
+    """What one visit saw: texts and facts by name. opened: how the file saved amid the run was; thorough: whether it
+    did everything twice."""
 
     stack: Stack
     opened: str
-    watched: bool
+    thorough: bool
     work: Path
     texts: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -97,15 +87,10 @@ class Visit:
 
     def __init__(self, window: Any, address: str, seen: Seen):
         self.window, self.address, self.seen, self.work, self.name = window, address, seen, seen.work, seen.stack.name
-        self.notebook = self.page()
+        self.notebook = browser.OPENED[self.name](window, address, at=FIT)
         self.log = Log(seen.work / watched.LOG)
         self.person = Person(self.notebook, FIT, seen.work / RUN, self.log)
         self.output = self.notebook.output(FIT)
-
-    def page(self) -> Notebook:
-        page = browser.OPENED[self.name](self.window, self.address, at=FIT)
-        page.page.add_init_script(BELL)
-        return page
 
     def everything(self) -> None:
         notebook, seen = self.notebook, self.seen
@@ -114,88 +99,42 @@ class Visit:
         notebook.run_all()
         until(lambda: len(self.log.steps()) > 25, "two epochs")
         notebook.shot(f"{self.name}-running", FIT)
-        seen.texts["live"], seen.facts["frames"] = self.output.inner_text(), notebook.frames()
-        seen.facts["view"] = notebook.in_view()
-        seen.facts["ticks"] = notebook.ticks()
-        self.presses()
-        self.widths()
-        self.look()
+        seen.texts["live"] = self.output.inner_text()
+        self.point()
         notebook.remember_places("Stop")
-        self.allow()
         self.hack()
         self.typo()
         seen.facts["places"] = notebook.places()
         notebook.click("All settings")
         self.output.get_by_text("More:").click()
-        self.person.act(self.paused)
-        seen.facts["open"] = notebook.places()
+        self.person.act(lambda: notebook.shot(f"{self.name}-paused"), rounds=2 if seen.thorough else 1)
         notebook.click("All settings")
         seen.facts["interactive"] = len(self.log.steps())
         seen.facts["train"] = nb.Pack.open(self.work / "pack").ids("train").tolist()
         self.undo()
-        watching = self.watch() if seen.watched else None
         self.best()
         notebook.run(ASKED)
-        notebook.page.evaluate("window.away = true")
-        seen.facts["charts"] = self.charts()
         self.person.stopped()
-        self.told()
         self.kept()
         seen.acts, seen.silences = self.person.acts, self.person.silences
         until(lambda: notebook.prompt(ASKED) == str(len(CELLS) + 1), "the cell that was asked for meanwhile")
         notebook.shot(f"{self.name}-after", FIT)
         seen.facts["hacked"] = [self.hacked()]
         seen.saved["stopped"] = saved(notebook, self.work / "captcha.ipynb")
-        if watching is not None:
-            watching.wait_for_prompt(0, r"\d+")
-            watching.shot(f"{self.name}-watched-after")
-            seen.saved["watched"] = saved(watching, self.work / "watch.ipynb")
-            seen.errors += watching.errors
-            watching.page.close()
         self.stills()
         self.pause()
-        self.end()
         seen.errors += notebook.errors
 
-    def paused(self) -> None:
-        """Another theme or width moves everything; from then on the open form moves nothing."""
-        self.notebook.shot(f"{self.name}-paused", FIT)
-        self.notebook.page.wait_for_timeout(500)
-        self.notebook.remember_places("Stop")
-
-    def allow(self) -> None:
-        """Notifications, which takes the button away."""
-        button = self.notebook.button("Notify me when it ends")
-        until(lambda: button.count() and button.is_visible(), "the bell")
-        button.click()
-        until(lambda: not button.is_visible(), "permission")
-
-    def told(self) -> None:
-        """What the title and the desktop say to somebody who looks elsewhere, and the title after coming back."""
-        page, seen = self.notebook.page, self.seen
-        until(lambda: page.title().startswith("stopped: "), "the title")
-        seen.texts["title"], seen.facts["told"] = page.title(), page.evaluate("window.told")
-        page.evaluate("window.away = false")
-        until(lambda: not page.title().startswith("stopped: "), "Jupyter's own title")
-
     def kept(self) -> None:
-        """What stays of the view: its charts, as wide as they were, in the place of the picture."""
-        before, output = self.seen.facts["charts"], self.output
+        """What stays of the view: its charts in the place of the picture, and what to do next."""
+        output = self.output
         until(lambda: output.locator(".nbt-grid").count(), "the last frame")
-        self.seen.facts["charts"] = [before, self.charts()]
         self.seen.facts["picture"] = [each.is_visible() for each in output.locator(PICTURE).all()]
         self.seen.texts["kept"] = output.locator(".nbtools-kept").inner_text()
-        self.seen.facts["wide"].append(self.notebook.scrolled())
         self.notebook.point(1)
-        self.seen.facts["still pointed"] = until(self.notebook.pointed, "values under the pointer")
-
-    def charts(self) -> list[tuple[str, int, int]]:
-        """(title, width, height) of the plots; both rounded to 20 px."""
-        found = self.output.evaluate(  # in one call: between two a frame may take the charts out of the page
-            """output => [...output.querySelectorAll('.nbt-plot')].map(
-                plot => [plot.parentElement.querySelector('b').innerText, plot.offsetWidth, plot.offsetHeight])"""
+        self.seen.facts["still pointed"] = until(
+            lambda: (found := self.notebook.pointed()) and all(found) and found, "values under the pointer"
         )
-        return [(title.split()[0], round(width / 20), round(height / 20)) for title, width, height in found]
 
     def steps_of(self, lr: float) -> None:
         until(lambda: self.person.now("lr") == lr, f"steps with lr {lr}")
@@ -203,27 +142,14 @@ class Visit:
     def hacked(self) -> bool:
         return self.notebook.page.evaluate("window.hacked !== undefined")
 
-    def look(self) -> None:
-        """Point at a chart until another frame has come; choose how the curves are drawn, and back."""
-        notebook, seen, grid = self.notebook, self.seen, self.output.locator(".nbt-grid")
+    def point(self) -> None:
+        """Point at a chart until another frame has come."""
+        notebook, seen = self.notebook, self.seen
         notebook.point(0)
         first = until(notebook.pointed, "charts")
         until(lambda: notebook.pointed()[0] != first[0], "a later step in the middle of the axis")
         seen.facts["pointed"] = [first, notebook.pointed()]
         notebook.page.mouse.move(0, 0)
-        row, rate = self.output.locator(".nbtools-looks"), self.output.locator(".nbt-head", has_text="learning rate")
-        axis, handle = row.locator("select").first, row.locator(".noUi-handle, .ui-slider-handle").first
-        axis.select_option("log")
-        until(lambda: "log scale" in rate.inner_text(), "another axis of lr")
-        handle.focus()
-        for _ in range(30):
-            notebook.page.keyboard.press("ArrowRight")
-        until(lambda: float(grid.get_attribute("data-first") or 0) > 0, "a part of the run")
-        notebook.shot(f"{self.name}-looks")
-        seen.facts["looks"] = (row.bounding_box() or {})["height"]
-        notebook.page.keyboard.press("Home")
-        axis.select_option("auto")
-        until(lambda: grid.get_attribute("data-first") == "0", "the whole run")
 
     def hack(self) -> None:
         """Type a script where a number belongs, and put the number back."""
@@ -237,24 +163,6 @@ class Visit:
         notebook.type("lr", str(lr))
         until(lambda: "must be" not in notebook.notice(), "a valid field")
 
-    def presses(self) -> None:
-        """Five presses of a key on the slider of lr, and the value from before."""
-        notebook, lr, path = self.notebook, self.person.now("lr"), self.work / RUN / "history.csv"
-        notebook.slide("lr", "ArrowLeft", times=5)
-        until(lambda: self.person.now("lr") < lr / 1.5, "the lr of the fifth")
-        self.seen.facts["presses"] = [line for line in path.read_text().splitlines() if line.startswith("change")]
-        notebook.type("lr", str(lr))
-        self.steps_of(lr)
-
-    def widths(self) -> None:
-        """Windows of several widths, with all buttons that there can be: a question has two, answered with no."""
-        notebook, question = self.notebook, self.notebook.button("Apply lr = 1000")
-        notebook.type("lr", "1000")
-        until(question.is_visible, "the question")
-        self.seen.facts["wide"] = [notebook.scrolled()]
-        notebook.click(r"Keep lr = \S+")
-        until(lambda: not question.is_visible(), "no question")
-
     def typo(self) -> None:
         """1000 in the field of lr, after a try with its slider: asked about, insisted on, undone by the run."""
         notebook, seen = self.notebook, self.seen
@@ -265,7 +173,7 @@ class Visit:
         steps = len(self.log.steps())
         until(lambda: len(self.log.steps()) > steps + 5, "steps")
         seen.texts["asked"], seen.facts["asked"] = notebook.notice(), self.person.now("lr")
-        notebook.shot(f"{self.name}-typo-asked")
+        notebook.shot(f"{self.name}-typo")
         notebook.click("Apply lr = 1000")
         told = self.output.get_by_text("Training diverged")
         until(told.count, "the sentence")
@@ -274,7 +182,6 @@ class Visit:
         notebook.holds("lr", "0.002")
         seen.facts["ruined"] = 1000 in [step["lr"] for step in self.log.steps()]
         seen.texts["undone"] = notebook.notice()
-        notebook.shot(f"{self.name}-typo-undone")
 
     def undo(self) -> None:
         """Two changes taken back one by one."""
@@ -294,26 +201,6 @@ class Visit:
         until(told.count, "the best checkpoint")
         self.seen.texts["best"] = told.first.inner_text()
 
-    def watch(self) -> Notebook:
-        """In another notebook: look at the charts, and press what is to be answered there."""
-        seen, page = self.seen, browser.OPENED[self.name](self.window, self.address)
-        page.open("watch.ipynb")
-        page.ready()
-        page.run_all()
-        output = page.output(0)
-        until(output.locator('svg[aria-label^="learning rate"] polyline').count, "the chart of lr")
-        page.click("Save now")
-        until(lambda: "saved at step" in output.inner_text(), "where it was saved")
-        page.click(r"What limits it\?")
-        until(lambda: "for a few seconds" in output.inner_text(), "that it is pending")
-        sentence = until(lambda: getattr(nb.Run.open(self.work / RUN, watched).verdict, "sentence", ""), "a verdict")
-        until(lambda: sentence in page.notice(), "next to the change it proposes")
-        until(lambda: "for a few seconds" not in output.inner_text(), "no longer pending")
-        seen.facts["answers"] = output.inner_text().count(sentence)
-        seen.texts["verdict"] = sentence
-        page.shot(f"{self.name}-watched", 0)
-        return page
-
     def stills(self) -> None:
         """The run goes on, with a picture often; look at the live view, save, and interrupt."""
         notebook, seen, plot = self.notebook, self.seen, self.work / RUN / "plot.png"
@@ -322,15 +209,13 @@ class Visit:
             notebook.run(cell)
         until(lambda: len(self.log.steps()) > steps + 5 and notebook.frames(), "the live view of the resumed run")
         notebook.page.evaluate(LIVE)
-        for _ in range(2):
-            before = plot.stat().st_mtime_ns
-            notebook.click("Save now")
-            until(lambda before=before: plot.stat().st_mtime_ns > before, "another picture")
+        before = plot.stat().st_mtime_ns
+        notebook.click("Save now")
+        until(lambda: plot.stat().st_mtime_ns > before, "another picture")
         images = self.output.locator(PICTURE)
         until(images.count, "the picture in the page")
         seen.facts["stills"] = [images.nth(i).is_visible() for i in range(images.count())]
         seen.facts["redrawn"] = notebook.page.evaluate("window.live.isConnected ? window.drawn : 99")
-        notebook.shot(f"{self.name}-stills")
         seen.saved["amid"] = saved(notebook, self.work / "captcha.ipynb")
         notebook.interrupt()
         for cell, words in ((FIT, "stopped by you"), (THIRD, "whole_accuracy")):  # may be printed after a prompt
@@ -354,26 +239,15 @@ class Visit:
                 saved(notebook, self.work / "captcha.ipynb")
                 notebook.page.reload()
                 until(lambda: own("Resume").count() and own("Resume").is_visible(), "Resume on the new page")
-            notebook.shot(f"{self.name}-{what}")
             before = len(self.log.steps())
             own("Resume").click()
             until(lambda before=before: len(self.log.steps()) > before + 2, "steps after Resume")
             self.seen.facts[what] = True
 
-    def end(self) -> None:
-        """Fewer epochs than have begun."""
-        notebook = self.notebook
-        notebook.at = PANEL
-        notebook.type("epochs", "1")
-        path = self.work / RUN / "plan.json"
-        until(lambda: json.loads(path.read_text())["epochs"] == 1, "the plan")
-        history = self.work / RUN / "history.csv"
-        until(lambda: re.search(r"training ends after this epoch|nothing left", history.read_text()), "the end")
-        self.seen.texts["ending"] = history.read_text()
-
     def reopen(self, name: str) -> None:
         """Look at the file that was saved amid the run, without its kernel."""
-        notebook, file, kernel = self.page(), self.seen.saved["amid"], name == "new-kernel"
+        notebook = browser.OPENED[self.name](self.window, self.address, at=FIT)
+        file, kernel = self.seen.saved["amid"], name == "new-kernel"
         facts = {name: value for name, value in file["metadata"].items() if name != "language_info"}
         if not kernel:
             facts["kernelspec"] = {"name": "gone", "display_name": "gone"}
@@ -396,22 +270,22 @@ class Visit:
         notebook.page.close()
 
 
+THOROUGH = (pytest.mark.full, pytest.mark.alone)
 VISITS = [
     pytest.param((LAB, "no-kernel", False), id="lab"),
     pytest.param((CLASSIC, "new-kernel", False), id="classic"),
-    pytest.param((LAB, "new-kernel", True), id="lab-again", marks=pytest.mark.full),
-    pytest.param((CLASSIC, "no-kernel", False), id="classic-again", marks=pytest.mark.full),
+    pytest.param((LAB, "new-kernel", True), id="lab-again", marks=THOROUGH),
+    pytest.param((CLASSIC, "no-kernel", True), id="classic-again", marks=THOROUGH),
 ]
 
 
 @pytest.fixture(scope="module", params=VISITS)
 def seen(request, chromium, tmp_path_factory) -> Seen:
-    stack, opened, watched = request.param
+    stack, opened, thorough = request.param
     folder = tmp_path_factory.mktemp(stack.name)
-    seen = Seen(stack, opened, watched, folder / "work")
+    seen = Seen(stack, opened, thorough, folder / "work")
     with serving.serving(stack, folder) as address, browser.chromium(chromium) as window:
         serving.write(seen.work / "captcha.ipynb", cells(400, 100_000))
-        serving.write(seen.work / "watch.ipynb", [WATCHING])
         visit = Visit(window, address, seen)
         try:
             visit.everything()
@@ -438,13 +312,16 @@ def late(waits: list[float]) -> float:
 
 
 def test_every_interaction_takes_effect_within_a_quarter_of_a_second_and_the_step_under_way(seen):
-    assert len(seen.acts) == 21, "two rounds of ten, and Stop"
+    """At the median where other tests run beside, at the 95th percentile alone on the machine."""
+    waits = [act.beyond for act in seen.acts]
+    assert len(waits) == (21 if seen.thorough else 12), "rounds of nine, amp, all as advised, and Stop"
     assert all(act.came for act in seen.acts)
-    assert late([act.beyond for act in seen.acts]) <= PROMISED, sorted(seen.acts, key=lambda act: -act.beyond)[:5]
+    found = late(waits) if seen.thorough else statistics.median(waits)
+    assert found <= PROMISED, sorted(seen.acts, key=lambda act: -act.beyond)[:5]
 
 
 def test_pause_stops_the_steps_and_resume_goes_on(seen):
-    assert len(seen.silences) == 2
+    assert len(seen.silences) == 1 + seen.thorough
     assert min(seen.silences) > 0.3
 
 
@@ -459,7 +336,7 @@ def test_batch_size_and_precision_change_within_epochs_and_every_sample_still_co
         if len(epoch) >= len(train):
             assert sorted(epoch) == train
             epoch = []
-    assert changes >= 3, "no change fell within an epoch"
+    assert changes >= 1, "no change fell within an epoch"
     assert len(set(epoch)) == len(epoch)
 
 
@@ -474,11 +351,10 @@ def test_a_typo_is_asked_about_and_insisted_on_it_is_undone_by_the_run(seen):
     assert max(loss for loss in run.history.series("loss", "step")[1]) < 100, "the ruined steps are no rows"
 
 
-def test_back_to_best_and_an_early_end_say_what_they_did(seen):
+def test_back_to_best_says_what_it_did(seen):
     assert re.search(
         r"back at step [\d,]+, the best checkpoint: whole accuracy \S+ after epoch \d+", seen.texts["best"]
     )
-    assert re.search(r"epochs 1 is below the (current epoch \d+|\d+ epochs done)", seen.texts["ending"])
 
 
 def test_stop_and_an_interrupt_leave_a_usable_run_and_queued_cells_run_afterwards_in_order(seen):
@@ -523,13 +399,11 @@ def test_opened_when_its_kernel_is_gone_it_shows_the_picture(seen):
     assert seen.facts["scripted"] == 0, "a page that is not trusted runs no scripts"
 
 
-def test_when_the_run_has_stopped_its_charts_stay_as_they_were_and_a_line_says_what_to_do(seen):
-    before, after = seen.facts["charts"]
-    assert after == before
-    assert len(after) == 6
+def test_when_the_run_has_stopped_its_charts_stay_and_a_line_says_what_to_do(seen):
     assert seen.facts["picture"] == [False], "the picture for other readers is hidden"
     assert "run this cell again to continue; the best model so far is " in seen.texts["kept"]
     assert 'run.export("model.onnx")' in seen.texts["kept"]
+    assert len(seen.facts["still pointed"]) == 6
     assert all(re.search(r"\d", values) for values in seen.facts["still pointed"])
 
 
@@ -545,11 +419,6 @@ def test_names_labels_and_what_users_type_are_text_and_never_markup(seen):
     assert seen.facts["hacked"] == [False] * 2
 
 
-def test_curves_lie_where_their_labels_say(seen):
-    assert len(seen.facts["frames"]) >= 4
-    assert all(drawing == pytest.approx(frame, abs=1) for drawing, frame in seen.facts["frames"])
-
-
 def test_values_under_the_pointer_are_in_every_chart_and_follow_the_frames(seen):
     for found in seen.facts["pointed"]:
         drawn = [values for values in found if values]  # there may be no metrics yet
@@ -558,52 +427,8 @@ def test_values_under_the_pointer_are_in_every_chart_and_follow_the_frames(seen)
         assert re.match(r"step \d+\n", found[0]), "where the pointer is"
 
 
-def test_axis_smoothing_and_part_are_chosen_in_one_row_while_the_run_goes_on(seen):
-    assert seen.facts["looks"] <= 40
-
-
-@pytest.mark.parametrize("form", ["places", "open"])
-def test_nothing_above_the_curves_changes_its_height_whatever_is_asked_refused_or_said(seen, form):
-    assert len(seen.facts[form]) == 1, "a click whose button moves between press and release is lost"
-
-
-def test_buttons_strip_facts_and_two_rows_of_curves_are_in_view_together(seen):
-    assert seen.facts["view"] == {"button": True, "strip": True, "facts": True, "axes": True}
-
-
-def test_nothing_is_wider_than_its_cell_in_any_window_light_or_dark_neither_live_nor_when_it_has_stopped(seen):
-    for when in seen.facts["wide"]:
-        assert {width.partition("-")[0] for width in when} == {"1280", "1000", "900", "700"}
-        assert [*filter(None, when.values())] == []
-
-
-def test_the_advised_value_is_a_tick_below_its_place_on_the_slider(seen):
-    assert len(seen.facts["ticks"]) == 3
-    assert all(tick == pytest.approx(handle, abs=1.5) for handle, tick in seen.facts["ticks"]), (
-        "nothing was changed yet"
-    )
-
-
-def test_five_presses_of_a_slider_are_one_change(seen):
-    [change] = seen.facts["presses"]
-    assert "lr 0.002 → " in change
-
-
-def test_a_run_that_another_process_trains_is_drawn_and_answers_where_it_is_watched(seen):
-    if not seen.watched:
-        pytest.skip("another visit watches")
-    assert seen.facts["answers"] == 1, "it stands in one place"
-    printed = text(seen.saved["watched"], 0)
-    messages = [line for line in printed.splitlines() if not line.startswith("epoch")]
-    assert max(map(len, messages)) <= 100, "a longer line would be broken within a word"
-    for message in (r"saved at step \d+", re.escape(seen.texts["verdict"])):
-        assert re.search(message, " ".join(printed.split())), "gone from the saved notebook"
-
-
-def test_the_title_and_a_notification_say_once_to_whoever_is_away_that_the_run_ended(seen):
-    [(title, text)] = seen.facts["told"]
-    assert title == seen.texts["title"] == f"stopped: {Path(RUN).name}"
-    assert re.fullmatch(r"best whole accuracy [\d.]+ in epoch [\d,]+", text)
+def test_nothing_above_the_curves_changes_its_height_whatever_is_asked_refused_or_said(seen):
+    assert len(seen.facts["places"]) == 1, "a click whose button moves between press and release is lost"
 
 
 def test_no_script_of_the_page_fails(seen):

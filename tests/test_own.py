@@ -692,31 +692,6 @@ net = nn.Sequential(nn.LazyLinear(32), nn.ReLU(), nn.Linear(32, 1))
 run = nb.fit(nb.regress(net), pack, nb.Plan(epochs=12, batch_size=8, lr=1e-2))
 """,
     ),
-    "sequences": (
-        25,
-        "accuracy",
-        0.9,
-        """\
-import nbtools as nb
-import torch
-from torch import nn
-
-
-class Gru(nn.Module):
-    def __init__(self, classes, inputs):
-        super().__init__()
-        self.gru = nn.GRU(inputs, 16, batch_first=True)
-        self.head = nn.Linear(16, classes)
-
-    def forward(self, x, lengths):
-        steps, _ = self.gru(x)
-        return self.head(steps[torch.arange(len(x)), lengths - 1])
-
-
-pack = nb.pack(list(zip(sequences, labels, strict=True)), val=0.2)
-run = nb.fit(nb.classify(Gru), pack, nb.Plan(epochs=15, batch_size=16, lr=1e-2))
-""",
-    ),
 }
 
 
@@ -728,9 +703,8 @@ def test_a_cell_of_few_lines_trains_to_what_it_should(tmp_path, monkeypatch, nam
     monkeypatch.chdir(tmp_path)
     pictures(tmp_path / "pictures", 90)
     houses(200).to_csv("houses.csv", index=False)
-    sequences, labels = zip(*own.sequences(120), strict=True)
     monkeypatch.setattr(nb, "fit", partial(nb.fit, **QUIET))
-    scope: dict[str, Any] = {"sequences": sequences, "labels": labels, "__name__": "cell"}
+    scope: dict[str, Any] = {"__name__": "cell"}
     exec(cell, scope)
     value = nb.evaluate(scope["run"], scope["pack"], "val")[metric]
     assert value >= limit if metric == "accuracy" else value <= limit

@@ -564,30 +564,6 @@ def test_a_long_source_of_small_samples_is_read_by_processes_into_the_same_pack(
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.usefixtures("long")
-@pytest.mark.parametrize("fault", ["a disk", "a sample"])
-def test_what_fails_in_a_worker_process_fails_here_and_the_next_call_continues(place, fault):
-    source, failing = vectors(place / "raw"), place / "failing"
-    failing.touch()
-
-    def fails(path, options):
-        if failing.exists() and path.name == "7.npy":
-            raise OSError(errno.EIO, os.strerror(errno.EIO)) if fault == "a disk" else TypeError("the reader's fault")
-        return read(path, options)
-
-    error, words = {
-        "a disk": (DiskError, r"/7\.npy: Input/output error\. Try again"),
-        "a sample": (TypeError, "the reader's fault"),
-    }[fault]
-    with pytest.raises(error, match=words) as failed:
-        pack(source, into=place / "pack", read=fails)
-    assert failed.traceback, "which keeps what was there"
-    assert not (place / "pack").exists()
-    assert not multiprocessing.active_children()
-    failing.unlink()
-    assert len(pack(source, into=place / "pack", read=fails)) == 40
-
-
 @pytest.mark.parametrize("task", [captcha, *(pytest.param(t, marks=pytest.mark.full) for t in (hwdb, segment, sign))])
 def test_a_disk_that_stops_responding_at_any_file_of_a_task_is_an_error_and_no_bad_sample(task, tmp_path):
     """Each file in turn that it opens."""

@@ -15,7 +15,6 @@ from nbtools.tasks import captcha
 from nbtools.train import Plan, knob, lr_at
 
 
-
 @dataclass(frozen=True)
 class TaskPlan(Plan):
     alpha: float = knob(0.25, "weight of the first loss", least=0, most=1)

@@ -11,8 +11,7 @@ from simulated import Job
 
 import nbtools as nb
 from nbtools.__main__ import main
-from nbtools.data import Card, cores
-from nbtools.data.pack import Column
+from nbtools.data import Card, Column, cores
 from nbtools.errors import PlanError
 from nbtools.measure import Receipt, preset, receipt
 from nbtools.tasks import captcha, hwdb, segment, sign

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import math
 import os
 import re
 import shutil
@@ -18,21 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import toy
 from acting import QUIET, acting, asking, interrupted, last_step, same, texts
 
 import nbtools as nb
 from nbtools import __main__ as terminal
-from nbtools.data import Pack
 from nbtools.errors import CheckpointError, DiskError, TrainError
-from nbtools.folder import only_one
-from nbtools.live import Plans, Requests, Surface, View, requests, send
-from nbtools.measure import Sampler
+from nbtools.live import requests, send
 from nbtools.rollback import WATCHED
-from nbtools.run import busy, doing, lock
-from nbtools.train import CONTROL, History, Record, checkpoint
-from nbtools.watch import Remote
+from nbtools.run import busy, doing
+from nbtools.train import CONTROL, checkpoint
 
 pytestmark = pytest.mark.usefixtures("at_once")
 
@@ -139,29 +133,6 @@ def test_evaluate_and_save_now_are_answered_and_change_nothing(pack, tmp_path, u
     assert found == {name: row[name] for name in found}
 
 
-def test_a_pause_holds_at_the_end_of_an_epoch_and_of_the_run_and_is_answered_there(pack, tmp_path):
-    folder, held = tmp_path / "run", []
-    task = acting({STEPS: asking(folder, "pause", "evaluate"), 2 * STEPS: asking(folder, "pause")})
-
-    def user():
-        wait_for(lambda: "evaluation," in history_of(folder))  # of an epoch that ends without one
-        held.append(len(task.seen))
-        send(folder, ["resume"])
-        wait_for(lambda: last_step(folder) == 2 * STEPS)
-        send(folder, ["evaluate"])  # the epoch's own evaluation answers
-        wait_for(lambda: history_of(folder).count("\nepoch,") == 2)
-        send(folder, ["evaluate"])  # and after it nothing is new
-        wait_for(lambda: not (folder / CONTROL).exists())
-        held.append(busy(folder))
-        send(folder, ["resume"])
-
-    with beside(folder, user):
-        run = nb.fit(task, pack, PLAN.replace(epochs=2, eval_every=2), folder, **QUIET)
-    assert held == [STEPS, True]
-    assert [row["step"] for row in run.history.of("evaluation")] == [STEPS]
-    assert run.events == ["nothing new to evaluate: the last epoch ended with an evaluation"]
-
-
 def test_settings_changed_in_an_epoch_act_at_the_next_step_and_every_sample_still_comes_once(pack, tmp_path):
     folder = tmp_path / "run"
     task = acting(
@@ -182,49 +153,6 @@ def test_settings_changed_in_an_epoch_act_at_the_next_step_and_every_sample_stil
     opened = nb.Run.open(folder, toy).plan
     assert opened.weight_decay == 0.1, "plan.json keeps what was changed"
     assert opened.lr == pytest.approx(2e-3 * 32 / 7), "a batch size without an lr moves lr by the plan's rule"
-
-
-def test_a_setting_changed_in_the_step_of_the_stop_acts_and_is_marked_when_the_run_goes_on(pack, tmp_path):
-    folder, sizes = tmp_path / "run", []
-    task = acting({3: asking(folder, "stop", batch_size=32, micro_batch_size=8)})
-    stopped = nb.fit(task, pack, PLAN.replace(epochs=1), folder, **QUIET)
-    assert (stopped.plan.micro_batch_size, texts(stopped, "change")) == (None, []), "it was not applied yet"
-    again = acting(loss=lambda model, batch, plan: sizes.append(len(batch["x"])) or toy.loss(model, batch, plan))
-    run = nb.fit(again, pack, None, folder, **QUIET)
-    assert texts(run, "change") == ["batch_size 16 → 32, micro_batch_size none → 8"]
-    assert sizes[0] == 8
-
-
-def test_a_change_wanted_amid_a_step_waits_for_the_next(pack):
-    """As from a widget whose messages another thread handles."""
-    plan = PLAN.replace(schedule="constant", warmup_epochs=0)
-    task = acting({3: lambda: setattr(state, "plan", plan.replace(lr=1000.0))})
-    state = nb.TrainState(task, pack, plan)
-    records = nb.train(task, state, pack)
-    rows = [next(records) for _ in range(5)]
-    assert [row.values.get("lr", row.kind) for row in rows] == [0.01, 0.01, 0.01, "change", 1000.0]
-
-
-def test_the_plan_of_a_run_has_two_homes_what_is_wanted_and_what_is_applied(pack, tmp_path, monkeypatch):
-    """Whoever else needs it reads it there; the advised one, presets and those to undo to are others."""
-    panel, homes, listen = nb.Panel(PLAN), [], Surface.listen
-
-    def look(self):
-        """After a change was requested, before it is applied."""
-        pending = listen(self)
-        if self.state.plan != self.state.applied:
-            panel.begin(self.requests)
-            values = (
-                pair for part in (self, self.requests, self.state, panel, panel.form) for pair in vars(part).items()
-            )
-            homes.append(sorted(name for name, value in values if isinstance(value, nb.Plan)))
-            panel.end()
-        return pending
-
-    monkeypatch.setattr(Surface, "listen", look)
-    folder = tmp_path / "run"
-    nb.fit(acting({3: asking(folder, lr=0.02)}), pack, PLAN.replace(epochs=1), folder, **QUIET)
-    assert homes == [["advised", "applied", "plan"]]
 
 
 REFUSED = (
@@ -266,31 +194,25 @@ def test_what_cannot_be_is_explained_and_changes_nothing(pack, tmp_path, untouch
     assert same(run, untouched)
 
 
-def received(folder: Path) -> Requests:
-    found = Requests(Plans(PLAN, PLAN), PLAN)
-    requests.receive(folder, found)
-    return found
-
-
-def test_requests_before_the_run_looks_are_all_taken_once(tmp_path):
-    send(tmp_path, ["save"], {"lr": 1e-3})
-    send(tmp_path, ["evaluate", "pause"], {"clip_norm": 2.0})
-    found = received(tmp_path)
-    assert (found.pending, found.paused) == ({"save", "evaluate"}, True)
-    assert (found.state.plan, found.state.applied) == (PLAN.replace(lr=1e-3, clip_norm=2.0), PLAN)
-    assert not received(tmp_path).pending
+def test_requests_made_before_the_run_looks_are_all_taken_and_a_forced_one_forces_nobody_elses(pack, tmp_path):
+    folder = tmp_path / "run"
+    steps = [
+        (asking(folder, "save", lr=2e-3), asking(folder, "evaluate", clip_norm=2.0)),
+        (asking(folder, lr=1000.0), asking(folder, weight_decay=0.1, force=True)),
+        (lambda: (folder / CONTROL).write_text('{"do": '),),  # somebody's editor, amid its writing
+        (lambda: (folder / CONTROL).write_text('{"do": ["stop"]}'),),
+    ]
+    actions = {3 + n: lambda each=each: [act() for act in each] for n, each in enumerate(steps)}
+    run = nb.fit(acting(actions), pack, PLAN, folder, **QUIET)
+    assert texts(run, "change") == ["lr 0.01 → 0.002, clip_norm 1 → 2"]
+    assert [row["step"] for row in run.history.of("evaluation")] == [3]
+    saved_, refused, stopped = texts(run)
+    assert saved_ == "saved at step 3"
+    assert "lr 1000 is 100,000× the advised" in refused
+    assert re.fullmatch(r"stopped by .* after step 6; .*", stopped)
     with pytest.raises(TrainError, match="name the folder of a run"):
         send(tmp_path / "gone", ["stop"])
     assert not (tmp_path / "gone").exists()
-
-
-def test_a_forced_request_forces_no_request_of_somebody_else(tmp_path):
-    send(tmp_path, [], {"lr": 1000.0})
-    send(tmp_path, [], {"weight_decay": 0.1}, force=True)
-    with pytest.raises(TrainError, match="lr 1000 is 100,000× the advised"):
-        received(tmp_path)
-    send(tmp_path, [], {"lr": 1000.0}, force=True)
-    assert received(tmp_path).state.plan.lr == 1000
 
 
 def test_a_request_that_cannot_be_read_is_not_overwritten(tmp_path, monkeypatch):
@@ -310,37 +232,6 @@ def test_a_request_that_cannot_be_read_is_not_overwritten(tmp_path, monkeypatch)
     assert json.loads((tmp_path / "control.json").read_text()) == {"do": ["pause", "save"]}
 
 
-def test_what_is_requested_while_the_run_reads_is_not_lost(tmp_path, monkeypatch):
-    real, first = requests.read, []
-
-    def read(path):
-        text = real(path)
-        if not first:
-            first.append(text)
-            send(tmp_path, ["evaluate"])
-        return text
-
-    send(tmp_path, ["save"])
-    monkeypatch.setattr(requests, "read", read)
-    assert received(tmp_path).pending | received(tmp_path).pending == {"save", "evaluate"}
-
-
-def test_a_file_that_goes_while_somebody_requests_more_or_is_still_being_written_stops_nobody(tmp_path, monkeypatch):
-    path, real = tmp_path / CONTROL, Path.open
-    send(tmp_path, ["save"])
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            Path, "open", lambda self, *rest, **more: self.unlink(missing_ok=True) or real(self, *rest, **more)
-        )
-        send(tmp_path, ["stop"])
-    assert received(tmp_path).pending == {"stop"}
-    path.write_text('{"do": ')
-    assert not received(tmp_path).pending
-    path.write_text('{"do": ["save"], "lr": 1e-4}')
-    found = received(tmp_path)
-    assert (found.pending, found.state.plan.lr) == ({"save"}, 1e-4)
-
-
 def test_a_request_is_of_this_run_from_the_moment_it_is_made_ready_and_never_of_an_older_one(pack, tmp_path):
     folder, kept = tmp_path / "run", tmp_path / "kept"
     folder.mkdir()
@@ -356,39 +247,14 @@ def test_a_request_is_of_this_run_from_the_moment_it_is_made_ready_and_never_of_
     assert run.events[1:] == [f"stopped by you after step {STEPS + 1}; run it again to continue"], "after the lr"
 
 
-def test_evaluation_without_a_validation_split_is_a_sentence(pack, tmp_path, monkeypatch):
-    folder, ids = tmp_path / "run", Pack.ids
-    monkeypatch.setattr(Pack, "ids", lambda self, split: ids(self, split)[: None if split == "train" else 0])
-    run = nb.fit(acting({3: asking(folder, "evaluate")}), pack, PLAN.replace(epochs=1), folder, **QUIET)
-    assert "nothing to evaluate: the validation split is empty" in run.events
-
-
-def test_ctrl_c_while_the_last_picture_is_drawn_leaves_it_whole(pack, tmp_path, monkeypatch):
-    real = Surface.finish
-
-    def finish(self, *what):
-        os.kill(os.getpid(), signal.SIGINT)
-        real(self, *what)
-
-    monkeypatch.setattr(Surface, "finish", finish)
-    run = interrupted(lambda: nb.fit(toy, pack, PLAN.replace(epochs=1), tmp_path / "run", **QUIET))
-    assert (run.folder / "plot.png").exists()
-
-
-def test_an_error_between_steps_leaves_no_thread_of_the_feed_behind(pack, tmp_path, monkeypatch):
-    monkeypatch.setattr(Surface, "listen", lambda self: 1 / 0)
-    with pytest.raises(ZeroDivisionError) as kept:  # as a notebook keeps the last traceback
-        nb.fit(toy, pack, PLAN.replace(feed="streamed"), tmp_path / "run", **QUIET)
-    assert kept.tb
-    assert "nbtools-feed" not in [thread.name for thread in threading.enumerate()]
-
-
 SCRIPT = """
-import sys; sys.path.insert(0, sys.argv[1])
+import sys, time; sys.path.insert(0, sys.argv[1])
 import toy, torch, nbtools as nb
 torch.set_num_threads(1)
 from pathlib import Path
 pack = toy.make_pack(Path(sys.argv[2]))
+batch = toy.batch
+toy.batch = lambda *given: time.sleep(0.005) or batch(*given)  # a step that waits, as for a GPU
 nb.fit(toy, pack, toy.PLAN.replace(epochs=100000, eval_every=1000), sys.argv[3], receipt=False, progress=False)
 """
 
@@ -462,40 +328,6 @@ def test_watching_nothing_says_so_and_a_run_that_ended_is_shown_once(tmp_path, u
     assert time.monotonic() - start < 10
 
 
-def test_a_watched_run_shows_what_its_process_does_now(pack, tmp_path, monkeypatch, at_once):
-    """It compiles at its first step and after a change, is paused, measures and evaluates."""
-    monkeypatch.setattr("nbtools.measure.trials.SECONDS", 0.1)
-    folder, plan = tmp_path / "run", PLAN.replace(compile=True, epochs=1, batch_size=4)
-    task, seen = acting({2: asking(folder, batch_size=8), 6: asking(folder, "pause")}), list[str]()
-    compute = task.batch
-
-    def status() -> str:
-        return Remote(nb.Run.open(folder, toy), show=False).status
-
-    def batch(raw, plan, draws):
-        if folder.exists():  # not yet where a batch is tried out
-            seen.append(status())
-        return compute(raw, plan, draws)
-
-    def user():
-        wait_for(lambda: doing(folder) == "paused")
-        seen.append(status())
-        send(folder, ["profile", "resume"])
-
-    task.batch = batch
-    with torch.compiler.set_stance("force_eager"), beside(folder, user):
-        run = nb.fit(task, pack, plan, folder, **QUIET)
-    states = [state for state, before in zip(seen, ["", *seen], strict=False) if state != before]
-    assert states == ["compiling", "training", "compiling", "training", "paused", "measuring", "training", "evaluating"]
-    assert Remote(run, show=False).status == "starting", "nobody trains it"
-    with only_one(folder):  # as an older nbtools, which does not say what it does
-        seen_by = Remote(run, show=False)
-        assert seen_by.status == "starting"
-        run.history.append(Record("step", 1, 99, 999, {"loss": 1.0}))
-        seen_by.read()
-        assert seen_by.status == "training"
-
-
 def test_a_stop_while_a_step_is_measured_ends_both(pack, tmp_path, monkeypatch, at_once):
     monkeypatch.setattr("nbtools.measure.trials.SECONDS", 60.0)  # to measure; two to three minutes in all
     folder = tmp_path / "run"
@@ -511,66 +343,6 @@ def test_a_stop_while_a_step_is_measured_ends_both(pack, tmp_path, monkeypatch, 
     events = [row["what"] for row in run.history.of("event")]
     assert events[-2] == "not measured: interrupted; What limits it? measures again"
     assert events[-1].startswith("stopped by ")
-
-
-def test_a_watched_run_that_rewrites_its_history_and_loses_its_plan_is_shown_once_and_told(
-    untouched, tmp_path, monkeypatch, capsys
-):
-    """A metric that is no number; a new column, for which all rows are written anew; plan.json removed."""
-    folder, drawn, locked = tmp_path / "run", threading.Event(), threading.Event()
-    shutil.copytree(untouched.folder, folder)
-    monkeypatch.setattr(View, "start", lambda self: drawn.set())
-    read = Remote.read
-    looks: list[int] = []
-    monkeypatch.setattr(Remote, "read", lambda self: (read(self), looks.append(len(self.view.history))))
-
-    def user():
-        with lock(folder):
-            locked.set()
-            assert drawn.wait(LIMIT)
-            history = nb.History(folder / "history.csv")
-            count = len(history)
-            history.append(Record("evaluation", 3, 60, 900, {"val_accuracy": math.nan}))
-            wait_for(lambda: looks[-1:] == [count + 1])
-            history.append(Record("event", 3, 60, 900, {"what": "two", "asked": "save"}))
-            wait_for(lambda: looks[-1:] == [count + 2])
-            (folder / "plan.json").unlink()
-
-    with beside(folder, user):
-        assert locked.wait(LIMIT)
-        with pytest.raises(CheckpointError, match=r"plan\.json is missing"):
-            nb.watch(folder, toy)
-    text = capsys.readouterr()
-    assert (text.err.count("two"), text.err.count("step 60  acc nan")) == (1, 1)
-
-
-def test_gpu_readings_become_columns_and_energy_goes_on_over_sessions(pack, tmp_path):
-    history = History()
-    history.append(Record("step", 0, 1, 16, {"loss": 1.0, "gpu_energy": 2.0}))
-    made = Surface(tmp_path / "run", nb.TrainState(toy, pack, PLAN), pack, history, PLAN, False)
-    made.sampler = Sampler()  # not started: a reading is put in its place
-    made.sampler.latest = {"gpu_utilisation": 97, "gpu_energy": 1.0, "gpu_throttle": "power limit"}
-    row = made.measured(Record("step", 0, 2, 32, {"loss": 0.5}))
-    assert row.values == {
-        "loss": 0.5,
-        "gpu_utilisation": 97,
-        "gpu_energy": 3.0,
-        "gpu_throttle": "power limit",
-    }
-    bare = Record("step", 0, 3, 48)
-    assert made.measured(bare) is bare
-
-
-def test_while_a_step_compiles_the_surface_says_so(pack, tmp_path):
-    state = nb.TrainState(toy, pack, PLAN)
-    state.plan = PLAN.replace(compile=True)
-    made = Surface(tmp_path / "run", state, pack, History(), state.plan, False)
-    assert made.status == "compiling"
-    made.update(Record("step", 0, 1, 16))
-    assert made.status == "training"
-    made.due = time.monotonic() + 1e6
-    made.update(Record("change", 0, 1, 16, {"what": "batch_size 16 → 32"}))
-    assert (made.status, made.due) == ("compiling", 0.0), "another batch size is another program"
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -599,12 +371,3 @@ def test_fit_with_fewer_epochs_than_were_done_is_refused_and_leaves_the_run_as_i
     run = nb.Run.open(folder, toy)
     assert run.plan.epochs == 4
     assert same(run, untouched)
-
-
-def test_the_live_picture_counts_the_epochs_that_were_begun(tmp_path):
-    history = History()
-    history.append(Record("step", 25, 500, 8000, {"loss": 1.0}))
-    for epochs in (30, 3):
-        view = View(tmp_path / "run", history, PLAN.replace(epochs=epochs), 320, "-loss", None, show=False)
-        view.changed(PLAN.replace(epochs=3))
-        assert (view.about.epochs, view.bar.total) == (26, 26 * 320)

@@ -1,13 +1,10 @@
 """Interrupted anywhere and run again: the same losses and the same weights, bit for bit, as never interrupted (CPU)."""
 
-import errno
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -21,9 +18,8 @@ from acting import QUIET, interrupted
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from nbtools.errors import CheckpointError, DiskError, TrainError
+from nbtools.errors import CheckpointError, TrainError
 from nbtools.fit import fit
-from nbtools.live import send
 from nbtools.run import Run
 from nbtools.train import History, TrainState, checkpoint, train
 
@@ -52,9 +48,14 @@ CASES: dict[str, tuple[Any, Any, dict[int, int]]] = {  # task, plan, step → ba
 }
 
 
-@pytest.fixture(scope="module", params=["fixed", "ragged"])
-def pack(request, tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=120, ragged=request.param == "ragged")
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=120)
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory):
+    return toy.make_pack(tmp_path_factory.mktemp("ragged"), count=120, ragged=True)
 
 
 @pytest.fixture(scope="module")
@@ -108,48 +109,33 @@ def trained(pack, task, plan, sizes, stops=()) -> tuple[TrainState, History]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(pack):
-    return cache(lambda name: trained(pack, *CASES[name]))
+def uninterrupted(pack, ragged):
+    return cache(lambda name: trained(pack_for(name, pack, ragged), *CASES[name]))
+
+
+def pack_for(name, pack, ragged):
+    return ragged if name == "changes of batch size" else pack
 
 
 @pytest.mark.usefixtures("fp16_on_cpu", "late")
 def test_a_checkpoint_amid_readings_on_their_way_to_the_host_resumes_with_them(pack, uninterrupted):
     """The row of a log step, and whether fp16 skipped the last step."""
-    for name in ("changes of batch size", "fp16, large counts"):
-        state, history = trained(pack, *CASES[name], set(range(1, 50, 6)))
-        expected, rows = uninterrupted(name)
-        assert log(history) == log(rows)
-        same(state, expected)
-
-
-@pytest.mark.usefixtures("fp16_on_cpu")
-@pytest.mark.parametrize("name", CASES)
-@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@example(set(range(50)))
-@given(st.sets(st.integers(1, 20), min_size=1, max_size=5))
-def test_interrupted_after_any_records_equals_uninterrupted(pack, uninterrupted, name, stops):
-    state, history = trained(pack, *CASES[name], stops)
-    expected, rows = uninterrupted(name)
+    state, history = trained(pack, *CASES["fp16, large counts"], set(range(1, 50, 6)))
+    expected, rows = uninterrupted("fp16, large counts")
     assert log(history) == log(rows)
     same(state, expected)
 
 
-def test_a_state_saved_before_0_2_resumes_amid_an_epoch(pack):
-    """Its facts stood side by side, and the sum of the loss was a tensor."""
-    expected, state, again = (TrainState(toy, pack, PLAN) for _ in range(3))
-    for count, _ in enumerate(train(toy, state, pack)):
-        if count == 4:
-            break
-    facts = json.loads(json.dumps(state.facts()))
-    tensors = {name: tensor.clone() for name, tensor in state.tensors().items()}
-    tensors["loss_sum"] = torch.tensor(facts["sums"].pop("loss"), dtype=torch.float64)
-    best = facts.pop("best")
-    flat = {**facts.pop("position"), **facts.pop("sums"), **facts.pop("recovery"), **facts, **best}
-    again.load(tensors, {**flat, "best": flat.pop("value")})
-    for each in (again, expected):
-        for _ in train(toy, each, pack):
-            continue
-    same(again, expected)
+@pytest.mark.usefixtures("fp16_on_cpu")
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=1, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(set(range(50)))
+@given(st.sets(st.integers(1, 20), min_size=1, max_size=5))
+def test_interrupted_after_any_records_equals_uninterrupted(pack, ragged, uninterrupted, name, stops):
+    state, history = trained(pack_for(name, pack, ragged), *CASES[name], stops)
+    expected, rows = uninterrupted(name)
+    assert log(history) == log(rows)
+    same(state, expected)
 
 
 def interrupting(*calls: int) -> Any:
@@ -178,13 +164,6 @@ def test_an_interrupt_finishes_the_step_saves_and_running_again_goes_on(tmp_path
     same_run(fit(task, pack, toy.PLAN, tmp_path / "run", **QUIET), whole)
 
 
-def test_a_second_interrupt_stops_at_once(tmp_path, pack):
-    with pytest.raises(KeyboardInterrupt):
-        fit(interrupting(1, 1), pack, toy.PLAN, tmp_path / "run", **QUIET)
-    run = fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
-    assert len(run.history.of("epoch")) == toy.PLAN.epochs
-
-
 KILLED = """
 import sys; sys.path.insert(0, {tests!r})
 import toy
@@ -192,24 +171,23 @@ from nbtools.fit import fit
 from nbtools.data import Pack
 sys.modules["nbtools.folder"].SAVE_EVERY, sys.modules["nbtools.folder"].SAVE_SHARE = 0.0, float("inf")
 print("ready", flush=True)
-fit(toy, Pack.open({pack!r}), toy.PLAN.replace(epochs=40), {run!r}, receipt=False, progress=False)
+fit(toy, Pack.open({pack!r}), toy.PLAN.replace(epochs=10), {run!r}, receipt=False, progress=False)
 """
 
 
 def test_killed_at_any_moment_and_run_again_equals_uninterrupted(tmp_path):
     """SIGKILL in the middle of steps and of writing checkpoints, which here follow every step."""
-    pack, plan = toy.make_pack(tmp_path, count=120), toy.PLAN.replace(epochs=40)
+    pack, plan = toy.make_pack(tmp_path, count=120), toy.PLAN.replace(epochs=10)
     code = KILLED.format(tests=str(Path(toy.__file__).parent), pack=str(pack.folder), run=str(tmp_path / "run"))
-    for delay in (0.09, 0.34):
-        child = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(toy.__file__).parents[1]
-        )
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"ready\n"
-        threading.Event().wait(delay)
-        child.kill()
-        child.wait()
-        child.stdout.close()
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(toy.__file__).parents[1])
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"ready\n"
+    history = tmp_path / "run" / "history.csv"
+    while not history.exists() or len(history.read_text().splitlines()) < 12:  # in the midst of steps and saves
+        time.sleep(0.001)
+    child.kill()
+    assert child.wait() == -signal.SIGKILL
+    child.stdout.close()
     same_run(fit(toy, pack, plan, tmp_path / "run", **QUIET), fit(toy, pack, plan, tmp_path / "whole", **QUIET))
 
 
@@ -223,20 +201,6 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_it_taken(tmp_pat
         run = fit(toy, pack, toy.PLAN, folder, **QUIET)
         assert any(re.search(r"it is damaged; 0\d+-\d+ is used", told) for told in run.events)
         assert log(run.history) == log(whole.history)
-
-
-def test_a_plan_that_a_mount_does_not_give_is_an_error_that_names_it(tmp_path, pack, monkeypatch):
-    folder, real = tmp_path / "run", Path.read_text
-    fit(toy, pack, toy.PLAN.replace(epochs=1), folder, **QUIET)
-
-    def gone(path, *args, **more):
-        if path.name == "plan.json":
-            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-        return real(path, *args, **more)
-
-    monkeypatch.setattr(Path, "read_text", gone)
-    with pytest.raises(DiskError, match=r"reading the plan: .*plan\.json: Transport endpoint is not connected"):
-        fit(toy, pack, None, folder, **QUIET)
 
 
 def test_a_run_does_not_go_on_with_another_network_or_other_data(tmp_path, pack):
@@ -259,13 +223,6 @@ def test_a_lost_local_folder_comes_back_from_where_it_is_kept(tmp_path, pack, wh
     same_run(again, whole)
     assert Run.open(drive, toy).best == again.best
     assert not list(drive.glob("*.part"))
-
-
-def test_trouble_on_drive_is_told_and_training_ends_well(tmp_path, pack):
-    (tmp_path / "drive").write_text("a file where the folder should be")
-    run = fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", keep=tmp_path / "drive", **QUIET)
-    assert any("not kept" in told for told in run.events)
-    assert len(run.summary()) == 1
 
 
 def overflowing(pack, epoch: int, before=lambda: None) -> tuple[Any, int]:
@@ -298,22 +255,6 @@ def test_a_lost_loss_goes_back_to_the_checkpoint_and_leaves_the_bad_step_out(tmp
     assert str(bad) in told.split("(sample ids ")[1].split(")")[0].split(", ")
     assert len(run.summary()) == 3
     assert not run.summary()["train_loss"].isna().to_numpy().any()
-
-
-@pytest.mark.usefixtures("at_once")
-def test_a_setting_changed_before_the_loss_was_lost_stays_changed_and_marked(tmp_path, pack):
-    """The checkpoint to go back to was saved under the old plan, and its history ends before the mark."""
-    folder, seen = tmp_path / "run", []
-
-    def change():
-        seen.append(1)
-        if len(seen) == 2:
-            send(folder, [], {"micro_batch_size": 8})
-
-    run = fit(overflowing(pack, 0, change)[0], pack, toy.PLAN.replace(epochs=1), folder, **QUIET)
-    assert [row["what"] for row in run.history.of("change")] == ["micro_batch_size none → 8"]
-    assert checkpoint.newest(folder).facts["state"]["recovery"]["micro"] == 8
-    assert "back at step 0" in " ".join(run.events)
 
 
 def test_a_loss_that_is_always_lost_stops_with_what_to_do(tmp_path, pack):

@@ -45,35 +45,6 @@ def test_packing_the_polygons_gives_what_packing_the_labels_gives(folder, tmp_pa
     assert not segment.validate(folder, labels="cvat", progress=False).rows
 
 
-def test_neither_colour_nor_position_nor_both_tell_a_class(tmp_path):
-    """Naive Bayes by histograms of the training pixels, with the class prior that is best on the test split."""
-    many = packed(segment.demo(tmp_path / "many", 210, size=SIZE, seed=3))
-    label, classes = np.asarray(many.arrays["label"]), len(NAMES)
-    assert (np.bincount(label.ravel(), minlength=3) / label.size > 0.08).all()
-    assert (label > 0).mean(0).min() > 0.02, "in the corners too"
-    colour = (np.asarray(many.arrays["image"]) // 32) @ np.array([64, 8, 1], np.uint16)
-    train, test = many.ids("train"), many.ids("test")
-    by_colour, by_place = np.ones((512, classes)), np.ones((*SIZE, classes))
-    for k in range(classes):
-        by_colour[:, k] += np.bincount(colour[train][label[train] == k], minlength=512)
-        by_place[..., k] += (label[train] == k).sum(0)
-    share = np.bincount(label[train].ravel(), minlength=classes) / label[train].size
-    odds = (
-        by_colour[colour[test]] / by_colour.sum(1)[colour[test], None] / share,
-        by_place / by_place.sum(-1)[..., None] / share,
-    )
-    for name, score in (("colour", odds[0]), ("position", odds[1] + 0 * odds[0]), ("both", odds[0] * odds[1])):
-        best = max(miou((score * share**power).argmax(-1), label[test]) for power in (0, 0.25, 0.5, 0.75, 1))
-        assert best < 0.35, name  # the network passes 0.75
-    assert segment.position_prior(many, "test")["miou"] < 0.35
-
-
-def miou(predicted, truth):
-    both = [((predicted == k) & (truth == k)).sum() for k in range(len(NAMES))]
-    either = [((predicted == k) | (truth == k)).sum() for k in range(len(NAMES))]
-    return np.mean([b / e for b, e in zip(both, either, strict=True)])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -166,18 +166,6 @@ def test_folders_are_read_through_links_and_hidden_ones_are_not(tmp_path):
     assert (row.file, row.value) == ("images/train/gone.png", "none")
 
 
-def test_names_with_line_breaks_and_of_two_cases_are_names_like_others(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    source = corpus(tmp_path / "raw")
-    for k, name in enumerate(("A\nb", "a\nb", "ünï", " ")):
-        tree(source, {f"images/{name}.png": photo(k), f"labels/{name}.png": ids(10 + k)})
-    made = packed(source)
-    assert len(made) == 8
-    np.testing.assert_array_equal(sample(made, "images/A\nb.png")["label"], ids(10))
-    saved(source / "labels/A\nb.png", ids(0, 9, 9))
-    assert "A\\nb.png" in str(checked(source))
-
-
 def test_the_validators_summary_has_the_size_and_the_balance(tmp_path):
     report = checked(corpus(tmp_path / "raw"))
     every = np.concatenate([ids(k).ravel() for k in range(4)])

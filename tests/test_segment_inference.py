@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from nbtools.errors import PlanError
 from nbtools.tasks import segment
-from nbtools.tasks.segment import Plan, costs, infer, inference, latency
+from nbtools.tasks.segment import Plan, costs, infer, latency
 from nbtools.tasks.segment.inference import eval_cost
 from nbtools.train import Sums
 
@@ -38,8 +38,6 @@ def plan_of(scales=(1.0,), flip=False, window=None):
 
 EVERY = [
     plan_of((0.5, 1.0, 1.75)),
-    plan_of(flip=True),
-    plan_of(window=32),
     plan_of((0.5, 1.25), True, 32),
     plan_of((1.0, 2.0), True, 1000),
 ]
@@ -102,24 +100,6 @@ def test_logits_are_the_logarithm_of_the_mean_probabilities_image_by_image(netwo
     torch.testing.assert_close(F.cross_entropy(logits, target), F.nll_loss(logits, target))
 
 
-@torch.no_grad()
-def test_a_single_pass_is_the_models_own_logits_to_the_bit(network, batch):
-    assert torch.equal(infer(network, batch, plan_of())[0], network(batch)[0])
-    assert network.seen == [(3, 3, 47, 75)] * 2
-
-
-@torch.no_grad()
-def test_a_class_without_probability_anywhere_is_unlikely_and_not_impossible(batch):
-    def sure(batch):
-        logits = torch.zeros(3, CLASSES, *batch["image"].shape[2:])
-        logits[:, 0] = 1e4
-        return logits, ()
-
-    logits = infer(sure, batch, plan_of(flip=True))[0]
-    assert logits.isfinite().all()
-    assert (logits[:, 1:] < -80).all()
-
-
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory):
     """Five images in two classes with an ignored corner."""
@@ -155,30 +135,6 @@ def test_costs_are_the_miou_of_each_way_and_the_pixels_it_evaluates(network, pac
     usual = costs(network, pack, PLAN, ids=[0, 1])
     assert usual.pixels.iloc[:2].tolist() == [1, 2]
     assert usual.pixels.iloc[3] == 2 * usual.pixels.iloc[2] == pytest.approx(2 * 8.6875, rel=0.05)
-
-
-def test_time_is_relative_to_the_first_way_batch_by_batch_and_warm_up_is_left_out(network, pack, monkeypatch):
-    warm, one, two = [99.0, 99.0], [1.0, 10.0, 2.0], [2.0, 30.0, 2.2]  # a machine that slows down in between
-    taken = iter([warm[0], one[0], warm[1], two[0], one[1], two[1], one[2], two[2]])
-    real = inference.timed
-    monkeypatch.setattr(inference, "timed", lambda *given: (next(taken), *real(*given)[1:]))
-    found = costs(network, pack, PLAN, settings={"one": {}, "two": {"eval_flip": True}}, ids=[0, 1, 2], batch_size=1)
-    assert found.ms.tolist() == [2000.0, pytest.approx(2200.0)]
-    assert found.times.tolist() == [1.0, pytest.approx(2.0)]
-
-
-@pytest.mark.usefixtures("fp16_on_cpu")
-@pytest.mark.parametrize(("amp", "dtype"), [("off", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_costs_and_latency_use_the_precision_of_the_plan_and_leave_the_mode_of_the_model(network, pack, amp, dtype):
-    costs(network, pack, PLAN.replace(amp=amp), settings={"one": {}}, ids=[0])
-    network.seen.clear()
-    found = latency(network, pack, PLAN.replace(amp=amp), pack.ids("val"))
-    assert network.dtypes == {dtype}
-    assert not network.training
-    assert set(network.seen) == {(1, 3, 33, 40)}, "one image at a time"
-    assert len(network.seen) == 2 * (3 + 5), "after three to warm up; the plan flips"
-    assert (found.n, found.device) == (5, "cpu")
-    assert "33 × 40" in str(found)
 
 
 @pytest.mark.parametrize("ask", [costs, latency])

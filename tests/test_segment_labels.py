@@ -70,17 +70,6 @@ def test_a_palette_of_the_classes_colours_is_read_by_them_however_it_is_numbered
 
 
 @pytest.mark.parametrize(
-    "label",
-    [np.dstack([ids()] * 3), np.dstack([ids(), np.full((H, W), 255, np.uint8)])],
-    ids=["equal channels", "opaque"],
-)
-def test_other_forms_are_read_if_nothing_is_lost(tmp_path, label):
-    source = labelled(tmp_path / "raw", label)
-    assert checked(source, classes=NAMES).rows == ()
-    np.testing.assert_array_equal(label_of_a(source, classes=NAMES), ids())
-
-
-@pytest.mark.parametrize(
     ("label", "name", "value"),
     [
         (np.dstack([ids(), ids(), ids() + 1]), "a.png", "RGB, and the table has no colours"),

@@ -1,20 +1,14 @@
 """BiSeNetV2: the published sizes, images of any size, and what must change no prediction."""
 
-import copy
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from nbtools.data import Card
-from nbtools.data.pack import Column
 from nbtools.tasks import segment
-from nbtools.tasks.segment.networks import SIZES, SLIM, BiSeNetV2, Gather, Norm, enlarge
+from nbtools.tasks.segment.networks import SIZES, SLIM, BiSeNetV2, Norm
 
 CLASSES = 5
 
@@ -71,41 +65,6 @@ def test_logits_have_the_size_of_any_image_and_strides_round_up(kind, channels, 
         assert found.shape[2:] == (size if kind == "bisenetv2" else tuple(math.ceil(n / (4 * 2**i)) for n in size))
 
 
-@pytest.mark.parametrize("factor", [4, 32])
-def test_enlarging_is_torchs_bilinear_without_corners_cropped_to_the_size(factor):
-    x = torch.randn(2, 3, 3, 5, requires_grad=True)
-    size = 3 * factor - 3, 5 * factor - 1
-    expected = F.interpolate(x, scale_factor=factor, mode="bilinear", align_corners=False)[:, :, : size[0], : size[1]]
-    found, gradient = enlarge(x, factor, size), torch.randn(2, 3, *size)
-    assert torch.allclose(found, expected, atol=1e-6)
-    pair = [torch.autograd.grad(y, x, gradient)[0] for y in (found, expected)]
-    assert torch.allclose(*pair, rtol=1e-4, atol=1e-4)
-
-
-def test_the_card_and_the_plan_decide_classes_channels_network_dropout_and_recomputing():
-    card = Card("segment", ["shirt", "ground"], {}, {"image": Column("fixed", "uint8", (48, 64, 4))}, {"train": 1})
-    slim = segment.Plan(network="slim", dropout=0.3, checkpoint_activations=True)
-    for plan, dropout, middle in ((slim, 0.3, SLIM.head), (segment.Plan(), 0.1, 1024)):
-        network: Any = segment.model(card, plan)
-        assert network.stem.conv.conv.in_channels == network.detail[0][0].conv.in_channels == 4
-        assert (network.head.classify.out_channels, network.head.conv.conv.out_channels) == (2, middle)
-        assert {m.p for m in network.modules() if isinstance(m, nn.Dropout)} == {dropout}
-        assert network.recompute == plan.checkpoint_activations
-
-
-def test_weights_begin_as_the_references_by_fan_out_and_each_gather_layer_as_its_shortcut():
-    network = small("bisenetv2")
-    for layer in (m for m in network.modules() if isinstance(m, nn.Conv2d)):
-        expected = math.sqrt(2 / (layer.out_channels * layer.kernel_size[0] ** 2))
-        spread = 4 * expected / math.sqrt(2 * layer.weight.numel())  # of a standard deviation, four of its own
-        assert layer.weight.std().item() == pytest.approx(expected, abs=spread)
-        assert layer.bias is None or not layer.bias.any()
-    layers: list[Any] = [m for m in network.modules() if isinstance(m, Gather)]
-    for layer in layers:
-        x = torch.randn(2, layer.body[0].conv.in_channels, 9, 7)
-        assert torch.equal(layer(x), layer.shortcut(x).relu())
-
-
 @pytest.mark.parametrize("kind", SIZES)
 def test_an_image_in_a_batch_gets_the_logits_that_it_gets_alone(kind):
     network, batch = small(kind), batch_of(3)
@@ -127,14 +86,3 @@ def test_a_micro_batch_of_one_image_trains_and_its_pooled_norms_keep_their_avera
     assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
     for module, old in zip(pooled, before, strict=True):
         assert all(torch.equal(value, old[k]) for k, value in module.state_dict().items())
-
-
-@pytest.mark.full
-def test_the_network_in_training_compiles_as_one_graph():
-    sizes = replace(SLIM, detail=((4,), (4,), (8,)), stem=4, semantic=((4, 1), (4, 1), (8, 2)), head=4, auxiliary=4)
-    torch.manual_seed(0)
-    network, batch = BiSeNetV2(CLASSES, sizes=sizes), {"image": batch_of()["image"]}
-    main, others = copy.deepcopy(network)(batch)
-    found = torch.compile(network, backend="eager", fullgraph=True)(batch)
-    for a, b in zip((found[0], *found[1]), (main, *others), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)

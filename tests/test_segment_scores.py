@@ -8,7 +8,6 @@ import pytest
 import torch
 from packs import pack_of
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbtools.data import collate
 from nbtools.errors import PackError
@@ -108,26 +107,7 @@ def test_miou_of_any_batches_is_that_of_the_whole_set_and_not_their_mean(seen, b
     assert abs(sum(read(part)["miou"] for part in parts) / len(parts) - whole["miou"]) > 1e-3
 
 
-class Unread(TorchDispatchMode):
-    """Refuses what must know values before it can go on, and so would wait for a GPU."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags), func
-        return func(*args, **(kwargs or {}))
-
-
-def test_no_metric_reads_a_value_so_none_waits_for_the_device(seen, monkeypatch):
-    labels, logits, distance, _ = seen
-    values = torch.randint(0, 26, (5000,), generator=torch.Generator().manual_seed(2))
-    assert torch.equal(scores.scatter_count(values, minlength=26), values.bincount(minlength=26))
-    monkeypatch.setattr(torch, "bincount", scores.scatter_count)  # as on a GPU
-    with Unread():
-        found = segment.metrics((logits, ()), {"label": labels, "distance": distance})
-        with pytest.raises(AssertionError, match="_local_scalar_dense"):
-            torch.as_tensor(found["boundary_f"][0]).item()
-
-
-@pytest.mark.parametrize("tolerance", [None, 0, 1.5, 7.07])
+@pytest.mark.parametrize("tolerance", [None, 1.5])
 def test_boundary_f_is_that_of_pixel_by_pixel_matching(seen, monkeypatch, tolerance):
     labels, logits, distance, predicted = seen
     if tolerance is not None:
@@ -138,19 +118,6 @@ def test_boundary_f_is_that_of_pixel_by_pixel_matching(seen, monkeypatch, tolera
     counted = [f for f in expected if f is not None]
     assert images == len(counted) == 5
     assert float(total) == pytest.approx(sum(counted), abs=1e-5)
-
-
-def test_an_image_with_one_boundary_of_two_has_nothing_right_and_one_with_none_does_not_count():
-    flat, split = torch.zeros(1, *SIZE).long(), (torch.arange(WIDTH) >= 9).long().expand(1, *SIZE)
-    far, near = slow_distance(flat[0])[None], slow_distance(split[0])[None]
-    assert scores.boundary_f(flat, flat, far) == (0, 0)
-    assert scores.boundary_f(split, flat, far) == (0, 1)
-    assert scores.boundary_f(flat, split, near) == (0, 1)
-
-
-def test_distance_maps_are_those_of_every_pixel_against_every_boundary_pixel(seen):
-    for label, far in zip(seen[0].numpy().astype(np.uint8), seen[2].numpy(), strict=True):
-        np.testing.assert_array_equal(segment.distance_map(label) / 8, far)
 
 
 # Tables
@@ -211,18 +178,6 @@ def test_scores_of_images_are_those_of_an_evaluation_of_each_alone_and_the_worst
     worst = segment.worst(pack, range(5), answers)
     assert worst == table.iloc[:-1].sort_values("miou").id.tolist(), "all but the one without labels"
     assert segment.worst(pack, range(5), answers, 2) == worst[:2]
-
-
-def test_a_class_that_is_nowhere_has_no_iou_and_one_that_is_only_predicted_has_zero(tmp_path):
-    pack, answer = packed(tmp_path, {"val": [np.ones(SIZE, np.uint8)]}, "abcd"), np.ones(SIZE, np.uint8)
-    answer[0] = 3
-    table = segment.by_class(pack, [0], [answer])
-    assert table["class"].tolist() == ["d", "b", "a", "c"]
-    assert table.iou.tolist()[:2] == [0, 19 / 20]
-    assert np.isnan(table.iou[2:]).all()
-    assert np.isnan(table.recall[0])
-    assert table.confused.tolist() == ["", "d", "", ""]
-    assert np.isnan(segment.by_class(pack, [], []).iou).all()
 
 
 @pytest.mark.parametrize(

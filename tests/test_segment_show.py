@@ -1,7 +1,6 @@
 """Labels over images pixel by pixel, figures and what their texts say."""
 
 import io
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from nbtools.tasks import segment
 HEIGHT, WIDTH = 24, 32
 NAMES = ("background", "shirt", "trousers")
 COLOURS = [[0, 0, 0], [86, 180, 233], [240, 228, 66]]
+LUMA = np.array([[0.299], [0.587], [0.114]])
 
 
 def packed(folder, labels, names=NAMES, channels=3, image=None):
@@ -53,6 +53,25 @@ def images_of(sheet):
     return [np.asarray(image.get_array()).astype(int) for image in sheet.axes[0].images]
 
 
+def test_classes_lie_in_their_colours_over_the_image_with_a_white_line_between_and_stripes_where_ignored(tmp_path):
+    label = np.zeros((HEIGHT, WIDTH), np.uint8)
+    label[:, 8:16], label[:, 16:24], label[:, 24:] = 1, 2, 255
+    made = packed(tmp_path, {"train": [label]}, image=(200, 30, 60))
+    _, drawn = images_of(segment.show(made, [0]))
+    wide = drawn.shape[1] // 4
+    seen = np.array([200, 30, 60])
+    for k, alpha in ((0, 0.15), (1, 0.6), (2, 0.6)):
+        below = (1 - alpha) * seen + alpha * (seen @ LUMA)
+        part = drawn[:, k * wide + 2 : (k + 1) * wide - 2]
+        assert (abs(part - ((1 - alpha) * below + alpha * np.array(COLOURS[k]))) <= 1).all()
+    for k in (1, 2, 3):
+        assert (drawn[:, k * wide - 1 : k * wide + 1] == 255).all(2).any(1).all(), "a line between two classes"
+    ignored = drawn[:, 3 * wide + 2 :]
+    assert (ignored == ignored[..., :1]).all(), "no colour"
+    assert ignored.max() > ignored.min() + 60
+    assert (ignored[1:, :-1] == ignored[:-1, 1:]).all(), "stripes"
+
+
 def test_with_predictions_each_row_has_the_images_miou_and_what_is_wrong_of_it(pack):
     rng, ids = np.random.default_rng(1), [1, 7, int(pack.ids("val")[-1])]
     answers = [rng.integers(0, 3, (3, 4)).repeat(8, 0).repeat(8, 1).astype(np.uint8) for _ in ids]
@@ -84,6 +103,21 @@ def test_the_live_picture_is_the_prediction_next_to_the_truth(pack):
     assert (truth != 255).mean() - 0.1 < same < 1, "all but what is ignored"
 
 
+def test_the_chart_of_balance_has_each_split_and_adds_up(pack):
+    [axes] = segment.balance(pack).axes
+    assert [bars.get_label() for bars in axes.containers] == ["train", "val"]
+    order = [label.get_text() for label in axes.get_yticklabels()]
+    for split, bars in zip(("train", "val"), axes.containers, strict=True):
+        labels = pack.arrays["label"][pack.ids(split)]
+        for name, bar in zip(order, bars, strict=True):
+            assert bar.get_width() == pytest.approx((labels == NAMES.index(name)).sum() / (labels != 255).sum())
+    train = [bar.get_width() for bar in axes.containers[0]]
+    assert train == sorted(train, reverse=True)
+    assert (
+        axes.get_title(loc="right") == f"{100 * (pack.arrays['label'] == 255).mean():.1f} % of all pixels are ignored"
+    )
+
+
 @pytest.mark.parametrize("names", [NAMES, ("$a_b$ %d <b>", "a very long name of a class of things " * 4, "手写\n\t")])
 def test_every_figure_is_drawn_without_warnings_and_names_the_classes_in_sight(tmp_path, names):
     every = np.arange(HEIGHT * WIDTH, dtype=np.uint8).reshape(HEIGHT, WIDTH) % len(names)
@@ -94,7 +128,6 @@ def test_every_figure_is_drawn_without_warnings_and_names_the_classes_in_sight(t
     segment.training_views(pack, [0], segment.Plan(crop=32, flip=0.5)).savefig(io.BytesIO(), format="raw")
     sheet = segment.show(pack, [0], answers[:1])
     sheet.savefig(io.BytesIO(), format="raw")
-    legend: Any = sheet.axes[0].get_legend()
-    named = [text.get_text() for text in legend.get_texts()]
+    named = [text.get_text() for text in sheet.axes[0].get_legend().get_texts()]
     assert len(named) == len(names)
     assert named[0].startswith(f"0 {names[0][:6]}")

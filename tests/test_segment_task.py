@@ -17,9 +17,8 @@ from nbtools.errors import PlanError
 from nbtools.measure import Machine, decide
 from nbtools.run import Run
 from nbtools.tasks import segment
-from nbtools.tasks.segment import BASELINE, PLAN, Plan
+from nbtools.tasks.segment import BASELINE, Plan
 from nbtools.train import TrainState, evaluation
-from nbtools.train import device as devices
 from nbtools.train import train as train_loop
 from nbtools.train.plan import lr_at
 
@@ -90,17 +89,6 @@ def test_one_batch_is_overfitted_by_the_loop(tmp_path):
     assert [(a.shape, a.dtype) for a in answers] == [((HEIGHT, WIDTH), np.dtype(np.uint8))] * 4
     truth = raw["label"].numpy()
     assert np.mean([(a == t)[t < CLASSES].mean() for a, t in zip(answers, truth, strict=True)]) > 0.95
-
-
-def test_heads_learn_ten_times_as_fast_in_at_most_four_groups(pack):
-    network = segment.model(pack, Plan(**SLIM))
-    groups, named = segment.groups(network, Plan(**SLIM)), dict(network.named_parameters())
-    assert len(groups) <= 4
-    fast = {id(p) for g in groups if g["lr_scale"] == 10 for p in g["params"]}
-    assert {name.split(".")[0] for name, p in named.items() if id(p) in fast} == {"head", "auxiliary"}
-    undecayed = {id(p) for g in groups if not g["decays"] for p in g["params"]}
-    assert undecayed == {id(p) for p in named.values() if p.dim() < 2}
-    assert sum(len(g["params"]) for g in groups) == len(named)
 
 
 # Batches
@@ -217,28 +205,6 @@ def test_batches_without_a_valid_pixel_are_trained_on_without_nan(tmp_path):
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state.model.state_dict().values())
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_kernels_are_chosen_by_speed_or_for_repeatability_never_both(monkeypatch, deterministic):
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    before = torch.are_deterministic_algorithms_enabled()
-    try:
-        devices.prepare(PLAN.replace(deterministic=deterministic), torch.device("cuda"), many_shapes=False)
-        assert torch.are_deterministic_algorithms_enabled() == deterministic
-        assert torch.backends.cudnn.benchmark != deterministic
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
-def test_evaluations_while_training_are_single_passes_and_the_last_has_all_scales():
-    plan = Plan(eval_scales=(0.5, 1.0, 1.5), eval_flip=True, eval_window=64)
-    once = plan.while_training()
-    assert (once.eval_scales, once.eval_flip, once.eval_window) == ((1.0,), False, 64)
-    assert evaluation.is_partial(plan, 100)
-    full = plan.replace(eval_full=True)
-    assert full.while_training() == full
-    assert not evaluation.is_partial(full, 100)
-
-
 def test_a_run_predicts_with_the_scales_and_mirror_images_of_its_plan(pack, tmp_path):
     plan = Plan(network="slim", eval_scales=(0.5, 1.0), eval_flip=True)
     torch.manual_seed(0)
@@ -286,14 +252,6 @@ def test_advice_fits_the_data_and_gives_every_number_a_reason(accelerator, size,
     assert plan.net == ("bisenetv2" if accelerator == "cuda" else "slim")
     assert plan.warmup_epochs < plan.epochs
     segment.model(card, plan)
-
-
-def test_another_network_comes_with_the_settings_that_it_learns_better_with(pack):
-    plan = PLAN.replace(batch_size=8, crop=64)
-    slim = segment.with_network(plan, pack, "slim")
-    assert (slim.network, slim.optimizer, slim.head_lr, slim.batch_size, slim.crop) == ("slim", "adamw", 1.0, 8, 64)
-    guides = segment.with_network(slim, pack, "bisenetv2")
-    assert (guides.network, guides.optimizer, guides.lr, guides.head_lr) == ("bisenetv2", "sgd", 2.5e-3, 10.0)
 
 
 @pytest.mark.parametrize(

@@ -155,20 +155,15 @@ def test_a_clip_may_lack_keypoints_or_features_and_those_are_packed_that_some_cl
 def test_the_keys_are_chosen(tmp_path):
     source, found = tmp_path / "raw", arrays()
     for name in "ab":
-        path = clip(source / f"{name}.npz", X=found["X2048"], kp=found["X"], without=("X2048",))
+        clip(source / f"{name}.npz", X=found["X2048"], kp=found["X"], without=("X2048",))
     listed(source / "labels.csv", "a,0,0", "b,0,0")
     both = packed(source, kp_key="kp", feature_key="X")
     np.testing.assert_array_equal(both.sample(0)["x"], found["X"])
     np.testing.assert_array_equal(both.sample(0)["features"], found["X2048"])
-    alone = packed(source, kp_key=None, feature_key="X")
-    assert (set(alone.columns), alone.card.bucket_by) == ({"features", "label"}, "features")
-    assert set(sign.read(path, alone.options)) == {"features"}
     assert checked(source, kp_key=None, feature_key="X").errors == 0
-    for options in ({}, {"kp_key": None}):
-        own = packed(source, **options)
-        assert set(own.columns) == {"features", "label"}, "X of (T, 2048) are features"
-        np.testing.assert_array_equal(own.sample(1)["features"], found["X2048"])
-    assert checked(source).errors == 0
+    own = packed(source)
+    assert set(own.columns) == {"features", "label"}, "X of (T, 2048) are features"
+    np.testing.assert_array_equal(own.sample(1)["features"], found["X2048"])
     assert checked(source, feature_key=None).errors == 2
     for act in (packed, checked):
         with pytest.raises(
@@ -181,9 +176,7 @@ def test_the_keys_are_chosen(tmp_path):
     ("options", "said"),
     [
         ({"kp_key": "X", "feature_key": "X"}, "must differ"),
-        ({"kp_key": None, "feature_key": None}, "nothing would be read"),
         ({"feature_key": None, "require_x2048": True}, "require_x2048 needs feature_key"),
-        ({"kp_key": 5}, "kp_key must be the name of an array of numbers, such as X or X2048, got 5"),
         ({"kp_key": "mask"}, "kp_key must be the name of an array of numbers, such as X or X2048, got 'mask'"),
     ],
 )
@@ -220,10 +213,9 @@ def test_clips_without_labels_are_validated_and_read_and_a_pack_says_what_can_be
         (" Signer,CAT,file,gloss,occluded\r", "S0,0,a,0,1\r", "S1,1,b,1,0\r"),
     ],
 )
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-def test_a_list_is_read_in_the_ways_people_write(tmp_path, lines, encoding):
+def test_a_list_is_read_in_the_ways_people_write(tmp_path, lines):
     source = corpus(tmp_path / "raw", without=("X2048",))
-    (source / "train" / "labels.csv").write_text("\n".join(lines), encoding, newline="")
+    (source / "train" / "labels.csv").write_text("\n".join(lines), "utf-8-sig", newline="")
     assert checked(source).rows == ()
     assert packed(source).sample(1)["label"].tolist() == [1, 1]
 
@@ -251,20 +243,13 @@ def test_lists_lie_beside_or_above_their_folders_too(tmp_path, layout):
 
 LISTS = {  # (lines, file of the row, part of its rule, of its value)
     "a column is missing": (("file,gloss", "a,0", "b,1"), "labels.csv", "the columns file, gloss, cat", "file,gloss"),
-    "a column is there twice": (("file,gloss,cat,Gloss", "a,0,0,1"), "labels.csv", "each once", "file,gloss,cat,gloss"),
-    "semicolons part the cells": (("file;gloss;cat", "a;0;0"), "labels.csv", "the columns", "file;gloss;cat"),
     "the list is empty": (("", ""), "labels.csv", "the columns", "an empty file"),
-    "a cell has no end": ((FIRST, '"a,0,0' + 140_000 * " "), "labels.csv", "be CSV", "larger"),
     "it is not UTF-8": ((FIRST, "s\udced,0,0"), "labels.csv", "be UTF-8 text", "byte 0xed"),
     "an id is negative": ((FIRST, "a,-1,0", "b,1,1"), "labels.csv:2", "gloss must be a whole number", "-1"),
     "an id is a name": ((FIRST, "b,1,1", "a,0,red"), "labels.csv:3", "cat must be a whole number from 0", "red"),
-    "an id is in other digits": ((FIRST, "a,٣,0", "b,1,1"), "labels.csv:2", "gloss must be a whole number", "٣"),
-    "an id is enormous": ((FIRST, "a,0,0", "b,10000,1"), "labels.csv:3", "to 9999", "10000"),
     "a cell is missing": ((FIRST, "a,0", "b,1,1"), "labels.csv:2", "as many cells", "2 of 3"),
-    "a cell is too many": ((FIRST, "a,0,0", "b,1,1,x"), "labels.csv:3", "as many cells", "4 of 3"),
     "a row names nothing": ((FIRST, "a,0,0", "b,1,1", ",0,0"), "labels.csv:4", "the clip of a row", "nothing"),
     "its clip is not there": ((FIRST, "a,0,0", "b,1,1", "A,1,1"), "labels.csv:4", "the clip of a row", "A"),
-    "its clip is outside": ((FIRST, "a,0,0", "b,1,1", "../c,0,0"), "labels.csv:4", "the clip of a row", ".."),
     "a clip has no row": ((FIRST, "b,1,1"), "a.npz", "a clip must have a label", "no row"),
     "two rows contradict": ((FIRST, "a,0,0", "b,1,1", "a,1,1"), "labels.csv:4", "labels.csv:2 says 0, 0", "1, 1"),
     "a gloss is of two categories": ((FIRST, "a,0,1", "b,1,1"), "labels.csv:2", "0 mostly has 0", "1"),
@@ -290,31 +275,6 @@ def test_a_damaged_list_gives_its_row_and_each_clip_without_a_label_has_one(tmp_
     assert sorted([*made.names, *left_out]) == [f"{i:02}/{name}.npz" for i in range(len(LISTS)) for name in "ab"]
 
 
-def test_a_name_that_two_clips_have_is_no_name(tmp_path):
-    source = corpus(tmp_path / "raw", without=("X2048",))
-    for path in source.glob("*/labels.csv"):
-        path.unlink()
-    clip(source / "val" / "a.npz", seed=7, without=("X2048",))
-    listed(source / "labels.csv", "a,0,0", "train/a,0,0", "val/a,0,0", "b,1,1", "c,0,0", "d,1,1")
-    (row,) = checked(source).rows
-    assert (row.file, row.rule, row.value) == (
-        "labels.csv:2",
-        "a name must stand for one clip",
-        "a: train/a.npz, val/a.npz",
-    )
-
-
-@pytest.mark.parametrize(
-    "data", [b"gloss_id,label\n0,HELLO\n", b"gloss_id,label,cat_id,category\nx,HELLO,0,G\n", b"\xff"]
-)
-def test_a_broken_reference_is_a_warning_and_ids_are_shown(tmp_path, data):
-    source = corpus(tmp_path / "raw", without=("X2048",))
-    (source / "labels_reference.csv").write_bytes(data)
-    (row,) = checked(source).rows
-    assert (row.severity, row.file) == (WARNING, "labels_reference.csv")
-    assert packed(source).classes == ["0", "1"]
-
-
 PIECES = (
     b"file,gloss,cat\n",
     b"a,0,0\n",
@@ -331,7 +291,7 @@ PIECES = (
 )
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=12))
 def test_a_list_of_any_bytes_is_rows_and_never_another_error(tmp_path, pieces):
     source = tmp_path / "raw"
@@ -401,27 +361,18 @@ def with_value(value: float):
 X, MASK, TIMES = (arrays()[key] for key in ("X", "mask", "timestamps_ms"))
 WARNED = {  # (damage, key, part of the rule, part of the value)
     "mask is missing": (changed(without=("mask",)), "mask", "a clip should have mask", "X, "),
-    "meta is missing": (changed(without=("meta",)), "meta", "a clip should have meta", "X, "),
     "X is longer than positions": (lambda path: clip(path, frames=301), "X", "at most 300 frames", "301"),
     "X is float64": (changed(X=X.astype("f8")), "X", "float32", "float64"),
-    "X is big-endian": (changed(X=X.astype(">f4")), "X", "float32", ">f4"),
     "a point left the picture": (with_value(1.25), "X", "coordinates must be in [0, 1]", "frame 2 has 1.25"),
     "X shows nothing": (changed(X=0 * X), "X", "some point should be seen", "all are 0"),
     "mask is of 0 and 1": (changed(mask=MASK.astype("u1")), "mask", "mask should be bool", "uint8"),
-    "times are floats": (changed(timestamps_ms=TIMES + 0.5), "timestamps_ms", "should be int64", "float64"),
     "meta is no JSON": (changed(meta=np.array("{video:")), "meta", "a JSON object", "{video:"),
-    "meta is of numbers": (changed(meta=np.arange(3)), "meta", "a JSON object", "[0 1 2]"),
-    "meta is a list": (changed(meta=np.array("[1, 2]")), "meta", "a JSON object", "[1, 2]"),
-    "meta nests too deep": (changed(meta=np.array("[" * 50_000)), "meta", "a JSON object", "[[["),
     "points are in another order": (changed(meta=np.array('{"order": "face11"}')), "meta", "order", "face11"),
-    "meta is pickled": (changed(meta=np.array(META, object)), "meta", "must be readable", "Object arrays"),
     "meta is huge": (changed(meta=np.array(" " * 300_000)), "meta", "at most 1.0 MB", "1.2 MB"),
 }
 REFUSED = {
     "X is missing": (changed(without=("X",)), "X", "a clip must have X", "mask, t"),
     "X has other points": (changed(X=np.zeros((T, 178), "f4")), "X", "X must be (T, 156)", "(5, 178)"),
-    "X is not flat": (changed(X=X.reshape(T, 78, 2)), "X", "X must be (T, 156)", "(5, 78, 2)"),
-    "X is a number": (changed(X=np.float32(1)), "X", "X must be (T, 156)", "()"),
     "X is of integers": (changed(X=(X > 0).astype(int)), "X", "X must be float32", "int64"),
     "X has nan": (with_value(np.nan), "X", "numbers must be finite", "frame 2 has nan"),
     "X has inf": (with_value(-np.inf), "X", "numbers must be finite", "frame 2 has -inf"),
@@ -429,20 +380,14 @@ REFUSED = {
     "T is 0": (lambda path: clip(path, frames=0), "X", "a clip must have frames", "none"),
     "mask has other frames": (changed(mask=MASK[1:]), "mask", "mask must be (5, 78)", "(4, 78)"),
     "times have other frames": (changed(timestamps_ms=TIMES[1:]), "timestamps_ms", "timestamps_ms must be (5)", "(4,)"),
-    "mask is of floats": (changed(mask=MASK.astype("f4")), "mask", "mask must be bool", "float32"),
-    "mask is of confidences": (changed(mask=MASK * 7), "mask", "mask must be true or false", "7"),
     "times go back": (changed(timestamps_ms=TIMES[::-1]), "timestamps_ms", "times must increase", "133, the next"),
     "X is pickled": (changed(X=X.astype(object)), "X", "must be readable", "Object arrays"),
     "the file is empty": (replaced(b""), "", "a .npz archive", "not a zip file"),
     "the file is a web page": (replaced(b"<!DOCTYPE html>"), "", "a .npz archive", "not a zip file"),
     "a byte is wrong": (flipped, "X", "must be readable", ""),
-    "an array has no header": (rewritten(b"hello world"), "X", "must be readable", "magic string"),
     "an array is cut": (rewritten(header((T, 156)) + bytes(99)), "X", "must be readable", "expected 3120 bytes"),
-    "an array is longer": (rewritten(header((T, 156)) + bytes(3130)), "X", "must be readable", "than its header"),
     "an array says it is huge": (rewritten(header((10**12, 156))), "X", "must be readable", "llocate"),
-    "an array's size is negative": (rewritten(header((-1, 156))), "X", "must be readable", "negative"),
     "the file is encrypted": (in_directory(8, "<H", 1), "X", "must be readable", "encrypted"),
-    "the compression is unknown": (in_directory(10, "<H", 77), "X", "must be readable", "compression"),
 }
 
 
@@ -463,15 +408,6 @@ def test_a_damaged_clip_gives_its_row_and_no_other(tmp_path, severity, kinds):
     wrong = [(row.file, *row.reasons) for row in rows] if severity == ERROR else []
     assert list(made.bad[["file", "value", "rule", "fix"]].itertuples(index=False, name=None)) == wrong
     assert len(made) == len(kinds) + 1 - len(wrong)
-
-
-def test_a_clip_that_cannot_be_opened_is_a_row(tmp_path):
-    source = corpus(tmp_path / "raw", without=("X2048",))
-    (source / "train" / "a.npz").unlink()
-    (source / "train" / "a.npz").symlink_to(tmp_path / "nowhere")
-    (row,) = checked(source).rows
-    assert (row.severity, row.file, row.value) == (ERROR, "train/a.npz", "No such file or directory")
-    assert packed(source).bad["file"].tolist() == ["train/a.npz"]
 
 
 def test_a_clip_that_is_there_twice_is_found_whatever_it_is_called(tmp_path):
@@ -505,7 +441,7 @@ def wholes(tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("default")  # of NumPy, for headers that it takes for those of older versions
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_a_damaged_clip_is_refused_or_has_the_right_form(tmp_path, wholes, data):
     """A checksum guards the numbers, but not the names around them."""
@@ -521,21 +457,6 @@ def test_a_damaged_clip_is_refused_or_has_the_right_form(tmp_path, wholes, data)
     except PackError as error:
         shape, reasons = (), error.args
     assert shape == (frames, 156) or len(reasons) == 3, "value, rule and fix"
-
-
-def test_a_report_shows_as_a_table_with_errors_first_and_many_of_a_kind_as_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    source = corpus(tmp_path / "raw", without=("meta", "X2048"))
-    clip(source / "train" / "e.npz", seed=5, without=("meta", "X2048"))
-    listed(source / "train" / "labels.csv", "a,0,0", "b,1,1", "e,0,0")
-    clip(source / "val" / "d.npz", X=700 * X, without=("X2048",))
-    report = checked(source)
-    assert (report.errors, report.warnings, len(report.table)) == (1, 4, 5)
-    text = str(report).splitlines()
-    assert text[2].startswith("error     val/d.npz")
-    assert text[3].startswith("warning   train/a.npz and 3 more")
-    assert text[-1] == "5 clips, 5 with a label: 1 error and 4 warnings"
-    assert "train/a.npz and 3 more" in report._repr_html_()
 
 
 # Real clips

@@ -7,11 +7,9 @@ import subprocess
 import sys
 from contextlib import redirect_stderr
 from functools import partial
-from importlib.util import find_spec
 
 import pandas as pd
 import pytest
-from PIL import Image
 
 import nbtools.tasks
 from nbtools import options as arguments
@@ -61,13 +59,6 @@ def test_the_column_names_of_the_log_are_the_scripts_but_for_two(trained):
     assert found["epoch"].tolist() == [0, 1]
 
 
-def test_few_epochs_have_little_warmup_the_gru_its_lr_and_a_pack_needs_no_workers(trained):
-    plan = plan_of(trained[0])
-    assert (plan["lr"], plan["epochs"], plan["warmup_epochs"], plan["workers"] >= 0) == (3e-3, 2, 0.2, True)
-    assert "warmup_epochs 20 → 0.2" in trained[1]
-    assert "resident" in trained[1]
-
-
 def test_a_split_that_is_not_there_is_named_with_those_that_are(data, trained, capsys):
     assert main(["evaluate", "sign", "--data", str(data), "--run", str(trained[0])]) == 1
     assert "the test split is empty; choose one that is not (train: 30, val: 10)" in capsys.readouterr().err
@@ -106,20 +97,9 @@ def test_the_keys_choose_what_is_read(data, tmp_path, capsys):
     assert "nothing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("network", ["transformer", "gru"])
-def test_the_smoke_test_needs_no_data(network, capsys):
-    assert main(["train", "sign", "--smoke-test", "--network", network]) == 0
+def test_the_smoke_test_needs_no_data(capsys):
+    assert main(["train", "sign", "--smoke-test", "--network", "gru"]) == 0
     assert "equal outputs" in capsys.readouterr().out
-
-
-def test_what_cannot_be_done_is_a_sentence(tmp_path, capsys):
-    (tmp_path / "clip").mkdir()
-    Image.new("RGB", (32, 24)).save(tmp_path / "clip" / "0.png")
-    done = main(["features", "sign", str(tmp_path), str(tmp_path / "into"), "--weights", "none"])
-    said = capsys.readouterr().err
-    assert done == 0 if find_spec("torchvision") else "need torchvision" in said
-    assert main(["features", "captcha", str(tmp_path), str(tmp_path / "into")]) == 1
-    assert "captcha makes no features from frames" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", TASK_COMMANDS)
@@ -132,6 +112,7 @@ def test_no_option_is_there_twice(command, capsys):
         assert f"usage: python -m nbtools {command}" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_allocators_settings_are_the_users_until_cuda_starts_and_it_starts_late():
     """The script made them when CUDA was up, where they do nothing. Here nobody makes any, and neither importing all
     nor reading a command line starts CUDA: what a notebook sets before it trains counts."""

@@ -496,9 +496,9 @@ def test_where_drive_is_declined_nothing_counts_as_kept_and_the_dialog_comes_onc
 def test_a_folder_without_files_keeps_nothing_and_a_place_that_cannot_be_looked_at_is_an_error(place):
     (place / "drive" / "nbtools-data" / "runs" / "captcha").mkdir(parents=True)
     assert nb.kept("drive:nbtools-data/runs/captcha") is None
-    put(place / "drive" / "nbtools", b"a file")
-    with pytest.raises(errors.DiskError, match=r"looking at drive:nbtools-data/runs/sign: .*a file is where a folder"):
-        nb.kept("drive:nbtools-data/runs/sign")
+    put(place / "drive" / "nbtools-data" / "file", b"a file")
+    with pytest.raises(errors.DiskError, match=r"looking at drive:nbtools-data/file/sign: .*a file is where a folder"):
+        nb.kept("drive:nbtools-data/file/sign")
 
 
 def test_drive_off_colab_names_the_variable(monkeypatch):

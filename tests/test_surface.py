@@ -1,16 +1,13 @@
 """A run under its live view in a notebook's kernel, and what it leaves there when it is over."""
 
 import re
+from html import escape
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+import browser
 import pytest
-import toy
 from kernels import Client, parent, started
-
-from nbtools.live import View
-from nbtools.live.samples import Preview
-from nbtools.train import History
 
 SETUP = f"""
 import sys, threading, time; sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parent.parent)!r}]
@@ -18,6 +15,7 @@ import torch; torch.set_num_threads(1)
 import nbtools as nb, toy
 from nbtools.live import surface
 from pathlib import Path
+from typing import Any
 surface.LOOK_EVERY = 0.0
 from io import BytesIO
 from types import SimpleNamespace
@@ -73,52 +71,6 @@ for epochs in (1, 2):
     nb.fit(task(batch=batch), pack, panel, "twice", receipt=False)
 print(notes)
 """
-SLOW_STEPS = """
-def batch(raw, plan, draws):
-    if draws is not None and len(notes) < 3:
-        notes.append(panel.form.pending.value)
-        time.sleep(1.2)
-    return toy.batch(raw, plan, draws)
-notes, panel = [], nb.Panel(plan)
-run = nb.fit(task(batch=batch), pack, panel, "slow", receipt=False)
-print(notes, repr(panel.form.pending.value))
-"""
-ASKED_ELSEWHERE = """
-go, notes, watching, begin = threading.Event(), [], [], nb.Panel.begin
-nb.Panel.begin = lambda self, *given: (begin(self, *given), watching.append(self))
-def batch(raw, plan, draws):
-    if draws is not None: go.wait()
-    time.sleep(0.01)
-    return toy.batch(raw, plan, draws)
-def wait(words):
-    while words not in panel.form.pending.value: time.sleep(0.01)
-    notes.append(words)
-def user():
-    global panel
-    while not watching: time.sleep(0.01)
-    [panel] = watching
-    panel.fields["lr"].value = "0.005"
-    wait("after this step: lr 0.01 → 0.005")
-    while not Path("held/control.json").exists(): time.sleep(0.01)
-    panel.form.actions["pause"].click()
-    wait("pausing after this step")
-    time.sleep(1)
-    wait("pausing after this step")
-    wait("after this step: lr 0.01 → 0.005")
-    go.set()
-    wait("paused between two steps")
-    panel.form.actions["pause"].click()
-    while panel.requests.state.applied.lr != 0.005: time.sleep(0.01)
-    notes.append("after this step" in panel.form.pending.value)
-    panel.form.actions["stop"].click()
-given = (task(batch=batch), pack, plan.replace(epochs=1000), "held", None, False, False)
-threads = [threading.Thread(target=nb.fit, args=given), threading.Thread(target=user)]
-for thread in threads: thread.start()
-nb.watch("held", toy)
-for thread in threads: thread.join()
-nb.Panel.begin = begin
-print(*notes, sep="|")
-"""
 
 
 @pytest.fixture(scope="module", params=["colab", pytest.param("newest", marks=pytest.mark.full)])
@@ -145,26 +97,6 @@ def test_a_run_leaves_nothing_of_its_picture_behind(kernel):
     form = len(open_widgets(kernel)) - before
     assert "1 epochs" in kernel.run('print(nb.fit(toy, pack, plan, "own", receipt=False).plan.epochs, "epochs")')
     assert len(open_widgets(kernel)) == before + 2 * form
-
-
-def test_where_no_picture_can_be_drawn_it_is_said_and_so_is_the_rest(kernel):
-    said = kernel.run(
-        """
-from nbtools.live import view as live
-real, live.picture = live.picture, lambda *rest, **more: 1 / 0
-run = nb.fit(toy, pack, plan, "unseen", receipt=False)
-live.picture = real
-"""
-    )
-    assert "no picture: ZeroDivisionError" in said
-    assert "no longer drawn" in said
-
-
-def test_a_panel_that_the_user_made_outlives_the_run(kernel):
-    kernel.run("given = nb.Panel(plan)")
-    panel = open_widgets(kernel)
-    kernel.run('run = nb.fit(toy, pack, given, "given", receipt=False)')
-    assert open_widgets(kernel) == panel
 
 
 def test_a_knob_turned_while_the_run_is_made_ready_is_a_wish(kernel):
@@ -207,30 +139,43 @@ def test_a_change_that_waits_for_the_end_of_an_evaluation_says_so_at_once(kernel
     assert text.endswith("['lr 0.01 → 0.005'] ''\n")
 
 
-def test_where_a_step_takes_seconds_it_is_said_before_anybody_waits_for_an_answer(kernel):
-    """Clicks are read between steps: while one lasts nothing can answer them."""
-    notes, after = kernel.run(SLOW_STEPS).rsplit("] ", 1)
-    assert notes.count(">the last step took 1 s; requests are read between steps") == 2
-    assert after == "''\n"
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
 
-def test_a_request_that_another_process_has_not_read_yet_says_so(kernel):
-    changing, pausing = "after this step: lr 0.01 → 0.005", "pausing after this step"
-    said = [changing, pausing, pausing, changing, "paused between two steps", "False"]
-    assert "|".join(said) in kernel.run(ASKED_ELSEWHERE)
+def saved(kernel: Client, request: str) -> str:
+    """The output of a cell as a page: what its messages show without a kernel."""
+    parts = []
+    for message in kernel.said:
+        if parent(message) == request and message["msg_type"] in ("display_data", "update_display_data"):
+            data = message["content"]["data"]
+            if "image/png" in data:
+                parts.append(f'<img src="data:image/png;base64,{data["image/png"]}">')
+            parts.append(data.get("text/html", ""))
+    return f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">{"".join(f"<div>{p}</div>" for p in parts)}'
 
 
-def test_a_terminal_is_told_truth_and_prediction_of_the_samples(tmp_path, capsys):
-    view = View(tmp_path / "run", History(), toy.PLAN, 16, "-cer", None, show=True)
-    view.show_samples([Preview(np.zeros((32, 400), np.uint8), "手写中文", "手与中文")])
-    assert "truth     手写中文\npredicted 手与中文\n            ^^\n" in capsys.readouterr().err
-    assert view.cards[0].truth == "手写中文"
-    assert view.visible
-    view.show_samples([Preview(np.zeros((8, 8, 3), np.uint8), "", "")])
-    assert capsys.readouterr().err == "", "no empty line for samples without a text"
-    view.bar.close()
-    capsys.readouterr()
-    quiet = View(tmp_path / "run", History(), toy.PLAN, 16, "-cer", None, show=False)
-    quiet.show_samples([Preview(np.zeros((32, 400), np.uint8), "手", "手")])
-    assert capsys.readouterr() == ("", "")
-    assert not quiet.visible
+@pytest.mark.browser
+def test_what_stays_of_a_run_needs_neither_jupyter_nor_another_origin_nor_the_network(kernel, chromium):
+    """As in VS Code and Colab, whose outputs are frames of an origin of their own, and in a policy that allows inline
+    scripts and data alone."""
+    request = kernel.client.execute('run = nb.fit(toy, pack, plan, "stays", receipt=False)')
+    kernel.end(request)
+    page = saved(kernel, request)
+    errors, requests = [], []
+    with browser.chromium(chromium) as window:
+        for sandbox in (None, "allow-scripts", ""):
+            framed = f'<iframe sandbox="{sandbox}" srcdoc="{escape(page)}" width="900" height="700"></iframe>'
+            tab = window.new_page()
+            tab.on("pageerror", lambda error: errors.append(str(error)))
+            tab.on("request", lambda request: requests.append(request.url))
+            tab.set_content(page if sandbox is None else framed)
+            inside: Any = tab if sandbox is None else tab.frame_locator("iframe")
+            picture, charts = inside.locator("img").first, inside.locator("svg")
+            if sandbox == "":
+                picture.wait_for()
+                assert charts.count() == 0
+            else:
+                charts.first.wait_for()
+                assert charts.count() >= 4
+    assert errors == []
+    assert [url for url in requests if not url.startswith(("data:", "about:"))] == []

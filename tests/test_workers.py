@@ -15,7 +15,6 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import nbtools as nb
 from nbtools.data import open_feed
-from nbtools.data.pack import RawFiles
 from nbtools.errors import TrainError
 from nbtools.train import Plan
 
@@ -85,18 +84,16 @@ def test_a_killed_worker_is_replaced_and_the_run_is_the_same_bit_for_bit(pack, t
 @pytest.mark.usefixtures("impatient")
 def test_a_sample_that_kills_each_worker_ends_the_run_which_then_resumes_without_it(pack, tmp_path):
     plan = WORKERS.replace(workers=1, epochs=1)
-    deadly = dataclasses.replace(pack, raw=Deadly(pack.raw.folder, pack.raw.source, pack.raw.read))
+    first = pack.names[pack.ids("train")[0]]
+
+    def read(path, options):
+        if path.name == first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return toy.read(path, options)
+
+    deadly = dataclasses.replace(pack, raw=dataclasses.replace(pack.raw, read=read))
     with pytest.raises(TrainError, match=r"killed by SIGKILL.*, and no batch came between them; set fewer workers"):
         nb.fit(toy, deadly, plan, tmp_path / "run", **QUIET)
     assert same(
         nb.fit(toy, pack, plan, tmp_path / "run", **QUIET), nb.fit(toy, pack, plan, tmp_path / "whole", **QUIET)
     )
-
-
-class Deadly(RawFiles):
-    """Whose first training sample ends the process that reads it."""
-
-    def __getitem__(self, i):
-        if i == self.pack.ids("train")[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(i)

@@ -18,6 +18,7 @@ from nbtools.tasks.captcha import BASELINE, BEST, PLAN, Plan, decode, demo, loss
 __all__ = ["BASELINE", "BEST", "PLAN", "batch", "decode", "demo", "loss", "metrics", "model", "pack", "preview", "show"]
 
 LOG = "watched.jsonl"
+PAUSE = 0.04  # seconds of each step, which leave the processor to the page
 KNOBS = ("lr", "batch_size", "amp", "clip_norm", "weight_decay", "eval_every", "early_stop")
 
 
@@ -25,6 +26,7 @@ def batch(raw: dict[str, Tensor], plan: Plan, draws: Draws | None) -> dict[str, 
     if "id" in raw:  # samples to preview have none
         knobs = {name: getattr(plan, name) for name in KNOBS}
         note({"time": time.time(), "training": draws is not None, "ids": raw["id"].tolist(), **knobs})
+        time.sleep(PAUSE if draws is not None else 0)
     return captcha.batch(raw, plan, draws)
 
 
