@@ -13,16 +13,20 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from nbtools import table
 from nbtools.data import in_notebook
 from nbtools.errors import CheckpointError, TrainError, sentence
-from nbtools.live import XS, Columns, Picture, overlay, png, spent, worded
+from nbtools.live import XS, Columns, Series, along, spent, worded
 from nbtools.run import Run, opened
 from nbtools.table import number, plural, shown, spelled
 from nbtools.train import best_metric, checkpoint
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from nbtools.figures import Sheet
 
 OUTCOMES = ("train_loss", "val_loss", "epochs", "steps", "minutes", "samples_per_s", "memory", "energy")
 MOST = 8  # runs of a folder: the curves of more hide one another
@@ -103,39 +107,44 @@ class Comparison:
         frame = pd.DataFrame(rows, index=pd.Index(self.names, name="run"))
         return frame.dropna(axis="columns", how="all")
 
-    def picture(self) -> Picture:
-        """The curves of all runs, and a key to the runs."""
-        metrics = [best_metric(run.task)[0] for run in self.runs]
-        return overlay(self.names, [run.history for run in self.runs], metrics, self.x)
+    def figure(self) -> Sheet:
+        """Draw the curves of all runs over x: losses, the metrics that choose checkpoints, lr and samples/s."""
+        from nbtools.figures import curves
+
+        metrics = [f"val_{best_metric(run.task)[0]}" for run in self.runs]
+        every = [Columns(run.history) for run in self.runs]
+        charts = {}
+        for name in dict.fromkeys(("train_loss", "val_loss", *metrics, "lr", "samples_per_s")):
+            lines = [curve(columns, name) for columns in every]
+            charts[table.header(name)] = [
+                (along(columns, self.x)(steps), values) for columns, (steps, values) in zip(every, lines, strict=True)
+            ]
+        return curves(charts, self.names, self.x)
 
     def png(self) -> bytes:
-        return png.draw(self.picture())
+        return self.figure()._repr_png_()
 
     def tables(self) -> list[tuple[str, list[str], list[list[Any]]]]:
-        """(caption, headers, rows) to show: what came out, the settings that differ, and what was changed on the way,
+        """Return (caption, headers, rows) of what came out, the settings that differ, and what was changed on the way,
         each with one column per run; those that have rows."""
-        from nbtools.frame import header, written
-
-        columns = [(str(name), values) for name, values in self.frame.items()]
-        results: list[list[Any]] = []
-        differing: list[list[Any]] = []
-        for name, values in columns:
-            cells = [written(name, value) for value in values]
-            if name in OUTCOMES or name.startswith("best_"):
-                results.append([header(name), *cells])
+        results, settings = [], []
+        for name, values in self.frame.items():
+            cells = [table.written(str(name), value) for value in values]
+            if name in OUTCOMES or str(name).startswith("best_"):
+                results.append([table.header(str(name)), *cells])
             else:
-                differing.append([header(name), *map(partial(since, name), self.runs, cells)])
-        marked = [
-            f"{name} (best)" if run is self.best else name for name, run in zip(self.names, self.runs, strict=True)
+                settings.append([table.header(str(name)), *map(partial(since, str(name)), self.runs, cells)])
+        marked = [f"{name} (best)" if name == self.judged[0] else name for name in self.names]
+        made = [
+            ("Results", ["", *marked], results),
+            ("Settings that differ", ["setting", *self.names], settings),
+            ("Changed while it trained", ["step", *self.names], self.changes()),
         ]
-        found = ("Results", ["", *marked], results), ("Settings that differ", ["setting", *self.names], differing)
-        made = [(caption, headers, rows) for caption, headers, rows in found]
-        made.append(("Changed while it trained", ["step", *self.names], self.changes()))
         return [each for each in made if each[2]]
 
     def changes(self) -> list[list[Any]]:
-        """A row for each step at which a run's settings changed, or to which it went back: the step, and per run what
-        happened there."""
+        """Return a row for each step at which a run's settings changed, or to which it went back: the step, and per run
+        what happened there."""
         made: dict[int, list[Any]] = {}
         for place, run in enumerate(self.runs):
             for row in Columns(run.history).changes:
@@ -148,32 +157,18 @@ class Comparison:
         drawn = (f"{caption}\n{table.text(headers, rows)}" for caption, headers, rows in self.tables())
         return "\n\n".join(filter(None, [self.note, self.conclusion, *drawn]))
 
-    def parts(self) -> list[Any]:
-        """What a notebook displays: two outputs, since in a saved notebook GitHub shows a picture only if it is an
-        output by itself."""
-        from IPython.display import HTML
-
-        return [HTML(self.html()), self.still()]
-
     def html(self) -> str:
-        tables = (table.html(headers, rows, caption) for caption, headers, rows in self.tables())
-        return "".join([table.note(self.note), table.note(self.conclusion), *tables])
-
-    def still(self) -> png.Still:
-        picture = self.picture()
-        return png.Still(png.draw(picture), picture.alt)
-
-    def page(self) -> str:
-        """Tables and picture as one piece of HTML."""
-        return self.html() + self.still().html()
+        drawn = (table.html(headers, rows, caption) for caption, headers, rows in self.tables())
+        return "".join([table.note(self.note), table.note(self.conclusion), *drawn])
 
     def _ipython_display_(self) -> None:
+        """Two outputs, since in a saved notebook GitHub shows a picture only if it is an output by itself."""
         if not in_notebook():
             raise NotImplementedError  # IPython then prints the repr
-        from IPython.display import display
+        from IPython.display import HTML, display
 
-        for part in self.parts():
-            display(part)
+        display(HTML(self.html()))
+        display(self.figure())
 
 
 def judge(runs: Sequence[Run], names: Sequence[str]) -> tuple[str | None, str]:
@@ -230,7 +225,7 @@ def difference(runs: Sequence[Run], names: Sequence[str], best: str, other: str)
     return f"It was trained with {', '.join(apart)}." if apart else "Both were trained with the same settings."
 
 
-def since(name: str, run: Run, value: str) -> str:
+def since(name: str, run: Run, value: str | None) -> str | None:
     """A setting's value, after the one that the run started with if it was changed while it trained."""
     found = (re.search(rf"(?:^|, ){name} (\S+) → ", str(row.get("what"))) for row in run.history.of("change"))
     first = next((worded({"what": match[1]}) for match in found if match), value)
@@ -249,6 +244,17 @@ def distinct(folders: Sequence[Path]) -> list[str]:
         seen[name] += 1
         names[i] = name if seen[name] == 1 else f"{name} ({seen[name]})"
     return names
+
+
+def curve(columns: Columns, name: str) -> Series:
+    """Return (steps, values) of a column; what was logged on steps is averaged over a twentieth of them."""
+    if name.startswith("val_"):
+        return columns.evaluated(name)
+    steps, values = columns.series("loss", "step") if name == "train_loss" else columns.either(name)
+    if not len(steps):
+        return columns.either(name)
+    window = np.ones(max(len(values) // 20, 1))
+    return steps, np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 
 def outcome(run: Run) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Figures that a notebook shows by itself: grids of captioned pictures, confusion tables, and the colours of both.
 
-They have no ground of their own, and a grey that is readable on white and on the black of dark themes: a PNG cannot
-know which it lies on, and the same notebook is opened on both.
 Places on a canvas are px from its top left, at 100 px an inch.
 """
 
@@ -9,7 +7,7 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,71 +17,52 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from nbtools.fonts import Fonts
-from nbtools.table import plural
 
 if TYPE_CHECKING:
     import pandas as pd
 
 RIGHT, WRONG = "#0072b2", "#d55e00"  # blue and vermilion of the colour-blind-safe palette (Okabe & Ito)
-GREY = "#7d7d7d"  # of text: contrast 4.1 on white, 4.6 on the black of JupyterLab's dark theme
+GREY = "#6b6b6b"  # of text
 WIDE, MARGIN, TITLE = 1200, 8, 22  # px: a canvas; around pictures; the line of text above one
 TALL = 340  # px: a picture at most
 SIZE = 9  # points of a caption
 ALT = 300  # letters that stand for a picture at most
+DASHES, FALL = ("-", "--", ":"), 30  # of ten lines each; largest over least of a loss that has a logarithmic scale
 WRITTEN, NAMED = 24, 120  # classes up to which a confusion figure writes its numbers; its names
 
 
 class Sheet(Figure):
     """A Figure without pyplot, whose state leaks from cell to cell: IPython by itself cannot show one. note: the
-    sentence that a notebook shows in place of an empty strip where there is nothing to draw. alt: what it shows, in
-    words; by default the words in it."""
+    sentence that a notebook shows where there is nothing to draw."""
 
-    note = alt = ""
-
-    def __init__(self, **look: Any):
-        super().__init__(**{"facecolor": "none", **look})
-
-    def add_subplot(self, *given: Any, **look: Any) -> Axes:
-        axes = super().add_subplot(*given, facecolor="none", **look)
-        axes.tick_params(colors=GREY)
-        axes.spines[:].set_color(GREY)
-        for text in (axes.xaxis.label, axes.yaxis.label, axes.title):
-            text.set_color(GREY)
-        return axes
+    note = ""
 
     def __repr__(self) -> str:
-        return self.note or f"<Figure: {self.alt or self.words()}>"
+        """Return the first words in the figure."""
+        words = ", ".join(text.get_text() for text in self.findobj(Text) if text.get_text().strip())
+        return self.note or f"<Figure: {textwrap.shorten(words, ALT, placeholder=' …')}>"
 
-    def words(self) -> str:
-        """The first words in the figure, in the order of drawing."""
-        words = ", ".join(text.get_text().replace("\n", " ") for text in self.findobj(Text) if text.get_text().strip())
-        return textwrap.shorten(words, ALT, placeholder=" …")
-
-    def _repr_png_(self) -> bytes | None:
-        if self.note:
-            return None  # IPython then shows the text
+    def _repr_png_(self) -> bytes:
         file = io.BytesIO()
         self.savefig(file, format="png")
         return file.getvalue()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        """The picture and, as text and as its alternative text, what it shows."""
-        image = self._repr_png_()
-        if image is None:
+        """Return the picture and, for who cannot see it, its words."""
+        if self.note:
             return {"text/plain": self.note}
-        about = {"alt": self.alt or self.words(), "width": round(100 * self.get_figwidth())}
-        return {"image/png": image, "text/plain": repr(self)}, {"image/png": about}
+        return {"image/png": self._repr_png_(), "text/plain": repr(self)}, {"image/png": {"alt": repr(self)}}
 
 
 def blank(note: str = "No samples to show: the list of ids is empty.") -> Sheet:
-    """The figure for no samples, for instance of wrong answers when none is wrong."""
+    """Return the figure for no samples, for instance of wrong answers when none is wrong."""
     sheet = Sheet(figsize=(4, 0.5))
     sheet.note = note
     return sheet
 
 
 def canvas(width: float, height: float) -> tuple[Sheet, Axes]:
-    """A figure with one pair of axes whose units are px from its top left."""
+    """Return a figure with one pair of axes whose units are px from its top left."""
     sheet = Sheet(figsize=(width / 100, height / 100), dpi=100)
     axes = sheet.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0), autoscale_on=False)
     axes.set_axis_off()
@@ -100,18 +79,11 @@ class Picture:
     remark: str = ""
 
 
-@dataclass(frozen=True)
-class Box:
-    """The position of a picture on a canvas."""
-
-    left: float
-    top: float
-    width: float
-    height: float
-
-
-def gallery(pictures: Sequence[Picture], columns: int = 4, below: float = 0) -> tuple[Sheet, Axes, list[Box]]:
-    """Pictures in rows, each scaled to the width of its column or to TALL; and the position of each, to draw on it.
+def gallery(
+    pictures: Sequence[Picture], columns: int = 4, below: float = 0
+) -> tuple[Sheet, Axes, list[tuple[float, float]]]:
+    """Draw pictures in rows, each scaled to the width of its column or to TALL; return also (left, top) of each, to
+    draw on it.
 
     below: px left free under the last row, for a legend.
     """
@@ -120,36 +92,38 @@ def gallery(pictures: Sequence[Picture], columns: int = 4, below: float = 0) -> 
     rows = [max(height for _, height in sizes[i : i + columns]) + TITLE for i in range(0, len(sizes), columns)]
     sheet, axes = canvas(WIDE, sum(rows) + MARGIN + below)
     fonts = Fonts.of("".join(picture.caption + picture.remark for picture in pictures))
-    boxes = []
+    places = []
     for n, (picture, (width, height)) in enumerate(zip(pictures, sizes, strict=True)):
-        row, column = divmod(n, columns)
-        box = Box(MARGIN + column * (cell + MARGIN), sum(rows[:row]) + TITLE, width, height)
-        place = (box.left, box.left + width, box.top + height, box.top)
-        axes.imshow(picture.image, cmap="gray", vmin=0, vmax=255, extent=place, aspect="auto")
+        left, top = MARGIN + n % columns * (cell + MARGIN), sum(rows[: n // columns]) + TITLE
+        extent = (left, left + width, top + height, top)
+        axes.imshow(picture.image, cmap="gray", vmin=0, vmax=255, extent=extent, aspect="auto")
         caption = fonts.shortened(picture.caption, SIZE, cell)
-        axes.text(box.left, box.top - 6, caption, color=picture.colour, **fonts.look(SIZE))
-        remark = {"color": GREY, "ha": "right", **fonts.look(SIZE)}
-        axes.text(box.left + cell, box.top - 6, fonts.plain(picture.remark), **remark)
-        boxes.append(box)
-    return sheet, axes, boxes
+        axes.text(left, top - 6, caption, color=picture.colour, **fonts.look(SIZE))
+        remark = fonts.plain(picture.remark)
+        axes.text(left + cell, top - 6, remark, color=GREY, ha="right", **fonts.look(SIZE))
+        places.append((left, top))
+    return sheet, axes, places
 
 
 def scaled(image: np.ndarray, width: float, height: float = TALL) -> tuple[int, int]:
-    """The (width, height) in px of an image that fills one of two limits and exceeds neither."""
+    """Return the (width, height) in px of an image that fills one of two limits and exceeds neither."""
     scale = min(width / image.shape[1], height / image.shape[0])
     return max(1, round(scale * image.shape[1])), max(1, round(scale * image.shape[0]))
 
 
 def judged(truth: str, predicted: str | None) -> tuple[str, str]:
-    """(caption, colour) of a sample: its truth, with what was predicted where that is wrong."""
+    """Return (caption, colour) of a sample: its truth, with what was predicted where that is wrong."""
     if predicted is None:
         return truth, GREY
     return (truth, RIGHT) if predicted == truth else (f"{truth} ≠ {predicted}", WRONG)
 
 
 def confusion_figure(table: pd.DataFrame, note: str = "", percent: bool = False) -> Sheet:
-    """A table of `confusion`: each true class's samples by what was predicted, blue on the diagonal, where that is
-    right. percent: write shares of the row and not counts."""
+    """Draw a table of `confusion`: the samples of each true class by what was predicted; the diagonal is right.
+
+    percent: write shares of the row and not counts. The colour is the root of the share, so that one sample in a
+    hundred is still seen.
+    """
     counts = table.to_numpy()
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     fonts = Fonts.of("".join(map(str, (*table.index, *table.columns))))
@@ -158,9 +132,7 @@ def confusion_figure(table: pd.DataFrame, note: str = "", percent: bool = False)
     sheet = Sheet(figsize=(side, side), layout="constrained")
     axes = sheet.add_subplot(xlabel=table.columns.name or "", ylabel=table.index.name or "", xticks=[], yticks=[])
     axes.set_title(note, fontsize=8, color=GREY, loc="right")
-    right = counts.trace() / max(counts.sum(), 1)
-    sheet.alt = f"Confusion of {plural(len(table), 'class')}: {100 * right:.0f} % on the diagonal, where they are right"
-    axes.imshow(tinted(shares), interpolation="nearest")
+    axes.imshow(np.sqrt(shares), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     if len(table) <= NAMED:
         columns, rows = ([fonts.shortened(str(name), size, 260) for name in names] for names in (table, table.index))
         axes.set_xticks(range(len(table)), columns, rotation=90, **fonts.look(size))
@@ -173,24 +145,31 @@ def confusion_figure(table: pd.DataFrame, note: str = "", percent: bool = False)
     return sheet
 
 
-def tinted(shares: np.ndarray) -> np.ndarray:
-    """(K, K, 4): from white for few to the colour of right on the diagonal, of wrong next to it; by the root of the
-    share, so that one sample in a hundred is still seen. None is transparent."""
-    right, wrong = (np.array([int(ink[i : i + 2], 16) / 255 for i in (1, 3, 5)]) for ink in (RIGHT, WRONG))
-    ink = np.where(np.eye(len(shares), dtype=bool)[..., None], right, wrong)
-    return np.concatenate((1 - np.sqrt(shares)[..., None] * (1 - ink), shares[..., None] > 0), -1)
+def curves(charts: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]], names: Sequence[str], x: str) -> Sheet:
+    """Draw charts, two next to each other, that share an x axis: title → the (x, y) of each name. A chart without a
+    point is left out; a loss that falls a lot has a logarithmic scale."""
+    charts = {title: lines for title, lines in charts.items() if any(len(y) for _, y in lines)}
+    rows = -(-len(charts) // 2)
+    sheet = Sheet(figsize=(8, 0.6 + 2.4 * rows), dpi=120, layout="constrained")
+    handles = []
+    for k, (title, lines) in enumerate(charts.items(), 1):
+        axes = sheet.add_subplot(rows, 2, k, xlabel=x)
+        axes.set_title(title, loc="left", fontsize=10)
+        handles = [
+            axes.plot(*line, DASHES[n // 10 % 3], marker="." * (len(line[0]) < 2))[0] for n, line in enumerate(lines)
+        ]
+        every = np.concatenate([y for _, y in lines])
+        if title.endswith("loss") and 0 < FALL * every.min() < every.max():
+            axes.set_yscale("log")
+    fonts = Fonts.of("".join(names))
+    look = {"loc": "outside upper left", "ncols": 4, "frameon": False, "prop": fonts.look(SIZE)["fontproperties"]}
+    for text in sheet.legend(handles, [*map(fonts.plain, names)][: len(handles)], **look).get_texts():
+        text.set_parse_math(False)
+    return sheet
 
 
 def finish(axes: Axes) -> None:
-    """The legend above a chart, and no frame on the right and at the top."""
+    """Put the legend above a chart, and take the frame on the right and at the top away."""
     if axes.get_legend_handles_labels()[1]:
-        axes.legend(
-            frameon=False,
-            fontsize=8,
-            ncols=3,
-            labelcolor=GREY,
-            loc="lower left",
-            bbox_to_anchor=(0, 1),
-            borderaxespad=0.2,
-        )
+        axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
     axes.spines[["top", "right"]].set_visible(False)

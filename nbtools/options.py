@@ -82,7 +82,7 @@ def parameters(function: Any) -> Iterator[tuple[str, tuple[Any, str]]]:
             kind = str | None if default is None else type(default)
         text = rule.get("help") or ("default: from the data" if default is None else f"default {default}")
         text += f" ({', '.join(map(str, rule['choices']))})" if rule.get("choices") else ""
-        text += "; auto: measure it here" if fields and (name, "auto") in AUTO else ""
+        text += "; auto: by this machine" if fields and (name, "auto") in AUTO else ""
         if (fields or name not in OTHERS) and (default is not each.empty or each.kind is each.KEYWORD_ONLY):
             yield name, (kind, text)
 

@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from nbtools import disk, table
+from nbtools import disk
 from nbtools.data import EARLIER, LATEST, Card, Pack, Sample, cache, collate, is_kept, opened_copy, patient
 from nbtools.errors import CheckpointError, DiskError, PackError, StageError
 from nbtools.export import to_onnx
 from nbtools.measure import Receipt, StepProfile, Verdict
-from nbtools.table import number, plural, spelled
+from nbtools.table import WRITTEN, Table, number, plural, spelled, written
 from nbtools.train import (
     DATASET,
     History,
@@ -196,20 +196,15 @@ class Run:
         return {**about, **found, **{name: report and report.to_dict() for name, report in measured.items()}}
 
     def summary(self) -> pd.DataFrame:
-        """One row per epoch, from 1: losses, metrics, lr, seconds, samples/s, share of waiting, batch, MiB memory.
-        Shows as a table with units, without the columns that hold nothing."""
+        """One row per epoch, from 1: losses, metrics, lr, seconds, samples/s, share of waiting, batch, MiB memory."""
         import pandas as pd
-
-        from nbtools.frame import Frame
 
         frame = self.history.frame("epoch")
         metrics = [c for c in frame.columns if c.startswith("val_") and c != "val_loss"]
         memory = [c for c in frame.columns if "memory" in c]
         order = [*TABLE[:2], *metrics, *TABLE[2:], *memory]
         frame.index = pd.Index([row["epoch"] + 1 for row in self.history.of("epoch")], name="epoch", dtype=int)
-        found = Frame(frame.loc[:, [name for name in order if name in frame.columns]])
-        found.attrs.update(meanings=meanings_of(self.task), whole=f"in {self.folder / HISTORY}")
-        return found
+        return frame.loc[:, [name for name in order if name in frame.columns]]
 
     def model(self, device: torch.device | str | None = None) -> nn.Module:
         """The network with the best weights, in eval mode, on the GPU where there is one."""
@@ -435,28 +430,26 @@ def copies(found: Mapping[str, Run]) -> dict[str, str]:
     return copied
 
 
-class Scores(dict[str, Any]):
-    """Metric, or another column of an epoch → value; shows as a table. caption: of what; meanings: metric → what it
+class Scores(Table, dict[str, Any]):
+    """Metric, or another column of an epoch → value; shows as a table. about: of what; meanings: metric → what it
     says."""
 
-    def __init__(self, values: Mapping[str, Any], caption: str, meanings: Mapping[str, str]):
+    def __init__(self, values: Mapping[str, Any], about: str, meanings: Mapping[str, str]):
         super().__init__(values)
-        self.caption, self.meanings = caption, meanings
+        self.about, self.meanings = about, meanings
+
+    def caption(self) -> str:
+        return self.about
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
-        from nbtools.frame import MEANINGS, WRITTEN, bare, written
-
-        known, rows = {**self.meanings, **MEANINGS}, []
+        rows = []
         for name, value in self.items():
             cell = written(name if name in WRITTEN else f"val_{name}", value)  # a metric
-            rows.append([name, cell, known.get(name, known.get(bare(name)))])
+            rows.append([name, cell, self.meanings.get(name.removeprefix("val_"))])
         return ["", "value", "what it says"], rows
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(f"{self.caption}\n{table.text(*self.table())}")
-
-    def _repr_html_(self) -> str:
-        return table.html(*self.table(), self.caption)
+        printer.text(Table.__str__(self))
 
 
 def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> Scores:

@@ -1,170 +1,90 @@
-"""Rows as a table: escaped HTML for notebooks, aligned columns for terminals. Every table of nbtools is drawn here.
+"""Results as tables, and numbers, sizes and times as text.
 
-Cells are any values: None shows as a dash; columns of numbers are aligned right, text left.
+A cell is any value: None shows as a dash. pandas is imported where a notebook draws a table, not by a terminal, which
+it would keep waiting for half a second.
 """
 
 from __future__ import annotations
 
 import html as markup
 import math
-import os
 import re
-import shutil
-import sys
 import textwrap
 import unicodedata
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, zip_longest
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 EMPTY = "–"
-NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?[%×]| [^\d\s]+)?|\d+ (min|h|d) \d+ (s|min|h)|…?")
-"""12, 1e-6, 97 %, 24.3×, 1.5 GB, 3 min 20 s, nothing; not 0001.png"""
-WHOLE = 24  # characters: a shorter cell is not broken, as `250 of 400 W`
-LEAST = 12  # characters: a narrower wrapped column is harder to read than a line that the terminal breaks
-COLOURS = {"bold": 1, "green": 32, "yellow": 33}  # ANSI: readable on dark and light
-HEADER = "bold"
-
-# Inline, since GitHub and Colab drop or share <style>; only inherited colours and half-grey, so any theme's text shows.
-TABLE = "border-collapse:collapse;font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums;margin:4px 0 8px"
-CAPTION = "caption-side:top;text-align:left;padding:2px 10px 6px 0;font-weight:600;color:inherit"
-HEAD = "padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.6);font-weight:600"
-KEPT = ";white-space:nowrap"
-UNIT = re.compile(r"(?<=\d) (?=([%×]|[kMGT]?B|[mµ]?s|min|h|d|px|W|°C)(/s)?(?!\w))")
-"""The blank between a number and its unit, where no line of HTML ends."""
-SUMMARY = "display:list-item;cursor:pointer;font-size:13px;line-height:1.45"
-OUTSIDE = ";list-style-position:outside"  # the triangle stands left of a cell's text, which is in line with the others
-NOTE = "font-size:13px;line-height:1.45;margin:2px 0 6px;max-width:80em;opacity:.85"
-CELL = "padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.22);vertical-align:top;overflow-wrap:anywhere"
+NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( \S+|×)?|")
+"""12, 1e-6, 24.3×, 97 %, 1.5 GB, nothing; not 0001.png"""
+WIDE = 60  # characters of a line in a cell of a terminal
+Rows = Sequence[Sequence[Any]]
 
 
-@dataclass(frozen=True)
-class Folded:
-    """A cell of which a notebook shows more on a click; a terminal shows the text alone."""
+class Table:
+    """The base of results that show as a sentence, a table and a remark; each of them may be empty."""
 
-    text: str
-    more: str
+    def caption(self) -> str:
+        """Return the result in one sentence."""
+        return ""
+
+    def table(self) -> tuple[Sequence[str], Rows]:
+        """Return (headers, rows)."""
+        return (), ()
+
+    def footer(self) -> str:
+        """Return what the figures depend on, such as the machine."""
+        return ""
 
     def __str__(self) -> str:
-        return self.text
+        return "\n".join(filter(None, [self.caption(), text(*self.table()), self.footer()]))
+
+    def _repr_html_(self) -> str:
+        return html(*self.table(), self.caption()) + "".join(map(note, self.footer().splitlines()))
 
 
-def escaped(text: str) -> str:
-    return UNIT.sub("\N{NO-BREAK SPACE}", markup.escape(text))
+def html(headers: Sequence[str], rows: Rows, caption: str = "") -> str:
+    """Draw a table for a notebook; what comes from the user is escaped."""
+    import pandas as pd
 
-
-def folded(short: str, content: str, style: str = "") -> str:
-    """HTML to unfold; short is escaped, content is HTML."""
-    return f'<details><summary style="{SUMMARY}{style}">{escaped(short)}</summary>{content}</details>'
+    names, *lines = filled(headers, rows)
+    if not lines:
+        return note(caption)
+    with pd.option_context("display.max_colwidth", None):
+        drawn = pd.DataFrame(lines, columns=names).to_html(index=False, border=0, justify="left")
+    return note(caption) + drawn.replace("<td>", '<td style="text-align: left">')  # Jupyter aligns to the right
 
 
 def note(text: str) -> str:
-    """A paragraph under a table, escaped; nothing for nothing."""
-    return f'<div style="{NOTE}">{escaped(text)}</div>' if text else ""
+    """Return a paragraph above or below a table, escaped; nothing for nothing."""
+    return f"<div>{markup.escape(text)}</div>" if text else ""
 
 
-def filled(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Without the columns that hold nothing."""
-    kept = [k for k in range(len(headers)) if any(row[k] not in (None, "") for row in rows)]
-    return [headers[k] for k in kept], [[row[k] for k in kept] for row in rows]
+def text(headers: Sequence[str], rows: Rows) -> str:
+    """Draw a table for a terminal, where pandas would align long texts to the right.
 
-
-def html(
-    headers: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "", tips: Mapping[str, str] | None = None
-) -> str:
-    """An HTML table; headers, cells and caption are escaped. tips: header → what it means, shown under the pointer."""
-    align = ["right" if right else "left" for right in numeric(headers, rows)]
-
-    def line(tag: str, style: str, row: Sequence[Any]) -> str:
-        parts = []
-        for value, cell, side in zip(row, map(shown, row), align, strict=True):
-            kept = KEPT if len(cell) <= WHOLE and not (tag == "th" and side == "right") else ""  # words above numbers
-            tip = (tips or {}).get(cell, "") if tag == "th" else ""
-            about = f' title="{markup.escape(tip)}"' if tip else ""
-            parts.append(f'<{tag} style="{style};text-align:{side}{kept}"{about}>{content(value)}</{tag}>')
-        return "".join(parts)
-
-    body = "".join(f'<tr style="background:none">{line("td", CELL, row)}</tr>' for row in rows)
-    whole = "" if headers else KEPT  # else, above no columns, a caption breaks at every word
-    title = f'<caption style="{CAPTION}{whole}">{escaped(caption)}</caption>' if caption else ""
-    head = f"<thead><tr>{line('th', HEAD, [str(h) for h in headers])}</tr></thead>"
-    return f'<table style="{TABLE}">{title}{head}<tbody>{body}</tbody></table>'
-
-
-def content(value: Any) -> str:
-    """A cell's HTML."""
-    if isinstance(value, Folded) and value.more:
-        return folded(value.text, note(value.more), OUTSIDE)
-    return escaped(shown(value))
-
-
-def text(
-    headers: Sequence[str],
-    rows: Sequence[Sequence[Any]],
-    width: int | None = None,
-    colours: Mapping[tuple[int, int], str] | None = None,
-) -> str:
-    """Aligned columns without trailing blanks; where they are wider than `width` (default: the terminal's), the widest
-    wrap at words: of text, and the headers of numbers.
-
-    colours: (row, column) → one of COLOURS; headers are bold then. None: no colours, as anywhere but on a terminal.
     Control characters are shown as escapes: a file name cannot colour, or overwrite, the terminal.
     """
-    cells, right = [[plain(shown(value)) for value in row] for row in [headers, *rows]], numeric(headers, rows)
-    widths = fitted([max(map(columns, column)) for column in zip(*cells, strict=True)], narrowest(cells, right), width)
-    if not widths:
+    if not rows:
         return ""
-    drawn = []
-    for row, whole in enumerate(cells, -1):
-        hues = [HEADER if row < 0 else (colours or {}).get((row, column), "") for column in range(len(widths))]
-        for parts in zip_longest(*map(wrapped, whole, widths), fillvalue=""):
-            line = list(map(padded, parts, widths, right))
-            drawn.append("  ".join(line if colours is None else map(painted, line, hues)).rstrip())
-        drawn += ["  ".join("─" * w for w in widths)] if row < 0 else []
-    return "\n".join(drawn)
+    headers, *cells = filled(headers, rows)
+    lines = [[*map(plain, headers)], *(line for row in cells for line in zip_longest(*map(wrapped, row), fillvalue=""))]
+    across = list(zip(*lines, strict=True))
+    widths = [max(map(columns, column)) for column in across]
+    right = [all(NUMBER.fullmatch(cell.strip(EMPTY)) for cell in column[1:]) for column in across]
+    lines.insert(1, ["─" * width for width in widths])
+    return "\n".join("  ".join(map(padded, line, widths, right)).rstrip() for line in lines)
 
 
-def fitting(headers: Sequence[str], rows: Sequence[Sequence[Any]], width: int | None = None) -> int:
-    """How many of the columns, from the left, fit side by side; width: as for `text`."""
-    cells = [[plain(shown(value)) for value in row] for row in [headers, *rows]]
-    ends = accumulate(least + 2 for least in narrowest(cells, numeric(headers, rows)))
-    return sum(end - 2 <= (width or terminal_width()) for end in ends)
+def wrapped(cell: str) -> list[str]:
+    return textwrap.wrap(plain(cell), WIDE, break_long_words=False, break_on_hyphens=False) or [""]
 
 
-def narrowest(cells: Sequence[Sequence[str]], right: Sequence[bool]) -> list[int]:
-    """The least widths of columns: numbers do not break, nor do the words above them."""
-    found = []
-    for (header, *column), number in zip(zip(*cells, strict=True), right, strict=True):
-        least = max(map(columns, [*(header.split() if number else [header]), *column]))
-        found.append(least if number else min(LEAST, least))
-    return found
-
-
-def fitted(widths: Sequence[int], least: Sequence[int], width: int | None) -> list[int]:
-    """Widths of columns that fit side by side: the widest that can shrinks first, none below its least."""
-    found, room = list(widths), width or terminal_width()
-    while sum(found) + 2 * (len(found) - 1) > room:
-        wide = [column for column, most in enumerate(found) if most > least[column]]
-        if not wide:
-            break
-        found[max(wide, key=found.__getitem__)] -= 1
-    return found
-
-
-def terminal_width() -> int:
-    return shutil.get_terminal_size((120, 24)).columns
-
-
-def coloured() -> bool:
-    """Whether stdout is a terminal that shows colours, and NO_COLOR (https://no-color.org) does not turn them off."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def painted(text: str, colour: str) -> str:
-    """A text in one of COLOURS; blanks around it, and any text in none, stay as they are."""
-    bare = text.strip()
-    return text.replace(bare, f"\x1b[{COLOURS[colour]}m{bare}\x1b[0m") if colour and bare else text
+def filled(headers: Sequence[str], rows: Rows) -> list[list[str]]:
+    """Return the headers and the rows as they are shown, without the columns that hold nothing."""
+    kept = [k for k in range(len(headers)) if any(row[k] not in (None, "") for row in rows)]
+    return [[shown(row[k]) for k in kept] for row in (headers, *rows)]
 
 
 def shown(value: Any) -> str:
@@ -253,17 +173,6 @@ def timing(seconds: float) -> str:
     return f"{number(seconds)} s" if seconds >= 1 else f"{number(seconds * 1e3)} ms"
 
 
-def numeric(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:
-    """Which columns hold numbers, or nothing; a number may carry a unit. Raises ValueError on a ragged row."""
-    if not rows:
-        return [False] * len(headers)
-    cells = zip(*[[shown(value) for value in row] for row in rows], strict=True)
-    sides = [all(cell == EMPTY or NUMBER.fullmatch(cell) for cell in column) for column in cells]
-    if len(sides) != len(headers):
-        raise ValueError(f"a table of {len(headers)} headers cannot have rows of {len(sides)} cells")
-    return sides
-
-
 def columns(line: str) -> int:
     """How many terminal columns a line takes: two for East Asian wide characters, none for combining marks."""
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in line)
@@ -278,7 +187,39 @@ def plain(line: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in line)
 
 
-def wrapped(cell: str, room: int) -> list[str]:
-    """A cell as lines of at most so many terminal columns, broken at words."""
-    wide = columns(cell)
-    return [cell] if wide <= room else textwrap.wrap(cell, max(1, room * len(cell) // wide)) or [""]
+# Values of a history, by the name of their column
+
+
+WRITTEN: dict[str, Callable[[Any], str]] = {
+    **dict.fromkeys(("epoch", "epochs", "best_epoch", "step", "steps", "samples", "batch_size"), "{:,.0f}".format),
+    "lr": digits,
+    "data_wait": percent,
+    **dict.fromkeys(("epoch_time", "eval_time"), timing),
+    "time": duration,
+    "age": lambda age: f"{' '.join(duration(age).split()[:2])} ago",
+    "samples_per_s": number,
+    "minutes": lambda minutes: duration(60 * minutes),
+    **dict.fromkeys(("energy", "gpu_energy"), lambda hours: f"{number(hours)} Wh"),
+    "gpu_utilisation": "{:.0f} %".format,
+    "gpu_power": "{:.0f} W".format,
+}
+"""Column → how a value is written; memory is in MiB, a loss or metric is a `number`, and all else as one types it."""
+HEADERS = {"data_wait": "waiting for data", "minutes": "time", "samples_per_s": "samples/s", "age": "changed"}
+
+
+def header(name: str) -> str:
+    """Return the name of a column as a user reads it."""
+    return HEADERS.get(name, spelled(name))
+
+
+def written(name: str, value: Any) -> str | None:
+    """Return a value of a column with its unit; None for what is not known."""
+    value = value.item() if hasattr(value, "item") else value  # of NumPy
+    if value is None or value != value:  # a NaN
+        return None
+    if name in WRITTEN:
+        return WRITTEN[name](value)
+    if "memory" in name:
+        return size(value * 2**20)
+    measured = name.startswith(("train_", "val_", "best_"))
+    return number(value) if measured and isinstance(value, float) else shown(value)

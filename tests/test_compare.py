@@ -174,7 +174,7 @@ def test_a_notebook_gets_a_table_and_a_picture_as_outputs_of_their_own_with_text
     page, drawn = outputs
     assert "<img" not in page.data
     assert "&lt;img src=x onerror=" in page.data
-    with Image.open(io.BytesIO(drawn.image)) as image:
+    with Image.open(io.BytesIO(drawn._repr_png_())) as image:
         assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 100
 
 

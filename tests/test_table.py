@@ -8,22 +8,27 @@ from nbtools import table
 
 
 def test_no_cell_header_or_caption_becomes_markup_or_steers_the_terminal():
-    page = table.html(["<b>"], [["<img src=x onerror=alert(1)>"], ['"&']], caption="</table><script>")
+    page = table.html(["<b>"], [["<img src=x onerror=alert(1)>"], ['"&'], ["x" * 200]], caption="</table><script>")
     assert not [tag for tag in ("<img", "<b>", "<script", "</table><") if tag in page]
     assert "&lt;img src=x onerror=alert(1)&gt;" in page
-    assert "&quot;&amp;" in page
+    assert "&amp;" in page
+    assert "x" * 200 in page, "pandas would cut a long text"
     assert "\x1b" not in table.text(["file"], [["\x1b[2Jgone\n"]])
 
 
-def test_terminal_columns_line_up_with_wide_characters_and_numbers_with_units_stand_right():
-    rows = [("漢字", "1.5 GB", 7, "a"), ("0001.png", "12 GB", 12.5, "b"), ("x", "9 GB", None, "c")]
-    assert table.text(["name", "size", "n", "why"], rows, width=80).split("\n") == [
+def test_terminal_columns_line_up_with_wide_characters_and_what_holds_nothing_is_left_out():
+    rows = [("漢字", "1.5 GB", None, 7, "a"), ("0001.png", "12 GB", "", 12.5, "b"), ("x", "9 GB", None, None, "c")]
+    assert table.text(["name", "size", "note", "n", "why"], rows).split("\n") == [
         "name        size     n  why",
         "────────  ──────  ────  ───",
         "漢字      1.5 GB     7  a",
         "0001.png   12 GB  12.5  b",
         "x           9 GB     –  c",
     ]
+    drawn = table.text(["why", "n"], [["word " * 40, 1], ["b", 2]])
+    assert drawn.split().count("word") == 40
+    assert max(map(len, drawn.split("\n"))) < 80
+    assert table.text(["a"], []) == ""
 
 
 SHOWN = {

@@ -29,7 +29,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Cached:
+class Cached(table.Table):
     """The cache's entries, the least recently used first, and those that were deleted. Shows as a table."""
 
     entries: tuple[Entry, ...]
@@ -43,25 +43,17 @@ class Cached:
         named = {"entries": self.entries, "deleted": self.deleted}
         return {name: [{**vars(one), "path": str(one.path)} for one in entries] for name, entries in named.items()}
 
-    def rows(self) -> list[tuple[str, str, str, str]]:
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         now, rows = time.time(), []
         for entry in (*self.deleted, *self.entries):
             state = "deleted" if entry in self.deleted else ""
             name = os.path.relpath(entry.path, cache())
             rows.append((name, table.size(entry.bytes), f"{table.duration(now - entry.used)} ago", state))
-        return rows
+        return ("", "size", "last used", "state"), rows
 
-    @property
-    def caption(self) -> str:
+    def footer(self) -> str:
         gone = f"; {table.size(sum(entry.bytes for entry in self.deleted))} deleted" if self.deleted else ""
         return f"{table.size(self.bytes)} in {cache()}{gone}; {table.size(disk.free_bytes(cache()))} free"
-
-    def __str__(self) -> str:
-        rows = self.rows()
-        return f"{table.text(('', 'size', 'last used', 'state'), rows)}\n{self.caption}" if rows else self.caption
-
-    def _repr_html_(self) -> str:
-        return table.html(("", "size", "last used", "state"), self.rows(), self.caption)
 
 
 def cached(free: int | str | None = None, days: float | None = None) -> Cached:

@@ -86,7 +86,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Pack:
+class Pack(table.Table):
     """An open pack. `raw` is the Dataset over what it was made of, None if that is gone. Shows as a table.
 
     wanted: (n,) bool, the samples that are in a split; None: all. unread: columns that batches leave out. See `part`.
@@ -275,10 +275,10 @@ class Pack:
         having = np.count_nonzero(np.diff(self.offsets[column])) if column in self.offsets else len(self)
         return f" of {having:,} samples" if having < len(self) else ""
 
-    def rows(self) -> list[tuple[str, str]]:
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
         named, more = self.classes[:40], " …" if len(self.classes) > 40 else ""
         names = (", " if any(" " in name for name in named) else " ").join(named)
-        return [
+        return ("pack", ""), [
             ("task", self.card.task),
             ("samples", ", ".join(f"{self.splits[s]:,} {s}" for s in SPLITS)),
             ("columns", ", ".join(f"{name} {column}{self.only(name)}" for name, column in self.columns.items())),
@@ -287,12 +287,6 @@ class Pack:
             ("size", table.size(self.bytes)),
             ("folder", str(self.folder)),
         ]
-
-    def __str__(self) -> str:
-        return table.text(("pack", ""), self.rows())
-
-    def _repr_html_(self) -> str:
-        return table.html(("pack", ""), self.rows())
 
 
 @dataclass(eq=False)

@@ -1,12 +1,9 @@
 """What is shown and changed while it trains: kernel messages, requests, panel, plots."""
 
-from nbtools.live import png
-from nbtools.live.chart import Picture
-from nbtools.live.columns import XS, Columns, spent, taken
+from nbtools.live.columns import XS, Columns, Series, along, spent, taken
 from nbtools.live.facts import AGAIN, DONE, EVALUATING, MEASURING, OVER, STARTING, TRAINING, ended
 from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.log import OPENING
-from nbtools.live.overlay import overlay
 from nbtools.live.panel import Panel
 from nbtools.live.picture import worded
 from nbtools.live.requests import ACTIONS, REFUSED, FirstSignal, Plans, Requests, advised, send
@@ -32,17 +29,16 @@ __all__ = [
     "FirstSignal",
     "Messages",
     "Panel",
-    "Picture",
     "Plans",
     "Requests",
+    "Series",
     "Surface",
     "View",
     "advised",
+    "along",
     "chosen",
     "closing",
     "ended",
-    "overlay",
-    "png",
     "running_kernel",
     "send",
     "spent",

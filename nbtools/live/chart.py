@@ -83,7 +83,6 @@ class Line:
     """One curve: x and y (n,) float64.
 
     look: `line`, `faint` (behind another, not in the legend) or `points`. value: the last one, as text for the legend.
-    dash: px drawn and left out, in turn; (): a solid line.
     """
 
     name: str
@@ -92,7 +91,6 @@ class Line:
     colour: str
     look: str = "line"
     value: str = ""
-    dash: tuple[int, ...] = ()
 
     @property
     def dotted(self) -> bool:
@@ -146,8 +144,8 @@ class Mark:
 @dataclass(frozen=True)
 class Picture:
     """Charts that share an x axis from `first` to `last`; marks on it; above them the run's state, facts (label,
-    value), and the share of the run that is done. key: lines whose names explain all charts. zoomed: lines reach beyond
-    the axis, and are drawn as far as it goes."""
+    value), and the share of the run that is done. zoomed: lines reach beyond the axis, and are drawn as far as it goes.
+    """
 
     charts: tuple[Chart, ...] = ()
     last: float = 1.0
@@ -157,15 +155,13 @@ class Picture:
     share: float | None = None
     title: str = ""
     x: str = "step"
-    key: tuple[Line, ...] = ()
     first: float = 0.0
     zoomed: bool = False
 
     @property
     def alt(self) -> str:
         """What the picture shows, in words."""
-        names = ", ".join(line.name for line in self.key)
-        return "; ".join(filter(None, (self.title, names, *(chart.alt for chart in self.charts))))
+        return "; ".join(filter(None, (self.title, *(chart.alt for chart in self.charts))))
 
     def share_of(self, x: float) -> float:
         """How far along the axis a place is: 0 at its start, 1 at its end."""

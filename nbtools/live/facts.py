@@ -14,7 +14,7 @@ from nbtools.data import batches_in
 from nbtools.live.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Picture
 from nbtools.live.columns import Columns, spent, taken
 from nbtools.measure import REASONS
-from nbtools.table import EMPTY, duration, number, percent, size, spelled
+from nbtools.table import EMPTY, duration, number, spelled, written
 from nbtools.train import Diverged, order
 
 IDLE = REASONS[0x1]
@@ -105,8 +105,8 @@ def facts(columns: Columns, about: About, status: str, now: float | None = None)
             (f"best {spelled(about.best.lstrip('-'))}", f"{number(found[0])} in epoch {found[1]}" if found else EMPTY)
         )
     shown += [("kept", about.kept)] * bool(about.kept)
-    readings = ((label, write, columns.newest(name)) for name, label, write in READINGS)
-    shown += [(label, write(value)) for label, write, value in readings if value is not None]
+    readings = ((label, written(name, columns.newest(name))) for name, label in READINGS.items())
+    shown += [(label, value) for label, value in readings if value is not None]
     shown += [("after training", about.then)] * bool(about.then and status not in OVER)
     reasons = throttled(columns)
     return (*shown, *[("GPU throttled by", reasons)] * bool(reasons))  # last: it comes and goes
@@ -160,24 +160,16 @@ def steps(columns: Columns, about: About) -> int | None:
     return row["step"] + batches_in(left % count, int(batch)) + left // count * batches_in(count, int(batch))
 
 
-def mebibytes(count: float) -> str:
-    return size(count * 2**20)
-
-
-def watt_hours(energy: float) -> str:
-    return f"{energy / 1000:.2f} kWh" if energy >= 1000 else f"{energy:.3g} Wh"
-
-
-READINGS = (
-    ("samples_per_s", "samples/s", number),
-    ("data_wait", "waiting for data", percent),
-    ("gpu_memory_reserved", "GPU memory", mebibytes),
-    ("memory", "memory", mebibytes),
-    ("gpu_utilisation", "GPU use", "{:.0f} %".format),
-    ("gpu_power", "power", "{:.0f} W".format),
-    ("gpu_energy", "energy", watt_hours),
-)
-"""(column, label, how its newest value is written)."""
+READINGS = {
+    "samples_per_s": "samples/s",
+    "data_wait": "waiting for data",
+    "gpu_memory_reserved": "GPU memory",
+    "memory": "memory",
+    "gpu_utilisation": "GPU use",
+    "gpu_power": "power",
+    "gpu_energy": "energy",
+}
+"""Column → its label."""
 
 
 def throttled(columns: Columns) -> str:

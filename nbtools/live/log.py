@@ -8,9 +8,9 @@ from itertools import pairwise
 
 from nbtools.data import Pack, choose
 from nbtools.live.columns import Columns
-from nbtools.live.facts import About, mebibytes, time_left
+from nbtools.live.facts import About, time_left
 from nbtools.measure import described, expected
-from nbtools.table import digits, duration, number
+from nbtools.table import digits, duration, number, size
 from nbtools.train import Plan, Record, Steps, TrainState, call_of, shares
 
 OPENING = "opening"  # marks the event with these lines, where the process that trains is not the one that shows them
@@ -80,7 +80,7 @@ def line_of(record: Record, columns: Columns, about: About) -> str:
     lr, speed = digits(values["lr"]) + warmup, number(values["samples_per_s"])
     parts, readings = [f"epoch {record.epoch + 1:,}{of}", *shown, f"lr {lr}"], [f"{speed} samples/s"]
     if (memory := next((values[name] for name in MEMORY if values.get(name)), None)) is not None:
-        readings.append(mebibytes(memory))
+        readings.append(size(memory * 2**20))
     left = [f"{duration(seconds)} left" for seconds in [time_left(columns, about)] if seconds]
     while readings and len("  ".join([*parts, *readings, *left])) > LETTERS:
         readings.pop()

@@ -30,7 +30,7 @@ RESTS = 0.4  # seconds until a slider that was moved rests: several presses of a
 NOTHING: Mapping[str, str] = types.MappingProxyType({})
 
 
-class Panel:
+class Panel(table.Table):
     """The plan of an Advice, or a Plan, as a form to read and change, before and during the run.
 
     `plan` is always valid: if a value breaks a rule, the rule is shown next to its field and nothing changes. A
@@ -304,14 +304,12 @@ class Panel:
             bundle[VIEW] = {"version_major": 2, "version_minor": 0, "model_id": model}
         return bundle
 
-    def rows(self) -> list[tuple[str, Any, str]]:
-        return [(name, value, self.reasons.get(name, "")) for name, value in self.plan.to_dict().items()]
-
-    def _repr_html_(self) -> str:
-        return table.html(("setting", "value", "reason"), self.rows())
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, Any, str]]]:
+        rows = [(name, value, self.reasons.get(name, "")) for name, value in self.plan.to_dict().items()]
+        return ("setting", "value", "reason"), rows
 
     def __repr__(self) -> str:
-        return table.text(("setting", "value", "reason"), self.rows())
+        return str(self)
 
 
 def blamed(error: Exception, changed: Iterable[str]) -> str:

@@ -64,7 +64,7 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
 
     facts, names = [f"{label} {value}" for label, value in shown.facts], list(filter(None, (shown.title, shown.state)))
     lines = [" · ".join(part.replace(" ", "\xa0") for part in parts) for parts in (names, facts)]
-    head, key = [line.strip(" ·") for part in lines for line in textwrap.wrap(part, WORDS)], shown.key
+    head = [line.strip(" ·") for part in lines for line in textwrap.wrap(part, WORDS)]
     fonts = Fonts.of("✓ " + "".join(each.truth + each.predicted for each in previews), mono=True)
     across, high = (1, LINE) if samples.lines([each.image for each in previews]) else (SAMPLES, IMAGE)
     shapes = [each.image.shape for each in previews]
@@ -75,11 +75,11 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
     rows, below = math.ceil(len(shown.charts) / columns), math.ceil(len(previews) / across)
     legend = ROW * max((math.ceil(chart.named / 2) for chart in shown.charts), default=0)
     above = TITLE + legend + 3
-    top = HEAD * (len(head) + math.ceil(len(key) / in_a_row(key))) + ROW * shown.rows + 12
+    top = HEAD * len(head) + ROW * shown.rows + 12
     bottom = below * (high + text)
     tall = top + rows * (above + PLOT + AXIS) + bottom
     figure = Figure(figsize=(WIDE / 72, tall / 72), dpi=DPI, facecolor="none")
-    draw_header(figure, head, key, tall)
+    draw_header(figure, head, tall)
     sides = {"left": LEFT / WIDE, "right": 1 - RIGHT / WIDE}
     if rows:
         ends = {"top": 1 - (top + above) / tall, "bottom": (bottom + AXIS) / tall, "hspace": (above + AXIS) / PLOT}
@@ -99,21 +99,12 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
     return stream.getvalue()
 
 
-def in_a_row(key: Sequence[Line]) -> int:
-    """How many names of runs stand next to each other above the charts, each after its line."""
-    return max(1, min(len(key), WORDS // (max((len(line.name) for line in key), default=0) + 9)))
-
-
-def draw_header(figure: Figure, head: Sequence[str], key: Sequence[Line], tall: float) -> None:
+def draw_header(figure: Figure, head: Sequence[str], tall: float) -> None:
     from nbtools.fonts import Fonts
 
     look = {"size": 13, "color": GREY, "family": Fonts.of("".join(head)).families, "parse_math": False}
     for i, words in enumerate(head):
         figure.text(LEFT / WIDE, 1 - (22 + HEAD * i) / tall, words, **look)
-    if key:
-        handles, place = [draw_line(None, line) for line in key], (LEFT / WIDE, 1 - (8 + HEAD * len(head)) / tall)
-        look = {"loc": "upper left", "ncols": in_a_row(key), "frameon": False, "labelcolor": GREY, "fontsize": SMALL}
-        figure.legend(handles, [line.name for line in key], bbox_to_anchor=place, **look)
 
 
 def draw_chart(axes: Axes, chart: Chart, shown: Picture, first: bool, over: float) -> None:
@@ -155,16 +146,14 @@ def draw_chart(axes: Axes, chart: Chart, shown: Picture, first: bool, over: floa
     axes.spines["bottom"].set_color(GREY)
 
 
-def draw_line(axes: Axes | None, line: Line) -> Any:
-    """Draw a line; the handle for a legend, alone where there are no axes."""
+def draw_line(axes: Axes, line: Line) -> Any:
+    """Draw a line; the handle for a legend."""
     from matplotlib.lines import Line2D
 
     faint = line.look == "faint"
     width = 1.0 if faint else 1.8
-    dash = (0, tuple(part / width for part in line.dash)) if line.dash else "-"  # matplotlib counts in line widths
-    look = {"color": line.colour, "linewidth": width, "linestyle": dash, "alpha": 0.5 if faint else 1.0}
-    if axes is not None:
-        axes.plot(line.x, line.y, marker="o" if line.dotted else "", markersize=5, clip_on=not line.dotted, **look)
+    look = {"color": line.colour, "linewidth": width, "alpha": 0.5 if faint else 1.0}
+    axes.plot(line.x, line.y, marker="o" if line.dotted else "", markersize=5, clip_on=not line.dotted, **look)
     marker = "o" if line.look == "points" else ""
     return Line2D([], [], marker=marker, markersize=5, label=f"{line.name} {line.value}".strip(), **look)
 

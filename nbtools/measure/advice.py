@@ -6,14 +6,12 @@ The guides' tiers and tables are labelled as what they are: rules of thumb. What
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 
-from nbtools import table
 from nbtools.data import Card, batches_in, cores
 from nbtools.errors import sentence
 from nbtools.measure.batch import BatchReport
@@ -22,7 +20,7 @@ from nbtools.measure.profile import StepProfile, Tried
 from nbtools.measure.report import Report, restored
 from nbtools.measure.trials import LEAST_STEPS
 from nbtools.measure.verdict import Verdict
-from nbtools.table import digits, duration, painted, plural
+from nbtools.table import digits, duration, plural
 from nbtools.train import (
     LARGER,
     OPTIMIZERS,
@@ -45,7 +43,6 @@ CAPTCHA_GUIDE, LARGE_GUIDE = "captcha guide", "guide to large batches"
 GUIDES = "The guides named here are the speed-up guides that nbtools replaces: see docs/guides.md."
 SPEED = ("amp", "channels_last", "threads", "feed", "workers", "prefetch", "compile", "graph", "micro_batch_size")
 """Settings that are advice's to choose, whether or not it tried them."""
-LINE = 84  # characters of a reason in the table
 
 
 @dataclass(frozen=True)
@@ -106,31 +103,11 @@ class Advice(Report):
         return most, f"{min(beyond)} does not fit at once" if beyond else f"more than {most} at once was not tried"
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-        """One line per setting; a notebook unfolds its reason in full."""
+        """One row per setting with its reason, then one row for each other batch size."""
         values = self.plan.to_dict()
-        return ("setting", "value", "why"), [(name, values[name], self.why(name)) for name in self.reasons]
-
-    def in_full(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-        """One row per setting with its whole reason, then one row for each other batch size."""
-        values = self.plan.to_dict()
-        rows = [(name, values[name], reason, self.evidence.get(name, "")) for name, reason in self.reasons.items()]
-        for plan, why in self.other_batches():
-            rows.append((f"or batch {plan.batch_size}", f"lr {digits(plan.lr)}", why, ""))
-        shown = 4 if self.evidence else 3
-        return ("setting", "value", "reason", "measured here")[:shown], [row[:shown] for row in rows]
-
-    def colours(self) -> dict[tuple[int, int], str]:
-        """Values that were measured here, and those of rules of thumb."""
-        source = {name: "yellow" for name, reason in self.reasons.items() if THUMB in reason}
-        source |= dict.fromkeys(self.evidence, "green")
-        return {(row, 1): source[name] for row, name in enumerate(self.reasons) if name in source}
-
-    def text(self, colour: bool = False, whole: bool = False) -> str:
-        """whole: with each reason in full, what was measured, and what other batch sizes need."""
-        drawn = table.text(*(self.in_full() if whole else self.table()), colours=self.colours() if colour else None)
-        legend = f"{painted('measured here', 'green')}, {painted(THUMB, 'yellow')}" if colour else ""
-        others = "" if whole else self.other_sizes()
-        return "\n".join(filter(None, [self.caption(), drawn, legend, others, self.footer()]))
+        rows = [(name, values[name], reason, self.evidence.get(name)) for name, reason in self.reasons.items()]
+        rows += [(f"or batch {p.batch_size}", f"lr {digits(p.lr)}", why, None) for p, why in self.other_batches()]
+        return ("setting", "value", "reason", "measured here"), rows
 
     def caption(self) -> str:
         """Samples, steps per epoch, in all and of warmup; and the time for them where a step was measured here."""
@@ -153,22 +130,6 @@ class Advice(Report):
         bound = sentence(self.verdict.sentence) if self.verdict else ""
         return "\n".join(filter(None, [bound, self.note, guides]))
 
-    def _repr_html_(self) -> str:
-        others = [(plan.batch_size, plan.lr, why) for plan, why in self.other_batches()]
-        sizes = table.folded(self.other_sizes(), table.html(("batch size", "lr", "why"), others)) if others else ""
-        notes = "".join(map(table.note, self.footer().splitlines()))
-        return f"{table.html(*self.table(), self.caption())}{sizes}{notes}"
-
-    def other_sizes(self) -> str:
-        sizes = ", ".join(str(plan.batch_size) for plan, _ in self.other_batches())
-        return sizes and f"Other batch sizes: {sizes}"
-
-    def why(self, name: str) -> table.Folded:
-        """The start of a setting's reason, and to unfold all of it, where there is more."""
-        reason = self.reasons[name]
-        short, whole = clause(reason), explained(reason, self.evidence.get(name, ""))
-        return table.Folded(short, whole if whole != short else "")
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], kind: type[Plan] = Plan) -> Self:
         """kind: of the plans."""
@@ -180,11 +141,6 @@ class Advice(Report):
 def explained(reason: str, measured: str) -> str:
     """A setting's reason in full, and what was measured of it on this machine."""
     return ". ".join(filter(None, [reason, measured and f"Measured here: {measured}"]))
-
-
-def clause(reason: str) -> str:
-    """The start of a reason: up to its first semicolon, and of that as many words as fit a line."""
-    return textwrap.shorten(reason.partition("; ")[0], LINE, placeholder=" …")
 
 
 @dataclass(frozen=True)

@@ -55,21 +55,11 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Check:
-    """What this machine is. device: what trains; side: of the matrices that were multiplied; bytes of RAM and of the
-    disk that staged data and packs go to, None if the system does not report them. Shows as tables."""
+    """What this machine is. machine: part → what it is, None for what is not there; side: of the matrices that were
+    multiplied. Shows as tables."""
 
     gpus: Gpus
-    device: str
-    cpu: str
-    cores: int
-    threads: int
-    instructions: tuple[str, ...]
-    ram_free: int | None
-    ram_total: int | None
-    disk_free: int | None
-    cache: str
-    versions: dict[str, str | None]
-    amp: str
+    machine: dict[str, str | None]
     side: int
     arithmetic: tuple[Arithmetic, ...]
     feed: str
@@ -78,78 +68,43 @@ class Check:
         """Plain values, ready for JSON."""
         return dataclasses.asdict(self)
 
-    def rows(self) -> list[tuple[str, str | None]]:
-        versions = self.versions
-        ram = pair(self.ram_free, self.ram_total, table.size)
-        cuda = f"built for CUDA {versions['cuda']}" if versions["cuda"] else "built without CUDA"
-        own = ", ".join(self.instructions) or "no vector instructions that nbtools knows"
-        return [
-            ("trains on", self.device),
-            ("processor", f"{self.cpu}, {table.plural(self.cores, 'core')}: {own}"),
-            ("RAM", ram and f"{ram} free"),
-            ("disk", None if self.disk_free is None else f"{table.size(self.disk_free)} free for {self.cache}"),
-            ("nbtools", f"{versions['nbtools']}, Python {versions['python']}, {versions['system']}"),
-            ("torch", f"{versions['torch']}, {cuda}, {table.plural(self.threads, 'thread')}"),
-            ("cuDNN", versions["cudnn"]),
-            ("driver", versions["driver"]),
-            (
-                "AMP",
-                "not tried on this device" if self.amp == "off" else f"{self.amp}, where nb.advise measures a gain",
-            ),
-        ]
-
-    def text(self, colour: bool = False) -> str:
-        """The tables below one another; colour: for a terminal that shows colours."""
-        colours = {} if colour else None
+    def __str__(self) -> str:
         products = f"products of {self.side:,} × {self.side:,}, GFLOP/s"
         parts = [
-            table.text(*self.gpus.table(), colours=colours) if self.gpus else self.gpus.missing,
-            table.text(("machine", ""), self.rows(), colours=colours),
-            table.text(("format", "trains here", products), [each.row() for each in self.arithmetic], colours=colours),
+            table.text(*self.gpus.table()) if self.gpus else self.gpus.missing,
+            table.text(("machine", ""), list(self.machine.items())),
+            table.text(("format", "trains here", products), [each.row() for each in self.arithmetic]),
             f"Feed auto: {self.feed}.\nA plan for your data, measured: python -m nbtools advise TASK --data SOURCE",
         ]
         return "\n\n".join(filter(None, parts))
 
-    def __str__(self) -> str:
-        return self.text()
-
 
 def check() -> Check:
     """Look at this machine, and multiply matrices for a fraction of a second."""
-    device, found, room = devices.pick(), gpus(), memory.ram()
-    free = None
-    with contextlib.suppress(OSError):
-        free = disk.free_bytes(cache())
-    return Check(
-        gpus=found,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else DEVICES.get(device.type, str(device)),
-        cpu=cpu_name(),
-        cores=cores(),
-        threads=torch.get_num_threads(),
-        instructions=instructions(),
-        ram_free=room and room.bytes,
-        ram_total=memory.ram_in_all(),
-        disk_free=free,
-        cache=str(cache()),
-        versions=versions(found),
-        amp=devices.reduced(device),
-        side=matrix_side(device),
-        arithmetic=tuple(arithmetic(device)),
-        feed=auto_feed(device),
-    )
+    device, found = devices.pick(), gpus()
+    machine = parts_of(device, found)
+    return Check(found, machine, matrix_side(device), tuple(arithmetic(device)), auto_feed(device))
 
 
-def versions(found: Gpus) -> dict[str, str | None]:
-    """What figures of this machine depend on; None for what is not there."""
+def parts_of(device: torch.device, found: Gpus) -> dict[str, str | None]:
+    """Return what trains, and what figures of this machine depend on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else DEVICES.get(device.type, str(device))
+    own = ", ".join(instructions()) or "no vector instructions that nbtools knows"
+    cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    ram, space, amp = memory.ram(), None, devices.reduced(device)
+    with contextlib.suppress(OSError):
+        space = f"{table.size(disk.free_bytes(cache()))} free for {cache()}"
     return {
-        "nbtools": VERSION,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": None if cudnn is None else cudnn_version(cudnn),
+        "trains on": name,
+        "processor": f"{cpu_name()}, {plural(cores(), 'core')}: {own}",
+        "RAM": None if ram is None else f"{pair(ram.bytes, memory.ram_in_all(), table.size)} free",
+        "disk": space,
+        "nbtools": f"{VERSION}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+        "torch": f"{torch.__version__}, {cuda}, {plural(torch.get_num_threads(), 'thread')}",
+        "cuDNN": None if cudnn is None else cudnn_version(cudnn),
         "driver": found[0].driver if found else None,
-        "system": f"{platform.system()} {platform.machine()}",
+        "AMP": "not tried on this device" if amp == "off" else f"{amp}, where nb.advise measures a gain",
     }
 
 

@@ -8,7 +8,6 @@ forked. What a device does not report (Colab's vGPUs and MIG slices omit much) i
 from __future__ import annotations
 
 import contextlib
-import html
 import os
 import platform
 import subprocess
@@ -90,7 +89,7 @@ class Gpu:
         return None if self.capability is None else self.capability >= (8, 0)
 
 
-class Gpus(list[Gpu]):
+class Gpus(table.Table, list[Gpu]):
     """The GPUs of this machine; shows as a table. Empty without NVIDIA. note: the rest of the machine: processor,
     cores, RAM and disk. missing: why there is none."""
 
@@ -98,15 +97,15 @@ class Gpus(list[Gpu]):
         super().__init__(found)
         self.note, self.missing = note, missing
 
-    def __repr__(self) -> str:
-        return f"{table.text(*self.table())}\n{self.note}" if self else self.note
+    def footer(self) -> str:
+        return self.note
 
-    def _repr_html_(self) -> str:
-        return table.html(*self.table(), self.note) if self else f"<div>{html.escape(self.note)}</div>"
+    def __repr__(self) -> str:
+        return str(self)
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         """(headers, rows): one column per GPU if they fit side by side, else one row per GPU."""
-        headers, rows = list(cells(self[0])), [list(cells(g).values()) for g in self]
+        headers, rows = [*(cells(self[0]) if self else ())], [list(cells(g).values()) for g in self]
         if len(rows) > 3:
             return headers, rows
         return ["", *(f"GPU {row[0]}" for row in rows)], list(zip(headers, *rows, strict=True))[1:]

@@ -5,55 +5,24 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import repeat
 from typing import Any, Self
 
-from nbtools import table
+from nbtools.table import Table
 
 
-class Report:
-    """The base of the frozen dataclasses that hold measurements. A subclass says what `caption`, `table` and `footer`
-    show."""
+class Report(Table):
+    """The base of the frozen dataclasses that hold measurements."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return dataclasses.asdict(self)  # pyright: ignore[reportArgumentType]  (subclasses are dataclasses)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The report of `to_dict`, also after JSON; fields that another version had are left out."""
+        """Return the report of `to_dict`, also after JSON; fields that another version had are left out."""
         return restored(cls, values)
-
-    def caption(self) -> str:
-        """The result in one sentence."""
-        return ""
-
-    def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        """(headers, rows)"""
-        return (), ()
-
-    def footer(self) -> str:
-        """What the figures depend on: the machine, and the time taken."""
-        return ""
-
-    def colours(self) -> Mapping[tuple[int, int], str]:
-        """(row, column) of the table → its colour on a terminal. Default: none."""
-        return {}
-
-    def text(self, colour: bool = False) -> str:
-        """Caption, table and footer below one another; colour: for a terminal that shows colours."""
-        headers, rows = self.table()
-        drawn = table.text(headers, rows, colours=self.colours() if colour else None) if rows else ""
-        return "\n".join(filter(None, [self.caption(), drawn, self.footer()]))
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def _repr_html_(self) -> str:
-        headers, rows = table.filled(*self.table())
-        body = table.html(headers, rows, self.caption()) if rows else table.note(self.caption())
-        return body + table.note(self.footer())
 
 
 def restored(kind: Any, value: Any) -> Any:

@@ -3,7 +3,6 @@ then a trial of some learning rates, of which the best one is suggested."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from nbtools.train import Plan, TaskLike, rehearse
 from nbtools.train import device as devices
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from nbtools.figures import Sheet
 
 LEAST_STEPS = 25  # that draw a curve through noise
 LOST = 4.0  # times the least smoothed loss: there the sweep ends (as fastai's and Lightning's do)
@@ -70,11 +69,11 @@ class Sweep(Report):
         how = f"{len(self.lrs)} steps of {self.batch_size} samples{skipped}, {self.seconds:.1f} s"
         return ", ".join([how, *self.machine.values()])
 
-    def figure(self) -> Figure:
+    def figure(self) -> Sheet:
         """The loss over lr, as measured (faint) and smoothed, the suggestion dashed."""
-        from matplotlib.figure import Figure
+        from nbtools.figures import Sheet
 
-        figure = Figure(figsize=(5.6, 2.8), dpi=200, layout="constrained")
+        figure = Sheet(figsize=(5.6, 2.8), dpi=200, layout="constrained")
         axes = figure.add_subplot(xlabel="learning rate", ylabel="loss per sample", xscale="log")
         axes.plot(self.lrs, self.losses, color="C0", alpha=0.3)
         axes.plot(self.lrs, self.smoothed, color="C0")
@@ -86,17 +85,15 @@ class Sweep(Report):
         return figure
 
     def _repr_png_(self) -> bytes:
-        file = io.BytesIO()
-        self.figure().savefig(file, format="png")
-        return file.getvalue()
+        return self.figure()._repr_png_()
 
     def _ipython_display_(self) -> None:
         """Two outputs, since in a saved notebook GitHub shows a picture only if it is an output by itself."""
         if not in_notebook():
             raise NotImplementedError  # IPython then prints the text
-        from IPython.display import HTML, Image, display
+        from IPython.display import HTML, display
 
-        display(Image(self._repr_png_()), HTML(self._repr_html_()))
+        display(self.figure(), HTML(self._repr_html_()))
 
 
 def lr_sweep(

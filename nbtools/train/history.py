@@ -150,10 +150,9 @@ class History:
         return f"History{f' {self.path}' if self.path else ''}: {table.plural(len(self), 'row')}{upto}"
 
     def _repr_html_(self) -> str:
-        rows = self.rows[-LAST:]
-        columns = [name for name in self.columns if any(name in row for row in rows)]
+        rows = [[row.get(name) for name in self.columns] for row in self.rows[-LAST:]]
         caption = f"{self!r}{f'; the last {LAST}, frame() has all' if len(self) > LAST else ''}"
-        return table.html(columns, [[row.get(name) for name in columns] for row in rows], caption)
+        return table.html(self.columns, rows, caption)
 
 
 def cell(item: Any) -> Any:

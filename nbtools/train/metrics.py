@@ -95,8 +95,12 @@ MEANINGS = {
     "f1": "harmonic mean of precision and recall of each class, averaged over the classes",
     "mae": "mean distance from the true value",
     "mse": "mean squared distance from the true value",
+    "train_loss": "mean over the samples of the epoch, each when it was trained on",
+    "data_wait": "share of the time that training waited for its next batch",
+    "epoch_time": "of training; evaluations are not in it",
+    "lr": "learning rate of the last step",
 }
-"""Metric → what it says, in plain words; a task's own are in `Task.MEANINGS`."""
+"""Metric, or another column of an epoch → what it says, in plain words; a task's own are in `Task.MEANINGS`."""
 
 
 def listed(metrics: Any) -> tuple[Any, ...]:

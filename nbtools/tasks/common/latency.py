@@ -11,17 +11,16 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from nbtools import table
 from nbtools.errors import PlanError
+from nbtools.table import Table
 
 T = TypeVar("T")
 
 WARM = 3  # predictions before the clock counts: the first ones load libraries and choose kernels
-HEADERS = ("device", "one sample", "predictions", "median", "95 %")
 
 
 @dataclass(frozen=True)
-class Latency:
+class Latency(Table):
     """Seconds of n predictions, each of one sample alone. Shows as a table."""
 
     device: str
@@ -30,16 +29,11 @@ class Latency:
     median: float
     slowest: float  # the 95th percentile
 
-    @property
-    def cells(self) -> tuple[str, ...]:
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         times = (f"{1e3 * seconds:.2f} ms" for seconds in (self.median, self.slowest))
-        return (self.device, self.sample, f"{self.n}", *times)
-
-    def __str__(self) -> str:
-        return table.text(HEADERS, [self.cells])
-
-    def _repr_html_(self) -> str:
-        return table.html(HEADERS, [self.cells])
+        return ("device", "one sample", "predictions", "median", "95 %"), [
+            (self.device, self.sample, f"{self.n}", *times)
+        ]
 
 
 def measure_latency(

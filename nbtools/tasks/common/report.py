@@ -82,7 +82,7 @@ class Report:
         """Every row: severity, file, key, rule, value, fix."""
         import pandas as pd
 
-        return pd.DataFrame([[getattr(row, name) for name in COLUMNS] for row in self.rows], columns=list(COLUMNS))
+        return pd.DataFrame(listed(self.rows), columns=list(COLUMNS))
 
     @property
     def summary(self) -> str:
@@ -92,14 +92,15 @@ class Report:
         """Plain values, ready for JSON."""
         return {**dataclasses.asdict(self), "errors": self.errors, "warnings": self.warnings, "ok": self.ok}
 
-    def shown(self) -> list[list[str | None]]:
-        return [[getattr(row, name) or None for name in COLUMNS] for row in gathered(self.rows)]
-
     def __str__(self) -> str:
-        return f"{table.text(COLUMNS, self.shown())}\n\n{self.summary}" if self.rows else self.summary
+        return f"{table.text(COLUMNS, listed(gathered(self.rows)))}\n\n{self.summary}" if self.rows else self.summary
 
     def _repr_html_(self) -> str:
-        return table.html(COLUMNS if self.rows else (), self.shown(), caption=self.summary)
+        return table.html(COLUMNS, listed(gathered(self.rows)), self.summary)
+
+
+def listed(rows: Iterable[Row]) -> list[list[str]]:
+    return [[getattr(row, name) for name in COLUMNS] for row in rows]
 
 
 def ordered(rows: Iterable[Row]) -> tuple[Row, ...]:

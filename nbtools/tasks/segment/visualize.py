@@ -129,12 +129,14 @@ def figure(pack: Pack, panels: Sequence[Panel]) -> Sheet:
         return blank()
     seen = sorted({int(k) for _, label in panels if label is not None for k in np.unique(label)})
     names = ["ignored" if k == IGNORE else f"{k} {pack.classes[k]}" for k in seen]
-    sheet, axes, boxes = gallery([one for one, _ in panels], COLUMNS, below=MARGIN + ROW * math.ceil(len(seen) / NAMES))
-    for (_, label), box in zip(panels, boxes, strict=True):
+    sheet, axes, places = gallery(
+        [one for one, _ in panels], COLUMNS, below=MARGIN + ROW * math.ceil(len(seen) / NAMES)
+    )
+    for (_, label), (left, top) in zip(panels, places, strict=True):
         for k, x, y in [] if label is None else label_spots(label):
             stroke = [withStroke(linewidth=2, foreground="black")]
             style = {"ha": "center", "va": "center", "color": "white", "size": 7, "path_effects": stroke}
-            axes.text(box.left + x, box.top + y, str(k), **style)
+            axes.text(left + x, top + y, str(k), **style)
     fonts, colours = Fonts.of("".join(names)), colours_of(pack) / 255
     patches = [
         Patch(facecolor="#c8c8c8" if k == IGNORE else colours[k], edgecolor=GREY, hatch="////" if k == IGNORE else None)
@@ -233,6 +235,6 @@ def balance(pack: Pack) -> Sheet:
 
 
 def confused(table: pd.DataFrame) -> Sheet:
-    """A table of `confusion`: each class's pixels by what they were predicted as, blue on the diagonal, where that is
-    right; the numbers are per cent of the row."""
+    """A table of `confusion`: each class's pixels by what they were predicted as; the numbers are per cent of the
+    row."""
     return confusion_figure(table, "per cent of each true class's pixels", percent=True)
