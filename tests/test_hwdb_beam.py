@@ -125,29 +125,18 @@ def spelled(lm, text):
 # The language model
 
 
-@pytest.mark.parametrize(("order", "count"), [(2, 300), (3, 300), (4, 300), (3, 5)])
+@pytest.mark.parametrize(("order", "count"), [(2, 300), (3, 300), (3, 5)])
 def test_every_probability_is_that_of_the_formulas_in_dictionaries(order, count):
     rng = np.random.default_rng(order)
     lines = lines_of(rng, "abcde", count)
     lm, slow = NGram.train(lines, "abcde", order), Slow(lines, "abcde", order)
     poor = [found == [0, *FALLBACK] for found in slow.discounts[1:]]
-    assert all(poor) == ((order, count) not in [(3, 300), (4, 300)])  # both are in play: the estimates, the fallback
+    assert all(poor) == ((order, count) != (3, 300))  # both are in play: the estimates, the fallback
     others = lines_of(rng, "edcba", 30)
     for text in ["", *lines[:5], *others]:
         assert sum(spelled(lm, text)) == pytest.approx(slow.line(text), abs=1e-5)
     scores = [score for text in others for score in spelled(lm, text)]
     assert lm.perplexity(others) == pytest.approx(math.exp(-np.mean(scores)), rel=1e-9)
-
-
-def test_thousands_of_classes_do_not_mix_up_contexts():
-    rng = np.random.default_rng(0)
-    classes = [chr(0x4E00 + i) for i in range(20_000)]
-    lines = ["".join(map(classes.__getitem__, row)) for row in rng.integers(0, 20_000, (4_000, 30)).tolist()]
-    lm = NGram.train(lines, classes, 4)
-    assert int(lm.shorter.max()) * 20_001 > 2**31  # where a key leaves int32
-    states = np.array([1, lm.start, len(lm.back_off) // 2, len(lm.back_off) - 1]).repeat(20_001)
-    found = np.exp(lm.step(states, np.tile(np.arange(20_001), 4))[0]).reshape(4, -1).sum(1)
-    np.testing.assert_allclose(found, 1, atol=1e-4)
 
 
 def same(one, other):
@@ -191,32 +180,20 @@ def test_what_cannot_be_counted_says_why(tmp_path, call, message):
 # The search
 
 
-@pytest.mark.parametrize("peak", [0.5, 2.0, 6.0])
+@pytest.mark.parametrize("peak", [0.5, 6.0])
 @pytest.mark.parametrize("with_lm", [False, True])
 def test_the_search_is_that_of_dictionaries_text_for_text(peak, with_lm):
     rng = np.random.default_rng(7)
     classes = "abcdef"
     lines = lines_of(rng, classes, 60)
     lm, slow = (NGram.train(lines, classes, 3), Slow(lines, classes, 3)) if with_lm else (None, None)
-    for width, candidates, least in [(1, 3, 0.0), (3, 6, 0.01), (5, 2, 0.05), (50, 6, 0.0)]:
+    for width, candidates, least in [(1, 3, 0.0), (5, 2, 0.05), (20, 6, 0.0)]:
         log_probs = answers(rng, 14, 6, 7, peak)
         steps = rng.integers(0, 15, 6)
         settings = {"width": width, "alpha": 0.6, "beta": 0.4, "candidates": candidates, "least": least}
         rows = log_probs.transpose(0, 1).numpy()
         wanted = [slow_beam(row[:n], classes, slow, **settings) for row, n in zip(rows, steps, strict=True)]
         assert beam(log_probs, steps, classes, lm, **settings) == wanted
-
-
-def test_the_language_model_is_asked_only_about_texts_that_could_be_kept(monkeypatch):
-    """Each look-up is a search in millions of n-grams: most of a search's time, were all texts looked up."""
-    rng = np.random.default_rng(3)
-    classes = [chr(0x4E00 + i) for i in range(99)]
-    lm, asked, step = NGram.train(lines_of(rng, classes, 60), classes), [], NGram.step
-    monkeypatch.setattr(NGram, "step", lambda self, states, s: asked.append(len(states)) or step(self, states, s))
-    logits = answers(rng, 30, 8, 100, 4.0)
-    logits[..., 0] += 10  # most frames of a network are blank
-    beam(logits, [30] * 8, classes, lm, width=10, candidates=20, least=0.0)
-    assert 0 < sum(asked) < 30 * 8 * 10 * 20 / 3
 
 
 def test_a_beam_adds_up_ways_where_greedy_takes_the_best_one():
@@ -238,15 +215,6 @@ def test_logits_half_precision_and_batches_give_the_same_texts():
     assert beam(half, steps, classes, lm) == beam(half.float(), steps, classes, lm)
     padded = torch.cat([log_probs, torch.full((6, 100, 8), math.nan)])  # beyond a line's own steps nothing is read
     assert beam(padded, steps, classes, lm) == whole
-
-
-def test_frames_without_a_likely_character_are_skipped_and_still_part_repeats():
-    log_probs = torch.full((7, 1, 3), 1e-7)
-    log_probs[[0, 4], 0, 1] = 1.0
-    log_probs[[1, 2, 3, 5, 6], 0, 0] = 1.0
-    [peaks] = find_peaks(log_probs.log(), torch.tensor([7]))
-    assert (len(peaks.blank), peaks.gap.tolist()) == (2, [False, True])
-    assert search([peaks], "ab") == ["aa"]
 
 
 def test_alpha_and_beta_weigh_the_language_and_the_length_and_where_a_line_may_end_decides_too():
@@ -335,25 +303,3 @@ def test_tuning_finds_the_weights_that_read_best_and_a_language_model_helps(draw
     best = tuned.table.loc[tuned.alpha, tuned.beta]
     assert best == tuned.table.min().min() < 0.7 * tuned.table.loc[0.0, 0.0]
     assert f"{best:.2f} %" in str(tuned)
-
-
-def test_an_unknown_character_of_the_truth_is_an_error_whatever_is_read(drawn):
-    _, _, classes = drawn
-    log_probs = torch.full((1, 1, 6), -20.0)
-    log_probs[0, 0, 5] = 0
-    lm = NGram.train([UNKNOWN, "a"], classes)
-    assert (
-        tune(find_peaks(log_probs, torch.tensor([1])), [UNKNOWN], classes, lm, alphas=[0], betas=[0]).table.loc[0, 0]
-        == 100
-    )
-    assert beam(log_probs, [1], classes) == [UNKNOWN]
-
-
-def test_tuning_on_nothing_is_refused(drawn):
-    pack, texts, classes = drawn
-    lm, found = NGram.train(texts, classes), peaks_of(Spelling(), pack, hwdb.Plan(), [0, 1])
-    for wrong in (lambda: tune(found, texts, classes, lm), lambda: tune(found, texts[:2], classes, lm, alphas=[])):
-        with pytest.raises(NbtoolsError, match="a text for each line"):
-            wrong()
-    with pytest.raises(NbtoolsError, match="needs ids"):
-        peaks_of(Spelling(), pack, hwdb.Plan(), pack.ids("test"))

@@ -6,22 +6,19 @@ import re
 import shutil
 import time
 import unicodedata
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from nbtools import disk
 from nbtools.data import Pack, collate
 from nbtools.errors import PackError
 from nbtools.measure import Machine, decide
 from nbtools.tasks import hwdb
-from nbtools.tasks.common import ctc
 from nbtools.tasks.hwdb.formats import UNKNOWN
 from nbtools.train import device
-from tests.archives import archived, put, tree, zip_bytes
+from tests.archives import archived, put, tree
 from tests.test_hwdb_format import coded, line, word, words
 from tests.test_hwdb_format import page as page_of
 
@@ -103,7 +100,7 @@ def test_every_line_of_every_page_is_packed_with_its_text_and_its_split_and_no_s
     assert len([path for path in set(tmp_path.rglob("*")) - before if path.is_file()]) <= 10
 
 
-@pytest.mark.parametrize(("height", "width"), [(40, 100), (9, 33), (16, 50), (64, 20)])
+@pytest.mark.parametrize(("height", "width"), [(40, 100), (9, 33)])
 def test_a_line_keeps_its_proportions_and_becomes_ink_on_its_side(tmp_path, height, width):
     """The guide's reader took top and left for height and width: slivers 6 to 30 pixels high."""
     image = hwdb.read(
@@ -201,19 +198,6 @@ def test_archives_in_a_folder_are_read_in_place_by_packing_workers_and_to_predic
         np.testing.assert_array_equal(hwdb.read(archives / made.names[i], made.options)["image"], image)
 
 
-def test_an_archive_within_an_archive_and_one_next_to_its_folder_stay_closed_and_are_listed(tmp_path):
-    raw = corpus(tmp_path / "raw")
-    alone = packed(raw)
-    archive(raw / "HWDB2.0Train", raw / "HWDB2.0Train.zip")
-    made = packed(raw)
-    assert lines_by_page(made) == lines_by_page(alone)
-    assert made.bad["file"].tolist() == ["HWDB2.0Train.zip"]
-    assert "unpack it" in made.bad["fix"][0]
-    archive(raw / "HWDB2.0Test", tmp_path / "only" / "HWDB2.0Test.zip")
-    with pytest.raises(PackError, match=r"no page.*unpack the archive around HWDB2.0Test\.zip"):
-        packed(archive(tmp_path / "only", tmp_path / "nested.zip"))
-
-
 @pytest.mark.parametrize(("form", "layout"), [("tar", "pages"), ("zip", "lines"), ("tar.xz", "lines")])
 def test_a_folder_and_its_archive_make_the_same_pack_near_and_far(tmp_path, monkeypatch, form, layout):
     monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
@@ -229,39 +213,6 @@ def test_a_folder_and_its_archive_make_the_same_pack_near_and_far(tmp_path, monk
         for i in (0, len(made) - 1):
             np.testing.assert_array_equal(raw_[i]["image"], made.sample(i)["image"])
         assert packed(source).folder == made.folder
-
-
-def test_many_lines_are_packed_from_an_archive_without_a_file_for_each(tmp_path, monkeypatch):
-    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
-    raw = tmp_path / "raw"
-    (raw / "train").mkdir(parents=True)
-    for n in range(300):
-        Image.fromarray(grey(16, 20, n)).save(raw / "train" / f"{n:04}.png", compress_level=0)
-    (raw / "train_img_id_gt.txt").write_text("".join(f"{n:04},一\n" for n in range(300)))
-    archive(raw, tmp_path / "drive" / "all.tar.gz", "tar.gz")
-    most, create = [0], disk.create
-
-    def counting(path):
-        most[0] = max(most[0], len(files_below(tmp_path / "cache", *tmp_path.glob("pack*"))))
-        return create(path)
-
-    monkeypatch.setattr(disk, "create", counting)
-    made = packed("drive:all.tar.gz", into=tmp_path / "pack")
-    assert len(made) == 300
-    assert most[0] <= 12
-    assert len(files_below(tmp_path / "cache")) == 2  # the archive and its receipt
-    np.testing.assert_array_equal(made.sample(299)["image"], slowly(grey(16, 20, int(made.names[299][6:10]))))
-
-
-def test_a_damaged_entry_of_an_archive_is_listed_by_its_name_and_the_others_stay(tmp_path):
-    raw = prepared(tmp_path / "raw", {"train": dict.fromkeys("abc", "一")})
-    image = (raw / "train" / "b.png").read_bytes()
-    whole = zip_bytes(*tree(raw).items(), method=zipfile.ZIP_STORED)
-    made = packed(put(tmp_path / "all.zip", whole.replace(image, image[:-20] + bytes(20))), val=0, test=0)
-    assert made.names == ["train/a.png", "train/c.png"]
-    [row] = made.bad.to_dict("records")
-    assert row["file"] == "train/b.png"
-    assert re.match(r"all\.zip: entry 'train/b\.png' is damaged: .*CRC", row["value"])
 
 
 # Splits
@@ -305,21 +256,11 @@ def test_a_writer_stays_in_its_split_when_others_come(tmp_path):
     assert set.union(*more.values()) == {"train", "val", "test"}
 
 
-@pytest.mark.parametrize("hands", [2, 3, 5])
+@pytest.mark.parametrize("hands", [2, 3])
 def test_each_split_that_was_asked_for_gets_lines_however_few_hands_there_are(tmp_path, hands):
-    for start in range(0, 40, 10):
-        folder = pages(tmp_path / str(start), range(start, start + hands), count=3)
-        found = splits_of(packed(folder), "-" if hands > 2 else "#")  # with fewer than three hands by pages
-        assert set.union(*found.values()) == {"train", "val", "test"}
-        assert all(len(splits) == 1 for splits in found.values())
-    assert splits_of(packed(pages(tmp_path / "one", [1], count=1))) == {"001": {"train"}}
-
-
-def test_only_train_folders_give_all_three_and_only_test_ones_are_to_test_on(tmp_path):
-    trained = packed(pages(tmp_path / "a", range(20), "Train", 1), val=0.2, test=0.2)
-    assert all(trained.splits.values())
-    tested = packed(pages(tmp_path / "b", range(5), "Test", 1), val=0.2, test=0.2)
-    assert tested.splits == {"train": 0, "val": 0, "test": 10}
+    found = splits_of(packed(pages(tmp_path, range(hands), count=3)), "-" if hands > 2 else "#")  # else by pages
+    assert set.union(*found.values()) == {"train", "val", "test"}
+    assert all(len(splits) == 1 for splits in found.values())
 
 
 # The prepared layout
@@ -336,26 +277,6 @@ def test_the_one_tar_of_the_prepared_layout_is_read_and_only_its_first_comma_end
     np.testing.assert_array_equal(image, slowly(grey(24, 70, 1)))
     other = packed(corpus(tmp_path / "pages"))  # a run of the one may be evaluated on the other
     assert (other.options, other.columns, other.card.task) == (made.options, made.columns, "hwdb")
-
-
-def test_lists_with_marks_blanks_quotes_and_no_suffixes_mean_what_they_say(tmp_path):
-    raw = prepared(tmp_path / "raw", {"train": {"a": "", "b": "", "c": "", "d": ""}}, ".jpg")
-    rows = 'a, 一\u2028二 \r\nb.jpg,"三",\r\n\r\n ./c ,四\ntrain/d.jpg,五'
-    (raw / "train_img_id_gt.txt").write_bytes(rows.encode("utf-8-sig"))
-    meant = {"a": " 一\u2028二 ", "b": '"三",', "c": "四", "d": "五"}
-    assert texts(packed(raw, val=0, test=0)) == {f"train/{name}.jpg": text for name, text in meant.items()}
-
-
-def test_lines_next_to_their_list_are_found_and_one_of_two_lists_is_in_one_split(tmp_path):
-    raw = prepared(tmp_path / "raw", {"train": {"a": "一", "b": "二"}})
-    for path in (raw / "train").iterdir():
-        path.rename(raw / path.name)
-    (raw / "train").rmdir()
-    assert texts(packed(raw)) == {"a.png": "一", "b.png": "二"}
-    (raw / "test_img_id_gt.txt").write_text("a.png,一\n")
-    made = packed(raw)
-    assert [made.names[i] for i in made.ids("test")] == ["a.png"]
-    assert made.bad["file"].tolist() == ["train_img_id_gt.txt:1"]
 
 
 def test_bad_rows_and_images_are_listed_with_their_place(tmp_path):
@@ -449,43 +370,6 @@ def test_classes_are_a_string_a_list_or_a_file(tmp_path, kind):
     assert packed(tmp_path / "raw", classes=given).classes == ["一", "二", " ", "三", UNKNOWN]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"\xff\n", ".*UTF-8 text, got byte 0xff at offset 0"),
-        ("一\n二三\n".encode(), ":2: a line must hold one character, .* got '二三'"),
-        ("一\n二\n一\n".encode(), ":3: .*which no other line has, got '一'"),
-        (b"\n", ".* must have a character on each line, got none"),
-    ],
-)
-def test_a_list_of_characters_that_is_none_names_the_place(tmp_path, text, message):
-    (tmp_path / "chars.txt").write_bytes(text)
-    with pytest.raises(PackError, match=rf"chars\.txt{message}"):
-        packed(tmp_path, classes=tmp_path / "chars.txt")
-
-
-def test_the_report_counts_as_a_loop_over_the_lines_does(tmp_path):
-    rng = np.random.default_rng(1)
-    for n in range(12):
-        lines = ["".join(rng.choice(list("一二三"), rng.integers(1, 9))) for _ in range(3)]
-        page(tmp_path / "raw" / f"{n:03}-P1.dgrl", *lines, width=int(rng.integers(20, 200)))
-    made = packed(tmp_path / "raw")
-    report = hwdb.report(made)
-    assert report.loc["all", "lines"] == len(made) == 36  # narrow ones are counted and not dropped
-    assert report.loc["all", "narrow /32"] > report.loc["all", "narrow /4"]
-    for split, row in report.to_dict("index").items():
-        ids = range(len(made)) if split == "all" else made.ids(str(split))
-        every, widths = "".join(hwdb.text_of(made, i) for i in ids), [len(made.sample(i)["image"]) for i in ids]
-        assert (row["lines"], row["characters"], row["unknown"]) == (len(widths), len(every), 0)
-        assert row["classes"] == len(set(every))
-        assert (row["narrowest"], row["median"], row["widest"]) == (min(widths), int(np.median(widths)), max(widths))
-        for stride in (4, 8, 16, 32):
-            steps = [
-                (-(-n // stride), ctc.needed_steps(hwdb.text_of(made, i))) for n, i in zip(widths, ids, strict=True)
-            ]
-            assert row[f"narrow /{stride}"] == sum(have < needed for have, needed in steps)
-
-
 # What is refused
 
 
@@ -494,15 +378,11 @@ def test_the_report_counts_as_a_loop_over_the_lines_does(tmp_path):
     [
         ("1-P1.dgrl", ("only single lines are read, not whole pages", "name a line of it: 1-P1.dgrl#1")),
         ("1-P1.dgrl#3", ("1-P1.dgrl has lines 1 to 2", "name one of these")),
-        ("1-P1.dgrl#0", ("1-P1.dgrl has lines 1 to 2", "name one of these")),
-        ("3-P1.dgrl#1", ("3-P1.dgrl has no lines", "name one of these")),
-        ("2-P1.dgrl#1", ("the file must be readable", "copy it again, or delete it")),
         ("a.png", ("the file must be readable", "copy it again, or delete it")),
     ],
 )
 def test_what_is_no_line_is_refused_with_value_rule_and_fix(tmp_path, name, problem):
     page(tmp_path / "1-P1.dgrl", "一", "二")
-    page(tmp_path / "3-P1.dgrl")
     with pytest.raises(PackError) as error:
         hwdb.read(tmp_path / name, {"height": HEIGHT})
     assert error.value.args[1:] == problem
@@ -513,14 +393,10 @@ def test_what_is_no_line_is_refused_with_value_rule_and_fix(tmp_path, name, prob
     [
         ({"layout": "grid"}, "layout must be one of auto, pages, lines, got 'grid'"),
         ({"height": 8}, "height must be a whole number of pixels from 16 to 512, got 8"),
-        ({"height": 1_000_000}, "from 16 to 512, got 1000000"),
-        ({"height": 32.0}, "got 32.0"),
         ({"height": "high"}, "got 'high'; 128 is the reference's, 32 is for CPUs, auto chooses by the GPU"),
         ({"normalise": "yes"}, "normalise must be true or false, got 'yes'"),
         ({"classes": 12}, "classes must be a string, a list, or a file of characters, got 12"),
         ({"classes": "一一"}, "single characters, each once, got '一'"),
-        ({"classes": ["一二"]}, "got '一二'"),
-        ({"classes": ""}, "got none"),
         ({"classes": "gone.txt"}, "gone.txt: .*, got No such file or directory; name a file with one character"),
         ({"val": "all"}, "shares ≥ 0 and below 1, got all, 0.1"),
     ],
@@ -547,8 +423,8 @@ def test_a_source_without_lines_says_what_was_looked_for(tmp_path):
 
 @pytest.mark.parametrize(
     ("gigabytes", "height", "network"),
-    [(0, 32, "slim"), (15.8, 64, "slim"), (23.7, 96, "hctr"), (42.3, 128, "hctr"), (85.0, 128, "hctr")],
-    ids=["no GPU", "T4", "L4", "A100 of 40 GB", "A100 of 80 GB"],
+    [(0, 32, "slim"), (15.8, 64, "slim"), (42.3, 128, "hctr")],
+    ids=["no GPU", "T4", "A100 of 40 GB"],
 )
 def test_the_height_follows_the_gpu_and_the_network_the_height(
     tmp_path, monkeypatch, capsys, gigabytes, height, network

@@ -1,7 +1,6 @@
 """How handwritten lines are trained: networks, batches, augmentation, CTC, metrics, plans; and the faults of the
 guide's."""
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nbtools.data import Card, Draws, batches_left, gather, open_feed
+from nbtools.data import Card, Draws, gather, open_feed
 from nbtools.errors import PlanError
 from nbtools.measure import Machine, decide
-from nbtools.tasks import captcha, hwdb
+from nbtools.tasks import hwdb
 from nbtools.tasks.common import ctc
 from nbtools.tasks.common.metrics import text_metrics
 from nbtools.tasks.hwdb import networks
@@ -67,7 +66,6 @@ TASK: Any = SimpleNamespace(**{name: getattr(hwdb, name) for name in hwdb.__all_
 
 # networks
 
-NAMES = sorted(networks.NETWORKS)
 LENGTHS = (97, 33, 200, 64)
 
 
@@ -99,17 +97,14 @@ def alone(batch, b):
     return {"image": batch["image"][b : b + 1, ..., :length], "image_length": batch["image_length"][b : b + 1]}
 
 
-def test_hctr_has_the_references_53_1_million_parameters_blocks_and_dropout_and_slim_is_small():
+def test_hctr_has_the_references_53_1_million_parameters_and_no_recurrent_layer_and_slim_is_small():
     with torch.device("meta"):
-        network, slim = networks.Hctr(128, 7374), networks.build("slim", 32, 60)
+        network, slim = (
+            hwdb.model(card_of(height, classes=classes), hwdb.Plan(network=name))
+            for name, height, classes in (("hctr", 128, 7373), ("slim", 32, 60))
+        )
     assert sum(p.numel() for p in network.parameters()) == 53_104_143
-    assert network.linear.in_features == 2048
-    stages: Any = network.stages
-    assert [len([p for p in s.parts if isinstance(p, networks.Block)]) for s in stages] == [0, 2, 4, 5, 1]
-    assert [stage.dropout.p for stage in stages] == [0, 0.3, 0.3, 0.3, 0.9]
-    block = stages[2].parts[0]
-    assert block.dropout.p == 0.1
-    assert [m.weight.shape for m in block.excite.gate if isinstance(m, nn.Linear)] == [(16, 256), (256, 16)]
+    assert sorted({m.p for m in network.modules() if isinstance(m, nn.Dropout)} - {0}) == [0.1, 0.3, 0.9]
     assert not [m for m in network.modules() if isinstance(m, nn.RNNBase)]
     assert 0.3e6 < sum(p.numel() for p in slim.parameters()) < 1e6
 
@@ -128,7 +123,7 @@ def test_a_line_of_any_height_has_as_many_steps_as_strides_begun_and_is_refused_
         networks.build(name, least - 1, 3)
 
 
-@pytest.mark.parametrize(("name", "height"), [("crnn", 45), ("hctr", 45), ("slim", 45), ("slim", 32)])
+@pytest.mark.parametrize(("name", "height"), [("crnn", 45), ("hctr", 45), ("slim", 32)])
 def test_a_line_gets_the_answer_in_a_padded_batch_that_it_gets_alone(name, height):
     """The guide's collate gave every sample the padded length as its own."""
     network, batch = small(name, height).eval(), padded(height=height, width=231)
@@ -139,37 +134,6 @@ def test_a_line_gets_the_answer_in_a_padded_batch_that_it_gets_alone(name, heigh
             assert len(own) == count == steps[b]
             assert own.abs().max() > 0.1
             torch.testing.assert_close(logits[:count, b], own[:, 0], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_gradient_of_a_line_does_not_depend_on_the_padding_beside_it(name):
-    labels, lengths = torch.tensor([[1, 5]]), torch.tensor([2])
-
-    def gradients(batch):
-        network = small(name).eval()
-        logits, steps = network(batch)
-        ctc.loss((logits[:, :1], steps[:1]), labels, lengths).backward()
-        return {n: p.grad for n, p in network.named_parameters()}
-
-    batch = padded((64, 20, 100))
-    together, own = gradients(batch), gradients(alone(batch, 0))
-    for n, gradient in own.items():
-        most = float(gradient.abs().max())
-        assert most > 0 or "gate" in n, n  # the two hidden units of a narrow gate may both be off
-        torch.testing.assert_close(together[n], gradient, rtol=0, atol=2e-5 * most, msg=n)
-
-
-def test_bidirectional_is_torchs_bidirectional_lstm_on_each_line_alone():
-    torch.manual_seed(0)
-    both, lengths = networks.Bidirectional(5, 6), torch.tensor([9, 4, 1])
-    torchs = nn.LSTM(5, 6, bidirectional=True)
-    weights = {f"{n}": w for n, w in both.forth.state_dict().items()}
-    weights |= {f"{n}_reverse": w for n, w in both.back.state_dict().items()}
-    torchs.load_state_dict(weights)
-    x = torch.randn(9, 3, 5)
-    found = both(x, lengths)
-    for b, length in enumerate(lengths.tolist()):
-        torch.testing.assert_close(found[:length, b], torchs(x[:length, b])[0])
 
 
 # batches
@@ -194,31 +158,6 @@ def test_each_line_keeps_its_own_length_image_and_text_and_padding_is_paper(line
     assert sorted(seen) == [0, 1, 3, 4, 5]
 
 
-def test_widths_rounded_up_to_the_bucket_are_few_and_change_no_answer(lines):
-    """A new width costs every convolution a plan; a run that began without the setting keeps its widths."""
-    assert hwdb.Plan().bucket == captcha.Plan().bucket == 1
-    raw = raw_of(lines, range(8))
-    plain, wide = (hwdb.batch(raw, hwdb.Plan(bucket=bucket), None) for bucket in (1, 64))
-    assert wide["image"].shape[3] == 64 * math.ceil(plain["image"].shape[3] / 64) > plain["image"].shape[3]
-    assert torch.equal(wide["image_length"], plain["image_length"])
-    model = hwdb.model(lines, hwdb.Plan(network="slim")).eval()
-    with torch.no_grad():
-        (few, steps), (many, same) = model(plain), model(wide)
-    torch.testing.assert_close(many[: len(few)], few, atol=1e-5, rtol=1e-5)
-    assert torch.equal(steps, same)
-
-
-@pytest.mark.parametrize(("task", "height", "mean"), [(hwdb, 128, 1650), (hwdb, 32, 400), (captcha, 32, 140)])
-def test_the_advised_bucket_leaves_few_widths_and_little_padding(task, height, mean):
-    card = Card(task.__name__, list("ab"), {"layout": "lines", "height": height}, {}, {"train": 5000})
-    bucket = task.suggest(card, "cpu")["bucket"][0]
-    widths = np.random.default_rng(0).normal(mean, mean / 4, 5000).clip(mean / 3).astype(int)
-    batches = [widths[ids] for ids in batches_left(np.arange(5000), widths, 0, 0, [(16, 0)])]
-    rounded = [-(-batch.max() // bucket) * bucket for batch in batches]
-    assert len(set(rounded)) < 40
-    assert 1 - widths.sum() / sum(len(b) * w for b, w in zip(batches, rounded, strict=True)) < 0.05
-
-
 # augmentation
 
 
@@ -236,8 +175,8 @@ def test_augmentation_changes_lines_and_evaluation_never_does(lines):
     assert not torch.equal(varied(lines, range(8), epoch=1)["image"], varied(lines, range(8))["image"])
 
 
-@pytest.mark.parametrize("strength", [0.4, 2.0])
-def test_what_a_line_becomes_depends_on_nothing_beside_it(lines, strength):
+def test_what_a_line_becomes_depends_on_nothing_beside_it(lines):
+    strength = 2.0
     together = varied(lines, range(8), strength)
     for i in range(8):
         alone = varied(lines, [i], strength)
@@ -250,7 +189,7 @@ def test_what_a_line_becomes_depends_on_nothing_beside_it(lines, strength):
 
 def test_augmentation_shortens_no_line_hides_little_and_leaves_padding_blank(lines):
     before = hwdb.batch(raw_of(lines, range(8)), hwdb.Plan(), None)
-    for epoch in range(10):
+    for epoch in range(4):
         batch = varied(lines, range(8), 2.0, epoch)
         assert (batch["image_length"] >= before["image_length"]).all()
         assert (batch["image_length"] <= batch["image"].shape[3]).all()
@@ -337,14 +276,12 @@ def test_an_unknown_character_is_never_read_right():
     assert hwdb.metrics(one_hot([[0, 1]], 5), labelled([[0, 1]]))["cer"] == (0, 2)
 
 
-def test_decoding_gives_the_text_of_each_line(lines):
-    assert hwdb.decode(one_hot([[0, 0, 3], [], [9]], 10), lines) == [LETTERS[0] * 2 + LETTERS[3], "", UNKNOWN]
-
-
 # training
 
 
-@pytest.mark.parametrize(("network", "steps"), [("slim", 20), ("hctr", 10), ("crnn", 95)])
+@pytest.mark.parametrize(
+    ("network", "steps"), [("slim", 20), ("hctr", 10), pytest.param("crnn", 95, marks=pytest.mark.full)]
+)
 def test_each_network_overfits_one_batch(lines, network, steps):
     plan, ids = hwdb.Plan(network=network), (1, 7)
     model = narrow(lines, plan)
@@ -431,7 +368,7 @@ def test_the_baseline_is_the_references_recipe_and_the_plan_its_rate_by_the_sqrt
     assert plan.turn(batch_size=16).lr == pytest.approx(plan.lr / 2)
 
 
-@pytest.mark.parametrize("accelerator", ["cuda", "mps", "cpu"])
+@pytest.mark.parametrize("accelerator", ["cuda", "cpu"])
 @pytest.mark.parametrize("height", [32, 128])
 def test_advice_gives_a_network_for_the_machine_and_a_reason_for_every_number(accelerator, height):
     machine = Machine(accelerator, "x", 40 if accelerator == "cuda" else 0, 1, 2, (8, 0))
@@ -446,12 +383,3 @@ def test_advice_gives_a_network_for_the_machine_and_a_reason_for_every_number(ac
     assert advice.plan.clip_norm == 5.0
     if large:
         assert (advice.plan.batch_size, advice.plan.lr, advice.plan.amp) == (64, 2.83e-3, "bf16")
-
-
-def test_more_classes_are_shown_more_lines_and_few_lines_more_often():
-    def epochs(**sizes):
-        return hwdb.suggest(card_of(32, **sizes), "cpu")["epochs"][0]
-
-    assert epochs(train_lines=1800, classes=200) > epochs(train_lines=1800) > epochs(train_lines=6000)
-    assert epochs(train_lines=1_000_000) == 3
-    assert epochs(train_lines=10) == 200
