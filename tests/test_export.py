@@ -51,13 +51,12 @@ NETWORKS = {
     "lines ctc": (captcha, "lines"),
     "hwdb hctr": (hwdb, "hwdb"),
     "hwdb slim": (hwdb, "hwdb"),
-    "hwdb crnn": (hwdb, "hwdb"),
     "sign transformer": (sign, "sign"),
     "sign gru": (sign, "sign"),
     "segment bisenetv2": (segment, "segment"),
     "segment slim": (segment, "segment"),
 }
-SLOW = "captcha guide", "hwdb hctr", "hwdb crnn", "segment bisenetv2"  # large; the others are exported the same way
+SLOW = "captcha guide", "hwdb hctr", "segment bisenetv2"  # large; the others are exported the same way
 DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
 
 

@@ -130,7 +130,6 @@ CASES = {
     "captcha guide": Case(captcha, of_images, {"network": "guide", "augment": 0.3}, 30, 14),
     "captcha ctc": Case(captcha, partial(of_lines, "captcha", 32), {"augment": 1.3}, 51, 4),
     "hwdb slim": Case(hwdb, partial(of_lines, "hwdb", 32), {"network": "slim", **LINES}, 70, 14),
-    "hwdb crnn": Case(hwdb, partial(of_lines, "hwdb", 32), {"network": "crnn", **LINES}, 70, 14),
     "hwdb hctr": Case(hwdb, partial(of_lines, "hwdb", 64), {"network": "hctr", **LINES}, 70, 14),
     "sign transformer": Case(sign, of_clips, CLIPS, 79, 7),
     "sign with all settings": Case(sign, of_clips, CLIPS | HIDING | WEIGHED, 123, 23),
