@@ -39,7 +39,7 @@ def packed(folder, texts, splits, height=32):
         {"image": np.concatenate([glyph(letter, height) for letter in text]), "label": np.array(text)} for text in texts
     ]
     shape = {"ragged": ("image", "label"), "bucket_by": "image", "classes": [*LETTERS, UNKNOWN]}
-    options = {"height": height, "normalise": False}
+    options = {"height": height}
     return pack_of(samples, folder, task="hwdb", split=splits, options=options, **shape)
 
 
