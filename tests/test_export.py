@@ -50,7 +50,6 @@ NETWORKS = {
     "lines ctc": (captcha, "lines"),
     "hwdb hctr": (hwdb, "hwdb"),
     "hwdb slim": (hwdb, "hwdb"),
-    "hwdb crnn": (hwdb, "hwdb"),
     "sign transformer": (sign, "sign"),
     "sign gru": (sign, "sign"),
     "segment bisenetv2": (segment, "segment"),

@@ -233,7 +233,6 @@ def test_alpha_and_beta_weigh_the_language_and_the_length_and_where_a_line_may_e
         (lambda p: beam(p, [3, 3], "ab", width=0), "width must be at least 1"),
         (lambda p: beam(p, [3, 3], "ab", alpha=-1), "alpha at least 0"),
         (lambda p: beam(p, [3, 3], "ab", NGram.train(["b"], "ba")), "train it with the pack's classes"),
-        (lambda p: beam(p, [3, 3], "abc"), "3 classes, the outputs have 2"),
         (lambda p: beam(p * math.nan, [0, 3], "ab"), "line 1 at step 0"),
     ],
 )

@@ -4,7 +4,6 @@ import os
 import pickle
 import shutil
 import time
-import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -144,19 +143,17 @@ def test_bad_pages_and_lines_are_listed_and_the_others_stay(tmp_path):
     assert made.names == whole
 
 
-def test_the_older_format_is_read_where_a_page_has_no_other(tmp_path):
+def test_the_older_format_is_read(tmp_path):
     images = [grey(9, 8, seed) for seed in range(3)]
     row = [word(c.encode("gbk"), 5, 9 * n, 9, 8, images[n].tobytes()) for n, c in enumerate("一二三")]
     old = page_of(words(*row), words(*row[:1]), kind=b"DGR")
     page(tmp_path / "raw" / "1-P1.dgrl", "四")
-    (tmp_path / "raw" / "1-P1.dgr").write_bytes(old)
     (tmp_path / "raw" / "2-P1.dgr").write_bytes(old)
     made = packed(tmp_path / "raw")
     assert texts(made) == {"1-P1.dgrl#1": "四", "2-P1.dgr#1": "一二三", "2-P1.dgr#2": "一"}
     apart = np.full((9, 1), 255, np.uint8)
     joined = np.hstack([images[0], apart, images[1], apart, images[2]])
     np.testing.assert_array_equal(made.sample(1)["image"], slowly(joined))
-    assert made.bad["file"].tolist() == ["1-P1.dgr"]
 
 
 # Archives
@@ -317,7 +314,7 @@ def test_a_character_is_looked_up_and_not_searched_for(tmp_path):
     (tmp_path / "1-P1.dgrl").write_bytes(page_of(*lines))
 
     def cost(classes):
-        options = {"height": 32, "normalise": False, "layout": "auto", "val": 0, "test": 0}
+        options = {"height": 32, "val": 0, "test": 0}
         hwdb.survey(tmp_path, {**options, "classes": classes + UNKNOWN})
         start = time.process_time()
         hwdb.survey(tmp_path, {**options, "classes": classes + UNKNOWN})
@@ -333,20 +330,10 @@ def test_what_no_class_has_is_unknown_and_what_only_a_test_line_has_is_a_class_o
     made = packed(tmp_path / "raw", classes="二一")
     assert made.classes == ["二", "一", UNKNOWN]
     assert texts(made)["HWDB2.0Train/1-P1.dgrl#2"] == f"{UNKNOWN}{UNKNOWN}一"
-    assert made.manifest["outside"] == {"三": 2, "九": 1}
     assert hwdb.report(made).unknown.to_dict() == {"train": 3, "test": 1, "all": 4}
     made = packed(tmp_path / "raw")
     assert made.classes == ["一", "三", "九", "二", UNKNOWN]
-    assert (made.manifest["outside"], hwdb.report(made).loc["test", "never trained"]) == ({}, 1)
-
-
-def test_full_width_forms_become_ascii_on_request_in_texts_and_classes(tmp_path):
-    wide = "".join(map(chr, [*range(0xFF01, 0xFF5F), 0x3000]))
-    page(tmp_path / "raw" / "1-P1.dgrl", "Ａ１，。", "A1,", wide)
-    assert texts(packed(tmp_path / "raw"))["1-P1.dgrl#1"] == "Ａ１，。"
-    assert packed(tmp_path / "raw", normalise=True, classes="Ａ，,。1").classes == ["A", ",", "。", "1", UNKNOWN]
-    found = texts(packed(tmp_path / "raw", normalise=True))
-    assert found == {"1-P1.dgrl#1": "A1,。", "1-P1.dgrl#2": "A1,", "1-P1.dgrl#3": unicodedata.normalize("NFKC", wide)}
+    assert hwdb.report(made).loc["test", "never trained"] == 1
 
 
 @pytest.mark.parametrize("kind", ["str", "list", "file", "path"])
@@ -379,11 +366,9 @@ def test_what_is_no_line_is_refused_with_value_rule_and_fix(tmp_path, name, prob
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"layout": "grid"}, "layout must be one of auto, pages, lines, got 'grid'"),
         ({"height": 8}, "height must be a whole number of pixels from 16 to 512, got 8"),
         ({"height": "high"}, "got 'high'; 128 is the reference's, 32 is for CPUs, auto chooses by the GPU"),
-        ({"normalise": "yes"}, "normalise must be true or false, got 'yes'"),
-        ({"classes": 12}, "classes must be a string, a list, or a file of characters, got 12"),
+        ({"classes": 12}, "classes must be single characters, each once, got 12"),
         ({"classes": "一一"}, "single characters, each once, got '一'"),
         ({"classes": "gone.txt"}, "gone.txt: .*, got No such file or directory; name a file with one character"),
         ({"val": "all"}, "shares ≥ 0 and below 1, got all, 0.1"),
@@ -400,13 +385,9 @@ def test_a_source_without_lines_says_what_was_looked_for(tmp_path):
     with pytest.raises(PackError, match=r"raw: no page \(\.dgrl\) and no list of lines \(train_img_id_gt\.txt"):
         packed(tmp_path / "raw")
     page(tmp_path / "raw" / "1-P1.dgrl", "一")
-    with pytest.raises(PackError, match="no list of lines"):
-        packed(tmp_path / "raw", layout="lines")
     prepared(tmp_path / "raw", ROWS)
-    with pytest.raises(PackError, match=r'holds pages \(1-P1\.dgrl\) and lists .*; choose layout="pages" or "lines"'):
+    with pytest.raises(PackError, match=r"holds pages \(1-P1\.dgrl\) and lists .*; give the folder of one"):
         packed(tmp_path / "raw")
-    assert len(packed(tmp_path / "raw", layout="pages")) == 1
-    assert len(packed(tmp_path / "raw", layout="lines")) == 5
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -28,18 +29,23 @@ def whole_accuracy(predicted: Tensor, target: Tensor) -> Pair:
     return (predicted == target).all(dim=1).sum(), target.shape[0]
 
 
-def edits(predicted: Sequence, target: Sequence) -> tuple[int, int, int]:
-    """(substitutions, deletions, insertions) that turn target into predicted in the fewest steps (Levenshtein).
-
-    Of several shortest edits, rapidfuzz's: `cr` depends on the choice, `cer` and `ar` do not.
-    """
+def levenshtein() -> Any:
+    """rapidfuzz's edit distance. Raises MissingExtra."""
     try:
         from rapidfuzz.distance import Levenshtein
     except ImportError:
         raise MissingExtra(
             "edit distances (cer, ar, cr) need the package rapidfuzz: pip install rapidfuzz, or nbtools[text]"
         ) from None
-    kinds = [step.tag for step in Levenshtein.editops(target, predicted)]
+    return Levenshtein
+
+
+def edits(predicted: Sequence, target: Sequence) -> tuple[int, int, int]:
+    """(substitutions, deletions, insertions) that turn target into predicted in the fewest steps.
+
+    Of several shortest edits, rapidfuzz's: `cr` depends on the choice, `cer` and `ar` do not.
+    """
+    kinds = [step.tag for step in levenshtein().editops(target, predicted)]
     return kinds.count("replace"), kinds.count("delete"), kinds.count("insert")
 
 

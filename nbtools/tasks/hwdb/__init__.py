@@ -1,6 +1,5 @@
 """Handwritten lines of text: pages of CASIA-HWDB, or any folder of images of lines, and networks with CTC."""
 
-from nbtools.errors import successors
 from nbtools.tasks.common.labels import text_of
 from nbtools.tasks.hwdb.analysis import by_frequency, by_width, confusions, frequencies, report, scores, worst
 from nbtools.tasks.hwdb.data import height_for, pack, pack_options, read, survey
@@ -60,13 +59,3 @@ __all__ = [
     "tune",
     "worst",
 ]
-
-__getattr__ = successors(
-    __name__,
-    {
-        "beam": "hwdb.search(hwdb.peaks_of(model, pack, plan, ids), classes, lm)",
-        "bars": "draw the table with pandas, hwdb.by_width(…).plot.bar(x='width', y='cer')",
-        "compose": "lines of people's drawings are composed by benchmarks/compose.py",
-        "demo_text": "train a language model on the texts of the training lines, hwdb.text_of(pack, i)",
-    },
-)

@@ -6,26 +6,23 @@ there, a character of the truth that is unknown counts as read wrong, whatever w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nbtools.data import SPLITS, Pack
-from nbtools.errors import MissingExtra, PackError
-from nbtools.table import plural
-from nbtools.tasks.common.metrics import text_metrics
+from nbtools.tasks.common.metrics import levenshtein, text_metrics
 from nbtools.tasks.common.mistakes import paired
 from nbtools.tasks.hwdb.formats import UNKNOWN
 
 if TYPE_CHECKING:
     import pandas as pd
 
-STRIDES = (4, 8, 16, 32)  # columns a time step of the networks
+STRIDES = (4, 32)  # columns a time step of the networks
 NEVER = "\U0010ffff"  # no character: nothing reads it
-KINDS = ["substituted", "missing", "inserted"]
-BINS, EXAMPLES = 8, 3
+BINS = 8
 
 
 # What a pack holds
@@ -55,7 +52,6 @@ def report(pack: Pack) -> pd.DataFrame:
                 "never trained": counts[trained == 0].sum(),
                 **{f"narrow /{s}": (-(-widths // s) < needed)[chosen].sum() for s in STRIDES},
                 "narrowest": widths[chosen].min(),
-                "median": int(np.median(widths[chosen])),
                 "widest": widths[chosen].max(),
             }
     return pd.DataFrame.from_dict(rows, orient="index")
@@ -82,72 +78,53 @@ def aligned(truth: str, predicted: str) -> list[tuple[str, str]]:
     No alignment has fewer wrong pairs; of those with as few, the one that `cr` counts. Raises MissingExtra without
     rapidfuzz.
     """
-    try:
-        from rapidfuzz.distance import Levenshtein
-    except ImportError:
-        raise MissingExtra(
-            "comparing texts needs the package rapidfuzz: pip install rapidfuzz, or nbtools[text]"
-        ) from None
     found = []
-    for step in Levenshtein.opcodes(truth.replace(UNKNOWN, NEVER), predicted):
+    for step in levenshtein().opcodes(truth.replace(UNKNOWN, NEVER), predicted):
         true, read = truth[step.src_start : step.src_end], predicted[step.dest_start : step.dest_end]
         found += zip_longest(true, read, fillvalue="")
     return found
 
 
-def kind(true: str, read: str) -> str:
-    """One of KINDS, "" for a pair that is right."""
-    if true == read != UNKNOWN:
-        return ""
-    return KINDS[0] if true and read else KINDS[1] if true else KINDS[2]
+def is_wrong(true: str, read: str) -> bool:
+    """Whether an aligned pair counts as an error."""
+    return true != read or true == UNKNOWN
 
 
-def pairs_of(truth: Sequence[str], predicted: Sequence[str], ids: Iterable[Any] | None = None) -> pd.DataFrame:
-    """A row for each aligned pair: line (from 0), id, truth, read, kind. Raises PackError if the lists are not
-    equally long."""
+def pairs_of(truth: Sequence[str], predicted: Sequence[str]) -> pd.DataFrame:
+    """A row for each aligned pair: line (from 0), truth, read, wrong. Raises PackError unless there is one answer for
+    each line."""
     import pandas as pd
 
-    names = list(range(len(truth)) if ids is None else ids)
-    if not len(truth) == len(predicted) == len(names):
-        given = "" if ids is None else f" and {plural(len(names), 'id')}"
-        raise PackError(
-            f"truth, predicted and ids belong together line by line, got {plural(len(truth), 'truth')}, "
-            f"{plural(len(predicted), 'prediction')}{given}; take all three from the same ids"
-        )
-    rows = [
-        (line, names[line], *pair, kind(*pair))
-        for line, texts in enumerate(zip(truth, predicted, strict=True))
-        for pair in aligned(*texts)
-    ]
-    return pd.DataFrame(rows, columns=["line", "id", "truth", "read", "kind"])
+    texts = paired(truth, predicted, "text", "line")
+    rows = [(line, *pair, is_wrong(*pair)) for line, both in enumerate(texts) for pair in aligned(*both)]
+    return pd.DataFrame(rows, columns=["line", "truth", "read", "wrong"]).astype({"wrong": bool})
 
 
 def tallied(pairs: pd.DataFrame, by: Any) -> pd.DataFrame:
-    """characters, each of KINDS, wrong and cer of each group of pairs: infinite where there are no characters to be
-    wrong, 0 where nothing is."""
-    flags: Any = pairs[[]].assign(characters=pairs.truth != "", **{name: pairs.kind == name for name in KINDS})
-    found = flags.assign(wrong=pairs.kind != "").astype(int).groupby(by).sum()
+    """characters, wrong and cer of each group of pairs: infinite where there are no characters to be wrong, 0 where
+    nothing is."""
+    flags: Any = pairs[["wrong"]].assign(characters=pairs.truth != "")
+    found = flags[["characters", "wrong"]].astype(int).groupby(by).sum()
     return found.assign(cer=(found.wrong / found.characters).where(found.wrong > 0, 0.0))
 
 
-def confusions(truth: Sequence[str], predicted: Sequence[str], ids: Iterable[Any] | None = None) -> pd.DataFrame:
-    """What was read for what, the most frequent first: truth, read, kind, wrong (how often), lines (ids of the first).
+def confusions(truth: Sequence[str], predicted: Sequence[str]) -> pd.DataFrame:
+    """What was read for what, the most frequent first: truth, read, wrong (how often).
 
     read is "" if a character is missing, truth if one was inserted.
     """
-    pairs = pairs_of(truth, predicted, ids)
-    groups: Any = pairs[pairs.kind != ""].groupby(["truth", "read", "kind"]).id
-    found = groups.agg(wrong="size", lines=lambda lines: lines.unique()[:EXAMPLES].tolist()).reset_index()
+    pairs = pairs_of(truth, predicted)
+    groups: Any = pairs[pairs.wrong].groupby(["truth", "read"])
+    found = groups.wrong.sum().reset_index()
     return found.sort_values("wrong", ascending=False, kind="stable", ignore_index=True)
 
 
-def worst(truth: Sequence[str], predicted: Sequence[str], ids: Iterable[Any] | None = None) -> pd.DataFrame:
-    """One row per line, highest CER first, the longest first among equals: id, characters, substituted, missing,
-    inserted, wrong, cer, truth, read. cer is infinite where the truth is empty and something was read."""
-    names = list(range(len(truth)) if ids is None else ids)
-    pairs = pairs_of(truth, predicted, names)
+def worst(truth: Sequence[str], predicted: Sequence[str], ids: Sequence[Any] | np.ndarray) -> pd.DataFrame:
+    """One row per line, highest CER first, the longest first among equals: id, characters, wrong, cer, truth, read. cer
+    is infinite where the truth is empty and something was read."""
+    pairs = pairs_of(truth, predicted)
     found = tallied(pairs, pairs.line).reindex(range(len(truth)), fill_value=0)
-    found.insert(0, "id", names)
+    found.insert(0, "id", list(ids))
     found = found.assign(truth=list(truth), read=list(predicted))
     return found.sort_values(["cer", "wrong"], ascending=False, kind="stable", ignore_index=True)
 
@@ -156,33 +133,26 @@ def by_width(truth: Sequence[str], predicted: Sequence[str], widths: Sequence[in
     """CER of lines of similar width (N,), about as many in each row: width (narrowest–widest), lines, characters,
     wrong, cer."""
     pairs, widths = pairs_of(truth, predicted), np.asarray(widths)
-    if len(widths) != len(truth):
-        raise PackError(f"widths must be one number a line, got {len(widths)} for {plural(len(truth), 'line')}")
     edges = np.quantile(widths, np.arange(1, BINS) / BINS) if len(widths) else []
     bin_of = np.digitize(widths, edges)
     found: Any = tallied(pairs, bin_of[pairs.line.to_numpy(int)]).reindex(np.unique(bin_of), fill_value=0)
     lines = [widths[bin_of == each] for each in found.index]
     found.insert(0, "width", [f"{few.min()}–{few.max()}" for few in lines])
     found.insert(1, "lines", list(map(len, lines)))
-    return found[["width", "lines", "characters", "wrong", "cer"]].reset_index(drop=True)
+    return found.reset_index(drop=True)
 
 
 def by_frequency(truth: Sequence[str], predicted: Sequence[str], seen: Mapping[str, int]) -> pd.DataFrame:
-    """CER by how often training shows a character: seen, kinds (different characters), characters, substituted,
-    missing, inserted, wrong, cer. The last row counts what was inserted, which has no true character.
+    """CER by how often training shows a character: seen, characters, wrong, cer. The last row counts what was inserted,
+    which has no true character.
 
     seen: character → count, as from `frequencies`; one that it does not name was never seen.
     """
     pairs = pairs_of(truth, predicted)
     last = 99  # more digits than a count has
-    digits = pairs.truth.map(lambda true: len(str(seen.get(true) or "")) if true else last).astype(int)
-    found = tallied(pairs, digits)
-    found = found.reindex(found.index.union([last]), fill_value=0)
+    found = tallied(pairs, pairs.truth.map(lambda true: len(str(seen.get(true) or "")) if true else last).astype(int))
     names = {0: "never", last: "inserted"}
     found.insert(0, "seen", [names.get(n) or f"{10 ** (n - 1):,}–{10**n - 1:,}" for n in found.index])
-    found.insert(
-        1, "kinds", pairs.truth[pairs.truth != ""].groupby(digits).nunique().reindex(found.index, fill_value=0)
-    )
     return found.assign(cer=found.cer.where(found.characters > 0)).reset_index(drop=True)
 
 

@@ -41,27 +41,21 @@ from nbtools.tasks.hwdb.formats import SUFFIXES, UNKNOWN, refused
 from nbtools.tasks.hwdb.sources import contents_of, read_bytes, read_line
 from nbtools.train import device
 
-LAYOUTS = ("auto", "pages", "lines")
 HEIGHTS = 16, 512  # pixels: the networks halve it several times; no line is scanned with more
 HCTR_HEIGHT = 96  # from which the plan's "auto" takes the reference's network: lower lines give it a step a character
 TIERS = ((40, 128), (24, 96), (1, 64), (0, 32))
 """GB of GPU memory → height of the lines in pixels. Calculated: in hctr and bf16 a line 128 pixels high and 2,000 long
 saves 0.88 GiB of activations, and they grow with the square of the height. Not tested on a GPU."""
-FOREIGN = 0.05  # of all characters in no class: with HWDB's own list there are none
 WIDEST = 100  # times as wide as high; lines of HWDB reach 20
 FEW = 3  # writers: one for each split
 WRITER = re.compile(r"(\d+)-P\d+")
-HALF_WIDTH = {0xFF01 + n: 0x21 + n for n in range(94)} | {0x3000: 0x20}
-"""Full-width ASCII and the ideographic space → ASCII; NFKC does the same to them, and much else to other characters."""
 
 
 def pack(
     source: str | Path,
     *,
     height: int | str = "auto",
-    layout: str = "auto",
     classes: str | Path | Sequence[str] | None = None,
-    normalise: bool = False,
     val: float = 0.1,
     test: float = 0.1,
     into: str | Path | None = None,
@@ -71,29 +65,22 @@ def pack(
     interrupted packing resumes. Archives stay one file each and are read in place.
 
     height: pixels that every line is scaled to; `auto`: by `height_for`, 128 for a GPU of 40 GB, 32 without one.
-    layout: `pages`, `lines`, or `auto`, which detects it. classes: the characters to know, as a string, a list, or a
-    file with one per line; all others are UNKNOWN. By default the source's chars_list.txt, else every character of all
-    its texts: one that occurs only in a test line is then read wrong, as it must be, while as UNKNOWN it could be
-    called right.
-    normalise: full-width letters, digits, marks and blanks of texts and classes become ASCII; 。 and 、 stay.
+    classes: the characters to know, as a string, a list, or a file with one per line; all others are UNKNOWN. By
+    default the source's chars_list.txt, else every character of all its texts: one that occurs only in a test line is
+    then read wrong, as it must be, while as UNKNOWN it could be called right.
     val, test: shares of the writers, or whole numbers: as many writers as have at least that many lines; folders called
     Train, Val or Test and the names of lists come first. test=1.0 makes all of them test, for a source that a run is
     evaluated on.
     Raises PackError if nothing can be used.
     """
-    if layout not in LAYOUTS:
-        raise PackError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     height, why = height_for(device.gigabytes(device.pick())) if height == "auto" else (height, "")
     if type(height) is not int or not HEIGHTS[0] <= height <= HEIGHTS[1]:
         raise PackError(
             f"height must be a whole number of pixels from {HEIGHTS[0]} to {HEIGHTS[1]}, got {height!r}; "
             "128 is the reference's, 32 is for CPUs, auto chooses by the GPU"
         )
-    if not isinstance(normalise, bool):
-        raise PackError(f"normalise must be true or false, got {normalise!r}")
     require_shares(val, test)
-    chosen = None if classes is None else "".join(charset_of(classes, normalise))
-    options = {"height": height, "normalise": normalise, "layout": layout, "classes": chosen}
+    options = {"height": height, "classes": None if classes is None else "".join(charset_of(classes))}
     found = partial(survey, progress=progress, why=why)
     return build_pack(
         source, "hwdb", options, found, read, val=val, test=test, into=into, progress=progress, in_place=True
@@ -117,35 +104,26 @@ def survey(folder: Path, options: Mapping[str, Any], progress: bool = False, why
     why: the reason for the height, which is shown."""
     if progress and why:
         say(f"lines are scaled to {why}; height= sets another")
-    contents = contents_of(folder, options["layout"], progress)
-    texts = [normalised(line.label) if options["normalise"] else line.label for line in contents.lines]
+    contents = contents_of(folder, progress)
     if options["classes"] is not None:
         classes = tuple(options["classes"])
     elif contents.characters is not None:
         path, listed = contents.characters
-        classes = charset_of(characters_of(listed, path), options["normalise"])
+        classes = charset_of(characters_of(listed, path))
     else:
-        classes = (*sorted(set().union(*texts) - {UNKNOWN}), UNKNOWN)
+        classes = (*sorted(set().union(*(line.label for line in contents.lines)) - {UNKNOWN}), UNKNOWN)
     places = {character: place for place, character in enumerate(classes)}  # `in` a list reads half of 7,375
-    counts = Counter(character for text in texts for character in text)
-    outside = {character: n for character, n in counts.most_common() if character not in places}
-    if progress and sum(outside.values()) > FOREIGN * counts.total():
-        say(
-            f"{sum(outside.values()):,} of {counts.total():,} characters are in no class, {''.join([*outside][:10])!r} "
-            "above all, and no network will read them: is it the right chars_list.txt, or classes=?"
-        )
     splits = split_lines(contents.lines, options["val"], options["test"])
     return Survey(
         [
-            Entry(line.name, split, np.array([places.get(c, places[UNKNOWN]) for c in text], np.int64))
-            for line, split, text in zip(contents.lines, splits, texts, strict=True)
+            Entry(line.name, split, np.array([places.get(c, places[UNKNOWN]) for c in line.label], np.int64))
+            for line, split in zip(contents.lines, splits, strict=True)
         ],
         classes,
-        {name: options[name] for name in ("height", "normalise")},
+        {"height": options["height"]},
         ragged=("image", "label"),
         bucket_by="image",
         bad=contents.bad,
-        facts={"layout": contents.layout, "outside": outside},
         drawn=True,
     )
 
@@ -178,19 +156,12 @@ def ink_of(grey: np.ndarray, height: int) -> np.ndarray:
 # Characters
 
 
-def charset_of(classes: str | Path | Iterable[str], normalise: bool) -> tuple[str, ...]:
-    """The classes that a caller passes: a file with one character per line, a string or a list of characters.
-    normalise: as normalised texts need them. Raises PackError for what is not a character, or comes twice."""
+def charset_of(classes: str | Path | Iterable[str]) -> tuple[str, ...]:
+    """The classes that a caller passes: a file with one character per line, a string or a list of characters. Raises
+    PackError for what is not a character, or comes twice."""
     if isinstance(classes, Path) or (isinstance(classes, str) and classes.endswith(".txt")):
         classes = characters_of(read_text(Path(classes), "name a file with one character per line"), Path(classes))
-    if not isinstance(classes, Iterable):
-        raise PackError(f"classes must be a string, a list, or a file of characters, got {classes!r}")
-    listed = labels.characters([character for character in classes if character != UNKNOWN])
-    return (*dict.fromkeys(map(normalised, listed) if normalise else listed), UNKNOWN)
-
-
-def normalised(text: str) -> str:
-    return text.translate(HALF_WIDTH)
+    return (*(character for character in labels.characters(classes) if character != UNKNOWN), UNKNOWN)
 
 
 def characters_of(text: str, path: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The networks that read lines: hctr (the reference's), slim (for CPUs and small sets) and crnn (with LSTMs).
+"""The networks that read lines: hctr (the reference's) and slim (for CPUs and small sets).
 
 Each maps a batch, image (B, 1, H, W) float ink and image_length (B,) columns, to logits (T, B, 1 + classes), blank 0,
 and the number of time steps of each line (B,).
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import islice, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +28,9 @@ Size = tuple[int, int]
 """(down, along) of a stride, a kernel or a pool."""
 
 HCTR = ((128, 2, 0.3), (256, 4, 0.3), (512, 5, 0.3), (512, 1, 0.9))  # channels, blocks, dropout
-CRNN = (((64,), (2, 2)), ((128,), (2, 2)), ((256, 256), (2, 1)), ((512, 512), (2, 1)))  # channels, the pool after them
 
 
-def build(name: str, height: int, classes: int, dropout: float | None = None) -> Hctr | Slim | Crnn:
+def build(name: str, height: int, classes: int) -> Hctr | Slim:
     """A network for lines of a height in pixels. Raises PlanError if the lines are too low for it."""
     kind = NETWORKS[name]
     if height < kind.least_height:
@@ -40,7 +38,7 @@ def build(name: str, height: int, classes: int, dropout: float | None = None) ->
             f'Plan.network = "{name}" reads lines ≥ {kind.least_height} pixels high, but these are {height}; pack '
             "with a larger height=, or choose another network"
         )
-    return kind(height, classes, dropout)
+    return kind(height, classes)
 
 
 class Hctr(nn.Module):
@@ -48,25 +46,22 @@ class Hctr(nn.Module):
     each halved in both directions, no recurrent layer. 53,104,143 parameters for 7,374 classes on lines 128 pixels
     high, 25 M of them in the third stage, 15 M in the linear layer.
 
-    Pools round up, so that the last odd column is read: T = ⌈W / 32⌉. dropout: before the linear layer. width scales
-    the channels. Source: Intel's handwritten-chinese-ocr-samples, whose convolutions also have biases, which the batch
-    norm after them cancels.
+    Pools round up, so that the last odd column is read: T = ⌈W / 32⌉. width scales the channels. Source: Intel's
+    handwritten-chinese-ocr-samples, whose convolutions also have biases, which the batch norm after them cancels.
     """
 
     least_height = 64  # in lower lines a character, about as wide as high, gets one step, too few for CTC
     recompute = False
 
-    def __init__(self, height: int, classes: int, dropout: float | None = None, width: float = 1.0):
+    def __init__(self, height: int, classes: int, width: float = 1.0):
         super().__init__()
         inputs = round(64 * width)
-        stages = [Stage([ConvNorm(1, inputs), ConvNorm(inputs, inputs)], (2, 2))]
+        stages = [Stage([ConvNorm(1, inputs), ConvNorm(inputs, inputs)])]
         for channels, blocks, share in HCTR:
             outputs = round(channels * width)
             parts = [Block(inputs if k == 0 else outputs, outputs) for k in range(blocks)]
-            stages.append(Stage([*parts, ConvNorm(outputs, outputs)], (2, 2), share))
+            stages.append(Stage([*parts, ConvNorm(outputs, outputs)], share))
             inputs = outputs
-        if dropout is not None:
-            stages[-1].dropout.p = dropout
         self.stages = nn.ModuleList(stages)
         self.linear = nn.Linear(inputs * math.ceil(height / 32), 1 + classes)
 
@@ -87,7 +82,7 @@ class Slim(nn.Module):
     least_height = 16
     recompute = False
 
-    def __init__(self, height: int, classes: int, dropout: float | None = None, width: float = 1.0):
+    def __init__(self, height: int, classes: int, width: float = 1.0):
         super().__init__()
         a, b, c, d = (max(8, 8 * round(width * n / 8)) for n in (16, 32, 64, 192))
         self.stem = nn.ModuleList([ConvNorm(1, a, 5, 2)])
@@ -96,7 +91,7 @@ class Slim(nn.Module):
         )
         fold = ConvNorm(c, d, (math.ceil(height / 8), 1))  # all rows of a column into one vector
         self.head = nn.ModuleList([fold, Context(d, 3), Context(d, 9, groups=d)])
-        self.drop = nn.Dropout(0.2 if dropout is None else dropout)
+        self.drop = nn.Dropout(0.2)
         self.linear = nn.Linear(d, 1 + classes)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -108,39 +103,7 @@ class Slim(nn.Module):
         return self.linear(self.drop(x.squeeze(2).permute(2, 0, 1))), steps
 
 
-class Crnn(nn.Module):
-    """The convolutional recurrent network (Shi et al. 2015, arXiv 1507.05717) with batch norm throughout: seven
-    convolutions, then two bidirectional LSTMs of 256 units; T = ⌈W / 4⌉."""
-
-    least_height = 16
-    recompute = False
-
-    def __init__(self, height: int, classes: int, dropout: float | None = None, width: float = 1.0):
-        super().__init__()
-        sizes = [1, *(round(c * width) for channels, _ in CRNN for c in channels)]
-        convolutions = iter([ConvNorm(a, b) for a, b in pairwise(sizes)])
-        self.stages = nn.ModuleList([Stage(islice(convolutions, len(channels)), pool) for channels, pool in CRNN])
-        inputs = sizes[-1]
-        self.fold = ConvNorm(inputs, inputs, (math.ceil(height / 16), 1))  # a column's rows
-        units = round(256 * width)
-        self.recurrent = nn.ModuleList([Bidirectional(inputs, units), Bidirectional(2 * units, units)])
-        self.drop = nn.Dropout(0.3 if dropout is None else dropout)
-        self.linear = nn.Linear(2 * units, 1 + classes)
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        x, lengths = batch["image"], batch["image_length"]
-        recompute = self.recompute and self.training
-        for stage in self.stages:
-            x, lengths = stage(x, lengths, recompute)
-        x = run([self.fold], x, beyond(lengths, x.shape[3]), recompute)
-        x = x.squeeze(2).permute(2, 0, 1)  # (T, B, C)
-        for layer in self.recurrent:
-            x = self.drop(x)
-            x = again(layer, x, lengths) if recompute else layer(x, lengths)
-        return self.linear(self.drop(x)), lengths
-
-
-NETWORKS: dict[str, type[Hctr] | type[Slim] | type[Crnn]] = {"hctr": Hctr, "slim": Slim, "crnn": Crnn}
+NETWORKS: dict[str, type[Hctr] | type[Slim]] = {"hctr": Hctr, "slim": Slim}
 
 
 def strided(columns: Tensor, stride: int) -> Tensor:
@@ -234,40 +197,13 @@ class Context(nn.Module):
 
 
 class Stage(nn.Module):
-    """Parts of one size, then a pool that rounds up, then dropout; also returns the lines' new lengths."""
+    """Parts of one size, then a 2 × 2 pool that rounds up, then dropout; also returns the lines' new lengths."""
 
-    def __init__(self, parts: Iterable[nn.Module], pool: Size, dropout: float = 0.0):
+    def __init__(self, parts: Iterable[nn.Module], dropout: float = 0.0):
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        self.pool = pool
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, lengths: Tensor, recompute: bool) -> tuple[Tensor, Tensor]:
         x = run(self.parts, x, beyond(lengths, x.shape[3]), recompute)
-        return self.dropout(F.max_pool2d(x, self.pool, ceil_mode=True)), strided(lengths, self.pool[1])
-
-
-class Bidirectional(nn.Module):
-    """A bidirectional LSTM over padded lines (T, B, C) → (T, B, 2 · units), exact within each line's own steps.
-
-    The backward direction starts at a line's own end: each line is reversed within its length, read forwards, and
-    reversed again, so that padding comes last in both directions and reaches no step. These are two plain LSTMs on
-    cuDNN's fast path, which packed sequences leave.
-    """
-
-    def __init__(self, inputs: int, units: int):
-        super().__init__()
-        self.forth = nn.LSTM(inputs, units)
-        self.back = nn.LSTM(inputs, units)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        steps = torch.arange(x.shape[0], device=x.device)[:, None]
-        places = torch.where(steps < lengths, lengths - 1 - steps, steps)[..., None]  # (T, B, 1)
-        back = flipped(self.back(flipped(x, places))[0], places)
-        return torch.cat([self.forth(x)[0], back], 2)
-
-
-def flipped(x: Tensor, places: Tensor) -> Tensor:
-    """(T, B, C), each step taken from its place. Only C is asked of x: torch's exporter takes the number of steps that
-    an LSTM returns for a constant (pytorch#191855)."""
-    return x.gather(0, places.expand(-1, -1, x.shape[2]))
+        return self.dropout(F.max_pool2d(x, 2, ceil_mode=True)), strided(lengths, 2)

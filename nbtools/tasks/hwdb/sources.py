@@ -37,7 +37,6 @@ class Contents:
     """All that a source holds. lines: each with its text as label; bad: (file, value, rule, fix) of what cannot be
     used; characters: the source's own chars_list.txt, (its path, its text)."""
 
-    layout: str
     lines: list[Entry] = field(default_factory=list)
     bad: list[tuple[str, ...]] = field(default_factory=list)
     characters: tuple[Path, str] | None = None
@@ -53,23 +52,19 @@ class Contents:
         self.bad.append((file, *map(str, problem)))
 
 
-def contents_of(folder: Path, layout: str = "auto", progress: bool = False) -> Contents:
+def contents_of(folder: Path, progress: bool = False) -> Contents:
     """The contents of a folder or an archive; images are not read. Raises PackError if there is nothing to read."""
     names = sorted(names_in(folder, progress))
     pages = [name for name in names if name.lower().endswith(SUFFIXES)]
     lists = [name for name in names if LIST.fullmatch(PurePosixPath(name).name)]
     closed = [name for name in names if ARCHIVE.search(name)]
-    if layout == "auto" and pages and lists:
-        raise PackError(
-            f'{folder}: holds pages ({pages[0]}) and lists of lines ({lists[0]}); choose layout="pages" or "lines"'
-        )
-    chosen = layout if layout != "auto" else "pages" if pages else "lines"
-    if not (pages if chosen == "pages" else lists):
-        looked = {"pages": "no page (.dgrl)", "lines": "no list of lines (train_img_id_gt.txt, val_… or test_…)"}
-        missing = looked.get(layout) or " and ".join(looked.values())
+    if pages and lists:
+        raise PackError(f"{folder}: holds pages ({pages[0]}) and lists of lines ({lists[0]}); give the folder of one")
+    if not pages and not lists:
+        looked = "no page (.dgrl) and no list of lines (train_img_id_gt.txt, val_… or test_…)"
         fix = f"unpack the archive around {closed[0]}" if closed else "give the folder that holds HWDB2.0Train"
-        raise PackError(f"{folder}: {missing} is in it or its archives; {fix}")
-    contents = of_pages(folder, pages, progress) if chosen == "pages" else of_lists(folder, lists, names)
+        raise PackError(f"{folder}: {looked} is in it or its archives; {fix}")
+    contents = of_pages(folder, pages, progress) if pages else of_lists(folder, lists, names)
     for name in closed:
         rule = "an archive is read in place, but not within another one or next to a folder of its name"
         contents.refuse(name, "an archive", rule, "nothing, if that folder is complete; else unpack it")
@@ -171,12 +166,8 @@ def read_line(path: Path, number: int) -> np.ndarray:
 
 
 def of_pages(folder: Path, names: list[str], progress: bool) -> Contents:
-    contents, listed = Contents("pages"), set(names)
+    contents = Contents()
     for name in bar(names, "reading texts", unit=" pages", mininterval=0.5, disable=not progress, leave=False):
-        if name.lower().endswith(".dgr") and f"{name}l" in listed:
-            rule = "a page is read only once: its lines are in the .dgrl file next to it"
-            contents.refuse(name, ".dgr", rule, "nothing: it is not needed")
-            continue
         try:
             for line in lines_of(page_bytes(folder / name), PurePosixPath(name).name):
                 where = f"{name}#{line.number}"
@@ -193,7 +184,7 @@ def of_pages(folder: Path, names: list[str], progress: bool) -> Contents:
 
 
 def of_lists(folder: Path, lists: list[str], names: list[str]) -> Contents:
-    contents, seen, candidates = Contents("lines"), {}, dict[str, None]()
+    contents, seen, candidates = Contents(), {}, dict[str, None]()
     for name in lists:
         path = PurePosixPath(name)
         word = LIST.fullmatch(path.name)[1]  # pyright: ignore[reportOptionalSubscript]: it was chosen by this

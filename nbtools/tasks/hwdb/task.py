@@ -47,12 +47,11 @@ class Plan(BasePlan):
 
     network: str = knob(
         "auto",
-        f"hctr: the reference's; slim: for CPUs and small sets; crnn: with LSTMs; auto: hctr from {HCTR_HEIGHT} px on",
-        choices=("auto", "hctr", "slim", "crnn"),
+        f"hctr: the reference's; slim: for CPUs and small sets; auto: hctr from {HCTR_HEIGHT} px on",
+        choices=("auto", "hctr", "slim"),
     )
     augment: float = knob(0.0, "strength of the augmentation; 0: none", least=0, most=2)
     bucket: int = bucket_knob("columns")
-    dropout: float | None = knob(None, "dropout before the classifier; None: the network's own", least=0, most=0.99)
 
 
 BASELINE = Plan(
@@ -110,7 +109,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     epochs = epochs_for(card, (4 if cuda else 1) * LINES_A_CLASS * len(card.classes))
     return {
         "bucket": bucket,
-        "network": ("slim", "trains 15 times as many lines/s on a CPU as the CRNN (measured); hctr is for high lines"),
+        "network": ("slim", "few enough operations for a CPU; hctr is for high lines"),
         "augment": (1.0, f"few lines, seen often, {THUMB}")
         if epochs > SHORT
         else (0.5, "mild: a run this short ended at CER 0.08 with 1.0, at 0.03 with this (measured)"),
@@ -137,7 +136,7 @@ def network_for(card: Card | Pack) -> str:
 def model(card: Card | Pack, plan: Plan) -> nn.Module:
     """The network for a data set. Raises PlanError if it cannot read lines of that height."""
     name = network_for(card) if plan.network == "auto" else plan.network
-    network = networks.build(name, card.options["height"], len(card.classes), plan.dropout)
+    network = networks.build(name, card.options["height"], len(card.classes))
     network.recompute = plan.checkpoint_activations
     return network
 

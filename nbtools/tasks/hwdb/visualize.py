@@ -17,7 +17,7 @@ from nbtools.figures import GREY, RIGHT, WIDE, WRONG, Sheet, blank, canvas, fini
 from nbtools.fonts import Fonts
 from nbtools.tasks.common.labels import text_of
 from nbtools.tasks.common.mistakes import paired
-from nbtools.tasks.hwdb.analysis import aligned, kind
+from nbtools.tasks.hwdb.analysis import aligned, is_wrong
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,7 +70,7 @@ def spell(axes: Axes, fonts: Fonts, pairs: list[tuple[str, str]], base: int, com
         note(axes, MARGIN, base, "truth")
         note(axes, MARGIN, base + ROW, "predicted")
     for (true, read), columns in zip(pairs, widths, strict=True):
-        wrong = bool(kind(true, read))
+        wrong = is_wrong(true, read)
         sides = [(true, RIGHT if wrong else GREY), (read, WRONG if wrong else GREY)]
         for row, (letter, colour) in enumerate(sides[: 1 + compared]):
             if letter:

@@ -16,7 +16,7 @@
 
 # %% [markdown]
 # ## Settings
-# `CHANGES` overrides the advice: `{"epochs": 20, "network": "crnn"}`.
+# `CHANGES` overrides the advice: `{"epochs": 20, "network": "slim"}`.
 
 # %% tags=["parameters"]
 import os

@@ -83,7 +83,7 @@ hwdb.show(pack, worst["id"][:4], worst["read"][:4])
 # Characters that look alike are at the top of this table; a missing character is often at the end of a line.
 
 # %%
-confusions = hwdb.confusions(truth, read, ids)
+confusions = hwdb.confusions(truth, read)
 hwdb.confused(confusions)
 
 # %% [markdown]
