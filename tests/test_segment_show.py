@@ -53,7 +53,7 @@ def images_of(sheet):
     return [np.asarray(image.get_array()).astype(int) for image in sheet.axes[0].images]
 
 
-def test_classes_lie_in_their_colours_over_the_image_with_a_white_line_between_and_stripes_where_ignored(tmp_path):
+def test_classes_lie_in_their_colours_over_the_image_with_a_white_line_between_and_grey_where_ignored(tmp_path):
     label = np.zeros((HEIGHT, WIDTH), np.uint8)
     label[:, 8:16], label[:, 16:24], label[:, 24:] = 1, 2, 255
     made = packed(tmp_path, {"train": [label]}, image=(200, 30, 60))
@@ -68,8 +68,6 @@ def test_classes_lie_in_their_colours_over_the_image_with_a_white_line_between_a
         assert (drawn[:, k * wide - 1 : k * wide + 1] == 255).all(2).any(1).all(), "a line between two classes"
     ignored = drawn[:, 3 * wide + 2 :]
     assert (ignored == ignored[..., :1]).all(), "no colour"
-    assert ignored.max() > ignored.min() + 60
-    assert (ignored[1:, :-1] == ignored[:-1, 1:]).all(), "stripes"
 
 
 def test_with_predictions_each_row_has_the_images_miou_and_what_is_wrong_of_it(pack):
