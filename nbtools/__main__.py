@@ -297,7 +297,7 @@ def advise(options: argparse.Namespace) -> Result:
     pack = packed(options.task, options)
     found = nb.advise(options.task, pack, measure=not options.no_measure, compiling=options.compile)
     parts = (found.batches, found.profile) if options.why else ()
-    return Result(found, "\n\n".join([*map(str, filter(None, parts)), found.text(whole=options.why)]))
+    return Result(found, "\n\n".join([*map(str, filter(None, parts)), str(found)]))
 
 
 @command(

@@ -1,7 +1,5 @@
-"""Demo images: raw files as people have them, polygons that give the labels, and classes that neither a pixel's colour
-nor its position tells."""
+"""Demo images: raw files as people have them, the same from the same seed."""
 
-import numpy as np
 import pytest
 from masks import packed
 
@@ -15,8 +13,8 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """28 images, with labels and with polygons."""
-    return segment.demo(tmp_path_factory.mktemp("demo"), 28, size=SIZE, form="both")
+    """28 images with labels."""
+    return segment.demo(tmp_path_factory.mktemp("demo"), 28, size=SIZE)
 
 
 def contents(folder):
@@ -25,7 +23,7 @@ def contents(folder):
 
 def test_the_same_seed_gives_the_same_bytes_and_few_images_are_the_first_of_many(folder, tmp_path):
     few, again, other = (
-        contents(segment.demo(tmp_path / name, 9, size=SIZE, form="both", seed=seed))
+        contents(segment.demo(tmp_path / name, 9, size=SIZE, seed=seed))
         for name, seed in (("a", 0), ("b", 0), ("c", 1))
     )
     assert few == again
@@ -34,15 +32,10 @@ def test_the_same_seed_gives_the_same_bytes_and_few_images_are_the_first_of_many
     assert all(most[name] == few[name] != other[name] for name in images)
 
 
-def test_packing_the_polygons_gives_what_packing_the_labels_gives(folder, tmp_path):
-    images, cvat = (packed(folder, labels=labels, into=tmp_path / labels) for labels in ("images", "cvat"))
-    assert images.classes == cvat.classes == NAMES
-    assert images.splits == cvat.splits == {"train": 20, "val": 4, "test": 4}
-    order = [np.argsort(pack.names) for pack in (images, cvat)]
-    for column in ("image", "label"):
-        assert np.array_equal(images.arrays[column][order[0]], cvat.arrays[column][order[1]])
-    assert "z_order" in (folder / "annotations.xml").read_text()
-    assert not segment.validate(folder, labels="cvat", progress=False).rows
+def test_the_validator_finds_nothing_and_splits_and_classes_are_the_folders(folder, tmp_path):
+    made = packed(folder, into=tmp_path / "pack")
+    assert (made.classes, made.splits) == (NAMES, {"train": 20, "val": 4, "test": 4})
+    assert not segment.validate(folder, progress=False).rows
 
 
 @pytest.mark.parametrize(
@@ -51,7 +44,6 @@ def test_packing_the_polygons_gives_what_packing_the_labels_gives(folder, tmp_pa
         ({"count": 0}, "count must be 1 image or more, got 0"),
         ({"size": (96, 9)}, "size must be"),
         ({"size": 96}, "size must be"),
-        ({"form": "coco"}, "form must be one of labels, cvat, both, got 'coco'"),
         ({"seed": -1}, "seed must be 0 or more"),
     ],
 )

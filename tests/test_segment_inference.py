@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from nbtools.errors import PlanError
 from nbtools.tasks import segment
 from nbtools.tasks.segment import Plan, costs, infer, latency
-from nbtools.tasks.segment.inference import eval_cost
+from nbtools.tasks.segment.inference import eval_cost, usual
 from nbtools.train import Sums
 
 CLASSES = 4
@@ -114,17 +114,17 @@ def pack(tmp_path_factory):
 
 
 PLAN = Plan(eval_flip=True, batch_size=2)
-WAYS = {"one": {}, "both": {"eval_flip": True}, "all": {"eval_scales": (0.5, 1.0), "eval_window": 32}}
 
 
 def test_costs_are_the_miou_of_each_way_and_the_pixels_it_evaluates(network, pack):
-    found = costs(network.train(), pack, PLAN, settings=WAYS, batch_size=2)
+    ways = usual((33, 40))
+    found = costs(network.train(), pack, PLAN, batch_size=2)
     assert network.training
-    assert (list(found.index), found.index.name) == (list(WAYS), "5 images on cpu")
+    assert (list(found.index), found.index.name) == (list(ways), "5 images on cpu")
     raw = {name: torch.from_numpy(np.array(pack.arrays[name])) for name in ("image", "label", "distance")}
     whole = segment.batch(raw, PLAN, None)
     network.eval()
-    for (_, row), settings in zip(found.iterrows(), WAYS.values(), strict=True):
+    for (_, row), settings in zip(found.iterrows(), ways.values(), strict=True):
         sums = Sums()
         with torch.no_grad():
             sums.add(segment.metrics(infer(network, whole, Plan(**settings)), whole))
@@ -132,9 +132,8 @@ def test_costs_are_the_miou_of_each_way_and_the_pixels_it_evaluates(network, pac
         assert row.gain == row.miou - found.miou.iloc[0]
         assert row.pixels == eval_cost(Plan(**settings), (33, 40))
         assert row.ms > 0
-    usual = costs(network, pack, PLAN, ids=[0, 1])
-    assert usual.pixels.iloc[:2].tolist() == [1, 2]
-    assert usual.pixels.iloc[3] == 2 * usual.pixels.iloc[2] == pytest.approx(2 * 8.6875, rel=0.05)
+    assert found.pixels.iloc[:2].tolist() == [1, 2]
+    assert found.pixels.iloc[3] == 2 * found.pixels.iloc[2] == pytest.approx(2 * 8.6875, rel=0.05)
 
 
 @pytest.mark.parametrize("ask", [costs, latency])

@@ -104,7 +104,6 @@ CASES = {
     "captcha small": Case(captcha, image, {"network": "small"}, FIXED),
     "captcha ctc": Case(captcha, line(32), {"network": "ctc"}, lines(32), ctc=True),
     "hwdb slim": Case(hwdb, line(32), {"network": "slim"}, lines(32), ctc=True),
-    "hwdb crnn": Case(hwdb, line(32), {"network": "crnn"}, lines(32), ctc=True, large=True),
     "hwdb hctr": Case(hwdb, line(64), {"network": "hctr"}, lines(64), ctc=True, large=True),
     "sign transformer": Case(sign, clip, {"network": "transformer"}, CLIPS),
     "sign gru": Case(sign, clip, {"network": "gru"}, CLIPS),

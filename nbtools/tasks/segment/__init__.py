@@ -1,6 +1,5 @@
 """Segmentation: the class of every pixel, by BiSeNetV2 with a loss that weights hard pixels and boundaries."""
 
-from nbtools.errors import successors
 from nbtools.tasks.segment.augment import batch
 from nbtools.tasks.segment.data import pack, pack_options, read, save, survey, validate
 from nbtools.tasks.segment.demo import demo
@@ -58,15 +57,3 @@ __all__ = [
     "with_network",
     "worst",
 ]
-
-__getattr__ = successors(
-    __name__,
-    {
-        "classes_legend": "segment.show has the legend of its classes",
-        "eval_cost": "segment.costs has it in the column pixels",
-        "network_of": "plan.net",
-        "overlay": "segment.show(pack, ids)",
-        "prior": "segment.position_prior scores it",
-        "text_of": "the classes are pack.classes",
-    },
-)

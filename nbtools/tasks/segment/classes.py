@@ -1,9 +1,7 @@
 """The class table: which raw id, name and colour of the labels is which class, and which are ignored.
 
-It comes from names, a mapping id → name, or a text file:
-
-    classes.txt     one name a line, ids from 0; or `id,name`, `id,name,r,g,b` or `name,r,g,b`; also class_dict.csv
-    labelmap.txt    as CVAT writes it: name:r,g,b:parts:actions
+It comes from names, a mapping id → name, or a text file, such as classes.txt: one name a line, ids from 0; or lines
+`id,name` or `id,name,r,g,b`.
 """
 
 from __future__ import annotations
@@ -26,10 +24,6 @@ UNKNOWN = 254  # in `Table.lookup` only: an id that is in no table
 MOST_CLASSES = 254  # what a byte holds besides these two
 MOST_ID = 65_535  # of 16-bit labels
 BACKGROUND = ("background", "_background_", "bg")  # black, and what no drawn shape covers
-TWO_CLASSES = (
-    "For a mask of 0 and 255 give classes={0: 'background', 255: 'object'}, or a file of the lines 0,background "
-    "and 255,object"
-)
 
 Colour = tuple[int, int, int]
 Given = str | Path | Mapping[int, str] | Sequence[str]
@@ -42,14 +36,9 @@ PALETTE: tuple[Colour, ...] = (
     *((0, 204, 102), (102, 153, 255)),
 )
 
-FILES = ("classes.txt", "labelmap.txt", "class_dict.csv")
-HEADERS = ("id,name", "name,r,g,b")
-RGB = r"(?P<r>\d+)\s*,\s*(?P<g>\d+)\s*,\s*(?P<b>\d+)\s*"
-FORMS = (
-    re.compile(rf"\s*(?P<name>[^:]+?)\s*:\s*(?:{RGB})?:[^:]*:[^:]*"),
-    re.compile(rf"\s*(?P<id>\d+)\s*,\s*(?P<name>[^,]+?)\s*(?:,\s*{RGB})?"),
-    re.compile(rf"\s*(?P<name>[^,]+?)\s*,\s*{RGB}"),
-)
+FILE = "classes.txt"
+HEADER = "id,name"
+LINE = re.compile(r"\s*(\d+)\s*,\s*([^,]+?)\s*(?:,\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*)?")
 
 
 @dataclass(frozen=True)
@@ -84,11 +73,6 @@ class Table:
     def by_name(self) -> dict[str, int]:
         """Name → raw id."""
         return {one.name: one.id for one in (*self.classes, *self.ignored) if one.name}
-
-    @property
-    def by_colour(self) -> dict[Colour, int]:
-        """Colour → raw id, of the colours that were given."""
-        return {one.colour: one.id for one in (*self.classes, *self.ignored) if one.colour is not None}
 
     @property
     def background(self) -> int:
@@ -126,8 +110,8 @@ def class_table(entries: Sequence[Class], ignore: Sequence[int | str] = ()) -> T
             )
         if not isinstance(one.name, str) or not one.name.strip():
             raise PackError(f"classes: a class must have a name, got {one.name!r} for id {one.id}")
-    for what in ("id", "name", "colour"):
-        values = [value for one in entries if (value := getattr(one, what)) is not None]
+    for what in ("id", "name"):
+        values = [getattr(one, what) for one in entries]
         if twice := [value for value in values if values.count(value) > 1]:
             raise PackError(
                 f"classes: each {what} must be used only once, got {twice[0]!r} twice; rename one, or delete its line"
@@ -142,10 +126,9 @@ def class_table(entries: Sequence[Class], ignore: Sequence[int | str] = ()) -> T
         ignored.append(IGNORE)
     classes = tuple(one for one in entries if one.id not in ignored)
     if not 2 <= len(classes) <= MOST_CLASSES:
-        some = ", ".join(one.name for one in classes[:8]) or "none"
         raise PackError(
-            f"a class table must have 2 to {MOST_CLASSES} classes, got {len(classes)} besides those ignored ({some}); "
-            f"give classes=, names or a file of them. {TWO_CLASSES}"
+            f"a class table must have 2 to {MOST_CLASSES} classes, got {len(classes)} besides those ignored; give "
+            "classes=, names or a file of them"
         )
     return Table(classes, tuple(known.get(i, Class(i, "")) for i in dict.fromkeys(ignored)))
 
@@ -170,22 +153,20 @@ def parse_classes(classes: Given) -> list[Class]:
 def read_classes(text: str, file: str) -> Iterator[Class]:
     """The classes of a file, whose first line sets the form of all. Raises PackError naming the line that differs."""
     lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip() and not line.startswith("#")]
-    if lines and lines[0][1].replace(" ", "").casefold().startswith(HEADERS):
+    if lines and lines[0][1].replace(" ", "").casefold().startswith(HEADER):
         lines = lines[1:]
-    form = next((form for form in FORMS if lines and form.fullmatch(lines[0][1])), None)
+    with_ids = bool(lines) and LINE.fullmatch(lines[0][1]) is not None
     for k, (i, line) in enumerate(lines):
-        if form is None:
+        if not with_ids:
             yield Class(k, line.strip())
             continue
-        if (match := form.fullmatch(line)) is None:
+        if (match := LINE.fullmatch(line)) is None:
             raise PackError(f"{file}:{i}: a line must have the form of the first, {lines[0][1]!r}, got {line!r}")
-        parts = match.groupdict()
-        colour = None if parts["r"] is None else (int(parts["r"]), int(parts["g"]), int(parts["b"]))
+        raw, name, *rgb = match.groups()
+        colour = None if rgb[0] is None else (int(rgb[0]), int(rgb[1]), int(rgb[2]))
         if colour and max(colour) > 255:
-            raise PackError(
-                f"{file}:{i}: a colour must be three numbers from 0 to 255, got {', '.join(map(str, colour))}"
-            )
-        yield Class(int(parts.get("id") or k), parts["name"], colour)
+            raise PackError(f"{file}:{i}: a colour must be three numbers from 0 to 255, got {', '.join(rgb)}")
+        yield Class(int(raw), name, colour)
 
 
 def colours(classes: Sequence[Class]) -> list[Colour]:

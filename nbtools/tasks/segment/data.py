@@ -10,9 +10,9 @@ import dataclasses
 import hashlib
 import io
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +23,12 @@ from nbtools import disk
 from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
 from nbtools.errors import PackError
 from nbtools.table import percent, plural, sized
-from nbtools.tasks.common import report
 from nbtools.tasks.common.files import UNREADABLE, open_image
-from nbtools.tasks.common.report import ERROR, WARNING, Refused, Row, ordered
+from nbtools.tasks.common.report import ERROR, WARNING, Refused, Report, Row, ordered
 from nbtools.tasks.segment import cvat
-from nbtools.tasks.segment.classes import (
-    BACKGROUND,
-    IGNORE,
-    MOST_CLASSES,
-    TWO_CLASSES,
-    Class,
-    Given,
-    Table,
-    class_table,
-    parse_classes,
-)
-from nbtools.tasks.segment.folders import LABELS, Contents, Labelled
-from nbtools.tasks.segment.images import FITS, Recipe, Size, ids_in, read_image, read_label, size_of
+from nbtools.tasks.segment.classes import IGNORE, MOST_CLASSES, Class, Given, Table, class_table, parse_classes
+from nbtools.tasks.segment.folders import Contents, Labelled
+from nbtools.tasks.segment.images import Recipe, Size, ids_in, read_image, read_label, size_of
 from nbtools.tasks.segment.scores import distance_map
 
 MIXED = 384, 384  # pixels to which images of several sizes are scaled: the guide's
@@ -52,11 +41,9 @@ def pack(
     source: str | Path,
     *,
     size: int | tuple[int, int] | None = None,
-    fit: str = "auto",
     channels: int = 3,
     classes: Given | None = None,
     ignore: Ignored = None,
-    labels: str = "auto",
     val: float = 0.1,
     test: float = 0.1,
     into: str | Path | None = None,
@@ -66,18 +53,17 @@ def pack(
     interrupted packing resumes. Needs scipy for the distances to the class boundary.
 
     size: (height, width) or one side, in pixels; by default the images' own if they have one size, else 384 × 384.
-    fit: `pad` scales to fit inside and leaves the rest 0, and ignored; `stretch` scales each side by itself; `same`
-    takes images of exactly this size; `auto` is `same` if no size is given and all have one, else `pad`.
+    Others are scaled to fit inside; the rest is 0, and ignored.
     channels: 3 (transparency lies on white) or 4 (RGBA). classes: names, in order of their ids from 0; or a mapping
     id → name; or a file, see `classes.py`; by default the file `classes.txt` of the source, else the labels of CVAT's
     file, else the ids in the label images. ignore: raw ids, or names, that are no class, besides 255, which is none
-    unless `classes` names it. labels: `lists`, `images` or `cvat` if a source has several.
+    unless `classes` names it.
     val, test: shares, or whole numbers for exactly that many; the source's own folders and lists come first.
     test=1.0 makes all of them test, for a source that a run is evaluated on.
     Raises PackError if nothing can be used. `validate` also reports what is wrong with single files.
     """
-    asked = requested(size, fit, channels, classes, ignore, labels)
-    reader = cache(partial(Reader, labels=labels))  # scans the folder once, for the pack and for its samples
+    asked = requested(size, channels, classes, ignore)
+    reader = cache(Reader)  # scans the folder once, for the pack and for its samples
 
     def found(folder: Path, asked: Mapping[str, Any]) -> Survey:
         return survey(folder, asked, reader(folder).contents)
@@ -89,34 +75,29 @@ def pack(
 def pack_options(card: Card) -> dict[str, Any]:
     """Options of `pack` with which another source has the classes and the preprocessing of a card."""
     table = Table.of(card.options)
-    own = {name: card.options[name] for name in ("size", "fit", "channels")}
+    own = {name: card.options[name] for name in ("size", "channels")}
     named = [one for one in (*table.classes, *table.ignored) if one.name]  # an id that no class has is a number alone
     return {**own, "classes": named, "ignore": [one.id for one in table.ignored if one.name or one.id != IGNORE]}
 
 
 def requested(
-    size: int | tuple[int, int] | None, fit: str, channels: int, classes: Given | None, ignore: Ignored, labels: str
+    size: int | tuple[int, int] | None, channels: int, classes: Given | None, ignore: Ignored
 ) -> dict[str, Any]:
-    """The options of `pack` and `validate` as plain values; None and `auto` are decided from the files.
+    """The options of `pack` and `validate` as plain values; what is None is decided from the files.
 
     Raises PackError for impossible values, before reading the source.
     """
     sides = size if isinstance(size, tuple | list) else (size, size)
     if size is not None and (len(sides) != 2 or not all(type(s) is int and LEAST <= s <= MOST for s in sides)):
         raise PackError(f"size must be (height, width) in pixels, {LEAST} to {MOST} each, or one side, got {size!r}")
-    for name, value, known in (("fit", fit, ("auto", *FITS)), ("labels", labels, LABELS)):
-        if value not in known:
-            raise PackError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     if channels not in (3, 4) or isinstance(channels, bool):
         raise PackError(f"channels must be 3 (RGB) or 4 (RGBA), got {channels!r}")
     entries = None if classes is None else [dataclasses.astuple(one) for one in parse_classes(classes)]
     return {
         "size": None if size is None else list(sides),
-        "fit": fit,
         "channels": channels,
         "classes": entries,
         "ignore": ignored(ignore),
-        "labels": labels,
     }
 
 
@@ -132,7 +113,7 @@ def ignored(ignore: Ignored) -> list[int | str]:
 def survey(folder: Path, asked: Mapping[str, Any], contents: Contents | None = None) -> Survey:
     """The labelled images of a folder, and the options that the files decide. contents: those of the folder, if already
     known."""
-    contents = contents or Contents(folder, asked["labels"])
+    contents = contents or Contents(folder)
     options = completed(contents, asked)
 
     def pixels(columns: Mapping[str, np.ndarray], ids: np.ndarray) -> dict[str, list[int]]:
@@ -149,20 +130,17 @@ def survey(folder: Path, asked: Mapping[str, Any], contents: Contents | None = N
 
 
 def completed(contents: Contents, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """A pack's options, complete. Reads sizes from images, and ids from labels, if nothing else has
-    them.
+    """A pack's options, complete. Reads sizes from images, and ids from labels, if nothing else has them.
 
     Raises PackError if no image has a label, or there is no class table.
     """
     if not contents.labelled:
         raise PackError(f"{contents.folder}: {unlabelled(contents)}")
-    fit, size = asked["fit"], asked["size"]
+    size = asked["size"]
     if size is None:
         own = {one for one in side_by_side(lambda name: header_size(contents.folder / name), contents.labelled) if one}
-        fits = [one for one in own if min(one) >= LEAST and one[0] * one[1] <= LARGEST]
-        size = list(fits[0]) if len(own) == len(fits) == 1 else list(MIXED)
-        if fit == "auto" and own == {tuple(size)}:
-            fit = "same"
+        [one, *others] = own or [MIXED]
+        size = list(MIXED if others or min(one) < LEAST or one[0] * one[1] > LARGEST else one)
     if asked["classes"] is not None:
         entries = [Class(*one) for one in asked["classes"]]
     elif contents.table is not None:
@@ -172,7 +150,7 @@ def completed(contents: Contents, asked: Mapping[str, Any]) -> dict[str, Any]:
     else:
         entries = [Class(i, f"class {i}") for i in found_ids(contents)]
     table = class_table(entries, asked["ignore"])
-    return {"size": size, "channels": asked["channels"], "fit": "pad" if fit == "auto" else fit, **table.options}
+    return {"size": size, "channels": asked["channels"], **table.options}
 
 
 def unlabelled(contents: Contents) -> str:
@@ -182,8 +160,7 @@ def unlabelled(contents: Contents) -> str:
             return f"no image has a label. The first error: {row.file}: {rule}, got {value}; {fix}"
     return (
         f"{plural(contents.images, 'image')} and no label: put label images of the same names into labels/ next to "
-        "images/, or a_mask.png next to a.jpg, or write train.txt of lines image,label, or export CVAT for images 1.1 "
-        "as annotations.xml"
+        "images/, or write train.txt of lines image,label, or export CVAT for images 1.1 as annotations.xml"
     )
 
 
@@ -193,23 +170,13 @@ def header_size(path: Path) -> Size | None:
 
 
 def found_ids(contents: Contents) -> list[int]:
-    """The ids in all labels but 255. Raises PackError for more than can be classes: such labels are photographs,
-    or smoothed."""
-    files = [one.label for one in contents.labelled.values()]
-    found = dict(zip(files, side_by_side(lambda name: ids_in(contents.folder / name), files), strict=True))
-    known = sorted(set().union(*found.values()) - {IGNORE})
-    if len(known) > MOST_CLASSES:
-        most = max(found, key=lambda name: len(found[name]))
+    """The ids in all labels but 255. Raises PackError unless they can be classes."""
+    files = {contents.folder / one.label for one in contents.labelled.values()}
+    known = sorted(set().union(*side_by_side(ids_in, files)) - {IGNORE})
+    if not 2 <= len(known) <= MOST_CLASSES:
         raise PackError(
-            f"{contents.folder}: labels have {len(known)} different ids, {most} alone {len(found[most])}, and a pack "
-            f"has at most {MOST_CLASSES} classes: are they pictures, or smoothed? Give classes=, and `validate` names "
-            "them"
-        )
-    if len(known) < 2:
-        one = f": {known[0]}" if known else ""
-        raise PackError(
-            f"{contents.folder}: labels have {len(known)} different ids besides {IGNORE}, which is ignored{one}; there "
-            f"is nothing to tell apart. {TWO_CLASSES}; labels of colours with classes= a file of names and colours"
+            f"{contents.folder}: labels have {len(known)} different ids besides {IGNORE}, which is ignored, and a pack "
+            f"has 2 to {MOST_CLASSES}; give classes=, for a mask of 0 and 255 {{0: 'background', 255: 'object'}}"
         )
     return known
 
@@ -223,11 +190,10 @@ class Reader:
     `feed="workers"` at every step, as scripts do. Picklable: each worker scans the folder once."""
 
     folder: Path
-    labels: str = "auto"
 
     @cached_property
     def contents(self) -> Contents:
-        return Contents(self.folder, self.labels)
+        return Contents(self.folder)
 
     def __call__(self, path: Path, options: Mapping[str, Any]) -> Sample:
         """Raises PackError(value, rule, fix) on what cannot be used."""
@@ -236,7 +202,7 @@ class Reader:
         if found is None:
             raise PackError("none", "an image must have a label", "annotate it, or pack again: the folder has changed")
         try:
-            image, label, _ = read_labelled(self.folder, found, Recipe.of(options))
+            image, label = read_labelled(self.folder, found, Recipe.of(options))
         except Refused as refusal:  # with the label's file in the value, since a table of bad samples has the image's
             row = refusal.row
             value = row.value if row.file == name else f"{row.file}: {row.value}"
@@ -244,7 +210,7 @@ class Reader:
         return {"image": image, "label": label, "distance": distance_map(label)}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "labels": self.labels}
+        return {"folder": self.folder}
 
 
 def read(path: Path, options: Mapping[str, Any]) -> Sample:
@@ -252,47 +218,32 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
 
     Raises PackError(value, rule, fix) on what cannot be used.
     """
-    return {"image": read_image(Path(path), Recipe.of(options), [])[0]}
+    return {"image": read_image(Path(path), Recipe.of(options))[0]}
 
 
-def read_labelled(folder: Path, found: Labelled, recipe: Recipe) -> tuple[np.ndarray, np.ndarray, list[Row]]:
-    """(image, label, warnings) at the packed size. Raises Refused, whose row names the file, like those of warnings."""
-    rows: list[Row] = []
+def read_labelled(folder: Path, found: Labelled, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+    """(image, label) at the packed size. Raises Refused, whose row names the file."""
     at = found.name
     try:
-        image, size = read_image(folder / found.name, recipe, rows)
+        image, size = read_image(folder / found.name, recipe)
         if found.drawing is not None:
-            label = cvat.draw(found.drawing, recipe, size, rows)
-        else:
-            at = found.label
-            label = read_label(folder / found.label, recipe, size)
+            return image, cvat.draw(found.drawing, recipe, size)
+        at = found.label
+        return image, read_label(folder / found.label, recipe, size)
     except Refused as refusal:
         raise Refused(refusal.row.at(at)) from None
-    return image, label, [row.at(found.name) for row in rows]
 
 
 # The validator
-
-
-@dataclass(frozen=True)
-class Report(report.Report):
-    """balance: class → share of the packed pixels that are not ignored; size: (height, width) of the pack."""
-
-    images: int
-    labelled: int
-    size: Size
-    balance: Mapping[str, float]
 
 
 def validate(
     source: str | Path,
     *,
     size: int | tuple[int, int] | None = None,
-    fit: str = "auto",
     channels: int = 3,
     classes: Given | None = None,
     ignore: Ignored = None,
-    labels: str = "auto",
     progress: bool = True,
 ) -> Report:
     """Check every image and every label of a folder, archive or link: each rule broken is a row; and how classes are
@@ -301,16 +252,21 @@ def validate(
     Options as for `pack`: an error is what a pack with the same ones leaves out. Raises PackError if no image has a
     label, or there is no class table.
     """
-    asked = requested(size, fit, channels, classes, ignore, labels)
-    contents = Contents(stage(source, progress=progress), labels)
+    asked = requested(size, channels, classes, ignore)
+    contents = Contents(stage(source, progress=progress))
     recipe = Recipe.of(completed(contents, asked))
 
     def check(found: Labelled) -> tuple[list[Row], np.ndarray]:
         """(what is wrong with one image and its label, pixels (256,) of the label unless it is left out)."""
         try:
-            _, label, rows = read_labelled(contents.folder, found, recipe)
+            _, label = read_labelled(contents.folder, found, recipe)
         except Refused as refusal:
             return [refusal.row], np.zeros(256, np.int64)
+        rows = []
+        if found.drawing is not None and not found.drawing.shapes:
+            fix = "nothing, if there is nothing on it; else draw it, or delete the image"
+            rule, value = "an image should have shapes", "none: all of it is background"
+            rows = [Row("shapes", rule, value, fix, WARNING, found.name)]
         return rows, np.bincount(label.ravel(), minlength=256)
 
     pixels, rows = np.zeros(256, np.int64), list(contents.rows)
@@ -318,29 +274,17 @@ def validate(
     for found, counts in bar(checks, "validating", len(contents.labelled), leave=False, disable=not progress):
         rows += found
         pixels += counts
-    rows += remarks(contents, recipe.table, pixels)
-    shares = pixels / max(int(pixels[:IGNORE].sum()), 1)
-    balance = {name: float(shares[k]) for k, name in enumerate(recipe.table.names)}
-    summary = (
-        f"{plural(contents.images, 'image')}, {len(contents.labelled):,} with a label, packed at "
-        f"{sized(*recipe.size)}; {', '.join(f'{name} {percent(share, 1)}' for name, share in balance.items())}; "
-        f"ignored {percent(pixels[IGNORE] / max(int(pixels.sum()), 1), 1)}"
-    )
-    return Report(ordered(rows), summary, contents.images, len(contents.labelled), recipe.size, balance)
-
-
-def remarks(contents: Contents, table: Table, pixels: np.ndarray) -> Iterator[Row]:
-    """Problems that only all labels together show."""
-    for k, one in enumerate(table.classes if pixels.any() else ()):
+    for k, one in enumerate(recipe.table.classes if pixels.any() else ()):
         if pixels[k] == 0:
-            fix = "nothing, or annotate some; or leave it out of classes="
-            if pixels[IGNORE] and table.lookup[IGNORE] == IGNORE:
-                fix = f"if 255 means {one.name!r}: classes={{…, 255: {one.name!r}}}; 255 is ignored otherwise"
-            yield Row("class", "every class should have pixels", f"{one.id} {one.name}: none", fix, WARNING)
-    drawn = any(one.drawing for one in contents.labelled.values())
-    if pixels.any() and drawn and not {name.casefold() for name in table.names} & {*BACKGROUND}:
-        fix = f"nothing, if all of it is drawn; or put {BACKGROUND[0]!r} first in classes="
-        yield Row("class", "what no shape covers should have a class", "it is ignored", fix, WARNING)
+            fix = "nothing, or annotate some; or correct its id in classes="
+            rows.append(Row("class", "every class should have pixels", f"{one.id} {one.name}: none", fix, WARNING))
+    shares = pixels / max(int(pixels[:IGNORE].sum()), 1)
+    balance = ", ".join(f"{name} {percent(shares[k], 1)}" for k, name in enumerate(recipe.table.names))
+    about = (
+        f"{plural(contents.images, 'image')}, {len(contents.labelled):,} with a label, packed at "
+        f"{sized(*recipe.size)}; {balance}; ignored {percent(pixels[IGNORE] / max(int(pixels.sum()), 1), 1)}"
+    )
+    return Report(ordered(rows), about)
 
 
 # Predictions as files

@@ -1,4 +1,4 @@
-"""Demo data in the raw format: images of patterned shapes, label images of class ids, and the same as CVAT polygons.
+"""Demo data in the raw format: images of patterned shapes, and label images of class ids.
 
 A pixel's class is the pattern around it. Every shape, and the ground, takes its two colours from the same distribution
 and lies anywhere, so neither a pixel's colour nor its position reveals the class.
@@ -19,7 +19,6 @@ from nbtools.tasks.common.files import IMAGES
 
 CLASSES = {"background": (0, 0, 0), "striped": (86, 180, 233), "dotted": (240, 228, 66)}
 """Name → colour, in the order of the ids: Okabe and Ito's, without the blue and vermilion of right and wrong."""
-FORMS = ("labels", "cvat", "both")
 SPLITS = ("train", "train", "train", "train", "train", "val", "test")  # of seven images in turn
 STREAM = 5  # of random numbers
 FINE = 4  # outlines are drawn this many times as large: Pillow fills a polygon including its outline
@@ -34,14 +33,12 @@ def demo(
     count: int = 1400,
     *,
     size: tuple[int, int] = (384, 288),
-    form: str = "labels",
     seed: int = 0,
 ) -> Path:
     """Write `count` images of striped and dotted shapes on a blotched ground; returns the folder.
 
     images/ and labels/ with train/, val/ and test/ (five, one and one of seven), and `classes.txt` of the lines
-    id,name,r,g,b. form: "labels" for these, "cvat" for `annotations.xml` (CVAT for images 1.1) with the polygons in
-    place of labels/, or "both", of which `pack` takes one by its own `labels`. size: (height, width) in pixels.
+    id,name,r,g,b. size: (height, width) in pixels.
     The same seed gives the same files, byte for byte, and 100 images are the first of 1,000. No two share a shape or
     its colours, so those of val and test are unseen.
     mIoU on 200 unseen images after 14 epochs of 1,000 at 128 × 96 pixels, 150 CPU seconds: the slim network 0.81, 0.83
@@ -54,24 +51,19 @@ def demo(
         {
             "count must be 1 image or more": (whole(count, 1), count),
             "size must be (height, width), from 32 to 4,096 pixels": (kept, size),
-            f"form must be one of {', '.join(FORMS)}": (form in FORMS, form),
             "seed must be 0 or more": (whole(seed, 0), seed),
         }
     )
-    return write_demo(folder, files(count, *sides, form=form, seed=seed), (*IMAGES, ".txt", ".xml"))
+    return write_demo(folder, files(count, *sides, seed=seed), (*IMAGES, ".txt", ".xml"))
 
 
-def files(count: int, height: int, width: int, form: str, seed: int) -> Iterator[File]:
+def files(count: int, height: int, width: int, seed: int) -> Iterator[File]:
     """The name of each file, and what computes its content."""
-    every = []
     for n in range(count):
         name, rng = f"{SPLITS[n % len(SPLITS)]}/{n:05}", np.random.default_rng([seed, STREAM, n])
-        every.append([shape(rng, height, width) for _ in range(rng.integers(3, 7))])
-        yield f"images/{name}.jpg", partial(photograph, rng, every[n], height, width)
-        if form != "cvat":
-            yield f"labels/{name}.png", partial(mask, every[n], height, width)
-    if form != "labels":
-        yield "annotations.xml", partial(cvat_xml, every, height, width)
+        shapes = [shape(rng, height, width) for _ in range(rng.integers(3, 7))]
+        yield f"images/{name}.jpg", partial(photograph, rng, shapes, height, width)
+        yield f"labels/{name}.png", partial(mask, shapes, height, width)
     rows = (f"{i},{name},{r},{g},{b}\n" for i, (name, (r, g, b)) in enumerate(CLASSES.items()))
     yield "classes.txt", "".join(rows).encode
 
@@ -82,7 +74,7 @@ def shape(rng: Rng, height: int, width: int) -> Shape:
     angles = (np.arange(count) + rng.uniform(-0.3, 0.3, count)) * 2 * np.pi / count
     radii = np.sqrt(height * width) * rng.uniform(0.22, 0.38) * rng.uniform(0.6, 1, count)
     points = np.stack([np.cos(angles), np.sin(angles)], 1) * radii[:, None] + rng.uniform(0, 1, 2) * (width, height)
-    return str(rng.choice(list(CLASSES))), np.round(points.clip(0, (width, height)), 2)  # CVAT's shapes lie inside
+    return str(rng.choice(list(CLASSES))), np.round(points.clip(0, (width, height)), 2)
 
 
 def photograph(rng: Rng, shapes: Sequence[Shape], height: int, width: int) -> bytes:
@@ -132,21 +124,3 @@ def covered(points: np.ndarray, height: int, width: int) -> np.ndarray:
     canvas = Image.new("1", (width * FINE, height * FINE))
     ImageDraw.Draw(canvas).polygon((FINE * points).ravel().tolist(), fill=1)
     return np.asarray(canvas)[FINE // 2 :: FINE, FINE // 2 :: FINE]
-
-
-def cvat_xml(images: Sequence[Sequence[Shape]], height: int, width: int) -> bytes:
-    """CVAT for images 1.1, https://docs.cvat.ai/docs/dataset_management/formats/format-cvat/"""
-    lines = ['<?xml version="1.0" encoding="utf-8"?>', "<annotations>", "  <version>1.1</version>", "  <meta><task>"]
-    lines += [f"    <name>nbtools demo</name><size>{len(images)}</size><mode>annotation</mode>", "    <labels>"]
-    for name, (r, g, b) in CLASSES.items():
-        colour = f"#{r:02x}{g:02x}{b:02x}"
-        lines += [f"      <label><name>{name}</name><color>{colour}</color><type>polygon</type></label>"]
-    lines += ["    </labels>", "  </task></meta>"]
-    for n, shapes in enumerate(images):
-        name = f"{SPLITS[n % len(SPLITS)]}/{n:05}.jpg"
-        lines += [f'  <image id="{n}" name="{name}" width="{width}" height="{height}">']
-        for z, (label, points) in enumerate(shapes):
-            corners = ";".join(f"{x:.2f},{y:.2f}" for x, y in points)
-            lines += [f'    <polygon label="{label}" points="{corners}" z_order="{z}" source="manual" occluded="0"/>']
-        lines += ["  </image>"]
-    return "\n".join([*lines, "</annotations>", ""]).encode()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +135,6 @@ def costs(
     pack: Pack,
     plan: Plan,
     split: str = "val",
-    settings: Mapping[str, Mapping[str, Any]] | None = None,
     ids: Ids | None = None,
     batch_size: int = 8,
 ) -> pd.DataFrame:
@@ -143,8 +142,7 @@ def costs(
     median of all batches), times (relative to the first way, the median of the batches' ratios) and pixels (evaluated
     for each of an image's). A machine's speed varies, so every batch is evaluated in all ways in turn.
 
-    settings: name → settings of the plan, on top of a single pass over the whole image; the first is what the others
-    are compared with. Raises PlanError for unknown settings, or without images.
+    Raises PlanError without images.
     """
     import pandas as pd
 
@@ -153,7 +151,7 @@ def costs(
         raise PlanError("costs need at least one image, got none; take some of pack.ids('val')")
     height, width, _ = pack.columns["image"].shape
     single = plan.replace(eval_scales=(1.0,), eval_flip=False, eval_window=None)
-    ways = {name: single.replace(**changes) for name, changes in (settings or usual((height, width))).items()}
+    ways = {name: single.replace(**changes) for name, changes in usual((height, width)).items()}
     sums, seconds = {name: Sums(device) for name in ways}, {name: [] for name in ways}
     for start in range(0, len(ids), batch_size):
         samples = [pack.sample(int(i)) for i in ids[start : start + batch_size]]

@@ -1,4 +1,4 @@
-"""Labels and predictions over images in class colours, with a line between classes and hatched ignored pixels; charts.
+"""Labels and predictions over images in class colours, with a line between classes and grey ignored pixels; charts.
 
 A class map is (H, W) uint8, as `decode` and `run.predict_pack` give it. H × W pixels, C = 3 or 4 channels, K classes.
 """
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import PercentFormatter
 from PIL import Image
 
@@ -37,31 +36,29 @@ from nbtools.fonts import Fonts
 from nbtools.table import percent
 from nbtools.tasks.common.files import on_white
 from nbtools.tasks.segment.augment import MEAN, SPREAD, batch
-from nbtools.tasks.segment.classes import BACKGROUND, IGNORE, UNKNOWN
+from nbtools.tasks.segment.classes import BACKGROUND, IGNORE
 from nbtools.tasks.segment.plans import Plan
-from nbtools.tasks.segment.scores import PER_PIXEL, Ids, distance_map, image_metrics, maps
+from nbtools.tasks.segment.scores import Ids, image_metrics, maps
 
 if TYPE_CHECKING:
     import pandas as pd
 
 ALPHA, FAINT = 0.6, 0.15  # opacity of a class's colour over the image; of a background's
-STRIPES = 8  # px from stripe to stripe where pixels are ignored
 PALE = 0.35  # opacity of the image where only errors have colour
 INK = np.array([int(WRONG[i : i + 2], 16) for i in (1, 3, 5)])
 COLUMNS, NAMES = 4, 5  # pictures in a row; names in a row of the legend
 CELL = (WIDE - (COLUMNS + 1) * MARGIN) // COLUMNS  # px: the width of an image
-ROOM = 6  # px around the middle of a number
 ROW, SIZE = 20, 8.5  # px of a row of the legend; points of its text
 LIVE, PAPER = (400, 320), 6  # px of the live picture at most: what a screen of twice the pixels shows; its middle
 SHADES = "#4d4d4d", "#999999", "#cccccc"  # of train, val, test: colours are those of classes
 
 Panel = tuple[Picture, np.ndarray | None]
-"""A picture, and the classes (h, w) numbered on it and named in the legend."""
+"""A picture, and the classes (h, w) on it, which are named in the legend."""
 
 
 def show(pack: Pack, ids: Ids, predicted: Sequence[np.ndarray] | None = None) -> Sheet:
     """Images, each next to its classes; with predictions also these and where they are wrong, one image per row.
-    Classes are numbered, and named below; pixels without a label are hatched.
+    Classes are named below; pixels without a label are grey.
 
     predicted: one class map per id. Raises PackError for anything else.
     """
@@ -111,7 +108,7 @@ def judged(pack: Pack, i: int, guess: np.ndarray) -> list[Panel]:
     predicted = resized(guess, size)
     drawn = 255 - PALE * (255 - luma(image).repeat(3, 2))
     drawn = np.where((predicted != label)[..., None], 0.15 * image + 0.85 * INK, drawn)
-    drawn = np.where((label == IGNORE)[..., None], hatch(image), drawn).round().astype(np.uint8)
+    drawn = np.where((label == IGNORE)[..., None], pale(image), drawn).round().astype(np.uint8)
     wrong = 0.0 if math.isnan(found["miou"]) else 1 - found["pixel_accuracy"]
     return [
         (Picture(overlay(pack, image, predicted), f"predicted · {miou_text(found)}"), predicted),
@@ -124,24 +121,14 @@ def miou_text(found: Mapping[str, float]) -> str:
 
 
 def figure(pack: Pack, panels: Sequence[Panel]) -> Sheet:
-    """Pictures in rows, with numbers on their classes and the legend below."""
+    """Pictures in rows, and the legend of their classes below."""
     if not panels:
         return blank()
     seen = sorted({int(k) for _, label in panels if label is not None for k in np.unique(label)})
     names = ["ignored" if k == IGNORE else f"{k} {pack.classes[k]}" for k in seen]
-    sheet, axes, places = gallery(
-        [one for one, _ in panels], COLUMNS, below=MARGIN + ROW * math.ceil(len(seen) / NAMES)
-    )
-    for (_, label), (left, top) in zip(panels, places, strict=True):
-        for k, x, y in [] if label is None else label_spots(label):
-            stroke = [withStroke(linewidth=2, foreground="black")]
-            style = {"ha": "center", "va": "center", "color": "white", "size": 7, "path_effects": stroke}
-            axes.text(left + x, top + y, str(k), **style)
+    sheet, axes, _ = gallery([one for one, _ in panels], COLUMNS, below=MARGIN + ROW * math.ceil(len(seen) / NAMES))
     fonts, colours = Fonts.of("".join(names)), colours_of(pack) / 255
-    patches = [
-        Patch(facecolor="#c8c8c8" if k == IGNORE else colours[k], edgecolor=GREY, hatch="////" if k == IGNORE else None)
-        for k in seen
-    ]
+    patches = [Patch(facecolor="#c8c8c8" if k == IGNORE else colours[k], edgecolor=GREY) for k in seen]
     texts = [fonts.shortened(name, SIZE, WIDE / NAMES - 50) for name in names]
     font = FontProperties(family=fonts.families, size=SIZE)
     legend = axes.legend(
@@ -152,37 +139,23 @@ def figure(pack: Pack, panels: Sequence[Panel]) -> Sheet:
     return sheet
 
 
-def label_spots(label: np.ndarray) -> list[tuple[int, int, int]]:
-    """label (H, W) uint8 → (class, x, y) of the pixel farthest from a boundary, for each class that has room for a
-    number there, so that classes differ not only by colour."""
-    framed = np.pad(np.where(label == IGNORE, UNKNOWN, label), 1, constant_values=UNKNOWN)
-    far, found = distance_map(framed)[1:-1, 1:-1], []
-    for k in np.unique(label[label != IGNORE]):
-        depth = np.where(label == k, far, 0)
-        y, x = np.unravel_index(depth.argmax(), depth.shape)
-        if depth[y, x] >= ROOM * PER_PIXEL:
-            found.append((int(k), int(x), int(y)))
-    return found
-
-
 def overlay(pack: Pack, image: np.ndarray, label: np.ndarray) -> np.ndarray:
     """image (H, W, 3) and label (H, W) uint8 → (H, W, 3) uint8: classes in colour, a background's faintly; a white line
-    between two; ignored pixels grey and hatched. The image below is desaturated as much as it is covered: red on yellow
+    between two; ignored pixels grey. The image below is desaturated as much as it is covered: red on yellow
     would be the orange of another class."""
     alphas = np.array([FAINT if name.casefold() in BACKGROUND else ALPHA for name in pack.classes])
     index = np.where(label == IGNORE, 0, label)
     alpha = alphas[index][..., None]
     drawn = (1 - alpha) * ((1 - alpha) * image + alpha * luma(image)) + alpha * colours_of(pack)[index]
-    drawn = np.where((label == IGNORE)[..., None], hatch(image), drawn)
+    drawn = np.where((label == IGNORE)[..., None], pale(image), drawn)
     drawn[:, :-1][label[:, 1:] != label[:, :-1]] = 255
     drawn[:-1][label[1:] != label[:-1]] = 255
     return drawn.round().astype(np.uint8)
 
 
-def hatch(image: np.ndarray) -> np.ndarray:
-    """An image (H, W, 3) in pale grey with dark stripes from the lower left to the upper right."""
-    dark = np.add.outer(*map(np.arange, image.shape[:2]))[..., None] % STRIPES < 2
-    return np.broadcast_to(np.where(dark, 40 + 0.35 * luma(image), 112 + 0.5 * luma(image)), image.shape)
+def pale(image: np.ndarray) -> np.ndarray:
+    """An image (H, W, 3) in pale grey."""
+    return np.broadcast_to(112 + 0.5 * luma(image), image.shape)
 
 
 def luma(image: np.ndarray) -> np.ndarray:
