@@ -1,6 +1,7 @@
 """Labels over images pixel by pixel, figures and what their texts say."""
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,6 +129,7 @@ def test_every_figure_is_drawn_without_warnings_and_names_the_classes_in_sight(t
     segment.training_views(pack, [0], segment.Plan(crop=32, flip=0.5)).savefig(io.BytesIO(), format="raw")
     sheet = segment.show(pack, [0], answers[:1])
     sheet.savefig(io.BytesIO(), format="raw")
-    named = [text.get_text() for text in sheet.axes[0].get_legend().get_texts()]
+    legend: Any = sheet.axes[0].get_legend()
+    named = [text.get_text() for text in legend.get_texts()]
     assert len(named) == len(names)
     assert named[0].startswith(f"0 {names[0][:6]}")
