@@ -80,7 +80,7 @@ def xml(folder: Path, shapes: str, labels: str = "shirt shoe", size: tuple[int, 
     return folder
 
 
-def polygon(points: str, label: str = "shirt", z: int = 0) -> str:
+def polygon(points: str, label: str = "shirt", z: int | str = 0) -> str:
     return f'<polygon label="{label}" points="{points}" z_order="{z}"></polygon>'
 
 

@@ -344,9 +344,8 @@ def test_saved_notebooks_are_valid_and_hold_one_picture(seen):
             check_packed(notebook)
     shown = [name for output in seen.saved["amid"]["cells"][FIT]["outputs"] for name in output.get("data", {})]
     assert shown.count("image/png") == 1
-    for plot in (seen.work / RUN / "plot.png", *(seen.work / "kept").glob("plot.*.png")):
+    for plot in (seen.work / RUN / "plot.png", seen.work / "kept" / "plot.png"):
         assert plot.read_bytes().startswith(b"\x89PNG")
-    assert list((seen.work / "kept").glob("plot.*.png"))
 
 
 def test_opened_when_its_kernel_is_gone_it_shows_the_picture(seen):

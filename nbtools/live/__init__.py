@@ -10,38 +10,3 @@ from nbtools.live.requests import ACTIONS, REFUSED, FirstSignal, Plans, Requests
 from nbtools.live.samples import FIRST, WORST, chosen
 from nbtools.live.surface import Surface
 from nbtools.live.view import View
-
-__all__ = [
-    "ACTIONS",
-    "AGAIN",
-    "DONE",
-    "EVALUATING",
-    "FIRST",
-    "MEASURING",
-    "OPENING",
-    "OVER",
-    "REFUSED",
-    "STARTING",
-    "TRAINING",
-    "WORST",
-    "XS",
-    "Columns",
-    "FirstSignal",
-    "Messages",
-    "Panel",
-    "Plans",
-    "Requests",
-    "Series",
-    "Surface",
-    "View",
-    "advised",
-    "along",
-    "chosen",
-    "closing",
-    "ended",
-    "running_kernel",
-    "send",
-    "spent",
-    "taken",
-    "worded",
-]

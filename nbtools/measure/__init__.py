@@ -12,36 +12,3 @@ from nbtools.measure.stepper import Stepper, untouched
 from nbtools.measure.sweep import lr_sweep
 from nbtools.measure.trials import first_losses, step_profile
 from nbtools.measure.verdict import Verdict, verdict
-
-__all__ = [
-    "REASONS",
-    "Advice",
-    "Gpu",
-    "Machine",
-    "Receipt",
-    "Sampler",
-    "StepProfile",
-    "Stepper",
-    "Verdict",
-    "advise",
-    "check",
-    "comparable",
-    "decide",
-    "described",
-    "expected",
-    "explained",
-    "find_batch",
-    "first_losses",
-    "follow",
-    "gpus",
-    "lr_sweep",
-    "machine",
-    "nvml_index",
-    "preset",
-    "processes",
-    "receipt",
-    "smoke_test",
-    "step_profile",
-    "untouched",
-    "verdict",
-]

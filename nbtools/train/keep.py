@@ -23,6 +23,7 @@ from nbtools.train import checkpoint
 from nbtools.train.checkpoint import CONTROL, FILE, INDEX
 
 KEPT = "kept.json"  # in the run's folder: where it is kept, and until which step
+PLOT = "plot.png"
 PAUSE, LONGEST = 5.0, 300.0  # seconds until a copy that failed is tried again: doubled up to the longest
 PATIENCE = 30.0  # seconds at the end after which the user is told what is waited for
 
@@ -69,7 +70,8 @@ class Keeper:
                     return
                 index, number = request
             if number == self.requested:  # else a newer request brings all of it
-                pause = 0.0 if self.attempt(index, number) else min(2 * pause or PAUSE, LONGEST)
+                pause = 0.0 if self.attempt(index, number) else min(2 * pause or PLOT = "plot.png"
+PAUSE, LONGEST)
 
     def attempt(self, index: bytes, number: int) -> bool:
         """Copy the state of a request → whether to leave it at that."""
@@ -103,6 +105,8 @@ class Keeper:
         """Copy the checkpoints that the index names, then replace latest.json, then delete what it does not name."""
         facts = json.loads(index)
         before = latest(self.target)
+        if self.known is None:  # it was not to be read at first
+            self.known = before.get("start", "")
         if before and before.get("start") not in (self.start, self.known):
             self.foreign = True
             self.complaints.append(
@@ -139,6 +143,8 @@ class Keeper:
         self.named |= now.keys()
         self.there, self.step = now, step
         self.note()
+        with suppress(OSError):  # for whoever looks into the folder
+            disk.write_atomic(self.target / PLOT, (self.source / PLOT).read_bytes())
 
     def bring(self, now: dict[str, list[Any]], name: str, digest: str) -> None:
         """Copy one file, unless it is there, and read it back."""
