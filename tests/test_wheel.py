@@ -64,7 +64,7 @@ def test_a_wheel_holds_the_package_its_script_its_marker_of_types_and_its_licens
     scripts = {f"nbtools/live/{name}.js" for name in ("kept", "pointer")}
     assert held - about == package | {"nbtools/py.typed", *scripts}
     assert {name.partition("/")[2] for name in about} == {
-        *("METADATA", "RECORD", "WHEEL", "top_level.txt", "licenses/LICENSE"),
+        *("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE"),
     }
     assert wheel.name.endswith("-py3-none-any.whl")
 

@@ -70,8 +70,7 @@ class Keeper:
                     return
                 index, number = request
             if number == self.requested:  # else a newer request brings all of it
-                pause = 0.0 if self.attempt(index, number) else min(2 * pause or PLOT = "plot.png"
-PAUSE, LONGEST)
+                pause = 0.0 if self.attempt(index, number) else min(2 * pause or PAUSE, LONGEST)
 
     def attempt(self, index: bytes, number: int) -> bool:
         """Copy the state of a request → whether to leave it at that."""
