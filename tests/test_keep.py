@@ -78,7 +78,7 @@ def test_nothing_there_grows_without_end_and_files_of_others_stay(pack, place):
     for epochs in (2, 4, 6, 8):
         nb.fit(toy, pack, PLAN.replace(epochs=epochs), "run", keep="drive", **QUIET)
         counts.append(len([*(place / "drive").iterdir()]))
-    assert counts[-1] <= counts[1] + 2
+    assert max(counts) <= 18, "the checkpoints of two states, and four more files"
     assert (place / "drive" / "mine.txt").read_text() == "mine"
 
 
