@@ -17,7 +17,7 @@ sys.exit(pytest.main(["-q", "-m", "cuda", "tests/cuda", "-k", sys.argv[1]]))
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("some", ["gru or loop_waits or does_not_fit", pytest.param("", marks=pytest.mark.full)])
+@pytest.mark.parametrize("some", ["loop_waits or does_not_fit", pytest.param("", marks=pytest.mark.full)])
 def test_they_run_where_little_is_installed_and_pass_without_a_gpu(some):
     bare = {"NBTOOLS_CUDA_DRY": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", BARE, some]

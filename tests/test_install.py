@@ -56,10 +56,9 @@ def chain(names: list[str], top: Path, stack: str) -> list[str]:
 ALL = itertools.product(("start", *fresh.SAID), STACKS)
 
 
+@full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    ("task", "stack"), [pytest.param(*one, marks=() if one == ("start", "colab") else full) for one in ALL]
-)
+@pytest.mark.parametrize(("task", "stack"), [*ALL])
 def test_run_all_on_a_new_machine_installs_from_githubs_zip_and_runs_to_the_end(task, stack, tmp_path):
     python(stack)  # skips where there is none: in another process that would be a failure
     names = ["0_start_here"] if task == "start" else [f"{task}/{part}" for part in fresh.PARTS]

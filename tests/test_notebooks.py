@@ -86,7 +86,7 @@ def in_turn(notebooks: dict[str, NotebookNode], top: Path) -> dict[str, list[Not
     return {name: ran[start:end] for name, start, end in zip(notebooks, [0, *ends], ends, strict=False)}
 
 
-QUICK = [*(f"captcha/{part}" for part in fresh.PARTS), "hwdb/2_train", "sign/2_train", "segment/2_train"]
+QUICK = [*(f"captcha/{part}" for part in fresh.PARTS), "sign/2_train"]
 
 
 @pytest.mark.timeout(900)
