@@ -52,7 +52,7 @@ test-%: .venv-own-%/ready  ## all but clocks on a Python and torch of its own: c
 	.venv-own-$*/bin/python -m pytest -q -m full tests/test_install.py || result=$$?; \
 	exit $$result
 
-gpu: .venv/ready  ## what only a GPU can show, in at most four minutes of one
+gpu: .venv/ready  ## what only a GPU can show, made for four minutes of one
 	@$(BIN)/python -m pytest -q -m cuda tests/cuda
 
 bench: .venv/ready-bench  ## benchmarks one after another; receipts under benchmarks/results/

@@ -1,4 +1,4 @@
-"""What only a GPU can show, in at most four minutes of one. Where torch, numpy, pytest and nbtools with its
+"""What only a GPU can show, made for four minutes of one, not yet timed. Where torch, numpy, pytest and nbtools with its
 requirements are installed, from the folder of the repository:
 
     python -m pytest -q -m cuda tests/cuda
