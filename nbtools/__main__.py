@@ -343,7 +343,7 @@ def train(options: argparse.Namespace) -> Result | None:
         stopped = True
     if rank:
         return None
-    parts = (run.summary(), run.receipt or "no receipt", run.verdict or "no verdict", run)
+    parts = (run.summary().to_string(), run.receipt or "no receipt", run.verdict or "no verdict", run)
     code = 130 if stopped and not is_torchelastic_launched() else 0  # torchrun would start it again
     return Result(run, "\n".join(map(str, parts)), code)
 

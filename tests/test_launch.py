@@ -216,7 +216,7 @@ def test_the_terminal_and_any_torchrun_train_and_pack_once(pack, nodes):
     with begun(nodes, "--epochs", "2") as processes:
         said = [process.communicate(timeout=200) for process in processes]
     assert {process.returncode for process in processes} == {0}, said
-    assert sum(out.count("train loss") for out, _ in said) == 1, "rank 0 alone prints the result"
+    assert sum(out.count("train_loss") for out, _ in said) == 1, "rank 0 alone prints the result"
     assert len(nb.Run.open("run", crew).history.of("epoch")) == 2
     assert len(notes(0)) == len(notes(1)) > 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,14 @@ class Case:
         plain = {"amp": "off", "ema": None, "micro_batch_size": None, "channels_last": False, "compile": False}
         lr = self.task.PLAN.lr / 10
         return self.task.PLAN.replace(**{**course, **plain, "batch_size": BATCH, "lr": lr, **self.settings})
+
+    @property
+    def scored(self) -> Any:
+        """The task as it is trained and evaluated here: edit distances of texts need a package that may be absent."""
+        if not self.ctc:
+            return self.task
+        names = {name: getattr(self.task, name) for name in self.task.__all__}
+        return SimpleNamespace(**{**names, "metrics": lambda outputs, batch: {}, "BEST": "-loss"})
 
     def pack(self, folder: Path, count: int) -> nb.Pack:
         """So many samples, a sixth of them to validate."""

@@ -35,12 +35,12 @@ def pack(tmp_path_factory):
 def state_of(name, pack, device, **changes):
     """With deterministic=True where CTC does not forbid it."""
     plan = CASES[name].plan.replace(deterministic=not CASES[name].ctc, **changes)
-    return TrainState(CASES[name].task, pack, plan, device)
+    return TrainState(CASES[name].scored, pack, plan, device)
 
 
 def trained(name, pack, device, evaluating=False, **changes):
     with untouched(device):
-        return run(CASES[name].task, pack, state_of(name, pack, device, **changes), evaluating)
+        return run(CASES[name].scored, pack, state_of(name, pack, device, **changes), evaluating)
 
 
 def require_same(name, found, expected, again):
@@ -68,12 +68,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, graph, packs, device, tmp_
     whole, again = (trained(name, pack, device, ema=0.9, graph=graph) for _ in range(2))
     with untouched(device):
         first, second = (state_of(name, pack, device, ema=0.9, graph=graph) for _ in range(2))
-        for record in train(case.task, first, pack):
+        for record in train(case.scored, first, pack):
             if record.kind == "step" and record.step == 3:
                 break
         checkpoint.save(tmp_path, first, rows=0)
         checkpoint.load(tmp_path, second)
-        resumed = run(case.task, pack, second)
+        resumed = run(case.scored, pack, second)
     whole, again = ((losses[-len(resumed[0]) :], left) for losses, left in (whole, again))
     require_same(name, resumed, whole, again)
 
