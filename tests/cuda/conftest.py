@@ -1,5 +1,5 @@
-"""What only a GPU can show, made for four minutes of one, not yet timed. Where torch, numpy, pytest and nbtools with its
-requirements are installed, from the folder of the repository:
+"""What only a GPU can show, made for four minutes of one, not yet timed. Where torch, numpy, pytest and nbtools with
+its requirements are installed, from the folder of the repository:
 
     python -m pytest -q -m cuda tests/cuda
 
