@@ -426,7 +426,7 @@ def finish(job: Job, sigterm: FirstSignal, receipt: bool) -> None:
         evaluate_all(job, sigterm)
     if not receipt or surface.requests.stop or path.exists():
         return
-    if state.ranks is not None and (epochs := job.history.of("epoch")):
+    if state.ranks.world > 1 and (epochs := job.history.of("epoch")):
         world, rate = state.ranks.world, epochs[-1]["samples_per_s"]
         surface.report(f"the receipt measures one of {world} processes; together they trained {rate:,.0f} samples/s")
     if not surface.progress:
@@ -478,14 +478,14 @@ def evaluate_all(job: Job, sigterm: FirstSignal) -> None:
 
 def one_share(state: TrainState) -> Plan:
     """The plan of what one process does in a step: with several, its share of the batch."""
-    plan, world = state.plan, state.ranks.world if state.ranks is not None else 1
+    plan, world = state.plan, state.ranks.world
     return plan if world == 1 else plan.replace(batch_size=max(plan.batch_size // world, 1))
 
 
 def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
     state, surface, kept = job.state, job.surface, fixed(job.state.plan)
-    kept = kept if state.ranks is None else {**kept, "batch_size": "the share of one process"}
+    kept = kept if state.ranks.world == 1 else {**kept, "batch_size": "the share of one process"}
     with optional("not measured", tell, "What limits it? measures again"):
         plan = one_share(state)
         profile = measure.step_profile(job.task, job.pack, plan, state.device, fixed=kept)

@@ -206,7 +206,7 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_batch_lr_and_result(pack
     same = TrainState(toy.with_(model=task.model), pack, plan.replace(micro_batch_size=4))
     losses(same, pack)
     assert torch.equal(weights(same.model), weights(state.model))
-    with pytest.raises(TrainError, match="out of memory with one sample at a time"):
+    with pytest.raises(TrainError, match="out of memory with two samples at a time"):
         told(TrainState(toy.with_(loss=hungry(0)), pack, plan), pack)
 
 

@@ -25,7 +25,9 @@ from nbtools.train import device
 from nbtools.train.ranks import Ranks
 
 BATCH, PIECES = 16, 50  # samples; kernels of a step
-LOOP, STATE = (sys.modules[f"nbtools.train.{name}"] for name in ("loop", "state"))  # nb.train is a function
+LOOP, METER, STATE = (
+    sys.modules[f"nbtools.train.{name}"] for name in ("loop", "meter", "state")
+)  # nb.train is a function
 
 
 class Device:
@@ -106,7 +108,7 @@ def simulated(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
         monkeypatch.setattr(device, "perf_counter", where.clock)
         monkeypatch.setattr(LOOP, "perf_counter", where.clock)
-        monkeypatch.setattr(device, "Reading", Reading)
+        monkeypatch.setattr(METER, "Reading", Reading)
         monkeypatch.setattr(nb.TrainState, "lost", lambda state: (where.wait(), finish(state))[1])
         read = LOOP.Sums.read
         monkeypatch.setattr(LOOP.Sums, "read", lambda sums: (where.wait(), read(sums))[1])
@@ -234,7 +236,7 @@ def test_a_return_to_an_earlier_checkpoint_gives_no_time_back(pack, simulated):
 
 # -- where the loop waits, on tensors without data
 
-READS = {"rows", "finite", "end_epoch", "read"}  # of a log row, of the weights, the epoch's loss, and the scores
+READS = {"rows", "lost", "epoch", "read"}  # of a log row, of the weights, the epoch's loss, and the scores
 
 
 class Waits(TorchDispatchMode):
@@ -285,8 +287,8 @@ def test_the_loop_waits_for_the_device_at_its_own_reads_only(pack, monkeypatch):
     """Log steps, the end of an epoch and an evaluation, with a count that is a number of Python, as most tasks have."""
     meta = torch.device("meta")
 
-    def made(groups: Any, plan: nb.Plan, several: bool = False) -> torch.optim.Optimizer:
-        return torch.optim.SGD(groups, lr=plan.lr, foreach=True)
+    def made(task: Any, model: nn.Module, plan: nb.Plan) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": list(model.parameters()), "lr_scale": 1.0}], lr=plan.lr, foreach=True)
 
     monkeypatch.setattr(STATE, "build_optimizer", made)  # fused ones take no tensors without data
     monkeypatch.setattr(device.Reading, "values", lambda reading: reading.tensor.to("cpu").tolist())

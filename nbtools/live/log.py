@@ -29,7 +29,7 @@ def opening(state: TrainState, pack: Pack) -> list[str]:
     rows = [
         *([("network", network)] if network else []),
         ("GPU" if state.device.type == "cuda" else "device", described(state.device)),
-        ("batch", batch_of(plan, state.recovery.micro, state.ranks.world if state.ranks is not None else 1)),
+        ("batch", batch_of(plan, state.recovery.micro, state.ranks.world)),
         ("lr", lr_of(plan)),
         ("optimizer", optimizer_of(plan)),
         ("feed", f"{feed}: {f'{plan.workers} processes' if feed == 'workers' else why}"),

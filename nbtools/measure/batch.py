@@ -26,7 +26,7 @@ from nbtools.measure import memory
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, Clock, Stepper, typical, untouched
 from nbtools.table import percent
-from nbtools.train import Plan, TaskLike, attempt, clear_gradients, readable, release
+from nbtools.train import Plan, TaskLike, attempt, readable, release
 from nbtools.train import device as devices
 
 WITHIN = 0.95  # of the best throughput
@@ -185,7 +185,7 @@ class Trial(Stepper):
     def memory(self, size: int) -> tuple[int | None, str]:
         """(bytes, "") that training at this batch size takes at its peak, from a step with the largest samples;
         (None, why) if memory ran out."""
-        clear_gradients(self.state.parameters)
+        self.state.optimizer.zero_grad()
         cuda = self.device.type == "cuda"
         kept = torch.cuda.memory_allocated(self.device) - self.before if cuda else memory.held(self.state)
         found, reason = self.tried(lambda: memory.peak(self.device, lambda: self.largest(size)))

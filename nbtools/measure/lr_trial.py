@@ -171,7 +171,7 @@ class Trial:
         if not self.validation:
             return last
         state, plan = stepper.state, stepper.plan
-        batches = evaluation.fed(self.reading(), self.validation)
+        batches = self.reading()(self.validation)
         losses = evaluation.losses(stepper.task, state.model, batches, plan, self.device)
         return losses if np.isfinite(losses).all() else None
 

@@ -35,8 +35,8 @@ from nbtools.train import (
     Plan,
     Sums,
     TrainState,
-    differentiate,
     evaluation,
+    gradients,
     synchronizing,
     train_step,
 )
@@ -329,7 +329,7 @@ def flops(state: TrainState, raw: Batch) -> int:
     kept, state.network = state.network, state.model  # a compiled network hides its operations
     try:
         with FlopCounterMode(display=False) as counter:
-            differentiate(state, raw)
+            gradients(state, raw)
         return int(counter.get_total_flops())
     finally:
         state.network = kept

@@ -147,8 +147,9 @@ def climbed(
         state = stepper.state
         state.plan = state.applied = stepper.plan.replace(lr=lr)
         for _ in range(MOST_SKIPS):
-            before, loss = state.skipped, stepper.mean_loss()
-            if state.skipped == before or not math.isfinite(loss):
+            before = state.scaler.get_scale() if state.scaler is not None else 0.0
+            loss = stepper.mean_loss()
+            if state.scaler is None or state.scaler.get_scale() >= before or not math.isfinite(loss):
                 return loss
             skipped += 1
         return math.nan

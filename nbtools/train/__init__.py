@@ -2,14 +2,17 @@
 
 from nbtools.train import checkpoint, device, evaluation
 from nbtools.train.call import call_of
+from nbtools.train.changes import adopt, caught_up, require_change
 from nbtools.train.checkpoint import CONTROL
 from nbtools.train.defaults import DATASET, Answer, items_of
 from nbtools.train.device import DTYPES, again, synchronizing
 from nbtools.train.evaluation import Sums, forward
+from nbtools.train.follower import obey
 from nbtools.train.graph import MOST_GRAPHS, unrecordable
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.keep import KEPT, Keeper, kept_until, noted
-from nbtools.train.loop import adopt, caught_up, obey, require_change, train
+from nbtools.train.loop import train
+from nbtools.train.meter import Diverged
 from nbtools.train.metrics import Batch, Pair
 from nbtools.train.network import build
 from nbtools.train.optimizer import LARGER, OPTIMIZERS
@@ -34,10 +37,10 @@ from nbtools.train.plan import (
     times,
 )
 from nbtools.train.ranks import RankLost, Ranks, join, naming, share, shares
-from nbtools.train.recovery import LEFT_OUT, Diverged, train_step
+from nbtools.train.recovery import LEFT_OUT
 from nbtools.train.rehearsal import rehearse
 from nbtools.train.state import TrainState
-from nbtools.train.step import attempt, clear_gradients, differentiate, release
+from nbtools.train.step import attempt, gradients, release, train_step
 from nbtools.train.task import (
     Task,
     TaskLike,

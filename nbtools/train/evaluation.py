@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from nbtools.errors import TrainError
 from nbtools.train.device import autocast, required, sum_dtype, within_memory
 from nbtools.train.metrics import score as score_batch
 from nbtools.train.plan import Plan
-from nbtools.train.ranks import Ranks
+from nbtools.train.ranks import Alone
 from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, readable, set_training, summed
 
 
@@ -28,17 +28,17 @@ class Sums:
         self.totals: dict[str, Tensor] = {}  # name → (2,) or (2, K) float64, float32 on MPS
 
     def add(self, pairs: Mapping[str, Pair]) -> None:
-        """Add all of them, or none where memory runs out."""
-        for name, (numerator, _) in pairs.items():
-            if name not in self.totals:
-                shape = numerator.shape if isinstance(numerator, Tensor) else ()
-                self.totals[name] = torch.zeros((2, *shape), dtype=sum_dtype(self.device), device=self.device)
         for name, pair in pairs.items():
+            shape = pair[0].shape if isinstance(pair[0], Tensor) else ()
+            if name not in self.totals:
+                self.totals[name] = torch.zeros((2, *shape), dtype=sum_dtype(self.device), device=self.device)
             for total, value in zip(self.totals[name], pair, strict=True):
                 total += value
 
-    def add_up(self, ranks: Ranks) -> None:
+    def add_up(self, ranks: Alone) -> None:
         """Add the sums of all ranks, some of which may have had no batch."""
+        if ranks.world == 1:
+            return
         there, self.totals = ranks.gather({name: total.cpu() for name, total in self.totals.items()}), {}
         for name, total in itertools.chain.from_iterable(totals.items() for totals in there):
             self.totals[name] = self.totals[name] + total if name in self.totals else total
@@ -47,8 +47,7 @@ class Sums:
         """name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those that were."""
         if not self.totals:
             return {}
-        totals = self.totals.values()
-        flat = required(lambda: torch.cat([total.view(2, -1) for total in totals], 1).tolist(), "reading the scores")
+        flat = torch.cat([total.view(2, -1) for total in self.totals.values()], 1).tolist()
         ratios = zip(*flat, strict=True)
         values = {}
         for name, total in self.totals.items():
@@ -70,17 +69,13 @@ def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, device: to
         set_training(model, training)
 
 
-@torch.no_grad()
 def losses(task: TaskLike, model: nn.Module, raws: Iterable[Batch], plan: Plan, device: torch.device) -> np.ndarray:
     """The loss of each raw batch, (n,) float64, one that is no number as infinite."""
-    found, ours = [], as_task(task)
+    values, task = [], as_task(task)
     for raw in raws:
-        size = len(next(iter(raw.values())))
-        batch, outputs = forward(ours, model, raw, plan, device)
-        with autocast(plan, device, model):
-            total, count = summed(ours.loss(lambda *_, outputs=outputs, **__: outputs, batch, plan), size)
-        found.append(torch.as_tensor(total / max(float(count), 1.0), dtype=sum_dtype(device)))
-    return np.nan_to_num(torch.stack(found).cpu().numpy().astype(np.float64), nan=np.inf)
+        total, count = scores(task, model, raw, plan, device)["loss"]
+        values.append(torch.as_tensor(total / max(float(count), 1.0), dtype=sum_dtype(device)))
+    return np.nan_to_num(torch.stack(values).cpu().numpy().astype(np.float64), nan=np.inf)
 
 
 def score_split(
@@ -92,12 +87,12 @@ def score_split(
     sums: Sums,
     feed: Feed | None = None,
     most: int | None = None,
-    ranks: Ranks | None = None,
+    ranks: Alone | None = None,
 ) -> Iterator[int]:
     """Add loss and metrics of a split to sums; yields after every batch how many samples it had. most: at most this
     many samples, always the same ones, evenly spaced over the split. ranks: take turns with the others, batch by batch;
     `Sums.add_up` follows. Raises TrainError if the split is empty."""
-    ids = pack.ids(split)
+    ids, ranks = pack.ids(split), ranks or Alone()
     if not len(ids):
         there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
         raise TrainError(
@@ -110,35 +105,17 @@ def score_split(
         feed, plan = None, plan.replace(feed="auto")
     feed = feed or required(partial(open_feed, pack, plan, sums.device), "opening the pack")
     batches = in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)
-    for raw in fed(feed, batches if ranks is None else batches[ranks.rank :: ranks.world]):
-        score(task, model, raw, plan, sums)
+    for raw in feed(batches[ranks.rank :: ranks.world]):
+        score(as_task(task), model, raw, plan, sums)
         yield len(raw["id"])
 
 
-def fed(feed: Feed, batches: Sequence[np.ndarray]) -> Iterator[Batch]:
-    """A feed's batches. Where memory runs out for one, which ends the feed's stream, another stream begins with it."""
-
-    def take(k: int) -> Batch:
-        stream = streams.pop() if streams else feed(batches[k:])
-        raw = next(stream)
-        streams.append(stream)
-        return raw
-
-    streams: list[Iterator[Batch]] = []
-    for k in range(len(batches)):
-        yield required(partial(take, k), "reading a batch")
-    for stream in streams:
-        next(stream, None)  # ends it here: Python drops an interrupt that comes while it frees a stream
-
-
-def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
+def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
     """Add loss and metrics of a batch; out of memory, of its halves. Raises TrainError if a single sample does not
     fit."""
-
-    ours = as_task(task)
-    done, reason = within_memory(partial(add_scores, ours, model, raw, plan, sums))
-    if done:
-        return
+    pairs, reason = within_memory(partial(scores, task, model, raw, plan, sums.device))
+    if pairs is not None:
+        return sums.add(pairs)
     if sums.device.type == "cuda":
         torch.cuda.empty_cache()
     half = len(raw["id"]) // 2
@@ -146,16 +123,15 @@ def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) 
         rule = f"out of memory evaluating one sample ({reason})"
         raise TrainError(f"{rule}; use a smaller network or smaller samples", entry="Out of memory")
     for part in (slice(half), slice(half, None)):
-        score(ours, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
+        score(task, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
 
 
-def add_scores(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> bool:
-    """Add them all; True."""
-    batch, outputs = forward(task, model, raw, plan, sums.device)  # serves the loss and the metrics
-    with torch.no_grad(), autocast(plan, sums.device, model):
-        loss = summed(task.loss(lambda *_, **__: outputs, batch, plan), len(raw["id"]))
-    sums.add({"loss": loss, **score_batch(task.metrics, outputs, batch, task.card)})
-    return True
+def scores(task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device) -> dict[str, Pair]:
+    """Loss and metrics of a batch, from one forward pass."""
+    batch, outputs = forward(task, model, raw, plan, device)
+    with torch.no_grad(), autocast(plan, device, model):
+        loss = summed(task.loss(lambda *_, **__: outputs, batch, plan), len(next(iter(raw.values()))))
+    return {"loss": loss, **score_batch(task.metrics, outputs, batch, task.card)}
 
 
 def evaluate(

@@ -43,8 +43,13 @@ LARGER = (  # batch times → lr times, epochs of warmup; each from, to
 and lr by the optimizer's own rule; for AdamW that lies within the table but for a doubled batch, times 1.41."""
 
 
-def build_optimizer(groups: list[dict[str, Any]], plan: Any) -> torch.optim.Optimizer:
+def built_in(optimizer: torch.optim.Optimizer) -> bool:
+    return True
+
+
+def build_optimizer(task: Any, model: nn.Module, plan: Any) -> torch.optim.Optimizer:
     """The fused form: 4 kernels a step and group instead of hundreds."""
+    groups = parameter_groups(model, task.groups(model, plan))
     fused: Any = {"lr": plan.lr, "fused": True}
     optimizer = OPTIMIZERS[plan.optimizer].kind(groups, **fused)
     follow(optimizer, plan)

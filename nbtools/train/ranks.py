@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import pairwise
 from time import monotonic, sleep
@@ -92,18 +92,51 @@ def fresh(store: Any, rank: int, world: int, limit: timedelta) -> PrefixStore:
     return PrefixStore(name, store)
 
 
-class Ranks:
+class Alone:
+    """A single process, as `Ranks` of one."""
+
+    rank, world, first = 0, 1, True
+
+    def tell(self, what: Any = None) -> Any:
+        return what
+
+    def gather(self, what: T) -> list[T]:
+        return [what]
+
+    def total(self, loss_sum: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor | float]:
+        return loss_sum, count
+
+    def share(self, batch: np.ndarray) -> np.ndarray:
+        return batch
+
+    def seed(self, *numbers: int) -> None:
+        return
+
+    def no_sync(self, network: Any) -> Any:
+        return nullcontext()
+
+    def same(self, buffers: Iterable[Tensor]) -> None:
+        return
+
+    def wrap(self, network: Any) -> Any:
+        return network
+
+    def counts(self, size: int) -> bool:
+        return True
+
+    def end(self) -> None:
+        return
+
+
+class Ranks(Alone):
     """The processes of one run, as one of them sees them. rank: from 0 to world - 1. again: rank 0: whether others of
     this torchrun have met before; its count of restarts leaves out those for a process lost on another node."""
 
     def __init__(self, device: torch.device, again: bool):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.first = self.rank == 0
         self.device, self.again, self.ended = device, again, False
         self.control: Any = dist.new_group(backend="gloo", timeout=PAUSE)
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
 
     def tell(self, what: Any = None) -> Any:
         """Return rank 0's object, on every rank: all of them call it. Where rank 0 has left the loop that the others
@@ -134,6 +167,12 @@ class Ranks:
         found = WrappedNetwork(network, gradient_as_bucket_view=True, find_unused_parameters=True)
         found.broadcast_buffers = False  # an argument until torch 2.12
         return found
+
+    def share(self, batch: np.ndarray) -> np.ndarray:
+        return share(batch, self.rank, self.world)
+
+    def no_sync(self, network: Any) -> Any:
+        return network.no_sync()
 
     def seed(self, *numbers: int) -> None:
         """Give the ranks but the first random numbers of their own, which follow from these numbers, so that no

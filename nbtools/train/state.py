@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import reduce
-from math import inf
 from typing import Any
 
 import torch
@@ -18,54 +17,28 @@ from nbtools.table import plural
 from nbtools.train import device as devices
 from nbtools.train.graph import Graphs
 from nbtools.train.history import Record
+from nbtools.train.meter import Meter
 from nbtools.train.network import build
-from nbtools.train.optimizer import allocate, build_optimizer, parameter_groups
+from nbtools.train.optimizer import allocate, build_optimizer, built_in
 from nbtools.train.plan import Plan
-from nbtools.train.ranks import Ranks, Restarted
+from nbtools.train.ranks import Alone, Restarted
 from nbtools.train.task import TaskLike, bound, readable, spoken
 
 
 @dataclass
 class Position:
-    """The position of a run."""
+    """Where a run is."""
 
     epoch: int = 0
     step: int = 0
     samples: int = 0
-    skipped: int = 0  # of the samples: those whose step fp16 skipped
     segments: list[list[int]] = field(default_factory=list)  # [[batch size, batches]] of this epoch
     lr: float = 0.0  # of the last step
 
-
-@dataclass
-class EpochSums:
-    """Sums over this epoch so far."""
-
-    loss: Tensor  # (), on the device
-    count: Tensor | float = 0
-    logged: tuple[float, float] = (0.0, 0.0)  # loss and count at the last log step
-    seconds: float = 0.0  # of training
-    waited: float = 0.0  # of these, for data
-
-    @property
-    def times(self) -> tuple[float, float]:
-        return self.seconds, self.waited
-
-    def add(self, lap: devices.Lap) -> tuple[float, float]:
-        """Count the times of a lap, and return them."""
-        seconds, waited = lap.seconds()
-        self.seconds, self.waited = self.seconds + seconds, self.waited + waited
-        return seconds, waited
-
-
-@dataclass(frozen=True)
-class Log:
-    """A log step whose loss is still on its way to the host."""
-
-    record: Record  # without the loss and the speed
-    since: int  # the log step before
-    samples: int  # since then
-    lap: devices.Lap  # the steps since then
+    def advance(self, samples: int) -> None:
+        """Count a step."""
+        self.step, self.samples = self.step + 1, self.samples + samples
+        self.segments[-1][1] += 1
 
 
 @dataclass
@@ -98,8 +71,11 @@ class Wanted:
 
 
 class TrainState:
-    """Model, optimizer, and where the run is. Replace `plan` at any time; `applied` is the one that model and optimizer
-    follow so far. ranks: the processes that train it together, from `join`."""
+    """Model, optimizer, and where the run is.
+
+    The plan is in three places: `plan`, the wanted one, which may be replaced at any time; `applied`, which model and
+    optimizer follow; and the one that is recorded with each checkpoint. ranks: the processes that train it together.
+    """
 
     def __init__(
         self,
@@ -107,19 +83,20 @@ class TrainState:
         pack: Pack | Card,
         plan: Plan,
         device: torch.device | str | None = None,
-        ranks: Ranks | None = None,
+        ranks: Alone | None = None,
     ):
-        self.plan, self.applied, self.ranks = plan, plan, ranks
+        self.plan = self.applied = plan
+        self.ranks = ranks or Alone()
         self.card = readable(task, pack, plan).card if isinstance(pack, Pack) else pack
         self.task = bound(task, self.card)
         self.device = torch.device(device) if device is not None else devices.pick()
-        devices.require(plan, self.device, ranks.world if ranks is not None else 1)
+        devices.require(plan, self.device, self.ranks.world)
+        self.cuda_rng: Tensor | None = None
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(plan.seed)
             self.model = model = build(self.task, self.card, plan).to(self.device)
-            self.cuda_rng: Tensor | None = None
             self.capture_rng()
-        if plan.sync_batchnorm and ranks is not None:
+        if plan.sync_batchnorm and self.ranks.world > 1:
             self.model = model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if plan.channels_last:
             model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
@@ -128,46 +105,31 @@ class TrainState:
         if not self.parameters:
             name = type(model).__name__
             raise TrainError(f"{name} has no parameter that requires a gradient; unfreeze what should be trained")
-        groups = parameter_groups(model, self.task.groups(model, plan))
-        self.optimizer = build_optimizer(groups, plan)
+        self.optimizer = build_optimizer(self.task, model, plan)
+        self.built_in = built_in(self.optimizer)
+        self.schedule = self.task.schedule(plan)
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
-        self.ema = AveragedModel(model, use_buffers=True) if plan.ema else None  # the step updates it, see step.average
+        self.ema = AveragedModel(model, use_buffers=True) if plan.ema else None
         self.averaged = [*zip(self.ema.module.modules(), model.modules(), strict=True)] if self.ema is not None else []
-        self.network: Any = model  # what the training forward calls
-        if plan.compile:
-            self.network = torch.compile(model)
-        if ranks is not None:
-            self.network = ranks.wrap(self.network)
-        self.position, self.best = Position(), Best()
-        self.sums = EpochSums(torch.zeros((), dtype=devices.sum_dtype(self.device), device=self.device))
-        self.log: Log | None = None  # the last log step, until its row is yielded
-        self.watch = devices.Stopwatch(self.device)
-        self.logged = devices.Reading(2, self.device)  # its sums of loss and count in this epoch
-        self.unsure = 0  # samples of the last step, if fp16 may have skipped it
-        self.scales = devices.Reading(2, self.device)  # the scaler's, before and after that step
-        self.scale = inf  # the last of them that is known
+        self.network: Any = self.ranks.wrap(torch.compile(model) if plan.compile else model)  # what training calls
+        self.position, self.best, self.recovery = Position(), Best(), Recovery(plan.micro_batch_size)
+        self.meter = Meter(self.device)
+        self.events: list[str] = []  # messages for the next yield
+        self.graphs = Graphs(self.device, self.events) if plan.graph else None
+        self.keys = Keys(0, self.device)  # of draws
+        self.know(len(pack) if isinstance(pack, Pack) else sum(pack.splits.values()))
         self.copies: dict[str, Tensor] = {}  # host memory that its checkpoints are copied to, see checkpoint.copies
-        self.recovery = Recovery(plan.micro_batch_size)
         self.proven: tuple[Plan | None, int] = None, 0  # elements of the largest raw batch that fit under this plan
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
         self.evaluate_next = False  # ask for an evaluation before the next step
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
         self.stopped: str | None = None  # why nothing is left to train before the last epoch
-        self.events: list[str] = []  # messages for the next yield
-        self.graphs = Graphs(self.device, self.events) if plan.graph else None
-        self.keys = Keys(0, self.device)  # of draws
-        self.know(len(pack) if isinstance(pack, Pack) else sum(pack.splits.values()))
 
     def __repr__(self) -> str:
         done = f"{self.epoch:,} of {plural(self.plan.epochs, 'epoch')}"
         return f"TrainState of {spoken(self.task)}: {plural(self.step, 'step')}, {done} done, on {self.device}"
 
-    def know(self, samples: int) -> None:
-        """Have the keys of so many samples: a pack of which a part is read has more than its card tells."""
-        if samples > len(self.keys.table):
-            self.keys = Keys(samples, self.device)
-            if self.graphs is not None:
-                self.graphs.clear()  # which read those of before
+    # -- where it is
 
     @property
     def epoch(self) -> int:
@@ -182,14 +144,23 @@ class TrainState:
         return self.position.samples
 
     @property
-    def skipped(self) -> int:
-        """Of the samples, those whose step fp16 skipped. Waits for the last step, though not for the pass that follows
-        it: a step asks for this once its own gradients are on their way."""
-        if self.unsure:
-            before, self.scale = self.scales.values()
-            self.position.skipped += self.unsure * (self.scale < before)  # the only sign of a skipped step
-            self.unsure = 0
-        return self.position.skipped
+    def watch(self) -> devices.Stopwatch:
+        return self.meter.watch
+
+    @property
+    def scale(self) -> float:
+        """Of fp16's loss, at the last log step; infinite without."""
+        return self.meter.scale
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The weights that evaluation and `run.model()` use: the moving average where the plan keeps one."""
+        return self.ema.module if self.ema is not None else self.model
+
+    @property
+    def wanted(self) -> Wanted:
+        """What is asked for at this moment; each attribute is read once, since another thread may replace it."""
+        return Wanted(self.plan, self.evaluate_next, self.stopped)
 
     @property
     def over(self) -> bool:
@@ -199,59 +170,84 @@ class TrainState:
     def over_as(self, wanted: Wanted) -> bool:
         return wanted.stopped is not None or (self.epoch >= wanted.plan.epochs and not self.position.segments)
 
-    @property
-    def wanted(self) -> Wanted:
-        """What is asked for at this moment; each attribute is read once, since another thread may replace it."""
-        return Wanted(self.plan, self.evaluate_next, self.stopped)
-
-    @property
-    def evaluated(self) -> nn.Module:
-        """The weights that evaluation and `run.model()` use: the moving average where the plan keeps one."""
-        return self.ema.module if self.ema is not None else self.model
-
     def called(self) -> bool:
         """Whether something is to be done before the next step: on several ranks, whether rank 0 wants it."""
-        wanted = self.plan is not self.applied or self.evaluate_next
-        return wanted if self.ranks is None else self.ranks.tell(wanted)
+        return self.ranks.tell(self.plan is not self.applied or self.evaluate_next)
+
+    def record(self, kind: str, values: dict[str, Any] | None = None) -> Record:
+        """A record of this moment."""
+        return Record(kind, self.epoch, self.step, self.samples, values or {})
+
+    # -- while it trains
+
+    def begin(self, samples: int) -> None:
+        """The loop begins, on a pack of so many samples: give the other ranks this state, torch this run's random
+        numbers."""
+        self.know(samples)
+        if self.ranks.world > 1 and self.ranks.first:
+            tensors = {name: tensor.detach().cpu() for name, tensor in self.tensors().items()}
+            self.ranks.tell(Restarted(self.applied.to_dict(), self.facts(), tensors))
+        self.restore_rng()
+        self.watch.start()
+
+    def end(self) -> None:
+        """The loop ends or pauses."""
+        self.watch.stop()
+        self.capture_rng()
+        self.training = False
+
+    def know(self, samples: int) -> None:
+        """Have the keys of so many samples: a pack of which a part is read has more than its card tells."""
+        if samples > len(self.keys.table):
+            self.keys = Keys(samples, self.device)
+            if self.graphs is not None:
+                self.graphs.clear()  # which read those of before
+
+    def capture_rng(self) -> None:
+        self.rng = torch.get_rng_state()
+        if self.device.type == "cuda":
+            self.cuda_rng = torch.cuda.get_rng_state(self.device)
+
+    def restore_rng(self) -> None:
+        self.training = True
+        torch.set_rng_state(self.rng)
+        if self.cuda_rng is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(self.cuda_rng, self.device)
+
+    def kept(self) -> list[Tensor]:
+        """Copies of the buffers, which a forward pass changes; `restore` takes them back, and the random state."""
+        self.capture_rng()
+        return [buffer.clone() for buffer in self.model.buffers()]
+
+    def restore(self, kept: list[Tensor]) -> None:
+        self.restore_rng()
+        for buffer, before in zip(self.model.buffers(), kept, strict=True):
+            buffer.copy_(before)
 
     @torch.no_grad()
     def lost(self) -> bool:
         """Whether the loss or a weight is no longer a number: not to be saved. Waits for the device."""
         wide = reduce(torch.promote_types, {p.dtype for p in self.parameters}, torch.float32)
         parameters: Any = self.parameters
+        norms = torch._foreach_norm(parameters, 2, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
+        return not bool(torch.isfinite(torch.stack([self.meter.loss.to(wide), *norms])).all())
 
-        def finite() -> bool:
-            norms = torch._foreach_norm(parameters, 2, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
-            return bool(torch.isfinite(torch.stack([self.sums.loss.to(wide), *norms])).all())
-
-        return not devices.required(finite, "checking the weights")
+    # -- saved and loaded
 
     def facts(self) -> dict[str, Any]:
         """The plain part of the state, for JSON. Waits for the device."""
-        log, _, loss = self.log, self.skipped, float(self.sums.loss)
-        seconds, waited = (now + more for now, more in zip(self.sums.times, self.watch.peek(), strict=True))
+        plain = {
+            name: {k: v for k, v in kept.items() if not isinstance(v, Tensor)} for name, kept in self.kept_by_name()
+        }
         return {
             "position": asdict(self.position),
-            "log": log
-            and {
-                "record": asdict(log.record),
-                "since": log.since,
-                "samples": log.samples,
-                "lap": log.lap.seconds(),
-                "sums": self.logged.values(),
-            },
-            "sums": {
-                **vars(self.sums),
-                "loss": loss,
-                "count": float(self.sums.count),
-                "seconds": seconds,
-                "waited": waited,
-            },
-            "wall": self.watch.wall,
+            "meter": self.meter.facts(),
             "best": asdict(self.best),
             "recovery": asdict(self.recovery),
             "stopped": self.stopped,
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "lr_scales": [group["lr_scale"] for group in self.optimizer.param_groups],
+            "optimizer": {name: values for name, values in plain.items() if values},
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -264,17 +260,14 @@ class TrainState:
         named |= {**self.moments(), "rng": self.rng}
         return named if self.cuda_rng is None else {**named, "cuda_rng": self.cuda_rng}
 
-    def moments(self) -> dict[str, Tensor]:
-        """What the optimizer keeps: optimizer.<name of the parameter>.<key>."""
-        kept = self.optimizer.state
-        pairs = ((name, kept.get(parameter, {})) for parameter, name in self.names.items())
-        return {f"optimizer.{name}.{key}": v for name, each in pairs for key, v in each.items() if v is not None}
+    def kept_by_name(self) -> list[tuple[str, dict[str, Any]]]:
+        """What the optimizer keeps of each trained parameter, by the parameter's name."""
+        return [(name, self.optimizer.state.get(parameter, {})) for parameter, name in self.names.items()]
 
-    def spread(self) -> None:
-        """Rank 0: give the others this state, where they begin."""
-        assert self.ranks is not None
-        tensors = {name: tensor.detach().cpu() for name, tensor in self.tensors().items()}
-        self.ranks.tell(Restarted(self.applied.to_dict(), self.facts(), tensors))
+    def moments(self) -> dict[str, Tensor]:
+        """The tensors that the optimizer keeps: optimizer.<name of the parameter>.<key>."""
+        pairs = ((name, key, v) for name, kept in self.kept_by_name() for key, v in kept.items())
+        return {f"optimizer.{name}.{key}": v for name, key, v in pairs if isinstance(v, Tensor)}
 
     def load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Load the saved state. Parameters that were not trained when it was saved start without moments, and an event
@@ -290,66 +283,47 @@ class TrainState:
                 f"the checkpoint has the weights of another network: {came.strip().rstrip('. ')}{more}; for another "
                 "network choose another run folder, run='runs/…', or use the run's own task and plan"
             ) from None
-        self.load_moments(below(tensors, "optimizer."))
+        self.load_moments(below(tensors, "optimizer."), facts["optimizer"])
+        if not self.built_in:  # whose lr may have been another multiple of the plan's when it was built
+            for group, scale in zip(self.optimizer.param_groups, facts["lr_scales"], strict=True):
+                group["lr_scale"] = scale
         self.position, self.best = Position(**facts["position"]), Best(**facts["best"])
         self.recovery, self.stopped = Recovery(**facts["recovery"]), facts["stopped"]
         if self.graphs is not None:
             self.graphs.clear()  # they update the moments that were there
-        self.unsure, self.scale, self.log = 0, inf, None
-        self.watch.spans, self.watch.before = [], max(self.watch.before, facts.get("wall", 0.0))  # time never goes back
-        if log := facts.get("log"):
-            lap = devices.Lap(None, [], tuple(log["lap"]))
-            self.log = Log(Record(**log["record"]), log["since"], log["samples"], lap)
-            devices.put(self.logged.tensor, *log["sums"])
-            self.logged.send()
-        self.sums = EpochSums(**{**facts["sums"], "loss": self.sums.loss.fill_(facts["sums"]["loss"])})
-        if float(self.sums.count).is_integer():
-            self.sums.count = int(self.sums.count)  # a float plus an int64 tensor is a float32
+        self.meter.load(facts["meter"])
         if self.scaler is not None and facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
         self.rng, self.cuda_rng = tensors["rng"], tensors.get("cuda_rng", self.cuda_rng)
 
-    def load_moments(self, saved: Mapping[str, Tensor]) -> None:
+    def load_moments(self, saved: Mapping[str, Tensor], plain: Mapping[str, dict[str, Any]]) -> None:
         """Give each trained parameter its own moments. Those of parameters that are no longer trained are left out."""
-        optimizer, fresh = self.optimizer, []
-        moments: dict[str, dict[str, Tensor]] = {}
+        moments: dict[str, dict[str, Any]] = {name: dict(values) for name, values in plain.items()}
         for full, tensor in saved.items():
             name, _, key = full.rpartition(".")
             moments.setdefault(name, {})[key] = tensor
-        ours = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        optimizer.state.clear()
+        self.optimizer.state.clear()
         for parameter, name in self.names.items():
-            kept = moments.get(name, {})
-            if odd := [v for v in kept.values() if v.dim() and v.shape != parameter.shape]:
-                shapes = f"{tuple(odd[0].shape)}, but the parameter has {tuple(parameter.shape)}"
-                rule = f"the checkpoint's optimizer state of {name} has the shape {shapes}"
-                raise CheckpointError(f"{rule}; for another network choose another run folder, run='runs/…'")
-            if parameter in ours and kept:
-                optimizer.state[parameter].update({key: like(v, parameter) for key, v in kept.items()})
-            if not kept:
-                fresh.append(name)
-        allocate(optimizer, self.applied)
+            for key, value in moments.get(name, {}).items():
+                self.optimizer.state[parameter][key] = self.moment(name, parameter, value)
+        allocate(self.optimizer, self.applied)
+        fresh = [name for name in self.names.values() if name not in moments]
         if fresh and saved:
             more = f" and {len(fresh) - 3} more" if len(fresh) > 3 else ""
             self.events.append(f"newly trained, without moments from the checkpoint: {', '.join(fresh[:3])}{more}")
 
-    def capture_rng(self) -> None:
-        self.rng = torch.get_rng_state()
-        if self.device.type == "cuda":
-            self.cuda_rng = torch.cuda.get_rng_state(self.device)
-
-    def restore_rng(self) -> None:
-        self.training = True
-        torch.set_rng_state(self.rng)
-        if self.cuda_rng is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(self.cuda_rng, self.device)
-
-
-def like(saved: Tensor, parameter: Tensor) -> Tensor:
-    """An optimizer tensor on the parameter's device, in its memory format where it has its shape."""
-    if saved.shape == parameter.shape and saved.dim():
+    def moment(self, name: str, parameter: Tensor, saved: Any) -> Any:
+        """A saved value of a parameter's optimizer state, on the parameter's device and in its memory format. Raises
+        CheckpointError for another shape."""
+        if not isinstance(saved, Tensor) or not saved.dim():
+            return saved.to(parameter.device) if isinstance(saved, Tensor) else saved
+        if self.built_in and saved.shape != parameter.shape:
+            shapes = f"{tuple(saved.shape)}, but the parameter has {tuple(parameter.shape)}"
+            rule = f"the checkpoint's optimizer state of {name} has the shape {shapes}"
+            raise CheckpointError(f"{rule}; for another network choose another run folder, run='runs/…'")
+        if saved.shape != parameter.shape:
+            return saved.to(parameter.device)
         return torch.empty_like(parameter, dtype=saved.dtype).copy_(saved)
-    return saved.to(parameter.device)
 
 
 def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -1,194 +1,158 @@
-"""One optimizer step: draw, forward, backward, clip, update. Failures are handled in `recovery`."""
+"""One optimizer step: draw the batch, forward, backward, clip, update, average. The gradients are computed in smaller
+parts where memory runs out; `recovery` has the careful steps after a loss that was no number."""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbtools.data import Draws
-from nbtools.train.device import DTYPES, recurrent_in_float32
-from nbtools.train.graph import Graphs
+from nbtools.errors import TrainError
+from nbtools.train.device import DTYPES, recurrent_in_float32, within_memory
 from nbtools.train.plan import lr_at
 from nbtools.train.ranks import shares
 from nbtools.train.state import TrainState
 from nbtools.train.task import Batch, set_training, summed
 
+Sums = tuple[Tensor, Tensor | float]  # sum of the loss, and of how many terms
 
-def attempt(state: TrainState, raw: Batch, epoch_size: float, size: int | None = None) -> tuple[Tensor, Tensor | float]:
-    """Train on one raw batch, or this rank's share of one of `size` samples; returns the (loss sum, count) of the whole
-    batch, still on the device: with Plan.graph until the next step."""
+
+def train_step(state: TrainState, raw: Batch, epoch_size: float, size: int | None = None) -> Sums:
+    """Train on one raw batch, or on this rank's share of one of `size` samples.
+
+    Returns the (loss sum, count) of the whole batch, still on the device: with Plan.graph until the next step. Where
+    memory runs out, the micro-batch is halved and the gradients are computed again; effective batch and lr stay.
+    epoch_size: samples of an epoch, for the lr. Raises TrainError where not even one sample fits.
+    """
+    return attempt(state, raw, epoch_size, size, gradients_in_memory)
+
+
+def attempt(
+    state: TrainState,
+    raw: Batch,
+    epoch_size: float,
+    size: int | None = None,
+    differentiate: Callable[[TrainState, Batch, int], Sums] | None = None,
+) -> Sums:
+    """`train_step` for which memory that runs out is an error."""
     size = size or len(raw["id"])
-    if state.graphs is not None and state.graphs.follow(state.applied):
-        return replayed(state, state.graphs, raw, epoch_size)
-    loss_sum, count = differentiate(state, raw) if state.ranks is None else together(state, raw, size)
-    update(state, size, epoch_size)
-    return loss_sum, count
-
-
-def replayed(state: TrainState, graphs: Graphs, raw: Batch, epoch_size: float) -> tuple[Tensor, Tensor | float]:
-    """`attempt`, as a CUDA graph where it is recorded. What the host does in a step, it does here: `recordable` is run
-    only until it is recorded."""
-    set_lr(state, len(raw["id"]), epoch_size)
+    set_lr(state, size, epoch_size)
     state.keys.of(state.applied.seed, state.position.epoch)
-    found = graphs.step(raw, partial(recordable, state, share_of_weights(state)), partial(written, state))
-    count_average(state)
-    return found
+    if state.graphs is not None and state.graphs.follow(state.applied):
+        return state.graphs.step(raw, partial(whole_step, state), partial(written, state))
+    return whole_step(state, raw, size, differentiate)
 
 
-def written(state: TrainState) -> list[Tensor]:
-    """The tensors that a step changes, parameters first."""
-    modules = [state.model] if state.ema is None else [state.model, state.ema]
-    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    return [*tensors, *state.moments().values()]
-
-
-def recordable(state: TrainState, share: float, raw: Batch) -> tuple[Tensor, Tensor | float]:
-    """A step without what the host does in it."""
-    found = differentiate(state, raw)
-    apply(state, len(raw["id"]), share)
-    return found
-
-
-def differentiate(state: TrainState, raw: Batch) -> tuple[Tensor, Tensor | float]:
-    """The gradient of sum / count over the whole batch, in any number of micro-batches; returns (sum, count)."""
-    if not state.model.training:
-        set_training(state.model)
-    clear_gradients(state.parameters)  # before the forward: an interrupt after backward leaves none to the next step
-    size, micro = len(raw["id"]), state.recovery.micro
-    if not micro or micro >= size:
-        return backward(state, raw)
-    loss_sum, count = torch.zeros((), device=state.device), 0
-    for part in parts(raw, size, micro):
-        part_sum, part_count = backward(state, part, denominator=size)
-        loss_sum, count = loss_sum + part_sum, count + part_count
-    scale_gradients(state, size, count)
+def whole_step(
+    state: TrainState,
+    raw: Batch,
+    size: int | None = None,
+    differentiate: Callable[[TrainState, Batch, int], Sums] | None = None,
+) -> Sums:
+    """What a CUDA graph repeats: all of a step but what the host decides, lr and epoch."""
+    loss_sum, count = (differentiate or gradients)(state, raw, size or len(raw["id"]))
+    update(state)
     return loss_sum, count
 
 
-def scale_gradients(state: TrainState, size: int, count: Tensor | float) -> None:
-    """From sum / size to sum / count, which is known only after the last micro-batch."""
-    factor = size / at_least_one(count)
-    if isinstance(factor, Tensor) or factor != 1:
-        gradients = [p.grad for p in state.parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def together(state: TrainState, raw: Batch, size: int) -> tuple[Tensor, Tensor | float]:
-    """`differentiate` on several ranks: raw is this one's share of a batch of `size` samples. The mean of the ranks'
-    gradients, which DDP takes in the last micro-batch, is that of sum / size, since each divides by size / ranks."""
-    ranks, network = state.ranks, state.network
-    assert ranks is not None
-    ranks.seed(state.applied.seed, state.step)
+def gradients(state: TrainState, raw: Batch, size: int | None = None) -> Sums:
+    """The gradient of sum / count over the whole batch of `size` samples, of which raw is this rank's share, in any
+    number of micro-batches; returns (sum, count)."""
+    ranks, size = state.ranks, size or len(raw["id"])
     if not state.model.training:
         set_training(state.model)
-    clear_gradients(state.parameters)
+    state.optimizer.zero_grad()  # before the forward: an interrupt after backward leaves none to the next step
+    ranks.seed(state.applied.seed, state.step)
+    parts = micro_batches(state, raw, size)
+    if len(parts) == 1 and ranks.world == 1:
+        return backward(state, raw, None)
+    # DDP takes the mean of the ranks' gradients with the last part: of sum / (size / world), so of sum / size. A rank
+    # without a share of a small batch has padding, whose gradient is 0. The count is known only at the end.
     own = ranks.counts(size)
-    denominator = size / ranks.world if own else math.inf  # of padding: a gradient of 0
+    denominator = size / ranks.world if own else math.inf
     loss_sum, count = torch.zeros((), device=state.device), 0
-    some = list(parts_of_share(state, raw, size))
-    for part in some:
-        with nullcontext() if part is some[-1] else network.no_sync():
+    for part in parts:
+        with nullcontext() if part is parts[-1] else ranks.no_sync(state.network):
             part_sum, part_count = backward(state, part, denominator)
         if own:
             loss_sum, count = loss_sum + part_sum, count + part_count
     loss_sum, count = ranks.total(loss_sum, count)
-    scale_gradients(state, size, count)
+    factor = size / at_least_one(count)
+    if isinstance(factor, Tensor) or factor != 1:
+        kept = [p.grad for p in state.parameters if p.grad is not None]
+        torch._foreach_mul_(kept, factor)  # pyright: ignore[reportPrivateImportUsage]
     return loss_sum, count
 
 
-def parts_of_share(state: TrainState, raw: Batch, size: int) -> Iterator[Batch]:
-    """The micro-batches of a share. SyncBatchNorm communicates in every forward pass: with it each rank has as many, by
-    the largest share, but no more than the smallest share has samples."""
-    ranks, micro, own = state.ranks, state.recovery.micro, len(raw["id"])
-    if not micro:
-        return iter([raw])
-    if ranks is None or not state.applied.sync_batchnorm:
-        return parts(raw, own, micro)
-    count = len(shares(size, ranks.world)) - 1
-    return cut(raw, own, min(count_parts(-(-size // count), micro), size // count))
-
-
-def backward(state: TrainState, raw: Batch, denominator: float | None = None) -> tuple[Tensor, Tensor | float]:
+def backward(state: TrainState, raw: Batch, denominator: float | None) -> Sums:
     """Draw, forward and backward of a micro-batch: adds the gradient of sum / denominator (None: its own count)."""
-    task, plan, network = state.task, state.applied, state.network  # another plan waits for the next step
+    task, plan, scaler = state.task, state.applied, state.scaler
     batch = task.batch(raw, plan, Draws(plan.seed, state.position.epoch, raw["id"], state.keys))
     if plan.channels_last:
         batch = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in batch.items()}
-    if plan.amp == "off":
-        loss_sum, count = summed(task.loss(network, batch, plan), len(raw["id"]))
-        (loss_sum / at_least_one(denominator or count)).backward()
-    else:
-        with recurrent_in_float32(plan, state.device, state.model):  # backward may compute activations again
-            with torch.autocast(state.device.type, DTYPES[plan.amp]):
-                loss_sum, count = summed(task.loss(network, batch, plan), len(raw["id"]))
-            loss = loss_sum / at_least_one(denominator or count)
-            (loss if state.scaler is None else state.scaler.scale(loss)).backward()
+    with recurrent_in_float32(plan, state.device, state.model):  # backward may compute activations again
+        with nullcontext() if plan.amp == "off" else torch.autocast(state.device.type, DTYPES[plan.amp]):
+            loss_sum, count = summed(task.loss(state.network, batch, plan), len(raw["id"]))
+        loss = loss_sum / at_least_one(denominator or count)
+        (loss if scaler is None else scaler.scale(loss)).backward()
     return loss_sum.detach(), count
 
 
-def update(state: TrainState, size: int, epoch_size: float) -> None:
-    """Set lr, clip, and update the weights and their moving average, on gradients of a batch of so many samples."""
-    set_lr(state, size, epoch_size)
-    apply(state, size, share_of_weights(state))
-    count_average(state)
-
-
-def set_lr(state: TrainState, size: int, epoch_size: float) -> None:
-    """The lr of a step of so many samples, as a number; or in the tensors that CUDA graphs read."""
-    plan, position = state.applied, state.position
-    middle = (position.samples - state.skipped + size / 2) / epoch_size  # a warmup starts, a cosine ends with 0
-    position.lr = lr_at(plan, middle, state.best.drops)
-    for group in state.optimizer.param_groups:
-        lr = position.lr * group["lr_scale"]
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
-
-
-def apply(state: TrainState, size: int, share: float) -> None:
-    """Clip the gradients of so many samples, update the weights, and by this share of them their moving average."""
+def update(state: TrainState) -> None:
+    """Clip the gradients, update the weights and their moving average."""
     plan, optimizer, scaler = state.applied, state.optimizer, state.scaler
     if plan.clip_norm is not None:
         if scaler is not None:
             scaler.unscale_(optimizer)
-        clip_gradients(state.parameters, plan.clip_norm)
+        nn.utils.clip_grad_norm_(state.parameters, plan.clip_norm)
     if scaler is None:
         optimizer.step()
     else:
-        scale: Any = scaler._scale  # where it is, on the device: `get_scale` would wait for it
-        before, after = state.scales.tensor.split(1)
-        before.copy_(scale)
         scaler.step(optimizer)
         scaler.update()
-        after.copy_(scale)
-        state.scales.send()
-        state.unsure = size
     if state.ema is not None:
-        average(state, share)
+        average(state)
 
 
-def parts(raw: Batch, size: int, micro: int) -> Iterator[Batch]:
-    return cut(raw, size, count_parts(size, micro))
+def set_lr(state: TrainState, size: int, epoch_size: float) -> None:
+    """The lr of a step of so many samples: at its middle, so that a warmup rises and a cosine ends with 0."""
+    position, optimizer = state.position, state.optimizer
+    lr = lr_at(state.applied, (position.samples + size / 2) / epoch_size, state.best.drops, state.schedule)
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # where a CUDA graph reads it
+            group["lr"].fill_(lr * group["lr_scale"])
+        else:
+            group["lr"] = lr * group["lr_scale"]
+    position.lr = lr if state.built_in else float(optimizer.param_groups[0]["lr"])
 
 
-def count_parts(size: int, micro: int) -> int:
-    """How many parts have at most `micro` samples, and at least two unless one is requested: a single sample breaks
-    BatchNorm."""
-    return min(-(-size // micro), max(size // 2, 1) if micro > 1 else size)
+@torch.no_grad()
+def average(state: TrainState) -> None:
+    """Update the moving average of weights and buffers; those that are not floats, such as counters, are copied.
+
+    `AveragedModel.update_parameters` copies its counter to the GPU in every step, and so makes the host wait.
+    """
+    assert state.ema is not None
+    pairs = [pair for ours, theirs in state.averaged for pair in zip(own(ours), own(theirs), strict=True)]
+    means, values = zip(*(pair for pair in pairs if pair[0].is_floating_point()), strict=True)
+    share = 1 - (state.applied.ema or 0) if state.step else 1.0  # the first average is the weights themselves
+    torch._foreach_lerp_(means, values, share)  # pyright: ignore[reportPrivateImportUsage]
+    for mean, value in pairs:
+        if not mean.is_floating_point():
+            mean.copy_(value)
 
 
-def cut(raw: Batch, size: int, count: int) -> Iterator[Batch]:
-    for start, end in pairwise(size * i // count for i in range(count + 1)):
-        yield {name: tensor[start:end] for name, tensor in raw.items()}
+def own(module: nn.Module) -> list[Tensor]:
+    """A module's own parameters and buffers, without those of its children."""
+    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
 
 
 def at_least_one(count: Tensor | float) -> Tensor | float:
@@ -196,63 +160,78 @@ def at_least_one(count: Tensor | float) -> Tensor | float:
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
-def clear_gradients(parameters: list[nn.Parameter]) -> None:
-    """`optimizer.zero_grad()` does the same for 9 CPU-µs, this for less than one."""
-    for parameter in parameters:
-        parameter.grad = None
+# -- parts of a batch, and memory that runs out
+
+
+def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
+    """The parts of raw that take a forward pass each: of at most `recovery.micro` samples, and of at least two unless
+    one is requested, since a single sample breaks BatchNorm. Each rank has as many, which SyncBatchNorm needs."""
+    micro, own, ranks = state.recovery.micro, len(raw["id"]), len(shares(size, state.ranks.world)) - 1
+    smallest, largest = size // ranks, -(-size // ranks)
+    count = min(-(-largest // micro), max(smallest // 2, 1) if micro > 1 else smallest) if micro else 1
+    if count == 1:
+        return [raw]
+    cuts = [own * i // count for i in range(count + 1)]
+    return [{name: tensor[start:end] for name, tensor in raw.items()} for start, end in pairwise(cuts)]
+
+
+def gradients_in_memory(state: TrainState, raw: Batch, size: int) -> Sums:
+    """`gradients` in parts that fit into memory.
+
+    A pass that is larger than all before it under this plan is where memory usually runs out: there random state and
+    buffers are kept. Where memory runs out although as much has fitted, the batch is tried once more as it is. A batch
+    smaller than the others, such as an epoch's last, is halved for its own step only. Nothing has been updated yet, so
+    nothing is applied twice.
+    """
+    elements = sum(tensor.numel() for tensor in raw.values())
+    again = proven = state.proven[0] is state.applied and elements <= state.proven[1]
+    kept = None if proven else state.kept()
+    micro, small = state.recovery.micro, size < (state.recovery.micro or state.applied.batch_size)
+    try:
+        while True:
+            sums, reason = within_memory(partial(gradients, state, raw, size))
+            if sums is not None:
+                state.proven = (state.applied, elements) if not proven else state.proven
+                return sums
+            release(state)
+            if state.ranks.world > 1:  # the others wait amid their own pass
+                rule = f"out of memory on rank {state.ranks.rank} of {state.ranks.world} ({reason})"
+                raise TrainError(f"{rule}; set a smaller micro_batch_size", entry="Out of memory")
+            if again:
+                state.events.append("out of memory: the batch is tried once more, since as much has fitted before")
+            else:
+                halve(state, size, reason, " for this step" if small else "")
+            again = False
+            if kept is not None:
+                state.restore(kept)
+    finally:
+        if small:
+            state.recovery.micro = micro
+
+
+def halve(state: TrainState, size: int, reason: str, until: str) -> None:
+    """Choose the next smaller micro-batch. until: how long, in words."""
+    now = min(state.recovery.micro or size, size)
+    if now == 1 or (now < 4 and any(isinstance(layer, _BatchNorm) for layer in state.model.modules())):
+        least = "one sample at a time" if now == 1 else "two samples at a time, and BatchNorm needs two"
+        rule = f"out of memory with {least} ({reason})"
+        raise TrainError(f"{rule}; use a smaller network or samples", entry="Out of memory")
+    state.recovery.micro = now // 2
+    state.events.append(f"out of memory: micro batch {now} → {now // 2}{until}; effective batch and lr unchanged")
 
 
 def release(state: TrainState) -> None:
-    """Free what a failed step left: gradients, recorded steps, and what the scaler knows about them."""
-    clear_gradients(state.parameters)
+    """Free what a failed step left: gradients, recorded steps, and the allocator's cache."""
+    state.optimizer.zero_grad()
     if state.graphs is not None:
         state.graphs.clear()
-    if state.scaler is not None:  # it may stand between unscaling and update, and take no second unscaling
-        scaler = torch.amp.GradScaler(state.device.type)
-        scaler.load_state_dict(state.scaler.state_dict())
-        state.scaler = scaler
     gc.collect()
     if state.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def clip_gradients(parameters: list[nn.Parameter], most: float) -> None:
-    """`nn.utils.clip_grad_norm_`, its kernels and so its bits, without sorting tensors by device and dtype twice: a run
-    has one device, and the foreach functions sort mixed dtypes by themselves. 31 CPU-µs a step instead of 57."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
-    factor = (most / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def share_of_weights(state: TrainState) -> float:
-    """What the next moving average takes of the weights: all of them at first."""
-    return 1 - (state.applied.ema or 0.0) if state.ema is not None and state.ema.n_averaged else 1.0
-
-
-def count_average(state: TrainState) -> None:
-    if state.ema is not None:
-        state.ema.n_averaged += 1
-
-
-@torch.no_grad()
-def average(state: TrainState, share: float) -> None:
-    """Update the moving average after the weights; buffers that are not floats, such as counters, are copied. A step
-    that fp16 skips counts as one in which the weights stood still: whether it was skipped is not known yet.
-
-    The bits of `AveragedModel.update_parameters` with `get_ema_multi_avg_fn`, which allocates for the counters, where
-    memory could run out after the weights were updated, and copies its own counter to the GPU, which makes the
-    host wait in every step.
-    """
-    assert state.ema is not None
-    pairs = {mean: value for ours, theirs in state.averaged for mean, value in zip(own(ours), own(theirs), strict=True)}
-    floats = [mean for mean in pairs if mean.is_floating_point()]
-    others = [mean for mean in pairs if not mean.is_floating_point()]
-    torch._foreach_lerp_(floats, [pairs[mean] for mean in floats], share)  # pyright: ignore[reportPrivateImportUsage]
-    if others:
-        torch._foreach_copy_(others, [pairs[mean] for mean in others])  # pyright: ignore[reportPrivateImportUsage]
-
-
-def own(module: nn.Module) -> list[Tensor]:
-    """A module's own parameters and buffers, without those of its children."""
-    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+def written(state: TrainState) -> list[Tensor]:
+    """The tensors that a step changes, parameters first."""
+    modules = [state.model] if state.ema is None else [state.model, state.ema]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    return [*tensors, *state.moments().values()]

@@ -127,6 +127,9 @@ class Task:
         False` for no weight decay. Default: one group of all that require a gradient."""
         return [{"params": [p for p in model.parameters() if p.requires_grad]}]
 
+    def schedule(self, plan: Any) -> Any:
+        return None
+
     # -- evaluation and answers
 
     def infer(self, model: nn.Module, batch: Batch, plan: Any) -> Any:

@@ -1,0 +1,152 @@
+"""The meter: loss, speed and memory of a run while it trains. Values cross from the device to the host on log steps
+only, and nothing waits for them: the row of a log step comes when its values have arrived."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nbtools.errors import TrainError
+from nbtools.train.device import Lap, Reading, Stopwatch, memory, put, sum_dtype
+from nbtools.train.history import Record
+
+LEAST_SCALE = 1e-4  # of fp16's loss, below which fairseq gives up too: overflowing steps halve it from 65,536
+
+
+class Diverged(TrainError):
+    """The loss is no longer a number, or no step counts. steps: the first and last of the interval in which it
+    happened. setting: which one to change; of any but lr it is certain."""
+
+    def __init__(self, message: str, steps: tuple[int, int], setting: str = "lr"):
+        super().__init__(message, entry="NaN")
+        self.steps, self.setting = steps, setting
+
+    def _render_traceback_(self) -> list[str]:
+        """Shown by IPython instead of a traceback: no line of code is at fault."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The row of a log step without what is still on its way: the loss, and the speed of the steps since the last."""
+
+    record: Record
+    since: int
+    samples: int
+    lap: Lap
+
+
+class Meter:
+    """Loss and count of this epoch, summed on the device; seconds of it by the device's stopwatch."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.watch = device, Stopwatch(device)
+        self.count: Tensor | float = 0
+        self.loss = torch.zeros((), dtype=sum_dtype(device), device=device)
+        self.seconds = self.waited = 0.0  # of this epoch: training, and of that waiting for data
+        self.logged = (0.0, 0.0)  # loss and count at the last log step
+        self.since = (0, 0)  # step and samples then
+        self.reading = Reading(3, device)  # loss, count and scale on their way
+        self.pending: Pending | None = None
+        self.scale = math.inf  # of fp16's loss, at the last log step
+
+    def add(self, loss_sum: Tensor, count: Tensor | float) -> None:
+        """Count a step."""
+        self.loss += loss_sum
+        self.count = self.count + count
+
+    def log(self, record: Record, scale: Tensor | None) -> None:
+        """Send the values of a log step on their way to the host. record: what is known of its row."""
+        put(self.reading.tensor, self.loss, self.count, math.inf if scale is None else scale)
+        self.reading.send()
+        step, samples = self.since
+        self.since = record.step, record.samples
+        self.pending = Pending(record, step, record.samples - samples, self.watch.lap())
+
+    def rows(self, wait: bool = True) -> list[Record]:
+        """Return the row of the last log step, if it is still to come; without waiting, only if its values are here.
+        Raises Diverged if the loss is not finite, or fp16 skips all steps."""
+        pending = self.pending
+        if pending is None or not (wait or self.reading.arrived):
+            return []
+        total, count, self.scale = self.reading.values()
+        speed = self.speed(pending.samples, *self.timed(pending.lap))
+        self.pending = None
+        steps = pending.since, pending.record.step
+        if not math.isfinite(total):
+            raise Diverged(f"the loss became {total} in steps {steps[0] + 1} to {steps[1]}", steps)
+        if self.scale < LEAST_SCALE:
+            what = (
+                f"gradients overflow in every step, though their scale has fallen to {self.scale:.0e}, and none counts"
+            )
+            raise Diverged(what, steps, "amp")
+        loss = mean("loss", total - self.logged[0], count - self.logged[1])
+        self.logged = (total, count)
+        values = {**loss, **speed, **pending.record.values, "wall": self.watch.wall}
+        return [replace(pending.record, values=values)]
+
+    def timed(self, lap: Lap) -> tuple[float, float]:
+        """Add the times of a lap to the epoch's; returns them."""
+        seconds, waited = lap.seconds()
+        self.seconds, self.waited = self.seconds + seconds, self.waited + waited
+        return seconds, waited
+
+    @staticmethod
+    def speed(samples: int, seconds: float, waited: float) -> dict[str, float]:
+        """samples_per_s, and the share of the time in which the device waited for data."""
+        seconds = max(seconds, 1e-9)
+        return {"samples_per_s": samples / seconds, "data_wait": waited / seconds}
+
+    def epoch(self, samples: int) -> dict[str, Any]:
+        """Return loss, speed and memory of an epoch of so many samples, and begin the next one. Waits."""
+        self.timed(self.watch.lap())
+        values = {
+            **mean("train_loss", float(self.loss), float(self.count)),
+            **self.speed(samples, self.seconds, self.waited),
+            "epoch_time": self.seconds,
+            "wall": self.watch.wall,
+            **memory(self.device),
+        }
+        if self.device.type == "cuda":
+            values["gpu_memory_peak"] = torch.cuda.max_memory_allocated(self.device) / 2**20
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.loss.zero_()
+        self.count, self.seconds, self.waited, self.logged = 0, 0.0, 0.0, (0.0, 0.0)
+        return values
+
+    def facts(self) -> dict[str, Any]:
+        """Its plain values, for JSON. Waits for the device."""
+        row, (seconds, waited) = self.pending, self.watch.peek()
+        return {
+            "loss": float(self.loss),
+            "count": float(self.count),
+            "seconds": self.seconds + seconds,
+            "waited": self.waited + waited,
+            "logged": self.logged,
+            "since": self.since,
+            "pending": row and [asdict(row.record), row.since, row.samples, row.lap.seconds(), self.reading.values()],
+            "wall": self.watch.wall,
+        }
+
+    def load(self, facts: dict[str, Any]) -> None:
+        """Go on from saved values; wall time never goes back."""
+        self.loss.fill_(facts["loss"])
+        count, self.seconds, self.waited = facts["count"], facts["seconds"], facts["waited"]
+        self.count = int(count) if float(count).is_integer() else count  # a float plus an int64 tensor is a float32
+        self.logged, self.since = tuple(facts["logged"]), tuple(facts["since"])
+        self.watch.spans, self.watch.before = [], max(self.watch.before, facts["wall"])
+        self.pending = None
+        if facts["pending"]:
+            row, since, samples, times, values = facts["pending"]
+            put(self.reading.tensor, *values)
+            self.reading.send()
+            self.pending = Pending(Record(**row), since, samples, Lap(None, [], tuple(times)))
+
+
+def mean(name: str, total: float, count: float) -> dict[str, float]:
+    """{name: total / count}; {} where no step counted: a loss of 0 would be the best of all."""
+    return {name: total / count} if count else {}
