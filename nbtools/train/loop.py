@@ -106,8 +106,9 @@ def records(state: TrainState, samples: int) -> Iterator[Record]:
     """What a step leaves: on a log step its figures, which may come later; events; its own record."""
     meter, now = state.meter, state.record("step")
     if state.step % log_interval(samples, state.applied.batch_size) == 0:
-        yield from meter.rows()  # of the log step before
+        before = meter.rows()  # the last log step's, which may end the loop here
         meter.log(state.record("step", readings(state)), state.scaler and state.scaler._scale)
+        yield from before
     while state.events:
         yield state.record("event", {"what": state.events.pop(0)})
     # Several ranks wait: they must all see at the same step that training diverged.

@@ -12,7 +12,7 @@ from nbtools.data import Draws
 from nbtools.train.device import autocast
 from nbtools.train.meter import Diverged
 from nbtools.train.state import TrainState
-from nbtools.train.step import Sums, gradients_in_memory, set_lr, update
+from nbtools.train.step import Sums, gradients_in_memory, micro_batches, set_lr, update
 from nbtools.train.task import Batch
 
 LEFT_OUT = 3  # steps with a non-finite loss that a run skips: more are no accident
@@ -26,7 +26,7 @@ def careful_step(state: TrainState, raw: Batch, epoch_size: float, size: int | N
     loss_sum, count = gradients_in_memory(state, raw, size)
     if bad := after_backward(state, loss_sum):
         state.restore(kept)
-        skip(state, *first_bad(state, raw, bad))
+        skip(state, *first_bad(state, raw, size, bad))
         return torch.zeros_like(loss_sum), 0
     update(state)
     return loss_sum, count
@@ -41,10 +41,11 @@ def after_backward(state: TrainState, loss_sum: Tensor) -> str:
     return next((f"gradient of {name}" for name, p in named if not finite(p.grad)), "")
 
 
-def first_bad(state: TrainState, raw: Batch, after: str) -> tuple[str, list[int]]:
+def first_bad(state: TrainState, raw: Batch, size: int, after: str) -> tuple[str, list[int]]:
     """The first tensor of this step that is not finite, and the samples to look at: of the batch, the weights, the
     outputs of a layer, else what was found after backward. Several ranks agree on the earliest."""
     task, plan, model = state.task, state.applied, state.model
+    inputs: list[str] = []
     layers: list[str] = []
 
     def look(name: str, out: Any) -> None:
@@ -53,13 +54,14 @@ def first_bad(state: TrainState, raw: Batch, after: str) -> tuple[str, list[int]
     leaves = [(name, module) for name, module in model.named_modules() if name and not list(module.children())]
     hooks = [m.register_forward_hook(lambda _m, _i, out, name=name: look(name, out)) for name, m in leaves]
     try:
-        batch = task.batch(raw, plan, Draws(plan.seed, state.position.epoch, raw["id"]))
-        with torch.no_grad(), autocast(plan, state.device, model):
-            task.loss(model, batch, plan)
+        for part in micro_batches(state, raw, size):
+            batch = task.batch(part, plan, Draws(plan.seed, state.position.epoch, part["id"]))
+            inputs += [f"batch[{name!r}]" for name, tensor in batch.items() if not finite(tensor)]
+            with torch.no_grad(), autocast(plan, state.device, model):
+                task.loss(model, batch, plan)
     finally:
         for hook in hooks:
             hook.remove()
-    inputs = [f"batch[{name!r}]" for name, tensor in batch.items() if not finite(tensor)]
     weights = [f"weight {name}" for name, p in model.named_parameters() if not finite(p)]
     kind, bad = next((kind, names[0]) for kind, names in enumerate((inputs, weights, layers, [after])) if names)
     # Where a weight or a layer is the first that is bad, training has diverged, and any sample would do the same.

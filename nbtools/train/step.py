@@ -47,7 +47,10 @@ def attempt(
     set_lr(state, size, epoch_size)
     state.keys.of(state.applied.seed, state.position.epoch)
     if state.graphs is not None and state.graphs.follow(state.applied):
-        return state.graphs.step(raw, partial(whole_step, state), partial(written, state))
+        sums, _ = within_memory(partial(state.graphs.step, raw, partial(whole_step, state), partial(written, state)))
+        if sums is not None:
+            return sums
+        release(state)
     return whole_step(state, raw, size, differentiate)
 
 
