@@ -41,7 +41,6 @@ from nbtools.train import (
     checkpoint,
     evaluation,
     fixed,
-    idle,
     join,
     naming,
     obey,
@@ -163,7 +162,7 @@ def fit(
         surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not requests.stop)
         doubtful = beyond(wanted, requests.advised).values()
         lost = f"resumed from step {state.step:,}: a process was lost, which torchrun names" if again else ""
-        surface.report_all([*complaints, *doubtful, *filter(None, [limits, idle(wanted) if ranks is None else ""])])
+        surface.report_all([*complaints, *doubtful, *filter(None, [limits])])
         for note in filter(None, [*call.said, changed, ending(state) or finished(job), lost]):
             surface.report(note)
             if not progress and not is_torchelastic_launched():

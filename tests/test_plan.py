@@ -203,10 +203,6 @@ def test_schedules_at_known_points(knobs, epochs, drops, lr):
 def test_a_plan_leaves_as_code_and_as_json_that_make_it_again_and_are_shown_as_they_are(kind):
     plan = kind(epochs=3, lr=0.002 * 2**0.5, betas=(0.8, 0.99), clip_norm=None, amp="bf16")
     made: dict[str, Any] = {}
-    exec(plan.code(), made)
+    exec(f"plan = {plan!r}", {"Plan": kind}, made)
     assert (made["plan"], type(made["plan"])) == (plan, kind)
-    home = {Plan: "nbtools", captcha.Plan: "nbtools.tasks.captcha"}[kind]
-    assert plan.code().startswith(f"from {home} import Plan\n\nplan = Plan(\n    epochs=3,\n")
     assert kind.from_json(plan.to_json()) == plan
-    assert repr(plan.code()).splitlines()[-1] == ")"
-    assert repr(plan.to_json()) == plan.to_json()

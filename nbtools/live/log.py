@@ -11,7 +11,7 @@ from nbtools.live.columns import Columns
 from nbtools.live.facts import About, time_left
 from nbtools.measure import described, expected
 from nbtools.table import digits, duration, number, size
-from nbtools.train import Plan, Record, Steps, TrainState, call_of, shares
+from nbtools.train import Plan, Record, TrainState, call_of, length_of, shares
 
 OPENING = "opening"  # marks the event with these lines, where the process that trains is not the one that shows them
 NAMES = {"train_loss": "train", "val_loss": "val"}
@@ -33,7 +33,7 @@ def opening(state: TrainState, pack: Pack) -> list[str]:
         ("lr", lr_of(plan)),
         ("optimizer", optimizer_of(plan)),
         ("feed", f"{feed}: {f'{plan.workers} processes' if feed == 'workers' else why}"),
-        ("length", str(Steps.of(plan, count))),
+        ("length", length_of(plan, count)),
         *([("expected", takes)] if takes else []),
     ]
     if state.step:

@@ -25,10 +25,10 @@ from nbtools.train import (
     LARGER,
     OPTIMIZERS,
     Plan,
-    Steps,
     Task,
     TaskLike,
     as_task,
+    length_of,
     lr_factor,
 )
 from nbtools.train import device as devices
@@ -111,7 +111,7 @@ class Advice(Report):
 
     def caption(self) -> str:
         """Samples, steps per epoch, in all and of warmup; and the time for them where a step was measured here."""
-        return f"{Steps.of(self.plan, self.samples)} · {self.times(self.plan) or 'time not measured yet'}."
+        return f"{length_of(self.plan, self.samples)} · {self.times(self.plan) or 'time not measured yet'}."
 
     def times(self, plan: Plan) -> str:
         """What the epochs of a plan that differs in nothing for speed take, and with the baseline's settings; "" if

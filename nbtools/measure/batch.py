@@ -26,7 +26,7 @@ from nbtools.measure import memory
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, Clock, Stepper, typical, untouched
 from nbtools.table import percent
-from nbtools.train import Plan, TaskLike, attempt, readable, release
+from nbtools.train import Plan, TaskLike, readable, release, train_step
 from nbtools.train import device as devices
 
 WITHIN = 0.95  # of the best throughput
@@ -167,7 +167,7 @@ class Trial(Stepper):
         size = min(plan.batch_size, pack.splits["train"])
         whole = plan.replace(micro_batch_size=None, batch_size=size, **EAGER)
         clock = clock or (process_time if alone else perf_counter)
-        super().__init__(task, pack, whole, device, clock=clock, act=attempt)
+        super().__init__(task, pack, whole, device, clock=clock, act=partial(train_step, halves=False))
         self.order = largest_first(pack)
 
     def tried(self, act: Callable[[], T]) -> tuple[T | None, str]:

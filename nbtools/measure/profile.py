@@ -329,7 +329,7 @@ def flops(state: TrainState, raw: Batch) -> int:
     kept, state.network = state.network, state.model  # a compiled network hides its operations
     try:
         with FlopCounterMode(display=False) as counter:
-            gradients(state, raw)
+            gradients(state, raw, len(raw["id"]))
         return int(counter.get_total_flops())
     finally:
         state.network = kept

@@ -71,8 +71,8 @@ class Rate:
 class Stepper:
     """A separate model in training, at an lr that moves no weight unless it is `learning`.
 
-    feed: an open one, for several to share; None: the plan's. act: what makes a step; `nbtools.train.attempt`
-    where running out of memory is an answer, and not to be met with smaller micro-batches. lanes: the feed's threads or
+    feed: an open one, for several to share; None: the plan's. act: what makes a step; `train_step` without
+    `halves` where running out of memory is an answer. lanes: the feed's threads or
     processes; ahead: batches that they prepare in advance. Raises TrainError if training could not start.
     """
 

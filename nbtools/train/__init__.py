@@ -20,12 +20,10 @@ from nbtools.train.own import classify, regress
 from nbtools.train.plan import (
     AT_START,
     Plan,
-    Steps,
     beyond,
     doubts,
     fixed,
-    idle,
-    knob,
+    length_of,
     listed,
     lr_at,
     lr_factor,
@@ -39,8 +37,9 @@ from nbtools.train.plan import (
 from nbtools.train.ranks import RankLost, Ranks, join, naming, share, shares
 from nbtools.train.recovery import LEFT_OUT
 from nbtools.train.rehearsal import rehearse
+from nbtools.train.settings import knob
 from nbtools.train.state import TrainState
-from nbtools.train.step import attempt, gradients, release, train_step
+from nbtools.train.step import gradients, release, train_step
 from nbtools.train.task import (
     Task,
     TaskLike,

@@ -55,7 +55,7 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
         while not state.over_as(agree(state, samples)):
             yield from train_epoch(state, feed, pack)
             values, wanted = {}, agree(state, samples).plan
-            if pack.splits["val"] and due(state, wanted):
+            if len(pack.ids("val")) and due(state, wanted):
                 values = yield from evaluate(state, feed, pack)
                 state.evaluate_next = False
                 judge(state, values, agree(state, samples).plan)
@@ -135,7 +135,7 @@ def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]
         if not wanted.evaluate or (segments and state.applied.batch_size != segments[-1][0]):
             return
         state.evaluate_next = False
-        if pack.splits["val"]:
+        if len(pack.ids("val")):
             yield state.record("evaluation", (yield from evaluate(state, feed, pack)))
         else:
             what = "nothing to evaluate: the validation split is empty"

@@ -7,14 +7,9 @@ A task adds settings by subclassing `Plan` with `knob(...)` fields; panel and te
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
-import operator
-import sys
-import types
-import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -22,6 +17,7 @@ from nbtools import table
 from nbtools.data import Pack, batches_in
 from nbtools.errors import PlanError, TrainError
 from nbtools.train.optimizer import OPTIMIZERS
+from nbtools.train.settings import checked, hints, knob, parsed, require_known
 
 FIXED = ("optimizer", "compile", "graph", "channels_last", "sync_batchnorm", "deterministic", "ema", "seed")
 """Settings that a started run cannot change, with all that its task adds; the others may change while it trains."""
@@ -30,34 +26,6 @@ AT_START = ("feed", "workers", "prefetch", "threads", "checkpoint_activations")
 POLY_POWER = 0.9  # BiSeNetV2's and DeepLab's
 PLATEAU_FACTOR = 0.1
 MANY = 3  # more settings than this, changed at once, must be confirmed in a started run
-
-
-def knob(
-    default: Any,
-    help: str,
-    *,
-    choices: Sequence[Any] | None = None,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    unit: str = "",
-    live: bool = False,
-    asks_beyond: float | None = None,
-) -> Any:
-    """A Plan field: its default, one line of help, and the rule that a value must obey (≥ least, > above, ≤ most).
-
-    live: for a task's own setting: a started run may change it, since neither model nor optimizer depends on it.
-    asks_beyond: a value more than this many times the advised one may be a typo, and a run asks before applying it.
-    """
-    rule = {"choices": choices, "least": least, "above": above, "most": most, "live": live, "asks_beyond": asks_beyond}
-    return dataclasses.field(default=default, metadata={"help": help, "unit": unit, **rule})
-
-
-class Text(str):
-    """A text that a notebook shows as it is, to be copied, and not in quotes with its line breaks written out."""
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 @dataclass(frozen=True)
@@ -111,19 +79,16 @@ class Plan:
     _advised: ClassVar[frozenset[str]] = frozenset()  # of one instance: settings that are still an advice's own
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            name = f"{type(self).__qualname__}.{field.name}"
-            value = checked(name, getattr(self, field.name), hints[field.name], field.metadata)
-            object.__setattr__(self, field.name, value)
-        for name, most, advice in (
+        for name, value in self.to_dict().items():
+            object.__setattr__(self, name, self.check(name, value))
+        for name, most, fix in (
             ("micro_batch_size", "batch_size", "lower it, or set None for the whole batch at once"),
             ("min_lr", "lr", "lower it or raise lr"),
             ("warmup_epochs", "epochs", "lower it or raise epochs"),
         ):
             value, bound = getattr(self, name), getattr(self, most)
             if value is not None and value > bound:
-                raise PlanError(f"Plan.{name} must be at most {most} ({shown(bound)}), got {shown(value)}; {advice}")
+                raise PlanError(f"Plan.{name} must be at most {most} ({shown(bound)}), got {shown(value)}; {fix}")
 
     @property
     def parted(self) -> bool:
@@ -131,12 +96,12 @@ class Plan:
         return self.micro_batch_size is not None and self.micro_batch_size < self.batch_size
 
     def replace(self, /, **changes: Any) -> Self:
-        """A copy with some settings changed; an unknown name is an error that lists similar ones."""
+        """Return a copy with some settings changed; an unknown name is an error that lists similar ones."""
         return type(self).from_dict({**self.to_dict(), **changes}).marked(self._advised.difference(changes))
 
     def turn(self, /, **settings: Any) -> Self:
-        """A copy with settings as a user changes them: a batch size given without an lr adjusts lr by `lr_rule` (√k:
-        arXiv 2205.10287, linear: 1706.02677); a smaller one takes micro-batch along, and a lower lr min_lr."""
+        """Return a copy with settings as a user changes them: a batch size given without an lr adjusts lr by `lr_rule`
+        (√k: arXiv 2205.10287, linear: 1706.02677); a smaller one takes micro-batch along, and a lower lr min_lr."""
         first = {name: settings[name] for name in ("batch_size", "lr_rule", "lr") if name in settings}
         resized = self.replace(**first, micro_batch_size=None, min_lr=0.0)
         factor = lr_factor(resized.lr_rule, resized.batch_size / self.batch_size)
@@ -148,7 +113,7 @@ class Plan:
 
     def marked(self, advised: Iterable[str]) -> Self:
         """Return an equal plan of which these settings count as an advice's own, not as given by code or a hand."""
-        new = type(self).from_dict(self.to_dict())
+        new = dataclasses.replace(self)
         object.__setattr__(new, "_advised", frozenset(advised))
         return new
 
@@ -157,16 +122,16 @@ class Plan:
         return {name: value for name, value in self.to_dict().items() if name not in self._advised}
 
     def while_training(self) -> Self:
-        """The plan of evaluations during training: a task overrides it to leave costly options to the end."""
+        """Return the plan of evaluations during training: a task overrides it to leave costly options to the end."""
         return self
 
     def changes_from(self, old: Plan) -> dict[str, str]:
-        """What differs from another plan: field → `0.001 → 0.0005`."""
+        """Return what differs from another plan: field → `0.001 → 0.0005`."""
         pairs = ((name, getattr(old, name), value) for name, value in self.to_dict().items())
         return {name: f"{shown(before)} → {shown(now)}" for name, before, now in pairs if before != now}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values by field name, ready for JSON."""
+        """Return plain values by field name, ready for JSON."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @classmethod
@@ -174,16 +139,8 @@ class Plan:
         require_known(cls, values)
         return cls(**values)
 
-    def to_json(self) -> Text:
-        return Text(json.dumps(self.to_dict(), indent=1))
-
-    def code(self) -> Text:
-        """Python that makes this plan: every setting, so that it stays the same where a default changes."""
-        name, home = type(self).__qualname__, type(self).__module__
-        while getattr(sys.modules.get(above := home.rpartition(".")[0]), name, None) is type(self):
-            home = above  # the shortest path to it, which is public
-        start = f"plan = {name}(" if home == "__main__" else f"from {home} import {name}\n\nplan = {name}("
-        return Text("\n".join([start, *(f"    {n}={value!r}," for n, value in self.to_dict().items()), ")"]))
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -198,36 +155,25 @@ class Plan:
 
     @classmethod
     def check(cls, name: str, value: Any) -> Any:
-        """A value for one setting in its field's type. Raises PlanError naming field and rule."""
+        """Return a value for one setting in its field's type. Raises PlanError naming field and rule."""
         require_known(cls, [name])
-        hint, rule = typing.get_type_hints(cls)[name], cls.__dataclass_fields__[name].metadata
-        return checked(f"{cls.__qualname__}.{name}", value, hint, rule)
+        return checked(f"{cls.__qualname__}.{name}", value, hints(cls)[name], cls.__dataclass_fields__[name].metadata)
 
     @classmethod
     def parse(cls, name: str, text: str) -> Any:
-        """The value that a user typed for one setting, by the field's type: `none`, `true`, `0.9,0.999`, `3e-4`."""
+        """Return the value that a user typed for one setting: `none`, `true`, `0.9,0.999`, `3e-4`. Raises PlanError."""
         require_known(cls, [name])
-        kind, optional = kind_of(typing.get_type_hints(cls)[name])
-        if text.lower() in ("none", "") and optional:
-            return None
-        try:
-            if typing.get_origin(kind) is tuple:
-                parts = text.strip("()[] ").split(",")
-                return tuple(typing.get_args(kind)[0](part) for part in parts if part.strip())
-            return BOOLEANS[text.lower()] if kind is bool else kind(text)
-        except (ValueError, KeyError):
-            rule = WORDS.get(kind, "numbers separated by commas")
-            raise PlanError(f"{cls.__qualname__}.{name} must be {rule}, got {text!r}") from None
+        return parsed(f"{cls.__qualname__}.{name}", text, hints(cls)[name])
 
 
 def lr_factor(rule: str, k: float) -> float:
-    """The factor on lr for a batch k times as large."""
+    """Return the factor on lr for a batch k times as large."""
     return {"none": 1.0, "sqrt": math.sqrt(k), "linear": k}[rule]
 
 
 def lr_at(plan: Plan, progress: float, drops: int = 0, own: Callable[[float], float] | None = None) -> float:
-    """lr at a point of the run, in epochs: linear warmup, then the schedule; `drops`: of a plateau, so far. own: a
-    task's schedule in its place, the factor on lr at 0…1 of the run.
+    """Return lr at a point of the run, in epochs: linear warmup, then the schedule; drops: of a plateau, so far. own: a
+    task's schedule in place of both, the factor on lr at 0…1 of the run.
 
     A pure function, so that resuming and changed settings need no memory.
     """
@@ -244,39 +190,17 @@ def lr_at(plan: Plan, progress: float, drops: int = 0, own: Callable[[float], fl
     return plan.min_lr + (plan.lr - plan.min_lr) * fall
 
 
-@dataclass(frozen=True)
-class Steps:
-    """How long a plan trains on so many samples, in optimizer steps; warmup: those with a rising lr."""
-
-    samples: int
-    epochs: int
-    per_epoch: int
-    warmup: int
-
-    @classmethod
-    def of(cls, plan: Plan, samples: int) -> Self:
-        per_epoch = batches_in(samples, plan.batch_size)
-        whole, part = divmod(plan.warmup_epochs, 1)
-        begun = math.ceil(part * samples / plan.batch_size - 0.5)  # a step's lr is that of its middle
-        return cls(samples, plan.epochs, per_epoch, int(whole) * per_epoch + min(max(begun, 0), per_epoch))
-
-    @property
-    def total(self) -> int:
-        return self.epochs * self.per_epoch
-
-    def __str__(self) -> str:
-        parts = (
-            table.plural(self.samples, "sample"),
-            f"{table.plural(self.per_epoch, 'step')} per epoch",
-            f"{table.plural(self.total, 'step')} in {table.plural(self.epochs, 'epoch')}",
-            f"{table.plural(self.warmup, 'step')} of warmup",
-        )
-        return " · ".join(parts)
-
-
-def idle(plan: Plan) -> str:
-    """The setting that does nothing in one process, in a sentence; "" for none."""
-    return "sync_batchnorm: no effect in one process" if plan.sync_batchnorm else ""
+def length_of(plan: Plan, samples: int) -> str:
+    """Return how long a plan trains on so many samples: steps per epoch, in all, and with a rising lr."""
+    per_epoch = batches_in(samples, plan.batch_size)
+    warmup = math.ceil(plan.warmup_epochs * per_epoch)
+    parts = (
+        table.plural(samples, "sample"),
+        f"{table.plural(per_epoch, 'step')} per epoch",
+        f"{table.plural(plan.epochs * per_epoch, 'step')} in {table.plural(plan.epochs, 'epoch')}",
+        f"{table.plural(warmup, 'step')} of warmup",
+    )
+    return " · ".join(parts)
 
 
 # -- what a run may change
@@ -369,60 +293,3 @@ def times(ratio: float) -> str:
 def shown(value: Any) -> str:
     """A setting's value as text."""
     return "none" if value is None else table.shown(value)
-
-
-# -- values
-
-RULES = {"least": ("at least", operator.ge), "above": ("greater than", operator.gt), "most": ("at most", operator.le)}
-BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-
-
-def require_known(plan: type[Plan], names: Iterable[str]) -> None:
-    """Raise PlanError for a setting that a plan does not have: it lists similar names, else all."""
-    known = [field.name for field in dataclasses.fields(plan)]
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known)}"
-            raise PlanError(f"{plan.__qualname__} has no setting {name!r}; {hint}")
-
-
-def kind_of(hint: Any) -> tuple[Any, bool]:
-    """A field's type, and whether it may also be None."""
-    members = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-    return next(kind for kind in members if kind is not type(None)), type(None) in members
-
-
-def checked(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> Any:
-    """The value in its field's type, or a PlanError that names field, rule and value."""
-    kind, optional = kind_of(hint)
-    if value is None and optional:
-        return None
-    if typing.get_origin(kind) is tuple:
-        first, *rest = typing.get_args(kind)  # members of one type
-        count = "several" if rest == [...] else 1 + len(rest)
-        if not isinstance(value, (tuple, list)) or count not in ("several", len(value)):
-            raise PlanError(f"{name} must be {count} values, got {value!r}")
-        return tuple(checked(name, member, first, rule) for member in value)
-    value = typed(name, value, kind)
-    if rule.get("choices") and value not in rule["choices"]:
-        raise PlanError(f"{name} must be one of {', '.join(map(str, rule['choices']))}, got {value!r}")
-    for word, (sign, holds) in RULES.items():
-        bound = rule.get(word)
-        if bound is not None and not holds(value, bound):
-            raise PlanError(f"{name} must be {sign} {bound}, got {value!r}")
-    return value
-
-
-def typed(name: str, value: Any, kind: type) -> Any:
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise PlanError(f"{name} must be below 2**63, got one of {value.bit_length()} bits")
-    whole = isinstance(value, float) and value.is_integer() and kind is int
-    if whole or (kind is float and isinstance(value, int) and not isinstance(value, bool)):
-        value = kind(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise PlanError(f"{name} must be {WORDS.get(kind, kind.__name__)}, got {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise PlanError(f"{name} must be finite, got {value!r}")
-    return value

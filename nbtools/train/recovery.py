@@ -21,11 +21,12 @@ LEFT_OUT = 3  # steps with a non-finite loss that a run skips: more are no accid
 def careful_step(state: TrainState, raw: Batch, epoch_size: float, size: int | None = None) -> Sums:
     """`train_step` that is skipped, without any effect, if its loss or a gradient is not finite. Raises Diverged where
     that happens more often than by accident."""
-    size, kept = size or len(raw["id"]), state.kept()
+    size, kept = size or len(raw["id"]), [buffer.clone() for buffer in state.model.buffers()]
     set_lr(state, size, epoch_size)
     loss_sum, count = gradients_in_memory(state, raw, size)
     if bad := after_backward(state, loss_sum):
-        state.restore(kept)
+        for buffer, before in zip(state.model.buffers(), kept, strict=True):
+            buffer.copy_(before)
         skip(state, *first_bad(state, raw, size, bad))
         return torch.zeros_like(loss_sum), 0
     update(state)

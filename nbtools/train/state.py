@@ -119,7 +119,6 @@ class TrainState:
         self.keys = Keys(0, self.device)  # of draws
         self.know(len(pack) if isinstance(pack, Pack) else sum(pack.splits.values()))
         self.copies: dict[str, Tensor] = {}  # host memory that its checkpoints are copied to, see checkpoint.copies
-        self.proven: tuple[Plan | None, int] = None, 0  # elements of the largest raw batch that fit under this plan
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
         self.evaluate_next = False  # ask for an evaluation before the next step
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
@@ -213,16 +212,6 @@ class TrainState:
         torch.set_rng_state(self.rng)
         if self.cuda_rng is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(self.cuda_rng, self.device)
-
-    def kept(self) -> list[Tensor]:
-        """Copies of the buffers, which a forward pass changes; `restore` takes them back, and the random state."""
-        self.capture_rng()
-        return [buffer.clone() for buffer in self.model.buffers()]
-
-    def restore(self, kept: list[Tensor]) -> None:
-        self.restore_rng()
-        for buffer, before in zip(self.model.buffers(), kept, strict=True):
-            buffer.copy_(before)
 
     @torch.no_grad()
     def lost(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -25,24 +24,13 @@ from nbtools.train.task import Batch, set_training, summed
 Sums = tuple[Tensor, Tensor | float]  # sum of the loss, and of how many terms
 
 
-def train_step(state: TrainState, raw: Batch, epoch_size: float, size: int | None = None) -> Sums:
+def train_step(state: TrainState, raw: Batch, epoch_size: float, size: int | None = None, halves: bool = True) -> Sums:
     """Train on one raw batch, or on this rank's share of one of `size` samples.
 
     Returns the (loss sum, count) of the whole batch, still on the device: with Plan.graph until the next step. Where
-    memory runs out, the micro-batch is halved and the gradients are computed again; effective batch and lr stay.
-    epoch_size: samples of an epoch, for the lr. Raises TrainError where not even one sample fits.
+    memory runs out, the gradients are computed again in micro-batches of half the size, unless `halves` is False;
+    effective batch and lr stay. epoch_size: samples of an epoch, for the lr. Raises TrainError where nothing fits.
     """
-    return attempt(state, raw, epoch_size, size, gradients_in_memory)
-
-
-def attempt(
-    state: TrainState,
-    raw: Batch,
-    epoch_size: float,
-    size: int | None = None,
-    differentiate: Callable[[TrainState, Batch, int], Sums] | None = None,
-) -> Sums:
-    """`train_step` for which memory that runs out is an error."""
     size = size or len(raw["id"])
     set_lr(state, size, epoch_size)
     state.keys.of(state.applied.seed, state.position.epoch)
@@ -51,25 +39,22 @@ def attempt(
         if sums is not None:
             return sums
         release(state)
-    return whole_step(state, raw, size, differentiate)
-
-
-def whole_step(
-    state: TrainState,
-    raw: Batch,
-    size: int | None = None,
-    differentiate: Callable[[TrainState, Batch, int], Sums] | None = None,
-) -> Sums:
-    """What a CUDA graph repeats: all of a step but what the host decides, lr and epoch."""
-    loss_sum, count = (differentiate or gradients)(state, raw, size or len(raw["id"]))
+    loss_sum, count = (gradients_in_memory if halves else gradients)(state, raw, size)
     update(state)
     return loss_sum, count
 
 
-def gradients(state: TrainState, raw: Batch, size: int | None = None) -> Sums:
+def whole_step(state: TrainState, raw: Batch) -> Sums:
+    """What a CUDA graph repeats: all of a step but what the host decides, lr and epoch."""
+    sums = gradients(state, raw, len(raw["id"]))
+    update(state)
+    return sums
+
+
+def gradients(state: TrainState, raw: Batch, size: int) -> Sums:
     """The gradient of sum / count over the whole batch of `size` samples, of which raw is this rank's share, in any
     number of micro-batches; returns (sum, count)."""
-    ranks, size = state.ranks, size or len(raw["id"])
+    ranks = state.ranks
     if not state.model.training:
         set_training(state.model)
     state.optimizer.zero_grad()  # before the forward: an interrupt after backward leaves none to the next step
@@ -179,48 +164,32 @@ def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
 
 
 def gradients_in_memory(state: TrainState, raw: Batch, size: int) -> Sums:
-    """`gradients` in parts that fit into memory.
-
-    A pass that is larger than all before it under this plan is where memory usually runs out: there random state and
-    buffers are kept. Where memory runs out although as much has fitted, the batch is tried once more as it is. A batch
-    smaller than the others, such as an epoch's last, is halved for its own step only. Nothing has been updated yet, so
-    nothing is applied twice.
-    """
-    elements = sum(tensor.numel() for tensor in raw.values())
-    again = proven = state.proven[0] is state.applied and elements <= state.proven[1]
-    kept = None if proven else state.kept()
-    micro, small = state.recovery.micro, size < (state.recovery.micro or state.applied.batch_size)
-    try:
-        while True:
-            sums, reason = within_memory(partial(gradients, state, raw, size))
-            if sums is not None:
-                state.proven = (state.applied, elements) if not proven else state.proven
-                return sums
-            release(state)
-            if state.ranks.world > 1:  # the others wait amid their own pass
-                rule = f"out of memory on rank {state.ranks.rank} of {state.ranks.world} ({reason})"
-                raise TrainError(f"{rule}; set a smaller micro_batch_size", entry="Out of memory")
-            if again:
-                state.events.append("out of memory: the batch is tried once more, since as much has fitted before")
-            else:
-                halve(state, size, reason, " for this step" if small else "")
-            again = False
-            if kept is not None:
-                state.restore(kept)
-    finally:
-        if small:
-            state.recovery.micro = micro
+    """`gradients` in parts that fit into memory. Nothing has been updated when it runs out, so nothing is applied
+    twice; only BatchNorm's running statistics may count some samples twice."""
+    state.capture_rng()
+    while True:
+        sums, reason = within_memory(partial(gradients, state, raw, size))
+        if sums is not None:
+            return sums
+        release(state)
+        halve(state, size, reason)
+        state.restore_rng()
 
 
-def halve(state: TrainState, size: int, reason: str, until: str) -> None:
-    """Choose the next smaller micro-batch. until: how long, in words."""
-    now = min(state.recovery.micro or size, size)
-    if now == 1 or (now < 4 and any(isinstance(layer, _BatchNorm) for layer in state.model.modules())):
-        least = "one sample at a time" if now == 1 else "two samples at a time, and BatchNorm needs two"
-        rule = f"out of memory with {least} ({reason})"
-        raise TrainError(f"{rule}; use a smaller network or samples", entry="Out of memory")
+def halve(state: TrainState, size: int, reason: str) -> None:
+    """Choose the next smaller micro-batch."""
+    ranks, now = state.ranks, min(state.recovery.micro or size, size)
+    least = 2 if any(isinstance(layer, _BatchNorm) for layer in state.model.modules()) else 1
+    if ranks.world > 1:  # the others wait amid their own pass
+        rule = f"out of memory on rank {ranks.rank} of {ranks.world} ({reason}); set a smaller micro_batch_size"
+        raise TrainError(rule, entry="Out of memory")
+    if now // 2 < least:
+        few = "one sample at a time" if least == 1 else "two samples at a time, and BatchNorm needs two"
+        raise TrainError(
+            f"out of memory with {few} ({reason}); use a smaller network or samples", entry="Out of memory"
+        )
     state.recovery.micro = now // 2
-    state.events.append(f"out of memory: micro batch {now} → {now // 2}{until}; effective batch and lr unchanged")
+    state.events.append(f"out of memory: micro batch {now} → {now // 2}; effective batch and lr unchanged")
 
 
 def release(state: TrainState) -> None:
