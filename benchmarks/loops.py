@@ -20,8 +20,6 @@ from torch.nn import functional as F
 from benchmarks import tiny
 from nbtools import TrainState, train
 from nbtools.data import Pack
-from nbtools.train import clear_gradients
-from nbtools.train.step import clip_gradients
 
 CLIP = 1.0
 EPOCHS = 26  # the first carries the start and is not timed
@@ -93,14 +91,6 @@ def bare(pack: Pack, losses: Losses) -> Iterator[None]:
     model = tiny.seeded(PLAN)
     optimizer, clip = adamw(model), partial(nn.utils.clip_grad_norm_, list(model.parameters()), CLIP)
     return by_hand(Kit(model, optimizer, optimizer.zero_grad, Tensor.backward, clip), Batches(pack), losses)
-
-
-def lean(pack: Pack, losses: Losses) -> Iterator[None]:
-    """Bare, with nbtools' shortcuts around zero_grad and clip_grad_norm_: what is above it is the loop alone."""
-    model = tiny.seeded(PLAN)
-    parameters = list(model.parameters())
-    clear, clip = partial(clear_gradients, parameters), partial(clip_gradients, parameters, CLIP)
-    return by_hand(Kit(model, adamw(model), clear, Tensor.backward, clip), Batches(pack), losses)
 
 
 def nbtools(pack: Pack, losses: Losses) -> Iterator[None]:
@@ -194,7 +184,6 @@ def pausing(fit: Callable[[Callable[[], None]], None]) -> Iterator[None]:
 
 CONTESTANTS: dict[str, tuple[Contestant, str]] = {
     "bare": (bare, "torch"),
-    "lean": (lean, "torch"),
     "nbtools": (nbtools, "torch"),
     "fabric": (fabric, "lightning"),
     "accelerate": (accelerate, "accelerate"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -30,6 +31,7 @@ from nbtools.measure.levers import LEAST, Levers, outcome
 from nbtools.measure.lr_trial import LEAST_S, lr_trial
 from nbtools.measure.machine import machine
 from nbtools.measure.presets import preset
+from nbtools.measure.profile import StepProfile
 from nbtools.measure.receipt import SILENT, comparable
 from nbtools.measure.stepper import EAGER, Clock, untouched
 from nbtools.measure.trials import LEVERS
@@ -54,6 +56,7 @@ VERSION = 9  # of what is measured: what an older version advised is measured ag
 KEPT = 8  # kept results next to a pack, for instance of other machines
 PRECISION, BATCH, OTHERS, BASELINE, STEP = 0.2, 0.3, 0.25, 0.1, 0.15  # shares of the time
 LONG_S = 600.0  # seconds of training beyond which a small data set gets no more epochs
+EVALUATING = 0.1  # of the training that evaluations may take
 HALF = 0.5  # of the time at most for the precision, which gains most
 
 
@@ -167,6 +170,7 @@ def measured(
         levers.run = None
         phase("learning rate", LEAST_S)
         found.learn(profile.steps_s, device, clock)
+        found.evaluate(profile)
     took = perf_counter() - start
     note = f"Measured on {', '.join(machine().values())} in {took:.0f} s, except where a {THUMB} is named."
     made = {**found.measured, "over": over, "profile": profile, "verdict": verdict(profile, found.plan)}
@@ -235,6 +239,15 @@ class Findings:
         else:
             self.chosen["lr"] = trial.lr, trial.reason
             self.evidence["lr"] = f"the trial began at the rule's {digits(trial.rule)} and took {trial.seconds:.0f} s"
+
+    def evaluate(self, profile: StepProfile) -> None:
+        """Evaluate, and save the best, so seldom that it takes at most a tenth of the training."""
+        plan, own = self.plan, self.task.suggest(self.pack.card, devices.pick().type)
+        every = min(math.ceil(profile.between_s / (EVALUATING * profile.steps_s)), plan.epochs)
+        if every > plan.eval_every and "eval_every" not in own and not has_recipe(self.task, "eval_every"):
+            self.chosen["eval_every"] = every, f"evaluations take at most {EVALUATING:.0%} of the training then"
+            took, epoch = digits(profile.between_s), digits(profile.steps_s)
+            self.evidence["eval_every"] = f"an evaluation takes {took} s, an epoch's steps {epoch} s"
 
 
 def conclusive(batches: BatchReport, plan: Plan) -> bool:

@@ -73,7 +73,7 @@ def losses(task: TaskLike, model: nn.Module, raws: Iterable[Batch], plan: Plan, 
     """The loss of each raw batch, (n,) float64, one that is no number as infinite."""
     values, task = [], as_task(task)
     for raw in raws:
-        total, count = scores(task, model, raw, plan, device)["loss"]
+        total, count = scores(task, model, raw, plan, device, metrics=())["loss"]
         values.append(torch.as_tensor(total / max(float(count), 1.0), dtype=sum_dtype(device)))
     return np.nan_to_num(torch.stack(values).cpu().numpy().astype(np.float64), nan=np.inf)
 
@@ -126,12 +126,14 @@ def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> N
         score(task, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
 
 
-def scores(task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device) -> dict[str, Pair]:
-    """Loss and metrics of a batch, from one forward pass."""
+def scores(
+    task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device, metrics: Any = None
+) -> dict[str, Pair]:
+    """Loss and metrics of a batch, from one forward pass. metrics: others than the task's."""
     batch, outputs = forward(task, model, raw, plan, device)
     with torch.no_grad(), autocast(plan, device, model):
         loss = summed(task.loss(lambda *_, **__: outputs, batch, plan), len(next(iter(raw.values()))))
-    return {"loss": loss, **score_batch(task.metrics, outputs, batch, task.card)}
+    return {"loss": loss, **score_batch(task.metrics if metrics is None else metrics, outputs, batch, task.card)}
 
 
 def evaluate(
