@@ -154,11 +154,12 @@ def at_least_one(count: Tensor | float) -> Tensor | float:
 def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
     """The parts of raw that take a forward pass each: of at most `recovery.micro` samples, and of at least two unless
     one is requested, since a single sample breaks BatchNorm. Each rank has as many, which SyncBatchNorm needs."""
-    micro, own, ranks = state.recovery.micro, len(raw["id"]), len(shares(size, state.ranks.world)) - 1
-    smallest, largest = size // ranks, -(-size // ranks)
-    count = min(-(-largest // micro), max(smallest // 2, 1) if micro > 1 else smallest) if micro else 1
-    if count == 1:
+    micro, own = state.recovery.micro, len(raw["id"])
+    if micro is None:
         return [raw]
+    ranks = len(shares(size, state.ranks.world)) - 1
+    smallest, largest = size // ranks, -(-size // ranks)
+    count = min(-(-largest // micro), max(smallest // 2, 1) if micro > 1 else smallest)
     cuts = [own * i // count for i in range(count + 1)]
     return [{name: tensor[start:end] for name, tensor in raw.items()} for start, end in pairwise(cuts)]
 
