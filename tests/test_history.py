@@ -150,7 +150,7 @@ def test_it_shows_what_it_holds_and_its_last_rows_as_a_table(path):
     for step in range(1, 13):
         history.append(record(step, loss=1 / 3, gpu_throttle="<b>idle</b>"))
     history.append(record(12, "epoch", train_loss=0.5))
-    assert repr(history) == f"History {path}: 13 rows up to step 12: 12 step, 1 epoch"
+    assert repr(history) == f"History {path}: 13 rows up to step 12"
     page = history._repr_html_()
     assert page.count("<tr") == 1 + 10
     for part in ("train_loss", "0.333", "&lt;b&gt;idle", "13 rows", "the last 10, frame() has all"):

@@ -114,7 +114,6 @@ def test_damaged_or_missing_weights_are_named(drive):
 
 def test_training_goes_on_while_drive_is_away_which_is_said_once_and_made_up_for(pack, place, monkeypatch):
     gone = threading.Event()
-    monkeypatch.setattr(keep, "PAUSE", 0.02)
     monkeypatch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
     breaking(monkeypatch, place / "drive", lambda: gone.is_set() and away())
     steps = len(range(0, pack.splits["train"], PLAN.batch_size))

@@ -8,7 +8,7 @@ from nbtools.train.device import DTYPES, again, synchronizing
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.graph import MOST_GRAPHS, unrecordable
 from nbtools.train.history import KEYS, History, Record
-from nbtools.train.keep import KEPT, Keeper, kept_until, noted
+from nbtools.train.keep import KEPT, Keeper, kept_note, kept_until
 from nbtools.train.loop import adopt, caught_up, obey, require_change, train
 from nbtools.train.metrics import Batch, Pair
 from nbtools.train.network import build
