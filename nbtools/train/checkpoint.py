@@ -53,7 +53,7 @@ class Checkpoint:
 
     @property
     def arrived(self) -> bool:
-        """Whether all tensors are in host memory."""
+        """Return whether all tensors are in host memory."""
         return self.copied is None or self.copied.query()
 
 
@@ -150,10 +150,9 @@ def read_index(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         fix = "restore it from the kept copy, or delete it and train on"
         raise CheckpointError(f"{path}: {error}; {fix}") from None
-    if (version := index.get("version", VERSION)) != VERSION:
-        made = f"made by nbtools {index.get('nbtools', '0.1')} (format {version}, and format {VERSION} is read here)"
-        fix = "open it with that version, or train anew in another folder"
-        raise CheckpointError(f"{path}: this run was {made}; {fix}")
+    if index.get("version", VERSION) != VERSION:
+        made, fix = index.get("nbtools", "0.1"), "open it with that version, or train anew in another folder"
+        raise CheckpointError(f"{path}: this run was made by nbtools {made} in another format; {fix}")
     return index
 
 
