@@ -65,8 +65,8 @@ class History:
         for cells in csv.reader(io.StringIO(lines[len(self.read) :].decode("utf-8-sig"), newline="")):
             if not self.columns:
                 self.columns = cells
-            else:
-                self.rows.append({name: value(text) for name, text in zip(self.columns, cells, strict=False) if text})
+            elif len(cells) == len(self.columns):
+                self.rows.append({name: value(text) for name, text in zip(self.columns, cells, strict=True) if text})
         self.read = lines
         return True
 
