@@ -1,7 +1,5 @@
 """Checkpoints: name the file, write it under another name, sync, rename; read the newest intact one.
 
-A run folder holds, next to plan.json and history.csv:
-
     run.json                   what the run is, and the names of its last and its best checkpoint
     0003-00000141.safetensors  weights, moments and random states, in epoch 3 after step 141
     0003-00000141.json         position, plan, and the SHA-256 of the tensors; written after them

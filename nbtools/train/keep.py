@@ -35,9 +35,8 @@ class Keeper:
         self.requested = self.done = 0
         self.complaints: list[str] = []
         self.trouble: Exception | None = None  # since which nothing could be copied
-        self.foreign = self.left = (
-            False  # another session's run is there; an interrupt ended the wait for the last copy
-        )
+        self.foreign = False  # whether another session's run is there
+        self.left = False  # whether an interrupt ended the wait for the last copy
         with disk.explained("keeping a run", target):
             self.known = latest(target)
         before = kept_note(source)
@@ -71,7 +70,7 @@ class Keeper:
             what = f"not kept ({self.trouble}); the run continues, and all of it is in {self.source}"
             self.complaints.append(f"{self.target}: {what}")
         elif before is not None and self.trouble is None:
-            self.complaints.append(f"{self.target}: kept again. {self.state}")
+            self.complaints.append(f"{self.target}: kept again, until {kept_until(self.source)}")
 
     def copy(self) -> None:
         """Copy the checkpoints that the index names, replace latest.json, delete what neither it nor the one before it
@@ -111,13 +110,7 @@ class Keeper:
             disk.write_atomic(self.target / name, (self.source / name).read_bytes(), digest)
         return now
 
-    @property
-    def state(self) -> str:
-        kept = "Nothing of it is kept there yet" if self.step is None else f"It is kept there until step {self.step:,}"
-        return f"{kept}; all of it is in {self.source}"
-
     def note(self, step: int | None) -> None:
-        self.step = step
         with disk.explained("noting where a run is kept", self.source):
             facts = {"to": str(self.target), "start": self.start, "step": step}
             disk.write_atomic(self.source / KEPT, json.dumps(facts))
@@ -129,7 +122,7 @@ class Keeper:
         try:
             self.thread.join(PATIENCE)
             if self.thread.is_alive():
-                tell(f"{self.target}: waiting for the last copy of this run. {self.state}. Interrupt to end the wait")
+                tell(f"{self.target}: waiting for the last copy of {self.source}; interrupt to end the wait")
             while self.thread.is_alive():
                 self.thread.join(1.0)
             if self.done != self.requested and mount and not self.foreign:
@@ -139,8 +132,9 @@ class Keeper:
             self.left, self.trouble = True, self.trouble or InterruptedError("interrupted")
         if self.done != self.requested and not self.foreign:
             why = self.trouble or "a file of it was deleted meanwhile"
-            again = "run it again to copy the rest, before this machine is given back"
-            self.complaints.append(f"{self.target}: not kept to the end ({why}). {self.state}: {again}")
+            here = f"Kept: {kept_until(self.source)}; all of it is in {self.source}"
+            fix = "run it again to copy the rest, before this machine is given back"
+            self.complaints.append(f"{self.target}: not kept to the end ({why}). {here}: {fix}")
 
 
 def kept_note(folder: Path) -> dict[str, Any]:
