@@ -93,7 +93,8 @@ def publish(folder: Path, taken: Checkpoint) -> None:
                 for piece in pieces(taken.tensors):
                     digest.update(piece)
                     file.write(piece)
-            disk.publish_file(part, path)
+                disk.sync(file)
+            disk.rename(part, path)
         finally:
             part.unlink(missing_ok=True)  # where the disk is full
         disk.write_atomic(path.with_suffix(".json"), disk.to_json({**taken.facts, "sha256": digest.hexdigest()}))
