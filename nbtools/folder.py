@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -206,7 +205,9 @@ def begin(
         rebuilt = f"{folder / checkpoint.INDEX}: is missing; rebuilt from the checkpoints in this folder"
         lost = [] if "task" in index else [rebuilt]
         if lost:
-            checkpoint.mark(folder, **{**new, "advised": state.plan.to_dict(), **checkpoint.left(folder), **index})
+            checkpoint.mark(
+                folder, **{**new, "advised": state.plan.to_dict(), **checkpoint.last_and_best(folder), **index}
+            )
         with disk.explained("resuming a run", folder):
             history, complaints = resume(folder, pack, state)
         checkpoint.mark(folder, **place, **({} if advised is None else {"advised": advised.to_dict()}))
@@ -311,8 +312,6 @@ class Job:
         """Write a checkpoint at the end of an epoch, and within one every minute, where that takes at most 1 % of the
         time. A best epoch's state is copied in any case, and written as soon as that is cheap, unless that of a better
         one has taken its place. Training continues once the state is copied."""
-        if self.taken is not None and self.taken.arrived:
-            self.taken = replace(self.taken, copied=None)  # of use also once the GPU is lost
         if self.writing is not None and self.writing.done():
             self.wait()
         ends, since = record.kind == "epoch", monotonic() - self.saved

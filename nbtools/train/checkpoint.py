@@ -41,18 +41,12 @@ MARKING = Lock()
 @dataclass(frozen=True)
 class Checkpoint:
     """A state as it was. facts: rows of the history, whether it is the best, applied plan, plain part of the state;
-    copied: event on a GPU after which the tensors are in host memory; complaints: about damaged newer ones."""
+    complaints: about newer ones, which are damaged."""
 
     name: str
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
-    copied: Any = None
     complaints: tuple[str, ...] = ()
-
-    @property
-    def arrived(self) -> bool:
-        """Return whether all tensors are in host memory."""
-        return self.copied is None or self.copied.query()
 
 
 def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None:
@@ -62,12 +56,9 @@ def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None
 
 
 def snapshot(state: TrainState, rows: int, best: bool = False) -> Checkpoint:
-    """Copy the state to host memory, which the next snapshot uses again. Does not wait for a GPU, which finishes the
-    copies before a later step changes a weight."""
+    """Copy the state to host memory, which the next snapshot uses again."""
     facts = {"rows": rows, "best": best, "plan": state.applied.to_dict(), "state": state.facts()}
-    name, tensors = f"{state.epoch:04d}-{state.step:08d}", copies(state)
-    copied = torch.cuda.current_stream(state.device).record_event() if state.device.type == "cuda" else None
-    return Checkpoint(name, tensors, facts, copied)
+    return Checkpoint(f"{state.epoch:04d}-{state.step:08d}", copies(state), facts)
 
 
 def copies(state: TrainState) -> dict[str, Tensor]:
@@ -77,14 +68,12 @@ def copies(state: TrainState) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if name not in kept or (kept[name].shape, kept[name].dtype) != (tensor.shape, tensor.dtype):
             kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        kept[name].copy_(tensor, non_blocking=tensor.is_cuda)
+        kept[name].copy_(tensor)
     return {name: kept[name] for name in tensors}
 
 
 def publish(folder: Path, taken: Checkpoint) -> None:
     """Write a snapshot, and make it the last checkpoint."""
-    if taken.copied is not None:
-        taken.copied.synchronize()
     path, digest = folder / f"{taken.name}.safetensors", hashlib.sha256()
     part = path.with_name(f"{path.name}.part")
     with disk.explained(f"saving checkpoint {taken.name}", folder):
@@ -166,13 +155,13 @@ def best_of(folder: Path) -> str | None:
     return read_index(folder).get("best")
 
 
-def stopped(folder: Path) -> str | None:
+def stop_reason(folder: Path) -> str | None:
     """Return why the run ended before its last epoch, as of the last checkpoint; None where it did not."""
     name = read_index(folder).get("last")
     return facts_of(folder, name)["state"]["stopped"] if name in names(folder) else None
 
 
-def left(folder: Path) -> dict[str, Any]:
+def last_and_best(folder: Path) -> dict[str, Any]:
     """Return the last and the best checkpoint of a folder whose index was lost."""
     every = names(folder)
     return {"last": every[0], "best": next((n for n in every if facts_of(folder, n)["best"]), None)}
