@@ -61,7 +61,7 @@ def test_damaged_best_weights_are_named_with_what_to_do(pack, tmp_path, untouche
 def test_the_library_reads_what_is_written_and_the_same_tensors_give_the_same_bytes():
     kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8)
     tensors = {f"{kind}": torch.arange(6).reshape(2, 3).to(kind) for kind in kinds}
-    tensors |= {"bool": torch.tensor([True, False]), "empty": torch.empty(0, 4), "scalar": torch.tensor(2.5)}
+    tensors |= {"bool": torch.tensor([True, False]), "scalar": torch.tensor(2.5)}
     one, other = (b"".join(checkpoint.pieces(each)) for each in (tensors, dict(reversed(tensors.items()))))
     read = safetensors.torch.load(one)
     assert one == other

@@ -47,7 +47,7 @@ class History:
         self.path = Path(path) if path is not None else None
         self.rows: list[dict[str, Any]] = []
         self.columns: list[str] = list(KEYS)
-        self.read, self.whole = b"", False  # whole lines of the file; whether it ends with one
+        self.seen, self.whole = b"", False  # whole lines of the file; whether it ends with one
         self.refresh()
 
     def refresh(self) -> bool:
@@ -58,16 +58,16 @@ class History:
             data = self.path.read_bytes()
         lines = data[: data.rfind(b"\n") + 1]  # before decoding: a crash may cut the last line within a character
         self.whole = 0 < len(lines) == len(data)
-        if lines == self.read:
+        if lines == self.seen:
             return False
-        if not self.read or not lines.startswith(self.read):  # another file, such as one with a new column
-            self.rows, self.columns, self.read = [], [], b""
-        for cells in csv.reader(io.StringIO(lines[len(self.read) :].decode("utf-8-sig"), newline="")):
+        if not self.seen or not lines.startswith(self.seen):  # another file, such as one with a new column
+            self.rows, self.columns, self.seen = [], [], b""
+        for cells in csv.reader(io.StringIO(lines[len(self.seen) :].decode("utf-8-sig"), newline="")):
             if not self.columns:
                 self.columns = cells
             elif len(cells) == len(self.columns):
                 self.rows.append({name: value(text) for name, text in zip(self.columns, cells, strict=True) if text})
-        self.read = lines
+        self.seen = lines
         return True
 
     def append(self, record: Record) -> None:
