@@ -123,8 +123,7 @@ class History:
         """Return the rows as a DataFrame; of a kind: with only the columns that they use."""
         import pandas as pd
 
-        rows = self.rows if kind is None else self.of(kind)
-        return pd.DataFrame(rows, columns=[c for c in self.columns if kind is None or any(c in r for r in rows)])
+        return pd.DataFrame(self.rows if kind is None else self.of(kind))
 
     def __len__(self) -> int:
         return len(self.rows)
