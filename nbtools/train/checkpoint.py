@@ -93,8 +93,8 @@ def publish(folder: Path, taken: Checkpoint) -> None:
 def pieces(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
     """Yield a safetensors file in pieces: the same for the same contiguous tensors, in whatever order they come."""
     # Hashing and writing the pieces release the interpreter's lock. The library's `save_file` holds it before 0.8: a
-    # step stood still for 0.25 s per 300 MB on an idle machine, for 3 s on a busy one (here: 12 ms). That of 0.8 makes
-    # files that their owner alone may read, and leaves unfinished ones behind under names of its own.
+    # step stands still for 0.25 s per 300 MB on an idle machine, for a second on a busy one. That of 0.8 makes files
+    # that their owner alone may read, and leaves unfinished ones behind under names of its own.
     order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # wide ones first: aligned
     header, end = {}, 0
     for name, tensor in order:
