@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -32,7 +31,7 @@ from nbtools.train import (
     TrainState,
     caught_up,
     checkpoint,
-    noted,
+    kept_note,
     refuse_fixed,
     task_name,
 )
@@ -147,7 +146,7 @@ def restore(folder: Path, kept: Path | None, fresh: bool = False) -> None:
 def further(folder: Path, kept: Path, theirs: Mapping[str, Any]) -> bool:
     """Return whether what is kept of a run is further than the local folder, and continues it. Raises CheckpointError
     where neither continues the other."""
-    if theirs["start"] == noted(folder).get("start") and theirs["step"] == noted(folder).get("step"):
+    if theirs["start"] == kept_note(folder).get("start") and theirs["step"] == kept_note(folder).get("step"):
         return False  # what this folder itself wrote last
     last = json.loads(theirs["files"][checkpoint.INDEX])["last"]
     with disk.explained(f"comparing {folder} with {kept}", kept), tempfile.TemporaryDirectory() as place:
@@ -206,7 +205,9 @@ def begin(
         rebuilt = f"{folder / checkpoint.INDEX}: is missing; rebuilt from the checkpoints in this folder"
         lost = [] if "task" in index else [rebuilt]
         if lost:
-            checkpoint.mark(folder, **{**new, "advised": state.plan.to_dict(), **checkpoint.left(folder), **index})
+            checkpoint.mark(
+                folder, **{**new, "advised": state.plan.to_dict(), **checkpoint.last_and_best(folder), **index}
+            )
         with disk.explained("resuming a run", folder):
             history, complaints = resume(folder, pack, state)
         checkpoint.mark(folder, **place, **({} if advised is None else {"advised": advised.to_dict()}))
@@ -269,7 +270,7 @@ def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[s
     changed = new.changes_from(old)
     refuse_fixed(changed, new, resumed=True)
     state.load(found.tensors, facts["state"])
-    checkpoint.accept(folder, found)  # before rows go: a run killed between them resumes with all of its rows
+    checkpoint.rewind(folder, found.name)  # before rows go: a run killed between them resumes with all of its rows
     history, complaints = History(folder / HISTORY), list(found.complaints)
     if len(history) < facts["rows"]:
         less = f"{history.path}: {facts['rows'] - len(history):,} of {facts['rows']:,} rows are missing"
@@ -296,7 +297,7 @@ class Job:
         self.saved, self.cost = monotonic(), 0.0  # when a state was last written, and the seconds that took
         self.writer = ThreadPoolExecutor(1, "nbtools-writer")
         self.writing: Future[float] | None = None  # the last checkpoint, until it is written; its seconds
-        self.taken: checkpoint.Snapshot | None = None
+        self.taken: checkpoint.Checkpoint | None = None
         self.copying = 0.0  # seconds that it and the copies before it took that no longer count
         self.place = (state.epoch, state.step)  # of the last copy
         self.written: Plan = state.applied  # in plan.json
@@ -311,8 +312,6 @@ class Job:
         """Write a checkpoint at the end of an epoch, and within one every minute, where that takes at most 1 % of the
         time. A best epoch's state is copied in any case, and written as soon as that is cheap, unless that of a better
         one has taken its place. Training continues once the state is copied."""
-        if self.taken is not None and self.taken.arrived:
-            self.taken = replace(self.taken, copied=None)  # of use also once the GPU is lost
         if self.writing is not None and self.writing.done():
             self.wait()
         ends, since = record.kind == "epoch", monotonic() - self.saved
@@ -353,7 +352,7 @@ class Job:
         ends = self.surface.requests.stop  # then the final picture comes next, and seconds count in a shutdown
         keep_still = None if ends else self.surface.keep_still()
 
-        def written(taken: checkpoint.Snapshot) -> float:
+        def written(taken: checkpoint.Checkpoint) -> float:
             start = monotonic()
             self.history.sync()
             checkpoint.publish(self.folder, taken)

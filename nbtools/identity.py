@@ -175,7 +175,7 @@ def former_run(task: Task, folder: Path) -> Former | None:
     index = checkpoint.read_index(folder)
     last = index.get("last", names[0])
     facts: dict[str, Any] = {}
-    for name in checkpoint.reached(folder, last):  # a damaged one is complained about when it is loaded
+    for name in checkpoint.names(folder, last):  # a damaged one is complained about when it is loaded
         try:
             facts = checkpoint.facts_of(folder, name)
             break

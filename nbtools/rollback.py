@@ -72,7 +72,7 @@ class Guard:
         if index.get("diverged"):  # by itself: the settings of that time are not worth going back to
             checkpoint.mark(job.folder, diverged=None)
         else:
-            self.watch_since(checkpoint.name_of(job.state))
+            self.watch_since(index["last"])
 
     def watch_since(self, name: str) -> None:
         """Watch what differs from the plan of the checkpoint that the run continues from."""
@@ -126,7 +126,7 @@ class Guard:
         adopt(state, old)  # first: a scaler takes over its saved state
         state.load(found.tensors, facts["state"])
         state.plan = state.applied  # what was wanted since is void
-        checkpoint.rewind(job.folder, checkpoint.name_of(state), best=anchor.best, anchor=None)
+        checkpoint.rewind(job.folder, found.name, best=anchor.best, anchor=None)
         job.write_plan()
         job.surface.returned()
         if names := affecting(old, tried):

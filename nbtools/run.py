@@ -131,7 +131,7 @@ class Run:
             return "diverged"
         if ended := index.get("ended"):  # in an error
             return ended
-        if len(self.history.of("epoch")) >= self.plan.epochs or checkpoint.stopped(self.folder):
+        if len(self.history.of("epoch")) >= self.plan.epochs or checkpoint.stop_reason(self.folder):
             return "done"
         return "stopped" if any(row.get("asked") == "stop" for row in rows[-1:]) else "interrupted"
 

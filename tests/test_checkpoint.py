@@ -3,7 +3,9 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import toy
 from acting import QUIET, same
@@ -27,11 +29,12 @@ def damage(folder: Path, *names: str) -> None:
 
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_it_and_says_so(pack, tmp_path, untouched):
     folder = shutil.copytree(untouched.folder, tmp_path / "run")
-    newest, older, *_ = checkpoint.names(folder)
-    damage(folder, newest)
-    run = nb.fit(toy, pack, toy.PLAN, folder, **QUIET)
-    assert [event for event in run.events if event.endswith(f"it is damaged; {older} is used")]
-    assert same(run, untouched)
+    for harm in (damage, lambda folder, name: (folder / f"{name}.safetensors").write_bytes(b"")):
+        newest, older, *_ = checkpoint.names(folder)
+        harm(folder, newest)
+        run = nb.fit(toy, pack, toy.PLAN, folder, **QUIET)
+        assert [event for event in run.events if event.endswith(f"it is damaged; {older} is used")]
+        assert same(run, untouched)
 
 
 def test_where_every_checkpoint_is_damaged_the_way_out_is_the_kept_copy_and_none_is_said_to_be_used(pack, tmp_path):
@@ -48,16 +51,27 @@ def test_where_every_checkpoint_is_damaged_the_way_out_is_the_kept_copy_and_none
     assert checkpoint.newest(folder).complaints == ()
 
 
-def test_damaged_best_weights_are_read_from_the_whole_checkpoint_of_their_epoch(pack, tmp_path):
-    run = nb.fit(toy, pack, toy.PLAN.replace(ema=0.9), tmp_path / "run", **QUIET)
-    best = checkpoint.read_index(run.folder)["best"]
-    weights = run.model("cpu").state_dict()
-    damage(run.folder, best)
-    found = run.model("cpu").state_dict()
-    assert all(map(torch.equal, found.values(), weights.values()))
-    damage(run.folder, best.partition(".")[0])
-    with pytest.raises(CheckpointError, match=r"best.safetensors: .*it is damaged; copy it from where the run is kept"):
+def test_damaged_best_weights_are_named_with_what_to_do(pack, tmp_path, untouched):
+    run = nb.Run.open(shutil.copytree(untouched.folder, tmp_path / "run"), toy)
+    damage(run.folder, checkpoint.read_index(run.folder)["best"])
+    with pytest.raises(CheckpointError, match=r"\.safetensors: .*it is damaged; copy it from where the run is kept"):
         run.model("cpu")
+
+
+def test_the_library_reads_what_is_written_and_the_same_tensors_give_the_same_bytes():
+    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8)
+    tensors = {f"{kind}": torch.arange(6).reshape(2, 3).to(kind) for kind in kinds}
+    tensors |= {"bool": torch.tensor([True, False]), "scalar": torch.tensor(2.5)}
+    one, other = (b"".join(checkpoint.pieces(each)) for each in (tensors, dict(reversed(tensors.items()))))
+    read = safetensors.torch.load(one)
+    assert one == other
+    assert all(read[name].dtype == each.dtype and torch.equal(read[name], each) for name, each in tensors.items())
+
+
+def test_tensors_are_written_from_where_they_are_as_packing_them_would_hold_the_interpreters_lock():
+    tensor = torch.ones(1000)
+    _, piece = checkpoint.pieces({"x": tensor})
+    assert np.frombuffer(piece, np.uint8).ctypes.data == tensor.data_ptr()
 
 
 def test_a_lost_index_is_made_anew_and_the_run_resumes_with_its_best_weights(pack, tmp_path, untouched):

@@ -41,7 +41,6 @@ def interrupt():
 def test_a_run_folder_holds_its_checkpoints_and_the_columns_of_the_guides_log(run):
     files = {path.name for path in run.folder.iterdir()}
     assert {"plan.json", "history.csv", "run.json", "card.json", "plot.png"} <= files
-    assert len([name for name in files if name.endswith(".best.safetensors")]) == 1, "found by who lists it"
     assert not [name for name in files if name.endswith(".part")]
     frame = pd.read_csv(run.folder / "history.csv")
     epochs = frame[frame.kind == "epoch"]

@@ -15,7 +15,7 @@ from archives import tree
 
 import nbtools as nb
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, StageError
-from nbtools.train import keep
+from nbtools.train import Keeper, keep
 
 PLAN = toy.PLAN.replace(epochs=2)
 
@@ -114,7 +114,6 @@ def test_damaged_or_missing_weights_are_named(drive):
 
 def test_training_goes_on_while_drive_is_away_which_is_said_once_and_made_up_for(pack, place, monkeypatch):
     gone = threading.Event()
-    monkeypatch.setattr(keep, "PAUSE", 0.02)
     monkeypatch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
     breaking(monkeypatch, place / "drive", lambda: gone.is_set() and away())
     steps = len(range(0, pack.splits["train"], PLAN.batch_size))
@@ -155,6 +154,16 @@ def test_a_drive_that_hangs_is_said_and_the_wait_for_it_can_be_interrupted(pack,
         over.set()
     assert any("waiting for the last copy" in text or "not kept to the end" in text for text in run.events)
     assert (place / "run" / "run.json").exists()
+
+
+def test_what_another_process_has_kept_there_since_is_not_overwritten(drive, whole, place):
+    keeper = Keeper(shutil.copytree(whole.folder, place / "run"), drive)
+    further = json.loads((drive / "latest.json").read_text()) | {"step": 99}
+    (drive / "latest.json").write_text(json.dumps(further))
+    keeper.keep()
+    keeper.close()
+    assert ["another session has kept its run there" in text for text in keeper.complaints] == [True]
+    assert json.loads((drive / "latest.json").read_text()) == further
 
 
 def test_what_reads_back_differently_is_not_kept(pack, place, monkeypatch):

@@ -10,7 +10,7 @@ from nbtools.train.evaluation import Sums, forward
 from nbtools.train.follower import obey
 from nbtools.train.graph import MOST_GRAPHS, unrecordable
 from nbtools.train.history import KEYS, History, Record
-from nbtools.train.keep import KEPT, Keeper, kept_until, noted
+from nbtools.train.keep import KEPT, Keeper, kept_note, kept_until
 from nbtools.train.loop import train
 from nbtools.train.meter import Diverged
 from nbtools.train.metrics import Batch, Pair

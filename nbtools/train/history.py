@@ -1,17 +1,18 @@
-"""Record and History: what a run reports, as rows for a CSV file and a DataFrame. Drawing is elsewhere."""
+"""Record and History: the rows of a run, in memory and as a CSV file."""
 
 from __future__ import annotations
 
 import csv
 import io
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtools import disk, table
+from nbtools import disk
+from nbtools.table import plural
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,11 +25,9 @@ LAST = 10  # rows that a notebook shows
 class Record:
     """One event of the loop.
 
-    kind: `step` (an optimizer step; values only on log steps), `evaluating` (one batch of it), `epoch` (a row of the
-    epoch table), `evaluation` (requested between steps), `change` (of a setting), `event` (out of memory, a bad
-    step, a rollback, the answer to what was `asked`).
-    Among the values, `loss` of a log step is the mean since the log step before it; `train_loss` of an epoch the mean
-    over all of its samples, which is what the train loss is wherever a run is shown.
+    kind: `step` (an optimizer step; values only on log steps, where `loss` is the mean since the one before),
+    `evaluating` (one batch of it), `epoch` (`train_loss` is the mean over its samples), `evaluation` (requested between
+    steps), `change` (of a setting), `event` (out of memory, a bad step, a rollback, the answer to what was `asked`).
     epoch counts from 0, step and samples from the start of the run.
     """
 
@@ -40,48 +39,36 @@ class Record:
 
 
 class History:
-    """The rows of one run, in memory and, given a path, in a CSV file that grows by one line per row.
-
-    The file is rewritten when a new column first appears, or its last line was cut short by a crash: reading alone
-    never writes. Text that a spreadsheet would run as a formula (= + - @), or that would be read back as a number, is
-    written with a leading apostrophe.
-    """
+    """The rows of a run, in memory and, given a path, in a CSV file that grows by a line a row. It is rewritten where a
+    column is new, or a crash cut the last line; reading never writes. Text that a spreadsheet would run as a formula
+    (= + - @), or that would be read back as a number, has a leading apostrophe in the file."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None):
         self.path = Path(path) if path is not None else None
         self.rows: list[dict[str, Any]] = []
         self.columns: list[str] = list(KEYS)
-        self.whole = True
-        self.place = (0, b"", 0)  # inode of the file, its header, and its bytes that were read
+        self.seen, self.whole = b"", False  # whole lines of the file; whether it ends with one
         self.refresh()
 
     def refresh(self) -> bool:
-        """Read what another process has since written to the file; returns whether there was anything."""
-        if self.path is None:
+        """Read what another process has written to the file since; return whether there was anything."""
+        if self.path is None or not self.path.exists():
             return False
         with disk.explained("reading the history", self.path):
-            try:
-                file = self.path.open("rb")
-            except FileNotFoundError:
-                return False
-        with file:
-            now, header, (inode, known, end) = os.fstat(file.fileno()), file.readline(), self.place
-            same = (now.st_ino, header) == (inode, known) and now.st_size >= end  # a number is given again when free
-            file.seek(end if same else 0)
-            data = file.read()
-        fresh = data[: data.rfind(b"\n") + 1]  # before decoding: a crash may cut the last line within a character
-        lines = list(csv.reader(io.StringIO(fresh.decode("utf-8-sig"), newline="")))
-        if not same:
-            columns: list[str] = lines.pop(0) if lines else list(KEYS)
-            self.rows, self.columns, self.whole = [], columns, bool(fresh)
-        self.whole = self.whole and len(fresh) == len(data)
-        self.rows += [
-            {name: value(text) for name, text in zip(self.columns, line, strict=True) if text != ""}
-            for line in lines
-            if len(line) == len(self.columns)
-        ]
-        self.place = (now.st_ino, header, (end if same else 0) + len(fresh))
-        return bool(fresh) or not same
+            data = self.path.read_bytes()
+        lines = data[: data.rfind(b"\n") + 1]  # before decoding: a crash may cut the last line within a character
+        self.whole = 0 < len(lines) == len(data)
+        if lines == self.seen:
+            return False
+        if not self.seen or not lines.startswith(self.seen):  # another file, such as one with a new column
+            self.rows, self.columns, self.seen = [], [], b""
+        for cells in csv.reader(io.StringIO(lines[len(self.seen) :].decode("utf-8-sig"), newline="")):
+            if not self.columns:
+                self.columns = cells
+            elif len(cells) == len(self.columns):
+                self.rows.append({name: value(text) for name, text in zip(self.columns, cells, strict=True) if text})
+        self.seen = lines
+        return True
 
     def append(self, record: Record) -> None:
         """Keep a record that carries values; bare steps are not rows. Raises DiskError."""
@@ -93,12 +80,11 @@ class History:
         self.columns += new
         if self.path is None:
             return
-        with disk.explained("writing the history", self.path):
-            if new or not self.whole or not self.path.exists():
-                self.rewrite()  # a row after half a line would be lost with it
-            else:
-                with disk.append(self.path) as file:
-                    disk.write(file, self.lines([row]).encode())
+        if new or not self.whole or not self.path.exists():
+            self.rewrite()  # a row after half a line would be lost with it
+            return
+        with disk.explained("writing the history", self.path), self.path.open("ab") as file:
+            file.write(self.lines([row]).encode())
 
     def cut(self, count: int) -> None:
         """Keep the first rows only: a resumed run writes those beyond its checkpoint again."""
@@ -107,18 +93,16 @@ class History:
             self.rewrite()
 
     def rewrite(self) -> None:
-        """The whole file anew, atomically: a reader never sees half of it."""
         if self.path is not None:
-            header = {name: name for name in self.columns}
             with disk.explained("writing the history", self.path):
-                disk.write_atomic(self.path, self.lines([header, *self.rows]))
+                disk.write_atomic(self.path, self.lines([{name: name for name in self.columns}, *self.rows]))
             self.whole = True
 
     def sync(self) -> None:
         """Make the rows so far durable, before a checkpoint that counts on them."""
         if self.path is not None and self.path.exists():
-            with disk.explained("writing the history", self.path), open(self.path, "rb") as file:
-                disk.sync(file)
+            with disk.explained("writing the history", self.path), self.path.open("rb") as file:
+                os.fsync(file.fileno())
 
     def lines(self, rows: Iterable[Mapping[str, Any]]) -> str:
         text = io.StringIO(newline="")
@@ -126,39 +110,35 @@ class History:
         return text.getvalue()
 
     def of(self, kind: str) -> list[dict[str, Any]]:
+        """Return the rows of a kind."""
         return [row for row in self.rows if row["kind"] == kind]
 
     def series(self, name: str, kind: str | None = None) -> tuple[list[int], list[float]]:
-        """(steps, values) of one column, rows without it left out."""
-        rows = [r for r in self.rows if (kind is None or r["kind"] == kind) and isinstance(r.get(name), (int, float))]
-        return [r["step"] for r in rows], [float(r[name]) for r in rows]
+        """Return (steps, values) of one column, without the rows that lack it."""
+        rows = self.rows if kind is None else self.of(kind)
+        rows = [row for row in rows if isinstance(row.get(name), (int, float))]
+        return [row["step"] for row in rows], [float(row[name]) for row in rows]
 
     def frame(self, kind: str | None = None) -> pd.DataFrame:
-        """The rows as a DataFrame; with a kind, only its rows and only the columns they use."""
+        """Return the rows as a DataFrame; of a kind: with only the columns that they use."""
         import pandas as pd
 
-        rows = self.rows if kind is None else self.of(kind)
-        return pd.DataFrame(rows, columns=[c for c in self.columns if kind is None or any(c in r for r in rows)])
+        return pd.DataFrame(self.rows if kind is None else self.of(kind))
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __repr__(self) -> str:
-        kinds = Counter(row["kind"] for row in self.rows)
-        counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
-        upto = f" up to step {self.rows[-1]['step']:,}: {counts}" if self.rows else ""
-        return f"History{f' {self.path}' if self.path else ''}: {table.plural(len(self), 'row')}{upto}"
+        upto = f" up to step {self.rows[-1]['step']:,}" if self.rows else ""
+        return f"History{f' {self.path}' if self.path else ''}: {plural(len(self), 'row')}{upto}"
 
     def _repr_html_(self) -> str:
-        rows = [[row.get(name) for name in self.columns] for row in self.rows[-LAST:]]
-        caption = f"{self!r}{f'; the last {LAST}, frame() has all' if len(self) > LAST else ''}"
-        return table.html(self.columns, rows, caption)
+        more = f"; the last {LAST}, frame() has all" if len(self) > LAST else ""
+        return f"<div>{escape(repr(self))}{more}</div>{self.frame().tail(LAST).to_html(index=False, na_rep='')}"
 
 
 def cell(item: Any) -> Any:
-    """The text in the file: one line, which `value` reads back."""
-    if isinstance(item, float):
-        return float.__repr__(item)  # every bit: two logs can be compared for equality
+    """Return an item as a cell of one line, which `value` reads back. str(float) has every bit of it."""
     if not isinstance(item, str):
         return item
     item = " ".join(item.splitlines())
