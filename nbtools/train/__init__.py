@@ -4,7 +4,7 @@ from nbtools.train import checkpoint, device, evaluation
 from nbtools.train.call import call_of
 from nbtools.train.checkpoint import CONTROL
 from nbtools.train.defaults import DATASET, Answer, items_of
-from nbtools.train.device import DTYPES, again, synchronizing
+from nbtools.train.device import DTYPES, Autotuner, again, find_scale, synchronizing
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.graph import MOST_GRAPHS, unrecordable
 from nbtools.train.history import KEYS, History, Record
@@ -33,7 +33,7 @@ from nbtools.train.plan import (
     shown,
     times,
 )
-from nbtools.train.ranks import RankLost, Ranks, join, naming, share, shares
+from nbtools.train.ranks import Alone, RankLost, Ranks, join, naming, share, shares
 from nbtools.train.recovery import LEFT_OUT, Diverged, train_step
 from nbtools.train.rehearsal import rehearse
 from nbtools.train.state import TrainState

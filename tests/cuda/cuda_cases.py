@@ -141,7 +141,7 @@ def one_pass(
     """rounded: what the weights are rounded to first."""
     with untouched(device):
         state = TrainState(case.task, pack, case.plan.replace(**changes), device)
-        devices.prepare(state.plan, device, many_shapes=True)
+        devices.prepare(state.plan, device)
         without_dropout(state.model)
         for p in state.parameters if rounded else ():
             p.data.copy_(p.data.to(rounded))

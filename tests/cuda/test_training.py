@@ -23,7 +23,7 @@ from nbtools.train import TrainState, checkpoint, step, synchronizing, train, tr
 from nbtools.train import device as devices
 
 pytestmark = pytest.mark.cuda
-READS = {"device.py", "state.py", "loop.py", "evaluation.py"}  # where the loop itself waits: log steps, ends of epochs
+READS = {"clock.py", "state.py", "loop.py", "evaluation.py"}  # where the loop itself waits: log steps, ends of epochs
 
 
 @pytest.fixture(scope="module")
