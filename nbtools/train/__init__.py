@@ -2,9 +2,10 @@
 
 from nbtools.train import checkpoint, device, evaluation
 from nbtools.train.call import call_of
+from nbtools.train.capture import synchronizing
 from nbtools.train.checkpoint import CONTROL
 from nbtools.train.defaults import DATASET, Answer, items_of
-from nbtools.train.device import DTYPES, Autotuner, again, find_scale, synchronizing
+from nbtools.train.device import DTYPES, Autotuner, again, find_scale
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.graph import MOST_GRAPHS, unrecordable
 from nbtools.train.history import KEYS, History, Record

@@ -12,16 +12,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from nbtools import data, disk
-from nbtools.train.device import synchronizing
 
 T = TypeVar("T")
 PATIENCE = 60.0  # seconds for the child process, which takes 6 to 20 to import torch and start CUDA
@@ -66,6 +69,33 @@ class Recorder:
             numbers.graphsafe_set_state(numbers.clone_state())  # else it waits for the end of the capture
             raise
         return graph.replay, result
+
+
+def synchronizing(act: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
+    """Return (its result, `file:line` of each place that made the host wait for a GPU, outside torch where there is
+    one); none without CUDA."""
+    if not torch.cuda.is_initialized():
+        return act(), ()
+    lines: dict[str, None] = {}
+    thread, show, before = threading.get_ident(), warnings.showwarning, torch.cuda.get_sync_debug_mode()
+
+    def caught(message: Warning | str, *more: Any, **named: Any) -> None:
+        if "synchronizing" not in str(message):
+            show(message, *more, **named)
+        elif threading.get_ident() == thread:  # a feed's or a writer's own waits are none of the step's
+            stack = [each for each in traceback.extract_stack()[:-1] if not each.filename.endswith("warnings.py")]
+            own = [each for each in stack if Path(torch.__file__).parent not in Path(each.filename).parents]
+            lines[f"{(own or stack)[-1].filename}:{(own or stack)[-1].lineno}"] = None
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # once a process torch warns that it misses some
+            torch.cuda.set_sync_debug_mode("warn")
+            warnings.simplefilter("always")
+            warnings.showwarning = caught
+            return act(), tuple(lines)  # evaluated in this order
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @cache

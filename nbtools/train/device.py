@@ -6,15 +6,12 @@ import ctypes
 import gc
 import os
 import sys
-import threading
-import traceback
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -201,7 +198,7 @@ def autocast(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[Non
             yield
 
 
-RECURRENT: WeakKeyDictionary[nn.Module, list[nn.RNNBase]] = WeakKeyDictionary()  # of a model; to look takes 100 µs
+RECURRENT: WeakKeyDictionary[nn.Module, WeakSet[nn.RNNBase]] = WeakKeyDictionary()  # of a model: looking takes 100 µs
 
 
 @contextmanager
@@ -210,8 +207,8 @@ def recurrent_in_float32(plan: Plan, device: torch.device, model: nn.Module) -> 
     CUDA autocast runs cuDNN's in fp16, whatever its dtype (`_cudnn_rnn_cast_reflatten` casts to kHalf,
     aten/src/ATen/cudnn/AutocastRNN.cpp), and bf16 trains without the loss scaling that fp16 needs."""
     if model not in RECURRENT:
-        RECURRENT[model] = [layer for layer in model.modules() if isinstance(layer, nn.RNNBase)]
-    layers = RECURRENT[model] if plan.amp == "bf16" else []
+        RECURRENT[model] = WeakSet(layer for layer in model.modules() if isinstance(layer, nn.RNNBase))
+    layers = [*RECURRENT[model]] if plan.amp == "bf16" else []
     for layer in layers:
         layer.forward = partial(in_float32, layer.forward, device)
     try:
@@ -222,10 +219,10 @@ def recurrent_in_float32(plan: Plan, device: torch.device, model: nn.Module) -> 
 
 
 def in_float32(forward: Callable[..., Any], device: torch.device, *given: Any, **named: Any) -> Any:
-    given, named = tree_map(
-        lambda value: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value,
-        (given, named),
-    )
+    def widened(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    given, named = tree_map(widened, (given, named))
     with torch.autocast(device.type, enabled=False):
         return forward(*given, **named)
 
@@ -310,7 +307,7 @@ def keep_freed() -> None:
     library = glibc()
     if library is not None and not any(name.startswith("MALLOC_") for name in os.environ):
         library.mallopt(TRIM_THRESHOLD, 2**31 - 1)
-        any(library.mallopt(MMAP_THRESHOLD, size) for size in (2**30, 2**25))  # glibc before 2.35 allows no more
+        any(library.mallopt(MMAP_THRESHOLD, size) for size in (2**30, 2**25))  # some allow no more
 
 
 def give_back(device: torch.device) -> None:
@@ -351,30 +348,3 @@ def asserts_explained() -> Iterator[None]:
         rule = "a label, token or other index was out of range on the GPU, which this process cannot use any more"
         fix = "restart it, and run this again with NBTOOLS_DEVICE=cpu in the environment, which names it"
         raise TrainError(f"{rule}; {fix}", entry="Device-side assert") from error
-
-
-def synchronizing(act: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
-    """Return (its result, `file:line` of each place that made the host wait for a GPU, outside torch where there is
-    one); none without CUDA."""
-    if not torch.cuda.is_initialized():
-        return act(), ()
-    lines: dict[str, None] = {}
-    thread, show, before = threading.get_ident(), warnings.showwarning, torch.cuda.get_sync_debug_mode()
-
-    def caught(message: Warning | str, *more: Any, **named: Any) -> None:
-        if "synchronizing" not in str(message):
-            show(message, *more, **named)
-        elif threading.get_ident() == thread:  # a feed's or a writer's own waits are none of the step's
-            stack = [each for each in traceback.extract_stack()[:-1] if not each.filename.endswith("warnings.py")]
-            own = [each for each in stack if Path(torch.__file__).parent not in Path(each.filename).parents]
-            lines[f"{(own or stack)[-1].filename}:{(own or stack)[-1].lineno}"] = None
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # once a process torch warns that it misses some
-            torch.cuda.set_sync_debug_mode("warn")
-            warnings.simplefilter("always")
-            warnings.showwarning = caught
-            return act(), tuple(lines)  # evaluated in this order
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

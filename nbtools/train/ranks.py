@@ -133,7 +133,7 @@ class Ranks(Alone):
         wrapped = WrappedNetwork(network, gradient_as_bucket_view=True, find_unused_parameters=True)
         wrapped.broadcast_buffers = False  # an argument until torch 2.12
         # Freed after the reducer, which would join gloo's threads while they may wait for Python's lock.
-        wrapped.freed_last = wrapped.process_group
+        vars(wrapped)["freed_last"] = wrapped.process_group
         return wrapped
 
     def no_sync(self, network: Any) -> AbstractContextManager[Any]:
