@@ -82,15 +82,11 @@ def launch(
         restore(folder, kept, fresh)
         plan = called(plan)
         wanted = meant(task, pack, plan, folder, fresh).plan
-    read = readable(task, pack, wanted)
-    require_sizes(read, wanted)
+    require_sizes(readable(task, pack, wanted), wanted)
     advised = getattr(plan, "advised", getattr(plan, "plan", None))
     to_ranks = Given(wanted if plan is None else chosen_plan(task, pack, plan), advised, panel_of(plan))
     job = name, pack.folder.absolute(), pack.raw, to_ranks, folder, kept, receipt, fresh
-    if isinstance(plan, Panel):
-        plan.adopt(wanted)
-    shown = plan if isinstance(plan, Panel) or getattr(plan, "plan", None) is wanted else wanted
-    remote = Remote(Run(folder, task, read.card, wanted), shown, progress)
+    remote = view_of(Run(folder, task, readable(task, pack, wanted).card, wanted), plan, progress)
     remote.requests.advised = advised or remote.requests.advised
     post = remote.requests.post
     with (
@@ -103,6 +99,14 @@ def launch(
     if interrupts.came and running_kernel() is None:
         raise ctrl_c(result)
     return result
+
+
+def view_of(run: Run, plan: Any, progress: bool) -> Remote:
+    """Return what draws a run here: with the caller's panel or advice, where that is the run's plan."""
+    if isinstance(plan, Panel):
+        plan.adopt(run.plan)
+    shown = plan if isinstance(plan, Panel) or getattr(plan, "plan", None) is run.plan else run.plan
+    return Remote(run, shown, progress)
 
 
 def require_processes(count: int) -> None:

@@ -1,6 +1,7 @@
 """The device that training goes to, what is refused on it, and what is switched on around single steps."""
 
 import os
+from contextlib import suppress
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import toy
 import nbtools as nb
 from nbtools.errors import TrainError
 from nbtools.tasks import captcha, hwdb
-from nbtools.train.device import Autotuner, find_scale
+from nbtools.train.device import autotuning, find_scale
 
 CUDA = torch.device("cuda")  # a name: nothing is put there
 
@@ -40,23 +41,21 @@ def test_ctc_is_refused_in_a_sentence_where_training_on_a_gpu_is_to_be_determini
 
 
 def test_cudnn_is_tuned_for_steps_of_a_shape_that_often_recurs_and_for_nothing_else(monkeypatch):
-    """Not for last batches; nor for a shape that came untuned, for which cuDNN has chosen by then."""
-    cudnn = torch.backends.cudnn
+    """Not for last batches, nor between steps: evaluations, previews, measurements."""
+    cudnn, cpu = torch.backends.cudnn, torch.device("cpu")
     monkeypatch.setattr(cudnn, "benchmark", False)
-
-    def tuned(device: torch.device, plan: nb.Plan) -> list[bool]:
-        tuner, seen = Autotuner(device, plan), []
-        for shape, times in ((32, 10_000), (7, 10), (32, 3), (7, 10_000)):
-            with tuner(shape, times):
-                seen.append(cudnn.benchmark)
-            assert not cudnn.benchmark, "between steps: evaluations, previews, measurements"
-        with pytest.raises(torch.OutOfMemoryError), tuner(32, 10_000):
+    seen = []
+    for device, plan, times in (
+        (CUDA, nb.Plan(), 10_000),
+        (CUDA, nb.Plan(), 30),
+        (CUDA, nb.Plan(deterministic=True), 10_000),
+        (cpu, nb.Plan(), 10_000),
+    ):
+        with suppress(torch.OutOfMemoryError), autotuning(device, plan, times):
+            seen.append(cudnn.benchmark)
             raise torch.OutOfMemoryError
         assert not cudnn.benchmark
-        return seen
-
-    assert tuned(CUDA, nb.Plan()) == [True, False, True, False]
-    assert not any(tuned(CUDA, nb.Plan(deterministic=True)) + tuned(torch.device("cpu"), nb.Plan()))
+    assert seen == [True, False, False, False]
 
 
 @pytest.mark.parametrize(("slope", "halved"), [(0.5, 0), (100.0, 7), (float("inf"), 16)])

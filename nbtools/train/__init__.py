@@ -5,7 +5,7 @@ from nbtools.train.call import call_of
 from nbtools.train.capture import synchronizing
 from nbtools.train.checkpoint import CONTROL
 from nbtools.train.defaults import DATASET, Answer, items_of
-from nbtools.train.device import DTYPES, Autotuner, again, find_scale
+from nbtools.train.device import DTYPES, again, autotuning, find_scale
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.graph import MOST_GRAPHS, unrecordable
 from nbtools.train.history import KEYS, History, Record

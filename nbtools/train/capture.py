@@ -83,9 +83,9 @@ def synchronizing(act: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
         if "synchronizing" not in str(message):
             show(message, *more, **named)
         elif threading.get_ident() == thread:  # a feed's or a writer's own waits are none of the step's
-            stack = [each for each in traceback.extract_stack()[:-1] if not each.filename.endswith("warnings.py")]
-            own = [each for each in stack if Path(torch.__file__).parent not in Path(each.filename).parents]
-            lines[f"{(own or stack)[-1].filename}:{(own or stack)[-1].lineno}"] = None
+            inner = (warnings.__file__, str(Path(torch.__file__).parent))
+            *_, place = (each for each in traceback.extract_stack()[:-1] if not each.filename.startswith(inner))
+            lines[f"{place.filename}:{place.lineno}"] = None
 
     try:
         with warnings.catch_warnings():

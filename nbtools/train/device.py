@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -41,6 +41,10 @@ GRAPH_DEVICES = ("cuda",)
 FP16_DEVICES = ("cuda", "mps")  # on a CPU most of its kernels are not vectorised, or emulated: a step took 14 s
 NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
 OWN_THREADS: list[int] = []  # the number before a plan asked for another; empty: none did
+# Tuning takes 0.5 s a convolution and shape on an H200 (BiSeNetV2: 70 of them, 40 s), where a step that binds the GPU
+# takes 1.4 to 2.3 ms a convolution (captcha guide: 8 of them; 11 ms at batch 256, 18 at 512). If tuning makes it 5 %
+# faster, which is a guess, that comes back after 0.5 / (0.05 × 0.002) steps.
+TUNING_PAYS = 5_000
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 T = TypeVar("T")
 
@@ -116,8 +120,8 @@ def tier(gigabytes: float, tiers: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def prepare(plan: Plan, device: torch.device, many_shapes: bool = True) -> None:
-    """Set determinism, the number of threads, on CUDA TF32, on a CPU how malloc frees. cuDNN's autotuner stays off but
-    for the steps of an `Autotuner`."""
+    """Set determinism, the number of threads, on CUDA TF32, on a CPU how malloc frees. cuDNN's autotuner is off
+    but for `autotuning`."""
     torch.use_deterministic_algorithms(plan.deterministic)
     use_threads(None if world() > 1 else plan.threads)  # torchrun and the ranks' shares of the cores set their own
     if device.type == "cpu":
@@ -142,33 +146,21 @@ def threads() -> int:
     return OWN_THREADS[0] if OWN_THREADS else torch.get_num_threads()
 
 
-class Autotuner:
-    """Switch on cuDNN's autotuner around the training steps whose shape recurs often enough to pay for it."""
+@contextmanager
+def autotuning(device: torch.device, plan: Plan, times: int) -> Iterator[None]:
+    """Switch on cuDNN's autotuner for a training step, if the shape of its batch is still to come often enough to pay.
 
-    # Tuning takes 0.5 s a convolution and shape on an H200 (BiSeNetV2: 70 of them, 40 s), where a step that binds the
-    # GPU takes 1.4 to 2.3 ms a convolution (captcha guide: 8 of them; 11 ms at batch 256, 18 at 512). If tuning makes
-    # it 5 % faster, which is a guess, that comes back after 0.5 / (0.05 × 0.002) steps.
-    PAYS = 5_000
-
-    def __init__(self, device: torch.device, plan: Plan):
-        self.allowed = device.type == "cuda" and not plan.deterministic  # the fastest may differ from run to run
-        self.tuned: dict[Hashable, bool] = {}
-
-    @contextmanager
-    def __call__(self, shape: Hashable, times: int) -> Iterator[None]:
-        """Hold around a step. shape: of its batch; times: how often that is expected to come, 0 if unknown.
-
-        Decided when a shape first comes: cuDNN keeps the first algorithm of a shape for the life of the process, tuned
-        or not (run_single_conv, aten/src/ATen/native/cudnn/Conv_v8.cpp).
-        """
-        if not self.tuned.setdefault(shape, self.allowed and times >= self.PAYS):
-            yield
-            return
-        torch.backends.cudnn.benchmark = True
-        try:
-            yield
-        finally:
-            torch.backends.cudnn.benchmark = False
+    times: how often, 0 where that is not known. cuDNN keeps the algorithm that it first chose for a shape, tuned or
+    not, for the life of the process (run_single_conv, aten/src/ATen/native/cudnn/Conv_v8.cpp).
+    """
+    if device.type != "cuda" or times < TUNING_PAYS or plan.deterministic:  # which is fastest may differ by chance
+        yield
+        return
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = False
 
 
 def find_scale(scaler: torch.amp.GradScaler, parameters: Sequence[Tensor], differentiate: Callable[[], object]) -> int:
