@@ -153,7 +153,7 @@ def follow(job: tuple[Any, ...], processes: int, restarts: int, remote: Remote) 
             remote.paused = False  # the new processes do not know of a pause
 
     remote.view.tell(f"starting {plural(processes, 'process')} under torchrun …", passing=True)
-    with tempfile.TemporaryDirectory(prefix="nbtools-launch-") as folder:
+    with tempfile.TemporaryDirectory(prefix="nbtools-launch-", ignore_cleanup_errors=True) as folder:
         place = Path(folder)  # of what the processes print, and of their errors
         torchrun = start(place, job, processes, restarts)
         try:

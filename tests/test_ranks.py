@@ -113,7 +113,7 @@ def test_several_processes_equal_one_that_accumulates_the_same_parts(pack, tmp_p
                 assert theirs["val_accuracy"] == ours["val_accuracy"]
 
 
-def asked(ranks: Alone) -> list[Any]:
+def ask(ranks: Alone) -> list[Any]:
     """What the loop and the step ask of ranks, and whether a layer keeps its own gradients without `no_sync`."""
     network, own = nn.Linear(1, 1, bias=False), []
     network.weight.data.fill_(1.0)
@@ -136,12 +136,12 @@ def asked(ranks: Alone) -> list[Any]:
 def joined() -> list[Any]:
     ranks = join()
     assert ranks is not None
-    return asked(ranks)
+    return ask(ranks)
 
 
 def test_two_ranks_share_what_one_process_does_alone():
     assert {name for name, each in vars(Alone).items() if callable(each)} < vars(Ranks).keys()
-    assert asked(Alone()) == [0, [0], 2.0, 3.0, [[0, 1, 2, 3, 4], [0, 1, 2]], [True, True], [1.0, 1.0], 0.0]
+    assert ask(Alone()) == [0, [0], 2.0, 3.0, [[0, 1, 2, 3, 4], [0, 1, 2]], [True, True], [1.0, 1.0], 0.0]
     zero, one = together(2, joined)
     assert zero == [0, [0, 1], 4.0, 7.0, [[0, 1], [0, 1, 2]], [True, True], [1.0, 1.5], 0.0]
     assert one == [0, [0, 1], 4.0, 7.0, [[2, 3, 4], [0, 1, 2]], [True, False], [2.0, 1.5], 0.0]
