@@ -59,17 +59,16 @@ PHASES = {"first steps": 5.0, "turns": 9.0, "step": 9.0}  # seconds of it, as me
 
 
 def letting_go(act: Callable[P, T]) -> Callable[P, T]:
-    """A function whose errors leave torch's modes as they were, and in a notebook no memory: IPython keeps a traceback
+    """A function whose errors leave no_grad and autocast, and in a notebook no memory: IPython keeps a traceback
     until the next one, and with it what the variables of its frames refer to, such as a model and its batches. Under
     `%pdb on` they stay, to be looked at."""
 
     @wraps(act)
     def called(*given: P.args, **named: P.kwargs) -> T:
-        modes = devices.modes()
         try:
             return act(*given, **named)
         except BaseException as error:
-            devices.restore_modes(modes)
+            devices.leave_modes()
             kernel = running_kernel()
             if kernel is not None and not kernel.shell.call_pdb:
                 let_go(error)

@@ -11,13 +11,11 @@ import json
 import os
 import pickle
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,34 +35,14 @@ from nbtools.train import RankLost, TaskLike, as_task, import_task, readable, re
 from nbtools.train import device as devices
 from nbtools.watch import Remote
 
-RESTARTS = 3
-ASKED, LOG = "asked.pickle", "torchrun.log"
 T = TypeVar("T")
-
-RANK = """
-import ctypes, os, signal, sys
+CODE = """
+import ctypes, sys
 if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it dies with torchrun
-from nbtools.launch import fit_as_asked, reporting
-reporting(lambda: fit_as_asked(sys.argv[1]))
-os._exit(0)
+    ctypes.CDLL(None).prctl(1, {1:d})  # PR_SET_PDEATHSIG: the signal when the process dies that started this one
+from nbtools.launch import {0}
+{0}()
 """
-"""A rank, which ends at once when it has done its part: gloo's threads may crash a process that tidies up, and torchrun
-would start all ranks of a finished run again."""
-AGENT = """
-import ctypes, signal, sys
-
-def end(*_):
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Linux sends one for each thread of the process that dies
-    signal.raise_signal(signal.SIGTERM)
-
-signal.signal(signal.SIGUSR1, end)
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGUSR1)
-from torch.distributed.run import main
-main()
-"""
-"""torchrun, which is asked to end when the process dies that started it: it passes that on, and a run is saved."""
 
 
 def launch(
@@ -77,10 +55,10 @@ def launch(
     progress: bool = True,
     *,
     processes: int,
-    restarts: int = RESTARTS,
+    restarts: int = 3,
     fresh: bool = False,
 ) -> Run:
-    """Train in several processes of this machine, and draw the run here as `fit` does; returns the Run.
+    """Train in several processes of this machine, and draw the run here as `fit` does; return the Run.
 
     task: importable by name, since each process imports it. plan, run, keep, receipt, fresh: as for `fit`; the
     batch size is that of all processes together, so their number changes neither lr nor schedule. processes: at most
@@ -107,43 +85,43 @@ def launch(
     require_sizes(readable(task, pack, wanted), wanted)
     advised = getattr(plan, "advised", getattr(plan, "plan", None))
     to_ranks = Given(wanted if plan is None else chosen_plan(task, pack, plan), advised, panel_of(plan))
-    asked = name, pack.folder.absolute(), pack.raw, to_ranks, folder, kept, receipt, fresh
-    given = plan if isinstance(plan, Panel) or getattr(plan, "plan", None) is wanted else wanted
-    if isinstance(plan, Panel):
-        plan.adopt(wanted)
-    remote = Remote(Run(folder, task, readable(task, pack, wanted).card, wanted), given, progress)
+    job = name, pack.folder.absolute(), pack.raw, to_ranks, folder, kept, receipt, fresh
+    remote = view_of(Run(folder, task, readable(task, pack, wanted).card, wanted), plan, progress)
     remote.requests.advised = advised or remote.requests.advised
     post = remote.requests.post
     with (
         FirstSignal(signal.SIGTERM, partial(post, "stop", by="SIGTERM"), later=True),
         FirstSignal(signal.SIGINT, partial(post, "stop")) as interrupts,
     ):
-        follow(Torchrun(processes, restarts), asked, remote)
-    found = Run.open(folder, task)
-    found.events = remote.view.events
+        follow(job, processes, restarts, remote)
+    result = Run.open(folder, task)
+    result.events = remote.view.events
     if interrupts.came and running_kernel() is None:
-        raise ctrl_c(found)
-    return found
+        raise ctrl_c(result)
+    return result
+
+
+def view_of(run: Run, plan: Any, progress: bool) -> Remote:
+    """Return what draws a run here: with the caller's panel or advice, where that is the run's plan."""
+    if isinstance(plan, Panel):
+        plan.adopt(run.plan)
+    shown = plan if isinstance(plan, Panel) or getattr(plan, "plan", None) is run.plan else run.plan
+    return Remote(run, shown, progress)
 
 
 def require_processes(count: int) -> None:
     """Raise TrainError for a number below 1, more processes than GPUs, one GPU for several, and inside torchrun."""
+    what, name = "processes (--processes)", os.environ.get("NBTOOLS_DEVICE", "cuda")
     if is_torchelastic_launched():
-        raise TrainError(
-            f"processes (--processes) starts torchrun, got {count} in a process that torchrun started; leave it out, "
-            "or start this without torchrun"
-        )
+        rule = f"{what} starts torchrun, got {count} in a process that torchrun started"
+        raise TrainError(f"{rule}; leave it out, or start this without torchrun")
     if count < 1:
-        raise TrainError(f"processes (--processes) must be at least 1, got {count}; start one for each GPU")
-    name = os.environ.get("NBTOOLS_DEVICE", "cuda")
+        raise TrainError(f"{what} must be at least 1, got {count}; start one for each GPU")
     devices.require_own(name, count)
     here = torch.cuda.device_count() if name.startswith("cuda") else 0
     if 0 < here < count:
-        raise TrainError(
-            f"processes (--processes) must be at most the number of GPUs, which is {here} here, got {count}: two on a "
-            f"GPU take turns, and share its memory; start {here}",
-            entry="DDP does not start",
-        )
+        rule = f"{what} must be at most the number of GPUs, which is {here} here, got {count}"
+        raise TrainError(f"{rule}: two on a GPU share its memory; start {here}", entry="DDP does not start")
 
 
 def importable(task: TaskLike) -> str:
@@ -155,118 +133,81 @@ def importable(task: TaskLike) -> str:
         import_task(name, "nb.launch")
         return name
     except CheckpointError as error:
-        raise TrainError(
-            f"nb.launch needs a task that other processes can import, got {name!r} ({error}); write it to a file next "
-            "to the notebook (%%writefile my_task.py), import that, and pass it"
-        ) from None
+        rule = f"nb.launch needs a task that other processes can import, got {name!r} ({error})"
+        fix = "write it to a file next to the notebook (%%writefile my_task.py), import that, and pass it"
+        raise TrainError(f"{rule}; {fix}") from None
 
 
-def follow(torchrun: Torchrun, asked: tuple[Any, ...], remote: Remote) -> None:
-    """Show the run until it ends. asked: what each rank is to do, see `fit_as_asked`. Raises the error of the rank that
-    failed first."""
+def follow(job: tuple[Any, ...], processes: int, restarts: int, remote: Remote) -> None:
+    """Train under torchrun, and show the run until it ends; all processes end if this does. job: see `rank`. Raises the
+    error of the rank that failed first."""
+    attempt = 0
 
     def look() -> None:
+        nonlocal attempt
         if closing(running_kernel()):
             remote.requests.post("stop", by="the kernel's shutdown")
-        if error := torchrun.restarting():
-            restart = f"restart {torchrun.attempt} of {torchrun.restarts}"
-            remote.view.tell(f"{error}; starting again from the last checkpoint ({restart})")
+        if any(place.glob(f"*/attempt_{attempt + 1}")):
+            error, attempt = failure(place, attempt), attempt + 1
+            remote.view.tell(f"{error}; starting again from the last checkpoint (restart {attempt} of {restarts})")
             remote.paused = False  # the new processes do not know of a pause
 
-    more = ""
-    remote.view.tell(f"starting {plural(torchrun.processes, 'process')} under torchrun …", passing=True)
-    try:
-        with torchrun.started(asked) as agent:
-            remote.follow(lambda: agent.poll() is None, look)
-        if agent.returncode:
-            error, more = torchrun.failure(agent.returncode)
-            raise type(error)(f"{error}{more}")
-    finally:
-        if not more:
-            shutil.rmtree(torchrun.place, ignore_errors=True)
-
-
-def fit_as_asked(path: str) -> None:
-    """Call `fit` in each rank. path: of what `launch` pickled: the task's name, the folder of the pack, its source
-    files, and what `fit` gets."""
-    task, folder, raw, plan, run, keep, receipt, fresh = pickle.loads(Path(path).read_bytes())
-    pack = dataclasses.replace(Pack.open(folder), raw=raw)
-    fit(import_task(task, "nb.launch"), pack, plan, run, keep, receipt, progress=False, fresh=fresh)
-
-
-class Torchrun:
-    """torchrun and its ranks, as far as the process that started them knows.
-
-    place: the folder of what they print, and of their errors. attempt: how often they were started again.
-    """
-
-    def __init__(self, processes: int, restarts: int):
-        self.place = Path(tempfile.mkdtemp(prefix="nbtools-launch-"))
-        self.processes, self.restarts, self.attempt = processes, restarts, 0
-
-    @contextmanager
-    def started(self, asked: tuple[Any, ...]) -> Iterator[subprocess.Popen[bytes]]:
-        """Start torchrun in a session of its own, which Ctrl-C does not reach; ended with all ranks if the block ends
-        before it does. asked: for `fit_as_asked`."""
-        (self.place / ASKED).write_bytes(pickle.dumps(asked))
-        count = ["--standalone", "--nproc-per-node", str(self.processes), "--max-restarts", str(self.restarts)]
-        logs = ["--redirects", "3", "--log-dir", str(self.place), "--no-python"]
-        paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)  # where the task is
-        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // self.processes)))
-        with (self.place / LOG).open("wb") as log:
-            agent = subprocess.Popen(
-                [sys.executable, "-c", AGENT, *count, *logs, sys.executable, "-u", "-c", RANK, str(self.place / ASKED)],
-                env={**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": paths},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+    remote.view.tell(f"starting {plural(processes, 'process')} under torchrun …", passing=True)
+    with tempfile.TemporaryDirectory(prefix="nbtools-launch-", ignore_cleanup_errors=True) as folder:
+        place = Path(folder)  # of what the processes print, and of their errors
+        torchrun = start(place, job, processes, restarts)
         try:
-            yield agent
+            remote.follow(lambda: torchrun.poll() is None, look)
         finally:
-            if agent.poll() is None:
-                agent.kill() if sys.platform == "linux" else agent.terminate()  # its ranks die with it
-                agent.wait()
-
-    def restarting(self) -> NbtoolsError | None:
-        """Return why, once for each restart of all ranks."""
-        if not any(self.place.glob(f"*/attempt_{self.attempt + 1}")):
-            return None
-        error, _ = self.failure()
-        self.attempt += 1
-        return error
-
-    def failure(self, code: int = 1) -> tuple[NbtoolsError, str]:
-        """Return why the last attempt failed, and where there is more about an error that nbtools did not raise on
-        purpose: the first error that is not about another rank; else how a rank ended without one; else what the others
-        say of it. code: with which torchrun ended."""
-        more = f"; what all ranks printed is in {self.place}"
-        if code < 0:
-            return TrainError(f"torchrun {ending(code)}"), more
-        found: dict[str, tuple[NbtoolsError, str]] = {}
-        for path in sorted(self.place.glob(f"*/attempt_{self.attempt}/*/error.json"), key=lambda p: p.stat().st_mtime):
-            told, rank = json.loads(path.read_text())["message"], path.parent.name  # what torch's `record` wrote
-            kind, _, text = told["message"].partition(": ")
-            ours = {"Diverged": TrainError, "RankLost": RankLost}.get(kind) or getattr(errors, kind, None)
-            if isinstance(ours, type) and issubclass(ours, NbtoolsError):
-                found[rank] = ours(text), ""
-            else:
-                error = TrainError(f"rank {rank} failed with {kind}: {text}")
-                found[rank] = error, f"{more}\n{told['extraInfo']['py_callstack']}".rstrip()
-        log = (self.place / LOG).read_text(errors="replace")
-        ended = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", log)[self.attempt :]
-        silent = [(TrainError(f"rank {rank} {ending(int(code))}"), more) for code, rank in ended if rank not in found]
-        first = [each for each in found.values() if not isinstance(each[0], RankLost)]
-        return [*first, *silent, *found.values(), (TrainError(f"torchrun failed: {log.strip()[-1000:]}"), more)][0]
+            if torchrun.poll() is None:
+                torchrun.kill() if sys.platform == "linux" else torchrun.terminate()  # its ranks die with it
+            code = torchrun.wait()
+        if code:
+            raise failure(place, attempt, code)
 
 
-def ending(code: int) -> str:
-    """Return in words how a process ended."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    memory = ", which the system sends when memory runs out" if code == -signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{memory}"
+def start(place: Path, job: tuple[Any, ...], processes: int, restarts: int) -> subprocess.Popen[bytes]:
+    """Start torchrun in a session of its own, which Ctrl-C does not reach."""
+    (place / "job.pickle").write_bytes(pickle.dumps(job))
+    options = f"--standalone --nproc-per-node {processes} --max-restarts {restarts} --redirects 3 --no-python".split()
+    ranks = [sys.executable, "-u", "-c", CODE.format("rank", signal.SIGKILL), str(place / "job.pickle")]
+    paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)  # where the task is
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // processes)))
+    with (place / "torchrun.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", CODE.format("agent", signal.SIGUSR1), *options, "--log-dir", str(place), *ranks],
+            env={**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": paths},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def agent() -> None:
+    """Run torchrun in a process that is asked to end when the one dies that started it: the run is saved."""
+
+    def end(*_: Any) -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Linux sends one for each thread of the process that dies
+        signal.raise_signal(signal.SIGTERM)
+
+    from torch.distributed.run import main  # takes its time
+
+    signal.signal(signal.SIGUSR1, end)
+    main()
+
+
+def rank() -> None:
+    """Call `fit` in a process of torchrun's. sys.argv: the file of a job: the task's name, the folder of the pack, its
+    source files, and what `fit` gets."""
+
+    def act() -> None:
+        task, folder, raw, plan, run, keep, receipt, fresh = pickle.loads(Path(sys.argv[1]).read_bytes())
+        pack = dataclasses.replace(Pack.open(folder), raw=raw)
+        fit(import_task(task, "nb.launch"), pack, plan, run, keep, receipt, progress=False, fresh=fresh)
+
+    reporting(act)
+    os._exit(0)  # gloo's threads may crash a process that tidies up, and torchrun would start a finished run again
 
 
 def reporting(act: Callable[[], T]) -> T | None:
@@ -282,3 +223,33 @@ def reporting(act: Callable[[], T]) -> T | None:
         if not isinstance(error, RankLost):
             os.kill(os.getppid(), signal.SIGTERM)
         raise
+
+
+def failure(place: Path, attempt: int, code: int = 1) -> NbtoolsError:
+    """Return why an attempt failed: the first error that is not about another rank, else how a rank ended without one,
+    else what the others say of it. code: with which torchrun ended."""
+    if code < 0:
+        return TrainError(f"torchrun {ending(code)}")
+    told: dict[str, NbtoolsError] = {}
+    for path in sorted(place.glob(f"*/attempt_{attempt}/*/error.json"), key=lambda path: path.stat().st_mtime):
+        message, number = json.loads(path.read_text())["message"], path.parent.name  # what torch's `record` wrote
+        kind, _, text = message["message"].partition(": ")
+        ours = {"Diverged": TrainError, "RankLost": RankLost}.get(kind) or getattr(errors, kind, None)
+        if isinstance(ours, type) and issubclass(ours, NbtoolsError):
+            told[number] = ours(text)
+        else:
+            trace = message["extraInfo"]["py_callstack"].rstrip()
+            told[number] = TrainError(f"rank {number} failed with {kind}: {text}\n{trace}")
+    log = (place / "torchrun.log").read_text(errors="replace")
+    ended = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", log)[attempt:]
+    silent = [TrainError(f"rank {number} {ending(int(code))}") for code, number in ended if number not in told]
+    first = [error for error in told.values() if not isinstance(error, RankLost)]
+    return [*first, *silent, *told.values(), TrainError(f"torchrun failed: {log.strip()[-1000:]}")][0]
+
+
+def ending(code: int) -> str:
+    """Return in words how a process ended."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    memory = ", which the system sends when memory runs out" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{memory}"

@@ -1,6 +1,7 @@
-"""The device that training goes to, and what is refused on it."""
+"""The device that training goes to, what is refused on it, and what is switched on around single steps."""
 
 import os
+from contextlib import suppress
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ import toy
 import nbtools as nb
 from nbtools.errors import TrainError
 from nbtools.tasks import captcha, hwdb
+from nbtools.train.device import autotuning, find_scale
+
+CUDA = torch.device("cuda")  # a name: nothing is put there
 
 
 def test_training_goes_to_the_device_that_the_environment_names(tmp_path, monkeypatch):
@@ -24,7 +28,7 @@ def test_training_goes_to_the_device_that_the_environment_names(tmp_path, monkey
 class OnCuda:
     """Logits that say they lie on a GPU."""
 
-    device = torch.device("cuda")  # a name: nothing is put there
+    device = CUDA
 
 
 @pytest.mark.parametrize("task", [captcha, hwdb], ids=["captcha", "hwdb"])
@@ -34,3 +38,40 @@ def test_ctc_is_refused_in_a_sentence_where_training_on_a_gpu_is_to_be_determini
     batch = {"label": torch.tensor([[0, 1]]), "label_length": torch.tensor([2])}
     with pytest.raises(TrainError, match=r"Plan\.deterministic .* CTC .* deterministic=False"):
         task.loss(lambda _batch: (OnCuda(), torch.tensor([9])), batch, task.PLAN)
+
+
+def test_cudnn_is_tuned_for_steps_of_a_shape_that_often_recurs_and_for_nothing_else(monkeypatch):
+    """Not for last batches, nor between steps: evaluations, previews, measurements."""
+    cudnn, cpu = torch.backends.cudnn, torch.device("cpu")
+    monkeypatch.setattr(cudnn, "benchmark", False)
+    seen = []
+    for device, plan, times in (
+        (CUDA, nb.Plan(), 10_000),
+        (CUDA, nb.Plan(), 30),
+        (CUDA, nb.Plan(deterministic=True), 10_000),
+        (cpu, nb.Plan(), 10_000),
+    ):
+        with suppress(torch.OutOfMemoryError), autotuning(device, plan, times):
+            seen.append(cudnn.benchmark)
+            raise torch.OutOfMemoryError
+        assert not cudnn.benchmark
+    assert seen == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("slope", "halved"), [(0.5, 0), (100.0, 7), (float("inf"), 16)])
+def test_fp16_finds_its_scale_on_one_batch_and_its_first_step_counts(slope, halved):
+    """A gradient above 65,504 is infinite in fp16, whatever the scale."""
+    weight, scaler = torch.nn.Parameter(torch.zeros(3)), torch.amp.GradScaler("cpu")
+    weight.register_hook(lambda gradient: gradient.half().float())
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def differentiate() -> float:
+        weight.grad = None
+        scaler.scale((slope * weight).sum()).backward()
+        return scaler.get_scale()
+
+    assert find_scale(scaler, [weight], differentiate) == 65_536 / 2**halved
+    assert scaler.get_scale() == 65_536 / 2**halved
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.tolist() == [-slope if halved < 16 else 0.0] * 3

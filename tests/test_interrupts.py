@@ -25,7 +25,7 @@ from forks import DONE, Child
 
 import nbtools as nb
 from nbtools.folder import Job
-from nbtools.train import checkpoint, device
+from nbtools.train import checkpoint
 
 PACKAGE = str(Path(nb.__file__).parent)
 STEP = 5  # the last of an epoch: an evaluation and checkpoints follow
@@ -103,13 +103,20 @@ def interrupted(pack: nb.Pack, plan: nb.Plan, folder: Path, at: float) -> int:
     return interrupt.count
 
 
+def modes() -> tuple[Any, ...]:
+    """Whether gradients are on, the depth of autocast contexts, and their switches."""
+    torch.autocast_increment_nesting()
+    kinds = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), torch.autocast_decrement_nesting(), kinds
+
+
 def left() -> dict[str, Any]:
     """What a run must leave as it was."""
     return {
         "threads": {thread.name for thread in threading.enumerate() if thread.name.startswith("nbtools")},
         "processes": len(multiprocessing.active_children()),
         "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
-        "modes": (*device.modes(), torch.get_deterministic_debug_mode()),
+        "modes": (*modes(), torch.get_deterministic_debug_mode()),
     }
 
 
@@ -182,7 +189,7 @@ def test_an_interrupt_while_torch_enters_a_context_leaves_it_entered_for_no_late
             context.__enter__()
         raise KeyboardInterrupt
 
-    before = device.modes()
+    before = modes()
     with pytest.raises(KeyboardInterrupt):
         nb.fit(acting({STEP: interrupt}), pack, PLAN.replace(amp="bf16"), tmp_path / "run", **QUIET)
-    assert device.modes() == before
+    assert modes() == before

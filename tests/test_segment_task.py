@@ -19,7 +19,6 @@ from nbtools.run import Run
 from nbtools.tasks import segment
 from nbtools.tasks.segment import BASELINE, Plan
 from nbtools.train import TrainState, evaluation
-from nbtools.train import device as devices
 from nbtools.train import train as train_loop
 from nbtools.train.plan import lr_at
 
@@ -204,18 +203,6 @@ def test_resumed_in_the_middle_of_an_epoch_a_run_is_the_same_bit_for_bit(pack):
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert (again.step, again.best) == (whole.step, whole.best)
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_kernels_are_chosen_by_speed_or_for_repeatability_never_both(monkeypatch, deterministic):
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    before = torch.are_deterministic_algorithms_enabled()
-    try:
-        devices.prepare(Plan().replace(deterministic=deterministic), torch.device("cuda"), many_shapes=False)
-        assert torch.are_deterministic_algorithms_enabled() == deterministic
-        assert torch.backends.cudnn.benchmark != deterministic
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def test_a_run_predicts_with_the_scales_and_mirror_images_of_its_plan(pack, tmp_path):

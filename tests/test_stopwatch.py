@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nbtools as nb
 from nbtools.data import Pack, gather
 from nbtools.measure import Stepper
-from nbtools.train import device
+from nbtools.train import clock
 from nbtools.train.ranks import Ranks
 
 BATCH, PIECES = 16, 50  # samples; kernels of a step
@@ -50,7 +50,7 @@ class Device:
     def wait(self) -> None:
         self.now = max(self.now, self.free)
 
-    def event(self, *_: Any) -> Event:
+    def event(self) -> Event:
         return Event(self)
 
 
@@ -58,10 +58,7 @@ class Event:
     """As torch.cuda.Event: recorded when the queue gets there."""
 
     def __init__(self, where: Device):
-        self.device, self.at = where, 0.0
-
-    def record(self, *_: Any) -> None:
-        self.at = max(self.device.free, self.device.now)
+        self.device, self.at = where, max(where.free, where.now)
 
     def query(self) -> bool:
         return self.at <= self.device.now
@@ -81,20 +78,11 @@ def simulated(monkeypatch):
     def make(**times: float) -> tuple[Device, Any]:
         where = Device(**times)
 
-        class Reading(device.Reading):
-            def __init__(self, size: int, at: torch.device):
-                super().__init__(size, at)
-                self.event = Event(where)  # pyright: ignore[reportAttributeAccessIssue]
+        def send(reading: Any) -> None:
+            reading.event, reading.host = where.event(), reading.tensor.clone()
 
-            def send(self) -> None:
-                assert self.event is not None
-                self.sent = self.tensor.clone()
-                self.event.record()
-
-            def values(self) -> list[float]:
-                assert self.event is not None
-                self.event.synchronize()
-                return self.sent.tolist()
+        def mark(watch: Any) -> Event:
+            return where.event()
 
         def batch(raw, plan, draws):
             for _ in range(PIECES if draws is not None else 0):  # launched one by one
@@ -104,11 +92,10 @@ def simulated(monkeypatch):
             return toy.batch(raw, plan, draws)
 
         finish = nb.TrainState.lost
-        monkeypatch.setattr(device, "timing_event", where.event)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-        monkeypatch.setattr(device, "perf_counter", where.clock)
+        monkeypatch.setattr(clock.Stopwatch, "mark", mark)
+        monkeypatch.setattr(clock, "perf_counter", where.clock)
         monkeypatch.setattr(LOOP, "perf_counter", where.clock)
-        monkeypatch.setattr(METER, "Reading", Reading)
+        monkeypatch.setattr(clock.Reading, "send", send)
         monkeypatch.setattr(nb.TrainState, "lost", lambda state: (where.wait(), finish(state))[1])
         read = LOOP.Sums.read
         monkeypatch.setattr(LOOP.Sums, "read", lambda sums: (where.wait(), read(sums))[1])
@@ -291,7 +278,7 @@ def test_the_loop_waits_for_the_device_at_its_own_reads_only(pack, monkeypatch):
         return torch.optim.SGD([{"params": list(model.parameters()), "lr_scale": 1.0}], lr=plan.lr, foreach=True)
 
     monkeypatch.setattr(STATE, "build_optimizer", made)  # fused ones take no tensors without data
-    monkeypatch.setattr(device.Reading, "values", lambda reading: reading.tensor.to("cpu").tolist())
+    monkeypatch.setattr(clock.Reading, "values", lambda reading: reading.tensor.to("cpu").tolist())
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -340,9 +327,9 @@ def test_steps_are_timed_on_their_own_device_also_where_another_is_current(monke
     """Of several GPUs torch's current one may idle; its stream would tell the host's time."""
     streams = []
     event = types.SimpleNamespace(record=streams.append)
-    monkeypatch.setattr(device, "timing_event", lambda where: event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda where=None: f"stream of {where}")
-    watch = device.Stopwatch(torch.device("cuda", 1))
+    watch = clock.Stopwatch(torch.device("cuda", 1))
     watch.begin()
     watch.got()
     watch.end()

@@ -92,7 +92,7 @@ class Stepper:
         self.task, self.pack, self.plan, self.device = bound(task, pack.card), pack, plan, device
         self.clock, self.act = clock or perf_counter, act
         self.state = TrainState(apart(self.task), pack, plan if learning else plan.replace(**STILL), device)
-        devices.prepare(plan, device, many_shapes=self.state.card.bucket_by is not None)
+        devices.prepare(plan, device)
         self.feed = feed or open_feed(pack, plan, device)
         self.lanes = {"resident": 0, "streamed": 1}.get(self.feed.name, plan.workers)
         self.ahead = self.lanes * plan.prefetch

@@ -2,10 +2,11 @@
 
 from nbtools.train import checkpoint, device, evaluation
 from nbtools.train.call import call_of
+from nbtools.train.capture import synchronizing
 from nbtools.train.changes import adopt, caught_up, require_change
 from nbtools.train.checkpoint import CONTROL
 from nbtools.train.defaults import DATASET, Answer, items_of
-from nbtools.train.device import DTYPES, again, synchronizing
+from nbtools.train.device import DTYPES, again, autotuning, find_scale
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.follower import obey
 from nbtools.train.graph import MOST_GRAPHS, unrecordable
@@ -34,7 +35,7 @@ from nbtools.train.plan import (
     shown,
     times,
 )
-from nbtools.train.ranks import RankLost, Ranks, join, naming, share, shares
+from nbtools.train.ranks import Alone, RankLost, Ranks, join, naming, shares
 from nbtools.train.recovery import LEFT_OUT
 from nbtools.train.rehearsal import rehearse
 from nbtools.train.settings import knob

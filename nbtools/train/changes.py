@@ -57,6 +57,7 @@ def adopt(state: TrainState, new: Plan, since: Plan | None = None) -> None:
         state.recovery.micro = new.micro_batch_size
     if "amp" in differing:
         state.scaler = torch.amp.GradScaler(state.device.type) if new.amp == "fp16" else None
+        state.unscaled = True
     follow(state.optimizer, new)
     state.applied = new
 

@@ -21,7 +21,7 @@ from nbtools.data import Feed, Pack, batches_left, lengths_of, open_feed
 from nbtools.errors import TrainError
 from nbtools.table import plural
 from nbtools.train.changes import agree, changes
-from nbtools.train.device import memory, prepare, required
+from nbtools.train.device import autotuning, memory, prepare, required
 from nbtools.train.evaluation import Sums, score_split
 from nbtools.train.history import Record
 from nbtools.train.meter import Diverged
@@ -47,7 +47,7 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     state.task = bound(task, state.card)
     pack = readable(task, pack, state.plan)
     require_sizes(pack, state.plan)
-    prepare(state.plan, state.device, many_shapes=state.card.bucket_by is not None)
+    prepare(state.plan, state.device)
     feed = feed or required(partial(open_feed, pack, state.plan, state.device, state.events.append))
     samples = pack.splits["train"]
     state.begin(len(pack))
@@ -82,7 +82,9 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
             raw = next(stream)
             meter.watch.got()
             step = careful_step if position.step < state.recovery.careful_until else train_step
-            meter.add(*step(state, raw, len(ids), len(batch)))
+            whole = len(batch) == state.applied.batch_size and lengths is None  # a shape that recurs
+            with autotuning(state.device, state.applied, steps_left(state, len(ids)) if whole else 0):
+                meter.add(*step(state, raw, len(ids), len(batch)))
             meter.watch.end()
             position.advance(len(batch))
             yield from records(state, len(ids))
@@ -114,6 +116,11 @@ def records(state: TrainState, samples: int) -> Iterator[Record]:
     # Several ranks wait: they must all see at the same step that training diverged.
     rows = meter.rows(wait=False) if state.ranks.world == 1 else []
     yield from rows if rows and rows[0].step == now.step else [*rows, now]
+
+
+def steps_left(state: TrainState, samples: int) -> int:
+    """Steps on whole batches from this epoch on."""
+    return (state.applied.epochs - state.epoch) * (samples // state.applied.batch_size)
 
 
 def log_interval(samples: int, batch_size: int) -> int:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nbtools.errors import TrainError
-from nbtools.train.device import Lap, Reading, Stopwatch, memory, put, sum_dtype
+from nbtools.train.clock import Lap, Reading, Stopwatch, put, sum_dtype
+from nbtools.train.device import memory
 from nbtools.train.history import Record
 
 LEAST_SCALE = 1e-4  # of fp16's loss, below which fairseq gives up too: overflowing steps halve it from 65,536

@@ -2,26 +2,22 @@
 
 Every process, a rank, runs the same program on its share of each batch; DDP takes the mean of the gradients. Rank 0
 alone has the run folder, the history and what the user asks for: it broadcasts an object before every step, and the
-others obey. There are two process groups: the device's (nccl, or gloo on a CPU) for the tensors of a step, and one of
-gloo for these objects, which never waits for a GPU. A single process has no `Ranks` at all.
+others obey. These objects go through a process group of gloo, which never waits for a GPU.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from itertools import pairwise
-from time import monotonic, sleep
-from traceback import walk_tb
+from itertools import count, pairwise
 from typing import Any, TypeVar
-from uuid import uuid4
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
@@ -30,11 +26,9 @@ from nbtools.errors import TrainError
 from nbtools.train import device as devices
 
 TIMEOUT = 600.0  # seconds without an answer after which a rank counts as hung, unless NBTOOLS_TIMEOUT says otherwise
-PROCESS = uuid4().hex
+GLOO = ("gloo", "pair closure")  # in its errors, which have no class of their own
+JOINS = count()  # runs of this process
 PAUSE = timedelta(days=30)  # for which the others wait for rank 0, whose user may pause the run
-LOST = ("gloo", "Gloo", "NCCL", "onnection", "imed out", "imeout")  # in a RuntimeError of a process group
-COMMUNICATING = ("torch.distributed", "torch.nn.parallel", "torch.autograd", __name__)  # modules that raise those
-
 T = TypeVar("T")
 
 
@@ -50,97 +44,62 @@ class Ended(Exception):
     """Rank 0 ended the run."""
 
 
-def join() -> Ranks | None:
-    """Meet the other processes that torchrun started; None if this is the only one. Stage and pack before: who comes
-    first waits here. Raises TrainError on a device that processes cannot share work on, RankLost."""
-    if devices.world() == 1:
-        return None
-    device = devices.pick()
-    if device.type not in ("cuda", "cpu"):
-        raise TrainError(
-            f"several processes train on CUDA or the CPU, got {device.type}; start one, or set NBTOOLS_DEVICE=cpu"
-        )
-    limit = timedelta(seconds=float(os.environ.get("NBTOOLS_TIMEOUT", TIMEOUT)))
-    store, rank, world = next(rendezvous("env://", timeout=limit))
-    again = rank == 0 and store.compare_set("nbtools/met", "", PROCESS).decode() != PROCESS
-    given: dict[str, Any] = {"store": fresh(store, rank, world, limit), "rank": rank, "world_size": world}
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        given["device_id"] = device
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit, **given)
-    return Ranks(device, again)
-
-
-def fresh(store: Any, rank: int, world: int, limit: timedelta) -> PrefixStore:
-    """A part of torchrun's store that only the processes of this start use. torchrun keeps the store when it starts all
-    ranks again, and with it the addresses of those that died; its count of restarts differs between nodes. So rank 0
-    chooses a name, and answers each process that asks, under a name of the process's own, until all have it."""
-    name, end = uuid4().hex, monotonic() + limit.total_seconds()
-    if rank > 0:
-        store.set(f"nbtools/asks/{rank}", name)
-        chosen = store.get(f"nbtools/answer/{name}").decode()
-        store.set(f"{chosen}/{rank}", "")
-        return PrefixStore(chosen, store)
-    while missing := [other for other in range(1, world) if not store.check([f"{name}/{other}"])]:
-        for asks in (f"nbtools/asks/{other}" for other in missing):
-            if store.check([asks]):
-                store.set(f"nbtools/answer/{store.get(asks).decode()}", name)
-        if monotonic() > end:
-            which = ", ".join(map(str, missing))
-            raise RankLost(f"rank {which} of {world} did not start within {limit.total_seconds():g} s")
-        sleep(0.02)
-    return PrefixStore(name, store)
-
-
 class Alone:
-    """A single process, as `Ranks` of one."""
+    """The only process of a run: what `Ranks` does, where there is nobody to do it with."""
 
-    rank, world, first = 0, 1, True
+    rank, world, first, again = 0, 1, True, False
 
     def tell(self, what: Any = None) -> Any:
+        """Return rank 0's object, on every rank: all of them call it. Raises Restarted or Ended, on all others, where
+        rank 0 has left the loop that they are in."""
         return what
 
     def gather(self, what: T) -> list[T]:
+        """Return the objects of all ranks, in their order, on all of them. A rank that hangs counts as lost here."""
         return [what]
 
     def total(self, loss_sum: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor | float]:
+        """Return (loss sum, count) over all ranks, on the device."""
         return loss_sum, count
 
-    def share(self, batch: np.ndarray) -> np.ndarray:
-        return batch
+    def share(self, ids: np.ndarray) -> np.ndarray:
+        """Return this rank's share of a batch; where there is none, another's as padding, whose loss does not count."""
+        return ids
+
+    def counts(self, size: int) -> bool:
+        """Return whether this rank has samples of its own in a batch of so many."""
+        return True
 
     def seed(self, *numbers: int) -> None:
-        return
+        """Give the ranks but the first random numbers that follow from these, so that no checkpoint keeps them; rank 0
+        draws those of a single process."""
 
-    def no_sync(self, network: Any) -> Any:
+    def wrap(self, network: Any) -> Any:
+        """Return the network with gradients that are the mean over all ranks."""
+        return network
+
+    def no_sync(self, network: Any) -> AbstractContextManager[Any]:
+        """Return a context whose gradients stay each rank's own, for all micro-batches but the last."""
         return nullcontext()
 
     def same(self, buffers: Iterable[Tensor]) -> None:
-        return
-
-    def wrap(self, network: Any) -> Any:
-        return network
-
-    def counts(self, size: int) -> bool:
-        return True
+        """Give rank 0's buffers, such as BatchNorm's running averages, to all."""
 
     def end(self) -> None:
-        return
+        """Let the others leave, on rank 0 after its last checkpoint: each process is alone from here."""
 
 
 class Ranks(Alone):
-    """The processes of one run, as one of them sees them. rank: from 0 to world - 1. again: rank 0: whether others of
-    this torchrun have met before; its count of restarts leaves out those for a process lost on another node."""
+    """The processes of one run, as one of them sees them. rank: from 0 to world - 1. again: whether torchrun started
+    some of them anew."""
 
-    def __init__(self, device: torch.device, again: bool):
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+    def __init__(self, device: torch.device, restarts: int):
+        self.rank, self.world, self.device, self.ended = dist.get_rank(), dist.get_world_size(), device, False
         self.first = self.rank == 0
-        self.device, self.again, self.ended = device, again, False
         self.control: Any = dist.new_group(backend="gloo", timeout=PAUSE)
+        self.again = max(self.gather(restarts)) > 0
 
     def tell(self, what: Any = None) -> Any:
-        """Return rank 0's object, on every rank: all of them call it. Where rank 0 has left the loop that the others
-        are in, its message is raised there: Restarted or Ended."""
         box = [what]
         dist.broadcast_object_list(box, 0, group=self.control)
         if not self.first and isinstance(box[0], (Restarted, Ended)):
@@ -149,8 +108,42 @@ class Ranks(Alone):
             raise box[0]
         return box[0]
 
+    def gather(self, what: T) -> list[T]:
+        objects: list[Any] = [None] * self.world
+        dist.all_gather_object(objects, what)
+        return objects
+
+    def total(self, loss_sum: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor | float]:
+        pair = torch.zeros(2, dtype=torch.float64, device=self.device)
+        devices.put(pair, loss_sum, count)
+        dist.all_reduce(pair)
+        return pair[0], pair[1]
+
+    def share(self, ids: np.ndarray) -> np.ndarray:
+        return share(ids, self.rank, self.world)
+
+    def counts(self, size: int) -> bool:
+        return self.rank < len(shares(size, self.world)) - 1
+
+    def seed(self, *numbers: int) -> None:
+        if not self.first:
+            torch.manual_seed(int(np.random.SeedSequence([*numbers, self.rank]).generate_state(1)[0]))
+
+    def wrap(self, network: Any) -> Any:
+        wrapped = WrappedNetwork(network, gradient_as_bucket_view=True, find_unused_parameters=True)
+        wrapped.broadcast_buffers = False  # an argument until torch 2.12
+        # Freed after the reducer, which would join gloo's threads while they may wait for Python's lock.
+        vars(wrapped)["freed_last"] = wrapped.process_group
+        return wrapped
+
+    def no_sync(self, network: Any) -> AbstractContextManager[Any]:
+        return network.no_sync()
+
+    def same(self, buffers: Iterable[Tensor]) -> None:
+        for buffer in buffers:
+            dist.broadcast(buffer, 0)
+
     def end(self) -> None:
-        """Rank 0, after its last checkpoint: the others leave, and each process is alone from here."""
         if not self.ended:
             self.tell(Ended())
             self.leave()
@@ -160,47 +153,6 @@ class Ranks(Alone):
         with suppress(RuntimeError):  # each has received it; who is gone first is no fault of the others
             dist.barrier(group=self.control)
         dist.destroy_process_group()
-
-    def wrap(self, network: nn.Module) -> nn.Module:
-        """The network with gradients that are the mean over all ranks. BatchNorm's running averages stay each rank's
-        own until `same`."""
-        found = WrappedNetwork(network, gradient_as_bucket_view=True, find_unused_parameters=True)
-        found.broadcast_buffers = False  # an argument until torch 2.12
-        return found
-
-    def share(self, batch: np.ndarray) -> np.ndarray:
-        return share(batch, self.rank, self.world)
-
-    def no_sync(self, network: Any) -> Any:
-        return network.no_sync()
-
-    def seed(self, *numbers: int) -> None:
-        """Give the ranks but the first random numbers of their own, which follow from these numbers, so that no
-        checkpoint has to keep them; rank 0 draws those of a single process."""
-        if not self.first:
-            torch.manual_seed(int(np.random.SeedSequence([*numbers, self.rank]).generate_state(1)[0]))
-
-    def counts(self, size: int) -> bool:
-        """Whether this rank has samples of its own in a batch of so many."""
-        return self.rank < len(shares(size, self.world)) - 1
-
-    def gather(self, what: T) -> list[T]:
-        """The objects of all ranks, in their order, on all of them. A rank that hangs counts as lost here."""
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, what)
-        return found
-
-    def total(self, loss_sum: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor]:
-        """(loss sum, count) over all ranks, float64 on the device."""
-        pair = torch.zeros(2, dtype=torch.float64, device=self.device)
-        devices.put(pair, loss_sum, count)
-        dist.all_reduce(pair)
-        return pair[0], pair[1]
-
-    def same(self, buffers: Iterable[Tensor]) -> None:
-        """Give rank 0's buffers to all."""
-        for buffer in buffers:
-            dist.broadcast(buffer, 0)
 
 
 class WrappedNetwork(DistributedDataParallel):
@@ -213,13 +165,38 @@ class WrappedNetwork(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
 
+def join() -> Alone:
+    """Meet the other processes that torchrun started, if this is not the only one. Stage and pack before: who
+    comes first waits here. Raises TrainError where processes cannot share work, RankLost."""
+    if devices.world() == 1:
+        return Alone()
+    device, shared = devices.pick(), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if device.type not in ("cuda", "cpu"):
+        rule = f"several processes train on CUDA or the CPU, got {device.type}"
+        raise TrainError(f"{rule}; start one, or set NBTOOLS_DEVICE=cpu")
+    if shared and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # whose counts of restarts differ
+        rule = "torchrun on several machines must start each attempt with a store of its own"
+        raise TrainError(f"{rule}; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where it is started")
+    limit = timedelta(seconds=float(os.environ.get("NBTOOLS_TIMEOUT", TIMEOUT)))
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # on this machine
+    store, rank, world = next(rendezvous("env://", timeout=limit))
+    # A store that torchrun keeps has the addresses of processes that died, or of an earlier run of these.
+    store = PrefixStore(f"nbtools/{restarts if shared else 0}/{next(JOINS)}", store)
+    given: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world, **given)
+    return Ranks(device, restarts)
+
+
 @contextmanager
 def naming() -> Iterator[None]:
     """Turn an error of a process group into a sentence. Raises RankLost."""
     try:
         yield
     except RuntimeError as error:
-        if not from_process_group(error):
+        if not isinstance(error, dist.DistError) and not any(words in str(error) for words in GLOO):
             raise
         limit = os.environ.get("NBTOOLS_TIMEOUT", f"{TIMEOUT:g}")
         rule = f"another rank of this run ended, or did not answer for {limit} s (NBTOOLS_TIMEOUT)"
@@ -227,25 +204,15 @@ def naming() -> Iterator[None]:
         raise RankLost(f"{what}; start again to resume from the last checkpoint") from error
 
 
-def from_process_group(error: RuntimeError) -> bool:
-    """Whether communication failed: by the error's class, or, as gloo's has none, by its words where torch or this
-    module raised it; a task may speak of connections of its own."""
-    if isinstance(error, dist.DistError):
-        return True
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    inside = frame.f_globals.get("__name__", "").startswith(COMMUNICATING)
-    return inside and any(word in str(error) for word in LOST)
-
-
 def shares(size: int, world: int) -> list[int]:
-    """Where the shares of a batch of `size` samples begin and end: contiguous, as even as possible, and of at least two
-    samples, which BatchNorm needs, so that a small batch has fewer than `world`."""
+    """Return where the shares of a batch of `size` samples begin and end: contiguous, as even as possible, and of at
+    least two samples, which BatchNorm needs, so that a small batch has fewer than `world`."""
     count = max(min(world, size // 2), 1)
     return [size * i // count for i in range(count + 1)]
 
 
 def share(batch: np.ndarray, rank: int, world: int) -> np.ndarray:
-    """A rank's share of a batch of ids; where there is none, the first one as padding, whose loss does not count."""
+    """Return a rank's share of a batch of ids; where there is none, the first one as padding."""
     cuts = [*pairwise(shares(len(batch), world))]
     start, end = cuts[rank] if rank < len(cuts) else cuts[0]
     return batch[start:end]

@@ -15,6 +15,7 @@ from nbtools.data import Card, Keys, Pack
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.table import plural
 from nbtools.train import device as devices
+from nbtools.train.clock import Stopwatch
 from nbtools.train.graph import Graphs
 from nbtools.train.history import Record
 from nbtools.train.meter import Meter
@@ -109,6 +110,7 @@ class TrainState:
         self.built_in = built_in(self.optimizer)
         self.schedule = self.task.schedule(plan)
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
+        self.unscaled = True  # whether fp16 still has to find its scale
         self.ema = AveragedModel(model, use_buffers=True) if plan.ema else None
         self.averaged = [*zip(self.ema.module.modules(), model.modules(), strict=True)] if self.ema is not None else []
         self.network: Any = self.ranks.wrap(torch.compile(model) if plan.compile else model)  # what training calls
@@ -143,7 +145,7 @@ class TrainState:
         return self.position.samples
 
     @property
-    def watch(self) -> devices.Stopwatch:
+    def watch(self) -> Stopwatch:
         return self.meter.watch
 
     @property
@@ -283,6 +285,7 @@ class TrainState:
         self.meter.load(facts["meter"])
         if self.scaler is not None and facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
+            self.unscaled = not self.step
         self.rng, self.cuda_rng = tensors["rng"], tensors.get("cuda_rng", self.cuda_rng)
 
     def load_moments(self, saved: Mapping[str, Tensor], plain: Mapping[str, dict[str, Any]]) -> None:

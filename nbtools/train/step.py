@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbtools.data import Draws
 from nbtools.errors import TrainError
-from nbtools.train.device import DTYPES, recurrent_in_float32, within_memory
+from nbtools.train.device import DTYPES, find_scale, recurrent_in_float32, within_memory
 from nbtools.train.plan import lr_at
 from nbtools.train.ranks import shares
 from nbtools.train.state import TrainState
@@ -39,9 +39,13 @@ def train_step(state: TrainState, raw: Batch, epoch_size: float, size: int | Non
         if sums is not None:
             return sums
         release(state)
-    loss_sum, count = (gradients_in_memory if halves else gradients)(state, raw, size)
+    differentiate = partial(gradients_in_memory if halves else gradients, state, raw, size)
+    if state.scaler is not None and state.unscaled:
+        sums, state.unscaled = find_scale(state.scaler, state.parameters, differentiate), False
+    else:
+        sums = differentiate()
     update(state)
-    return loss_sum, count
+    return sums
 
 
 def whole_step(state: TrainState, raw: Batch) -> Sums:

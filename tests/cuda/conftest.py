@@ -9,7 +9,6 @@ runs what can run on the CPU, a tape in place of CUDA graphs, to see that the te
 
 import gc
 import os
-import sys
 
 import pytest
 import torch
@@ -52,11 +51,7 @@ def small_here(request, device):
 
 @pytest.fixture(autouse=True)
 def trains_there(monkeypatch):
-    """Runs of the test train on the device, without cuDNN's autotuner, which takes 40 s for a network of 70 layers and
-    may choose other kernels the next time; they leave nothing there."""
-    prepare = devices.prepare
-    for module in (devices, sys.modules["nbtools.train.loop"]):
-        monkeypatch.setattr(module, "prepare", lambda plan, device, many_shapes: prepare(plan, device, True))
+    """Runs of the test train on the device, and leave nothing there."""
     monkeypatch.setenv("NBTOOLS_DEVICE", "cpu" if DRY else "cuda")
     if DRY:
         monkeypatch.setattr(devices, "FP16_DEVICES", ("cuda", "mps", "cpu"))

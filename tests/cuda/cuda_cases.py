@@ -22,7 +22,7 @@ from nbtools.measure import Stepper, untouched
 from nbtools.tasks import captcha, hwdb, segment, sign
 from nbtools.train import TrainState, task_name, train
 from nbtools.train import device as devices
-from nbtools.train.step import differentiate
+from nbtools.train.step import gradients
 
 BATCH, LETTERS = 8, list("0123456789")
 SCALE = 1024.0  # of fp16's loss: no gradient of fresh weights overflows
@@ -141,13 +141,13 @@ def one_pass(
     """rounded: what the weights are rounded to first."""
     with untouched(device):
         state = TrainState(case.task, pack, case.plan.replace(**changes), device)
-        devices.prepare(state.plan, device, many_shapes=True)
+        devices.prepare(state.plan, device)
         without_dropout(state.model)
         for p in state.parameters if rounded else ():
             p.data.copy_(p.data.to(rounded))
         if state.scaler is not None:
             state.scaler = torch.amp.GradScaler(device.type, init_scale=SCALE)
-        total, count = differentiate(state, on(device, gather(pack, pack.ids("train")[:BATCH])))
+        total, count = gradients(state, on(device, gather(pack, pack.ids("train")[:BATCH])), BATCH)
         gradient = torch.cat([p.grad.flatten() for p in state.parameters if p.grad is not None]).double()
         return float(total) / float(count), gradient / (1.0 if state.scaler is None else SCALE)
 
