@@ -1,7 +1,6 @@
 """Plan, Task, TrainState, the loop, evaluation, checkpoints, history."""
 
 from nbtools.train import checkpoint, device, evaluation
-from nbtools.train.call import call_of
 from nbtools.train.checkpoint import CONTROL
 from nbtools.train.defaults import DATASET, Answer, items_of
 from nbtools.train.device import DTYPES, again, synchronizing
@@ -11,8 +10,8 @@ from nbtools.train.history import KEYS, History, Record
 from nbtools.train.keep import KEPT, Keeper, kept_until, noted
 from nbtools.train.loop import adopt, caught_up, obey, require_change, train
 from nbtools.train.metrics import Batch, Pair
-from nbtools.train.network import build
-from nbtools.train.optimizer import LARGER, OPTIMIZERS
+from nbtools.train.network import build, call_of
+from nbtools.train.optimizer import LARGER, OPTIMIZERS, built_in
 from nbtools.train.own import classify, regress
 from nbtools.train.plan import (
     AT_START,
@@ -47,9 +46,11 @@ from nbtools.train.task import (
     best_metric,
     bound,
     import_task,
+    lr_of,
     meanings_of,
     objective,
     order,
+    own_optimizer,
     readable,
     spoken,
     task_name,

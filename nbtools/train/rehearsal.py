@@ -1,12 +1,9 @@
-"""A few samples through network and loss before anything is trained or written: what does not fit is said in one
-sentence, with the shapes.
-
-B samples.
+"""A few samples through network, loss and metrics before anything is trained or written: what does not fit is said in
+one sentence, with the shapes. B samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,24 +12,23 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_map
 
-from nbtools.data import TARGET, Pack, gather
+from nbtools.data import TARGET, Draws, Pack, gather
 from nbtools.errors import NbtoolsError, TrainError
-from nbtools.train.call import logits_of
 from nbtools.train.device import autocast, out_of_memory
 from nbtools.train.evaluation import forward
+from nbtools.train.metrics import Batch, score
 from nbtools.train.state import TrainState
-from nbtools.train.task import spoken, summed
+from nbtools.train.task import lr_of, spoken, summed
 
 SAMPLES = 8  # a loss may need more than one or two
 ASSERTING = ("cuda",)  # devices whose kernels end the process where an index is out of range
 
 
 def rehearse(state: TrainState, pack: Pack) -> None:
-    """Raise TrainError if the network does not take the pack's samples, or the loss what the network returns. Changes
-    nothing: no weight, buffer or random state."""
-    task, plan, device, model = state.task, state.applied.while_training(), state.device, state.model
+    """Raise TrainError if the network does not take the pack's samples, or loss and metrics what the network returns.
+    Changes nothing: no weight, buffer or random state."""
+    task, plan, model = state.task, state.applied.while_training(), state.model
     ids = pack.ids("train")[: min(SAMPLES, plan.batch_size)]
-    raw = {name: tensor.to(device) for name, tensor in gather(pack, ids).items()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     running: list[tuple[nn.Module, Any]] = []  # layers and what they got, the innermost last
     hooks = (  # of all modules, since one of TorchScript takes none of its own
@@ -40,41 +36,26 @@ def rehearse(state: TrainState, pack: Pack) -> None:
         register_module_forward_hook(lambda *_: running.pop() and None),
     )
     batch, outputs = {}, None
-
-    def compute(gradients: bool) -> None:
-        with autocast(plan, device, model), torch.set_grad_enabled(gradients):
-            summed(task.loss(lambda *_, **__: outputs, batch, plan), len(ids))
-
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            if device.type in ASSERTING:
-                require_targets(state, pack)
-            batch, outputs = forward(task, model, raw, plan, device)
-            try:
-                compute(False)
-            except RuntimeError:  # of a loss that needs gradients, as for a hook, or of one that does not fit
-                if isinstance(outputs, Tensor) and outputs.is_floating_point():
-                    outputs.requires_grad_()
-                compute(True)
+        with torch.random.fork_rng(devices=[state.device] if state.device.type == "cuda" else []):
+            if state.device.type in ASSERTING:
+                require_classes(state, pack)
+            raw = raw_of(state, pack, ids)
+            batch, outputs = forward(task, model, raw, plan, state.device)
+            with autocast(plan, state.device, model):
+                require_loss(task, outputs, batch, plan)
+                if task.card is not None:
+                    score(task.metrics, outputs, batch, task.card)
+                    require_augment(state, raw)
+            lr_of(task, plan, 0.0)
     except NbtoolsError:
         raise
     except Exception as error:
         if out_of_memory(error) or (outputs is not None and isinstance(error, AttributeError)):
             return  # a loss may ask the network for more than outputs: training will tell
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        if outputs is not None:
-            what = unfit_loss(task, outputs, batch, len(ids))
-            raise TrainError(f"{what}: {why}; change the last layer or the loss") from error
-        if not running:
-            rule = f"{spoken(task)}: its `batch` or `infer` does not take the pack's {inputs_of(state)}: {why}"
-            raise TrainError(f"{rule}; change it, or pack other data") from error
-        layer, given = running[-1]
-        what = f"{spoken(task)}: the network does not take the pack's {inputs_of(state)}: {place(model, layer)}"
-        named = [("", each) for each in given]
-        if len(given) == 1 and isinstance(given[0], Mapping):  # a batch, of which it takes these
-            named = [(f"{name} ", given[0][name]) for name in inputs(state) if name in given[0]]
-        shapes = ", ".join(f"{name}{shape(each, len(ids))}" for name, each in named) or "nothing"
-        raise TrainError(f"{what} got {shapes}: {why}; change the network, or pack other data") from error
+        said = misfit_outputs(state, outputs, batch) if outputs is not None else misfit_inputs(state, running, len(ids))
+        raise TrainError(said.format(why=why)) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -84,19 +65,45 @@ def rehearse(state: TrainState, pack: Pack) -> None:
                     buffer.copy_(buffers[name])
 
 
-def require_targets(state: TrainState, pack: Pack) -> None:
+def raw_of(state: TrainState, pack: Pack, ids: Any) -> Batch:
+    return {name: tensor.to(state.device) for name, tensor in gather(pack, np.asarray(ids)).items()}
+
+
+@torch.enable_grad()
+def require_loss(task: Any, outputs: Any, batch: Batch, plan: Any) -> None:
+    def tracked(value: Any) -> Any:  # for a loss that works on gradients; not a leaf, which refuses work in place
+        floats = isinstance(value, Tensor) and value.is_floating_point()
+        return value.detach().requires_grad_().clone() if floats else value
+
+    outputs = tree_map(tracked, outputs)
+    loss = task.loss(lambda *_, **__: outputs, batch, plan)
+    if not isinstance(loss, Tensor) and not (isinstance(loss, tuple) and len(loss) == 2):
+        rule = f"{spoken(task)}: loss must return (sum, count), or a tensor: the mean, or a term per sample"
+        raise TrainError(f"{rule}; got a {type(loss).__name__}")
+    summed(loss, len(batch))
+
+
+def require_augment(state: TrainState, raw: Batch) -> None:
+    task, plan = state.task, state.applied
+    draws = Draws(plan.seed, 0, raw["id"])
+    task.batch(raw, plan, draws)
+    if task.augment and not draws.count:
+        rule = f"{spoken(task)}: its `batch` leaves out augment={task.augment!r}"
+        raise TrainError(f"{rule}; begin it with batch = super().batch(raw, plan, draws), or leave augment out")
+
+
+def require_classes(state: TrainState, pack: Pack) -> None:
     """Raise TrainError for a sample with a class that the loss has no place for, as torch says on a CPU."""
-    task, plan = state.task, state.applied.while_training()
     for i in extremes(pack):
-        raw = {name: tensor.to(state.device) for name, tensor in gather(pack, np.array([i, i])).items()}
+        given = forward(state.task, state.model, raw_of(state, pack, [i, i]), state.applied, state.device)
         try:
-            given = tree_map(on_cpu, forward(task, state.model, raw, plan, state.device))
-            with torch.no_grad():
-                task.loss(lambda *_, given=given, **__: given[1], given[0], plan)
+            batch, outputs = tree_map(on_cpu, given)
+            require_loss(state.task, outputs, batch, state.applied)
         except Exception as error:
-            why, fix = str(error), "correct the sample, leave it out, or give the network more classes"
-            if isinstance(error, IndexError) or "out of bounds" in why:  # others are explained where they come again
-                rule = f"{pack.folder}: sample {i} ({pack.names[i]}): {why.splitlines()[0].rstrip('.')}"
+            if isinstance(error, IndexError) or "out of bounds" in str(error):  # others come again, and are explained
+                why = str(error).splitlines()[0].rstrip(".")
+                rule = f"{pack.folder}: sample {i} ({pack.names[i]}): {why}"
+                fix = "correct the sample, leave it out, or give the network more classes"
                 raise TrainError(f"{rule}; {fix}", entry="Device-side assert") from None
 
 
@@ -106,56 +113,50 @@ def on_cpu(value: Any) -> Any:
 
 
 def extremes(pack: Pack) -> list[int]:
-    """The samples of train and val with the two lowest and the two highest classes: one may be ignored."""
-    found, used = dict[int, None](), np.zeros(len(pack), bool)
-    used[[*pack.ids("train"), *pack.ids("val")]] = True
+    """Return the samples with the two lowest and the two highest classes: one may be ignored."""
+    samples: dict[int, None] = {}
     for name in {TARGET, "label"} & set(pack.read):
         values, ends = pack.arrays[name], pack.offsets.get(name)
-        if values.dtype.kind in "iu":
-            sample = np.arange(len(pack)) if ends is None else np.repeat(np.arange(len(pack)), np.diff(ends))
-            rows, kind = used[sample].reshape(-1, *[1] * (values.ndim - 1)), np.iinfo(values.dtype)
-            for end, none in ((np.min, kind.max), (np.max, kind.min)):
-                first = end(values, initial=none, where=rows)
-                for number in (first, end(values, initial=none, where=rows & (values != first))):
-                    hits = (rows & (values == number)).reshape(len(values), -1).any(1)
-                    found |= {int(sample[hits.argmax()]): None} if hits.any() else {}
-    return list(found)
+        if values.dtype.kind in "iu" and len(values):
+            low, high = values.min(), values.max()
+            inner = values.min(where=values != low, initial=high), values.max(where=values != high, initial=low)
+            for number in (low, high, *inner):
+                row = int(np.argmax(values == number)) // (values.size // len(values))
+                samples[row if ends is None else int(np.searchsorted(ends, row, "right")) - 1] = None
+    return list(samples)
 
 
-def place(model: nn.Module, layer: nn.Module) -> str:
-    """A layer in words: `Net.fc Linear(in_features=100, …)`; of one that has layers itself its type alone."""
-    told = type(layer).__name__ if list(layer.children()) else str(layer)
-    name = next((name for name, each in model.named_modules() if each is layer), "")
-    return f"{type(model).__name__}.{name} {told}" if name else told
-
-
-def inputs(state: TrainState) -> list[str]:
-    """The columns that the network may read."""
+def misfit_inputs(state: TrainState, running: list[tuple[nn.Module, Any]], count: int) -> str:
     columns = state.card.columns
-    names = state.card.options.get("inputs") or [name for name in columns if name != TARGET]
-    return [name for name in names if name in columns]
+    names = [name for name in state.card.options.get("inputs") or columns if name in columns and name != TARGET]
+    pack = f"the pack's {', '.join(f'{name} {columns[name]}' for name in names)}"
+    if not running:
+        return (
+            f"{spoken(state.task)}: its `batch` or `infer` does not take {pack}: {{why}}; change it, or pack other data"
+        )
+    layer, given = running[-1]
+    where = next((f".{name}" for name, each in state.model.named_modules() if each is layer and name), "")
+    told = type(layer).__name__ if list(layer.children()) else str(layer)
+    place = f"{type(state.model).__name__}{where} {told}" if where else told
+    parts = [shape(each, count) for each in given]
+    if len(given) == 1 and isinstance(given[0], dict):  # a batch, of which it takes these
+        parts = [f"{name} {shape(given[0][name], count)}" for name in names if name in given[0]]
+    rule = f"{spoken(state.task)}: the network does not take {pack}: {place} got {', '.join(parts) or 'nothing'}"
+    return f"{rule}: {{why}}; change the network, or pack other data"
 
 
-def inputs_of(state: TrainState) -> str:
-    """These columns in words."""
-    return ", ".join(f"{name} {state.card.columns[name]}" for name in inputs(state))
-
-
-def unfit_loss(task: Any, outputs: Any, batch: Any, count: int) -> str:
-    """The start of the sentence about a loss that does not take what the network returns."""
-    try:
-        came = shape(logits_of(outputs), count)
-    except TrainError:
-        came = f"a {type(outputs).__name__}"
-    y, classes = batch.get(TARGET), getattr(task.card, "classes", None)
+def misfit_outputs(state: TrainState, outputs: Any, batch: Batch) -> str:
+    count, y = len(next(iter(batch.values()))), batch.get(TARGET)
+    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
     target = f" and y {shape(y, count)} {str(y.dtype).removeprefix('torch.')}" if isinstance(y, Tensor) else ""
-    of = f" of {len(classes)} classes" if classes else ""
-    return f"{spoken(task)}: the loss does not take outputs {came}{target}{of}"
+    classes = f" of {len(state.card.classes)} classes" if state.task.card is not None and state.card.classes else ""
+    rule = f"{spoken(state.task)}: the loss or a metric does not take outputs {shape(logits, count)}{target}{classes}"
+    return f"{rule}: {{why}}; change the last layer, or loss and metrics"
 
 
 def shape(value: Any, count: int) -> str:
-    """A tensor's shape as text, the samples as B."""
+    """Return a tensor's shape as text, the samples as B."""
     if not isinstance(value, Tensor):
-        return type(value).__name__
+        return f"a {type(value).__name__}"
     sizes = ["B" if not axis and size == count else str(size) for axis, size in enumerate(value.shape)]
     return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 import math
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -18,43 +18,31 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
 
 from nbtools.data import Card, Draws, Pack, Sample, Survey, build_pack
 from nbtools.data import pack as pack_dataset
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.train.augment import strengths
-from nbtools.train.defaults import (
-    answers,
-    expressions,
-    images_of,
-    packed_dataset,
-    prepare,
-    preview,
-    sample_of,
-    show,
-)
+from nbtools.train.defaults import answers, expressions, images_of, packed_dataset, prepare, preview, sample_of, show
 from nbtools.train.metrics import MEANINGS, Batch, Pair, best_of, listed, name_of
-from nbtools.train.plan import Plan
+from nbtools.train.optimizer import default_optimizer
+from nbtools.train.plan import Plan, lr_at
 
-OWN = "nbtools.train.own:"  # the name of what nb.classify returned, and no variable of a module holds
 Tensors = Mapping[str, tuple[Sequence[int | str], str]]
 """Name → (shape, text). An axis that may have any length has a name in place of its length; (): found by a try."""
 TaskLike = Any
 """What `nb.fit` and the like accept as a task: a `Task`, or a module, class or object with some of its hooks."""
 
 
-class OneByOne:
-    """PLAN with samples read from the source files by the process that trains."""
+class Derived:
+    """A default that follows from other attributes of the task, or of the class."""
 
-    def __get__(self, task: Task | None, kind: type[Task]) -> Plan:
-        return (kind if task is None else task).PLAN.replace(feed="workers", workers=0)
+    def __init__(self, derive: Callable[[Any], Any]):
+        self.derive = derive
 
-
-class FirstMetric:
-    """The first of `metrics` that is given by name, else -loss."""
-
-    def __get__(self, task: Task | None, kind: type[Task]) -> str:
-        return best_of((kind if task is None else task).metrics)
+    def __get__(self, task: Task | None, kind: type[Task]) -> Any:
+        return self.derive(kind if task is None else task)
 
 
 class Task:
@@ -68,12 +56,12 @@ class Task:
 
     PLAN: Plan = Plan()
     """The recommended settings. A task with settings of its own subclasses Plan."""
-    BASELINE: Any = OneByOne()
+    BASELINE: Any = Derived(lambda task: task.PLAN.replace(feed="workers", workers=0))
     """The settings that a receipt compares with. Default: PLAN, its samples read one by one on demand."""
     PRESETS: Mapping[str, Any] = {}
     """Further settings to choose from, as a guide's optimised ones: name → Plan, or a function of the card that returns
-    one, and raises NbtoolsError where the data does not allow it. A receipt also measures the first. Default: none."""
-    BEST: Any = FirstMetric()
+    one, and raises NbtoolsError where the data does not allow it. A receipt also measures the first."""
+    BEST: Any = Derived(lambda task: best_of(task.metrics))
     """The metric that chooses the best checkpoint, on the validation split; "-cer" where lower is better. Default: the
     first of `metrics` that is given by name, else -loss."""
     MEANINGS: Mapping[str, str] = {}
@@ -82,19 +70,18 @@ class Task:
     """Options of `demo` for the smoke test, where not every network can read what it writes by default."""
     COLUMN_OPTIONS: Mapping[str, Collection[str]] = {}
     """Options of `pack` that concern a single column, which some networks do not read: column → options, first the one
-    that names its array in the files. Default: none."""
+    that names its array in the files."""
     save: Any = None
     """save(answer, file, folder, card) -> text: write the answer to a file's sample into a folder, for tasks whose
     answers are files; the terminal prints the text. None: the terminal prints the answer."""
     augment: Any = ()
     """Names of augmentations of the default `batch`: crop, flip, rotate, colour, erase, mixup; a mapping gives their
-    strengths. Default: none."""
+    strengths."""
     pretrained: Any = False
-    """Whether the network's weights are pretrained, so that advice starts from a lower lr. Default: False; frozen
-    parameters say so too."""
+    """Whether the network's weights are pretrained, so that advice starts from a lower lr; frozen parameters say so
+    too."""
     card: Card | None = None
-    """The card of the pack that it trains or answers on, where `nb.pack` made that; set by whoever uses the task, on a
-    copy of it."""
+    """The card of the pack that it trains or answers on, where `nb.pack` made that; `bound` sets it on a copy."""
     preview: Any = None
     """preview(pack, i, answer) -> (image (H, W) or (H, W, 3 or 4) uint8, truth, predicted): sample i for the live
     picture, with the answer from `decode`; a fourth value True where answers are names, right or wrong as a whole.
@@ -103,88 +90,95 @@ class Task:
     # -- training
 
     def model(self, card: Card, plan: Any) -> nn.Module:
-        """The network for a data set; card: its classes, columns and options. No default."""
+        """Return the network for a data set; card: its classes, columns and options. No default."""
         raise TrainError(f"{spoken(self)} has no model(card, plan); a task needs model and loss: define it")
 
     def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float] | Tensor:
-        """(sum of the loss, number of terms) of a batch, or its mean over the samples; `model(batch)` returns the
-        outputs, also where the network of an `nb.pack` takes columns: those that its signature names. No default."""
+        """Return (sum of the loss, number of terms) of a batch, or its mean over the samples; `model(batch)` returns
+        the outputs, also where the network of an `nb.pack` takes columns. No default."""
         raise TrainError(f"{spoken(self)} has no loss(model, batch, plan); a task needs model and loss: define it")
 
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
-        """The network's input, from the pack's arrays: normalised, and augmented if draws are given. Default: for a
-        pack of `nb.pack` images (B, C, H, W) float32 and other inputs, augmented by the names in `augment` and
+        """Return the network's input, from the pack's arrays: normalised, and augmented if draws are given. Default:
+        for a pack of `nb.pack` images (B, C, H, W) float32 and other inputs, augmented by the names in `augment` and
         normalised by the card's mean and std; else the arrays unchanged."""
         return raw if self.card is None else prepare(raw, self.card, draws, self.augment)
 
     def inputs(self, plan: Any, columns: Collection[str]) -> Collection[str]:
-        """The columns of a pack that the plan's network reads: samples that have nothing in one of them are left out of
-        training, evaluation and prediction. Default: none, which leaves out no sample."""
+        """Return the columns of a pack that the plan's network reads: samples that have nothing in one of them are left
+        out of training, evaluation and prediction. Default: none, which leaves out no sample."""
         return ()
 
     def groups(self, model: nn.Module, plan: Any) -> list[dict[str, Any]]:
-        """Parameter groups: `{"params": [...]}`, with `"lr_scale": 10.0` for a multiple of the plan's lr, `"decays":
-        False` for no weight decay. Default: one group of all that require a gradient."""
+        """Return the parameter groups: `{"params": [...]}`, with `"lr_scale": 10.0` for a multiple of the plan's lr,
+        `"decays": False` for no weight decay. Default: one group of all that require a gradient."""
         return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+
+    def optimizer(self, groups: list[dict[str, Any]], plan: Any) -> Optimizer:
+        """Return the optimizer of these groups, each with its `lr`. In a step a group's lr is what it has here, times
+        what schedule and panel have made of `plan.lr` since. Default: `plan.optimizer`; an own one keeps its other
+        settings, whatever the plan's weight decay and betas."""
+        return default_optimizer(groups, plan)
+
+    def schedule(self, plan: Any) -> Callable[[float], Any] | None:
+        """Return f(progress): the factor on `plan.lr`, at 0 to 1 of the planned epochs. Default: None, the plan's
+        schedule and warmup."""
+        return None
 
     # -- evaluation and answers
 
     def infer(self, model: nn.Module, batch: Batch, plan: Any) -> Any:
-        """The outputs in evaluation and prediction. Default: `model(batch)`."""
+        """Return the outputs in evaluation and prediction. Default: `model(batch)`."""
         return model(batch)
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
-        """Metric → (numerator, denominator), summed over a split. For a pack of `nb.pack` it may also be a list of
-        names: accuracy, top5_accuracy, balanced_accuracy, f1, mae, mse, and of functions of (outputs, batch) that
-        return such pairs; or one such function. Default: none; the loss is always reported."""
+        """Return metric → (numerator, denominator), summed over a split. For a pack of `nb.pack` it may also be a list
+        of names: accuracy, top5_accuracy, balanced_accuracy, f1, mae, mse, and of functions of (outputs, batch) that
+        return such pairs. Default: none; the loss is always reported."""
         return {}
 
     def decode(self, outputs: Any, card: Card) -> list[Any]:
-        """The answer for each sample, such as a text. Default: for the targets of `nb.pack` a class with its
+        """Return the answer for each sample, such as a text. Default: for the targets of `nb.pack` a class with its
         probability, or values; else its row of the outputs."""
         return list(outputs) if self.card is None else answers(outputs, card)
 
     def show(self, *samples: Any, **options: Any) -> Any:
-        """A figure of samples. Default: show(pack, ids, predicted=None) for images of `nb.pack`; else raises
-        NbtoolsError."""
+        """Return a figure of samples. Default: show(pack, ids, predicted=None) for images of `nb.pack`."""
         if samples and isinstance(samples[0], Pack) and packed_dataset(samples[0].card):
             return show(*samples, **options)
-        raise NbtoolsError(f"{spoken(self)} cannot draw samples: it has no show(pack, ids); define it")
+        raise lacking(self, "draw samples", "show(pack, ids)")
 
     def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
-        """What the network takes out of a batch, and what it returns, for `run.export("model.onnx")`. The text of an
-        input is the NumPy expression that makes it from the pack's columns, these padded with 0 to the longest sample;
-        that of an output says what it means. Names and shapes that are left out are found by a try, and so are empty
-        shapes. Default: nothing; with `nb.pack` the texts of what the default `batch` makes."""
-        if not packed_dataset(card) or getattr(self.batch, "__func__", None) is not Task.batch:
-            return {}, {}
-        return expressions(card), {}
+        """Return what the network takes out of a batch, and what it returns, for `run.export("model.onnx")`. The text
+        of an input is the NumPy expression that makes it from the pack's columns, these padded with 0 to the longest
+        sample; that of an output says what it means. Names and shapes that are left out are found by a try, and so are
+        empty shapes. Default: nothing; with `nb.pack` the texts of what the default `batch` makes."""
+        default = getattr(self.batch, "__func__", None) is Task.batch
+        return (expressions(card) if packed_dataset(card) and default else {}), {}
 
     # -- plans
 
     def suggest(self, card: Card, accelerator: str) -> Mapping[str, tuple[Any, str]]:
-        """Settings for a data set, each with its reason; accelerator: cuda, mps or cpu. Default: none, but for a
+        """Return settings for a data set, each with its reason; accelerator: cuda, mps or cpu. Default: none, but for a
         Dataset with random transforms the feed that reads it in each epoch."""
-        if not card.options.get("random"):
-            return {}
-        return {"feed": ("workers", "the Dataset's transforms are random: it is read again in each epoch")}
+        reason = "the Dataset's transforms are random: it is read again in each epoch"
+        return {"feed": ("workers", reason)} if card.options.get("random") else {}
 
     def with_network(self, plan: Any, pack: Pack | Card, network: str) -> Any:
-        """The plan with the settings that suit another network. Default: the plan."""
+        """Return the plan with the settings that suit another network. Default: the plan."""
         return plan
 
     # -- data
 
     def survey(self, folder: Path, options: Any) -> Survey:
-        """The samples of a source, each with its label and split if it has them. Default: raises NbtoolsError."""
-        raise NbtoolsError(f"{spoken(self)} cannot list samples: it has no survey(folder, options); define it")
+        """Return the samples of a source, each with its label and split if it has them. No default."""
+        raise lacking(self, "list samples", "survey(folder, options)")
 
     def read(self, path: Path, options: Any) -> Sample:
-        """The arrays of one raw file. Default: with `nb.pack` of an image file, or of an item in its place; else raises
-        NbtoolsError."""
+        """Return the arrays of one raw file. Default: with `nb.pack` of an image file, or of an item in its place."""
         if self.card is not None:
             return sample_of(path, self.card)
-        raise NbtoolsError(f"{spoken(self)} cannot read files: it has no read(path, options); define it")
+        raise lacking(self, "read files", "read(path, options)")
 
     def pack(
         self,
@@ -196,8 +190,8 @@ class Task:
         progress: bool = True,
         **options: Any,
     ) -> Pack:
-        """The pack of a source; options: for `survey`. Default: `build_pack` of `survey` and `read`; without a `survey`
-        `nb.pack`."""
+        """Return the pack of a source; options: for `survey`. Default: `build_pack` of `survey` and `read`; without a
+        `survey` `nb.pack`."""
         ends: Any = {"val": val, "test": test, "into": into, "progress": progress}
         if self.packs_datasets:
             return pack_dataset(source, **ends, **options)
@@ -210,24 +204,24 @@ class Task:
         return [*ours] == [Task.survey, Task.pack]
 
     def pack_options(self, card: Card) -> Mapping[str, Any]:
-        """Options of `pack` with which another source has the classes and the preprocessing of a card, so that the
-        card's run can be evaluated on it. Default: none; with `nb.pack` the card itself."""
+        """Return options of `pack` with which another source has the classes and the preprocessing of a card, so that
+        the card's run can be evaluated on it. Default: none; with `nb.pack` the card itself."""
         return {"like": card} if packed_dataset(card) else {}
 
     def validate(self, source: str | Path, **options: Any) -> Any:
-        """A report of everything that is wrong with a source; `.ok`: no errors. Default: raises NbtoolsError, since
-        packing checks the files."""
+        """Return a report of everything that is wrong with a source; `.ok`: no errors. No default, since packing checks
+        the files."""
         raise NbtoolsError(
             f"{spoken(self)} checks its files while it packs them: call its pack(source), and check pack.bad"
         )
 
     def features(self, source: str | Path, into: Path, **options: Any) -> Any:
-        """Features of filmed clips by a pretrained network. Default: raises NbtoolsError."""
+        """Write features of filmed clips by a pretrained network. No default."""
         raise NbtoolsError(f"{spoken(self)} makes no features from frames; use the task sign")
 
     def demo(self, folder: str | Path, count: int = 100) -> Path:
-        """Write a small data set in the raw format. Default: raises NbtoolsError."""
-        raise NbtoolsError(f"{spoken(self)} cannot write demo data: it has no demo(folder, count); define it")
+        """Write a small data set in the raw format. No default."""
+        raise lacking(self, "write demo data", "demo(folder, count)")
 
     def __repr__(self) -> str:
         return f"Task {spoken(self)}"
@@ -236,47 +230,45 @@ class Task:
 HOOKS = tuple(name for name in vars(Task) if not name.startswith("_") and name not in ("card", "packs_datasets"))
 
 
-class Adapted(Task):
-    """A module, class or object as a Task: its own hooks, and the defaults for the others."""
-
-    def __init__(self, source: Any):
-        self.source = source
-        vars(self).update({name: getattr(source, name) for name in HOOKS if hasattr(source, name)})
+def lacking(task: Task, what: str, hook: str) -> NbtoolsError:
+    return NbtoolsError(f"{spoken(task)} cannot {what}: it has no {hook}; define it")
 
 
-def as_task(task: Any) -> Task:
-    """The one adapter: a Task unchanged, a subclass of it as an instance, anything else as an Adapted. Raises
-    TrainError for a network, a function, and a class whose instances need arguments."""
-    if isinstance(task, Task):
-        return task
-    kind = task if isinstance(task, type) else type(task)
-    if not (hasattr(task, "model") and hasattr(task, "loss")) and issubclass(kind, nn.Module | FunctionType):
-        came = "a function" if kind is FunctionType else f"the network {kind.__name__}"
-        raise TrainError(f"task must be a nb.Task, got {came}; pass nb.classify(net) or nb.regress(net)")
-    if kind is not task or not issubclass(kind, Task):
-        return Adapted(task)
-    given = inspect.signature(kind).parameters.values()
-    if needed := [p.name for p in given if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
-        arguments = ", ".join(needed)
-        raise TrainError(f"{kind.__name__} needs {arguments}; pass an instance: {kind.__name__}({arguments})")
-    return kind()
+# -- what a task means to a run
 
 
-def bound(task: TaskLike, card: Card) -> Task:
-    """The task as it trains and answers on a pack: for one of `nb.pack` a copy that knows its card."""
-    task = as_task(task)
-    if not packed_dataset(card) or task.card is card:
-        return task
-    own, origin = copy.copy(task), origin_of(task)
-    vars(own).update(card=card, _origin=origin)
-    if origin.preview is None:
-        own.preview = preview if images_of(card) else None
-    return own
+def summed(loss: Any, size: int) -> tuple[Tensor, Tensor | float]:
+    """Return what a task's `loss` returned for so many samples as (sum, count): a scalar is their mean."""
+    if not isinstance(loss, Tensor):
+        return loss
+    return (loss.sum(), loss.numel()) if loss.dim() else (loss * size, size)
 
 
-def origin_of(task: Task) -> Task:
-    """The task that `bound` copied, which has the name."""
-    return vars(task).get("_origin", task)
+def set_training(model: nn.Module, training: bool = True) -> None:
+    """Call `model.train(training)`, but leave norm layers whose parameters are all frozen in eval mode, and so the
+    statistics that they apply."""
+    model.train(training)
+    for layer in model.modules() if training else ():
+        trained = [p.requires_grad for p in layer.parameters(recurse=False)]
+        if isinstance(layer, _NormBase) and trained and not any(trained):
+            layer.eval()
+
+
+def lr_of(task: Task, plan: Plan, progress: float, drops: int = 0) -> float:
+    """Return lr at a progress in epochs, by the task's schedule or else the plan's, see `lr_at`. Raises TrainError."""
+    factor = task.schedule(plan)
+    if factor is None:
+        return lr_at(plan, progress, drops)
+    value = factor(min(progress / plan.epochs, 1.0)) if callable(factor) else factor
+    if callable(factor) and isinstance(value, Tensor | float | int) and 0 <= float(value) < math.inf:
+        return plan.lr * float(value)
+    rule = "schedule(plan) must return None or a function of progress, 0 to 1, that returns a factor ≥ 0 on lr"
+    raise TrainError(f"{rule}, got {value!r}; correct it")
+
+
+def own_optimizer(task: Task) -> bool:
+    """Return whether the optimizer is not the plan's."""
+    return getattr(task.optimizer, "__func__", None) is not Task.optimizer
 
 
 def objective(task: Task) -> tuple[Any, list[str], dict[str, float]]:
@@ -289,26 +281,25 @@ def objective(task: Task) -> tuple[Any, list[str], dict[str, float]]:
     return loss, metrics, {name: float(strength) for name, strength in strengths(task.augment).items()}
 
 
-def set_training(model: nn.Module, training: bool = True) -> None:
-    """`model.train(training)`, but norm layers whose parameters are all frozen stay in eval mode, and so do the
-    statistics that they apply."""
-    model.train(training)
-    for layer in model.modules() if training else ():
-        trained = [p.requires_grad for p in layer.parameters(recurse=False)]
-        if isinstance(layer, _NormBase) and trained and not any(trained):
-            layer.eval()
+def order(value: float, loss: float | None, sign: float) -> tuple[float, float]:
+    """Return what is greater for the better of two evaluations: by the metric, and where that is equal by the lower
+    validation loss. Where both are equal, the later epoch is the better one."""
+    return sign * value, -loss if loss is not None and math.isfinite(loss) else -math.inf
 
 
-def summed(found: Any, size: int) -> tuple[Tensor, Tensor | float]:
-    """What a task's `loss` returned for so many samples as (sum, count): a scalar is their mean."""
-    if not isinstance(found, Tensor):
-        return found
-    return (found.sum(), found.numel()) if found.dim() else (found * size, size)
+def best_metric(task: Task) -> tuple[str, float]:
+    """Return the metric that chooses the best checkpoint, and +1, or -1 where lower is better."""
+    return task.BEST.lstrip("-"), -1.0 if task.BEST.startswith("-") else 1.0
+
+
+def meanings_of(task: TaskLike) -> dict[str, str]:
+    """Return metric → what it says, in plain words, as far as the task or nbtools knows."""
+    return {**MEANINGS, **as_task(task).MEANINGS}
 
 
 def readable(task: TaskLike, pack: Pack, plan: Any) -> Pack:
-    """The part of a pack that the plan's network can read; the pack itself where it can read all, or nothing: its
-    `model` then says what is missing."""
+    """Return the part of a pack that the plan's network can read; the pack itself where it can read all, or nothing:
+    its `model` then says what is missing."""
     columns = as_task(task).inputs(plan, pack.columns)
     if not columns or not set(columns) <= pack.columns.keys():
         return pack
@@ -316,7 +307,7 @@ def readable(task: TaskLike, pack: Pack, plan: Any) -> Pack:
 
 
 def unread(task: TaskLike, pack: Pack, plan: Any) -> str:
-    """What the plan's network cannot read of a pack, in a sentence; "" if it can read all."""
+    """Return what the plan's network cannot read of a pack, in a sentence; "" if it can read all."""
     part = readable(task, pack, plan)
     if part.splits == pack.splits:
         return ""
@@ -326,30 +317,59 @@ def unread(task: TaskLike, pack: Pack, plan: Any) -> str:
 
 
 def array_of(task: TaskLike, card: Card, column: str) -> str:
-    """What the files call the array that became a column."""
+    """Return what the files call the array that became a column."""
     first, *_ = (*as_task(task).COLUMN_OPTIONS.get(column, ()), "")
     return card.options.get(first) or column
 
 
-def order(value: float, loss: float | None, sign: float) -> tuple[float, float]:
-    """Return what is greater for the better of two evaluations: by the metric, and where that is equal by the lower
-    validation loss. Where both are equal, the later epoch is the better one."""
-    return sign * value, -loss if loss is not None and math.isfinite(loss) else -math.inf
+# -- the adapter, and names
 
 
-def best_metric(task: Task) -> tuple[str, float]:
-    """(metric that chooses the best checkpoint, +1 or -1 where lower is better)."""
-    return task.BEST.lstrip("-"), -1.0 if task.BEST.startswith("-") else 1.0
+class Adapted(Task):
+    """A module, class or object as a Task: its own hooks, and the defaults for the others."""
+
+    def __init__(self, source: Any):
+        self.source = source
+        vars(self).update({name: getattr(source, name) for name in HOOKS if hasattr(source, name)})
 
 
-def meanings_of(task: TaskLike) -> dict[str, str]:
-    """Metric → what it says, in plain words, as far as the task or nbtools knows."""
-    return {**MEANINGS, **as_task(task).MEANINGS}
+def as_task(task: Any) -> Task:
+    """Return a Task unchanged, a subclass of it as an instance, anything else as an Adapted. Raises TrainError for a
+    network, a function, and a class whose instances need arguments."""
+    if isinstance(task, Task):
+        return task
+    kind = task if isinstance(task, type) else type(task)
+    if issubclass(kind, nn.Module | FunctionType) and not (hasattr(task, "model") and hasattr(task, "loss")):
+        came = "a function" if kind is FunctionType else f"the network {kind.__name__}"
+        raise TrainError(f"task must be a nb.Task, got {came}; pass nb.classify(net) or nb.regress(net)")
+    if kind is not task or not issubclass(kind, Task):
+        return Adapted(task)
+    try:
+        return kind()
+    except TypeError as error:
+        raise TrainError(f"{kind.__name__} cannot be made without arguments ({error}); pass an instance") from error
+
+
+def bound(task: TaskLike, card: Card) -> Task:
+    """Return the task as it trains and answers on a pack: for one of `nb.pack` a copy that knows its card."""
+    task = as_task(task)
+    if not packed_dataset(card) or task.card is card:
+        return task
+    own, origin = copy.copy(task), origin_of(task)
+    vars(own).update(card=card, _origin=origin)
+    if origin.preview is None:
+        own.preview = preview if images_of(card) else None
+    return own
+
+
+def origin_of(task: Task) -> Task:
+    """Return the task that `bound` copied, which has the name."""
+    return vars(task).get("_origin", task)
 
 
 def task_name(task: Any) -> str:
-    """`package.module` or `module:name`, from which a run imports its task again; `module:` for an object without a
-    name.
+    """Return `package.module` or `module:name`, from which a run imports its task again; `module:` for an object
+    without a name.
 
     An instance has the name of the variable that holds it, in its class's module or a notebook; a Task without
     attributes of its own, the name of its class.
@@ -369,22 +389,21 @@ def task_name(task: Any) -> str:
 
 
 def spoken(task: TaskLike) -> str:
-    """A task's name in a sentence: of one without a name what made it, as `nb.classify(…)`."""
+    """Return a task's name in a sentence: of one without a name what made it, as `nb.classify(…)`."""
     name = task_name(task)
     return getattr(as_task(task), "made", name[:-1]) if name.endswith(":") else name
 
 
 def import_task(name: str, where: Path | str) -> Task:
-    """The task of that name. where: what names it. Raises CheckpointError if it cannot be imported."""
+    """Return the task of that name; where: what names it. Raises CheckpointError if it cannot be imported."""
     module, colon, attribute = name.partition(":")
     try:
-        found = importlib.import_module(module)
+        source = importlib.import_module(module)
         if colon and not attribute:
             raise AttributeError(f"an object of {module} that has no name there")
-        return as_task(attrgetter(attribute)(found) if attribute else found)
+        return as_task(attrgetter(attribute)(source) if attribute else source)
     except (ImportError, AttributeError) as error:
-        fix = "put the file next to the notebook, or pass task="
+        fix = "put the file next to the notebook, or pass task= with the same task, as nb.classify(…) of its network"
         if module == "__main__":
             fix = "a script or a notebook made it: run its cell first, or import it from the script, and pass task="
-        own = "nb.classify(…) or nb.regress(…) with the same network" if name.startswith(OWN) else ""
-        raise CheckpointError(f"{where}: its task {name!r} cannot be imported ({error}); {fix}{own}") from None
+        raise CheckpointError(f"{where}: its task {name!r} cannot be imported ({error}); {fix}") from None
