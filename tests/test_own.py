@@ -137,7 +137,7 @@ def test_a_run_is_opened_by_the_name_of_its_task_and_exported(tmp_path, packs, n
 
 def test_a_task_without_a_name_says_how_to_open_its_run(tmp_path, packs):
     run = fitted(nb.classify(own.Small(3)), packs["images"], tmp_path / "run", epochs=1)
-    with pytest.raises(CheckpointError, match=r"pass task=nb\.classify\(…\) or nb\.regress\(…\) with the same network"):
+    with pytest.raises(CheckpointError, match=r"pass task= with the same task, as nb\.classify\(…\) of its network"):
         nb.Run.open(run.folder)
     assert nb.Run.open(run.folder, nb.classify(own.Small)).best == run.best
 
@@ -167,7 +167,7 @@ CALLS: dict[str, Any] = {  # how a forward names its inputs → what it sees of 
     "one by keyword only": lambda self, age, *, image: (image, age),
     "in order": lambda self, a, b: (a, b),
     "all in order": lambda self, *inputs: inputs,
-    "all by name": lambda self, **inputs: (inputs["image"], inputs["age"]),
+    "by name, the rest in order": lambda self, age, picture: (picture, age),
     "the dict": lambda self, batch: (batch["image"], batch["age"]),
     "an option": lambda self, image, age, scale=2.0: (image, age),
 }
@@ -289,7 +289,7 @@ def test_what_has_places_of_its_own_is_not_left_as_it_is_while_the_image_turns(t
 def test_whole_numbers_are_values_where_they_are_packed_as_such(tmp_path):
     frame = houses(60).round().astype({"price": int})
     pack = nb.pack(frame, target="price", into=tmp_path / "classes", progress=False)
-    with pytest.raises(TrainError, match=r"unless they are packed with nb\.pack\(…, classes=False\)"):
+    with pytest.raises(TrainError, match=r"whole numbers are values with nb\.pack\(…, classes=False\)"):
         nb.TrainState(nb.regress(own.line), pack, own.PLAN)
     pack = nb.pack(frame, target="price", classes=False, into=tmp_path / "values", progress=False)
     assert (pack.classes, pack.arrays["y"].dtype) == ([], np.int64)
@@ -415,7 +415,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "labels that are floats": (
         lambda: nb.classify(own.line),
         "rows",
-        r"nb\.regress is for them\. Labels that are floats .* astype\(int\), one-hot",
+        r"nb\.regress is for values; floats become classes with astype\(int\), one-hot",
     ),
     "another number of classes": (
         lambda: nb.classify(own.Small(4)),
@@ -448,7 +448,11 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         r"'depth', but can get only classes, inputs, card, plan",
     ),
     "no module": (lambda: classify(lambda: "net"), "images", r"model must return a torch\.nn\.Module, got str"),
-    "columns nobody has": (lambda: nb.classify(Ask), "images", r"Ask\.forward\(a, b\): which columns are a, b\?"),
+    "columns nobody has": (
+        lambda: nb.classify(Ask),
+        "images",
+        r"Ask\.forward\(a, b\): which columns are a, b\? The pack has x;",
+    ),
     "values of another shape": (
         lambda: nb.regress(lambda: nn.Linear(4, 2)),
         "rows",
@@ -472,7 +476,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a loss of other targets": (
         lambda: nb.classify(own.Small, loss=nn.BCEWithLogitsLoss()),
         "images",
-        r"loss BCEWithLogitsLoss does not take outputs \(2, 3\) and y \(2,\) int64: Target size .*; choose another",
+        r"the loss or a metric does not take outputs \(B, 3\) and y \(B,\) int64 of 3 classes: Target size",
     ),
     "a network": (lambda: own.Small(3), "images", r"got the network Small; pass nb\.classify\(net\) or nb\.regress"),
 }

@@ -66,8 +66,8 @@ def colour(x: Tensor, draws: Draws, strength: float) -> Tensor:
 
 
 def erase(x: Tensor, draws: Draws, most: float) -> Tensor:
-    """Set to the mean of each channel, in every second image, a rectangle of 2 % up to this share of its area, 0.3 to 3.3
-    times as high as wide (arXiv 1708.04896)."""
+    """Set to the mean of each channel, in every second image, a rectangle of 2 % up to this share of its area, 0.3 to
+    3.3 times as high as wide (arXiv 1708.04896)."""
     drawn = draws.uniforms((0.02, most), (math.log(0.3), math.log(3.3)), (0, 1), (0, 1))
     area, ratio, lengths = drawn[:, 0], drawn[:, 1].exp(), constant(x.shape[2:], x.device)
     size = (torch.stack([area * ratio, area / ratio], 1).sqrt() * lengths).round()  # (B, 2)

@@ -17,7 +17,7 @@ from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, constant, inpu
 from nbtools.errors import PackError, TrainError
 from nbtools.table import percent
 from nbtools.train.augment import MIXUP, augment, strengths
-from nbtools.train.metrics import METRICS, Batch, listed, logits_of, reshaped
+from nbtools.train.metrics import Batch, logits_of, reshaped
 
 DATASET = "dataset"  # the task in such a pack's card
 FEW = 8  # numbers of an answer that are shown
@@ -100,6 +100,13 @@ def shape_of(card: Card, name: str) -> tuple[int, ...]:
     return (shape[2], *shape[:2]) if layout == "hwc" else (1, *shape) if layout == "hw" else tuple(shape)
 
 
+def width_of(card: Card) -> int:
+    """Return the channels of the first input, or its features."""
+    name = card.options["inputs"][0]
+    shape = shape_of(card, name) or (1,)
+    return shape[0] if layout_of(card, name) else shape[-1]
+
+
 def expressions(card: Card) -> dict[str, tuple[tuple[()], str]]:
     """Return for `Task.tensors` what `prepare` makes of every input in evaluation, as NumPy, and the lengths of ragged
     ones; `options` are the card's."""
@@ -108,7 +115,7 @@ def expressions(card: Card) -> dict[str, tuple[tuple[()], str]]:
         text = name + {"hwc": ".transpose(0, 3, 1, 2)", "hw": "[:, None]"}.get(layout_of(card, name), "")
         text += " / 255" * (form_of(card, name).unit == 255)
         if name in card.options["mean"]:
-            mean, std = moments_as_text(card, name)
+            mean, std = moments(card, name)
             text = f"({text} - {mean}) / {std}"
             if is_ragged(card, name):
                 inside = f"(np.arange({name}.shape[1]) < {name}_length[:, None])"
@@ -117,20 +124,15 @@ def expressions(card: Card) -> dict[str, tuple[tuple[()], str]]:
     return {name: ((), text) for name, text in (texts | {each: each for each in lengths_of_inputs(card)}).items()}
 
 
-def moments_as_text(card: Card, name: str) -> tuple[str, str]:
+def moments(card: Card, name: str) -> tuple[str, str]:
     axes = "[:, None, None]" * bool(layout_of(card, name))
     return f"np.array(options['mean']['{name}']){axes}", f"np.array(options['std']['{name}']){axes}"
 
 
-def require_fitting(card: Card, metrics: Any, names: Any) -> None:
-    """Raise TrainError for metrics that are not of the pack's targets, and for augmentations that its inputs do not
-    take, or that would leave what belongs to an image, such as a mask, as it is."""
-    kind, wanted, inputs = card.options["kind"], strengths(names), card.options["inputs"]
-    for metric in () if callable(metrics) else listed(metrics):
-        if not callable(metric) and METRICS[metric][0] != kind:
-            fits = ", ".join(name for name, (of, _, _) in METRICS.items() if of == kind)
-            rule = f"metrics: {metric!r} is for {METRICS[metric][0]}, but the targets of the pack are {kind}"
-            raise TrainError(f"{rule}; {f'choose {fits}' if fits else 'leave it out'}")
+def require_augmentable(card: Card, names: Any) -> None:
+    """Raise TrainError for augmentations that the inputs do not take, or that would leave what belongs to an image,
+    such as a mask, as it is."""
+    wanted, inputs = strengths(names), card.options["inputs"]
     there = ", ".join(f"{name} {card.columns[name]}" for name in inputs)
     if (pictured := wanted.keys() - {MIXUP}) and not images_of(card):
         raise TrainError(f"augment: {min(pictured)} needs images, but the inputs are {there}; leave it out")

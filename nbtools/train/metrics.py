@@ -161,5 +161,9 @@ def score(metrics: Any, outputs: Any, batch: Batch, card: Card | None) -> dict[s
 def by_name(metric: str, outputs: Any, batch: Batch, card: Card | None) -> Pair:
     if card is None:
         raise TrainError(f"metrics: {metric!r} by name needs a pack made by nb.pack; write metrics(outputs, batch)")
-    y, (kind, _, measure) = batch[TARGET], METRICS[metric]
+    y, (kind, _, measure), came = batch[TARGET], METRICS[metric], card.options["kind"]
+    if kind != came:
+        fits = ", ".join(name for name, (of, _, _) in METRICS.items() if of == came)
+        rule = f"metrics: {metric!r} is for {kind}, but the targets of the pack are {came}"
+        raise TrainError(f"{rule}; choose {fits}" if fits else f"{rule}; leave it out")
     return measure(class_logits(outputs, card) if kind == "classes" else values_like(outputs, y.shape), y)

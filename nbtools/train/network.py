@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from nbtools.data import Card
 from nbtools.errors import TrainError
-from nbtools.train.defaults import is_ragged, lengths_of_inputs, require_fitting
+from nbtools.train.defaults import is_ragged, lengths_of_inputs, require_augmentable
 from nbtools.train.metrics import Batch
 from nbtools.train.task import Task, set_training, spoken
 
@@ -30,12 +30,13 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
         raise TrainError(f"{spoken(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
     if task.card is None:
         return model
-    require_fitting(card, task.metrics, task.augment)
+    require_augmentable(card, task.augment)
     if is_shared(task, model, card, plan):
         model = own_copy(model)
     model.register_forward_pre_hook(find_arguments(model, card), prepend=True, with_kwargs=True)  # before lazy layers'
     if any(map(is_lazy, chain(model.parameters(), model.buffers()))):
         size_layers(task, model, card, plan)
+    set_training(model)
     return model
 
 
@@ -66,7 +67,7 @@ def size_layers(task: Task, model: nn.Module, card: Card, plan: Any) -> None:
     for steps in STEPS:
         try:
             task.infer(model.eval(), task.batch(zeros(card, steps), plan, None), plan)
-            return set_training(model)
+            return
         except Exception as caught:
             error = caught
     inputs = ", ".join(f"{name} {card.columns[name]}" for name in card.options["inputs"])

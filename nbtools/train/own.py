@@ -9,7 +9,6 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +19,7 @@ from torch.optim import Optimizer
 from nbtools.data import TARGET, Card, Draws
 from nbtools.errors import TrainError
 from nbtools.train.augment import strengths
-from nbtools.train.defaults import (
-    answers,
-    as_input,
-    expressions,
-    layout_of,
-    moments_as_text,
-    packed_dataset,
-    scale_of,
-    shape_of,
-)
+from nbtools.train.defaults import answers, as_input, expressions, moments, packed_dataset, scale_of, shape_of, width_of
 from nbtools.train.metrics import Batch, Pair, best_of, class_logits, listed, logits_of, score, values_like
 from nbtools.train.plan import Plan
 from nbtools.train.task import Task, Tensors
@@ -37,13 +27,9 @@ from nbtools.train.task import Task, Tensors
 Model = nn.Module | Callable[..., nn.Module]
 Loss = Callable[[Any, Tensor], Tensor | Pair]
 CROSS_ENTROPY = (nn.CrossEntropyLoss, nn.NLLLoss)
-LOGISTIC = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
-LOGISTIC_FUNCTIONS = (F.binary_cross_entropy_with_logits, F.multilabel_soft_margin_loss)
-UNSCALED = (*LOGISTIC, nn.BCELoss, nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss)  # y means something as it is
-UNSCALED_FUNCTIONS = (
-    *LOGISTIC_FUNCTIONS,
-    *(F.binary_cross_entropy, F.kl_div, F.poisson_nll_loss, F.soft_margin_loss),
-)
+LOGISTIC = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, F.binary_cross_entropy_with_logits)
+UNSCALED = (*LOGISTIC, nn.BCELoss, F.binary_cross_entropy, nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss)
+"""Losses of probabilities, counts and signs: y means something as it is."""
 
 
 def classify(
@@ -72,7 +58,7 @@ def classify(
     of (groups, plan). schedule: a function of plan that returns f(progress), the factor on plan.lr at 0 to 1 of the
     planned epochs. Raises TrainError.
     """
-    return Classes(model, metrics, augment, loss, plan, pretrained, optimizer, schedule, caller())
+    return Classes(model, metrics, augment, loss, plan, pretrained, optimizer, schedule)
 
 
 def regress(
@@ -91,36 +77,30 @@ def regress(
     As `classify`; the network returns values of the targets' shape, also (B, 1) for (B,), and images as (B, C, H, W).
     The targets are standardised: mean 0 and standard deviation 1 over the training split. Metrics (mae, mse, or
     functions) and predictions are in the targets' own unit, images of bytes in 0…1. loss: of (outputs, standardised y),
-    both of y's shape; None: squared error. The losses of probabilities, counts and signs get y as it is: torch's
-    BCEWithLogits, BCE, MultiLabelSoftMargin, KLDiv, PoissonNLL and SoftMargin; of logits the answers are probabilities.
+    both of y's shape; None: squared error. torch's losses of probabilities, counts and signs get y as it is (BCE,
+    BCEWithLogits, MultiLabelSoftMargin, KLDiv, PoissonNLL, SoftMargin); predictions by logits are probabilities.
     """
-    return Values(model, metrics, augment, loss, plan, pretrained, optimizer, schedule, caller())
-
-
-def caller() -> str:
-    """Return the module that calls classify or regress, where a run looks for the task's name."""
-    return sys._getframe(2).f_globals.get("__name__", "__main__")
+    return Values(model, metrics, augment, loss, plan, pretrained, optimizer, schedule)
 
 
 class Own(Task):
-    """What `classify` and `regress` return has this in common."""
+    """What the tasks of `classify` and `regress` have in common."""
 
     kind: str  # of the targets
     made: str  # what a sentence calls it
-    wrong: str  # what is said of other targets
+    otherwise: str  # what is said of other targets
     card: Any = None
 
     def __init__(
         self,
-        model: Model,
+        model: Any,
         metrics: Any,
         augment: Any,
-        loss: Loss | None,
-        plan: Plan | None,
+        loss: Any,
+        plan: Any,
         pretrained: bool,
         optimizer: Any,
         schedule: Any,
-        module: str,
     ):
         if not callable(model):
             raise TrainError(f"model must be a torch.nn.Module or a function that makes one, got {model!r}")
@@ -131,37 +111,28 @@ class Own(Task):
             raise TrainError(f"{rule}; write a Task whose model holds them")
         self.network, self.measured, self.given_loss, self.pretrained = model, listed(metrics), loss, pretrained
         self.augment, self.PLAN, self.BEST = strengths(augment), plan or Plan(), best_of(metrics)
-        self.__module__ = module
+        self.given = {"optimizer": optimizer, "schedule": schedule}
         if optimizer is not None:
-            self.given_optimizer, self.optimizer = optimizer, maker_of(optimizer)
+            self.optimizer = maker_of(optimizer)
         if schedule is not None:
-            if not callable(schedule) or isinstance(schedule, type):
-                rule = "schedule must be a function of the plan that returns f(progress), a factor on lr"
-                raise TrainError(f"{rule}, got {shown(schedule)}; such as schedule=lambda plan: lambda t: 1 - t")
+            require_function("schedule", schedule, "of the plan that returns f(progress), a factor on its lr")
             self.schedule = schedule
+        self.__module__ = sys._getframe(2).f_globals.get("__name__", "__main__")  # where a run looks for its name
 
     def model(self, card: Card, plan: Any) -> nn.Module:
-        came = card.options["kind"] if packed_dataset(card) else "none of nb.pack"
+        came = card.options["kind"] if packed_dataset(card) else "not of nb.pack"
         if came != self.kind:
-            raise TrainError(
-                f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, got {came}; {self.wrong}"
-            )
-        network: Any = self.network
-        if isinstance(network, nn.Module):
-            return network  # `build` copies it
-        first = card.options["inputs"][0]
-        shape = shape_of(card, first) or (1,)
-        width = shape[0] if layout_of(card, first) else shape[-1]
-        offered = {"classes": len(card.classes), "inputs": width, "card": card, "plan": plan}
-        try:
-            wanted = inspect.signature(network).parameters.values()
-        except ValueError:  # of a function written in C
-            wanted = []
-        plain = [p for p in wanted if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, and these are {came}"
+            raise TrainError(f"{rule}; {self.otherwise}")
+        if isinstance(self.network, nn.Module):
+            return self.network  # `build` copies it
+        offered = {"classes": len(card.classes), "inputs": width_of(card), "card": card, "plan": plan}
+        plain = [p for p in inspect.signature(self.network).parameters.values() if p.kind < p.VAR_KEYWORD]
+        plain = [p for p in plain if p.kind is not p.VAR_POSITIONAL]
         if unknown := [p.name for p in plain if p.default is p.empty and p.name not in offered]:
             rule = f"the function that makes the network has the parameter {unknown[0]!r}"
             raise TrainError(f"{rule}, but can get only {', '.join(offered)}; rename it, or give it a default")
-        return network(**{p.name: offered[p.name] for p in plain if p.name in offered})
+        return self.network(**{p.name: offered[p.name] for p in plain if p.name in offered})
 
     def terms(self, outputs: Tensor, y: Tensor) -> Pair:
         """Return (sum, count) of the loss that was given."""
@@ -169,7 +140,7 @@ class Own(Task):
         if isinstance(loss, nn.Module):
             copies = vars(self).setdefault("_losses", {})
             loss = copies[y.device] if y.device in copies else copies.setdefault(y.device, moved(loss, y.device))
-        made: Any = loss(outputs, y) if loss is not None else None
+        made = loss(outputs, y)
         if isinstance(made, tuple):
             return made
         if made.dim():
@@ -179,9 +150,7 @@ class Own(Task):
 
 class Classes(Own):
     kind, made = "classes", "nb.classify(…)"
-    wrong = (
-        "nb.regress is for values. Labels that are floats become classes with astype(int), one-hot ones with argmax(1)"
-    )
+    otherwise = "nb.regress is for values; floats become classes with astype(int), one-hot labels with argmax(1)"
 
     def loss(self, model: Any, batch: Batch, plan: Any) -> Pair:
         y, outputs = batch[TARGET], model(batch)
@@ -198,7 +167,7 @@ class Classes(Own):
 
 class Values(Own):
     kind, made = "values", "nb.regress(…)"
-    wrong = "nb.classify is for classes. Whole numbers are values with nb.pack(…, classes=False), or as floats"
+    otherwise = "nb.classify is for classes; whole numbers are values with nb.pack(…, classes=False), or as floats"
 
     def model(self, card: Card, plan: Any) -> nn.Module:
         network = super().model(card, plan)
@@ -214,7 +183,7 @@ class Values(Own):
 
     def loss(self, model: Any, batch: Batch, plan: Any) -> Pair:
         y, outputs = batch[TARGET], model(batch)
-        if not self.unscaled:
+        if not is_of(self.given_loss, UNSCALED):
             mean, std = scale_of(self.card, TARGET, y.device)
             y = (y - mean) / std
         outputs = values_like(outputs, y.shape)
@@ -222,16 +191,12 @@ class Values(Own):
             return self.terms(outputs, y)
         return F.mse_loss(outputs, y, reduction="sum"), y.numel()
 
-    @property
-    def unscaled(self) -> bool:
-        return is_of(self.given_loss, UNSCALED, UNSCALED_FUNCTIONS)
-
     def in_units(self, outputs: Any) -> Tensor:
         """Return values in the targets' own unit."""
         values = logits_of(outputs)
         values = values_like(values, (len(values), *shape_of(self.card, TARGET)))
-        if self.unscaled:
-            return values.sigmoid() if is_of(self.given_loss, LOGISTIC, LOGISTIC_FUNCTIONS) else values
+        if is_of(self.given_loss, UNSCALED):
+            return values.sigmoid() if is_of(self.given_loss, LOGISTIC) else values
         mean, std = scale_of(self.card, TARGET, values.device)
         return values * std + mean
 
@@ -242,19 +207,22 @@ class Values(Own):
         return answers(self.in_units(outputs), card)
 
     def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
-        (mean, std), shape = moments_as_text(card, TARGET), ", ".join(map(str, ("-1", *shape_of(card, TARGET))))
+        (mean, std), shape = moments(card, TARGET), ", ".join(map(str, ("-1", *shape_of(card, TARGET))))
         text = f"output.reshape({shape})"
-        if is_of(self.given_loss, LOGISTIC, LOGISTIC_FUNCTIONS):
-            text = f"1 / (1 + np.exp(-{text}))"
-        return expressions(card), {"output": ((), text if self.unscaled else f"{text} * {std} + {mean}")}
+        if is_of(self.given_loss, UNSCALED):
+            text = f"1 / (1 + np.exp(-{text}))" if is_of(self.given_loss, LOGISTIC) else text
+        else:
+            text = f"{text} * {std} + {mean}"
+        return expressions(card), {"output": ((), text)}
 
 
 # -- what may be given
 
 
-def is_of(loss: Any, kinds: tuple[type, ...], functions: tuple[Any, ...]) -> bool:
-    """Return whether a loss is of one of these modules, or one of these functions or a partial of it."""
-    return isinstance(loss, kinds) or getattr(loss, "func", loss) in functions
+def is_of(loss: Any, kinds: tuple[Any, ...]) -> bool:
+    """Return whether a loss is an instance of one of these classes, or one of these functions or a partial of it."""
+    function = getattr(loss, "func", loss)
+    return any(isinstance(loss, kind) if isinstance(kind, type) else function is kind for kind in kinds)
 
 
 def moved(loss: nn.Module, device: torch.device) -> nn.Module:
@@ -281,13 +249,13 @@ def maker_of(optimizer: Any) -> Callable[[Any, Any], Any]:
         if "lr" in getattr(optimizer, "keywords", {}):
             raise TrainError("optimizer: its lr is the plan's; leave lr out, and pass plan=nb.Plan(lr=…)")
         return lambda groups, plan: optimizer(groups, lr=plan.lr)
-    if callable(kind) and not isinstance(kind, type | Optimizer):
-        return optimizer
-    rule = "optimizer must be a class of torch.optim, a functools.partial of one, or a function of (groups, plan)"
-    why = ", which holds another network's parameters" if isinstance(optimizer, Optimizer) else ""
-    raise TrainError(f"{rule}, got {shown(optimizer)}{why}; pass its class")
+    if isinstance(optimizer, Optimizer):
+        name = type(optimizer).__name__
+        raise TrainError(f"optimizer: this {name} holds the parameters of another network; pass the class {name}")
+    require_function("optimizer", optimizer, "of (groups, plan), a class of torch.optim, or a functools.partial of one")
+    return optimizer
 
 
-def shown(value: Any) -> str:
-    kind = value if isinstance(value, type) else type(value)
-    return f"{'the class' if kind is value else 'a'} {kind.__name__}"
+def require_function(name: str, value: Any, rule: str) -> None:
+    if not callable(value) or isinstance(value, type):
+        raise TrainError(f"{name} must be a function {rule}, got {getattr(value, '__name__', repr(value))}")

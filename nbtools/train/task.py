@@ -10,7 +10,6 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -271,14 +270,26 @@ def own_optimizer(task: Task) -> bool:
     return getattr(task.optimizer, "__func__", None) is not Task.optimizer
 
 
-def objective(task: Task) -> tuple[Any, list[str], dict[str, float]]:
-    """Return the loss (None: the default), the metrics' names and the augmentations' strengths with which a run on a
-    pack of `nb.pack` trains; (None, [], {}) for other tasks, whose name stands for all of them."""
+def objective(task: Task) -> tuple[Any, list[str], dict[str, float], dict[str, str]]:
+    """Return the loss (None: the default), the metrics' names, the augmentations' strengths, and the names of optimizer
+    and schedule with which a run on a pack of `nb.pack` trains; (None, [], {}, {}) for other tasks, whose name stands
+    for all of them."""
     if task.card is None:
-        return None, [], {}
+        return None, [], {}, {}
     loss = getattr(task, "given_loss", type(task).loss)
     metrics = [name_of(metric) for metric in listed(getattr(task, "measured", task.metrics))]
-    return loss, metrics, {name: float(strength) for name, strength in strengths(task.augment).items()}
+    given = getattr(task, "given", {"optimizer": task.optimizer, "schedule": task.schedule})
+    own = {name: getattr(getattr(task, name), "__func__", None) is not getattr(Task, name) for name in given}
+    names = {name: qualified(value) if own[name] else "default" for name, value in given.items()}
+    return loss, metrics, {name: float(strength) for name, strength in strengths(task.augment).items()}, names
+
+
+def qualified(function: Any) -> str:
+    """Return the name of a class or a function, of a partial with its keywords."""
+    settings = ", ".join(f"{name}={value!r}" for name, value in getattr(function, "keywords", {}).items())
+    function = getattr(function, "func", function)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{name}({settings})" if settings else name
 
 
 def order(value: float, loss: float | None, sign: float) -> tuple[float, float]:
