@@ -1,14 +1,14 @@
-"""A few samples through network, loss and metrics before anything is trained or written: what does not fit is said in
-one sentence, with the shapes. B samples.
-"""
+"""A few samples through network, metrics and loss before anything is trained or written: what does not fit is said in
+one sentence, with the shapes. B samples."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_map
 
@@ -25,12 +25,11 @@ SAMPLES, MOST = 8, 10**8  # numbers of labels that are looked through: larger on
 
 
 def rehearse(state: TrainState, pack: Pack) -> None:
-    """Raise TrainError if the network does not take the pack's samples, or loss and metrics what it returns. Weights and
-    random states stay as they are."""
-    task, plan, model, device = state.task, state.applied.while_training(), state.model, state.device
-    ends = extremes(pack)
+    """Raise TrainError if the network does not take the pack's samples, or loss and metrics what it returns. No weight
+    and no random state changes."""
+    task, plan, device, ends = state.task, state.applied.while_training(), state.device, extremes(pack)
     ids = [*pack.ids("train")[: min(SAMPLES, plan.batch_size)], *ends]
-    running: list[tuple[nn.Module, Any]] = []  # layers and what they got, the innermost last
+    running: list[Any] = []  # layers and what they got, the innermost last
     hooks = (  # of all modules, since one of TorchScript takes none of its own
         register_module_forward_pre_hook(lambda layer, given: running.append((layer, given))),
         register_module_forward_hook(lambda *_: running.pop() and None),
@@ -39,23 +38,25 @@ def rehearse(state: TrainState, pack: Pack) -> None:
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             raw = {name: tensor.to(device) for name, tensor in gather(pack, np.array(ids)).items()}
-            batch, outputs = forward(task, model, raw, plan, device)
-            if device.type in ASSERTING:
-                require_classes(task, outputs, batch, plan)
-            with autocast(plan, device, model):
+            batch, outputs = forward(task, state.model, raw, plan, device)
+            with autocast(plan, device, state.model):
                 if task.card is not None:
                     score(task.metrics, outputs, batch, task.card)
                     require_augment(state, raw)
+                if device.type in ASSERTING:
+                    with suppress(RuntimeError):  # of a loss with tensors of its own there; the others come again
+                        require_loss(task, *tree_map(on_cpu, (outputs, batch)), plan)
                 require_loss(task, outputs, batch, plan)
             lr_of(task, plan, 0.0)
     except NbtoolsError:
         raise
     except Exception as error:
-        if not out_of_memory(error) and (outputs is None or not isinstance(error, AttributeError)):
-            names = f"; its lowest and highest classes: {', '.join(str(pack.names[i]) for i in ends)}"
-            said = explained(state, running, outputs, batch, error)
-            raise TrainError(said + names * isinstance(error, IndexError)) from error
-        return  # a loss may ask the network for more than outputs: training will tell
+        if out_of_memory(error) or (outputs is not None and isinstance(error, AttributeError)):
+            return  # a loss may ask the network for more than outputs: training will tell
+        why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        if isinstance(error, IndexError):
+            why += f" (its lowest and highest classes: {', '.join(str(pack.names[i]) for i in ends)})"
+        raise TrainError(f"{spoken(task)}: {misfit(state, running, outputs, batch)}: {why}; change it") from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -75,6 +76,14 @@ def extremes(pack: Pack) -> list[int]:
     return list(samples)
 
 
+def require_augment(state: TrainState, raw: Batch) -> None:
+    draws, names = Draws(state.applied.seed, 0, raw["id"]), state.task.augment
+    state.task.batch(raw, state.applied, draws)
+    if names and not draws.count:
+        fix = "begin it with batch = super().batch(raw, plan, draws), or leave augment out"
+        raise TrainError(f"{spoken(state.task)}: its `batch` leaves out augment={names!r}; {fix}")
+
+
 @torch.enable_grad()
 def require_loss(task: Any, outputs: Any, batch: Batch, plan: Any) -> None:
     def tracked(value: Any) -> Any:  # for a loss that works on gradients; not a leaf, which refuses work in place
@@ -84,56 +93,36 @@ def require_loss(task: Any, outputs: Any, batch: Batch, plan: Any) -> None:
     outputs = tree_map(tracked, outputs)
     loss = task.loss(lambda *_, **__: outputs, batch, plan)
     if not isinstance(loss, Tensor) and not (isinstance(loss, tuple) and len(loss) == 2):
-        rule = f"{spoken(task)}: loss must return (sum, count), or a tensor: the mean, or a term per sample"
-        raise TrainError(f"{rule}; got a {type(loss).__name__}")
+        rule = "loss must return (sum, count), or a tensor: the mean, or a term per sample"
+        raise TrainError(f"{spoken(task)}: {rule}; got a {type(loss).__name__}")
 
 
-def require_classes(task: Any, outputs: Any, batch: Batch, plan: Any) -> None:
-    try:
-        require_loss(task, *tree_map(lambda t: t.cpu() if isinstance(t, Tensor) else t, (outputs, batch)), plan)
-    except Exception as error:
-        if isinstance(error, IndexError) or "out of bounds" in str(error):
-            raise
-        return  # others, as of a loss with tensors of its own on the GPU, come again there
-
-
-def require_augment(state: TrainState, raw: Batch) -> None:
-    draws = Draws(state.applied.seed, 0, raw["id"])
-    state.task.batch(raw, state.applied, draws)
-    if state.task.augment and not draws.count:
-        rule = f"{spoken(state.task)}: its `batch` leaves out augment={state.task.augment!r}"
-        raise TrainError(f"{rule}; begin it with batch = super().batch(raw, plan, draws), or leave augment out")
-
-
-def explained(state: TrainState, running: list[Any], outputs: Any, batch: Batch, error: Exception) -> str:
-    """Return the sentence about what does not fit."""
-    why, columns = (str(error).splitlines() or [type(error).__name__])[0], state.card.columns
-    names = [name for name in state.card.options.get("inputs") or columns if name in columns and name != TARGET]
-    start, data = f"{spoken(state.task)}: ", f"the pack's {', '.join(f'{name} {columns[name]}' for name in names)}"
+def misfit(state: TrainState, running: list[Any], outputs: Any, batch: Batch) -> str:
+    columns = state.card.columns
     if outputs is not None:
-        logits, y = getattr(outputs, "logits", outputs), batch.get(TARGET)
+        y, classes = batch.get(TARGET), len(state.card.classes)
         target = f" and y {shape(y)} {str(y.dtype).removeprefix('torch.')}" if isinstance(y, Tensor) else ""
-        classes = f" of {len(state.card.classes)} classes" if state.card.classes else ""
-        start += f"the loss or a metric does not take outputs {shape(logits)}{target}{classes}"
-        return f"{start}: {why}; change the last layer, or loss and metrics"
+        came = f"{shape(getattr(outputs, 'logits', outputs))}{target}{f' of {classes} classes' * bool(classes)}"
+        return f"the loss or a metric does not take outputs {came}"
+    names = [name for name in state.card.options.get("inputs") or columns if name in columns and name != TARGET]
+    data = f"the pack's {', '.join(f'{name} {columns[name]}' for name in names)}"
     if not running:
-        return f"{start}its `batch` or `infer` does not take {data}: {why}; change it, or pack other data"
+        return f"its `batch` or `infer` does not take {data}"
     layer, given = running[-1]
-    where = next((f".{name}" for name, each in state.model.named_modules() if each is layer and name), "")
+    where = next((f"{name} " for name, each in state.model.named_modules() if each is layer and name), "")
+    place = f"{type(state.model).__name__}.{where}" if where else ""
     told = type(layer).__name__ if list(layer.children()) else str(layer)
-    place = f"{type(state.model).__name__}{where} {told}" if where else told
-    got = ", ".join(
-        ", ".join(f"{name} {shape(each[name])}" for name in names if name in each)
-        if isinstance(each, dict)
-        else shape(each)
-        for each in given
-    )
-    start += f"the network does not take {data}: {place} got {got or 'nothing'}"
-    return f"{start}: {why}; change the network, or pack other data"
+    batches = [each for each in given if isinstance(each, dict)]  # of which it takes these
+    parts = [f"{name} {shape(each[name])}" for each in batches for name in names if name in each]
+    return f"the network does not take {data}: {place}{told} got {', '.join(parts or map(shape, given)) or 'nothing'}"
+
+
+def on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def shape(value: Any) -> str:
     """Return a tensor's shape as text, its first axis as B."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or not value.dim():
         return f"a {type(value).__name__}"
-    return f"({', '.join(['B', *map(str, value.shape[1:])])}{',' * (value.dim() == 1)})" if value.dim() else "()"
+    return f"({', '.join(['B', *map(str, value.shape[1:])])}{',' * (value.dim() == 1)})"
