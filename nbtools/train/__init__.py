@@ -46,7 +46,6 @@ from nbtools.train.task import (
     best_metric,
     bound,
     import_task,
-    lr_of,
     meanings_of,
     objective,
     order,

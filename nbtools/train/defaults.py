@@ -35,30 +35,30 @@ def prepare(raw: Batch, card: Card, draws: Draws | None, names: Sequence[str] | 
     """Return the inputs of a raw batch as a network takes them: images (B, C, H, W) float32, uint8 ones from 0 to 1
     first; augmented by name given draws; then normalised by the card's mean and std, where it has them. The padding of
     sequences stays 0."""
-    inputs, batch = card.options["inputs"], dict(raw)
-    for name in inputs:
-        batch[name] = as_input(raw[name], card, name)
+    inputs = card.options["inputs"]
+    batch = raw | {name: as_input(raw[name], card, name) for name in inputs}
     if draws is not None and names:
         batch = augment(batch, images_of(card), inputs, len(card.classes), draws, names)
     for name in inputs:
         if name in card.options["mean"]:
             mean, std = scale_of(card, name, raw[name].device)
-            batch[name] = (batch[name].float() - mean) / std
-            if is_ragged(card, name):
-                steps = torch.arange(batch[name].shape[1], device=raw[name].device)
+            values = (batch[name].float() - mean) / std
+            if card.columns[name].kind == "ragged":
+                steps = torch.arange(values.shape[1], device=values.device)
                 inside = steps < raw[f"{name}_length"][:, None]  # (B, L)
-                batch[name] = batch[name] * inside.view(*inside.shape, *[1] * (batch[name].dim() - 2))
+                values = values * inside.view(*inside.shape, *[1] * (values.dim() - 2))
+            batch[name] = values
     return batch
 
 
 def as_input(values: Tensor, card: Card, name: str) -> Tensor:
     """Return a column with its channels before its pixels, and its 255ths as float32 from 0 to 1."""
-    layout = layout_of(card, name)
-    if layout == "hwc":
+    form = form_of(card, name)
+    if form.layout == "hwc":
         values = values.permute(0, 3, 1, 2)
-    elif layout == "hw":
+    elif form.layout == "hw":
         values = values.unsqueeze(1)
-    if form_of(card, name).unit == 255:
+    if form.unit == 255:
         return values.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     return values.contiguous()
 
@@ -66,85 +66,68 @@ def as_input(values: Tensor, card: Card, name: str) -> Tensor:
 def scale_of(card: Card, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (mean, std) of a column over the training split, each per channel (C, 1, 1), per feature (F,), or one for
     all; where nothing varies, std is 1."""
-    shape = (-1, 1, 1) if layout_of(card, name) else (-1,)
+    shape = (-1, 1, 1) if form_of(card, name).layout else (-1,)
     mean, std = (constant(tuple(card.options[moment][name]), device).view(shape) for moment in ("mean", "std"))
     return mean, std
 
 
 def form_of(card: Card, name: str) -> Form:
+    """Return how a column was packed; its layout is `hwc`, `chw` or `hw` of images, "" of others."""
     return Form.of(card.options["forms"][name])
-
-
-def layout_of(card: Card, name: str) -> str:
-    """Return `hwc`, `chw` or `hw` of a column of images, "" of others."""
-    return card.options["forms"][name]["layout"]
-
-
-def is_ragged(card: Card, name: str) -> bool:
-    return card.columns[name].kind == "ragged"
 
 
 def images_of(card: Card) -> list[str]:
     """Return the inputs that are images."""
-    return [name for name in card.options["inputs"] if layout_of(card, name)]
-
-
-def lengths_of_inputs(card: Card) -> list[str]:
-    """Return the names under which a batch has the lengths of its ragged inputs."""
-    return [f"{name}_length" for name in card.options["inputs"] if is_ragged(card, name)]
+    return [name for name in card.options["inputs"] if form_of(card, name).layout]
 
 
 def shape_of(card: Card, name: str) -> tuple[int, ...]:
     """Return the shape of a sample's column as the network takes it, without the length of a ragged one."""
-    shape, layout = card.columns[name].shape, layout_of(card, name)
+    shape, layout = card.columns[name].shape, form_of(card, name).layout
     return (shape[2], *shape[:2]) if layout == "hwc" else (1, *shape) if layout == "hw" else tuple(shape)
-
-
-def width_of(card: Card) -> int:
-    """Return the channels of the first input, or its features."""
-    name = card.options["inputs"][0]
-    shape = shape_of(card, name) or (1,)
-    return shape[0] if layout_of(card, name) else shape[-1]
-
-
-def expressions(card: Card) -> dict[str, tuple[tuple[()], str]]:
-    """Return for `Task.tensors` what `prepare` makes of every input in evaluation, as NumPy, and the lengths of ragged
-    ones; `options` are the card's."""
-    texts = {}
-    for name in card.options["inputs"]:
-        text = name + {"hwc": ".transpose(0, 3, 1, 2)", "hw": "[:, None]"}.get(layout_of(card, name), "")
-        text += " / 255" * (form_of(card, name).unit == 255)
-        if name in card.options["mean"]:
-            mean, std = moments(card, name)
-            text = f"({text} - {mean}) / {std}"
-            if is_ragged(card, name):
-                inside = f"(np.arange({name}.shape[1]) < {name}_length[:, None])"
-                text += f" * {inside}[:, :{', None' * len(card.columns[name].shape)}]"
-        texts[name] = text
-    return {name: ((), text) for name, text in (texts | {each: each for each in lengths_of_inputs(card)}).items()}
-
-
-def moments(card: Card, name: str) -> tuple[str, str]:
-    axes = "[:, None, None]" * bool(layout_of(card, name))
-    return f"np.array(options['mean']['{name}']){axes}", f"np.array(options['std']['{name}']){axes}"
 
 
 def require_augmentable(card: Card, names: Any) -> None:
     """Raise TrainError for augmentations that the inputs do not take, or that would leave what belongs to an image,
     such as a mask, as it is."""
-    wanted, inputs = strengths(names), card.options["inputs"]
+    wanted, inputs, images = strengths(names), card.options["inputs"], images_of(card)
     there = ", ".join(f"{name} {card.columns[name]}" for name in inputs)
-    if (pictured := wanted.keys() - {MIXUP}) and not images_of(card):
+    if (pictured := wanted.keys() - {MIXUP}) and not images:
         raise TrainError(f"augment: {min(pictured)} needs images, but the inputs are {there}; leave it out")
     for name, column in card.columns.items():
         axes = len(column.shape) + (column.kind == "ragged" and name == TARGET)  # maps (H, W), and lists of boxes
-        moved = pictured - (set() if layout_of(card, name) else {"colour"})
-        if name not in images_of(card) and axes >= 2 and moved:
+        moved = pictured - (set() if form_of(card, name).layout else {"colour"})
+        if name not in images and axes >= 2 and moved:
             rule = f"augment: {min(moved)} would leave {'the target' if name == TARGET else name} ({column}) as it is"
             raise TrainError(f"{rule}; augment both in a `batch` of your task")
-    if MIXUP in wanted and any(is_ragged(card, name) or card.columns[name].dtype[1] not in "uf" for name in inputs):
+    columns = [card.columns[name] for name in inputs]
+    if MIXUP in wanted and any(column.kind == "ragged" or column.dtype[1] not in "uf" for column in columns):
         rule = "augment: mixup needs images or numbers of one shape"
         raise TrainError(f"{rule}, but the inputs are {there}; leave it out")
+
+
+def expressions(card: Card) -> dict[str, tuple[tuple[()], str]]:
+    """Return for `Task.tensors` what `prepare` makes of every input in evaluation, as NumPy, and the lengths of ragged
+    ones; `options` are the card's."""
+    texts: dict[str, str] = {}
+    for name in card.options["inputs"]:
+        form, ragged = form_of(card, name), card.columns[name].kind == "ragged"
+        text = name + {"hwc": ".transpose(0, 3, 1, 2)", "hw": "[:, None]"}.get(form.layout, "")
+        text += " / 255" * (form.unit == 255)
+        if name in card.options["mean"]:
+            mean, std = moments(card, name)
+            text = f"({text} - {mean}) / {std}"
+            if ragged:
+                inside = f"(np.arange({name}.shape[1]) < {name}_length[:, None])"
+                text += f" * {inside}[:, :{', None' * len(card.columns[name].shape)}]"
+        texts |= {name: text, **({f"{name}_length": f"{name}_length"} if ragged else {})}
+    return {name: ((), text) for name, text in texts.items()}
+
+
+def moments(card: Card, name: str) -> tuple[str, str]:
+    """Return mean and std as NumPy expressions."""
+    axes = "[:, None, None]" * bool(form_of(card, name).layout)
+    return f"np.array(options['mean']['{name}']){axes}", f"np.array(options['std']['{name}']){axes}"
 
 
 # -- answers and pictures
@@ -168,17 +151,27 @@ def answers(outputs: Any, card: Card) -> list[Any]:
         best = outputs.float().softmax(1).max(1)
         return [Answer(card.classes[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     if kind == "values" and (values := reshaped(outputs, (len(outputs), *shape_of(card, TARGET)))) is not None:
-        layout = layout_of(card, TARGET)
+        layout = form_of(card, TARGET).layout
         values = values.permute(0, 2, 3, 1) if layout == "hwc" else values.squeeze(1) if layout == "hw" else values
         return values.tolist() if values.dim() < 3 else list(values.cpu().numpy())
     return list(outputs)
+
+
+def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool]:
+    """Return a sample of the live picture: `Task.preview`. Values stand next to the true ones, neither right nor
+    wrong."""
+    sample, card, text = pack.sample(i), pack.card, as_text(answer)
+    if card.options["kind"] == "classes":
+        return picture(sample, card), card.classes[int(sample[TARGET])], text, True
+    known = f" (true: {as_text(sample[TARGET])})" if card.options["kind"] == "values" else ""
+    return picture(sample, card), "", f"{text}{known}", True
 
 
 def picture(sample: Sample, card: Card) -> np.ndarray:
     """Return the first image of a sample, (H, W) or (H, W, 3) uint8; floats beyond 0 to 1 from their least to their
     most."""
     name = images_of(card)[0]
-    image = sample[name].transpose(1, 2, 0) if layout_of(card, name) == "chw" else sample[name]
+    image = sample[name].transpose(1, 2, 0) if form_of(card, name).layout == "chw" else sample[name]
     if image.dtype != np.uint8:
         low, high = min(float(image.min()), 0.0), max(float(image.max()), 1.0)
         image = ((image - low) * (255 / (high - low))).round().astype(np.uint8)
@@ -195,35 +188,6 @@ def as_text(answer: Any) -> str:
     return ", ".join(f"{value:.4g}" for value in values.reshape(-1))
 
 
-def truth(sample: Sample, card: Card) -> str:
-    """Return the target as text; "" where there is none."""
-    kind = card.options["kind"]
-    return card.classes[int(sample[TARGET])] if kind == "classes" else as_text(sample[TARGET]) * (kind == "values")
-
-
-def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool]:
-    """Return a sample of the live picture: `Task.preview`. Values stand next to the true ones, neither right nor
-    wrong."""
-    sample, text = pack.sample(i), as_text(answer)
-    right = truth(sample, pack.card)
-    if pack.card.options["kind"] != "classes":
-        right, text = "", f"{text} (true: {right})" if right else text
-    return picture(sample, pack.card), right, text, True
-
-
-def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[Any] | None = None) -> Any:
-    """Draw a grid of samples, each under its target; of wrong predictions both, marked by colour and ≠."""
-    from nbtools.figures import Picture, blank, gallery, judged  # only where something is drawn
-
-    card = pack.card
-    if not images_of(card):
-        raise TrainError(f"{pack.folder} has no images to show: its inputs are {', '.join(pack.options['inputs'])}")
-    given = [None] * len(ids) if predicted is None else map(as_text, predicted)
-    samples = zip([pack.sample(int(i)) for i in ids], given, strict=True)
-    pictures = [Picture(picture(one, card), *judged(truth(one, card), answer)) for one, answer in samples]
-    return gallery(pictures)[0] if pictures else blank()
-
-
 # -- items to predict
 
 
@@ -233,11 +197,8 @@ def items_of(given: Any, card: Card) -> Sequence[Any]:
     if hasattr(given, "iloc"):
         if not card.options.get("encoding"):
             raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
-        table = next(
-            tables(
-                [given.to_frame().T.infer_objects() if given.ndim == 1 else given], (), None, card.options["encoding"]
-            )
-        )
+        frame = given.to_frame().T.infer_objects() if given.ndim == 1 else given
+        table = next(tables([frame], (), None, card.options["encoding"]))
         for row, (value, rule, fix) in table.odd.items():
             raise PackError(f"row {row}: {rule}, got {value}; {fix}")
         return [*table]

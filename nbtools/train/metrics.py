@@ -87,19 +87,20 @@ def top(count: int, logits: Tensor, y: Tensor) -> Pair:
     return (best == y[:, None]).any(1).sum(), y.numel()
 
 
-def one_hot(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the predicted and the true classes, (B, K) int64 each."""
-    return F.one_hot(logits.argmax(1), logits.shape[1]), F.one_hot(y, logits.shape[1])
-
-
 def recall(logits: Tensor, y: Tensor) -> Pair:
-    predicted, true = one_hot(logits, y)
-    return (predicted * true).sum(0), true.sum(0)
+    hits, _, true = counts(logits, y)
+    return hits, true
 
 
 def f1(logits: Tensor, y: Tensor) -> Pair:
-    predicted, true = one_hot(logits, y)
-    return 2 * (predicted * true).sum(0), (predicted + true).sum(0)
+    hits, predicted, true = counts(logits, y)
+    return 2 * hits, predicted + true
+
+
+def counts(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how often each class is predicted rightly, is predicted, and is the truth, (K,) each."""
+    predicted, true = (F.one_hot(labels, logits.shape[1]) for labels in (logits.argmax(1), y))
+    return (predicted * true).sum(0), predicted.sum(0), true.sum(0)
 
 
 METRICS: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Pair]]] = {
@@ -138,8 +139,7 @@ def name_of(metric: Any) -> str:
 
 def best_of(metrics: Any) -> str:
     """Return the first metric given by name, with "-" where lower is better, else "-loss"."""
-    names = () if callable(metrics) else [name for name in listed(metrics) if not callable(name)]
-    return f"{METRICS[names[0]][1]}{names[0]}" if names else "-loss"
+    return next((METRICS[name][1] + name for name in listed(metrics) if isinstance(name, str)), "-loss")
 
 
 def score(metrics: Any, outputs: Any, batch: Batch, card: Card | None) -> dict[str, Pair]:
@@ -147,7 +147,7 @@ def score(metrics: Any, outputs: Any, batch: Batch, card: Card | None) -> dict[s
     Raises TrainError for anything else, and for a name that is taken."""
     pairs: dict[str, Pair] = {}
     for metric in listed(metrics):
-        made = metric(outputs, batch) if callable(metric) else by_name(metric, outputs, batch, card)
+        made = metric(outputs, batch) if callable(metric) else by_name(metric, outputs, batch[TARGET], card)
         for name, pair in (made if isinstance(made, Mapping) else {name_of(metric): made}).items():
             if name == "loss" or name in pairs:
                 raise TrainError(f"metrics: the name {name!r} is taken; rename the function, or return {{name: pair}}")
@@ -158,12 +158,10 @@ def score(metrics: Any, outputs: Any, batch: Batch, card: Card | None) -> dict[s
     return pairs
 
 
-def by_name(metric: str, outputs: Any, batch: Batch, card: Card | None) -> Pair:
-    if card is None:
-        raise TrainError(f"metrics: {metric!r} by name needs a pack made by nb.pack; write metrics(outputs, batch)")
-    y, (kind, _, measure), came = batch[TARGET], METRICS[metric], card.options["kind"]
-    if kind != came:
-        fits = ", ".join(name for name, (of, _, _) in METRICS.items() if of == came)
-        rule = f"metrics: {metric!r} is for {kind}, but the targets of the pack are {came}"
-        raise TrainError(f"{rule}; choose {fits}" if fits else f"{rule}; leave it out")
+def by_name(metric: str, outputs: Any, y: Tensor, card: Card | None) -> Pair:
+    kind, _, measure = METRICS[metric]
+    came = card.options.get("kind") if card is not None else "not of nb.pack"
+    if card is None or kind != came:
+        rule = f"metrics: {metric!r} is for {kind} of nb.pack, but the targets of the pack are {came}"
+        raise TrainError(f"{rule}; choose another, or write metrics(outputs, batch)")
     return measure(class_logits(outputs, card) if kind == "classes" else values_like(outputs, y.shape), y)

@@ -15,8 +15,7 @@ from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from nbtools.data import Card
 from nbtools.errors import TrainError
-from nbtools.train.defaults import is_ragged, lengths_of_inputs, require_augmentable
-from nbtools.train.metrics import Batch
+from nbtools.train.defaults import require_augmentable
 from nbtools.train.task import Task, set_training, spoken
 
 STEPS = (8, 128, 2048)  # how long sequences of zeros are tried where layers have no size yet
@@ -46,8 +45,7 @@ def is_shared(task: Task, model: nn.Module, card: Card, plan: Any) -> bool:
     known = vars(task)
     if "_shared" not in known:
         with torch.random.fork_rng(devices=[]):
-            again = task.model(card, plan)
-        known["_shared"] = model is again or not {*model.parameters()}.isdisjoint(again.parameters())
+            known["_shared"] = not {*model.parameters()}.isdisjoint(task.model(card, plan).parameters())
     return known["_shared"]
 
 
@@ -63,25 +61,19 @@ def own_copy(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def size_layers(task: Task, model: nn.Module, card: Card, plan: Any) -> None:
     """Let lazy layers learn their sizes from two samples of zeros. Raises TrainError."""
-    error: Exception | None = None
+    error, columns = None, card.columns.items()
     for steps in STEPS:
+        shapes = {name: (2, *(steps,) * (column.kind == "ragged"), *column.shape) for name, column in columns}
+        zeros = {name: torch.from_numpy(np.zeros(shapes[name], column.dtype)) for name, column in columns}
+        lengths = {f"{name}_length": torch.full((2,), steps) for name, column in columns if column.kind == "ragged"}
         try:
-            task.infer(model.eval(), task.batch(zeros(card, steps), plan, None), plan)
+            task.infer(model.eval(), task.batch({**zeros, **lengths, "id": torch.arange(2)}, plan, None), plan)
             return
         except Exception as caught:
             error = caught
     inputs = ", ".join(f"{name} {card.columns[name]}" for name in card.options["inputs"])
     rule = f"{type(model).__name__}: {error}; lazy layers learn their sizes from two samples of zeros, {inputs}"
     raise TrainError(f"{rule}; write layers with sizes instead") from error
-
-
-def zeros(card: Card, steps: int) -> Batch:
-    """Return a raw batch of two samples of zeros, their sequences of so many steps."""
-    batch = {"id": torch.arange(2), **{name: torch.full((2,), steps) for name in lengths_of_inputs(card)}}
-    for name, column in card.columns.items():
-        shape = (2, *(steps,) * is_ragged(card, name), *column.shape)
-        batch[name] = torch.from_numpy(np.zeros(shape, column.dtype))
-    return batch
 
 
 # -- the call
@@ -120,7 +112,7 @@ def find_arguments(model: nn.Module, card: Card) -> Arguments:
     plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if plain and plain[0].name == "batch":
         return Arguments(f"{start}(batch)")
-    offered = [*inputs, *lengths_of_inputs(card)]
+    offered = [*inputs, *(f"{name}_length" for name in inputs if card.columns[name].kind == "ragged")]
     columns = {p.name: p.name for p in plain if p.name in offered}
     required = [p.name for p in plain if p.default is p.empty]
     rest, free = [n for n in required if n not in columns], [name for name in inputs if name not in columns]

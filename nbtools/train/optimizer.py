@@ -1,7 +1,8 @@
-"""Optimizers: one table of the built-in ones, and a task's own."""
+"""Optimizers and schedules: one table of the built-in ones, and a task's own."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from nbtools.errors import TrainError
-from nbtools.table import plural
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Rule:
     lr: float  # where advice starts for fresh weights, at batch 64; a twentieth of it for pretrained ones
 
 
-SQRT, LINEAR = ("sqrt", "arXiv 2205.10287"), ("linear", "arXiv 1706.02677")
+MOMENTS, SQRT, LINEAR = ("step", "exp_avg", "exp_avg_sq"), ("sqrt", "arXiv 2205.10287"), ("linear", "arXiv 1706.02677")
 OPTIMIZERS = {
-    "adamw": Rule(torch.optim.AdamW, lambda plan: {"betas": plan.betas}, ("step", "exp_avg", "exp_avg_sq"), SQRT, 2e-3),
-    "adam": Rule(torch.optim.Adam, lambda plan: {"betas": plan.betas}, ("step", "exp_avg", "exp_avg_sq"), SQRT, 2e-3),
-    "sgd": Rule(torch.optim.SGD, lambda plan: {"momentum": plan.betas[0]}, ("momentum_buffer",), LINEAR, 0.025),
+    "adamw": Rule(AdamW, lambda plan: {"betas": plan.betas}, MOMENTS, SQRT, 2e-3),
+    "adam": Rule(Adam, lambda plan: {"betas": plan.betas}, MOMENTS, SQRT, 2e-3),
+    "sgd": Rule(SGD, lambda plan: {"momentum": plan.betas[0]}, ("momentum_buffer",), LINEAR, 0.025),
 }
 """The choices of `Plan.optimizer`."""
 LARGER = (  # batch times → lr times, epochs of warmup; each from, to
@@ -58,11 +58,22 @@ def build_optimizer(task: Any, model: nn.Module, plan: Any) -> Optimizer:
     return optimizer
 
 
-def default_optimizer(groups: list[dict[str, Any]], plan: Any) -> Optimizer:
+def build_schedule(task: Any, plan: Any) -> Callable[[float], float] | None:
+    """Return the function of `task.schedule`, None for the plan's own schedule. Raises TrainError for anything but
+    factors from 0 up."""
+    factor = task.schedule(plan)
+    values = [factor] if not callable(factor) else [factor(progress) for progress in (0.0, 0.5, 1.0)]
+    if factor is None or (callable(factor) and all(0 <= float(value) < math.inf for value in values)):
+        return factor
+    rule = "schedule(plan) must return None or a function of progress, 0 to 1, that returns a factor ≥ 0 on lr"
+    raise TrainError(f"{rule}, got {', '.join(map(repr, values))}; correct it")
+
+
+def plan_optimizer(groups: list[dict[str, Any]], plan: Any) -> Optimizer:
     """Return the table's optimizer in its fused form: 4 kernels a step and group instead of hundreds."""
     fused: Any = {"lr": plan.lr, "fused": True}
     optimizer = OPTIMIZERS[plan.optimizer].kind(groups, **fused)
-    vars(optimizer)["follows"] = plan.optimizer
+    vars(optimizer)["built_in"] = True
     follow(optimizer, plan)
     allocate(optimizer, plan)
     if plan.graph:
@@ -74,14 +85,14 @@ def default_optimizer(groups: list[dict[str, Any]], plan: Any) -> Optimizer:
 
 
 def built_in(optimizer: Optimizer) -> bool:
-    """Return whether the table made it, so that weight decay and betas are the plan's."""
-    return "follows" in vars(optimizer)
+    """Return whether it is of the table, so that weight decay and betas are the plan's."""
+    return "built_in" in vars(optimizer)
 
 
 def follow(optimizer: Optimizer, plan: Any) -> None:
     """Take over a plan's weight decay and betas; lr is set in every step. An own optimizer keeps its settings."""
     for group in optimizer.param_groups if built_in(optimizer) else ():
-        group["weight_decay"] = plan.weight_decay if group.get("decays", True) else 0.0
+        group["weight_decay"] = plan.weight_decay if group["decays"] else 0.0
         group.update(OPTIMIZERS[plan.optimizer].settings(plan))
 
 
@@ -89,7 +100,7 @@ def allocate(optimizer: Optimizer, plan: Any) -> None:
     """Make the buffers that torch would make in the first step, where memory could run out between two of them; with
     its buffers in place an update allocates nothing. Besides, fused SGD leaves its momentum uninitialised, and keeps
     whatever the memory held if the first step overflows in fp16 (torch 2.13)."""
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]) if built_in(optimizer) else ():
+    for parameter in (p for group in optimizer.param_groups if built_in(optimizer) for p in group["params"]):
         state = optimizer.state[parameter]
         for name in OPTIMIZERS[plan.optimizer].buffers:
             if name not in state:
@@ -100,18 +111,18 @@ def allocate(optimizer: Optimizer, plan: Any) -> None:
 def parameter_groups(model: nn.Module, groups: list[dict[str, Any]], plan: Any) -> list[dict[str, Any]]:
     """Return a task's groups, completed, as any torch optimizer takes them. Raises TrainError unless each trained
     parameter is in exactly one."""
-    made = []
+    groups = [{"lr_scale": 1.0, "decays": True, **group, "params": list(group["params"])} for group in groups]
     for group in groups:
-        group = {"lr_scale": 1.0, "decays": True, **group, "params": list(group["params"])}
-        made.append({"lr": plan.lr * group["lr_scale"], **({} if group["decays"] else {"weight_decay": 0.0}), **group})
-    require_all(model, made, "the task's groups; correct groups(model, plan)")
-    return made
+        group |= {"lr": plan.lr * group["lr_scale"]} | ({} if group["decays"] else {"weight_decay": 0.0})
+    require_all(model, groups, "the task's groups; correct groups(model, plan)")
+    return groups
 
 
 def require_all(model: nn.Module, groups: list[dict[str, Any]], of: str) -> None:
     count = Counter(id(p) for group in groups for p in group["params"])
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and count.pop(id(parameter), 0) != 1:
-            raise TrainError(f"{name} must be in exactly one of {of}")
+        if parameter.requires_grad != (count.pop(id(parameter), 0) == 1):
+            where = f"must be in exactly one of {of}" if parameter.requires_grad else f"is frozen, but in {of}"
+            raise TrainError(f"{name} {where}")
     if count:
-        raise TrainError(f"{plural(len(count), 'parameter')} in {of}: the network does not train them")
+        raise TrainError(f"parameters that are not the network's are in {of}")

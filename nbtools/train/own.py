@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from nbtools.data import TARGET, Card, Draws
 from nbtools.errors import TrainError
 from nbtools.train.augment import strengths
-from nbtools.train.defaults import answers, as_input, expressions, moments, packed_dataset, scale_of, shape_of, width_of
+from nbtools.train.defaults import answers, as_input, expressions, form_of, moments, packed_dataset, scale_of, shape_of
 from nbtools.train.metrics import Batch, Pair, best_of, class_logits, listed, logits_of, score, values_like
 from nbtools.train.plan import Plan
 from nbtools.train.task import Task, Tensors
@@ -126,9 +125,11 @@ class Own(Task):
             raise TrainError(f"{rule}; {self.otherwise}")
         if isinstance(self.network, nn.Module):
             return self.network  # `build` copies it
-        offered = {"classes": len(card.classes), "inputs": width_of(card), "card": card, "plan": plan}
-        plain = [p for p in inspect.signature(self.network).parameters.values() if p.kind < p.VAR_KEYWORD]
-        plain = [p for p in plain if p.kind is not p.VAR_POSITIONAL]
+        first = card.options["inputs"][0]
+        width = (shape_of(card, first) or (1,))[0 if form_of(card, first).layout else -1]
+        offered = {"classes": len(card.classes), "inputs": width, "card": card, "plan": plan}
+        parameters = inspect.signature(self.network).parameters.values()
+        plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if unknown := [p.name for p in plain if p.default is p.empty and p.name not in offered]:
             rule = f"the function that makes the network has the parameter {unknown[0]!r}"
             raise TrainError(f"{rule}, but can get only {', '.join(offered)}; rename it, or give it a default")
@@ -138,8 +139,9 @@ class Own(Task):
         """Return (sum, count) of the loss that was given."""
         loss = self.given_loss
         if isinstance(loss, nn.Module):
-            copies = vars(self).setdefault("_losses", {})
-            loss = copies[y.device] if y.device in copies else copies.setdefault(y.device, moved(loss, y.device))
+            if "_loss" not in vars(self):
+                self._loss = summing(loss)
+            loss = self._loss.to(y.device)
         made = loss(outputs, y)
         if isinstance(made, tuple):
             return made
@@ -225,9 +227,9 @@ def is_of(loss: Any, kinds: tuple[Any, ...]) -> bool:
     return any(isinstance(loss, kind) if isinstance(kind, type) else function is kind for kind in kinds)
 
 
-def moved(loss: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a loss on the device; of cross entropy not the mean but the sum, whose count `weights` gives."""
-    loss = copy.deepcopy(loss).to(device)
+def summing(loss: nn.Module) -> nn.Module:
+    """Return a copy of a loss that returns, of cross entropy, not the mean but the sum, whose count `weights` gives."""
+    loss = copy.deepcopy(loss)
     if isinstance(loss, CROSS_ENTROPY) and loss.reduction == "mean":
         loss.reduction = "sum"
     return loss

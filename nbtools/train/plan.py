@@ -14,7 +14,7 @@ import operator
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -225,11 +225,14 @@ def lr_factor(rule: str, k: float) -> float:
     return {"none": 1.0, "sqrt": math.sqrt(k), "linear": k}[rule]
 
 
-def lr_at(plan: Plan, progress: float, drops: int = 0) -> float:
-    """lr at a point of the run, in epochs: linear warmup, then the schedule; `drops`: of a plateau, so far.
+def lr_at(plan: Plan, progress: float, drops: int = 0, own: Callable[[float], float] | None = None) -> float:
+    """lr at a point of the run, in epochs: linear warmup, then the schedule; `drops`: of a plateau, so far. own: a
+    task's schedule in its place, the factor on lr at 0…1 of the run.
 
     A pure function, so that resuming and changed settings need no memory.
     """
+    if own is not None:
+        return plan.lr * own(min(1.0, progress / plan.epochs))
     if progress < plan.warmup_epochs:
         return plan.lr * progress / plan.warmup_epochs
     if plan.schedule == "constant":

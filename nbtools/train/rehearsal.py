@@ -18,7 +18,7 @@ from nbtools.train.device import autocast, out_of_memory
 from nbtools.train.evaluation import forward
 from nbtools.train.metrics import Batch, score
 from nbtools.train.state import TrainState
-from nbtools.train.task import lr_of, spoken
+from nbtools.train.task import spoken
 
 ASSERTING = ("cuda",)  # devices whose kernels end the process where a class is out of range
 SAMPLES, MOST = 8, 10**8  # numbers of labels that are looked through: larger ones are masks, which take seconds
@@ -47,7 +47,6 @@ def rehearse(state: TrainState, pack: Pack) -> None:
                     with suppress(RuntimeError):  # of a loss with tensors of its own there; the others come again
                         require_loss(task, *tree_map(on_cpu, (outputs, batch)), plan)
                 require_loss(task, outputs, batch, plan)
-            lr_of(task, plan, 0.0)
     except NbtoolsError:
         raise
     except Exception as error:

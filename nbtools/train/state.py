@@ -19,7 +19,7 @@ from nbtools.train import device as devices
 from nbtools.train.graph import Graphs
 from nbtools.train.history import Record
 from nbtools.train.network import build
-from nbtools.train.optimizer import allocate, build_optimizer
+from nbtools.train.optimizer import allocate, build_optimizer, build_schedule
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks, Restarted
 from nbtools.train.task import TaskLike, bound, readable, spoken
@@ -129,6 +129,7 @@ class TrainState:
             name = type(model).__name__
             raise TrainError(f"{name} has no parameter that requires a gradient; unfreeze what should be trained")
         self.optimizer = build_optimizer(self.task, model, plan)
+        self.schedule = build_schedule(self.task, plan)
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
         self.ema = AveragedModel(model, use_buffers=True) if plan.ema else None  # the step updates it, see step.average
         self.averaged = [*zip(self.ema.module.modules(), model.modules(), strict=True)] if self.ema is not None else []

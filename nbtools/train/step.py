@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from nbtools.data import Draws
 from nbtools.train.device import DTYPES, recurrent_in_float32
 from nbtools.train.graph import Graphs
+from nbtools.train.plan import lr_at
 from nbtools.train.ranks import shares
 from nbtools.train.state import TrainState
-from nbtools.train.task import Batch, lr_of, set_training, summed
+from nbtools.train.task import Batch, set_training, summed
 
 
 def attempt(state: TrainState, raw: Batch, epoch_size: float, size: int | None = None) -> tuple[Tensor, Tensor | float]:
@@ -144,7 +145,7 @@ def set_lr(state: TrainState, size: int, epoch_size: float) -> None:
     """The lr of a step of so many samples, as a number; or in the tensors that CUDA graphs read."""
     plan, position = state.applied, state.position
     middle = (position.samples - state.skipped + size / 2) / epoch_size  # a warmup starts, a cosine ends with 0
-    position.lr = lr_of(state.task, plan, middle, state.best.drops)
+    position.lr = lr_at(plan, middle, state.best.drops, state.schedule)
     for group in state.optimizer.param_groups:
         lr = position.lr * group["lr_scale"]
         if isinstance(group["lr"], Tensor):

@@ -23,10 +23,10 @@ from nbtools.data import Card, Draws, Pack, Sample, Survey, build_pack
 from nbtools.data import pack as pack_dataset
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.train.augment import strengths
-from nbtools.train.defaults import answers, expressions, images_of, packed_dataset, prepare, preview, sample_of, show
+from nbtools.train.defaults import answers, expressions, images_of, packed_dataset, prepare, preview, sample_of
 from nbtools.train.metrics import MEANINGS, Batch, Pair, best_of, listed, name_of
-from nbtools.train.optimizer import default_optimizer
-from nbtools.train.plan import Plan, lr_at
+from nbtools.train.optimizer import plan_optimizer
+from nbtools.train.plan import Plan
 
 Tensors = Mapping[str, tuple[Sequence[int | str], str]]
 """Name → (shape, text). An axis that may have any length has a name in place of its length; (): found by a try."""
@@ -58,33 +58,33 @@ class Task:
     BASELINE: Any = Derived(lambda task: task.PLAN.replace(feed="workers", workers=0))
     """The settings that a receipt compares with. Default: PLAN, its samples read one by one on demand."""
     PRESETS: Mapping[str, Any] = {}
-    """Further settings to choose from, as a guide's optimised ones: name → Plan, or a function of the card that returns
-    one, and raises NbtoolsError where the data does not allow it. A receipt also measures the first."""
+    """Name → Plan, or a function of the card that returns one or raises NbtoolsError: further settings to choose from,
+    as a guide's optimised ones. A receipt also measures the first."""
     BEST: Any = Derived(lambda task: best_of(task.metrics))
-    """The metric that chooses the best checkpoint, on the validation split; "-cer" where lower is better. Default: the
-    first of `metrics` that is given by name, else -loss."""
+    """The metric that chooses the best checkpoint, "-cer" where lower is better. Default: the first of `metrics` by
+    name, else -loss."""
     MEANINGS: Mapping[str, str] = {}
     """Metric → what it says, in plain words: shown with evaluations, and under the pointer on a table's headers."""
     SMOKE: Mapping[str, Any] = {}
     """Options of `demo` for the smoke test, where not every network can read what it writes by default."""
     COLUMN_OPTIONS: Mapping[str, Collection[str]] = {}
-    """Options of `pack` that concern a single column, which some networks do not read: column → options, first the one
-    that names its array in the files."""
+    """Column that only some networks read → its options of `pack`, first the one that names its array in the files."""
     save: Any = None
-    """save(answer, file, folder, card) -> text: write the answer to a file's sample into a folder, for tasks whose
-    answers are files; the terminal prints the text. None: the terminal prints the answer."""
+    """save(answer, file, folder, card) -> text: write the answer to a file's sample into a folder. None: the terminal
+    prints the answer."""
     augment: Any = ()
-    """Names of augmentations of the default `batch`: crop, flip, rotate, colour, erase, mixup; a mapping gives their
-    strengths."""
+    """Names of augmentations of the default `batch`: crop, flip, rotate, colour, erase, mixup; or name → strength."""
     pretrained: Any = False
-    """Whether the network's weights are pretrained, so that advice starts from a lower lr; frozen parameters say so
-    too."""
+    """Whether the network's weights are pretrained: advice then starts from a lower lr, as for frozen parameters."""
     card: Card | None = None
     """The card of the pack that it trains or answers on, where `nb.pack` made that; `bound` sets it on a copy."""
+    text_of: Any = None
+    """text_of(pack, i) -> text: what `decode` should answer for sample i, as `run.report` compares it. None: the target
+    of an `nb.pack`, or the column `label`."""
     preview: Any = None
     """preview(pack, i, answer) -> (image (H, W) or (H, W, 3 or 4) uint8, truth, predicted): sample i for the live
-    picture, with the answer from `decode`; a fourth value True where answers are names, right or wrong as a whole.
-    None: images of `nb.pack` are shown, and no other samples."""
+    picture, with the answer from `decode`; a fourth value True where answers are right or wrong as a whole. Default:
+    for images of `nb.pack`."""
 
     # -- training
 
@@ -93,14 +93,13 @@ class Task:
         raise TrainError(f"{spoken(self)} has no model(card, plan); a task needs model and loss: define it")
 
     def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float] | Tensor:
-        """Return (sum of the loss, number of terms) of a batch, or its mean over the samples; `model(batch)` returns
-        the outputs, also where the network of an `nb.pack` takes columns. No default."""
+        """Return (sum of the loss, number of terms) of a batch, or its mean; `model(batch)` returns the outputs, also
+        where the network of an `nb.pack` takes columns. No default."""
         raise TrainError(f"{spoken(self)} has no loss(model, batch, plan); a task needs model and loss: define it")
 
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
         """Return the network's input, from the pack's arrays: normalised, and augmented if draws are given. Default:
-        for a pack of `nb.pack` images (B, C, H, W) float32 and other inputs, augmented by the names in `augment` and
-        normalised by the card's mean and std; else the arrays unchanged."""
+        with `nb.pack` what `prepare` makes of them; else the arrays unchanged."""
         return raw if self.card is None else prepare(raw, self.card, draws, self.augment)
 
     def inputs(self, plan: Any, columns: Collection[str]) -> Collection[str]:
@@ -114,14 +113,12 @@ class Task:
         return [{"params": [p for p in model.parameters() if p.requires_grad]}]
 
     def optimizer(self, groups: list[dict[str, Any]], plan: Any) -> Optimizer:
-        """Return the optimizer of these groups, each with its `lr`. In a step a group's lr is what it has here, times
-        what schedule and panel have made of `plan.lr` since. Default: `plan.optimizer`; an own one keeps its other
-        settings, whatever the plan's weight decay and betas."""
-        return default_optimizer(groups, plan)
+        """Return the optimizer of these groups, each with its `lr`, which schedule and panel multiply later. Default:
+        `plan.optimizer`; an own one has its own weight decay and betas, whatever the plan's."""
+        return plan_optimizer(groups, plan)
 
     def schedule(self, plan: Any) -> Callable[[float], Any] | None:
-        """Return f(progress): the factor on `plan.lr`, at 0 to 1 of the planned epochs. Default: None, the plan's
-        schedule and warmup."""
+        """Return f(progress), the factor on `plan.lr` at 0 to 1 of the planned epochs. Default: None: the plan's."""
         return None
 
     # -- evaluation and answers
@@ -131,9 +128,9 @@ class Task:
         return model(batch)
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
-        """Return metric → (numerator, denominator), summed over a split. For a pack of `nb.pack` it may also be a list
-        of names: accuracy, top5_accuracy, balanced_accuracy, f1, mae, mse, and of functions of (outputs, batch) that
-        return such pairs. Default: none; the loss is always reported."""
+        """Return metric → (numerator, denominator), summed over a split. For `nb.pack` it may also be a list of names
+        (accuracy, top5_accuracy, balanced_accuracy, f1, mae, mse) and of functions of (outputs, batch) that return such
+        pairs. Default: none; the loss is always reported."""
         return {}
 
     def decode(self, outputs: Any, card: Card) -> list[Any]:
@@ -142,24 +139,22 @@ class Task:
         return list(outputs) if self.card is None else answers(outputs, card)
 
     def show(self, *samples: Any, **options: Any) -> Any:
-        """Return a figure of samples. Default: show(pack, ids, predicted=None) for images of `nb.pack`."""
-        if samples and isinstance(samples[0], Pack) and packed_dataset(samples[0].card):
-            return show(*samples, **options)
+        """Return a figure of samples. No default."""
         raise lacking(self, "draw samples", "show(pack, ids)")
 
     def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
         """Return what the network takes out of a batch, and what it returns, for `run.export("model.onnx")`. The text
-        of an input is the NumPy expression that makes it from the pack's columns, these padded with 0 to the longest
-        sample; that of an output says what it means. Names and shapes that are left out are found by a try, and so are
-        empty shapes. Default: nothing; with `nb.pack` the texts of what the default `batch` makes."""
+        of an input is the NumPy expression that makes it from the pack's columns, padded with 0 to the longest sample;
+        that of an output says what it means. What is left out is found by a try. Default: with `nb.pack` the texts of
+        what the default `batch` makes."""
         default = getattr(self.batch, "__func__", None) is Task.batch
         return (expressions(card) if packed_dataset(card) and default else {}), {}
 
     # -- plans
 
     def suggest(self, card: Card, accelerator: str) -> Mapping[str, tuple[Any, str]]:
-        """Return settings for a data set, each with its reason; accelerator: cuda, mps or cpu. Default: none, but for a
-        Dataset with random transforms the feed that reads it in each epoch."""
+        """Return settings for a data set, each with its reason; accelerator: cuda, mps or cpu. Default: for a Dataset
+        with random transforms the feed that reads it in each epoch."""
         reason = "the Dataset's transforms are random: it is read again in each epoch"
         return {"feed": ("workers", reason)} if card.options.get("random") else {}
 
@@ -189,8 +184,7 @@ class Task:
         progress: bool = True,
         **options: Any,
     ) -> Pack:
-        """Return the pack of a source; options: for `survey`. Default: `build_pack` of `survey` and `read`; without a
-        `survey` `nb.pack`."""
+        """Return the pack of a source. Default: `build_pack` of `survey` and `read`; without a `survey` `nb.pack`."""
         ends: Any = {"val": val, "test": test, "into": into, "progress": progress}
         if self.packs_datasets:
             return pack_dataset(source, **ends, **options)
@@ -203,16 +197,13 @@ class Task:
         return [*ours] == [Task.survey, Task.pack]
 
     def pack_options(self, card: Card) -> Mapping[str, Any]:
-        """Return options of `pack` with which another source has the classes and the preprocessing of a card, so that
-        the card's run can be evaluated on it. Default: none; with `nb.pack` the card itself."""
+        """Return options of `pack` with which another source has the classes and the preprocessing of a card. Default:
+        none; with `nb.pack` the card itself."""
         return {"like": card} if packed_dataset(card) else {}
 
     def validate(self, source: str | Path, **options: Any) -> Any:
-        """Return a report of everything that is wrong with a source; `.ok`: no errors. No default, since packing checks
-        the files."""
-        raise NbtoolsError(
-            f"{spoken(self)} checks its files while it packs them: call its pack(source), and check pack.bad"
-        )
+        """Return a report of everything that is wrong with a source; `.ok`: no errors. No default."""
+        raise NbtoolsError(f"{spoken(self)} checks its files while packing: call its pack(source), see pack.bad")
 
     def features(self, source: str | Path, into: Path, **options: Any) -> Any:
         """Write features of filmed clips by a pretrained network. No default."""
@@ -251,18 +242,6 @@ def set_training(model: nn.Module, training: bool = True) -> None:
         trained = [p.requires_grad for p in layer.parameters(recurse=False)]
         if isinstance(layer, _NormBase) and trained and not any(trained):
             layer.eval()
-
-
-def lr_of(task: Task, plan: Plan, progress: float, drops: int = 0) -> float:
-    """Return lr at a progress in epochs, by the task's schedule or else the plan's, see `lr_at`. Raises TrainError."""
-    factor = task.schedule(plan)
-    if factor is None:
-        return lr_at(plan, progress, drops)
-    value = factor(min(progress / plan.epochs, 1.0)) if callable(factor) else factor
-    if callable(factor) and isinstance(value, Tensor | float | int) and 0 <= float(value) < math.inf:
-        return plan.lr * float(value)
-    rule = "schedule(plan) must return None or a function of progress, 0 to 1, that returns a factor ≥ 0 on lr"
-    raise TrainError(f"{rule}, got {value!r}; correct it")
 
 
 def own_optimizer(task: Task) -> bool:
@@ -366,16 +345,11 @@ def bound(task: TaskLike, card: Card) -> Task:
     task = as_task(task)
     if not packed_dataset(card) or task.card is card:
         return task
-    own, origin = copy.copy(task), origin_of(task)
-    vars(own).update(card=card, _origin=origin)
-    if origin.preview is None:
-        own.preview = preview if images_of(card) else None
+    own = copy.copy(task)
+    vars(own).update(card=card, _name=task_name(task))
+    if own.preview is None and images_of(card):
+        own.preview = preview
     return own
-
-
-def origin_of(task: Task) -> Task:
-    """Return the task that `bound` copied, which has the name."""
-    return vars(task).get("_origin", task)
 
 
 def task_name(task: Any) -> str:
@@ -385,7 +359,8 @@ def task_name(task: Any) -> str:
     An instance has the name of the variable that holds it, in its class's module or a notebook; a Task without
     attributes of its own, the name of its class.
     """
-    task = origin_of(task) if isinstance(task, Task) else task
+    if isinstance(task, Task) and "_name" in vars(task):  # of what `bound` copied
+        return vars(task)["_name"]
     task = task.source if isinstance(task, Adapted) else task
     if isinstance(task, ModuleType):
         return task.__name__
