@@ -33,7 +33,7 @@ from nbtools.data import Draws, Pack, batches_left, collate, in_order, lengths_o
 from nbtools.data.feed import on
 from nbtools.train import Plan, Sums, best_metric, bound, build, device
 from nbtools.train.evaluation import score
-from nbtools.train.optimizer import build_optimizer, parameter_groups
+from nbtools.train.optimizer import build_optimizer
 from nbtools.train.plan import lr_at
 from nbtools.train.step import at_least_one
 from nbtools.train.task import summed
@@ -176,7 +176,7 @@ class Job:
         return total / at_least_one(count)
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(parameter_groups(net, self.bound.groups(net, self.plan)), self.plan)
+        return build_optimizer(self.bound, net, self.plan)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
         """The plan's lr by step: that of the step's middle."""

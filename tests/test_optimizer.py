@@ -55,7 +55,7 @@ def two_groups(groups, plan):
     return torch.optim.SGD(rates, momentum=0.9, nesterov=True)
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
 
@@ -142,7 +142,7 @@ def test_the_hooks_of_a_task_are_the_same_and_its_groups_keep_their_scale(points
         def loss(self, model, batch, plan):
             return nn.functional.cross_entropy(model(batch), batch["y"])
 
-        def groups(self, model, plan):
+        def groups(self, model: Any, plan):
             return [
                 {"params": model[0].parameters()},
                 {"params": model[2].parameters(), "lr_scale": 4, "decays": False},

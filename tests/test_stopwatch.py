@@ -285,8 +285,8 @@ def test_the_loop_waits_for_the_device_at_its_own_reads_only(pack, monkeypatch):
     """Log steps, the end of an epoch and an evaluation, with a count that is a number of Python, as most tasks have."""
     meta = torch.device("meta")
 
-    def made(groups: Any, plan: nb.Plan, several: bool = False) -> torch.optim.Optimizer:
-        return torch.optim.SGD(groups, lr=plan.lr, foreach=True)
+    def made(task: Any, model: nn.Module, plan: nb.Plan) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": list(model.parameters()), "lr_scale": 1.0}], lr=plan.lr, foreach=True)
 
     monkeypatch.setattr(STATE, "build_optimizer", made)  # fused ones take no tensors without data
     monkeypatch.setattr(device.Reading, "values", lambda reading: reading.tensor.to("cpu").tolist())

@@ -61,12 +61,14 @@ def build_optimizer(task: Any, model: nn.Module, plan: Any) -> Optimizer:
 def build_schedule(task: Any, plan: Any) -> Callable[[float], float] | None:
     """Return the function of `task.schedule`, None for the plan's own schedule. Raises TrainError for anything but
     factors from 0 up."""
-    factor = task.schedule(plan)
-    values = [factor] if not callable(factor) else [factor(progress) for progress in (0.0, 0.5, 1.0)]
-    if factor is None or (callable(factor) and all(0 <= float(value) < math.inf for value in values)):
-        return factor
-    rule = "schedule(plan) must return None or a function of progress, 0 to 1, that returns a factor ≥ 0 on lr"
-    raise TrainError(f"{rule}, got {', '.join(map(repr, values))}; correct it")
+    factor: Callable[[float], Any] | None = task.schedule(plan)
+    if factor is None:
+        return None
+    values = [factor(progress) for progress in (0.0, 0.5, 1.0)] if callable(factor) else [factor]
+    if not callable(factor) or not all(0 <= float(value) < math.inf for value in values):
+        rule = "schedule(plan) must return None or a function of progress, 0 to 1, that returns a factor ≥ 0 on lr"
+        raise TrainError(f"{rule}, got {', '.join(map(repr, values))}; correct it")
+    return factor
 
 
 def plan_optimizer(groups: list[dict[str, Any]], plan: Any) -> Optimizer:

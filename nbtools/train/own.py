@@ -112,10 +112,10 @@ class Own(Task):
         self.augment, self.PLAN, self.BEST = strengths(augment), plan or Plan(), best_of(metrics)
         self.given = {"optimizer": optimizer, "schedule": schedule}
         if optimizer is not None:
-            self.optimizer = maker_of(optimizer)
+            vars(self)["optimizer"] = maker_of(optimizer)
         if schedule is not None:
             require_function("schedule", schedule, "of the plan that returns f(progress), a factor on its lr")
-            self.schedule = schedule
+            vars(self)["schedule"] = schedule
         self.__module__ = sys._getframe(2).f_globals.get("__name__", "__main__")  # where a run looks for its name
 
     def model(self, card: Card, plan: Any) -> nn.Module:
@@ -123,17 +123,18 @@ class Own(Task):
         if came != self.kind:
             rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, and these are {came}"
             raise TrainError(f"{rule}; {self.otherwise}")
-        if isinstance(self.network, nn.Module):
-            return self.network  # `build` copies it
+        network: Any = self.network
+        if isinstance(network, nn.Module):
+            return network  # `build` copies it
         first = card.options["inputs"][0]
         width = (shape_of(card, first) or (1,))[0 if form_of(card, first).layout else -1]
         offered = {"classes": len(card.classes), "inputs": width, "card": card, "plan": plan}
-        parameters = inspect.signature(self.network).parameters.values()
+        parameters = inspect.signature(network).parameters.values()
         plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if unknown := [p.name for p in plain if p.default is p.empty and p.name not in offered]:
             rule = f"the function that makes the network has the parameter {unknown[0]!r}"
             raise TrainError(f"{rule}, but can get only {', '.join(offered)}; rename it, or give it a default")
-        return self.network(**{p.name: offered[p.name] for p in plain if p.name in offered})
+        return network(**{p.name: offered[p.name] for p in plain if p.name in offered})
 
     def terms(self, outputs: Tensor, y: Tensor) -> Pair:
         """Return (sum, count) of the loss that was given."""

@@ -45,7 +45,7 @@ def rehearse(state: TrainState, pack: Pack) -> None:
                     require_augment(state, raw)
                 if device.type in ASSERTING:
                     with suppress(RuntimeError):  # of a loss with tensors of its own there; the others come again
-                        require_loss(task, *tree_map(on_cpu, (outputs, batch)), plan)
+                        require_loss(task, tree_map(on_cpu, outputs), tree_map(on_cpu, batch), plan)
                 require_loss(task, outputs, batch, plan)
     except NbtoolsError:
         raise
@@ -83,14 +83,14 @@ def require_augment(state: TrainState, raw: Batch) -> None:
         raise TrainError(f"{spoken(state.task)}: its `batch` leaves out augment={names!r}; {fix}")
 
 
-@torch.enable_grad()
+@torch.no_grad()
 def require_loss(task: Any, outputs: Any, batch: Batch, plan: Any) -> None:
-    def tracked(value: Any) -> Any:  # for a loss that works on gradients; not a leaf, which refuses work in place
-        floats = isinstance(value, Tensor) and value.is_floating_point()
-        return value.detach().requires_grad_().clone() if floats else value
-
-    outputs = tree_map(tracked, outputs)
-    loss = task.loss(lambda *_, **__: outputs, batch, plan)
+    try:
+        loss = task.loss(lambda *_, **__: outputs, batch, plan)
+    except RuntimeError:  # of a loss that works on gradients, or of one that does not fit
+        with torch.enable_grad():
+            tracked = outputs.clone().requires_grad_() if isinstance(outputs, Tensor) else outputs
+            loss = task.loss(lambda *_, **__: tracked, batch, plan)
     if not isinstance(loss, Tensor) and not (isinstance(loss, tuple) and len(loss) == 2):
         rule = "loss must return (sum, count), or a tensor: the mean, or a term per sample"
         raise TrainError(f"{spoken(task)}: {rule}; got a {type(loss).__name__}")
