@@ -138,17 +138,24 @@ class Own(Task):
 
     def terms(self, outputs: Tensor, y: Tensor) -> Pair:
         """Return (sum, count) of the loss that was given."""
-        loss = self.given_loss
+        loss: Any = self.given_loss
         if isinstance(loss, nn.Module):
             if "_loss" not in vars(self):
-                self._loss = summing(loss)
+                self._loss = copy.deepcopy(loss)
+                if isinstance(loss, CROSS_ENTROPY) and loss.reduction == "mean":
+                    self._loss.reduction = "sum"
             loss = self._loss.to(y.device)
         made = loss(outputs, y)
         if isinstance(made, tuple):
             return made
         if made.dim():
             return made.sum(), made.numel()
-        return (made, weights(loss, y)) if getattr(loss, "reduction", "mean") == "sum" else (made * len(y), len(y))
+        if getattr(loss, "reduction", "mean") != "sum":
+            return made * len(y), len(y)
+        if not isinstance(loss, CROSS_ENTROPY) or y.is_floating_point():
+            return made, len(y)
+        counted = y != loss.ignore_index  # the mean of cross entropy is over the weights of the samples' classes
+        return made, (counted if loss.weight is None else loss.weight[y.where(counted, 0)] * counted).sum()
 
 
 class Classes(Own):
@@ -211,12 +218,9 @@ class Values(Own):
 
     def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
         (mean, std), shape = moments(card, TARGET), ", ".join(map(str, ("-1", *shape_of(card, TARGET))))
-        text = f"output.reshape({shape})"
-        if is_of(self.given_loss, UNSCALED):
-            text = f"1 / (1 + np.exp(-{text}))" if is_of(self.given_loss, LOGISTIC) else text
-        else:
-            text = f"{text} * {std} + {mean}"
-        return expressions(card), {"output": ((), text)}
+        text = f"output.reshape({shape})" + f" * {std} + {mean}" * (not is_of(self.given_loss, UNSCALED))
+        logistic = is_of(self.given_loss, LOGISTIC)
+        return expressions(card), {"output": ((), f"1 / (1 + np.exp(-{text}))" if logistic else text)}
 
 
 # -- what may be given
@@ -226,22 +230,6 @@ def is_of(loss: Any, kinds: tuple[Any, ...]) -> bool:
     """Return whether a loss is an instance of one of these classes, or one of these functions or a partial of it."""
     function = getattr(loss, "func", loss)
     return any(isinstance(loss, kind) if isinstance(kind, type) else function is kind for kind in kinds)
-
-
-def summing(loss: nn.Module) -> nn.Module:
-    """Return a copy of a loss that returns, of cross entropy, not the mean but the sum, whose count `weights` gives."""
-    loss = copy.deepcopy(loss)
-    if isinstance(loss, CROSS_ENTROPY) and loss.reduction == "mean":
-        loss.reduction = "sum"
-    return loss
-
-
-def weights(loss: Any, y: Tensor) -> Tensor | int:
-    """Return what the mean of a loss divides its sum by: of cross entropy the weights of the samples' classes."""
-    if not isinstance(loss, CROSS_ENTROPY) or y.is_floating_point():
-        return len(y)
-    counted = y != loss.ignore_index
-    return (counted if loss.weight is None else loss.weight[y.where(counted, 0)] * counted).sum()
 
 
 def maker_of(optimizer: Any) -> Callable[[Any, Any], Any]:

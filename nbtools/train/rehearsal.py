@@ -45,7 +45,7 @@ def rehearse(state: TrainState, pack: Pack) -> None:
                     require_augment(state, raw)
                 if device.type in ASSERTING:
                     with suppress(RuntimeError):  # of a loss with tensors of its own there; the others come again
-                        require_loss(task, tree_map(on_cpu, outputs), tree_map(on_cpu, batch), plan)
+                        require_loss(task, *(tree_map(on_cpu, each) for each in (outputs, batch)), plan=plan)
                 require_loss(task, outputs, batch, plan)
     except NbtoolsError:
         raise
