@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from nbtools.errors import TrainError
+from nbtools.table import plural
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def build_optimizer(task: Any, model: nn.Module, plan: Any) -> Optimizer:
         raise TrainError(
             f"optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}; build it there"
         )
-    require_all(model, optimizer.param_groups, "the optimizer's groups; build it from the groups that it is given")
+    require_all(model, optimizer.param_groups, "the optimizer's groups", "build it from the groups that it is given")
     for group in optimizer.param_groups if not built_in(optimizer) else ():
         group["lr_scale"] = float(group["lr"]) / plan.lr
     return optimizer
@@ -116,15 +117,14 @@ def parameter_groups(model: nn.Module, groups: list[dict[str, Any]], plan: Any) 
     groups = [{"lr_scale": 1.0, "decays": True, **group, "params": list(group["params"])} for group in groups]
     for group in groups:
         group |= {"lr": plan.lr * group["lr_scale"]} | ({} if group["decays"] else {"weight_decay": 0.0})
-    require_all(model, groups, "the task's groups; correct groups(model, plan)")
+    require_all(model, groups, "the task's groups", "correct groups(model, plan)")
     return groups
 
 
-def require_all(model: nn.Module, groups: list[dict[str, Any]], of: str) -> None:
+def require_all(model: nn.Module, groups: list[dict[str, Any]], of: str, fix: str) -> None:
     count = Counter(id(p) for group in groups for p in group["params"])
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad != (count.pop(id(parameter), 0) == 1):
-            where = f"must be in exactly one of {of}" if parameter.requires_grad else f"is frozen, but in {of}"
-            raise TrainError(f"{name} {where}")
+        if parameter.requires_grad and count.pop(id(parameter), 0) != 1:
+            raise TrainError(f"{name} must be in exactly one of {of}; {fix}")
     if count:
-        raise TrainError(f"parameters that are not the network's are in {of}")
+        raise TrainError(f"{plural(len(count), 'parameter')} of {of}: frozen, or another network's; {fix}")

@@ -90,17 +90,7 @@ class Own(Task):
     otherwise: str  # what is said of other targets
     card: Any = None
 
-    def __init__(
-        self,
-        model: Any,
-        metrics: Any,
-        augment: Any,
-        loss: Any,
-        plan: Any,
-        pretrained: bool,
-        optimizer: Any,
-        schedule: Any,
-    ):
+    def __init__(self, model, metrics, augment, loss, plan, pretrained, optimizer, schedule):  # of `classify`
         if not callable(model):
             raise TrainError(f"model must be a torch.nn.Module or a function that makes one, got {model!r}")
         if plan is not None and not isinstance(plan, Plan):

@@ -42,10 +42,16 @@ def rehearse(state: TrainState, pack: Pack) -> None:
             with autocast(plan, device, state.model):
                 if task.card is not None:
                     score(task.metrics, outputs, batch, task.card)
-                    require_augment(state, raw)
+                    task.batch(raw, plan, draws := Draws(plan.seed, 0, raw["id"]))
+                    if task.augment and not draws.count:
+                        rule = f"{spoken(task)}: its `batch` leaves out augment={task.augment!r}"
+                        raise TrainError(
+                            f"{rule}; begin it with batch = super().batch(raw, plan, draws), or omit augment"
+                        )
                 if device.type in ASSERTING:
-                    with suppress(RuntimeError):  # of a loss with tensors of its own there; the others come again
-                        require_loss(task, *(tree_map(on_cpu, each) for each in (outputs, batch)), plan=plan)
+                    there = [tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, x) for x in (outputs, batch)]
+                    with suppress(RuntimeError):  # of a loss with tensors of its own elsewhere; others come again
+                        require_loss(task, *there, plan=plan)
                 require_loss(task, outputs, batch, plan)
     except NbtoolsError:
         raise
@@ -73,14 +79,6 @@ def extremes(pack: Pack) -> list[int]:
             for number in (low, high, *inner):
                 samples[int(ids[np.argmax(values == number) // (values.size // len(ids))])] = None
     return list(samples)
-
-
-def require_augment(state: TrainState, raw: Batch) -> None:
-    draws, names = Draws(state.applied.seed, 0, raw["id"]), state.task.augment
-    state.task.batch(raw, state.applied, draws)
-    if names and not draws.count:
-        fix = "begin it with batch = super().batch(raw, plan, draws), or leave augment out"
-        raise TrainError(f"{spoken(state.task)}: its `batch` leaves out augment={names!r}; {fix}")
 
 
 @torch.no_grad()
@@ -111,13 +109,9 @@ def misfit(state: TrainState, running: list[Any], outputs: Any, batch: Batch) ->
     where = next((f"{name} " for name, each in state.model.named_modules() if each is layer and name), "")
     place = f"{type(state.model).__name__}.{where}" if where else ""
     told = type(layer).__name__ if list(layer.children()) else str(layer)
-    batches = [each for each in given if isinstance(each, dict)]  # of which it takes these
-    parts = [f"{name} {shape(each[name])}" for each in batches for name in names if name in each]
-    return f"the network does not take {data}: {place}{told} got {', '.join(parts or map(shape, given)) or 'nothing'}"
-
-
-def on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
+    whole = given[0] if given and isinstance(given[0], dict) else {}  # a batch, of which it takes these
+    got = [f"{name} {shape(whole[name])}" for name in names if name in whole] or map(shape, given)
+    return f"the network does not take {data}: {place}{told} got {', '.join(got) or 'nothing'}"
 
 
 def shape(value: Any) -> str:
