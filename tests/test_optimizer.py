@@ -62,7 +62,6 @@ def net() -> nn.Sequential:
 
 GIVEN: dict[str, dict[str, Any]] = {
     "Lion": {"optimizer": Lion},
-    "a partial": {"optimizer": partial(torch.optim.SGD, momentum=0.9, nesterov=True)},
     "two groups": {"optimizer": two_groups},
     "OneCycle": {"schedule": one_cycle},
     "both": {"optimizer": partial(Lion, weight_decay=0.1), "schedule": one_cycle},
@@ -78,14 +77,14 @@ def points(tmp_path_factory):
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_an_own_optimizer_or_schedule_learns_and_the_history_has_its_lr(points, tmp_path, name):
-    task, plan = nb.classify(net(), **GIVEN[name]), PLAN.replace(lr=3e-2 if name == "a partial" else PLAN.lr)
-    run = nb.fit(task, points, plan, tmp_path / "run", **QUIET)
+    task = nb.classify(net(), **GIVEN[name])
+    run = nb.fit(task, points, PLAN, tmp_path / "run", **QUIET)
     assert own_optimizer(task) == ("optimizer" in GIVEN[name])
     assert run.best["val_loss"] < 0.9 * run.history.of("epoch")[0]["val_loss"]
-    shape = one_cycle(plan) if "schedule" in GIVEN[name] else lambda t: 1.0
+    shape = one_cycle(PLAN) if "schedule" in GIVEN[name] else lambda t: 1.0
     count = points.splits["train"]
     middles = [(start + min(start + 16, count)) / 2 for start in range(0, count, 16)]  # of an epoch's steps, in samples
-    expected = [plan.lr * shape((epoch + middle / count) / plan.epochs) for epoch in range(4) for middle in middles]
+    expected = [PLAN.lr * shape((epoch + middle / count) / PLAN.epochs) for epoch in range(4) for middle in middles]
     assert [row["lr"] for row in run.history.of("step")] == pytest.approx(expected)
 
 

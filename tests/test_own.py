@@ -3,7 +3,6 @@
 import copy
 import inspect
 import json
-import re
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -644,18 +643,6 @@ def test_the_terminal_trains_evaluates_on_new_data_and_predicts(tmp_path, capsys
     assert main(["predict", f"terminal_task:{name}", *run, str(file)]) == 0
     assert f"{opened.predict(file)[0]}" in capsys.readouterr().out
     assert opened.predict([str(file)]) == opened.predict(file)
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("own:Nobody", r"no task .own:Nobody.: use captcha.*module .own. has no attribute .Nobody."),
-        ("nowhere:Mine", "no task 'nowhere:Mine': use captcha"),
-    ],
-)
-def test_a_name_that_is_no_task_is_answered_with_those_there_are(capsys, name, said):
-    assert main(["pack", name, "x"]) == 1
-    assert re.search(said, capsys.readouterr().err)
 
 
 class Turning(torch.utils.data.Dataset):

@@ -131,9 +131,10 @@ class Own(Task):
         loss: Any = self.given_loss
         if isinstance(loss, nn.Module):
             if "_loss" not in vars(self):
-                self._loss = copy.deepcopy(loss)
+                copied: Any = copy.deepcopy(loss)
                 if isinstance(loss, CROSS_ENTROPY) and loss.reduction == "mean":
-                    self._loss.reduction = "sum"
+                    copied.reduction = "sum"
+                self._loss = copied
             loss = self._loss.to(y.device)
         made = loss(outputs, y)
         if isinstance(made, tuple):
