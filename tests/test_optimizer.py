@@ -169,9 +169,12 @@ def test_another_optimizer_or_schedule_in_the_folder_of_a_run_is_refused(points,
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "an instance": ({"optimizer": torch.optim.SGD(net().parameters(), 0.1)}, "SGD holds the parameters of another"),
-    "a name": ({"optimizer": "lion"}, r"optimizer must be a function of \(groups, plan\), a class .*, got 'lion'"),
-    "an lr": ({"optimizer": partial(Lion, lr=0.1)}, r"its lr is the plan's; leave lr out, and pass plan=nb\.Plan"),
+    "an instance": (
+        {"optimizer": torch.optim.SGD(net().parameters(), 0.1)},
+        "got SGD, which holds the parameters of another",
+    ),
+    "a name": ({"optimizer": "lion"}, r"optimizer must be a class of torch\.optim, .* got 'lion'"),
+    "an lr": ({"optimizer": partial(Lion, lr=0.1)}, r"got Lion with an lr, which is the plan's: pass plan=nb\.Plan"),
     "none made": ({"optimizer": lambda groups, plan: None}, r"must return a torch\.optim\.Optimizer, got NoneType"),
     "half": ({"optimizer": lambda groups, plan: Lion(groups[0]["params"][:1])}, r"0\.bias must be in exactly one of"),
     "others": (

@@ -104,7 +104,9 @@ class Own(Task):
         if optimizer is not None:
             vars(self)["optimizer"] = maker_of(optimizer)
         if schedule is not None:
-            require_function("schedule", schedule, "of the plan that returns f(progress), a factor on its lr")
+            if not callable(schedule) or isinstance(schedule, type):
+                rule = "schedule must be a function of the plan that returns f(progress), a factor on its lr"
+                raise TrainError(f"{rule}, got {getattr(schedule, '__name__', repr(schedule))}")
             vars(self)["schedule"] = schedule
         self.__module__ = sys._getframe(2).f_globals.get("__name__", "__main__")  # where a run looks for its name
 
@@ -226,18 +228,13 @@ def is_of(loss: Any, kinds: tuple[Any, ...]) -> bool:
 def maker_of(optimizer: Any) -> Callable[[Any, Any], Any]:
     """Return a function of (groups, plan) that makes the optimizer. Raises TrainError for anything but a class, a
     partial of one, and such a function."""
-    kind = getattr(optimizer, "func", optimizer)
-    if isinstance(kind, type) and issubclass(kind, Optimizer):
-        if "lr" in getattr(optimizer, "keywords", {}):
-            raise TrainError("optimizer: its lr is the plan's; leave lr out, and pass plan=nb.Plan(lr=…)")
+    kind, given = getattr(optimizer, "func", optimizer), getattr(optimizer, "keywords", {})
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and "lr" not in given:
         return lambda groups, plan: optimizer(groups, lr=plan.lr)
+    if callable(kind) and not isinstance(kind, type):
+        return optimizer
+    why = " with an lr, which is the plan's: pass plan=nb.Plan(lr=…)" if "lr" in given else ""
     if isinstance(optimizer, Optimizer):
-        name = type(optimizer).__name__
-        raise TrainError(f"optimizer: this {name} holds the parameters of another network; pass the class {name}")
-    require_function("optimizer", optimizer, "of (groups, plan), a class of torch.optim, or a functools.partial of one")
-    return optimizer
-
-
-def require_function(name: str, value: Any, rule: str) -> None:
-    if not callable(value) or isinstance(value, type):
-        raise TrainError(f"{name} must be a function {rule}, got {getattr(value, '__name__', repr(value))}")
+        why = ", which holds the parameters of another network: pass its class"
+    rule = "optimizer must be a class of torch.optim, a functools.partial of one, or a function of (groups, plan)"
+    raise TrainError(f"{rule}, got {getattr(kind, '__name__', repr(kind).partition(' ')[0])}{why}")
