@@ -29,15 +29,11 @@ def crop(x: Tensor, draws: Draws, most: float) -> Tensor:
     far = tuple(min(round(most * length), length - 1) for length in lengths)
     drawn = draws.bits((2,)) % constant(tuple(2 * n + 1 for n in far), x.device, torch.int64)
     shifts = (drawn - constant(far, x.device, torch.int64))[..., None].unbind(1)  # each (B, 1)
-    rows, columns = (reflected(n, shift) for n, shift in zip(lengths, shifts, strict=True))
-    x = x.gather(2, rows[:, None, :, None].expand(x.shape))
-    return x.gather(3, columns[:, None, None, :].expand(x.shape))
-
-
-def reflected(length: int, shift: Tensor) -> Tensor:
-    """Return the places (B, length) int64 of an axis shifted by less than its length, (B, 1), mirrored at its ends."""
-    at = (places(length, shift.device) + shift).abs()
-    return at.minimum(2 * (length - 1) - at)
+    for axis, length, shift in zip((2, 3), lengths, shifts, strict=True):
+        at = (places(length, x.device) + shift).abs()
+        at = at.minimum(2 * (length - 1) - at)  # (B, length), mirrored at both ends
+        x = x.gather(axis, (at[:, None, :, None] if axis == 2 else at[:, None, None, :]).expand(x.shape))
+    return x
 
 
 def flip(x: Tensor, draws: Draws, p: float) -> Tensor:

@@ -87,27 +87,18 @@ def top(count: int, logits: Tensor, y: Tensor) -> Pair:
     return (best == y[:, None]).any(1).sum(), y.numel()
 
 
-def recall(logits: Tensor, y: Tensor) -> Pair:
-    hits, _, true = counts(logits, y)
-    return hits, true
-
-
-def f1(logits: Tensor, y: Tensor) -> Pair:
-    hits, predicted, true = counts(logits, y)
-    return 2 * hits, predicted + true
-
-
-def counts(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how often each class is predicted rightly, is predicted, and is the truth, (K,) each."""
+def per_class(logits: Tensor, y: Tensor, f1: bool) -> Pair:
+    """Return, of each class, recall or F1 as its numerator and denominator, (K,) each."""
     predicted, true = (F.one_hot(labels, logits.shape[1]) for labels in (logits.argmax(1), y))
-    return (predicted * true).sum(0), predicted.sum(0), true.sum(0)
+    hits = (predicted * true).sum(0)
+    return (2 * hits, predicted.sum(0) + true.sum(0)) if f1 else (hits, true.sum(0))
 
 
 METRICS: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Pair]]] = {
     "accuracy": ("classes", "", partial(top, 1)),
     "top5_accuracy": ("classes", "", partial(top, 5)),
-    "balanced_accuracy": ("classes", "", recall),
-    "f1": ("classes", "", f1),
+    "balanced_accuracy": ("classes", "", partial(per_class, f1=False)),
+    "f1": ("classes", "", partial(per_class, f1=True)),
     "mae": ("values", "-", lambda values, y: ((values - y).abs().sum(), y.numel())),
     "mse": ("values", "-", lambda values, y: ((values - y).square().sum(), y.numel())),
 }

@@ -48,9 +48,8 @@ class Task:
     """Subclass it, or write a module with functions of these names: `model`, `loss`, and what else the task needs. With
     a pack of `nb.pack` the other hooks have defaults that work.
 
-    A raw batch holds tensors on the device under the names of the pack's columns; for a ragged column `x`, padded with
-    0 to the longest sample of the batch, also its lengths `x_length` (B,); and `id` (B,), the samples' indices in the
-    pack. What `predict` reads has neither targets nor `id`.
+    A raw batch holds the pack's columns on the device; for a ragged column `x`, padded with 0 to the longest sample,
+    also its lengths `x_length` (B,); and `id` (B,), indices in the pack. `predict` has neither targets nor `id`.
     """
 
     PLAN: Plan = Plan()
@@ -103,8 +102,7 @@ class Task:
         return raw if self.card is None else prepare(raw, self.card, draws, self.augment)
 
     def inputs(self, plan: Any, columns: Collection[str]) -> Collection[str]:
-        """Return the columns of a pack that the plan's network reads: samples that have nothing in one of them are left
-        out of training, evaluation and prediction. Default: none, which leaves out no sample."""
+        """Return the columns that the plan's network reads: samples without one of them are left out. Default: none."""
         return ()
 
     def groups(self, model: nn.Module, plan: Any) -> list[dict[str, Any]]:
@@ -128,14 +126,13 @@ class Task:
         return model(batch)
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
-        """Return metric → (numerator, denominator), summed over a split. For `nb.pack` it may also be a list of names
-        (accuracy, top5_accuracy, balanced_accuracy, f1, mae, mse) and of functions of (outputs, batch) that return such
-        pairs. Default: none; the loss is always reported."""
+        """Return metric → (numerator, denominator), summed over a split. For `nb.pack` also a list of names in METRICS
+        and of functions of (outputs, batch) that return such pairs. Default: none; the loss is always reported."""
         return {}
 
     def decode(self, outputs: Any, card: Card) -> list[Any]:
-        """Return the answer for each sample, such as a text. Default: for the targets of `nb.pack` a class with its
-        probability, or values; else its row of the outputs."""
+        """Return the answer for each sample. Default: with `nb.pack` a class with its probability, or values; else its
+        row of the outputs."""
         return list(outputs) if self.card is None else answers(outputs, card)
 
     def show(self, *samples: Any, **options: Any) -> Any:
@@ -153,8 +150,7 @@ class Task:
     # -- plans
 
     def suggest(self, card: Card, accelerator: str) -> Mapping[str, tuple[Any, str]]:
-        """Return settings for a data set, each with its reason; accelerator: cuda, mps or cpu. Default: for a Dataset
-        with random transforms the feed that reads it in each epoch."""
+        """Return settings for a data set, each with its reason; accelerator: cuda, mps or cpu."""
         reason = "the Dataset's transforms are random: it is read again in each epoch"
         return {"feed": ("workers", reason)} if card.options.get("random") else {}
 
@@ -197,8 +193,7 @@ class Task:
         return [*ours] == [Task.survey, Task.pack]
 
     def pack_options(self, card: Card) -> Mapping[str, Any]:
-        """Return options of `pack` with which another source has the classes and the preprocessing of a card. Default:
-        none; with `nb.pack` the card itself."""
+        """Return options of `pack` with which another source has the classes and the preprocessing of a card."""
         return {"like": card} if packed_dataset(card) else {}
 
     def validate(self, source: str | Path, **options: Any) -> Any:
@@ -251,8 +246,7 @@ def own_optimizer(task: Task) -> bool:
 
 def objective(task: Task) -> tuple[Any, list[str], dict[str, float], dict[str, str]]:
     """Return the loss (None: the default), the metrics' names, the augmentations' strengths, and the names of optimizer
-    and schedule with which a run on a pack of `nb.pack` trains; (None, [], {}, {}) for other tasks, whose name stands
-    for all of them."""
+    and schedule of a run on a pack of `nb.pack`; nothing for other tasks, whose name stands for all of them."""
     if task.card is None:
         return None, [], {}, {}
     loss = getattr(task, "given_loss", type(task).loss)
@@ -353,12 +347,8 @@ def bound(task: TaskLike, card: Card) -> Task:
 
 
 def task_name(task: Any) -> str:
-    """Return `package.module` or `module:name`, from which a run imports its task again; `module:` for an object
-    without a name.
-
-    An instance has the name of the variable that holds it, in its class's module or a notebook; a Task without
-    attributes of its own, the name of its class.
-    """
+    """Return `package.module` or `module:name`, from which a run imports its task again: of an instance the variable
+    that holds it, of a Task without attributes of its own its class; `module:` where there is none."""
     if isinstance(task, Task) and "_name" in vars(task):  # of what `bound` copied
         return vars(task)["_name"]
     task = task.source if isinstance(task, Adapted) else task
