@@ -47,7 +47,7 @@ PLAIN = (int, float, bool, str, type(None))
 def identity(task: Task, digest: str, model: nn.Module, plan: Plan) -> dict[str, Any]:
     """Return what a run is besides its plan, as plain JSON values. digest: the pack's key. plan: where advice chose
     its lr and batch size, those that the task gave for a start belong to it."""
-    loss, metrics, augment = objective(task)
+    loss, metrics, augment, functions = objective(task)
     advised = task.card is not None and not plan.given().keys() & {"lr", "batch_size"}
     return {
         **({"recipe": {"lr": task.PLAN.lr, "batch size": task.PLAN.batch_size}} if advised else {}),
@@ -57,6 +57,7 @@ def identity(task: Task, digest: str, model: nn.Module, plan: Plan) -> dict[str,
         "loss": structure(loss, weights=True) if isinstance(loss, nn.Module) else function_name(loss),
         "metrics": metrics,
         "augment": augment,
+        **functions,
         "trained": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
     }
 

@@ -67,16 +67,16 @@ class Small(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """x (B, L, 3), lengths (B,) → logits (B, 2) of the last step that is no padding."""
+    """x (B, L, 3), x_length (B,) → logits (B, 2) of the last step that is no padding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gru = nn.GRU(3, 16, batch_first=True)
         self.head = nn.Linear(16, 2)
 
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, x: Tensor, x_length: Tensor) -> Tensor:
         steps, _ = self.gru(x)
-        return self.head(steps[torch.arange(len(x)), lengths - 1])
+        return self.head(steps[torch.arange(len(x)), x_length - 1])
 
 
 def line(inputs: int) -> nn.Module:

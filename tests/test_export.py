@@ -130,14 +130,14 @@ def with_network(network: type[nn.Module]) -> Any:
 
 
 class Mean(nn.Module):
-    """x (B, L, 3), lengths (B,) → logits (B, 2) of the mean step."""
+    """x (B, L, 3), x_length (B,) → logits (B, 2) of the mean step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(3, 2)
 
-    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        return self.head(x.sum(1) / lengths[:, None])
+    def forward(self, x: torch.Tensor, x_length: torch.Tensor) -> torch.Tensor:
+        return self.head(x.sum(1) / x_length[:, None])
 
 
 @pytest.mark.parametrize("name", ["sequences", "regress"])

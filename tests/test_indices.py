@@ -23,9 +23,8 @@ def test_a_label_that_a_survey_got_wrong_is_named_by_its_file(tmp_path):
     toy.demo(tmp_path / "raw", 60)
     np.save(tmp_path / "raw" / "9_98.npy", np.zeros(8, np.float32))
     pack = build_pack(tmp_path / "raw", "toy", {"ragged": False}, toy.survey, toy.read, progress=False)
-    with pytest.raises(TrainError, match=r"\(9_98.npy\): Target 9 is out of bounds; correct the sample") as error:
+    with pytest.raises(TrainError, match=r"of 4 classes: Target 9 is out of bounds.*9_98\.npy"):
         nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
-    assert error.value.entry == "Device-side assert"
     assert not (tmp_path / "run").exists()
 
 
@@ -45,7 +44,7 @@ class Masks(nb.Task):
 def test_of_masks_the_second_highest_number_counts_where_the_highest_is_ignored(tmp_path):
     data = [(np.ones((8, 8, 3), np.float32), np.full((8, 8), 255 if i % 2 else i % 3, np.uint8)) for i in range(40)]
     data[30][1][0, 0] = 7
-    with pytest.raises(TrainError, match=r"sample 30 \(.*\): Target 7 is out of bounds"):
+    with pytest.raises(TrainError, match=r"Target 7 is out of bounds.*item 30"):
         nb.fit(Masks(), nb.pack(data, progress=False), nb.Plan(epochs=1, batch_size=8), tmp_path / "run", **QUIET)
 
 

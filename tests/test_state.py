@@ -172,8 +172,12 @@ def cases(folder: Path) -> dict[str, tuple[Any, nb.Pack, str]]:
             r"x float32 \(8\).* Linear\(in_features=64.* got x \(B, 8\)",
         ),
         "flatten": (nb.classify(Pictures()), made["images"], r"Pictures\.fc Linear\(in_features=100.*got \(B, 400\)"),
-        "many": (nb.classify(nn.Linear(8, 5)), made["points"], r"3 classes, \(B, 3\), got \(2, 5\)"),
-        "few": (nb.classify(nn.Linear(8, 2), loss=cross_entropy), made["points"], r"3 classes, \(B, 3\), got \(2, 2\)"),
+        "many": (nb.classify(nn.Linear(8, 5)), made["points"], r"3 classes, \(B, 3\), got \(\d+, 5\)"),
+        "few": (
+            nb.classify(nn.Linear(8, 2), loss=cross_entropy),
+            made["points"],
+            r"3 classes, \(B, 3\), got \(\d+, 2\)",
+        ),
         "loss": (
             nb.classify(nn.Linear(8, 2), loss=cross_entropy, metrics=own),
             made["points"],
@@ -255,13 +259,6 @@ def test_the_layer_that_failed_is_named_wherever_training_begins(pack, tmp_path,
         nb.fit(task, pack, plan(), tmp_path / "run", **QUIET)
     with pytest.raises(nb.NbtoolsError, match=said):
         nb.lr_sweep(task, pack, plan())
-
-
-def test_looking_whether_a_network_fits_changes_no_buffer(pack):
-    state = nb.TrainState(nb.classify(Parts()), pack, plan())
-    before = {name: buffer.clone() for name, buffer in state.model.named_buffers()}
-    rehearse(state, pack)
-    assert all(torch.equal(buffer, before[name]) for name, buffer in state.model.named_buffers())
 
 
 def test_a_loss_that_needs_gradients_fits(pack):

@@ -199,12 +199,6 @@ def test_a_last_evaluation_that_fails_does_not_cost_the_run(tmp_path, pack, trou
     assert f"no final evaluation: {type(trouble).__name__}: {trouble}" in run.events
 
 
-def test_early_stop_too_ends_with_the_whole_split(tmp_path, pack, costly):
-    run = nb.fit(costly, pack, costly.PLAN.replace(epochs=30, early_stop=1), run=tmp_path / "run", **QUIET)
-    assert len(run.history.of("epoch")) < 30
-    assert run.final["epoch"] == run.best["epoch"]
-
-
 def test_without_a_validation_split_nothing_is_evaluated(tmp_path, costly):
     pack = toy.make_pack(tmp_path, 40)
     pack = dataclasses.replace(pack, card=dataclasses.replace(pack.card, splits={"train": 40, "val": 0, "test": 0}))

@@ -1,7 +1,6 @@
 """Plan, Task, TrainState, the loop, evaluation, checkpoints, history."""
 
 from nbtools.train import checkpoint, device, evaluation
-from nbtools.train.call import call_of
 from nbtools.train.capture import synchronizing
 from nbtools.train.changes import adopt, caught_up, require_change
 from nbtools.train.checkpoint import CONTROL
@@ -15,8 +14,8 @@ from nbtools.train.keep import KEPT, Keeper, kept_note, kept_until
 from nbtools.train.loop import train
 from nbtools.train.meter import Diverged
 from nbtools.train.metrics import Batch, Pair
-from nbtools.train.network import build
-from nbtools.train.optimizer import LARGER, OPTIMIZERS
+from nbtools.train.network import build, call_of
+from nbtools.train.optimizer import LARGER, OPTIMIZERS, built_in
 from nbtools.train.own import classify, regress
 from nbtools.train.plan import (
     AT_START,
@@ -53,6 +52,7 @@ from nbtools.train.task import (
     meanings_of,
     objective,
     order,
+    own_optimizer,
     readable,
     spoken,
     task_name,

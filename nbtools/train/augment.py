@@ -9,7 +9,6 @@ B samples, C channels, H × W pixels, K classes.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Collection, Mapping
 
@@ -17,36 +16,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbtools.data import Draws, constant, places
+from nbtools.data import TARGET, Draws, constant, places
 from nbtools.errors import TrainError
+from nbtools.train.metrics import require_known
 
 MIXUP = "mixup"
 
 
 def crop(x: Tensor, draws: Draws, most: float) -> Tensor:
-    """Shifted by whole pixels, up to this share of either side; the image is mirrored at its edges."""
+    """Shift by whole pixels, up to this share of either side; the image is mirrored at its edges."""
     lengths = x.shape[2:]
     far = tuple(min(round(most * length), length - 1) for length in lengths)
     drawn = draws.bits((2,)) % constant(tuple(2 * n + 1 for n in far), x.device, torch.int64)
     shifts = (drawn - constant(far, x.device, torch.int64))[..., None].unbind(1)  # each (B, 1)
-    rows, columns = (reflected(n, shift) for n, shift in zip(lengths, shifts, strict=True))
-    x = x.gather(2, rows[:, None, :, None].expand(x.shape))
-    return x.gather(3, columns[:, None, None, :].expand(x.shape))
-
-
-def reflected(length: int, shift: Tensor) -> Tensor:
-    """(B, length) int64: the places of an axis shifted by less than its length, (B, 1), mirrored at its ends."""
-    at = (places(length, shift.device) + shift).abs()
-    return at.minimum(2 * (length - 1) - at)
+    for axis, length, shift in zip((2, 3), lengths, shifts, strict=True):
+        at = (places(length, x.device) + shift).abs()
+        at = at.minimum(2 * (length - 1) - at)  # (B, length), mirrored at both ends
+        x = x.gather(axis, (at[:, None, :, None] if axis == 2 else at[:, None, None, :]).expand(x.shape))
+    return x
 
 
 def flip(x: Tensor, draws: Draws, p: float) -> Tensor:
-    """Left and right swapped with this probability."""
+    """Swap left and right with this probability."""
     return torch.where(draws.chance(p)[:, None, None, None], x.flip(3), x)
 
 
 def rotate(x: Tensor, draws: Draws, most: float) -> Tensor:
-    """Rotated about the centre by up to so many degrees, bilinear, mirrored at the edges."""
+    """Rotate about the centre by up to so many degrees, bilinear, mirrored at the edges."""
     angle, (height, width) = draws.uniform(-most, most) * (math.pi / 180), x.shape[2:]
     cos, sin, none = angle.cos(), angle.sin(), constant((0,), x.device).expand_as(angle)
     theta = torch.stack([cos, sin * -height / width, none, sin * width / height, cos, none], 1).view(-1, 2, 3)
@@ -55,7 +51,7 @@ def rotate(x: Tensor, draws: Draws, most: float) -> Tensor:
 
 
 def colour(x: Tensor, draws: Draws, strength: float) -> Tensor:
-    """Brightness, contrast around the image's mean and saturation (RGB), each times 1 ± strength; not clipped."""
+    """Multiply brightness, contrast around the image's mean and saturation (RGB) by 1 ± strength; not clipped."""
     light, contrast, saturation = draws.uniforms(*[(1 - strength, 1 + strength)] * 3)[..., None, None, None].unbind(1)
     mean = x.mean((1, 2, 3), keepdim=True)
     x = ((x - mean) * contrast + mean) * light
@@ -66,8 +62,8 @@ def colour(x: Tensor, draws: Draws, strength: float) -> Tensor:
 
 
 def erase(x: Tensor, draws: Draws, most: float) -> Tensor:
-    """In every second image a rectangle of 2 % up to this share of its area, 0.3 to 3.3 times as high as wide, becomes
-    the mean of each channel (arXiv 1708.04896)."""
+    """Set to the mean of each channel, in every second image, a rectangle of 2 % up to this share of its area, 0.3 to
+    3.3 times as high as wide (arXiv 1708.04896)."""
     drawn = draws.uniforms((0.02, most), (math.log(0.3), math.log(3.3)), (0, 1), (0, 1))
     area, ratio, lengths = drawn[:, 0], drawn[:, 1].exp(), constant(x.shape[2:], x.device)
     size = (torch.stack([area * ratio, area / ratio], 1).sqrt() * lengths).round()  # (B, 2)
@@ -92,18 +88,15 @@ IMAGES: dict[str, tuple[float, Callable[[Tensor, Draws, float], Tensor]]] = {
 
 
 def strengths(names: Collection[str] | Mapping[str, float]) -> dict[str, float]:
-    """Name → strength. Raises TrainError for an unknown name or a negative strength."""
-    known = {**{name: strength for name, (strength, _) in IMAGES.items()}, MIXUP: 0.5}
-    given = {names: known.get(names, 0)} if isinstance(names, str) else names
-    found = dict(given) if isinstance(given, Mapping) else {name: known.get(name, 0) for name in given}
-    for name, strength in found.items():
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-            raise TrainError(f"augment has no {name!r}; {hint}")
+    """Return name → strength. Raises TrainError for an unknown name or a negative strength."""
+    known = {name: strength for name, (strength, _) in IMAGES.items()} | {MIXUP: 0.5}
+    names = (names,) if isinstance(names, str) else names
+    given = dict(names) if isinstance(names, Mapping) else {name: known.get(name, 0.0) for name in names}
+    for name, strength in given.items():
+        require_known("augment", name, known)
         if not strength >= 0:
             raise TrainError(f"augment: the strength of {name} must be at least 0, got {strength!r}")
-    return found
+    return given
 
 
 def augment(
@@ -114,8 +107,8 @@ def augment(
     draws: Draws,
     names: Collection[str] | Mapping[str, float],
 ) -> dict[str, Tensor]:
-    """The batch with its images (B, C, H, W) float32 augmented, several of a sample alike, and with mixup all inputs
-    and `y`, which becomes (B, K) probabilities where there are K classes."""
+    """Return the batch with its images (B, C, H, W) float32 augmented, several of a sample alike, and with mixup all
+    inputs and `y`, which becomes (B, K) probabilities where there are K classes."""
     wanted, batch = strengths(names), dict(batch)
     for name, (_, act) in IMAGES.items():
         if name in wanted:
@@ -129,7 +122,7 @@ def augment(
 def mixup(
     batch: dict[str, Tensor], inputs: Collection[str], classes: int, draws: Draws, most: float
 ) -> dict[str, Tensor]:
-    """Each sample with a share, from 0 to `most`, of another one of this pass; 0.5 is mixup with α = 1 (arXiv
+    """Mix into each sample a share, from 0 to `most`, of another one of this pass; 0.5 is mixup with α = 1 (arXiv
     1710.09412). Which one depends on the samples of the pass, not on their order."""
     share, order = draws.uniform(0, most), draws.bits().argsort()
     other = torch.empty_like(order).scatter_(0, order, order.roll(1))
@@ -138,8 +131,8 @@ def mixup(
         x = x.float()
         return torch.lerp(x, x[other], share.view(-1, *[1] * (x.dim() - 1)))
 
-    found = {name: mixed(batch[name]) for name in inputs}
-    if "y" in batch:
-        y = batch["y"]
-        found["y"] = mixed(y[..., None] == places(classes, y.device) if classes else y)
-    return {**batch, **found}
+    mixes = {name: batch[name] for name in inputs}
+    if TARGET in batch:
+        y = batch[TARGET]
+        mixes[TARGET] = y[..., None] == places(classes, y.device) if classes else y
+    return {**batch, **{name: mixed(x) for name, x in mixes.items()}}

@@ -17,15 +17,14 @@ from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, constant, inpu
 from nbtools.errors import PackError, TrainError
 from nbtools.table import percent
 from nbtools.train.augment import MIXUP, augment, strengths
-from nbtools.train.call import logits_of
-from nbtools.train.metrics import METRICS, Batch, listed, reshaped
+from nbtools.train.metrics import Batch, logits_of, reshaped
 
 DATASET = "dataset"  # the task in such a pack's card
 FEW = 8  # numbers of an answer that are shown
 
 
 def packed_dataset(card: Card | None) -> bool:
-    """Whether `nb.pack` wrote the pack, so that its card says what its columns are."""
+    """Return whether `nb.pack` wrote the pack, so that its card says what its columns are."""
     return card is not None and card.task == DATASET and "forms" in card.options
 
 
@@ -33,151 +32,102 @@ def packed_dataset(card: Card | None) -> bool:
 
 
 def prepare(raw: Batch, card: Card, draws: Draws | None, names: Sequence[str] | Mapping[str, float]) -> Batch:
-    """The inputs of a raw batch as a network takes them: images (B, C, H, W) float32, uint8 ones from 0 to 1 first;
-    augmented by name given draws; then normalised by the card's mean and std, where it has them. The padding of
+    """Return the inputs of a raw batch as a network takes them: images (B, C, H, W) float32, uint8 ones from 0 to 1
+    first; augmented by name given draws; then normalised by the card's mean and std, where it has them. The padding of
     sequences stays 0."""
-    options, batch = card.options, dict(raw)
-    for name in options["inputs"]:
-        batch[name] = as_input(raw[name], card, name)
+    inputs = card.options["inputs"]
+    batch = raw | {name: as_input(raw[name], card, name) for name in inputs}
     if draws is not None and names:
-        batch = augment(batch, images_of(card), options["inputs"], len(card.classes), draws, names)
-    for name in options["inputs"]:
-        if name in options["mean"]:
-            batch[name] = normalise(batch[name], card, name, raw.get(f"{name}_length"))
+        batch = augment(batch, images_of(card), inputs, len(card.classes), draws, names)
+    for name in inputs:
+        if name in card.options["mean"]:
+            mean, std = scale_of(card, name, raw[name].device)
+            values = (batch[name].float() - mean) / std
+            if card.columns[name].kind == "ragged":
+                steps = torch.arange(values.shape[1], device=values.device)
+                inside = steps < raw[f"{name}_length"][:, None]  # (B, L)
+                values = values * inside.view(*inside.shape, *[1] * (values.dim() - 2))
+            batch[name] = values
     return batch
 
 
 def as_input(values: Tensor, card: Card, name: str) -> Tensor:
-    """A column with its channels before its pixels, and its 255ths as float32 from 0 to 1."""
-    layout = layout_of(card, name)
-    if layout == "hwc":
+    """Return a column with its channels before its pixels, and its 255ths as float32 from 0 to 1."""
+    form = form_of(card, name)
+    if form.layout == "hwc":
         values = values.permute(0, 3, 1, 2)
-    elif layout == "hw":
+    elif form.layout == "hw":
         values = values.unsqueeze(1)
-    if in_bytes(card, name):
+    if form.unit == 255:
         return values.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     return values.contiguous()
 
 
-def normalise(values: Tensor, card: Card, name: str, lengths: Tensor | None = None) -> Tensor:
-    mean, std = scale_of(card, name, values.device)
-    found = (values.float() - mean) / std
-    if lengths is None:
-        return found
-    inside = torch.arange(values.shape[1], device=values.device) < lengths[:, None]  # (B, L)
-    return found * inside.view(*inside.shape, *[1] * (found.dim() - 2))
-
-
 def scale_of(card: Card, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(mean, std) of a column over the training split, each per channel (C, 1, 1), per feature (F,), or one for all;
-    where nothing varies, std is 1."""
-    shape = (-1, 1, 1) if layout_of(card, name) else (-1,)
+    """Return (mean, std) of a column over the training split, each per channel (C, 1, 1), per feature (F,), or one for
+    all; where nothing varies, std is 1."""
+    shape = (-1, 1, 1) if form_of(card, name).layout else (-1,)
     mean, std = (constant(tuple(card.options[moment][name]), device).view(shape) for moment in ("mean", "std"))
     return mean, std
 
 
-def layout_of(card: Card, name: str) -> str:
-    """`hwc`, `chw` or `hw` of a column of images, "" of others."""
-    return card.options["forms"][name]["layout"]
-
-
-def in_bytes(card: Card, name: str) -> bool:
-    """Whether a column holds numbers from 0 to 1 as 255ths: images, and floats kept so."""
-    form = card.options["forms"][name]
-    return form["dtype"] == "|u1" and bool(form["layout"] or form["scaled"])
+def form_of(card: Card, name: str) -> Form:
+    """Return how a column was packed; its layout is `hwc`, `chw` or `hw` of images, "" of others."""
+    return Form.of(card.options["forms"][name])
 
 
 def images_of(card: Card) -> list[str]:
-    """The inputs that are images."""
-    return [name for name in card.options["inputs"] if layout_of(card, name)]
+    """Return the inputs that are images."""
+    return [name for name in card.options["inputs"] if form_of(card, name).layout]
 
 
 def shape_of(card: Card, name: str) -> tuple[int, ...]:
-    """The shape of a sample's column as the network takes it, without the length of a ragged one."""
-    shape, layout = card.columns[name].shape, layout_of(card, name)
+    """Return the shape of a sample's column as the network takes it, without the length of a ragged one."""
+    shape, layout = card.columns[name].shape, form_of(card, name).layout
     return (shape[2], *shape[:2]) if layout == "hwc" else (1, *shape) if layout == "hw" else tuple(shape)
 
 
-def width_of(card: Card) -> int:
-    """The channels of the first input, or its features."""
-    name = card.options["inputs"][0]
-    shape = shape_of(card, name) or (1,)
-    return shape[0] if layout_of(card, name) else shape[-1]
-
-
-def is_whole(card: Card, name: str) -> bool:
-    """Whether an input reaches the network as whole numbers."""
-    return name not in card.options["mean"] and card.columns[name].dtype[1] in "iu"
-
-
-def blank(card: Card, steps: int) -> Batch:
-    """A raw batch of two samples of zeros, their sequences of so many steps."""
-    batch = {"id": torch.arange(2)}
-    for name, column in card.columns.items():
-        ragged = column.kind == "ragged"
-        batch[name] = torch.from_numpy(np.zeros((2, *(steps,) * ragged, *column.shape), column.dtype))
-        if ragged:
-            batch[f"{name}_length"] = torch.full((2,), steps)
-    return batch
-
-
-def expression(card: Card, name: str) -> str:
-    """What `prepare` makes of a column in evaluation, as NumPy; `options` are the card's."""
-    layout, ragged = layout_of(card, name), card.columns[name].kind == "ragged"
-    found = (
-        name + {"hwc": ".transpose(0, 3, 1, 2)", "hw": "[:, None]"}.get(layout, "") + " / 255" * in_bytes(card, name)
-    )
-    if name in card.options["mean"]:
-        mean, std = moments_as_text(card, name)
-        found = f"({found} - {mean}) / {std}"
-        if ragged:
-            inside = f"(np.arange({name}.shape[1]) < {name}_length[:, None])"
-            found += f" * {inside}[:, :{', None' * len(card.columns[name].shape)}]"
-    return found
-
-
-def expressions(card: Card) -> dict[str, tuple[tuple[()], str]]:
-    """For `Task.tensors`: every input, and the lengths of ragged ones."""
-    ragged = [name for name in card.options["inputs"] if card.columns[name].kind == "ragged"]
-    found = {name: expression(card, name) for name in card.options["inputs"]}
-    return {
-        name: ((), text) for name, text in (found | {f"{name}_length": f"{name}_length" for name in ragged}).items()
-    }
-
-
-def moments_as_text(card: Card, name: str) -> tuple[str, str]:
-    axes = "[:, None, None]" * bool(layout_of(card, name))
-    return f"np.array(options['mean']['{name}']){axes}", f"np.array(options['std']['{name}']){axes}"
-
-
-# -- what a task asks for
-
-
-def require_fitting(card: Card, metrics: Any, names: Any) -> None:
-    """Raise TrainError for metrics that are not of the pack's targets, and for augmentations that are not of its
-    inputs."""
-    kind = card.options["kind"]
-    for metric in () if callable(metrics) else listed(metrics):
-        if not callable(metric) and METRICS[metric][0] != kind:
-            fits = [name for name, (of, _, _) in METRICS.items() if of == kind]
-            rule = f"metrics: {metric!r} is for {METRICS[metric][0]}, but the targets of the pack are {kind}"
-            raise TrainError(f"{rule}; choose {', '.join(fits)}" if fits else f"{rule}; leave it out")
-    wanted, inputs = strengths(names), {name: card.columns[name] for name in card.options["inputs"]}
-    there = ", ".join(f"{name} {column}" for name, column in inputs.items())
-    if (pictured := wanted.keys() - {MIXUP}) and not images_of(card):
+def require_augmentable(card: Card, names: Any) -> None:
+    """Raise TrainError for augmentations that the inputs do not take, or that would leave what belongs to an image,
+    such as a mask, as it is."""
+    wanted, inputs, images = strengths(names), card.options["inputs"], images_of(card)
+    there = ", ".join(f"{name} {card.columns[name]}" for name in inputs)
+    if (pictured := wanted.keys() - {MIXUP}) and not images:
         raise TrainError(f"augment: {min(pictured)} needs images, but the inputs are {there}; leave it out")
     for name, column in card.columns.items():
         axes = len(column.shape) + (column.kind == "ragged" and name == TARGET)  # maps (H, W), and lists of boxes
-        if name in images_of(card) or axes < 2:
-            continue
-        if moved := pictured - (set() if layout_of(card, name) else {"colour"}):
-            still = "the target" if name == TARGET else name
-            rule = f"augment: {min(moved)} would leave {still} ({column}) as it is"
+        moved = pictured - (set() if form_of(card, name).layout else {"colour"})
+        if name not in images and axes >= 2 and moved:
+            rule = f"augment: {min(moved)} would leave {'the target' if name == TARGET else name} ({column}) as it is"
             raise TrainError(f"{rule}; augment both in a `batch` of your task")
-    if MIXUP in wanted and any(c.kind == "ragged" or c.dtype[1] not in "uf" for c in inputs.values()):
-        raise TrainError(
-            f"augment: mixup needs images or numbers of one shape, but the inputs are {there}; leave it out"
-        )
+    columns = [card.columns[name] for name in inputs]
+    if MIXUP in wanted and any(column.kind == "ragged" or column.dtype[1] not in "uf" for column in columns):
+        rule = "augment: mixup needs images or numbers of one shape"
+        raise TrainError(f"{rule}, but the inputs are {there}; leave it out")
+
+
+def expressions(card: Card) -> dict[str, tuple[tuple[()], str]]:
+    """Return for `Task.tensors` what `prepare` makes of every input in evaluation, as NumPy, and the lengths of ragged
+    ones; `options` are the card's."""
+    texts: dict[str, str] = {}
+    for name in card.options["inputs"]:
+        form, ragged = form_of(card, name), card.columns[name].kind == "ragged"
+        text = name + {"hwc": ".transpose(0, 3, 1, 2)", "hw": "[:, None]"}.get(form.layout, "")
+        text += " / 255" * (form.unit == 255)
+        if name in card.options["mean"]:
+            mean, std = moments(card, name)
+            text = f"({text} - {mean}) / {std}"
+            if ragged:
+                inside = f"(np.arange({name}.shape[1]) < {name}_length[:, None])"
+                text += f" * {inside}[:, :{', None' * len(card.columns[name].shape)}]"
+        texts |= {name: text, **({f"{name}_length": f"{name}_length"} if ragged else {})}
+    return {name: ((), text) for name, text in texts.items()}
+
+
+def moments(card: Card, name: str) -> tuple[str, str]:
+    """Return mean and std as NumPy expressions."""
+    axes = "[:, None, None]" * bool(form_of(card, name).layout)
+    return f"np.array(options['mean']['{name}']){axes}", f"np.array(options['std']['{name}']){axes}"
 
 
 # -- answers and pictures
@@ -194,79 +144,56 @@ class Answer(NamedTuple):
 
 
 def answers(outputs: Any, card: Card) -> list[Any]:
-    """Classes with their probability; values as numbers, lists of D numbers, or arrays of the targets' shape; anything
-    else row by row."""
+    """Return classes with their probability; values as numbers, lists of D numbers, or arrays of the targets' shape;
+    anything else row by row."""
     kind, outputs = card.options["kind"], logits_of(outputs)
     if kind == "classes" and outputs.dim() == 2 and outputs.shape[1] == len(card.classes):
         best = outputs.float().softmax(1).max(1)
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return [Answer(card.classes[i], probability) for i, probability in pairs]
+        return [Answer(card.classes[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     if kind == "values" and (values := reshaped(outputs, (len(outputs), *shape_of(card, TARGET)))) is not None:
-        layout = layout_of(card, TARGET)
+        layout = form_of(card, TARGET).layout
         values = values.permute(0, 2, 3, 1) if layout == "hwc" else values.squeeze(1) if layout == "hw" else values
         return values.tolist() if values.dim() < 3 else list(values.cpu().numpy())
     return list(outputs)
 
 
+def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool]:
+    """Return a sample of the live picture: `Task.preview`. Values stand next to the true ones, neither right nor
+    wrong."""
+    sample, card, text = pack.sample(i), pack.card, as_text(answer)
+    if card.options["kind"] == "classes":
+        return picture(sample, card), card.classes[int(sample[TARGET])], text, True
+    known = f" (true: {as_text(sample[TARGET])})" if card.options["kind"] == "values" else ""
+    return picture(sample, card), "", f"{text}{known}", True
+
+
 def picture(sample: Sample, card: Card) -> np.ndarray:
-    """(H, W) or (H, W, 3) uint8: the first image of a sample; floats beyond 0 to 1 from their least to their most."""
+    """Return the first image of a sample, (H, W) or (H, W, 3) uint8; floats beyond 0 to 1 from their least to their
+    most."""
     name = images_of(card)[0]
-    image, layout = sample[name], layout_of(card, name)
-    if layout == "chw":
-        image = image.transpose(1, 2, 0)
+    image = sample[name].transpose(1, 2, 0) if form_of(card, name).layout == "chw" else sample[name]
     if image.dtype != np.uint8:
         low, high = min(float(image.min()), 0.0), max(float(image.max()), 1.0)
         image = ((image - low) * (255 / (high - low))).round().astype(np.uint8)
     return image if image.ndim == 2 else image[..., :3] if image.shape[2] >= 3 else image[..., 0]
 
 
-def truth(sample: Sample, card: Card) -> str:
-    """The target as text; "" where there is none."""
-    if card.options["kind"] == "classes":
-        return card.classes[int(sample[TARGET])]
-    return written(sample[TARGET].tolist()) if card.options["kind"] == "values" else ""
-
-
-def written(answer: Any) -> str:
-    """An answer as a short text: a class, a few numbers, or the shape of many."""
-    if isinstance(answer, Answer):
-        return answer.name
-    values = np.asarray(answer.tolist() if isinstance(answer, Tensor) else answer)
+def as_text(answer: Any) -> str:
+    """Return an answer or a target as a short text: a class, a few numbers, or the shape of many."""
+    values = np.asarray(answer.name if isinstance(answer, Answer) else answer)
     if values.dtype.kind not in "biuf":
-        return str(answer)
+        return str(values)
     if values.size > FEW:
         return f"{' × '.join(map(str, values.shape))} values"
     return ", ".join(f"{value:.4g}" for value in values.reshape(-1))
-
-
-def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool]:
-    """A sample of the live picture: `Task.preview`. Values are shown next to the true ones, as neither right nor
-    wrong."""
-    sample, card = pack.sample(i), pack.card
-    right = truth(sample, card)
-    if card.options["kind"] == "classes":
-        return picture(sample, card), right, written(answer), True
-    return picture(sample, card), "", f"{written(answer)} (true: {right})" if right else written(answer), True
-
-
-def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[Any] | None = None) -> Any:
-    """A grid of samples, each under its target; of wrong predictions both, marked by colour and ≠."""
-    from nbtools.figures import Picture, blank, gallery, judged  # only where something is drawn
-
-    if not images_of(pack.card):
-        raise TrainError(f"{pack.folder} has no images to show: its inputs are {', '.join(pack.options['inputs'])}")
-    given = [None] * len(ids) if predicted is None else [written(answer) for answer in predicted]
-    samples = [(pack.sample(int(i)), answer) for i, answer in zip(ids, given, strict=True)]
-    found = [Picture(picture(one, pack.card), *judged(truth(one, pack.card), answer)) for one, answer in samples]
-    return gallery(found)[0] if found else blank()
 
 
 # -- items to predict
 
 
 def items_of(given: Any, card: Card) -> Sequence[Any]:
-    """What `run.predict` got, item by item: a file, an item (a dict, a tuple, an image, a number, a sample's array), or
-    several: a list, a Dataset, an array of them, or the rows of a DataFrame. Raises PackError."""
+    """Return what `run.predict` got, item by item: a file, an item (a dict, a tuple, an image, a number, a sample's
+    array), or several: a list, a Dataset, an array of them, or the rows of a DataFrame. Raises PackError."""
     if hasattr(given, "iloc"):
         if not card.options.get("encoding"):
             raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
@@ -283,14 +210,13 @@ def items_of(given: Any, card: Card) -> Sequence[Any]:
 
 
 def sample_of(item: Any, card: Card) -> Sample:
-    """An item, or an image file, as packing would have stored its inputs. Raises PackError(value, rule, fix)."""
-    inputs = card.options["inputs"]
+    """Return an item, or an image file, as packing would have stored its inputs. Raises PackError(value, rule, fix)."""
     if isinstance(item, (str, Path)):
         from PIL import Image
 
         with Image.open(item) as image:
             image.load()
             return sample_of(image, card)
-    asked = card.options["roles"]
-    values = inputs_of(item, inputs, asked["target"], asked["inputs"])
-    return {name: np.asarray(Form.of(card.options["forms"][name]).fit(name, values[name])) for name in inputs}
+    inputs, roles = card.options["inputs"], card.options["roles"]
+    values = inputs_of(item, inputs, roles["target"], roles["inputs"])
+    return {name: np.asarray(form_of(card, name).fit(name, values[name])) for name in inputs}

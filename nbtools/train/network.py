@@ -1,75 +1,55 @@
-"""The network of a task, as a run trains it: its own, connected to the pack's columns, and tried before it trains."""
+"""The network of a task: a run's own, with sized layers, and called with the columns that its forward names."""
 
 from __future__ import annotations
 
 import copy
-import itertools
+import inspect
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 
-from nbtools.data import TARGET, Card, Draws
-from nbtools.errors import NbtoolsError, TrainError
-from nbtools.train.call import connect, logits_of
-from nbtools.train.defaults import blank, is_whole, require_fitting
-from nbtools.train.metrics import Batch, score
+from nbtools.data import Card
+from nbtools.errors import TrainError
+from nbtools.train.defaults import require_augmentable
 from nbtools.train.task import Task, set_training, spoken
 
-STEPS = (8, 128, 2048)  # how long sequences of zeros are tried, the longer ones where layers have no size yet
+STEPS = (8, 128, 2048)  # how long sequences of zeros are tried where layers have no size yet
 
 
 def build(task: Task, card: Card, plan: Any) -> nn.Module:
-    """The network of a bound task; for a pack of `nb.pack` one that takes batches, and shares no weights with another
-    run's. Raises TrainError for anything else."""
+    """Return the network of a bound task; for a pack of `nb.pack` one that takes batches, and shares no weights with
+    another run's. Raises TrainError for anything else."""
     model = task.model(card, plan)
     if not isinstance(model, nn.Module):
         raise TrainError(f"{spoken(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
     if task.card is None:
         return model
+    require_augmentable(card, task.augment)
     if is_shared(task, model, card, plan):
-        model = copied(model)
-    require_fitting(card, task.metrics, task.augment)
-    connect(model, card)
-    lazy = any(map(is_lazy, itertools.chain(model.parameters(), model.buffers())))  # of LazyLinear, LazyBatchNorm2d
-    ragged = any(column.kind == "ragged" for column in card.columns.values())
-    steps, *longer = STEPS if lazy and ragged else STEPS[:1]
-    try:
-        while error := try_out(task, model, card, plan, steps):
-            if whole := [name for name in card.options["inputs"] if is_whole(card, name) and "type" in str(error)]:
-                columns = ", ".join(f"{name} {card.columns[name]}" for name in whole)
-                rule = (
-                    f"{type(model).__name__}: {error}; whole numbers are passed to the network unchanged, and it gets"
-                )
-                fix = "cast them in the Dataset, x.astype(np.float32), or use an nn.Embedding"
-                raise TrainError(f"{rule} {columns}: {fix}") from error
-            if not longer:
-                break
-            steps, *longer = longer
-        if error and lazy:
-            inputs = ", ".join(f"{name} {card.columns[name]}" for name in card.options["inputs"])
-            rule = f"{type(model).__name__}: {error}; lazy layers learn their sizes from two samples of zeros, {inputs}"
-            raise TrainError(f"{rule}; write layers with sizes instead") from error
-    finally:
-        set_training(model)
+        model = own_copy(model)
+    model.register_forward_pre_hook(find_arguments(model, card), prepend=True, with_kwargs=True)  # before lazy layers'
+    if any(map(is_lazy, chain(model.parameters(), model.buffers()))):
+        size_layers(task, model, card, plan)
+    set_training(model)
     return model
 
 
 def is_shared(task: Task, model: nn.Module, card: Card, plan: Any) -> bool:
-    """Whether `model` returns some of the same weights each time, as of a network that a variable holds; asked once.
-    Other networks are not copied, since hooks that refer to one would not follow."""
+    """Return whether `model` returns some of the same weights each time, as of a network that a variable holds. Other
+    networks are not copied, since hooks that refer to one would not follow."""
     known = vars(task)
     if "_shared" not in known:
         with torch.random.fork_rng(devices=[]):
-            again = task.model(card, plan)
-        first, second = ({*map(id, itertools.chain(m.parameters(), m.buffers()))} for m in (model, again))
-        known["_shared"] = model is again or not first.isdisjoint(second)
+            known["_shared"] = not {*model.parameters()}.isdisjoint(task.model(card, plan).parameters())
     return known["_shared"]
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A network of a run's own."""
+def own_copy(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(b): UninitializedBuffer() for b in model.buffers() if is_lazy(b)}  # which have no copy
     try:
         return copy.deepcopy(model, memo)
@@ -79,43 +59,82 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def try_out(task: Task, model: nn.Module, card: Card, plan: Any, steps: int) -> Exception | None:
-    """Two samples of zeros, through the network and what measures it: layers learn their sizes, and what cannot work is
-    said before anything is trained. Raises TrainError for that; returns whatever else the task raises, since neither a
-    network nor a function of one's own need take zeros."""
+def size_layers(task: Task, model: nn.Module, card: Card, plan: Any) -> None:
+    """Let lazy layers learn their sizes from two samples of zeros. Raises TrainError."""
+    error, columns = None, card.columns.items()
+    for steps in STEPS:
+        shapes = {name: (2, *(steps,) * (column.kind == "ragged"), *column.shape) for name, column in columns}
+        zeros = {name: torch.from_numpy(np.zeros(shapes[name], column.dtype)) for name, column in columns}
+        lengths = {f"{name}_length": torch.full((2,), steps) for name, column in columns if column.kind == "ragged"}
+        try:
+            task.infer(model.eval(), task.batch({**zeros, **lengths, "id": torch.arange(2)}, plan, None), plan)
+            return
+        except Exception as caught:
+            error = caught
+    inputs = ", ".join(f"{name} {card.columns[name]}" for name in card.options["inputs"])
+    rule = f"{type(model).__name__}: {error}; lazy layers learn their sizes from two samples of zeros, {inputs}"
+    raise TrainError(f"{rule}; write layers with sizes instead") from error
+
+
+# -- the call
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The columns that a network's forward takes, in order and by name; neither: the batch as a dict.
+
+    As a forward pre-hook it replaces a batch, and nothing else, by these: the names of weights, DDP and calls with
+    tensors stay as they are.
+    """
+
+    called: str
+    positions: tuple[str, ...] = ()
+    names: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if named or len(given) != 1 or not isinstance(given[0], dict) or not (self.positions or self.names):
+            return None
+        batch = given[0]
+        if lost := [name for name in (*self.positions, *self.names.values()) if name not in batch]:
+            raise TrainError(f"{self.called} takes {lost[0]!r}, but the batch has {', '.join(batch)}; return it too")
+        return tuple(batch[name] for name in self.positions), {name: batch[each] for name, each in self.names.items()}
+
+
+def find_arguments(model: nn.Module, card: Card) -> Arguments:
+    """Return what forward takes: the whole batch where its first parameter is called `batch`; else inputs and their
+    lengths, `<input>_length`, by name, and for the other required parameters the other inputs in order. Raises
+    TrainError where their numbers differ."""
+    inputs, start = card.options["inputs"], f"{type(model).__name__}.forward"
     try:
-        feed_zeros(task, model, card, plan, steps)
-    except NbtoolsError:
-        raise
-    except Exception as error:
-        return error
-    return None
+        parameters = [*inspect.signature(model.forward).parameters.values()]
+    except (TypeError, ValueError):  # compiled code has none
+        parameters = []
+    plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if plain and plain[0].name == "batch":
+        return Arguments(f"{start}(batch)")
+    offered = [*inputs, *(f"{name}_length" for name in inputs if card.columns[name].kind == "ragged")]
+    columns = {p.name: p.name for p in plain if p.name in offered}
+    required = [p.name for p in plain if p.default is p.empty]
+    rest, free = [n for n in required if n not in columns], [name for name in inputs if name not in columns]
+    if not columns and not required:  # forward(*inputs), or all with a default: in order
+        return Arguments(f"{start}({', '.join(inputs)})", tuple(inputs))
+    if rest and len(rest) != len(free):
+        raise TrainError(
+            f"{start}({', '.join(required)}): which columns are {', '.join(rest)}? The pack has {', '.join(offered)}; "
+            "name the parameters as the columns, or take the whole dict: forward(self, batch)"
+        )
+    columns |= dict(zip(rest, free, strict=False))
+    given = ", ".join(name if name == column else f"{name}={column}" for name, column in columns.items())
+    first = next((k for k, p in enumerate(plain) if p.name not in columns or p.kind is p.KEYWORD_ONLY), len(plain))
+    ordered = tuple(columns.pop(p.name) for p in plain[:first])
+    return Arguments(f"{start}({given})", ordered, columns)
 
 
-def feed_zeros(task: Task, model: nn.Module, card: Card, plan: Any, steps: int) -> None:
-    raw = blank(card, steps)
-    batch = task.batch(raw, plan, None)
-    outputs = task.infer(model.eval(), batch, plan)
-    score(task.metrics, outputs, batch, card)
-    require_loss(task, outputs, batch, plan)
-    draws = Draws(plan.seed, 0, raw["id"])
-    task.batch(raw, plan, draws)
-    if task.augment and not draws.count:
-        rule = f"{spoken(task)}: its `batch` leaves out augment={task.augment!r}"
-        raise TrainError(f"{rule}; begin it with batch = super().batch(raw, plan, draws), or leave augment out")
-
-
-def require_loss(task: Task, outputs: Any, batch: Batch, plan: Any) -> None:
-    """Raise TrainError if the loss module of `classify` or `regress` does not take outputs and targets."""
-    loss = getattr(task, "given_loss", None)
-    if not isinstance(loss, nn.Module):
-        return
-    try:
-        task.loss(lambda *_: outputs, batch, plan)
-    except NbtoolsError:
-        raise
-    except Exception as error:
-        y, name = batch[TARGET], type(loss).__name__
-        came = f"outputs {tuple(logits_of(outputs).shape)} and y {tuple(y.shape)} {str(y.dtype).removeprefix('torch.')}"
-        rule = f"loss {name} does not take {came}: {str(error).splitlines()[0]}"
-        raise TrainError(f"{rule}; choose another, or pass a function of (outputs, y) that calls it") from error
+def call_of(model: nn.Module) -> str:
+    """Return how a network of `build` is called, and how many of its parameters are trained; "" for another."""
+    hook = next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, Arguments)), None)
+    if hook is None:
+        return ""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    whole, trained = sum(size for size, _ in sizes), sum(size for size, needed in sizes if needed)
+    return f"{hook.called}, {whole:,} parameters, {'all' if trained == whole else f'{trained:,}'} trained"

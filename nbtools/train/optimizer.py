@@ -1,7 +1,8 @@
-"""Optimizers, one table: a new one is one entry of it."""
+"""Optimizers and schedules: one table of the built-in ones, and a task's own."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from nbtools.errors import TrainError
 from nbtools.table import plural
@@ -18,18 +20,18 @@ from nbtools.table import plural
 class Rule:
     """An update rule."""
 
-    kind: type[torch.optim.Optimizer]
+    kind: type[Optimizer]
     settings: Callable[[Any], dict[str, Any]]  # those of a plan that may change while it trains
     buffers: tuple[str, ...]  # kept for each parameter, of its shape; `step` is a count
     lr_rule: tuple[str, str]  # what advice makes of lr for another batch size (`Plan.lr_rule`), and its source
     lr: float  # where advice starts for fresh weights, at batch 64; a twentieth of it for pretrained ones
 
 
-SQRT, LINEAR = ("sqrt", "arXiv 2205.10287"), ("linear", "arXiv 1706.02677")
+MOMENTS, SQRT, LINEAR = ("step", "exp_avg", "exp_avg_sq"), ("sqrt", "arXiv 2205.10287"), ("linear", "arXiv 1706.02677")
 OPTIMIZERS = {
-    "adamw": Rule(torch.optim.AdamW, lambda plan: {"betas": plan.betas}, ("step", "exp_avg", "exp_avg_sq"), SQRT, 2e-3),
-    "adam": Rule(torch.optim.Adam, lambda plan: {"betas": plan.betas}, ("step", "exp_avg", "exp_avg_sq"), SQRT, 2e-3),
-    "sgd": Rule(torch.optim.SGD, lambda plan: {"momentum": plan.betas[0]}, ("momentum_buffer",), LINEAR, 0.025),
+    "adamw": Rule(AdamW, lambda plan: {"betas": plan.betas, "eps": plan.eps}, MOMENTS, SQRT, 2e-3),
+    "adam": Rule(Adam, lambda plan: {"betas": plan.betas, "eps": plan.eps}, MOMENTS, SQRT, 2e-3),
+    "sgd": Rule(SGD, lambda plan: {"momentum": plan.betas[0]}, ("momentum_buffer",), LINEAR, 0.025),
 }
 """The choices of `Plan.optimizer`."""
 LARGER = (  # batch times → lr times, epochs of warmup; each from, to
@@ -43,15 +45,38 @@ LARGER = (  # batch times → lr times, epochs of warmup; each from, to
 and lr by the optimizer's own rule; for AdamW that lies within the table but for a doubled batch, times 1.41."""
 
 
-def built_in(optimizer: torch.optim.Optimizer) -> bool:
-    return True
+def build_optimizer(task: Any, model: nn.Module, plan: Any) -> Optimizer:
+    """Return the optimizer of `task.optimizer`, each group with its `lr_scale`: the lr of a step is the plan's times
+    that. Raises TrainError unless it holds exactly the trained parameters."""
+    optimizer = task.optimizer(parameter_groups(model, task.groups(model, plan), plan), plan)
+    if not isinstance(optimizer, Optimizer):
+        raise TrainError(
+            f"optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}; build it there"
+        )
+    require_all(model, optimizer.param_groups, "the optimizer's groups", "build it from the groups that it is given")
+    for group in optimizer.param_groups if not built_in(optimizer) else ():
+        group["lr_scale"] = float(group["lr"]) / plan.lr
+    return optimizer
 
 
-def build_optimizer(task: Any, model: nn.Module, plan: Any) -> torch.optim.Optimizer:
-    """The fused form: 4 kernels a step and group instead of hundreds."""
-    groups = parameter_groups(model, task.groups(model, plan))
+def build_schedule(task: Any, plan: Any) -> Callable[[float], float] | None:
+    """Return the function of `task.schedule`, None for the plan's own schedule. Raises TrainError for anything but
+    factors from 0 up."""
+    factor: Callable[[float], Any] | None = task.schedule(plan)
+    if factor is None:
+        return None
+    values = [factor(progress) for progress in (0.0, 0.5, 1.0)] if callable(factor) else [factor]
+    if not callable(factor) or not all(0 <= float(value) < math.inf for value in values):
+        rule = "schedule(plan) must return None or a function of progress, 0 to 1, that returns a factor ≥ 0 on lr"
+        raise TrainError(f"{rule}, got {', '.join(map(repr, values))}; correct it")
+    return factor
+
+
+def plan_optimizer(groups: list[dict[str, Any]], plan: Any) -> Optimizer:
+    """Return the table's optimizer in its fused form: 4 kernels a step and group instead of hundreds."""
     fused: Any = {"lr": plan.lr, "fused": True}
     optimizer = OPTIMIZERS[plan.optimizer].kind(groups, **fused)
+    vars(optimizer)["built_in"] = True
     follow(optimizer, plan)
     allocate(optimizer, plan)
     if plan.graph:
@@ -62,11 +87,23 @@ def build_optimizer(task: Any, model: nn.Module, plan: Any) -> torch.optim.Optim
     return optimizer
 
 
-def allocate(optimizer: torch.optim.Optimizer, plan: Any) -> None:
+def built_in(optimizer: Optimizer) -> bool:
+    """Return whether it is of the table, so that weight decay and betas are the plan's."""
+    return "built_in" in vars(optimizer)
+
+
+def follow(optimizer: Optimizer, plan: Any) -> None:
+    """Take over a plan's weight decay and betas; lr is set in every step. An own optimizer keeps its settings."""
+    for group in optimizer.param_groups if built_in(optimizer) else ():
+        group["weight_decay"] = plan.weight_decay if group["decays"] else 0.0
+        group.update(OPTIMIZERS[plan.optimizer].settings(plan))
+
+
+def allocate(optimizer: Optimizer, plan: Any) -> None:
     """Make the buffers that torch would make in the first step, where memory could run out between two of them; with
     its buffers in place an update allocates nothing. Besides, fused SGD leaves its momentum uninitialised, and keeps
     whatever the memory held if the first step overflows in fp16 (torch 2.13)."""
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+    for parameter in (p for group in optimizer.param_groups if built_in(optimizer) for p in group["params"]):
         state = optimizer.state[parameter]
         for name in OPTIMIZERS[plan.optimizer].buffers:
             if name not in state:
@@ -74,21 +111,20 @@ def allocate(optimizer: torch.optim.Optimizer, plan: Any) -> None:
                 state[name] = like
 
 
-def follow(optimizer: torch.optim.Optimizer, plan: Any) -> None:
-    """Take over a plan's weight decay and moments; lr is set in every step."""
-    for group in optimizer.param_groups:
-        group["weight_decay"] = plan.weight_decay if group.get("decays", True) else 0.0
-        group.update(OPTIMIZERS[plan.optimizer].settings(plan))
-
-
-def parameter_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A task's groups, completed. Raises TrainError unless each trainable parameter is in exactly one."""
+def parameter_groups(model: nn.Module, groups: list[dict[str, Any]], plan: Any) -> list[dict[str, Any]]:
+    """Return a task's groups, completed, as any torch optimizer takes them. Raises TrainError unless each trained
+    parameter is in exactly one."""
     groups = [{"lr_scale": 1.0, "decays": True, **group, "params": list(group["params"])} for group in groups]
+    for group in groups:
+        group |= {"lr": plan.lr * group["lr_scale"]} | ({} if group["decays"] else {"weight_decay": 0.0})
+    require_all(model, groups, "the task's groups", "correct groups(model, plan)")
+    return groups
+
+
+def require_all(model: nn.Module, groups: list[dict[str, Any]], of: str, fix: str) -> None:
     count = Counter(id(p) for group in groups for p in group["params"])
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and count.pop(id(parameter), 0) != 1:
-            raise TrainError(f"{name} must be in exactly one of the task's groups; correct groups(model, plan)")
+            raise TrainError(f"{name} must be in exactly one of {of}; {fix}")
     if count:
-        frozen = plural(len(count), "parameter")
-        raise TrainError(f"{frozen} of the task's groups(model, plan) do not require a gradient; leave them out")
-    return groups
+        raise TrainError(f"{plural(len(count), 'parameter')} of {of}: frozen, or another network's; {fix}")

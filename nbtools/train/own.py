@@ -11,113 +11,86 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from nbtools.data import TARGET, Card, Draws
 from nbtools.errors import TrainError
 from nbtools.train.augment import strengths
-from nbtools.train.call import logits_of
-from nbtools.train.defaults import (
-    answers,
-    as_input,
-    expressions,
-    moments_as_text,
-    packed_dataset,
-    require_fitting,
-    scale_of,
-    shape_of,
-    width_of,
-)
-from nbtools.train.metrics import best_of, class_logits, listed, score, values_like
+from nbtools.train.defaults import answers, as_input, expressions, form_of, moments, packed_dataset, scale_of, shape_of
+from nbtools.train.metrics import Batch, Pair, best_of, class_logits, listed, logits_of, score, values_like
 from nbtools.train.plan import Plan
-from nbtools.train.task import Batch, Pair, Task, Tensors, spoken
+from nbtools.train.task import Task, Tensors
 
+Model = nn.Module | Callable[..., nn.Module]
 Loss = Callable[[Any, Tensor], Tensor | Pair]
 CROSS_ENTROPY = (nn.CrossEntropyLoss, nn.NLLLoss)
-MAKERS = {"classes": "nb.classify", "values": "nb.regress"}  # kind of targets → what makes a task of them
+LOGISTIC = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, F.binary_cross_entropy_with_logits)
+UNSCALED = (*LOGISTIC, nn.BCELoss, F.binary_cross_entropy, nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss)
+"""Losses of probabilities, counts and signs: y means something as it is."""
 
 
 def classify(
-    model: nn.Module | Callable[..., nn.Module],
+    model: Model,
     *,
     metrics: Any = ("accuracy",),
     augment: Collection[str] | Mapping[str, float] = (),
     loss: Loss | None = None,
     plan: Plan | None = None,
     pretrained: bool = False,
+    optimizer: Any = None,
+    schedule: Callable[[Any], Any] | None = None,
 ) -> Task:
-    """The task of naming the class of a sample of an `nb.pack`: `nb.fit(nb.classify(net), nb.pack("pictures"))`.
+    """Return the task of naming the class of a sample of an `nb.pack`: `nb.fit(nb.classify(net), nb.pack("pictures"))`.
 
     model: a module, of which each run trains a copy, or a function that makes one: of parameters called `classes` (how
     many there are), `inputs` (features, or channels of an image), `card` and `plan`, as far as it has them. It returns
-    logits (B, K), as a tensor, `.logits` or ["out"]; its forward takes columns of the pack by its signature. Frozen
-    parameters stay frozen, and so do the statistics of norm layers that have no others. metrics: accuracy,
+    logits (B, K), as a tensor, `.logits` or ["out"]; its forward takes columns of the pack by name, else in order.
+    Frozen parameters stay frozen, and so do the statistics of norm layers that have no others. metrics: accuracy,
     top5_accuracy, balanced_accuracy, f1, or functions of (outputs, batch) that return (sum, count); the first name
     chooses the best checkpoint. augment: crop, flip, rotate, colour, erase, mixup; a mapping gives strengths. loss: of
     (outputs, y), None: cross entropy; y is (B,) int64, with mixup (B, K) probabilities; it returns a term per sample,
     their mean, or (sum, count); cross entropy with weights is divided by these. plan: the settings to start from.
     pretrained: whether its weights are, for which advice starts from a lower lr; frozen parameters say so too.
-    Raises TrainError.
+    optimizer: a class of torch.optim, or a functools.partial of one, called with (groups, lr=plan.lr), or a function
+    of (groups, plan). schedule: a function of plan that returns f(progress), the factor on plan.lr at 0 to 1 of the
+    planned epochs. Raises TrainError.
     """
-    return Own("classes", model, metrics, augment, loss, plan, caller(), pretrained)
+    return Classes(model, metrics, augment, loss, plan, pretrained, optimizer, schedule)
 
 
 def regress(
-    model: nn.Module | Callable[..., nn.Module],
+    model: Model,
     *,
     metrics: Any = ("mae",),
     augment: Collection[str] | Mapping[str, float] = (),
     loss: Loss | None = None,
     plan: Plan | None = None,
     pretrained: bool = False,
+    optimizer: Any = None,
+    schedule: Callable[[Any], Any] | None = None,
 ) -> Task:
-    """The task of predicting the values of a sample, (B,), (B, D) or arrays of any shape, of an `nb.pack`.
+    """Return the task of predicting the values of a sample, (B,), (B, D) or arrays of any shape, of an `nb.pack`.
 
     As `classify`; the network returns values of the targets' shape, also (B, 1) for (B,), and images as (B, C, H, W).
     The targets are standardised: mean 0 and standard deviation 1 over the training split. Metrics (mae, mse, or
     functions) and predictions are in the targets' own unit, images of bytes in 0…1. loss: of (outputs, standardised y),
-    both of y's shape; None: squared error.
+    both of y's shape; None: squared error. torch's losses of probabilities, counts and signs get y as it is (BCE,
+    BCEWithLogits, MultiLabelSoftMargin, KLDiv, PoissonNLL, SoftMargin); predictions by logits are probabilities.
     """
-    return Own("values", model, metrics, augment, loss, plan, caller(), pretrained)
-
-
-def caller() -> str:
-    """The module that calls classify or regress, where a run looks for the task's name."""
-    return sys._getframe(2).f_globals.get("__name__", "__main__")
-
-
-def on(loss: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of a loss on the device; of cross entropy not the mean but the sum, whose count is that of `terms`."""
-    loss = copy.deepcopy(loss).to(device)
-    if isinstance(loss, CROSS_ENTROPY) and loss.reduction == "mean":
-        loss.reduction = "sum"
-    return loss
-
-
-def terms(loss: Any, y: Tensor) -> Tensor | int:
-    """What the mean of a loss divides its sum by: of cross entropy the weights of the samples' classes."""
-    if not isinstance(loss, CROSS_ENTROPY) or y.is_floating_point():
-        return len(y)
-    counted = y != loss.ignore_index
-    return (counted if loss.weight is None else loss.weight[y.where(counted, 0)] * counted).sum()
+    return Values(model, metrics, augment, loss, plan, pretrained, optimizer, schedule)
 
 
 class Own(Task):
-    """What `classify` and `regress` return. kind: `classes` or `values`."""
+    """What the tasks of `classify` and `regress` have in common."""
 
-    def __init__(
-        self,
-        kind: str,
-        model: Any,
-        metrics: Any,
-        augment: Any,
-        loss: Loss | None,
-        plan: Any,
-        module: str,
-        pretrained: bool = False,
-    ):
+    kind: str  # of the targets
+    made: str  # what a sentence calls it
+    otherwise: str  # what is said of other targets
+    card: Any = None
+
+    def __init__(self, model, metrics, augment, loss, plan, pretrained, optimizer, schedule):  # of `classify`
         if not callable(model):
             raise TrainError(f"model must be a torch.nn.Module or a function that makes one, got {model!r}")
         if plan is not None and not isinstance(plan, Plan):
@@ -125,98 +98,143 @@ class Own(Task):
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             rule = f"loss {type(loss).__name__} has parameters, which are not trained"
             raise TrainError(f"{rule}; write a Task whose model holds them")
-        self.kind, self.network, self.measured, self.given_loss = kind, model, listed(metrics), loss
-        self.pretrained = pretrained
+        self.network, self.measured, self.given_loss, self.pretrained = model, listed(metrics), loss, pretrained
         self.augment, self.PLAN, self.BEST = strengths(augment), plan or Plan(), best_of(metrics)
-        self.__module__, self.made, self.losses = module, f"{MAKERS[kind]}(…)", {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "losses": {}}  # each run's copy of the task takes the loss as it is then
+        self.given = {"optimizer": optimizer, "schedule": schedule}
+        if optimizer is not None:
+            vars(self)["optimizer"] = maker_of(optimizer)
+        if schedule is not None:
+            if not callable(schedule) or isinstance(schedule, type):
+                rule = "schedule must be a function of the plan that returns f(progress), a factor on its lr"
+                raise TrainError(f"{rule}, got {getattr(schedule, '__name__', repr(schedule))}")
+            vars(self)["schedule"] = schedule
+        self.__module__ = sys._getframe(2).f_globals.get("__name__", "__main__")  # where a run looks for its name
 
     def model(self, card: Card, plan: Any) -> nn.Module:
-        if not packed_dataset(card) or (came := card.options["kind"]) != self.kind:
-            came = f"{MAKERS[came]} is for them" if packed_dataset(card) and came in MAKERS else "make it with nb.pack"
-            if self.kind == "values" and card.classes and all(map(str.isdecimal, card.classes)):
-                came += (
-                    ". Whole numbers are classes, unless they are packed with nb.pack(…, classes=False), or as floats"
-                )
-            if self.kind == "classes" and came.startswith(MAKERS["values"]):
-                came += ". Labels that are floats become whole numbers with astype(int), one-hot ones with argmax(1)"
-            raise TrainError(f"{MAKERS[self.kind]} needs a pack made by nb.pack whose targets are {self.kind}; {came}")
-        if self.kind == "values" and card.columns[TARGET].kind == "ragged":
-            rule = "nb.regress needs targets of one shape, and these are sequences of any length"
-            raise TrainError(f"{rule}; write a Task with model, loss, metrics and decode")
-        require_fitting(card, self.measured, ())
+        came = card.options["kind"] if packed_dataset(card) else "not of nb.pack"
+        if came != self.kind:
+            rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, and these are {came}"
+            raise TrainError(f"{rule}; {self.otherwise}")
         network: Any = self.network
         if isinstance(network, nn.Module):
             return network  # `build` copies it
-        offered = {"classes": len(card.classes), "inputs": width_of(card), "card": card, "plan": plan}
-        try:
-            wanted = inspect.signature(network).parameters.values()
-        except ValueError:  # of a function written in C
-            wanted = []
-        plain = [p for p in wanted if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        first = card.options["inputs"][0]
+        width = (shape_of(card, first) or (1,))[0 if form_of(card, first).layout else -1]
+        offered = {"classes": len(card.classes), "inputs": width, "card": card, "plan": plan}
+        parameters = inspect.signature(network).parameters.values()
+        plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if unknown := [p.name for p in plain if p.default is p.empty and p.name not in offered]:
             rule = f"the function that makes the network has the parameter {unknown[0]!r}"
             raise TrainError(f"{rule}, but can get only {', '.join(offered)}; rename it, or give it a default")
         return network(**{p.name: offered[p.name] for p in plain if p.name in offered})
 
-    def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
-        if self.kind == "values" and TARGET in raw:
-            raw = {**raw, TARGET: as_input(raw[TARGET], self.bound, TARGET).float()}
-        return super().batch(raw, plan, draws)
-
-    def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float]:
-        y, outputs = batch[TARGET], model(batch)
-        if self.kind == "values":
-            mean, std = scale_of(self.bound, TARGET, y.device)
-            y = (y - mean) / std
-            outputs = values_like(outputs, y.shape)
-        elif self.given_loss is None:
-            outputs = class_logits(outputs, self.bound)
-        else:
-            outputs = logits_of(outputs)
-        if self.given_loss is None:
-            squared = self.kind == "values"
-            found = F.mse_loss(outputs, y, reduction="sum") if squared else F.cross_entropy(outputs, y, reduction="sum")
-            return found, y.numel() if squared else len(y)
+    def terms(self, outputs: Tensor, y: Tensor) -> Pair:
+        """Return (sum, count) of the loss that was given."""
         loss: Any = self.given_loss
         if isinstance(loss, nn.Module):
-            if y.device not in self.losses:
-                self.losses[y.device] = on(loss, y.device)
-            loss = self.losses[y.device]
-        found = loss(outputs, y)
-        if isinstance(found, tuple):
-            return found
-        if found.dim():
-            return found.sum(), found.numel()
-        if getattr(loss, "reduction", "mean") == "sum":
-            return found, terms(loss, y)
-        return found * len(y), len(y)
+            if "_loss" not in vars(self):
+                copied: Any = copy.deepcopy(loss)
+                if isinstance(loss, CROSS_ENTROPY) and loss.reduction == "mean":
+                    copied.reduction = "sum"
+                self._loss = copied
+            loss = self._loss.to(y.device)
+        made = loss(outputs, y)
+        if isinstance(made, tuple):
+            return made
+        if made.dim():
+            return made.sum(), made.numel()
+        if getattr(loss, "reduction", "mean") != "sum":
+            return made * len(y), len(y)
+        if not isinstance(loss, CROSS_ENTROPY) or y.is_floating_point():
+            return made, len(y)
+        counted = y != loss.ignore_index  # the mean of cross entropy is over the weights of the samples' classes
+        return made, (counted if loss.weight is None else loss.weight[y.where(counted, 0)] * counted).sum()
+
+
+class Classes(Own):
+    kind, made = "classes", "nb.classify(…)"
+    otherwise = "nb.regress is for values; floats become classes with astype(int), one-hot labels with argmax(1)"
+
+    def loss(self, model: Any, batch: Batch, plan: Any) -> Pair:
+        y, outputs = batch[TARGET], model(batch)
+        if self.given_loss is not None:
+            return self.terms(logits_of(outputs), y)
+        return F.cross_entropy(class_logits(outputs, self.card), y, reduction="sum"), len(y)
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
-        return score(self.measured, self.in_units(outputs), batch, self.bound)
+        return score(self.measured, outputs, batch, self.card)
+
+    def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
+        return expressions(card), {"output": ((), "a logit for each of the classes; their softmax: probabilities")}
+
+
+class Values(Own):
+    kind, made = "values", "nb.regress(…)"
+    otherwise = "nb.classify is for classes; whole numbers are values with nb.pack(…, classes=False), or as floats"
+
+    def model(self, card: Card, plan: Any) -> nn.Module:
+        network = super().model(card, plan)
+        if card.columns[TARGET].kind == "ragged":
+            rule = "nb.regress needs targets of one shape, and these are sequences of any length"
+            raise TrainError(f"{rule}; write a Task with model, loss, metrics and decode")
+        return network
+
+    def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
+        if TARGET in raw:
+            raw = {**raw, TARGET: as_input(raw[TARGET], self.card, TARGET).float()}
+        return super().batch(raw, plan, draws)
+
+    def loss(self, model: Any, batch: Batch, plan: Any) -> Pair:
+        y, outputs = batch[TARGET], model(batch)
+        if not is_of(self.given_loss, UNSCALED):
+            mean, std = scale_of(self.card, TARGET, y.device)
+            y = (y - mean) / std
+        outputs = values_like(outputs, y.shape)
+        if self.given_loss is not None:
+            return self.terms(outputs, y)
+        return F.mse_loss(outputs, y, reduction="sum"), y.numel()
+
+    def in_units(self, outputs: Any) -> Tensor:
+        """Return values in the targets' own unit."""
+        values = logits_of(outputs)
+        values = values_like(values, (len(values), *shape_of(self.card, TARGET)))
+        if is_of(self.given_loss, UNSCALED):
+            return values.sigmoid() if is_of(self.given_loss, LOGISTIC) else values
+        mean, std = scale_of(self.card, TARGET, values.device)
+        return values * std + mean
+
+    def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
+        return score(self.measured, self.in_units(outputs), batch, self.card)
 
     def decode(self, outputs: Any, card: Card) -> list[Any]:
         return answers(self.in_units(outputs), card)
 
-    def in_units(self, outputs: Any) -> Any:
-        """Values in the targets' own unit."""
-        if self.kind == "classes":
-            return outputs
-        values = logits_of(outputs)
-        values = values_like(values, (len(values), *shape_of(self.bound, TARGET)))
-        mean, std = scale_of(self.bound, TARGET, values.device)
-        return values * std + mean
-
     def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
-        if self.kind == "classes":
-            return expressions(card), {"output": ((), "a logit for each of the classes; their softmax: probabilities")}
-        (mean, std), shape = moments_as_text(card, TARGET), ", ".join(map(str, ("-1", *shape_of(card, TARGET))))
-        return expressions(card), {"output": ((), f"output.reshape({shape}) * {std} + {mean}")}
+        (mean, std), shape = moments(card, TARGET), ", ".join(map(str, ("-1", *shape_of(card, TARGET))))
+        text = f"output.reshape({shape})" + f" * {std} + {mean}" * (not is_of(self.given_loss, UNSCALED))
+        logistic = is_of(self.given_loss, LOGISTIC)
+        return expressions(card), {"output": ((), f"1 / (1 + np.exp(-{text}))" if logistic else text)}
 
-    @property
-    def bound(self) -> Card:
-        if self.card is None:
-            raise TrainError(f"{spoken(self)} has no data set yet; pass it to nb.fit or nb.TrainState with a pack")
-        return self.card
+
+# -- what may be given
+
+
+def is_of(loss: Any, kinds: tuple[Any, ...]) -> bool:
+    """Return whether a loss is an instance of one of these classes, or one of these functions or a partial of it."""
+    function = getattr(loss, "func", loss)
+    return any(isinstance(loss, kind) if isinstance(kind, type) else function is kind for kind in kinds)
+
+
+def maker_of(optimizer: Any) -> Callable[[Any, Any], Any]:
+    """Return a function of (groups, plan) that makes the optimizer. Raises TrainError for anything but a class, a
+    partial of one, and such a function."""
+    kind, given = getattr(optimizer, "func", optimizer), getattr(optimizer, "keywords", {})
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and "lr" not in given:
+        return lambda groups, plan: optimizer(groups, lr=plan.lr)
+    if callable(kind) and not isinstance(kind, type):
+        return optimizer
+    why = " with an lr, which is the plan's: pass plan=nb.Plan(lr=…)" if "lr" in given else ""
+    if isinstance(optimizer, Optimizer):
+        why = ", which holds the parameters of another network: pass its class"
+    rule = "optimizer must be a class of torch.optim, a functools.partial of one, or a function of (groups, plan)"
+    raise TrainError(f"{rule}, got {getattr(kind, '__name__', repr(kind).partition(' ')[0])}{why}")

@@ -20,7 +20,7 @@ from nbtools.train.graph import Graphs
 from nbtools.train.history import Record
 from nbtools.train.meter import Meter
 from nbtools.train.network import build
-from nbtools.train.optimizer import allocate, build_optimizer, built_in
+from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, built_in
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Alone, Restarted
 from nbtools.train.task import TaskLike, bound, readable, spoken
@@ -108,7 +108,7 @@ class TrainState:
             raise TrainError(f"{name} has no parameter that requires a gradient; unfreeze what should be trained")
         self.optimizer = build_optimizer(self.task, model, plan)
         self.built_in = built_in(self.optimizer)
-        self.schedule = self.task.schedule(plan)
+        self.schedule = build_schedule(self.task, plan)
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
         self.unscaled = True  # whether fp16 still has to find its scale
         self.ema = AveragedModel(model, use_buffers=True) if plan.ema else None
@@ -117,7 +117,9 @@ class TrainState:
         self.position, self.best, self.recovery = Position(), Best(), Recovery(plan.micro_batch_size)
         self.meter = Meter(self.device)
         self.events: list[str] = []  # messages for the next yield
-        self.graphs = Graphs(self.device, self.events) if plan.graph else None
+        self.graphs = Graphs(self.device, self.events) if plan.graph and self.built_in else None
+        if plan.graph and not self.built_in:
+            self.events.append("graph off: lr is a number of the task's own optimizer, not a tensor that a graph reads")
         self.keys = Keys(0, self.device)  # of draws
         self.know(len(pack) if isinstance(pack, Pack) else sum(pack.splits.values()))
         self.copies: dict[str, Tensor] = {}  # host memory that its checkpoints are copied to, see checkpoint.copies
