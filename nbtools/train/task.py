@@ -95,6 +95,9 @@ class Task:
     card: Card | None = None
     """The card of the pack that it trains or answers on, where `nb.pack` made that; set by whoever uses the task, on a
     copy of it."""
+    text_of: Any = None
+    """text_of(pack, i) -> text: what `decode` should answer for sample i, as `run.report` compares it. None: the target
+    of an `nb.pack`, or the column `label`."""
     preview: Any = None
     """preview(pack, i, answer) -> (image (H, W) or (H, W, 3 or 4) uint8, truth, predicted): sample i for the live
     picture, with the answer from `decode`; a fourth value True where answers are names, right or wrong as a whole.

@@ -1,0 +1,223 @@
+"""report: where a run is right and wrong on a split, by class, character, pixel or value, and its worst samples.
+
+Answers are those of `Task.decode`; the right ones `Task.text_of`, else the column `y` of an `nb.pack`, or `label`.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from nbtools.data import TARGET, Card, Pack
+from nbtools.errors import PackError, TrainError
+from nbtools.table import note, number, plural
+from nbtools.train import TaskLike, spoken
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from nbtools.figures import Sheet
+    from nbtools.run import Run
+
+CONFUSED, SHOWN = 20, 12  # classes of the figure; pictures of the worst samples
+LOW = ("probability", "IoU")  # what is worse the lower it is
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """Where a run is right and wrong: shows as a sentence, a table, figures, and the worst samples.
+
+    table: of classes precision, recall, F1 and support, with their mean and the one weighted by support; of
+    segmentation also IoU, support in pixels; of texts which character was read as which, how often ("": a missing or
+    an extra one); of values MAE, RMSE and R². counts: truth (rows) by answer; None of values. worst: every sample, the
+    worst first: by the probability of its class, the CER of its text, its mean IoU or its error.
+    """
+
+    about: str
+    table: pd.DataFrame
+    counts: pd.DataFrame | None
+    worst: pd.DataFrame
+    run: Run
+    pack: Pack
+
+    @cached_property
+    def confusion(self) -> Sheet | None:
+        """A figure of the at most 20 most confused classes: what each was taken for. None of values."""
+        from nbtools.figures import confusion_figure
+
+        if self.counts is None:
+            return None
+        wrong = self.counts.to_numpy() * ~np.eye(len(self.counts), dtype=bool)
+        places = np.sort((-wrong.sum(0) - wrong.sum(1)).argsort(kind="stable")[:CONFUSED])
+        return confusion_figure(self.counts.iloc[places, places])
+
+    @cached_property
+    def pictures(self) -> Sheet | None:
+        """A figure of the worst samples with truth and answer, where the task has a `preview`; else None."""
+        from nbtools.figures import GREY, Picture, gallery, judged
+
+        if self.run.task.preview is None:
+            return None
+        ids = list(map(int, self.worst.index[:SHOWN]))
+        answers = self.run.predict_pack(self.pack, ids)
+        drawn = [self.run.task.preview(self.pack, i, answer)[:3] for i, answer in zip(ids, answers, strict=True)]
+        looks = [(image, *(judged(truth, said) if truth else (said, GREY))) for image, truth, said in drawn]
+        return gallery([Picture(*look) for look in looks])[0]
+
+    def __repr__(self) -> str:
+        return f"{self.about}\n\n{self.table.to_string()}\n\nThe worst:\n{self.worst.head(SHOWN).to_string()}"
+
+    def _repr_html_(self) -> str:
+        images = (base64.b64encode(sheet._repr_png_()).decode() for sheet in (self.confusion, self.pictures) if sheet)
+        drawn = "".join(f'<img src="data:image/png;base64,{image}" style="max-width:100%">' for image in images)
+        return note(self.about) + self.table.to_html() + drawn + self.worst.head(SHOWN).to_html()
+
+
+def make_report(run: Run, pack: Pack, split: str) -> Report:
+    """Return the report of a run on a split of a pack that it can read. Raises PackError for an empty split, TrainError
+    where answers cannot be compared."""
+    import pandas as pd
+
+    ids, answers, shares = list(map(int, pack.ids(split))), [], []
+    if not ids:
+        raise PackError(f"{pack.folder}: the {split} split is empty; name another one with split=")
+    for _, some, chances in run.answers((i, pack.sample(i)) for i in ids):
+        answers += [getattr(answer, "name", answer) for answer in some]
+        shares += [] if chances is None else chances.tolist()
+    truths = [right_answer(run.task, pack, i) for i in ids]
+    (kind, shape), known = (np.asarray(answers[0]).dtype.kind, np.shape(answers[0])), {*pack.classes}
+    if shape != np.shape(truths[0]) or isinstance(answers[0], str) != isinstance(truths[0], str) or kind not in "Uiuf":
+        missing = f"{spoken(run.task)} has no text_of(pack, i), the right answer of a sample as text"
+        raise TrainError(f"{missing}, with which a report compares what decode answers; define it")
+    if kind == "U":
+        judge = of_classes if known.issuperset(truths) and known.issuperset(answers) else of_texts
+    else:
+        judge = of_values if kind == "f" else of_maps
+    scores, table, counts, name, quality = judge(truths, answers, pack.classes, shares)
+    worst = pd.DataFrame({"file": [pack.names[i] for i in ids], name: quality}, pd.Index(ids, name="id"))
+    if shape == () or len(shape) < 2:
+        worst = worst.assign(truth=truths, answer=answers)
+    about = f"{plural(len(ids), 'sample')} of the {split} split: {scores}"
+    return Report(about, table, counts, worst.sort_values(name, ascending=name in LOW, kind="stable"), run, pack)
+
+
+def right_answer(task: TaskLike, pack: Pack, i: int) -> Any:
+    """Return what `decode` should have answered for a sample."""
+    if task.text_of is not None:
+        return task.text_of(pack, i)
+    value, kind = pack.arrays[TARGET if TARGET in pack.columns else "label"][i], pack.options.get("kind")
+    if kind == "classes":
+        return pack.classes[int(value)]
+    return value / 255 if kind == "values" and value.dtype == np.uint8 else value  # images and such as 255ths
+
+
+def of_classes(truths: list[str], answers: list[str], classes: Sequence[str], shares: list[list[float]]) -> Any:
+    counts = counted(truths, answers, classes)
+    table, right = by_class(counts), np.array(truths) == np.array(answers)
+    if shares:
+        right = [share[classes.index(truth)] for share, truth in zip(shares, truths, strict=True)]
+    accuracy = number(np.trace(counts) / len(truths))
+    return f"accuracy {accuracy}, mean F1 {number(table.F1['macro mean'])}", table, counts, "probability", right
+
+
+def of_texts(truths: list[str], answers: list[str], *_: Any) -> Any:
+    steps = [align(truth, answer) for truth, answer in zip(truths, answers, strict=True)]
+    wrong = np.array([sum(one != other for one, other in each) for each in steps])
+    lengths = np.array([len(truth) for truth in truths])
+    pairs = [pair for each in steps for pair in each]
+    counts = counted(*zip(*pairs, strict=True), sorted({letter for pair in pairs for letter in pair}))
+    table = counts.stack().rename("count").reset_index().sort_values("count", ascending=False, kind="stable")
+    table = table[(table["truth"] != table["answer"]) & (table["count"] > 0)].reset_index(drop=True)
+    scores = (
+        f"CER {number(wrong.sum() / max(lengths.sum(), 1))}, {number((wrong == 0).mean())} of them without an error"
+    )
+    return scores, table, counts, "CER", wrong / np.maximum(lengths, 1)
+
+
+def of_maps(truths: list[np.ndarray], answers: list[np.ndarray], classes: Sequence[str], _: Any) -> Any:
+    """Compare class maps pixel by pixel; a label that is no class, such as 255, is ignored."""
+    import pandas as pd
+
+    total, quality = 0, []
+    for truth, answer in zip(truths, answers, strict=True):
+        counts = np.zeros((256, len(classes)), np.int64)
+        np.add.at(counts, (truth, answer), 1)
+        counts = counts[: len(classes)]
+        overlap = counts.diagonal() / np.maximum(counts.sum(0) + counts.sum(1) - counts.diagonal(), 1)
+        quality.append(overlap[counts.sum(0) + counts.sum(1) > 0].mean())
+        total = total + counts
+    counts = pd.DataFrame(total, pd.Index(classes, name="truth"), pd.Index(classes, name="answer"))
+    table = by_class(counts, iou=True)
+    scores = f"mean IoU {number(table.IoU['macro mean'])}, {number(np.trace(counts) / total.sum())} of the pixels right"
+    return scores, table, counts, "IoU", quality
+
+
+def of_values(truths: list[Any], answers: list[Any], *_: Any) -> Any:
+    """Compare numbers, or arrays of one shape, in the targets' unit; above 20 numbers a sample all together."""
+    import pandas as pd
+
+    y, guess = (np.array(each, np.float64).reshape(len(truths), -1) for each in (truths, answers))
+    errors = np.sqrt(np.square(guess - y).mean(1))
+    if y.shape[1] > CONFUSED:
+        y, guess = y.reshape(-1, 1), guess.reshape(-1, 1)
+    squares, spread = np.square(guess - y), np.square(y - y.mean(0))
+    scores = {"MAE": np.abs(guess - y).mean(0), "RMSE": np.sqrt(squares.mean(0))}
+    table = pd.DataFrame({**scores, "R²": 1 - squares.mean(0) / spread.mean(0)})
+    means = ", ".join(f"{name} {number(value)}" for name, value in table.mean().items())
+    return means, table, None, "error", errors
+
+
+def counted(truths: Sequence[str], answers: Sequence[str], names: Sequence[str]) -> pd.DataFrame:
+    """Return how often each was answered (columns) for each (rows)."""
+    import pandas as pd
+
+    places = {name: k for k, name in enumerate(names)}
+    counts = np.zeros((len(names), len(names)), np.int64)
+    np.add.at(counts, ([places[name] for name in truths], [places[name] for name in answers]), 1)
+    return pd.DataFrame(counts, pd.Index(names, name="truth"), pd.Index(names, name="answer"))
+
+
+def by_class(counts: pd.DataFrame, iou: bool = False) -> pd.DataFrame:
+    """Return precision, recall, F1 and support of the classes that are true or answered somewhere, as scikit-learn's
+    `classification_report` does; 0 where there is nothing to divide by."""
+    import pandas as pd
+
+    right, true, said = pd.Series(np.diag(counts), counts.index), counts.sum(axis=1), counts.sum()
+    scores = {"precision": right / said, "recall": right / true, "F1": 2 * right / (true + said)}
+    frame = pd.DataFrame({**({"IoU": right / (true + said - right)} if iou else {}), **scores})[true + said > 0].fillna(
+        0
+    )
+    true = true[frame.index]
+    means = pd.DataFrame([frame.mean(), frame.mul(true, axis=0).sum() / true.sum()], ["macro mean", "weighted mean"])
+    return pd.concat([frame, means]).assign(support=[*true, true.sum(), true.sum()])
+
+
+def align(truth: str, answer: str) -> list[tuple[str, str]]:
+    """Return (character, what was read for it) along a shortest edit; "" for a missing or an extra one."""
+    costs = [list(range(len(answer) + 1))]
+    for i, one in enumerate(truth):
+        row = [i + 1]
+        for j, other in enumerate(answer):
+            row.append(min(costs[i][j] + (one != other), costs[i][j + 1] + 1, row[j] + 1))
+        costs.append(row)
+    pairs, i, j = [], len(truth), len(answer)
+    while i or j:
+        both = i and j and costs[i][j] == costs[i - 1][j - 1] + (truth[i - 1] != answer[j - 1])
+        extra = not both and j and costs[i][j] == costs[i][j - 1] + 1
+        i, j = i - (not extra), j - bool(both or extra)
+        pairs.append(("" if extra else truth[i], answer[j] if both or extra else ""))
+    return pairs[::-1]
+
+
+def probabilities(outputs: Any, card: Card) -> Tensor | None:
+    """Return the probabilities (B, K) of the classes where the first output holds one logit for each; else None."""
+    logits = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", outputs)
+    logits = logits.get("out") if isinstance(logits, dict) else logits
+    fits = isinstance(logits, Tensor) and card.classes and logits.shape[1:] == (len(card.classes),)
+    return logits.float().softmax(1) if fits else None
