@@ -20,7 +20,7 @@ from nbtools.errors import CheckpointError, DiskError, StageError, TrainError
 from nbtools.live import Columns, along
 from nbtools.run import HISTORY, Run, places
 from nbtools.table import number, plural, shown, spelled
-from nbtools.train import TaskLike, best_metric, checkpoint, kept_until
+from nbtools.train import TaskLike, best_metric, checkpoint
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,7 +48,7 @@ def runs(folder: str | Path = "runs", task: TaskLike | None = None) -> pd.DataFr
         shown = {
             n: v for n, v in results.items() if n.startswith("best_") or n in ("epochs", "minutes", "samples_per_s")
         }
-        more = {"changed": datetime.fromtimestamp(int(changed(run))), "kept": kept_until(run.folder)}
+        more = {"changed": datetime.fromtimestamp(int(changed(run))), "kept": run.kept}
         rows.append({"state": run.state, **shown, **more, "tags": run.tags, "notes": run.notes})
     return pd.DataFrame(rows, pd.Index(opened, name="run"))
 

@@ -55,7 +55,7 @@ class Report:
             return None
         wrong = self.counts.to_numpy() * ~np.eye(len(self.counts), dtype=bool)
         places = np.sort((-wrong.sum(0) - wrong.sum(1)).argsort(kind="stable")[:CONFUSED])
-        return confusion_figure(self.counts.iloc[places, places])
+        return confusion_figure(self.counts.iloc[places, places].rename(index={"": "(none)"}, columns={"": "(none)"}))
 
     @cached_property
     def pictures(self) -> Sheet | None:

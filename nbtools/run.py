@@ -123,6 +123,11 @@ class Run:
         return "stopped" if rows and rows[-1].get("asked") == "stop" else "interrupted"
 
     @property
+    def kept(self) -> str:
+        """What is kept of it in the folder of `keep=`: `step 1,200`, or `nothing yet`; "" where none was named."""
+        return train.kept_until(self.folder)
+
+    @property
     def best(self) -> Scores:
         """The best epoch, counted from 1, with its losses, metrics (val_…), lr, seconds and MiB; {} before there is
         one."""
@@ -157,7 +162,8 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what is known of it, for JSON: state, plan, epochs, best, final evaluation, receipt and verdict."""
-        about = {"run": str(self.folder), "task": self.card.task, "state": self.state, "plan": self.plan.to_dict()}
+        state = {"state": self.state, "stopped": self.state == "stopped"}
+        about = {"run": str(self.folder), "task": self.card.task, **state, "plan": self.plan.to_dict()}
         scores = {"epochs": self.summary().reset_index().to_dict("records"), "best": {**self.best}, "final": self.final}
         measured = {"receipt": self.receipt, "verdict": self.verdict}
         return {**about, **scores, **{name: each and each.to_dict() for name, each in measured.items()}}
