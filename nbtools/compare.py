@@ -1,4 +1,4 @@
-"""Runs next to each other: a folder of them in a table, and which of several is the best, where chance does not explain
+"""Several runs: those of a folder in a table, and side by side, with which is the best where chance does not explain
 it."""
 
 from __future__ import annotations
@@ -41,15 +41,20 @@ def runs(folder: str | Path = "runs", task: TaskLike | None = None) -> pd.DataFr
     """
     import pandas as pd
 
-    opened = open_runs(Path(folder), task)
-    rows = []
+    opened, rows = open_runs(Path(folder), task), []
     for run in opened.values():
-        results = outcome(run)
-        shown = {
-            n: v for n, v in results.items() if n.startswith("best_") or n in ("epochs", "minutes", "samples_per_s")
+        known = {
+            n: v
+            for n, v in outcome(run).items()
+            if n.startswith("best_") or n in ("epochs", "minutes", "samples_per_s")
         }
-        more = {"changed": datetime.fromtimestamp(int(changed(run))), "kept": run.kept}
-        rows.append({"state": run.state, **shown, **more, "tags": run.tags, "notes": run.notes})
+        about = {
+            "changed": datetime.fromtimestamp(int(changed(run))),
+            "kept": run.kept,
+            "tags": run.tags,
+            "notes": run.notes,
+        }
+        rows.append({"state": run.state, **known, **about})
     return pd.DataFrame(rows, pd.Index(opened, name="run"))
 
 
@@ -66,7 +71,9 @@ def open_runs(folder: Path, task: TaskLike | None = None) -> dict[str, Run]:
             except (CheckpointError, DiskError, StageError) as error:
                 say(f"left out: {error}")
         ids = {name: checkpoint.read_index(run.folder).get("id") for name, run in runs.items()}
-        here = {ids[name] for name, run in runs.items() if run.folder == folder / name}  # and not copied from its keep=
+        here = {
+            ids[name] for name, run in runs.items() if run.folder == folder / name
+        }  # and not fetched from its keep=
         runs = {name: run for name, run in runs.items() if run.folder == folder / name or ids[name] not in here}
         return dict(sorted(runs.items(), key=lambda each: changed(each[1]), reverse=True))
 
@@ -83,18 +90,15 @@ def outcome(run: Run) -> dict[str, Any]:
     last = {name: values.dropna().iloc[-1] for name, values in epochs.items() if values.notna().any()}
     wall, steps = run.history.series("wall")[1], [row["step"] for row in run.history.rows]
     measured = epochs.dropna(subset="samples_per_s") if "samples_per_s" in last else epochs[:0]
-    speed = np.average(measured["samples_per_s"], weights=measured["epoch_time"]) if len(measured) else None
-    memory = [values.max() for name, values in epochs.items() if "memory" in str(name)]
     return {
         f"best_{metric}": best.get(f"val_{metric}"),
         "best_epoch": best.get("epoch"),
-        "train_loss": last.get("train_loss"),
-        "val_loss": last.get("val_loss"),
+        **{name: last.get(name) for name in ("train_loss", "val_loss")},
         "epochs": len(epochs),
         "steps": max(steps, default=0),
         "minutes": wall[-1] / 60 if wall else 0.0,
-        "samples_per_s": speed,
-        "memory": max(memory, default=None),
+        "samples_per_s": np.average(measured.samples_per_s, weights=measured.epoch_time) if len(measured) else None,
+        "memory": max((values.max() for name, values in epochs.items() if "memory" in str(name)), default=None),
     }
 
 
@@ -121,7 +125,7 @@ def meant(run: Run | str | Path) -> Sequence[Run]:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Runs by their names. Shows as a sentence about the best and a table, in a notebook with a picture of curves.
+    """Runs by their names; shows as a sentence about the best and a table, in a notebook with a picture of curves.
 
     best: by the metric that chooses checkpoints, None where chance may explain the difference. conclusion: which it is,
     by how much and with which settings, or why none is.
@@ -138,8 +142,10 @@ class Comparison:
         import pandas as pd
 
         runs = self.runs.values()
-        frame = pd.DataFrame(map(outcome, runs), pd.Index(self.runs, name="run"))
-        plans = [run.plan.to_dict() for run in runs]
+        frame, plans = (
+            pd.DataFrame(map(outcome, runs), pd.Index(self.runs, name="run")),
+            [r.plan.to_dict() for r in runs],
+        )
         for name in dict.fromkeys(chain.from_iterable(plans)):
             values = [plan.get(name) for plan in plans]
             if len(set(map(repr, values))) > 1:
@@ -156,9 +162,8 @@ class Comparison:
         metrics = dict.fromkeys(f"val_{best_metric(run.task)[0]}" for run in self.runs.values())
         charts = {}
         for name in ("train_loss", "val_loss", *metrics, "lr", "samples_per_s"):
-            lines = [columns.series(name, "epoch", "evaluation") for columns in every]
-            drawn = [(along(columns, "samples")(steps), y) for columns, (steps, y) in zip(every, lines, strict=True)]
-            charts[table.header(name)] = drawn
+            lines = [(columns, *columns.series(name, "epoch", "evaluation")) for columns in every]
+            charts[table.header(name)] = [(along(columns, "samples")(steps), y) for columns, steps, y in lines]
         return curves(charts, list(self.runs), "samples")
 
     def cells(self) -> tuple[list[str], list[list[Any]]]:
@@ -183,15 +188,13 @@ class Comparison:
 def judge(runs: Mapping[str, Run]) -> tuple[Run | None, str]:
     """Return (the best run, the conclusion); None where none is better by more than chance, see `alike`."""
     metrics = {best_metric(run.task) for run in runs.values()}
+    values = {name: run.best[f"val_{best_metric(run.task)[0]}"] for name, run in runs.items() if run.best}
     if len(runs) < 2:
         return None, ""
-    if len(metrics) > 1 or len({run.card.digest for run in runs.values()}) > 1:
-        what = "of different tasks" if len(metrics) > 1 else "validated on different data"
-        return None, f"No best run: they are {what}."
-    metric, sign = metrics.pop()
-    values = {name: run.best[f"val_{metric}"] for name, run in runs.items() if run.best}
-    if len(values) < 2:
-        return None, "No best run: fewer than two have been evaluated."
+    if len(metrics) > 1 or len({run.card.digest for run in runs.values()}) > 1 or len(values) < 2:
+        what = "fewer than two have been evaluated" if len(values) < 2 else "they are validated on different data"
+        return None, f"No best run: {'they are of different tasks' if len(metrics) > 1 else what}."
+    [(metric, sign)] = metrics
     best, *others = sorted(values, key=lambda name: -sign * values[name])
     count = min(min(run.plan.eval_samples or math.inf, run.card.splits["val"]) for run in runs.values())
     share = metric != "loss" and all(0 <= value <= 1 for value in values.values())

@@ -1,8 +1,7 @@
 """A run as one ONNX file, which onnxruntime and others read without nbtools: the network with its best weights, what it
-reads and returns, and the preprocessing. Its answers are those of torch, or it is not written.
+reads and returns (`Task.tensors`), and the preprocessing. Its answers are those of torch, or it is not written.
 
-The graph reads the tensors that the network takes out of a batch after the task's `batch`; `Task.tensors` describes
-them. The batch and the lengths of ragged columns are free. Floats are float32, whatever precision the run trained in.
+The batch and the lengths of ragged columns are free. Floats are float32, whatever precision the run trained in.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from nbtools.data import Pack, collate
 from nbtools.errors import ExportError, MissingExtra
 from nbtools.table import plural
-from nbtools.train import Batch, Plan, Tensors
+from nbtools.train import Plan, Tensors, spoken
 from nbtools.version import VERSION
 
 if TYPE_CHECKING:
@@ -33,8 +31,7 @@ if TYPE_CHECKING:
 PARTS = 1, 2, 5  # samples of the batches on which answers are compared; torch takes an axis of length 1 for a fixed one
 TOLERANCE = 1e-4  # of the largest value where that is above 1
 INSTALL = "pip install 'onnx<1.23' onnxscript onnxruntime, or nbtools[onnx]"
-OPSET = 17  # the first with layer norm
-MORE = 64  # steps added to ragged columns, to see which axes of the input they lengthen
+INSTEAD = "run.export('model'), without .onnx, writes the weights as safetensors"
 
 
 def to_onnx(run: Run, pack: Pack) -> tuple[bytes, str]:
@@ -48,10 +45,12 @@ def to_onnx(run: Run, pack: Pack) -> tuple[bytes, str]:
         import onnxruntime
     except ImportError as error:
         raise MissingExtra(f"an ONNX file needs onnx and onnxruntime ({error}): {INSTALL}") from None
-    raws = list(raw_batches(run.readable(pack)))
-    graph, failures = Graph(run.model("cpu")), []
-    inputs, outputs = describe(run, graph, raws[-1])
-    batches = [[run.task.batch(raw, run.plan, None)[name] for name in graph.names] for raw in raws]
+    inputs, outputs = run.task.tensors(run.card, run.plan)
+    if not inputs:
+        missing = f"{spoken(run.task)} has no tensors(card, plan), which says what an ONNX file reads and returns"
+        raise ExportError(f"{missing}; define it, or leave .onnx out: {INSTEAD}")
+    graph, batches, failures = Graph(run.model("cpu"), list(inputs)), list(samples(run, pack, list(inputs))), []
+    inputs, outputs = shaped(run, graph, batches[-1], inputs, outputs)
     for dynamo in (False, True):  # the older exporter takes a second; the newer, which reads Python code, up to minutes
         try:
             with quiet():
@@ -69,17 +68,16 @@ def to_onnx(run: Run, pack: Pack) -> tuple[bytes, str]:
         if worst <= TOLERANCE:
             return content, f"{told} differ from torch's by at most {worst:.1g}"
         failures.append(f"{told} differ from torch's by up to {worst:.2g}, and at most {TOLERANCE:g} is allowed")
-    why, name = "; ".join(dict.fromkeys(failures)), type(graph.network).__name__
-    fix = "run.export('model'), without .onnx, writes the weights as safetensors"
-    raise ExportError(f"torch {torch.__version__} cannot export {name} as ONNX: {why}; nothing was written. {fix}")
+    cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX"
+    raise ExportError(f"{cannot}: {'; '.join(dict.fromkeys(failures))}; nothing was written. {INSTEAD}")
 
 
 class Graph(nn.Module):
     """A network that takes its batch as tensors in the order of their names, and returns a tuple of tensors."""
 
-    def __init__(self, network: nn.Module):
+    def __init__(self, network: nn.Module, names: list[str]):
         super().__init__()
-        self.network, self.names = network, []
+        self.network, self.names = network, names
         self.eval()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -87,76 +85,59 @@ class Graph(nn.Module):
         return tuple(one for one in tree_leaves(outputs) if isinstance(one, Tensor))
 
 
-class Noting(dict[str, Tensor]):
-    """A batch that notes which of its tensors a network takes."""
-
-    def __init__(self, batch: Batch):
-        super().__init__(batch)
-        self.names: dict[str, None] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        self.names[name] = None
-        return super().__getitem__(name)
-
-
-def raw_batches(pack: Pack) -> Iterator[Batch]:
-    """Yield batches of samples from all over a split."""
+def samples(run: Run, pack: Pack, names: list[str]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the network's input for batches of samples from all over a split."""
+    pack = run.readable(pack)
     ids = next(filter(len, map(pack.ids, ("val", "test", "train"))))
     places = np.linspace(0, len(ids) - 1, sum(PARTS)).round().astype(int)
     for part in np.split(ids[places], np.cumsum(PARTS)[:-1]):
-        yield collate([pack.sample(int(i)) for i in part], pack.columns, pack.unread)
+        raw = collate([pack.sample(int(i)) for i in part], pack.columns, pack.unread)
+        batch = run.task.batch(raw, run.plan, None)
+        yield tuple(batch[name] for name in names)
 
 
-def describe(run: Run, graph: Graph, raw: Batch) -> tuple[Tensors, Tensors]:
-    """Return what the network reads and returns as `Task.tensors` has it; where that leaves names or shapes out, by a
-    try: free axes of inputs are those that grow with the padding of ragged columns, which changes no answer."""
-    inputs, outputs = run.task.tensors(run.card, run.plan)
-    if inputs and all(shape for shape, _ in inputs.values()):
-        graph.names = list(inputs)
-        return inputs, outputs
-    batch = Noting(run.task.batch(raw, run.plan, None))
+def shaped(
+    run: Run, graph: Graph, batch: tuple[Tensor, ...], inputs: Tensors, outputs: Tensors
+) -> tuple[Tensors, Tensors]:
+    """Return both with names and shapes where the task leaves them out: of an `nb.pack` its columns say which axes are
+    free."""
+    ragged = {name for name, column in run.card.columns.items() if column.kind == "ragged"}
+    named = {}
+    for (name, (shape, text)), tensor in zip(inputs.items(), batch, strict=True):
+        rest = [f"{name}_steps", *tensor.shape[2:]] if name in ragged else tensor.shape[1:]
+        named[name] = shape or ("batch", *rest), text
     with torch.no_grad():
-        count = sum(isinstance(one, Tensor) for one in tree_leaves(graph.network(batch)))
-    ragged = [name for name, column in run.card.columns.items() if column.kind == "ragged" and name in raw]
-    longer = {name: F.pad(raw[name], (*(0, 0) * (raw[name].dim() - 2), 0, MORE)) for name in ragged}
-    after, known = run.task.batch({**raw, **longer}, run.plan, None), inputs
-    graph.names, inputs = list(batch.names or batch), {}
-    for name in graph.names:
-        sizes = zip(batch[name].shape, after[name].shape, strict=True)
-        shape = ["batch", *(size if size == now else f"length_of_{size}" for size, now in [*sizes][1:])]
-        inputs[name] = shape, known.get(name, ((), ""))[1]
-    names = [f"output_{n + 1}" if n else "output" for n in range(count)]
-    return inputs, {name: outputs.get(name, ((), "")) for name in names}
+        names = [f"output_{n}" if n else "output" for n in range(len(graph(*batch)))]
+    return named, outputs if len(outputs) == len(names) else dict.fromkeys(names, ((), ""))
 
 
-def exported(graph: Graph, batch: list[Tensor], inputs: Tensors, outputs: Tensors, dynamo: bool) -> Any:
+def exported(graph: Graph, batch: tuple[Tensor, ...], inputs: Tensors, outputs: Tensors, dynamo: bool) -> Any:
     """Return the ModelProto of a graph by torch's exporter."""
     import onnx
 
-    free = {
-        n: {i: axis for i, axis in enumerate(s) if isinstance(axis, str)} for n, (s, _) in {**outputs, **inputs}.items()
-    }
-    names: Any = {"input_names": list(inputs), "output_names": list(outputs), "opset_version": OPSET}
+    tensors = {**outputs, **inputs}.items()
+    free = {name: {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)} for name, (shape, _) in tensors}
+    names: Any = {"input_names": list(inputs), "output_names": list(outputs), "opset_version": 17}  # layer norm
     if dynamo:
-        shapes = (tuple(free[name] for name in inputs),)
-        program: Any = torch.onnx.export(graph, tuple(batch), dynamic_shapes=shapes, dynamo=True, **names)
+        program: Any = torch.onnx.export(
+            graph, batch, dynamic_shapes=([free[n] for n in inputs],), dynamo=True, **names
+        )
         return program.model_proto
     content: Any = io.BytesIO()
-    torch.onnx.export(graph, tuple(batch), content, dynamic_axes=free, dynamo=False, **names)
+    torch.onnx.export(graph, batch, content, dynamic_axes=free, dynamo=False, **names)
     return onnx.load_model_from_string(content.getvalue())
 
 
-def difference(graph: Graph, session: Any, batch: list[Tensor]) -> float:
-    """Return the largest difference of two networks' outputs, relative to the largest value where that is above 1."""
-    given = session.run(None, {name: tensor.numpy() for name, tensor in zip(graph.names, batch, strict=True)})
+def difference(graph: Graph, session: Any, batch: tuple[Tensor, ...]) -> float:
+    """Return how far onnxruntime's outputs are from torch's, relative to their largest value where that is above 1."""
+    reads = {one.name for one in session.get_inputs()}
+    given = {name: tensor.numpy() for name, tensor in zip(graph.names, batch, strict=True) if name in reads}
     with torch.no_grad():
-        outputs = [output.numpy().astype(np.float64) for output in graph(*batch)]
-    if [output.shape for output in outputs] != [other.shape for other in given]:
+        pairs = list(zip(graph(*batch), map(torch.from_numpy, session.run(None, given)), strict=True))
+    if any(ours.shape != theirs.shape for ours, theirs in pairs):
         return np.inf
-    pairs = ((o, g) for o, g in zip(outputs, given, strict=True) if o.size)
-    return max(
-        (float(np.nan_to_num(abs(o - g).max() / max(abs(o).max(), 1), nan=np.inf)) for o, g in pairs), default=0.0
-    )
+    apart = (abs(a.double() - b.double()).max() / a.double().abs().max().clamp(min=1) for a, b in pairs if a.numel())
+    return max((float(one.nan_to_num(np.inf)) for one in apart), default=0.0)
 
 
 @contextmanager

@@ -24,8 +24,8 @@ READ_EVERY = 0.5  # seconds between two reads of the history
 
 
 def watch(run: str | Path, task: TaskLike | None = None, wait: float = 60.0) -> Run:
-    """Draw a run that another process on this machine is training until it ends, with buttons and fields that act on
-    it; returns the Run. An interrupt stops watching, not the run; one that is over, or kept here, is drawn once.
+    """Draw a run that another process on this machine trains until it ends, with buttons and fields that act on it;
+    returns the Run. An interrupt ends the watching, not the run; one that is over, or kept here, is drawn once.
 
     wait: seconds to wait for the run to start. task: only for one that cannot be imported by name. Raises
     CheckpointError if there is no run.
@@ -43,22 +43,17 @@ def watch(run: str | Path, task: TaskLike | None = None, wait: float = 60.0) -> 
 
 
 class Remote:
-    """A run in another process.
-
-    given: the panel to show, or the Advice that one is made of; None: the run's plan. show: False draws and prints
-    nothing. sent: the actions, and the settings with their values, that it has not answered. shown: rows of the
-    history.
-    """
+    """A run in another process. given: the panel to show, or the Advice that one is made of; None: the run's plan.
+    show: False draws and prints nothing. sent: actions that it has not taken yet; asked: the plan that it was asked
+    for; shown: rows of the history."""
 
     def __init__(self, run: Run, given: Any = None, show: bool = True):
-        self.run, self.plans, count = run, live.Plans(run.plan, run.plan), run.card.splits["train"]
-        history = History(run.folder / HISTORY)
+        self.run, count, history = run, run.card.splits["train"], History(run.folder / HISTORY)
         self.view = live.View(run.folder, history, run.plan, count, run.task.BEST, given or run.plan, show)
-        self.requests = live.Requests(
-            self.plans, live.advised(run.folder, run.plan), partial(require_batch, count=count)
-        )
-        self.sent: dict[str, object] = {}
-        self.paused, self.shown, self.start = False, len(history), len(history)
+        self.plans, fits = live.Plans(run.plan, run.plan), partial(require_batch, count=count)
+        self.requests = live.Requests(self.plans, live.advised(run.folder, run.plan), fits)
+        self.sent: set[str] = set()
+        self.asked, self.paused, self.shown, self.grows = run.plan, False, len(history), False
 
     def follow(self, lasts: Callable[[], bool], look: Callable[[], object] = lambda: None) -> None:
         """Draw while the run lasts, and send what is requested. look: called between two looks at the folder."""
@@ -82,20 +77,11 @@ class Remote:
                     due = monotonic() + READ_EVERY
                     self.read()
                 if view.panel is not None:
-                    self.requests.unread = (self.run.folder / CONTROL).exists()
                     view.panel.refresh()
-                view.draw(
-                    lock(self.run.folder).noted() or (live.TRAINING if self.shown > self.start else live.STARTING)
-                )
+                own = lock(self.run.folder)
+                view.draw((own.held() and own.noted()) or (live.TRAINING if self.grows else live.STARTING))
                 sleep(MOMENT)
             self.read()
-
-    @property
-    def status(self) -> str:
-        """What its process does now."""
-        own = lock(self.run.folder)
-        doing = own.noted() if own.held() else ""
-        return doing or (live.TRAINING if self.shown > self.start else live.STARTING)
 
     @property
     def newest(self) -> Run:
@@ -109,17 +95,19 @@ class Remote:
         return live.AGAIN.get(state, "").format(it="it") + what_next(self.newest, state == live.DONE)
 
     def send(self) -> None:
-        """Send what was requested since the last call; before the run has its folder, requests stay pending."""
-        wanted, applied = self.plans.plan.to_dict(), self.plans.applied.to_dict()
-        settings = {n: value for n, value in wanted.items() if value != self.sent.get(n, applied[n])}
-        actions = [action for action in live.ACTIONS if action in self.requests.pending and action not in self.sent]
-        turned = ["pause" if self.requests.paused else "resume"] * (self.requests.paused != self.paused)
-        if self.run.folder.is_dir() and (actions or settings or turned):
-            live.send(
-                self.run.folder, [*actions, *turned], settings, force=bool(settings)
-            )  # the panel has asked already
-            self.sent |= {**dict.fromkeys(actions), **settings}
-            self.paused = self.requests.paused
+        """Send what was requested since the last call, once the run has its folder. An action stays pending until the
+        run takes the file."""
+        requests, folder, plan = self.requests, self.run.folder, self.plans.plan
+        requests.unread = (folder / CONTROL).exists()
+        if not requests.unread:
+            requests.pending -= self.sent
+            self.sent.clear()
+        settings = {name: getattr(plan, name) for name in plan.changes_from(self.asked)}
+        actions = [action for action in live.ACTIONS if action in requests.pending - self.sent]
+        turned = ["pause" if requests.paused else "resume"] * (requests.paused != self.paused)
+        if folder.is_dir() and (actions or settings or turned):
+            live.send(folder, [*actions, *turned], settings, force=bool(settings))  # the panel has asked already
+            self.sent, self.asked, self.paused = self.sent | {*actions}, plan, requests.paused
 
     def read(self) -> None:
         """Show what the other process wrote."""
@@ -133,26 +121,22 @@ class Remote:
             values = {name: value for name, value in row.items() if name not in KEYS}
             if values.get("asked") == live.OPENING:
                 self.view.log(values["what"].split("\t"), opening=True)
-            else:
-                record = Record(row["kind"], row["epoch"], row["step"], row["samples"], values)
-                self.answered(record)
-                self.view.advance(record)
+                continue
+            record, self.grows = Record(row["kind"], row["epoch"], row["step"], row["samples"], values), True
+            self.answered(record)
+            self.view.advance(record)
         self.shown = len(history)
 
     def answered(self, record: Record) -> None:
-        """Clear the requests that a row of the history answers; a refusal answers all that were sent."""
-        asked, said = record.values.get("asked"), str(record.values.get("what", ""))
-        refused, evaluated = said.startswith(live.REFUSED), any(name.startswith("val_") for name in record.values)
-        for action in {*self.sent} & {*live.ACTIONS}:
-            if refused or asked == action or (evaluated and action == "evaluate"):
-                del self.sent[action]
-                self.requests.take(action)
-        if record.kind in ("change", "event") and (path := self.run.folder / PLAN).exists():  # it may go at any moment
-            plan = type(self.run.plan).from_json(path.read_text())
+        """Take over what a row of the history says of the plan, and of what limits the run."""
+        said, path, panel = str(record.values.get("what", "")), self.run.folder / PLAN, self.view.panel
+        if record.kind in ("change", "event") and path.exists():  # it may go at any moment
+            plan, refused = type(self.run.plan).from_json(path.read_text()), said.startswith(live.REFUSED)
             if refused or record.kind == "change" or plan != self.plans.applied:  # as after going back to a checkpoint
-                self.plans.plan = self.plans.applied = plan
-                self.sent = {name: value for name, value in self.sent.items() if name in live.ACTIONS}
+                self.plans.plan = self.plans.applied = self.asked = plan
                 self.view.changed(plan)
-        verdict = self.run.verdict if asked == "profile" and self.view.panel is not None else None
-        if verdict is not None and verdict.sentence == said:  # not an older one's, where it failed
-            self.view.panel.propose(verdict.sentence, verdict.change)
+        verdict = self.run.verdict if panel is not None and record.values.get("asked") == "profile" else None
+        if (
+            panel is not None and verdict is not None and verdict.sentence == said
+        ):  # not an older one's, where it failed
+            panel.propose(verdict.sentence, verdict.change)

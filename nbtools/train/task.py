@@ -38,7 +38,7 @@ from nbtools.train.plan import Plan
 
 OWN = "nbtools.train.own:"  # the name of what nb.classify returned, and no variable of a module holds
 Tensors = Mapping[str, tuple[Sequence[int | str], str]]
-"""Name → (shape, text). An axis that may have any length has a name in place of its length; (): found by a try."""
+"""Name → (shape, text). An axis that may have any length has a name in place of its length; (): that of the columns."""
 TaskLike = Any
 """What `nb.fit` and the like accept as a task: a `Task`, or a module, class or object with some of its hooks."""
 
@@ -157,8 +157,8 @@ class Task:
     def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
         """What the network takes out of a batch, and what it returns, for `run.export("model.onnx")`. The text of an
         input is the NumPy expression that makes it from the pack's columns, these padded with 0 to the longest sample;
-        that of an output says what it means. Names and shapes that are left out are found by a try, and so are empty
-        shapes. Default: nothing; with `nb.pack` the texts of what the default `batch` makes."""
+        that of an output says what it means. Empty shapes follow from the columns of an `nb.pack`. Default: nothing,
+        which ONNX refuses; with `nb.pack` the texts of what the default `batch` makes."""
         if not packed_dataset(card) or getattr(self.batch, "__func__", None) is not Task.batch:
             return {}, {}
         return expressions(card), {}
