@@ -6,6 +6,7 @@ Answers are those of `Task.decode`; the right ones `Task.text_of`, else the colu
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from torch import Tensor
 from nbtools.data import TARGET, Card, Pack
 from nbtools.errors import PackError, TrainError
 from nbtools.table import note, number, plural
-from nbtools.train import TaskLike, spoken
+from nbtools.train import Answer, TaskLike, spoken
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from nbtools.run import Run
 
 CONFUSED, SHOWN = 20, 12  # classes of the figure; pictures of the worst samples
-LOW = ("probability", "IoU")  # what is worse the lower it is
+LOW = ("probability", "right", "IoU")  # what is worse the lower it is
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,21 +89,20 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
     if not ids:
         raise PackError(f"{pack.folder}: the {split} split is empty; name another one with split=")
     for _, some, chances in run.answers((i, pack.sample(i)) for i in ids):
-        answers += [getattr(answer, "name", answer) for answer in some]
+        answers += [answer.name if isinstance(answer, Answer) else answer for answer in some]
         shares += [] if chances is None else chances.tolist()
-    truths = [right_answer(run.task, pack, i) for i in ids]
-    (kind, shape), known = (np.asarray(answers[0]).dtype.kind, np.shape(answers[0])), {*pack.classes}
-    if shape != np.shape(truths[0]) or isinstance(answers[0], str) != isinstance(truths[0], str) or kind not in "Uiuf":
+    truths, known = [right_answer(run.task, pack, i) for i in ids], {*pack.classes}
+    kinds = ["O" if isinstance(each[0], Tensor) else np.asarray(each[0]).dtype.kind for each in (answers, truths)]
+    kind, shape = kinds[0], np.shape(answers[0])
+    if kind not in "Uiuf" or (kind == "U") != (kinds[1] == "U") or shape != np.shape(truths[0]):
         missing = f"{spoken(run.task)} has no text_of(pack, i), the right answer of a sample as text"
         raise TrainError(f"{missing}, with which a report compares what decode answers; define it")
-    if kind == "U":
-        judge = of_classes if known.issuperset(truths) and known.issuperset(answers) else of_texts
-    else:
-        judge = of_values if kind == "f" else of_maps
+    judge = {"U": of_texts, "f": of_values}.get(kind, of_maps)
+    if kind == "U" and known.issuperset(truths) and known.issuperset(answers):
+        judge = of_classes
     scores, table, counts, name, quality = judge(truths, answers, pack.classes, shares)
     worst = pd.DataFrame({"file": [pack.names[i] for i in ids], name: quality}, pd.Index(ids, name="id"))
-    if shape == () or len(shape) < 2:
-        worst = worst.assign(truth=truths, answer=answers)
+    worst = worst if len(shape) > 1 else worst.assign(truth=truths, answer=answers)
     about = f"{plural(len(ids), 'sample')} of the {split} split: {scores}"
     return Report(about, table, counts, worst.sort_values(name, ascending=name in LOW, kind="stable"), run, pack)
 
@@ -111,51 +111,54 @@ def right_answer(task: TaskLike, pack: Pack, i: int) -> Any:
     """Return what `decode` should have answered for a sample."""
     if task.text_of is not None:
         return task.text_of(pack, i)
-    value, kind = pack.arrays[TARGET if TARGET in pack.columns else "label"][i], pack.options.get("kind")
-    if kind == "classes":
-        return pack.classes[int(value)]
+    column, kind = TARGET if TARGET in pack.columns else "label", pack.options.get("kind")
+    value = pack.sample(i).get(column)
+    if value is None or kind == "classes":
+        return value if value is None else pack.classes[int(value)]
     return value / 255 if kind == "values" and value.dtype == np.uint8 else value  # images and such as 255ths
 
 
 def of_classes(truths: list[str], answers: list[str], classes: Sequence[str], shares: list[list[float]]) -> Any:
-    counts = counted(truths, answers, classes)
-    table, right = by_class(counts), np.array(truths) == np.array(answers)
+    counts, right = counted(truths, answers, classes), np.array(truths) == np.array(answers)
+    table, name, quality = by_class(counts), "right", right
     if shares:
-        right = [share[classes.index(truth)] for share, truth in zip(shares, truths, strict=True)]
-    accuracy = number(np.trace(counts) / len(truths))
-    return f"accuracy {accuracy}, mean F1 {number(table.F1['macro mean'])}", table, counts, "probability", right
+        name, quality = "probability", [p[classes.index(truth)] for p, truth in zip(shares, truths, strict=True)]
+    scores = f"accuracy {number(right.mean())}, mean F1 {number(table.F1['macro mean'])}"
+    return scores, table, counts, name, quality
 
 
 def of_texts(truths: list[str], answers: list[str], *_: Any) -> Any:
+    import pandas as pd
+
     steps = [align(truth, answer) for truth, answer in zip(truths, answers, strict=True)]
-    wrong = np.array([sum(one != other for one, other in each) for each in steps])
-    lengths = np.array([len(truth) for truth in truths])
-    pairs = [pair for each in steps for pair in each]
-    counts = counted(*zip(*pairs, strict=True), sorted({letter for pair in pairs for letter in pair}))
-    table = counts.stack().rename("count").reset_index().sort_values("count", ascending=False, kind="stable")
-    table = table[(table["truth"] != table["answer"]) & (table["count"] > 0)].reset_index(drop=True)
+    wrong, lengths = (np.array(n) for n in ([sum(a != b for a, b in pairs) for pairs in steps], list(map(len, truths))))
+    pairs = Counter(pair for each in steps for pair in each)
+    rows = [(*pair, n) for pair, n in pairs.most_common() if pair[0] != pair[1]]
+    ones, others = zip(*pairs.elements(), strict=True)
+    counts = counted(ones, others, sorted({*ones, *others}))
     scores = (
         f"CER {number(wrong.sum() / max(lengths.sum(), 1))}, {number((wrong == 0).mean())} of them without an error"
     )
+    table = pd.DataFrame(rows, columns=["truth", "answer", "count"])
     return scores, table, counts, "CER", wrong / np.maximum(lengths, 1)
 
 
 def of_maps(truths: list[np.ndarray], answers: list[np.ndarray], classes: Sequence[str], _: Any) -> Any:
-    """Compare class maps pixel by pixel; a label that is no class, such as 255, is ignored."""
+    """Compare class maps (H, W) pixel by pixel; a label that is no class, such as 255, is ignored."""
     import pandas as pd
 
-    total, quality = 0, []
+    count, quality = len(classes), []
+    total = np.zeros((count, count), np.int64)
     for truth, answer in zip(truths, answers, strict=True):
-        counts = np.zeros((256, len(classes)), np.int64)
-        np.add.at(counts, (truth, answer), 1)
-        counts = counts[: len(classes)]
-        overlap = counts.diagonal() / np.maximum(counts.sum(0) + counts.sum(1) - counts.diagonal(), 1)
-        quality.append(overlap[counts.sum(0) + counts.sum(1) > 0].mean())
-        total = total + counts
-    counts = pd.DataFrame(total, pd.Index(classes, name="truth"), pd.Index(classes, name="answer"))
-    table = by_class(counts, iou=True)
-    scores = f"mean IoU {number(table.IoU['macro mean'])}, {number(np.trace(counts) / total.sum())} of the pixels right"
-    return scores, table, counts, "IoU", quality
+        valid = np.asarray(truth) < count
+        cells = np.asarray(truth, np.int64)[valid] * count + np.asarray(answer, np.int64)[valid]
+        counts = np.bincount(cells, minlength=count**2).reshape(count, count)
+        either = counts.sum(0) + counts.sum(1) - counts.diagonal()
+        quality.append((counts.diagonal()[either > 0] / either[either > 0]).mean() if valid.any() else 1.0)
+        total += counts
+    frame = pd.DataFrame(total, pd.Index(classes, name="truth"), pd.Index(classes, name="answer"))
+    table, right = by_class(frame, iou=True), number(total.trace() / max(total.sum(), 1))
+    return f"mean IoU {number(table.IoU['macro mean'])}, {right} of the pixels right", table, frame, "IoU", quality
 
 
 def of_values(truths: list[Any], answers: list[Any], *_: Any) -> Any:
@@ -177,10 +180,8 @@ def counted(truths: Sequence[str], answers: Sequence[str], names: Sequence[str])
     """Return how often each was answered (columns) for each (rows)."""
     import pandas as pd
 
-    places = {name: k for k, name in enumerate(names)}
-    counts = np.zeros((len(names), len(names)), np.int64)
-    np.add.at(counts, ([places[name] for name in truths], [places[name] for name in answers]), 1)
-    return pd.DataFrame(counts, pd.Index(names, name="truth"), pd.Index(names, name="answer"))
+    counts = pd.crosstab(pd.Series(truths, name="truth"), pd.Series(answers, name="answer"))
+    return counts.reindex(index=names, columns=names, fill_value=0)
 
 
 def by_class(counts: pd.DataFrame, iou: bool = False) -> pd.DataFrame:
@@ -219,5 +220,6 @@ def probabilities(outputs: Any, card: Card) -> Tensor | None:
     """Return the probabilities (B, K) of the classes where the first output holds one logit for each; else None."""
     logits = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", outputs)
     logits = logits.get("out") if isinstance(logits, dict) else logits
-    fits = isinstance(logits, Tensor) and card.classes and logits.shape[1:] == (len(card.classes),)
-    return logits.float().softmax(1) if fits else None
+    if not isinstance(logits, Tensor) or not card.classes or logits.shape[1:] != (len(card.classes),):
+        return None
+    return logits.float().softmax(1)
