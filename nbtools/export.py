@@ -119,9 +119,8 @@ def exported(graph: Graph, batch: tuple[Tensor, ...], inputs: Tensors, outputs: 
     free = {name: {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)} for name, (shape, _) in tensors}
     names: Any = {"input_names": list(inputs), "output_names": list(outputs), "opset_version": 17}  # layer norm
     if dynamo:
-        program: Any = torch.onnx.export(
-            graph, batch, dynamic_shapes=([free[n] for n in inputs],), dynamo=True, **names
-        )
+        shapes = (tuple(free[name] for name in inputs),)
+        program: Any = torch.onnx.export(graph, batch, dynamic_shapes=shapes, dynamo=True, **names)
         return program.model_proto
     content: Any = io.BytesIO()
     torch.onnx.export(graph, batch, content, dynamic_axes=free, dynamo=False, **names)
