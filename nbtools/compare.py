@@ -18,7 +18,7 @@ from nbtools import disk, table
 from nbtools.data import in_notebook, say
 from nbtools.errors import CheckpointError, DiskError, StageError, TrainError
 from nbtools.live import Columns, along
-from nbtools.run import HISTORY, Run, places
+from nbtools.run import Run, places
 from nbtools.table import number, plural, shown, spelled
 from nbtools.train import TaskLike, best_metric, checkpoint
 
@@ -43,18 +43,10 @@ def runs(folder: str | Path = "runs", task: TaskLike | None = None) -> pd.DataFr
 
     opened, rows = open_runs(Path(folder), task), []
     for run in opened.values():
-        known = {
-            n: v
-            for n, v in outcome(run).items()
-            if n.startswith("best_") or n in ("epochs", "minutes", "samples_per_s")
-        }
-        about = {
-            "changed": datetime.fromtimestamp(int(changed(run))),
-            "kept": run.kept,
-            "tags": run.tags,
-            "notes": run.notes,
-        }
-        rows.append({"state": run.state, **known, **about})
+        best = {name: value for name, value in outcome(run).items() if name not in ("train_loss", "steps", "memory")}
+        when = datetime.fromtimestamp(int(changed(run)))
+        more = {"changed": when, "kept": run.kept, "tags": run.tags, "notes": run.notes}
+        rows.append({"state": run.state, **best, **more})
     return pd.DataFrame(rows, pd.Index(opened, name="run"))
 
 
@@ -80,8 +72,7 @@ def open_runs(folder: Path, task: TaskLike | None = None) -> dict[str, Run]:
 
 def changed(run: Run) -> float:
     """Return when a run last went on, in seconds since 1970."""
-    path = run.folder / HISTORY
-    return (path if path.exists() else run.folder / checkpoint.INDEX).stat().st_mtime
+    return (run.folder / checkpoint.INDEX).stat().st_mtime
 
 
 def outcome(run: Run) -> dict[str, Any]:

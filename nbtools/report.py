@@ -1,4 +1,4 @@
-"""report: where a run is right and wrong on a split, by class, character, pixel or value, and its worst samples.
+"""How good a run is on a split: its metrics, and where it is right and wrong, by class, character, pixel or value.
 
 Answers are those of `Task.decode`; the right ones `Task.text_of`, else the column `y` of an `nb.pack`, or `label`.
 """
@@ -6,8 +6,9 @@ Answers are those of `Task.decode`; the right ones `Task.text_of`, else the colu
 from __future__ import annotations
 
 import base64
+import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from nbtools.data import TARGET, Card, Pack
 from nbtools.errors import PackError, TrainError
-from nbtools.table import note, number, plural
-from nbtools.train import Answer, TaskLike, spoken
+from nbtools.table import WRITTEN, html, note, number, plural, written
+from nbtools.train import DATASET, Answer, TaskLike, TrainState, evaluation, meanings_of, readable, refuse_fixed, spoken
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,6 +29,60 @@ if TYPE_CHECKING:
 
 CONFUSED, SHOWN = 20, 12  # classes of the figure; pictures of the worst samples
 LOW = ("probability", "right", "IoU")  # what is worse the lower it is
+
+
+class Scores(dict[str, Any]):
+    """Metric → value; a notebook shows it as a table that says what each means. about: of what it is."""
+
+    def __init__(self, values: Mapping[str, Any], about: str, task: TaskLike):
+        super().__init__(values)
+        self.about, self.task = about, task
+
+    def _repr_html_(self) -> str:
+        cells = {n: written(n if n in WRITTEN else f"val_{n}", value) for n, value in self.items()}
+        meanings = meanings_of(self.task)
+        rows = [[name, cell, meanings.get(name.removeprefix("val_"))] for name, cell in cells.items()]
+        return html(["", "value", "what it says"], rows, self.about)
+
+
+def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> Scores:
+    """Evaluate a run's best model (or a TrainState's current one) on a split of a pack: metric → value.
+
+    knobs: settings of the plan that differ from training: `eval_scales=(0.5, 1.0)`. Raises PackError for a pack with
+    other classes or preprocessing, PlanError for an unknown setting, TrainError for one on which the model depends.
+    """
+    require_like(run, pack)
+    plan = run.plan.replace(**knobs)
+    refuse_fixed(plan.changes_from(run.plan), plan, resumed=True)
+    model = run.evaluated if isinstance(run, TrainState) else run.model()
+    values = evaluation.evaluate(run.task, model, pack, plan, split)
+    counted = plural(readable(run.task, pack, plan).splits[split], "sample")
+    return Scores(values, f"{counted} of the {split} split", run.task)
+
+
+def require_like(run: Any, pack: Pack) -> None:
+    """Raise PackError for a pack with other classes or preprocessing than the run's: its results would be wrong."""
+    ours, theirs = of_use(run, run.card), of_use(run, pack.card)
+    for name in (name for name in ours if ours[name] != theirs[name]):
+        short = " and ".join(textwrap.shorten(str(each[name]), 120, placeholder=" …") for each in (theirs, ours))
+        raise PackError(
+            f"{pack.folder}: the pack's {name} are not the ones that the run was trained with ({short}); pack the data "
+            "again with run.pack(source)",
+            entry="Predictions differ between training and inference",
+        )
+
+
+def of_use(run: Any, card: Card) -> dict[str, Any]:
+    """Return what of a data set a run's network depends on: its task, classes, and the options and columns of what it
+    reads. Classes that were asked for are an option of some tasks; which there are is what counts."""
+    reads, keys = run.task.inputs(run.plan, card.columns), run.task.COLUMN_OPTIONS
+    unread = keys.keys() - set(reads) if reads else set()
+    ignored = {"classes", "category_of"}.union(*(keys[column] for column in unread))
+    if card.task == DATASET:
+        ignored |= {"mean", "std", "random", "roles"}  # of one Dataset, and its training split
+    options = {name: value for name, value in card.options.items() if name not in ignored}
+    columns = {name: column for name, column in card.columns.items() if name not in unread}
+    return {"task": card.task, "classes": card.classes, "options": options, "columns": columns}
 
 
 @dataclass(frozen=True, eq=False)

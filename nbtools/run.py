@@ -7,7 +7,6 @@ import hashlib
 import inspect
 import json
 import math
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -25,7 +24,7 @@ from nbtools.data import EARLIER, LATEST, Card, Pack, Sample, cache, collate, is
 from nbtools.errors import CheckpointError, PackError, TrainError
 from nbtools.export import to_onnx
 from nbtools.measure import Receipt, Verdict
-from nbtools.report import Report, make_report, probabilities
+from nbtools.report import Report, Scores, make_report, probabilities, require_like
 from nbtools.table import number, plural
 from nbtools.train import History, Plan, TaskLike, checkpoint, evaluation
 
@@ -62,10 +61,7 @@ class Run:
     @classmethod
     def open(cls, folder: str | Path, task: TaskLike | None = None) -> Self:
         """Open a run folder, or the folder where `keep=` keeps one, whose weights are fetched when they are needed.
-
-        task: only for one that cannot be imported by name. Raises CheckpointError, and StageError for a kept run that
-        cannot be fetched.
-        """
+        task: only for one that cannot be imported by name. Raises CheckpointError; StageError for a kept run."""
         folder = given = Path(folder)
         with disk.explained("opening a run", given):
             if patient(lambda: is_kept(given), given):
@@ -76,9 +72,9 @@ class Run:
             if task is None and "task" not in index:
                 rule = f"{folder / checkpoint.INDEX} names no task"
                 raise CheckpointError(f"{rule}; give it, as in nb.Run.open(folder, task)")
-            task = train.as_task(task) if task is not None else train.import_task(index["task"], folder)
+            known = train.as_task(task) if task is not None else train.import_task(index["task"], folder)
             card, plan = (patient(partial(stored, folder / name), folder) for name in (CARD, PLAN))
-        return cls(folder, task, Card.from_dict(card), type(task.PLAN).from_dict(plan))
+        return cls(folder, known, Card.from_dict(card), type(known.PLAN).from_dict(plan))
 
     @cached_property
     def history(self) -> History:
@@ -158,7 +154,7 @@ class Run:
         frame.index = (frame.pop("epoch").astype(int) + 1) if len(frame) else frame.index
         names = [str(name) for name in frame]
         scores = [name for name in names if name.startswith(("train_", "val_"))]
-        return frame[[*scores, *(n for n in SUMMARY if n in names), *(n for n in names if "memory" in n)]]
+        return frame.loc[:, [*scores, *(n for n in SUMMARY if n in names), *(n for n in names if "memory" in n)]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return what is known of it, for JSON: state, plan, epochs, best, final evaluation, receipt and verdict."""
@@ -176,8 +172,7 @@ class Run:
         return f"Run {self.folder}: {progress}{f', best {self.reached}' if self.reached else ''}"
 
     def model(self, device: torch.device | str | None = None) -> nn.Module:
-        """Return the network with the weights that were best on the validation split, in eval mode; device: None for
-        the GPU where there is one."""
+        """Return the network with the weights that were best on the validation split, in eval mode, on a GPU if any."""
         model = train.build(self.task, self.card, self.plan)
         model.load_state_dict(checkpoint.weights(self.folder))
         return model.to(device or train.device.pick()).eval()
@@ -210,13 +205,14 @@ class Run:
         PackError naming a file that cannot be read, and TrainError for `all` where the answers are not classes.
         """
         folder = Path(files) if isinstance(files, str | Path) and Path(files).is_dir() else None
-        if self.task.card is not None and folder is None:
-            files = train.items_of(files, self.card)
-        elif folder is None:
-            files = [Path(files)] if isinstance(files, str | Path) else list(map(Path, files))
-        one_by_one = ((n, self.read(files[n])) for n in range(0 if folder else len(files)))
+        items: Any = [] if folder else files
+        if self.task.card is not None:
+            items = train.items_of(items, self.card)
+        elif not folder:
+            items = list(map(Path, [files] if isinstance(files, str | Path) else files))
+        samples = self.read_folder(folder) if folder else ((i, self.read(items[i])) for i in range(len(items)))
         names, answers, rows = [], [], []
-        for keys, some, shares in self.answers(self.read_folder(folder) if folder else one_by_one, batch_size):
+        for keys, some, shares in self.answers(samples, batch_size):
             names, answers = [*names, *keys], [*answers, *some]
             rows += [] if shares is None else shares.tolist()
         if not all:
@@ -233,8 +229,8 @@ class Run:
         return [answer for _, answers, _ in batches for answer in answers]
 
     def report(self, pack: Pack, split: str = "test") -> Report:
-        """Return where the best model is right and wrong on a split of a pack: a table by class, character or value,
-        `.confusion`, and the `.worst` samples. Raises PackError as `nb.evaluate` does."""
+        """Return where the best model is right and wrong on a split of a pack: `.table`, `.confusion`, `.worst` samples
+        and their `.pictures`; it shows by itself. Raises PackError as `nb.evaluate` does."""
         require_like(self, pack)
         return make_report(self, self.readable(pack), split)
 
@@ -245,10 +241,8 @@ class Run:
         device = next(model.parameters()).device
         while chunk := list(islice(samples, size)):
             for key, name in ((key, name) for key, sample in chunk for name in reads if not len(sample[name])):
-                array = f"sample {key} has no {train.array_of(self.task, self.card, name)}"
-                raise PackError(
-                    f"{array}, which this run's network reads; take another file, or ids of run.readable(pack)"
-                )
+                lacks = f"sample {key} has no {train.array_of(self.task, self.card, name)}, which this network reads"
+                raise PackError(f"{lacks}; take another file, or ids of run.readable(pack)")
             raw = collate([sample for _, sample in chunk], self.card.columns)
             raw = {name: tensor.to(device) for name, tensor in raw.items()}
             outputs = evaluation.forward(self.task, model, raw, self.plan, device)[1]
@@ -284,11 +278,10 @@ class Run:
 
     def export(self, path: str | Path, pack: Pack | None = None) -> Path:
         """Write the best weights as safetensors with a JSON card of all that is needed to use them; to a path that ends
-        in `.onnx` the network itself, with its preprocessing described.
+        in `.onnx` the network itself, if its answers are torch's on samples of `pack` (None: that of its training).
 
-        The answers of an ONNX file are compared with torch's before it is written, on samples of `pack`, by default
-        the one that the run was trained on. Raises ExportError if they differ or the network cannot be exported,
-        MissingExtra without the packages of nbtools[onnx]; nothing is written then.
+        Raises ExportError if they differ or it cannot be exported, MissingExtra without nbtools[onnx]; nothing is
+        written then.
         """
         path = Path(path)
         if path.suffix == ".onnx":
@@ -300,70 +293,13 @@ class Run:
         if path.suffix != ".safetensors":
             path = path.with_name(f"{path.name}.safetensors")  # with_suffix would cut model-v1.2
         card = {"task": checkpoint.read_index(self.folder)["task"], "card": self.card.to_dict()}
-        card |= {
-            "plan": self.plan.to_dict(),
-            "validation": {n: v for n, v in self.best.items() if n.startswith("val_")},
-        }
+        scores = {name: value for name, value in self.best.items() if name.startswith("val_")}
+        card |= {"plan": self.plan.to_dict(), "validation": scores}
         with disk.explained("exporting", path):
             tensors = {name: tensor.contiguous() for name, tensor in checkpoint.weights(self.folder).items()}
             disk.write_atomic(path, save_tensors(tensors))
             disk.write_atomic(path.with_suffix(".json"), json.dumps(card, indent=1, ensure_ascii=False))
         return path
-
-
-class Scores(dict[str, Any]):
-    """Metric → value; a notebook shows it as a table that says what each means. about: of what it is."""
-
-    def __init__(self, values: Mapping[str, Any], about: str, task: TaskLike):
-        super().__init__(values)
-        self.about, self.task = about, task
-
-    def _repr_html_(self) -> str:
-        written = {n: table.written(n if n in table.WRITTEN else f"val_{n}", value) for n, value in self.items()}
-        meanings = train.meanings_of(self.task)
-        rows = [[name, cell, meanings.get(name.removeprefix("val_"))] for name, cell in written.items()]
-        return table.html(["", "value", "what it says"], rows, self.about)
-
-
-def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> Scores:
-    """Evaluate a run's best model (or a TrainState's current one) on a split of a pack: metric → value.
-
-    knobs: settings of the plan that differ from training: `eval_scales=(0.5, 1.0)`. Raises PackError for a pack with
-    other classes or preprocessing than the run's, PlanError for an unknown setting, TrainError for one on which the
-    model depends.
-    """
-    require_like(run, pack)
-    plan = run.plan.replace(**knobs)
-    train.refuse_fixed(plan.changes_from(run.plan), plan, resumed=True)
-    model = run.model() if isinstance(run, Run) else run.evaluated
-    values = evaluation.evaluate(run.task, model, pack, plan, split)
-    counted = plural(train.readable(run.task, pack, plan).splits[split], "sample")
-    return Scores(values, f"{counted} of the {split} split", run.task)
-
-
-def require_like(run: Any, pack: Pack) -> None:
-    """Raise PackError for a pack with other classes or preprocessing than the run's: its results would be wrong."""
-    ours, theirs = of_use(run, run.card), of_use(run, pack.card)
-    for name in (name for name in ours if ours[name] != theirs[name]):
-        short = " and ".join(textwrap.shorten(str(each[name]), 120, placeholder=" …") for each in (theirs, ours))
-        raise PackError(
-            f"{pack.folder}: the pack's {name} are not the ones that the run was trained with ({short}); pack the data "
-            "again with run.pack(source)",
-            entry="Predictions differ between training and inference",
-        )
-
-
-def of_use(run: Any, card: Card) -> dict[str, Any]:
-    """Return what of a data set a run's network depends on: its task, classes, and the options and columns of what it
-    reads. Classes that were asked for are an option of some tasks; which there are is what counts."""
-    reads, keys = run.task.inputs(run.plan, card.columns), run.task.COLUMN_OPTIONS
-    unread = keys.keys() - set(reads) if reads else set()
-    ignored = {"classes", "category_of"}.union(*(keys[column] for column in unread))
-    if card.task == train.DATASET:
-        ignored |= {"mean", "std", "random", "roles"}  # of one Dataset, and its training split
-    options = {name: value for name, value in card.options.items() if name not in ignored}
-    columns = {name: column for name, column in card.columns.items() if name not in unread}
-    return {"task": card.task, "classes": card.classes, "options": options, "columns": columns}
 
 
 def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:

@@ -64,7 +64,7 @@ def reached(runs, tmp_path):
             (folder / "history.csv").unlink()
             row = {"epoch_time": 14.0, "wall": 15.5, "val_accuracy": accuracy, "val_loss": loss}
             History(folder / "history.csv").append(Record("epoch", 0, 10, 100, row))
-            os.utime(folder / "history.csv", (k, k))
+            os.utime(folder / "run.json", (k, k))
         return tmp_path / "runs"
 
     return make

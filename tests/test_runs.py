@@ -36,7 +36,7 @@ def folder(run, tmp_path):
     """Copies of a run: older and newer, the newer one in a subfolder; and what is no run."""
     for name in ("older", "more/newer"):
         checkpoint.mark(shutil.copytree(run.folder, tmp_path / name), id=name)  # runs of their own
-    os.utime(tmp_path / "older" / "history.csv", (1, 1))
+    os.utime(tmp_path / "older" / "run.json", (1, 1))
     (tmp_path / "data").mkdir()
     return tmp_path
 
