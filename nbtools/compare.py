@@ -12,8 +12,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from nbtools import disk, table
 from nbtools.data import in_notebook, say
 from nbtools.errors import CheckpointError, DiskError, StageError, TrainError
@@ -80,7 +78,6 @@ def outcome(run: Run) -> dict[str, Any]:
     epochs, best, metric = run.summary(), run.best, best_metric(run.task)[0]
     last = {name: values.dropna().iloc[-1] for name, values in epochs.items() if values.notna().any()}
     wall, steps = run.history.series("wall")[1], [row["step"] for row in run.history.rows]
-    measured = epochs.dropna(subset="samples_per_s") if "samples_per_s" in last else epochs[:0]
     return {
         f"best_{metric}": best.get(f"val_{metric}"),
         "best_epoch": best.get("epoch"),
@@ -88,7 +85,7 @@ def outcome(run: Run) -> dict[str, Any]:
         "epochs": len(epochs),
         "steps": max(steps, default=0),
         "minutes": wall[-1] / 60 if wall else 0.0,
-        "samples_per_s": np.average(measured.samples_per_s, weights=measured.epoch_time) if len(measured) else None,
+        "samples_per_s": epochs["samples_per_s"].median() if "samples_per_s" in last else None,
         "memory": max((values.max() for name, values in epochs.items() if "memory" in str(name)), default=None),
     }
 

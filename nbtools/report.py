@@ -147,14 +147,17 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
         answers += [answer.name if isinstance(answer, Answer) else answer for answer in some]
         shares += [] if chances is None else chances.tolist()
     truths, known = [right_answer(run.task, pack, i) for i in ids], {*pack.classes}
-    kinds = ["O" if isinstance(each[0], Tensor) else np.asarray(each[0]).dtype.kind for each in (answers, truths)]
-    kind, shape = kinds[0], np.shape(answers[0])
-    if kind not in "Uiuf" or (kind == "U") != (kinds[1] == "U") or shape != np.shape(truths[0]):
+    kind, right = ("O" if isinstance(x[0], Tensor) else np.asarray(x[0]).dtype.kind for x in (answers, truths))
+    shape, fits = np.shape(answers[0]), {"U": right == "U", "f": right in "iuf", "i": right in "iu", "u": right in "iu"}
+    if shape != np.shape(truths[0]) or not fits.get(kind):
         missing = f"{spoken(run.task)} has no text_of(pack, i), the right answer of a sample as text"
         raise TrainError(f"{missing}, with which a report compares what decode answers; define it")
     judge = {"U": of_texts, "f": of_values}.get(kind, of_maps)
     if kind == "U" and known.issuperset(truths) and known.issuperset(answers):
         judge = of_classes
+    form = pack.options.get("forms", {}).get(TARGET, {})
+    if judge is of_values and truths[0].dtype == np.uint8 and (form["layout"] or form["scaled"]):
+        truths = [truth / 255 for truth in truths]  # as regression answers in images
     scores, table, counts, name, quality = judge(truths, answers, pack.classes, shares)
     worst = pd.DataFrame({"file": [pack.names[i] for i in ids], name: quality}, pd.Index(ids, name="id"))
     worst = worst if len(shape) > 1 else worst.assign(truth=truths, answer=answers)
@@ -166,11 +169,8 @@ def right_answer(task: TaskLike, pack: Pack, i: int) -> Any:
     """Return what `decode` should have answered for a sample."""
     if task.text_of is not None:
         return task.text_of(pack, i)
-    column, kind = TARGET if TARGET in pack.columns else "label", pack.options.get("kind")
-    value = pack.sample(i).get(column)
-    if value is None or kind == "classes":
-        return value if value is None else pack.classes[int(value)]
-    return value / 255 if kind == "values" and value.dtype == np.uint8 else value  # images and such as 255ths
+    value = pack.sample(i).get(TARGET if TARGET in pack.columns else "label")
+    return pack.classes[int(value)] if value is not None and pack.options.get("kind") == "classes" else value
 
 
 def of_classes(truths: list[str], answers: list[str], classes: Sequence[str], shares: list[list[float]]) -> Any:
@@ -202,6 +202,8 @@ def of_maps(truths: list[np.ndarray], answers: list[np.ndarray], classes: Sequen
     """Compare class maps (H, W) pixel by pixel; a label that is no class, such as 255, is ignored."""
     import pandas as pd
 
+    if not classes:
+        classes = [str(k) for k in range(1 + max(int(np.max(each)) for each in answers))]
     count, quality = len(classes), []
     total = np.zeros((count, count), np.int64)
     for truth, answer in zip(truths, answers, strict=True):
@@ -224,9 +226,9 @@ def of_values(truths: list[Any], answers: list[Any], *_: Any) -> Any:
     errors = np.sqrt(np.square(guess - y).mean(1))
     if y.shape[1] > CONFUSED:
         y, guess = y.reshape(-1, 1), guess.reshape(-1, 1)
-    squares, spread = np.square(guess - y), np.square(y - y.mean(0))
-    scores = {"MAE": np.abs(guess - y).mean(0), "RMSE": np.sqrt(squares.mean(0))}
-    table = pd.DataFrame({**scores, "R²": 1 - squares.mean(0) / spread.mean(0)})
+    mean_square, variance = np.square(guess - y).mean(0), y.var(0)
+    table = pd.DataFrame({"MAE": np.abs(guess - y).mean(0), "RMSE": np.sqrt(mean_square)})
+    table["R²"] = 1 - mean_square / np.where(variance > 0, variance, np.nan)
     means = ", ".join(f"{name} {number(value)}" for name, value in table.mean().items())
     return means, table, None, "error", errors
 
@@ -256,6 +258,8 @@ def by_class(counts: pd.DataFrame, iou: bool = False) -> pd.DataFrame:
 
 def align(truth: str, answer: str) -> list[tuple[str, str]]:
     """Return (character, what was read for it) along a shortest edit; "" for a missing or an extra one."""
+    if truth == answer:
+        return list(zip(truth, answer, strict=True))
     costs = [list(range(len(answer) + 1))]
     for i, one in enumerate(truth):
         row = [i + 1]

@@ -119,7 +119,7 @@ def test_a_report_on_texts_counts_which_character_was_read_as_which(tmp_path):
     counts: Any = report.counts
     assert Counter("".join(worst["truth"])) == Counter(dict(counts.drop("").sum(axis=1))) + Counter()
     assert list(report.table.columns) == ["truth", "answer", "count"]
-    assert not [row for row in report.table.itertuples() if row.truth == row.answer]
+    assert all(row["truth"] != row["answer"] for row in report.table.to_dict("records"))
 
 
 def test_a_report_on_segmentation_has_the_iou_of_each_class_and_image(tmp_path):
@@ -150,6 +150,29 @@ def test_a_report_on_values_has_their_errors_and_the_worst_residuals(tmp_path):
     assert "MAE" in report._repr_html_()
     with pytest.raises(TrainError, match=r"all=True\) needs answers that are classes"):
         run.predict([pack.raw[0]], all=True)
+
+
+class Masks(nb.Task):
+    """Which pixels of an image are bright, of a pack of `nb.pack` whose targets are masks."""
+
+    def model(self, card, plan):
+        return torch.nn.Conv2d(3, 2, 1)
+
+    def loss(self, model, batch, plan):
+        return torch.nn.functional.cross_entropy(model(batch), batch["y"].long())
+
+    def decode(self, outputs, card):
+        return list(outputs.argmax(1).cpu().numpy())
+
+
+def test_masks_of_an_nb_pack_are_compared_by_their_numbers(tmp_path):
+    data = [(image, (image[..., 0] > 150).astype(np.uint8)) for image, _ in own.images(30)]
+    pack = nb.pack(data, into=tmp_path / "pack", progress=False)
+    run = a_run(Masks(), pack, own.PLAN, tmp_path / "run")
+    report, ids = run.report(pack, "train"), pack.ids("train")
+    right = np.mean([run.predict_pack(pack, [i])[0] == pack.arrays["y"][i] for i in ids])
+    assert report.table.loc["weighted mean", "recall"] == pytest.approx(right)
+    assert list(report.table.index[:2]) == ["0", "1"]
 
 
 def test_a_task_of_ones_own_says_what_is_right_and_a_pack_of_other_classes_is_refused(tmp_path):
