@@ -42,11 +42,12 @@ class Noted:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, run: Run, owner: type) -> Any:
-        return run.stored(NOTES).get(self.name, "")
+    def __get__(self, run: Run | None, owner: type) -> Any:
+        return self if run is None else run.stored(NOTES).get(self.name, "")
 
     def __set__(self, run: Run, value: Any) -> None:
-        disk.write_atomic(run.folder / NOTES, disk.to_json({**run.stored(NOTES), self.name: value}))
+        with disk.explained("writing notes", run.folder):
+            disk.write_atomic(run.folder / NOTES, disk.to_json({**run.stored(NOTES), self.name: value}))
 
 
 class Run:
@@ -125,8 +126,7 @@ class Run:
 
     @property
     def best(self) -> Scores:
-        """The best epoch, counted from 1, with its losses, metrics (val_…), lr, seconds and MiB; {} before there is
-        one."""
+        """The best epoch, from 1, with its losses, metrics (val_…), lr, seconds and MiB; {} before there is one."""
         row = {name: value for name, value in self.best_row.items() if name != "kind"}
         return Scores({**row, "epoch": row["epoch"] + 1} if row else {}, "the best epoch", self.task)
 
@@ -210,10 +210,12 @@ class Run:
             items = train.items_of(items, self.card)
         elif not folder:
             items = list(map(Path, [files] if isinstance(files, str | Path) else files))
-        samples = self.read_folder(folder) if folder else ((i, self.read(items[i])) for i in range(len(items)))
+        one_by_one = (items[i] for i in range(len(items)))
+        samples = self.read_folder(folder) if folder else ((item, self.read(item)) for item in one_by_one)
         names, answers, rows = [], [], []
         for keys, some, shares in self.answers(samples, batch_size):
-            names, answers = [*names, *keys], [*answers, *some]
+            names += keys
+            answers += some
             rows += [] if shares is None else shares.tolist()
         if not all:
             return dict(zip(names, answers, strict=True)) if folder else answers
@@ -241,8 +243,9 @@ class Run:
         device = next(model.parameters()).device
         while chunk := list(islice(samples, size)):
             for key, name in ((key, name) for key, sample in chunk for name in reads if not len(sample[name])):
-                lacks = f"sample {key} has no {train.array_of(self.task, self.card, name)}, which this network reads"
-                raise PackError(f"{lacks}; take another file, or ids of run.readable(pack)")
+                lacks = f"sample {key} has no {train.array_of(self.task, self.card, name)}"
+                fix = "take ids of run.readable(pack)" if isinstance(key, int) else "take another file"
+                raise PackError(f"{lacks}, which this run's network reads; {fix}")
             raw = collate([sample for _, sample in chunk], self.card.columns)
             raw = {name: tensor.to(device) for name, tensor in raw.items()}
             outputs = evaluation.forward(self.task, model, raw, self.plan, device)[1]
