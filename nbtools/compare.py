@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtools import disk, table
-from nbtools.data import in_notebook, say
+from nbtools.data import in_notebook, patient, say
 from nbtools.errors import CheckpointError, DiskError, StageError, TrainError
 from nbtools.live import Columns, along
 from nbtools.run import Run, places
@@ -40,6 +40,8 @@ def runs(folder: str | Path = "runs", task: TaskLike | None = None) -> pd.DataFr
     import pandas as pd
 
     opened, rows = open_runs(Path(folder), task), []
+    if not opened:
+        say(f"{folder} has no runs in it")
     for run in opened.values():
         best = {name: value for name, value in outcome(run).items() if name not in ("train_loss", "steps", "memory")}
         when = datetime.fromtimestamp(int(changed(run)))
@@ -55,7 +57,7 @@ def open_runs(folder: Path, task: TaskLike | None = None) -> dict[str, Run]:
         raise CheckpointError(f"{folder}: there is no such folder; name the one in which the run folders are")
     runs: dict[str, Run] = {}
     with disk.explained("looking for runs", folder):
-        for place in sorted(places(folder, "**")):
+        for place in sorted(patient(lambda: places(folder, "**"), folder)):
             try:
                 runs[place.relative_to(folder).as_posix()] = Run.open(place, task)
             except (CheckpointError, DiskError, StageError) as error:

@@ -4,7 +4,6 @@ import importlib
 import io
 import os
 import shutil
-from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,14 +88,13 @@ def test_a_folder_of_runs_stands_for_the_newest_eight_in_it(reached, capsys):
         ([(30.0, 1.0), (45.0, 0.2)], 1, "run-1 is the best: accuracy 45.0, 15.0 above run-0. "),
     ],
 )
-def test_the_best_run_is_marked_where_more_than_chance_sets_it_apart(reached, values, best, said, monkeypatch):
+def test_the_best_run_is_marked_where_more_than_chance_sets_it_apart(reached, values, best, said):
     found = nb.compare(reached(*values))
     assert said in found.conclusion
     assert ("It was trained with lr 0.002 instead of 0.001." in found.conclusion) == (best is not None)
     assert found.best is (None if best is None else found.runs[f"run-{best}"])
-    for shown in (str(found), unescape(page(found, monkeypatch)).replace("\xa0", " ")):
-        assert found.conclusion in shown
-        assert (f"run-{best} (best)" in shown, "(best)" in shown) == (best is not None,) * 2
+    assert str(found).startswith(found.conclusion)
+    assert (f"run-{best} (best)" in str(found), "(best)" in str(found)) == (best is not None,) * 2
 
 
 def test_an_error_rate_of_zero_is_the_best_only_where_the_other_is_further_off_than_chance(reached):
@@ -132,24 +130,18 @@ def test_names_tell_the_folders_apart(runs, tmp_path):
     assert list(nb.compare(*copies).runs) == list(map(str, copies))
 
 
-def page(found: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a notebook shows of a comparison first; then comes the picture."""
-    outputs: list[Any] = []
-    monkeypatch.setattr(importlib.import_module("nbtools.compare"), "in_notebook", lambda: True)
-    monkeypatch.setattr(IPython.display, "display", outputs.append)
-    found._ipython_display_()
-    first, drawn = outputs
-    with Image.open(io.BytesIO(drawn._repr_png_())) as image:
-        assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 100
-    return first.data
-
-
 def test_a_notebook_gets_a_table_and_a_picture_as_outputs_of_their_own_with_text_escaped(runs, monkeypatch):
     with pytest.raises(NotImplementedError):  # a terminal prints the text
         nb.compare(*runs)._ipython_display_()
-    shown = page(nb.compare(*runs), monkeypatch)
-    assert "<img" not in shown
-    assert "&lt;img src=x onerror=" in shown
+    outputs: list[Any] = []
+    monkeypatch.setattr(importlib.import_module("nbtools.compare"), "in_notebook", lambda: True)
+    monkeypatch.setattr(IPython.display, "display", outputs.append)
+    nb.compare(*runs)._ipython_display_()
+    page, drawn = outputs
+    assert "<img" not in page.data
+    assert "&lt;img src=x onerror=" in page.data
+    with Image.open(io.BytesIO(drawn._repr_png_())) as image:
+        assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 100
 
 
 def test_what_cannot_be_compared_is_refused_with_what_to_do(tmp_path):

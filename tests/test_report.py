@@ -13,7 +13,6 @@ import pandas as pd
 import pytest
 import torch
 import toy
-from acting import QUIET
 from test_export import a_run
 
 import nbtools as nb
@@ -57,12 +56,10 @@ def test_characters_are_paired_along_a_shortest_edit(truth, answer, pairs):
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory):
-    """(run, pack) of images that a network was trained on for two epochs."""
+    """(run, pack) of images of three classes."""
     folder = tmp_path_factory.mktemp("report")
     pack = own.packed("images", folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nbtools.live.png.draw", lambda *_: b"")
-        return nb.fit(own.task, pack, own.PLAN, folder / "run", **QUIET), pack
+    return a_run(own.task, pack, own.PLAN, folder / "run"), pack
 
 
 def test_a_report_on_classes_agrees_with_the_metrics_and_puts_the_least_probable_first(shapes):

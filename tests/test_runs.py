@@ -61,6 +61,7 @@ def test_a_run_that_cannot_be_opened_is_named_with_the_reason_and_leaves_the_oth
     assert list(nb.runs(folder).index) == ["more/newer"]
     assert re.search(r"left out: .*older/card\.json is missing; copy the whole run", capsys.readouterr().err)
     assert nb.runs(folder / "data").empty
+    assert "data has no runs in it" in capsys.readouterr().err
 
 
 def test_what_keep_copied_of_a_run_that_is_there_too_is_left_out(pack, tmp_path):
