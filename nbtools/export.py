@@ -42,7 +42,7 @@ def to_onnx(run: Run, pack: Pack) -> tuple[bytes, str]:
     """
     try:
         import onnx
-        import onnxruntime
+        import onnxruntime  # noqa: F401
     except ImportError as error:
         raise MissingExtra(f"an ONNX file needs onnx and onnxruntime ({error}): {INSTALL}") from None
     inputs, outputs = run.task.tensors(run.card, run.plan)
@@ -57,17 +57,11 @@ def to_onnx(run: Run, pack: Pack) -> tuple[bytes, str]:
                 model = exported(graph, batches[-1], inputs, outputs, dynamo)
                 onnx.helper.set_model_props(model, about(run, inputs, outputs))
                 content = model.SerializeToString()
-                session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-                worst = max(difference(graph, session, batch) for batch in batches)
+                return content, compared(graph, content, batches)
         except Exception as error:  # exporters raise all kinds, and explain their steps; the cause comes first
             while error.__cause__ is not None:
                 error = error.__cause__
             failures.append(next(iter(str(error).strip().splitlines()), type(error).__name__))
-            continue
-        told = f"on {plural(sum(PARTS), 'sample')} its outputs in onnxruntime {onnxruntime.__version__}"
-        if worst <= TOLERANCE:
-            return content, f"{told} differ from torch's by at most {worst:.1g}"
-        failures.append(f"{told} differ from torch's by up to {worst:.2g}, and at most {TOLERANCE:g} is allowed")
     cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX"
     raise ExportError(f"{cannot}: {'; '.join(dict.fromkeys(failures))}; nothing was written. {INSTEAD}")
 
@@ -127,16 +121,28 @@ def exported(graph: Graph, batch: tuple[Tensor, ...], inputs: Tensors, outputs: 
     return onnx.load_model_from_string(content.getvalue())
 
 
-def difference(graph: Graph, session: Any, batch: tuple[Tensor, ...]) -> float:
-    """Return how far onnxruntime's outputs are from torch's, relative to their largest value where that is above 1."""
+def compared(graph: Graph, content: bytes, batches: list[tuple[Tensor, ...]]) -> str:
+    """Return how a file's outputs compare with torch's: their largest difference, relative to the largest value where
+    that is above 1. Raises ExportError for one above TOLERANCE."""
+    import onnxruntime
+
+    session, worst = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"]), 0.0
     reads = {one.name for one in session.get_inputs()}
-    given = {name: tensor.numpy() for name, tensor in zip(graph.names, batch, strict=True) if name in reads}
-    with torch.no_grad():
-        pairs = list(zip(graph(*batch), map(torch.from_numpy, session.run(None, given)), strict=True))
-    if any(ours.shape != theirs.shape for ours, theirs in pairs):
-        return np.inf
-    apart = (abs(a.double() - b.double()).max() / a.double().abs().max().clamp(min=1) for a, b in pairs if a.numel())
-    return max((float(one.nan_to_num(np.inf)) for one in apart), default=0.0)
+    for batch in batches:
+        given = {name: tensor.numpy() for name, tensor in zip(graph.names, batch, strict=True) if name in reads}
+        with torch.no_grad():
+            pairs = list(zip(graph(*batch), map(torch.from_numpy, session.run(None, given)), strict=True))
+        for ours, theirs in pairs:
+            if ours.shape != theirs.shape:
+                raise ExportError(f"an output has the shape {tuple(theirs.shape)} instead of {tuple(ours.shape)}")
+            apart = (ours.double() - theirs.double()).abs() / ours.double().abs().max().clamp(min=1)
+            worst = max(worst, float(apart.max().nan_to_num(np.inf))) if ours.numel() else worst
+    told = (
+        f"on {plural(sum(PARTS), 'sample')} its outputs in onnxruntime {onnxruntime.__version__} differ from torch's by"
+    )
+    if worst > TOLERANCE:
+        raise ExportError(f"{told} up to {worst:.2g}, and at most {TOLERANCE:g} is allowed")
+    return f"{told} at most {worst:.1g}"
 
 
 @contextmanager

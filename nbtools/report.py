@@ -146,21 +146,14 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
     for _, some, chances in run.answers((i, pack.sample(i)) for i in ids):
         answers += [answer.name if isinstance(answer, Answer) else answer for answer in some]
         shares += [] if chances is None else chances.tolist()
-    truths, known = [right_answer(run.task, pack, i) for i in ids], {*pack.classes}
-    kind, right = ("O" if isinstance(x[0], Tensor) else np.asarray(x[0]).dtype.kind for x in (answers, truths))
-    shape, fits = np.shape(answers[0]), {"U": right == "U", "f": right in "iuf", "i": right in "iu", "u": right in "iu"}
-    if shape != np.shape(truths[0]) or not fits.get(kind):
-        missing = f"{spoken(run.task)} has no text_of(pack, i), the right answer of a sample as text"
-        raise TrainError(f"{missing}, with which a report compares what decode answers; define it")
-    judge = {"U": of_texts, "f": of_values}.get(kind, of_maps)
-    if kind == "U" and known.issuperset(truths) and known.issuperset(answers):
-        judge = of_classes
+    truths = [right_answer(run.task, pack, i) for i in ids]
+    judge = judge_of(run.task, truths, answers, pack.classes)
     form = pack.options.get("forms", {}).get(TARGET, {})
     if judge is of_values and truths[0].dtype == np.uint8 and (form["layout"] or form["scaled"]):
         truths = [truth / 255 for truth in truths]  # as regression answers in images
     scores, table, counts, name, quality = judge(truths, answers, pack.classes, shares)
     worst = pd.DataFrame({"file": [pack.names[i] for i in ids], name: quality}, pd.Index(ids, name="id"))
-    worst = worst if len(shape) > 1 else worst.assign(truth=truths, answer=answers)
+    worst = worst if np.ndim(answers[0]) > 1 else worst.assign(truth=truths, answer=answers)
     about = f"{plural(len(ids), 'sample')} of the {split} split: {scores}"
     return Report(about, table, counts, worst.sort_values(name, ascending=name in LOW, kind="stable"), run, pack)
 
@@ -171,6 +164,21 @@ def right_answer(task: TaskLike, pack: Pack, i: int) -> Any:
         return task.text_of(pack, i)
     value = pack.sample(i).get(TARGET if TARGET in pack.columns else "label")
     return pack.classes[int(value)] if value is not None and pack.options.get("kind") == "classes" else value
+
+
+def judge_of(task: TaskLike, truths: Sequence[Any], answers: Sequence[Any], classes: Sequence[str]) -> Any:
+    """Return the function that compares answers of this kind with the right ones. Raises TrainError for others."""
+    truth, answer = truths[0], answers[0]
+    if isinstance(truth, str) and isinstance(answer, str):
+        return of_classes if {*truths, *answers} <= {*classes} else of_texts
+    if not isinstance(answer, str | Tensor) and np.shape(answer) == np.shape(truth):
+        kinds = np.asarray(truth).dtype.kind, np.asarray(answer).dtype.kind
+        if kinds[0] in "iuf" and kinds[1] == "f":
+            return of_values
+        if kinds[0] in "iu" and kinds[1] in "iu":
+            return of_maps
+    missing = f"{spoken(task)} has no text_of(pack, i), the right answer of a sample as text"
+    raise TrainError(f"{missing}, with which a report compares what decode answers; define it")
 
 
 def of_classes(truths: list[str], answers: list[str], classes: Sequence[str], shares: list[list[float]]) -> Any:
