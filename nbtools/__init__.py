@@ -30,15 +30,15 @@ def _uncollected() -> Iterator[None]:
 
 
 with _uncollected():
-    from nbtools.compare import compare
+    from nbtools.compare import compare, runs
     from nbtools.data import Pack, cached, kept, pack, stage
     from nbtools.errors import NbtoolsError
     from nbtools.fit import fit
     from nbtools.launch import launch
     from nbtools.live import Panel
     from nbtools.measure import Advice, Gpu, advise, gpus, lr_sweep
-    from nbtools.run import Run, evaluate, validate
-    from nbtools.runs import runs
+    from nbtools.report import evaluate
+    from nbtools.run import Run, validate
     from nbtools.train import History, Plan, Record, Task, TrainState, classify, knob, regress, train
     from nbtools.version import VERSION
     from nbtools.watch import watch

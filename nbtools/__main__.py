@@ -194,7 +194,7 @@ def cache(options: argparse.Namespace) -> Any:
 def runs(options: argparse.Namespace) -> Result:
     """list the runs in a folder and its subfolders, newest first"""
     found = nb.runs(options.folder)
-    return Result(found.frame.reset_index().to_dict("records"), found)
+    return Result(found.reset_index().to_dict("records"), found.to_string())
 
 
 @command(arg("folders", "run folders, or a folder of runs: its newest eight", nargs="+", metavar="FOLDER"))

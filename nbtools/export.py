@@ -1,8 +1,7 @@
 """A run as one ONNX file, which onnxruntime and others read without nbtools: the network with its best weights, what it
-reads and returns, and the preprocessing. Its answers are those of torch, or it is not written.
+reads and returns (`Task.tensors`), and the preprocessing. Its answers are those of torch, or it is not written.
 
-The graph reads the tensors that the network takes out of a batch after the task's `batch`; `Task.tensors` describes
-them. The batch and the lengths of ragged columns are free. Floats are float32, whatever precision the run trained in.
+The batch and the lengths of ragged columns are free. Floats are float32, whatever precision the run trained in.
 """
 
 from __future__ import annotations
@@ -10,68 +9,61 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.jit import TracerWarning  # pyright: ignore[reportPrivateImportUsage]
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from nbtools.data import Pack, collate
 from nbtools.errors import ExportError, MissingExtra
 from nbtools.table import plural
-from nbtools.train import Batch, Plan, Tensors
+from nbtools.train import Plan, Tensors, spoken
 from nbtools.version import VERSION
 
 if TYPE_CHECKING:
     from nbtools.run import Run
 
-SAMPLES = 8  # real ones on which answers are compared, in batches of 1, 2 and the rest
+PARTS = 1, 2, 5  # samples of the batches on which answers are compared; torch takes an axis of length 1 for a fixed one
 TOLERANCE = 1e-4  # of the largest value where that is above 1
 INSTALL = "pip install 'onnx<1.23' onnxscript onnxruntime, or nbtools[onnx]"
-OPSET = 17  # the first with layer norm
 INSTEAD = "run.export('model'), without .onnx, writes the weights as safetensors"
-MORE = 64  # steps added to ragged columns, to see which axes of the input they lengthen
 
 
 def to_onnx(run: Run, pack: Pack) -> tuple[bytes, str]:
-    """(the content of the file, a sentence about its answers). pack: whose samples they are compared on.
+    """Return (the content of the file, how its answers compare with torch's on samples of a pack).
 
-    Raises MissingExtra without onnx, ExportError for a network that cannot be exported or whose answers differ by more
-    than TOLERANCE.
+    Raises MissingExtra without onnx and onnxruntime, ExportError for a network that cannot be exported or whose answers
+    differ by more than TOLERANCE.
     """
     try:
         import onnx
+        import onnxruntime  # noqa: F401
     except ImportError as error:
-        raise MissingExtra(f"an ONNX file needs onnx ({error}): {INSTALL}") from None
-    model, raws = run.model("cpu"), list(samples(run.readable(pack)))
+        raise MissingExtra(f"an ONNX file needs onnx and onnxruntime ({error}): {INSTALL}") from None
     inputs, outputs = run.task.tensors(run.card, run.plan)
-    if not (inputs and all(shape for shape, _ in inputs.values())):
-        inputs = found(run, model, raws[-1], pack, inputs)
-    graph, batches = Graph(model, list(inputs)), [prepared(run, raw, inputs) for raw in raws]
-    count = len(answers(graph, batches[-1]))
-    if not (outputs and all(shape for shape, _ in outputs.values())):
-        names = [f"output_{n}" if n > 1 else "output" for n in range(1, count + 1)]
-        outputs = {name: outputs.get(name, ((), "")) for name in names}
-    failures: list[str] = []
-    for exporter in (traced, captured):
+    if not inputs:
+        missing = f"{spoken(run.task)} has no tensors(card, plan), which says what an ONNX file reads and returns"
+        raise ExportError(f"{missing}; define it, or leave .onnx out: {INSTEAD}")
+    graph, batches, failures = Graph(run.model("cpu"), list(inputs)), list(samples(run, pack, list(inputs))), []
+    inputs, outputs = shaped(run, graph, batches[-1], inputs, outputs)
+    for dynamo in (False, True):  # the older exporter takes a second; the newer, which reads Python code, up to minutes
         try:
-            proto = exporter(graph, batches[-1], inputs, outputs)
-            onnx.helper.set_model_props(proto, about(run, inputs, outputs))
-            content = proto.SerializeToString()
-            return content, compared(content, graph, batches)
-        except ExportError as error:
-            failures.append(str(error))
-        except ImportError as error:  # of onnxscript
-            failures.append(f"torch has another exporter, which needs onnxscript ({error}): {INSTALL}")
-    raise ExportError(f"{'; '.join(dict.fromkeys(failures))}; nothing was written. {INSTEAD}")
+            with quiet():
+                model = exported(graph, batches[-1], inputs, outputs, dynamo)
+                onnx.helper.set_model_props(model, about(run, inputs, outputs))
+                content = model.SerializeToString()
+                return content, compared(graph, content, batches)
+        except Exception as error:  # exporters raise all kinds, and explain their steps; the cause comes first
+            while error.__cause__ is not None:
+                error = error.__cause__
+            failures.append(next(iter(str(error).strip().splitlines()), type(error).__name__))
+    cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX"
+    raise ExportError(f"{cannot}: {'; '.join(dict.fromkeys(failures))}; nothing was written. {INSTEAD}")
 
 
 class Graph(nn.Module):
@@ -87,102 +79,74 @@ class Graph(nn.Module):
         return tuple(one for one in tree_leaves(outputs) if isinstance(one, Tensor))
 
 
-class Noted(dict[str, Tensor]):
-    """A batch that notes which of its tensors are asked for."""
-
-    def __init__(self, batch: Batch):
-        super().__init__(batch)
-        self.asked: dict[str, None] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        self.asked[name] = None
-        return super().__getitem__(name)
-
-
-def samples(pack: Pack) -> Iterator[Batch]:
-    """Raw batches of 1, 2 and the rest of SAMPLES samples from all over a split, at least two in the last: torch takes
-    an axis of length 1 for one of fixed length."""
+def samples(run: Run, pack: Pack, names: list[str]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the network's input for batches of samples from all over a split."""
+    pack = run.readable(pack)
     ids = next(filter(len, map(pack.ids, ("val", "test", "train"))))
-    ids = ids[np.linspace(0, len(ids) - 1, SAMPLES).round().astype(int)]
-    for part in (ids[:1], ids[1:3], ids[3:]):
-        yield collate([pack.sample(int(i)) for i in part], pack.columns, pack.unread)
+    places = np.linspace(0, len(ids) - 1, sum(PARTS)).round().astype(int)
+    for part in np.split(ids[places], np.cumsum(PARTS)[:-1]):
+        raw = collate([pack.sample(int(i)) for i in part], pack.columns, pack.unread)
+        batch = run.task.batch(raw, run.plan, None)
+        yield tuple(batch[name] for name in names)
 
 
-def prepared(run: Run, raw: Batch, names: Iterable[str]) -> Batch:
-    batch = run.task.batch(raw, run.plan, None)
-    return {name: batch[name] for name in names}
-
-
-def found(run: Run, model: nn.Module, raw: Batch, pack: Pack, known: Tensors) -> Tensors:
-    """The inputs of a network that its task does not describe, or by texts only: what it takes out of a batch. Free
-    axes are those that grow with the padding of ragged columns, which changes no answer."""
-    batch = Noted(run.task.batch(raw, run.plan, None))
+def shaped(
+    run: Run, graph: Graph, batch: tuple[Tensor, ...], inputs: Tensors, outputs: Tensors
+) -> tuple[Tensors, Tensors]:
+    """Return both with names and shapes where the task leaves them out: of an `nb.pack` its columns say which axes are
+    free."""
+    ragged = {name for name, column in run.card.columns.items() if column.kind == "ragged"}
+    named = {}
+    for (name, (shape, text)), tensor in zip(inputs.items(), batch, strict=True):
+        rest = [f"{name}_steps", *tensor.shape[2:]] if name in ragged else tensor.shape[1:]
+        named[name] = shape or ("batch", *rest), text
     with torch.no_grad():
-        model(batch)
-    ragged = {name for name, column in pack.columns.items() if column.kind == "ragged" and name in raw}
-    longer = {name: F.pad(raw[name], (*(0, 0) * (raw[name].dim() - 2), 0, MORE)) for name in ragged}
-    after, names = run.task.batch({**raw, **longer}, run.plan, None), {}
-
-    def axis(place: int, size: int, now: int) -> int | str:
-        if place == 0:
-            return "batch"
-        return size if size == now else names.setdefault(size, f"length_{len(names) + 1}" if names else "length")
-
-    return {
-        name: (
-            tuple(map(axis, range(batch[name].dim()), batch[name].shape, after[name].shape)),
-            known.get(name, ((), ""))[1],
-        )
-        for name in batch.asked or batch
-    }
+        names = [f"output_{n}" if n else "output" for n in range(len(graph(*batch)))]
+    return named, outputs if len(outputs) == len(names) else dict.fromkeys(names, ((), ""))
 
 
-def traced(graph: Graph, batch: Batch, inputs: Tensors, outputs: Tensors) -> Any:
-    """The ModelProto of a graph by torch's older exporter, in about a second: it records what happens to one batch.
-    Raises ExportError where Python code outside of torch asks for values, which may differ in another batch."""
+def exported(graph: Graph, batch: tuple[Tensor, ...], inputs: Tensors, outputs: Tensors, dynamo: bool) -> Any:
+    """Return the ModelProto of a graph by torch's exporter."""
     import onnx
 
+    tensors = {**outputs, **inputs}.items()
+    free = {name: {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)} for name, (shape, _) in tensors}
+    names: Any = {"input_names": list(inputs), "output_names": list(outputs), "opset_version": 17}  # layer norm
+    if dynamo:
+        shapes = (tuple(free[name] for name in inputs),)
+        program: Any = torch.onnx.export(graph, batch, dynamic_shapes=shapes, dynamo=True, **names)
+        return program.model_proto
     content: Any = io.BytesIO()
-    names: Any = {"input_names": list(inputs), "output_names": list(outputs), "opset_version": OPSET}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with explained(f"torch {torch.__version__} cannot trace {named(graph)}"):
-            axes = free({**inputs, **outputs})
-            torch.onnx.export(graph, tuple(batch.values()), content, dynamic_axes=axes, dynamo=False, **names)
-            for warning in caught:
-                own = not Path(warning.filename).is_relative_to(Path(torch.__file__).parent)
-                if own and issubclass(warning.category, TracerWarning):
-                    place = f"{warning.filename}:{warning.lineno}"
-                    raise ValueError(f"{place} turns tensors into Python values, which may differ for another batch")
+    torch.onnx.export(graph, batch, content, dynamic_axes=free, dynamo=False, **names)
     return onnx.load_model_from_string(content.getvalue())
 
 
-def captured(graph: Graph, batch: Batch, inputs: Tensors, outputs: Tensors) -> Any:
-    """The same by `torch.export`, which follows sizes through Python code, and takes up to minutes. Raises ImportError
-    without onnxscript, ExportError with the exporter's reason."""
-    import onnxscript  # noqa: F401
+def compared(graph: Graph, content: bytes, batches: list[tuple[Tensor, ...]]) -> str:
+    """Return how a file's outputs compare with torch's: their largest difference, relative to the largest value where
+    that is above 1. Raises ExportError for one above TOLERANCE."""
+    import onnxruntime
 
-    names: Any = {"input_names": list(inputs), "output_names": list(outputs), "verbose": False}
-    axes = (tuple(free(inputs).values()),)
-    with silence(), explained(f"torch {torch.__version__} cannot export {named(graph)} as ONNX"):
-        program = torch.onnx.export(graph, tuple(batch.values()), dynamic_shapes=axes, dynamo=True, **names)
-        return program.model_proto  # pyright: ignore[reportOptionalMemberAccess]
+    session, worst = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"]), 0.0
+    reads = {one.name for one in session.get_inputs()}
+    for batch in batches:
+        given = {name: tensor.numpy() for name, tensor in zip(graph.names, batch, strict=True) if name in reads}
+        with torch.no_grad():
+            pairs = list(zip(graph(*batch), map(torch.from_numpy, session.run(None, given)), strict=True))
+        for ours, theirs in pairs:
+            if ours.shape != theirs.shape:
+                raise ExportError(f"an output has the shape {tuple(theirs.shape)} instead of {tuple(ours.shape)}")
+            apart = (ours.double() - theirs.double()).abs() / ours.double().abs().max().clamp(min=1)
+            worst = max(worst, float(apart.max().nan_to_num(np.inf))) if ours.numel() else worst
+    told = (
+        f"on {plural(sum(PARTS), 'sample')} its outputs in onnxruntime {onnxruntime.__version__} differ from torch's by"
+    )
+    if worst > TOLERANCE:
+        raise ExportError(f"{told} up to {worst:.2g}, and at most {TOLERANCE:g} is allowed")
+    return f"{told} at most {worst:.1g}"
 
 
 @contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Errors of other packages as an ExportError: exporters and runtimes raise all kinds."""
-    try:
-        yield
-    except Exception as error:
-        while error.__cause__ is not None:  # torch's own explains its steps
-            error = error.__cause__
-        reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
-        raise ExportError(f"{what}: {reason}") from error
-
-
-@contextmanager
-def silence() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No warnings, no log and no prints: an export that fails shows whole graphs."""
     before = logging.root.manager.disable
     logging.disable()
@@ -194,67 +158,15 @@ def silence() -> Iterator[None]:
         logging.disable(before)
 
 
-def free(tensors: Tensors) -> dict[str, dict[int, str]]:
-    """Name → the names of those axes that may have any length."""
-    return {n: {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)} for n, (shape, _) in tensors.items()}
-
-
 def about(run: Run, inputs: Tensors, outputs: Tensors) -> dict[str, str]:
-    """The file's metadata: name → JSON. plan: the settings that are the task's own."""
-
-    def each(tensors: Tensors) -> dict[str, dict[str, Any]]:
-        pairs = {name: {"shape": shape, "text": text} for name, (shape, text) in tensors.items()}
-        return {name: {key: value for key, value in pair.items() if value} for name, pair in pairs.items()}
-
+    """Return the file's metadata: name → JSON. plan: the settings that are the task's own."""
     card, settings = run.card.to_dict(), run.plan.to_dict()
     values = {
         "nbtools": VERSION,
         **{name: card[name] for name in ("task", "classes", "options", "columns")},
-        "inputs": each(inputs),
-        "outputs": each(outputs),
+        "inputs": {name: {"shape": shape, "text": text} for name, (shape, text) in inputs.items()},
+        "outputs": {name: {"shape": shape, "text": text} for name, (shape, text) in outputs.items()},
         "plan": {name: settings[name] for name in settings.keys() - Plan().to_dict().keys()},
         "validation": {name: value for name, value in run.best.items() if name.startswith("val_")},
     }
     return {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
-
-
-def compared(content: bytes, graph: Graph, batches: list[Batch]) -> str:
-    """How the answers of a file differ from torch's, in a sentence. Raises ExportError if by too much."""
-    try:
-        import onnxruntime
-    except ImportError as error:
-        return f"its outputs were not compared with torch's, which needs onnxruntime ({error}): {INSTALL}"
-    runtime, worst = f"onnxruntime {onnxruntime.__version__}", 0.0
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
-    with explained(f"{runtime} cannot run the exported {named(graph)}"):
-        session = onnxruntime.InferenceSession(content, options, ["CPUExecutionProvider"])
-        for batch in batches:
-            given = session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})
-            worst = max([worst, *map(difference, answers(graph, batch), map(torch.from_numpy, given))])
-    count = plural(sum(len(next(iter(batch.values()))) for batch in batches), "sample")
-    if worst > TOLERANCE:
-        raise ExportError(
-            f"{named(graph)} has other outputs as ONNX: on {count} they differ by up to {worst:.2g} in {runtime}, and "
-            f"at most {TOLERANCE:g} is allowed"
-        )
-    return f"on {count} its outputs in {runtime} differ from torch's by at most {worst:.1g}"
-
-
-def answers(graph: Graph, batch: Batch) -> tuple[Tensor, ...]:
-    with torch.no_grad():
-        return graph(*batch.values())
-
-
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest, relative to the largest value where that is above 1; infinite for another shape or a NaN."""
-    if ours.shape != theirs.shape:
-        return math.inf
-    if not ours.numel():
-        return 0.0
-    worst = (ours.double() - theirs.double()).abs().max() / ours.double().abs().max().clamp(min=1)
-    return float(worst.nan_to_num(math.inf))
-
-
-def named(graph: Graph) -> str:
-    return type(graph.network).__name__

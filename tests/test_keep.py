@@ -64,7 +64,7 @@ def test_what_is_kept_opens_and_resumes_on_another_machine(drive, whole, pack):
 
 
 def test_kept_runs_are_listed_and_compared_without_a_copy_of_their_weights(drive):
-    assert nb.runs(drive.parent).names == ["drive"]
+    assert list(nb.runs(drive.parent).index) == ["drive"]
     assert "drive" in str(nb.compare(drive.parent))
     assert not [*drive.parent.glob("cache/**/*.safetensors")]
     assert nb.Run.open(drive, toy).model() is not None

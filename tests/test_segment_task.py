@@ -205,12 +205,14 @@ def test_resumed_in_the_middle_of_an_epoch_a_run_is_the_same_bit_for_bit(pack):
     assert (again.step, again.best) == (whole.step, whole.best)
 
 
-def test_a_run_predicts_with_the_scales_and_mirror_images_of_its_plan(pack, tmp_path):
+def test_a_run_predicts_with_the_scales_and_mirror_images_of_its_plan(pack, tmp_path, monkeypatch):
     plan = Plan(network="slim", eval_scales=(0.5, 1.0), eval_flip=True)
     torch.manual_seed(0)
     model, raw = segment.model(pack, plan).eval(), raw_batch(pack, pack.ids("val")[:1])
     nn.init.normal_(dict(model.named_parameters())["head.classify.weight"])
-    [answer] = Run(tmp_path, segment, pack.card, plan).decoded(model, raw)
+    run = Run(tmp_path, segment, pack.card, plan)
+    monkeypatch.setattr(run, "model", lambda: model)
+    [answer] = run.predict_pack(pack, pack.ids("val")[:1])
     with torch.no_grad():
         batch = segment.batch(raw, plan, None)
         assert np.array_equal(answer, segment.decode(segment.infer(model, batch, plan), pack)[0])

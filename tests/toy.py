@@ -109,6 +109,10 @@ def decode(outputs, card) -> list[str]:
     return [card.classes[i] for i in torch.as_tensor(outputs).argmax(1).tolist()]
 
 
+def tensors(card, plan: Plan):
+    return {"x": (("batch", 8), "x")}, {"logits": (("batch", CLASSES), "argmax: k is classes[k]")}
+
+
 def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str]:
     x = pack.sample(i)["x"].reshape(-1, 8)
     return (np.clip(x, -2, 2) * 60 + 128).astype(np.uint8), pack.classes[int(pack.sample(i)["label"][0])], answer

@@ -29,7 +29,7 @@ from nbtools.train.optimizer import plan_optimizer
 from nbtools.train.plan import Plan
 
 Tensors = Mapping[str, tuple[Sequence[int | str], str]]
-"""Name → (shape, text). An axis that may have any length has a name in place of its length; (): found by a try."""
+"""Name → (shape, text). An axis that may have any length has a name in place of its length; (): that of the columns."""
 TaskLike = Any
 """What `nb.fit` and the like accept as a task: a `Task`, or a module, class or object with some of its hooks."""
 
@@ -142,8 +142,8 @@ class Task:
     def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
         """Return what the network takes out of a batch, and what it returns, for `run.export("model.onnx")`. The text
         of an input is the NumPy expression that makes it from the pack's columns, padded with 0 to the longest sample;
-        that of an output says what it means. What is left out is found by a try. Default: with `nb.pack` the texts of
-        what the default `batch` makes."""
+        that of an output says what it means. Empty shapes follow from the columns of an `nb.pack`. Default: nothing,
+        which ONNX refuses; with `nb.pack` the texts of what the default `batch` makes."""
         default = getattr(self.batch, "__func__", None) is Task.batch
         return (expressions(card) if packed_dataset(card) and default else {}), {}
 

@@ -101,7 +101,7 @@ else:
 # %% [markdown]
 # ## Side by side
 # Every run stays in its folder. `nb.runs` lists them, newest first, with state, best value, time, and the tags and
-# notes that you give them. Tick some and press *Compare*.
+# notes that you give them.
 
 # %%
 run.tags = ["first"]

@@ -1,0 +1,216 @@
+"""Where a run is right and wrong: scores by class against values computed by hand and the tasks' own metrics, what is
+confused, the worst samples; and the answers to a folder, with every class's probability."""
+
+import dataclasses
+import importlib
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import own
+import pandas as pd
+import pytest
+import torch
+import toy
+from test_export import a_run
+
+import nbtools as nb
+from nbtools.errors import PackError, TrainError
+from nbtools.report import align, by_class, counted
+from nbtools.tasks import captcha
+
+
+def test_scores_by_class_are_those_of_scikit_learns_classification_report():
+    truth, answer = list("aaaaabbbbcd"), list("aaabbbbbaaa")
+    table = by_class(counted(truth, answer, list("abcde")))
+    wanted = {  # by hand: of the answers, of the truth, their harmonic mean; 0 where nothing was answered so
+        "a": (0.5, 0.6, 0.545455, 5),
+        "b": (0.6, 0.75, 0.666667, 4),
+        "c": (0, 0, 0, 1),
+        "d": (0, 0, 0, 1),
+        "macro mean": (0.275, 0.3375, 0.303030, 11),
+        "weighted mean": (0.445455, 0.545455, 0.490358, 11),
+    }
+    assert list(table.columns) == ["precision", "recall", "F1", "support"]
+    assert list(table.index) == list(wanted), "a class that is neither true nor predicted is left out"
+    np.testing.assert_allclose(table.to_numpy(float), list(wanted.values()), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "pairs"),
+    [
+        ("abc", "abc", ["aa", "bb", "cc"]),
+        ("abc", "axc", ["aa", "bx", "cc"]),
+        ("abc", "ac", ["aa", "b", "cc"]),
+        ("ab", "axb", ["aa", "x", "bb"]),
+        ("", "a", ["a"]),
+        ("kitten", "sitting", ["ks", "ii", "tt", "tt", "ei", "nn", "g"]),
+    ],
+)
+def test_characters_are_paired_along_a_shortest_edit(truth, answer, pairs):
+    assert ["".join(pair) for pair in align(truth, answer)] == pairs
+    assert "".join(one for one, _ in align(truth, answer)) == truth
+    assert "".join(other for _, other in align(truth, answer)) == answer
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    """(run, pack) of images of three classes."""
+    folder = tmp_path_factory.mktemp("report")
+    pack = own.packed("images", folder)
+    return a_run(own.task, pack, own.PLAN, folder / "run"), pack
+
+
+def test_a_report_on_classes_agrees_with_the_metrics_and_puts_the_least_probable_first(shapes):
+    run, pack = shapes
+    report = run.report(pack, "val")
+    ids = pack.ids("val")
+    truth = [pack.classes[int(pack.arrays["y"][i])] for i in ids]
+    probable = run.predict([pack.raw[int(i)] for i in ids], all=True)
+    assert probable.shape == (len(ids), 3)
+    np.testing.assert_allclose(probable.sum(axis=1), 1, rtol=1e-5)
+    answers = run.predict_pack(pack, ids)
+    assert list(probable.idxmax(axis=1)) == [answer.name for answer in answers]
+    np.testing.assert_allclose(probable.max(axis=1), [answer.probability for answer in answers], rtol=1e-5)
+    accuracy = nb.evaluate(run, pack, "val")["accuracy"]
+    assert (report.worst["truth"] == report.worst["answer"]).mean() == pytest.approx(accuracy)
+    assert report.table.loc["weighted mean", "recall"] == pytest.approx(accuracy)
+    assert np.trace(report.counts) == (report.worst["truth"] == report.worst["answer"]).sum()
+    own_class = pd.Series([row[name] for name, (_, row) in zip(truth, probable.iterrows(), strict=True)], ids)
+    assert list(report.worst.index) == list(own_class.sort_values(kind="stable").index)
+    assert report.worst["file"].iloc[0] == pack.names[report.worst.index[0]]
+
+
+@pytest.mark.drawn
+def test_a_report_shows_by_itself_with_what_is_confused_and_pictures_of_the_worst(shapes):
+    run, pack = shapes
+    report = run.report(pack, "train")
+    for shown in (str(report), report._repr_html_()):
+        for part in (f"{pack.splits['train']} samples of the train split: accuracy", "macro mean", "slanted"):
+            assert part in shown
+    assert report._repr_html_().count("data:image/png") == 2
+    assert str(report.worst["truth"].iloc[0]) in repr(report.pictures)
+
+
+def test_of_many_classes_the_figure_has_the_twenty_most_confused(shapes):
+    run, pack = shapes
+    names = [f"class {k:02}" for k in range(40)]
+    truth = names * 2 + names[:20]
+    answer = names * 2 + names[19::-1]  # the first twenty, each taken for another once
+    report = run.report(pack, "val")
+    many = type(report)("", report.table, counted(truth, answer, names), report.worst, run, pack)
+    assert {tick.get_text() for tick in many.confusion.axes[0].get_yticklabels()} == {*names[:20]}
+
+
+def test_a_report_on_texts_counts_which_character_was_read_as_which(tmp_path):
+    pack = captcha.pack(captcha.demo(tmp_path / "raw", 40, length=(2, 6)), layout="lines", progress=False)
+    plan = captcha.PLAN.replace(network="ctc", amp="off")
+    run = a_run(captcha, pack, plan, tmp_path / "run")
+    scores, report = nb.evaluate(run, pack, "train"), run.report(pack, "train")
+    assert float(report.about.split("CER ")[1].split(",")[0]) == pytest.approx(scores["cer"], rel=0.01)
+    worst = report.worst
+    assert worst["CER"].is_monotonic_decreasing
+    wrong = (worst["CER"] * worst["truth"].str.len()).sum()
+    assert wrong == pytest.approx(report.table["count"].sum())
+    counts: Any = report.counts
+    assert Counter("".join(worst["truth"])) == Counter(dict(counts.drop("").sum(axis=1))) + Counter()
+    assert list(report.table.columns) == ["truth", "answer", "count"]
+    assert all(row["truth"] != row["answer"] for row in report.table.to_dict("records"))
+
+
+def test_a_report_on_segmentation_has_the_iou_of_each_class_and_image(tmp_path):
+    segment = importlib.import_module("nbtools.tasks.segment")
+    pack = segment.pack(segment.demo(tmp_path / "raw", 20, size=(48, 64)), progress=False)
+    run = a_run(segment, pack, segment.PLAN.replace(network="slim", amp="off"), tmp_path / "run")
+    scores, report, ids = nb.evaluate(run, pack, "train"), run.report(pack, "train"), pack.ids("train")
+    table = segment.by_class(pack, ids, predicted := run.predict_pack(pack, ids)).set_index("class")
+    assert report.table.loc["macro mean", "IoU"] == pytest.approx(scores["miou"])
+    for ours, theirs in {"IoU": "iou", "precision": "precision", "recall": "recall"}.items():
+        expected = table.loc[pack.classes, theirs].fillna(0)
+        np.testing.assert_allclose(report.table.loc[pack.classes, ours], expected)
+    assert list(report.worst.index)[:3] == segment.worst(pack, ids, predicted, 3)
+
+
+def test_a_report_on_values_has_their_errors_and_the_worst_residuals(tmp_path):
+    pack = own.packed("rows", tmp_path)
+    run = a_run(own.price, pack, own.PLAN, tmp_path / "run")
+    report, ids = run.report(pack, "val"), pack.ids("val")
+    y, guess = pack.arrays["y"][ids].astype(float), np.array(run.predict_pack(pack, ids))
+    [row] = report.table.to_dict("records")
+    rest = ((guess - y) ** 2).sum() / ((y - y.mean()) ** 2).sum()
+    assert row == pytest.approx(
+        {"MAE": abs(guess - y).mean(), "RMSE": ((guess - y) ** 2).mean() ** 0.5, "R²": 1 - rest}
+    )
+    assert report.worst.index[0] == ids[abs(guess - y).argmax()]
+    assert report.confusion is None
+    assert "MAE" in report._repr_html_()
+    with pytest.raises(TrainError, match=r"all=True\) needs answers that are classes"):
+        run.predict([pack.raw[0]], all=True)
+
+
+class Masks(nb.Task):
+    """Which pixels of an image are bright, of a pack of `nb.pack` whose targets are masks."""
+
+    def model(self, card, plan):
+        return torch.nn.Conv2d(3, 2, 1)
+
+    def loss(self, model, batch, plan):
+        return torch.nn.functional.cross_entropy(model(batch), batch["y"].long())
+
+    def decode(self, outputs, card):
+        return list(outputs.argmax(1).cpu().numpy())
+
+
+def test_masks_of_an_nb_pack_are_compared_by_their_numbers(tmp_path):
+    data = [(image, (image[..., 0] > 150).astype(np.uint8)) for image, _ in own.images(30)]
+    pack = nb.pack(data, into=tmp_path / "pack", progress=False)
+    run = a_run(Masks(), pack, own.PLAN, tmp_path / "run")
+    report, ids = run.report(pack, "train"), pack.ids("train")
+    right = np.mean([run.predict_pack(pack, [i])[0] == pack.arrays["y"][i] for i in ids])
+    assert report.table.loc["weighted mean", "recall"] == pytest.approx(right)
+    assert list(report.table.index[:2]) == ["0", "1"]
+
+
+def test_a_task_of_ones_own_says_what_is_right_and_a_pack_of_other_classes_is_refused(tmp_path):
+    pack = toy.make_pack(tmp_path, count=60)
+    run = a_run(toy, pack, toy.PLAN, tmp_path / "run")
+    with pytest.raises(TrainError, match=r"toy has no text_of\(pack, i\), the right answer .*; define it"):
+        run.report(pack)
+    known: Any = SimpleNamespace(**vars(toy), text_of=lambda pack, i: pack.classes[int(pack.sample(i)["label"][0])])
+    report = nb.Run.open(run.folder, known).report(pack)
+    scores = nb.evaluate(run, pack)
+    assert report.table.loc["weighted mean", "recall"] == pytest.approx(scores["accuracy"])
+    other = dataclasses.replace(pack, card=dataclasses.replace(pack.card, classes=list("dcba")))
+    with pytest.raises(PackError, match="classes are not the ones that the run was trained with"):
+        run.report(other)
+
+
+def test_a_folder_is_answered_by_name_also_below_folders_and_what_is_no_sample_is_named(tmp_path, capsys):
+    def read(path, options):
+        if path.suffix != ".npy":
+            raise PackError("a text", "a sample must be .npy", "convert it")
+        return toy.read(path, options)
+
+    pack = toy.make_pack(tmp_path, count=60)
+    run = a_run(toy.with_(read=read), pack, toy.PLAN, tmp_path / "run")
+    folder, files = tmp_path / "new", sorted((tmp_path / "raw").iterdir())[:3]
+    for file, name in zip(files, ("b/2.npy", "a.npy", "b/1.npy"), strict=True):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(file.read_bytes())
+    for name in ("labels.csv", ".hidden.npy"):
+        (folder / name).write_text("1")
+    answers = run.predict(folder, batch_size=2)
+    one, two, three = run.predict(files)
+    assert list(answers.items()) == [("a.npy", two), ("b/1.npy", three), ("b/2.npy", one)]
+    assert "1 file of 4 left out, the first: " in (said := capsys.readouterr().err)
+    assert "labels.csv: a sample must be .npy, got a text; convert it" in said
+    table = run.predict(folder, all=True)
+    assert (list(table.index), list(table.columns)) == (["a.npy", "b/1.npy", "b/2.npy"], list("abcd"))
+    with torch.no_grad():
+        x = torch.from_numpy(np.stack([np.load(folder / name) for name in table.index]))
+        torch.testing.assert_close(torch.tensor(table.to_numpy()), run.model("cpu")({"x": x}).softmax(1).double())
+    for name in table.index:
+        (folder / name).unlink()
+    with pytest.raises(PackError, match=r"has no file that can be read; .*labels\.csv: a sample must"):
+        run.predict(folder)
