@@ -22,7 +22,7 @@ import nbtools as nb
 from nbtools import __main__ as terminal
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.live import requests, send
-from nbtools.rollback import WATCHED
+from nbtools.guard import WATCHED
 from nbtools.run import busy
 from nbtools.train import CONTROL, checkpoint
 

@@ -8,7 +8,7 @@ A run folder holds, next to plan.json and history.csv:
     0003-00000150.best.safetensors   the evaluated weights alone, of the best epoch; once named .weights
 
 The last checkpoint and OLDER ones before it are kept, the best epoch's, and the anchor: the one from before a change of
-settings that is still being watched (see `nbtools.rollback`).
+settings that is still being watched (see `nbtools.guard`).
 
 A file is never written in place: a crash leaves the older ones intact, and `newest` takes the newest intact one up to
 the last.
