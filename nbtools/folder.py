@@ -195,8 +195,9 @@ def begin(
         entries |= {"given": given.given(), "advised": index.get("advised", state.plan.to_dict())}
     if advised is not None:
         entries["advised"] = advised.to_dict()
-    starts = [*index.get("starts", []), [uuid4().hex[:8], state.step]]
-    checkpoint.mark(folder, **entries, applied=state.applied.to_dict(), starts=starts)
+    if not state.over:
+        entries["starts"] = [*index.get("starts", []), [uuid4().hex[:8], state.step]]
+    checkpoint.mark(folder, **entries, applied=state.applied.to_dict())
     return history, complaints, other
 
 
@@ -365,8 +366,8 @@ class Job:
             self.surface.report_all(self.keeper.complaints)
 
     def write_plan(self) -> None:
-        """Record the applied plan in plan.json and run.json, and what is wanted beyond it, which a stop or a lost session
-        leaves to the next start."""
+        """Record the applied plan, and what is wanted beyond it, which a stop or a lost session leaves to the next
+        start."""
         applied, wanted = self.state.applied, self.state.plan
         if (applied, wanted) == self.plans:
             return

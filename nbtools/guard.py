@@ -119,7 +119,11 @@ class Guard:
         facts = anchor["facts"] if saved.name == anchor["name"] else saved.facts  # else the anchor's is damaged
         old = state.plan = self.plan_of(facts)  # what was wanted since is void
         names = [*state.applied.changes_from(old)]
-        what = "the change was undone" if asked else "Training diverged" + (f" at {self.described(names)}" if names else "")
+        what = (
+            "the change was undone"
+            if asked
+            else "Training diverged" + (f" at {self.described(names)}" if names else "")
+        )
         values = f" with {', '.join(f'{name} {shown(getattr(old, name))}' for name in names)}" if names else ""
         yield from self.resume(saved, facts, what, values, asked, best=anchor["best"])
 
