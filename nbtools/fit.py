@@ -4,31 +4,29 @@ again, it resumes."""
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
 from torch.distributed import is_torchelastic_launched
 
-from nbtools import disk, measure
+from nbtools import disk
 from nbtools.callbacks import Callback, Callbacks
-from nbtools.data import Pack, meanwhile, on_colab, phase, place_to_keep, release_runtime, say, work
-from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError, ctrl_c
-from nbtools.folder import Job, begin, only_one, require_replaceable, restore
+from nbtools.data import Pack, meanwhile, on_colab, place_to_keep, say
+from nbtools.errors import CheckpointError, PackError, ctrl_c
+from nbtools.finish import afterwards, diagnose, finish, release
+from nbtools.folder import Job, begin, only_one, restore
 from nbtools.guard import WATCHED, Guard
-from nbtools.identity import Call, decide, former_run, new_folder, search
-from nbtools.live import EVALUATING, MEASURING, REFUSED, FirstSignal, Panel, Surface, chosen, running_kernel
-from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run, what_next
-from nbtools.table import number, plural
+from nbtools.identity import Given, called, former_run, meant, own_folder, panel_of
+from nbtools.identity import chosen_plan as chosen_plan
+from nbtools.live import REFUSED, FirstSignal, Panel, Surface, chosen, running_kernel
+from nbtools.run import Run, what_next
 from nbtools.train import (
     CONTROL,
     Keeper,
@@ -40,8 +38,6 @@ from nbtools.train import (
     as_task,
     beyond,
     checkpoint,
-    evaluation,
-    fixed,
     idle,
     join,
     naming,
@@ -54,8 +50,6 @@ from nbtools.train import (
 )
 from nbtools.train import device as devices
 
-MEASURED = "measuring the receipt"
-PHASES = {"first steps": 5.0, "turns": 9.0, "step": 9.0}  # seconds of it, as measured on two cores
 NOTHING = {
     "best": "there is no best checkpoint yet; the first evaluation chooses one",
     "undo": f"there is no change to undo in the last {WATCHED} log steps; set the value of before",
@@ -136,42 +130,35 @@ def fit(
             forget(folder)
         restore(folder, kept, fresh)
         plan = called(plan)
-        job = prepare(task, pack, plan, folder, kept, fresh, ranks, samples, progress, receipt)
-        job.surface.announce = own.note
-        if again:
-            job.surface.report(f"resumed from step {job.state.step:,}: a process was lost, which torchrun names")
+        call = meant(task, pack, plan, folder, fresh)
+        limits, pack = unread(task, pack, call.plan), readable(task, pack, call.plan)
+        samples = None if samples is None else chosen(samples, pack)
+        state = make_state(task, pack, call.plan, folder, fresh, ranks)
+        advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
+        history, notes = begin(folder, pack, state, call.given, advised, panel_of(plan), fresh)
+        if isinstance(plan, Panel):
+            plan.adopt(call.plan)
+        if samples is not None:
+            checkpoint.mark(folder, samples=samples)
+        surface = Surface(folder, state, pack, history, plan, progress, afterwards(state, pack, folder, receipt))
+        surface.announce, requests = own.note, surface.requests
+        surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not requests.stop)
+        notes += [*beyond(call.plan, requests.advised).values(), limits, *call.said, standing(state, folder, again)]
+        for note in filter(None, notes):
+            surface.report(note)
+            if not progress and not is_torchelastic_launched():
+                say(note)  # what a run does otherwise than the call reads is said in any case
+        job = Job(pack, folder, state, surface, Keeper(folder, kept) if kept is not None else None)
         interrupted = carry_out(job, receipt, watchers)
         result = Run.open(folder, task)
-        result.events, stopped = job.surface.events, job.surface.requests.stop
-    if release_gpu and not stopped:
+        result.events = surface.events
+    if release_gpu and not requests.stop:
         safe = job.keeper is not None and job.keeper.done == job.keeper.requested
-        del job
+        del job, state, surface, history, requests
         result.events += release(safe)
     if interrupted and running_kernel() is None and not is_torchelastic_launched():
         raise ctrl_c(result)
     return result
-
-
-# -- what a call means
-
-
-@dataclass(frozen=True)
-class Given:
-    """What `launch` hands to its ranks as their plan, with the one that it was advised; requests to a former run are
-    removed already, and `control.json` has those that came since."""
-
-    plan: Plan
-    advised: Plan | None
-    panel: str | None = None
-
-
-def called(plan: Any) -> Any:
-    return plan() if callable(plan) and not isinstance(plan, type) else plan
-
-
-def panel_of(plan: Any) -> str | None:
-    """Return what identifies the Panel that drives a run; None for another plan."""
-    return plan.id if isinstance(plan, Panel) else getattr(plan, "panel", None)
 
 
 def places(run: str | Path | None, keep: str | Path | None, release_gpu: bool) -> tuple[Path | None, Path | None]:
@@ -208,47 +195,21 @@ def require_pack(task: Task, pack: Any) -> None:
         raise PackError(f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {makes}")
 
 
-def own_folder(task: Task, pack: Pack, plan: Any, fresh: bool) -> Path:
-    """Return the folder of a call without `run=`."""
-    wanted = chosen_plan(task, pack, plan)
-    there = None if fresh else search(task, pack, wanted, panel_of(plan))
-    require_sizes(readable(task, pack, wanted), wanted)
-    return there or new_folder(task, readable(task, pack, wanted).card, wanted)
-
-
 def forget(folder: Path) -> None:
     """Remove requests that were meant for an earlier run."""
     with disk.explained("starting a run", folder):
         disk.remove(folder / CONTROL)
 
 
-def meant(task: Task, pack: Pack, plan: Any, folder: Path, fresh: bool) -> Call:
-    """Return the plan with which a call trains in a folder, and what is said of it."""
-    if fresh:
-        require_replaceable(folder)
-    former = None if fresh else former_run(task, folder)
-    if plan is None and former is not None:
-        asked = chosen_plan(task, pack, None)
-        recipe = {} if former.given.keys() & {"lr", "batch_size"} else asked.given()  # of the task, as it was before
-        names = former.applied.to_dict().keys() - recipe.keys()
-        return decide(former, former.applied.replace(**recipe).marked(names))
-    return decide(former, chosen_plan(task, pack, plan, measured=former is None))
-
-
-def chosen_plan(task: Task, pack: Pack, plan: Any, measured: bool = False) -> Plan:
-    """Return the plan that a call gives; where it gives none, the advised one: measured, or by what is known so far."""
-    if plan is None:
-        plan = measure.advise(task, pack, measure=measured)
-    plan, kind = getattr(plan, "plan", plan), type(task.PLAN)
-    if not isinstance(plan, kind):
-        raise PlanError(
-            f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one), got "
-            f"{type(plan).__qualname__}; use {spoken(task)}.PLAN, with .replace(...) for your changes"
-        )
-    return plan
-
-
-# -- several processes
+def make_state(task: Task, pack: Pack, plan: Plan, folder: Path, fresh: bool, ranks: Ranks | None) -> TrainState:
+    """Return a new state; a few samples go through it before a run folder exists."""
+    require_sizes(pack, plan)
+    if ranks is not None:
+        ranks.tell((plan.to_dict(), str(folder)))
+    state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
+    if fresh or former_run(task, folder) is None:
+        rehearse(state, pack)
+    return state
 
 
 def restarted(ranks: Ranks | None) -> bool:
@@ -267,49 +228,14 @@ def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
     return Run(Path(folder), task, pack.card, plan)
 
 
-# -- start or resume
-
-
-def prepare(
-    task: Task,
-    pack: Pack,
-    plan: Any,
-    folder: Path,
-    kept: Path | None,
-    fresh: bool,
-    ranks: Ranks | None,
-    samples: str | Sequence[int] | None,
-    progress: bool,
-    receipt: bool,
-) -> Job:
-    """Start the run in a folder, or resume it, and say what it does otherwise than the call reads."""
-    call = meant(task, pack, plan, folder, fresh)
-    wanted, given = call.plan, call.plan if plan is None else chosen_plan(task, pack, plan)
-    limits, pack = unread(task, pack, wanted), readable(task, pack, wanted)
-    require_sizes(pack, wanted)
-    if ranks is not None:
-        ranks.tell((wanted.to_dict(), str(folder)))
-    samples = None if samples is None else chosen(samples, pack)
-    state = devices.required(lambda: TrainState(task, pack, wanted, ranks=ranks))
-    if fresh or former_run(task, folder) is None:
-        rehearse(state, pack)
-    advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
-    history, complaints, changed = begin(folder, pack, state, given, advised, panel_of(plan), fresh)
-    if isinstance(plan, Panel) and wanted != given:
-        plan.adopt(wanted)
-    if samples is not None:
-        checkpoint.mark(folder, samples=samples)
-    surface = Surface(folder, state, pack, history, plan, progress, afterwards(wanted, pack, folder, receipt))
-    requests = surface.requests
-    surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not requests.stop)
-    surface.report_all([*complaints, *beyond(wanted, requests.advised).values()])
-    for note in filter(None, [limits, idle(wanted) if ranks is None else ""]):
-        surface.report(note)
-    for note in filter(None, [*call.said, changed, ending(state) or finished(state, folder)]):
-        surface.report(note)
-        if not progress and not is_torchelastic_launched():
-            say(note)  # what a run does otherwise than the call reads is said in any case
-    return Job(pack, folder, state, surface, Keeper(folder, kept) if kept is not None else None)
+def standing(state: TrainState, folder: Path, again: bool) -> str:
+    """Return what is to be said of where a run begins; "" for nothing."""
+    if again:
+        return f"resumed from step {state.step:,}: a process was lost, which torchrun names"
+    if state.over and not ending(state):
+        more = "it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
+        return f"{Run.open(folder, state.task)}; {more}"
+    return ending(state) or (idle(state.plan) if state.ranks is None else "")
 
 
 def ending(state: TrainState) -> str:
@@ -320,19 +246,6 @@ def ending(state: TrainState) -> str:
     if epochs < state.epoch:
         return f"epochs {epochs} is below the {state.epoch} epochs done: there is nothing left to train"
     return ""
-
-
-def finished(state: TrainState, folder: Path) -> str:
-    """Return the message about a run that had trained all its epochs before; "" for another."""
-    again = "it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
-    return f"{Run.open(folder, state.task)}; {again}" if state.over else ""
-
-
-def afterwards(plan: Plan, pack: Pack, folder: Path, receipt: bool) -> str:
-    """Return what follows training, and is not in the time left."""
-    evaluated = evaluation.is_partial(plan, pack.splits["val"])
-    measured = receipt and not (folder / RECEIPT).exists()
-    return " + ".join(["final evaluation"] * evaluated + ["receipt"] * measured)
 
 
 # -- train
@@ -431,95 +344,3 @@ def attend(surface: Surface) -> None:
     surface.listen()
     if surface.requests.stop:
         interrupt()
-
-
-# -- after training
-
-
-def finish(job: Job, receipt: bool) -> None:
-    """Report why the run stopped early; evaluate what training left to its end; measure the receipt."""
-    state, surface, path = job.state, job.surface, job.folder / RECEIPT
-    if state.stopped:
-        surface.report(f"{state.stopped}; to continue, change the plan")
-    if state.over and not surface.requests.stop and evaluation.is_partial(state.plan, job.pack.splits["val"]):
-        evaluate_all(job)
-    if not receipt or surface.requests.stop or path.exists():
-        return
-    if state.ranks is not None and (epochs := job.history.of("epoch")):
-        world, rate = state.ranks.world, epochs[-1]["samples_per_s"]
-        surface.report(f"the receipt measures one of {world} processes; together they trained {rate:,.0f} samples/s")
-    if not surface.progress:
-        surface.report(f"{MEASURED} …")
-    surface.announce(MEASURING)
-    with optional("no receipt", surface.report), work(MEASURED, surface.progress, **PHASES):
-        plan = one_share(state)
-        phase("first steps")
-        disk.write_atomic(path, measure.receipt(job.task, job.pack, plan, state.device).to_json())
-        known = Run.open(job.folder, job.task).stored(VERDICT)
-        if not known or known["profile"]["plan"] != json.loads(plan.to_json()):  # of an earlier plan
-            phase("step")
-            diagnose(job, surface.report)
-
-
-@contextmanager
-def optional(missing: str, tell: Callable[[str], None], again: str = "run it again to get it") -> Iterator[None]:
-    """Turn the failure of a measurement after the run is saved, such as out of memory, into a message."""
-    try:
-        yield
-    except (NbtoolsError, OSError, RuntimeError) as error:
-        tell(f"{missing}: {type(error).__name__}: {error}")
-    except KeyboardInterrupt:
-        tell(f"{missing}: interrupted; {again}")
-
-
-def evaluate_all(job: Job) -> None:
-    """Evaluate the best weights on the whole validation split, with all scales and other costly options."""
-    run, tell, count = Run.open(job.folder, job.task), job.surface.report, job.pack.splits["val"]
-    about = {"epoch": run.best_row.get("epoch"), "plan": json.loads(run.plan.to_json())}
-    if not count or about.items() <= run.stored(EVALUATION).items():
-        return
-    start, shows = monotonic(), job.surface.progress
-    if not shows:
-        tell("evaluating the best weights on the whole validation split …")
-    job.surface.announce(EVALUATING)
-    with optional("no final evaluation", tell):
-        values = evaluation.evaluate(job.task, run.model(job.state.device), job.pack, job.state.plan, "val", shows)
-        about |= {"values": values, "seconds": monotonic() - start}
-        disk.write_atomic(job.folder / EVALUATION, json.dumps(about, indent=1))
-        shown = ", ".join(f"{name} {number(value)}" for name, value in values.items())
-        tell(f"all {plural(count, 'validation sample')}, in {about['seconds']:.0f} s: {shown}")
-
-
-def one_share(state: TrainState) -> Plan:
-    """Return the plan of what one process does in a step: with several, its share of the batch."""
-    plan, world = state.plan, state.ranks.world if state.ranks is not None else 1
-    return plan if world == 1 else plan.replace(batch_size=max(plan.batch_size // world, 1))
-
-
-def diagnose(job: Job, tell: Callable[[str], None]) -> None:
-    """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
-    state, surface, kept = job.state, job.surface, fixed(job.state.plan)
-    kept = kept if state.ranks is None else {**kept, "batch_size": "the share of one process"}
-    with optional("not measured", tell, "What limits it? measures again"):
-        plan = one_share(state)
-        profile = measure.step_profile(job.task, job.pack, plan, state.device, fixed=kept)
-        verdict = measure.verdict(profile, plan, fixed=kept)
-        found = {"profile": profile.to_dict(), "verdict": verdict.to_dict()}
-        disk.write_atomic(job.folder / VERDICT, json.dumps(found))
-        if surface.panel is not None:
-            surface.panel.propose(verdict.sentence, verdict.change)
-        tell(verdict.sentence)
-
-
-def release(kept: bool) -> list[str]:
-    """Free the memory of the GPU or the processor; on Colab give the machine back if the run is `kept` on another disk.
-    Prints and returns why that was not possible: the run is complete either way."""
-    gc.collect()
-    devices.give_back(devices.pick())
-    try:
-        if kept:
-            release_runtime()
-    except StageError as error:
-        say(str(error))
-        return [str(error)]
-    return []

@@ -77,17 +77,6 @@ def is_own(path: Path) -> bool:
     return (named or bool(checkpoint.FILE.fullmatch(path.name))) and path.is_file()
 
 
-def require_replaceable(folder: Path) -> None:
-    """Raise CheckpointError for a folder with other files than a run's, which fresh=True would not replace."""
-    with disk.explained("looking for a run", folder):
-        others = sorted(p.name for p in folder.iterdir() if not is_own(p)) if folder.exists() else []
-    if others:
-        raise CheckpointError(
-            f"{folder}: fresh=True removes the files of a run only, and this folder also holds {others[0]!r}; move it "
-            "away, or name another run="
-        )
-
-
 # -- keep=
 
 
@@ -163,9 +152,9 @@ def begin(
     advised: Plan | None = None,
     panel: str | None = None,
     fresh: bool = False,
-) -> tuple[History, list[str], str]:
-    """Make a new run folder, or load the last checkpoint of the run in it. Returns its history, what was wrong with
-    newer checkpoints, and which other parameters are trained than before.
+) -> tuple[History, list[str]]:
+    """Make a new run folder, or load the last checkpoint of the run in it. Returns its history, and what is to be said:
+    what was wrong with newer checkpoints, and which other parameters are trained than before.
 
     given: the plan of the call; None: the state's; advised: the plan that values are compared with; None: that of the
     old run, or the one it starts with; panel: what drives the run. Raises CheckpointError for another identity.
@@ -179,32 +168,40 @@ def begin(
                 disk.remove(part)
     there = bool(checkpoint.names(folder)) and not fresh
     index = checkpoint.read_index(folder) if there else {}
-    complaints, other = [], ""
+    notes: list[str] = []
     if there and former_run(state.task, folder) is not None:
         require_same(folder, pack, index.get("identity", {}), now)
         if "task" not in index:
-            complaints = [f"{folder / checkpoint.INDEX}: is missing; rebuilt from the checkpoints in this folder"]
+            notes = [f"{folder / checkpoint.INDEX}: is missing; rebuilt from the checkpoints in this folder"]
             checkpoint.mark(folder, **{**new, "advised": state.plan.to_dict(), **checkpoint.left(folder), **index})
         with disk.explained("resuming a run", folder):
             history, more = resume(folder, state)
-        entries["given"], complaints = merged(index, given, state.plan, panel), [*complaints, *more]
-        other = trained(index.get("identity", {}), now)
+        entries["given"] = merged(index, given, state.plan, panel)
+        notes += [*more, trained(index.get("identity", {}), now)]
     else:
         new["id"] = index.get("id", new["id"])  # a run without a finished step starts over as the same
-        history = start(folder, pack, state, new)
+        history = start(folder, pack, state, new, fresh)
         entries |= {"given": given.given(), "advised": index.get("advised", state.plan.to_dict())}
     if advised is not None:
         entries["advised"] = advised.to_dict()
     if not state.over:
         entries["starts"] = [*index.get("starts", []), [uuid4().hex[:8], state.step]]
     checkpoint.mark(folder, **entries, applied=state.applied.to_dict())
-    return history, complaints, other
+    return history, notes
 
 
-def start(folder: Path, pack: Pack, state: TrainState, index: Mapping[str, Any]) -> History:
-    """Write a new run, in place of one that is there: its checkpoints go first, a folder without one holds no run."""
+def start(folder: Path, pack: Pack, state: TrainState, index: Mapping[str, Any], fresh: bool) -> History:
+    """Write a new run, in place of one that is there: its checkpoints go first, a folder without one holds no run.
+    fresh: raise CheckpointError where there are other files too."""
     with disk.explained("starting a run", folder):
-        for path in sorted(folder.glob("*"), key=lambda each: not checkpoint.FILE.fullmatch(each.name)):
+        there = sorted(folder.glob("*"), key=lambda each: (not checkpoint.FILE.fullmatch(each.name), each.name))
+        others = [path.name for path in there if not is_own(path)]
+        if fresh and others:
+            raise CheckpointError(
+                f"{folder}: fresh=True removes the files of a run only, and this folder also holds {others[0]!r}; move "
+                "it away, or name another run="
+            )
+        for path in there:
             if is_own(path) and path.name != CONTROL:
                 disk.remove(path)
         disk.make_folder(folder)

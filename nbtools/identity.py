@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from nbtools import disk
+from nbtools import disk, measure
 from nbtools.data import Pack
-from nbtools.errors import NbtoolsError, TrainError
+from nbtools.errors import NbtoolsError, PlanError, TrainError
+from nbtools.live import Panel
 from nbtools.run import PLAN, stored
 from nbtools.train import (
     AT_START,
@@ -32,7 +33,9 @@ from nbtools.train import (
     lr_at,
     objective,
     readable,
+    require_sizes,
     shown,
+    spoken,
     task_name,
 )
 
@@ -191,17 +194,61 @@ def former_run(task: Task, folder: Path) -> Former | None:
     return Former(folder, index, index.get("given", values), applied, place, ended or bool(stopped), stopped, drops)
 
 
-class Call(NamedTuple):
-    """What a call means for a run: the plan that it goes on with, and what is said of it."""
+@dataclass(frozen=True)
+class Given:
+    """What `launch` hands to its ranks as their plan, with the one that it was advised; requests to a former run are
+    removed already, and `control.json` has those that came since."""
 
     plan: Plan
-    said: list[str] = []  # noqa: RUF012  (a NamedTuple's default)
+    advised: Plan | None
+    panel: str | None = None
+
+
+def called(plan: Any) -> Any:
+    return plan() if callable(plan) and not isinstance(plan, type) else plan
+
+
+def panel_of(plan: Any) -> str | None:
+    """Return what identifies the Panel that drives a run; None for another plan."""
+    return plan.id if isinstance(plan, Panel) else getattr(plan, "panel", None)
+
+
+def chosen_plan(task: Task, pack: Pack, plan: Any, measured: bool = False) -> Plan:
+    """Return the plan that a call gives; where it gives none, the advised one: measured, or by what is known so far."""
+    if plan is None:
+        plan = measure.advise(task, pack, measure=measured)
+    plan, kind = getattr(plan, "plan", plan), type(task.PLAN)
+    if not isinstance(plan, kind):
+        raise PlanError(
+            f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one), got "
+            f"{type(plan).__qualname__}; use {spoken(task)}.PLAN, with .replace(...) for your changes"
+        )
+    return plan
+
+
+class Call(NamedTuple):
+    """What a call means for a run: the plan that it goes on with, the one it gives, and what is said of it."""
+
+    plan: Plan
+    given: Plan
+    said: Sequence[str] = ()
+
+
+def meant(task: Task, pack: Pack, plan: Any, folder: Path, fresh: bool) -> Call:
+    """Return what a call means in a folder. Raises TrainError where it is refused."""
+    former = None if fresh else former_run(task, folder)
+    if plan is not None or former is None:
+        return decide(former, chosen_plan(task, pack, plan, measured=former is None))
+    asked = chosen_plan(task, pack, None)
+    recipe = {} if former.given.keys() & {"lr", "batch_size"} else asked.given()  # of the task, as it was before
+    call = decide(former, former.applied.replace(**recipe).marked(former.applied.to_dict().keys() - recipe.keys()))
+    return call._replace(given=call.plan)
 
 
 def decide(former: Former | None, plan: Plan) -> Call:
     """Return what a call with this plan means for the run in a folder. Raises TrainError where it is refused."""
     if former is None:
-        return Call(plan)
+        return Call(plan, plan)
     old, given = former.applied, former.given
     asked = former.index.get("requested", {})  # wanted and not applied when it stopped
     if former.over:  # then void, but for more epochs
@@ -223,7 +270,7 @@ def decide(former: Former | None, plan: Plan) -> Call:
     said = [extending(former, new)] if former.over and new.epochs != old.epochs else []
     said += [f"resumed at step {former.place[1]:,} with {listed(moved)}"] if moved and not said else []
     said += keeping(former, plan) if moved or not former.over else []
-    return Call(plan if new == plan else new.marked(new.to_dict().keys() - plan.given().keys()), said)
+    return Call(plan if new == plan else new.marked(new.to_dict().keys() - plan.given().keys()), plan, said)
 
 
 def refuse(former: Former, names: set[str], moved: Mapping[str, str]) -> None:
@@ -256,6 +303,15 @@ def keeping(former: Former, plan: Plan) -> list[str]:
 
 
 # -- run=None
+
+
+def own_folder(task: Task, pack: Pack, plan: Any, fresh: bool) -> Path:
+    """Return the folder of a call without `run=`."""
+    wanted = chosen_plan(task, pack, plan)
+    there = None if fresh else search(task, pack, wanted, panel_of(plan))
+    part = readable(task, pack, wanted)
+    require_sizes(part, wanted)
+    return there or new_folder(task, part.card, wanted)
 
 
 def search(task: TaskLike, pack: Pack, plan: Plan, panel: str | None) -> Path | None:
