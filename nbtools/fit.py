@@ -23,8 +23,7 @@ from nbtools.errors import CheckpointError, PackError, ctrl_c
 from nbtools.finish import afterwards, diagnose, finish, release
 from nbtools.folder import Job, begin, only_one, restore
 from nbtools.guard import WATCHED, Guard
-from nbtools.identity import Given, called, former_run, meant, own_folder, panel_of
-from nbtools.identity import chosen_plan as chosen_plan
+from nbtools.identity import Given, called, former_run, meant, own_folder
 from nbtools.live import REFUSED, FirstSignal, Panel, Surface, chosen, running_kernel
 from nbtools.run import Run, what_next
 from nbtools.train import (
@@ -134,8 +133,7 @@ def fit(
         limits, pack = unread(task, pack, call.plan), readable(task, pack, call.plan)
         samples = None if samples is None else chosen(samples, pack)
         state = make_state(task, pack, call.plan, folder, fresh, ranks)
-        advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
-        history, notes = begin(folder, pack, state, call.given, advised, panel_of(plan), fresh)
+        history, notes = begin(folder, pack, state, call, fresh)
         if isinstance(plan, Panel):
             plan.adopt(call.plan)
         if samples is not None:
@@ -180,13 +178,7 @@ def places(run: str | Path | None, keep: str | Path | None, release_gpu: bool) -
         )
     if run is None:
         return None, None
-    folder, kept = Path(run), None if keep is None else place_to_keep(keep)
-    if kept is not None and kept.resolve() == folder.resolve():
-        raise CheckpointError(
-            f"run={str(run)!r} and keep={str(keep)!r} are one folder, in which the copies would replace the run; "
-            "name a second folder with keep=, on Drive or another disk"
-        )
-    return folder, kept
+    return Path(run), None if keep is None else place_to_keep(keep)
 
 
 def require_pack(task: Task, pack: Any) -> None:
@@ -295,17 +287,15 @@ def follow(job: Job, callbacks: Callbacks) -> None:
                 if surface.listen() and act(job):
                     break
     job.write_plan()
-    if not job.done:
-        job.save()
-    job.settle()
+    job.save()
 
 
 def act(job: Job) -> bool:
     """Do what is requested, and hold the run while it is paused; return whether it is to stop. The guard goes back."""
     state, surface, requests = job.state, job.surface, job.surface.requests
     while True:
-        if state.plan != state.applied and requests.take("undo"):
-            state.plan = state.applied
+        if requests.change and requests.take("undo"):
+            requests.want(state.applied, sure=True)
             surface.answer("the last change was taken back before it was applied", "undo")
         for action, why in NOTHING.items():
             if action in requests.pending:
@@ -318,8 +308,7 @@ def act(job: Job) -> bool:
             surface.answer(f"saved at step {state.step}" if job.save() else lost, "save")
         if requests.stop or requests.paused:  # a paused notebook may lose its machine
             job.write_plan()
-            if not job.done:
-                job.save()
+            job.save()
         if requests.stop:
             surface.answer(f"stopped by {requests.stopper} after step {state.step}; run it again to continue", "stop")
             return True

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -17,7 +16,7 @@ from uuid import uuid4
 from nbtools import disk
 from nbtools.data import LATER, Card, Pack, cache, is_kept, latest, patient, restore_kept, say
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.identity import differences, former_run, identity, trained
+from nbtools.identity import Call, differences, former_run, identity, trained
 from nbtools.interrupt import HeldInterrupt
 from nbtools.live import Surface
 from nbtools.run import CARD, EVALUATION, HISTORY, NOTES, PLAN, RECEIPT, VERDICT, lock, stored
@@ -93,7 +92,7 @@ def restore(folder: Path, kept: Path | None, fresh: bool = False) -> None:
         return
     with disk.explained(f"looking for a run in {kept}", kept):
         theirs = patient(lambda: latest(kept), kept)
-        if disk.exists(kept) and disk.exists(kept / checkpoint.INDEX):
+        if kept.resolve() == folder.resolve() or (disk.exists(kept) and disk.exists(kept / checkpoint.INDEX)):
             raise CheckpointError(f"{kept} is the folder of a run itself; name another one with keep=")
     if not theirs:
         return
@@ -145,45 +144,37 @@ def course(index: Mapping[str, Any]) -> tuple[list[Any], int]:
 
 
 def begin(
-    folder: Path,
-    pack: Pack,
-    state: TrainState,
-    given: Plan | None = None,
-    advised: Plan | None = None,
-    panel: str | None = None,
-    fresh: bool = False,
+    folder: Path, pack: Pack, state: TrainState, call: Call | None = None, fresh: bool = False
 ) -> tuple[History, list[str]]:
     """Make a new run folder, or load the last checkpoint of the run in it. Returns its history, and what is to be said:
-    what was wrong with newer checkpoints, and which other parameters are trained than before.
-
-    given: the plan of the call; None: the state's; advised: the plan that values are compared with; None: that of the
-    old run, or the one it starts with; panel: what drives the run. Raises CheckpointError for another identity.
-    """
-    given, now = given or state.plan, identity(state.task, pack.card.digest, state.model, state.plan)
-    entries = {"identity": now, "panel": panel, "requested": None, "ended": None, "pack": str(pack.folder.absolute())}
+    what was wrong with newer checkpoints, and which other parameters are trained than before. call: None: of the
+    state's plan. Raises CheckpointError for another identity."""
+    call = call or Call(state.plan, state.plan)
+    now = identity(state.task, pack.card.digest, state.model, state.plan)
+    place = str(pack.folder.absolute())
+    entries = {"identity": now, "panel": call.panel, "requested": None, "ended": None, "pack": place}
     new = {"version": checkpoint.VERSION, "nbtools": VERSION, "id": uuid4().hex, "task": task_name(state.task)}
     with disk.explained("starting a run", folder):
         for part in folder.glob("*.part"):
             if LEFT.fullmatch(part.name):
                 disk.remove(part)
     there = bool(checkpoint.names(folder)) and not fresh
-    index = checkpoint.read_index(folder) if there else {}
-    notes: list[str] = []
+    index, notes = checkpoint.read_index(folder) if there else {}, []
     if there and former_run(state.task, folder) is not None:
         require_same(folder, pack, index.get("identity", {}), now)
         if "task" not in index:
             notes = [f"{folder / checkpoint.INDEX}: is missing; rebuilt from the checkpoints in this folder"]
             checkpoint.mark(folder, **{**new, "advised": state.plan.to_dict(), **checkpoint.left(folder), **index})
         with disk.explained("resuming a run", folder):
-            history, more = resume(folder, state)
-        entries["given"] = merged(index, given, state.plan, panel)
-        notes += [*more, trained(index.get("identity", {}), now)]
+            history, complaints = resume(folder, state)
+        notes += [*complaints, trained(index.get("identity", {}), now)]
+        entries["given"] = merged(index, call, state.plan)
     else:
         new["id"] = index.get("id", new["id"])  # a run without a finished step starts over as the same
         history = start(folder, pack, state, new, fresh)
-        entries |= {"given": given.given(), "advised": index.get("advised", state.plan.to_dict())}
-    if advised is not None:
-        entries["advised"] = advised.to_dict()
+        entries |= {"given": call.given.given(), "advised": index.get("advised", state.plan.to_dict())}
+    if call.advised is not None:
+        entries["advised"] = call.advised.to_dict()
     if not state.over:
         entries["starts"] = [*index.get("starts", []), [uuid4().hex[:8], state.step]]
     checkpoint.mark(folder, **entries, applied=state.applied.to_dict())
@@ -235,15 +226,13 @@ def resume(folder: Path, state: TrainState) -> tuple[History, list[str]]:
     return history, complaints
 
 
-def merged(index: Mapping[str, Any], given: Plan, applied: Plan, panel: str | None) -> dict[str, Any]:
+def merged(index: Mapping[str, Any], call: Call, applied: Plan) -> dict[str, Any]:
     """Return the settings as given, for the next call to compare with. Where the same Panel drives on, those that a
     hand changed while it trained stay as the code gave them: after a restart of the kernel it gives them again."""
-    before = index.get("given", {})
-    same = before.keys() if panel is not None and panel == index.get("panel") else ()
-    return {
-        name: before[name] if name in same and value == getattr(applied, name) else value
-        for name, value in given.given().items()
-    } or before
+    before, given = index.get("given", {}), call.given.given()
+    if call.panel is not None and call.panel == index.get("panel"):
+        given |= {n: before[n] for n, value in given.items() if n in before and value == getattr(applied, n)}
+    return given or before
 
 
 def require_same(folder: Path, pack: Pack, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -272,56 +261,39 @@ class Job:
         self.writer = ThreadPoolExecutor(1, "nbtools-writer")
         self.writing: Future[float] | None = None  # the last checkpoint, until it is written; its seconds
         self.taken: checkpoint.Snapshot | None = None
-        self.copying = 0.0  # seconds that it and the copies before it took that no longer count
         self.place = (state.epoch, state.step)  # of the last copy
         self.plans = state.applied, state.plan  # as the folder has them
-
-    @property
-    def moved(self) -> bool:
-        """Whether anything was trained since the last copy."""
-        return self.place != (self.state.epoch, self.state.step)
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing was trained since the last checkpoint."""
-        return self.taken is None and not self.moved
 
     def watch(self, record: Record) -> None:
         """Write a checkpoint at the end of an epoch, and within one every minute, where that takes at most 1 % of the
         time. A best epoch's state is copied in any case, and written as soon as that is cheap, unless that of a better
         one has taken its place. Training continues once the state is copied."""
-        if self.taken is not None and self.taken.arrived:
-            self.taken = replace(self.taken, copied=None)  # of use also once the GPU is lost
         if self.writing is not None and self.writing.done():
             self.wait()
         ends, since = record.kind == "epoch", monotonic() - self.saved
         best = ends and self.state.improved
         cheap = self.writing is None and since * SAVE_SHARE >= self.cost
-        if best or (cheap and self.taken is None and (ends or (self.moved and since > SAVE_EVERY))):
+        if best or (cheap and self.taken is None and (ends or since > SAVE_EVERY)):
             self.take(best)
         if cheap:
             self.write()
 
     def save(self) -> bool:
-        """Write the state of now, and return whether it was worth it: a loss that is no number is reported at the next
-        log step, and undone."""
-        worth = True
-        if self.taken is None or self.moved:
-            self.settle()
-            worth = self.take()
+        """Write the state of now, unless it is written, and return whether it was worth it: a loss that is no number is
+        reported at the next log step, and undone."""
+        self.settle()
+        worth = self.place == (self.state.epoch, self.state.step) or self.take()
         self.settle()
         return worth
 
     def take(self, best: bool = False) -> bool:
         """Copy the state, to be written; return whether it was worth it, see `save`."""
         self.wait()
-        began, self.taken = monotonic(), None  # whose memory is used again
-        self.place = (self.state.epoch, self.state.step)
+        self.taken, self.place = None, (self.state.epoch, self.state.step)  # its memory is used again
         if self.state.lost():
             return False
         self.taken = checkpoint.snapshot(self.state, len(self.history), best)
         self.state.improved = False
-        self.copying += monotonic() - began
         return True
 
     def write(self) -> None:
@@ -341,8 +313,7 @@ class Job:
                 self.keeper.keep()
             return monotonic() - began
 
-        taken, self.taken = self.taken, None
-        self.saved, self.cost, self.copying = monotonic(), self.copying, 0.0
+        taken, self.taken, self.saved = self.taken, None, monotonic()
         with HeldInterrupt():  # it would leave the pool's locks held, for which `close` waits
             self.writing = self.writer.submit(written, taken)
 
@@ -357,7 +328,7 @@ class Job:
         if self.writing is not None:
             self.writing.exception()  # an interrupt may leave its lock held, until `close` waits for it once more
             writing, self.writing = self.writing, None
-            self.cost += writing.result()
+            self.cost = writing.result()
             self.surface.show_still()
         if self.keeper is not None:
             self.surface.report_all(self.keeper.complaints)

@@ -86,7 +86,7 @@ class Guard:
             return
         steps, losses = job.history.series("loss", "step")
         if self.anchor is None or (not name and len(steps) - self.anchor["since"] >= WATCHED):
-            if not name and not job.done:
+            if not name:
                 job.save()
             job.settle()
             index = checkpoint.read_index(job.folder)
@@ -179,7 +179,8 @@ class Guard:
         values = {"what": what, "mark": mark, **({"asked": asked} if asked else {})}
         yield Record("event", state.epoch, state.step, state.samples, values)
         yield from caught_up(state, old)
-        job.save()
+        job.take()
+        job.settle()
 
     def plan_of(self, facts: dict[str, Any]) -> Plan:
         return type(self.state.plan).from_dict(facts["plan"])

@@ -227,18 +227,23 @@ def chosen_plan(task: Task, pack: Pack, plan: Any, measured: bool = False) -> Pl
 
 
 class Call(NamedTuple):
-    """What a call means for a run: the plan that it goes on with, the one it gives, and what is said of it."""
+    """What a call means for a run: the plan that it goes on with, the one it gives, what is said of it, the plan that
+    values are compared with (None: the run's own), and what identifies the Panel that drives it."""
 
     plan: Plan
     given: Plan
     said: Sequence[str] = ()
+    advised: Plan | None = None
+    panel: str | None = None
 
 
 def meant(task: Task, pack: Pack, plan: Any, folder: Path, fresh: bool) -> Call:
     """Return what a call means in a folder. Raises TrainError where it is refused."""
     former = None if fresh else former_run(task, folder)
     if plan is not None or former is None:
-        return decide(former, chosen_plan(task, pack, plan, measured=former is None))
+        call = decide(former, chosen_plan(task, pack, plan, measured=former is None))
+        advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
+        return call._replace(advised=advised, panel=panel_of(plan))
     asked = chosen_plan(task, pack, None)
     recipe = {} if former.given.keys() & {"lr", "batch_size"} else asked.given()  # of the task, as it was before
     call = decide(former, former.applied.replace(**recipe).marked(former.applied.to_dict().keys() - recipe.keys()))

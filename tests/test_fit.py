@@ -285,7 +285,7 @@ def test_a_run_is_not_kept_in_its_own_folder_whatever_that_is_called(run, pack, 
     (tmp_path / "link").symlink_to(copy)
     before = tree(copy)
     for keep in (copy, str(copy.parent / "none" / ".." / copy.name), tmp_path / "link"):
-        with pytest.raises(CheckpointError, match=r"run='.*' and keep='.*' are one folder.*name a second folder"):
+        with pytest.raises(CheckpointError, match="is the folder of a run itself; name another one with keep="):
             nb.fit(toy, pack, ONE, copy, keep, **QUIET)
     assert tree(copy) == before
 

@@ -72,9 +72,14 @@ class Requests:
     def stop(self) -> bool:
         return "stop" in self.pending
 
-    def doubts(self, plan: Plan) -> dict[str, str]:
-        """Return what has to be confirmed before this plan is wanted: setting → a sentence."""
-        return doubts(self.state.plan, plan, self.advised)
+    def want(self, plan: Plan, sure: bool = False) -> dict[str, str]:
+        """Make this the wanted plan, unless it has to be confirmed first: return setting → a sentence. Raises
+        NbtoolsError for a plan that the run cannot continue with."""
+        self.check(plan)
+        asks = {} if sure else doubts(self.state.plan, plan, self.advised)
+        if not asks and plan != self.state.plan:
+            self.state.plan = plan
+        return asks
 
     @property
     def change(self) -> str:
@@ -127,16 +132,13 @@ def receive(folder: Path, requests: Requests) -> None:
         if not isinstance(force, bool):
             raise TrainError(f'"force" must be true or false, got {force!r}')
         wanted = plan.turn(**{n: plan.parse(n, v) if isinstance(v, str) else v for n, v in settings.items()})
-        requests.check(wanted)
-        if not force and (asks := requests.doubts(wanted)):
+        if asks := requests.want(wanted, sure=force):
             anyway = f'add "force": true here, or --force to python -m nbtools control {folder} …'
             raise TrainError(f"{'; '.join(asks.values())}; to apply it anyway {anyway}")
     except NbtoolsError as error:
         raise type(error)(f"{path}: {error}") from None
     for action in actions:
         requests.post(action)
-    if wanted != plan:
-        requests.state.plan = wanted
 
 
 def taken(path: Path) -> dict[str, Any] | None:
