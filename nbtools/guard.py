@@ -43,7 +43,7 @@ class Guard:
     """
 
     def __init__(self, job: Job):
-        self.job, self.state, self.advised, self.returns = job, job.state, job.surface.requests.advised, 0
+        self.job, self.state, self.requests, self.returns = job, job.state, job.surface.requests, 0
         index = checkpoint.read_index(job.folder)
         self.anchor: dict[str, Any] | None = index.get("anchor")
         if index.get("diverged"):  # by itself: the settings of that time are not worth going back to
@@ -62,7 +62,7 @@ class Guard:
 
     def stretch(self) -> Generator[Record, None, Any]:
         """Train to the end, and return None, or until the run is to go back, and return how."""
-        records, requests = train(self.job.task, self.state, self.job.pack), self.job.surface.requests
+        records = train(self.job.task, self.state, self.job.pack)
         try:
             for record in records:
                 if record.kind == "change":  # which is applied when the loop goes on
@@ -70,9 +70,9 @@ class Guard:
                 elif self.risen(record):
                     return self.undo
                 yield record
-                if requests.take("best"):
+                if self.requests.take("best"):
                     return self.to_best
-                if requests.take("undo"):
+                if self.requests.take("undo"):
                     return partial(self.undo, "undo")
         except Diverged as error:  # without its frames, which hold the feed, on a GPU a second copy of the pack
             return self.undo if self.anchor is not None else partial(self.retry, error.with_traceback(None))
@@ -119,13 +119,10 @@ class Guard:
         facts = anchor["facts"] if saved.name == anchor["name"] else saved.facts  # else the anchor's is damaged
         old = state.plan = self.plan_of(facts)  # what was wanted since is void
         names = [*state.applied.changes_from(old)]
-        what = (
-            "the change was undone"
-            if asked
-            else "Training diverged" + (f" at {self.described(names)}" if names else "")
-        )
+        diverged = f"Training diverged at {self.described(names)}".removesuffix(" at ")
         values = f" with {', '.join(f'{name} {shown(getattr(old, name))}' for name in names)}" if names else ""
-        yield from self.resume(saved, facts, what, values, asked, best=anchor["best"])
+        why = "the change was undone" if asked else diverged
+        yield from self.resume(saved, facts, why, values, asked, best=anchor["best"])
 
     def to_best(self) -> Generator[Record, None, None]:
         """Resume from the best checkpoint with the plan of now; refused if it is damaged."""
@@ -144,10 +141,10 @@ class Guard:
     def retry(self, trouble: Diverged) -> Generator[Record, None, None]:
         """Resume from the last checkpoint, and check each step from there. Raises Diverged if that would not help."""
         state, setting, self.returns = self.state, trouble.setting, self.returns + 1
-        sure = setting != "lr" or beyond(state.plan, self.advised) or state.recovery.refused > LEFT_OUT
+        sure = setting != "lr" or beyond(state.plan, self.requests.advised) or state.recovery.refused > LEFT_OUT
         if sure or self.returns > RETRIES:
             checkpoint.mark(self.job.folder, diverged=True)
-            lower = self.advised.lr if self.advised.lr < state.plan.lr else state.plan.lr / 10
+            lower = self.requests.advised.lr if self.requests.advised.lr < state.plan.lr else state.plan.lr / 10
             fix = f"lower lr, in the panel or by plan.replace(lr={shown(lower)}), set clip_norm or amp=off"
             if setting == "amp":
                 fix = "set amp=off, or amp=bf16 on a GPU that has it, which needs no scale"
@@ -174,8 +171,8 @@ class Guard:
         job.history.cut(facts["rows"])  # after the index: a run killed between them resumes with all of its rows
         self.watch(old, saved.name)
         back = f"back to step {state.step:,}"
-        mark = f"{back}, the best" if asked == "best" else f"{asked or 'diverged'}, {back}"
-        what = f"{why}{'; ' if why else ''}back at step {state.step:,}{how}"
+        mark = {"best": f"{back}, the best", "undo": f"undone, {back}"}.get(asked, f"diverged, {back}")
+        what = f"{why}; back at step {state.step:,}{how}".removeprefix("; ")
         values = {"what": what, "mark": mark, **({"asked": asked} if asked else {})}
         yield Record("event", state.epoch, state.step, state.samples, values)
         yield from caught_up(state, old)
@@ -187,7 +184,7 @@ class Guard:
 
     def described(self, names: Sequence[str]) -> str:
         """Return the applied settings in words, the lr with its ratio to the advised one."""
-        plan, advised = self.state.applied, self.advised
+        plan, advised = self.state.applied, self.requests.advised
         values = {name: f"{name} {shown(getattr(plan, name))}" for name in names}
         if "lr" in values and plan.lr > advised.lr:
             values["lr"] += f", {times(plan.lr / advised.lr)} the advised {shown(advised.lr)}"

@@ -6,8 +6,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,15 +118,11 @@ def modules(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return what differs between two structures, module by module."""
     phrases = []
     for name in dict.fromkeys([*old, *new]):
-        before, after, where = old.get(name), new.get(name), f"{name} " if name else ""
-        if before is None or after is None:
-            phrases.append(f"{where}{after['type']} is new" if after else f"{where}{old[name]['type']} is gone")
-        elif before["type"] != after["type"]:
-            phrases.append(f"{where}{before['type']} → {after['type']}")
-        elif before != after:
-            pairs = {key: (before.get(key), after.get(key)) for key in dict.fromkeys([*before, *after])}
-            changed = ", ".join(f"{key}={arrow(*pair)}" for key, pair in pairs.items() if pair[0] != pair[1])
-            phrases.append(f"{where}{before['type']}({changed})")
+        before, after = old.get(name, {"type": "nothing"}), new.get(name, {"type": "nothing"})
+        pairs = {key: (before.get(key), after.get(key)) for key in dict.fromkeys([*before, *after])}
+        changed = ", ".join(f"{key}={arrow(*pair)}" for key, pair in pairs.items() if pair[0] != pair[1])
+        what = f"{before['type']}({changed})" if before["type"] == after["type"] else arrow(*pairs["type"])
+        phrases += [f"{name} {what}".strip()] if changed else []
     return phrases
 
 
@@ -289,12 +286,10 @@ def refuse(former: Former, names: set[str], moved: Mapping[str, str]) -> None:
 
 def extending(former: Former, new: Plan) -> str:
     """Return the sentence about the lr that more epochs mean."""
-    old = former.applied
-    now, before = (lr_at(plan, former.place[0], former.drops) for plan in (new, old))
+    now, before = (lr_at(plan, former.place[0], former.drops) for plan in (new, former.applied))
     goes = f"lr goes on at {shown(now)} ({new.schedule} over {new.epochs} epochs)"
-    return f"epochs {old.epochs} → {new.epochs}: {goes}" + (
-        f", where it had fallen to {shown(before)}" if before < now else ""
-    )
+    fallen = f", where it had fallen to {shown(before)}" if before < now else ""
+    return f"epochs {former.applied.epochs} → {new.epochs}: {goes}{fallen}"
 
 
 def keeping(former: Former, plan: Plan) -> list[str]:
@@ -363,11 +358,8 @@ def new_folder(task: Task, card: Any, plan: Plan) -> Path:
     with disk.explained("making a run folder", RUNS):
         RUNS.mkdir(parents=True, exist_ok=True)
         ends = [path.name.removeprefix(f"{short}-") for path in RUNS.glob(f"{short}-*")]
-        number = max((int(end) for end in ends if end.isdecimal()), default=0)
-        while True:
-            number += 1
-            try:
-                (RUNS / f"{short}-{number}").mkdir()
-                return RUNS / f"{short}-{number}"
-            except FileExistsError:
-                continue
+        for number in count(max((int(end) for end in ends if end.isdecimal()), default=0) + 1):
+            with suppress(FileExistsError):
+                (folder := RUNS / f"{short}-{number}").mkdir()
+                return folder
+    raise AssertionError
