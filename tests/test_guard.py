@@ -219,7 +219,6 @@ def test_undo_goes_back_to_before_the_last_changes_as_if_they_had_not_been_made(
 
 
 def test_undo_takes_back_a_change_before_it_is_applied(pack, folder, untouched):
-    both = lambda: (asking(folder, lr=0.02)(), asking(folder, "undo")())  # noqa: E731
-    run = nb.fit(acting({20: both}), pack, PLAN, folder, **QUIET)
+    run = nb.fit(acting({20: asking(folder, "undo", lr=0.02)}), pack, PLAN, folder, **QUIET)
     assert texts(run) == ["the last change was taken back before it was applied"]
     assert same(run, untouched)
