@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("at_once")
 
 PLAN = toy.PLAN.replace(epochs=2)
 STEPS = 9  # of an epoch
+READER = "tensorboard.backend.event_processing.event_accumulator"
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +64,12 @@ def test_what_is_no_callback_and_no_logger_is_refused_before_anything_is_written
 
 def scalars(folder) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows of a run: tag → (step, value)."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    shown = EventAccumulator(str(folder)).Reload()
+    shown = pytest.importorskip(READER).EventAccumulator(str(folder)).Reload()
     return {tag: [(each.step, each.value) for each in shown.Scalars(tag)] for tag in shown.Tags()["scalars"]}
 
 
 def test_tensorboard_shows_the_rows_of_the_history_each_once_after_a_crash_and_a_way_back(pack, tmp_path):
-    pytest.importorskip("tensorboard")
+    pytest.importorskip(READER)
     folder, steps = tmp_path / "run", {STEPS + 3: lambda: 1 / 0}
     with pytest.raises(ZeroDivisionError):
         nb.fit(acting(steps), pack, PLAN, folder, log="tensorboard", **QUIET)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import nbtools as nb
 from nbtools import measure
 from nbtools.data import Card
-from nbtools.errors import CheckpointError, DiskError, PackError, PlanError, TrainError
+from nbtools.errors import CheckpointError, DiskError, PackError, PlanError
 from nbtools.run import Run
 from nbtools.table import number
 
