@@ -271,9 +271,10 @@ def interrupt() -> None:
 def follow(job: Job, callbacks: Callbacks) -> None:
     """Watch the loop: rows, picture, checkpoints, and what is requested."""
     state, surface, run = job.state, job.surface, Run(job.folder, job.task, job.pack.card, job.state.applied)
-    run.history = job.history
+    run.history, guard = job.history, Guard(job)
+    surface.undoable = lambda: guard.anchor is not None
     # Closed here and not with the traceback, which would keep the feed and its threads.
-    with devices.asserts_explained(), closing(callbacks), closing(Guard(job).records()) as records:
+    with devices.asserts_explained(), closing(callbacks), closing(guard.records()) as records:
         for record in records:
             record = surface.measured(record)
             if record.kind == "change" and (sentence := ending(state)):  # of settings, which are applied next

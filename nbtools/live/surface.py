@@ -56,6 +56,7 @@ class Surface(View):
         self.seconds = 0.0  # of the run, at the last record
         self.looking = False  # at a requested evaluation: a pause lets it end
         self.next_steps: Callable[[], str] = str  # what to do when it has ended
+        self.undoable: Callable[[], bool] = bool  # whether a change of settings is recent enough
         self.status = COMPILING if state.plan.compile else TRAINING
         self.announced = ""
         self.announce: Callable[[str], object] = lambda status: None  # for other processes
@@ -145,7 +146,7 @@ class Surface(View):
     def able(self, action: str) -> bool:
         """Whether there is anything to do for an action."""
         if action == "undo":
-            return self.state.plan != self.state.applied or "anchor" in checkpoint.read_index(self.folder)
+            return self.undoable() or self.state.plan != self.state.applied
         return action != "best" or checkpoint.best_of(self.folder) is not None
 
     def measured(self, record: Record) -> Record:
