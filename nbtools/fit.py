@@ -105,7 +105,8 @@ def fit(
     "worst", or ids of the pack, at most eight; kept in the run's folder, as a choice made in the panel is.
 
     callbacks: functions `f(record, run)`, called with each record that has values, on rank 0; one that returns "stop"
-    stops the run after the step, and an error in one ends it. log: "tensorboard" writes event files into the folder.
+    stops the run after the step, and an error in one ends it. log: "tensorboard" writes event files into the folder,
+    which `keep` leaves out.
 
     While it trains, buttons and fields in the notebook act on it, and so does `control.json` in its folder (see
     `nbtools.live.send`). Stop, Ctrl-C or the notebook's own stop button finish the step, save, and return the run; so
