@@ -217,8 +217,9 @@ def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
         values, folder = ranks.tell()
         plan = type(task.PLAN).from_dict(values)
         pack = readable(task, pack, plan)
-        obey(task, devices.required(lambda: TrainState(task, pack, plan, ranks=ranks)), pack)
-    return Run(Path(folder), task, pack.card, plan)
+        state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
+        obey(task, state, pack)
+    return Run(Path(folder), task, pack.card, state.plan)
 
 
 def standing(state: TrainState, folder: Path, again: bool) -> str:
@@ -258,6 +259,7 @@ def carry_out(job: Job, receipt: bool, callbacks: Callbacks) -> bool:
             sigterm.call = interrupt  # everything is saved
             with FirstSignal(signal.SIGINT, interrupt) as sigint:
                 finish(job, receipt)
+            sigterm.call = stop  # the last copy, which `close` waits for, is worth the seconds
             if surface.notebook:
                 surface.tell(surface.next_steps())
         finally:

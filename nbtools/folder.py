@@ -192,8 +192,9 @@ def start(folder: Path, pack: Pack, state: TrainState, index: Mapping[str, Any],
                 f"{folder}: fresh=True removes the files of a run only, and this folder also holds {others[0]!r}; move "
                 "it away, or name another run="
             )
+        old = bool(checkpoint.names(folder))
         for path in there:
-            if is_own(path) and path.name != CONTROL:
+            if path.name == HISTORY or (old and is_own(path) and path.name != CONTROL):
                 disk.remove(path)
         disk.make_folder(folder)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
@@ -271,9 +272,9 @@ class Job:
         if self.writing is not None and self.writing.done():
             self.wait()
         ends, since = record.kind == "epoch", monotonic() - self.saved
-        best = ends and self.state.improved
+        best, moved = ends and self.state.improved, self.place != (self.state.epoch, self.state.step)
         cheap = self.writing is None and since * SAVE_SHARE >= self.cost
-        if best or (cheap and self.taken is None and (ends or since > SAVE_EVERY)):
+        if best or (cheap and self.taken is None and (ends or (moved and since > SAVE_EVERY))):
             self.take(best)
         if cheap:
             self.write()
@@ -339,8 +340,9 @@ class Job:
         applied, wanted = self.state.applied, self.state.plan
         if (applied, wanted) == self.plans:
             return
-        with disk.explained("writing the plan", self.folder):
-            disk.write_atomic(self.folder / PLAN, applied.to_json())
+        if applied is not self.plans[0]:
+            with disk.explained("writing the plan", self.folder):
+                disk.write_atomic(self.folder / PLAN, applied.to_json())
         requested = {name: getattr(wanted, name) for name in wanted.changes_from(applied)} or None
         checkpoint.mark(self.folder, applied=applied.to_dict(), requested=requested)
         self.plans = applied, wanted

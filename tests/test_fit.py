@@ -195,6 +195,14 @@ def test_a_setting_changed_on_resume_survives_a_crash_before_the_next_checkpoint
     assert [row["what"] for row in run.history.of("change")] == ["epochs 3 → 1, batch_size 16 → 7"]
 
 
+def test_a_run_in_a_folder_with_files_of_others_leaves_them_alone(pack, tmp_path):
+    for name in ("notes.json", "film.mp4.part", "thesis.txt"):
+        (tmp_path / name).write_text("mine")
+    for _ in range(2):
+        nb.fit(toy, pack, ONE, tmp_path, **QUIET)
+    assert all((tmp_path / name).read_text() == "mine" for name in ("notes.json", "film.mp4.part", "thesis.txt"))
+
+
 def test_keep_named_only_after_the_run_brings_all_of_it_and_mixes_no_two(run, pack, tmp_path):
     nb.fit(toy, pack, toy.PLAN, run.folder, keep=tmp_path / "drive", **QUIET)
     assert nb.evaluate(Run.open(tmp_path / "drive", toy), pack) == nb.evaluate(run, pack)
