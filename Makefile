@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # tests are in files of few, and would leave a core idle at the end.
 PARALLEL = OMP_NUM_THREADS=1 $1/bin/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
     -m 'not alone and not full'
-QUICK := layers project plan draws history loop task memory rollback requests pack captcha
+QUICK := layers project plan draws history loop task memory guard requests pack captcha
 
 quick: .venv/ready  ## in less than a minute: whether a change broke something
 	@$(BIN)/ruff check -q $(CODE)

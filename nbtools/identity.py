@@ -1,23 +1,25 @@
 """What a call of `nb.fit` means for a run folder: the identity of a run, what differs from it, and whether the call
-resumes, extends, returns or refuses the run. Pure functions decide; `nbtools.folder` and `nbtools.fit` act."""
+resumes, extends, returns or refuses the run. These functions decide; `nbtools.folder` and `nbtools.fit` act."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from nbtools import disk
+from nbtools import disk, measure
 from nbtools.data import Pack
-from nbtools.errors import NbtoolsError, TrainError
+from nbtools.errors import NbtoolsError, PlanError, TrainError
+from nbtools.live import Panel
 from nbtools.run import PLAN, stored
 from nbtools.train import (
     AT_START,
@@ -32,16 +34,14 @@ from nbtools.train import (
     lr_at,
     objective,
     readable,
+    require_sizes,
     shown,
+    spoken,
     task_name,
 )
 
 RUNS = Path("runs")
 MOST = 6  # differences in a sentence
-PLAIN = (int, float, bool, str, type(None))
-
-
-# -- identity
 
 
 def identity(task: Task, digest: str, model: nn.Module, plan: Plan) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def identity(task: Task, digest: str, model: nn.Module, plan: Plan) -> dict[str,
         "task": "" if ":" in task_name(task) else task_name(task),  # else the name of a variable, which may change
         "pack": digest,
         "network": structure(model),
-        "loss": structure(loss, weights=True) if isinstance(loss, nn.Module) else function_name(loss),
+        "loss": structure(loss, hashed=True) if isinstance(loss, nn.Module) else function_name(loss),
         "metrics": metrics,
         "augment": augment,
         **functions,
@@ -62,13 +62,13 @@ def identity(task: Task, digest: str, model: nn.Module, plan: Plan) -> dict[str,
     }
 
 
-def structure(model: nn.Module, weights: bool = False) -> dict[str, dict[str, Any]]:
-    """Return the name of each module → its type, its plain settings, and the shapes of its own tensors. weights: with
-    a hash of their values."""
-    return {name: dict(settings(module, weights)) for name, module in model.named_modules()}
+def structure(model: nn.Module, hashed: bool = False) -> dict[str, dict[str, Any]]:
+    """Return the name of each module → its type, its plain settings, and the shapes of its own tensors; hashed: with a
+    hash of their values."""
+    return {name: dict(settings(module, hashed)) for name, module in model.named_modules()}
 
 
-def settings(module: nn.Module, weights: bool) -> Iterator[tuple[str, Any]]:
+def settings(module: nn.Module, hashed: bool) -> Iterator[tuple[str, Any]]:
     # SyncBatchNorm takes the place of BatchNorm in several processes, and the run stays the same
     yield "type", "BatchNorm" if isinstance(module, _BatchNorm) else type(module).__name__
     for name, value in vars(module).items():
@@ -76,13 +76,15 @@ def settings(module: nn.Module, weights: bool) -> Iterator[tuple[str, Any]]:
             yield name, plain(value)
     for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
         yield name, [*tensor.shape]
-        if weights:
+        if hashed:
             data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
             yield f"{name} hash", hashlib.sha256(data).hexdigest()[:12]
 
 
 def is_plain(value: Any) -> bool:
-    return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(is_plain, value)))
+    if isinstance(value, tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (int, float, bool, str))
 
 
 def plain(value: Any) -> Any:
@@ -98,182 +100,219 @@ def function_name(value: Any) -> str:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
+# -- differences
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return what differs between two identities, one phrase each: `network: body.1 ReLU → Tanh`. Names of trained
     parameters are left to `trained`."""
-    found: list[str] = []
-    for key in before.keys() & now.keys() - {"trained"}:
+    phrases: list[str] = []
+    for key in sorted(before.keys() & now.keys() - {"trained"}):
         old, new = before[key], now[key]
-        if old == new or (key == "task" and "" in (old, new)):
-            continue
-        nested = key in ("network", "loss") and isinstance(old, dict) and isinstance(new, dict)
-        parts = modules(old, new) if nested else [f"{say_value(old)} → {say_value(new)}"]
-        found += [f"{key}: {', '.join(parts[:MOST])}{', …' if len(parts) > MOST else ''}"]
-    return sorted(found)
+        if old != new and not (key == "task" and "" in (old, new)):
+            nested = key in ("network", "loss") and isinstance(old, dict) and isinstance(new, dict)
+            phrases.append(f"{key}: {first(modules(old, new) if nested else [arrow(old, new)])}")
+    return phrases
 
 
 def modules(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return what differs between two structures, module by module."""
-    found = []
+    phrases = []
     for name in dict.fromkeys([*old, *new]):
-        before, after, where = old.get(name), new.get(name), f"{name} " if name else ""
-        if before is None or after is None:
-            found.append(f"{where}{after['type']} is new" if after else f"{where}{old[name]['type']} is gone")
-        elif before["type"] != after["type"]:
-            found.append(f"{where}{before['type']} → {after['type']}")
-        elif before != after:
-            keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
-            changed = ", ".join(f"{key}={say_value(before.get(key))} → {say_value(after.get(key))}" for key in keys)
-            found.append(f"{where}{before['type']}({changed})")
-    return found
+        before, after = old.get(name, {"type": "nothing"}), new.get(name, {"type": "nothing"})
+        pairs = {key: (before.get(key), after.get(key)) for key in dict.fromkeys([*before, *after])}
+        changed = ", ".join(f"{key}={arrow(*pair)}" for key, pair in pairs.items() if pair[0] != pair[1])
+        what = f"{before['type']}({changed})" if before["type"] == after["type"] else arrow(*pairs["type"])
+        phrases += [f"{name} {what}".strip()] if changed else []
+    return phrases
 
 
-def say_value(value: Any) -> str:
+def arrow(old: Any, new: Any) -> str:
+    return f"{text_of(old)} → {text_of(new)}"
+
+
+def text_of(value: Any) -> str:
     if isinstance(value, dict):  # of a loss module, or names with strengths
         value = [value[""]["type"]] if "" in value else [f"{name} {each:g}" for name, each in value.items()]
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return (text if len(text) <= 40 else f"{text[:39]}…") or "none"
 
 
+def first(phrases: Sequence[str]) -> str:
+    return ", ".join([*phrases[:MOST], *["…"] * (len(phrases) > MOST)])
+
+
 def trained(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the sentence about layers that were frozen or unfrozen since; "" for none."""
-    old, new = before.get("trained", now["trained"]), now["trained"]
-    parts = [
-        f"{what} {', '.join(names[:MOST])}{' …' if len(names) > MOST else ''}"
-        for what, names in (
-            ("now trained", [name for name in new if name not in old]),
-            ("now frozen", [name for name in old if name not in new]),
-        )
-        if names
-    ]
+    new, old = now["trained"], before.get("trained", now["trained"])
+    thawed, frozen = [name for name in new if name not in old], [name for name in old if name not in new]
+    parts = [f"now trained {first(thawed)}"] * bool(thawed) + [f"now frozen {first(frozen)}"] * bool(frozen)
     return f"other parameters are trained from here on: {'; '.join(parts)}" if parts else ""
 
 
-# -- the run in a folder
+# -- the run in a folder, and what a call means for it
 
 
 @dataclass(frozen=True)
 class Former:
-    """The run that a folder holds. given, applied: its plans; requested: settings that were wanted and not applied
-    when it stopped; place: (epoch, step) of its last checkpoint; over: whether it has trained to its end."""
+    """The run that a folder holds. index: run.json; given, applied: its plans; place: (epoch, step) of its last
+    checkpoint; over: whether it has trained to its end; stopped: why before; drops: of lr, on a plateau."""
 
     folder: Path
     index: Mapping[str, Any]
     given: Mapping[str, Any]
     applied: Plan
-    requested: Mapping[str, Any]
     place: tuple[int, ...]
     over: bool
     stopped: str | None
-    drops: int = 0  # of lr, on a plateau
+    drops: int
 
 
 def former_run(task: Task, folder: Path) -> Former | None:
     """Return the run in a folder; None where there is none with a finished step. Raises CheckpointError, DiskError."""
-    names = checkpoint.names(folder)
+    names, facts = checkpoint.names(folder), {}
     if not names:
         return None
     index = checkpoint.read_index(folder)
     last = index.get("last", names[0])
-    facts: dict[str, Any] = {}
     for name in checkpoint.names(folder, last):  # a damaged one is complained about when it is loaded
         try:
             facts = checkpoint.facts_of(folder, name)
             break
         except NbtoolsError:
             continue
-    place = checkpoint.place(last)
+    place, state = checkpoint.place(last), facts.get("state", {})
     if facts and place[1] == 0:
         return None
     with disk.explained("reading the plan", folder / PLAN):
         values = stored(folder / PLAN) if (folder / PLAN).exists() else facts.get("plan", {})
-    applied = type(task.PLAN).from_dict(values)
-    state = facts.get("state", {})
-    segments = state.get("position", state).get("segments", [])
-    over = state.get("stopped") is not None or (place[0] >= applied.epochs and not segments)
-    best = state.get("best")
-    drops = best.get("drops", 0) if isinstance(best, dict) else 0
-    given, requested = index.get("given", values), index.get("requested", {})
-    return Former(folder, index, given, applied, requested, place, over, state.get("stopped"), drops)
+    applied, stopped = type(task.PLAN).from_dict(values), state.get("stopped")
+    ended = place[0] >= applied.epochs and not state.get("position", {}).get("segments")
+    drops = state.get("best", {}).get("drops", 0)
+    return Former(folder, index, index.get("given", values), applied, place, ended or bool(stopped), stopped, drops)
 
 
 @dataclass(frozen=True)
-class Call:
-    """What a call means for a run: the plan that it goes on with, and what is said of it."""
+class Given:
+    """What `launch` hands to its ranks as their plan, with the one that it was advised; requests to a former run are
+    removed already, and `control.json` has those that came since."""
 
     plan: Plan
-    said: tuple[str, ...] = ()
+    advised: Plan | None
+    panel: str | None = None
+
+
+def called(plan: Any) -> Any:
+    return plan() if callable(plan) and not isinstance(plan, type) else plan
+
+
+def panel_of(plan: Any) -> str | None:
+    """Return what identifies the Panel that drives a run; None for another plan."""
+    return plan.id if isinstance(plan, Panel) else getattr(plan, "panel", None)
+
+
+def chosen_plan(task: Task, pack: Pack, plan: Any, measured: bool = False) -> Plan:
+    """Return the plan that a call gives; where it gives none, the advised one: measured, or by what is known so far."""
+    if plan is None:
+        plan = measure.advise(task, pack, measure=measured)
+    plan, kind = getattr(plan, "plan", plan), type(task.PLAN)
+    if not isinstance(plan, kind):
+        raise PlanError(
+            f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one), got "
+            f"{type(plan).__qualname__}; use {spoken(task)}.PLAN, with .replace(...) for your changes"
+        )
+    return plan
+
+
+class Call(NamedTuple):
+    """What a call means for a run: the plan that it goes on with, the one it gives, what is said of it, the plan that
+    values are compared with (None: the run's own), and what identifies the Panel that drives it."""
+
+    plan: Plan
+    given: Plan
+    said: Sequence[str] = ()
+    advised: Plan | None = None
+    panel: str | None = None
+
+
+def meant(task: Task, pack: Pack, plan: Any, folder: Path, fresh: bool) -> Call:
+    """Return what a call means in a folder. Raises TrainError where it is refused."""
+    former = None if fresh else former_run(task, folder)
+    if plan is not None or former is None:
+        call = decide(former, chosen_plan(task, pack, plan, measured=former is None))
+        advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
+        return call._replace(advised=advised, panel=panel_of(plan))
+    asked = chosen_plan(task, pack, None)
+    recipe = {} if former.given.keys() & {"lr", "batch_size"} else asked.given()  # of the task, as it was before
+    call = decide(former, former.applied.replace(**recipe).marked(former.applied.to_dict().keys() - recipe.keys()))
+    return call._replace(given=call.plan)
 
 
 def decide(former: Former | None, plan: Plan) -> Call:
     """Return what a call with this plan means for the run in a folder. Raises TrainError where it is refused."""
     if former is None:
-        return Call(plan)
-    old = former.applied
-    ended = former.over  # what is left of a stop in its last step is void, but for more epochs
-    requested = {n: v for n, v in former.requested.items() if not ended or (n == "epochs" and v > old.epochs)}
-    changed = requested | {
+        return Call(plan, plan)
+    old, given = former.applied, former.given
+    asked = former.index.get("requested", {})  # wanted and not applied when it stopped
+    if former.over:  # then void, but for more epochs
+        asked = {name: value for name, value in asked.items() if name == "epochs" and value > old.epochs}
+    changed = asked | {
         name: value
         for name, value in plan.given().items()
-        if (name not in former.given or plain(value) != plain(former.given[name])) and value != getattr(old, name)
+        if (name not in given or plain(value) != plain(given[name])) and value != getattr(old, name)
     }
     # lr follows a batch size where the plan was made, see Plan.turn, and is given then
     new = old.turn(**{"lr": old.lr, **changed}) if changed else old
     moved = new.changes_from(old)
     if former.over:
         more = {"epochs"} if new.epochs > old.epochs else set()
-        if former.stopped and (new.early_stop or float("inf")) > (old.early_stop or float("inf")):
-            more |= {"early_stop"}
-        refuse(former, {name: change for name, change in moved.items() if name not in more}, "is finished")
+        longer = (new.early_stop or float("inf")) > (old.early_stop or float("inf"))
+        refuse(former, moved.keys() - (more | ({"early_stop"} if former.stopped and longer else set())), moved)
     else:
-        kept = fixed(old).keys() - set(AT_START)
-        refuse(former, {name: change for name, change in moved.items() if name in kept}, "has started")
-    said = [extending(former, new) if former.over else changing(former, moved)]
-    if moved or not former.over:
-        said.append(keeping(former, plan))
-    if new == plan:
-        return Call(plan, tuple(filter(None, said)))
-    return Call(new.marked(new.to_dict().keys() - plan.given().keys()), tuple(filter(None, said)))
+        refuse(former, moved.keys() & fixed(old).keys() - set(AT_START), moved)
+    said = [extending(former, new)] if former.over and new.epochs != old.epochs else []
+    said += [f"resumed at step {former.place[1]:,} with {listed(moved)}"] if moved and not said else []
+    said += keeping(former, plan) if moved or not former.over else []
+    return Call(plan if new == plan else new.marked(new.to_dict().keys() - plan.given().keys()), plan, said)
 
 
-def refuse(former: Former, changes: Mapping[str, str], why: str) -> None:
-    if changes:
+def refuse(former: Former, names: set[str], moved: Mapping[str, str]) -> None:
+    if names:
+        why = "is finished" if former.over else "has started"
         more = "more epochs extend it; for anything else" if former.over else "keep these values, or"
-        raise TrainError(
-            f"{former.folder}: this run {why} and cannot change {listed(changes)}; {more} name another run=, or start "
-            "over with fresh=True"
-        )
-
-
-def changing(former: Former, moved: Mapping[str, str]) -> str:
-    return f"resumed at step {former.place[1]:,} with {listed(moved)}" if moved else ""
+        changes = listed({name: change for name, change in moved.items() if name in names})
+        rule = f"{former.folder}: this run {why} and cannot change {changes}"
+        raise TrainError(f"{rule}; {more} name another run=, or start over with fresh=True")
 
 
 def extending(former: Former, new: Plan) -> str:
-    old, epoch = former.applied, former.place[0]
-    if new.epochs == old.epochs:
-        return changing(former, new.changes_from(old))
-    now, before = (lr_at(plan, epoch, former.drops) for plan in (new, old))
-    where = f", where it had fallen to {shown(before)}" if before < now else ""
+    """Return the sentence about the lr that more epochs mean."""
+    now, before = (lr_at(plan, former.place[0], former.drops) for plan in (new, former.applied))
     goes = f"lr goes on at {shown(now)} ({new.schedule} over {new.epochs} epochs)"
-    return f"epochs {old.epochs} → {new.epochs}: {goes}{where}"
+    fallen = f", where it had fallen to {shown(before)}" if before < now else ""
+    return f"epochs {former.applied.epochs} → {new.epochs}: {goes}{fallen}"
 
 
-def keeping(former: Former, plan: Plan) -> str:
-    """Return the sentence about newly measured advice that a resumed run does not take; "" for none."""
+def keeping(former: Former, plan: Plan) -> list[str]:
+    """Return the sentence about newly measured advice that a resumed run does not take."""
     old, advice = former.applied, former.index.get("advised", {})
-    names = [
-        name
-        for name, value in plan.to_dict().items()
-        if name not in plan.given() and value != getattr(old, name) and plain(value) != plain(advice.get(name, value))
-    ]
-    if not names:
-        return ""
+    free = {name: value for name, value in plan.to_dict().items() if name not in plan.given()}
+    names = [n for n, v in free.items() if v != getattr(old, n) and plain(v) != plain(advice.get(n, v))]
     kept, would = (", ".join(f"{name} {shown(getattr(each, name))}" for name in names) for each in (old, plan))
-    return f"this run keeps {kept} as it has applied them so far; newly measured advice would be {would}"
+    sentence = f"this run keeps {kept} as it has applied them so far; newly measured advice would be {would}"
+    return [sentence] if names else []
 
 
 # -- run=None
+
+
+def own_folder(task: Task, pack: Pack, plan: Any, fresh: bool) -> Path:
+    """Return the folder of a call without `run=`."""
+    wanted = chosen_plan(task, pack, plan)
+    there = None if fresh else search(task, pack, wanted, panel_of(plan))
+    part = readable(task, pack, wanted)
+    require_sizes(part, wanted)
+    return there or new_folder(task, part.card, wanted)
 
 
 def search(task: TaskLike, pack: Pack, plan: Plan, panel: str | None) -> Path | None:
@@ -293,38 +332,35 @@ def search(task: TaskLike, pack: Pack, plan: Plan, panel: str | None) -> Path | 
 def matches(task: Any, pack: Pack, plan: Plan, panel: str | None, folder: Path, index: Mapping[str, Any]) -> bool:
     """Return whether a call without `run=` means this run. Raises TrainError where it refuses the call's changes."""
     former, given = former_run(task, folder), index.get("given")
-    driven = panel is not None and index.get("panel") == panel
     now = {name: plain(value) for name, value in plan.given().items()}
     if given is None:
         return False
-    ended = former is not None and former.over and plan.epochs > former.applied.epochs
-    longer = ended and {**given, "epochs": 0} == {**now, "epochs": 0}
-    if not (driven or given == now or longer):
+    longer = former is not None and former.over and plan.epochs > former.applied.epochs
+    equal = given == now or (longer and {**given, "epochs": 0} == {**now, "epochs": 0})
+    if not equal and (panel is None or index.get("panel") != panel):
         return False
     wanted = decide(former, plan).plan
     card = readable(task, pack, wanted).card
-    own = bound(task, card)
+    own, before = bound(task, card), index.get("identity", {})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(wanted.seed)
         present = identity(own, card.digest, build(own, card, wanted), wanted)
-    before = index.get("identity", {})
     return all(before.get(key) == present[key] for key in present.keys() - ({"recipe"} - before.keys()))
 
 
 def new_folder(task: Task, card: Any, plan: Plan) -> Path:
     """Make the folder of a run with the next free number; two processes never get the same."""
-    short = task_name(task).partition(":")[0].rpartition(".")[2] if ":" not in task_name(task) else ""
-    if not short:
+    name = task_name(task)
+    short = name.rpartition(".")[2]
+    if ":" in name:  # of one's own: named by its network
         with torch.random.fork_rng(devices=[]):
             short = type(build(bound(task, card), card, plan)).__name__
     short = re.sub("[^a-z0-9]+", "-", short.lower()).strip("-") or "run"
     with disk.explained("making a run folder", RUNS):
         RUNS.mkdir(parents=True, exist_ok=True)
-        numbers = [int(end) for path in RUNS.glob(f"{short}-*") if (end := path.name[len(short) + 1 :]).isdecimal()]
-        number = max(numbers, default=0) + 1
-        while True:
-            try:
-                (RUNS / f"{short}-{number}").mkdir()
-                return RUNS / f"{short}-{number}"
-            except FileExistsError:
-                number += 1
+        ends = [path.name.removeprefix(f"{short}-") for path in RUNS.glob(f"{short}-*")]
+        for number in count(max((int(end) for end in ends if end.isdecimal()), default=0) + 1):
+            with suppress(FileExistsError):
+                (folder := RUNS / f"{short}-{number}").mkdir()
+                return folder
+    raise AssertionError

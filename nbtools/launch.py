@@ -26,8 +26,9 @@ from torch.distributed import is_torchelastic_launched
 from nbtools import errors
 from nbtools.data import Pack, cores
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError, ctrl_c
-from nbtools.fit import Given, called, chosen_plan, fit, forget, meant, own_folder, panel_of, places, require_pack
+from nbtools.fit import fit, forget, places, require_pack
 from nbtools.folder import only_one, restore
+from nbtools.identity import Given, called, chosen_plan, meant, own_folder, panel_of
 from nbtools.live import FirstSignal, Panel, closing, running_kernel
 from nbtools.run import Run
 from nbtools.table import plural

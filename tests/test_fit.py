@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import nbtools as nb
 from nbtools import measure
 from nbtools.data import Card
-from nbtools.errors import CheckpointError, DiskError, PackError, PlanError, TrainError
+from nbtools.errors import CheckpointError, DiskError, PackError, PlanError
 from nbtools.run import Run
 from nbtools.table import number
 
@@ -85,6 +85,9 @@ def test_fit_on_a_finished_run_trains_nothing_and_returns_it(run, pack):
     before = {path.name: path.read_bytes() for path in run.folder.iterdir() if path.suffix != ".png"}
     again = nb.fit(toy, pack, toy.PLAN, run.folder, **QUIET)
     assert {path.name: path.read_bytes() for path in again.folder.iterdir() if path.suffix != ".png"} == before
+    finished = "it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
+    assert again.events == [f"{run!r}; {finished}"]
+    assert f"best accuracy {number(run.best['val_accuracy'])}" in again.events[0]
 
 
 def test_a_plan_may_come_from_anything_with_a_plan_and_by_default_from_the_run(pack, tmp_path):
@@ -191,24 +194,12 @@ def test_a_setting_changed_on_resume_survives_a_crash_before_the_next_checkpoint
     assert [row["what"] for row in run.history.of("change")] == ["epochs 3 → 1, batch_size 16 → 7"]
 
 
-def test_two_at_once_in_one_run_folder_is_refused(pack, tmp_path):
-    def second():
-        with pytest.raises(TrainError, match="another process is training this run"):
-            nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
-
-    task = acting({1: second})
-    assert len(nb.fit(task, pack, ONE, tmp_path / "run", **QUIET).summary()) == 1
-    assert task.acted == [1]
-    [said] = nb.fit(toy, pack, ONE, tmp_path / "run", **QUIET).events
-    assert "it is finished" in said, "so nobody was training it"
-
-
-def test_a_finished_run_that_is_run_again_says_so_with_its_best_value_and_what_to_do(run, pack):
-    again = nb.fit(toy, pack, toy.PLAN, run.folder, **QUIET)
-    assert again.events == [
-        f"{run!r}; it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
-    ]
-    assert f"best accuracy {number(run.best['val_accuracy'])}" in again.events[0]
+def test_a_run_in_a_folder_with_files_of_others_leaves_them_alone(pack, tmp_path):
+    for name in ("notes.json", "film.mp4.part", "thesis.txt"):
+        (tmp_path / name).write_text("mine")
+    for _ in range(2):
+        nb.fit(toy, pack, ONE, tmp_path, **QUIET)
+    assert all((tmp_path / name).read_text() == "mine" for name in ("notes.json", "film.mp4.part", "thesis.txt"))
 
 
 def test_keep_named_only_after_the_run_brings_all_of_it_and_mixes_no_two(run, pack, tmp_path):
@@ -226,6 +217,21 @@ def test_keep_named_only_after_the_run_brings_all_of_it_and_mixes_no_two(run, pa
         with pytest.raises(CheckpointError, match=words):
             nb.fit(toy, pack, toy.PLAN, tmp_path / folder, keep=tmp_path / "drive", **QUIET)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_kept_run_that_was_trained_on_elsewhere_since_the_last_copy_is_not_mixed_with_this_one(pack, tmp_path):
+    def once(name, epochs, keep):
+        return nb.fit(toy, pack, ONE.replace(epochs=epochs), tmp_path / name, keep, **QUIET)
+
+    once("pc", 1, tmp_path / "kept")
+    once("pc", 2, None)  # and the copy does not get it
+    once("colab", 3, tmp_path / "kept")
+    before = tree(tmp_path / "kept")
+    with pytest.raises(CheckpointError, match=r"pc \(step 18\) and .*kept \(step 27\) were trained apart"):
+        once("pc", 4, tmp_path / "kept")
+    assert tree(tmp_path / "kept") == before
+    once("pc", 2, tmp_path / "other")
+    assert len(once("pc", 4, tmp_path / "other").history.of("epoch")) == 4, "a copy that is behind is no obstacle"
 
 
 def test_a_receipt_is_measured_once_and_one_that_fails_costs_no_run(pack, tmp_path, monkeypatch):
@@ -284,7 +290,7 @@ def test_a_run_is_not_kept_in_its_own_folder_whatever_that_is_called(run, pack, 
     (tmp_path / "link").symlink_to(copy)
     before = tree(copy)
     for keep in (copy, str(copy.parent / "none" / ".." / copy.name), tmp_path / "link"):
-        with pytest.raises(CheckpointError, match=r"run='.*' and keep='.*' are one folder.*name a second folder"):
+        with pytest.raises(CheckpointError, match="is the folder of a run itself; name another one with keep="):
             nb.fit(toy, pack, ONE, copy, keep, **QUIET)
     assert tree(copy) == before
 

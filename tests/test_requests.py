@@ -21,8 +21,8 @@ from acting import QUIET, acting, asking, interrupted, last_step, same, texts
 import nbtools as nb
 from nbtools import __main__ as terminal
 from nbtools.errors import CheckpointError, TrainError
+from nbtools.guard import WATCHED
 from nbtools.live import requests, send
-from nbtools.rollback import WATCHED
 from nbtools.run import busy
 from nbtools.train import CONTROL, checkpoint
 
@@ -272,7 +272,7 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
         ask("lr=1000", refused=True)
         ask("lr=1000", "--force", answer="Training diverged")
         ask("weight_decay=0.1", answer="weight_decay 0 → 0.1")
-        ask("undo", answer="weight_decay 0.1 → 0")
+        ask("undo", answer="the change was undone; back at step")
         ask("stopp", refused=True)
         ask("stop")
 

@@ -187,6 +187,30 @@ def test_the_model_is_taken_away_as_shown():
     assert described["text"]
 
 
+def test_weights_and_biases_and_optuna_take_a_callback_as_shown(monkeypatch):
+    """With the real packages, where they are installed; W&B offline."""
+    wandb, optuna = pytest.importorskip("wandb"), pytest.importorskip("optuna")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logs, prunes = beside("Callbacks and loggers")
+    task, pack, plan = nb.classify(Net), nb.pack(Photos()), nb.Plan(epochs=EPOCHS, batch_size=16)
+    kept, finish = [], wandb.finish
+    monkeypatch.setattr(wandb, "finish", lambda: kept.append(dict(wandb.run.summary)) or finish())
+    run = run_cell(logs, nb=nb, task=task, pack=pack, plan=plan)["run"]
+    rows = run.history.rows  # of the last step W&B keeps values until it is finished
+    assert kept[0]["_step"] == rows[-1]["step"] - 1
+    assert kept[0]["val_accuracy"] == run.history.of("epoch")[-2]["val_accuracy"]
+    assert list(Path("runs", "wandb").glob("offline-run-*"))
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    objective = run_cell(prunes, optuna=optuna, task=task, pack=pack, nb=nb, EPOCHS=EPOCHS)["objective"]
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.ThresholdPruner(lower=2.0))
+    study.optimize(objective, n_trials=2)
+    assert [trial.state.name for trial in study.trials] == ["PRUNED", "PRUNED"]
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    study.optimize(objective, n_trials=1)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"]
+
+
 # -- the tables
 
 

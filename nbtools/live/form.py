@@ -76,7 +76,7 @@ BUTTONS = {
     "save": ("Save now", "save", "Write a checkpoint after this step, then continue"),
     "profile": ("What limits it?", "search", "Measure for a few seconds what a step consists of, then continue"),
     "best": ("Back to best", "history", "Go back to the best checkpoint and continue from there with these settings"),
-    "undo": ("Undo", "undo", "Take back the last change of settings"),
+    "undo": ("Undo", "undo", "Go back to before the last change of settings"),
 }
 """action → label, icon (a name that Font Awesome 4 to 6 know), tooltip."""
 RESUME = ("Resume", "play", "Continue with the next step")
@@ -90,7 +90,7 @@ PENDING = {
 }
 PAUSED, PAUSING = "paused between two steps: change what you like, then Resume", "pausing after this step …"
 NO_RUN = "no run is in progress: nb.fit starts one"
-UNABLE = {"best": "no evaluation has chosen one yet", "undo": "there is no change to take back"}
+UNABLE = {"best": "no evaluation has chosen one yet", "undo": "there is no recent change"}
 DIVERGED = "Training diverged"  # how the message begins
 SLOW = 1.0  # seconds per step; from here on the panel announces that clicks are read when a step ends
 

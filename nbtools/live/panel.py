@@ -92,7 +92,8 @@ class Panel(table.Table):
         """Show the plan with which a run begins: a resumed one keeps what it has applied."""
         with self.lock:
             if plan != self.plan:
-                self.requests.state.plan, self.before = plan, None
+                self.requests.want(plan, sure=True)
+                self.before = None
                 self.form.show(NOTHING)
 
     def begin(self, requests: Requests) -> None:
@@ -261,15 +262,13 @@ class Panel(table.Table):
         changed = plan.changes_from(self.plan)
         self.question, self.asks = None, NOTHING
         try:
-            self.requests.check(plan)
+            asks = self.requests.want(plan, sure or not self.running)
         except NbtoolsError as error:
             return {blamed(error, changed): plainly(error)}
-        if self.running and not sure and (asks := self.requests.doubts(plan)):
+        if asks:
             self.question, self.asks = plan, asks
-        elif changed:
-            self.requests.state.plan = plan
-            if SPEED & changed.keys():
-                self.form.propose("", "")  # it was measured otherwise
+        elif SPEED & changed.keys():
+            self.form.propose("", "")  # it was measured otherwise
         return {}
 
     # -- what is shown

@@ -35,8 +35,7 @@ MOMENT = 0.05  # seconds between two reads of the requests during a pause
 
 class Surface(View):
     """A View whose buttons and fields act on the run; GPU readings; `control.json`; Ctrl-C. Enter it while the run
-    lasts. then: what follows training. former: the plans to undo to, the last of them the one that was applied last.
-    """
+    lasts. then: what follows training."""
 
     def __init__(
         self, folder: Path, state: TrainState, pack: Pack, history: History, given: Any, show: bool, then: str = ""
@@ -50,7 +49,6 @@ class Surface(View):
         self.requests = Requests(
             state, advised(folder, state.plan), partial(require_change, state, epoch_size=self.count), self.able
         )
-        self.former = [state.plan]
         self.messages = Messages()
         self.sampler: Sampler | None = None
         self.energy = next((row["gpu_energy"] for row in reversed(history.rows) if "gpu_energy" in row), 0.0)
@@ -58,6 +56,7 @@ class Surface(View):
         self.seconds = 0.0  # of the run, at the last record
         self.looking = False  # at a requested evaluation: a pause lets it end
         self.next_steps: Callable[[], str] = str  # what to do when it has ended
+        self.undoable: Callable[[], bool] = bool  # whether a change of settings is recent enough
         self.status = COMPILING if state.plan.compile else TRAINING
         self.announced = ""
         self.announce: Callable[[str], object] = lambda status: None  # for other processes
@@ -147,26 +146,8 @@ class Surface(View):
     def able(self, action: str) -> bool:
         """Whether there is anything to do for an action."""
         if action == "undo":
-            return len(self.former) > 1 or self.state.plan != self.former[-1]
+            return self.undoable() or self.state.plan != self.state.applied
         return action != "best" or checkpoint.best_of(self.folder) is not None
-
-    def undo(self) -> None:
-        """Request the plan from before the last change, or before the one that is not applied yet."""
-        if not self.able("undo"):
-            self.answer(f"{REFUSED}there is no change to undo", "undo")
-            return
-        if self.state.plan == self.former[-1]:
-            self.former.pop()
-        self.state.plan = self.former[-1]
-        self.answer("the last change was undone", "undo")
-
-    def returned(self) -> None:
-        """The run is back at the plan of an earlier checkpoint: what can be undone are the changes before it."""
-        plan = self.state.plan
-        while self.former and self.former[-1] != plan:
-            self.former.pop()
-        self.former = self.former or [plan]
-        self.changed(plan)
 
     def measured(self, record: Record) -> Record:
         """The record with the GPU's newest reading, if it is a row and there is one; at the end of training it is read
@@ -191,11 +172,9 @@ class Surface(View):
             self.seconds = self.state.watch.wall
         if record.kind in ("step", "evaluating"):
             self.status = EVALUATING if record.kind == "evaluating" else TRAINING
-        if record.kind == "change":
-            plan = self.state.plan
-            self.former += [plan] if plan != self.former[-1] else []
-            self.changed(plan)
-            if plan.compile:  # another batch size or precision is another program
+        if record.kind in ("change", "event"):  # as of going back to a checkpoint
+            self.changed(self.state.plan)
+            if self.state.plan.compile and record.kind == "change":  # another batch size is another program
                 self.status, self.due = COMPILING, 0.0
         if record.kind in ("epoch", "evaluation") and self.visible and self.previews.due():
             self.show_samples(self.samples())

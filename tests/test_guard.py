@@ -206,11 +206,19 @@ def test_going_back_to_a_best_checkpoint_that_is_not_there_is_refused(pack, fold
     assert losses(run) == losses(untouched)
 
 
-def test_undo_takes_the_last_changes_back_one_by_one(pack, folder):
-    asked = [{"lr": 0.02}, {"clip_norm": None}, "undo", "undo", "undo"]
+def test_undo_goes_back_to_before_the_last_changes_as_if_they_had_not_been_made(pack, folder, untouched):
+    asked = [{"lr": 0.02}, {"clip_norm": None}, "undo", "undo"]
     actions = [asking(folder, one) if isinstance(one, str) else asking(folder, **one) for one in asked]
-    run = nb.fit(acting(dict(zip(range(20, 30, 2), actions, strict=True))), pack, PLAN, folder, **QUIET)
-    assert texts(run, "change") == ["lr 0.01 → 0.02", "clip_norm 1 → none", "clip_norm none → 1", "lr 0.02 → 0.01"]
-    undone = "the last change was undone"
-    assert texts(run) == [undone, undone, "refused: there is no change to undo"]
+    run = nb.fit(acting(dict(zip(range(20, 28, 2), actions, strict=True))), pack, PLAN, folder, **QUIET)
+    undone, refused = texts(run)
+    assert undone == "the change was undone; back at step 20 with lr 0.01, clip_norm 1"
+    assert refused.startswith("refused: there is no change to undo")
+    assert not run.history.of("change")
     assert run.plan == nb.Run.open(folder, toy).plan == PLAN
+    assert same(run, untouched)
+
+
+def test_undo_takes_back_a_change_before_it_is_applied(pack, folder, untouched):
+    run = nb.fit(acting({20: asking(folder, "undo", lr=0.02)}), pack, PLAN, folder, **QUIET)
+    assert texts(run) == ["the last change was taken back before it was applied"]
+    assert same(run, untouched)
