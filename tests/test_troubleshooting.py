@@ -18,7 +18,7 @@ from nbtools.errors import NbtoolsError, PackError, TrainError, see
 from nbtools.tasks import captcha, hwdb, segment, sign
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / errors.PAGE).read_text()
+TEXT = (ROOT / "docs" / "troubleshooting.md").read_text()
 ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 SECTIONS = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", TEXT, re.M))
 
