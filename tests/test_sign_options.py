@@ -3,6 +3,7 @@
 import io
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 from contextlib import redirect_stderr
@@ -13,7 +14,7 @@ import pytest
 
 import nbtools.tasks
 from nbtools import options as arguments
-from nbtools.__main__ import TASK_COMMANDS, main
+from nbtools.__main__ import COMMANDS, main
 from nbtools.tasks import sign
 from nbtools.train import device
 
@@ -102,7 +103,7 @@ def test_the_smoke_test_needs_no_data(capsys):
     assert "equal outputs" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", TASK_COMMANDS)
+@pytest.mark.parametrize("command", re.findall(r"^(\w+) TASK", COMMANDS, re.M))
 def test_no_option_is_there_twice(command, capsys):
     """The script stopped at its start: two of its options had one name."""
     for task in TASKS:
