@@ -26,7 +26,7 @@ BUILT_IN = tuple(module.name for module in pkgutil.iter_modules(tasks.__path__) 
 AUTO = (("batch_size", "auto"), ("workers", "auto"))  # settings that may be `auto`
 UNTYPED = ("data", "train", "like", "network", "progress")  # parameters of tasks' functions that no text is given for
 RULES = {"int": "a whole number", "float": "a number", "None": "none"}
-SEVERAL, TEXT = {"tuple", "Sequence", "Iterable"}, {"str", "Path", "Any"}
+SEVERAL = r"(tuple|Sequence|Iterable)\[(.*?)\]"
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,7 +82,11 @@ def add_options(one: argparse.ArgumentParser, task: Task, source: str) -> None:
 def parameters(function: Any) -> Iterator[tuple[str, str, str]]:
     """Yield (name, type, help) of the parameters of a function, or fields of a Plan, that may be given by name."""
     fields = getattr(function, "__dataclass_fields__", {})
-    for name, each in inspect.signature(function).parameters.items():
+    try:
+        signature = inspect.signature(function, eval_str=True)
+    except NameError:  # of a type that is imported for type checkers only
+        signature = inspect.signature(function)
+    for name, each in signature.parameters.items():
         kind, default, rule = each.annotation, each.default, fields[name].metadata if fields else {}
         if kind is each.empty:
             kind = "str | None" if default is None else type(default)
@@ -105,24 +109,24 @@ def read(name: str, kind: str, text: str) -> Any:
 
 def value_of(text: str, kind: str) -> Any:
     """Return a text as a value of a type, such as `int | tuple[int, int] | None`. Raises ValueError with the rule."""
-    [*inner], words = re.findall(r"\[(.*?)\]", kind), re.findall(r"\w+", re.sub(r"\[.*?\]", "", kind))
-    if "None" in words and text.lower() == "none":
+    several, words = re.search(SEVERAL, kind), set(re.findall(r"\w+", re.sub(r"\w+\[.*?\]", "", kind)))
+    if "None" in kind and text.lower() == "none":
         return None
-    if {"int", "float"} & {*words} and re.fullmatch(r"-?(0|[1-9]\d*)", text.strip()):
+    if words & {"int", "float"} and re.fullmatch(r"-?(0|[1-9]\d*)", text.strip()):
         return int(text)  # val=100 are 100 samples; "0123" is a text of digits
     with suppress(ValueError):
         if "float" in words:
             return float(text)
-    rules = [RULES[word] for word in words if word in RULES]
-    if SEVERAL & {*words} and ("," in text or "tuple" in words):
-        parts, kinds = text.split(","), inner[0].split(", ")
-        counted = "tuple" in words and "..." not in kinds
+    rules = [rule for word, rule in RULES.items() if word in words]
+    if several and ("," in text or several[2] != "str"):  # a text is a sequence of characters
+        parts, kinds = text.split(","), several[2].split(", ")
+        counted = several[1] == "tuple" and "..." not in kinds
         rules.append(f"{f'{len(kinds)} ' * counted}numbers separated by commas")
         with suppress(ValueError):
             if not counted or len(parts) == len(kinds):
                 return tuple(value_of(part.strip(), kinds[0]) for part in parts)
-    if TEXT & {*words}:
-        return Path(text) if "Path" in words and "str" not in words else text
+    if words & {"str", "Any"} or (several and several[2] == "str"):
+        return text
     raise ValueError(" or ".join(rules))
 
 

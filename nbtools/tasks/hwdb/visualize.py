@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from nbtools.data import Pack
-from nbtools.figures import GREY, RIGHT, WIDE, WRONG, Sheet, blank, canvas, finish, scaled
-from nbtools.fonts import Fonts
+from nbtools.figures import GREY, RIGHT, WIDE, WRONG, Fonts, Sheet, blank, canvas, finish, scaled
 from nbtools.tasks.common.labels import text_of
 from nbtools.tasks.common.mistakes import paired
 from nbtools.tasks.hwdb.analysis import aligned, is_wrong
@@ -25,6 +24,10 @@ if TYPE_CHECKING:
 TALL, MARGIN = 72, 16  # px: of a line's image, at most; at the sides and between lines
 CELL, ROW, LABEL = 10, 24, 62  # px: half a Chinese character; a row of text; what stands before it
 SIZE = 12  # points of a letter, 16.7 px: a monospaced one is a cell wide
+NO_FONT = (
+    "No font here has {} of these characters: their code points are drawn (U+624B as 62 over 4B). A Chinese font, such "
+    "as the one in the package fonts-noto-cjk, shows them."
+)
 
 
 def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] | None = None) -> Sheet:
@@ -39,9 +42,10 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     fonts = Fonts.of("".join([*(truth for _, truth in lines), *answers]), mono=True)
     sizes = [scaled(image, WIDE - 2 * MARGIN, TALL) for image, _ in lines]
     rows = 1 if predicted is None else 2
-    top = MARGIN + ROW * bool(fonts.note)
+    top = MARGIN + ROW * bool(fonts.missing)
     sheet, axes = canvas(WIDE, top + sum(height + rows * ROW + MARGIN for _, height in sizes))
-    note(axes, MARGIN, MARGIN, fonts.note)
+    if fonts.missing:
+        note(axes, MARGIN, MARGIN, NO_FONT.format(len(fonts.missing)))
     for (image, _), (width, height), pairs in zip(lines, sizes, texts, strict=True):
         place = (MARGIN, MARGIN + width, top + height, top)
         axes.imshow(image, cmap="gray", vmin=0, vmax=255, extent=place, aspect="auto")
@@ -63,7 +67,7 @@ def picture(pack: Pack, i: int) -> np.ndarray:
 
 def spell(axes: Axes, fonts: Fonts, pairs: list[tuple[str, str]], base: int, compared: bool) -> None:
     """The truth on a base line, and below it what was read; a text that is too long for the figure is drawn smaller."""
-    widths = [max(map(fonts.columns, true + read)) for true, read in pairs]
+    widths = [max(1 + (letter in fonts.wide) for letter in true + read) for true, read in pairs]
     left = MARGIN + LABEL * compared
     unit = min(CELL, (WIDE - MARGIN - left) / max(sum(widths), 1))
     if compared:
@@ -74,7 +78,8 @@ def spell(axes: Axes, fonts: Fonts, pairs: list[tuple[str, str]], base: int, com
         sides = [(true, RIGHT if wrong else GREY), (read, WRONG if wrong else GREY)]
         for row, (letter, colour) in enumerate(sides[: 1 + compared]):
             if letter:
-                text, size = fonts.cell(letter)
+                code = f"{ord(letter):04X}"  # of what no font has, in two rows
+                text, size = (f"{code[:-2]}\n{code[-2:]}", 0.5) if letter in fonts.missing else (letter, 1.0)
                 style = fonts.look(SIZE * size * unit / CELL)
                 axes.text(left, base + row * ROW, text, color=colour, linespacing=1, **style)
             else:
