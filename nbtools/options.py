@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nbtools import tasks
-from nbtools.data import Pack, cores, pack, say
+from nbtools.data import Pack, pack, say
 from nbtools.errors import NbtoolsError, sentence
 from nbtools.identity import former_run
-from nbtools.measure import advise, find_batch, preset, processes
+from nbtools.measure import advise, preset
 from nbtools.train import Plan, Task, as_task
 
 BUILT_IN = tuple(module.name for module in pkgutil.iter_modules(tasks.__path__) if module.name != "common")
-AUTO = (("batch_size", "auto"), ("workers", "auto"))  # settings that may be `auto`
 UNTYPED = ("data", "train", "like", "network", "progress")  # parameters of tasks' functions that no text is given for
 RULES = {"int": "a whole number", "float": "a number", "None": "none"}
 SEVERAL = r"(tuple|Sequence|Iterable)\[(.*?)\]"
@@ -67,8 +66,10 @@ def add_options(one: argparse.ArgumentParser, task: Task, source: str) -> None:
     elif source == "pack" and task.packs_datasets:
         functions.insert(0, pack)
     if source == "plan":
-        bases = ("advised", "plan", "baseline", *task.PRESETS)
-        text = "source of the settings that are not given: advice, the task's plan, its baseline, or one of its presets"
+        bases = ("advised", "measured", "plan", "baseline", *task.PRESETS)
+        text = (
+            "settings that are not given: advised by rules, or measured first; the task's plan, baseline, or a preset"
+        )
         group.add_argument("--from", dest="base", choices=bases, default="advised", help=text)
     for name, (kind, text) in {name: each for function in functions for name, *each in parameters(function)}.items():
         how: Any = {"type": partial(read, name, kind), "metavar": "VALUE"}
@@ -92,15 +93,12 @@ def parameters(function: Any) -> Iterator[tuple[str, str, str]]:
             kind = "str | None" if default is None else type(default)
         text = rule.get("help") or ("default: from the data" if default is None else f"default {default}")
         text += f" ({', '.join(map(str, rule['choices']))})" if rule.get("choices") else ""
-        text += "; auto: by this machine" if fields and (name, "auto") in AUTO else ""
         if (fields or name not in UNTYPED) and (default is not each.empty or each.kind is each.KEYWORD_ONLY):
             yield name, kind if isinstance(kind, str) else inspect.formatannotation(kind), text
 
 
 def read(name: str, kind: str, text: str) -> Any:
     """Return the value of an option. Raises NbtoolsError for a text that its type does not allow."""
-    if (name, text) in AUTO:
-        return text
     try:
         return value_of(text, kind)
     except ValueError as error:
@@ -152,24 +150,15 @@ def plan_of(task: Task, pack: Pack, base: str, folder: Path | None, typed: Mappi
     What follows from them is said: another batch size without an lr adjusts lr by the plan's lr_rule, and in a new run
     fewer epochs shorten the warmup.
     """
-    knobs = {name: value for name, value in typed.items() if (name, value) not in AUTO}
-    former = former_run(task, folder) if folder else None
+    former, follows = former_run(task, folder) if folder else None, {}
     if former is not None:
         plan = former.applied.marked(former.applied.to_dict())
     else:
-        plan = base_plan(task, pack, base, knobs.get("network"))
-        epochs = knobs.get("epochs", plan.epochs)
-        if "warmup_epochs" not in knobs and plan.warmup_epochs and 0 < epochs < plan.epochs:
-            knobs["warmup_epochs"] = round(plan.warmup_epochs * epochs / plan.epochs, 2)
-    new = plan.turn(**knobs)
-    if "batch_size" in typed.keys() - knobs.keys():
-        batch = find_batch(task, pack, new)
-        say(str(batch))
-        new = new.turn(batch_size=batch.batch_size)
-    if "workers" in typed.keys() - knobs.keys():
-        number, why = processes(cores())
-        say(f"workers {number}: {why}")
-        new = new.replace(workers=number)
+        plan = base_plan(task, pack, base, typed.get("network"))
+        epochs = typed.get("epochs", plan.epochs)
+        if plan.warmup_epochs and 0 < epochs < plan.epochs:
+            follows["warmup_epochs"] = round(plan.warmup_epochs * epochs / plan.epochs, 2)
+    new = plan.turn(**{**follows, **typed})
     moved = new.changes_from(plan)
     for name in sorted(moved.keys() - typed.keys()):
         ruled = name == "lr" and "batch_size" in moved
@@ -180,8 +169,8 @@ def plan_of(task: Task, pack: Pack, base: str, folder: Path | None, typed: Mappi
 def base_plan(task: Task, pack: Pack, base: str, network: str | None) -> Plan:
     """Return the plan that --from names; an advised one is for the requested network. What a preset leaves to machine
     and data is said. Raises NbtoolsError for one that cannot train here."""
-    if base == "advised":
-        plan = advise(task, pack, measure=False).plan
+    if base in ("advised", "measured"):
+        plan = advise(task, pack, measure=base == "measured").plan
         return task.with_network(plan, pack, network) if network else plan
     if base in ("plan", "baseline"):
         return task.PLAN if base == "plan" else task.BASELINE
