@@ -25,7 +25,7 @@ from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.launch import reporting, require_processes
 from nbtools.live import ACTIONS, advised, send
 from nbtools.measure import check, follow, smoke_test
-from nbtools.options import BUILT_IN, Parser, add_options, find_task, meant, plan_of
+from nbtools.options import BUILT_IN, Parser, add_options, find_task, meant, plan_of, read
 from nbtools.run import busy
 from nbtools.table import plural
 from nbtools.train import Task, doubts, unread
@@ -76,7 +76,7 @@ cache                list what stage and pack left on this disk; delete what was
   --free TEXT        delete until so much is free: 20GB
   --days DAYS        delete what was not used for so many days
 runs                 list the runs in a folder and its subfolders, newest first
-  [FOLDER]           default: runs
+  [RUNS]             the folder that they are in; default: runs
 compare              compare runs: which is the best, what came out, and the settings that differ
   FOLDERS...         run folders, or a folder of runs: its newest eight
 watch                follow a run that another process is training
@@ -91,9 +91,7 @@ export               write a run's best weights as safetensors with a JSON card,
   --pack FOLDER      pack on whose samples the outputs are compared with torch's
 """
 """A line for each command and its arguments; `+plan`: a task's options of this kind, see `add_options`."""
-CODES = (
-    "exit codes: 0 done, 1 refused or failed or a report with errors, 2 not a valid command line, 130 stopped by you"
-)
+CODES = "exit codes: 0 done, 1 refused, failed, or a report with errors, 2 not a valid command line, 130 stopped by you"
 
 
 class Result(NamedTuple):
@@ -156,7 +154,8 @@ def parser(words: Sequence[str]) -> Parser:
 def add_argument(one: Parser, name: str, text: str, value: str = "") -> None:
     """Add an argument as a line of COMMANDS names it: `--fresh`, `--run FOLDER`, `RUN`, `FILES...`, `[DATA]`."""
     word = name.strip("[.]")
-    how: dict[str, Any] = {"type": KINDS.get(value or word, str), "metavar": value or word, "help": text}
+    kind = partial(read, name, KINDS.get(value or word, "str"))
+    how: dict[str, Any] = {"type": kind, "metavar": value or word, "help": text}
     if not name.startswith("--"):
         count = "+" if name.endswith("...") else "?" if name.startswith("[") else None
         one.usage = f"{one.usage} {name}"
@@ -183,10 +182,8 @@ def document(value: Any) -> str:
     """Return a value as strict JSON, with null for NaN and infinity."""
 
     def plain(value: Any) -> Any:
-        if hasattr(value, "frame"):
-            return value.frame.reset_index().to_dict("records")
-        convert = next((each for each in ("to_dict", "tolist") if hasattr(value, each)), "")  # reports, plans; arrays
-        return getattr(value, convert)() if convert else str(value)
+        convert = next((each for each in ("to_dict", "tolist") if hasattr(value, each)), "__str__")  # of plans; arrays
+        return getattr(value, convert)()
 
     return json.dumps(json.loads(json.dumps(value, default=plain), parse_constant=lambda _: None))
 
@@ -206,7 +203,7 @@ def gpus(options: Namespace) -> Any:
 def packed(task: Task | nb.Run, options: Namespace) -> nb.Pack:
     """Return the pack of --data, and print which files were left out."""
     if getattr(options, "data", None) is None:
-        raise NbtoolsError("name the data: --data SOURCE; only train --smoke-test needs none")
+        raise NbtoolsError("name the data: --data SOURCE")
     pack = task.pack(options.data, **options.pack)
     if len(pack.bad):
         print(f"{plural(len(pack.bad), 'file')} left out, listed in {pack.folder / 'bad.csv'}:", file=sys.stderr)
@@ -266,8 +263,7 @@ def evaluate(options: Namespace) -> Result:
     if limits := unread(options.task, pack, run.plan):
         print(limits, file=sys.stderr)
     metrics = nb.evaluate(run, pack, split, **options.evaluation)
-    count = run.readable(pack).splits[split]
-    print(f"{plural(count, 'sample')} of the {split} split counted", file=sys.stderr)
+    print(metrics, file=sys.stderr)
     return Result(metrics, document(metrics))
 
 
@@ -303,6 +299,12 @@ def checked(report: Any) -> Result:
     return Result(report, code=int(not report.ok))
 
 
+def runs(options: Namespace) -> Result:
+    """List the runs in a folder."""
+    made = nb.runs(getattr(options, "runs", "runs"))
+    return Result(made.frame.reset_index().to_dict("records"), made)
+
+
 def compare(options: Namespace) -> Result:
     """Return what the comparison of runs says, with their results as rows."""
     made = nb.compare(*options.folders)
@@ -332,19 +334,15 @@ def export(options: Namespace) -> Result:
     return Result({"path": path}, path)
 
 
-KINDS = {**dict.fromkeys(("RUN", "FILES", "FOLDER", "FILE", "INTO"), Path), "N": int, "DAYS": float}
-SIMPLE: dict[str, Callable[[Namespace], Any]] = {
+KINDS = {**dict.fromkeys(("RUN", "FILES", "FOLDER", "FILE", "INTO"), "Path"), "N": "int", "DAYS": "float"}
+OWN = (gpus, pack, advise, train, evaluate, predict, runs, compare, control, export)
+ACTS: dict[str, Callable[[Namespace], Any]] = {act.__name__: act for act in OWN} | {
     "demo": lambda o: o.task.demo(o.folder, **o.demo),
     "stage": lambda o: nb.stage(o.source, o.into, sha256=o.sha256),
     "validate": lambda o: checked(nb.validate(o.task, o.source, **o.validate)),
     "features": lambda o: checked(o.task.features(o.source, o.into, **o.features)),
     "cache": lambda o: nb.cached(o.free, o.days),
-    "runs": lambda o: nb.runs(getattr(o, "folder", "runs")),
     "watch": lambda o: nb.watch(o.run, wait=0),
-}
-ACTS = {
-    **SIMPLE,
-    **{act.__name__: act for act in (gpus, pack, advise, train, evaluate, predict, compare, control, export)},
 }
 
 if __name__ == "__main__":

@@ -47,6 +47,9 @@ class Parser(argparse.ArgumentParser):
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
+        message = re.sub(
+            r"argument (\S+): invalid choice: (.*?) \(choose from (.*)\)", r"\1 must be one of \3, got \2", message
+        )
         self.exit(2, f"nbtools: {sentence(message)} See {self.prog} --help\n")
 
 
@@ -72,12 +75,13 @@ def add_options(one: argparse.ArgumentParser, task: Task, source: str) -> None:
         )
         group.add_argument("--from", dest="base", choices=bases, default="advised", help=text)
     for name, (kind, text) in {name: each for function in functions for name, *each in parameters(function)}.items():
-        how: Any = {"type": partial(read, name, kind), "metavar": "VALUE"}
-        if kind == "bool":
-            how = {"action": argparse.BooleanOptionalAction}
+        flag = f"--{name.replace('_', '-')}"
+        how: Any = {"action": argparse.BooleanOptionalAction}
+        if kind != "bool":
+            how = {"type": partial(read, flag, kind), "metavar": "VALUE"}
         how |= {"dest": f"{source}.{name}", "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
         if source != "evaluation" or (name.startswith("eval_") and not hasattr(Plan, name)):
-            group.add_argument(f"--{name.replace('_', '-')}", **how)
+            group.add_argument(flag, **how)
 
 
 def parameters(function: Any) -> Iterator[tuple[str, str, str]]:
@@ -102,7 +106,7 @@ def read(name: str, kind: str, text: str) -> Any:
     try:
         return value_of(text, kind)
     except ValueError as error:
-        raise NbtoolsError(f"--{name.replace('_', '-')} must be {error}, got {text!r}") from None
+        raise NbtoolsError(f"{name} must be {error}, got {text!r}") from None
 
 
 def value_of(text: str, kind: str) -> Any:
@@ -123,8 +127,8 @@ def value_of(text: str, kind: str) -> Any:
         with suppress(ValueError):
             if not counted or len(parts) == len(kinds):
                 return tuple(value_of(part.strip(), kinds[0]) for part in parts)
-    if words & {"str", "Any"} or (several and several[2] == "str"):
-        return text
+    if words & {"str", "Path", "Any"} or (several and several[2] == "str"):
+        return Path(text) if "Path" in words and "str" not in words else text
     raise ValueError(" or ".join(rules))
 
 
