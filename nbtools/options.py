@@ -47,10 +47,9 @@ class Parser(argparse.ArgumentParser):
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
-        message = re.sub(
-            r"argument (\S+): invalid choice: (.*?) \(choose from (.*)\)", r"\1 must be one of \3, got \2", message
-        )
-        self.exit(2, f"nbtools: {sentence(message)} See {self.prog} --help\n")
+        choice = r"argument (.+): invalid choice: (.+) \(choose from (.+)\)"
+        message = sentence(re.sub(choice, r"\1 must be one of \3, got \2", message))
+        self.exit(2, f"nbtools: {message} See {self.prog} --help\n")
 
 
 def meant(name: str, names: Iterable[str]) -> str:
@@ -70,9 +69,7 @@ def add_options(one: argparse.ArgumentParser, task: Task, source: str) -> None:
         functions.insert(0, pack)
     if source == "plan":
         bases = ("advised", "measured", "plan", "baseline", *task.PRESETS)
-        text = (
-            "settings that are not given: advised by rules, or measured first; the task's plan, baseline, or a preset"
-        )
+        text = "the settings that are not given: by rules, measured now, the task's own plan, its baseline, a preset"
         group.add_argument("--from", dest="base", choices=bases, default="advised", help=text)
     for name, (kind, text) in {name: each for function in functions for name, *each in parameters(function)}.items():
         flag = f"--{name.replace('_', '-')}"
@@ -127,7 +124,7 @@ def value_of(text: str, kind: str) -> Any:
         with suppress(ValueError):
             if not counted or len(parts) == len(kinds):
                 return tuple(value_of(part.strip(), kinds[0]) for part in parts)
-    if words & {"str", "Path", "Any"} or (several and several[2] == "str"):
+    if not rules or words & {"str", "Path", "Any"} or (several and several[2] == "str"):
         return Path(text) if "Path" in words and "str" not in words else text
     raise ValueError(" or ".join(rules))
 

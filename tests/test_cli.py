@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -147,7 +147,9 @@ def test_an_interrupt_is_no_traceback(monkeypatch, capsys, tmp_path):
         (int | tuple[int, int] | None, "4, 8", (4, 8)),
         (tuple[float, ...], "1,0.5", (1, 0.5)),
         (int | str | Iterable[int | str] | None, "7,sky", (7, "sky")),
+        (Sequence[str] | None, "012", "012"),
         (int | None, "x", "a whole number or none"),
+        (tuple[int, int], "4", "2 numbers separated by commas"),
         (int | tuple[int, int], "4,8,9", "a whole number or 2 numbers separated by commas"),
     ],
 )
