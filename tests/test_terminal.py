@@ -49,7 +49,7 @@ def help_of(*words: str) -> str:
 
 @pytest.mark.parametrize("line", re.findall(r"^\w.*", COMMANDS, re.M))
 def test_the_help_of_a_command_shows_what_it_takes(line):
-    command, task, text = re.match(r"(\w+) ?(TASK)?.*?  +(.*)", line).groups()
+    [(command, task, text)] = re.findall(r"^(\w+) ?(TASK)?.*?  +(.*)", line)
     shown = help_of(command, *(["sign"] if task else []))
     assert shown.startswith(f"usage: python -m nbtools {command} [options]{f' {task}' if task else ''}")
     assert text in " ".join(shown.split())
