@@ -269,8 +269,6 @@ def evaluate(options: Namespace) -> Result:
 
 def predict(options: Namespace) -> Result:
     """Return a row a file, and write them as CSV; predictions that are files themselves go below --into."""
-    import pandas as pd  # takes half a second
-
     run = nb.Run.open(options.run)
     names = {file: name for given in options.files for file, name in files_of(given)}
     answers, into = run.predict(list(names)), options.into or Path("predictions")
@@ -280,8 +278,10 @@ def predict(options: Namespace) -> Result:
     rows = [{"file": file, "prediction": answer} for file, answer in zip(names, answers, strict=True)]
     if options.csv is None:
         return Result(rows, "\n".join(f"{row['file']}\t{row['prediction']}" for row in rows))
-    table = pd.DataFrame({"name": names.values(), "prediction": map(str, answers)})
+    import pandas as pd  # takes half a second
+
     with disk.explained("writing predictions", options.csv):
+        table = pd.DataFrame({"name": names.values(), "prediction": map(str, answers)})
         disk.write_atomic(options.csv, table.to_csv(index=False))
     return Result(rows, options.csv)
 
