@@ -29,6 +29,10 @@ class StageError(NbtoolsError):
     """A data set could not be fetched to local disk."""
 
 
+class DriveRefused(StageError):
+    """The dialog in which Colab asks for access to Drive was declined."""
+
+
 class ArchiveError(StageError):
     """An archive is damaged, hostile, or of an unknown format."""
 

@@ -17,15 +17,10 @@ from threading import current_thread, main_thread
 
 from nbtools import disk
 from nbtools.data.progress import say
-from nbtools.errors import MissingExtra, StageError
+from nbtools.errors import DriveRefused, MissingExtra, StageError
 
 MOUNT = Path("/content/drive")  # Colab's
 SITE = "https://drive.google.com"
-
-
-class DriveRefused(StageError):
-    """The dialog in which Colab asks for access to Drive was declined."""
-
 
 _declined = False  # whether Colab's dialog was declined: it is not shown a second time
 

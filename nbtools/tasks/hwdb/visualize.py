@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 TALL, MARGIN = 72, 16  # px: of a line's image, at most; at the sides and between lines
 CELL, ROW, LABEL = 10, 24, 62  # px: half a Chinese character; a row of text; what stands before it
 SIZE = 12  # points of a letter, 16.7 px: a monospaced one is a cell wide
-NO_FONT = (
-    "No font here has {} of these characters: their code points are drawn (U+624B as 62 over 4B). A Chinese font, such "
-    "as the one in the package fonts-noto-cjk, shows them."
-)
+NO_FONT = "No font here has {} of these: their code points are drawn (U+624B as 62 over 4B); fonts-noto-cjk has them"
 
 
 def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] | None = None) -> Sheet:
@@ -44,8 +41,7 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     rows = 1 if predicted is None else 2
     top = MARGIN + ROW * bool(fonts.missing)
     sheet, axes = canvas(WIDE, top + sum(height + rows * ROW + MARGIN for _, height in sizes))
-    if fonts.missing:
-        note(axes, MARGIN, MARGIN, NO_FONT.format(len(fonts.missing)))
+    note(axes, MARGIN, MARGIN, NO_FONT.format(len(fonts.missing)) if fonts.missing else "")
     for (image, _), (width, height), pairs in zip(lines, sizes, texts, strict=True):
         place = (MARGIN, MARGIN + width, top + height, top)
         axes.imshow(image, cmap="gray", vmin=0, vmax=255, extent=place, aspect="auto")
@@ -78,10 +74,9 @@ def spell(axes: Axes, fonts: Fonts, pairs: list[tuple[str, str]], base: int, com
         sides = [(true, RIGHT if wrong else GREY), (read, WRONG if wrong else GREY)]
         for row, (letter, colour) in enumerate(sides[: 1 + compared]):
             if letter:
-                code = f"{ord(letter):04X}"  # of what no font has, in two rows
-                text, size = (f"{code[:-2]}\n{code[-2:]}", 0.5) if letter in fonts.missing else (letter, 1.0)
-                style = fonts.look(SIZE * size * unit / CELL)
-                axes.text(left, base + row * ROW, text, color=colour, linespacing=1, **style)
+                code = f"{ord(letter) >> 8:02X}\n{ord(letter) & 255:02X}"  # of what no font has, in two rows
+                text, size = (code, SIZE / 2) if letter in fonts.missing else (letter, SIZE)
+                axes.text(left, base + row * ROW, text, color=colour, linespacing=1, **fonts.look(size * unit / CELL))
             else:
                 place = (left + 1, base + row * ROW - ROW + 8)
                 box = Rectangle(place, columns * unit - 2, ROW - 4, linewidth=0.8, edgecolor=colour, facecolor="none")
