@@ -1,16 +1,12 @@
 """The errors that nbtools raises on purpose: each names the field, the rule, the value, and what to do next."""
 
 import re
-from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, metadata
-from typing import Any, NoReturn
-
-PAGE = "docs/troubleshooting.md"
+from typing import Any
 
 
 class NbtoolsError(Exception):
-    """The base class; catching it catches every error that nbtools raises on purpose, and nothing else. entry: the
-    heading in docs/troubleshooting.md that explains more; the message then ends with its address."""
+    """The base class. entry: a heading in docs/troubleshooting.md, whose address then ends the message."""
 
     def __init__(self, *args: object, entry: str = "") -> None:
         super().__init__(*args)
@@ -21,20 +17,12 @@ class NbtoolsError(Exception):
         return f"{sentence(text)} {see(self.entry)}" if self.entry else text
 
 
-def ctrl_c(run: Any) -> KeyboardInterrupt:
-    """Return the KeyboardInterrupt that ends a script's loop too, once everything is saved; its `run` is the run."""
-    # Not of a class of its own: for KeyboardInterrupt alone Python ends by SIGINT, which ends a shell's loop too.
-    error = KeyboardInterrupt(f"{run}; run it again to continue")
-    vars(error)["run"] = run
-    return error
-
-
 class PlanError(NbtoolsError, ValueError):
     """A training setting breaks its rule."""
 
 
 class DiskError(NbtoolsError):
-    """A disk is full, read-only or failing; the message names which, and what was being done."""
+    """A disk is full, read-only or failing."""
 
 
 class StageError(NbtoolsError):
@@ -66,30 +54,28 @@ class ExportError(NbtoolsError):
 
 
 class MissingExtra(NbtoolsError, ImportError):
-    """An optional package is needed for this; the message names it, and how to install it."""
+    """An optional package is needed; the message says how to install it."""
+
+
+def ctrl_c(run: Any) -> KeyboardInterrupt:
+    """Return the KeyboardInterrupt to raise once everything is saved; its `run` is the run."""
+    # Not of a class of its own: for KeyboardInterrupt alone Python ends by SIGINT, which ends a shell's loop too.
+    error = KeyboardInterrupt(f"{run}; run it again to continue")
+    vars(error)["run"] = run
+    return error
 
 
 def sentence(text: str) -> str:
-    """With a full stop, unless it ends with one or asks."""
+    """Return a text with a full stop, unless it ends with one or asks."""
     return text if text.endswith((".", "?")) else f"{text}."
 
 
 def see(entry: str) -> str:
-    """A reference to a heading in docs/troubleshooting.md, at the repository's address in the installed package."""
+    """Return a reference to a heading in docs/troubleshooting.md, in the repository of the installed package."""
     try:
-        urls = metadata("nbtools").get_all("Project-URL") or []
+        urls = [url.split(", ") for url in metadata("nbtools").get_all("Project-URL") or []]
     except PackageNotFoundError:  # imported from a folder, which has the file
         urls = []
-    addresses = [f"{url.removeprefix('Repository, ')}/blob/main/" for url in urls if url.startswith("Repository, ")]
+    home = "".join(f"{url}/blob/main/" for name, url in urls if name == "Repository")
     anchor = re.sub(r"[^\w -]", "", entry.lower()).replace(" ", "-")  # as GitHub makes them
-    return f"See “{entry}”: {''.join(addresses[:1])}{PAGE}#{anchor}"
-
-
-def successors(module: str, gone: Mapping[str, str]) -> Callable[[str], NoReturn]:
-    """A module's `__getattr__` that says what to use in place of names that earlier versions had."""
-
-    def refuse(name: str) -> NoReturn:
-        instead = f"; {gone[name]}" if name in gone else ""
-        raise AttributeError(f"module {module!r} has no attribute {name!r}{instead}")
-
-    return refuse
+    return f"See “{entry}”: {home}docs/troubleshooting.md#{anchor}"

@@ -1,43 +1,36 @@
-"""Holds SIGINT where it would leave something half done: a message between two queues, a lock never released."""
+"""Hold SIGINT where it would leave something half done: a message between two queues, a lock never released."""
 
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
 
 
 class HeldInterrupt:
-    """Holds SIGINT until the block ends. Off the main thread, where no signals arrive, it does nothing."""
+    """Hold SIGINT until the block ends. Off the main thread, where no signals arrive, it does nothing."""
 
-    def __enter__(self) -> Self:
-        self._came = False
-        self._main = threading.current_thread() is threading.main_thread()
-        if self._main:
-            self._before = signal.signal(signal.SIGINT, self._note)
+    def __enter__(self):
+        self.came, self.main = False, threading.current_thread() is threading.main_thread()
+        if self.main:
+            self.before = signal.signal(signal.SIGINT, self.note) or signal.SIG_DFL
         return self
 
+    def note(self, *_) -> None:
+        self.came = True
+
     def __exit__(self, *_) -> None:
-        if self._main:
-            self._restore()
-
-    def _note(self, *_) -> None:
-        self._came = True
-
-    def _restore(self) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if self._before is None else self._before)
-        if self._came:
-            self._came = False
+        if self.main:
+            signal.signal(signal.SIGINT, self.before)
+        if self.came:
+            self.came = False
             signal.raise_signal(signal.SIGINT)
 
     @contextmanager
     def let_through(self) -> Iterator[None]:
-        """A callback may take long, so it can be interrupted as usual."""
-        if not self._main:
-            yield
-            return
+        """Let it interrupt a block inside as usual, such as a callback, which may take long."""
         try:
-            self._restore()
+            self.__exit__()
             yield
         finally:
-            signal.signal(signal.SIGINT, self._note)
+            if self.main:
+                signal.signal(signal.SIGINT, self.note)

@@ -1,7 +1,6 @@
 """Results as tables, and numbers, sizes and times as text.
 
-A cell is any value: None shows as a dash. pandas is imported where a notebook draws a table, not by a terminal, which
-it would keep waiting for half a second.
+pandas is imported where a notebook draws a table, not by a terminal, which it would keep waiting for half a second.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-EMPTY = "–"
-NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( \S+|×)?|")
-"""12, 1e-6, 24.3×, 97 %, 1.5 GB, nothing; not 0001.png"""
-WIDE = 60  # characters of a line in a cell of a terminal
+EMPTY = "–"  # a cell of what is not known
+NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( \S+|×)?|")  # 12, 1e-6, 24.3×, 97 %, 1.5 GB, nothing; not 0001.png
 Rows = Sequence[Sequence[Any]]
 
 
@@ -62,23 +59,18 @@ def note(text: str) -> str:
 
 
 def text(headers: Sequence[str], rows: Rows) -> str:
-    """Draw a table for a terminal, where pandas would align long texts to the right.
-
-    Control characters are shown as escapes: a file name cannot colour, or overwrite, the terminal.
-    """
+    """Draw a table for a terminal, numbers to the right; a file name cannot colour, or overwrite, the terminal."""
     if not rows:
         return ""
-    headers, *cells = filled(headers, rows)
-    lines = [[*map(plain, headers)], *(line for row in cells for line in zip_longest(*map(wrapped, row), fillvalue=""))]
-    across = list(zip(*lines, strict=True))
-    widths = [max(map(columns, column)) for column in across]
-    right = [all(NUMBER.fullmatch(cell.strip(EMPTY)) for cell in column[1:]) for column in across]
+    names, *cells = ([plain(cell) for cell in row] for row in filled(headers, rows))
+    wrapped = (
+        [textwrap.wrap(cell, 60, break_long_words=False, break_on_hyphens=False) for cell in row] for row in cells
+    )
+    lines = [names, *(line for row in wrapped for line in zip_longest(*row, fillvalue=""))]
+    widths = [max(map(columns, column)) for column in zip(*lines, strict=True)]
+    right = [all(NUMBER.fullmatch(cell.strip(EMPTY)) for cell in column) for column in zip(*lines[1:], strict=True)]
     lines.insert(1, ["─" * width for width in widths])
     return "\n".join("  ".join(map(padded, line, widths, right)).rstrip() for line in lines)
-
-
-def wrapped(cell: str) -> list[str]:
-    return textwrap.wrap(plain(cell), WIDE, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def filled(headers: Sequence[str], rows: Rows) -> list[list[str]]:
@@ -87,8 +79,27 @@ def filled(headers: Sequence[str], rows: Rows) -> list[list[str]]:
     return [[shown(row[k]) for k in kept] for row in (headers, *rows)]
 
 
+def columns(line: str) -> int:
+    """Return how many terminal columns a line takes: East Asian wide characters two, combining marks none."""
+    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in line)
+
+
+def padded(line: str, width: int, right: bool) -> str:
+    """Return a line with spaces up to a width in terminal columns."""
+    blank = " " * (width - columns(line))
+    return blank + line if right else line + blank
+
+
+def plain(line: str) -> str:
+    """Return a line with control characters as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in line)
+
+
+# -- values as text
+
+
 def shown(value: Any) -> str:
-    """A value as the user reads it: yes or no, a float in `digits`, a dash for None."""
+    """Return a value as the user reads it: yes or no, a float in `digits`, a dash for None."""
     if value is None:
         return EMPTY
     if isinstance(value, bool):
@@ -97,8 +108,8 @@ def shown(value: Any) -> str:
 
 
 def digits(value: float) -> str:
-    """A setting as one would type it: in full where five digits are exact, as for most typed values, else in three
-    digits or as a whole number. An lr of 0.002828427 shows as 0.00283."""
+    """Return a setting as one would type it: in full where five digits are exact, as for most typed values, else in
+    three digits or as a whole number. An lr of 0.002828427 shows as 0.00283."""
     short = f"{value:.5g}"
     if float(short) != value and math.isfinite(value):
         short = f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
@@ -106,8 +117,8 @@ def digits(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """A measured value in three digits, zeros kept, so that it does not jump while it changes: 0.0258, 31.2, 12,345,
-    2.00e-7. A share just below 1 has as many more as tell it from 1: 0.9996."""
+    """Return a measured value in three digits, zeros kept, so that it does not jump while it changes: 0.0258, 31.2,
+    12,345, 2.00e-7. A share just below 1 has as many more as tell it from 1: 0.9996."""
     amount = abs(value)
     if not amount or not math.isfinite(value):
         return f"{value:g}"
@@ -120,22 +131,22 @@ def number(value: float) -> str:
 
 
 def exponent(number: str) -> str:
-    """2e-7 for the 2e-07 that Python writes."""
+    """Return 2e-7 for the 2e-07 that Python writes."""
     return re.sub(r"e\+?(-?)0*", r"e\1", number)
 
 
 def spelled(name: str) -> str:
-    """The name of a column or metric in a sentence: `whole accuracy`."""
+    """Return the name of a column or metric in a sentence: `whole accuracy`."""
     return name.replace("_", " ")
 
 
 def percent(share: float, decimals: int = 0) -> str:
-    """`94 %`"""
+    """Return `94 %`."""
     return f"{100 * share:.{decimals}f} %"
 
 
 def size(count: float) -> str:
-    """A number of bytes in decimal units, as disks, cards and network rates are sold: `1.5 GB`."""
+    """Return a number of bytes in decimal units, as disks, cards and network rates are sold: `1.5 GB`."""
     power = 0
     while abs(count) >= 999.5 and power < 4:
         count, power = count / 1000, power + 1
@@ -143,19 +154,18 @@ def size(count: float) -> str:
 
 
 def sized(height: int, width: int) -> str:
-    """`96 × 128 pixels (height × width)`: the order of tensors and of every `size=`, wherever a size is shown; viewers
-    and Pillow put the width first, hence the words."""
+    """Return `96 × 128 pixels (height × width)`: the order of tensors; viewers and Pillow put the width first."""
     return f"{height:,} × {width:,} pixels (height × width)"
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 thread`, `2 threads`, `1,300 batches`."""
+    """Return `1 thread`, `2 threads`, `1,300 batches`."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "tch")) else "s"
     return f"{count:,} {noun}{ending}"
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `3 min 20 s`, `2 h 05 min`, `4 d 17 h`."""
+    """Return `45 s`, `3 min 20 s`, `2 h 05 min`, `4 d 17 h`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -167,39 +177,24 @@ def duration(seconds: float) -> str:
 
 
 def timing(seconds: float) -> str:
-    """A measured time in three digits, where `duration` would say 0 s: `203 ms`, `1.35 s`."""
+    """Return a measured time in three digits, where `duration` would say 0 s: `203 ms`, `1.35 s`."""
     if seconds >= 100:
         return duration(seconds)
     return f"{number(seconds)} s" if seconds >= 1 else f"{number(seconds * 1e3)} ms"
 
 
-def columns(line: str) -> int:
-    """How many terminal columns a line takes: two for East Asian wide characters, none for combining marks."""
-    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in line)
-
-
-def padded(line: str, width: int, right: bool) -> str:
-    blank = " " * (width - columns(line))
-    return blank + line if right else line + blank
-
-
-def plain(line: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in line)
-
-
-# Values of a history, by the name of their column
-
+# -- values of a history, by the name of their column
 
 WRITTEN: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(("epoch", "epochs", "best_epoch", "step", "steps", "samples", "batch_size"), "{:,.0f}".format),
+    **dict.fromkeys(("epoch_time", "eval_time"), timing),
+    **dict.fromkeys(("energy", "gpu_energy"), lambda hours: f"{number(hours)} Wh"),
     "lr": digits,
     "data_wait": percent,
-    **dict.fromkeys(("epoch_time", "eval_time"), timing),
     "time": duration,
     "age": lambda age: f"{' '.join(duration(age).split()[:2])} ago",
     "samples_per_s": number,
     "minutes": lambda minutes: duration(60 * minutes),
-    **dict.fromkeys(("energy", "gpu_energy"), lambda hours: f"{number(hours)} Wh"),
     "gpu_utilisation": "{:.0f} %".format,
     "gpu_power": "{:.0f} W".format,
 }

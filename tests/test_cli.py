@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_demo_pack_advise_train_evaluate_predict_in_a_row(tmp_path, capsys):
     assert main(["evaluate", "toy", "--data", str(raw), "--run", str(run), "--split", "val"]) == 0
     assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == {"loss", "accuracy"}
     files = sorted(map(str, raw.glob("*.npy")))[:2]
-    assert main(["predict", "toy", "--run", str(run), *files]) == 0
+    assert main(["predict", str(run), *files]) == 0
     assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == files
 
 
@@ -95,8 +95,6 @@ def test_the_baseline_is_a_plan_to_train_with(train, tmp_path):
         (["--batch-size", "x"], "--batch-size must be a whole number, got 'x'"),
         (["--amp", "fp8"], "Plan.amp must be one of off, bf16, fp16, got 'fp8'"),
         (["--batch-size", "5000"], "larger than the train split"),
-        (["--samples", "3,"], "samples must be 'first', 'worst' or a list of ids of the pack, got '3,'"),
-        (["--processes", "2", "--samples", "worst"], "--samples are shown where one process trains, got --processes 2"),
         (["--processes", "0"], "processes (--processes) must be at least 1, got 0"),
     ],
 )
@@ -114,7 +112,9 @@ def test_a_bad_option_is_one_sentence_and_starts_nothing(train, tmp_path, capsys
         ("pack nosuchtask x", 1, "no task 'nosuchtask': use captcha"),
         ("pack toy no/such/folder --json", 1, "no/such/folder"),
         ("pack --val 0.2 toy x", 2, "name the task directly after pack: captcha, "),
-        ("train toy", 1, "name the data: --data SOURCE; only train --smoke-test needs none"),
+        ("train captcha --from guied", 2, "--from must be one of 'advised', 'measured', 'plan', 'baseline', 'guide'"),
+        ("train toy --processes x", 1, "--processes must be a whole number, got 'x'"),
+        ("train toy", 1, "name the data: --data SOURCE"),
         ("validate toy anything", 1, "pack.bad"),
     ],
 )
@@ -147,7 +147,9 @@ def test_an_interrupt_is_no_traceback(monkeypatch, capsys, tmp_path):
         (int | tuple[int, int] | None, "4, 8", (4, 8)),
         (tuple[float, ...], "1,0.5", (1, 0.5)),
         (int | str | Iterable[int | str] | None, "7,sky", (7, "sky")),
+        (Sequence[str] | None, "012", "012"),
         (int | None, "x", "a whole number or none"),
+        (tuple[int, int], "4", "2 numbers separated by commas"),
         (int | tuple[int, int], "4,8,9", "a whole number or 2 numbers separated by commas"),
     ],
 )

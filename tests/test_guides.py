@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtools.__main__ import ordered, parser
+from nbtools.__main__ import parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,7 +34,7 @@ def options() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("command", commands())
 def test_a_command_of_the_documentation_parses(command):
-    words = ordered(shlex.split(command))
+    words = shlex.split(command)
     assert parser(words).parse_args(words).act
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import nbtools as nb
-from nbtools import fonts
+from nbtools import figures
 from nbtools.errors import PackError
 from nbtools.tasks import hwdb
 from nbtools.tasks.hwdb.demo import pool
@@ -17,7 +17,7 @@ from nbtools.tasks.hwdb.formats import lines_of
 def pages(tmp_path_factory):
     """100 lines drawn with shapes, 84 of them for training."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fonts, "findSystemFonts", list)
+        patch.setattr(figures, "findSystemFonts", list)
         return hwdb.demo(tmp_path_factory.mktemp("pages"), 100, height=24)
 
 

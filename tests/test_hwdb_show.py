@@ -109,7 +109,7 @@ def test_scores_of_other_answers_are_those_of_an_evaluation():
 def fonts(request, monkeypatch, tmp_path):
     """On a machine with a Chinese font, and on one without: how it writes a character."""
     found = [made_font(tmp_path / "squares.ttf", LETTERS[:5])] if request.param == "with a font" else []
-    monkeypatch.setattr("nbtools.fonts.system", lambda: found)
+    monkeypatch.setattr("nbtools.figures.system", lambda: found)
     return str if found else lambda letter: f"{ord(letter):04X}"[:2] + "\n" + f"{ord(letter):04X}"[2:]
 
 

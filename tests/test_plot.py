@@ -19,7 +19,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 import nbtools as nb
-from nbtools import fonts
+from nbtools import figures
 from nbtools.live import Columns, facts, png, samples, svg
 from nbtools.live.facts import About
 from nbtools.live.picture import picture
@@ -204,7 +204,7 @@ def test_the_png_of_a_run_lies_in_its_folder_with_samples_below_the_charts(pack,
 
 
 def test_in_the_png_a_letter_without_a_font_is_its_code_point_and_a_long_text_is_broken(monkeypatch, drawn):
-    monkeypatch.setattr(fonts, "system", list)
+    monkeypatch.setattr(figures, "system", list)
     png.draw(shown(history()), [Preview(CAPTCHA, "手a", "手b"), Preview(CAPTCHA, "ab" * 40, "ab" * 40)])
     short, long = [text.split("\n") for text in drawn if text.startswith("truth")]
     assert short == ["truth     U+624Ba", "predicted U+624Bb", "                ^"]

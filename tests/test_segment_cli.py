@@ -35,7 +35,7 @@ def test_demo_validate_train_evaluate_predict_in_a_row(tmp_path, capsys):
     assert len({values["loss"] for values in found.values()}) == 3
     assert {"miou", "pixel_accuracy", "boundary_f"} <= found["one"].keys()
     files = sorted(map(str, (raw / "images" / "test").glob("*.jpg")))[:2]
-    assert main(["predict", "segment", "--run", str(run), *files, "--into", str(tmp_path / "masks")]) == 0
+    assert main(["predict", str(run), *files, "--into", str(tmp_path / "masks")]) == 0
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert [file for file, _ in lines] == files
     for _, path in lines:

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -20,7 +19,7 @@ import torch
 import toy
 
 import nbtools as nb
-from nbtools.__main__ import COMMANDS, TASK_COMMANDS, main, parser
+from nbtools.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,14 +47,13 @@ def help_of(*words: str) -> str:
     return text.getvalue()
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *TASK_COMMANDS])
-def test_the_help_of_a_command_ends_with_one_or_two_examples_that_parse(command):
-    for words in [[command], *([[command, "sign"]] if command in TASK_COMMANDS else [])]:
-        found = re.findall(r"^ +python -m nbtools (.+)$", help_of(*words).partition("\nexamples:\n")[2], re.M)
-        assert 1 <= len(found) <= 2
-        for example in map(shlex.split, found):
-            assert example[0] == command
-            assert parser(example).parse_args(example).act
+@pytest.mark.parametrize("line", re.findall(r"^\w.*", COMMANDS, re.M))
+def test_the_help_of_a_command_shows_what_it_takes(line):
+    [(command, task, text)] = re.findall(r"^(\w+) ?(TASK)?.*?  +(.*)", line)
+    shown = help_of(command, *(["sign"] if task else []))
+    assert shown.startswith(f"usage: python -m nbtools {command} [options]{f' {task}' if task else ''}")
+    assert text in " ".join(shown.split())
+    assert "--json" in shown
 
 
 def test_the_version_is_one_line_and_the_command_nbtools_is_this_module(capsys):
@@ -93,7 +91,7 @@ def test_with_json_every_result_is_one_document_and_all_else_goes_to_stderr(data
     assert document(capsys, "watch", run) == made
     metrics = document(capsys, "evaluate", "toy", "--data", str(data), "--run", run)
     assert set(metrics) == {"loss", "accuracy"}
-    [found] = document(capsys, "predict", "toy", "--run", run, file)
+    [found] = document(capsys, "predict", run, file)
     assert found == {"file": file, "prediction": nb.Run.open(run, toy).predict(file)[0]}
 
 
@@ -107,19 +105,25 @@ def test_a_report_is_a_document_too_and_errors_are_its_exit_code(tmp_path, capsy
 
 
 def test_the_exit_codes_are_in_the_help_and_an_unknown_command_line_is_two(capsys):
-    codes = re.findall(r"^  (\d+) ", help_of().partition("exit codes:")[2], re.M)
-    assert codes == ["0", "1", "2", "130", "141", "143"]
+    assert re.findall(r"\d+", help_of().partition("exit codes:")[2]) == ["0", "1", "2", "130"]
     for words in (["nosuch"], [], ["gpus", "--nosuch"]):
         with pytest.raises(SystemExit, match="2"):
             main(words)
         assert capsys.readouterr().out == ""
 
 
-def test_an_option_that_there_is_not_is_answered_with_the_nearest_in_one_line(capsys):
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("train sign --batch-siz 4", "no option --batch-siz; did you mean --batch-size? See python -m nbtools train"),
+        ("trian sign", "export; did you mean train? See python -m nbtools"),
+        ("gpus now", "gpus takes no more, got now. See python -m nbtools gpus"),
+    ],
+)
+def test_what_there_is_not_is_answered_with_the_nearest_in_one_line(typed, said, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["train", "sign", "--batch-siz", "4"])
-    nearest = "nbtools: no option --batch-siz; did you mean --batch-size? See python -m nbtools train --help\n"
-    assert capsys.readouterr().err == nearest
+        main(typed.split())
+    assert capsys.readouterr().err.endswith(f"{said} --help\n")
 
 
 def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, capsys, monkeypatch):
@@ -194,7 +198,7 @@ def test_runs_are_listed_and_compared_and_a_folder_is_predicted_into_a_csv_file(
     (folder / ".DS_Store").touch()
     first, second, *_ = sorted(data.iterdir())
     answers = nb.Run.open(other, toy).predict([shutil.copy(first, folder), shutil.copy(second, folder / "more")])
-    assert main(["predict", "toy", "--run", other, str(folder), "--csv", str(table)]) == 0
+    assert main(["predict", other, str(folder), "--csv", str(table)]) == 0
     rows = [f"{first.name},{answers[0]}", f"more/{second.name},{answers[1]}"]
     assert table.read_text().splitlines() == ["name,prediction", *rows]
     out, err = capsys.readouterr()

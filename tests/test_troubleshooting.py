@@ -18,7 +18,7 @@ from nbtools.errors import NbtoolsError, PackError, TrainError, see
 from nbtools.tasks import captcha, hwdb, segment, sign
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / errors.PAGE).read_text()
+TEXT = (ROOT / "docs" / "troubleshooting.md").read_text()
 ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 SECTIONS = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", TEXT, re.M))
 
@@ -55,8 +55,8 @@ def test_every_option_and_preset_of_the_page_is_one():
         fitting = [plan for plan in plans if hasattr(plan, field)]
         others = {"data", "why", "keep", "processes", "label", "kp_key", "feature_key", "smoke_test", "from"}
         assert fitting or field in others, name
-        assert not value or value == "auto" or not fitting or any(takes(plan, field, value) for plan in fitting), name
-    presets = {name for task in (captcha, hwdb, segment, sign) for name in task.PRESETS}
+        assert not value or not fitting or any(takes(plan, field, value) for plan in fitting), name
+    presets = {"measured", *(name for task in (captcha, hwdb, segment, sign) for name in task.PRESETS)}
     assert set(re.findall(r"--from ([\w.-]+)", TEXT)) <= presets
 
 

@@ -75,7 +75,7 @@ class Index:
 def kind(path: Path) -> str | None:
     """`tar`, `tar.gz`, `tar.xz`, `tar.bz2` or `zip` by the first bytes, whatever the name says; else None."""
     with open(path, "rb") as file:
-        head = disk.read(file, tarfile.BLOCKSIZE)
+        head = file.read(tarfile.BLOCKSIZE)
     for magic, name in MAGIC.items():
         if head.startswith(magic):
             return name
@@ -109,7 +109,7 @@ def extract(path: Path, folder: Path, progress: Progress = ignored, again: bool 
     with explained(path, names):
         if kind(path) is None:
             raise ArchiveError("is not a tar, tar.gz, tar.xz, tar.bz2 or zip")
-        disk.make_folder(folder, fresh=not again)
+        folder.mkdir(parents=True, exist_ok=again)
         made = {folder}
         for name, place, content in files_in(path, names, progress):
             target = folder / name
@@ -118,7 +118,7 @@ def extract(path: Path, folder: Path, progress: Progress = ignored, again: bool 
                 made.add(target.parent)
             if again:
                 disk.remove(target)
-            with content() as stream, disk.create(target) as file:
+            with content() as stream, open(target, "xb", buffering=0) as file:
                 pour(stream, file, place.size)
         if not names.files:
             raise ArchiveError("holds no files")
@@ -132,7 +132,7 @@ def plain(path: Path, target: Path, progress: Progress = ignored) -> None:
     Its files are not examined."""
     with explained(path), open(path, "rb") as raw, OPENERS.get(kind(path) or "", OPENERS["tar"])(raw) as file:
         stream = Forward(raw, file, budget(path.stat().st_size), progress)
-        with disk.create(target) as unpacked:
+        with open(target, "xb", buffering=0) as unpacked:
             while data := stream.read(CHUNK):
                 disk.write(unpacked, data)
 
@@ -172,7 +172,7 @@ def read_member(path: Path, name: str) -> bytes:
             raise ArchiveError(f"has {table.size(place.size)}, more than {table.size(most)}. Give the unpacked folder")
         with open(path, "rb", buffering=0) as file:
             file.seek(place.start)
-            data = disk.read(file if place.method is None else inflated(file, name, place), place.size)
+            data = (file if place.method is None else inflated(file, name, place)).read(place.size)
         require_size(len(data), place.size)
         return data
 
@@ -198,13 +198,13 @@ def write(files: Mapping[str, Path], path: Path, ready: Callable[[], None] = lam
         disk.make_folder(path.parent)
         disk.remove(part)
         try:
-            with disk.create(part) as file:
+            with open(part, "xb", buffering=0) as file:
                 for name, source in sorted(files.items()):
                     info = tarfile.TarInfo(name)  # mtime, owner, mode: the defaults
                     info.size = rest = source.stat().st_size
                     put(file, info.tobuf(tarfile.PAX_FORMAT))
                     with open(source, "rb") as content:
-                        while data := disk.read(content, min(CHUNK, rest)):
+                        while data := content.read(min(CHUNK, rest)):
                             rest -= len(data)
                             put(file, data)
                     if rest or source.stat().st_size != info.size:
@@ -214,7 +214,8 @@ def write(files: Mapping[str, Path], path: Path, ready: Callable[[], None] = lam
             if disk.sha256(part) != digest.hexdigest():
                 raise OSError(errno.EIO, "reads back differently from what was written", str(part))
             ready()
-            disk.publish_file(part, path)
+            disk.sync_path(part)
+            disk.rename(part, path)
         except BaseException:  # also where the user interrupts: a full Drive has no room for it
             with contextlib.suppress(OSError):  # the disk that failed may refuse this too: the first error counts
                 disk.remove(part)
@@ -294,7 +295,7 @@ class Forward:
     def read(self, count: int) -> bytes:
         if not 0 <= count <= 16 * CHUNK:  # an extended header that claims gigabytes would be held in memory
             raise ArchiveError(f"has a header of {table.size(count)}")
-        self.last = disk.read(self.file, count)
+        self.last = self.file.read(count)
         self.position += len(self.last)
         if self.position > self.limit:
             raise bomb(self.limit)
@@ -384,12 +385,12 @@ def compare_directories(file: IO[bytes], infos: list[zipfile.ZipInfo], end: int,
         if not position <= info.header_offset <= position + slack:
             raise ArchiveError("overlaps another entry, or follows bytes that the zip's directory does not list")
         file.seek(info.header_offset)
-        magic, _, flags, method, _, _, crc, packed, size, name, extra = struct.unpack("<4s5H3L2H", disk.read(file, 30))
+        magic, _, flags, method, _, _, crc, packed, size, name, extra = struct.unpack("<4s5H3L2H", file.read(30))
         known = [(crc, info.CRC), (packed, info.compress_size), (size, info.file_size)]
         if flags & 8:  # sizes follow the data; then the header holds zeros
             known = [pair for pair in known if pair[0]]
         differs = any(here != there and here != 0xFFFFFFFF for here, there in known)  # 0xFFFFFFFF: in the zip64 field
-        spelled = disk.read(file, name).decode("utf-8" if info.flag_bits & 0x800 else "cp437")
+        spelled = file.read(name).decode("utf-8" if info.flag_bits & 0x800 else "cp437")
         if magic != b"PK\3\4" or method != info.compress_type or differs or spelled != info.orig_filename:
             raise ArchiveError("is described differently by the zip's directory and by its own header")
         starts[info.header_offset] = info.header_offset + 30 + name + extra
@@ -414,7 +415,7 @@ def bomb(limit: int) -> ArchiveError:
 def pour(content: IO[bytes], file: FileIO, size: int) -> None:
     """Copy `size` bytes; raise if there are fewer."""
     rest = size
-    while data := disk.read(content, min(disk.PIECE, rest)):
+    while data := content.read(min(disk.PIECE, rest)):
         rest -= len(data)
         disk.write(file, data)
     require_size(size - rest, size)

@@ -415,7 +415,7 @@ class Writer:
         if taken := sorted(own & columns.keys()):
             raise PackError(f"column {taken[0]!r}: nbtools reserves {', '.join(sorted(own))}; rename it in `read`")
         for name, column in [*columns.items(), *((f"{name}.offsets", OFFSETS) for name in self.ends)]:
-            self.files[name] = disk.create(self.folder / f"{name}.npy")
+            self.files[name] = (self.folder / f"{name}.npy").open("xb", buffering=0)
             disk.write(self.files[name], header(column, 0) + (bytes(8) if column is OFFSETS else b""))
 
     def note(self, line: Mapping[str, Any]) -> None:
@@ -462,7 +462,7 @@ class Writer:
         self.save(MANIFEST, disk.to_json({**manifest, **survey.facts, **made}).encode())
 
     def save(self, name: str, data: bytes) -> None:
-        with disk.create(self.folder / name) as file:
+        with open(self.folder / name, "xb", buffering=0) as file:
             disk.write(file, data)
 
     def close(self) -> None:

@@ -254,7 +254,7 @@ def require_archive(path: Path, text: str) -> str:
     if form := archive.kind(path):
         return form
     with open(path, "rb") as file:
-        head = disk.read(file, 100_000)
+        head = file.read(100_000)
     if re.match(rb"(?i)\s*(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head)", head):
         raise ArchiveError(f"{text}: {drive.complaint(head.decode('utf-8', 'replace'))}", entry="Quota page")
     raise ArchiveError(

@@ -137,7 +137,6 @@ def publish(source: Source, target: Path, extract: bool, sha256: str | None, pro
                     data = unpacked(path, data, progress)
                 else:
                     data = one_file(path, data, form, not source.here, progress)
-                disk.sync_below(new)
                 digest = found.result()
             if not source.here:
                 disk.remove(path)
@@ -154,7 +153,7 @@ def publish(source: Source, target: Path, extract: bool, sha256: str | None, pro
     if target.exists():  # an older version of the source: half removed under its name, it would pass for whole
         disk.remove(begun / "old")
         disk.rename(target, begun / "old")
-    disk.publish_folder(new, target, synced=not source.is_folder)  # the receipt is by itself
+    disk.publish_folder(new, target)
     with contextlib.suppress(OSError):  # all is published; what stays is empty folders
         disk.remove(part)
     return target / folder

@@ -69,7 +69,7 @@ class Part:
         try:
             size, expected = json.loads(self.sum.read_text())
             with open(self.path, "rb") as file:
-                while self.size < size and (data := disk.read(file, min(CHUNK, size - self.size))):
+                while self.size < size and (data := file.read(min(CHUNK, size - self.size))):
                     self.digest.update(data)
                     self.size += len(data)
         except (FileNotFoundError, ValueError, TypeError):
@@ -167,7 +167,7 @@ def copy(source: Path, path: Path, size: int, progress: Progress, changed: int =
             content = mounted(lambda: FileIO(source))
             stack.callback(closed, content)
             content.seek(part.size)
-            part.append(lambda: mounted(lambda: disk.read(content, CHUNK)), progress)
+            part.append(lambda: mounted(lambda: content.read(CHUNK)), progress)
 
     if reason := part.complete(size, attempt, source):
         raise Away(
@@ -279,7 +279,7 @@ def connect(url: str, start: int = 0) -> http.client.HTTPResponse:
 def receive(response: IO[bytes]) -> bytes:
     """Read from the network; its OSErrors must not look like the disk's."""
     try:
-        return disk.read(response, CHUNK)
+        return response.read(CHUNK)
     except (OSError, http.client.HTTPException) as error:
         raise Dropped(f"{type(error).__name__}: {error}") from None
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from nbtools.fonts import Fonts
+    from nbtools.figures import Fonts
 
 DPI = 144  # two pixels a px, and 72 px an inch: a point of matplotlib is a px here
 GREY = "#7d7d7d"  # contrast 4.1 on white and 4.6 on the black of JupyterLab's dark theme
@@ -60,7 +60,7 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
     """Header, a grid of charts, and below them the samples."""
     from matplotlib.figure import Figure
 
-    from nbtools.fonts import Fonts
+    from nbtools.figures import Fonts
 
     facts, names = [f"{label} {value}" for label, value in shown.facts], list(filter(None, (shown.title, shown.state)))
     lines = [" · ".join(part.replace(" ", "\xa0") for part in parts) for parts in (names, facts)]
@@ -100,7 +100,7 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
 
 
 def draw_header(figure: Figure, head: Sequence[str], tall: float) -> None:
-    from nbtools.fonts import Fonts
+    from nbtools.figures import Fonts
 
     look = {"size": 13, "color": GREY, "family": Fonts.of("".join(head)).families, "parse_math": False}
     for i, words in enumerate(head):

@@ -39,7 +39,7 @@ def write_demo(
                 written.write(f"{name}\n")
                 written.flush()  # before the file, so that the next demo knows what an interrupted one wrote
                 disk.make_folder((folder / name).parent)
-                with disk.create(folder / name) as file:
+                with open(folder / name, "xb", buffering=0) as file:
                     disk.write(file, data)
     return folder
 

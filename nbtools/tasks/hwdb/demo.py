@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from nbtools.data import say
 from nbtools.errors import PackError
-from nbtools.fonts import best_of, system
+from nbtools.figures import best_of, system
 from nbtools.table import plural
 from nbtools.tasks.common.demo import require, whole, write_demo
 from nbtools.tasks.hwdb.formats import CODE, HEADER, LINE_BOX, SUFFIXES, code_of

@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from nbtools.data import Pack
-from nbtools.figures import GREY, RIGHT, WIDE, WRONG, Sheet, blank, canvas, finish, scaled
-from nbtools.fonts import Fonts
+from nbtools.figures import GREY, RIGHT, WIDE, WRONG, Fonts, Sheet, blank, canvas, finish, scaled
 from nbtools.tasks.common.labels import text_of
 from nbtools.tasks.common.mistakes import paired
 from nbtools.tasks.hwdb.analysis import aligned, is_wrong
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 TALL, MARGIN = 72, 16  # px: of a line's image, at most; at the sides and between lines
 CELL, ROW, LABEL = 10, 24, 62  # px: half a Chinese character; a row of text; what stands before it
 SIZE = 12  # points of a letter, 16.7 px: a monospaced one is a cell wide
+NO_FONT = "No font here has {} of these: their code points are drawn (U+624B as 62 over 4B); fonts-noto-cjk has them"
 
 
 def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] | None = None) -> Sheet:
@@ -39,9 +39,9 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     fonts = Fonts.of("".join([*(truth for _, truth in lines), *answers]), mono=True)
     sizes = [scaled(image, WIDE - 2 * MARGIN, TALL) for image, _ in lines]
     rows = 1 if predicted is None else 2
-    top = MARGIN + ROW * bool(fonts.note)
+    top = MARGIN + ROW * bool(fonts.missing)
     sheet, axes = canvas(WIDE, top + sum(height + rows * ROW + MARGIN for _, height in sizes))
-    note(axes, MARGIN, MARGIN, fonts.note)
+    note(axes, MARGIN, MARGIN, NO_FONT.format(len(fonts.missing)) if fonts.missing else "")
     for (image, _), (width, height), pairs in zip(lines, sizes, texts, strict=True):
         place = (MARGIN, MARGIN + width, top + height, top)
         axes.imshow(image, cmap="gray", vmin=0, vmax=255, extent=place, aspect="auto")
@@ -63,7 +63,7 @@ def picture(pack: Pack, i: int) -> np.ndarray:
 
 def spell(axes: Axes, fonts: Fonts, pairs: list[tuple[str, str]], base: int, compared: bool) -> None:
     """The truth on a base line, and below it what was read; a text that is too long for the figure is drawn smaller."""
-    widths = [max(map(fonts.columns, true + read)) for true, read in pairs]
+    widths = [max(1 + (letter in fonts.wide) for letter in true + read) for true, read in pairs]
     left = MARGIN + LABEL * compared
     unit = min(CELL, (WIDE - MARGIN - left) / max(sum(widths), 1))
     if compared:
@@ -74,9 +74,9 @@ def spell(axes: Axes, fonts: Fonts, pairs: list[tuple[str, str]], base: int, com
         sides = [(true, RIGHT if wrong else GREY), (read, WRONG if wrong else GREY)]
         for row, (letter, colour) in enumerate(sides[: 1 + compared]):
             if letter:
-                text, size = fonts.cell(letter)
-                style = fonts.look(SIZE * size * unit / CELL)
-                axes.text(left, base + row * ROW, text, color=colour, linespacing=1, **style)
+                code = f"{ord(letter) >> 8:02X}\n{ord(letter) & 255:02X}"  # of what no font has, in two rows
+                text, size = (code, SIZE / 2) if letter in fonts.missing else (letter, SIZE)
+                axes.text(left, base + row * ROW, text, color=colour, linespacing=1, **fonts.look(size * unit / CELL))
             else:
                 place = (left + 1, base + row * ROW - ROW + 8)
                 box = Rectangle(place, columns * unit - 2, ROW - 4, linewidth=0.8, edgecolor=colour, facecolor="none")

@@ -99,7 +99,7 @@ class Contents:
 
     def head_of(self, name: str) -> bytes:
         with open(self.folder / name, "rb") as file:
-            return disk.read(file, HEAD)
+            return file.read(HEAD)
 
     def add(self, found: Labelled, where: str) -> None:
         """Take a labelled image, unless it has another label or split."""

@@ -24,6 +24,7 @@ from nbtools.figures import (
     WIDE,
     WRITTEN,
     WRONG,
+    Fonts,
     Picture,
     Sheet,
     blank,
@@ -32,7 +33,6 @@ from nbtools.figures import (
     gallery,
     scaled,
 )
-from nbtools.fonts import Fonts
 from nbtools.table import percent
 from nbtools.tasks.common.files import on_white
 from nbtools.tasks.segment.augment import MEAN, SPREAD, batch

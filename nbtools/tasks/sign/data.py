@@ -139,7 +139,7 @@ def linked(links: Mapping[str, Path]) -> Path:
         disk.make_folder(folder)
         for name, path in links.items():
             with contextlib.suppress(FileExistsError):
-                disk.link(path, folder / name)
+                (folder / name).symlink_to(path)
     return folder
 
 
