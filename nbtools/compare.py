@@ -12,12 +12,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtools import disk, table
+from nbtools import disk, show
 from nbtools.data import in_notebook, patient, say
 from nbtools.errors import CheckpointError, DiskError, StageError, TrainError
 from nbtools.live import Columns, along
 from nbtools.run import Run, places
-from nbtools.table import number, plural, shown, spelled
+from nbtools.show import number, plural, shown, spelled
 from nbtools.train import TaskLike, best_metric, checkpoint
 
 if TYPE_CHECKING:
@@ -153,17 +153,17 @@ class Comparison:
         charts = {}
         for name in ("train_loss", "val_loss", *metrics, "lr", "samples_per_s"):
             lines = [(columns, *columns.series(name, "epoch", "evaluation")) for columns in every]
-            charts[table.header(name)] = [(along(columns, "samples")(steps), y) for columns, steps, y in lines]
+            charts[show.header(name)] = [(along(columns, "samples")(steps), y) for columns, steps, y in lines]
         return curves(charts, list(self.runs), "samples")
 
     def cells(self) -> tuple[list[str], list[list[Any]]]:
         """Return (headers, rows) of the frame as it is shown: a column a run, values with their units."""
         names = [f"{name} (best)" if run is self.best else name for name, run in self.runs.items()]
         columns = ((str(name), values) for name, values in self.frame.items())
-        return ["", *names], [[table.header(n), *(table.written(n, v) for v in values)] for n, values in columns]
+        return ["", *names], [[show.header(n), *(show.written(n, v) for v in values)] for n, values in columns]
 
     def __repr__(self) -> str:
-        return "\n\n".join(filter(None, [self.conclusion, table.text(*self.cells())]))
+        return "\n\n".join(filter(None, [self.conclusion, show.text(*self.cells())]))
 
     def _ipython_display_(self) -> None:
         """Show two outputs: in a saved notebook GitHub shows a picture only if it is an output by itself."""
@@ -171,7 +171,7 @@ class Comparison:
             raise NotImplementedError  # IPython then prints the repr
         from IPython.display import HTML, display
 
-        display(HTML(table.html(*self.cells(), self.conclusion)))
+        display(HTML(show.html(*self.cells(), self.conclusion)))
         display(self.figure())
 
 

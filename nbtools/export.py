@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from nbtools.data import Pack, collate
 from nbtools.errors import ExportError, MissingExtra
-from nbtools.table import plural
+from nbtools.show import plural
 from nbtools.train import Plan, Tensors, spoken
 from nbtools.version import VERSION
 

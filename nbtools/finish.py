@@ -15,7 +15,7 @@ from nbtools.errors import NbtoolsError, StageError
 from nbtools.folder import Job
 from nbtools.live import EVALUATING, MEASURING
 from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run
-from nbtools.table import number, plural
+from nbtools.show import number, plural
 from nbtools.train import Plan, TrainState, evaluation, fixed
 from nbtools.train import device as devices
 

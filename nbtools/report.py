@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nbtools.data import TARGET, Card, Pack
 from nbtools.errors import PackError, TrainError
-from nbtools.table import WRITTEN, html, note, number, plural, written
+from nbtools.show import WRITTEN, html, note, number, plural, written
 from nbtools.train import DATASET, Answer, TaskLike, TrainState, evaluation, meanings_of, readable, refuse_fixed, spoken
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from nbtools import disk, table, train
+from nbtools import disk, show, train
 from nbtools.data import EARLIER, LATEST, Card, Pack, Sample, cache, collate, is_kept, opened_copy, patient, say
 from nbtools.errors import CheckpointError, PackError, TrainError
 from nbtools.export import to_onnx
 from nbtools.measure import Receipt, Verdict
 from nbtools.report import Report, Scores, make_report, probabilities, require_like
-from nbtools.table import number, plural
+from nbtools.show import number, plural
 from nbtools.train import History, Plan, TaskLike, checkpoint, evaluation
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Run:
     def reached(self) -> str:
         """The best value: `whole accuracy 0.953 in epoch 7`; "" before the first evaluation."""
         best, metric = self.best, train.best_metric(self.task)[0]
-        return f"{table.spelled(metric)} {number(best[f'val_{metric}'])} in epoch {best['epoch']}" if best else ""
+        return f"{show.spelled(metric)} {number(best[f'val_{metric}'])} in epoch {best['epoch']}" if best else ""
 
     def summary(self) -> pd.DataFrame:
         """Return a row per epoch, from 1: losses, metrics, lr, seconds, samples/s, share of waiting, batch, MiB."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtools import disk
-from nbtools.table import plural
+from nbtools.show import plural
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -19,7 +19,7 @@ import numpy as np
 
 from nbtools.data import Feed, Pack, batches_left, lengths_of, open_feed
 from nbtools.errors import TrainError
-from nbtools.table import plural
+from nbtools.show import plural
 from nbtools.train.changes import agree, changes
 from nbtools.train.device import autotuning, memory, prepare, required
 from nbtools.train.evaluation import Sums, score_split

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from nbtools.errors import TrainError
-from nbtools.table import plural
+from nbtools.show import plural
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from nbtools import table
+from nbtools import show
 from nbtools.data import Pack, batches_in
 from nbtools.errors import PlanError, TrainError
 from nbtools.train.optimizer import OPTIMIZERS
@@ -196,10 +196,10 @@ def length_of(plan: Plan, samples: int) -> str:
     per_epoch = batches_in(samples, plan.batch_size)
     warmup = math.ceil(plan.warmup_epochs * per_epoch)
     parts = (
-        table.plural(samples, "sample"),
-        f"{table.plural(per_epoch, 'step')} per epoch",
-        f"{table.plural(plan.epochs * per_epoch, 'step')} in {table.plural(plan.epochs, 'epoch')}",
-        f"{table.plural(warmup, 'step')} of warmup",
+        show.plural(samples, "sample"),
+        f"{show.plural(per_epoch, 'step')} per epoch",
+        f"{show.plural(plan.epochs * per_epoch, 'step')} in {show.plural(plan.epochs, 'epoch')}",
+        f"{show.plural(warmup, 'step')} of warmup",
     )
     return " · ".join(parts)
 
@@ -238,7 +238,7 @@ def require_training(pack: Pack) -> None:
     count = len(pack.ids("train"))
     if not count and pack.splits["test"] == len(pack):
         raise TrainError(
-            f"{pack.folder}: all {table.plural(len(pack), 'sample')} are test data, so there is nothing to train on; "
+            f"{pack.folder}: all {show.plural(len(pack), 'sample')} are test data, so there is nothing to train on; "
             "evaluate a run on it, or pack the source again without test=1.0"
         )
     if count < 2:
@@ -253,7 +253,7 @@ def require_training(pack: Pack) -> None:
 
 def require_batch(plan: Plan, count: int) -> None:
     if plan.batch_size > count:
-        split = f"the train split ({table.plural(count, 'sample')})"
+        split = f"the train split ({show.plural(count, 'sample')})"
         raise TrainError(f"Plan.batch_size {plan.batch_size} is larger than {split}; set it to at most {count}")
 
 
@@ -293,4 +293,4 @@ def times(ratio: float) -> str:
 
 def shown(value: Any) -> str:
     """A setting's value as text."""
-    return "none" if value is None else table.shown(value)
+    return "none" if value is None else show.shown(value)
