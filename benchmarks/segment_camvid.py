@@ -22,7 +22,7 @@ from typing import Any
 
 import nbtools as nb
 from benchmarks.paired import RESULTS, Figure, Receipt, on_one_core
-from nbtools import measure, table
+from nbtools import measure, show
 from nbtools.tasks import segment
 
 CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist"]
@@ -67,7 +67,7 @@ def receipt(name: str, run: nb.Run, pack: nb.Pack, minutes: tuple[float, float],
         *((f"{run.plan.to_dict()['network']}, {look}", found) for look, found in looks.items()),
     ]
     shown = ("miou", "pixel_accuracy", "boundary_f")
-    print(table.text(("method", *shown), [(what, *(f"{found[m]:.3f}" for m in shown)) for what, found in rows]))
+    print(show.text(("method", *shown), [(what, *(f"{found[m]:.3f}" for m in shown)) for what, found in rows]))
     ids = pack.ids("val")
     print(segment.by_class(pack, ids, run.predict_pack(pack, ids, 10)))
     best = looks["single scale"]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import nbtools as nb
 from benchmarks.paired import Figure, Receipt, on_one_core
-from nbtools import table
+from nbtools import show
 from nbtools.data import Draws, Pack, collate
 from nbtools.tasks import sign
 
@@ -49,7 +49,7 @@ def main() -> None:
     rows = [(name, f"{value:.3f}", "1", "") for name, value in neighbours.items()]
     spread = f"{headline.least:.3f}–{headline.most:.3f}"
     rows.append(("Transformer, the mean", f"{headline.value:.3f}", str(headline.n), spread))
-    print(table.text(("method", "gloss accuracy", "seeds", "spread"), rows))
+    print(show.text(("method", "gloss accuracy", "seeds", "spread"), rows))
     figures = [Figure.of(name, "of clips", [value]) for name, value in neighbours.items()]
     figures.append(Figure.of("time of a run", "CPU-min", minutes))
     conditions = {

@@ -27,7 +27,7 @@ from nbtools.live import ACTIONS, advised, send
 from nbtools.measure import check, follow, smoke_test
 from nbtools.options import BUILT_IN, Parser, add_options, find_task, meant, plan_of, read
 from nbtools.run import busy
-from nbtools.table import plural
+from nbtools.show import plural
 from nbtools.train import Task, doubts, unread
 
 DATA = "a folder, an archive, drive:…, a Google Drive link, https://…, or a pack"

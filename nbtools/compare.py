@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbtools import table
+from nbtools import show
 from nbtools.data import in_notebook
 from nbtools.errors import CheckpointError, TrainError, sentence
 from nbtools.live import XS, Columns, Series, along, spent, worded
 from nbtools.run import Run, opened
-from nbtools.table import number, plural, shown, spelled
+from nbtools.show import number, plural, shown, spelled
 from nbtools.train import best_metric, checkpoint
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Comparison:
         charts = {}
         for name in dict.fromkeys(("train_loss", "val_loss", *metrics, "lr", "samples_per_s")):
             lines = [curve(columns, name) for columns in every]
-            charts[table.header(name)] = [
+            charts[show.header(name)] = [
                 (along(columns, self.x)(steps), values) for columns, (steps, values) in zip(every, lines, strict=True)
             ]
         return curves(charts, self.names, self.x)
@@ -129,11 +129,11 @@ class Comparison:
         each with one column per run; those that have rows."""
         results, settings = [], []
         for name, values in self.frame.items():
-            cells = [table.written(str(name), value) for value in values]
+            cells = [show.written(str(name), value) for value in values]
             if name in OUTCOMES or str(name).startswith("best_"):
-                results.append([table.header(str(name)), *cells])
+                results.append([show.header(str(name)), *cells])
             else:
-                settings.append([table.header(str(name)), *map(partial(since, str(name)), self.runs, cells)])
+                settings.append([show.header(str(name)), *map(partial(since, str(name)), self.runs, cells)])
         marked = [f"{name} (best)" if name == self.judged[0] else name for name in self.names]
         made = [
             ("Results", ["", *marked], results),
@@ -154,12 +154,12 @@ class Comparison:
         return [[f"{step:,}", *cells] for step, cells in sorted(made.items())]
 
     def __repr__(self) -> str:
-        drawn = (f"{caption}\n{table.text(headers, rows)}" for caption, headers, rows in self.tables())
+        drawn = (f"{caption}\n{show.text(headers, rows)}" for caption, headers, rows in self.tables())
         return "\n\n".join(filter(None, [self.note, self.conclusion, *drawn]))
 
     def html(self) -> str:
-        drawn = (table.html(headers, rows, caption) for caption, headers, rows in self.tables())
-        return "".join([table.note(self.note), table.note(self.conclusion), *drawn])
+        drawn = (show.html(headers, rows, caption) for caption, headers, rows in self.tables())
+        return "".join([show.note(self.note), show.note(self.conclusion), *drawn])
 
     def _ipython_display_(self) -> None:
         """Two outputs, since in a saved notebook GitHub shows a picture only if it is an output by itself."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nbtools.errors import DiskError
-from nbtools.table import size
+from nbtools.show import size
 
 PIECE = 1 << 18  # bytes that are hashed or unpacked at once: they stay in the processor's cache
 MANY = 64  # above this many files one sync() of everything is cheaper than an fsync each (50,000 images: minutes)

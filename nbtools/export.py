@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from nbtools.data import Pack, collate
 from nbtools.errors import ExportError, MissingExtra
-from nbtools.table import plural
+from nbtools.show import plural
 from nbtools.train import Batch, Plan, Tensors
 from nbtools.version import VERSION
 

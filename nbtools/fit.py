@@ -27,7 +27,7 @@ from nbtools.identity import Call, decide, former_run, new_folder, search
 from nbtools.live import EVALUATING, MEASURING, REFUSED, FirstSignal, Panel, Surface, chosen, running_kernel
 from nbtools.rollback import Guard, resilient
 from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run, what_next
-from nbtools.table import number, plural
+from nbtools.show import number, plural
 from nbtools.train import (
     CONTROL,
     Keeper,

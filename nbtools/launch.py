@@ -32,7 +32,7 @@ from nbtools.fit import Given, called, chosen_plan, fit, forget, meant, own_fold
 from nbtools.folder import only_one, restore
 from nbtools.live import FirstSignal, Panel, closing, running_kernel
 from nbtools.run import Run
-from nbtools.table import plural
+from nbtools.show import plural
 from nbtools.train import RankLost, TaskLike, as_task, import_task, readable, require_sizes, task_name
 from nbtools.train import device as devices
 from nbtools.watch import Remote

@@ -16,7 +16,7 @@ from typing import Any
 from nbtools.errors import CheckpointError
 from nbtools.folder import Job
 from nbtools.live import REFUSED
-from nbtools.table import number, spelled
+from nbtools.show import number, spelled
 from nbtools.train import (
     LEFT_OUT,
     Diverged,

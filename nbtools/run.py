@@ -24,7 +24,7 @@ from nbtools.data import EARLIER, LATEST, Card, Pack, Sample, cache, collate, is
 from nbtools.errors import CheckpointError, DiskError, PackError, StageError
 from nbtools.export import to_onnx
 from nbtools.measure import Receipt, StepProfile, Verdict
-from nbtools.table import WRITTEN, Table, number, plural, spelled, written
+from nbtools.show import WRITTEN, Table, number, plural, spelled, written
 from nbtools.train import (
     DATASET,
     History,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nbtools.compare import Comparison, compare, outcome
 from nbtools.errors import CheckpointError
 from nbtools.run import Run, opened
-from nbtools.table import Table, header, plural, written
+from nbtools.show import Table, header, plural, written
 from nbtools.train import TaskLike
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import nbtools as nb
 from nbtools.data import Card, Column
 from nbtools.live import send
 from nbtools.measure import Machine, decide
-from nbtools.table import duration
+from nbtools.show import duration
 from nbtools.train import Plan
 
 CAPTCHA: Any = SimpleNamespace(

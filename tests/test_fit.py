@@ -23,7 +23,7 @@ from nbtools import measure
 from nbtools.data import Card
 from nbtools.errors import CheckpointError, DiskError, PackError, PlanError, TrainError
 from nbtools.run import Run
-from nbtools.table import number
+from nbtools.show import number
 
 ONE = toy.PLAN.replace(epochs=1)
 FLAT: dict[str, Any] = {"metrics": lambda outputs, batch: {"accuracy": (1, 2)}}  # no epoch is better than the first

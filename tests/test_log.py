@@ -8,7 +8,7 @@ import toy
 from acting import acting, interrupted
 
 import nbtools as nb
-from nbtools.table import number
+from nbtools.show import number
 
 SHOWN = {"train": "train_loss", "val": "val_loss", "acc": "val_accuracy"}
 PLAN = toy.PLAN.replace(epochs=3, warmup_epochs=1.0, min_lr=1e-6, weight_decay=0.01)

@@ -24,7 +24,7 @@ from nbtools.live import Columns, facts, png, samples, svg
 from nbtools.live.facts import About
 from nbtools.live.picture import picture
 from nbtools.live.samples import Preview
-from nbtools.table import columns
+from nbtools.show import columns
 from nbtools.train import History, Record
 
 pytestmark = pytest.mark.drawn

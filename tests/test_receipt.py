@@ -13,7 +13,7 @@ from simulated import Job
 
 import nbtools as nb
 from nbtools.measure import Receipt, receipt
-from nbtools.table import duration
+from nbtools.show import duration
 
 CPU = torch.device("cpu")
 FASTER = toy.PLAN.replace(batch_size=64, lr=2e-2, amp="bf16", channels_last=True, clip_norm=None, hidden=24)

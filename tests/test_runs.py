@@ -13,7 +13,7 @@ from IPython.lib.pretty import pretty
 import nbtools as nb
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.run import lock
-from nbtools.table import number
+from nbtools.show import number
 from nbtools.train import Record, checkpoint
 
 

@@ -26,7 +26,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any, Self
 
-from nbtools import disk, table
+from nbtools import disk, show
 from nbtools.errors import ArchiveError
 
 Progress = Callable[[int], object]  # called with the bytes that came
@@ -169,7 +169,7 @@ def read_member(path: Path, name: str) -> bytes:
         if place is None:
             raise ArchiveError("is not in it")
         if place.size > (most := min(LARGEST, budget(place.packed))):
-            raise ArchiveError(f"has {table.size(place.size)}, more than {table.size(most)}. Give the unpacked folder")
+            raise ArchiveError(f"has {show.size(place.size)}, more than {show.size(most)}. Give the unpacked folder")
         with open(path, "rb", buffering=0) as file:
             file.seek(place.start)
             data = (file if place.method is None else inflated(file, name, place)).read(place.size)
@@ -294,7 +294,7 @@ class Forward:
 
     def read(self, count: int) -> bytes:
         if not 0 <= count <= 16 * CHUNK:  # an extended header that claims gigabytes would be held in memory
-            raise ArchiveError(f"has a header of {table.size(count)}")
+            raise ArchiveError(f"has a header of {show.size(count)}")
         self.last = self.file.read(count)
         self.position += len(self.last)
         if self.position > self.limit:
@@ -408,7 +408,7 @@ def budget(packed: int) -> int:
 
 def bomb(limit: int) -> ArchiveError:
     return ArchiveError(
-        f"unpacks to more than {table.size(limit)}, like a decompression bomb. If it is yours, make it a plain tar"
+        f"unpacks to more than {show.size(limit)}, like a decompression bomb. If it is yours, make it a plain tar"
     )
 
 

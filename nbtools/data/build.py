@@ -56,7 +56,7 @@ from nbtools.data.progress import bar
 from nbtools.data.sources import cache, listing
 from nbtools.data.stage import stage
 from nbtools.errors import PackError
-from nbtools.table import plural
+from nbtools.show import plural
 from nbtools.version import VERSION
 
 Options = Mapping[str, Any]

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbtools import disk, table
+from nbtools import disk, show
 from nbtools.data.sources import cache, listing
 from nbtools.errors import DiskError, StageError
 
@@ -29,7 +29,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Cached(table.Table):
+class Cached(show.Table):
     """The cache's entries, the least recently used first, and those that were deleted. Shows as a table."""
 
     entries: tuple[Entry, ...]
@@ -48,12 +48,12 @@ class Cached(table.Table):
         for entry in (*self.deleted, *self.entries):
             state = "deleted" if entry in self.deleted else ""
             name = os.path.relpath(entry.path, cache())
-            rows.append((name, table.size(entry.bytes), f"{table.duration(now - entry.used)} ago", state))
+            rows.append((name, show.size(entry.bytes), f"{show.duration(now - entry.used)} ago", state))
         return ("", "size", "last used", "state"), rows
 
     def footer(self) -> str:
-        gone = f"; {table.size(sum(entry.bytes for entry in self.deleted))} deleted" if self.deleted else ""
-        return f"{table.size(self.bytes)} in {cache()}{gone}; {table.size(disk.free_bytes(cache()))} free"
+        gone = f"; {show.size(sum(entry.bytes for entry in self.deleted))} deleted" if self.deleted else ""
+        return f"{show.size(self.bytes)} in {cache()}{gone}; {show.size(disk.free_bytes(cache()))} free"
 
 
 def cached(free: int | str | None = None, days: float | None = None) -> Cached:
@@ -126,7 +126,7 @@ def require_room(place: Path, need: int, why: str = "") -> None:
     except DiskError as error:
         there = sum(entry.bytes for entry in found())
         out = (
-            f"{way_out(need)} deletes of the {table.size(there)} in the cache what was used least recently."
+            f"{way_out(need)} deletes of the {show.size(there)} in the cache what was used least recently."
             if there
             else ""
         )
@@ -134,4 +134,4 @@ def require_room(place: Path, need: int, why: str = "") -> None:
 
 
 def way_out(need: int) -> str:
-    return f"`python -m nbtools cache --free {table.size(need).replace(' ', '')}`"
+    return f"`python -m nbtools cache --free {show.size(need).replace(' ', '')}`"

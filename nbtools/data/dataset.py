@@ -41,7 +41,7 @@ from nbtools.data.progress import say
 from nbtools.data.sources import cache
 from nbtools.data.stage import stage
 from nbtools.errors import PackError, TrainError
-from nbtools.table import plural
+from nbtools.show import plural
 
 TASK = "dataset"
 VERSION = 2  # of what a card keeps of them; packs of another are made anew

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from nbtools import table
+from nbtools import show
 from nbtools.data.pack import Pack, collate
 from nbtools.data.progress import say
 from nbtools.errors import TrainError
@@ -122,9 +122,7 @@ def choose(pack: Pack, plan: Plan, device: torch.device) -> tuple[str, str]:
     if device.type != "cuda":
         return "resident", "batches are read straight from the memory-mapped pack"
     room = RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]
-    size = (
-        f"the pack is {table.size(pack.bytes)}, {table.percent(RESIDENT_SHARE)} of free GPU memory {table.size(room)}"
-    )
+    size = f"the pack is {show.size(pack.bytes)}, {show.percent(RESIDENT_SHARE)} of free GPU memory {show.size(room)}"
     return (
         ("resident", f"it stays on the GPU, {size}")
         if pack.bytes <= room
@@ -136,8 +134,8 @@ def auto_feed(device: torch.device) -> str:
     """What `feed="auto"` does on a device, whatever the pack."""
     if device.type != "cuda":
         return "a pack is memory-mapped and read in place"
-    room = table.size(RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0])
-    share = table.percent(RESIDENT_SHARE)
+    room = show.size(RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0])
+    share = show.percent(RESIDENT_SHARE)
     return f"a pack of up to {room} ({share} of free GPU memory) stays on the GPU, a larger one is streamed"
 
 
@@ -435,6 +433,6 @@ def require_shared_memory(pack: Pack, plan: Plan) -> None:
     if need > free:
         raise TrainError(
             f"Plan.workers = {plan.workers} with prefetch {plan.prefetch} and batch {plan.batch_size} needs about "
-            f"{table.size(need)} of shared memory, /dev/shm has {table.size(free)} free; lower workers or prefetch",
+            f"{show.size(need)} of shared memory, /dev/shm has {show.size(free)} free; lower workers or prefetch",
             entry="The loader hangs",
         )

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from nbtools import disk, table
+from nbtools import disk, show
 from nbtools.data import archive
 from nbtools.data.cached import touch
 from nbtools.data.drive import place_to_keep
@@ -86,7 +86,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Pack(table.Table):
+class Pack(show.Table):
     """An open pack. `raw` is the Dataset over what it was made of, None if that is gone. Shows as a table.
 
     wanted: (n,) bool, the samples that are in a split; None: all. unread: columns that batches leave out. See `part`.
@@ -284,7 +284,7 @@ class Pack(table.Table):
             ("columns", ", ".join(f"{name} {column}{self.only(name)}" for name, column in self.columns.items())),
             ("classes", f"{len(self.classes)}: {names}{more}" if self.classes else "none"),
             ("bad samples", f"{self.manifest['bad']} left out, see pack.bad" if self.manifest["bad"] else "none"),
-            ("size", table.size(self.bytes)),
+            ("size", show.size(self.bytes)),
             ("folder", str(self.folder)),
         ]
 
@@ -388,7 +388,7 @@ def assigned(names: Sequence[str], splits: Sequence[str | None], val: float, tes
     tests, vals = (int(share) if is_count(share) else round(share * len(drawn)) for share in (test, val))
     if drawn and tests + vals >= len(drawn):
         raise PackError(
-            f"val={val} and test={test} leave none of {table.plural(len(drawn), 'sample')} to train on; lower them"
+            f"val={val} and test={test} leave none of {show.plural(len(drawn), 'sample')} to train on; lower them"
         )
     for rank, i in enumerate(sorted(drawn, key=lambda i: position(names[i]))[: tests + vals]):
         result[i] = "test" if rank < tests else "val"

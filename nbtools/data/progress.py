@@ -23,7 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nbtools.table import duration, percent, size
+from nbtools.show import duration, percent, size
 
 LEAST = 0.25  # seconds between two updates of a bar: quicker ones hang a Colab tab (lightning#2517)
 TENTH, PATIENCE = 10, 30.0  # a log has a line for so many more % of a bar, or after so many seconds without one

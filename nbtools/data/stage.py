@@ -31,7 +31,7 @@ from nbtools.data.progress import bar, say
 from nbtools.data.sources import Source, cache, listing, require_archive, source_of
 from nbtools.data.transfer import patient
 from nbtools.errors import ArchiveError, PackError, StageError
-from nbtools.table import size as sized
+from nbtools.show import size as sized
 
 PACKED = 2  # a pack's bytes for one of its source: a rule of thumb, of 0.2 to 17 measured on the tasks' demo data
 SUFFIXES = r"\.(tar|tar\.gz|tgz|tar\.xz|txz|tar\.bz2|tbz2?|zip)$"

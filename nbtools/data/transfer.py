@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, TypeVar
 
-from nbtools import disk, table
+from nbtools import disk, show
 from nbtools.data import drive
 from nbtools.data.archive import Progress
 from nbtools.errors import ArchiveError, DiskError, StageError
@@ -251,7 +251,7 @@ def download(file: Announced, path: Path, progress: Progress) -> str:
             part.append(lambda: receive(response), progress)
 
     if reason := part.complete(file.size, attempt):
-        raise unreachable(file.url, f"{reason}; {table.size(part.size)} are kept")
+        raise unreachable(file.url, f"{reason}; {show.size(part.size)} are kept")
     return part.digest.hexdigest()
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nbtools.table import exponent
+from nbtools.show import exponent
 
 
 @dataclass(frozen=True)

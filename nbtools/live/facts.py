@@ -14,7 +14,7 @@ from nbtools.data import batches_in
 from nbtools.live.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Picture
 from nbtools.live.columns import Columns, spent, taken
 from nbtools.measure import REASONS
-from nbtools.table import EMPTY, duration, number, spelled, written
+from nbtools.show import EMPTY, duration, number, spelled, written
 from nbtools.train import Diverged, order
 
 IDLE = REASONS[0x1]

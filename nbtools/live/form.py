@@ -33,7 +33,7 @@ from ipywidgets import (
     VBox,
 )
 
-from nbtools import table
+from nbtools import show
 
 IN_VIEW = ("network", "epochs", "batch_size", "lr", "amp", "clip_norm", "eval_every", "early_stop")
 """The settings that users change most, in this order; all other settings are under More."""
@@ -248,7 +248,7 @@ class Form:
         shown(self.decline, applying("Keep", waiting, plan))
         sentence, offers = panel.offers()
         for rule, made in self.offers.items():
-            shown(made, f"{OFFERS[rule][0]}: {table.shown(offers[rule])}" if rule in offers else "")
+            shown(made, f"{OFFERS[rule][0]}: {show.shown(offers[rule])}" if rule in offers else "")
         changed = list(plan.changes_from(panel.advised))
         self.asked = [f"Not applied: {'; '.join(bad.values())}"] if bad else []
         self.brought = [*filter(None, [sentence, note])]
@@ -263,7 +263,7 @@ class Form:
             share = move(made, self.ranges[name], SPANS[name][0], getattr(plan, name), getattr(advised, name))
             self.ticks[name].value = TICK.format(f"{share:.4f}")
         for name, caption in self.captions.items():
-            value = escape(table.shown(getattr(advised, name)))
+            value = escape(show.shown(getattr(advised, name)))
             caption.value = f'<div style="{HELP}"><b>{name}</b> <span style="opacity:.65">advised {value}</span></div>'
 
     def show_notice(self) -> None:
@@ -315,7 +315,7 @@ def applying(verb: str, waiting: Mapping[str, str], plan: Any) -> str:
     """The label of the button that confirms a change, or declines it: `verb` what the plan has."""
     if len(waiting) > 1:
         return f"{verb} {len(waiting)} changes: {', '.join(waiting)}" if verb == "Apply" else f"{verb} what is applied"
-    return "".join(f"{verb} {name} = {table.shown(getattr(plan, name))}" for name in waiting)
+    return "".join(f"{verb} {name} = {show.shown(getattr(plan, name))}" for name in waiting)
 
 
 def worded(name: str) -> str:
@@ -339,7 +339,7 @@ def written(value: Any) -> str:
     """A value as text that Plan.parse reads."""
     if isinstance(value, tuple):
         return ", ".join(map(written, value))
-    return "none" if value is None else table.shown(value)
+    return "none" if value is None else show.shown(value)
 
 
 TICK = (

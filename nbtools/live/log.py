@@ -10,7 +10,7 @@ from nbtools.data import Pack, choose
 from nbtools.live.columns import Columns
 from nbtools.live.facts import About, time_left
 from nbtools.measure import described, expected
-from nbtools.table import digits, duration, number, size
+from nbtools.show import digits, duration, number, size
 from nbtools.train import Plan, Record, Steps, TrainState, call_of, shares
 
 OPENING = "opening"  # marks the event with these lines, where the process that trains is not the one that shows them

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from uuid import uuid4
 
-from nbtools import table
+from nbtools import show
 from nbtools.errors import NbtoolsError, PlanError
 from nbtools.live.requests import Plans, Requests
 from nbtools.measure import explained
@@ -30,7 +30,7 @@ RESTS = 0.4  # seconds until a slider that was moved rests: several presses of a
 NOTHING: Mapping[str, str] = types.MappingProxyType({})
 
 
-class Panel(table.Table):
+class Panel(show.Table):
     """The plan of an Advice, or a Plan, as a form to read and change, before and during the run.
 
     `plan` is always valid: if a value breaks a rule, the rule is shown next to its field and nothing changes. A
@@ -208,7 +208,7 @@ class Panel(table.Table):
         """Show what limits the plan, and a button for the one change worth making."""
         with self.lock:
             self.proposed = dict(change or {})
-            done = ", ".join(f"{name} = {table.shown(value)}" for name, value in self.proposed.items())
+            done = ", ".join(f"{name} = {show.shown(value)}" for name, value in self.proposed.items())
             self.form.propose(sentence, f"Apply: {done}" if done else "")
 
     def changes(self) -> tuple[dict[str, Any], dict[str, str]]:
@@ -285,8 +285,8 @@ class Panel(table.Table):
         others = {
             n: value for n, value in {"none": lr, **found}.items() if not math.isclose(value, plan.lr, rel_tol=5e-3)
         }
-        did = f"lr {table.shown(lr)} → {table.shown(plan.lr)} by its rule ({plan.lr_rule})"
-        did = did if plan.lr != lr else f"lr stays {table.shown(lr)}"
+        did = f"lr {show.shown(lr)} → {show.shown(plan.lr)} by its rule ({plan.lr_rule})"
+        did = did if plan.lr != lr else f"lr stays {show.shown(lr)}"
         return f"batch {size} → {plan.batch_size}: {did}", others
 
     def reason(self, name: str) -> str:
@@ -294,7 +294,7 @@ class Panel(table.Table):
         value, advised, reason = getattr(self.plan, name), getattr(self.advised, name), self.reasons.get(name, "")
         if name in self.fixed:
             return self.fixed[name]
-        return reason if value == advised else f"advised {table.shown(advised)}{f': {reason}' if reason else ''}"
+        return reason if value == advised else f"advised {show.shown(advised)}{f': {reason}' if reason else ''}"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         """The form if there is a kernel, below the buttons while a run is in progress; the table of the plan in a page

@@ -30,7 +30,7 @@ from nbtools.live.chart import (
 )
 from nbtools.live.columns import Columns, Series
 from nbtools.live.facts import About, facts, progress
-from nbtools.table import digits, number, spelled
+from nbtools.show import digits, number, spelled
 
 SCALES = ("auto", "linear", "log")
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from nbtools.data import Pack, collate
 from nbtools.errors import TrainError
 from nbtools.live.chart import GREEN, VERMILLION
-from nbtools.table import columns, padded, plain
+from nbtools.show import columns, padded, plain
 from nbtools.train import TrainState, evaluation
 
 SAMPLES, POOL = 8, 64  # shown in the live picture; of which the worst are chosen

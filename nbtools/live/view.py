@@ -31,7 +31,7 @@ from nbtools.live.panel import Panel
 from nbtools.live.picture import picture
 from nbtools.live.png import Still
 from nbtools.live.samples import Preview
-from nbtools.table import plural
+from nbtools.show import plural
 from nbtools.train import History, Plan, Record, kept_until
 
 PLOT_FILE = "plot.png"

@@ -20,7 +20,7 @@ from nbtools.measure.profile import StepProfile, Tried
 from nbtools.measure.report import Report, restored
 from nbtools.measure.trials import LEAST_STEPS
 from nbtools.measure.verdict import Verdict
-from nbtools.table import digits, duration, plural
+from nbtools.show import digits, duration, plural
 from nbtools.train import (
     LARGER,
     OPTIMIZERS,

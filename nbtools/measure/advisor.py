@@ -34,7 +34,7 @@ from nbtools.measure.receipt import SILENT, comparable
 from nbtools.measure.stepper import EAGER, Clock, untouched
 from nbtools.measure.trials import LEVERS
 from nbtools.measure.verdict import verdict
-from nbtools.table import digits
+from nbtools.show import digits
 from nbtools.train import (
     Plan,
     Task,

@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from nbtools import table
+from nbtools import show
 from nbtools.data import Pack, choose, require_shared_memory
 from nbtools.errors import TrainError
 from nbtools.measure import memory
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, Clock, Stepper, typical, untouched
-from nbtools.table import percent
+from nbtools.show import percent
 from nbtools.train import Plan, TaskLike, attempt, clear_gradients, readable, release
 from nbtools.train import device as devices
 
@@ -89,7 +89,7 @@ class BatchReport(Report):
             speed = (spread, f"{percent(row.samples_per_s / best)}") if row.samples_per_s else (None, None)
             note = f"does not fit: {row.reason}" if row.reason else ""
             note = "chosen" if row.batch_size == self.batch_size else note
-            rows.append((row.batch_size, *speed, None if row.memory is None else table.size(row.memory), note))
+            rows.append((row.batch_size, *speed, None if row.memory is None else show.size(row.memory), note))
         return ("batch", "samples/s", "of the best", "memory", ""), rows
 
     def footer(self) -> str:
@@ -115,7 +115,7 @@ def find_batch(
     device, pack = device or devices.pick(), readable(task, pack, plan)
     train = pack.splits["train"]
     if train < 2:
-        raise TrainError(f"{pack.folder}: the train split has {table.plural(train, 'sample')}; pack at least 2")
+        raise TrainError(f"{pack.folder}: the train split has {show.plural(train, 'sample')}; pack at least 2")
     cap = train, f"the train split has {train:,} samples"
     if most is not None and most < train:
         cap = max(most, 1), f"no more than {most:,} were requested"
@@ -284,8 +284,8 @@ class Search:
     def too_much(self, need: int | None) -> str:
         if need is None or self.free is None or need <= self.free.usable:
             return ""
-        free = f"{table.size(self.free.bytes)} {self.free.source}, {100 * self.free.headroom:.0f} % kept free"
-        return f"it needs {table.size(need)} of {free}"
+        free = f"{show.size(self.free.bytes)} {self.free.source}, {100 * self.free.headroom:.0f} % kept free"
+        return f"it needs {show.size(need)} of {free}"
 
     def no_shared_memory(self, size: int) -> str:
         if self.trial.feed.name != "workers" or not self.plan.workers:

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from nbtools import disk, table
+from nbtools import disk, show
 from nbtools.data import auto_feed, cache, cores, open_feed
 from nbtools.errors import TrainError
 from nbtools.measure import memory
 from nbtools.measure.advisor import advise
 from nbtools.measure.machine import Gpus, cpu_name, gpus, instructions, pair
 from nbtools.measure.profile import matrix_rates, matrix_side
-from nbtools.table import number, plural
+from nbtools.show import number, plural
 from nbtools.train import Task, TrainState, checkpoint, evaluation, train_step
 from nbtools.train import device as devices
 from nbtools.version import VERSION
@@ -49,7 +49,7 @@ class Arithmetic:
     def row(self) -> tuple[str, str, str | None]:
         if self.flops is None or self.least is None or self.most is None:
             return self.name, self.here, None
-        digits = [table.digits(float(f"{value / 1e9:.3g}")) for value in (self.flops, self.least, self.most)]
+        digits = [show.digits(float(f"{value / 1e9:.3g}")) for value in (self.flops, self.least, self.most)]
         return self.name, self.here, f"{digits[0]} ({digits[1]}–{digits[2]}, n = {self.n})"
 
 
@@ -71,9 +71,9 @@ class Check:
     def __str__(self) -> str:
         products = f"products of {self.side:,} × {self.side:,}, GFLOP/s"
         parts = [
-            table.text(*self.gpus.table()) if self.gpus else self.gpus.missing,
-            table.text(("machine", ""), list(self.machine.items())),
-            table.text(("format", "trains here", products), [each.row() for each in self.arithmetic]),
+            show.text(*self.gpus.table()) if self.gpus else self.gpus.missing,
+            show.text(("machine", ""), list(self.machine.items())),
+            show.text(("format", "trains here", products), [each.row() for each in self.arithmetic]),
             f"Feed auto: {self.feed}.\nA plan for your data, measured: python -m nbtools advise TASK --data SOURCE",
         ]
         return "\n\n".join(filter(None, parts))
@@ -94,11 +94,11 @@ def parts_of(device: torch.device, found: Gpus) -> dict[str, str | None]:
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     ram, space, amp = memory.ram(), None, devices.reduced(device)
     with contextlib.suppress(OSError):
-        space = f"{table.size(disk.free_bytes(cache()))} free for {cache()}"
+        space = f"{show.size(disk.free_bytes(cache()))} free for {cache()}"
     return {
         "trains on": name,
         "processor": f"{cpu_name()}, {plural(cores(), 'core')}: {own}",
-        "RAM": None if ram is None else f"{pair(ram.bytes, memory.ram_in_all(), table.size)} free",
+        "RAM": None if ram is None else f"{pair(ram.bytes, memory.ram_in_all(), show.size)} free",
         "disk": space,
         "nbtools": f"{VERSION}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         "torch": f"{torch.__version__}, {cuda}, {plural(torch.get_num_threads(), 'thread')}",

@@ -15,7 +15,7 @@ from nbtools.errors import NbtoolsError
 from nbtools.measure.profile import Bench, StepProfile, Tried
 from nbtools.measure.stepper import Clock, Stepper
 from nbtools.measure.trials import COMPILE_PAYS, FASTER, LOSSES, alternative, in_turns, try_out, warmed
-from nbtools.table import percent, plural
+from nbtools.show import percent, plural
 from nbtools.train import Plan, TaskLike, rehearse
 from nbtools.train import device as devices
 

@@ -18,7 +18,7 @@ import torch
 from nbtools.data import Feed, Pack, in_order, lengths_of, open_feed, tick
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, Clock, Stepper, untouched
-from nbtools.table import digits, number, plural
+from nbtools.show import digits, number, plural
 from nbtools.train import Plan, TaskLike, evaluation, readable
 
 FACTORS = (1.0, 3.0, 1 / 3, 9.0, 1 / 9)  # of the rule's lr, in the order in which they are tried

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from nbtools import disk, table
+from nbtools import disk, show
 from nbtools.data import cache, cores
 from nbtools.measure import memory
 from nbtools.train import device as devices
@@ -89,7 +89,7 @@ class Gpu:
         return None if self.capability is None else self.capability >= (8, 0)
 
 
-class Gpus(table.Table, list[Gpu]):
+class Gpus(show.Table, list[Gpu]):
     """The GPUs of this machine; shows as a table. Empty without NVIDIA. note: the rest of the machine: processor,
     cores, RAM and disk. missing: why there is none."""
 
@@ -227,7 +227,7 @@ def cells(g: Gpu) -> dict[str, str | None]:
         "torch": None if g.torch_index is None else f"cuda:{g.torch_index}",
         "name": g.name,
         "capability": None if g.capability is None else ".".join(map(str, g.capability)),
-        "memory": pair(g.memory_used, g.memory_total, lambda count: table.size(count * MIB)),
+        "memory": pair(g.memory_used, g.memory_total, lambda count: show.size(count * MIB)),
         "use": None if g.utilisation is None else f"{g.utilisation} %",
         "power": pair(g.power, g.power_limit, "{:.0f} W".format),
         "temperature": None if g.temperature is None else f"{g.temperature} °C",
@@ -241,7 +241,7 @@ def pair(now: float | None, limit: float | None, write: Callable[[float], str]) 
     """`11.2 of 42.9 GB`, with a dash for what is not known."""
     if now is None and limit is None:
         return None
-    first, last = (table.EMPTY if value is None else write(value) for value in (now, limit))
+    first, last = (show.EMPTY if value is None else write(value) for value in (now, limit))
     return f"{first.removesuffix(last.lstrip('0123456789.'))} of {last}"
 
 
@@ -257,11 +257,11 @@ def without_nvidia(why: str) -> Gpus:
 def processor() -> str:
     """The processor, and what this process may use of the machine: `AMD EPYC 7B13, 2 cores; RAM: 6.1 of 7.8 GB free;
     disk: 74 GB free for /tmp/nbtools`, the folder of staged data and packs."""
-    parts = [f"{cpu_name()}, {table.plural(cores(), 'core')}"]
+    parts = [f"{cpu_name()}, {show.plural(cores(), 'core')}"]
     if room := memory.ram():
-        parts.append(f"RAM: {pair(room.bytes, memory.ram_in_all() or room.bytes, table.size)} free")
+        parts.append(f"RAM: {pair(room.bytes, memory.ram_in_all() or room.bytes, show.size)} free")
     with contextlib.suppress(OSError):
-        parts.append(f"disk: {table.size(disk.free_bytes(cache()))} free for {cache()}")
+        parts.append(f"disk: {show.size(disk.free_bytes(cache()))} free for {cache()}")
     return "; ".join(parts)
 
 
@@ -269,10 +269,10 @@ def described(device: torch.device) -> str:
     """Name and memory of what trains: `NVIDIA A100-SXM4-40GB, 42.3 GB`; of a CPU also its cores."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return f"{properties.name}, {table.size(properties.total_memory)}"
+        return f"{properties.name}, {show.size(properties.total_memory)}"
     size = memory.ram_in_all()
-    parts = ["Apple GPU (MPS)"] if device.type == "mps" else [cpu_name(), table.plural(cores(), "core")]
-    return ", ".join([*parts, *([] if size is None else [f"{table.size(size)} RAM"])])
+    parts = ["Apple GPU (MPS)"] if device.type == "mps" else [cpu_name(), show.plural(cores(), "core")]
+    return ", ".join([*parts, *([] if size is None else [f"{show.size(size)} RAM"])])
 
 
 def cpu_name() -> str:
@@ -318,10 +318,10 @@ def follow(show: Callable[[str], object]) -> NoReturn:
 def in_use(before: tuple[int, int] | None, now: tuple[int, int] | None) -> str:
     """`CPU: 97 % of 2 cores; RAM: 6.1 of 7.8 GB in use`, of the time between two readings of `cpu_time`."""
     share = (now[0] - before[0]) / max(now[1] - before[1], 1) if before and now else None
-    shown = table.EMPTY if share is None else table.percent(share)
-    parts = [f"CPU: {shown} of {table.plural(os.cpu_count() or 1, 'core')}"]
+    shown = show.EMPTY if share is None else show.percent(share)
+    parts = [f"CPU: {shown} of {show.plural(os.cpu_count() or 1, 'core')}"]
     if (room := memory.ram()) and (most := memory.ram_in_all()):
-        parts.append(f"RAM: {pair(most - room.bytes, most, table.size)}")
+        parts.append(f"RAM: {pair(most - room.bytes, most, show.size)}")
     return f"{'; '.join(parts)} in use"
 
 
@@ -375,7 +375,7 @@ def machine() -> dict[str, str]:
     device = devices.pick()
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        "cores": f"{table.plural(cores(), 'CPU core')}, {table.plural(devices.threads(), 'thread')}",
+        "cores": f"{show.plural(cores(), 'CPU core')}, {show.plural(devices.threads(), 'thread')}",
         "torch": f"torch {torch.__version__}",
         "python": f"Python {platform.python_version()}",
         "system": f"{platform.system()} {platform.machine()}",

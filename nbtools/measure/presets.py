@@ -8,7 +8,7 @@ import torch
 
 from nbtools.data import Pack, cores, require_shared_memory
 from nbtools.errors import NbtoolsError
-from nbtools.table import plural
+from nbtools.show import plural
 from nbtools.train import Plan, TaskLike, as_task, readable
 from nbtools.train import device as devices
 

@@ -28,7 +28,7 @@ from nbtools.measure import memory
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import Stepper, epoch_batches, finish, typical
-from nbtools.table import percent, size, timing
+from nbtools.show import percent, size, timing
 from nbtools.train import (
     DTYPES,
     Batch,

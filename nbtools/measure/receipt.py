@@ -18,7 +18,7 @@ from nbtools.measure.presets import fitting, preset
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import Clock, Rate, Stepper, Turn, untouched
 from nbtools.measure.trials import own_settings
-from nbtools.table import duration, percent, size
+from nbtools.show import duration, percent, size
 from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from itertools import repeat
 from typing import Any, Self
 
-from nbtools.table import Table
+from nbtools.show import Table
 
 
 class Report(Table):

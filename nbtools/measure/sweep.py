@@ -19,7 +19,7 @@ from nbtools.measure.lr_trial import LEAST_S, LrTrial, lr_trial
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, STILL, Stepper, untouched
-from nbtools.table import digits, number
+from nbtools.show import digits, number
 from nbtools.train import Plan, TaskLike, rehearse
 from nbtools.train import device as devices
 

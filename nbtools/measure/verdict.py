@@ -13,7 +13,7 @@ from typing import Any
 from nbtools.measure.profile import StepProfile, Tried, shown
 from nbtools.measure.report import Report
 from nbtools.measure.trials import own_settings, replays, without_augmentation
-from nbtools.table import percent, timing
+from nbtools.show import percent, timing
 from nbtools.train import Plan
 
 WORTH = 1.1  # a smaller gain is within the noise of such a measurement: rule of thumb (ours)

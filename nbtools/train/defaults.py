@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, constant, inputs_of, is_image, tables
 from nbtools.errors import PackError, TrainError
-from nbtools.table import percent
+from nbtools.show import percent
 from nbtools.train.augment import MIXUP, augment, strengths
 from nbtools.train.call import logits_of
 from nbtools.train.metrics import METRICS, Batch, listed, reshaped

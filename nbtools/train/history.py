@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtools import disk, table
+from nbtools import disk, show
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -147,12 +147,12 @@ class History:
         kinds = Counter(row["kind"] for row in self.rows)
         counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
         upto = f" up to step {self.rows[-1]['step']:,}: {counts}" if self.rows else ""
-        return f"History{f' {self.path}' if self.path else ''}: {table.plural(len(self), 'row')}{upto}"
+        return f"History{f' {self.path}' if self.path else ''}: {show.plural(len(self), 'row')}{upto}"
 
     def _repr_html_(self) -> str:
         rows = [[row.get(name) for name in self.columns] for row in self.rows[-LAST:]]
         caption = f"{self!r}{f'; the last {LAST}, frame() has all' if len(self) > LAST else ''}"
-        return table.html(self.columns, rows, caption)
+        return show.html(self.columns, rows, caption)
 
 
 def cell(item: Any) -> Any:

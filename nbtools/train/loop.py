@@ -21,7 +21,7 @@ import torch
 
 from nbtools.data import Feed, Pack, batches_left, lengths_of, open_feed
 from nbtools.errors import TrainError
-from nbtools.table import plural
+from nbtools.show import plural
 from nbtools.train.device import memory, prepare, put, require, required
 from nbtools.train.evaluation import Sums, fed, score_split
 from nbtools.train.history import Record

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nbtools.errors import TrainError
-from nbtools.table import plural
+from nbtools.show import plural
 
 
 @dataclass(frozen=True)

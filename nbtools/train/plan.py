@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from nbtools import table
+from nbtools import show
 from nbtools.data import Pack, batches_in
 from nbtools.errors import PlanError, TrainError
 from nbtools.train.optimizer import OPTIMIZERS
@@ -263,10 +263,10 @@ class Steps:
 
     def __str__(self) -> str:
         parts = (
-            table.plural(self.samples, "sample"),
-            f"{table.plural(self.per_epoch, 'step')} per epoch",
-            f"{table.plural(self.total, 'step')} in {table.plural(self.epochs, 'epoch')}",
-            f"{table.plural(self.warmup, 'step')} of warmup",
+            show.plural(self.samples, "sample"),
+            f"{show.plural(self.per_epoch, 'step')} per epoch",
+            f"{show.plural(self.total, 'step')} in {show.plural(self.epochs, 'epoch')}",
+            f"{show.plural(self.warmup, 'step')} of warmup",
         )
         return " · ".join(parts)
 
@@ -310,7 +310,7 @@ def require_training(pack: Pack) -> None:
     count = len(pack.ids("train"))
     if not count and pack.splits["test"] == len(pack):
         raise TrainError(
-            f"{pack.folder}: all {table.plural(len(pack), 'sample')} are test data, so there is nothing to train on; "
+            f"{pack.folder}: all {show.plural(len(pack), 'sample')} are test data, so there is nothing to train on; "
             "evaluate a run on it, or pack the source again without test=1.0"
         )
     if count < 2:
@@ -325,7 +325,7 @@ def require_training(pack: Pack) -> None:
 
 def require_batch(plan: Plan, count: int) -> None:
     if plan.batch_size > count:
-        split = f"the train split ({table.plural(count, 'sample')})"
+        split = f"the train split ({show.plural(count, 'sample')})"
         raise TrainError(f"Plan.batch_size {plan.batch_size} is larger than {split}; set it to at most {count}")
 
 
@@ -365,7 +365,7 @@ def times(ratio: float) -> str:
 
 def shown(value: Any) -> str:
     """A setting's value as text."""
-    return "none" if value is None else table.shown(value)
+    return "none" if value is None else show.shown(value)
 
 
 # -- values

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from nbtools.data import Card, Keys, Pack
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.table import plural
+from nbtools.show import plural
 from nbtools.train import device as devices
 from nbtools.train.graph import Graphs
 from nbtools.train.history import Record

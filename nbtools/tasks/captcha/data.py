@@ -17,7 +17,7 @@ import numpy as np
 
 from nbtools.data import Card, Entry, Pack, Sample, Survey, build_pack
 from nbtools.errors import PackError
-from nbtools.table import plural, sized
+from nbtools.show import plural, sized
 from nbtools.tasks.captcha.ink import line_of
 from nbtools.tasks.captcha.networks import STRIDE
 from nbtools.tasks.common.ctc import needed_steps

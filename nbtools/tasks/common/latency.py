@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nbtools.errors import PlanError
-from nbtools.table import Table
+from nbtools.show import Table
 
 T = TypeVar("T")
 

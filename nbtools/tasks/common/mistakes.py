@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from nbtools.errors import PackError
-from nbtools.table import plural
+from nbtools.show import plural
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from nbtools import table
+from nbtools import show
 from nbtools.errors import PackError
 
 if TYPE_CHECKING:
@@ -86,17 +86,17 @@ class Report:
 
     @property
     def summary(self) -> str:
-        return f"{self.about}: {table.plural(self.errors, ERROR)} and {table.plural(self.warnings, WARNING)}"
+        return f"{self.about}: {show.plural(self.errors, ERROR)} and {show.plural(self.warnings, WARNING)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         return {**dataclasses.asdict(self), "errors": self.errors, "warnings": self.warnings, "ok": self.ok}
 
     def __str__(self) -> str:
-        return f"{table.text(COLUMNS, listed(gathered(self.rows)))}\n\n{self.summary}" if self.rows else self.summary
+        return f"{show.text(COLUMNS, listed(gathered(self.rows)))}\n\n{self.summary}" if self.rows else self.summary
 
     def _repr_html_(self) -> str:
-        return table.html(COLUMNS, listed(gathered(self.rows)), self.summary)
+        return show.html(COLUMNS, listed(gathered(self.rows)), self.summary)
 
 
 def listed(rows: Iterable[Row]) -> list[list[str]]:

@@ -33,7 +33,7 @@ from nbtools.data import (
     split_of,
 )
 from nbtools.errors import PackError
-from nbtools.table import plural, sized
+from nbtools.show import plural, sized
 from nbtools.tasks.common import labels
 from nbtools.tasks.common.files import on_white, open_image, read_text
 from nbtools.tasks.common.plans import THUMB

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from nbtools.data import say
 from nbtools.errors import PackError
 from nbtools.figures import best_of, system
-from nbtools.table import plural
+from nbtools.show import plural
 from nbtools.tasks.common.demo import require, whole, write_demo
 from nbtools.tasks.hwdb.formats import CODE, HEADER, LINE_BOX, SUFFIXES, code_of
 

@@ -25,7 +25,7 @@ from typing import NoReturn
 import numpy as np
 
 from nbtools.errors import PackError
-from nbtools.table import sized
+from nbtools.show import sized
 from nbtools.tasks.common.report import Refused, Row
 
 Bytes = bytes | bytearray | memoryview | mmap

@@ -24,7 +24,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from nbtools.errors import PackError
-from nbtools.table import sized
+from nbtools.show import sized
 from nbtools.tasks.common.report import Refused, Row
 from nbtools.tasks.segment.classes import BACKGROUND, Class, Colour
 from nbtools.tasks.segment.images import Recipe, Size, require_size

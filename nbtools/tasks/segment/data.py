@@ -22,7 +22,7 @@ from PIL import Image, PngImagePlugin
 from nbtools import disk
 from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
 from nbtools.errors import PackError
-from nbtools.table import percent, plural, sized
+from nbtools.show import percent, plural, sized
 from nbtools.tasks.common.files import UNREADABLE, open_image
 from nbtools.tasks.common.report import ERROR, WARNING, Refused, Report, Row, ordered
 from nbtools.tasks.segment import cvat

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from nbtools import disk
 from nbtools.errors import PackError
-from nbtools.table import plural
+from nbtools.show import plural
 from nbtools.tasks.common.files import IMAGES, decode_text, walk
 from nbtools.tasks.common.report import WARNING, Refused, Row
 from nbtools.tasks.segment import cvat

@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 from PIL import Image, ImageOps
 
-from nbtools.table import plural, sized
+from nbtools.show import plural, sized
 from nbtools.tasks.common.files import on_white, open_image
 from nbtools.tasks.common.report import Refused, Row
 from nbtools.tasks.segment.classes import IGNORE, MOST_ID, UNKNOWN, Table

@@ -33,7 +33,7 @@ from nbtools.figures import (
     gallery,
     scaled,
 )
-from nbtools.table import percent
+from nbtools.show import percent
 from nbtools.tasks.common.files import on_white
 from nbtools.tasks.segment.augment import MEAN, SPREAD, batch
 from nbtools.tasks.segment.classes import BACKGROUND, IGNORE

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nbtools import disk, table
+from nbtools import disk, show
 from nbtools.data import Sample
 from nbtools.errors import PackError
 from nbtools.tasks.common.report import ERROR, WARNING, Refused, Row
@@ -302,8 +302,8 @@ def read_array(npz: zipfile.ZipFile, key: str, largest: int = LARGEST) -> np.nda
     bytes."""
     size = npz.getinfo(f"{key}.npy").file_size
     if size > largest:
-        rule, fix = f"an array must have at most {table.size(largest)}", "cut the clip into shorter ones, or delete it"
-        raise Refused(Row(key, rule, table.size(size), fix))
+        rule, fix = f"an array must have at most {show.size(largest)}", "cut the clip into shorter ones, or delete it"
+        raise Refused(Row(key, rule, show.size(size), fix))
     with damage_refused(key), npz.open(f"{key}.npy") as member:
         values = np.lib.format.read_array(member, allow_pickle=False)
         if member.read(1):  # at its end zipfile compares the checksum

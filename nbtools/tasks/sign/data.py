@@ -35,7 +35,7 @@ from nbtools.data import (
     stage,
 )
 from nbtools.errors import PackError
-from nbtools.table import plural
+from nbtools.show import plural
 from nbtools.tasks.common import report
 from nbtools.tasks.common.report import ERROR, WARNING, Refused, Row, ordered
 from nbtools.tasks.sign.clips import FEATURES, WIDTH, Keys, arrays_in, columns_in, examine

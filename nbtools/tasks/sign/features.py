@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from nbtools import disk
 from nbtools.data import bar, stage, threaded
 from nbtools.errors import PackError
-from nbtools.table import plural, sized
+from nbtools.show import plural, sized
 from nbtools.tasks.common.demo import require, whole
 from nbtools.tasks.common.files import open_image, split_of, walk
 from nbtools.tasks.common.report import Refused, Report, Row

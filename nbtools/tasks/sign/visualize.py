@@ -21,7 +21,7 @@ from nbtools import disk
 from nbtools.data import SPLITS, Card, Pack, Sample
 from nbtools.errors import PackError
 from nbtools.figures import GREY, RIGHT, Picture, Sheet, blank, finish, gallery, judged
-from nbtools.table import plural
+from nbtools.show import plural
 from nbtools.tasks.common.mistakes import confusion as confusion_table
 from nbtools.tasks.common.mistakes import counts_of, most_confused, paired
 from nbtools.tasks.sign.keypoints import FACE, FACE_MESH, LEFT, POINTS

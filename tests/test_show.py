@@ -4,31 +4,31 @@ import math
 
 import pytest
 
-from nbtools import table
+from nbtools import show
 
 
 def test_no_cell_header_or_caption_becomes_markup_or_steers_the_terminal():
-    page = table.html(["<b>"], [["<img src=x onerror=alert(1)>"], ['"&'], ["x" * 200]], caption="</table><script>")
+    page = show.html(["<b>"], [["<img src=x onerror=alert(1)>"], ['"&'], ["x" * 200]], caption="</table><script>")
     assert not [tag for tag in ("<img", "<b>", "<script", "</table><") if tag in page]
     assert "&lt;img src=x onerror=alert(1)&gt;" in page
     assert "&amp;" in page
     assert "x" * 200 in page, "pandas would cut a long text"
-    assert "\x1b" not in table.text(["file"], [["\x1b[2Jgone\n"]])
+    assert "\x1b" not in show.text(["file"], [["\x1b[2Jgone\n"]])
 
 
 def test_terminal_columns_line_up_with_wide_characters_and_what_holds_nothing_is_left_out():
     rows = [("漢字", "1.5 GB", None, 7, "a"), ("0001.png", "12 GB", "", 12.5, "b"), ("x", "9 GB", None, None, "c")]
-    assert table.text(["name", "size", "note", "n", "why"], rows).split("\n") == [
+    assert show.text(["name", "size", "note", "n", "why"], rows).split("\n") == [
         "name        size     n  why",
         "────────  ──────  ────  ───",
         "漢字      1.5 GB     7  a",
         "0001.png   12 GB  12.5  b",
         "x           9 GB     –  c",
     ]
-    drawn = table.text(["why", "n"], [["word " * 40, 1], ["b", 2]])
+    drawn = show.text(["why", "n"], [["word " * 40, 1], ["b", 2]])
     assert drawn.split().count("word") == 40
     assert max(map(len, drawn.split("\n"))) < 80
-    assert table.text(["a"], []) == ""
+    assert show.text(["a"], []) == ""
 
 
 SHOWN = {
@@ -50,7 +50,7 @@ SHOWN = {
 
 @pytest.mark.parametrize(("value", "text"), SHOWN.items())
 def test_values_read_as_they_were_typed_and_computed_floats_have_three_digits(value, text):
-    assert table.shown(value) == text
+    assert show.shown(value) == text
 
 
 MEASURED = {
@@ -74,7 +74,7 @@ MEASURED = {
 
 @pytest.mark.parametrize(("value", "text"), MEASURED.items())
 def test_measured_numbers_have_three_digits_and_a_share_below_one_does_not_show_as_one(value, text):
-    assert table.number(value) == text
+    assert show.number(value) == text
 
 
 def test_sizes_are_decimal_and_times_and_shares_have_units():
@@ -87,11 +87,11 @@ def test_sizes_are_decimal_and_times_and_shares_have_units():
         1.7e9: "1.7 GB",
         2.5e12: "2.5 TB",
     }
-    assert [table.size(count) for count in sizes] == list(sizes.values())
-    assert [table.timing(seconds) for seconds in (0.2031, 1.3512, 18.0, 135.2)] == [
+    assert [show.size(count) for count in sizes] == list(sizes.values())
+    assert [show.timing(seconds) for seconds in (0.2031, 1.3512, 18.0, 135.2)] == [
         "203 ms",
         "1.35 s",
         "18.0 s",
         "2 min 15 s",
     ]
-    assert [table.percent(0.943), table.percent(0.0043, 1)] == ["94 %", "0.4 %"]
+    assert [show.percent(0.943), show.percent(0.0043, 1)] == ["94 %", "0.4 %"]
