@@ -15,9 +15,8 @@ from uuid import uuid4
 
 from nbtools import disk
 from nbtools.data import LATER, Card, Pack, cache, is_kept, latest, patient, restore_kept, say
-from nbtools.errors import CheckpointError, TrainError
+from nbtools.errors import CheckpointError, HeldInterrupt, TrainError
 from nbtools.identity import Call, differences, former_run, identity, trained
-from nbtools.interrupt import HeldInterrupt
 from nbtools.live import Surface
 from nbtools.run import CARD, EVALUATION, HISTORY, NOTES, PLAN, RECEIPT, VERDICT, lock, stored
 from nbtools.train import (

@@ -16,7 +16,7 @@ from test_launches import CASES, B
 from torch import nn
 
 import nbtools as nb
-from nbtools.train import MOST_GRAPHS, capture, device, graph, train_step
+from nbtools.train import MOST_GRAPHS, device, graph, train_step
 
 EAGER = 99  # a warm-up longer than any run here
 PLAN = toy.PLAN.replace(graph=True, ema=0.9)
@@ -285,13 +285,13 @@ CHILDREN = {
 def test_a_child_process_tries_a_capture_first_once_for_these_versions(name, tmp_path, monkeypatch):
     does, why = CHILDREN[name]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(capture, "PATIENCE", 0.4 if name == "hangs" else 60)
-    monkeypatch.setattr(capture, "CHILD", f"open({str(tmp_path / 'tries')!r}, 'a').write('x'); {does}")
-    answers = {capture.uncapturable(torch.device("cuda", 0)) for _ in range(2)}
+    monkeypatch.setattr(graph, "PATIENCE", 0.4 if name == "hangs" else 60)
+    monkeypatch.setattr(graph, "CHILD", f"open({str(tmp_path / 'tries')!r}, 'a').write('x'); {does}")
+    answers = {graph.uncapturable(torch.device("cuda", 0)) for _ in range(2)}
     assert answers == {why and f"a trial in a child process{why}"}
     assert (tmp_path / "tries").read_text() == ("xx" if "memory" in name else "x"), "a verdict about memory is not kept"
     monkeypatch.setattr(torch, "__version__", "9.9")
-    capture.uncapturable(torch.device("cuda", 0))
+    graph.uncapturable(torch.device("cuda", 0))
     assert (tmp_path / "tries").read_text() == ("xxx" if "memory" in name else "xx")
 
 

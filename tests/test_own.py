@@ -386,7 +386,7 @@ TAGS = {  # loss of probabilities or counts → predictions of a network that re
 }
 
 
-@pytest.mark.parametrize("loss", TAGS, ids=str)
+@pytest.mark.parametrize("loss", TAGS, ids=["module", "function", "partial", "BCE", "Poisson"])
 def test_targets_of_a_loss_of_probabilities_are_not_standardised_and_logits_are_answered_as_such(tmp_path, loss):
     """pytorch#110865: BCEWithLogitsLoss takes targets from -0.6 to 2 in silence."""
     x = torch.rand(40, 3, generator=torch.Generator().manual_seed(0))

@@ -28,8 +28,7 @@ from torch.utils.data import DataLoader
 from nbtools import show
 from nbtools.data.pack import Pack, collate
 from nbtools.data.progress import say
-from nbtools.errors import TrainError
-from nbtools.interrupt import HeldInterrupt
+from nbtools.errors import HeldInterrupt, TrainError
 
 Raw = dict[str, Tensor]
 Segments = Sequence[Sequence[int]]  # [(batch size, batches done with it)] since the start of the epoch

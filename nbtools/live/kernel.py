@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from nbtools.interrupt import HeldInterrupt
+from nbtools.errors import HeldInterrupt
 
 COMMS = frozenset({"comm_open", "comm_msg", "comm_close", "comm_info_request", "kernel_info_request"})
 """Messages that widgets send, and that a reloaded page sends before it shows them. Everything else waits for the

@@ -5,9 +5,8 @@ from nbtools.measure.advisor import advise, expected
 from nbtools.measure.batch import find_batch
 from nbtools.measure.check import check, smoke_test
 from nbtools.measure.machine import REASONS, Gpu, Sampler, described, follow, gpus, machine, nvml_index
-from nbtools.measure.presets import preset
 from nbtools.measure.profile import StepProfile
-from nbtools.measure.receipt import Receipt, comparable, receipt
+from nbtools.measure.receipt import Receipt, comparable, preset, receipt
 from nbtools.measure.stepper import Stepper, untouched
 from nbtools.measure.sweep import lr_sweep
 from nbtools.measure.trials import first_losses, step_profile

@@ -30,9 +30,8 @@ from nbtools.measure.batch import BatchReport, find_batch
 from nbtools.measure.levers import LEAST, Levers, outcome
 from nbtools.measure.lr_trial import LEAST_S, lr_trial
 from nbtools.measure.machine import machine
-from nbtools.measure.presets import preset
 from nbtools.measure.profile import StepProfile
-from nbtools.measure.receipt import SILENT, comparable
+from nbtools.measure.receipt import SILENT, comparable, preset
 from nbtools.measure.stepper import EAGER, Clock, untouched
 from nbtools.measure.trials import LEVERS
 from nbtools.measure.verdict import verdict

@@ -179,6 +179,7 @@ def smoke_test(task: Task, **knobs: Any) -> str:
         if not math.isfinite(loss):
             rule = f"the loss of the first step is {loss}"
             raise TrainError(f"{rule}; train with amp=off, and check the labels", entry="NaN")
+        (folder / "run").mkdir()
         checkpoint.save(folder / "run", state, rows=0)
         checkpoint.load(folder / "run", loaded)
     answers = (evaluation.forward(task, one.evaluated, raw, plan, one.device)[1] for one in (state, loaded))

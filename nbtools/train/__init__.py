@@ -1,17 +1,15 @@
 """Plan, Task, TrainState, the loop, evaluation, checkpoints, history."""
 
 from nbtools.train import checkpoint, device, evaluation
-from nbtools.train.capture import synchronizing
 from nbtools.train.changes import adopt, caught_up, require_change
 from nbtools.train.checkpoint import CONTROL
 from nbtools.train.defaults import DATASET, Answer, items_of
 from nbtools.train.device import DTYPES, again, autotuning, find_scale
 from nbtools.train.evaluation import Sums, forward
-from nbtools.train.follower import obey
-from nbtools.train.graph import MOST_GRAPHS, unrecordable
+from nbtools.train.graph import MOST_GRAPHS, synchronizing, unrecordable
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.keep import KEPT, Keeper, kept_note, kept_until
-from nbtools.train.loop import train
+from nbtools.train.loop import obey, train
 from nbtools.train.meter import Diverged
 from nbtools.train.metrics import Batch, Pair
 from nbtools.train.network import build, call_of
@@ -23,6 +21,7 @@ from nbtools.train.plan import (
     beyond,
     doubts,
     fixed,
+    knob,
     length_of,
     listed,
     lr_at,
@@ -35,11 +34,9 @@ from nbtools.train.plan import (
     times,
 )
 from nbtools.train.ranks import Alone, RankLost, Ranks, join, naming, shares
-from nbtools.train.recovery import LEFT_OUT
 from nbtools.train.rehearsal import rehearse
-from nbtools.train.settings import knob
 from nbtools.train.state import TrainState
-from nbtools.train.step import gradients, release, train_step
+from nbtools.train.step import LEFT_OUT, gradients, release, train_step
 from nbtools.train.task import (
     Task,
     TaskLike,

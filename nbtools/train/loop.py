@@ -20,15 +20,15 @@ import numpy as np
 from nbtools.data import Feed, Pack, batches_left, lengths_of, open_feed
 from nbtools.errors import TrainError
 from nbtools.show import plural
-from nbtools.train.changes import agree, changes
+from nbtools.train.changes import adopt, agree, changes
 from nbtools.train.device import autotuning, memory, prepare, required
 from nbtools.train.evaluation import Sums, score_split
 from nbtools.train.history import Record
 from nbtools.train.meter import Diverged
 from nbtools.train.plan import Plan, require_sizes
-from nbtools.train.recovery import careful_step
+from nbtools.train.ranks import Ended, Restarted
 from nbtools.train.state import Best, TrainState
-from nbtools.train.step import train_step
+from nbtools.train.step import careful_step, train_step
 from nbtools.train.task import TaskLike, best_metric, bound, order, readable
 
 
@@ -200,3 +200,35 @@ def end_epoch(state: TrainState, values: dict[str, Any], samples: int) -> Record
     row = state.record("epoch", {**loss, **values, **figures, **readings(state)})
     state.position.epoch, state.position.segments = state.epoch + 1, []
     return row
+
+
+# -- the other ranks
+
+
+def obey(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> None:
+    """Train as rank 0 says: `train` on its state, begun anew whenever rank 0 begins anew, until it ends the run."""
+    begun = None
+    while True:
+        try:
+            if begun is None:
+                state.ranks.tell()
+            else:
+                take_over(state, begun)
+                begun = None
+                for _ in train(task, state, pack, feed):
+                    continue
+        except Restarted as restarted:
+            begun = restarted.with_traceback(None)  # its frames hold the feed
+        except Diverged:
+            continue  # so does rank 0, and decides what to do
+        except Ended:
+            return
+
+
+def take_over(state: TrainState, begun: Restarted) -> None:
+    """Make the state rank 0's."""
+    plan, facts, tensors = begun.args
+    adopt(state, type(state.plan).from_dict(plan))  # first: a scaler takes over its saved state
+    state.load(tensors, facts)
+    state.plan = state.applied
+    state.events.clear()

@@ -18,7 +18,7 @@ from nbtools.measure import Stepper, check, find_batch, step_profile, untouched,
 from nbtools.measure.batch import Trial, line
 from nbtools.train import TrainState, checkpoint, step, synchronizing, train, train_step
 from nbtools.train import device as devices
-from nbtools.train.capture import uncapturable
+from nbtools.train.graph import uncapturable
 
 pytestmark = pytest.mark.cuda
 READS = {"clock.py", "state.py", "loop.py", "evaluation.py"}  # where the loop itself waits: log steps, ends of epochs
@@ -124,10 +124,10 @@ def limited(device, more, monkeypatch):
             torch.cuda.set_per_process_memory_fraction(1.0, device)
         return
 
-    def backward(state, raw, **more):
+    def backward(state, raw, *more):
         if len(raw["id"]) > 16:
             raise torch.OutOfMemoryError("a dry run's memory is out")
-        return passed(state, raw, **more)
+        return passed(state, raw, *more)
 
     passed = step.backward
     with monkeypatch.context() as patch:
