@@ -23,7 +23,7 @@ from nbtools.errors import CheckpointError, PackError, ctrl_c
 from nbtools.finish import afterwards, diagnose, finish, release
 from nbtools.folder import Job, begin, only_one, restore
 from nbtools.guard import WATCHED, Guard
-from nbtools.identity import Given, called, former_run, meant, own_folder
+from nbtools.identity import Call, called, former_run, meant, own_folder
 from nbtools.live import REFUSED, FirstSignal, Panel, Surface, chosen, running_kernel
 from nbtools.run import Run, what_next
 from nbtools.train import (
@@ -123,8 +123,8 @@ def fit(
     if folder is None:
         plan = called(plan)
         folder = own_folder(task, pack, plan, fresh)
-    with only_one(folder, made=run is None) as own:
-        if not (again or isinstance(plan, Given)):
+    with only_one(folder) as own:
+        if not (again or isinstance(plan, Call)):  # that of `launch`, which has done so
             forget(folder)
         restore(folder, kept, fresh)
         plan = called(plan)

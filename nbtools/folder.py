@@ -16,7 +16,7 @@ from uuid import uuid4
 from nbtools import disk
 from nbtools.data import LATER, Card, Pack, cache, is_kept, latest, patient, restore_kept, say
 from nbtools.errors import CheckpointError, HeldInterrupt, TrainError
-from nbtools.identity import Call, differences, former_run, identity, trained
+from nbtools.identity import Call, differences, former_run, identity, newly_trained
 from nbtools.live import Surface
 from nbtools.run import CARD, EVALUATION, HISTORY, NOTES, PLAN, RECEIPT, VERDICT, lock, stored
 from nbtools.train import (
@@ -36,16 +36,15 @@ from nbtools.train import (
 from nbtools.version import VERSION
 
 OURS = {checkpoint.INDEX, CONTROL, PLAN, CARD, HISTORY, RECEIPT, VERDICT, EVALUATION, NOTES, KEPT, LATER, "plot.png"}
-LEFT = re.compile(r"(?!control|notes).+\.(json|csv|png)\.\d+-\d+\.part")  # by a kill; others write those two
 EVENTS = "events.out.tfevents"  # how TensorBoard's files begin
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.01  # of the time that checkpoints may take
 
 
 @contextmanager
-def only_one(folder: Path, made: bool = False) -> Iterator[disk.Lock]:
-    """Hold the run folder's lock. Raises TrainError where another process trains in it: histories would mix. made: by
-    this call; it goes where the call fails before a run is in it."""
+def only_one(folder: Path) -> Iterator[disk.Lock]:
+    """Hold the run folder's lock. Raises TrainError where another process trains in it: histories would mix. An empty
+    folder goes where the block fails."""
     own = lock(folder)
     with ExitStack() as stack:
         with disk.explained("locking a run", cache()):
@@ -55,24 +54,23 @@ def only_one(folder: Path, made: bool = False) -> Iterator[disk.Lock]:
                     break
                 except BlockingIOError:
                     if not patience:
-                        raise TrainError(
-                            f"{folder}: another process is training this run; stop it, or name another run folder",
-                            entry="Several processes on the GPU",
-                        ) from None
+                        rule = f"{folder}: another process is training this run; stop it, or name another run folder"
+                        raise TrainError(rule, entry="Several processes on the GPU") from None
                     sleep(patience)
         own.note("")
         try:
             yield own
         except BaseException:
-            with suppress(OSError):  # as it is not empty
-                if made:
-                    folder.rmdir()
+            with suppress(OSError):
+                folder.rmdir()
             raise
 
 
 def is_own(path: Path) -> bool:
-    named = path.name in OURS or path.suffix == ".part" or path.name.startswith(EVENTS)
-    return (named or bool(checkpoint.FILE.fullmatch(path.name))) and path.is_file()
+    """Return whether a file is a run's own, or was left by a kill while such a one was written."""
+    name = re.sub(r"\.\d+-\d+\.part$", "", path.name)
+    named = name in OURS or name.startswith(EVENTS) or checkpoint.FILE.fullmatch(path.name)
+    return bool(named) and path.is_file()
 
 
 # -- keep=
@@ -120,23 +118,30 @@ def further(folder: Path, ours: Mapping[str, Any], kept: Path, theirs: Mapping[s
         raise CheckpointError(f"{rule}; name another keep=, or another run=", entry="Session lost")
     if (theirs["start"], theirs["step"]) == (before.get("start"), before.get("step")):
         return False  # what this folder itself wrote last
-    (here, step), (there, their_step) = course(ours), course(index)
-    if there == here[: len(there)] and [*here, [None, step]][len(there)][1] >= their_step:
+    if continues(ours, index):
         return False
-    if here == there[: len(here)] and [*there, [None, their_step]][len(here)][1] >= step:
+    if continues(index, ours):
         say(f"{kept} is further than {folder}, and is taken over")
         return True
+    here, there = (f"{checkpoint.place(each['last'])[1]:,}" for each in (ours, index))
     raise CheckpointError(
-        f"{folder} (step {step:,}) and {kept} (step {their_step:,}) were trained apart, and neither continues the "
-        "other; name another keep=, or another run= to go on from the kept one",
+        f"{folder} (step {here}) and {kept} (step {there}) were trained apart, and neither continues the other; name "
+        "another keep=, or another run= to go on from the kept one",
         entry="Session lost",
     )
 
 
-def course(index: Mapping[str, Any]) -> tuple[list[Any], int]:
-    """Return (the starts of a run after which it was trained, each with its first step; the step it has reached)."""
-    step = checkpoint.place(index["last"])[1]
-    return [start for start in index.get("starts", []) if start[1] < step], step
+def continues(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> bool:
+    """Return whether one copy of a run went on from where the other one had ended, or from later."""
+    ours, theirs = course(longer), course(shorter)
+    end = len(theirs) - 1
+    return ours[:end] == theirs[:end] and ours[end][1] >= theirs[end][1]
+
+
+def course(index: Mapping[str, Any]) -> list[Any]:
+    """Return the starts of a run, each with its first step, and at last (None, the step that it has reached)."""
+    last = checkpoint.place(index["last"])[1]
+    return [*(start for start in index.get("starts", []) if start[1] < last), [None, last]]
 
 
 # -- start or resume
@@ -149,36 +154,31 @@ def begin(
     what was wrong with newer checkpoints, and which other parameters are trained than before. call: None: of the
     state's plan. Raises CheckpointError for another identity."""
     call = call or Call(state.plan, state.plan)
-    now = identity(state.task, pack.card.digest, state.model, state.plan)
-    place = str(pack.folder.absolute())
-    entries = {"identity": now, "panel": call.panel, "requested": None, "ended": None, "pack": place}
+    now, place = identity(state.task, pack.card.digest, state.model, state.plan), str(pack.folder.absolute())
     new = {"version": checkpoint.VERSION, "nbtools": VERSION, "id": uuid4().hex, "task": task_name(state.task)}
     with disk.explained("starting a run", folder):
         for part in folder.glob("*.part"):
-            if LEFT.fullmatch(part.name):
+            if is_own(part) and not part.name.startswith((CONTROL, NOTES)):  # which others may be writing
                 disk.remove(part)
-    there = bool(checkpoint.names(folder)) and not fresh
-    index, notes = checkpoint.read_index(folder) if there else {}, []
+    there, notes = bool(checkpoint.names(folder)) and not fresh, []
+    index = checkpoint.read_index(folder) if there else {}
+    before, advised = index.get("identity", {}), index.get("advised", state.plan.to_dict())
     if there and former_run(state.task, folder) is not None:
-        require_same(folder, pack, index.get("identity", {}), now)
+        require_same(folder, pack, before, now)
         if "task" not in index:
             notes = [f"{folder / checkpoint.INDEX}: is missing; rebuilt from the checkpoints in this folder"]
-            checkpoint.mark(
-                folder, **{**new, "advised": state.plan.to_dict(), **checkpoint.last_and_best(folder), **index}
-            )
+            checkpoint.mark(folder, **{**new, **checkpoint.last_and_best(folder), **index})
         with disk.explained("resuming a run", folder):
             history, complaints = resume(folder, state)
-        notes += [*complaints, trained(index.get("identity", {}), now)]
-        entries["given"] = merged(index, call, state.plan)
-    else:
-        new["id"] = index.get("id", new["id"])  # a run without a finished step starts over as the same
-        history = start(folder, pack, state, new, fresh)
-        entries |= {"given": call.given.given(), "advised": index.get("advised", state.plan.to_dict())}
-    if call.advised is not None:
-        entries["advised"] = call.advised.to_dict()
+        notes += [*complaints, newly_trained(before, now)]
+        given = merged(index, call, state.plan)
+    else:  # a run without a finished step starts over as the same
+        history, given = start(folder, pack, state, {**new, "id": index.get("id", new["id"])}, fresh), call.given.given()
     if not state.over:
-        entries["starts"] = [*index.get("starts", []), [uuid4().hex[:8], state.step]]
-    checkpoint.mark(folder, **entries, applied=state.applied.to_dict())
+        index["starts"] = [*index.get("starts", []), [uuid4().hex[:8], state.step]]
+    entries = {"given": given, "applied": state.applied.to_dict(), "identity": now, "pack": place, "panel": call.panel}
+    entries |= {"advised": call.advised.to_dict() if call.advised else advised, "starts": index.get("starts")}
+    checkpoint.mark(folder, **entries, requested=None, ended=None)
     return history, notes
 
 
@@ -302,8 +302,7 @@ class Job:
         """Have the writer's thread write the copied state, if there is one, and the picture of now, and keep them."""
         if self.taken is None:
             return
-        ends = self.surface.requests.stop  # then the final picture comes next, and seconds count in a shutdown
-        draw = None if ends else self.surface.keep_still()
+        draw = self.surface.keep_still()
 
         def written(taken: checkpoint.Checkpoint) -> float:
             began = monotonic()
@@ -341,9 +340,8 @@ class Job:
         applied, wanted = self.state.applied, self.state.plan
         if (applied, wanted) == self.plans:
             return
-        if applied is not self.plans[0]:
-            with disk.explained("writing the plan", self.folder):
-                disk.write_atomic(self.folder / PLAN, applied.to_json())
+        with disk.explained("writing the plan", self.folder):
+            disk.write_atomic(self.folder / PLAN, applied.to_json())
         requested = {name: getattr(wanted, name) for name in wanted.changes_from(applied)} or None
         checkpoint.mark(self.folder, applied=applied.to_dict(), requested=requested)
         self.plans = applied, wanted

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbtools import disk, measure
-from nbtools.data import Pack
+from nbtools.data import Card, Pack
 from nbtools.errors import NbtoolsError, PlanError, TrainError
 from nbtools.live import Panel
 from nbtools.run import PLAN, stored
@@ -25,7 +25,6 @@ from nbtools.train import (
     AT_START,
     Plan,
     Task,
-    TaskLike,
     bound,
     build,
     checkpoint,
@@ -45,40 +44,38 @@ MOST = 6  # differences in a sentence
 
 
 def identity(task: Task, digest: str, model: nn.Module, plan: Plan) -> dict[str, Any]:
-    """Return what a run is besides its plan, as plain JSON values. digest: the pack's key. plan: where advice chose
-    its lr and batch size, those that the task gave for a start belong to it."""
-    loss, metrics, augment, functions = objective(task)
+    """Return what a run is besides its plan, as texts. digest: the pack's key. plan: where advice chose its lr and
+    batch size, those that the task gave for a start belong to it."""
+    (loss, metrics, augment, functions), name = objective(task), task_name(task)
     advised = task.card is not None and not plan.given().keys() & {"lr", "batch_size"}
     return {
-        **({"recipe": {"lr": task.PLAN.lr, "batch size": task.PLAN.batch_size}} if advised else {}),
-        "task": "" if ":" in task_name(task) else task_name(task),  # else the name of a variable, which may change
+        **({"recipe": f"lr {task.PLAN.lr}, batch size {task.PLAN.batch_size}"} if advised else {}),
+        **({} if ":" in name else {"task": name}),  # else the name of a variable, which may change
         "pack": digest,
         "network": structure(model),
         "loss": structure(loss, hashed=True) if isinstance(loss, nn.Module) else function_name(loss),
-        "metrics": metrics,
-        "augment": augment,
+        "metrics": ", ".join(metrics),
+        "augment": ", ".join(f"{name} {strength}" for name, strength in augment.items()),
         **functions,
         "trained": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
     }
 
 
-def structure(model: nn.Module, hashed: bool = False) -> dict[str, dict[str, Any]]:
+def structure(model: nn.Module, hashed: bool = False) -> dict[str, dict[str, str]]:
     """Return the name of each module → its type, its plain settings, and the shapes of its own tensors; hashed: with a
     hash of their values."""
     return {name: dict(settings(module, hashed)) for name, module in model.named_modules()}
 
 
-def settings(module: nn.Module, hashed: bool) -> Iterator[tuple[str, Any]]:
+def settings(module: nn.Module, hashed: bool) -> Iterator[tuple[str, str]]:
     # SyncBatchNorm takes the place of BatchNorm in several processes, and the run stays the same
     yield "type", "BatchNorm" if isinstance(module, _BatchNorm) else type(module).__name__
     for name, value in vars(module).items():
         if not name.startswith("_") and name not in ("training", "process_group") and is_plain(value):
-            yield name, plain(value)
+            yield name, str(value)
     for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
-        yield name, [*tensor.shape]
-        if hashed:
-            data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            yield f"{name} hash", hashlib.sha256(data).hexdigest()[:12]
+        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if hashed else b""
+        yield name, f"{[*tensor.shape]}{f' {hashlib.sha256(data).hexdigest()[:12]}' if hashed else ''}"
 
 
 def is_plain(value: Any) -> bool:
@@ -87,62 +84,46 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (int, float, bool, str))
 
 
-def plain(value: Any) -> Any:
-    """Return a value as JSON reads it back, and equal to itself: tuples become lists, a NaN its text."""
-    if value != value:
-        return str(value)
-    return [plain(each) for each in value] if isinstance(value, (tuple, list)) else value
-
-
 def function_name(value: Any) -> str:
     if value is None or isinstance(value, str):
         return value or "default"
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-# -- differences
-
-
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return what differs between two identities, one phrase each: `network: body.1 ReLU → Tanh`. Names of trained
-    parameters are left to `trained`."""
+    parameters are left to `newly_trained`."""
     phrases: list[str] = []
     for key in sorted(before.keys() & now.keys() - {"trained"}):
         old, new = before[key], now[key]
-        if old != new and not (key == "task" and "" in (old, new)):
-            nested = key in ("network", "loss") and isinstance(old, dict) and isinstance(new, dict)
-            phrases.append(f"{key}: {first(modules(old, new) if nested else [arrow(old, new)])}")
+        if old != new:
+            nested = isinstance(old, dict) and isinstance(new, dict)
+            phrases.append(f"{key}: {first([*modules(old, new)] if nested else [f'{text(old)} → {text(new)}'])}")
     return phrases
 
 
-def modules(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return what differs between two structures, module by module."""
-    phrases = []
-    for name in dict.fromkeys([*old, *new]):
+def modules(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what differs between two structures, module by module: `body.2 Dropout(p=0.0 → 0.5)`."""
+    for name in {**old, **new}:
         before, after = old.get(name, {"type": "nothing"}), new.get(name, {"type": "nothing"})
-        pairs = {key: (before.get(key), after.get(key)) for key in dict.fromkeys([*before, *after])}
-        changed = ", ".join(f"{key}={arrow(*pair)}" for key, pair in pairs.items() if pair[0] != pair[1])
-        what = f"{before['type']}({changed})" if before["type"] == after["type"] else arrow(*pairs["type"])
-        phrases += [f"{name} {what}".strip()] if changed else []
-    return phrases
+        changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+        pairs = {key: f"{before.get(key)} → {after.get(key)}" for key in changed}
+        what = f"{before['type']}({', '.join(f'{key}={pair}' for key, pair in pairs.items())})"
+        if pairs:
+            yield f"{name} {pairs.get('type', what)}".strip()
 
 
-def arrow(old: Any, new: Any) -> str:
-    return f"{text_of(old)} → {text_of(new)}"
-
-
-def text_of(value: Any) -> str:
-    if isinstance(value, dict):  # of a loss module, or names with strengths
-        value = [value[""]["type"]] if "" in value else [f"{name} {each:g}" for name, each in value.items()]
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return (text if len(text) <= 40 else f"{text[:39]}…") or "none"
+def text(value: Any) -> str:
+    """Return a function's name, or a text, in a sentence; of a module its type."""
+    value = value[""]["type"] if isinstance(value, dict) else value
+    return (value if len(value) <= 40 else f"{value[:39]}…") or "none"
 
 
 def first(phrases: Sequence[str]) -> str:
     return ", ".join([*phrases[:MOST], *["…"] * (len(phrases) > MOST)])
 
 
-def trained(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def newly_trained(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the sentence about layers that were frozen or unfrozen since; "" for none."""
     new, old = now["trained"], before.get("trained", now["trained"])
     thawed, frozen = [name for name in new if name not in old], [name for name in old if name not in new]
@@ -156,7 +137,7 @@ def trained(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 @dataclass(frozen=True)
 class Former:
     """The run that a folder holds. index: run.json; given, applied: its plans; place: (epoch, step) of its last
-    checkpoint; over: whether it has trained to its end; stopped: why before; drops: of lr, on a plateau."""
+    checkpoint; over: whether it has trained to its end; drops: of lr, on a plateau."""
 
     folder: Path
     index: Mapping[str, Any]
@@ -164,7 +145,6 @@ class Former:
     applied: Plan
     place: tuple[int, ...]
     over: bool
-    stopped: str | None
     drops: int
 
 
@@ -175,30 +155,30 @@ def former_run(task: Task, folder: Path) -> Former | None:
         return None
     index = checkpoint.read_index(folder)
     last = index.get("last", names[0])
-    for name in checkpoint.names(folder, last):  # a damaged one is complained about when it is loaded
-        try:
+    for name in checkpoint.names(folder, last):
+        with suppress(NbtoolsError):  # a damaged one is complained about when it is loaded
             facts = checkpoint.facts_of(folder, name)
             break
-        except NbtoolsError:
-            continue
     place, state = checkpoint.place(last), facts.get("state", {})
     if facts and place[1] == 0:
         return None
     with disk.explained("reading the plan", folder / PLAN):
         values = stored(folder / PLAN) if (folder / PLAN).exists() else facts.get("plan", {})
-    applied, stopped = type(task.PLAN).from_dict(values), state.get("stopped")
-    ended = place[0] >= applied.epochs and not state.get("position", {}).get("segments")
-    drops = state.get("best", {}).get("drops", 0)
-    return Former(folder, index, index.get("given", values), applied, place, ended or bool(stopped), stopped, drops)
+    applied = type(task.PLAN).from_dict(values)
+    over = place[0] >= applied.epochs and not state.get("position", {}).get("segments")
+    over, drops = over or bool(state.get("stopped")), state.get("best", {}).get("drops", 0)
+    return Former(folder, index, index.get("given", values), applied, place, over, drops)
 
 
-@dataclass(frozen=True)
-class Given:
-    """What `launch` hands to its ranks as their plan, with the one that it was advised; requests to a former run are
-    removed already, and `control.json` has those that came since."""
+class Call(NamedTuple):
+    """What a call means for a run: the plan that it goes on with, the one it gives, what is said of it, the plan that
+    values are compared with (None: the run's own), and what identifies the Panel that drives it. `launch` hands it to
+    its ranks in place of a plan."""
 
     plan: Plan
-    advised: Plan | None
+    given: Plan
+    said: Sequence[str] = ()
+    advised: Plan | None = None
     panel: str | None = None
 
 
@@ -224,17 +204,6 @@ def chosen_plan(task: Task, pack: Pack, plan: Any, measured: bool = False) -> Pl
     return plan
 
 
-class Call(NamedTuple):
-    """What a call means for a run: the plan that it goes on with, the one it gives, what is said of it, the plan that
-    values are compared with (None: the run's own), and what identifies the Panel that drives it."""
-
-    plan: Plan
-    given: Plan
-    said: Sequence[str] = ()
-    advised: Plan | None = None
-    panel: str | None = None
-
-
 def meant(task: Task, pack: Pack, plan: Any, folder: Path, fresh: bool) -> Call:
     """Return what a call means in a folder. Raises TrainError where it is refused."""
     former = None if fresh else former_run(task, folder)
@@ -242,8 +211,8 @@ def meant(task: Task, pack: Pack, plan: Any, folder: Path, fresh: bool) -> Call:
         call = decide(former, chosen_plan(task, pack, plan, measured=former is None))
         advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
         return call._replace(advised=advised, panel=panel_of(plan))
-    asked = chosen_plan(task, pack, None)
-    recipe = {} if former.given.keys() & {"lr", "batch_size"} else asked.given()  # of the task, as it was before
+    start = chosen_plan(task, pack, None)
+    recipe = {} if former.given.keys() & {"lr", "batch_size"} else start.given()  # of the task, as it was before
     call = decide(former, former.applied.replace(**recipe).marked(former.applied.to_dict().keys() - recipe.keys()))
     return call._replace(given=call.plan)
 
@@ -253,27 +222,26 @@ def decide(former: Former | None, plan: Plan) -> Call:
     if former is None:
         return Call(plan, plan)
     old, given = former.applied, former.given
-    asked = former.index.get("requested", {})  # wanted and not applied when it stopped
-    if former.over:  # then void, but for more epochs
-        asked = {name: value for name, value in asked.items() if name == "epochs" and value > old.epochs}
-    changed = asked | {
-        name: value
-        for name, value in plan.given().items()
-        if (name not in given or plain(value) != plain(given[name])) and value != getattr(old, name)
-    }
+    changed = {} if former.over else dict(former.index.get("requested", {}))  # and not applied when it stopped
+    for name, value in plan.given().items():
+        if (name not in given or plain(value) != plain(given[name])) and value != getattr(old, name):
+            changed[name] = value
     # lr follows a batch size where the plan was made, see Plan.turn, and is given then
     new = old.turn(**{"lr": old.lr, **changed}) if changed else old
     moved = new.changes_from(old)
     if former.over:
-        more = {"epochs"} if new.epochs > old.epochs else set()
-        longer = (new.early_stop or float("inf")) > (old.early_stop or float("inf"))
-        refuse(former, moved.keys() - (more | ({"early_stop"} if former.stopped and longer else set())), moved)
+        refuse(former, moved.keys() - ({"epochs"} if new.epochs > old.epochs else set()), moved)
+        said = [extending(former, new)] if moved else []
     else:
         refuse(former, moved.keys() & fixed(old).keys() - set(AT_START), moved)
-    said = [extending(former, new)] if former.over and new.epochs != old.epochs else []
-    said += [f"resumed at step {former.place[1]:,} with {listed(moved)}"] if moved and not said else []
+        said = [f"resumed at step {former.place[1]:,} with {listed(moved)}"] if moved else []
     said += keeping(former, plan) if moved or not former.over else []
     return Call(plan if new == plan else new.marked(new.to_dict().keys() - plan.given().keys()), plan, said)
+
+
+def plain(value: Any) -> Any:
+    """Return a setting as JSON reads it back."""
+    return [*value] if isinstance(value, tuple) else value
 
 
 def refuse(former: Former, names: set[str], moved: Mapping[str, str]) -> None:
@@ -307,54 +275,48 @@ def keeping(former: Former, plan: Plan) -> list[str]:
 
 
 def own_folder(task: Task, pack: Pack, plan: Any, fresh: bool) -> Path:
-    """Return the folder of a call without `run=`."""
+    """Return the folder of a call without `run=`: of the newest run below `runs/` that it resumes, extends or returns,
+    else a new one."""
     wanted = chosen_plan(task, pack, plan)
-    there = None if fresh else search(task, pack, wanted, panel_of(plan))
+    indices = sorted(RUNS.glob(f"*/{checkpoint.INDEX}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in [] if fresh else indices:
+        with suppress(NbtoolsError, OSError):  # another kind of run, or one that this call cannot go on with
+            if matches(task, pack, wanted, panel_of(plan), path.parent):
+                return path.parent
     part = readable(task, pack, wanted)
     require_sizes(part, wanted)
-    return there or new_folder(task, part.card, wanted)
+    return new_folder(task, part.card, wanted)
 
 
-def search(task: TaskLike, pack: Pack, plan: Plan, panel: str | None) -> Path | None:
-    """Return the newest run below `runs/` that this call resumes, extends or returns; None for a new one."""
-    name = task_name(task)
-    places = [path.parent for path in RUNS.glob(f"*/{checkpoint.INDEX}")]
-    for folder in sorted(places, key=lambda each: (each / checkpoint.INDEX).stat().st_mtime, reverse=True):
-        try:
-            index = checkpoint.read_index(folder)
-            if index.get("task") == name and matches(task, pack, plan, panel, folder, index):
-                return folder
-        except (NbtoolsError, OSError):
-            continue  # another kind of run, or one that this call cannot go on with
-    return None
-
-
-def matches(task: Any, pack: Pack, plan: Plan, panel: str | None, folder: Path, index: Mapping[str, Any]) -> bool:
+def matches(task: Task, pack: Pack, plan: Plan, panel: str | None, folder: Path) -> bool:
     """Return whether a call without `run=` means this run. Raises TrainError where it refuses the call's changes."""
-    former, given = former_run(task, folder), index.get("given")
-    now = {name: plain(value) for name, value in plan.given().items()}
-    if given is None:
+    index = checkpoint.read_index(folder)
+    given, now = index.get("given"), {name: plain(value) for name, value in plan.given().items()}
+    if given is None or index.get("task") != task_name(task):
         return False
+    former = former_run(task, folder)
     longer = former is not None and former.over and plan.epochs > former.applied.epochs
     equal = given == now or (longer and {**given, "epochs": 0} == {**now, "epochs": 0})
     if not equal and (panel is None or index.get("panel") != panel):
         return False
-    wanted = decide(former, plan).plan
+    wanted, before = decide(former, plan).plan, index.get("identity", {})
     card = readable(task, pack, wanted).card
-    own, before = bound(task, card), index.get("identity", {})
+    present = identity(bound(task, card), card.digest, network(task, card, wanted), wanted)
+    return not differences(before, present) and before.get("trained") == present["trained"]
+
+
+def network(task: Task, card: Card, plan: Plan) -> nn.Module:
+    """Build a network to look at; random numbers stay as they are."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(wanted.seed)
-        present = identity(own, card.digest, build(own, card, wanted), wanted)
-    return all(before.get(key) == present[key] for key in present.keys() - ({"recipe"} - before.keys()))
+        torch.manual_seed(plan.seed)
+        return build(bound(task, card), card, plan)
 
 
-def new_folder(task: Task, card: Any, plan: Plan) -> Path:
-    """Make the folder of a run with the next free number; two processes never get the same."""
+def new_folder(task: Task, card: Card, plan: Plan) -> Path:
+    """Make the folder of a run with the next free number; two processes never get the same. One's own task is named by
+    its network."""
     name = task_name(task)
-    short = name.rpartition(".")[2]
-    if ":" in name:  # of one's own: named by its network
-        with torch.random.fork_rng(devices=[]):
-            short = type(build(bound(task, card), card, plan)).__name__
+    short = type(network(task, card, plan)).__name__ if ":" in name else name.rpartition(".")[2]
     short = re.sub("[^a-z0-9]+", "-", short.lower()).strip("-") or "run"
     with disk.explained("making a run folder", RUNS):
         RUNS.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ from nbtools.data import Pack, cores
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError, ctrl_c
 from nbtools.fit import fit, forget, places, require_pack
 from nbtools.folder import only_one, restore
-from nbtools.identity import Given, called, chosen_plan, meant, own_folder, panel_of
+from nbtools.identity import called, meant, own_folder
 from nbtools.live import FirstSignal, Panel, closing, running_kernel
 from nbtools.run import Run
 from nbtools.show import plural
@@ -40,9 +40,9 @@ T = TypeVar("T")
 CODE = """
 import ctypes, sys
 if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, {1:d})  # PR_SET_PDEATHSIG: the signal when the process dies that started this one
-from nbtools.launch import {0}
-{0}()
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: end this process when the one dies that started it
+from {} import {}
+{}()
 """
 
 
@@ -82,13 +82,16 @@ def launch(
         forget(folder)
         restore(folder, kept, fresh)
         plan = called(plan)
-        wanted = meant(task, pack, plan, folder, fresh).plan
-    require_sizes(readable(task, pack, wanted), wanted)
-    advised = getattr(plan, "advised", getattr(plan, "plan", None))
-    to_ranks = Given(wanted if plan is None else chosen_plan(task, pack, plan), advised, panel_of(plan))
-    job = name, pack.folder.absolute(), pack.raw, to_ranks, folder, kept, receipt, fresh
-    remote = view_of(Run(folder, task, readable(task, pack, wanted).card, wanted), plan, progress)
-    remote.requests.advised = advised or remote.requests.advised
+        call = meant(task, pack, plan, folder, fresh)
+    part = readable(task, pack, call.plan)
+    require_sizes(part, call.plan)
+    if isinstance(plan, Panel):
+        plan.adopt(call.plan)
+    given = plan if isinstance(plan, Panel) or getattr(plan, "plan", None) is call.plan else call.plan
+    remote = Remote(Run(folder, task, part.card, call.plan), given, progress)
+    remote.requests.advised = call.advised or remote.requests.advised
+    # each rank decides anew, since the run has changed where torchrun starts it again
+    job = name, pack.folder.absolute(), pack.raw, call._replace(plan=call.given), folder, kept, receipt, fresh
     post = remote.requests.post
     with (
         FirstSignal(signal.SIGTERM, partial(post, "stop", by="SIGTERM"), later=True),
@@ -102,27 +105,16 @@ def launch(
     return result
 
 
-def view_of(run: Run, plan: Any, progress: bool) -> Remote:
-    """Return what draws a run here: with the caller's panel or advice, where that is the run's plan."""
-    if isinstance(plan, Panel):
-        plan.adopt(run.plan)
-    shown = plan if isinstance(plan, Panel) or getattr(plan, "plan", None) is run.plan else run.plan
-    return Remote(run, shown, progress)
-
-
 def require_processes(count: int) -> None:
-    """Raise TrainError for a number below 1, more processes than GPUs, one GPU for several, and inside torchrun."""
+    """Raise TrainError for a number of processes that cannot start here."""
     what, name = "processes (--processes)", os.environ.get("NBTOOLS_DEVICE", "cuda")
     if is_torchelastic_launched():
-        rule = f"{what} starts torchrun, got {count} in a process that torchrun started"
-        raise TrainError(f"{rule}; leave it out, or start this without torchrun")
-    if count < 1:
-        raise TrainError(f"{what} must be at least 1, got {count}; start one for each GPU")
+        raise TrainError(f"{what} starts torchrun, got {count} in a process that torchrun started; leave it out")
     devices.require_own(name, count)
-    here = torch.cuda.device_count() if name.startswith("cuda") else 0
-    if 0 < here < count:
-        rule = f"{what} must be at most the number of GPUs, which is {here} here, got {count}"
-        raise TrainError(f"{rule}: two on a GPU share its memory; start {here}", entry="DDP does not start")
+    gpus = torch.cuda.device_count() if name.startswith("cuda") else 0
+    if count < 1 or 0 < gpus < count:
+        most = f" and at most {gpus}, the number of GPUs" if gpus else ""
+        raise TrainError(f"{what} must be at least 1{most}, got {count}; start one for each GPU")
 
 
 def importable(task: TaskLike) -> str:
@@ -164,38 +156,27 @@ def follow(job: tuple[Any, ...], processes: int, restarts: int, remote: Remote) 
                 torchrun.kill() if sys.platform == "linux" else torchrun.terminate()  # its ranks die with it
             code = torchrun.wait()
         if code:
-            raise failure(place, attempt, code)
+            raise failure(place, attempt)
 
 
 def start(place: Path, job: tuple[Any, ...], processes: int, restarts: int) -> subprocess.Popen[bytes]:
     """Start torchrun in a session of its own, which Ctrl-C does not reach."""
     (place / "job.pickle").write_bytes(pickle.dumps(job))
     options = f"--standalone --nproc-per-node {processes} --max-restarts {restarts} --redirects 3 --no-python".split()
-    ranks = [sys.executable, "-u", "-c", CODE.format("rank", signal.SIGKILL), str(place / "job.pickle")]
+    code = CODE.format("nbtools.launch", "rank", "rank")
+    ranks = [sys.executable, "-u", "-c", code, str(place / "job.pickle")]
+    torchrun = [sys.executable, "-c", CODE.format("torch.distributed.run", "main", "main")]
     paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)  # where the task is
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // processes)))
     with (place / "torchrun.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-c", CODE.format("agent", signal.SIGUSR1), *options, "--log-dir", str(place), *ranks],
+            [*torchrun, *options, "--log-dir", str(place), *ranks],
             env={**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": paths},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
-
-
-def agent() -> None:
-    """Run torchrun in a process that is asked to end when the one dies that started it: the run is saved."""
-
-    def end(*_: Any) -> None:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Linux sends one for each thread of the process that dies
-        signal.raise_signal(signal.SIGTERM)
-
-    from torch.distributed.run import main  # takes its time
-
-    signal.signal(signal.SIGUSR1, end)
-    main()
 
 
 def rank() -> None:
@@ -226,31 +207,22 @@ def reporting(act: Callable[[], T]) -> T | None:
         raise
 
 
-def failure(place: Path, attempt: int, code: int = 1) -> NbtoolsError:
-    """Return why an attempt failed: the first error that is not about another rank, else how a rank ended without one,
-    else what the others say of it. code: with which torchrun ended."""
-    if code < 0:
-        return TrainError(f"torchrun {ending(code)}")
-    told: dict[str, NbtoolsError] = {}
+def failure(place: Path, attempt: int) -> NbtoolsError:
+    """Return why an attempt failed: the first error that is not about another rank, else the process that ended without
+    an error, else what the others say of it."""
+    told: list[NbtoolsError] = []
     for path in sorted(place.glob(f"*/attempt_{attempt}/*/error.json"), key=lambda path: path.stat().st_mtime):
-        message, number = json.loads(path.read_text())["message"], path.parent.name  # what torch's `record` wrote
+        message = json.loads(path.read_text())["message"]  # what torch's `record` wrote
         kind, _, text = message["message"].partition(": ")
         ours = {"Diverged": TrainError, "RankLost": RankLost}.get(kind) or getattr(errors, kind, None)
         if isinstance(ours, type) and issubclass(ours, NbtoolsError):
-            told[number] = ours(text)
+            told.append(ours(text))
         else:
             trace = message["extraInfo"]["py_callstack"].rstrip()
-            told[number] = TrainError(f"rank {number} failed with {kind}: {text}\n{trace}")
+            told.append(TrainError(f"rank {path.parent.name} failed with {kind}: {text}\n{trace}"))
     log = (place / "torchrun.log").read_text(errors="replace")
-    ended = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", log)[attempt:]
-    silent = [TrainError(f"rank {number} {ending(int(code))}") for code, number in ended if number not in told]
-    first = [error for error in told.values() if not isinstance(error, RankLost)]
-    return [*first, *silent, *told.values(), TrainError(f"torchrun failed: {log.strip()[-1000:]}")][0]
-
-
-def ending(code: int) -> str:
-    """Return in words how a process ended."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    memory = ", which the system sends when memory runs out" if code == -signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{memory}"
+    ended = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", log)[attempt:]  # one an attempt
+    killed = [f"rank {rank} was ended by signal {code[1:]}" for code, rank in ended if code.startswith("-")]
+    first = [error for error in told if not isinstance(error, RankLost)]
+    memory = "; the system sends 9 where memory runs out"
+    return [*first, *(TrainError(f"{text}{memory}") for text in killed), *told, TrainError(f"torchrun: {log[-1000:]}")][0]
