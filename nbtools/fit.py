@@ -118,7 +118,7 @@ def fit(
     ranks = join()
     if not ranks.first:
         return follower(task, pack, ranks)
-    again = restarted(ranks)
+    again = ranks.again or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # torchrun has restarted this run
     fresh = fresh and not again
     if folder is None:
         plan = called(plan)
@@ -203,11 +203,6 @@ def make_state(task: Task, pack: Pack, plan: Plan, folder: Path, fresh: bool, ra
     return state
 
 
-def restarted(ranks: Alone) -> bool:
-    """Return whether torchrun has started this run's processes before."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or ranks.again
-
-
 def follower(task: Task, pack: Pack, ranks: Alone) -> Run:
     """Train as rank 0 says, until it ends the run. Signals reach every rank, and rank 0 decides what becomes of them,
     so that all stop after the same step."""
@@ -224,20 +219,17 @@ def standing(state: TrainState, folder: Path, again: bool) -> str:
     """Return what is to be said of where a run begins; "" for nothing."""
     if again:
         return f"resumed from step {state.step:,}: a process was lost, which torchrun names"
-    if state.over and not ending(state):
+    if state.over:
         more = "it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
         return f"{Run.open(folder, state.task)}; {more}"
-    return ending(state) or ("")
+    return ending(state)
 
 
 def ending(state: TrainState) -> str:
     """Return the message about a plan with fewer epochs than have begun; "" for none."""
     epochs, present = state.plan.epochs, state.epoch + 1
-    if state.position.segments and epochs < present:
-        return f"epochs {epochs} is below the current epoch {present}: training ends after this epoch"
-    if epochs < state.epoch:
-        return f"epochs {epochs} is below the {state.epoch} epochs done: there is nothing left to train"
-    return ""
+    below = state.position.segments and epochs < present
+    return f"epochs {epochs} is below the current epoch {present}: training ends after this epoch" if below else ""
 
 
 # -- train
@@ -298,12 +290,10 @@ def act(job: Job) -> bool:
         if requests.change and requests.take("undo"):
             requests.want(state.applied, sure=True)
             surface.answer("the last change was taken back before it was applied", "undo")
-        for action, why in NOTHING.items():
-            if action in requests.pending:
-                job.settle()  # it may be on its way to the disk
-                if not surface.able(action):
-                    requests.take(action)
-                    surface.answer(f"{REFUSED}{why}", action)
+        for action in requests.pending & NOTHING.keys():
+            job.settle()  # it may be on its way to the disk
+            if not surface.able(action) and requests.take(action):
+                surface.answer(f"{REFUSED}{NOTHING[action]}", action)
         if requests.take("save"):
             lost = "not saved: the loss is no longer a number"
             surface.answer(f"saved at step {state.step}" if job.save() else lost, "save")
@@ -318,10 +308,9 @@ def act(job: Job) -> bool:
             with meanwhile(partial(attend, surface)), state.watch.paused():
                 diagnose(job, partial(surface.answer, asked="profile"))
         if requests.take("evaluate"):
+            state.evaluate_next = surface.looking = not state.over
             if state.over:
                 surface.answer("nothing new to evaluate: the last epoch ended with an evaluation", "evaluate")
-            else:
-                state.evaluate_next = surface.looking = True
         if not requests.paused or surface.looking or requests.pending:
             return False
         with state.watch.paused():

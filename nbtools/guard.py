@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -90,9 +91,9 @@ class Guard:
                 job.save()
             job.settle()
             index = checkpoint.read_index(job.folder)
-            name, best = name or index["last"], index.get("best")
-            facts, limit = checkpoint.facts_of(job.folder, name), highest(losses)
-            self.anchor = {"name": name, "facts": facts, "best": best, "limit": limit, "since": len(steps)}
+            name, limit = name or index["last"], highest(losses)
+            facts = checkpoint.facts_of(job.folder, name)
+            self.anchor = {"name": name, "facts": facts, "best": index.get("best"), "limit": limit, "since": len(steps)}
         if changed - Plan().to_dict().keys():  # a task's own setting may weigh a term of the loss by any factor
             self.anchor["limit"] = None
         self.anchor["until"] = len(steps) + WATCHED
@@ -116,65 +117,64 @@ class Guard:
         """Resume from before the watched changes, with the plan of then."""
         state, anchor, self.anchor = self.state, self.anchor or {}, None
         saved = checkpoint.newest(self.job.folder, anchor["name"])
-        facts = anchor["facts"] if saved.name == anchor["name"] else saved.facts  # else the anchor's is damaged
-        old = state.plan = self.plan_of(facts)  # what was wanted since is void
+        if saved.name == anchor["name"]:  # else it is damaged, and an older one is used
+            saved = replace(saved, facts=anchor["facts"])
+        old = state.plan = self.plan_of(saved.facts)  # what was wanted since is void
         names = [*state.applied.changes_from(old)]
-        diverged = f"Training diverged at {self.described(names)}".removesuffix(" at ")
         values = f" with {', '.join(f'{name} {shown(getattr(old, name))}' for name in names)}" if names else ""
-        why = "the change was undone" if asked else diverged
-        yield from self.resume(saved, facts, why, values, asked, best=anchor["best"])
+        why = "the change was undone" if asked else f"Training diverged at {self.described(names)}"
+        yield from self.resume(saved, f"{why}; ", values, asked, best=anchor["best"])
 
     def to_best(self) -> Generator[Record, None, None]:
         """Resume from the best checkpoint with the plan of now; refused if it is damaged."""
-        name = str(checkpoint.best_of(self.job.folder))
         try:
-            saved = checkpoint.read(self.job.folder, name)
+            saved = checkpoint.read(self.job.folder, str(checkpoint.best_of(self.job.folder)))
         except CheckpointError as error:
             self.job.surface.answer(f"{REFUSED}{error}", "best")
             return
-        if self.anchor is not None and checkpoint.place(self.anchor["name"]) > checkpoint.place(name):
-            self.anchor = None
         best = f"{spelled(best_metric(self.job.task)[0])} {number(self.state.best.value or 0.0)}"
-        value = f", the best checkpoint: {best} after epoch {checkpoint.place(name)[0]}"
-        yield from self.resume(saved, saved.facts, "", value, "best")
+        value = f", the best checkpoint: {best} after epoch {checkpoint.place(saved.name)[0]}"
+        yield from self.resume(saved, "", value, "best")
 
     def retry(self, trouble: Diverged) -> Generator[Record, None, None]:
         """Resume from the last checkpoint, and check each step from there. Raises Diverged if that would not help."""
-        state, setting, self.returns = self.state, trouble.setting, self.returns + 1
-        sure = setting != "lr" or beyond(state.plan, self.requests.advised) or state.recovery.refused > LEFT_OUT
-        if sure or self.returns > RETRIES:
-            checkpoint.mark(self.job.folder, diverged=True)
-            lower = self.requests.advised.lr if self.requests.advised.lr < state.plan.lr else state.plan.lr / 10
-            fix = f"lower lr, in the panel or by plan.replace(lr={shown(lower)}), set clip_norm or amp=off"
-            if setting == "amp":
-                fix = "set amp=off, or amp=bf16 on a GPU that has it, which needs no scale"
-            what = f"{trouble.args[0]}{'' if sure else ', for the third time'}"
-            step = checkpoint.place(checkpoint.read_index(self.job.folder)["last"])[1]
-            again = f"To continue from step {step:,}, {fix}, and run it again."
-            message = f"Training diverged at {self.described([setting])}: {what}. {again}"
-            raise Diverged(message, trouble.steps, setting)
-        saved = checkpoint.newest(self.job.folder)
-        for record in self.resume(saved, saved.facts, trouble.args[0], ", checking each step from there"):
-            state.recovery.careful_until = trouble.steps[1] + 1
-            yield record
+        state, setting, advised = self.state, trouble.setting, self.requests.advised
+        self.returns += 1
+        sure = setting != "lr" or beyond(state.plan, advised) or state.recovery.refused > LEFT_OUT
+        if not sure and self.returns <= RETRIES:
+            saved = checkpoint.newest(self.job.folder)
+            for record in self.resume(saved, f"{trouble.args[0]}; ", ", checking each step from there"):
+                state.recovery.careful_until = trouble.steps[1] + 1
+                yield record
+            return
+        checkpoint.mark(self.job.folder, diverged=True)
+        lower = advised.lr if advised.lr < state.plan.lr else state.plan.lr / 10
+        fix = f"lower lr, in the panel or by plan.replace(lr={shown(lower)}), set clip_norm or amp=off"
+        if setting == "amp":
+            fix = "set amp=off, or amp=bf16 on a GPU that has it, which needs no scale"
+        what = f"{trouble.args[0]}{'' if sure else ', for the third time'}"
+        step = checkpoint.place(checkpoint.read_index(self.job.folder)["last"])[1]
+        again = f"To continue from step {step:,}, {fix}, and run it again."
+        raise Diverged(f"Training diverged at {self.described([setting])}: {what}. {again}", trouble.steps, setting)
 
     def resume(
-        self, saved: checkpoint.Checkpoint, facts: dict[str, Any], why: str, how: str, asked: str = "", **entries: Any
+        self, saved: checkpoint.Checkpoint, why: str, how: str, asked: str = "", **entries: Any
     ) -> Generator[Record, None, None]:
-        """Resume from a checkpoint with the wanted plan; rows say why, and which settings it did not have."""
-        job, state, old = self.job, self.state, self.plan_of(facts)
+        """Resume from a checkpoint with the wanted plan; rows say so, and which settings the checkpoint did not have."""
+        job, state, old = self.job, self.state, self.plan_of(saved.facts)
+        if self.anchor is not None and checkpoint.place(self.anchor["name"]) > checkpoint.place(saved.name):
+            self.anchor = None
         adopt(state, state.plan)  # first: a scaler takes over its saved state
-        state.load(saved.tensors, facts["state"])
+        state.load(saved.tensors, saved.facts["state"])
         state.improved = False
         state.events.clear()
         checkpoint.rewind(job.folder, saved.name, anchor=self.anchor, **entries)
-        job.history.cut(facts["rows"])  # after the index: a run killed between them resumes with all of its rows
+        job.history.cut(saved.facts["rows"])  # after the index: a run killed between them resumes with all of its rows
         self.watch(old, saved.name)
         back = f"back to step {state.step:,}"
         mark = {"best": f"{back}, the best", "undo": f"undone, {back}"}.get(asked, f"diverged, {back}")
-        what = f"{why}; back at step {state.step:,}{how}".removeprefix("; ")
-        values = {"what": what, "mark": mark, **({"asked": asked} if asked else {})}
-        yield Record("event", state.epoch, state.step, state.samples, values)
+        values = {"what": f"{why}back at step {state.step:,}{how}", "mark": mark}
+        yield Record("event", state.epoch, state.step, state.samples, values | ({"asked": asked} if asked else {}))
         yield from caught_up(state, old)
         job.take()
         job.settle()
@@ -188,7 +188,7 @@ class Guard:
         values = {name: f"{name} {shown(getattr(plan, name))}" for name in names}
         if "lr" in values and plan.lr > advised.lr:
             values["lr"] += f", {times(plan.lr / advised.lr)} the advised {shown(advised.lr)}"
-        return " and ".join(values.values())
+        return " and ".join(values.values()) or "these settings"
 
 
 def highest(losses: Sequence[float]) -> float | None:
