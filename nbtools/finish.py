@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic
 
 from nbtools import disk, measure
-from nbtools.data import Pack, phase, release_runtime, say, work
+from nbtools.data import Pack, release_runtime, say, work
 from nbtools.errors import NbtoolsError, StageError
 from nbtools.folder import Job
 from nbtools.live import EVALUATING, MEASURING
@@ -20,7 +20,6 @@ from nbtools.train import Plan, TrainState, evaluation, fixed
 from nbtools.train import device as devices
 
 MEASURED = "measuring the receipt"
-PHASES = {"first steps": 5.0, "turns": 9.0, "step": 9.0}  # seconds of it, as measured on two cores
 
 
 def afterwards(state: TrainState, pack: Pack, folder: Path, receipt: bool) -> str:
@@ -34,7 +33,7 @@ def finish(job: Job, receipt: bool) -> None:
     """Report why the run stopped early; evaluate what training left to its end; measure the receipt."""
     state, surface, path = job.state, job.surface, job.folder / RECEIPT
     if state.stopped:
-        surface.report(f"{state.stopped}; to continue, change the plan")
+        surface.report(f"{state.stopped}; to continue, give more epochs")
     if state.over and not surface.requests.stop and evaluation.is_partial(state.plan, job.pack.splits["val"]):
         evaluate_all(job)
     if not receipt or surface.requests.stop or path.exists():
@@ -45,13 +44,11 @@ def finish(job: Job, receipt: bool) -> None:
     if not surface.progress:
         surface.report(f"{MEASURED} …")
     surface.announce(MEASURING)
-    with optional("no receipt", surface.report), work(MEASURED, surface.progress, **PHASES):
+    with optional("no receipt", surface.report), work(MEASURED, surface.progress):
         plan = one_share(state)
-        phase("first steps")
         disk.write_atomic(path, measure.receipt(job.task, job.pack, plan, state.device).to_json())
         known = Run.open(job.folder, job.task).stored(VERDICT)
         if not known or known["profile"]["plan"] != json.loads(plan.to_json()):  # of an earlier plan
-            phase("step")
             diagnose(job, surface.report)
 
 
@@ -92,14 +89,15 @@ def one_share(state: TrainState) -> Plan:
 
 def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
-    state, surface, kept = job.state, job.surface, fixed(job.state.plan)
-    kept = kept if state.ranks.world == 1 else {**kept, "batch_size": "the share of one process"}
+    state, surface = job.state, job.surface
+    kept = {**fixed(state.plan), **({"batch_size": "the share of one process"} if state.ranks.world > 1 else {})}
     with optional("not measured", tell, "What limits it? measures again"):
         plan = one_share(state)
         profile = measure.step_profile(job.task, job.pack, plan, state.device, fixed=kept)
         verdict = measure.verdict(profile, plan, fixed=kept)
-        found = {"profile": profile.to_dict(), "verdict": verdict.to_dict()}
-        disk.write_atomic(job.folder / VERDICT, json.dumps(found))
+        disk.write_atomic(
+            job.folder / VERDICT, json.dumps({"profile": profile.to_dict(), "verdict": verdict.to_dict()})
+        )
         if surface.panel is not None:
             surface.panel.propose(verdict.sentence, verdict.change)
         tell(verdict.sentence)

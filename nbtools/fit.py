@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import is_torchelastic_launched
 
-from nbtools import disk
+from nbtools import disk, train
 from nbtools.callbacks import Callback, Callbacks
 from nbtools.data import Pack, meanwhile, on_colab, place_to_keep, say
 from nbtools.errors import CheckpointError, PackError, ctrl_c
@@ -26,26 +26,7 @@ from nbtools.guard import WATCHED, Guard
 from nbtools.identity import Call, called, former_run, meant, own_folder
 from nbtools.live import REFUSED, FirstSignal, Panel, Surface, chosen, running_kernel
 from nbtools.run import Run, what_next
-from nbtools.train import (
-    CONTROL,
-    Alone,
-    Keeper,
-    Plan,
-    Task,
-    TaskLike,
-    TrainState,
-    as_task,
-    beyond,
-    checkpoint,
-    join,
-    naming,
-    obey,
-    readable,
-    rehearse,
-    require_sizes,
-    spoken,
-    unread,
-)
+from nbtools.train import Alone, Plan, Task, TaskLike, TrainState, checkpoint
 from nbtools.train import device as devices
 
 NOTHING = {
@@ -74,7 +55,7 @@ def letting_go() -> Iterator[None]:
 
 
 @letting_go()
-@naming()
+@train.naming()
 def fit(
     task: TaskLike,
     pack: Pack,
@@ -112,10 +93,10 @@ def fit(
     KeyboardInterrupt once everything is saved, so that it ends a script's loop too. Raises TrainError, PlanError or
     CheckpointError; the checkpoints stay intact.
     """
-    task, watchers = as_task(task), Callbacks(callbacks, log)
+    task, watchers = train.as_task(task), Callbacks(callbacks, log)
     folder, kept = places(run, keep, release_gpu)
     require_pack(task, pack)
-    ranks = join()
+    ranks = train.join()
     if not ranks.first:
         return follower(task, pack, ranks)
     again = ranks.again or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # torchrun has restarted this run
@@ -129,7 +110,7 @@ def fit(
         restore(folder, kept, fresh)
         plan = called(plan)
         call = meant(task, pack, plan, folder, fresh)
-        limits, pack = unread(task, pack, call.plan), readable(task, pack, call.plan)
+        limits, pack = train.unread(task, pack, call.plan), train.readable(task, pack, call.plan)
         samples = None if samples is None else chosen(samples, pack)
         state = make_state(task, pack, call.plan, folder, fresh, ranks)
         history, notes = begin(folder, pack, state, call, fresh)
@@ -140,12 +121,17 @@ def fit(
         surface = Surface(folder, state, pack, history, plan, progress, afterwards(state, pack, folder, receipt))
         surface.announce, requests = own.note, surface.requests
         surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not requests.stop)
-        notes += [*beyond(call.plan, requests.advised).values(), limits, *call.said, standing(state, folder, again)]
+        notes += [
+            *train.beyond(call.plan, requests.advised).values(),
+            limits,
+            *call.said,
+            standing(state, folder, again),
+        ]
         for note in filter(None, notes):
             surface.report(note)
             if not progress and not is_torchelastic_launched():
                 say(note)  # what a run does otherwise than the call reads is said in any case
-        job = Job(pack, folder, state, surface, Keeper(folder, kept) if kept is not None else None)
+        job = Job(pack, folder, state, surface, train.Keeper(folder, kept) if kept is not None else None)
         interrupted = carry_out(job, receipt, watchers)
         result = Run.open(folder, task)
         result.events = surface.events
@@ -182,24 +168,24 @@ def places(run: str | Path | None, keep: str | Path | None, release_gpu: bool) -
 
 def require_pack(task: Task, pack: Any) -> None:
     if not isinstance(pack, Pack):
-        makes = "nb.pack(data)" if task.packs_datasets else f"{spoken(task)}.pack(source), or nb.pack(data)"
+        makes = "nb.pack(data)" if task.packs_datasets else f"{train.spoken(task)}.pack(source), or nb.pack(data)"
         raise PackError(f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {makes}")
 
 
 def forget(folder: Path) -> None:
     """Remove requests that were meant for an earlier run."""
     with disk.explained("starting a run", folder):
-        disk.remove(folder / CONTROL)
+        disk.remove(folder / train.CONTROL)
 
 
 def make_state(task: Task, pack: Pack, plan: Plan, folder: Path, fresh: bool, ranks: Alone) -> TrainState:
     """Return a new state; a few samples go through it before a run folder exists."""
-    require_sizes(pack, plan)
+    train.require_sizes(pack, plan)
     if ranks.world > 1:
         ranks.tell((plan.to_dict(), str(folder)))
     state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
     if fresh or former_run(task, folder) is None:
-        rehearse(state, pack)
+        train.rehearse(state, pack)
     return state
 
 
@@ -209,9 +195,9 @@ def follower(task: Task, pack: Pack, ranks: Alone) -> Run:
     with FirstSignal(signal.SIGINT, lambda: None), FirstSignal(signal.SIGTERM, lambda: None):
         values, folder = ranks.tell()
         plan = type(task.PLAN).from_dict(values)
-        pack = readable(task, pack, plan)
+        pack = train.readable(task, pack, plan)
         state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
-        obey(task, state, pack)
+        train.obey(task, state, pack)
     return Run(Path(folder), task, pack.card, state.plan)
 
 

@@ -13,26 +13,13 @@ from time import monotonic, sleep
 from typing import Any
 from uuid import uuid4
 
-from nbtools import disk
+from nbtools import disk, train
 from nbtools.data import LATER, Card, Pack, cache, is_kept, latest, patient, restore_kept, say
 from nbtools.errors import CheckpointError, HeldInterrupt, TrainError
 from nbtools.identity import Call, differences, former_run, identity, newly_trained
 from nbtools.live import Surface
 from nbtools.run import CARD, EVALUATION, HISTORY, NOTES, PLAN, RECEIPT, VERDICT, lock, stored
-from nbtools.train import (
-    CONTROL,
-    KEPT,
-    History,
-    Keeper,
-    Plan,
-    Record,
-    TrainState,
-    caught_up,
-    checkpoint,
-    kept_note,
-    refuse_fixed,
-    task_name,
-)
+from nbtools.train import CONTROL, KEPT, History, Keeper, Plan, Record, TrainState, checkpoint
 from nbtools.version import VERSION
 
 OURS = {checkpoint.INDEX, CONTROL, PLAN, CARD, HISTORY, RECEIPT, VERDICT, EVALUATION, NOTES, KEPT, LATER, "plot.png"}
@@ -68,7 +55,7 @@ def only_one(folder: Path) -> Iterator[disk.Lock]:
 
 def is_own(path: Path) -> bool:
     """Return whether a file is a run's own, or was left by a kill while such a one was written."""
-    name = re.sub(r"\.\d+-\d+\.part$", "", path.name)
+    name = re.sub(r"(\.\d+-\d+)?\.part$", "", path.name)
     named = name in OURS or name.startswith(EVENTS) or checkpoint.FILE.fullmatch(path.name)
     return bool(named) and path.is_file()
 
@@ -112,7 +99,7 @@ def restore(folder: Path, kept: Path | None, fresh: bool = False) -> None:
 def further(folder: Path, ours: Mapping[str, Any], kept: Path, theirs: Mapping[str, Any]) -> bool:
     """Return whether what is kept of a run is further than the local folder, and continues it. Raises CheckpointError
     where neither continues the other."""
-    index, before = json.loads(theirs["files"][checkpoint.INDEX]), kept_note(folder)
+    index, before = json.loads(theirs["files"][checkpoint.INDEX]), train.kept_note(folder)
     if ours.get("id") != index.get("id"):
         rule = f"{kept} holds a different run than {folder}"
         raise CheckpointError(f"{rule}; name another keep=, or another run=", entry="Session lost")
@@ -155,7 +142,7 @@ def begin(
     state's plan. Raises CheckpointError for another identity."""
     call = call or Call(state.plan, state.plan)
     now, place = identity(state.task, pack.card.digest, state.model, state.plan), str(pack.folder.absolute())
-    new = {"version": checkpoint.VERSION, "nbtools": VERSION, "id": uuid4().hex, "task": task_name(state.task)}
+    new = {"version": checkpoint.VERSION, "nbtools": VERSION, "id": uuid4().hex, "task": train.task_name(state.task)}
     with disk.explained("starting a run", folder):
         for part in folder.glob("*.part"):
             if is_own(part) and not part.name.startswith((CONTROL, NOTES)):  # which others may be writing
@@ -173,7 +160,10 @@ def begin(
         notes += [*complaints, newly_trained(before, now)]
         given = merged(index, call, state.plan)
     else:  # a run without a finished step starts over as the same
-        history, given = start(folder, pack, state, {**new, "id": index.get("id", new["id"])}, fresh), call.given.given()
+        history, given = (
+            start(folder, pack, state, {**new, "id": index.get("id", new["id"])}, fresh),
+            call.given.given(),
+        )
     if not state.over:
         index["starts"] = [*index.get("starts", []), [uuid4().hex[:8], state.step]]
     entries = {"given": given, "applied": state.applied.to_dict(), "identity": now, "pack": place, "panel": call.panel}
@@ -211,7 +201,7 @@ def resume(folder: Path, state: TrainState) -> tuple[History, list[str]]:
     saved, new = checkpoint.newest(folder), state.plan
     facts, old = saved.facts, type(new).from_dict(saved.facts["plan"])  # plan.json may be ahead of the checkpoint
     changed = new.changes_from(old)
-    refuse_fixed(changed, new, resumed=True)
+    train.refuse_fixed(changed, new, resumed=True)
     state.load(saved.tensors, facts["state"])
     checkpoint.rewind(folder, saved.name)  # before rows go: a run killed between them resumes with all of its rows
     history, complaints = History(folder / HISTORY), list(saved.complaints)
@@ -222,7 +212,7 @@ def resume(folder: Path, state: TrainState) -> tuple[History, list[str]]:
     disk.write_atomic(folder / PLAN, new.to_json())
     if changed and state.stopped:
         state.stopped, state.best.stale = None, 0  # asked to continue: an early stop counts anew from here
-    for record in caught_up(state, old):
+    for record in train.caught_up(state, old):
         history.append(record)
     checkpoint.copies(state)  # makes room: within training that takes ten times as long as the copies
     return history, complaints

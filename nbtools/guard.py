@@ -10,24 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from nbtools import train
 from nbtools.errors import CheckpointError
 from nbtools.folder import Job
 from nbtools.live import REFUSED
 from nbtools.show import number, spelled
-from nbtools.train import (
-    LEFT_OUT,
-    Diverged,
-    Plan,
-    Record,
-    adopt,
-    best_metric,
-    beyond,
-    caught_up,
-    checkpoint,
-    shown,
-    times,
-    train,
-)
+from nbtools.train import Diverged, Plan, Record, checkpoint
 
 WATCHED = 20  # log steps: those before a change say how high the loss may be, those after it are compared with them
 FACTOR = 3.0  # times the highest of those before it
@@ -63,7 +51,7 @@ class Guard:
 
     def stretch(self) -> Generator[Record, None, Any]:
         """Train to the end, and return None, or until the run is to go back, and return how."""
-        records = train(self.job.task, self.state, self.job.pack)
+        records = train.train(self.job.task, self.state, self.job.pack)
         try:
             for record in records:
                 if record.kind == "change":  # which is applied when the loop goes on
@@ -108,7 +96,7 @@ class Guard:
         few = record.samples - (rows[-1]["samples"] if rows else 0) < record.values["batch_size"] / 2
         if anchor["limit"] is not None and loss > anchor["limit"] and not few:  # any of an epoch's last few may be hard
             return True
-        if len(rows) + 1 >= anchor["until"] + (0 if self.state.scale >= 1 else WATCHED):  # else fp16 may give up soon
+        if len(rows) + 1 >= anchor["until"]:
             self.anchor = None
             checkpoint.mark(self.job.folder, anchor=None)
         return False
@@ -121,7 +109,7 @@ class Guard:
             saved = replace(saved, facts=anchor["facts"])
         old = state.plan = self.plan_of(saved.facts)  # what was wanted since is void
         names = [*state.applied.changes_from(old)]
-        values = f" with {', '.join(f'{name} {shown(getattr(old, name))}' for name in names)}" if names else ""
+        values = f" with {', '.join(f'{name} {train.shown(getattr(old, name))}' for name in names)}" if names else ""
         why = "the change was undone" if asked else f"Training diverged at {self.described(names)}"
         yield from self.resume(saved, f"{why}; ", values, asked, best=anchor["best"])
 
@@ -132,7 +120,7 @@ class Guard:
         except CheckpointError as error:
             self.job.surface.answer(f"{REFUSED}{error}", "best")
             return
-        best = f"{spelled(best_metric(self.job.task)[0])} {number(self.state.best.value or 0.0)}"
+        best = f"{spelled(train.best_metric(self.job.task)[0])} {number(self.state.best.value or 0.0)}"
         value = f", the best checkpoint: {best} after epoch {checkpoint.place(saved.name)[0]}"
         yield from self.resume(saved, "", value, "best")
 
@@ -140,7 +128,7 @@ class Guard:
         """Resume from the last checkpoint, and check each step from there. Raises Diverged if that would not help."""
         state, setting, advised = self.state, trouble.setting, self.requests.advised
         self.returns += 1
-        sure = setting != "lr" or beyond(state.plan, advised) or state.recovery.refused > LEFT_OUT
+        sure = setting != "lr" or train.beyond(state.plan, advised) or state.recovery.refused > train.LEFT_OUT
         if not sure and self.returns <= RETRIES:
             saved = checkpoint.newest(self.job.folder)
             for record in self.resume(saved, f"{trouble.args[0]}; ", ", checking each step from there"):
@@ -149,33 +137,32 @@ class Guard:
             return
         checkpoint.mark(self.job.folder, diverged=True)
         lower = advised.lr if advised.lr < state.plan.lr else state.plan.lr / 10
-        fix = f"lower lr, in the panel or by plan.replace(lr={shown(lower)}), set clip_norm or amp=off"
+        fix = f"lower lr, in the panel or by plan.replace(lr={train.shown(lower)}), set clip_norm or amp=off"
         if setting == "amp":
             fix = "set amp=off, or amp=bf16 on a GPU that has it, which needs no scale"
-        what = f"{trouble.args[0]}{'' if sure else ', for the third time'}"
         step = checkpoint.place(checkpoint.read_index(self.job.folder)["last"])[1]
         again = f"To continue from step {step:,}, {fix}, and run it again."
-        raise Diverged(f"Training diverged at {self.described([setting])}: {what}. {again}", trouble.steps, setting)
+        said = f"Training diverged at {self.described([setting])}: {trouble.args[0]}. {again}"
+        raise Diverged(said, trouble.steps, setting)
 
     def resume(
         self, saved: checkpoint.Checkpoint, why: str, how: str, asked: str = "", **entries: Any
     ) -> Generator[Record, None, None]:
-        """Resume from a checkpoint with the wanted plan; rows say so, and which settings the checkpoint did not have."""
+        """Resume from a checkpoint with the wanted plan; rows say so, and which settings it did not have."""
         job, state, old = self.job, self.state, self.plan_of(saved.facts)
         if self.anchor is not None and checkpoint.place(self.anchor["name"]) > checkpoint.place(saved.name):
             self.anchor = None
-        adopt(state, state.plan)  # first: a scaler takes over its saved state
+        train.adopt(state, state.plan)  # first: a scaler takes over its saved state
         state.load(saved.tensors, saved.facts["state"])
         state.improved = False
         state.events.clear()
         checkpoint.rewind(job.folder, saved.name, anchor=self.anchor, **entries)
         job.history.cut(saved.facts["rows"])  # after the index: a run killed between them resumes with all of its rows
         self.watch(old, saved.name)
-        back = f"back to step {state.step:,}"
-        mark = {"best": f"{back}, the best", "undo": f"undone, {back}"}.get(asked, f"diverged, {back}")
+        mark = {"best": "", "undo": "undone, "}.get(asked, "diverged, ") + f"back to step {state.step:,}"
         values = {"what": f"{why}back at step {state.step:,}{how}", "mark": mark}
         yield Record("event", state.epoch, state.step, state.samples, values | ({"asked": asked} if asked else {}))
-        yield from caught_up(state, old)
+        yield from train.caught_up(state, old)
         job.take()
         job.settle()
 
@@ -185,9 +172,9 @@ class Guard:
     def described(self, names: Sequence[str]) -> str:
         """Return the applied settings in words, the lr with its ratio to the advised one."""
         plan, advised = self.state.applied, self.requests.advised
-        values = {name: f"{name} {shown(getattr(plan, name))}" for name in names}
+        values = {name: f"{name} {train.shown(getattr(plan, name))}" for name in names}
         if "lr" in values and plan.lr > advised.lr:
-            values["lr"] += f", {times(plan.lr / advised.lr)} the advised {shown(advised.lr)}"
+            values["lr"] += f", {train.times(plan.lr / advised.lr)} the advised {train.shown(advised.lr)}"
         return " and ".join(values.values()) or "these settings"
 
 

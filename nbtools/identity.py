@@ -16,28 +16,12 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from nbtools import disk, measure
+from nbtools import disk, measure, train
 from nbtools.data import Card, Pack
 from nbtools.errors import NbtoolsError, PlanError, TrainError
 from nbtools.live import Panel
 from nbtools.run import PLAN, stored
-from nbtools.train import (
-    AT_START,
-    Plan,
-    Task,
-    bound,
-    build,
-    checkpoint,
-    fixed,
-    listed,
-    lr_at,
-    objective,
-    readable,
-    require_sizes,
-    shown,
-    spoken,
-    task_name,
-)
+from nbtools.train import Plan, Task, checkpoint
 
 RUNS = Path("runs")
 MOST = 6  # differences in a sentence
@@ -46,7 +30,7 @@ MOST = 6  # differences in a sentence
 def identity(task: Task, digest: str, model: nn.Module, plan: Plan) -> dict[str, Any]:
     """Return what a run is besides its plan, as texts. digest: the pack's key. plan: where advice chose its lr and
     batch size, those that the task gave for a start belong to it."""
-    (loss, metrics, augment, functions), name = objective(task), task_name(task)
+    (loss, metrics, augment, functions), name = train.objective(task), train.task_name(task)
     advised = task.card is not None and not plan.given().keys() & {"lr", "batch_size"}
     return {
         **({"recipe": f"lr {task.PLAN.lr}, batch size {task.PLAN.batch_size}"} if advised else {}),
@@ -199,7 +183,7 @@ def chosen_plan(task: Task, pack: Pack, plan: Any, measured: bool = False) -> Pl
     if not isinstance(plan, kind):
         raise PlanError(
             f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one), got "
-            f"{type(plan).__qualname__}; use {spoken(task)}.PLAN, with .replace(...) for your changes"
+            f"{type(plan).__qualname__}; use {train.spoken(task)}.PLAN, with .replace(...) for your changes"
         )
     return plan
 
@@ -233,8 +217,8 @@ def decide(former: Former | None, plan: Plan) -> Call:
         refuse(former, moved.keys() - ({"epochs"} if new.epochs > old.epochs else set()), moved)
         said = [extending(former, new)] if moved else []
     else:
-        refuse(former, moved.keys() & fixed(old).keys() - set(AT_START), moved)
-        said = [f"resumed at step {former.place[1]:,} with {listed(moved)}"] if moved else []
+        refuse(former, moved.keys() & train.fixed(old).keys() - set(train.AT_START), moved)
+        said = [f"resumed at step {former.place[1]:,} with {train.listed(moved)}"] if moved else []
     said += keeping(former, plan) if moved or not former.over else []
     return Call(plan if new == plan else new.marked(new.to_dict().keys() - plan.given().keys()), plan, said)
 
@@ -248,16 +232,16 @@ def refuse(former: Former, names: set[str], moved: Mapping[str, str]) -> None:
     if names:
         why = "is finished" if former.over else "has started"
         more = "more epochs extend it; for anything else" if former.over else "keep these values, or"
-        changes = listed({name: change for name, change in moved.items() if name in names})
+        changes = train.listed({name: change for name, change in moved.items() if name in names})
         rule = f"{former.folder}: this run {why} and cannot change {changes}"
         raise TrainError(f"{rule}; {more} name another run=, or start over with fresh=True")
 
 
 def extending(former: Former, new: Plan) -> str:
     """Return the sentence about the lr that more epochs mean."""
-    now, before = (lr_at(plan, former.place[0], former.drops) for plan in (new, former.applied))
-    goes = f"lr goes on at {shown(now)} ({new.schedule} over {new.epochs} epochs)"
-    fallen = f", where it had fallen to {shown(before)}" if before < now else ""
+    now, before = (train.lr_at(plan, former.place[0], former.drops) for plan in (new, former.applied))
+    goes = f"lr goes on at {train.shown(now)} ({new.schedule} over {new.epochs} epochs)"
+    fallen = f", where it had fallen to {train.shown(before)}" if before < now else ""
     return f"epochs {former.applied.epochs} → {new.epochs}: {goes}{fallen}"
 
 
@@ -266,7 +250,7 @@ def keeping(former: Former, plan: Plan) -> list[str]:
     old, advice = former.applied, former.index.get("advised", {})
     free = {name: value for name, value in plan.to_dict().items() if name not in plan.given()}
     names = [n for n, v in free.items() if v != getattr(old, n) and plain(v) != plain(advice.get(n, v))]
-    kept, would = (", ".join(f"{name} {shown(getattr(each, name))}" for name in names) for each in (old, plan))
+    kept, would = (", ".join(f"{name} {train.shown(getattr(each, name))}" for name in names) for each in (old, plan))
     sentence = f"this run keeps {kept} as it has applied them so far; newly measured advice would be {would}"
     return [sentence] if names else []
 
@@ -283,8 +267,8 @@ def own_folder(task: Task, pack: Pack, plan: Any, fresh: bool) -> Path:
         with suppress(NbtoolsError, OSError):  # another kind of run, or one that this call cannot go on with
             if matches(task, pack, wanted, panel_of(plan), path.parent):
                 return path.parent
-    part = readable(task, pack, wanted)
-    require_sizes(part, wanted)
+    part = train.readable(task, pack, wanted)
+    train.require_sizes(part, wanted)
     return new_folder(task, part.card, wanted)
 
 
@@ -292,7 +276,7 @@ def matches(task: Task, pack: Pack, plan: Plan, panel: str | None, folder: Path)
     """Return whether a call without `run=` means this run. Raises TrainError where it refuses the call's changes."""
     index = checkpoint.read_index(folder)
     given, now = index.get("given"), {name: plain(value) for name, value in plan.given().items()}
-    if given is None or index.get("task") != task_name(task):
+    if given is None or index.get("task") != train.task_name(task):
         return False
     former = former_run(task, folder)
     longer = former is not None and former.over and plan.epochs > former.applied.epochs
@@ -300,8 +284,8 @@ def matches(task: Task, pack: Pack, plan: Plan, panel: str | None, folder: Path)
     if not equal and (panel is None or index.get("panel") != panel):
         return False
     wanted, before = decide(former, plan).plan, index.get("identity", {})
-    card = readable(task, pack, wanted).card
-    present = identity(bound(task, card), card.digest, network(task, card, wanted), wanted)
+    card = train.readable(task, pack, wanted).card
+    present = identity(train.bound(task, card), card.digest, network(task, card, wanted), wanted)
     return not differences(before, present) and before.get("trained") == present["trained"]
 
 
@@ -309,13 +293,13 @@ def network(task: Task, card: Card, plan: Plan) -> nn.Module:
     """Build a network to look at; random numbers stay as they are."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.seed)
-        return build(bound(task, card), card, plan)
+        return train.build(train.bound(task, card), card, plan)
 
 
 def new_folder(task: Task, card: Card, plan: Plan) -> Path:
     """Make the folder of a run with the next free number; two processes never get the same. One's own task is named by
     its network."""
-    name = task_name(task)
+    name = train.task_name(task)
     short = type(network(task, card, plan)).__name__ if ":" in name else name.rpartition(".")[2]
     short = re.sub("[^a-z0-9]+", "-", short.lower()).strip("-") or "run"
     with disk.explained("making a run folder", RUNS):

@@ -222,7 +222,8 @@ def failure(place: Path, attempt: int) -> NbtoolsError:
             told.append(TrainError(f"rank {path.parent.name} failed with {kind}: {text}\n{trace}"))
     log = (place / "torchrun.log").read_text(errors="replace")
     ended = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", log)[attempt:]  # one an attempt
-    killed = [f"rank {rank} was ended by signal {code[1:]}" for code, rank in ended if code.startswith("-")]
+    killed = [
+        f"rank {rank} was ended by signal {code[1:]} (9: memory ran out)" for code, rank in ended if code[0] == "-"
+    ]
     first = [error for error in told if not isinstance(error, RankLost)]
-    memory = "; the system sends 9 where memory runs out"
-    return [*first, *(TrainError(f"{text}{memory}") for text in killed), *told, TrainError(f"torchrun: {log[-1000:]}")][0]
+    return [*first, *map(TrainError, killed), *told, TrainError(f"torchrun failed: {log.strip()[-1000:]}")][0]

@@ -174,7 +174,7 @@ def test_after_a_rank_is_lost_all_start_again_and_the_run_becomes_the_one_withou
     will(sign, rank, step=6)
     run = launched(pack)
     [told] = [event for event in run.events if "restart 1 of 3" in event]
-    died = f"rank {rank} was ended by SIGKILL, which the system sends when memory runs out; starting again"
+    died = f"rank {rank} was ended by signal 9 (9: memory ran out); starting again"
     assert told.startswith(died if sign == "SIGKILL" else "another rank of this run ended, or did not answer for 5 s")
     gaps = [later["time"] - note["time"] for note, later in itertools.pairwise(notes(0))]
     assert max(gaps) < 5 + 30 + 60, "the timeout, torchrun's patience, and a start"
@@ -249,7 +249,8 @@ def test_whatever_ends_the_process_that_started_them_ends_all_and_the_run_is_sav
         until(lambda: not left_behind(tmp_path), "the end of all processes", 40)
     if not nodes:
         assert process.returncode == (130 if number == "SIGINT" else -signal.Signals[number]), said
-    assert last_step(Path("run")) == len(notes(0)) == len(notes(1)), "both stopped after the same step, and it is saved"
+    if number != "SIGKILL":  # after which a run goes on from its last checkpoint
+        assert last_step(Path("run")) == len(notes(0)) == len(notes(1)), "both stopped after the same step, and saved"
 
 
 @pytest.mark.full
