@@ -70,8 +70,6 @@ def evaluate_all(job: Job) -> None:
     if not count or about.items() <= run.stored(EVALUATION).items():
         return
     start, shows = monotonic(), job.surface.progress
-    if not shows:
-        tell("evaluating the best weights on the whole validation split …")
     job.surface.announce(EVALUATING)
     with optional("no final evaluation", tell):
         values = evaluation.evaluate(job.task, run.model(job.state.device), job.pack, job.state.plan, "val", shows)

@@ -204,7 +204,7 @@ def follower(task: Task, pack: Pack, ranks: Alone) -> Run:
 def standing(state: TrainState, folder: Path, again: bool) -> str:
     """Return what is to be said of where a run begins; "" for nothing."""
     if again:
-        return f"resumed from step {state.step:,}: a process was lost, which torchrun names"
+        return f"resumed from step {state.step:,}: a process was lost"
     if state.over:
         more = "it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
         return f"{Run.open(folder, state.task)}; {more}"

@@ -304,8 +304,7 @@ def new_folder(task: Task, card: Card, plan: Plan) -> Path:
     short = re.sub("[^a-z0-9]+", "-", short.lower()).strip("-") or "run"
     with disk.explained("making a run folder", RUNS):
         RUNS.mkdir(parents=True, exist_ok=True)
-        ends = [path.name.removeprefix(f"{short}-") for path in RUNS.glob(f"{short}-*")]
-        for number in count(max((int(end) for end in ends if end.isdecimal()), default=0) + 1):
+        for number in count(1):
             with suppress(FileExistsError):
                 (folder := RUNS / f"{short}-{number}").mkdir()
                 return folder

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -134,29 +133,23 @@ def importable(task: TaskLike) -> str:
 def follow(job: tuple[Any, ...], processes: int, restarts: int, remote: Remote) -> None:
     """Train under torchrun, and show the run until it ends; all processes end if this does. job: see `rank`. Raises the
     error of the rank that failed first."""
-    attempt = 0
-
-    def look() -> None:
-        nonlocal attempt
-        if closing(running_kernel()):
-            remote.requests.post("stop", by="the kernel's shutdown")
-        if any(place.glob(f"*/attempt_{attempt + 1}")):
-            error, attempt = failure(place, attempt), attempt + 1
-            remote.view.tell(f"{error}; starting again from the last checkpoint (restart {attempt} of {restarts})")
-            remote.paused = False  # the new processes do not know of a pause
-
     remote.view.tell(f"starting {plural(processes, 'process')} under torchrun …", passing=True)
     with tempfile.TemporaryDirectory(prefix="nbtools-launch-", ignore_cleanup_errors=True) as folder:
         place = Path(folder)  # of what the processes print, and of their errors
         torchrun = start(place, job, processes, restarts)
         try:
-            remote.follow(lambda: torchrun.poll() is None, look)
+            remote.follow(lambda: torchrun.poll() is None, partial(listen, remote))
         finally:
             if torchrun.poll() is None:
                 torchrun.kill() if sys.platform == "linux" else torchrun.terminate()  # its ranks die with it
             code = torchrun.wait()
         if code:
-            raise failure(place, attempt)
+            raise failure(place)
+
+
+def listen(remote: Remote) -> None:
+    if closing(running_kernel()):
+        remote.requests.post("stop", by="the kernel's shutdown")
 
 
 def start(place: Path, job: tuple[Any, ...], processes: int, restarts: int) -> subprocess.Popen[bytes]:
@@ -207,23 +200,17 @@ def reporting(act: Callable[[], T]) -> T | None:
         raise
 
 
-def failure(place: Path, attempt: int) -> NbtoolsError:
-    """Return why an attempt failed: the first error that is not about another rank, else the process that ended without
-    an error, else what the others say of it."""
-    told: list[NbtoolsError] = []
-    for path in sorted(place.glob(f"*/attempt_{attempt}/*/error.json"), key=lambda path: path.stat().st_mtime):
+def failure(place: Path) -> NbtoolsError:
+    """Return why the last attempt failed: the first error that is not about another rank, else what torchrun says."""
+    attempt = max(place.glob("*/attempt_*"), key=os.path.getmtime, default=place)
+    for path in sorted(attempt.glob("*/error.json"), key=os.path.getmtime):
         message = json.loads(path.read_text())["message"]  # what torch's `record` wrote
         kind, _, text = message["message"].partition(": ")
-        ours = {"Diverged": TrainError, "RankLost": RankLost}.get(kind) or getattr(errors, kind, None)
+        ours = TrainError if kind == "Diverged" else getattr(errors, kind, None)
         if isinstance(ours, type) and issubclass(ours, NbtoolsError):
-            told.append(ours(text))
-        else:
+            return ours(text)
+        if kind != RankLost.__name__:
             trace = message["extraInfo"]["py_callstack"].rstrip()
-            told.append(TrainError(f"rank {path.parent.name} failed with {kind}: {text}\n{trace}"))
+            return TrainError(f"rank {path.parent.name} failed with {kind}: {text}\n{trace}")
     log = (place / "torchrun.log").read_text(errors="replace")
-    ended = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", log)[attempt:]  # one an attempt
-    killed = [
-        f"rank {rank} was ended by signal {code[1:]} (9: memory ran out)" for code, rank in ended if code[0] == "-"
-    ]
-    first = [error for error in told if not isinstance(error, RankLost)]
-    return [*first, *map(TrainError, killed), *told, TrainError(f"torchrun failed: {log.strip()[-1000:]}")][0]
+    return TrainError(f"a process was lost; torchrun says: {log.strip()[-2000:]}")

@@ -173,13 +173,10 @@ def test_after_a_rank_is_lost_all_start_again_and_the_run_becomes_the_one_withou
     monkeypatch.setenv("NBTOOLS_TIMEOUT", "5")
     will(sign, rank, step=6)
     run = launched(pack)
-    [told] = [event for event in run.events if "restart 1 of 3" in event]
-    died = f"rank {rank} was ended by signal 9 (9: memory ran out); starting again"
-    assert told.startswith(died if sign == "SIGKILL" else "another rank of this run ended, or did not answer for 5 s")
     gaps = [later["time"] - note["time"] for note, later in itertools.pairwise(notes(0))]
     assert max(gaps) < 5 + 30 + 60, "the timeout, torchrun's patience, and a start"
     assert left_behind(tmp_path) == []
-    assert any(text.startswith("resumed from step") for text in texts(run))
+    assert any("a process was lost" in event for event in run.events)
     assert [row["epoch"] for row in run.history.of("epoch")] == [0, 1, 2]
     together(2, whole, pack.folder, tmp_path / "whole", 3)
     assert same(run, nb.Run.open("whole", crew))
