@@ -37,7 +37,7 @@ def identity(task: Task, digest: str, model: nn.Module, plan: Plan) -> dict[str,
         **({} if ":" in name else {"task": name}),  # else the name of a variable, which may change
         "pack": digest,
         "network": structure(model),
-        "loss": structure(loss, hashed=True) if isinstance(loss, nn.Module) else function_name(loss),
+        "loss": structure(loss, hashed=True) if isinstance(loss, nn.Module) else {"": {"type": function_name(loss)}},
         "metrics": ", ".join(metrics),
         "augment": ", ".join(f"{name} {strength}" for name, strength in augment.items()),
         **functions,
@@ -69,25 +69,22 @@ def is_plain(value: Any) -> bool:
 
 
 def function_name(value: Any) -> str:
-    if value is None or isinstance(value, str):
-        return value or "default"
-    return getattr(value, "__qualname__", type(value).__qualname__)
+    value = value or "default"
+    return value if isinstance(value, str) else getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return what differs between two identities, one phrase each: `network: body.1 ReLU → Tanh`. Names of trained
     parameters are left to `newly_trained`."""
-    phrases: list[str] = []
-    for key in sorted(before.keys() & now.keys() - {"trained"}):
-        old, new = before[key], now[key]
-        if old != new:
-            nested = isinstance(old, dict) and isinstance(new, dict)
-            phrases.append(f"{key}: {first([*modules(old, new)] if nested else [f'{text(old)} → {text(new)}'])}")
-    return phrases
+    differing = [key for key in sorted(before.keys() & now.keys() - {"trained"}) if before[key] != now[key]]
+    return [f"{key}: {first([*changes(before[key], now[key])])}" for key in differing]
 
 
-def modules(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what differs between two structures, module by module: `body.2 Dropout(p=0.0 → 0.5)`."""
+def changes(old: Any, new: Any) -> Iterator[str]:
+    """Yield what differs between two texts, or two structures, module by module: `body.2 Dropout(p=0.0 → 0.5)`."""
+    if isinstance(new, str):
+        yield f"{old or 'none'} → {new or 'none'}"
+        return
     for name in {**old, **new}:
         before, after = old.get(name, {"type": "nothing"}), new.get(name, {"type": "nothing"})
         changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
@@ -95,12 +92,6 @@ def modules(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
         what = f"{before['type']}({', '.join(f'{key}={pair}' for key, pair in pairs.items())})"
         if pairs:
             yield f"{name} {pairs.get('type', what)}".strip()
-
-
-def text(value: Any) -> str:
-    """Return a function's name, or a text, in a sentence; of a module its type."""
-    value = value[""]["type"] if isinstance(value, dict) else value
-    return (value if len(value) <= 40 else f"{value[:39]}…") or "none"
 
 
 def first(phrases: Sequence[str]) -> str:
