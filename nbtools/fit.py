@@ -276,7 +276,7 @@ def act(job: Job) -> bool:
         if requests.change and requests.take("undo"):
             requests.want(state.applied, sure=True)
             surface.answer("the last change was taken back before it was applied", "undo")
-        for action in requests.pending & NOTHING.keys():
+        for action in [each for each in NOTHING if each in requests.pending]:
             job.settle()  # it may be on its way to the disk
             if not surface.able(action) and requests.take(action):
                 surface.answer(f"{REFUSED}{NOTHING[action]}", action)

@@ -298,8 +298,7 @@ class Job:
             began = monotonic()
             self.history.sync()
             checkpoint.publish(self.folder, taken)
-            if draw is not None:
-                draw()
+            draw()
             if self.keeper is not None:
                 self.keeper.keep()
             return monotonic() - began
