@@ -97,7 +97,7 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
 
 
 def rest_of_epoch(state: TrainState, ids: np.ndarray, lengths: np.ndarray | None) -> list[np.ndarray]:
-    """The batches of ids that are left of this epoch, by the applied batch size."""
+    """Return the batches of ids that are left of this epoch, by the applied batch size."""
     position, plan = state.position, state.applied
     if not position.segments or position.segments[-1][0] != plan.batch_size:
         position.segments.append([plan.batch_size, 0])
@@ -105,7 +105,7 @@ def rest_of_epoch(state: TrainState, ids: np.ndarray, lengths: np.ndarray | None
 
 
 def records(state: TrainState, samples: int) -> Iterator[Record]:
-    """What a step leaves: on a log step its figures, which may come later; events; its own record."""
+    """Yield what a step leaves: on a log step its figures, which may come later; events; its own record."""
     meter, now = state.meter, state.record("step")
     if state.step % log_interval(samples, state.applied.batch_size) == 0:
         before = meter.rows()  # the last log step's, which may end the loop here
@@ -119,12 +119,13 @@ def records(state: TrainState, samples: int) -> Iterator[Record]:
 
 
 def steps_left(state: TrainState, samples: int) -> int:
-    """Steps on whole batches from this epoch on."""
+    """Return the steps on whole batches from this epoch on."""
     return (state.applied.epochs - state.epoch) * (samples // state.applied.batch_size)
 
 
 def log_interval(samples: int, batch_size: int) -> int:
-    """Steps between log rows: ten an epoch, at most 50 steps. Steps and not seconds, so that a log can be repeated."""
+    """Return the steps between log rows: ten rows an epoch, at most 50 steps apart. Steps and not seconds, so that a
+    log can be repeated."""
     return min(50, max(1, math.ceil(samples / batch_size) // 10))
 
 
@@ -153,13 +154,14 @@ def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]
 
 
 def due(state: TrainState, wanted: Plan) -> bool:
-    """Whether this epoch ends with an evaluation: every `eval_every` epochs, and the last one."""
+    """Return whether this epoch ends with an evaluation: every `eval_every` epochs, and the last one."""
     done = state.epoch + 1
     return done % state.applied.eval_every == 0 or done >= wanted.epochs
 
 
 def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
-    """Loss and metrics of the validation split, or of as many of its samples as the plan evaluates during training."""
+    """Evaluate the validation split, or as many of its samples as the plan does during training; return loss and
+    metrics."""
     start, sums, plan = perf_counter(), Sums(state.device), state.applied.while_training()
     state.ranks.same(state.evaluated.buffers())
     for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed, plan.eval_samples, state.ranks):
@@ -170,8 +172,8 @@ def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
 
 
 def judge(state: TrainState, values: dict[str, Any], wanted: Plan) -> None:
-    """Whether an epoch's evaluation is the best so far, and in how many since the metric did not improve; a plateau and
-    an early stop follow from it. A best value of another metric does not count."""
+    """Decide whether an evaluation is the best so far, and count those in which the metric did not improve; a plateau
+    and an early stop follow from it. A best value of another metric does not count."""
     plan, (metric, sign) = state.applied, best_metric(state.task)
     if state.best.metric not in (None, metric):
         state.best = Best(drops=state.best.drops)
@@ -194,7 +196,7 @@ def judge(state: TrainState, values: dict[str, Any], wanted: Plan) -> None:
 
 
 def end_epoch(state: TrainState, values: dict[str, Any], samples: int) -> Record:
-    """The epoch's row; the state moves to the next epoch."""
+    """Return the epoch's row; move to the next epoch."""
     figures = state.meter.epoch(samples)
     loss = {name: figures.pop(name) for name in ("train_loss",) if name in figures}
     row = state.record("epoch", {**loss, **values, **figures, **readings(state)})

@@ -27,7 +27,7 @@ class Diverged(TrainError):
         self.steps, self.setting = steps, setting
 
     def _render_traceback_(self) -> list[str]:
-        """Shown by IPython instead of a traceback: no line of code is at fault."""
+        """Show this in IPython instead of a traceback: no line of code is at fault."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -91,14 +91,14 @@ class Meter:
         return [replace(pending.record, values=values)]
 
     def timed(self, lap: Lap) -> tuple[float, float]:
-        """Add the times of a lap to the epoch's; returns them."""
+        """Add the times of a lap to the epoch's, and return them."""
         seconds, waited = lap.seconds()
         self.seconds, self.waited = self.seconds + seconds, self.waited + waited
         return seconds, waited
 
     @staticmethod
     def speed(samples: int, seconds: float, waited: float) -> dict[str, float]:
-        """samples_per_s, and the share of the time in which the device waited for data."""
+        """Return samples_per_s, and the share of the time in which the device waited for data."""
         seconds = max(seconds, 1e-9)
         return {"samples_per_s": samples / seconds, "data_wait": waited / seconds}
 
@@ -120,7 +120,7 @@ class Meter:
         return values
 
     def facts(self) -> dict[str, Any]:
-        """Its plain values, for JSON. Waits for the device."""
+        """Return its plain values, for JSON. Waits for the device."""
         row, (seconds, waited) = self.pending, self.watch.peek()
         return {
             "loss": float(self.loss),
@@ -149,5 +149,5 @@ class Meter:
 
 
 def mean(name: str, total: float, count: float) -> dict[str, float]:
-    """{name: total / count}; {} where no step counted: a loss of 0 would be the best of all."""
+    """Return {name: total / count}; {} where no step counted: a loss of 0 would be the best of all."""
     return {name: total / count} if count else {}

@@ -52,15 +52,15 @@ def train_step(state: TrainState, raw: Batch, epoch_size: float, size: int | Non
 
 
 def whole_step(state: TrainState, raw: Batch) -> Sums:
-    """What a CUDA graph repeats: all of a step but what the host decides, lr and epoch."""
+    """Do what a CUDA graph repeats: all of a step but what the host decides, lr and epoch."""
     sums = gradients(state, raw, len(raw["id"]))
     update(state)
     return sums
 
 
 def gradients(state: TrainState, raw: Batch, size: int) -> Sums:
-    """The gradient of sum / count over the whole batch of `size` samples, of which raw is this rank's share, in any
-    number of micro-batches; returns (sum, count)."""
+    """Compute the gradient of sum / count over the whole batch of `size` samples, of which raw is this rank's share, in
+    any number of micro-batches; returns (sum, count)."""
     ranks = state.ranks
     if not state.model.training:
         set_training(state.model)
@@ -88,7 +88,7 @@ def gradients(state: TrainState, raw: Batch, size: int) -> Sums:
 
 
 def backward(state: TrainState, raw: Batch, denominator: float | None) -> Sums:
-    """Draw, forward and backward of a micro-batch: adds the gradient of sum / denominator (None: its own count)."""
+    """Draw, forward and backward a micro-batch: add the gradient of sum / denominator (None: its own count)."""
     task, plan, scaler = state.task, state.applied, state.scaler
     batch = task.batch(raw, plan, Draws(plan.seed, state.position.epoch, raw["id"], state.keys))
     if plan.channels_last:
@@ -118,7 +118,7 @@ def update(state: TrainState) -> None:
 
 
 def set_lr(state: TrainState, size: int, epoch_size: float) -> None:
-    """The lr of a step of so many samples: at its middle, so that a warmup rises and a cosine ends with 0."""
+    """Set the lr of a step of so many samples: that of its middle, so that a warmup rises and a cosine ends with 0."""
     position, optimizer = state.position, state.optimizer
     lr = lr_at(state.applied, (position.samples + size / 2) / epoch_size, state.best.drops, state.schedule)
     for group in optimizer.param_groups:
@@ -146,12 +146,12 @@ def average(state: TrainState) -> None:
 
 
 def own(module: nn.Module) -> list[Tensor]:
-    """A module's own parameters and buffers, without those of its children."""
+    """Return a module's own parameters and buffers, without those of its children."""
     return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
 
 
 def at_least_one(count: Tensor | float) -> Tensor | float:
-    """A denominator: a batch in which nothing counts has loss 0, not NaN."""
+    """Return a denominator: a batch in which nothing counts has loss 0, not NaN."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
@@ -159,8 +159,9 @@ def at_least_one(count: Tensor | float) -> Tensor | float:
 
 
 def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
-    """The parts of raw that take a forward pass each: of at most `recovery.micro` samples, and of at least two unless
-    one is requested, since a single sample breaks BatchNorm. Each rank has as many, which SyncBatchNorm needs."""
+    """Return the parts of raw that take a forward pass each: of at most `recovery.micro` samples, and of at least two
+    unless one is requested, since a single sample breaks BatchNorm. Each rank has as many, which SyncBatchNorm
+    needs."""
     micro, own = state.recovery.micro, len(raw["id"])
     if micro is None:
         return [raw]
@@ -172,8 +173,8 @@ def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
 
 
 def gradients_in_memory(state: TrainState, raw: Batch, size: int) -> Sums:
-    """`gradients` in parts that fit into memory. Nothing has been updated when it runs out, so nothing is applied
-    twice; only BatchNorm's running statistics may count some samples twice."""
+    """Compute `gradients` in parts that fit into memory. Nothing has been updated when it runs out, so nothing is
+    applied twice; only BatchNorm's running statistics may count some samples twice."""
     state.capture_rng()
     while True:
         sums, reason = within_memory(partial(gradients, state, raw, size))
@@ -211,7 +212,7 @@ def release(state: TrainState) -> None:
 
 
 def written(state: TrainState) -> list[Tensor]:
-    """The tensors that a step changes, parameters first."""
+    """Return the tensors that a step changes, parameters first."""
     modules = [state.model] if state.ema is None else [state.model, state.ema]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     return [*tensors, *state.moments().values()]
@@ -221,8 +222,8 @@ def written(state: TrainState) -> list[Tensor]:
 
 
 def careful_step(state: TrainState, raw: Batch, epoch_size: float, size: int | None = None) -> Sums:
-    """`train_step` that is skipped, without any effect, if its loss or a gradient is not finite. Raises Diverged where
-    that happens more often than by accident."""
+    """Take a `train_step` that is skipped, without any effect, if its loss or a gradient is not finite. Raises Diverged
+    where that happens more often than by accident."""
     size, kept = size or len(raw["id"]), [buffer.clone() for buffer in state.model.buffers()]
     set_lr(state, size, epoch_size)
     loss_sum, count = gradients_in_memory(state, raw, size)
@@ -236,8 +237,8 @@ def careful_step(state: TrainState, raw: Batch, epoch_size: float, size: int | N
 
 
 def after_backward(state: TrainState, loss_sum: Tensor) -> str:
-    """What is not finite after backward, the same on all ranks; "" if all is. Under fp16 gradients that overflow are
-    how the scaler finds its scale: it skips such steps by itself."""
+    """Return what is not finite after backward, the same on all ranks; "" if all is. Under fp16 gradients that overflow
+    are how the scaler finds its scale: it skips such steps by itself."""
     if not finite(loss_sum):
         return "loss"
     named = state.model.named_parameters() if state.scaler is None else ()
@@ -245,8 +246,8 @@ def after_backward(state: TrainState, loss_sum: Tensor) -> str:
 
 
 def first_bad(state: TrainState, raw: Batch, size: int, after: str) -> tuple[str, list[int]]:
-    """The first tensor of this step that is not finite, and the samples to look at: of the batch, the weights, the
-    outputs of a layer, else what was found after backward. Several ranks agree on the earliest."""
+    """Return the first tensor of this step that is not finite, and the samples to look at: of the batch, the weights,
+    the outputs of a layer, else what was found after backward. Several ranks agree on the earliest."""
     task, plan, model = state.task, state.applied, state.model
     inputs: list[str] = []
     layers: list[str] = []
