@@ -174,7 +174,7 @@ class TrainState:
     def over_as(self, wanted: Wanted) -> bool:
         return wanted.stopped is not None or (self.epoch >= wanted.plan.epochs and not self.position.segments)
 
-    def called(self) -> bool:
+    def has_requests(self) -> bool:
         """Return whether something is to be done before the next step: on several ranks, whether rank 0 wants it."""
         return self.ranks.tell(self.plan is not self.applied or self.evaluate_next)
 
@@ -298,9 +298,12 @@ class TrainState:
             name, _, key = full.rpartition(".")
             moments.setdefault(name, {})[key] = tensor
         self.optimizer.state.clear()
-        for parameter, name in self.names.items():
-            for key, value in moments.get(name, {}).items():
-                self.optimizer.state[parameter][key] = self.moment(name, parameter, value)
+        for group in self.optimizer.param_groups:
+            on_host = () if group.get("fused") or group.get("capturable") else ("step",)  # as torch has it
+            for parameter in group["params"]:
+                for key, value in moments.get(self.names[parameter], {}).items():
+                    moved = value if key in on_host else self.moment(self.names[parameter], parameter, value)
+                    self.optimizer.state[parameter][key] = moved
         allocate(self.optimizer, self.applied)
         fresh = [name for name in self.names.values() if name not in moments]
         if fresh and saved:
