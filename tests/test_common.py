@@ -164,9 +164,6 @@ def test_a_demo_replaces_a_demo_and_neither_mixes_with_other_data_nor_removes_it
     assert names_in(tmp_path / "real") == ["1.PNG"]
 
 
-# Mistakes
-
-
 # Figures and fonts
 
 
