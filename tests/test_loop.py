@@ -19,10 +19,6 @@ def losses(state, pack):
     return [r.values["loss"] for r in train(state.task, state, pack) if r.kind == "step" and "loss" in r.values]
 
 
-def told(state, pack):
-    return [r.values["what"] for r in train(state.task, state, pack) if r.kind == "event"]
-
-
 def weights(model: nn.Module):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 

@@ -3,15 +3,12 @@ network that does not fit its data."""
 
 from __future__ import annotations
 
-from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import toy
-from acting import QUIET, acting
+from acting import QUIET
 from torch import nn
 
 import nbtools as nb
@@ -156,42 +153,27 @@ class Pictures(nn.Module):
         return self.fc(self.conv(x).flatten(1))
 
 
-def cases(folder: Path) -> dict[str, tuple[Any, nb.Pack, str]]:
-    images = [(np.full((12, 12, 3), 20 * i, np.uint8), i % 3) for i in range(12)]
-    made = {
-        name: nb.pack(data, into=folder / name, progress=False)
-        for name, data in {"points": points(40), "images": images * 3}.items()
-    }
-    own = [lambda outputs, batch: {"size": (1, 1)}]
-    return {
-        "width": (
-            nb.classify(nn.Linear(64, 3)),
-            made["points"],
-            r"x float32 \(8\).* Linear\(in_features=64.* got x \(B, 8\)",
-        ),
-        "flatten": (nb.classify(Pictures()), made["images"], r"Pictures\.fc Linear\(in_features=100.*got \(B, 400\)"),
-        "loss": (
-            nb.classify(nn.Linear(8, 2), loss=nn.CrossEntropyLoss(), metrics=own),
-            made["points"],
-            r"outputs \(B, 2\) and y \(B,\) int64 of 3 classes",
-        ),
-    }
+IMAGES = [(np.full((12, 12, 3), 20 * i, np.uint8), i % 3) for i in range(12)] * 3
+UNFIT: dict[str, tuple[Any, Any, str]] = {  # a network, items, what is said
+    "width": (nn.Linear(64, 3), points(40), r"x float32 \(8\).* Linear\(in_features=64.* got x \(B, 8\)"),
+    "flatten": (Pictures(), IMAGES, r"Pictures\.fc Linear\(in_features=100.*got \(B, 400\)"),
+}
 
 
-@pytest.mark.parametrize("name", ["width", "flatten", "loss"])
+@pytest.mark.parametrize("name", UNFIT)
 @pytest.mark.parametrize("given", [plan(), None], ids=["plan", "no plan"])
 def test_a_network_that_does_not_fit_is_refused_with_the_shapes_before_a_folder_exists(tmp_path, name, given):
-    task, pack, said = cases(tmp_path)[name]
+    network, items, said = UNFIT[name]
+    pack = nb.pack(items, into=tmp_path / "pack", progress=False)
     torch.manual_seed(5)
     random = torch.get_rng_state()
     with pytest.raises(nb.NbtoolsError, match=said):
-        nb.fit(task, pack, given, run=tmp_path / "run", **QUIET)
+        nb.fit(nb.classify(network), pack, given, run=tmp_path / "run", **QUIET)
     assert not (tmp_path / "run").exists()
     assert torch.equal(torch.get_rng_state(), random)
-    if given is None:
-        return
-    mended = nb.classify(Net() if name != "flatten" else mend())
-    assert len(nb.fit(mended, pack, given, run=tmp_path / "run", **QUIET).summary()) == 1
+    if given is not None:
+        mended = nb.classify(mend() if name == "flatten" else Net())
+        assert len(nb.fit(mended, pack, given, run=tmp_path / "run", **QUIET).summary()) == 1
 
 
 def mend() -> nn.Module:
@@ -228,19 +210,3 @@ def test_a_loss_that_needs_gradients_fits(pack):
     state = nb.TrainState(nb.classify(Net(), loss=loss), pack, plan())
     rehearse(state, pack)
     assert trained(Net(), pack, plan()).step
-
-
-def test_the_best_of_a_run_is_that_of_its_weights_after_another_metric_chose(pack, tmp_path):
-    """Of a task of one's own, whose name stands for its metrics: rows of both parts have both."""
-    toys, settings, calls = toy.make_pack(tmp_path / "toys"), toy.PLAN.replace(epochs=2), count()
-    batches = -(-toys.splits["val"] // settings.batch_size)
-
-    def metrics(outputs, batch):
-        return {"accuracy": (1, 2), "other": ([0.9, 0.8, 0.1, 0.2, 0.3][next(calls) // batches], 1)}
-
-    task = acting(metrics=metrics)
-    nb.fit(task, toys, settings, tmp_path / "run", **QUIET)
-    task.BEST = "other"
-    run = nb.fit(task, toys, settings.replace(epochs=5), tmp_path / "run", **QUIET)
-    assert run.best["epoch"] == 5
-    assert checkpoint.read_index(run.folder)["best"].startswith("0005-")
