@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Iterable, Sequence
 
 import pytest
@@ -74,14 +73,6 @@ def test_another_batch_size_moves_lr_by_the_rule_and_says_so(train, tmp_path, ca
     assert train("--epochs", "1", "--from", "plan", "--lr-rule", "sqrt", "--batch-size", "64") == 0
     assert "lr 0.01 → 0.02 for batch 16 → 64 (sqrt rule)" in capsys.readouterr().err
     assert planned(tmp_path)["lr"] == 0.02
-
-
-def test_a_lost_run_is_restored_with_its_settings(train, tmp_path):
-    keep = ["--keep", str(tmp_path / "kept")]
-    assert train("--epochs", "1", "--from", "plan", "--hidden", "24", *keep) == 0
-    shutil.rmtree(tmp_path / "run")
-    assert train("--epochs", "2", *keep) == 0
-    assert (planned(tmp_path)["epochs"], planned(tmp_path)["hidden"]) == (2, 24)
 
 
 def test_the_baseline_is_a_plan_to_train_with(train, tmp_path):

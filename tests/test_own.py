@@ -206,21 +206,6 @@ def test_lazy_layers_learn_their_sizes_before_the_optimizer_is_made(packs):
     assert state.model.training
 
 
-shared = own.Small(3)
-
-
-def test_two_runs_of_one_network_begin_alike_and_leave_it_as_it_was(packs):
-    pack, before, models = packs["images"], copy.deepcopy(shared.state_dict()), []
-    for _ in range(2):
-        state = nb.TrainState(nb.classify(shared), pack, own.PLAN.replace(epochs=1))
-        assert all(torch.equal(a, b) for a, b in zip(state.model.state_dict().values(), before.values(), strict=True))
-        for _ in nb.train(state.task, state, pack):
-            continue
-        models.append(state.model)
-    assert all(torch.equal(value, before[name]) for name, value in shared.state_dict().items())
-    assert not {*models[0].parameters()} & {*models[1].parameters()}
-
-
 class Wrapped(nn.Module):
     """Outputs as transformers and torchvision return them."""
 

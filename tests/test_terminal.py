@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import tomllib
@@ -138,23 +137,6 @@ def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, 
     assert train("--json") == 130
     assert json.loads(capsys.readouterr().out)["stopped"] is True
     assert train() == 0
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_a_process_that_is_asked_to_end_saves_and_has_its_code(data, tmp_path, number, code):
-    """Python's -15 is a shell's 143."""
-    words = ["train", "toy", "--data", str(data), "--run", str(tmp_path / "run"), "--epochs", "100000", "--no-receipt"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests"]))}
-    process = subprocess.Popen([sys.executable, "-m", "nbtools", *words], env=environment, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith(b"epoch 2 "):
-            break
-    process.send_signal(number)
-    process.stderr.read()
-    assert process.wait(60) == code
-    assert nb.Run.open(tmp_path / "run", toy).history.of("event")[-1]["asked"] == "stop"
 
 
 def test_a_reader_that_has_gone_is_no_traceback(data, monkeypatch, capfd):
