@@ -131,10 +131,23 @@ def test_steps_in_which_nothing_counts_have_no_loss_neither_nan_nor_the_best_of_
     assert torch.isfinite(weights(state.model)).all()
 
 
-def test_the_moving_average_is_what_is_evaluated(pack):
-    state = TrainState(toy, pack, toy.PLAN.replace(ema=0.9))
+class Tied(nn.Module):
+    """Two layers that share their weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.other.weight = self.one.weight
+
+    def forward(self, batch):
+        return self.head(self.other(self.one(batch["x"])))
+
+
+@pytest.mark.parametrize("model", [toy.model, lambda card, plan: Tied()], ids=["toy", "tied"])
+def test_the_moving_average_is_what_is_evaluated(pack, model):
+    state = TrainState(toy.with_(model=model), pack, toy.PLAN.replace(ema=0.9))
     shadow = torch.zeros(0)
-    for record in train(toy, state, pack):
+    for record in train(state.task, state, pack):
         if record.kind == "step":
             now = weights(state.model).clone()
             shadow = now if state.step == 1 else shadow * 0.9 + now * 0.1
