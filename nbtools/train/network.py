@@ -18,7 +18,7 @@ from nbtools.errors import TrainError
 from nbtools.train.defaults import require_augmentable
 from nbtools.train.task import Task, set_training, spoken
 
-STEPS = (8, 128, 2048)  # how long sequences of zeros are tried where layers have no size yet
+STEPS = 128  # of the sequences from which lazy layers learn their sizes
 
 
 def build(task: Task, card: Card, plan: Any) -> nn.Module:
@@ -61,19 +61,17 @@ def own_copy(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def size_layers(task: Task, model: nn.Module, card: Card, plan: Any) -> None:
     """Let lazy layers learn their sizes from two samples of zeros. Raises TrainError."""
-    error, columns = None, card.columns.items()
-    for steps in STEPS:
-        shapes = {name: (2, *(steps,) * (column.kind == "ragged"), *column.shape) for name, column in columns}
-        zeros = {name: torch.from_numpy(np.zeros(shapes[name], column.dtype)) for name, column in columns}
-        lengths = {f"{name}_length": torch.full((2,), steps) for name, column in columns if column.kind == "ragged"}
-        try:
-            task.infer(model.eval(), task.batch({**zeros, **lengths, "id": torch.arange(2)}, plan, None), plan)
-            return
-        except Exception as caught:
-            error = caught
-    inputs = ", ".join(f"{name} {card.columns[name]}" for name in card.options["inputs"])
-    rule = f"{type(model).__name__}: {error}; lazy layers learn their sizes from two samples of zeros, {inputs}"
-    raise TrainError(f"{rule}; write layers with sizes instead") from error
+    raw = {"id": torch.arange(2)}
+    for name, column in card.columns.items():
+        ragged = column.kind == "ragged"
+        raw[name] = torch.from_numpy(np.zeros((2, *(STEPS,) * ragged, *column.shape), column.dtype))
+        raw |= {f"{name}_length": torch.full((2,), STEPS)} if ragged else {}
+    try:
+        task.infer(model.eval(), task.batch(raw, plan, None), plan)
+    except Exception as error:
+        inputs = ", ".join(f"{name} {card.columns[name]}" for name in card.options["inputs"])
+        rule = f"{type(model).__name__}: {error}; lazy layers learn their sizes from two samples of zeros, {inputs}"
+        raise TrainError(f"{rule}; write layers with sizes instead") from error
 
 
 # -- the call
@@ -115,9 +113,9 @@ def find_arguments(model: nn.Module, card: Card) -> Arguments:
     offered = [*inputs, *(f"{name}_length" for name in inputs if card.columns[name].kind == "ragged")]
     columns = {p.name: p.name for p in plain if p.name in offered}
     required = [p.name for p in plain if p.default is p.empty]
-    rest, free = [n for n in required if n not in columns], [name for name in inputs if name not in columns]
     if not columns and not required:  # forward(*inputs), or all with a default: in order
         return Arguments(f"{start}({', '.join(inputs)})", tuple(inputs))
+    rest, free = [n for n in required if n not in columns], [name for name in inputs if name not in columns]
     if rest and len(rest) != len(free):
         raise TrainError(
             f"{start}({', '.join(required)}): which columns are {', '.join(rest)}? The pack has {', '.join(offered)}; "
