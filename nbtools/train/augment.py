@@ -97,7 +97,7 @@ def strengths(names: Collection[str] | Mapping[str, float]) -> dict[str, float]:
     return given
 
 
-def augment(batch: Batch, images: Names, inputs: Names, classes: int, draws: Draws, names: Any) -> Batch:
+def augment(batch: Batch, images: Names, inputs: Names, classes: int, draws: Draws, names: Names) -> Batch:
     """Return the batch with its images (B, C, H, W) float32 augmented, several of a sample alike, and with mixup all
     inputs and `y`, which becomes (B, K) probabilities where there are K classes."""
     wanted, batch = strengths(names), dict(batch)

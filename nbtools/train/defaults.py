@@ -155,13 +155,11 @@ def answers(outputs: Any, card: Card) -> list[Any]:
 
 
 def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool]:
-    """Return a sample of the live picture: `Task.preview`. Values stand next to the true ones, neither right nor
-    wrong."""
-    sample, card, text = pack.sample(i), pack.card, as_text(answer)
-    if card.options["kind"] == "classes":
-        return picture(sample, card), card.classes[int(sample[TARGET])], text, True
-    known = f" (true: {as_text(sample[TARGET])})" if card.options["kind"] == "values" else ""
-    return picture(sample, card), "", f"{text}{known}", True
+    """Return `Task.preview` of a sample; values stand next to the true ones, neither right nor wrong."""
+    sample, card, kind, text = pack.sample(i), pack.card, pack.card.options["kind"], as_text(answer)
+    truth = card.classes[int(sample[TARGET])] if kind == "classes" else ""
+    known = f" (true: {as_text(sample[TARGET])})" if kind == "values" else ""
+    return picture(sample, card), truth, f"{text}{known}", True
 
 
 def picture(sample: Sample, card: Card) -> np.ndarray:

@@ -47,7 +47,7 @@ def classify(
     optimizer: Any = None,
     schedule: Callable[[Any], Any] | None = None,
 ) -> Task:
-    """Return the task of naming the class of a sample of an `nb.pack`: `nb.fit(nb.classify(net), nb.pack("pictures"))`.
+    """Return the task of naming the class of a sample: `nb.fit(nb.classify(net), nb.pack("pictures"))`.
 
     model: a module, of which each run trains a copy, or a function that makes one: of parameters called `classes` (how
     many there are), `inputs` (features, or channels of an image), `card` and `plan`, as far as it has them. It returns
@@ -98,13 +98,11 @@ class Own(Task):
         self.criterion: Any = summing(loss)
         self.augment, self.PLAN, self.BEST = strengths(augment), plan or Plan(), best_of(metrics)
         self.given = {"optimizer": optimizer, "schedule": schedule}
-        if optimizer is not None:
-            vars(self)["optimizer"] = maker_of(optimizer)
-        if schedule is not None:
-            if not callable(schedule) or isinstance(schedule, type):
-                rule = "schedule must be a function of the plan that returns f(progress), a factor on its lr"
-                raise TrainError(f"{rule}, got {getattr(schedule, '__name__', repr(schedule))}")
-            vars(self)["schedule"] = schedule
+        if schedule is not None and (not callable(schedule) or isinstance(schedule, type)):
+            rule = "schedule must be a function of the plan that returns f(progress), a factor on its lr"
+            raise TrainError(f"{rule}, got {getattr(schedule, '__name__', repr(schedule))}")
+        hooks = {"optimizer": optimizer and maker_of(optimizer), "schedule": schedule}
+        vars(self).update({name: hook for name, hook in hooks.items() if hook is not None})
         self.__module__ = sys._getframe(2).f_globals.get("__name__", "__main__")  # where a run looks for its name
 
     def model(self, card: Card, plan: Any) -> nn.Module:
@@ -122,11 +120,13 @@ class Own(Task):
         width = (shape_of(card, first) or (1,))[0 if form_of(card, first).layout else -1]
         offered = {"classes": len(card.classes), "inputs": width, "card": card, "plan": plan}
         parameters = inspect.signature(network).parameters.values()
-        plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        if unknown := [p.name for p in plain if p.default is p.empty and p.name not in offered]:
+        needed = [
+            p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        if unknown := [name for name in needed if name not in offered]:
             rule = f"the function that makes the network has the parameter {unknown[0]!r}"
             raise TrainError(f"{rule}, but can get only {', '.join(offered)}; rename it, or give it a default")
-        return network(**{p.name: offered[p.name] for p in plain if p.name in offered})
+        return network(**{p.name: offered[p.name] for p in parameters if p.name in offered})
 
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
         if self.kind == "values" and TARGET in raw:
@@ -166,10 +166,11 @@ class Own(Task):
     def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
         if self.kind == "classes":
             return expressions(card), {"output": ((), "a logit for each of the classes; their softmax: probabilities")}
-        (mean, std), shape = moments(card, TARGET), ", ".join(map(str, ("-1", *shape_of(card, TARGET))))
-        text = f"output.reshape({shape})" + f" * {std} + {mean}" * (not is_of(self.given_loss, UNSCALED))
-        logistic = is_of(self.given_loss, LOGISTIC)
-        return expressions(card), {"output": ((), f"1 / (1 + np.exp(-{text}))" if logistic else text)}
+        (mean, std), scaled = moments(card, TARGET), not is_of(self.given_loss, UNSCALED)
+        text = f"output.reshape({(-1, *shape_of(card, TARGET))})" + f" * {std} + {mean}" * scaled
+        return expressions(card), {
+            "output": ((), f"1 / (1 + np.exp(-{text}))" if is_of(self.given_loss, LOGISTIC) else text)
+        }
 
 
 # -- what may be given

@@ -99,9 +99,9 @@ def misfit(state: TrainState, running: list[Any], outputs: Any, batch: Batch) ->
         return f"its `batch` or `infer` does not take {data}"
     layer, given = running[-1]
     path = "".join(f"{type(model).__name__}.{name} " for name, each in model.named_modules() if each is layer and name)
+    kind = type(layer).__name__ if list(layer.children()) else str(layer)
     whole = given[0] if given and isinstance(given[0], dict) else {}
     got = [f"{name} {shape(whole[name])}" for name in inputs if name in whole] or map(shape, given)
-    kind = type(layer).__name__ if list(layer.children()) else str(layer)
     return f"the network does not take {data}: {path}{kind} got {', '.join(got) or 'nothing'}"
 
 

@@ -126,8 +126,7 @@ class Task:
         return {}
 
     def decode(self, outputs: Any, card: Card) -> list[Any]:
-        """Return the answer for each sample. Default: with `nb.pack` a class with its probability, or values; else its
-        row of the outputs."""
+        """Return the answer for each sample. Default: of `nb.pack` a class or values; else its row of the outputs."""
         return list(outputs) if self.card is None else answers(outputs, card)
 
     def show(self, *samples: Any, **options: Any) -> Any:
@@ -135,10 +134,9 @@ class Task:
         raise lacking(self, "draw samples", "show(pack, ids)")
 
     def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
-        """Return what the network takes out of a batch, and what it returns, for `run.export("model.onnx")`. The text
-        of an input is the NumPy expression that makes it from the pack's columns, padded with 0 to the longest sample;
-        that of an output says what it means. Default: with `nb.pack` and the default `batch` what that makes; else
-        nothing, which ONNX refuses."""
+        """Return what the network takes out of a batch, and what it returns, for `run.export("model.onnx")`: the text of
+        an input is the NumPy expression that makes it from the pack's columns, padded with 0; that of an output its
+        meaning. Default: with `nb.pack` what the default `batch` makes; else nothing, which ONNX refuses."""
         default = getattr(self.batch, "__func__", None) is Task.batch
         return (expressions(card) if packed_dataset(card) and default else {}), {}
 
@@ -166,14 +164,7 @@ class Task:
         raise lacking(self, "read files", "read(path, options)")
 
     def pack(
-        self,
-        source: str | Path,
-        *,
-        val: float = 0.1,
-        test: float = 0.1,
-        into: Any = None,
-        progress: bool = True,
-        **more: Any,
+        self, source: Any, *, val: float = 0.1, test: float = 0.1, into: Any = None, progress: bool = True, **more: Any
     ) -> Pack:
         """Return the pack of a source. Default: `build_pack` of `survey` and `read`; without a `survey` `nb.pack`."""
         ends: Any = {"val": val, "test": test, "into": into, "progress": progress}
@@ -241,7 +232,7 @@ def objective(task: Task) -> tuple[Any, list[str], dict[str, float], dict[str, s
         return None, [], {}, {}
     loss = getattr(task, "given_loss", type(task).loss)
     metrics = [name_of(metric) for metric in listed(getattr(task, "measured", task.metrics))]
-    names, given = dict.fromkeys(("optimizer", "schedule"), "default"), getattr(task, "given", {})
+    names, given = {"optimizer": "default", "schedule": "default"}, getattr(task, "given", {})
     for name in names:
         if getattr(hook := getattr(task, name), "__func__", None) is not getattr(Task, name):
             names[name] = qualified(given.get(name) or hook)
@@ -262,7 +253,7 @@ def order(value: float, loss: float | None, sign: float) -> tuple[float, float]:
 
 
 def best_metric(task: Task) -> tuple[str, float]:
-    """Return the metric that chooses the best checkpoint, and +1, or -1 where lower is better."""
+    """Return the metric that chooses the best checkpoint, and its sign: -1 where lower is better."""
     return task.BEST.lstrip("-"), -1.0 if task.BEST.startswith("-") else 1.0
 
 
