@@ -134,9 +134,9 @@ class Task:
         raise lacking(self, "draw samples", "show(pack, ids)")
 
     def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
-        """Return what the network takes out of a batch, and what it returns, for `run.export("model.onnx")`: the text of
-        an input is the NumPy expression that makes it from the pack's columns, padded with 0; that of an output its
-        meaning. Default: with `nb.pack` what the default `batch` makes; else nothing, which ONNX refuses."""
+        """Return what the network takes out of a batch, and what it returns, for `run.export("model.onnx")`. An input's
+        text is the NumPy expression that makes it from the pack's columns, padded with 0; an output's is its meaning.
+        Default: with `nb.pack` what the default `batch` makes; else nothing, which ONNX refuses."""
         default = getattr(self.batch, "__func__", None) is Task.batch
         return (expressions(card) if packed_dataset(card) and default else {}), {}
 
