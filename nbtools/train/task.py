@@ -164,7 +164,7 @@ class Task:
         raise lacking(self, "read files", "read(path, options)")
 
     def pack(
-        self, source: Any, *, val: float = 0.1, test: float = 0.1, into: Any = None, progress: bool = True, **more: Any
+        self, source: Any, *, val: float = 0.1, test: float = 0.1, into: str | Path | None = None, progress=True, **more
     ) -> Pack:
         """Return the pack of a source. Default: `build_pack` of `survey` and `read`; without a `survey` `nb.pack`."""
         ends: Any = {"val": val, "test": test, "into": into, "progress": progress}
