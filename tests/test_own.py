@@ -158,7 +158,6 @@ CALLS: dict[str, Any] = {  # how a forward names its inputs → what it sees of 
     "one by keyword only": lambda self, age, *, image: (image, age),
     "in order": lambda self, a, b: (a, b),
     "all in order": lambda self, *inputs: inputs,
-    "by name, the rest in order": lambda self, age, picture: (picture, age),
     "the dict": lambda self, batch: (batch["image"], batch["age"]),
     "an option": lambda self, image, age, scale=2.0: (image, age),
 }
