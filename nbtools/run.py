@@ -47,7 +47,7 @@ class Noted:
 
     def __set__(self, run: Run, value: Any) -> None:
         with disk.explained("writing notes", run.folder):
-            disk.write_atomic(run.folder / NOTES, disk.to_json({**run.stored(NOTES), self.name: value}))
+            disk.write_atomic(run.folder / NOTES, json.dumps({**run.stored(NOTES), self.name: value}, indent=1))
 
 
 class Run:

@@ -112,7 +112,11 @@ def test_a_bad_option_is_one_sentence_and_starts_nothing(train, tmp_path, capsys
         ("pack nosuchtask x", 1, "no task 'nosuchtask': use captcha"),
         ("pack toy no/such/folder --json", 1, "no/such/folder"),
         ("pack --val 0.2 toy x", 2, "name the task directly after pack: captcha, "),
-        ("train captcha --from guied", 2, "--from must be one of 'advised', 'measured', 'plan', 'baseline', 'guide'"),
+        (
+            "train captcha --from guied",
+            2,
+            "--from: invalid choice: 'guied' (choose from 'advised', 'measured', 'plan', 'baseline', 'guide'",
+        ),
         ("train toy --processes x", 1, "--processes must be a whole number, got 'x'"),
         ("train toy", 1, "name the data: --data SOURCE"),
         ("validate toy anything", 1, "pack.bad"),
