@@ -124,7 +124,7 @@ class Report:
         answers = self.run.predict_pack(self.pack, ids)
         drawn = [self.run.task.preview(self.pack, i, answer)[:3] for i, answer in zip(ids, answers, strict=True)]
         looks = [(image, *(judged(truth, said) if truth else (said, GREY))) for image, truth, said in drawn]
-        return gallery([Picture(*look) for look in looks])[0]
+        return gallery([Picture(*look) for look in looks])
 
     def __repr__(self) -> str:
         return f"{self.about}\n\n{self.table.to_string()}\n\nThe worst:\n{self.worst.head(SHOWN).to_string()}"

@@ -126,12 +126,12 @@ def figure(pack: Pack, panels: Sequence[Panel]) -> Sheet:
         return blank()
     seen = sorted({int(k) for _, label in panels if label is not None for k in np.unique(label)})
     names = ["ignored" if k == IGNORE else f"{k} {pack.classes[k]}" for k in seen]
-    sheet, axes, _ = gallery([one for one, _ in panels], COLUMNS, below=MARGIN + ROW * math.ceil(len(seen) / NAMES))
+    sheet = gallery([one for one, _ in panels], COLUMNS, below=MARGIN + ROW * math.ceil(len(seen) / NAMES))
     fonts, colours = Fonts.of("".join(names)), colours_of(pack) / 255
     patches = [Patch(facecolor="#c8c8c8" if k == IGNORE else colours[k], edgecolor=GREY) for k in seen]
     texts = [fonts.shortened(name, SIZE, WIDE / NAMES - 50) for name in names]
     font = FontProperties(family=fonts.families, size=SIZE)
-    legend = axes.legend(
+    legend = sheet.axes[0].legend(
         patches, texts, ncols=NAMES, loc="lower left", frameon=False, prop=font, borderpad=0, labelcolor=GREY
     )
     for text in legend.get_texts():
