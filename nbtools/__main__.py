@@ -179,7 +179,7 @@ def document(value: Any) -> str:
     return json.dumps(json.loads(json.dumps(value, default=plain), parse_constant=lambda _: None))
 
 
-# -- commands: each takes the parsed options, those of a task as dicts
+# -- commands: each takes the parsed options
 
 
 def gpus(options: Namespace) -> Any:
@@ -219,18 +219,17 @@ def advise(options: Namespace) -> Result:
 
 def train(options: Namespace) -> Result | None:
     """Train, in this process or several; return the run."""
-    task, processes, rank = options.task, options.processes, int(os.environ.get("RANK", 0))
-    given = typed(options, "plan")
-    if processes not in (None, 1):
+    task, given, rank = options.task, typed(options, "plan"), int(os.environ.get("RANK", 0))
+    if (processes := 1 if options.processes is None else options.processes) != 1:
         require_processes(processes)
-    if options.smoke_test and (processes or 1) > 1:
+    if options.smoke_test and processes > 1:
         raise NbtoolsError(f"--smoke-test is one step of one process, got --processes {processes}; leave one out")
     if options.smoke_test:
         text = smoke_test(task, **given)
         return Result({"smoke_test": text}, text)
     with redirect_stderr(io.StringIO()) if rank else nullcontext():  # under torchrun every rank packs, and one tells
         pack = packed(task, options)
-    act = nb.fit if processes in (None, 1) else partial(nb.launch, processes=processes)
+    act = nb.fit if processes == 1 else partial(nb.launch, processes=processes)
     plan = partial(plan_of, task, pack, options.base, None if options.fresh else options.run, given)
     try:
         run = act(task, pack, plan, options.run, options.keep, receipt=not options.no_receipt, fresh=options.fresh)

@@ -20,7 +20,7 @@ from nbtools.data import Pack, pack, say
 from nbtools.errors import NbtoolsError, sentence
 from nbtools.identity import former_run
 from nbtools.measure import advise, preset
-from nbtools.train import Plan, Task, as_task
+from nbtools.train import Plan, Task, as_task, listed
 
 BUILT_IN = tuple(module.name for module in pkgutil.iter_modules(tasks.__path__) if module.name != "common")
 UNTYPED = ("data", "train", "like", "network", "progress")  # parameters of tasks' functions that no text is given for
@@ -132,11 +132,8 @@ def find_task(name: str) -> Task:
 
 
 def plan_of(task: Task, pack: Pack, base: str, folder: Path | None, given: Mapping[str, Any]) -> Plan:
-    """Return the plan of the run in a folder, else the one that --from names, with the given settings.
-
-    What follows from them is said: another batch size without an lr adjusts lr by the plan's lr_rule, and in a new run
-    fewer epochs shorten the warmup.
-    """
+    """Return the plan of the run in a folder, else the one that --from names, with the given settings; say what follows
+    from them, as lr from a batch size by `Plan.lr_rule`. In a new run fewer epochs shorten the warmup."""
     former, follows = former_run(task, folder) if folder else None, {}
     if former is not None:
         plan = former.applied.marked(former.applied.to_dict())
@@ -146,10 +143,8 @@ def plan_of(task: Task, pack: Pack, base: str, folder: Path | None, given: Mappi
         if plan.warmup_epochs and 0 < epochs < plan.epochs:
             follows["warmup_epochs"] = round(plan.warmup_epochs * epochs / plan.epochs, 2)
     new = plan.turn(**{**follows, **given})
-    moved = new.changes_from(plan)
-    for name in sorted(moved.keys() - given.keys()):
-        ruled = name == "lr" and "batch_size" in moved
-        say(f"{name} {moved[name]}" + (f" for batch {moved['batch_size']} ({new.lr_rule} rule)" if ruled else ""))
+    if moved := {name: change for name, change in new.changes_from(plan).items() if name not in given}:
+        say(f"it follows that {listed(moved)} (lr_rule {new.lr_rule})")
     return new
 
 

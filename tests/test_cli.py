@@ -72,7 +72,7 @@ def test_every_setting_of_the_plan_is_an_option_and_percent_signs_are_text(monke
 
 def test_another_batch_size_moves_lr_by_the_rule_and_says_so(train, tmp_path, capsys):
     assert train("--epochs", "1", "--from", "plan", "--lr-rule", "sqrt", "--batch-size", "64") == 0
-    assert "lr 0.01 → 0.02 for batch 16 → 64 (sqrt rule)" in capsys.readouterr().err
+    assert "lr 0.01 → 0.02 (lr_rule sqrt)" in capsys.readouterr().err
     assert planned(tmp_path)["lr"] == 0.02
 
 
