@@ -31,17 +31,17 @@ WRITTEN, NAMED = 24, 120  # classes up to which a confusion figure writes its nu
 SANS, MONO = "DejaVu Sans", "DejaVu Sans Mono"  # come with matplotlib
 NEVER = "\U0010ffff"  # no character: a font that has it draws one box for all
 
+Picture = tuple[np.ndarray, str, str]
+"""An image (H, W) grey, (H, W, 3) or (H, W, 4), uint8; the caption above it, and its colour."""
+
 
 class Sheet(Figure):
-    """A Figure without pyplot, whose state leaks from cell to cell: IPython by itself cannot show one. note: the
-    sentence that a notebook shows where there is nothing to draw."""
-
-    note = ""
+    """A Figure without pyplot, whose state leaks from cell to cell: IPython by itself cannot show one."""
 
     def __repr__(self) -> str:
         """Return the first words in the figure."""
         words = ", ".join(text.get_text() for text in self.findobj(Text) if text.get_text().strip())
-        return self.note or f"<Figure: {textwrap.shorten(words, 300, placeholder=' …')}>"
+        return f"<Figure: {textwrap.shorten(words, 300, placeholder=' …')}>"
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
@@ -50,15 +50,13 @@ class Sheet(Figure):
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         """Return the picture and, for who cannot see it, its words."""
-        if self.note:
-            return {"text/plain": self.note}
         return {"image/png": self._repr_png_(), "text/plain": repr(self)}, {"image/png": {"alt": repr(self)}}
 
 
 def blank(note: str = "No samples to show: the list of ids is empty.") -> Sheet:
     """Return the figure for no samples, for instance of wrong answers when none is wrong."""
-    sheet = Sheet(figsize=(4, 0.5))
-    sheet.note = note
+    sheet = Sheet(figsize=(5, 0.4))
+    sheet.text(0, 0.5, note, color=GREY, size=SIZE)
     return sheet
 
 
@@ -70,31 +68,21 @@ def canvas(width: float, height: float) -> tuple[Sheet, Axes]:
     return sheet, axes
 
 
-@dataclass(frozen=True, eq=False)
-class Picture:
-    """An image (H, W) grey, (H, W, 3) or (H, W, 4), uint8, with a caption above it."""
-
-    image: np.ndarray
-    caption: str = ""
-    colour: str = GREY
-
-
 def gallery(pictures: Sequence[Picture], columns: int = 4, below: float = 0) -> Sheet:
     """Draw pictures in rows, each scaled to the width of its column or to TALL. below: px left free under the last row,
     for a legend."""
     if not pictures:
         return blank()
     cell = (WIDE - (columns + 1) * MARGIN) // columns
-    sizes = [scaled(picture.image, cell) for picture in pictures]
+    sizes = [scaled(image, cell) for image, *_ in pictures]
     rows = [max(height for _, height in sizes[i : i + columns]) + TITLE for i in range(0, len(sizes), columns)]
     sheet, axes = canvas(WIDE, sum(rows) + MARGIN + below)
-    fonts = Fonts.of("".join(picture.caption for picture in pictures))
-    for n, (picture, (width, height)) in enumerate(zip(pictures, sizes, strict=True)):
+    fonts = Fonts.of("".join(caption for _, caption, _ in pictures))
+    for n, ((image, caption, colour), (width, height)) in enumerate(zip(pictures, sizes, strict=True)):
         left, top = MARGIN + n % columns * (cell + MARGIN), sum(rows[: n // columns]) + TITLE
         extent = (left, left + width, top + height, top)
-        axes.imshow(picture.image, cmap="gray", vmin=0, vmax=255, extent=extent, aspect="auto")
-        caption = fonts.shortened(picture.caption, SIZE, cell)
-        axes.text(left, top - 6, caption, color=picture.colour, **fonts.look(SIZE))
+        axes.imshow(image, cmap="gray", vmin=0, vmax=255, extent=extent, aspect="auto")
+        axes.text(left, top - 6, fonts.shortened(caption, SIZE, cell), color=colour, **fonts.look(SIZE))
     return sheet
 
 
@@ -139,18 +127,14 @@ def confusion_figure(table: pd.DataFrame, note: str = "", percent: bool = False)
 
 def curves(charts: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]], names: Sequence[str], x: str) -> Sheet:
     """Draw charts, two next to each other, that share an x axis: title → the (x, y) of each name. A chart without a
-    point is left out; a loss that falls to less than 1/30 has a logarithmic scale."""
+    point is left out."""
     charts = {title: lines for title, lines in charts.items() if any(len(y) for _, y in lines)}
     rows, fonts, handles = -(-len(charts) // 2), Fonts.of("".join(names)), []
     sheet = Sheet(figsize=(8, 0.6 + 2.4 * rows), dpi=120, layout="constrained")
     for k, (title, lines) in enumerate(charts.items(), 1):
         axes = sheet.add_subplot(rows, 2, k, xlabel=x)
         axes.set_title(title, loc="left", fontsize=10)
-        marks = ["." * (len(line[0]) < 2) for line in lines]
-        handles = [axes.plot(*line, marker=mark)[0] for line, mark in zip(lines, marks, strict=True)]
-        every = np.concatenate([y for _, y in lines])
-        if title.endswith("loss") and 0 < 30 * every.min() < every.max():
-            axes.set_yscale("log")
+        handles = [axes.plot(*line, marker=".")[0] for line in lines]
     names = [fonts.plain(name).replace("$", r"\$") for name in names][: len(handles)]  # a $ is no formula
     font = fonts.look(SIZE)["fontproperties"]
     sheet.legend(handles, names, loc="outside upper left", ncols=4, frameon=False, prop=font)

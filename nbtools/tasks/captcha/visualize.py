@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from nbtools.data import Pack
-from nbtools.figures import Picture, Sheet, gallery, judged
+from nbtools.figures import Sheet, gallery, judged
 from nbtools.tasks.common.labels import text_of
 from nbtools.tasks.common.mistakes import paired
 
@@ -19,7 +19,7 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     """
     answers = [None] * len(ids) if predicted is None else predicted
     pairs = paired([int(i) for i in ids], answers, "text")
-    pictures = [Picture(picture(pack, i), *judged(text_of(pack, i), answer)) for i, answer in pairs]
+    pictures = [(picture(pack, i), *judged(text_of(pack, i), answer)) for i, answer in pairs]
     return gallery(pictures)
 
 

@@ -98,7 +98,7 @@ def labelled(pack: Pack, image: np.ndarray, label: np.ndarray, title: str, about
     """An image, and its classes over it."""
     size = scaled(image, CELL, TALL)  # in the size at which they are shown, lines are one pixel wide
     image, label = resized(image, size), resized(label, size)
-    return [(Picture(image, title), None), (Picture(overlay(pack, image, label), about), label)]
+    return [((image, title, GREY), None), ((overlay(pack, image, label), about, GREY), label)]
 
 
 def judged(pack: Pack, i: int, guess: np.ndarray) -> list[Panel]:
@@ -111,8 +111,8 @@ def judged(pack: Pack, i: int, guess: np.ndarray) -> list[Panel]:
     drawn = np.where((label == IGNORE)[..., None], pale(image), drawn).round().astype(np.uint8)
     wrong = 0.0 if math.isnan(found["miou"]) else 1 - found["pixel_accuracy"]
     return [
-        (Picture(overlay(pack, image, predicted), f"predicted · {miou_text(found)}"), predicted),
-        (Picture(drawn, f"wrong · {percent(wrong, 1)} of pixels", WRONG), None),
+        ((overlay(pack, image, predicted), f"predicted · {miou_text(found)}", GREY), predicted),
+        ((drawn, f"wrong · {percent(wrong, 1)} of pixels", WRONG), None),
     ]
 
 
