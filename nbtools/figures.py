@@ -19,6 +19,8 @@ from matplotlib.font_manager import FontProperties, findfont, findSystemFonts, f
 from matplotlib.ft2font import FT2Font
 from matplotlib.text import Text
 
+from nbtools.show import columns
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -185,9 +187,11 @@ class Fonts:
 
     def shortened(self, text: str, size: float, room: float) -> str:
         """Return a text as drawn in about `room` px: a longer one loses its middle, since its ends identify it."""
-        drawn, letter = self.plain(text), (1.0 if self.wide else 0.62) * size * 100 / 72  # px of a common one
-        half = int(room / letter / 2)
-        return drawn if len(drawn) * letter <= room else f"{drawn[:half]}…{drawn[len(drawn) - half + 1 :]}"
+        drawn, most = self.plain(text), int(room / (0.7 * size * 100 / 72))  # a column is at most about 0.7 em
+        if (taken := columns(drawn)) <= most:
+            return drawn
+        half = most * len(drawn) // taken // 2
+        return f"{drawn[:half]}…{drawn[len(drawn) - half + 1 :]}"
 
 
 def system() -> list[Path]:
