@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = super().parse_known_args(args, namespace)
         for name in unknown[:1]:
-            self.error(f"no option {name}{meant(name.partition('=')[0], self._option_string_actions)}")
+            self.error(f"unknown argument {name}{meant(name.partition('=')[0], self._option_string_actions)}")
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -144,7 +144,7 @@ def plan_of(task: Task, pack: Pack, base: str, folder: Path | None, given: Mappi
             follows["warmup_epochs"] = round(plan.warmup_epochs * epochs / plan.epochs, 2)
     new = plan.turn(**{**follows, **given})
     if moved := {name: change for name, change in new.changes_from(plan).items() if name not in given}:
-        say(f"it follows that {listed(moved)} (lr_rule {new.lr_rule})")
+        say(f"from the given settings follows {listed(moved)}")
     return new
 
 
