@@ -12,7 +12,7 @@ from typing import Any
 from nbtools.errors import CheckpointError
 from nbtools.folder import Job
 from nbtools.live import REFUSED
-from nbtools.show import number, spelled
+from nbtools.show import header, number
 from nbtools.train import (
     LEFT_OUT,
     Diverged,
@@ -134,7 +134,7 @@ class Guard:
             return
         if self.anchor is not None and checkpoint.place(self.anchor["name"]) > checkpoint.place(name):
             self.anchor = None
-        best = f"{spelled(best_metric(self.job.task)[0])} {number(self.state.best.value or 0.0)}"
+        best = f"{header(best_metric(self.job.task)[0])} {number(self.state.best.value or 0.0)}"
         value = f", the best checkpoint: {best} after epoch {checkpoint.place(name)[0]}"
         yield from self.resume(saved, saved.facts, "", value, "best")
 

@@ -168,8 +168,8 @@ def test_the_confusion_counts_what_was_there_and_what_was_predicted_and_names_th
 def test_figures_say_in_words_what_they_show():
     counts = np.array([[9, 1, 0], [2, 8, 0], [0, 0, 5]])
     confused = figures.confusion_figure(mistakes.confusion(counts, ["cat", "b" * 90, "手"]), "clips")
-    pictures = [figures.Picture(np.zeros((50, 50), np.uint8), *figures.judged("a$bc$", read)) for read in ("abc", "x")]
-    for sheet, said in ((confused, "clips"), (figures.gallery(pictures)[0], "a$bc$ ≠ x")):
+    pictures = [(np.zeros((50, 50), np.uint8), *figures.judged("a$bc$", read)) for read in ("abc", "x")]
+    for sheet, said in ((confused, "clips"), (figures.gallery(pictures), "a$bc$ ≠ x")):
         shown, about = DisplayFormatter().format(sheet)  # a formula or a missing glyph would raise
         assert shown["image/png"]
         assert said in shown["text/plain"]

@@ -611,12 +611,12 @@ def test_the_terminal_trains_evaluates_on_new_data_and_predicts(tmp_path, capsys
     monkeypatch.delitem(sys.modules, "terminal_task", raising=False)
     (tmp_path / "terminal_task.py").write_text(MODULE)
     raw, run = str(pictures(tmp_path / "raw", 60)), ["--run", str(tmp_path / "run")]
-    train = ["train", f"terminal_task:{name}", raw, *run, "--no-receipt", "--size", "12,12"]
+    train = ["train", f"terminal_task:{name}", "--data", raw, *run, "--no-receipt", "--size", "12,12"]
     assert main([*train, "--epochs", "1"]) == 0
     assert main([*train, "--epochs", "2"]) == 0
     assert "2 of 2 epochs" in capsys.readouterr().out
     new = str(pictures(tmp_path / "new", 30, own.STRIPES[1:], side=20))
-    assert main(["evaluate", f"terminal_task:{name}", new, *run, "--test", "1.0"]) == 0
+    assert main(["evaluate", f"terminal_task:{name}", "--data", new, *run, "--test", "1.0"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     opened = nb.Run.open(tmp_path / "run")
     pack = opened.pack(new, test=1.0, progress=False)

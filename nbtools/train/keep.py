@@ -85,7 +85,7 @@ class Keeper:
         now = {path.name: self.bring(path, earlier.get(path.name)) for path in paths}
         small = [path for path in self.source.iterdir() if path.suffix in (".json", ".csv")]
         small = [path for path in small if path.name not in (CONTROL, KEPT, LATER) and not FILE.fullmatch(path.name)]
-        files = {path.name: path.read_text("utf-8", "replace") for path in small} | {INDEX: disk.to_json(index)}
+        files = {path.name: path.read_text("utf-8", "replace") for path in small} | {INDEX: json.dumps(index, indent=1)}
         made = {"version": 2, "start": self.start, "step": place(index["last"])[1], "files": files, "checkpoints": now}
         if self.left:  # another call may keep its run there by now
             raise InterruptedError("interrupted")
