@@ -4,7 +4,7 @@ Results go to stdout, with --json as one document, and all else to stderr. COMMA
 and does; a task's own options are read from signatures (`nbtools.options`).
 """
 
-import argparse
+import csv
 import io
 import json
 import os
@@ -25,7 +25,7 @@ from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.launch import reporting, require_processes
 from nbtools.live import ACTIONS, advised, send
 from nbtools.measure import check, follow, smoke_test
-from nbtools.options import BUILT_IN, Parser, add_options, find_task, meant, plan_of, read
+from nbtools.options import BUILT_IN, Parser, add_options, find_task, plan_of, read, typed
 from nbtools.run import busy
 from nbtools.show import plural
 from nbtools.train import Task, doubts, unread
@@ -43,13 +43,11 @@ stage                fetch a data set to local disk
 pack TASK +pack      decode a data set once
   DATA               {DATA}
 advise TASK +pack    propose a plan for this machine and data, with reasons
-  [DATA]             as --data
   --data TEXT        {DATA}
   --no-measure       use rules of thumb and earlier measurements only
   --compile          also try compiled steps: a minute or two more
   --why              each reason in full, and what was measured
 train TASK +plan +pack     train, or resume a started run: that of --run, else the newest with the same settings
-  [DATA]             as --data
   --data TEXT        {DATA}
   --run FOLDER       the run folder; default: runs/TASK-N
   --fresh            start over in that folder; else a started run resumes, and more epochs extend a finished one
@@ -58,7 +56,6 @@ train TASK +plan +pack     train, or resume a started run: that of --run, else t
   --no-receipt       do not measure the receipt at the end
   --smoke-test       no data: one step on demo samples, saved and loaded
 evaluate TASK +evaluation +pack    compute the metrics of a run on a split, packed with its classes; ends with JSON
-  [DATA]             as --data
   --data TEXT        {DATA}
   --run FOLDER       the run folder
   --split TEXT       train, val or test, the default; with --test 1.0 all of the data
@@ -130,12 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser(words: Sequence[str]) -> Parser:
     """Return the parser of a command line, with the options of the task that its second word names."""
     about = "Train in notebooks and terminals without wasting the GPU."
-    top = Parser(prog="python -m nbtools", description=about, epilog=CODES)
+    one = top = Parser(prog="python -m nbtools", description=about, epilog=CODES, allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"nbtools {nb.__version__}")
-    commands, typed = top.add_subparsers(metavar="COMMAND"), words[0] if words else ""
-    one, names = top, re.findall(r"^\w+", COMMANDS, re.M)
-    if typed not in names and not typed.startswith("-"):
-        top.error(f"{f'no command {typed}' if typed else 'name a command'}: {', '.join(names)}{meant(typed, names)}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
     for line in COMMANDS.strip().splitlines():
         head, text = re.split(" {2,}", line.strip(), maxsplit=1)
         name, *more = head.split()
@@ -143,27 +137,24 @@ def parser(words: Sequence[str]) -> Parser:
             add_argument(one, name, text, *more)
             continue
         usage = " ".join(["%(prog)s [options]", *more[:1]])
-        one = commands.add_parser(name, help=text, description=text, usage=usage)
+        one = commands.add_parser(name, help=text, description=text, usage=usage, allow_abbrev=False)
         one.set_defaults(act=ACTS[name])
         one.add_argument("--json", action="store_true", help="print the result as one JSON document")
-        if name == typed and more:
+        if more and words[:1] == [name]:
             add_task(one, words[1:], [source.strip("+") for source in more[1:]])
     return top
 
 
 def add_argument(one: Parser, name: str, text: str, value: str = "") -> None:
     """Add an argument as a line of COMMANDS names it: `--fresh`, `--run FOLDER`, `RUN`, `FILES...`, `[DATA]`."""
-    word = name.strip("[.]")
-    kind = partial(read, name, KINDS.get(value or word, "str"))
-    how: dict[str, Any] = {"type": kind, "metavar": value or word, "help": text}
+    word = value or name.strip("[.]")
+    how: Any = {"type": partial(read, name, KINDS.get(word, "str")), "metavar": word}
     if not name.startswith("--"):
-        count = "+" if name.endswith("...") else "?" if name.startswith("[") else None
         one.usage = f"{one.usage} {name}"
-        one.add_argument(word.lower(), nargs=count, default=argparse.SUPPRESS, **how)
-    elif value:
-        one.add_argument(name, **how)
-    else:
-        one.add_argument(name, action="store_true", help=text)
+        how["nargs"] = "+" if name.endswith("...") else "?" if name.startswith("[") else None
+    elif not value:
+        how = {"action": "store_true"}
+    one.add_argument(name if name.startswith("--") else word.lower(), help=text, **how)
 
 
 def add_task(one: Parser, words: Sequence[str], sources: Sequence[str]) -> None:
@@ -188,7 +179,7 @@ def document(value: Any) -> str:
     return json.dumps(json.loads(json.dumps(value, default=plain), parse_constant=lambda _: None))
 
 
-# -- commands: each takes the parsed options, those of a task as dicts
+# -- commands: each takes the parsed options
 
 
 def gpus(options: Namespace) -> Any:
@@ -202,9 +193,9 @@ def gpus(options: Namespace) -> Any:
 
 def packed(task: Task | nb.Run, options: Namespace) -> nb.Pack:
     """Return the pack of --data, and print which files were left out."""
-    if getattr(options, "data", None) is None:
+    if options.data is None:
         raise NbtoolsError("name the data: --data SOURCE")
-    pack = task.pack(options.data, **options.pack)
+    pack = task.pack(options.data, **typed(options, "pack"))
     if len(pack.bad):
         print(f"{plural(len(pack.bad), 'file')} left out, listed in {pack.folder / 'bad.csv'}:", file=sys.stderr)
         print(pack.bad.head(10).to_string(index=False), file=sys.stderr)
@@ -228,18 +219,18 @@ def advise(options: Namespace) -> Result:
 
 def train(options: Namespace) -> Result | None:
     """Train, in this process or several; return the run."""
-    task, processes, rank = options.task, options.processes, int(os.environ.get("RANK", 0))
-    if processes not in (None, 1):
+    task, given, rank = options.task, typed(options, "plan"), int(os.environ.get("RANK", 0))
+    if (processes := 1 if options.processes is None else options.processes) != 1:
         require_processes(processes)
-    if options.smoke_test and (processes or 1) > 1:
+    if options.smoke_test and processes > 1:
         raise NbtoolsError(f"--smoke-test is one step of one process, got --processes {processes}; leave one out")
     if options.smoke_test:
-        text = smoke_test(task, **options.plan)
+        text = smoke_test(task, **given)
         return Result({"smoke_test": text}, text)
     with redirect_stderr(io.StringIO()) if rank else nullcontext():  # under torchrun every rank packs, and one tells
         pack = packed(task, options)
-    act = nb.fit if processes in (None, 1) else partial(nb.launch, processes=processes)
-    plan = partial(plan_of, task, pack, options.base, None if options.fresh else options.run, options.plan)
+    act = nb.fit if processes == 1 else partial(nb.launch, processes=processes)
+    plan = partial(plan_of, task, pack, options.base, None if options.fresh else options.run, given)
     try:
         run = act(task, pack, plan, options.run, options.keep, receipt=not options.no_receipt, fresh=options.fresh)
         stopped = run.state == "stopped"
@@ -262,7 +253,7 @@ def evaluate(options: Namespace) -> Result:
     pack = packed(run, options)
     if limits := unread(options.task, pack, run.plan):
         print(limits, file=sys.stderr)
-    metrics = nb.evaluate(run, pack, split, **options.evaluation)
+    metrics = nb.evaluate(run, pack, split, **typed(options, "evaluation"))
     print(metrics, file=sys.stderr)
     return Result(metrics, document(metrics))
 
@@ -270,28 +261,22 @@ def evaluate(options: Namespace) -> Result:
 def predict(options: Namespace) -> Result:
     """Return a row a file, and write them as CSV; predictions that are files themselves go below --into."""
     run = nb.Run.open(options.run)
-    names = {file: name for given in options.files for file, name in files_of(given)}
-    answers, into = run.predict(list(names)), options.into or Path("predictions")
+    files = [file for file in options.files if not file.is_dir()]
+    answers = list(zip(files, map(str, files), run.predict(files), strict=True))
+    for folder in (folder for folder in options.files if folder.is_dir()):
+        answers += [(folder / name, name, answer) for name, answer in run.predict(folder).items()]
     if (save := run.task.save) is not None:
-        answers = [save(answer, file, into, run.card) for file, answer in zip(names, answers, strict=True)]
-    print(f"{plural(len(names), 'file')} predicted by {run}", file=sys.stderr)
-    rows = [{"file": file, "prediction": answer} for file, answer in zip(names, answers, strict=True)]
+        into = options.into or Path("predictions")
+        answers = [(file, name, save(answer, file, into, run.card)) for file, name, answer in answers]
+    print(f"{plural(len(answers), 'file')} predicted by {run}", file=sys.stderr)
+    rows = [{"file": file, "prediction": answer} for file, _, answer in answers]
     if options.csv is None:
-        return Result(rows, "\n".join(f"{row['file']}\t{row['prediction']}" for row in rows))
-    import pandas as pd  # takes half a second
-
-    with disk.explained("writing predictions", options.csv):
-        table = pd.DataFrame({"name": names.values(), "prediction": map(str, answers)})
-        disk.write_atomic(options.csv, table.to_csv(index=False))
+        return Result(rows, "\n".join(f"{file}\t{answer}" for file, _, answer in answers))
+    with disk.explained("writing predictions", options.csv), io.StringIO() as text:
+        table = [("name", "prediction"), *((name, answer) for _, name, answer in answers)]
+        csv.writer(text, lineterminator="\n").writerows(table)
+        disk.write_atomic(options.csv, text.getvalue())
     return Result(rows, options.csv)
-
-
-def files_of(given: Path) -> list[tuple[Path, str]]:
-    """Return (file, name) of a file, or of each below a folder that is not hidden, with its name in there."""
-    if not given.is_dir():
-        return [(given, str(given))]
-    pairs = [(file, file.relative_to(given)) for file in sorted(Path(item.path) for item in disk.walk(given))]
-    return [(file, name.as_posix()) for file, name in pairs if not any(part.startswith(".") for part in name.parts)]
 
 
 def checked(report: Any) -> Result:
@@ -301,7 +286,7 @@ def checked(report: Any) -> Result:
 
 def runs(options: Namespace) -> Result:
     """List the runs in a folder."""
-    made = nb.runs(getattr(options, "runs", "runs"))
+    made = nb.runs(options.runs or "runs")
     return Result(made.reset_index().to_dict("records"), made.to_string())
 
 
@@ -337,10 +322,10 @@ def export(options: Namespace) -> Result:
 KINDS = {**dict.fromkeys(("RUN", "FILES", "FOLDER", "FILE", "INTO"), "Path"), "N": "int", "DAYS": "float"}
 OWN = (gpus, pack, advise, train, evaluate, predict, runs, compare, control, export)
 ACTS: dict[str, Callable[[Namespace], Any]] = {act.__name__: act for act in OWN} | {
-    "demo": lambda o: o.task.demo(o.folder, **o.demo),
+    "demo": lambda o: o.task.demo(o.folder, **typed(o, "demo")),
     "stage": lambda o: nb.stage(o.source, o.into, sha256=o.sha256),
-    "validate": lambda o: checked(nb.validate(o.task, o.source, **o.validate)),
-    "features": lambda o: checked(o.task.features(o.source, o.into, **o.features)),
+    "validate": lambda o: checked(nb.validate(o.task, o.source, **typed(o, "validate"))),
+    "features": lambda o: checked(o.task.features(o.source, o.into, **typed(o, "features"))),
     "cache": lambda o: nb.cached(o.free, o.days),
     "watch": lambda o: nb.watch(o.run, wait=0),
 }

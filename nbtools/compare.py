@@ -17,7 +17,7 @@ from nbtools.data import in_notebook, patient, say
 from nbtools.errors import CheckpointError, DiskError, StageError, TrainError
 from nbtools.live import Columns, along
 from nbtools.run import Run, places
-from nbtools.show import number, plural, shown, spelled
+from nbtools.show import header, number, plural, shown
 from nbtools.train import TaskLike, best_metric, checkpoint
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def judge(runs: Mapping[str, Run]) -> tuple[Run | None, str]:
     best, *others = sorted(values, key=lambda name: -sign * values[name])
     count = min(min(run.plan.eval_samples or math.inf, run.card.splits["val"]) for run in runs.values())
     share = metric != "loss" and all(0 <= value <= 1 for value in values.values())
-    by = "validation loss" if metric == "loss" else spelled(metric)
+    by = "validation loss" if metric == "loss" else header(metric)
     if close := [name for name in others if alike(values[best], values[name], count, share)]:
         level = ", ".join(f"{name} {number(values[name])}" for name in (best, *close))
         why = f"on {plural(int(count), 'validation sample')}, chance alone can make such a difference"

@@ -9,7 +9,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,7 @@ MANY = 64  # above this many files one sync() of everything is cheaper than an f
 AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)
 """Errors of a disk that stopped responding, which say nothing about a file: Drive gives the first two after a while."""
 MOUNTS = Path("/proc/self/mounts")  # Linux
-
-
-def append(path: Path) -> FileIO:
-    """Open an unbuffered file to append to."""
-    return open(path, "ab", buffering=0)
+MAKE_ROOM = "Free some space, or choose another disk."
 
 
 def write(file, data: bytes | bytearray | memoryview) -> None:
@@ -33,11 +28,6 @@ def write(file, data: bytes | bytearray | memoryview) -> None:
     rest = memoryview(data).cast("B")
     while rest:
         rest = rest[file.write(rest) :]
-
-
-def sync(file) -> None:
-    """Make the content of an open file durable."""
-    os.fsync(file.fileno())
 
 
 def sync_path(path: Path) -> None:
@@ -75,11 +65,11 @@ def write_atomic(path: Path, data: bytes | memoryview | str, digest: str = "") -
     gets the name once it reads back from the disk as written. digest: its SHA-256, if known."""
     part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     data = data.encode() if isinstance(data, str) else data
-    make_folder(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(part, "wb", buffering=0) as file:
             write(file, data)
-            sync(file)
+            os.fsync(file.fileno())
             with suppress(OSError, AttributeError):  # so that it is read from the disk, where the system can
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if sha256(part) != (digest or hashlib.sha256(data).hexdigest()):
@@ -92,22 +82,12 @@ def write_atomic(path: Path, data: bytes | memoryview | str, digest: str = "") -
         raise
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder and those above it, unless they are there."""
-    path.mkdir(parents=True, exist_ok=True)
-
-
 def remove(path: Path) -> None:
     """Delete a file, a link or a whole folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def to_json(values: dict[str, Any]) -> str:
-    """Return values as the text of a JSON file."""
-    return json.dumps(values, indent=1)
 
 
 def from_json(data: str | bytes) -> dict[str, Any]:
@@ -154,17 +134,14 @@ def sha256(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
 def free_bytes(path: Path) -> int:
     """Return the bytes free on the disk that holds `path`, which need not exist yet."""
     path = Path(path).absolute()
-    while not path.exists():
-        path = path.parent
-    disk = os.statvfs(path)
+    disk = os.statvfs(next(place for place in (path, *path.parents) if place.exists()))
     return disk.f_bavail * disk.f_frsize
 
 
 def require_space(path: Path, need: int) -> None:
     """Raise DiskError unless `need` bytes are free where `path` is, or will be."""
     if need > (free := free_bytes(path)):
-        text = f"{path}: needs {size(need)}, only {size(free)} are free there"
-        raise DiskError(f"{text}. Free some space, or choose another disk.")
+        raise DiskError(f"{path}: needs {size(need)}, only {size(free)} are free there. {MAKE_ROOM}")
 
 
 def is_slow(path: Path) -> bool:
@@ -190,7 +167,7 @@ def explained(doing: str, path: Path) -> Iterator[None]:
         reason, advice = error.strerror or str(error), "Try again; if it happens again, choose another disk."
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             reason = f"the disk is full ({size(free_bytes(path))} free)"
-            advice = "Free some space, or choose another disk."
+            advice = MAKE_ROOM
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             advice = "Choose another folder, or change its permissions."
         elif error.errno in (errno.ENOTDIR, errno.EEXIST):
@@ -208,14 +185,14 @@ class Lock:
     """Let one process (and thread) in at a time; others wait, or with wait=False raise BlockingIOError.
 
     The system releases it when its owner dies. The file stays: deleting it would let two owners in. It belongs on a
-    local disk, never on Drive. Its owner may write a word of what it does into it.
+    local disk, never on Drive.
     """
 
     def __init__(self, path: Path, wait: bool = True) -> None:
         self.path, self.wait, self.descriptor = path, wait, -1
 
     def __enter__(self) -> "Lock":
-        make_folder(self.path.parent)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         HELD.add(self)
         try:

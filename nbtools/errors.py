@@ -4,7 +4,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, metadata
 from typing import Any
 
@@ -76,11 +76,10 @@ def sentence(text: str) -> str:
 
 def see(entry: str) -> str:
     """Return a reference to a heading in docs/troubleshooting.md, in the repository of the installed package."""
-    try:
-        urls = [url.split(", ") for url in metadata("nbtools").get_all("Project-URL") or []]
-    except PackageNotFoundError:  # imported from a folder, which has the file
-        urls = []
-    home = "".join(f"{url}/blob/main/" for name, url in urls if name == "Repository")
+    home = ""
+    with suppress(PackageNotFoundError):  # imported from a folder, which has the file
+        urls = dict(url.split(", ") for url in metadata("nbtools").get_all("Project-URL", []))
+        home = f"{urls['Repository']}/blob/main/"
     anchor = re.sub(r"[^\w -]", "", entry.lower()).replace(" ", "-")  # as GitHub makes them
     return f"See “{entry}”: {home}docs/troubleshooting.md#{anchor}"
 

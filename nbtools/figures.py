@@ -1,14 +1,13 @@
 """Figures that a notebook shows by itself: captioned pictures, confusion tables, curves; and fonts for any text.
 
-Places on a canvas are px from its top left, at 100 px an inch. matplotlib's own font has no Chinese characters, and
-would warn about each: `Fonts` finds one that has, and writes the code point of what no font here has.
+Places on a canvas are px from its top left, at 100 px an inch.
 """
 
 from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, findSystemFonts, fontManager
 from matplotlib.ft2font import FT2Font
 from matplotlib.text import Text
-from matplotlib.textpath import text_to_path
+
+from nbtools.show import columns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,17 +33,17 @@ WRITTEN, NAMED = 24, 120  # classes up to which a confusion figure writes its nu
 SANS, MONO = "DejaVu Sans", "DejaVu Sans Mono"  # come with matplotlib
 NEVER = "\U0010ffff"  # no character: a font that has it draws one box for all
 
+Picture = tuple[np.ndarray, str, str]
+"""An image (H, W) grey, (H, W, 3) or (H, W, 4), uint8; the caption above it, and its colour."""
+
 
 class Sheet(Figure):
-    """A Figure without pyplot, whose state leaks from cell to cell: IPython by itself cannot show one. note: the
-    sentence that a notebook shows where there is nothing to draw."""
-
-    note = ""
+    """A Figure without pyplot, whose state leaks from cell to cell: IPython by itself cannot show one."""
 
     def __repr__(self) -> str:
         """Return the first words in the figure."""
         words = ", ".join(text.get_text() for text in self.findobj(Text) if text.get_text().strip())
-        return self.note or f"<Figure: {textwrap.shorten(words, 300, placeholder=' …')}>"
+        return f"<Figure: {textwrap.shorten(words, 300, placeholder=' …')}>"
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
@@ -52,15 +52,13 @@ class Sheet(Figure):
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         """Return the picture and, for who cannot see it, its words."""
-        if self.note:
-            return {"text/plain": self.note}
         return {"image/png": self._repr_png_(), "text/plain": repr(self)}, {"image/png": {"alt": repr(self)}}
 
 
 def blank(note: str = "No samples to show: the list of ids is empty.") -> Sheet:
     """Return the figure for no samples, for instance of wrong answers when none is wrong."""
-    sheet = Sheet(figsize=(4, 0.5))
-    sheet.note = note
+    sheet = Sheet(figsize=(5, 0.4))
+    sheet.text(0, 0.5, note, color=GREY, size=SIZE)
     return sheet
 
 
@@ -72,35 +70,22 @@ def canvas(width: float, height: float) -> tuple[Sheet, Axes]:
     return sheet, axes
 
 
-@dataclass(frozen=True, eq=False)
-class Picture:
-    """An image (H, W) grey, (H, W, 3) or (H, W, 4), uint8, with a caption above it, and a remark at its right end."""
-
-    image: np.ndarray
-    caption: str = ""
-    colour: str = GREY
-    remark: str = ""
-
-
-def gallery(pictures: Sequence[Picture], columns: int = 4, below: float = 0) -> tuple[Sheet, Axes, list[Any]]:
-    """Draw pictures in rows, each scaled to the width of its column or to TALL; return also (left, top) of each.
-
-    below: px left free under the last row, for a legend.
-    """
+def gallery(pictures: Sequence[Picture], columns: int = 4, below: float = 0) -> Sheet:
+    """Draw pictures in rows, each scaled to the width of its column or to TALL. below: px left free under the last row,
+    for a legend."""
+    if not pictures:
+        return blank()
     cell = (WIDE - (columns + 1) * MARGIN) // columns
-    sizes = [scaled(picture.image, cell) for picture in pictures]
+    sizes = [scaled(image, cell) for image, *_ in pictures]
     rows = [max(height for _, height in sizes[i : i + columns]) + TITLE for i in range(0, len(sizes), columns)]
     sheet, axes = canvas(WIDE, sum(rows) + MARGIN + below)
-    fonts, places = Fonts.of("".join(picture.caption + picture.remark for picture in pictures)), []
-    for n, (picture, (width, height)) in enumerate(zip(pictures, sizes, strict=True)):
+    fonts = Fonts.of("".join(caption for _, caption, _ in pictures))
+    for n, ((image, caption, colour), (width, height)) in enumerate(zip(pictures, sizes, strict=True)):
         left, top = MARGIN + n % columns * (cell + MARGIN), sum(rows[: n // columns]) + TITLE
         extent = (left, left + width, top + height, top)
-        axes.imshow(picture.image, cmap="gray", vmin=0, vmax=255, extent=extent, aspect="auto")
-        caption = fonts.shortened(picture.caption, SIZE, cell)
-        axes.text(left, top - 6, caption, color=picture.colour, **fonts.look(SIZE))
-        axes.text(left + cell, top - 6, fonts.plain(picture.remark), color=GREY, ha="right", **fonts.look(SIZE))
-        places.append((left, top))
-    return sheet, axes, places
+        axes.imshow(image, cmap="gray", vmin=0, vmax=255, extent=extent, aspect="auto")
+        axes.text(left, top - 6, fonts.shortened(caption, SIZE, cell), color=colour, **fonts.look(SIZE))
+    return sheet
 
 
 def scaled(image: np.ndarray, width: float, height: float = TALL) -> tuple[int, int]:
@@ -130,7 +115,7 @@ def confusion_figure(table: pd.DataFrame, note: str = "", percent: bool = False)
     axes.set_title(note, fontsize=8, color=GREY, loc="right")
     axes.imshow(np.sqrt(shares), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     if len(table) <= NAMED:
-        size = 7 if len(table) <= 60 else 4
+        size = min(7, 420 / len(table))
         columns, rows = ([fonts.shortened(str(name), size, 260) for name in names] for names in (table, table.index))
         axes.set_xticks(range(len(table)), columns, rotation=90, **fonts.look(size))
         axes.set_yticks(range(len(table)), rows, **fonts.look(size))
@@ -144,18 +129,14 @@ def confusion_figure(table: pd.DataFrame, note: str = "", percent: bool = False)
 
 def curves(charts: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]], names: Sequence[str], x: str) -> Sheet:
     """Draw charts, two next to each other, that share an x axis: title → the (x, y) of each name. A chart without a
-    point is left out; a loss that falls to less than 1/30 has a logarithmic scale."""
+    point is left out."""
     charts = {title: lines for title, lines in charts.items() if any(len(y) for _, y in lines)}
     rows, fonts, handles = -(-len(charts) // 2), Fonts.of("".join(names)), []
     sheet = Sheet(figsize=(8, 0.6 + 2.4 * rows), dpi=120, layout="constrained")
     for k, (title, lines) in enumerate(charts.items(), 1):
         axes = sheet.add_subplot(rows, 2, k, xlabel=x)
         axes.set_title(title, loc="left", fontsize=10)
-        marks = ["." * (len(line[0]) < 2) for line in lines]
-        handles = [axes.plot(*line, marker=mark)[0] for line, mark in zip(lines, marks, strict=True)]
-        every = np.concatenate([y for _, y in lines])
-        if title.endswith("loss") and 0 < 30 * every.min() < every.max():
-            axes.set_yscale("log")
+        handles = [axes.plot(*line, marker=".")[0] for line in lines]
     names = [fonts.plain(name).replace("$", r"\$") for name in names][: len(handles)]  # a $ is no formula
     font = fonts.look(SIZE)["fontproperties"]
     sheet.legend(handles, names, loc="outside upper left", ncols=4, frameon=False, prop=font)
@@ -174,8 +155,11 @@ def finish(axes: Axes) -> None:
 
 @dataclass(frozen=True)
 class Fonts:
-    """How to draw the characters of a text. families: for matplotlib, which falls back from the first to the second;
-    wide: what the first does not have; missing: what neither has."""
+    """How to draw the characters of a text: matplotlib's own font has no Chinese ones, and would warn about each.
+
+    families: for matplotlib, which falls back from the first to the second; wide: what the first does not have;
+    missing: what neither has.
+    """
 
     families: tuple[str, ...]
     wide: frozenset[str]
@@ -187,7 +171,11 @@ class Fonts:
         first = MONO if mono else SANS
         wide = frozenset(text) - drawable(Path(findfont(FontProperties(family=first))), text)
         had, font = best_of(system(), wide) if wide else (wide, None)
-        return cls((first, *([family_of(font)] if font else [])), wide, wide - had)
+        if font is None:
+            return cls((first,), wide, wide)
+        if all(entry.fname != str(font) for entry in fontManager.ttflist):
+            fontManager.addfont(font)
+        return cls((first, FT2Font(str(font)).family_name), wide, wide - had)
 
     def plain(self, text: str) -> str:
         """Return a text in which what no font has, control characters too, is written U+624B."""
@@ -198,13 +186,12 @@ class Fonts:
         return {"fontproperties": FontProperties(family=self.families, size=size), "parse_math": False}
 
     def shortened(self, text: str, size: float, room: float) -> str:
-        """Return a text as drawn in at most `room` px: a longer one loses its middle, since its ends identify it."""
-        style, drawn = FontProperties(family=self.families, size=size), self.plain(text)
-        for kept in range(min(len(text) - 1, int(room)), -1, -1):  # no letter is narrower than a px
-            if text_to_path.get_text_width_height_descent(drawn, style, False)[0] * 100 / 72 <= room:
-                break
-            drawn = self.plain(f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}")
-        return drawn
+        """Return a text as drawn in about `room` px: a longer one loses its middle, since its ends identify it."""
+        drawn, most = self.plain(text), int(room / (0.7 * size * 100 / 72))  # a column is at most about 0.7 em
+        if (taken := columns(drawn)) <= most:
+            return drawn
+        half = most * len(drawn) // taken // 2
+        return f"{drawn[:half]}…{drawn[len(drawn) - half + 1 :]}"
 
 
 def system() -> list[Path]:
@@ -212,18 +199,11 @@ def system() -> list[Path]:
     return sorted(map(Path, findSystemFonts()), key=lambda font: ("regular" not in font.name.lower(), font))
 
 
-def best_of(fonts: Iterable[Path], needed: Collection[str]) -> tuple[frozenset[str], Path | None]:
-    """Return (what it has of the needed letters, the font): the first that has all, else the first with the most.
-
-    Cost: 0.4 ms per font examined.
-    """
-    best: tuple[frozenset[str], Path | None] = frozenset(), None
-    for font in fonts:
-        if len(has := drawable(font, needed)) > len(best[0]):
-            best = has, font
-        if len(has) == len(needed):
-            break
-    return best
+def best_of(fonts: Iterable[Path], needed: Iterable[str]) -> tuple[frozenset[str], Path | None]:
+    """Return (what it has of the needed letters, the font): the first with the most. Cost: 0.4 ms a font."""
+    had = {font: drawable(font, needed) for font in fonts}
+    best = max(had, key=lambda font: len(had[font]), default=None)
+    return (had[best], best) if best and had[best] else (frozenset(), None)
 
 
 def drawable(font: Path, letters: Iterable[str]) -> frozenset[str]:
@@ -235,10 +215,3 @@ def drawable(font: Path, letters: Iterable[str]) -> frozenset[str]:
     if not face.scalable or face.get_char_index(ord(NEVER)):
         return frozenset()
     return frozenset(letter for letter in letters if face.get_char_index(ord(letter)))
-
-
-def family_of(font: Path) -> str:
-    """Return the name by which matplotlib finds a font file, which it may not have listed yet."""
-    if all(Path(entry.fname) != font for entry in fontManager.ttflist):
-        fontManager.addfont(font)
-    return next(entry.name for entry in reversed(fontManager.ttflist) if Path(entry.fname) == font)

@@ -187,10 +187,10 @@ def start(folder: Path, pack: Pack, state: TrainState, index: Mapping[str, Any],
         for path in there:
             if path.name == HISTORY or (old and is_own(path) and path.name != CONTROL):
                 disk.remove(path)
-        disk.make_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
         disk.write_atomic(folder / PLAN, state.plan.to_json())
-        disk.write_atomic(folder / checkpoint.INDEX, disk.to_json(dict(index)))
+        disk.write_atomic(folder / checkpoint.INDEX, json.dumps(dict(index), indent=1))
     checkpoint.save(folder, state, rows=0)
     return History(folder / HISTORY)
 

@@ -14,7 +14,7 @@ from nbtools import train
 from nbtools.errors import CheckpointError
 from nbtools.folder import Job
 from nbtools.live import REFUSED
-from nbtools.show import number, spelled
+from nbtools.show import header, number
 from nbtools.train import Diverged, Plan, Record, checkpoint
 
 WATCHED = 20  # log steps: those before a change say how high the loss may be, those after it are compared with them
@@ -120,7 +120,7 @@ class Guard:
         except CheckpointError as error:
             self.job.surface.answer(f"{REFUSED}{error}", "best")
             return
-        best = f"{spelled(train.best_metric(self.job.task)[0])} {number(self.state.best.value or 0.0)}"
+        best = f"{header(train.best_metric(self.job.task)[0])} {number(self.state.best.value or 0.0)}"
         value = f", the best checkpoint: {best} after epoch {checkpoint.place(saved.name)[0]}"
         yield from self.resume(saved, "", value, "best")
 

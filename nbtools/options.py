@@ -20,36 +20,28 @@ from nbtools.data import Pack, pack, say
 from nbtools.errors import NbtoolsError, sentence
 from nbtools.identity import former_run
 from nbtools.measure import advise, preset
-from nbtools.train import Plan, Task, as_task
+from nbtools.train import Plan, Task, as_task, listed
 
 BUILT_IN = tuple(module.name for module in pkgutil.iter_modules(tasks.__path__) if module.name != "common")
 UNTYPED = ("data", "train", "like", "network", "progress")  # parameters of tasks' functions that no text is given for
+BASES = ("advised", "measured", "plan", "baseline")
+FROM = "the settings that are not given: by rules, measured now, the task's own plan, its baseline, a preset"
 RULES = {"int": "a whole number", "float": "a number", "None": "none"}
-SEVERAL = r"(tuple|Sequence|Iterable)\[(.*?)\]"
 
 
 class Parser(argparse.ArgumentParser):
-    """Take options by their whole names, and answer a mistake in one sentence, with the nearest option."""
-
-    def __init__(self, **more: Any):
-        super().__init__(**more, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """An ArgumentParser that answers a mistake in one sentence, with the nearest word."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            name = unknown[0].partition("=")[0]
-            if not name.startswith("-"):
-                self.error(f"{self.prog.split()[-1]} takes no more, got {name}")
-            self.error(f"no option {name}{meant(name, self._option_string_actions)}")
-        for name in [name for name in vars(options) if "." in name]:
-            source, _, option = name.partition(".")
-            vars(options)[source] = {**vars(options)[source], option: vars(options).pop(name)}
+        for name in unknown[:1]:
+            self.error(f"unknown argument {name}{meant(name.partition('=')[0], self._option_string_actions)}")
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
-        choice = r"argument (.+): invalid choice: (.+) \(choose from (.+)\)"
-        message = sentence(re.sub(choice, r"\1 must be one of \3, got \2", message))
-        self.exit(2, f"nbtools: {message} See {self.prog} --help\n")
+        if wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += meant(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
+        self.exit(2, f"nbtools: {sentence(message)} See {self.prog} --help\n")
 
 
 def meant(name: str, names: Iterable[str]) -> str:
@@ -59,26 +51,30 @@ def meant(name: str, names: Iterable[str]) -> str:
 
 
 def add_options(one: argparse.ArgumentParser, task: Task, source: str) -> None:
-    """Add a task's options to a command. source: "plan", the fields of its Plan; "evaluation", those of them that only
-    its evaluation needs; else its function of this name. What was typed becomes the dict `source` of the result."""
-    one.set_defaults(**{source: {}})
+    """Add a task's options to a command, as `typed` reads them. source: "plan", the fields of its Plan; "evaluation",
+    those of them that only its evaluation needs; else its function of this name."""
     group, functions = one.add_argument_group(f"options of {source}"), [getattr(task, source, None)]
     if source in ("plan", "evaluation"):
         functions = [type(task.PLAN)]
     elif source == "pack" and task.packs_datasets:
         functions.insert(0, pack)
     if source == "plan":
-        bases = ("advised", "measured", "plan", "baseline", *task.PRESETS)
-        text = "the settings that are not given: by rules, measured now, the task's own plan, its baseline, a preset"
-        group.add_argument("--from", dest="base", choices=bases, default="advised", help=text)
+        group.add_argument("--from", dest="base", choices=(*BASES, *task.PRESETS), default="advised", help=FROM)
     for name, (kind, text) in {name: each for function in functions for name, *each in parameters(function)}.items():
+        if source == "evaluation" and (hasattr(Plan, name) or not name.startswith("eval_")):
+            continue
         flag = f"--{name.replace('_', '-')}"
-        how: Any = {"action": argparse.BooleanOptionalAction}
-        if kind != "bool":
-            how = {"type": partial(read, flag, kind), "metavar": "VALUE"}
-        how |= {"dest": f"{source}.{name}", "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
-        if source != "evaluation" or (name.startswith("eval_") and not hasattr(Plan, name)):
-            group.add_argument(flag, **how)
+        how: Any = {"type": partial(read, flag, kind), "metavar": "VALUE"}
+        if kind == "bool":
+            how = {"action": argparse.BooleanOptionalAction}
+        group.add_argument(
+            flag, dest=f"{source}.{name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"), **how
+        )
+
+
+def typed(options: argparse.Namespace, source: str) -> dict[str, Any]:
+    """Return the options of `add_options` that a command line has."""
+    return {name.partition(".")[2]: value for name, value in vars(options).items() if name.startswith(f"{source}.")}
 
 
 def parameters(function: Any) -> Iterator[tuple[str, str, str]]:
@@ -99,34 +95,24 @@ def parameters(function: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def read(name: str, kind: str, text: str) -> Any:
-    """Return the value of an option. Raises NbtoolsError for a text that its type does not allow."""
-    try:
-        return value_of(text, kind)
-    except ValueError as error:
-        raise NbtoolsError(f"{name} must be {error}, got {text!r}") from None
-
-
-def value_of(text: str, kind: str) -> Any:
-    """Return a text as a value of a type, such as `int | tuple[int, int] | None`. Raises ValueError with the rule."""
-    several, words = re.search(SEVERAL, kind), set(re.findall(r"\w+", re.sub(r"\w+\[.*?\]", "", kind)))
-    if "None" in kind and text.lower() == "none":
+    """Return a text as a value of a type, such as `int | tuple[int, int] | None`. Raises NbtoolsError."""
+    several = re.search(r"(?:tuple|Sequence|Iterable)\[(.*?)\]", kind)
+    words, members = set(re.findall(r"\w+", re.sub(r"\w+\[.*?\]", "", kind))), several[1].split(", ") if several else []
+    if "None" in words and text.lower() == "none":
         return None
-    if words & {"int", "float"} and re.fullmatch(r"-?(0|[1-9]\d*)", text.strip()):
+    if words & {"int", "float"} and re.fullmatch(r"-?(0|[1-9]\d*)", text):
         return int(text)  # val=100 are 100 samples; "0123" is a text of digits
     with suppress(ValueError):
         if "float" in words:
             return float(text)
-    rules = [rule for word, rule in RULES.items() if word in words]
-    if several and ("," in text or several[2] != "str"):  # a text is a sequence of characters
-        parts, kinds = text.split(","), several[2].split(", ")
-        counted = several[1] == "tuple" and "..." not in kinds
-        rules.append(f"{f'{len(kinds)} ' * counted}numbers separated by commas")
-        with suppress(ValueError):
-            if not counted or len(parts) == len(kinds):
-                return tuple(value_of(part.strip(), kinds[0]) for part in parts)
-    if not rules or words & {"str", "Path", "Any"} or (several and several[2] == "str"):
+    if members and ("," in text or "str" not in members):  # a text is a sequence of characters
+        if "..." in members or len(members) in (1, 1 + text.count(",")):
+            return tuple(read(name, members[0], part.strip()) for part in text.split(","))
+    elif not words <= RULES.keys() or "str" in members:
         return Path(text) if "Path" in words and "str" not in words else text
-    raise ValueError(" or ".join(rules))
+    rules = [rule for word, rule in RULES.items() if word in words]
+    rules += [f"{len(members)} numbers separated by commas"] if members else []
+    raise NbtoolsError(f"{name} must be {' or '.join(rules)}, got {text!r}")
 
 
 # -- what they ask for
@@ -145,25 +131,20 @@ def find_task(name: str) -> Task:
     raise NbtoolsError(f"no task {name!r}: use {', '.join(BUILT_IN)}, {own}{why}{meant(name, BUILT_IN)}")
 
 
-def plan_of(task: Task, pack: Pack, base: str, folder: Path | None, typed: Mapping[str, Any]) -> Plan:
-    """Return the plan of the run in a folder, else the one that --from names, with the typed settings.
-
-    What follows from them is said: another batch size without an lr adjusts lr by the plan's lr_rule, and in a new run
-    fewer epochs shorten the warmup.
-    """
+def plan_of(task: Task, pack: Pack, base: str, folder: Path | None, given: Mapping[str, Any]) -> Plan:
+    """Return the plan of the run in a folder, else the one that --from names, with the given settings; say what follows
+    from them, as lr from a batch size by `Plan.lr_rule`. In a new run fewer epochs shorten the warmup."""
     former, follows = former_run(task, folder) if folder else None, {}
     if former is not None:
         plan = former.applied.marked(former.applied.to_dict())
     else:
-        plan = base_plan(task, pack, base, typed.get("network"))
-        epochs = typed.get("epochs", plan.epochs)
+        plan = base_plan(task, pack, base, given.get("network"))
+        epochs = given.get("epochs", plan.epochs)
         if plan.warmup_epochs and 0 < epochs < plan.epochs:
             follows["warmup_epochs"] = round(plan.warmup_epochs * epochs / plan.epochs, 2)
-    new = plan.turn(**{**follows, **typed})
-    moved = new.changes_from(plan)
-    for name in sorted(moved.keys() - typed.keys()):
-        ruled = name == "lr" and "batch_size" in moved
-        say(f"{name} {moved[name]}" + (f" for batch {moved['batch_size']} ({new.lr_rule} rule)" if ruled else ""))
+    new = plan.turn(**{**follows, **given})
+    if moved := {name: change for name, change in new.changes_from(plan).items() if name not in given}:
+        say(f"from the given settings follows {listed(moved)}")
     return new
 
 

@@ -116,15 +116,15 @@ class Report:
     @cached_property
     def pictures(self) -> Sheet | None:
         """A figure of the worst samples with truth and answer, where the task has a `preview`; else None."""
-        from nbtools.figures import GREY, Picture, gallery, judged
+        from nbtools.figures import GREY, gallery, judged
 
         if self.run.task.preview is None:
             return None
         ids = list(map(int, self.worst.index[:SHOWN]))
         answers = self.run.predict_pack(self.pack, ids)
         drawn = [self.run.task.preview(self.pack, i, answer)[:3] for i, answer in zip(ids, answers, strict=True)]
-        looks = [(image, *(judged(truth, said) if truth else (said, GREY))) for image, truth, said in drawn]
-        return gallery([Picture(*look) for look in looks])[0]
+        looks: list[Any] = [(image, *(judged(truth, said) if truth else (said, GREY))) for image, truth, said in drawn]
+        return gallery(looks)
 
     def __repr__(self) -> str:
         return f"{self.about}\n\n{self.table.to_string()}\n\nThe worst:\n{self.worst.head(SHOWN).to_string()}"

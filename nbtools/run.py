@@ -47,7 +47,7 @@ class Noted:
 
     def __set__(self, run: Run, value: Any) -> None:
         with disk.explained("writing notes", run.folder):
-            disk.write_atomic(run.folder / NOTES, disk.to_json({**run.stored(NOTES), self.name: value}))
+            disk.write_atomic(run.folder / NOTES, json.dumps({**run.stored(NOTES), self.name: value}, indent=1))
 
 
 class Run:
@@ -146,7 +146,7 @@ class Run:
     def reached(self) -> str:
         """The best value: `whole accuracy 0.953 in epoch 7`; "" before the first evaluation."""
         best, metric = self.best, train.best_metric(self.task)[0]
-        return f"{show.spelled(metric)} {number(best[f'val_{metric}'])} in epoch {best['epoch']}" if best else ""
+        return f"{show.header(metric)} {number(best[f'val_{metric}'])} in epoch {best['epoch']}" if best else ""
 
     def summary(self) -> pd.DataFrame:
         """Return a row per epoch, from 1: losses, metrics, lr, seconds, samples/s, share of waiting, batch, MiB."""

@@ -135,11 +135,6 @@ def exponent(number: str) -> str:
     return re.sub(r"e\+?(-?)0*", r"e\1", number)
 
 
-def spelled(name: str) -> str:
-    """Return the name of a column or metric in a sentence: `whole accuracy`."""
-    return name.replace("_", " ")
-
-
 def percent(share: float, decimals: int = 0) -> str:
     """Return `94 %`."""
     return f"{100 * share:.{decimals}f} %"
@@ -185,26 +180,21 @@ def timing(seconds: float) -> str:
 
 # -- values of a history, by the name of their column
 
+HEADERS = {"data_wait": "waiting for data", "minutes": "time", "samples_per_s": "samples/s"}
 WRITTEN: dict[str, Callable[[Any], str]] = {
-    **dict.fromkeys(("epoch", "epochs", "best_epoch", "step", "steps", "samples", "batch_size"), "{:,.0f}".format),
-    **dict.fromkeys(("epoch_time", "eval_time"), timing),
-    **dict.fromkeys(("energy", "gpu_energy"), lambda hours: f"{number(hours)} Wh"),
-    "lr": digits,
     "data_wait": percent,
-    "time": duration,
-    "age": lambda age: f"{' '.join(duration(age).split()[:2])} ago",
     "samples_per_s": number,
     "minutes": lambda minutes: duration(60 * minutes),
     "gpu_utilisation": "{:.0f} %".format,
     "gpu_power": "{:.0f} W".format,
+    "gpu_energy": lambda hours: f"{number(hours)} Wh",
 }
 """Column → how a value is written; memory is in MiB, a loss or metric is a `number`, and all else as one types it."""
-HEADERS = {"data_wait": "waiting for data", "minutes": "time", "samples_per_s": "samples/s", "age": "changed"}
 
 
 def header(name: str) -> str:
-    """Return the name of a column as a user reads it."""
-    return HEADERS.get(name, spelled(name))
+    """Return the name of a column or metric as a user reads it: `whole accuracy`."""
+    return HEADERS.get(name, name.replace("_", " "))
 
 
 def written(name: str, value: Any) -> str | None:

@@ -81,10 +81,3 @@ class Child:
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
-
-
-def done(job: Callable[[], Any]) -> Any:
-    """What a job returns in a process of its own, as text. Raises AssertionError with its traceback."""
-    code, text = Child(job).end()
-    assert code == DONE, text
-    return text

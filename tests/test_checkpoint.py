@@ -3,7 +3,6 @@
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -66,12 +65,6 @@ def test_the_library_reads_what_is_written_and_the_same_tensors_give_the_same_by
     read = safetensors.torch.load(one)
     assert one == other
     assert all(read[name].dtype == each.dtype and torch.equal(read[name], each) for name, each in tensors.items())
-
-
-def test_tensors_are_written_from_where_they_are_as_packing_them_would_hold_the_interpreters_lock():
-    tensor = torch.ones(1000)
-    _, piece = checkpoint.pieces({"x": tensor})
-    assert np.frombuffer(piece, np.uint8).ctypes.data == tensor.data_ptr()
 
 
 def test_a_lost_index_is_made_anew_and_the_run_resumes_with_its_best_weights(pack, tmp_path, untouched):

@@ -50,13 +50,13 @@ def test_a_short_write_is_completed():
 @pytest.mark.parametrize("count", [3, disk.MANY + 1])
 def test_a_folder_is_published_at_once_and_never_over_a_filled_one(tmp_path, count):
     part = tmp_path / "data.part"
-    disk.make_folder(part / "sub")
+    (part / "sub").mkdir(parents=True, exist_ok=True)
     for number in range(count):
         (part / "sub" / str(number)).write_text(str(number))
     disk.publish_folder(part, tmp_path / "data")
     assert os.listdir(tmp_path) == ["data"]
     assert len(os.listdir(tmp_path / "data" / "sub")) == count
-    disk.make_folder(part)
+    part.mkdir(parents=True, exist_ok=True)
     with pytest.raises(OSError, match="not empty"):
         disk.publish_folder(part, tmp_path / "data")
     assert len(os.listdir(tmp_path / "data" / "sub")) == count

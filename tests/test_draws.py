@@ -35,12 +35,6 @@ def test_every_call_takes_new_numbers():
     assert torch.equal(Draws(5, 2, IDS).uniform(shape=(6,)), torch.cat([first, second], 1))
 
 
-@pytest.mark.parametrize("p", [0.0, 1 / 3, 1.0])
-def test_chance_is_where_a_uniform_number_is_less(p):
-    one, other = (Draws(3, 0, torch.arange(100_000)) for _ in range(2))
-    assert torch.equal(one.chance(p), other.uniform() < p)
-
-
 def chi_square(values: np.ndarray, bins: int) -> float:
     """Of values in [0, 1) in equal bins, as standard deviations from its mean (bins - 1, variance 2 (bins - 1))."""
     counts = np.bincount((values * bins).astype(int), minlength=bins)

@@ -1,12 +1,8 @@
 """The batch finder: its choice against exhaustive search, and that nothing outside changes, wherever memory ends. It
 chooses on simulated times; real ones are the benchmarks'."""
 
-import copy
-import gc
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import toy
@@ -106,59 +102,3 @@ def test_not_even_one_sample_is_a_clear_error(kind, toys):
     with pytest.raises(TrainError, match=r"not even one sample fits.*smaller network") as caught:
         found(toys, kind(most=0))
     assert caught.value.__context__ is None, "it would keep the tensors of the failed step"
-
-
-class Shared(Job):
-    """A job that hands out one and the same module each time, as a notebook may: it must not be trained."""
-
-    def __init__(self) -> None:
-        super().__init__(fixed=0.1)
-        self.module = toy.Net(16, 0.1)
-        self.module({"x": torch.randn(8, 8)}).sum().backward()  # it has gradients and BatchNorm statistics
-        self.module.layers[1].eval()
-
-    def model(self, card, plan):
-        return self.module
-
-
-class Outside:
-    """All that must be the same after as before: a shared module bit for bit, random states, and which tensors there
-    are."""
-
-    def __init__(self):
-        self.task = Shared()
-        self.before = copy.deepcopy(self.now())
-        self.tensors = alive()
-
-    def now(self) -> list[Any]:
-        module = self.task.module
-        return [
-            *(t.clone() for t in module.state_dict().values()),
-            *(p.grad.clone() for p in module.parameters() if p.grad is not None),
-            *(part.training for part in module.modules()),
-            *(torch.get_rng_state(), random.getstate(), str(np.random.get_state())),
-            *(torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()),
-        ]
-
-    def assert_unchanged(self) -> None:
-        for before, now in zip(self.before, self.now(), strict=True):
-            assert torch.equal(before, now) if isinstance(before, torch.Tensor) else before == now
-        assert alive() <= self.tensors + 8, "tensors were left behind"
-
-
-def alive() -> int:
-    gc.collect()
-    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-
-
-@pytest.mark.parametrize("most", [32, 0], ids=["found", "refused"])
-def test_everything_outside_is_bit_for_bit_as_before(most, toys):
-    outside = Outside()
-    outside.task.most = most
-    if most:
-        changes = {"amp": "bf16", "ema": 0.9, "deterministic": True}
-        assert 2 <= found(toys, outside.task, toy.PLAN.replace(**changes), most=32).batch_size <= 32
-    else:
-        with pytest.raises(TrainError):
-            found(toys, outside.task)
-    outside.assert_unchanged()

@@ -130,23 +130,6 @@ def test_a_folder_that_is_no_run_is_refused_by_its_reason(tmp_path, index, words
         Run.open(folder)
 
 
-def test_a_full_disk_stops_with_a_sentence_and_loses_no_checkpoint(run, pack, tmp_path, monkeypatch):
-    real, count = os.fsync, [0]
-
-    def failing(descriptor):
-        count[0] += 1
-        if count[0] > 12:
-            raise OSError(28, "No space left on device")
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(DiskError, match="the disk is full"):
-        nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
-    monkeypatch.undo()
-    again = nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
-    assert again.summary().train_loss.tolist() == run.summary().train_loss.tolist()
-
-
 def test_a_run_never_evaluated_or_stopped_in_its_first_epoch_still_predicts(pack, tmp_path):
     small = toy.make_pack(tmp_path, count=12)
     small.split[:] = 0
@@ -192,14 +175,6 @@ def test_a_setting_changed_on_resume_survives_a_crash_before_the_next_checkpoint
     run = nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
     assert {len(ids) for _, _, ids in task.seen[:-1]} == {7}
     assert [row["what"] for row in run.history.of("change")] == ["epochs 3 → 1, batch_size 16 → 7"]
-
-
-def test_a_run_in_a_folder_with_files_of_others_leaves_them_alone(pack, tmp_path):
-    for name in ("notes.json", "film.mp4.part", "thesis.txt"):
-        (tmp_path / name).write_text("mine")
-    for _ in range(2):
-        nb.fit(toy, pack, ONE, tmp_path, **QUIET)
-    assert all((tmp_path / name).read_text() == "mine" for name in ("notes.json", "film.mp4.part", "thesis.txt"))
 
 
 def test_keep_named_only_after_the_run_brings_all_of_it_and_mixes_no_two(run, pack, tmp_path):

@@ -3,7 +3,6 @@
 import html
 import re
 import sys
-import time
 import types
 
 import pytest
@@ -184,10 +183,3 @@ def test_a_card_counts_at_least_as_the_size_it_is_sold_under():
     """NVML's figures of T4, L4, RTX 4090, A100-40GB (NVML's and torch's) and RTX 3060; a "24 GB" L4 has 22.5 GiB."""
     for sold, mib in ((16, 15360), (24, 23034), (24, 24564), (40, 40960), (40, 40339), (12, 12288)):
         assert sold <= (Gpu(0, "a card", memory_total=mib).gigabytes or 0) <= sold * 1.1
-
-
-def wait_for(condition, seconds=5.0):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.005)
-    assert condition()

@@ -164,18 +164,6 @@ def test_a_step_that_waits_for_the_device_is_told_and_never_recorded(pack, name,
     assert same(state, trained(task, pack, PLAN)[1]) == []
 
 
-class Curriculum(nn.Module):
-    """A number of its own that every forward pass raises."""
-
-    def __init__(self, card, plan):
-        super().__init__()
-        self.network, self.share = toy.model(card, plan), 0.0
-
-    def forward(self, batch):
-        self.share += 1
-        return self.network(batch) * self.share
-
-
 def weighed(factor: Any) -> Any:
     def loss(model, batch, plan):
         total, count = toy.loss(model, batch, plan)
@@ -197,8 +185,6 @@ def smoothed() -> Any:
 
 CHANGING: dict[str, Any] = {
     "random": lambda: weighed(lambda total: total * (1 + random.random())),
-    "numpy": lambda: weighed(lambda total: total * (1 + np.random.rand())),
-    "a number of a module": lambda: {"model": Curriculum},
     "a tensor": smoothed,
 }
 

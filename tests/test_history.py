@@ -135,15 +135,8 @@ def test_a_reader_follows_rows_columns_and_cuts_and_never_writes(path):
     assert len(reader) == 2
 
 
-def test_it_shows_what_it_holds_and_its_last_rows_as_a_table(path):
+def test_it_says_what_it_holds(path):
     history = History(path)
     assert repr(history) == f"History {path}: 0 rows"
-    for step in range(1, 13):
-        history.append(record(step, loss=1 / 3, gpu_throttle="<b>idle</b>"))
     history.append(record(12, "epoch", train_loss=0.5))
-    assert repr(history) == f"History {path}: 13 rows up to step 12"
-    page = history._repr_html_()
-    assert page.count("<tr") == 1 + 10
-    for part in ("train_loss", "0.333", "&lt;b&gt;idle", "13 rows", "the last 10, frame() has all"):
-        assert part in page
-    assert "<b>" not in page
+    assert repr(history).startswith(f"History {path}: 1 row up to step 12; frame()")

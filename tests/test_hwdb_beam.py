@@ -10,7 +10,6 @@ import torch
 
 from nbtools.errors import NbtoolsError, PackError, PlanError
 from nbtools.tasks import hwdb
-from nbtools.tasks.common import ctc
 from nbtools.tasks.hwdb import NGram, peaks_of, search, tune
 from nbtools.tasks.hwdb.decode import find_peaks
 from nbtools.tasks.hwdb.language_model import FALLBACK
@@ -196,13 +195,6 @@ def test_the_search_is_that_of_dictionaries_text_for_text(peak, with_lm):
         assert beam(log_probs, steps, classes, lm, **settings) == wanted
 
 
-def test_a_beam_adds_up_ways_where_greedy_takes_the_best_one():
-    """Blank is likelier at each frame, and yet a is likelier than no text: .4·.4 + 2·.4·.6 > .6·.6."""
-    log_probs = torch.tensor([[[0.6, 0.4]], [[0.6, 0.4]]]).log()
-    assert ctc.greedy((log_probs, torch.tensor([2]))) == [[]]
-    assert beam(log_probs, [2], "a") == ["a"]
-
-
 def test_logits_half_precision_and_batches_give_the_same_texts():
     rng = np.random.default_rng(1)
     log_probs, steps = answers(rng, 12, 100, 8, 4.0).float(), torch.tensor(rng.integers(0, 13, 100))
@@ -215,16 +207,6 @@ def test_logits_half_precision_and_batches_give_the_same_texts():
     assert beam(half, steps, classes, lm) == beam(half.float(), steps, classes, lm)
     padded = torch.cat([log_probs, torch.full((6, 100, 8), math.nan)])  # beyond a line's own steps nothing is read
     assert beam(padded, steps, classes, lm) == whole
-
-
-def test_alpha_and_beta_weigh_the_language_and_the_length_and_where_a_line_may_end_decides_too():
-    log_probs = torch.tensor([[[0.1, 0.5, 0.4]]]).log()
-    lm = NGram.train(["b"] * 30 + ["a"], "ab", 2)
-    assert [beam(log_probs, [1], "ab", lm, alpha=alpha) for alpha in (0, 1)] == [["a"], ["b"]]
-    assert [beam(log_probs, [1], "ab", beta=beta) for beta in (0, -3)] == [["a"], [""]]
-    log_probs = torch.tensor([[[0.2, 0.42, 0.38, 1e-13]]]).log()
-    lm = NGram.train(["ac", "b"] * 20, "abc", 2)  # a is never the last
-    assert beam(log_probs, [1], "abc", lm, alpha=0.5) == ["b"]
 
 
 @pytest.mark.parametrize(

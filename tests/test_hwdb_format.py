@@ -7,8 +7,6 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nbtools.errors import PackError
 from nbtools.tasks.hwdb.demo import page_bytes
@@ -161,9 +159,6 @@ def test_a_page_of_the_demo_is_the_file_made_by_hand():
     assert page_bytes([f"我A{UNKNOWN}", "b"], images, NOTE.decode()) == page(*lines, size=(12, 7))
 
 
-# Reading costs a line, not a page
-
-
 # What is refused
 
 
@@ -215,47 +210,3 @@ def test_a_file_cut_anywhere_is_refused_and_so_is_one_with_more_behind_it(make, 
             read(data[:size], name)
     with pytest.raises(PackError, match="the file must end after line 2"):
         read(data + data, name)
-
-
-NUMBERS = (-1, 0, 1, 2, 7, 35, 36, 255, 256, 32_767, 65_535, 100_000, 0x7FFFFFFF, -0x80000000)
-POSITIONS = st.floats(0, 1, exclude_max=True)  # of the file's length; the first hundred bytes are its numbers
-CHANGES = st.lists(
-    st.one_of(
-        st.tuples(st.just("flip"), POSITIONS, st.integers(1, 255)),
-        st.tuples(st.just("number"), st.floats(0, 0.3), st.sampled_from(NUMBERS)),
-        st.tuples(st.just("cut"), POSITIONS, st.just(0)),
-        st.tuples(st.just("double"), POSITIONS, st.integers(1, 60)),
-    ),
-    min_size=1,
-    max_size=3,
-)
-
-
-def mutated(data, changes):
-    data = bytearray(data)
-    for kind, position, value in changes:
-        at = int(position * len(data))
-        if kind == "flip" and data:
-            data[at] ^= value
-        elif kind == "number":
-            data[at : at + 4] = struct.pack("<i", value)
-        elif kind == "cut":
-            del data[at:]
-        elif kind == "double":
-            data[at:at] = data[at : at + value]
-    return bytes(data)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from(["page.dgrl", "page.dgr"]), st.integers(0, 9), st.sampled_from([1, 8]), CHANGES)
-def test_mutated_files_raise_only_pack_errors_in_bounded_memory(name, seed, bits, changes):
-    data = mutated((some_page if name == "page.dgrl" else some_words)(random.Random(seed), bits), changes)
-
-    def through():
-        with contextlib.suppress(PackError):
-            for one in lines_of(data, name):
-                with contextlib.suppress(PackError):
-                    assert one.image(data).dtype == np.uint8
-                    assert isinstance(one.text, str)
-
-    assert peak_of(through) < 60_000 + 200 * len(data)  # a bit is a byte, and 16 more of paper when words are joined

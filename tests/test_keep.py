@@ -15,7 +15,7 @@ from archives import tree
 
 import nbtools as nb
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, StageError
-from nbtools.train import Keeper, keep
+from nbtools.train import keep
 
 PLAN = toy.PLAN.replace(epochs=2)
 
@@ -154,16 +154,6 @@ def test_a_drive_that_hangs_is_said_and_the_wait_for_it_can_be_interrupted(pack,
         over.set()
     assert any("waiting for the last copy" in text or "not kept to the end" in text for text in run.events)
     assert (place / "run" / "run.json").exists()
-
-
-def test_what_another_process_has_kept_there_since_is_not_overwritten(drive, whole, place):
-    keeper = Keeper(shutil.copytree(whole.folder, place / "run"), drive)
-    further = json.loads((drive / "latest.json").read_text()) | {"step": 99}
-    (drive / "latest.json").write_text(json.dumps(further))
-    keeper.keep()
-    keeper.close()
-    assert ["another session has kept its run there" in text for text in keeper.complaints] == [True]
-    assert json.loads((drive / "latest.json").read_text()) == further
 
 
 def test_what_reads_back_differently_is_not_kept(pack, place, monkeypatch):

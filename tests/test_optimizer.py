@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import nbtools as nb
 from nbtools.errors import TrainError
-from nbtools.train import built_in, own_optimizer
+from nbtools.train import built_in
 
 PLAN = nb.Plan(epochs=4, batch_size=16, lr=3e-3, schedule="constant")
 
@@ -79,7 +79,6 @@ def points(tmp_path_factory):
 def test_an_own_optimizer_or_schedule_learns_and_the_history_has_its_lr(points, tmp_path, name):
     task = nb.classify(net(), **GIVEN[name])
     run = nb.fit(task, points, PLAN, tmp_path / "run", **QUIET)
-    assert own_optimizer(task) == ("optimizer" in GIVEN[name])
     assert run.best["val_loss"] < 0.9 * run.history.of("epoch")[0]["val_loss"]
     shape = one_cycle(PLAN) if "schedule" in GIVEN[name] else lambda t: 1.0
     count = points.splits["train"]
@@ -118,18 +117,20 @@ def test_interrupted_equals_uninterrupted_where_the_lr_was_changed_and_the_optim
     same(run(True), run(False))
 
 
-def test_a_changed_lr_is_a_factor_on_every_group_and_the_weight_decay_stays_its_own(points):
-    def groups_of(given):
-        state = nb.TrainState(nb.classify(net(), optimizer=given), points, PLAN)
+def test_a_changed_lr_is_a_factor_on_every_group_and_its_weight_decay_is_not_the_plans(points):
+    def after(given, **changes):
+        state = nb.TrainState(nb.classify(net(), optimizer=given), points, PLAN.replace(weight_decay=0.5))
         assert not built_in(state.optimizer)
         for record in nb.train(state.task, state, points):
             if record.kind == "step" and state.step == 3:
-                state.plan = state.plan.replace(lr=PLAN.lr / 3, weight_decay=0.5)
+                state.plan = state.plan.replace(**changes)
         return state.optimizer.param_groups
 
-    assert [group["lr"] for group in groups_of(two_groups)] == pytest.approx([PLAN.lr / 3, 10 * PLAN.lr / 3])
-    [lion] = groups_of(partial(Lion, weight_decay=0.1))
+    assert [g["lr"] for g in after(two_groups, lr=PLAN.lr / 3)] == pytest.approx([PLAN.lr / 3, 10 * PLAN.lr / 3])
+    [lion] = after(partial(Lion, weight_decay=0.1), lr=PLAN.lr / 3)
     assert (lion["lr"], lion["weight_decay"]) == (pytest.approx(PLAN.lr / 3), 0.1)
+    with pytest.raises(TrainError, match=r"Plan\.weight_decay does nothing to the task's own optimizer, got 0.5 → 0.1"):
+        after(Lion, weight_decay=0.1)
 
 
 def test_the_hooks_of_a_task_are_the_same_and_its_groups_keep_their_scale(points):

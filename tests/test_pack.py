@@ -4,7 +4,6 @@ import errno
 import hashlib
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import toy
 from archives import ended_at, forked, full, kill
 from hypothesis import given
 from hypothesis import strategies as st
@@ -439,19 +437,6 @@ def test_a_kept_pack_has_its_raw_files_where_they_still_are(place):
     assert pack(kept).raw is None
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_raw_files_equal_the_pack_also_where_they_were_sent_to_a_worker(place, ragged):
-    made = toy.make_pack(place / "toy", 60, ragged)
-    assert made.raw is not None
-    there = pickle.loads(pickle.dumps(made.raw))
-    for i in range(len(made)):
-        raw = there[i]
-        assert raw.pop("id") == i
-        assert raw.keys() == made.sample(i).keys()
-        for name, array in made.sample(i).items():
-            np.testing.assert_array_equal(raw[name], array)
-
-
 # Splits
 
 GOLDEN = {"0.png": "train", "1.png": "test", "3.png": "val", "6.png": "test", "句.png": "train"}
@@ -525,24 +510,6 @@ def test_val_is_taken_from_train_where_only_train_and_test_exist(place, val, lea
     assert made.splits["test"] == 20
     assert least <= made.splits["val"] <= most
     assert all(made.names[i].startswith("train/") for i in made.ids("val"))
-
-
-def test_a_disk_that_stops_responding_ends_packing_and_leaves_no_sample_out(tmp_path):
-    """Where a file itself is damaged, it has its row; error 5 says nothing of the file."""
-    source, failing = toy.demo(tmp_path / "raw", 20), [OSError(errno.EIO, os.strerror(errno.EIO))]
-
-    def read(path, options):
-        if failing and path.name.endswith("_7.npy"):
-            raise failing.pop()
-        return toy.read(path, options)
-
-    def made():
-        return build_pack(source, "toy", {"ragged": False}, toy.survey, read, into=tmp_path / "pack", progress=False)
-
-    with pytest.raises(DiskError, match=r"_7\.npy: Input/output error\. Try again; a file that it happens to again is"):
-        made()
-    assert not (tmp_path / "pack").exists()
-    assert len(made()) == 20
 
 
 @pytest.fixture

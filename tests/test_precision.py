@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import nbtools as nb
 from nbtools.__main__ import main
 from nbtools.live import send
-from nbtools.train import Diverged, again
+from nbtools.train import Diverged
 
 
 def losses(state, pack):
@@ -173,17 +173,3 @@ def test_a_run_that_a_gpu_trained_in_fp16_is_read_on_a_cpu_in_float32(pack, tmp_
 
 
 # -- computed twice
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_a_part_that_is_computed_twice_leaves_batch_norm_and_gradients_of_one_pass(training):
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU()).train(training)
-    twice = copy.deepcopy(plain)
-    x = torch.randn(4, 2, 5, 5, requires_grad=True)
-    plain(x).square().sum().backward()
-    once = [x.grad, *(p.grad for p in plain.parameters()), *plain.buffers()]
-    x.grad = None
-    again(twice, x).square().sum().backward()
-    later = [x.grad, *(p.grad for p in twice.parameters()), *twice.buffers()]
-    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(once, later, strict=True))

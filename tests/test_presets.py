@@ -181,12 +181,6 @@ def test_a_receipt_measures_the_guides_settings_next_to_its_before(pack):
     assert again.to_json() == found.to_json()
 
 
-def test_a_receipt_without_them_is_as_before(pack):
-    found = measured(job(), pack)
-    assert found.guide is None
-    assert "guide" not in str(found)
-
-
 @pytest.mark.parametrize(
     ("settings", "more", "note"),
     [

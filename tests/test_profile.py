@@ -1,11 +1,8 @@
 """What a step's profile measures is so, and the verdict that follows from it is right: on jobs whose parts take known
 times, and, where operations are counted, on real ones."""
 
-import gc
 import json
-import random
 
-import numpy as np
 import pytest
 import torch
 import toy
@@ -13,7 +10,6 @@ from simulated import Job
 
 from nbtools.errors import TrainError
 from nbtools.measure import StepProfile, Verdict, step_profile, verdict
-from nbtools.train import TrainState, train
 
 CPU = torch.device("cpu")
 SECONDS = 4.0  # on a job's own clock: enough for rounds of several steps
@@ -80,29 +76,6 @@ def test_profile_and_verdict_survive_json(packs):
     again = StepProfile.from_dict(json.loads(json.dumps(profile.to_dict())))
     assert verdict(again, plan) == verdict(profile, plan)
     assert Verdict.from_dict(json.loads(json.dumps(verdict(profile, plan).to_dict()))) == verdict(profile, plan)
-
-
-def states() -> int:
-    gc.collect()
-    return sum(type(each) is TrainState for each in gc.get_objects())
-
-
-def test_a_run_under_way_goes_on_as_if_nobody_had_measured(packs):
-    state, twin = (TrainState(toy, packs[False], toy.PLAN, CPU) for _ in range(2))
-    records = train(toy, state, packs[False])
-    for _ in range(5):
-        next(records)
-    alive, before = states(), (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
-    step_profile(toy, packs[False], toy.PLAN.replace(deterministic=True, micro_batch_size=5, ema=0.9), CPU, 0.1)
-    assert states() == alive, "a model that was measured stays in memory"
-    assert (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())) == before
-    assert not torch.are_deterministic_algorithms_enabled()
-    for _ in range(40):
-        next(records)
-    for _ in zip(range(45), train(toy, twin, packs[False]), strict=False):
-        continue
-    ours, theirs = state.tensors(), twin.tensors()
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -6,8 +6,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import warnings
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -72,28 +70,11 @@ def test_every_python_that_is_promised_has_a_stack():
     assert set(re.split(r", | or ", offered)) == own.keys()
 
 
-@pytest.mark.parametrize("stack", stacks())
-def test_a_stacks_version_replaces_that_of_the_constraints(stack):
-    """make finds the line that it replaces by its spelling."""
-    spelled = {canonicalize_name(line.partition("==")[0]): line.partition("==")[0] for line in lines("constraints.txt")}
-    for line in lines(stack):
-        name = line.partition("==")[0]
-        assert spelled.get(canonicalize_name(name), name).lower() == name.lower()
-
-
 def test_every_package_that_tests_use_has_an_exact_version_in_its_range():
     optional = [Requirement(line) for extra in PROJECT["optional-dependencies"].values() for line in extra]
     unpinned = {"nbtools", "torchvision"}  # PyPI's torchvision does not import next to the CPU build of torch
     for requirement in required() + [r for r in optional if r.name not in unpinned]:
         assert pins()[canonicalize_name(requirement.name)] in requirement.specifier, requirement
-
-
-def test_versions_are_plain_and_no_index_is_named():
-    for name in ("requirements.txt", "constraints.txt", "environment.yml"):
-        text = "\n".join(lines(name))
-        assert "://" not in text
-        assert "+cpu" not in text
-        assert "--" not in text
 
 
 def test_every_extra_that_a_message_names_is_one():
@@ -173,19 +154,6 @@ def test_ci_stops_at_the_first_fault_and_runs_the_tests():
     assert os.access(path, os.X_OK)
     assert {"set -euo pipefail", "make test", "make quick-colab"} <= set(lines(".ci/run"))
     assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
-
-
-WARNING = {  # module → whether it is ours
-    **dict.fromkeys(("nbtools.train.loop", "notebooks.build", "tests.test_loop"), True),
-    **dict.fromkeys(("torch.utils.data", "gdown.download", "google.nbtools"), False),
-}
-
-
-@pytest.mark.parametrize(("module", "ours"), WARNING.items())
-def test_only_warnings_in_our_own_modules_are_errors(module, ours):
-    with warnings.catch_warnings(record=True) as seen, pytest.raises(DeprecationWarning) if ours else nullcontext():
-        warnings.warn_explicit("soon removed", DeprecationWarning, "file.py", 1, module)
-    assert len(seen) == (not ours)
 
 
 def test_importing_nbtools_loads_torch_and_nothing_else_that_is_slow():

@@ -211,6 +211,8 @@ def test_a_lost_loss_goes_back_to_the_checkpoint_and_leaves_the_bad_step_out(tmp
     assert str(bad) in told.split("(sample ids ")[1].split(")")[0].split(", ")
     assert len(run.summary()) == 3
     assert not run.summary()["train_loss"].isna().to_numpy().any()
+    last = checkpoint.newest(run.folder).tensors.items()
+    assert all(torch.isfinite(tensor).all() for name, tensor in last if "running" in name), "BatchNorm saw the batch"
 
 
 def test_a_loss_that_is_always_lost_stops_with_what_to_do(tmp_path, pack):

@@ -1,7 +1,6 @@
 """A notebook's situations: what the same call, or another one, makes of a run folder that is there."""
 
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 import nbtools as nb
-from nbtools.errors import CheckpointError, NbtoolsError, TrainError
+from nbtools.errors import CheckpointError, TrainError
 from nbtools.folder import only_one
 from nbtools.measure import Advice
 from nbtools.train import Keeper, Task
@@ -284,19 +283,6 @@ def test_a_machine_that_is_behind_asks_for_less_and_the_further_copy_stays(pack)
     with pytest.raises(TrainError, match="is finished and cannot change epochs"):
         fit(pack, PLAN.replace(epochs=3), "pc", keep="kept")
     assert epochs(nb.Run.open("kept", task())) == epochs(nb.Run.open("pc", task())) == 5
-
-
-def test_two_courses_of_one_run_are_never_mixed(pack):
-    fit(pack, PLAN, "pc", keep="kept")
-    shutil.copytree("pc", "other")
-    fit(pack, PLAN.replace(epochs=3), "pc")
-    fit(pack, PLAN.replace(epochs=4), "colab", keep="kept")
-    before = sorted(Path("kept").rglob("*"))
-    fit(pack, PLAN.replace(epochs=5), "other")
-    Path("other/history.csv").write_text(Path("other/history.csv").read_text().replace("\nepoch,2,", "\nepoch,9,"))
-    with pytest.raises(NbtoolsError, match="neither continues the other"):
-        fit(pack, PLAN.replace(epochs=6), "other", keep="kept")
-    assert before == sorted(Path("kept").rglob("*"))
 
 
 def test_fresh_does_not_replace_a_kept_run(pack):

@@ -271,33 +271,6 @@ def test_a_damaged_list_gives_its_row_and_each_clip_without_a_label_has_one(tmp_
     assert sorted([*made.names, *left_out]) == [f"{i:02}/{name}.npz" for i in range(len(LISTS)) for name in "ab"]
 
 
-PIECES = [
-    b"file,gloss,cat\n",
-    b"a,0,0\n",
-    b"b",
-    b",",
-    b'"',
-    b"\0",
-    b"\n",
-    b"\xff",
-    b"9",
-    b"train/",
-    b"\r",
-    b"\xef\xbb\xbf",
-]
-
-
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(pieces=st.lists(st.sampled_from(PIECES), max_size=12))
-def test_a_list_of_any_bytes_is_rows_and_never_another_error(tmp_path, pieces):
-    source = tmp_path / "raw"
-    if not source.exists():
-        clip(source / "train" / "a.npz", without=("X2048",))
-        clip(source / "train" / "b.npz", seed=1, without=("X2048",))
-    (source / "train" / "labels.csv").write_bytes(b"".join(pieces))
-    assert checked(source).rows
-
-
 # Clips: a damage gives its row and no other, and the pack leaves out just what is an error
 
 

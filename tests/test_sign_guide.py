@@ -1,6 +1,5 @@
 """The folders of the sign-language guide open as they are: together, each by itself, and named apart."""
 
-import json
 import shutil
 import tarfile
 from pathlib import Path
@@ -159,19 +158,6 @@ def test_the_validation_folder_alone_is_val(processed, tmp_path):
     with tarfile.open(tmp_path / "test_15fps.tar", "w") as file:
         file.add(processed / VALIDATION, VALIDATION)
     assert counts(packed(tmp_path / "test_15fps.tar")) == (0, 10, 0)
-
-
-def test_a_run_is_evaluated_on_a_folder_of_its_own_that_lacks_a_gloss(processed, tmp_path, capsys):
-    run = fitted(packed(processed / KEYPOINTS, glosses=7), "auto", tmp_path / "run")
-    shutil.copytree(processed / VALIDATION, tmp_path / "new")
-    for path in (tmp_path / "new").glob(f"*{GLOSSES[-1]}.npz"):
-        path.unlink()
-    new = run.pack(tmp_path / "new", test=1.0, progress=False)
-    assert new.classes == [*GLOSSES, "6"] == run.card.classes
-    assert new.splits == {"train": 0, "val": 0, "test": len(new)}
-    words = ["--data", str(tmp_path / "new"), "--run", str(tmp_path / "run"), "--test", "1.0"]
-    assert main(["evaluate", "sign", *words]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == nb.evaluate(run, new)
 
 
 @pytest.mark.parametrize(

@@ -224,9 +224,6 @@ def test_a_warped_clip_keeps_its_ends_and_its_order():
     assert lengths.tolist() != [20, 20, 11]
 
 
-# Batches on a GPU: few shapes, no waiting
-
-
 # The guide's faults
 
 

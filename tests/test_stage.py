@@ -188,20 +188,6 @@ def test_a_mount_that_stops_answering_says_so_and_the_next_call_resumes(place, m
     assert next(count) == 3, "two of three pieces, and the end: what arrived was kept"
 
 
-def test_a_copy_that_the_user_interrupts_resumes_where_it_was(place, monkeypatch):
-    def interrupt(n, read):
-        if n == 2:
-            raise KeyboardInterrupt
-        return read()
-
-    put(place / "drive" / "digits.tar", BIG)
-    with reads(monkeypatch, interrupt), pytest.raises(KeyboardInterrupt):
-        stage("drive:digits.tar")
-    with reads(monkeypatch, lambda n, read: read()) as count:
-        assert tree(stage("drive:digits.tar")) == {"a": bytes(range(256)) * 10_000}
-    assert next(count) == 2, "the rest, and its end"
-
-
 FLAKY = {
     "errno 5 at every second read": lambda n, read: away() if n % 2 else read(),
     "errno 107 four times in a row": lambda n, read: away(errno.ENOTCONN) if 1 <= n < 5 else read(),
@@ -610,13 +596,6 @@ def test_pages_and_statuses_instead_of_a_file_are_explained(web, address, status
     with pytest.raises(errors.StageError, match=words):
         stage(address.format(web=web))
     assert published(cache()) == []
-
-
-def test_a_page_with_the_type_of_an_archive_is_noticed(web):
-    Web.data = QUOTA.encode()
-    with pytest.raises(errors.ArchiveError, match="quota"):
-        stage(f"{web}/digits.tar")
-    assert list(cache().glob("*.part")) == []
 
 
 @pytest.mark.parametrize("link", ["file/d/{}/view?usp=sharing", "open?id={}"])

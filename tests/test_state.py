@@ -3,15 +3,12 @@ network that does not fit its data."""
 
 from __future__ import annotations
 
-from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import toy
-from acting import QUIET, acting
+from acting import QUIET
 from torch import nn
 
 import nbtools as nb
@@ -156,51 +153,27 @@ class Pictures(nn.Module):
         return self.fc(self.conv(x).flatten(1))
 
 
-def cases(folder: Path) -> dict[str, tuple[Any, nb.Pack, str]]:
-    images = [(np.full((12, 12, 3), 20 * i, np.uint8), i % 3) for i in range(12)]
-    values = [(row, float(row.sum())) for row, _ in points(40)]
-    made = {
-        name: nb.pack(data, into=folder / name, progress=False)
-        for name, data in {"points": points(40), "images": images * 3, "values": values}.items()
-    }
-    cross_entropy = nn.CrossEntropyLoss()
-    own = [lambda outputs, batch: {"size": (1, 1)}]
-    return {
-        "width": (
-            nb.classify(nn.Linear(64, 3)),
-            made["points"],
-            r"x float32 \(8\).* Linear\(in_features=64.* got x \(B, 8\)",
-        ),
-        "flatten": (nb.classify(Pictures()), made["images"], r"Pictures\.fc Linear\(in_features=100.*got \(B, 400\)"),
-        "many": (nb.classify(nn.Linear(8, 5)), made["points"], r"3 classes, \(B, 3\), got \(\d+, 5\)"),
-        "few": (
-            nb.classify(nn.Linear(8, 2), loss=cross_entropy),
-            made["points"],
-            r"3 classes, \(B, 3\), got \(\d+, 2\)",
-        ),
-        "loss": (
-            nb.classify(nn.Linear(8, 2), loss=cross_entropy, metrics=own),
-            made["points"],
-            r"outputs \(B, 2\) and y \(B,\) int64 of 3 classes",
-        ),
-        "values": (nb.regress(nn.Linear(8, 2)), made["values"], "one value for each element"),
-    }
+IMAGES = [(np.full((12, 12, 3), 20 * i, np.uint8), i % 3) for i in range(12)] * 3
+UNFIT: dict[str, tuple[Any, Any, str]] = {  # a network, items, what is said
+    "width": (nn.Linear(64, 3), points(40), r"x float32 \(8\).* Linear\(in_features=64.* got x \(B, 8\)"),
+    "flatten": (Pictures(), IMAGES, r"Pictures\.fc Linear\(in_features=100.*got \(B, 400\)"),
+}
 
 
-@pytest.mark.parametrize("name", ["width", "flatten", "many", "few", "loss", "values"])
+@pytest.mark.parametrize("name", UNFIT)
 @pytest.mark.parametrize("given", [plan(), None], ids=["plan", "no plan"])
 def test_a_network_that_does_not_fit_is_refused_with_the_shapes_before_a_folder_exists(tmp_path, name, given):
-    task, pack, said = cases(tmp_path)[name]
+    network, items, said = UNFIT[name]
+    pack = nb.pack(items, into=tmp_path / "pack", progress=False)
     torch.manual_seed(5)
     random = torch.get_rng_state()
     with pytest.raises(nb.NbtoolsError, match=said):
-        nb.fit(task, pack, given, run=tmp_path / "run", **QUIET)
+        nb.fit(nb.classify(network), pack, given, run=tmp_path / "run", **QUIET)
     assert not (tmp_path / "run").exists()
     assert torch.equal(torch.get_rng_state(), random)
-    if given is None:
-        return
-    mended = nb.regress(nn.Linear(8, 1)) if name == "values" else nb.classify(Net() if name != "flatten" else mend())
-    assert len(nb.fit(mended, pack, given, run=tmp_path / "run", **QUIET).summary()) == 1
+    if given is not None:
+        mended = nb.classify(mend() if name == "flatten" else Net())
+        assert len(nb.fit(mended, pack, given, run=tmp_path / "run", **QUIET).summary()) == 1
 
 
 def mend() -> nn.Module:
@@ -228,39 +201,6 @@ def test_a_task_of_the_packages_own_refuses_a_network_of_another_size_too(tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-class Parts(nn.Module):
-    """x (B, 8) → logits (B, 3), by a part that may not fit; counts its forward passes in a buffer."""
-
-    def __init__(self, attention: int = 16, last: int = 16):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), last
-        self.attention = nn.MultiheadAttention(attention, 2)
-        self.head = nn.Linear(16, 3)
-        self.register_buffer("passes", torch.zeros(()))
-
-    def forward(self, x):
-        self.passes += 1
-        hidden = self.first(x)
-        hidden = hidden + self.attention(hidden, hidden, hidden)[0]
-        return self.head(hidden.view(-1, self.last))
-
-
-@pytest.mark.parametrize(
-    ("net", "said"),
-    [
-        (Parts(attention=12), r"Parts\.attention MultiheadAttention got \(B, 16\)"),  # which raises AssertionError
-        (Parts(last=17), r"x float32 \(8\): Parts got x \(B, 8\): shape '\[-1, 17\]' is invalid"),
-    ],
-    ids=["attention", "after a layer"],
-)
-def test_the_layer_that_failed_is_named_wherever_training_begins(pack, tmp_path, net, said):
-    task = nb.classify(net)
-    with pytest.raises(nb.NbtoolsError, match=said):
-        nb.fit(task, pack, plan(), tmp_path / "run", **QUIET)
-    with pytest.raises(nb.NbtoolsError, match=said):
-        nb.lr_sweep(task, pack, plan())
-
-
 def test_a_loss_that_needs_gradients_fits(pack):
     def loss(outputs, y):
         if torch.is_grad_enabled():
@@ -270,41 +210,3 @@ def test_a_loss_that_needs_gradients_fits(pack):
     state = nb.TrainState(nb.classify(Net(), loss=loss), pack, plan())
     rehearse(state, pack)
     assert trained(Net(), pack, plan()).step
-
-
-def test_the_best_of_a_run_is_that_of_its_weights_after_another_metric_chose(pack, tmp_path):
-    """Of a task of one's own, whose name stands for its metrics: rows of both parts have both."""
-    toys, settings, calls = toy.make_pack(tmp_path / "toys"), toy.PLAN.replace(epochs=2), count()
-    batches = -(-toys.splits["val"] // settings.batch_size)
-
-    def metrics(outputs, batch):
-        return {"accuracy": (1, 2), "other": ([0.9, 0.8, 0.1, 0.2, 0.3][next(calls) // batches], 1)}
-
-    task = acting(metrics=metrics)
-    nb.fit(task, toys, settings, tmp_path / "run", **QUIET)
-    task.BEST = "other"
-    run = nb.fit(task, toys, settings.replace(epochs=5), tmp_path / "run", **QUIET)
-    assert run.best["epoch"] == 5
-    assert checkpoint.read_index(run.folder)["best"].startswith("0005-")
-
-
-def test_a_run_without_a_finished_step_is_no_reason_to_let_a_network_pass_that_does_not_fit(tmp_path):
-    toys, settings = toy.make_pack(tmp_path / "toys"), toy.PLAN.replace(epochs=1)
-
-    def dies():
-        raise ZeroDivisionError
-
-    class Wrong(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last = nn.Linear(7, 4)
-
-        def forward(self, batch):
-            return self.last(batch["x"])
-
-    with pytest.raises(ZeroDivisionError):
-        nb.fit(acting({1: dies}), toys, settings, tmp_path / "run", **QUIET)
-    assert checkpoint.read_index(tmp_path / "run")["last"].endswith("-00000000")
-    with pytest.raises(nb.NbtoolsError, match=r"Wrong\.last Linear\(in_features=7"):
-        nb.fit(acting(model=lambda card, plan: Wrong()), toys, settings, tmp_path / "run", **QUIET)
-    assert len(nb.fit(acting(), toys, settings, tmp_path / "run", **QUIET).summary()) == 1

@@ -271,7 +271,8 @@ class Assignments(TorchFunctionMode):
 
 
 def test_the_loop_waits_for_the_device_at_its_own_reads_only(pack, monkeypatch):
-    """Log steps, the end of an epoch and an evaluation, with a count that is a number of Python, as most tasks have."""
+    """Log steps, the end of an epoch and an evaluation, with a count that is a number of Python, as most tasks have.
+    SYSTEMS §2 and §5: `.item()` every step."""
     meta = torch.device("meta")
 
     def made(task: Any, model: nn.Module, plan: nb.Plan) -> torch.optim.Optimizer:

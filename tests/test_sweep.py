@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import toy
-from torch import nn
+from test_lr import bowl
 
 from nbtools.errors import TrainError
-from nbtools.measure import lr_sweep, receipt
-from nbtools.train import TrainState, train
+from nbtools.measure import find_batch, lr_sweep, receipt, step_profile
+from nbtools.train import TrainState
 
 CPU = torch.device("cpu")
 SGD = toy.PLAN.replace(optimizer="sgd", betas=(0.0, 0.9), clip_norm=None)
@@ -24,47 +24,15 @@ def found(pack) -> Any:
     return lr_sweep(toy, pack, toy.PLAN, high=100.0)
 
 
-class Bowl(nn.Module):
-    """½ λ Σ (w - x)² over samples and dimensions: its mean has λ in each direction, so SGD is lost where lr > 2 / λ."""
-
-    def __init__(self, curvature: float):
-        super().__init__()
-        self.curvature = curvature
-        self.w = nn.Parameter(torch.full((8,), 3.0))
-
-    def forward(self, batch):
-        return 0.5 * self.curvature * (self.w - batch["x"]).square().sum(1)
-
-
-def bowl(curvature: float) -> Any:
-    def loss(model, batch, plan):
-        each = model(batch)
-        return each.sum(), len(each)
-
-    return toy.with_(model=lambda card, plan: Bowl(curvature), loss=loss)
-
-
 @pytest.mark.parametrize("curvature", [20.0])
 def test_a_bowl_is_lost_just_above_two_over_its_curvature_and_the_suggestion_lies_below(pack, curvature):
-    found = lr_sweep(bowl(curvature), pack, SGD, low=1e-4 / curvature, high=1e2 / curvature)
+    found = lr_sweep(bowl(curvature, 1.0), pack, SGD, low=1e-4 / curvature, high=1e2 / curvature)
     edge = 2 / curvature
     assert found.lost is not None
     assert edge < found.lost < 2 * edge
     assert found.suggestion is not None
     assert edge / 100 < found.suggestion < edge / 2
     assert all(math.isfinite(loss) for loss in found.losses)
-
-
-def test_the_suggestion_trains_better_than_a_hundredth_and_a_hundredfold_of_it(pack, found):
-    def trained(lr: float) -> float:
-        state = TrainState(toy, pack, toy.PLAN.replace(epochs=5, lr=lr, schedule="constant"))
-        rows = [row.values["train_loss"] for row in train(toy, state, pack) if row.kind == "epoch"]
-        return rows[-1]
-
-    assert found.suggestion is not None
-    best = trained(found.suggestion)
-    assert best < trained(found.suggestion / 100)
-    assert best < trained(found.suggestion * 100)
 
 
 @pytest.mark.usefixtures("fp16_on_cpu")
@@ -80,9 +48,12 @@ def test_steps_that_fp16_leaves_out_leave_the_lrs_and_the_number_of_losses_as_th
     assert f"{found.skipped} that fp16 skipped" in str(found)
 
 
+QUICK = toy.PLAN.replace(deterministic=True, ema=0.9)
 MEASURED = {
-    "sweep": lambda task, pack: lr_sweep(task, pack, toy.PLAN.replace(deterministic=True), steps=25),
-    "receipt": lambda task, pack: receipt(task, pack, toy.PLAN.replace(deterministic=True), seconds=0.02),
+    "finder": lambda task, pack: find_batch(task, pack, QUICK, CPU, 0.5, most=8),
+    "profile": lambda task, pack: step_profile(task, pack, QUICK.replace(micro_batch_size=5), CPU, 0.1),
+    "sweep": lambda task, pack: lr_sweep(task, pack, QUICK, steps=25),
+    "receipt": lambda task, pack: receipt(task, pack, QUICK, seconds=0.02),
 }
 
 
@@ -104,6 +75,14 @@ def test_measuring_leaves_no_model_in_memory_and_all_else_as_it_was(pack, name):
     assert torch.equal(torch.get_rng_state(), before[0])
     assert repr(np.random.get_state(legacy=False)) == before[1]
     assert all(torch.equal(value, kept[name]) for name, value in state.tensors().items())
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_module_that_a_task_hands_out_each_time_is_not_trained(pack, name):
+    network = toy.Net(16, 0.1)
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    MEASURED[name](toy.with_(model=lambda card, plan: network), pack)
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
 
 
 def test_the_same_seed_gives_the_same_curve_and_slow_steps_are_fewer_steps(pack, found):

@@ -9,7 +9,7 @@ from acting import QUIET
 
 import nbtools as nb
 from nbtools.__main__ import main
-from nbtools.errors import PackError, TrainError
+from nbtools.errors import TrainError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 SMALL = {"size": (24, 64)}
@@ -45,15 +45,3 @@ def test_one_call_evaluates_a_new_folder_and_training_on_it_is_refused_in_a_sent
     with pytest.raises(TrainError, match="nothing to train on"):
         nb.advise(task, unseen)
     assert not (tmp_path / "never").exists()
-
-
-def test_a_pack_with_classes_of_its_own_is_still_refused_and_the_sentence_says_what_to_call(tmp_path):
-    from nbtools.tasks import captcha
-
-    first, second, _ = TASKS["captcha"]
-    pack = captcha.pack(captcha.demo(tmp_path / "known", **first), progress=False)
-    plan = captcha.PLAN.replace(epochs=1, warmup_epochs=0.0, batch_size=16, network="small", amp="off")
-    run = nb.fit(captcha, pack, plan, tmp_path / "run", **QUIET)
-    other = captcha.pack(captcha.demo(tmp_path / "new", **second), test=1.0, progress=False)
-    with pytest.raises(PackError, match=r"classes are not the ones .* again with run\.pack\(source\)"):
-        nb.evaluate(run, other)

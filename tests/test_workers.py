@@ -7,18 +7,14 @@ import re
 import signal
 
 import pytest
-import torch
 import toy
 from acting import QUIET, acting, same, texts
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import nbtools as nb
-from nbtools.data import open_feed
 from nbtools.errors import TrainError
-from nbtools.train import Plan
 
-CPU = torch.device("cpu")
 WORKERS = toy.PLAN.replace(feed="workers")
 
 pytestmark = [
@@ -29,16 +25,6 @@ pytestmark = [
 
 def pids() -> set[int | None]:
     return {process.pid for process in multiprocessing.active_children()}
-
-
-def test_a_call_amid_another_takes_none_of_its_batches(pack):
-    feed = open_feed(pack, Plan(feed="workers", workers=2), CPU)
-    train_ids, val_ids = pack.ids("train")[:40].reshape(5, 8), pack.ids("val")[:16].reshape(2, 8)
-    outer, seen = iter(feed(list(train_ids))), []
-    seen.append(next(outer)["id"].tolist())
-    assert [raw["id"].tolist() for raw in feed(list(val_ids))] == val_ids.tolist()
-    seen += [raw["id"].tolist() for raw in outer]
-    assert seen == train_ids.tolist()
 
 
 def test_an_evaluation_asked_for_within_an_epoch_changes_nothing_of_the_run(pack):

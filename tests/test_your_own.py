@@ -165,14 +165,14 @@ def test_a_pytorch_loop_and_a_task_of_two_methods_train_the_same_network_and_lea
 
 
 def test_classify_trains_what_a_lightning_module_does():
-    found = run_cell(beside("From Lightning")[1], **names())
+    found = run_cell(beside("From Lightning")[0], **names())
     assert len(found["run"].history.of("epoch")) == EPOCHS
     again = nb.Run.open("runs/photos", task=found["task"])
     assert nb.evaluate(again, found["pack"], "val")["accuracy"] == found["run"].best["val_accuracy"]
 
 
 def test_the_model_is_taken_away_as_shown():
-    run = run_cell(beside("From Lightning")[1], **names())
+    run = run_cell(beside("From Lightning")[0], **names())
     take, look = beside("Take it away")
     run_cell(take, **run)
     fresh, x = Net(3), torch.rand(2, 3, 24, 24)

@@ -114,7 +114,7 @@ def extract(path: Path, folder: Path, progress: Progress = ignored, again: bool 
         for name, place, content in files_in(path, names, progress):
             target = folder / name
             if target.parent not in made:
-                disk.make_folder(target.parent)
+                target.parent.mkdir(parents=True, exist_ok=True)
                 made.add(target.parent)
             if again:
                 disk.remove(target)
@@ -124,7 +124,7 @@ def extract(path: Path, folder: Path, progress: Progress = ignored, again: bool 
             raise ArchiveError("holds no files")
         for folded, parts in names.spelled.items():
             if folded not in names.files:
-                disk.make_folder(folder.joinpath(*parts))  # the empty ones too
+                folder.joinpath(*parts).mkdir(parents=True, exist_ok=True)  # the empty ones too
 
 
 def plain(path: Path, target: Path, progress: Progress = ignored) -> None:
@@ -195,7 +195,7 @@ def write(files: Mapping[str, Path], path: Path, ready: Callable[[], None] = lam
         digest.update(data)
 
     with disk.explained(f"writing {path.name}", path):
-        disk.make_folder(path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
         disk.remove(part)
         try:
             with open(part, "xb", buffering=0) as file:

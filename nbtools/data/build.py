@@ -208,7 +208,7 @@ def make_pack(
     with disk.explained(f"packing {source}", target), disk.Lock(cache() / "locks" / f"pack-{lock}.lock"):
         if not finished(target, task, key):
             part = target.with_name(f"{target.name}.part")
-            disk.make_folder(part)
+            part.mkdir(parents=True, exist_ok=True)
             try:
                 found = survey()
                 if found.options is None:
@@ -318,7 +318,7 @@ class Writer:
         for path in self.folder.iterdir():
             if path.name != JOURNAL and path.stem not in last["sizes"]:
                 disk.remove(path)
-        self.journal = disk.append(self.folder / JOURNAL)
+        self.journal = FileIO(self.folder / JOURNAL, "ab")
         self.journal.truncate(end)
         if not notes:
             self.note(head)
@@ -359,7 +359,7 @@ class Writer:
                     continue
                 for name, file in self.files.items():
                     self.flush(name)
-                    disk.sync(file)
+                    os.fsync(file.fileno())
                 self.note(
                     {
                         "done": end,
@@ -459,7 +459,7 @@ class Writer:
             counts=survey.count(arrays, train) if survey.count else {},
         )
         manifest = {"version": FORMAT, "card": card.to_dict(), "bad": len(self.bad), "files": files}
-        self.save(MANIFEST, disk.to_json({**manifest, **survey.facts, **made}).encode())
+        self.save(MANIFEST, json.dumps({**manifest, **survey.facts, **made}, indent=1).encode())
 
     def save(self, name: str, data: bytes) -> None:
         with open(self.folder / name, "xb", buffering=0) as file:

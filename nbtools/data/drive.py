@@ -66,7 +66,7 @@ def place_to_keep(where: str | Path) -> Path | None:
     try:
         with disk.explained(f"creating the folder of {where}", Path(where)):
             place = local(str(where))
-            disk.make_folder(place.parent)
+            place.parent.mkdir(parents=True, exist_ok=True)
     except DriveRefused as refusal:
         say(f"{refusal}: nothing is kept at {where}, and the work of this session is lost with the machine.")
         return None

@@ -193,7 +193,7 @@ class DriveFolder(Source):
                 unfinished = part.parent.with_name(f"{file_id}-{file.version()}")
                 disk.require_space(part, file.size or 0)
                 file.fetch(unfinished, progress)
-                disk.make_folder(target.parent)
+                target.parent.mkdir(parents=True, exist_ok=True)
                 disk.rename(unfinished, target)
                 disk.remove(unfinished.with_name(f"{unfinished.name}.sum"))
 

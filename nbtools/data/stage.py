@@ -79,7 +79,7 @@ def stage(
         cached.touch(target)
         return ready
     with disk.explained(f"staging {text}", target):
-        disk.make_folder(target.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
         with lock_of(target):
             return staged(target, version, sha256) or publish(found, target, extract, sha256, progress)
 
@@ -114,7 +114,7 @@ def publish(source: Source, target: Path, extract: bool, sha256: str | None, pro
     part, name = target.with_name(f"{target.name}.part"), target.name.rpartition("-")[0]
     version = patient(source.version, Path(source.text))
     begun = part / version
-    disk.make_folder(begun)
+    begun.mkdir(parents=True, exist_ok=True)
     for other in part.iterdir():
         if other.name != begun.name:
             disk.remove(other)  # of another version of the source
@@ -212,7 +212,7 @@ def unpacked(path: Path, data: Path, progress: bool) -> Path:
     size = archive.unpacked_size(path)
     disk.remove(data.parent)
     cached.require_room(data, size)
-    disk.make_folder(data.parent)
+    data.parent.mkdir(parents=True, exist_ok=True)
     with moving(size, f"extract {data.name}", progress) as shown:
         archive.extract(path, data, shown.update)
     top = list(data.iterdir())
@@ -224,7 +224,7 @@ def one_file(path: Path, data: Path, form: str, copied: bool, progress: bool) ->
     gzip, xz and bzip2 cannot be read at any place."""
     target = data.with_name(f"{data.name}.{form.partition('.')[0]}")
     disk.remove(data.parent)
-    disk.make_folder(data.parent)
+    data.parent.mkdir(parents=True, exist_ok=True)
     if copied and form in archive.IN_PLACE:
         disk.rename(path, target)
     else:

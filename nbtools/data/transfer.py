@@ -78,7 +78,7 @@ class Part:
             self.restart()
             return
         self.noted = self.size
-        with disk.append(self.path) as file:
+        with open(self.path, "ab", buffering=0) as file:
             file.truncate(self.size)
 
     def restart(self) -> None:
@@ -88,8 +88,8 @@ class Part:
 
     def append(self, pieces: Callable[[], bytes], progress: Progress) -> None:
         """Write pieces until one is empty. Each is hashed while the next one comes."""
-        disk.make_folder(self.path.parent)
-        with disk.append(self.path) as file, ThreadPoolExecutor(1) as pool:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab", buffering=0) as file, ThreadPoolExecutor(1) as pool:
             hashed = pool.submit(bytes)
             while data := pieces():
                 disk.write(file, data)
@@ -148,7 +148,7 @@ def bring(
         disk.remove(unfinished)
     else:
         raise ArchiveError(f"{source}: its SHA-256 is not the one that was noted for it: it is damaged.")
-    disk.make_folder(target.parent)
+    target.parent.mkdir(parents=True, exist_ok=True)
     disk.rename(unfinished, target)
     disk.remove(unfinished.with_name(f"{unfinished.name}.sum"))
 

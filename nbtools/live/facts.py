@@ -14,7 +14,7 @@ from nbtools.data import batches_in
 from nbtools.live.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Picture
 from nbtools.live.columns import Columns, spent, taken
 from nbtools.measure import REASONS
-from nbtools.show import EMPTY, duration, number, spelled, written
+from nbtools.show import EMPTY, duration, header, number, written
 from nbtools.train import Diverged, order
 
 IDLE = REASONS[0x1]
@@ -102,7 +102,7 @@ def facts(columns: Columns, about: About, status: str, now: float | None = None)
     if about.best:
         found = best(columns, about.best)
         shown.append(
-            (f"best {spelled(about.best.lstrip('-'))}", f"{number(found[0])} in epoch {found[1]}" if found else EMPTY)
+            (f"best {header(about.best.lstrip('-'))}", f"{number(found[0])} in epoch {found[1]}" if found else EMPTY)
         )
     shown += [("kept", about.kept)] * bool(about.kept)
     readings = ((label, written(name, columns.newest(name))) for name, label in READINGS.items())

@@ -30,7 +30,7 @@ from nbtools.live.chart import (
 )
 from nbtools.live.columns import Columns, Series
 from nbtools.live.facts import About, facts, progress
-from nbtools.show import digits, number, spelled
+from nbtools.show import digits, header, number
 
 SCALES = ("auto", "linear", "log")
 
@@ -137,7 +137,7 @@ def metrics(columns: Columns, pen: Pen) -> Iterator[Chart]:
     for name in dict.fromkeys(name for _, name in columns.found if name.startswith("val_") and name != "val_loss"):
         x, y = columns.evaluated(name)
         line = Line(
-            spelled(name.removeprefix("val_")), *pen.thinned(x, y), colours[len(lines) % 6], "points", number(y[-1])
+            header(name.removeprefix("val_")), *pen.thinned(x, y), colours[len(lines) % 6], "points", number(y[-1])
         )
         lines.append((line, bool(np.abs(y).min() <= 1)))
     if together := tuple(line for line, share in lines if share):

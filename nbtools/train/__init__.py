@@ -49,7 +49,6 @@ from nbtools.train.task import (
     meanings_of,
     objective,
     order,
-    own_optimizer,
     readable,
     spoken,
     task_name,

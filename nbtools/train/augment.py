@@ -1,8 +1,5 @@
-"""Augmentation by name, on whole batches on their device: `augment=("crop", "flip")`, or with strengths,
-`augment={"rotate": 10}`.
-
-A sample's random numbers depend on seed, epoch and sample only, and so does what becomes of its image, whatever the
-batch. mixup alone also needs a second sample: one of the same forward pass.
+"""Augmentation by name, on whole batches on their device. What becomes of an image depends on seed, epoch and sample
+only, whatever the batch; mixup also needs a second sample: one of the same forward pass.
 
 B samples, C channels, H × W pixels, K classes.
 """
@@ -18,9 +15,10 @@ from torch.nn import functional as F
 
 from nbtools.data import TARGET, Draws, constant, places
 from nbtools.errors import TrainError
-from nbtools.train.metrics import require_known
+from nbtools.train.metrics import Batch, require_known
 
 MIXUP = "mixup"
+Names = Collection[str]
 
 
 def crop(x: Tensor, draws: Draws, most: float) -> Tensor:
@@ -99,14 +97,7 @@ def strengths(names: Collection[str] | Mapping[str, float]) -> dict[str, float]:
     return given
 
 
-def augment(
-    batch: dict[str, Tensor],
-    images: Collection[str],
-    inputs: Collection[str],
-    classes: int,
-    draws: Draws,
-    names: Collection[str] | Mapping[str, float],
-) -> dict[str, Tensor]:
+def augment(batch: Batch, images: Names, inputs: Names, classes: int, draws: Draws, names: Names) -> Batch:
     """Return the batch with its images (B, C, H, W) float32 augmented, several of a sample alike, and with mixup all
     inputs and `y`, which becomes (B, K) probabilities where there are K classes."""
     wanted, batch = strengths(names), dict(batch)
@@ -119,20 +110,16 @@ def augment(
     return mixup(batch, inputs, classes, draws, wanted[MIXUP]) if MIXUP in wanted else batch
 
 
-def mixup(
-    batch: dict[str, Tensor], inputs: Collection[str], classes: int, draws: Draws, most: float
-) -> dict[str, Tensor]:
+def mixup(batch: Batch, inputs: Names, classes: int, draws: Draws, most: float) -> Batch:
     """Mix into each sample a share, from 0 to `most`, of another one of this pass; 0.5 is mixup with α = 1 (arXiv
     1710.09412). Which one depends on the samples of the pass, not on their order."""
     share, order = draws.uniform(0, most), draws.bits().argsort()
     other = torch.empty_like(order).scatter_(0, order, order.roll(1))
-
-    def mixed(x: Tensor) -> Tensor:
-        x = x.float()
-        return torch.lerp(x, x[other], share.view(-1, *[1] * (x.dim() - 1)))
-
     mixes = {name: batch[name] for name in inputs}
     if TARGET in batch:
         y = batch[TARGET]
         mixes[TARGET] = y[..., None] == places(classes, y.device) if classes else y
-    return {**batch, **{name: mixed(x) for name, x in mixes.items()}}
+    for name, x in mixes.items():
+        x = x.float()
+        mixes[name] = torch.lerp(x, x[other], share.view(-1, *[1] * (x.dim() - 1)))
+    return {**batch, **mixes}

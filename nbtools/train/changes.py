@@ -15,9 +15,9 @@ from nbtools.train.state import TrainState, Wanted
 
 
 def agree(state: TrainState, samples: int) -> Wanted:
-    """What is wanted by now, on several ranks by rank 0: to be called after each record, since whoever watches rank 0
-    may have changed it. Raises TrainError for a plan that this run cannot adopt at this point, which is then forgotten.
-    samples: of the training split."""
+    """Return what is wanted by now, on several ranks by rank 0: to be called after each record, since whoever watches
+    rank 0 may have changed it. Raises TrainError for a plan that this run cannot adopt at this point, which is then
+    forgotten. samples: of the training split."""
     wanted, ranks = state.wanted, state.ranks
     try:
         require_change(state, wanted.plan, samples)
@@ -26,10 +26,11 @@ def agree(state: TrainState, samples: int) -> Wanted:
         raise
     if ranks.world > 1:
         plan = wanted.plan.to_dict() if wanted.plan is not state.applied else None
-        plan, evaluate, state.stopped = ranks.tell((plan, wanted.evaluate, wanted.stopped))
-        if not ranks.first:
+        plan, evaluate, stopped = ranks.tell((plan, wanted.evaluate, wanted.stopped))
+        if not ranks.first:  # rank 0's may have changed meanwhile, and waits for the next call
             state.plan = state.applied if plan is None else type(state.plan).from_dict(plan)
-            wanted = Wanted(state.plan, evaluate, state.stopped)
+            state.stopped = stopped
+            wanted = Wanted(state.plan, evaluate, stopped)
     return wanted
 
 
@@ -45,7 +46,11 @@ def changes(state: TrainState, samples: int) -> Generator[Record, None, Wanted]:
 def require_change(state: TrainState, new: Plan, epoch_size: int) -> None:
     """Raise TrainError for a plan that this run cannot adopt at this point."""
     if new is not state.applied:
-        refuse_fixed(new.changes_from(state.applied), new)
+        differing = new.changes_from(state.applied)
+        refuse_fixed(differing, new)
+        if not state.built_in and (unused := [name for name in ("weight_decay", "betas", "eps") if name in differing]):
+            rule = f"Plan.{unused[0]} does nothing to the task's own optimizer"
+            raise TrainError(f"{rule}, got {differing[unused[0]]}; set it where the optimizer is made, in another run")
         require(new, state.device)
         require_batch(new, epoch_size)
 
@@ -63,7 +68,7 @@ def adopt(state: TrainState, new: Plan, since: Plan | None = None) -> None:
 
 
 def caught_up(state: TrainState, saved: Plan) -> Iterator[Record]:
-    """Back at a checkpoint that was saved under another plan: settings changed since are kept, and a row records it."""
+    """Keep the settings that were changed since a checkpoint was saved, and record them in a row."""
     adopt(state, state.applied, since=saved)
     if differing := state.applied.changes_from(saved):
         yield state.record("change", {"what": listed(differing)})

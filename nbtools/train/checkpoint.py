@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -82,11 +83,13 @@ def publish(folder: Path, taken: Checkpoint) -> None:
                 for piece in pieces(taken.tensors):
                     digest.update(piece)
                     file.write(piece)
-                disk.sync(file)
+                os.fsync(file.fileno())
             disk.rename(part, path)
         finally:
             part.unlink(missing_ok=True)  # where the disk is full
-        disk.write_atomic(path.with_suffix(".json"), disk.to_json({**taken.facts, "sha256": digest.hexdigest()}))
+        disk.write_atomic(
+            path.with_suffix(".json"), json.dumps({**taken.facts, "sha256": digest.hexdigest()}, indent=1)
+        )
     rewind(folder, taken.name, **({"best": taken.name} if taken.facts["best"] else {}))
 
 
@@ -125,7 +128,7 @@ def mark(folder: Path, **entries: Any) -> dict[str, Any]:
     """Write entries into the index, and return it; None removes one."""
     with MARKING, disk.explained("writing the index", folder):  # the writer's thread marks, too
         index = {name: value for name, value in {**read_index(folder), **entries}.items() if value is not None}
-        disk.write_atomic(folder / INDEX, disk.to_json(index))
+        disk.write_atomic(folder / INDEX, json.dumps(index, indent=1))
     return index
 
 

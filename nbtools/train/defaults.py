@@ -32,22 +32,20 @@ def packed_dataset(card: Card | None) -> bool:
 
 
 def prepare(raw: Batch, card: Card, draws: Draws | None, names: Sequence[str] | Mapping[str, float]) -> Batch:
-    """Return the inputs of a raw batch as a network takes them: images (B, C, H, W) float32, uint8 ones from 0 to 1
-    first; augmented by name given draws; then normalised by the card's mean and std, where it has them. The padding of
-    sequences stays 0."""
+    """Return the inputs of a raw batch as a network takes them: images (B, C, H, W) float32, of bytes from 0 to 1;
+    augmented by name given draws; normalised by the card's mean and std. The padding of sequences stays 0."""
     inputs = card.options["inputs"]
     batch = raw | {name: as_input(raw[name], card, name) for name in inputs}
     if draws is not None and names:
         batch = augment(batch, images_of(card), inputs, len(card.classes), draws, names)
-    for name in inputs:
-        if name in card.options["mean"]:
-            mean, std = scale_of(card, name, raw[name].device)
-            values = (batch[name].float() - mean) / std
-            if card.columns[name].kind == "ragged":
-                steps = torch.arange(values.shape[1], device=values.device)
-                inside = steps < raw[f"{name}_length"][:, None]  # (B, L)
-                values = values * inside.view(*inside.shape, *[1] * (values.dim() - 2))
-            batch[name] = values
+    for name in (name for name in inputs if name in card.options["mean"]):
+        mean, std = scale_of(card, name, raw[name].device)
+        values = (batch[name].float() - mean) / std
+        if card.columns[name].kind == "ragged":
+            steps = torch.arange(values.shape[1], device=values.device)
+            inside = steps < raw[f"{name}_length"][:, None]  # (B, L)
+            values = values * inside.view(*inside.shape, *[1] * (values.dim() - 2))
+        batch[name] = values
     return batch
 
 
@@ -64,8 +62,7 @@ def as_input(values: Tensor, card: Card, name: str) -> Tensor:
 
 
 def scale_of(card: Card, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (mean, std) of a column over the training split, each per channel (C, 1, 1), per feature (F,), or one for
-    all; where nothing varies, std is 1."""
+    """Return (mean, std) of a column over the training split, each per channel (C, 1, 1), feature (F,), or of all."""
     shape = (-1, 1, 1) if form_of(card, name).layout else (-1,)
     mean, std = (constant(tuple(card.options[moment][name]), device).view(shape) for moment in ("mean", "std"))
     return mean, std
@@ -91,8 +88,9 @@ def require_augmentable(card: Card, names: Any) -> None:
     """Raise TrainError for augmentations that the inputs do not take, or that would leave what belongs to an image,
     such as a mask, as it is."""
     wanted, inputs, images = strengths(names), card.options["inputs"], images_of(card)
+    pictured = wanted.keys() - {MIXUP}
     there = ", ".join(f"{name} {card.columns[name]}" for name in inputs)
-    if (pictured := wanted.keys() - {MIXUP}) and not images:
+    if pictured and not images:
         raise TrainError(f"augment: {min(pictured)} needs images, but the inputs are {there}; leave it out")
     for name, column in card.columns.items():
         axes = len(column.shape) + (column.kind == "ragged" and name == TARGET)  # maps (H, W), and lists of boxes
@@ -100,10 +98,9 @@ def require_augmentable(card: Card, names: Any) -> None:
         if name not in images and axes >= 2 and moved:
             rule = f"augment: {min(moved)} would leave {'the target' if name == TARGET else name} ({column}) as it is"
             raise TrainError(f"{rule}; augment both in a `batch` of your task")
-    columns = [card.columns[name] for name in inputs]
-    if MIXUP in wanted and any(column.kind == "ragged" or column.dtype[1] not in "uf" for column in columns):
-        rule = "augment: mixup needs images or numbers of one shape"
-        raise TrainError(f"{rule}, but the inputs are {there}; leave it out")
+        if MIXUP in wanted and name in inputs and (column.kind == "ragged" or column.dtype[1] not in "uf"):
+            rule = "augment: mixup needs images or numbers of one shape"
+            raise TrainError(f"{rule}, but the inputs are {there}; leave it out")
 
 
 def expressions(card: Card) -> dict[str, tuple[tuple[()], str]]:
@@ -111,16 +108,16 @@ def expressions(card: Card) -> dict[str, tuple[tuple[()], str]]:
     ones; `options` are the card's."""
     texts: dict[str, str] = {}
     for name in card.options["inputs"]:
-        form, ragged = form_of(card, name), card.columns[name].kind == "ragged"
+        form = form_of(card, name)
         text = name + {"hwc": ".transpose(0, 3, 1, 2)", "hw": "[:, None]"}.get(form.layout, "")
         text += " / 255" * (form.unit == 255)
         if name in card.options["mean"]:
-            mean, std = moments(card, name)
-            text = f"({text} - {mean}) / {std}"
-            if ragged:
-                inside = f"(np.arange({name}.shape[1]) < {name}_length[:, None])"
-                text += f" * {inside}[:, :{', None' * len(card.columns[name].shape)}]"
-        texts |= {name: text, **({f"{name}_length": f"{name}_length"} if ragged else {})}
+            text = "({} - {}) / {}".format(text, *moments(card, name))
+            if card.columns[name].kind == "ragged":
+                axes = ", None" * len(card.columns[name].shape)
+                text += f" * (np.arange({name}.shape[1]) < {name}_length[:, None])[:, :{axes}]"
+        texts[name] = text
+        texts |= {f"{name}_length": f"{name}_length"} if card.columns[name].kind == "ragged" else {}
     return {name: ((), text) for name, text in texts.items()}
 
 
@@ -158,18 +155,15 @@ def answers(outputs: Any, card: Card) -> list[Any]:
 
 
 def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool]:
-    """Return a sample of the live picture: `Task.preview`. Values stand next to the true ones, neither right nor
-    wrong."""
-    sample, card, text = pack.sample(i), pack.card, as_text(answer)
-    if card.options["kind"] == "classes":
-        return picture(sample, card), card.classes[int(sample[TARGET])], text, True
-    known = f" (true: {as_text(sample[TARGET])})" if card.options["kind"] == "values" else ""
-    return picture(sample, card), "", f"{text}{known}", True
+    """Return `Task.preview` of a sample; values stand next to the true ones, neither right nor wrong."""
+    sample, card, kind, text = pack.sample(i), pack.card, pack.card.options["kind"], as_text(answer)
+    truth = card.classes[int(sample[TARGET])] if kind == "classes" else ""
+    known = f" (true: {as_text(sample[TARGET])})" if kind == "values" else ""
+    return picture(sample, card), truth, f"{text}{known}", True
 
 
 def picture(sample: Sample, card: Card) -> np.ndarray:
-    """Return the first image of a sample, (H, W) or (H, W, 3) uint8; floats beyond 0 to 1 from their least to their
-    most."""
+    """Return the first image of a sample, (H, W) or (H, W, 3) uint8; floats beyond 0 to 1 from least to most."""
     name = images_of(card)[0]
     image = sample[name].transpose(1, 2, 0) if form_of(card, name).layout == "chw" else sample[name]
     if image.dtype != np.uint8:

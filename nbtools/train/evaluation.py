@@ -44,7 +44,8 @@ class Sums:
             self.totals[name] = self.totals[name] + total if name in self.totals else total
 
     def read(self) -> dict[str, float]:
-        """name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those that were."""
+        """Return name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those that
+        were."""
         if not self.totals:
             return {}
         flat = torch.cat([total.view(2, -1) for total in self.totals.values()], 1).tolist()
@@ -58,7 +59,8 @@ class Sums:
 
 @torch.no_grad()
 def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, device: torch.device) -> tuple[Any, Any]:
-    """(batch, outputs) of a raw batch in evaluation: never augmented, in eval mode, which is restored afterwards."""
+    """Return (batch, outputs) of a raw batch in evaluation: never augmented, in eval mode, which is restored
+    afterwards."""
     task, training = as_task(task), model.training
     model.eval()
     try:
@@ -70,7 +72,7 @@ def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, device: to
 
 
 def losses(task: TaskLike, model: nn.Module, raws: Iterable[Batch], plan: Plan, device: torch.device) -> np.ndarray:
-    """The loss of each raw batch, (n,) float64, one that is no number as infinite."""
+    """Return the loss of each raw batch, (n,) float64, one that is no number as infinite."""
     values, task = [], as_task(task)
     for raw in raws:
         total, count = scores(task, model, raw, plan, device, metrics=())["loss"]
@@ -129,7 +131,7 @@ def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> N
 def scores(
     task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device, metrics: Any = None
 ) -> dict[str, Pair]:
-    """Loss and metrics of a batch, from one forward pass. metrics: others than the task's."""
+    """Return loss and metrics of a batch, from one forward pass. metrics: others than the task's."""
     batch, outputs = forward(task, model, raw, plan, device)
     with torch.no_grad(), autocast(plan, device, model):
         loss = summed(task.loss(lambda *_, **__: outputs, batch, plan), len(next(iter(raw.values()))))
@@ -149,5 +151,5 @@ def evaluate(
 
 
 def is_partial(plan: Plan, samples: int) -> bool:
-    """Whether evaluations during training use fewer samples than the split has, or cheaper settings."""
+    """Return whether evaluations during training use fewer samples than the split has, or cheaper settings."""
     return plan.while_training() != plan or (plan.eval_samples or samples) < samples

@@ -7,7 +7,6 @@ import io
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 KEYS = ("kind", "epoch", "step", "samples")  # the first columns of every row
-LAST = 10  # rows that a notebook shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +25,8 @@ class Record:
 
     kind: `step` (an optimizer step; values only on log steps, where `loss` is the mean since the one before),
     `evaluating` (one batch of it), `epoch` (`train_loss` is the mean over its samples), `evaluation` (requested between
-    steps), `change` (of a setting), `event` (out of memory, a bad step, a rollback, the answer to what was `asked`).
-    epoch counts from 0, step and samples from the start of the run.
+    steps), `change` (of a setting), `event` (out of memory, a bad step, a rollback). epoch counts from 0, step and
+    samples from the start of the run.
     """
 
     kind: str
@@ -39,7 +37,7 @@ class Record:
 
 
 class History:
-    """The rows of a run, in memory and, given a path, in a CSV file that grows by a line a row. It is rewritten where a
+    """The rows of a run as dicts and, given a path, as a CSV file that grows by a line a row. It is rewritten where a
     column is new, or a crash cut the last line; reading never writes. Text that a spreadsheet would run as a formula
     (= + - @), or that would be read back as a number, has a leading apostrophe in the file."""
 
@@ -74,15 +72,11 @@ class History:
         """Keep a record that carries values; bare steps are not rows. Raises DiskError."""
         if not record.values:
             return
-        row = {**{name: getattr(record, name) for name in KEYS}, **record.values}
-        self.rows.append(row)
+        self.rows.append(row := {**{name: getattr(record, name) for name in KEYS}, **record.values})
         new = [name for name in row if name not in self.columns]
         self.columns += new
-        if self.path is None:
-            return
-        if new or not self.whole or not self.path.exists():
-            self.rewrite()  # a row after half a line would be lost with it
-            return
+        if self.path is None or new or not self.whole or not self.path.exists():
+            return self.rewrite()  # a row after half a line would be lost with it
         with disk.explained("writing the history", self.path), self.path.open("ab") as file:
             file.write(self.lines([row]).encode())
 
@@ -115,8 +109,7 @@ class History:
 
     def series(self, name: str, kind: str | None = None) -> tuple[list[int], list[float]]:
         """Return (steps, values) of one column, without the rows that lack it."""
-        rows = self.rows if kind is None else self.of(kind)
-        rows = [row for row in rows if isinstance(row.get(name), (int, float))]
+        rows = [row for row in self.rows if kind in (None, row["kind"]) and isinstance(row.get(name), (int, float))]
         return [row["step"] for row in rows], [float(row[name]) for row in rows]
 
     def frame(self, kind: str | None = None) -> pd.DataFrame:
@@ -129,12 +122,8 @@ class History:
         return len(self.rows)
 
     def __repr__(self) -> str:
-        upto = f" up to step {self.rows[-1]['step']:,}" if self.rows else ""
+        upto = f" up to step {self.rows[-1]['step']:,}; frame() is a table of them" if self.rows else ""
         return f"History{f' {self.path}' if self.path else ''}: {plural(len(self), 'row')}{upto}"
-
-    def _repr_html_(self) -> str:
-        more = f"; the last {LAST}, frame() has all" if len(self) > LAST else ""
-        return f"<div>{escape(repr(self))}{more}</div>{self.frame().tail(LAST).to_html(index=False, na_rep='')}"
 
 
 def cell(item: Any) -> Any:

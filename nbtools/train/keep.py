@@ -26,9 +26,11 @@ PATIENCE = 30.0  # seconds at the end after which the user is told what is waite
 
 
 class Keeper:
-    """Copies a run to a second folder on a thread of its own. An error there stops no training: the next checkpoint is
-    tried again. complaints: said once where copies begin to fail, and once where they no longer do; requested, done:
-    calls of `keep`, and the last one whose copy is there."""
+    """Copies a run to a second folder on a thread of its own; after an error there the next checkpoint is tried again.
+
+    complaints: said once where copies begin to fail, and once where they no longer do; requested, done: calls of
+    `keep`, and the last one whose copy is there.
+    """
 
     def __init__(self, source: Path, target: Path):
         self.source, self.target, self.start = source, target, uuid4().hex
@@ -57,7 +59,6 @@ class Keeper:
                 self.attempt()
 
     def attempt(self) -> None:
-        """Copy the run as it is now; complain where that begins to fail, and where it no longer does."""
         number, before = self.requested, self.trouble
         try:
             self.copy()
@@ -80,10 +81,11 @@ class Keeper:
             self.foreign = True
             raise CheckpointError("another session has kept its run there since; to keep this one, name another keep=")
         earlier: dict[str, Any] = before.get("checkpoints", {})
-        now = {file: self.bring(file, digest, earlier) for file, digest in self.digests(index).items()}
+        paths = [self.source / f"{name}{end}" for end in (".safetensors", ".json") for name in named(index)]
+        now = {path.name: self.bring(path, earlier.get(path.name)) for path in paths}
         small = [path for path in self.source.iterdir() if path.suffix in (".json", ".csv")]
         small = [path for path in small if path.name not in (CONTROL, KEPT, LATER) and not FILE.fullmatch(path.name)]
-        files = {path.name: path.read_text("utf-8", "replace") for path in small} | {INDEX: disk.to_json(index)}
+        files = {path.name: path.read_text("utf-8", "replace") for path in small} | {INDEX: json.dumps(index, indent=1)}
         made = {"version": 2, "start": self.start, "step": place(index["last"])[1], "files": files, "checkpoints": now}
         if self.left:  # another call may keep its run there by now
             raise InterruptedError("interrupted")
@@ -97,17 +99,13 @@ class Keeper:
         if (self.source / PLOT).exists():  # for whoever looks into the folder
             disk.write_atomic(self.target / PLOT, (self.source / PLOT).read_bytes())
 
-    def digests(self, index: dict[str, Any]) -> dict[str, str]:
-        """Return the files of the checkpoints in an index: name → SHA-256; first the tensors, then the facts."""
-        facts = {name: (self.source / f"{name}.json").read_bytes() for name in named(index)}
-        tensors = {f"{name}.safetensors": json.loads(data)["sha256"] for name, data in facts.items()}
-        return tensors | {f"{name}.json": hashlib.sha256(data).hexdigest() for name, data in facts.items()}
-
-    def bring(self, name: str, digest: str, there: dict[str, Any]) -> list[Any]:
-        """Copy a file, unless it is there, and read it back; return its [bytes, SHA-256]."""
-        now = [(self.source / name).stat().st_size, digest]
-        if there.get(name) != now or not disk.exists(self.target / name):
-            disk.write_atomic(self.target / name, (self.source / name).read_bytes(), digest)
+    def bring(self, path: Path, there: Any) -> list[Any]:
+        """Copy a file of a checkpoint, unless it is there, and read it back; return its [bytes, SHA-256]."""
+        facts = path.with_suffix(".json").read_bytes()
+        digest = hashlib.sha256(facts).hexdigest() if path.suffix == ".json" else json.loads(facts)["sha256"]
+        now = [path.stat().st_size, digest]
+        if there != now or not disk.exists(self.target / path.name):
+            disk.write_atomic(self.target / path.name, path.read_bytes(), digest)
         return now
 
     def note(self, step: int | None) -> None:

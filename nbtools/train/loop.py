@@ -35,12 +35,13 @@ from nbtools.train.task import TaskLike, best_metric, bound, order, readable
 def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> Generator[Record, None, None]:
     """Train until the plan's last epoch, `state.stopped`, or the caller leaves the `for`; calling it again continues.
 
-    Yields Record `step` after every step, with values on log steps only: reading a value waits for the device, so on a
-    GPU they come in a Record of their own, of the same step, when they have arrived; `evaluating` after every batch of
-    an evaluation, `epoch` after each epoch, `change` just before a changed plan is applied, `event` for anything else.
+    Yields Record `step` after every step, with values on log steps only. Reading a value waits for the device, so on a
+    GPU they come later, in a second Record with that log step's number. Yields `evaluating` after every batch of an
+    evaluation, `epoch` after each epoch, `change` just before a changed plan is applied, `event` for anything else.
     Replace `state.plan` to change settings from the next step on. Set `state.evaluate_next` for an evaluation before
     the next step, which ends with a Record `evaluation` and changes nothing. feed: one that is open, to share it; None:
-    the plan's. Raises TrainError if training cannot start, Diverged where the loss is no number.
+    the plan's. Raises TrainError for a plan or a task that cannot train, Diverged where the loss is NaN or infinite:
+    who calls it may load a checkpoint and call it again.
 
     On several ranks this is rank 0's; the others run `obey`, and take over its state when this begins.
     """
@@ -74,7 +75,7 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
         batches = rest_of_epoch(state, ids, lengths)
         stream = feed([state.ranks.share(batch) for batch in batches])
         for batch in batches:
-            if state.called():
+            if state.has_requests():
                 yield from between_steps(state, feed, pack)
                 if state.applied.batch_size != position.segments[-1][0]:
                     break
@@ -82,14 +83,14 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
             raw = next(stream)
             meter.watch.got()
             step = careful_step if position.step < state.recovery.careful_until else train_step
-            whole = len(batch) == state.applied.batch_size and lengths is None  # a shape that recurs
-            with autotuning(state.device, state.applied, steps_left(state, len(ids)) if whole else 0):
-                meter.add(*step(state, raw, len(ids), len(batch)))
+            with autotuning(state.device, state.applied, recurring(state, len(batch), len(ids), lengths)):
+                loss_sum, count = step(state, raw, len(ids), len(batch))
+            meter.add(loss_sum, count)
             meter.watch.end()
             position.advance(len(batch))
             yield from records(state, len(ids))
         else:
-            next(stream, None)  # ends it here: Python drops an interrupt that comes while it frees a stream
+            next(stream, None)  # exhausts it: an interrupt that comes while Python frees a generator is lost
             break
     yield from meter.rows()
     if state.lost():
@@ -97,7 +98,7 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
 
 
 def rest_of_epoch(state: TrainState, ids: np.ndarray, lengths: np.ndarray | None) -> list[np.ndarray]:
-    """The batches of ids that are left of this epoch, by the applied batch size."""
+    """Return the batches of ids that are left of this epoch, by the applied batch size."""
     position, plan = state.position, state.applied
     if not position.segments or position.segments[-1][0] != plan.batch_size:
         position.segments.append([plan.batch_size, 0])
@@ -105,26 +106,32 @@ def rest_of_epoch(state: TrainState, ids: np.ndarray, lengths: np.ndarray | None
 
 
 def records(state: TrainState, samples: int) -> Iterator[Record]:
-    """What a step leaves: on a log step its figures, which may come later; events; its own record."""
+    """Yield what a step leaves: on a log step its figures, which may come later; events; its own record."""
     meter, now = state.meter, state.record("step")
     if state.step % log_interval(samples, state.applied.batch_size) == 0:
         before = meter.rows()  # the last log step's, which may end the loop here
-        meter.log(state.record("step", readings(state)), state.scaler and state.scaler._scale)
+        meter.log(state.record("step", readings(state)), state.scaler)
         yield from before
     while state.events:
         yield state.record("event", {"what": state.events.pop(0)})
     # Several ranks wait: they must all see at the same step that training diverged.
     rows = meter.rows(wait=False) if state.ranks.world == 1 else []
-    yield from rows if rows and rows[0].step == now.step else [*rows, now]
+    yield from rows
+    if not rows or rows[0].step != now.step:
+        yield now
 
 
-def steps_left(state: TrainState, samples: int) -> int:
-    """Steps on whole batches from this epoch on."""
-    return (state.applied.epochs - state.epoch) * (samples // state.applied.batch_size)
+def recurring(state: TrainState, size: int, samples: int, lengths: np.ndarray | None) -> int:
+    """Return how many batches of the shape of one of `size` samples are to come; 0 for a shape that may not recur."""
+    plan = state.applied
+    if size != plan.batch_size or lengths is not None:
+        return 0
+    return (plan.epochs - state.epoch) * (samples // plan.batch_size)
 
 
 def log_interval(samples: int, batch_size: int) -> int:
-    """Steps between log rows: ten an epoch, at most 50 steps. Steps and not seconds, so that a log can be repeated."""
+    """Return the steps between log rows: ten rows an epoch, at most 50 steps apart. Steps and not seconds, so that
+    logs are reproducible."""
     return min(50, max(1, math.ceil(samples / batch_size) // 10))
 
 
@@ -133,8 +140,8 @@ def readings(state: TrainState) -> dict[str, Any]:
 
 
 def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
-    """Apply a changed plan and evaluate where that was asked for, also while this yields; not beyond a change of batch
-    size, for which the epoch is regrouped first. An evaluation changes nothing in the run."""
+    """Apply a changed plan and evaluate, until nothing more is requested. Returns early where the batch size changed:
+    the epoch is regrouped before anything else. An evaluation changes nothing in the run."""
     yield from state.meter.rows()
     segments = state.position.segments
     while True:
@@ -143,7 +150,8 @@ def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]
             return
         state.evaluate_next = False
         if len(pack.ids("val")):
-            yield state.record("evaluation", (yield from evaluate(state, feed, pack)))
+            values = yield from evaluate(state, feed, pack)
+            yield state.record("evaluation", values)
         else:
             what = "nothing to evaluate: the validation split is empty"
             yield state.record("event", {"what": what, "asked": "evaluate"})
@@ -153,13 +161,14 @@ def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]
 
 
 def due(state: TrainState, wanted: Plan) -> bool:
-    """Whether this epoch ends with an evaluation: every `eval_every` epochs, and the last one."""
+    """Return whether this epoch ends with an evaluation: every `eval_every` epochs, and the last one."""
     done = state.epoch + 1
     return done % state.applied.eval_every == 0 or done >= wanted.epochs
 
 
 def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
-    """Loss and metrics of the validation split, or of as many of its samples as the plan evaluates during training."""
+    """Evaluate the validation split, or as many of its samples as the plan does during training; return loss and
+    metrics."""
     start, sums, plan = perf_counter(), Sums(state.device), state.applied.while_training()
     state.ranks.same(state.evaluated.buffers())
     for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed, plan.eval_samples, state.ranks):
@@ -170,8 +179,8 @@ def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
 
 
 def judge(state: TrainState, values: dict[str, Any], wanted: Plan) -> None:
-    """Whether an epoch's evaluation is the best so far, and in how many since the metric did not improve; a plateau and
-    an early stop follow from it. A best value of another metric does not count."""
+    """Decide whether an evaluation is the best so far, and count those in which the metric did not improve; a plateau
+    and an early stop follow from it. A best value of another metric does not count."""
     plan, (metric, sign) = state.applied, best_metric(state.task)
     if state.best.metric not in (None, metric):
         state.best = Best(drops=state.best.drops)
@@ -183,7 +192,7 @@ def judge(state: TrainState, values: dict[str, Any], wanted: Plan) -> None:
     state.improved = math.isfinite(value) and (
         best.value is None or order(value, loss, sign) >= order(best.value, best.loss, sign)
     )
-    best.stale = 0 if state.improved and value != best.value else best.stale + 1
+    best.stale = 0 if state.improved and value != best.value else best.stale + 1  # a tie is saved, but no improvement
     if state.improved:
         best.metric, best.value, best.loss = metric, value, loss
     if plan.schedule == "plateau" and best.stale and best.stale % plan.patience == 0:
@@ -194,10 +203,8 @@ def judge(state: TrainState, values: dict[str, Any], wanted: Plan) -> None:
 
 
 def end_epoch(state: TrainState, values: dict[str, Any], samples: int) -> Record:
-    """The epoch's row; the state moves to the next epoch."""
-    figures = state.meter.epoch(samples)
-    loss = {name: figures.pop(name) for name in ("train_loss",) if name in figures}
-    row = state.record("epoch", {**loss, **values, **figures, **readings(state)})
+    """Return the epoch's row; move to the next epoch."""
+    row = state.record("epoch", {**state.meter.epoch(samples), **values, **readings(state)})
     state.position.epoch, state.position.segments = state.epoch + 1, []
     return row
 
@@ -207,27 +214,27 @@ def end_epoch(state: TrainState, values: dict[str, Any], samples: int) -> Record
 
 def obey(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> None:
     """Train as rank 0 says: `train` on its state, begun anew whenever rank 0 begins anew, until it ends the run."""
-    begun = None
+    restart = None
     while True:
         try:
-            if begun is None:
+            if restart is None:
                 state.ranks.tell()
             else:
-                take_over(state, begun)
-                begun = None
+                take_over(state, restart)
+                restart = None
                 for _ in train(task, state, pack, feed):
                     continue
         except Restarted as restarted:
-            begun = restarted.with_traceback(None)  # its frames hold the feed
+            restart = restarted.with_traceback(None)  # its frames hold the feed
         except Diverged:
             continue  # so does rank 0, and decides what to do
         except Ended:
             return
 
 
-def take_over(state: TrainState, begun: Restarted) -> None:
+def take_over(state: TrainState, restart: Restarted) -> None:
     """Make the state rank 0's."""
-    plan, facts, tensors = begun.args
+    plan, facts, tensors = restart.args
     adopt(state, type(state.plan).from_dict(plan))  # first: a scaler takes over its saved state
     state.load(tensors, facts)
     state.plan = state.applied

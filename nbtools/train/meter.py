@@ -12,22 +12,21 @@ from torch import Tensor
 
 from nbtools.errors import TrainError
 from nbtools.train.clock import Lap, Reading, Stopwatch, put, sum_dtype
-from nbtools.train.device import memory
 from nbtools.train.history import Record
 
 LEAST_SCALE = 1e-4  # of fp16's loss, below which fairseq gives up too: overflowing steps halve it from 65,536
 
 
 class Diverged(TrainError):
-    """The loss is no longer a number, or no step counts. steps: the first and last of the interval in which it
-    happened. setting: which one to change; of any but lr it is certain."""
+    """The loss became NaN or infinite, or fp16 skips every step. steps: the last good one and the last of the interval
+    in which it happened. setting: the one to change; "lr" is a guess, others are certain."""
 
     def __init__(self, message: str, steps: tuple[int, int], setting: str = "lr"):
         super().__init__(message, entry="NaN")
         self.steps, self.setting = steps, setting
 
     def _render_traceback_(self) -> list[str]:
-        """Shown by IPython instead of a traceback: no line of code is at fault."""
+        """Show this in IPython instead of a traceback: no line of code is at fault."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -50,7 +49,7 @@ class Meter:
         self.loss = torch.zeros((), dtype=sum_dtype(device), device=device)
         self.seconds = self.waited = 0.0  # of this epoch: training, and of that waiting for data
         self.logged = (0.0, 0.0)  # loss and count at the last log step
-        self.since = (0, 0)  # step and samples then
+        self.since = (0, 0)  # step and samples at the last log step
         self.reading = Reading(3, device)  # loss, count and scale on their way
         self.pending: Pending | None = None
         self.scale = math.inf  # of fp16's loss, at the last log step
@@ -60,9 +59,10 @@ class Meter:
         self.loss += loss_sum
         self.count = self.count + count
 
-    def log(self, record: Record, scale: Tensor | None) -> None:
-        """Send the values of a log step on their way to the host. record: what is known of its row."""
-        put(self.reading.tensor, self.loss, self.count, math.inf if scale is None else scale)
+    def log(self, record: Record, scaler: torch.amp.GradScaler | None) -> None:
+        """Start copying the values of a log step to the host. record: what is known of its row."""
+        scale: Any = math.inf if scaler is None else scaler._scale  # on the device: `get_scale` would wait for it
+        put(self.reading.tensor, self.loss, self.count, scale)
         self.reading.send()
         step, samples = self.since
         self.since = record.step, record.samples
@@ -91,14 +91,14 @@ class Meter:
         return [replace(pending.record, values=values)]
 
     def timed(self, lap: Lap) -> tuple[float, float]:
-        """Add the times of a lap to the epoch's; returns them."""
+        """Add the times of a lap to the epoch's, and return them."""
         seconds, waited = lap.seconds()
         self.seconds, self.waited = self.seconds + seconds, self.waited + waited
         return seconds, waited
 
     @staticmethod
     def speed(samples: int, seconds: float, waited: float) -> dict[str, float]:
-        """samples_per_s, and the share of the time in which the device waited for data."""
+        """Return samples_per_s, and the share of the time in which the device waited for data."""
         seconds = max(seconds, 1e-9)
         return {"samples_per_s": samples / seconds, "data_wait": waited / seconds}
 
@@ -110,7 +110,6 @@ class Meter:
             **self.speed(samples, self.seconds, self.waited),
             "epoch_time": self.seconds,
             "wall": self.watch.wall,
-            **memory(self.device),
         }
         if self.device.type == "cuda":
             values["gpu_memory_peak"] = torch.cuda.max_memory_allocated(self.device) / 2**20
@@ -120,7 +119,7 @@ class Meter:
         return values
 
     def facts(self) -> dict[str, Any]:
-        """Its plain values, for JSON. Waits for the device."""
+        """Return its plain values, for JSON. Waits for the device."""
         row, (seconds, waited) = self.pending, self.watch.peek()
         return {
             "loss": float(self.loss),
@@ -149,5 +148,5 @@ class Meter:
 
 
 def mean(name: str, total: float, count: float) -> dict[str, float]:
-    """{name: total / count}; {} where no step counted: a loss of 0 would be the best of all."""
+    """Return {name: total / count}; {} where no step counted: a loss of 0 would be the best of all."""
     return {name: total / count} if count else {}

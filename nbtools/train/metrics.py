@@ -1,7 +1,4 @@
-"""Metrics by name, and of functions, as sums that add up over batches.
-
-B samples, K classes.
-"""
+"""Metrics by name, and of functions, as sums that add up over batches. B samples, K classes."""
 
 from __future__ import annotations
 
@@ -44,30 +41,25 @@ def logits_of(outputs: Any) -> Tensor:
     for tensor in (outputs, getattr(outputs, "logits", None), outputs.get("out") if hasattr(outputs, "get") else None):
         if isinstance(tensor, Tensor):
             return tensor
-    raise TrainError(
-        f"the network returns a {type(outputs).__name__} without a tensor as .logits or ['out']; return the tensor "
-        "from forward, or write a Task with model, loss, metrics and decode"
-    )
+    rule = f"the network returns a {type(outputs).__name__} without a tensor as .logits or ['out']"
+    raise TrainError(f"{rule}; return the tensor, or write a Task with model, loss, metrics and decode")
 
 
 def class_logits(outputs: Any, card: Card) -> Tensor:
     """Return logits (B, K). Raises TrainError if they are not of the pack's classes."""
     logits, count = logits_of(outputs), len(card.classes)
     if logits.dim() < 2 or logits.shape[1] != count:
-        raise TrainError(
-            f"the network must return one logit for each of {count} classes, (B, {count}), got "
-            f"{tuple(logits.shape)}; change its last layer, or pass a function: lambda classes: Net(classes)"
-        )
+        rule = f"the network must return one logit for each of {count} classes, (B, {count}), got {tuple(logits.shape)}"
+        raise TrainError(f"{rule}; change its last layer, or pass a function: lambda classes: Net(classes)")
     return logits
 
 
 def values_like(outputs: Any, shape: Sequence[int]) -> Tensor:
     """Return the outputs in the targets' shape: (B, 1) and (B,) would be broadcast to (B, B). Raises TrainError."""
     if (values := reshaped(logits_of(outputs), shape)) is None:
-        raise TrainError(
-            f"the network must return one value for each element of the target, {tuple(shape)}, got "
-            f"{tuple(logits_of(outputs).shape)}; change its last layer"
-        )
+        came = f"{tuple(shape)}, got {tuple(logits_of(outputs).shape)}"
+        rule = f"the network must return one value for each element of the target, {came}"
+        raise TrainError(f"{rule}; change its last layer")
     return values
 
 
@@ -88,7 +80,7 @@ def top(count: int, logits: Tensor, y: Tensor) -> Pair:
 
 
 def per_class(logits: Tensor, y: Tensor, f1: bool) -> Pair:
-    """Return, of each class, recall or F1 as its numerator and denominator, (K,) each."""
+    """Return, of each class, recall TP / (TP + FN) or F1, 2 TP / (2 TP + FP + FN), as two tensors (K,)."""
     predicted, true = (F.one_hot(labels, logits.shape[1]) for labels in (logits.argmax(1), y))
     hits = (predicted * true).sum(0)
     return (2 * hits, predicted.sum(0) + true.sum(0)) if f1 else (hits, true.sum(0))
@@ -102,8 +94,7 @@ METRICS: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Pair]]] = {
     "mae": ("values", "-", lambda values, y: ((values - y).abs().sum(), y.numel())),
     "mse": ("values", "-", lambda values, y: ((values - y).square().sum(), y.numel())),
 }
-"""Name → what it is of, "-" where lower is better, (outputs, targets) → Pair. balanced_accuracy and f1: the mean over
-classes of recall, and of 2 TP / (2 TP + FP + FN)."""
+"""Name → what it is of, "-" where lower is better, (outputs, targets) → Pair."""
 
 
 def require_known(what: str, name: Any, known: Collection[str]) -> None:

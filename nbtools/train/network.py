@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from nbtools.errors import TrainError
 from nbtools.train.defaults import require_augmentable
 from nbtools.train.task import Task, set_training, spoken
 
-STEPS = (8, 128, 2048)  # how long sequences of zeros are tried where layers have no size yet
+STEPS = 128  # of the sequences from which lazy layers learn their sizes
 
 
 def build(task: Task, card: Card, plan: Any) -> nn.Module:
@@ -61,19 +61,17 @@ def own_copy(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def size_layers(task: Task, model: nn.Module, card: Card, plan: Any) -> None:
     """Let lazy layers learn their sizes from two samples of zeros. Raises TrainError."""
-    error, columns = None, card.columns.items()
-    for steps in STEPS:
-        shapes = {name: (2, *(steps,) * (column.kind == "ragged"), *column.shape) for name, column in columns}
-        zeros = {name: torch.from_numpy(np.zeros(shapes[name], column.dtype)) for name, column in columns}
-        lengths = {f"{name}_length": torch.full((2,), steps) for name, column in columns if column.kind == "ragged"}
-        try:
-            task.infer(model.eval(), task.batch({**zeros, **lengths, "id": torch.arange(2)}, plan, None), plan)
-            return
-        except Exception as caught:
-            error = caught
-    inputs = ", ".join(f"{name} {card.columns[name]}" for name in card.options["inputs"])
-    rule = f"{type(model).__name__}: {error}; lazy layers learn their sizes from two samples of zeros, {inputs}"
-    raise TrainError(f"{rule}; write layers with sizes instead") from error
+    raw = {"id": torch.arange(2)}
+    for name, column in card.columns.items():
+        ragged = column.kind == "ragged"
+        raw[name] = torch.from_numpy(np.zeros((2, *(STEPS,) * ragged, *column.shape), column.dtype))
+        raw |= {f"{name}_length": torch.full((2,), STEPS)} if ragged else {}
+    try:
+        task.infer(model.eval(), task.batch(raw, plan, None), plan)
+    except Exception as error:
+        inputs = ", ".join(f"{name} {card.columns[name]}" for name in card.options["inputs"])
+        rule = f"{type(model).__name__}: {error}; lazy layers learn their sizes from two samples of zeros, {inputs}"
+        raise TrainError(f"{rule}; write layers with sizes instead") from error
 
 
 # -- the call
@@ -81,7 +79,7 @@ def size_layers(task: Task, model: nn.Module, card: Card, plan: Any) -> None:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The columns that a network's forward takes, in order and by name; neither: the batch as a dict.
+    """The columns that a network's forward takes, by position and by keyword only; neither: the batch as a dict.
 
     As a forward pre-hook it replaces a batch, and nothing else, by these: the names of weights, DDP and calls with
     tensors stay as they are.
@@ -89,45 +87,39 @@ class Arguments:
 
     called: str
     positions: tuple[str, ...] = ()
-    names: dict[str, str] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
 
     def __call__(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if named or len(given) != 1 or not isinstance(given[0], dict) or not (self.positions or self.names):
             return None
         batch = given[0]
-        if lost := [name for name in (*self.positions, *self.names.values()) if name not in batch]:
+        if lost := [name for name in (*self.positions, *self.names) if name not in batch]:
             raise TrainError(f"{self.called} takes {lost[0]!r}, but the batch has {', '.join(batch)}; return it too")
-        return tuple(batch[name] for name in self.positions), {name: batch[each] for name, each in self.names.items()}
+        return tuple(batch[name] for name in self.positions), {name: batch[name] for name in self.names}
 
 
 def find_arguments(model: nn.Module, card: Card) -> Arguments:
-    """Return what forward takes: the whole batch where its first parameter is called `batch`; else inputs and their
-    lengths, `<input>_length`, by name, and for the other required parameters the other inputs in order. Raises
-    TrainError where their numbers differ."""
+    """Return what forward takes: the whole batch where its first parameter is called `batch`; the inputs and their
+    lengths, `<input>_length`, that its parameters name; else the inputs in order. Raises TrainError for other ones."""
     inputs, start = card.options["inputs"], f"{type(model).__name__}.forward"
     try:
-        parameters = [*inspect.signature(model.forward).parameters.values()]
+        signature = inspect.signature(model.forward)
     except (TypeError, ValueError):  # compiled code has none
-        parameters = []
-    plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        signature = inspect.Signature()
+    plain = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if plain and plain[0].name == "batch":
         return Arguments(f"{start}(batch)")
     offered = [*inputs, *(f"{name}_length" for name in inputs if card.columns[name].kind == "ragged")]
-    columns = {p.name: p.name for p in plain if p.name in offered}
-    required = [p.name for p in plain if p.default is p.empty]
-    rest, free = [n for n in required if n not in columns], [name for name in inputs if name not in columns]
-    if not columns and not required:  # forward(*inputs), or all with a default: in order
+    columns, required = [p.name for p in plain if p.name in offered], [p.name for p in plain if p.default is p.empty]
+    unknown = [name for name in required if name not in columns]
+    if unknown and (columns or len(unknown) != len(inputs)):
+        came = f"which columns are {', '.join(unknown)}? The pack has {', '.join(offered)}"
+        fix = "name the parameters as the columns, or take the whole dict: forward(self, batch)"
+        raise TrainError(f"{start}({', '.join(required)}): {came}; {fix}")
+    if not columns:
         return Arguments(f"{start}({', '.join(inputs)})", tuple(inputs))
-    if rest and len(rest) != len(free):
-        raise TrainError(
-            f"{start}({', '.join(required)}): which columns are {', '.join(rest)}? The pack has {', '.join(offered)}; "
-            "name the parameters as the columns, or take the whole dict: forward(self, batch)"
-        )
-    columns |= dict(zip(rest, free, strict=False))
-    given = ", ".join(name if name == column else f"{name}={column}" for name, column in columns.items())
-    first = next((k for k, p in enumerate(plain) if p.name not in columns or p.kind is p.KEYWORD_ONLY), len(plain))
-    ordered = tuple(columns.pop(p.name) for p in plain[:first])
-    return Arguments(f"{start}({given})", ordered, columns)
+    arguments = signature.bind(**{name: name for name in columns})
+    return Arguments(f"{start}({', '.join(columns)})", arguments.args, tuple(arguments.kwargs))
 
 
 def call_of(model: nn.Module) -> str:
@@ -135,6 +127,5 @@ def call_of(model: nn.Module) -> str:
     hook = next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, Arguments)), None)
     if hook is None:
         return ""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    whole, trained = sum(size for size, _ in sizes), sum(size for size, needed in sizes if needed)
+    whole, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad >= least) for least in (0, 1))
     return f"{hook.called}, {whole:,} parameters, {'all' if trained == whole else f'{trained:,}'} trained"

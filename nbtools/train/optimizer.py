@@ -50,9 +50,8 @@ def build_optimizer(task: Any, model: nn.Module, plan: Any) -> Optimizer:
     that. Raises TrainError unless it holds exactly the trained parameters."""
     optimizer = task.optimizer(parameter_groups(model, task.groups(model, plan), plan), plan)
     if not isinstance(optimizer, Optimizer):
-        raise TrainError(
-            f"optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}; build it there"
-        )
+        came = type(optimizer).__name__
+        raise TrainError(f"optimizer must return a torch.optim.Optimizer, got {came}; build it there")
     require_all(model, optimizer.param_groups, "the optimizer's groups", "build it from the groups that it is given")
     for group in optimizer.param_groups if not built_in(optimizer) else ():
         group["lr_scale"] = float(group["lr"]) / plan.lr
@@ -100,9 +99,8 @@ def follow(optimizer: Optimizer, plan: Any) -> None:
 
 
 def allocate(optimizer: Optimizer, plan: Any) -> None:
-    """Make the buffers that torch would make in the first step, where memory could run out between two of them; with
-    its buffers in place an update allocates nothing. Besides, fused SGD leaves its momentum uninitialised, and keeps
-    whatever the memory held if the first step overflows in fp16 (torch 2.13)."""
+    """Make the buffers that torch would make in the first step, where memory could run out between two of them. Fused
+    SGD besides leaves its momentum uninitialised where the first step overflows in fp16 (torch 2.13)."""
     for parameter in (p for group in optimizer.param_groups if built_in(optimizer) for p in group["params"]):
         state = optimizer.state[parameter]
         for name in OPTIMIZERS[plan.optimizer].buffers:

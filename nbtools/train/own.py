@@ -21,7 +21,7 @@ from nbtools.train.augment import strengths
 from nbtools.train.defaults import answers, as_input, expressions, form_of, moments, packed_dataset, scale_of, shape_of
 from nbtools.train.metrics import Batch, Pair, best_of, class_logits, listed, logits_of, score, values_like
 from nbtools.train.plan import Plan
-from nbtools.train.task import Task, Tensors
+from nbtools.train.task import Task, Tensors, summed
 
 Model = nn.Module | Callable[..., nn.Module]
 Loss = Callable[[Any, Tensor], Tensor | Pair]
@@ -29,6 +29,11 @@ CROSS_ENTROPY = (nn.CrossEntropyLoss, nn.NLLLoss)
 LOGISTIC = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, F.binary_cross_entropy_with_logits)
 UNSCALED = (*LOGISTIC, nn.BCELoss, F.binary_cross_entropy, nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss)
 """Losses of probabilities, counts and signs: y means something as it is."""
+MADE = {"classes": "nb.classify(…)", "values": "nb.regress(…)"}
+OTHERWISE = {
+    "classes": "nb.regress is for values; floats become classes with astype(int), one-hot labels with argmax(1)",
+    "values": "nb.classify is for classes; whole numbers are values with nb.pack(…, classes=False), or as floats",
+}
 
 
 def classify(
@@ -42,7 +47,7 @@ def classify(
     optimizer: Any = None,
     schedule: Callable[[Any], Any] | None = None,
 ) -> Task:
-    """Return the task of naming the class of a sample of an `nb.pack`: `nb.fit(nb.classify(net), nb.pack("pictures"))`.
+    """Return the task of naming the class of a sample: `nb.fit(nb.classify(net), nb.pack("pictures"))`.
 
     model: a module, of which each run trains a copy, or a function that makes one: of parameters called `classes` (how
     many there are), `inputs` (features, or channels of an image), `card` and `plan`, as far as it has them. It returns
@@ -57,40 +62,30 @@ def classify(
     of (groups, plan). schedule: a function of plan that returns f(progress), the factor on plan.lr at 0 to 1 of the
     planned epochs. Raises TrainError.
     """
-    return Classes(model, metrics, augment, loss, plan, pretrained, optimizer, schedule)
+    return Own("classes", model, metrics, augment, loss, plan, pretrained, optimizer, schedule)
 
 
-def regress(
-    model: Model,
-    *,
-    metrics: Any = ("mae",),
-    augment: Collection[str] | Mapping[str, float] = (),
-    loss: Loss | None = None,
-    plan: Plan | None = None,
-    pretrained: bool = False,
-    optimizer: Any = None,
-    schedule: Callable[[Any], Any] | None = None,
-) -> Task:
+def regress(model: Model, *, metrics: Any = ("mae",), **options: Any) -> Task:
     """Return the task of predicting the values of a sample, (B,), (B, D) or arrays of any shape, of an `nb.pack`.
 
-    As `classify`; the network returns values of the targets' shape, also (B, 1) for (B,), and images as (B, C, H, W).
-    The targets are standardised: mean 0 and standard deviation 1 over the training split. Metrics (mae, mse, or
-    functions) and predictions are in the targets' own unit, images of bytes in 0…1. loss: of (outputs, standardised y),
-    both of y's shape; None: squared error. torch's losses of probabilities, counts and signs get y as it is (BCE,
-    BCEWithLogits, MultiLabelSoftMargin, KLDiv, PoissonNLL, SoftMargin); predictions by logits are probabilities.
+    Its options are those of `classify`. The network returns values of the targets' shape, also (B, 1) for (B,), images
+    as (B, C, H, W). The targets are standardised: mean 0 and standard deviation 1 over the training split. Metrics
+    (mae, mse, or functions) and predictions are in the targets' own unit, images of bytes in 0…1. loss: of (outputs,
+    standardised y), both of y's shape; None: squared error. torch's losses of probabilities, counts and signs get y as
+    it is (BCE, BCEWithLogits, MultiLabelSoftMargin, KLDiv, PoissonNLL, SoftMargin); predictions by logits are
+    probabilities.
     """
-    return Values(model, metrics, augment, loss, plan, pretrained, optimizer, schedule)
+    return Own("values", model, metrics, **options)
 
 
 class Own(Task):
-    """What the tasks of `classify` and `regress` have in common."""
+    """The task of `classify` or `regress`, by the kind of its targets: classes or values."""
 
-    kind: str  # of the targets
-    made: str  # what a sentence calls it
-    otherwise: str  # what is said of other targets
     card: Any = None
 
-    def __init__(self, model, metrics, augment, loss, plan, pretrained, optimizer, schedule):  # of `classify`
+    def __init__(  # of `classify`
+        self, kind, model, metrics, augment=(), loss=None, plan=None, pretrained=False, optimizer=None, schedule=None
+    ):
         if not callable(model):
             raise TrainError(f"model must be a torch.nn.Module or a function that makes one, got {model!r}")
         if plan is not None and not isinstance(plan, Plan):
@@ -98,23 +93,26 @@ class Own(Task):
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             rule = f"loss {type(loss).__name__} has parameters, which are not trained"
             raise TrainError(f"{rule}; write a Task whose model holds them")
+        self.kind, self.made = kind, MADE[kind]
         self.network, self.measured, self.given_loss, self.pretrained = model, listed(metrics), loss, pretrained
+        self.criterion: Any = summing(loss)
         self.augment, self.PLAN, self.BEST = strengths(augment), plan or Plan(), best_of(metrics)
         self.given = {"optimizer": optimizer, "schedule": schedule}
-        if optimizer is not None:
-            vars(self)["optimizer"] = maker_of(optimizer)
-        if schedule is not None:
-            if not callable(schedule) or isinstance(schedule, type):
-                rule = "schedule must be a function of the plan that returns f(progress), a factor on its lr"
-                raise TrainError(f"{rule}, got {getattr(schedule, '__name__', repr(schedule))}")
-            vars(self)["schedule"] = schedule
+        if schedule is not None and (not callable(schedule) or isinstance(schedule, type)):
+            rule = "schedule must be a function of the plan that returns f(progress), a factor on its lr"
+            raise TrainError(f"{rule}, got {getattr(schedule, '__name__', repr(schedule))}")
+        hooks = {"optimizer": optimizer and maker_of(optimizer), "schedule": schedule}
+        vars(self).update({name: hook for name, hook in hooks.items() if hook is not None})
         self.__module__ = sys._getframe(2).f_globals.get("__name__", "__main__")  # where a run looks for its name
 
     def model(self, card: Card, plan: Any) -> nn.Module:
         came = card.options["kind"] if packed_dataset(card) else "not of nb.pack"
         if came != self.kind:
             rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, and these are {came}"
-            raise TrainError(f"{rule}; {self.otherwise}")
+            raise TrainError(f"{rule}; {OTHERWISE[self.kind]}")
+        if card.columns[TARGET].kind == "ragged":
+            rule = "nb.regress needs targets of one shape, and these are sequences of any length"
+            raise TrainError(f"{rule}; write a Task with model, loss, metrics and decode")
         network: Any = self.network
         if isinstance(network, nn.Module):
             return network  # `build` copies it
@@ -122,80 +120,36 @@ class Own(Task):
         width = (shape_of(card, first) or (1,))[0 if form_of(card, first).layout else -1]
         offered = {"classes": len(card.classes), "inputs": width, "card": card, "plan": plan}
         parameters = inspect.signature(network).parameters.values()
-        plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        if unknown := [p.name for p in plain if p.default is p.empty and p.name not in offered]:
+        needed = [
+            p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        if unknown := [name for name in needed if name not in offered]:
             rule = f"the function that makes the network has the parameter {unknown[0]!r}"
             raise TrainError(f"{rule}, but can get only {', '.join(offered)}; rename it, or give it a default")
-        return network(**{p.name: offered[p.name] for p in plain if p.name in offered})
-
-    def terms(self, outputs: Tensor, y: Tensor) -> Pair:
-        """Return (sum, count) of the loss that was given."""
-        loss: Any = self.given_loss
-        if isinstance(loss, nn.Module):
-            if "_loss" not in vars(self):
-                copied: Any = copy.deepcopy(loss)
-                if isinstance(loss, CROSS_ENTROPY) and loss.reduction == "mean":
-                    copied.reduction = "sum"
-                self._loss = copied
-            loss = self._loss.to(y.device)
-        made = loss(outputs, y)
-        if isinstance(made, tuple):
-            return made
-        if made.dim():
-            return made.sum(), made.numel()
-        if getattr(loss, "reduction", "mean") != "sum":
-            return made * len(y), len(y)
-        if not isinstance(loss, CROSS_ENTROPY) or y.is_floating_point():
-            return made, len(y)
-        counted = y != loss.ignore_index  # the mean of cross entropy is over the weights of the samples' classes
-        return made, (counted if loss.weight is None else loss.weight[y.where(counted, 0)] * counted).sum()
-
-
-class Classes(Own):
-    kind, made = "classes", "nb.classify(…)"
-    otherwise = "nb.regress is for values; floats become classes with astype(int), one-hot labels with argmax(1)"
-
-    def loss(self, model: Any, batch: Batch, plan: Any) -> Pair:
-        y, outputs = batch[TARGET], model(batch)
-        if self.given_loss is not None:
-            return self.terms(logits_of(outputs), y)
-        return F.cross_entropy(class_logits(outputs, self.card), y, reduction="sum"), len(y)
-
-    def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
-        return score(self.measured, outputs, batch, self.card)
-
-    def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
-        return expressions(card), {"output": ((), "a logit for each of the classes; their softmax: probabilities")}
-
-
-class Values(Own):
-    kind, made = "values", "nb.regress(…)"
-    otherwise = "nb.classify is for classes; whole numbers are values with nb.pack(…, classes=False), or as floats"
-
-    def model(self, card: Card, plan: Any) -> nn.Module:
-        network = super().model(card, plan)
-        if card.columns[TARGET].kind == "ragged":
-            rule = "nb.regress needs targets of one shape, and these are sequences of any length"
-            raise TrainError(f"{rule}; write a Task with model, loss, metrics and decode")
-        return network
+        return network(**{p.name: offered[p.name] for p in parameters if p.name in offered})
 
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
-        if TARGET in raw:
+        if self.kind == "values" and TARGET in raw:
             raw = {**raw, TARGET: as_input(raw[TARGET], self.card, TARGET).float()}
         return super().batch(raw, plan, draws)
 
     def loss(self, model: Any, batch: Batch, plan: Any) -> Pair:
-        y, outputs = batch[TARGET], model(batch)
-        if not is_of(self.given_loss, UNSCALED):
-            mean, std = scale_of(self.card, TARGET, y.device)
-            y = (y - mean) / std
-        outputs = values_like(outputs, y.shape)
-        if self.given_loss is not None:
-            return self.terms(outputs, y)
-        return F.mse_loss(outputs, y, reduction="sum"), y.numel()
+        y, outputs = batch[TARGET], logits_of(model(batch))
+        if self.kind == "values":
+            if not is_of(self.given_loss, UNSCALED):
+                mean, std = scale_of(self.card, TARGET, y.device)
+                y = (y - mean) / std
+            outputs = values_like(outputs, y.shape)
+        if self.criterion is not None:
+            return terms(self.criterion, outputs, y)
+        if self.kind == "values":
+            return F.mse_loss(outputs, y, reduction="sum"), y.numel()
+        return F.cross_entropy(class_logits(outputs, self.card), y, reduction="sum"), len(y)
 
-    def in_units(self, outputs: Any) -> Tensor:
-        """Return values in the targets' own unit."""
+    def in_units(self, outputs: Any) -> Any:
+        """Return values in the targets' own unit; logits of classes as they are."""
+        if self.kind == "classes":
+            return outputs
         values = logits_of(outputs)
         values = values_like(values, (len(values), *shape_of(self.card, TARGET)))
         if is_of(self.given_loss, UNSCALED):
@@ -210,10 +164,13 @@ class Values(Own):
         return answers(self.in_units(outputs), card)
 
     def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
-        (mean, std), shape = moments(card, TARGET), ", ".join(map(str, ("-1", *shape_of(card, TARGET))))
-        text = f"output.reshape({shape})" + f" * {std} + {mean}" * (not is_of(self.given_loss, UNSCALED))
-        logistic = is_of(self.given_loss, LOGISTIC)
-        return expressions(card), {"output": ((), f"1 / (1 + np.exp(-{text}))" if logistic else text)}
+        if self.kind == "classes":
+            return expressions(card), {"output": ((), "a logit for each of the classes; their softmax: probabilities")}
+        (mean, std), scaled = moments(card, TARGET), not is_of(self.given_loss, UNSCALED)
+        text = f"output.reshape({(-1, *shape_of(card, TARGET))})" + f" * {std} + {mean}" * scaled
+        return expressions(card), {
+            "output": ((), f"1 / (1 + np.exp(-{text}))" if is_of(self.given_loss, LOGISTIC) else text)
+        }
 
 
 # -- what may be given
@@ -223,6 +180,25 @@ def is_of(loss: Any, kinds: tuple[Any, ...]) -> bool:
     """Return whether a loss is an instance of one of these classes, or one of these functions or a partial of it."""
     function = getattr(loss, "func", loss)
     return any(isinstance(loss, kind) if isinstance(kind, type) else function is kind for kind in kinds)
+
+
+def summing(loss: Any) -> Any:
+    """Return a copy of a loss module, as a sum where torch divides by the weights of a batch's classes."""
+    own: Any = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
+    if isinstance(loss, CROSS_ENTROPY) and loss.reduction == "mean":
+        own.reduction = "sum"
+    return own
+
+
+def terms(loss: Any, outputs: Tensor, y: Tensor) -> Pair:
+    """Return (sum, count) of a loss that was given."""
+    made = (loss.to(y.device) if isinstance(loss, nn.Module) else loss)(outputs, y)
+    if isinstance(made, tuple) or made.dim() or getattr(loss, "reduction", "mean") != "sum":
+        return summed(made, len(y))
+    if not isinstance(loss, CROSS_ENTROPY) or y.is_floating_point():
+        return made, len(y)
+    counted = y != loss.ignore_index  # the mean of cross entropy is over the weights of the samples' classes
+    return made, (counted if loss.weight is None else loss.weight[y.where(counted, 0)] * counted).sum()
 
 
 def maker_of(optimizer: Any) -> Callable[[Any, Any], Any]:

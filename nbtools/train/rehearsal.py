@@ -1,5 +1,4 @@
-"""A few samples through network, metrics and loss before anything is trained or written: what does not fit is said in
-one sentence, with the shapes. B samples."""
+"""Pass a few samples through network, metrics and loss before anything is trained or written."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from nbtools.data import TARGET, Draws, Pack, gather
 from nbtools.errors import NbtoolsError, TrainError
@@ -25,8 +24,8 @@ SAMPLES, MOST = 8, 10**8  # numbers of labels that are looked through: larger on
 
 
 def rehearse(state: TrainState, pack: Pack) -> None:
-    """Raise TrainError if the network does not take the pack's samples, or loss and metrics what it returns. No weight
-    and no random state changes."""
+    """Raise TrainError, with layer and shapes, if the network does not take the pack's samples, or loss and metrics
+    what it returns. No weight and no random state changes."""
     task, plan, device, ends = state.task, state.applied.while_training(), state.device, extremes(pack)
     ids = [*pack.ids("train")[: min(SAMPLES, plan.batch_size)], *ends]
     running: list[Any] = []  # layers and what they got, the innermost last
@@ -45,13 +44,10 @@ def rehearse(state: TrainState, pack: Pack) -> None:
                     task.batch(raw, plan, draws := Draws(plan.seed, 0, raw["id"]))
                     if task.augment and not draws.count:
                         rule = f"{spoken(task)}: its `batch` leaves out augment={task.augment!r}"
-                        raise TrainError(
-                            f"{rule}; begin it with batch = super().batch(raw, plan, draws), or omit augment"
-                        )
+                        raise TrainError(f"{rule}; begin it with batch = super().batch(raw, plan, draws)")
                 if device.type in ASSERTING:
-                    there = [tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, x) for x in (outputs, batch)]
-                    with suppress(RuntimeError):  # of a loss with tensors of its own elsewhere; others come again
-                        require_loss(task, *there, plan=plan)
+                    with suppress(RuntimeError):  # of a loss with tensors of its own on the GPU
+                        require_loss(task, *tree_map_only(Tensor, Tensor.cpu, (outputs, batch)), plan=plan)
                 require_loss(task, outputs, batch, plan)
     except NbtoolsError:
         raise
@@ -69,49 +65,44 @@ def rehearse(state: TrainState, pack: Pack) -> None:
 
 def extremes(pack: Pack) -> list[int]:
     """Return samples with the two lowest and the two highest classes: one may be ignored."""
-    samples: dict[int, None] = {}
-    ids = np.concatenate([pack.ids("train"), pack.ids("val")])
+    samples, ids = set(), np.concatenate([pack.ids("train"), pack.ids("val")])
     for name in {TARGET, "label"} & set(pack.read) - pack.offsets.keys():
         if pack.arrays[name].dtype.kind in "iu" and pack.arrays[name].size <= MOST:
             values = pack.arrays[name][ids]
             low, high = values.min(), values.max()
             inner = values.min(where=values != low, initial=high), values.max(where=values != high, initial=low)
-            for number in (low, high, *inner):
-                samples[int(ids[np.argmax(values == number) // (values.size // len(ids))])] = None
-    return list(samples)
+            samples |= {int(ids[np.argmax(values == k) // (values.size // len(ids))]) for k in (low, high, *inner)}
+    return sorted(samples)
 
 
-@torch.no_grad()
 def require_loss(task: Any, outputs: Any, batch: Batch, plan: Any) -> None:
-    try:
-        loss = task.loss(lambda *_, **__: outputs, batch, plan)
-    except RuntimeError:  # of a loss that works on gradients, or of one that does not fit
-        with torch.enable_grad():
-            tracked = outputs.clone().requires_grad_() if isinstance(outputs, Tensor) else outputs
-            loss = task.loss(lambda *_, **__: tracked, batch, plan)
+    with torch.enable_grad():  # a loss may work on gradients
+        floats = isinstance(outputs, Tensor) and outputs.is_floating_point()
+        tracked = outputs.clone().requires_grad_() if floats else outputs
+        loss = task.loss(lambda *_, **__: tracked, batch, plan)
     if not isinstance(loss, Tensor) and not (isinstance(loss, tuple) and len(loss) == 2):
         rule = "loss must return (sum, count), or a tensor: the mean, or a term per sample"
         raise TrainError(f"{spoken(task)}: {rule}; got a {type(loss).__name__}")
 
 
 def misfit(state: TrainState, running: list[Any], outputs: Any, batch: Batch) -> str:
-    columns = state.card.columns
+    """Return what does not fit: the loss, the innermost layer that was running, or the task's hooks."""
+    columns, model = state.card.columns, state.model
     if outputs is not None:
         y, classes = batch.get(TARGET), len(state.card.classes)
         target = f" and y {shape(y)} {str(y.dtype).removeprefix('torch.')}" if isinstance(y, Tensor) else ""
         came = f"{shape(getattr(outputs, 'logits', outputs))}{target}{f' of {classes} classes' * bool(classes)}"
         return f"the loss or a metric does not take outputs {came}"
-    names = [name for name in state.card.options.get("inputs") or columns if name in columns and name != TARGET]
-    data = f"the pack's {', '.join(f'{name} {columns[name]}' for name in names)}"
+    inputs = [name for name in state.card.options.get("inputs") or columns if name in columns and name != TARGET]
+    data = f"the pack's {', '.join(f'{name} {columns[name]}' for name in inputs)}"
     if not running:
         return f"its `batch` or `infer` does not take {data}"
     layer, given = running[-1]
-    where = next((f"{name} " for name, each in state.model.named_modules() if each is layer and name), "")
-    place = f"{type(state.model).__name__}.{where}" if where else ""
-    told = type(layer).__name__ if list(layer.children()) else str(layer)
-    whole = given[0] if given and isinstance(given[0], dict) else {}  # a batch, of which it takes these
-    got = [f"{name} {shape(whole[name])}" for name in names if name in whole] or map(shape, given)
-    return f"the network does not take {data}: {place}{told} got {', '.join(got) or 'nothing'}"
+    path = "".join(f"{type(model).__name__}.{name} " for name, each in model.named_modules() if each is layer and name)
+    kind = type(layer).__name__ if list(layer.children()) else str(layer)
+    whole = given[0] if given and isinstance(given[0], dict) else {}
+    got = [f"{name} {shape(whole[name])}" for name in inputs if name in whole] or map(shape, given)
+    return f"the network does not take {data}: {path}{kind} got {', '.join(got) or 'nothing'}"
 
 
 def shape(value: Any) -> str:

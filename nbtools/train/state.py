@@ -152,39 +152,40 @@ class TrainState:
 
     @property
     def scale(self) -> float:
-        """Of fp16's loss, at the last log step; infinite without."""
+        """Return the scale of fp16's loss at the last log step; infinite without."""
         return self.meter.scale
 
     @property
     def evaluated(self) -> nn.Module:
-        """The weights that evaluation and `run.model()` use: the moving average where the plan keeps one."""
+        """Return the weights that evaluation and `run.model()` use: the moving average where the plan keeps one."""
         return self.ema.module if self.ema is not None else self.model
 
     @property
     def wanted(self) -> Wanted:
-        """What is asked for at this moment; each attribute is read once, since another thread may replace it."""
+        """Return what is asked for at this moment; each attribute is read once, since another thread may replace it."""
         return Wanted(self.plan, self.evaluate_next, self.stopped)
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing left to train: an epoch that has begun is finished, even if fewer were requested."""
+        """Return whether there is nothing left to train: an epoch that has begun is finished, even if fewer were
+        requested."""
         return self.over_as(self.wanted)
 
     def over_as(self, wanted: Wanted) -> bool:
         return wanted.stopped is not None or (self.epoch >= wanted.plan.epochs and not self.position.segments)
 
-    def called(self) -> bool:
-        """Whether something is to be done before the next step: on several ranks, whether rank 0 wants it."""
+    def has_requests(self) -> bool:
+        """Return whether something is to be done before the next step: on several ranks, whether rank 0 wants it."""
         return self.ranks.tell(self.plan is not self.applied or self.evaluate_next)
 
     def record(self, kind: str, values: dict[str, Any] | None = None) -> Record:
-        """A record of this moment."""
+        """Return a record of this moment."""
         return Record(kind, self.epoch, self.step, self.samples, values or {})
 
     # -- while it trains
 
     def begin(self, samples: int) -> None:
-        """The loop begins, on a pack of so many samples: give the other ranks this state, torch this run's random
+        """Begin the loop, on a pack of so many samples: give the other ranks this state, torch this run's random
         numbers."""
         self.know(samples)
         if self.ranks.world > 1 and self.ranks.first:
@@ -194,7 +195,7 @@ class TrainState:
         self.watch.start()
 
     def end(self) -> None:
-        """The loop ends or pauses."""
+        """End or pause the loop."""
         self.watch.stop()
         self.capture_rng()
         self.training = False
@@ -219,7 +220,7 @@ class TrainState:
 
     @torch.no_grad()
     def lost(self) -> bool:
-        """Whether the loss or a weight is no longer a number: not to be saved. Waits for the device."""
+        """Return whether the loss or a weight is no longer a number: not to be saved. Waits for the device."""
         wide = reduce(torch.promote_types, {p.dtype for p in self.parameters}, torch.float32)
         parameters: Any = self.parameters
         norms = torch._foreach_norm(parameters, 2, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
@@ -228,7 +229,7 @@ class TrainState:
     # -- saved and loaded
 
     def facts(self) -> dict[str, Any]:
-        """The plain part of the state, for JSON. Waits for the device."""
+        """Return the plain part of the state, for JSON. Waits for the device."""
         plain = {
             name: {k: v for k, v in kept.items() if not isinstance(v, Tensor)} for name, kept in self.kept_by_name()
         }
@@ -244,7 +245,7 @@ class TrainState:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by name: model., ema., optimizer.<parameter>.<name>, and the random states."""
+        """Return its tensors by name: model., ema., optimizer.<parameter>.<name>, and the random states."""
         if self.training:
             self.capture_rng()
         named = {f"model.{k}": v for k, v in self.model.state_dict().items()}
@@ -254,11 +255,11 @@ class TrainState:
         return named if self.cuda_rng is None else {**named, "cuda_rng": self.cuda_rng}
 
     def kept_by_name(self) -> list[tuple[str, dict[str, Any]]]:
-        """What the optimizer keeps of each trained parameter, by the parameter's name."""
+        """Return what the optimizer keeps of each trained parameter, by the parameter's name."""
         return [(name, self.optimizer.state.get(parameter, {})) for parameter, name in self.names.items()]
 
     def moments(self) -> dict[str, Tensor]:
-        """The tensors that the optimizer keeps: optimizer.<name of the parameter>.<key>."""
+        """Return the tensors that the optimizer keeps: optimizer.<name of the parameter>.<key>."""
         pairs = ((name, key, v) for name, kept in self.kept_by_name() for key, v in kept.items())
         return {f"optimizer.{name}.{key}": v for name, key, v in pairs if isinstance(v, Tensor)}
 
@@ -297,9 +298,12 @@ class TrainState:
             name, _, key = full.rpartition(".")
             moments.setdefault(name, {})[key] = tensor
         self.optimizer.state.clear()
-        for parameter, name in self.names.items():
-            for key, value in moments.get(name, {}).items():
-                self.optimizer.state[parameter][key] = self.moment(name, parameter, value)
+        for group in self.optimizer.param_groups:
+            on_host = () if group.get("fused") or group.get("capturable") else ("step",)  # as torch has it
+            for parameter in group["params"]:
+                for key, value in moments.get(self.names[parameter], {}).items():
+                    moved = value if key in on_host else self.moment(self.names[parameter], parameter, value)
+                    self.optimizer.state[parameter][key] = moved
         allocate(self.optimizer, self.applied)
         fresh = [name for name in self.names.values() if name not in moments]
         if fresh and saved:
@@ -307,8 +311,8 @@ class TrainState:
             self.events.append(f"newly trained, without moments from the checkpoint: {', '.join(fresh[:3])}{more}")
 
     def moment(self, name: str, parameter: Tensor, saved: Any) -> Any:
-        """A saved value of a parameter's optimizer state, on the parameter's device and in its memory format. Raises
-        CheckpointError for another shape."""
+        """Return a saved value of a parameter's optimizer state, on the parameter's device and in its memory format.
+        Raises CheckpointError for another shape."""
         if not isinstance(saved, Tensor) or not saved.dim():
             return saved.to(parameter.device) if isinstance(saved, Tensor) else saved
         if self.built_in and saved.shape != parameter.shape:
@@ -321,5 +325,5 @@ class TrainState:
 
 
 def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names have this prefix, by the rest of their names."""
+    """Return the tensors whose names have this prefix, by the rest of their names."""
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 from nbtools.data import Draws
 from nbtools.errors import TrainError
@@ -24,10 +25,12 @@ from nbtools.train.state import TrainState
 from nbtools.train.task import Batch, set_training, summed
 
 LEFT_OUT = 3  # steps with a non-finite loss that a run skips: more are no accident
-Sums = tuple[Tensor, Tensor | float]  # sum of the loss, and of how many terms
+LossSum = tuple[Tensor, Tensor | float]  # sum of the loss, and of how many terms
 
 
-def train_step(state: TrainState, raw: Batch, epoch_size: float, size: int | None = None, halves: bool = True) -> Sums:
+def train_step(
+    state: TrainState, raw: Batch, epoch_size: float, size: int | None = None, halves: bool = True
+) -> LossSum:
     """Train on one raw batch, or on this rank's share of one of `size` samples.
 
     Returns the (loss sum, count) of the whole batch, still on the device: with Plan.graph until the next step. Where
@@ -36,8 +39,8 @@ def train_step(state: TrainState, raw: Batch, epoch_size: float, size: int | Non
     """
     size = size or len(raw["id"])
     set_lr(state, size, epoch_size)
-    state.keys.of(state.applied.seed, state.position.epoch)
     if state.graphs is not None and state.graphs.follow(state.applied):
+        state.keys.of(state.applied.seed, state.position.epoch)
         sums, _ = within_memory(partial(state.graphs.step, raw, partial(whole_step, state), partial(written, state)))
         if sums is not None:
             return sums
@@ -51,16 +54,16 @@ def train_step(state: TrainState, raw: Batch, epoch_size: float, size: int | Non
     return sums
 
 
-def whole_step(state: TrainState, raw: Batch) -> Sums:
-    """What a CUDA graph repeats: all of a step but what the host decides, lr and epoch."""
+def whole_step(state: TrainState, raw: Batch) -> LossSum:
+    """Do what a CUDA graph repeats: all of a step but what the host decides, lr and epoch."""
     sums = gradients(state, raw, len(raw["id"]))
     update(state)
     return sums
 
 
-def gradients(state: TrainState, raw: Batch, size: int) -> Sums:
-    """The gradient of sum / count over the whole batch of `size` samples, of which raw is this rank's share, in any
-    number of micro-batches; returns (sum, count)."""
+def gradients(state: TrainState, raw: Batch, size: int) -> LossSum:
+    """Compute the gradient of sum / count over the whole batch of `size` samples, of which raw is this rank's share, in
+    any number of micro-batches; returns (sum, count)."""
     ranks = state.ranks
     if not state.model.training:
         set_training(state.model)
@@ -87,8 +90,8 @@ def gradients(state: TrainState, raw: Batch, size: int) -> Sums:
     return loss_sum, count
 
 
-def backward(state: TrainState, raw: Batch, denominator: float | None) -> Sums:
-    """Draw, forward and backward of a micro-batch: adds the gradient of sum / denominator (None: its own count)."""
+def backward(state: TrainState, raw: Batch, denominator: float | None) -> LossSum:
+    """Draw, forward and backward a micro-batch: add the gradient of sum / denominator (None: its own count)."""
     task, plan, scaler = state.task, state.applied, state.scaler
     batch = task.batch(raw, plan, Draws(plan.seed, state.position.epoch, raw["id"], state.keys))
     if plan.channels_last:
@@ -118,7 +121,7 @@ def update(state: TrainState) -> None:
 
 
 def set_lr(state: TrainState, size: int, epoch_size: float) -> None:
-    """The lr of a step of so many samples: at its middle, so that a warmup rises and a cosine ends with 0."""
+    """Set the lr of a step of so many samples: that of its middle, so that a warmup rises and a cosine ends with 0."""
     position, optimizer = state.position, state.optimizer
     lr = lr_at(state.applied, (position.samples + size / 2) / epoch_size, state.best.drops, state.schedule)
     for group in optimizer.param_groups:
@@ -136,22 +139,23 @@ def average(state: TrainState) -> None:
     `AveragedModel.update_parameters` copies its counter to the GPU in every step, and so makes the host wait.
     """
     assert state.ema is not None
-    pairs = [pair for ours, theirs in state.averaged for pair in zip(own(ours), own(theirs), strict=True)]
-    means, values = zip(*(pair for pair in pairs if pair[0].is_floating_point()), strict=True)
+    pairs = {mean: value for ours, theirs in state.averaged for mean, value in zip(own(ours), own(theirs), strict=True)}
+    means = [mean for mean in pairs if mean.is_floating_point()]  # each once, also where modules share it
+    values = [pairs[mean] for mean in means]
     share = 1 - (state.applied.ema or 0) if state.step else 1.0  # the first average is the weights themselves
     torch._foreach_lerp_(means, values, share)  # pyright: ignore[reportPrivateImportUsage]
-    for mean, value in pairs:
+    for mean, value in pairs.items():
         if not mean.is_floating_point():
             mean.copy_(value)
 
 
 def own(module: nn.Module) -> list[Tensor]:
-    """A module's own parameters and buffers, without those of its children."""
+    """Return a module's own parameters and buffers, without those of its children."""
     return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
 
 
 def at_least_one(count: Tensor | float) -> Tensor | float:
-    """A denominator: a batch in which nothing counts has loss 0, not NaN."""
+    """Return a denominator: a batch in which nothing counts has loss 0, not NaN."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
@@ -159,8 +163,9 @@ def at_least_one(count: Tensor | float) -> Tensor | float:
 
 
 def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
-    """The parts of raw that take a forward pass each: of at most `recovery.micro` samples, and of at least two unless
-    one is requested, since a single sample breaks BatchNorm. Each rank has as many, which SyncBatchNorm needs."""
+    """Return the parts of raw that take a forward pass each: of at most `recovery.micro` samples, and of at least two
+    unless one is requested, since a single sample breaks BatchNorm. Each rank has as many, which SyncBatchNorm
+    needs."""
     micro, own = state.recovery.micro, len(raw["id"])
     if micro is None:
         return [raw]
@@ -171,9 +176,9 @@ def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
     return [{name: tensor[start:end] for name, tensor in raw.items()} for start, end in pairwise(cuts)]
 
 
-def gradients_in_memory(state: TrainState, raw: Batch, size: int) -> Sums:
-    """`gradients` in parts that fit into memory. Nothing has been updated when it runs out, so nothing is applied
-    twice; only BatchNorm's running statistics may count some samples twice."""
+def gradients_in_memory(state: TrainState, raw: Batch, size: int) -> LossSum:
+    """Compute `gradients` in parts that fit into memory. Nothing has been updated when it runs out, so nothing is
+    applied twice; only BatchNorm's running statistics may count some samples twice."""
     state.capture_rng()
     while True:
         sums, reason = within_memory(partial(gradients, state, raw, size))
@@ -188,7 +193,7 @@ def halve(state: TrainState, size: int, reason: str) -> None:
     """Choose the next smaller micro-batch."""
     ranks, now = state.ranks, min(state.recovery.micro or size, size)
     least = 2 if any(isinstance(layer, _BatchNorm) for layer in state.model.modules()) else 1
-    if ranks.world > 1:  # the others wait amid their own pass
+    if ranks.world > 1:  # the others wait blocked in their own pass
         rule = f"out of memory on rank {ranks.rank} of {ranks.world} ({reason}); set a smaller micro_batch_size"
         raise TrainError(rule, entry="Out of memory")
     if now // 2 < least:
@@ -211,7 +216,7 @@ def release(state: TrainState) -> None:
 
 
 def written(state: TrainState) -> list[Tensor]:
-    """The tensors that a step changes, parameters first."""
+    """Return the tensors that a step changes, parameters first."""
     modules = [state.model] if state.ema is None else [state.model, state.ema]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     return [*tensors, *state.moments().values()]
@@ -220,24 +225,25 @@ def written(state: TrainState) -> list[Tensor]:
 # -- a loss that is no number
 
 
-def careful_step(state: TrainState, raw: Batch, epoch_size: float, size: int | None = None) -> Sums:
-    """`train_step` that is skipped, without any effect, if its loss or a gradient is not finite. Raises Diverged where
-    that happens more often than by accident."""
+def careful_step(state: TrainState, raw: Batch, epoch_size: float, size: int | None = None) -> LossSum:
+    """Take a `train_step` that is skipped, without any effect, if its loss or a gradient is not finite. Raises Diverged
+    where that happens more often than by accident."""
     size, kept = size or len(raw["id"]), [buffer.clone() for buffer in state.model.buffers()]
     set_lr(state, size, epoch_size)
     loss_sum, count = gradients_in_memory(state, raw, size)
     if bad := after_backward(state, loss_sum):
+        bad, ids = first_bad(state, raw, size, bad)
         for buffer, before in zip(state.model.buffers(), kept, strict=True):
             buffer.copy_(before)
-        skip(state, *first_bad(state, raw, size, bad))
+        skip(state, bad, ids)
         return torch.zeros_like(loss_sum), 0
     update(state)
     return loss_sum, count
 
 
 def after_backward(state: TrainState, loss_sum: Tensor) -> str:
-    """What is not finite after backward, the same on all ranks; "" if all is. Under fp16 gradients that overflow are
-    how the scaler finds its scale: it skips such steps by itself."""
+    """Return what is not finite after backward, the same on all ranks; "" if all is. Under fp16 gradients that overflow
+    are how the scaler finds its scale: it skips such steps by itself."""
     if not finite(loss_sum):
         return "loss"
     named = state.model.named_parameters() if state.scaler is None else ()
@@ -245,14 +251,14 @@ def after_backward(state: TrainState, loss_sum: Tensor) -> str:
 
 
 def first_bad(state: TrainState, raw: Batch, size: int, after: str) -> tuple[str, list[int]]:
-    """The first tensor of this step that is not finite, and the samples to look at: of the batch, the weights, the
-    outputs of a layer, else what was found after backward. Several ranks agree on the earliest."""
+    """Return the first tensor of this step that is not finite, and the samples to look at: of the batch, the weights,
+    the outputs of a layer, else what was found after backward. Several ranks agree on the earliest."""
     task, plan, model = state.task, state.applied, state.model
     inputs: list[str] = []
     layers: list[str] = []
 
     def look(name: str, out: Any) -> None:
-        layers.extend([] if finite(out) else [f"output of layer {name}"])
+        layers.extend([] if all(map(finite, tree_leaves(out))) else [f"output of layer {name}"])
 
     leaves = [(name, module) for name, module in model.named_modules() if name and not list(module.children())]
     hooks = [m.register_forward_hook(lambda _m, _i, out, name=name: look(name, out)) for name, m in leaves]

@@ -57,20 +57,17 @@ class Task:
     BASELINE: Any = Derived(lambda task: task.PLAN.replace(feed="workers", workers=0))
     """The settings that a receipt compares with. Default: PLAN, its samples read one by one on demand."""
     PRESETS: Mapping[str, Any] = {}
-    """Name → Plan, or a function of the card that returns one or raises NbtoolsError: further settings to choose from,
-    as a guide's optimised ones. A receipt also measures the first."""
+    """Name → Plan, or a function of the card that returns one or raises NbtoolsError. A receipt measures the first."""
     BEST: Any = Derived(lambda task: best_of(task.metrics))
-    """The metric that chooses the best checkpoint, "-cer" where lower is better. Default: the first of `metrics` by
-    name, else -loss."""
+    """The metric that chooses the best checkpoint, "-cer" where lower is better. Default: the first by name."""
     MEANINGS: Mapping[str, str] = {}
-    """Metric → what it says, in plain words: shown with evaluations, and under the pointer on a table's headers."""
+    """Metric → what it says, in plain words."""
     SMOKE: Mapping[str, Any] = {}
     """Options of `demo` for the smoke test, where not every network can read what it writes by default."""
     COLUMN_OPTIONS: Mapping[str, Collection[str]] = {}
     """Column that only some networks read → its options of `pack`, first the one that names its array in the files."""
     save: Any = None
-    """save(answer, file, folder, card) -> text: write the answer to a file's sample into a folder. None: the terminal
-    prints the answer."""
+    """save(answer, file, folder, card) -> text: write the answer to a file's sample. None: the terminal prints it."""
     augment: Any = ()
     """Names of augmentations of the default `batch`: crop, flip, rotate, colour, erase, mixup; or name → strength."""
     pretrained: Any = False
@@ -78,27 +75,25 @@ class Task:
     card: Card | None = None
     """The card of the pack that it trains or answers on, where `nb.pack` made that; `bound` sets it on a copy."""
     text_of: Any = None
-    """text_of(pack, i) -> text: what `decode` should answer for sample i, as `run.report` compares it. None: the target
-    of an `nb.pack`, or the column `label`."""
+    """text_of(pack, i) -> text: what `decode` should answer for sample i. None: an `nb.pack`'s target, or `label`."""
     preview: Any = None
     """preview(pack, i, answer) -> (image (H, W) or (H, W, 3 or 4) uint8, truth, predicted): sample i for the live
-    picture, with the answer from `decode`; a fourth value True where answers are right or wrong as a whole. Default:
-    for images of `nb.pack`."""
+    picture; a fourth value True where answers are right or wrong as a whole. Default: for images of `nb.pack`."""
 
     # -- training
 
     def model(self, card: Card, plan: Any) -> nn.Module:
         """Return the network for a data set; card: its classes, columns and options. No default."""
-        raise TrainError(f"{spoken(self)} has no model(card, plan); a task needs model and loss: define it")
+        raise lacking(self, "train", "model(card, plan)")
 
     def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float] | Tensor:
         """Return (sum of the loss, number of terms) of a batch, or its mean; `model(batch)` returns the outputs, also
         where the network of an `nb.pack` takes columns. No default."""
-        raise TrainError(f"{spoken(self)} has no loss(model, batch, plan); a task needs model and loss: define it")
+        raise lacking(self, "train", "loss(model, batch, plan)")
 
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
-        """Return the network's input, from the pack's arrays: normalised, and augmented if draws are given. Default:
-        with `nb.pack` what `prepare` makes of them; else the arrays unchanged."""
+        """Return the network's input: normalised, and augmented if draws are given. Default: with `nb.pack` what
+        `prepare` makes of the arrays; else the arrays unchanged."""
         return raw if self.card is None else prepare(raw, self.card, draws, self.augment)
 
     def inputs(self, plan: Any, columns: Collection[str]) -> Collection[str]:
@@ -131,8 +126,7 @@ class Task:
         return {}
 
     def decode(self, outputs: Any, card: Card) -> list[Any]:
-        """Return the answer for each sample. Default: with `nb.pack` a class with its probability, or values; else its
-        row of the outputs."""
+        """Return the answer for each sample. Default: of `nb.pack` a class or values; else its row of the outputs."""
         return list(outputs) if self.card is None else answers(outputs, card)
 
     def show(self, *samples: Any, **options: Any) -> Any:
@@ -140,10 +134,9 @@ class Task:
         raise lacking(self, "draw samples", "show(pack, ids)")
 
     def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
-        """Return what the network takes out of a batch, and what it returns, for `run.export("model.onnx")`. The text
-        of an input is the NumPy expression that makes it from the pack's columns, padded with 0 to the longest sample;
-        that of an output says what it means. Empty shapes follow from the columns of an `nb.pack`. Default: nothing,
-        which ONNX refuses; with `nb.pack` the texts of what the default `batch` makes."""
+        """Return what the network takes out of a batch, and what it returns, for `run.export("model.onnx")`. An input's
+        text is the NumPy expression that makes it from the pack's columns, padded with 0; an output's is its meaning.
+        Default: with `nb.pack` what the default `batch` makes; else nothing, which ONNX refuses."""
         default = getattr(self.batch, "__func__", None) is Task.batch
         return (expressions(card) if packed_dataset(card) and default else {}), {}
 
@@ -171,20 +164,13 @@ class Task:
         raise lacking(self, "read files", "read(path, options)")
 
     def pack(
-        self,
-        source: str | Path,
-        *,
-        val: float = 0.1,
-        test: float = 0.1,
-        into: str | Path | None = None,
-        progress: bool = True,
-        **options: Any,
+        self, source: Any, *, val: float = 0.1, test: float = 0.1, into: str | Path | None = None, progress=True, **more
     ) -> Pack:
         """Return the pack of a source. Default: `build_pack` of `survey` and `read`; without a `survey` `nb.pack`."""
         ends: Any = {"val": val, "test": test, "into": into, "progress": progress}
         if self.packs_datasets:
-            return pack_dataset(source, **ends, **options)
-        return build_pack(source, task_name(self), options, self.survey, self.read, **ends, processes=False)
+            return pack_dataset(source, **ends, **more)
+        return build_pack(source, task_name(self), more, self.survey, self.read, **ends, processes=False)
 
     @property
     def packs_datasets(self) -> bool:
@@ -215,8 +201,8 @@ class Task:
 HOOKS = tuple(name for name in vars(Task) if not name.startswith("_") and name not in ("card", "packs_datasets"))
 
 
-def lacking(task: Task, what: str, hook: str) -> NbtoolsError:
-    return NbtoolsError(f"{spoken(task)} cannot {what}: it has no {hook}; define it")
+def lacking(task: Task, what: str, hook: str) -> TrainError:
+    return TrainError(f"{spoken(task)} cannot {what}: it has no {hook}; define it")
 
 
 # -- what a task means to a run
@@ -239,11 +225,6 @@ def set_training(model: nn.Module, training: bool = True) -> None:
             layer.eval()
 
 
-def own_optimizer(task: Task) -> bool:
-    """Return whether the optimizer is not the plan's."""
-    return getattr(task.optimizer, "__func__", None) is not Task.optimizer
-
-
 def objective(task: Task) -> tuple[Any, list[str], dict[str, float], dict[str, str]]:
     """Return the loss (None: the default), the metrics' names, the augmentations' strengths, and the names of optimizer
     and schedule of a run on a pack of `nb.pack`; nothing for other tasks, whose name stands for all of them."""
@@ -251,9 +232,10 @@ def objective(task: Task) -> tuple[Any, list[str], dict[str, float], dict[str, s
         return None, [], {}, {}
     loss = getattr(task, "given_loss", type(task).loss)
     metrics = [name_of(metric) for metric in listed(getattr(task, "measured", task.metrics))]
-    given = getattr(task, "given", {"optimizer": task.optimizer, "schedule": task.schedule})
-    own = {name: getattr(getattr(task, name), "__func__", None) is not getattr(Task, name) for name in given}
-    names = {name: qualified(value) if own[name] else "default" for name, value in given.items()}
+    names, given = {"optimizer": "default", "schedule": "default"}, getattr(task, "given", {})
+    for name in names:
+        if getattr(hook := getattr(task, name), "__func__", None) is not getattr(Task, name):
+            names[name] = qualified(given.get(name) or hook)
     return loss, metrics, {name: float(strength) for name, strength in strengths(task.augment).items()}, names
 
 
@@ -266,13 +248,12 @@ def qualified(function: Any) -> str:
 
 
 def order(value: float, loss: float | None, sign: float) -> tuple[float, float]:
-    """Return what is greater for the better of two evaluations: by the metric, and where that is equal by the lower
-    validation loss. Where both are equal, the later epoch is the better one."""
+    """Return what is greater for the better of two evaluations: by the metric, then by the lower validation loss."""
     return sign * value, -loss if loss is not None and math.isfinite(loss) else -math.inf
 
 
 def best_metric(task: Task) -> tuple[str, float]:
-    """Return the metric that chooses the best checkpoint, and +1, or -1 where lower is better."""
+    """Return the metric that chooses the best checkpoint, and its sign: -1 where lower is better."""
     return task.BEST.lstrip("-"), -1.0 if task.BEST.startswith("-") else 1.0
 
 

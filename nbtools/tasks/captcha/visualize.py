@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from nbtools.data import Pack
-from nbtools.figures import Picture, Sheet, blank, gallery, judged
+from nbtools.figures import Sheet, gallery, judged
 from nbtools.tasks.common.labels import text_of
 from nbtools.tasks.common.mistakes import paired
 
@@ -19,8 +19,8 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     """
     answers = [None] * len(ids) if predicted is None else predicted
     pairs = paired([int(i) for i in ids], answers, "text")
-    pictures = [Picture(picture(pack, i), *judged(text_of(pack, i), answer)) for i, answer in pairs]
-    return gallery(pictures)[0] if pictures else blank()
+    pictures = [(picture(pack, i), *judged(text_of(pack, i), answer)) for i, answer in pairs]
+    return gallery(pictures)
 
 
 def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str]:

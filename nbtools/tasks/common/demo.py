@@ -38,7 +38,7 @@ def write_demo(
                     raise PackError(foreign(folder / name))
                 written.write(f"{name}\n")
                 written.flush()  # before the file, so that the next demo knows what an interrupted one wrote
-                disk.make_folder((folder / name).parent)
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 with open(folder / name, "xb", buffering=0) as file:
                     disk.write(file, data)
     return folder
@@ -46,7 +46,7 @@ def write_demo(
 
 def clear(folder: Path, suffixes: tuple[str, ...]) -> None:
     """Make the folder, and remove the files of an earlier demo from it."""
-    disk.make_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     there, listed = walk(folder), folder / LIST
     if listed.exists():
         for name in set(listed.read_text("utf-8").splitlines()).intersection(there):

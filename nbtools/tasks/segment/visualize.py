@@ -98,7 +98,7 @@ def labelled(pack: Pack, image: np.ndarray, label: np.ndarray, title: str, about
     """An image, and its classes over it."""
     size = scaled(image, CELL, TALL)  # in the size at which they are shown, lines are one pixel wide
     image, label = resized(image, size), resized(label, size)
-    return [(Picture(image, title), None), (Picture(overlay(pack, image, label), about), label)]
+    return [((image, title, GREY), None), ((overlay(pack, image, label), about, GREY), label)]
 
 
 def judged(pack: Pack, i: int, guess: np.ndarray) -> list[Panel]:
@@ -111,8 +111,8 @@ def judged(pack: Pack, i: int, guess: np.ndarray) -> list[Panel]:
     drawn = np.where((label == IGNORE)[..., None], pale(image), drawn).round().astype(np.uint8)
     wrong = 0.0 if math.isnan(found["miou"]) else 1 - found["pixel_accuracy"]
     return [
-        (Picture(overlay(pack, image, predicted), f"predicted · {miou_text(found)}"), predicted),
-        (Picture(drawn, f"wrong · {percent(wrong, 1)} of pixels", WRONG), None),
+        ((overlay(pack, image, predicted), f"predicted · {miou_text(found)}", GREY), predicted),
+        ((drawn, f"wrong · {percent(wrong, 1)} of pixels", WRONG), None),
     ]
 
 
@@ -126,12 +126,12 @@ def figure(pack: Pack, panels: Sequence[Panel]) -> Sheet:
         return blank()
     seen = sorted({int(k) for _, label in panels if label is not None for k in np.unique(label)})
     names = ["ignored" if k == IGNORE else f"{k} {pack.classes[k]}" for k in seen]
-    sheet, axes, _ = gallery([one for one, _ in panels], COLUMNS, below=MARGIN + ROW * math.ceil(len(seen) / NAMES))
+    sheet = gallery([one for one, _ in panels], COLUMNS, below=MARGIN + ROW * math.ceil(len(seen) / NAMES))
     fonts, colours = Fonts.of("".join(names)), colours_of(pack) / 255
     patches = [Patch(facecolor="#c8c8c8" if k == IGNORE else colours[k], edgecolor=GREY) for k in seen]
     texts = [fonts.shortened(name, SIZE, WIDE / NAMES - 50) for name in names]
     font = FontProperties(family=fonts.families, size=SIZE)
-    legend = axes.legend(
+    legend = sheet.axes[0].legend(
         patches, texts, ncols=NAMES, loc="lower left", frameon=False, prop=font, borderpad=0, labelcolor=GREY
     )
     for text in legend.get_texts():

@@ -136,7 +136,7 @@ def linked(links: Mapping[str, Path]) -> Path:
     text = json.dumps({name: str(path) for name, path in links.items()})
     folder = cache() / "linked" / hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).hexdigest()
     with disk.explained(f"linking {', '.join(links)}", folder):
-        disk.make_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         for name, path in links.items():
             with contextlib.suppress(FileExistsError):
                 (folder / name).symlink_to(path)

@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 from nbtools import disk
 from nbtools.data import SPLITS, Card, Pack, Sample
 from nbtools.errors import PackError
-from nbtools.figures import GREY, RIGHT, Picture, Sheet, blank, finish, gallery, judged
+from nbtools.figures import GREY, RIGHT, Sheet, finish, gallery, judged
 from nbtools.show import plural
 from nbtools.tasks.common.mistakes import confusion as confusion_table
 from nbtools.tasks.common.mistakes import counts_of, most_confused, paired
@@ -120,9 +120,10 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     for i, guess in paired(ids, [None] * len(ids) if predicted is None else predicted, "gloss"):
         count, draw = drawing(pack, i)
         category = pack.options["categories"][int(pack.arrays["label"][i][1])]
-        about = f"{category} · {plural(count, 'frame')}"
-        pictures.append(Picture(strip(draw, 0, count - 1), *judged(text_of(pack, i), guess), about))
-    return gallery(pictures, columns=1)[0] if pictures else blank()
+        caption, colour = judged(text_of(pack, i), guess)
+        caption += f" · {category} · {plural(count, 'frame')}"
+        pictures.append((strip(draw, 0, count - 1), caption, colour))
+    return gallery(pictures, columns=1)
 
 
 def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str, bool]:
