@@ -188,7 +188,7 @@ def test_runs_are_listed_and_compared_and_a_folder_is_predicted_into_a_csv_file(
     assert train() == 0
     assert main(["train", "toy", str(data), "--from", "plan", "--epochs", "1", "--no-receipt", "--run", other]) == 0
     assert main(["watch", str(runs / "tyo")]) == 1
-    assert f"there is no such folder; did you mean {runs / 'toy'}?" in capsys.readouterr().err
+    assert f"there is no such folder; train with run='{runs / 'tyo'}', or choose one of nb.runs('{runs}')" in capsys.readouterr().err
     assert {row["run"] for row in document(capsys, "runs", str(runs))} == {"toy", "other"}
     assert main(["compare", str(runs / "toy"), other]) == 0
     assert nb.compare(runs / "toy", other).conclusion in capsys.readouterr().out
