@@ -18,7 +18,7 @@ from nbtools.errors import CheckpointError, DiskError, StageError, TrainError
 from nbtools.live import Columns, along
 from nbtools.run import Run
 from nbtools.show import number, plural, spelled
-from nbtools.train import TaskLike, best_metric, checkpoint
+from nbtools.train import TaskLike, best_metric, checkpoint, kept_until
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,7 +42,7 @@ def runs(folder: str | Path = "runs", task: TaskLike | None = None) -> pd.DataFr
         say(f"{folder} has no runs in it")
     for run in opened.values():
         best = {name: value for name, value in outcome(run).items() if name not in ("train_loss", "steps", "memory")}
-        about = {"kept": run.kept, "tags": run.tags, "notes": run.notes}
+        about = {"kept": kept_until(run.folder), "tags": run.tags, "notes": run.notes}
         rows.append({"state": run.state, **best, "changed": datetime.fromtimestamp(int(changed(run))), **about})
     return pd.DataFrame(rows, pd.Index(opened, name="run"))
 
@@ -166,7 +166,7 @@ class Comparison:
 
 
 def judge(runs: Mapping[str, Run]) -> tuple[Run | None, str]:
-    """Return (the best run, the conclusion); None where none is better by more than chance, see `noise`."""
+    """Return (the best run, the conclusion); None where none is better by more than chance, see `alike`."""
     metrics = {best_metric(run.task) for run in runs.values()}
     values = {name: run.best[f"val_{best_metric(run.task)[0]}"] for name, run in runs.items() if run.best}
     if len(runs) < 2:
@@ -180,25 +180,21 @@ def judge(runs: Mapping[str, Run]) -> tuple[Run | None, str]:
     count = min(min(run.plan.eval_samples or math.inf, run.card.splits["val"]) for run in runs.values())
     share = metric != "loss" and all(0 <= value <= 1 for value in values.values())
     by = "validation loss" if metric == "loss" else spelled(metric)
-    level = [
-        name for name in values if abs(values[name] - values[best]) <= noise(values[best], values[name], count, share)
-    ]
+    level = [name for name in (best, *others) if alike(values[best], values[name], count, share)]
     if len(level) > 1:
-        said = ", ".join(f"{name} {number(values[name])}" for name in sorted(level, key=[best, *others].index))
+        said = ", ".join(f"{name} {number(values[name])}" for name in level)
         why = f"on {plural(int(count), 'validation sample')}, chance alone can make such a difference"
         return None, f"No clear winner by {by}: {said}; {why}."
     apart = f"{number(abs(values[best] - values[others[0]]))} {'above' if sign > 0 else 'below'} {others[0]}"
     return runs[best], f"{best} is the best: {by} {number(values[best])}, {apart}."
 
 
-def noise(one: float, other: float, count: float, share: bool) -> float:
-    """Return how far apart chance can bring two values over so many samples, by a rule of thumb.
+def alike(best: float, other: float, count: float, share: bool) -> bool:
+    """Return whether chance can make such a difference over so many samples, by a rule of thumb.
 
     share: of metrics from 0 to 1, two standard errors of the difference of two shares, which no mean of such numbers
-    exceeds. Else, of a loss that varies between samples by as much as its mean, a standard error of about 1 / √count of
-    it, at least 2 %.
+    exceeds. Else, of a loss that varies between samples by as much as its mean, 1 / √count of it and at least 2 %.
     """
-    middle, count = (one + other) / 2, max(count, 1)
-    if share:
-        return 2 * math.sqrt(2 * middle * (1 - middle) / count)
-    return max(max(0.02, count**-0.5) * abs(one), 1e-4)
+    middle, count = (best + other) / 2, max(count, 1)
+    limit = 2 * math.sqrt(2 * middle * (1 - middle) / count) if share else max(0.02, count**-0.5) * abs(best)
+    return abs(best - other) <= limit

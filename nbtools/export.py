@@ -9,7 +9,6 @@ import json
 import math
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +21,13 @@ from torch.utils._pytree import tree_leaves
 from nbtools import disk
 from nbtools.data import Pack, collate
 from nbtools.errors import ExportError, MissingExtra
-from nbtools.show import plural
 from nbtools.train import Plan, checkpoint, spoken
 from nbtools.version import VERSION
 
 if TYPE_CHECKING:
     from nbtools.run import Run
 
-PARTS = 1, 2, 5  # samples of the batches on which answers are compared; torch takes an axis of length 1 for a fixed one
+SAMPLES = 8  # on which answers are compared, in batches of 1, 2 and 5; torch takes an axis of length 1 for a fixed one
 TOLERANCE = 1e-4  # of the largest value where that is above 1
 INSTEAD = "run.export('model'), without .onnx, writes the weights as safetensors"
 
@@ -39,6 +37,7 @@ def write_weights(run: Run, path: Path) -> Path:
     if path.suffix != ".safetensors":
         path = path.with_name(f"{path.name}.safetensors")  # with_suffix would cut model-v1.2
     card = {"task": checkpoint.read_index(run.folder)["task"], "card": run.card.to_dict(), "plan": run.plan.to_dict()}
+    card["validation"] = {name: value for name, value in run.best.items() if name.startswith("val_")}
     with disk.explained("exporting", path):
         tensors = {name: tensor.contiguous() for name, tensor in checkpoint.weights(run.folder).items()}
         disk.write_atomic(path, save(tensors))
@@ -63,9 +62,8 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
         missing = f"{spoken(run.task)} has no tensors(card, plan), which says what an ONNX file reads and returns"
         raise ExportError(f"{missing}; define it, or leave .onnx out: {INSTEAD}")
     graph, batches = Graph(run.model("cpu"), list(inputs)), samples(run, pack, list(inputs))
-    silent = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore")
     try:
-        with silent[0], silent[1], silent[2]:  # an exporter that fails shows whole graphs
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
             about = described(run, graph, batches[-1], inputs, outputs)
             model = onnx.load_model_from_string(exported(graph, batches[-1], about))
             onnx.helper.set_model_props(model, metadata(run, about))
@@ -95,11 +93,10 @@ class Graph(nn.Module):
 
 def samples(run: Run, pack: Pack, names: list[str]) -> list[tuple[Tensor, ...]]:
     """Return the network's input for batches of samples from all over a split."""
-    pack = run.readable(pack)
+    pack, batches = run.readable(pack), []
     ids = next(filter(len, map(pack.ids, ("val", "test", "train"))))
-    ids, batches = iter(ids[np.linspace(0, len(ids) - 1, sum(PARTS)).round().astype(int)]), []
-    for size in PARTS:
-        raw = collate([pack.sample(int(i)) for i in islice(ids, size)], pack.columns, pack.unread)
+    for part in np.split(ids[np.linspace(0, len(ids) - 1, SAMPLES).round().astype(int)], (1, 3)):
+        raw = collate([pack.sample(int(i)) for i in part], pack.columns, pack.unread)
         batch = run.task.batch(raw, run.plan, None)
         batches.append(tuple(batch[name] for name in names))
     return batches
@@ -150,7 +147,7 @@ def compare(graph: Graph, content: bytes, batches: list[tuple[Tensor, ...]]) -> 
             if ours.numel():
                 apart = (ours.double() - theirs.double()).abs().max() / ours.double().abs().max().clamp(min=1)
                 worst = max(worst, float(apart.nan_to_num(math.inf)))
-    pair = f"on {plural(sum(PARTS), 'sample')} its outputs in onnxruntime {onnxruntime.__version__} differ from torch's"
+    pair = f"on {SAMPLES} samples its outputs in onnxruntime {onnxruntime.__version__} differ from torch's"
     if worst > TOLERANCE:
         raise ExportError(f"{pair} by up to {worst:.2g}, and at most {TOLERANCE:g} is allowed")
     return f"{pair} by at most {worst:.1g}"

@@ -66,14 +66,8 @@ class Run:
                 folder = opened_copy(given)
             index = patient(lambda: checkpoint.read_index(folder), folder)
             if not index:
-                why = (
-                    f"no {checkpoint.INDEX}, so this is not a run folder"
-                    if folder.is_dir()
-                    else "there is no such folder"
-                )
-                here = folder if folder.is_dir() else folder.parent
-                fix = f"train with run={str(folder)!r}, or choose one of nb.runs({str(here)!r})"
-                raise CheckpointError(f"{folder}: {why}; {fix}")
+                why = f"no {checkpoint.INDEX}, so this is not a run folder" if folder.is_dir() else "no such folder"
+                raise CheckpointError(f"{folder}: {why}; nb.runs lists those of a folder, nb.fit with run= trains one")
             known = train.import_task(index.get("task", "none"), folder) if task is None else train.as_task(task)
             card, plan = (patient(partial(stored, folder / name), folder) for name in (CARD, PLAN))
         return cls(folder, known, Card.from_dict(card), type(known.PLAN).from_dict(plan))
@@ -121,11 +115,6 @@ class Run:
         return "stopped" if rows and rows[-1].get("asked") == "stop" else "interrupted"
 
     @property
-    def kept(self) -> str:
-        """What is kept of it in the folder of `keep=`: `step 1,200`, or `nothing yet`; "" where none was named."""
-        return train.kept_until(self.folder)
-
-    @property
     def best(self) -> Scores:
         """The best epoch, from 1, with its losses, metrics (val_…), lr, seconds and MiB; {} before there is one."""
         row = {name: value for name, value in self.best_row.items() if name != "kind"}
@@ -159,16 +148,11 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what is known of it, for JSON: state, plan, epochs, best, final evaluation, receipt and verdict."""
-        about = {
-            "run": str(self.folder),
-            "task": self.card.task,
-            "state": self.state,
-            "stopped": self.state == "stopped",
-        }
-        scores = {"epochs": self.summary().reset_index().to_dict("records"), "best": {**self.best}, "final": self.final}
         receipt, verdict = self.receipt, self.verdict
+        about = {"run": str(self.folder), "task": self.card.task, "state": self.state, "plan": self.plan.to_dict()}
+        scores = {"epochs": self.summary().reset_index().to_dict("records"), "best": {**self.best}, "final": self.final}
         measured = {"receipt": receipt and receipt.to_dict(), "verdict": verdict and verdict.to_dict()}
-        return {**about, "plan": self.plan.to_dict(), **scores, **measured}
+        return {**about, **scores, **measured}
 
     def __repr__(self) -> str:
         done = len(self.history.of("epoch"))
@@ -211,12 +195,9 @@ class Run:
         folder = Path(files) if isinstance(files, str | Path) and Path(files).is_dir() else None
         if folder:
             samples = self.read_folder(folder)
-        elif self.task.card is None:
-            samples = (
-                (path, self.read(path)) for path in map(Path, [files] if isinstance(files, str | Path) else files)
-            )
         else:
-            items = train.items_of(files, self.card)
+            paths, own = [files] if isinstance(files, str | Path) else files, self.task.card is not None
+            items = train.items_of(files, self.card) if own else [Path(path) for path in paths]
             samples = ((items[i], self.read(items[i])) for i in range(len(items)))
         results = list(self.answers(samples, batch_size))
         if not all:
@@ -290,10 +271,9 @@ class Run:
         Raises ExportError if they differ or it cannot be exported, MissingExtra without nbtools[onnx]; nothing is
         written then.
         """
-        path = Path(path)
-        return (
-            write_onnx(self, path, pack or self.trained_on()) if path.suffix == ".onnx" else write_weights(self, path)
-        )
+        if (path := Path(path)).suffix != ".onnx":
+            return write_weights(self, path)
+        return write_onnx(self, path, pack or self.trained_on())
 
 
 def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:

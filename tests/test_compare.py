@@ -107,7 +107,10 @@ def test_an_error_rate_of_zero_is_the_best_only_where_the_other_is_further_off_t
 def test_no_run_is_the_best_of_different_data_or_alone_or_before_both_have_been_evaluated(runs, tmp_path):
     plan = toy.PLAN.replace(epochs=1)
     other = nb.fit(toy, toy.make_pack(tmp_path / "other", count=120), plan, tmp_path / "b", **QUIET)
-    assert nb.compare(runs[0], other).conclusion == "No best run: they are of different tasks, or validated on different data."
+    assert (
+        nb.compare(runs[0], other).conclusion
+        == "No best run: they are of different tasks, or validated on different data."
+    )
     assert nb.compare(runs[0]).conclusion == ""
     empty = Run(tmp_path / "empty", toy, runs[0].card, runs[0].plan)
     compared = nb.compare(runs[0], empty)

@@ -116,7 +116,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(run, pack,
 @pytest.mark.parametrize(
     ("index", "words"),
     [
-        (None, r"no run\.json, so this is not a run folder; train with"),
+        (None, r"no run\.json, so this is not a run folder; nb\.runs lists"),
         ("{", "not JSON"),
         ('{"task": "no.such.task"}', r"task 'no\.such\.task' cannot be imported"),
     ],
