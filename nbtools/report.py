@@ -193,7 +193,7 @@ def of_maps(truths: Sequence[np.ndarray], answers: Sequence[np.ndarray], classes
     numbers, names, quality = range(len(classes)), dict(enumerate(classes)), []
     total = counted([], [], numbers)
     for truth, answer in zip(truths, answers, strict=True):
-        total += (counts := counted(truth.ravel(), answer.ravel(), numbers))
+        total += (counts := counted(np.ravel(truth), np.ravel(answer), numbers))
         quality.append(by_class(counts).IoU["macro mean"])
     total = total.rename(index=names, columns=names)
     table, right = by_class(total), f"{number(np.trace(total) / total.to_numpy().sum())} of the pixels right"
@@ -233,9 +233,8 @@ def counted(truths: Any, answers: Any, names: Sequence[Any]) -> pd.DataFrame:
 
     index = pd.Index(names)
     rows, columns = index.get_indexer(truths), index.get_indexer(answers)
-    counts = np.zeros((len(index), len(index)), np.int64)
-    np.add.at(counts, (rows[rows >= 0], columns[rows >= 0]), 1)
-    return pd.DataFrame(counts, index=index.rename("truth"), columns=index.rename("answer"))
+    counts = np.bincount((rows * len(index) + columns)[rows >= 0], minlength=len(index) ** 2)
+    return pd.DataFrame(counts.reshape(len(index), -1), index=index.rename("truth"), columns=index.rename("answer"))
 
 
 def by_class(counts: pd.DataFrame) -> pd.DataFrame:
