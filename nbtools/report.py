@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,12 +38,11 @@ class Scores(dict[str, Any]):
 
     def __init__(self, values: Mapping[str, Any], about: str, task: TaskLike):
         super().__init__(values)
-        self.about, self.task = about, task
+        self.about, self.meanings = about, meanings_of(task)
 
     def _repr_html_(self) -> str:
-        cells = {n: written(n if n in WRITTEN else f"val_{n}", value) for n, value in self.items()}
-        meanings = meanings_of(self.task)
-        rows = [[name, cell, meanings.get(name.removeprefix("val_"))] for name, cell in cells.items()]
+        cells = [(n, written(n if n in WRITTEN else f"val_{n}", value)) for n, value in self.items()]
+        rows = [[name, cell, self.meanings.get(name.removeprefix("val_"))] for name, cell in cells]
         return html(["", "value", "what it says"], rows, self.about)
 
 
@@ -121,10 +122,11 @@ class Report:
         if self.run.task.preview is None:
             return None
         ids = list(map(int, self.worst.index[:SHOWN]))
-        answers = self.run.predict_pack(self.pack, ids)
-        drawn = [self.run.task.preview(self.pack, i, answer)[:3] for i, answer in zip(ids, answers, strict=True)]
-        looks: list[Any] = [(image, *(judged(truth, said) if truth else (said, GREY))) for image, truth, said in drawn]
-        return gallery(looks)
+        pictures: list[Any] = []
+        for i, answer in zip(ids, self.run.predict_pack(self.pack, ids), strict=True):
+            image, truth, said, *_ = self.run.task.preview(self.pack, i, answer)
+            pictures.append((image, *(judged(truth, said) if truth else (said, GREY))))
+        return gallery(pictures)
 
     def __repr__(self) -> str:
         return f"{self.about}\n\n{self.table.to_string()}\n\nThe worst:\n{self.worst.head(SHOWN).to_string()}"
@@ -140,18 +142,14 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
     where answers cannot be compared."""
     import pandas as pd
 
-    ids, answers, shares = list(map(int, pack.ids(split))), [], []
-    if not ids:
+    if not (ids := list(map(int, pack.ids(split)))):
         raise PackError(f"{pack.folder}: the {split} split is empty; name another one with split=")
-    for _, some, chances in run.answers((i, pack.sample(i)) for i in ids):
-        answers += [answer.name if isinstance(answer, Answer) else answer for answer in some]
-        shares += [] if chances is None else chances.tolist()
+    _, answers, shares = zip(*run.answers((i, pack.sample(i)) for i in ids), strict=True)
+    answers = [answer.name if isinstance(answer, Answer) else answer for answer in answers]
     truths = [right_answer(run.task, pack, i) for i in ids]
-    judge = judge_of(run.task, truths, answers, pack.classes)
-    form = pack.options.get("forms", {}).get(TARGET, {})
-    if judge is of_values and truths[0].dtype == np.uint8 and (form["layout"] or form["scaled"]):
-        truths = [truth / 255 for truth in truths]  # as regression answers in images
-    scores, table, counts, name, quality = judge(truths, answers, pack.classes, shares)
+    scores, table, counts, name, quality = judge(run.task, pack, truths, answers)
+    if name == "right" and shares[0]:
+        name, quality = "probability", [share[pack.classes.index(t)] for share, t in zip(shares, truths, strict=True)]
     worst = pd.DataFrame({"file": [pack.names[i] for i in ids], name: quality}, pd.Index(ids, name="id"))
     worst = worst if np.ndim(answers[0]) > 1 else worst.assign(truth=truths, answer=answers)
     about = f"{plural(len(ids), 'sample')} of the {split} split: {scores}"
@@ -166,99 +164,88 @@ def right_answer(task: TaskLike, pack: Pack, i: int) -> Any:
     return pack.classes[int(value)] if value is not None and pack.options.get("kind") == "classes" else value
 
 
-def judge_of(task: TaskLike, truths: Sequence[Any], answers: Sequence[Any], classes: Sequence[str]) -> Any:
-    """Return the function that compares answers of this kind with the right ones. Raises TrainError for others."""
+def judge(task: TaskLike, pack: Pack, truths: list[Any], answers: list[Any]) -> Any:
+    """Return (scores, table, counts, name of a sample's quality, its values) of answers that are classes, texts, class
+    maps or values. Raises TrainError for others."""
     truth, answer = truths[0], answers[0]
     if isinstance(truth, str) and isinstance(answer, str):
-        return of_classes if {*truths, *answers} <= {*classes} else of_texts
+        known = {*truths, *answers} <= {*pack.classes}
+        return of_classes(truths, answers, pack.classes) if known else of_texts(truths, answers)
     if not isinstance(answer, str | Tensor) and np.shape(answer) == np.shape(truth):
         kinds = np.asarray(truth).dtype.kind, np.asarray(answer).dtype.kind
-        if kinds[0] in "iuf" and kinds[1] == "f":
-            return of_values
         if kinds[0] in "iu" and kinds[1] in "iu":
-            return of_maps
+            return of_maps(truths, answers, pack.classes or [*map(str, range(1 + int(max(map(np.max, answers)))))])
+        if kinds[0] in "iuf" and kinds[1] == "f":
+            form = pack.options.get("forms", {}).get(TARGET, {})
+            scaled = np.asarray(truth).dtype == np.uint8 and (form["layout"] or form["scaled"])  # images
+            return of_values(np.array(truths, np.float64) / (255 if scaled else 1), np.array(answers, np.float64))
     missing = f"{spoken(task)} has no text_of(pack, i), the right answer of a sample as text"
     raise TrainError(f"{missing}, with which a report compares what decode answers; define it")
 
 
-def of_classes(truths: list[str], answers: list[str], classes: Sequence[str], shares: list[list[float]]) -> Any:
+def of_classes(truths: Sequence[str], answers: Sequence[str], classes: Sequence[str]) -> Any:
     counts, right = counted(truths, answers, classes), np.array(truths) == np.array(answers)
-    table, name, quality = by_class(counts), "right", right
-    if shares:
-        name, quality = "probability", [p[classes.index(truth)] for p, truth in zip(shares, truths, strict=True)]
-    scores = f"accuracy {number(right.mean())}, mean F1 {number(table.F1['macro mean'])}"
-    return scores, table, counts, name, quality
+    table = by_class(counts).drop(columns="IoU")
+    return f"accuracy {number(right.mean())}, mean F1 {number(table.F1['macro mean'])}", table, counts, "right", right
 
 
-def of_texts(truths: list[str], answers: list[str], *_: Any) -> Any:
-    import pandas as pd
-
-    steps = [align(truth, answer) for truth, answer in zip(truths, answers, strict=True)]
-    wrong, lengths = (np.array(n) for n in ([sum(a != b for a, b in pairs) for pairs in steps], list(map(len, truths))))
-    pairs = Counter(pair for each in steps for pair in each)
-    rows = [(*pair, n) for pair, n in pairs.most_common() if pair[0] != pair[1]]
-    ones, others = zip(*pairs.elements(), strict=True)
-    counts = counted(ones, others, sorted({*ones, *others}))
-    scores = (
-        f"CER {number(wrong.sum() / max(lengths.sum(), 1))}, {number((wrong == 0).mean())} of them without an error"
-    )
-    table = pd.DataFrame(rows, columns=["truth", "answer", "count"])
-    return scores, table, counts, "CER", wrong / np.maximum(lengths, 1)
-
-
-def of_maps(truths: list[np.ndarray], answers: list[np.ndarray], classes: Sequence[str], _: Any) -> Any:
+def of_maps(truths: Sequence[np.ndarray], answers: Sequence[np.ndarray], classes: Sequence[str]) -> Any:
     """Compare class maps (H, W) pixel by pixel; a label that is no class, such as 255, is ignored."""
+    numbers, names, quality = range(len(classes)), dict(enumerate(classes)), []
+    total = counted([], [], numbers)
+    for truth, answer in zip(truths, answers, strict=True):
+        total += (counts := counted(np.ravel(truth), np.ravel(answer), numbers))
+        quality.append(by_class(counts).IoU["macro mean"])
+    total = total.rename(index=names, columns=names)
+    table, right = by_class(total), f"{number(np.trace(total) / total.to_numpy().sum())} of the pixels right"
+    return f"mean IoU {number(table.IoU['macro mean'])}, {right}", table, total, "IoU", quality
+
+
+def of_texts(truths: Sequence[str], answers: Sequence[str]) -> Any:
     import pandas as pd
 
-    if not classes:
-        classes = [str(k) for k in range(1 + max(int(np.max(each)) for each in answers))]
-    count, quality = len(classes), []
-    total = np.zeros((count, count), np.int64)
-    for truth, answer in zip(truths, answers, strict=True):
-        valid = np.asarray(truth) < count
-        cells = np.asarray(truth, np.int64)[valid] * count + np.asarray(answer, np.int64)[valid]
-        counts = np.bincount(cells, minlength=count**2).reshape(count, count)
-        either = counts.sum(0) + counts.sum(1) - counts.diagonal()
-        quality.append((counts.diagonal()[either > 0] / either[either > 0]).mean() if valid.any() else 1.0)
-        total += counts
-    frame = pd.DataFrame(total, pd.Index(classes, name="truth"), pd.Index(classes, name="answer"))
-    table, right = by_class(frame, iou=True), number(total.trace() / max(total.sum(), 1))
-    return f"mean IoU {number(table.IoU['macro mean'])}, {right} of the pixels right", table, frame, "IoU", quality
+    pairs = [align(truth, answer) for truth, answer in zip(truths, answers, strict=True)]
+    wrong = np.array([sum(one != other for one, other in each) for each in pairs])
+    lengths = np.array([max(len(truth), 1) for truth in truths])
+    ones, others = zip(*chain.from_iterable(pairs), strict=True)
+    often = Counter(pair for pair in zip(ones, others, strict=True) if pair[0] != pair[1]).most_common()
+    table = pd.DataFrame([(*pair, n) for pair, n in often], columns=["truth", "answer", "count"])
+    scores = f"CER {number(wrong.sum() / lengths.sum())}, {number((wrong == 0).mean())} of them without an error"
+    return scores, table, counted(ones, others, sorted({*ones, *others})), "CER", wrong / lengths
 
 
-def of_values(truths: list[Any], answers: list[Any], *_: Any) -> Any:
+def of_values(truths: np.ndarray, answers: np.ndarray) -> Any:
     """Compare numbers, or arrays of one shape, in the targets' unit; above 20 numbers a sample all together."""
     import pandas as pd
 
-    y, guess = (np.array(each, np.float64).reshape(len(truths), -1) for each in (truths, answers))
-    errors = np.sqrt(np.square(guess - y).mean(1))
-    if y.shape[1] > CONFUSED:
-        y, guess = y.reshape(-1, 1), guess.reshape(-1, 1)
-    mean_square, variance = np.square(guess - y).mean(0), y.var(0)
-    table = pd.DataFrame({"MAE": np.abs(guess - y).mean(0), "RMSE": np.sqrt(mean_square)})
+    errors = np.sqrt(np.square(answers - truths).reshape(len(truths), -1).mean(1))
+    columns = truths[0].size if truths[0].size <= CONFUSED else 1
+    y, apart = truths.reshape(-1, columns), np.abs(answers - truths).reshape(-1, columns)
+    mean_square, variance = np.square(apart).mean(0), y.var(0)
+    table = pd.DataFrame({"MAE": apart.mean(0), "RMSE": np.sqrt(mean_square)})
     table["R²"] = 1 - mean_square / np.where(variance > 0, variance, np.nan)
     means = ", ".join(f"{name} {number(value)}" for name, value in table.mean().items())
     return means, table, None, "error", errors
 
 
-def counted(truths: Sequence[str], answers: Sequence[str], names: Sequence[str]) -> pd.DataFrame:
-    """Return how often each was answered (columns) for each (rows)."""
+def counted(truths: Any, answers: Any, names: Sequence[Any]) -> pd.DataFrame:
+    """Return how often each name was answered (columns) for each (rows); a truth that is none of them is left out."""
     import pandas as pd
 
-    counts = pd.crosstab(pd.Series(truths, name="truth"), pd.Series(answers, name="answer"))
-    return counts.reindex(index=names, columns=names, fill_value=0)
+    index = pd.Index(names)
+    rows, columns = index.get_indexer(truths), index.get_indexer(answers)
+    counts = np.bincount((rows * len(index) + columns)[rows >= 0], minlength=len(index) ** 2)
+    return pd.DataFrame(counts.reshape(len(index), -1), index=index.rename("truth"), columns=index.rename("answer"))
 
 
-def by_class(counts: pd.DataFrame, iou: bool = False) -> pd.DataFrame:
-    """Return precision, recall, F1 and support of the classes that are true or answered somewhere, as scikit-learn's
-    `classification_report` does; 0 where there is nothing to divide by."""
+def by_class(counts: pd.DataFrame) -> pd.DataFrame:
+    """Return IoU and, as scikit-learn's `classification_report` does, precision, recall, F1 and support of the classes
+    that are true or answered somewhere; 0 where there is nothing to divide by."""
     import pandas as pd
 
     right, true, said = pd.Series(np.diag(counts), counts.index), counts.sum(axis=1), counts.sum()
     scores = {"precision": right / said, "recall": right / true, "F1": 2 * right / (true + said)}
-    frame = pd.DataFrame({**({"IoU": right / (true + said - right)} if iou else {}), **scores})[true + said > 0].fillna(
-        0
-    )
+    frame = pd.DataFrame({"IoU": right / (true + said - right), **scores})[true + said > 0].fillna(0)
     true = true[frame.index]
     means = pd.DataFrame([frame.mean(), frame.mul(true, axis=0).sum() / true.sum()], ["macro mean", "weighted mean"])
     return pd.concat([frame, means]).assign(support=[*true, true.sum(), true.sum()])
@@ -268,19 +255,18 @@ def align(truth: str, answer: str) -> list[tuple[str, str]]:
     """Return (character, what was read for it) along a shortest edit; "" for a missing or an extra one."""
     if truth == answer:
         return list(zip(truth, answer, strict=True))
-    costs = [list(range(len(answer) + 1))]
-    for i, one in enumerate(truth):
-        row = [i + 1]
-        for j, other in enumerate(answer):
-            row.append(min(costs[i][j] + (one != other), costs[i][j + 1] + 1, row[j] + 1))
-        costs.append(row)
-    pairs, i, j = [], len(truth), len(answer)
-    while i or j:
-        both = i and j and costs[i][j] == costs[i - 1][j - 1] + (truth[i - 1] != answer[j - 1])
-        extra = not both and j and costs[i][j] == costs[i][j - 1] + 1
-        i, j = i - (not extra), j - bool(both or extra)
-        pairs.append(("" if extra else truth[i], answer[j] if both or extra else ""))
-    return pairs[::-1]
+    row: list[Any] = []  # of cells: the cost of an edit up to there, its last pair, the cell before it
+    for i, one in enumerate(("", *truth)):
+        above, row = row, []
+        for j, other in enumerate(("", *answer)):
+            ways = [(above[j - 1][0] + (one != other), (one, other), above[j - 1])] if i and j else []
+            ways += [(row[j - 1][0] + 1, ("", other), row[j - 1])] if j else []
+            ways += [(above[j][0] + 1, (one, ""), above[j])] if i else []
+            row.append(min(ways, key=itemgetter(0), default=(0, None, None)))
+    pairs, cell = [], row[-1]
+    while cell[1]:
+        pairs, cell = [cell[1], *pairs], cell[2]
+    return pairs
 
 
 def probabilities(outputs: Any, card: Card) -> Tensor | None:

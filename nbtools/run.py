@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import inspect
 import json
@@ -16,13 +15,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from safetensors.torch import save as save_tensors
 from torch import nn
 
 from nbtools import disk, show, train
-from nbtools.data import EARLIER, LATEST, Card, Pack, Sample, cache, collate, is_kept, opened_copy, patient, say
+from nbtools.data import Card, Pack, Sample, cache, collate, is_kept, opened_copy, patient, say
 from nbtools.errors import CheckpointError, PackError, TrainError
-from nbtools.export import to_onnx
+from nbtools.export import write_onnx, write_weights
 from nbtools.measure import Receipt, Verdict
 from nbtools.report import Report, Scores, make_report, probabilities, require_like
 from nbtools.show import number, plural
@@ -69,11 +67,9 @@ class Run:
                 folder = opened_copy(given)
             index = patient(lambda: checkpoint.read_index(folder), folder)
             if not index:
-                raise CheckpointError(no_run(folder))
-            if task is None and "task" not in index:
-                rule = f"{folder / checkpoint.INDEX} names no task"
-                raise CheckpointError(f"{rule}; give it, as in nb.Run.open(folder, task)")
-            known = train.as_task(task) if task is not None else train.import_task(index["task"], folder)
+                why = f"no {checkpoint.INDEX}, so this is not a run folder" if folder.is_dir() else "no such folder"
+                raise CheckpointError(f"{folder}: {why}; nb.runs lists those of a folder, nb.fit with run= trains one")
+            known = train.import_task(index.get("task", "none"), folder) if task is None else train.as_task(task)
             card, plan = (patient(partial(stored, folder / name), folder) for name in (CARD, PLAN))
         return cls(folder, known, Card.from_dict(card), type(known.PLAN).from_dict(plan))
 
@@ -120,11 +116,6 @@ class Run:
         return "stopped" if rows and rows[-1].get("asked") == "stop" else "interrupted"
 
     @property
-    def kept(self) -> str:
-        """What is kept of it in the folder of `keep=`: `step 1,200`, or `nothing yet`; "" where none was named."""
-        return train.kept_until(self.folder)
-
-    @property
     def best(self) -> Scores:
         """The best epoch, from 1, with its losses, metrics (val_…), lr, seconds and MiB; {} before there is one."""
         row = {name: value for name, value in self.best_row.items() if name != "kind"}
@@ -158,18 +149,16 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what is known of it, for JSON: state, plan, epochs, best, final evaluation, receipt and verdict."""
-        state = {"state": self.state, "stopped": self.state == "stopped"}
-        about = {"run": str(self.folder), "task": self.card.task, **state, "plan": self.plan.to_dict()}
+        receipt, verdict = self.receipt, self.verdict
+        about = {"run": str(self.folder), "task": self.card.task, "state": self.state, "plan": self.plan.to_dict()}
         scores = {"epochs": self.summary().reset_index().to_dict("records"), "best": {**self.best}, "final": self.final}
-        measured = {"receipt": self.receipt, "verdict": self.verdict}
-        return {**about, **scores, **{name: each and each.to_dict() for name, each in measured.items()}}
+        measured = {"receipt": receipt and receipt.to_dict(), "verdict": verdict and verdict.to_dict()}
+        return {**about, **scores, **measured}
 
     def __repr__(self) -> str:
-        done, steps = len(self.history.of("epoch")), self.history.of("step")
-        within = bool(steps) and steps[-1]["epoch"] >= done
-        whole = max(done + within, self.plan.epochs)
-        progress = f"in epoch {done + 1} of {whole}" if within else f"{done} of {plural(whole, 'epoch')}"
-        return f"Run {self.folder}: {progress}{f', best {self.reached}' if self.reached else ''}"
+        done = len(self.history.of("epoch"))
+        best = f", best {self.reached}" if self.reached else ""
+        return f"Run {self.folder}: {done} of {plural(max(done, self.plan.epochs), 'epoch')}{best}"
 
     def model(self, device: torch.device | str | None = None) -> nn.Module:
         """Return the network with the weights that were best on the validation split, in eval mode, on a GPU if any."""
@@ -205,30 +194,25 @@ class Run:
         PackError naming a file that cannot be read, and TrainError for `all` where the answers are not classes.
         """
         folder = Path(files) if isinstance(files, str | Path) and Path(files).is_dir() else None
-        items: Any = [] if folder else files
-        if self.task.card is not None:
-            items = train.items_of(items, self.card)
-        elif not folder:
-            items = list(map(Path, [files] if isinstance(files, str | Path) else files))
-        one_by_one = (items[i] for i in range(len(items)))
-        samples = self.read_folder(folder) if folder else ((item, self.read(item)) for item in one_by_one)
-        names, answers, rows = [], [], []
-        for keys, some, shares in self.answers(samples, batch_size):
-            names += keys
-            answers += some
-            rows += [] if shares is None else shares.tolist()
+        if folder:
+            samples = self.read_folder(folder)
+        else:
+            paths, own = [files] if isinstance(files, str | Path) else files, self.task.card is not None
+            items = train.items_of(files, self.card) if own else [Path(path) for path in paths]
+            samples = ((items[i], self.read(items[i])) for i in range(len(items)))
+        results = list(self.answers(samples, batch_size))
         if not all:
-            return dict(zip(names, answers, strict=True)) if folder else answers
-        if len(rows) < len(answers):
+            return {name: answer for name, answer, _ in results} if folder else [answer for _, answer, _ in results]
+        if any(shares is None for *_, shares in results):
             raise TrainError("predict(…, all=True) needs answers that are classes, got others; leave all out")
         import pandas as pd
 
-        return pd.DataFrame(rows, pd.Index(names, name="file") if folder else None, self.card.classes)
+        names = pd.Index([name for name, *_ in results], name="file") if folder else None
+        return pd.DataFrame([shares for *_, shares in results], names, self.card.classes)
 
     def predict_pack(self, pack: Pack, ids: Sequence[int] | np.ndarray, batch_size: int = 64) -> list[Any]:
         """Return the answers to samples of a pack."""
-        batches = self.answers(((int(i), pack.sample(int(i))) for i in ids), batch_size)
-        return [answer for _, answers, _ in batches for answer in answers]
+        return [answer for _, answer, _ in self.answers(((int(i), pack.sample(int(i))) for i in ids), batch_size)]
 
     def report(self, pack: Pack, split: str = "test") -> Report:
         """Return where the best model is right and wrong on a split of a pack: `.table`, `.confusion`, `.worst` samples
@@ -236,9 +220,9 @@ class Run:
         require_like(self, pack)
         return make_report(self, self.readable(pack), split)
 
-    def answers(self, samples: Iterable[tuple[Any, Sample]], size: int = 64) -> Iterator[tuple[list, list, Any]]:
-        """Yield, a batch of (key, sample) at a time: keys, answers, and the classes' probabilities (B, K), None where
-        the answers are not classes."""
+    def answers(self, samples: Iterable[tuple[Any, Sample]], size: int = 64) -> Iterator[tuple[Any, Any, Any]]:
+        """Yield (key, answer, the probability of each class) for (key, sample); None for answers that are not classes.
+        size: samples a batch."""
         model, reads, samples = self.model(), self.task.inputs(self.plan, self.card.columns), iter(samples)
         device = next(model.parameters()).device
         while chunk := list(islice(samples, size)):
@@ -249,7 +233,9 @@ class Run:
             raw = collate([sample for _, sample in chunk], self.card.columns)
             raw = {name: tensor.to(device) for name, tensor in raw.items()}
             outputs = evaluation.forward(self.task, model, raw, self.plan, device)[1]
-            yield [key for key, _ in chunk], self.task.decode(outputs, self.card), probabilities(outputs, self.card)
+            shares, keys = probabilities(outputs, self.card), [key for key, _ in chunk]
+            rows = [None] * len(keys) if shares is None else shares.tolist()
+            yield from zip(keys, self.task.decode(outputs, self.card), rows, strict=True)
 
     def read(self, item: Any) -> Sample:
         """Return the sample of a file, or of an item in its place. Raises PackError."""
@@ -286,23 +272,9 @@ class Run:
         Raises ExportError if they differ or it cannot be exported, MissingExtra without nbtools[onnx]; nothing is
         written then.
         """
-        path = Path(path)
-        if path.suffix == ".onnx":
-            content, compared = to_onnx(self, pack or self.trained_on())
-            with disk.explained("exporting", path):
-                disk.write_atomic(path, content)
-            print(f"{path}: {compared}")
-            return path
-        if path.suffix != ".safetensors":
-            path = path.with_name(f"{path.name}.safetensors")  # with_suffix would cut model-v1.2
-        card = {"task": checkpoint.read_index(self.folder)["task"], "card": self.card.to_dict()}
-        scores = {name: value for name, value in self.best.items() if name.startswith("val_")}
-        card |= {"plan": self.plan.to_dict(), "validation": scores}
-        with disk.explained("exporting", path):
-            tensors = {name: tensor.contiguous() for name, tensor in checkpoint.weights(self.folder).items()}
-            disk.write_atomic(path, save_tensors(tensors))
-            disk.write_atomic(path.with_suffix(".json"), json.dumps(card, indent=1, ensure_ascii=False))
-        return path
+        if (path := Path(path)).suffix != ".onnx":
+            return write_weights(self, path)
+        return write_onnx(self, path, pack or self.trained_on())
 
 
 def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:
@@ -343,18 +315,3 @@ def lock(folder: Path) -> disk.Lock:
     """Return the lock of whoever trains in a run folder, who notes in it what it does: evaluating, measuring, …"""
     key = hashlib.blake2b(str(folder.resolve()).encode(errors="surrogateescape"), digest_size=8).hexdigest()
     return disk.Lock(cache() / "locks" / f"run-{key}.lock", wait=False)
-
-
-def no_run(folder: Path) -> str:
-    """Return why a folder is no run, and the runs that may be meant."""
-    why = f"no {checkpoint.INDEX}, so this is not a run folder" if folder.is_dir() else "there is no such folder"
-    if inside := sorted(place.name for place in places(folder, "*")):
-        return f"{folder}: {why}; the runs in it are {', '.join(inside)}"
-    near = difflib.get_close_matches(folder.name, [place.name for place in places(folder.parent, "*")], cutoff=0.5)
-    meant = " or ".join(str(folder.with_name(name)) for name in near)
-    return f"{folder}: {why}; {f'did you mean {meant}?' if near else f'train with run={str(folder)!r}'}"
-
-
-def places(folder: Path, below: str) -> set[Path]:
-    """Return the folders of runs, and those where runs are kept."""
-    return {path.parent for name in (checkpoint.INDEX, LATEST, EARLIER) for path in folder.glob(f"{below}/{name}")}

@@ -53,13 +53,13 @@ class Remote:
         self.plans, fits = live.Plans(run.plan, run.plan), partial(require_batch, count=count)
         self.requests = live.Requests(self.plans, live.advised(run.folder, run.plan), fits)
         self.sent: set[str] = set()
-        self.asked, self.paused, self.shown, self.grows = run.plan, False, len(history), False
+        self.asked, self.paused, self.shown, self.status = run.plan, False, len(history), live.STARTING
 
     def follow(self, lasts: Callable[[], bool], look: Callable[[], object] = lambda: None) -> None:
         """Draw while the run lasts, and send what is requested. look: called between two looks at the folder."""
-        view, messages, due = self.view, live.Messages(), 0.0
+        view, messages, due, own = self.view, live.Messages(), 0.0, lock(self.run.folder)
         with ExitStack() as stack:
-            stack.callback(lambda: view.finish([], self.newest.state, note=self.note()))
+            stack.callback(self.finish)
             if view.panel is not None and view.notebook:
                 stack.enter_context(messages)
                 view.panel.begin(self.requests)
@@ -78,21 +78,17 @@ class Remote:
                     self.read()
                 if view.panel is not None:
                     view.panel.refresh()
-                own = lock(self.run.folder)
-                view.draw((own.held() and own.noted()) or (live.TRAINING if self.grows else live.STARTING))
+                view.draw((own.held() and own.noted()) or self.status)
                 sleep(MOMENT)
             self.read()
 
-    @property
-    def newest(self) -> Run:
-        """As its folder says now."""
-        return Run(self.run.folder, self.run.task, self.run.card, self.plans.plan)
-
-    def note(self) -> str:
-        """Return what to do when it has ended; "" while it goes on, or where it did not begin."""
-        if (state := self.newest.state) not in live.OVER or not checkpoint.read_index(self.run.folder):
-            return ""
-        return live.AGAIN.get(state, "").format(it="it") + what_next(self.newest, state == live.DONE)
+    def finish(self) -> None:
+        """Show how the run ended, and what to do with it unless it goes on or did not begin."""
+        run = Run(self.run.folder, self.run.task, self.run.card, self.plans.plan)
+        state, note = run.state, ""
+        if state in live.OVER and checkpoint.read_index(run.folder):
+            note = live.AGAIN.get(state, "").format(it="it") + what_next(run, state == live.DONE)
+        self.view.finish([], state, note=note)
 
     def send(self) -> None:
         """Send what was requested since the last call, once the run has its folder. An action stays pending until the
@@ -121,22 +117,25 @@ class Remote:
             values = {name: value for name, value in row.items() if name not in KEYS}
             if values.get("asked") == live.OPENING:
                 self.view.log(values["what"].split("\t"), opening=True)
-                continue
-            record, self.grows = Record(row["kind"], row["epoch"], row["step"], row["samples"], values), True
-            self.answered(record)
-            self.view.advance(record)
+            else:
+                self.take(Record(row["kind"], row["epoch"], row["step"], row["samples"], values))
         self.shown = len(history)
 
-    def answered(self, record: Record) -> None:
-        """Take over what a row of the history says of the plan, and of what limits the run."""
-        said, path, panel = str(record.values.get("what", "")), self.run.folder / PLAN, self.view.panel
+    def take(self, record: Record) -> None:
+        """Show a row of the history, with what it says of the plan and of what limits the run."""
+        said, path, panel, self.status = (
+            record.values.get("what", ""),
+            self.run.folder / PLAN,
+            self.view.panel,
+            live.TRAINING,
+        )
         if record.kind in ("change", "event") and path.exists():  # it may go at any moment
-            plan, refused = type(self.run.plan).from_json(path.read_text()), said.startswith(live.REFUSED)
-            if refused or record.kind == "change" or plan != self.plans.applied:  # as after going back to a checkpoint
+            plan = type(self.run.plan).from_json(path.read_text())
+            if said.startswith(live.REFUSED) or record.kind == "change" or plan != self.plans.applied:
                 self.plans.plan = self.plans.applied = self.asked = plan
                 self.view.changed(plan)
-        verdict = self.run.verdict if panel is not None and record.values.get("asked") == "profile" else None
-        if (
-            panel is not None and verdict is not None and verdict.sentence == said
-        ):  # not an older one's, where it failed
-            panel.propose(verdict.sentence, verdict.change)
+        if panel is not None and record.values.get("asked") == "profile":
+            verdict = self.run.verdict
+            if verdict is not None and verdict.sentence == said:  # not an older one's, where it failed
+                panel.propose(said, verdict.change)
+        self.view.advance(record)

@@ -11,7 +11,6 @@ import own
 import pytest
 import torch
 import toy
-from packaging.version import Version
 from torch import nn
 
 import nbtools as nb
@@ -156,17 +155,6 @@ def test_a_file_of_an_nb_pack_says_how_its_inputs_and_answers_are_made(name, tmp
         assert [about["classes"][k] for k in output.argmax(1)] == [answer.name for answer in expected]
 
 
-class Lengthy(nn.Module):
-    """Asks Python for the length of its batch, which a trace takes for a constant."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.layer(batch["x"].view(len(batch["x"]), 2, 4)).sum(1)
-
-
 class Restless(nn.Module):
     """Answers differently at each call."""
 
@@ -219,18 +207,8 @@ def test_a_task_that_does_not_say_what_its_network_reads_is_refused(tmp_path):
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
 def test_without_a_package_that_is_needed_the_sentence_says_what_to_install(package, run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtra, match=r"needs onnx .*: pip install .* onnxscript onnxruntime, or nbtools\[onnx\]"):
+    with pytest.raises(MissingExtra, match=r"needs onnx .*: pip install .* onnxruntime, or nbtools\[onnx\]"):
         run.export(tmp_path / "toy.onnx")
-
-
-@pytest.mark.full
-@pytest.mark.skipif(Version(torch.__version__) < Version("2.7"), reason="onnxscript does not fit the torch before")
-def test_what_a_trace_takes_for_a_constant_goes_through_torchs_other_exporter(tmp_path):
-    pack = toy.make_pack(tmp_path / "data", 60)
-    path = a_run(with_network(Lengthy), pack, toy.PLAN, tmp_path / "run").export(tmp_path / "toy.onnx")
-    session, _ = opened(path)
-    assert [one.shape for one in session.get_inputs()] == [["batch", 8]]
-    assert session.run(None, {"x": np.ones((7, 8), np.float32)})[0].shape == (7, 4)
 
 
 def test_the_samples_are_the_runs_own_while_its_pack_is_there_else_those_of_a_pack_that_is_named(tmp_path, capsys):

@@ -116,13 +116,13 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(run, pack,
 @pytest.mark.parametrize(
     ("index", "words"),
     [
-        (None, r"no run\.json, so this is not a run folder; train with"),
+        (None, r"no run\.json, so this is not a run folder; nb\.runs lists"),
         ("{", "not JSON"),
         ('{"task": "no.such.task"}', r"task 'no\.such\.task' cannot be imported"),
     ],
 )
 def test_a_folder_that_is_no_run_is_refused_by_its_reason(tmp_path, index, words):
-    folder = tmp_path / "runs" / "one"  # apart from the runs of other tests, which would be proposed
+    folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
     if index is not None:
         (folder / "run.json").write_text(index)
@@ -138,7 +138,7 @@ def test_a_run_never_evaluated_or_stopped_in_its_first_epoch_still_predicts(pack
     assert never.best == stopped.best == {}
     assert "val_loss" not in never.summary()
     assert stopped.summary().empty
-    assert repr(stopped) == f"Run {stopped.folder}: in epoch 1 of 3"
+    assert repr(stopped) == f"Run {stopped.folder}: 0 of 3 epochs"
     assert len(never.predict_pack(small, range(3))) == len(stopped.predict_pack(pack, range(3))) == 3
 
 

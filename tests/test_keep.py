@@ -15,7 +15,7 @@ from archives import tree
 
 import nbtools as nb
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, StageError
-from nbtools.train import keep
+from nbtools.train import keep, kept_until
 
 PLAN = toy.PLAN.replace(epochs=2)
 
@@ -55,7 +55,7 @@ def test_what_is_kept_opens_and_resumes_on_another_machine(drive, whole, pack):
     found = nb.Run.open(drive, toy)
     assert found.history.rows == whole.history.rows
     assert same(found, whole)
-    assert whole.kept == f"step {whole.history.rows[-1]['step']}"
+    assert kept_until(whole.folder) == f"step {whole.history.rows[-1]['step']}"
     again = nb.fit(toy, pack, PLAN.replace(epochs=4), "run", keep=drive, **QUIET)
     straight = nb.fit(toy, pack, PLAN.replace(epochs=2), "straight", **QUIET)
     straight = nb.fit(toy, pack, PLAN.replace(epochs=4), "straight", **QUIET)
@@ -137,7 +137,7 @@ def test_a_drive_that_stays_away_is_named_at_the_end_with_what_is_not_safe(pack,
     breaking(monkeypatch, place / "drive", away)
     run = nb.fit(toy, pack, PLAN, "run", keep="drive", **QUIET)
     assert any("not kept to the end" in text and "all of it is in run" in text for text in run.events)
-    assert run.kept == "nothing yet"
+    assert kept_until(run.folder) == "nothing yet"
 
 
 def test_a_drive_that_hangs_is_said_and_the_wait_for_it_can_be_interrupted(pack, place, monkeypatch, capsys):

@@ -23,7 +23,7 @@ from nbtools.tasks import captcha
 
 def test_scores_by_class_are_those_of_scikit_learns_classification_report():
     truth, answer = list("aaaaabbbbcd"), list("aaabbbbbaaa")
-    table = by_class(counted(truth, answer, list("abcde")))
+    table = by_class(counted(truth, answer, list("abcde"))).drop(columns="IoU")
     wanted = {  # by hand: of the answers, of the truth, their harmonic mean; 0 where nothing was answered so
         "a": (0.5, 0.6, 0.545455, 5),
         "b": (0.6, 0.75, 0.666667, 4),

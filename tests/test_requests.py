@@ -302,7 +302,7 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
 
 
 def test_watching_nothing_says_so_and_a_run_that_ended_is_shown_once(tmp_path, untouched, capsys):
-    with pytest.raises(CheckpointError, match="there is no such folder; train with run="):
+    with pytest.raises(CheckpointError, match=r"no such folder; nb\.runs lists"):
         nb.watch(tmp_path / "none", wait=0)
     start = time.monotonic()
     assert len(nb.watch(untouched.folder, toy).history.of("epoch")) == 4

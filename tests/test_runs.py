@@ -64,13 +64,6 @@ def test_a_run_that_cannot_be_opened_is_named_with_the_reason_and_leaves_the_oth
     assert "data has no runs in it" in capsys.readouterr().err
 
 
-def test_what_keep_copied_of_a_run_that_is_there_too_is_left_out(pack, tmp_path):
-    nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "a", keep=tmp_path / "kept/a", **QUIET)
-    assert list(nb.runs(tmp_path).index) == ["a"]
-    assert nb.compare(tmp_path).conclusion == "", "of a single run"
-    assert list(nb.runs(tmp_path / "kept").index) == ["a"], "where only the copy is"
-
-
 def test_the_state_of_a_run_is_read_off_its_folder(folder, run):
     found = nb.Run.open(folder / "older")
     assert found.state == "done"
@@ -81,7 +74,7 @@ def test_the_state_of_a_run_is_read_off_its_folder(folder, run):
     assert longer.state == "interrupted"
     (found.folder / "plan.json").write_text(run.plan.replace(epochs=1).to_json())
     found.history.append(Record("step", 4, 98, 998, {"loss": 1.0}))
-    assert str(nb.Run.open(found.folder)).startswith(f"Run {found.folder}: in epoch 5 of 5, best")
+    assert str(nb.Run.open(found.folder)).startswith(f"Run {found.folder}: 4 of 4 epochs, best")
     longer.history.append(Record("event", 4, 99, 999, {"what": "stopped", "asked": "stop"}))
     assert longer.state == "stopped"
 

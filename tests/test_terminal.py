@@ -86,7 +86,7 @@ def test_with_json_every_result_is_one_document_and_all_else_goes_to_stderr(data
     assert train("--json") == 0
     made = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert [row["epoch"] for row in made["epochs"]] == [1]
-    assert (made["run"], made["plan"]["epochs"], made["receipt"], made["stopped"]) == (run, 1, None, False)
+    assert (made["run"], made["plan"]["epochs"], made["receipt"], made["state"]) == (run, 1, None, "done")
     assert document(capsys, "watch", run) == made
     metrics = document(capsys, "evaluate", "toy", "--data", str(data), "--run", run)
     assert set(metrics) == {"loss", "accuracy"}
@@ -138,7 +138,7 @@ def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, 
 
     monkeypatch.setattr(toy, "loss", loss)
     assert train("--json") == 130
-    assert json.loads(capsys.readouterr().out)["stopped"] is True
+    assert json.loads(capsys.readouterr().out)["state"] == "stopped"
     assert train() == 0
 
 
@@ -174,7 +174,7 @@ def test_runs_are_listed_and_compared_and_a_folder_is_predicted_into_a_csv_file(
     words = ["--from", "plan", "--epochs", "1", "--no-receipt", "--run", other]
     assert main(["train", "toy", "--data", str(data), *words]) == 0
     assert main(["watch", str(runs / "tyo")]) == 1
-    assert f"there is no such folder; did you mean {runs / 'toy'}?" in capsys.readouterr().err
+    assert "tyo: no such folder; nb.runs lists those of a folder" in capsys.readouterr().err
     assert {row["run"] for row in document(capsys, "runs", str(runs))} == {"toy", "other"}
     assert main(["compare", str(runs / "toy"), other]) == 0
     assert nb.compare(runs / "toy", other).conclusion in capsys.readouterr().out
