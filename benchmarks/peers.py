@@ -82,7 +82,7 @@ class Meter:
 
         def loss_seen(model: Any, given: Any, plan: Any) -> Any:
             found = loss(model, given, plan)
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and isinstance(model, nn.Module):  # else outputs that are tried before training
                 self.losses.append((found[0].detach(), found[1]))
             return found
 
