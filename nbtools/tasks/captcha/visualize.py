@@ -19,8 +19,7 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     """
     answers = [None] * len(ids) if predicted is None else predicted
     pairs = paired([int(i) for i in ids], answers, "text")
-    pictures = [(picture(pack, i), *judged(text_of(pack, i), answer)) for i, answer in pairs]
-    return gallery(pictures)
+    return gallery([(picture(pack, i), *judged(text_of(pack, i), answer)) for i, answer in pairs])
 
 
 def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str]:
