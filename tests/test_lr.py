@@ -98,10 +98,9 @@ def test_fine_tuning_learns_as_well_as_the_best_of_the_grid(tmp_path):
     assert np.mean(found) >= GOOD * mean.max()
 
 
+@pytest.mark.full
 @pytest.mark.alone
-@pytest.mark.parametrize(
-    "name", ["spirals", pytest.param("bags", marks=pytest.mark.full), pytest.param("waves", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("name", ["spirals", "bags", "waves"])
 def test_the_sweep_suggests_what_the_trial_chooses_within_a_factor_of_three(name, tmp_path):
     pack = problems.packed(name, tmp_path, seed=5)
     task = nb.classify(PROBLEMS[name][1], plan=nb.Plan(seed=SEEDS[0]))
