@@ -85,13 +85,13 @@ class Run:
 
     @property
     def receipt(self) -> Receipt | None:
-        """How much faster than the task's baseline, on the machine that trained; None if it was not measured."""
+        """Return how much faster it was than the task's baseline, on the machine that trained; None if not measured."""
         values = self.stored(RECEIPT)
         return Receipt.from_dict(values) if values else None
 
     @property
     def verdict(self) -> Verdict | None:
-        """What this run is bound by, and the one change worth making; None if it was not measured."""
+        """Return what this run is bound by, and the one change worth making; None if it was not measured."""
         values = self.stored(VERDICT)
         return Verdict.from_dict(values["verdict"]) if values else None
 

@@ -118,7 +118,7 @@ class Plan:
 
     @property
     def parted(self) -> bool:
-        """Whether a batch takes several forward passes."""
+        """Return whether a batch takes several forward passes."""
         return self.micro_batch_size is not None and self.micro_batch_size < self.batch_size
 
     def replace(self, /, **changes: Any) -> Self:
@@ -283,7 +283,7 @@ def require_batch(plan: Plan, count: int) -> None:
 
 
 def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:
-    """What needs confirmation before a run changes from the old plan to the new: setting → a sentence.
+    """Return what needs confirmation before a run changes from the old plan to the new: setting → a sentence.
 
     A setting that rises beyond `asks_beyond` times the advised value; under "", that more than MANY change at once, for
     example by a click on a preset.
@@ -307,7 +307,7 @@ def beyond(plan: Plan, advised: Plan) -> dict[str, str]:
 
 
 def listed(changes: Mapping[str, str]) -> str:
-    """What `changes_from` found, in a sentence."""
+    """Return the changes of `changes_from` in a sentence."""
     return ", ".join(f"{name} {change}" for name, change in changes.items())
 
 

@@ -174,7 +174,7 @@ class Task:
 
     @property
     def packs_datasets(self) -> bool:
-        """Whether `pack` is that of `nb.pack`, as there is no `survey`."""
+        """Return whether `pack` is that of `nb.pack`, as there is no `survey`."""
         ours = (getattr(hook, "__func__", None) for hook in (self.survey, self.pack))
         return [*ours] == [Task.survey, Task.pack]
 
@@ -354,13 +354,13 @@ def spoken(task: TaskLike) -> str:
 def import_task(name: str, where: Path | str) -> Task:
     """Return the task of that name; where: what names it. Raises CheckpointError if it cannot be imported."""
     module, colon, attribute = name.partition(":")
+    if colon and not attribute:
+        fix = "pass task= with the same one, such as nb.classify(…) of its network"
+        raise CheckpointError(f"{where}: its task {name!r} has no name there to open it by; {fix}")
     try:
         source = importlib.import_module(module)
-        if colon and not attribute:
-            raise AttributeError(f"an object of {module} that has no name there")
         return as_task(attrgetter(attribute)(source) if attribute else source)
     except (ImportError, AttributeError) as error:
-        fix = "put the file next to the notebook, or pass task= with the same task, as nb.classify(…) of its network"
-        if module == "__main__":
-            fix = "a script or a notebook made it: run its cell first, or import it from the script, and pass task="
+        ours = "a script or a notebook made it: run its cell first, or import it from the script, and pass task="
+        fix = ours if module == "__main__" else "put the file next to the notebook, or pass task="
         raise CheckpointError(f"{where}: its task {name!r} cannot be imported ({error}); {fix}") from None
