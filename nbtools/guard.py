@@ -128,7 +128,7 @@ class Guard:
         """Resume from the last checkpoint, and check each step from there. Raises Diverged if that would not help."""
         state, setting, advised = self.state, trouble.setting, self.requests.advised
         self.returns += 1
-        sure = setting != "lr" or train.beyond(state.plan, advised) or state.recovery.refused > train.LEFT_OUT
+        sure = setting != "lr" or train.beyond(state.plan, advised) or state.recovery.skipped > train.MAX_SKIPPED
         if not sure and self.returns <= RETRIES:
             saved = checkpoint.newest(self.job.folder)
             for record in self.resume(saved, f"{trouble.args[0]}; ", ", checking each step from there"):

@@ -78,7 +78,7 @@ def worth_trying(run: Stepper, profile: StepProfile, fixed: Collection[str]) -> 
         if profile.fixed >= FIXED_SHARE:
             most = profile.train_samples // LEAST_STEPS
             larger = [{"batch_size": k * plan.batch_size} for k in (2, 4) if k * plan.batch_size <= most]
-            changes += [{"micro_batch_size": None}] if plan.parted else larger
+            changes += [{"micro_batch_size": None}] if plan.micro_batch_size else larger
         if profile.device > profile.host:
             changes.append(alternative("channels_last", run))
     if plan.epochs * profile.epoch_s >= COMPILE_PAYS:

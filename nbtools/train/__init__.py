@@ -36,7 +36,7 @@ from nbtools.train.plan import (
 from nbtools.train.ranks import Alone, RankLost, Ranks, join, naming, shares
 from nbtools.train.rehearsal import rehearse
 from nbtools.train.state import TrainState
-from nbtools.train.step import LEFT_OUT, gradients, release, train_step
+from nbtools.train.step import MAX_SKIPPED, gradients, release, train_step
 from nbtools.train.task import (
     Task,
     TaskLike,

@@ -116,11 +116,6 @@ class Plan:
             if value is not None and value > bound:
                 raise PlanError(f"Plan.{name} must be at most {most} ({shown(bound)}), got {shown(value)}; {fix}")
 
-    @property
-    def parted(self) -> bool:
-        """Return whether a batch takes several forward passes."""
-        return self.micro_batch_size is not None and self.micro_batch_size < self.batch_size
-
     def replace(self, /, **changes: Any) -> Self:
         """Return a copy with some settings changed; an unknown name is an error that lists similar ones."""
         return type(self).from_dict({**self.to_dict(), **changes}).marked(self._advised.difference(changes))
@@ -130,11 +125,11 @@ class Plan:
         (√k: arXiv 2205.10287, linear: 1706.02677); a smaller one takes micro-batch along, and a lower lr min_lr."""
         first = {name: settings[name] for name in ("batch_size", "lr_rule", "lr") if name in settings}
         resized = self.replace(**first, micro_batch_size=None, min_lr=0.0)
-        factor = lr_factor(resized.lr_rule, resized.batch_size / self.batch_size)
-        lr = resized.lr if "lr" in settings else self.lr * factor
+        lr = resized.lr
+        if "lr" not in settings:
+            lr *= lr_factor(resized.lr_rule, resized.batch_size / self.batch_size)
         micro = self.micro_batch_size and min(self.micro_batch_size, resized.batch_size)
-        follows = {"micro_batch_size": micro, "lr": lr, "min_lr": min(self.min_lr, lr)}
-        new = resized.replace(**{**follows, **settings})
+        new = resized.replace(**{"micro_batch_size": micro, "lr": lr, "min_lr": min(self.min_lr, lr), **settings})
         return new.marked(self._advised.difference(settings, new.changes_from(self)))
 
     def marked(self, advised: Iterable[str]) -> Self:
@@ -183,13 +178,16 @@ class Plan:
     def check(cls, name: str, value: Any) -> Any:
         """Return a value for one setting in its field's type. Raises PlanError naming field and rule."""
         require_known(cls, [name])
-        return checked(f"{cls.__qualname__}.{name}", value, hints(cls)[name], cls.__dataclass_fields__[name].metadata)
+        return check(cls, name, value)
 
     @classmethod
     def parse(cls, name: str, text: str) -> Any:
         """Return the value that a user typed for one setting: `none`, `true`, `0.9,0.999`, `3e-4`. Raises PlanError."""
         require_known(cls, [name])
-        return parsed(f"{cls.__qualname__}.{name}", text, hints(cls)[name])
+        return parse(cls, name, text)
+
+
+BASIC = frozenset(Plan.__dataclass_fields__)  # the settings of every plan
 
 
 def lr_factor(rule: str, k: float) -> float:
@@ -219,25 +217,21 @@ def lr_at(plan: Plan, progress: float, drops: int = 0, own: Callable[[float], fl
 def length_of(plan: Plan, samples: int) -> str:
     """Return how long a plan trains on so many samples: steps per epoch, in all, and with a rising lr."""
     per_epoch = batches_in(samples, plan.batch_size)
-    warmup = math.ceil(plan.warmup_epochs * per_epoch)
-    parts = (
-        show.plural(samples, "sample"),
-        f"{show.plural(per_epoch, 'step')} per epoch",
-        f"{show.plural(plan.epochs * per_epoch, 'step')} in {show.plural(plan.epochs, 'epoch')}",
-        f"{show.plural(warmup, 'step')} of warmup",
+    warmup = show.plural(math.ceil(plan.warmup_epochs * per_epoch), "step")
+    steps = f"{show.plural(plan.epochs * per_epoch, 'step')} in {show.plural(plan.epochs, 'epoch')}"
+    return (
+        f"{show.plural(samples, 'sample')} · {show.plural(per_epoch, 'step')} per epoch · {steps} · {warmup} of warmup"
     )
-    return " · ".join(parts)
 
 
 # -- what a run may change
 
 
 def fixed(plan: Plan) -> dict[str, str]:
-    """The settings that a run cannot change while it trains, each with the reason."""
-    live = {field.name for field in dataclasses.fields(plan) if field.metadata.get("live")}
-    own = plan.to_dict().keys() - Plan().to_dict().keys() - live
+    """Return the settings that a run cannot change while it trains, each with the reason."""
+    own = [f.name for f in dataclasses.fields(plan) if f.name not in BASIC and not f.metadata.get("live")]
     return {
-        **dict.fromkeys((*FIXED, *sorted(own)), "fixed in a started run: its model and optimizer depend on it"),
+        **dict.fromkeys((*FIXED, *own), "fixed in a started run: its model and optimizer depend on it"),
         **dict.fromkeys(AT_START, "fixed while it trains: it takes effect at the start; stop, change it, and resume"),
     }
 
@@ -246,10 +240,28 @@ def refuse_fixed(differing: Mapping[str, str], plan: Plan, resumed: bool = False
     """Raise TrainError for a setting that a run cannot change. resumed: those of AT_START may differ."""
     for name in fixed(plan):
         if name in differing and not (resumed and name in AT_START):
-            raise TrainError(
-                f"Plan.{name} cannot change in a started run, got {differing[name]}; keep the value, or start another "
-                "run folder"
-            )
+            rule = f"Plan.{name} cannot change in a started run, got {differing[name]}"
+            raise TrainError(f"{rule}; keep the value, or start another run folder")
+
+
+def require_training(pack: Pack) -> None:
+    """Raise TrainError for a pack without samples to train on."""
+    count, bad = len(pack.ids("train")), pack.manifest["bad"]
+    if count < 2:
+        rule = f"{pack.folder}: training needs at least 2 samples, the train split has {count}"
+        fix = (
+            f"correct the {bad:,} that were left out, see pack.bad"
+            if bad
+            else "pack more, or less of it as val and test"
+        )
+        raise TrainError(f"{rule}; {fix}")
+
+
+def require_batch(plan: Plan, count: int) -> None:
+    """Raise TrainError where a train split of `count` samples is smaller than a batch."""
+    if plan.batch_size > count:
+        split = f"the train split ({show.plural(count, 'sample')})"
+        raise TrainError(f"Plan.batch_size {plan.batch_size} is larger than {split}; set it to at most {count}")
 
 
 def require_sizes(pack: Pack, plan: Plan) -> None:
@@ -258,45 +270,18 @@ def require_sizes(pack: Pack, plan: Plan) -> None:
     require_batch(plan, len(pack.ids("train")))
 
 
-def require_training(pack: Pack) -> None:
-    """Raise TrainError for a pack without samples to train on."""
-    count = len(pack.ids("train"))
-    if not count and pack.splits["test"] == len(pack):
-        raise TrainError(
-            f"{pack.folder}: all {show.plural(len(pack), 'sample')} are test data, so there is nothing to train on; "
-            "evaluate a run on it, or pack the source again without test=1.0"
-        )
-    if count < 2:
-        rule, left_out = f"training needs at least 2 samples, the train split has {count}", pack.manifest["bad"]
-        if pack.wanted is not None:
-            rule += " that this network reads"
-            fix = "choose a network that reads its samples, or other data"
-        else:
-            fix = f"correct the {left_out:,} that were left out, see pack.bad or bad.csv" if left_out else "pack more"
-        raise TrainError(f"{pack.folder}: {rule}; {fix}")
-
-
-def require_batch(plan: Plan, count: int) -> None:
-    if plan.batch_size > count:
-        split = f"the train split ({show.plural(count, 'sample')})"
-        raise TrainError(f"Plan.batch_size {plan.batch_size} is larger than {split}; set it to at most {count}")
-
-
 def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:
-    """Return what needs confirmation before a run changes from the old plan to the new: setting → a sentence.
-
-    A setting that rises beyond `asks_beyond` times the advised value; under "", that more than MANY change at once, for
-    example by a click on a preset.
-    """
+    """Return what needs confirmation before a run changes from the old plan to the new: setting → a sentence. Under "",
+    that more than MANY change at once, for example by a click on a preset."""
     changed = new.changes_from(old)
-    asks = {n: why for n, why in beyond(new, advised).items() if getattr(new, n) > getattr(old, n)}
+    sentences = {n: why for n, why in beyond(new, advised).items() if getattr(new, n) > getattr(old, n)}
     if len(changed) > MANY:
-        asks[""] = f"{len(changed)} settings change at once: {listed(changed)}"
-    return asks
+        sentences[""] = f"{len(changed)} settings change at once: {listed(changed)}"
+    return sentences
 
 
 def beyond(plan: Plan, advised: Plan) -> dict[str, str]:
-    """The settings that lie beyond `asks_beyond` times the advised value: setting → a sentence."""
+    """Return the settings that lie beyond `asks_beyond` times the advised value: setting → a sentence."""
     sentences = {}
     for field in dataclasses.fields(plan):
         name, factor = field.name, field.metadata.get("asks_beyond")
@@ -312,12 +297,12 @@ def listed(changes: Mapping[str, str]) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio as written in a sentence: 2.5×, 500,000×."""
+    """Return a ratio as written in a sentence: 2.5×, 500,000×."""
     return f"{ratio:,.0f}×" if ratio >= 10 else f"{ratio:.2g}×"
 
 
 def shown(value: Any) -> str:
-    """A setting's value as text."""
+    """Return a setting's value as text."""
     return "none" if value is None else show.shown(value)
 
 
@@ -339,60 +324,59 @@ def require_known(plan: type, names: Iterable[str]) -> None:
 
 
 @cache
-def hints(plan: type) -> dict[str, Any]:
-    """Return the types of a plan's fields; finding them takes a hundred times as long as checking a value."""
-    return typing.get_type_hints(plan)
+def kinds(plan: type) -> dict[str, tuple[type, int | None, bool]]:
+    """Return setting → (its type, or that of its members; how many members a tuple has, 0 for any number, None for a
+    single value; whether it may be None). Looking it up takes a hundred times as long as checking a value."""
+    result = {}
+    for name, hint in typing.get_type_hints(plan).items():
+        members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        kind, count = next(member for member in members if member is not type(None)), None
+        if typing.get_origin(kind) is tuple:
+            kind, *rest = typing.get_args(kind)
+            count = 0 if rest == [...] else 1 + len(rest)
+        result[name] = kind, count, type(None) in members
+    return result
 
 
-def parsed(name: str, text: str, hint: Any) -> Any:
-    """Return the value of a text, by a field's type."""
-    kind, optional = kind_of(hint)
+def parse(plan: type, name: str, text: str) -> Any:
+    """Return the value of a typed text, by a field's type."""
+    kind, count, optional = kinds(plan)[name]
     if text.lower() in ("none", "") and optional:
         return None
     try:
-        if typing.get_origin(kind) is tuple:
-            parts = text.strip("()[] ").split(",")
-            return tuple(typing.get_args(kind)[0](part) for part in parts if part.strip())
+        if count is not None:
+            return tuple(kind(part) for part in text.strip("()[] ").split(",") if part.strip())
         return BOOLEANS[text.lower()] if kind is bool else kind(text)
     except (ValueError, KeyError):
-        raise PlanError(f"{name} must be {WORDS.get(kind, 'numbers separated by commas')}, got {text!r}") from None
+        rule = WORDS[kind] if count is None else "numbers separated by commas"
+        raise PlanError(f"{plan.__qualname__}.{name} must be {rule}, got {text!r}") from None
 
 
-def kind_of(hint: Any) -> tuple[Any, bool]:
-    """A field's type, and whether it may also be None."""
-    members = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-    return next(kind for kind in members if kind is not type(None)), type(None) in members
-
-
-def checked(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> Any:
-    """The value in its field's type, or a PlanError that names field, rule and value."""
-    kind, optional = kind_of(hint)
+def check(plan: type, name: str, value: Any) -> Any:
+    """Return the value in its field's type. Raises PlanError that names field, rule and value."""
+    kind, count, optional = kinds(plan)[name]
+    where, rule = f"{plan.__qualname__}.{name}", plan.__dataclass_fields__[name].metadata  # pyright: ignore
     if value is None and optional:
         return None
-    if typing.get_origin(kind) is tuple:
-        first, *rest = typing.get_args(kind)  # members of one type
-        count = "several" if rest == [...] else 1 + len(rest)
-        if not isinstance(value, (tuple, list)) or count not in ("several", len(value)):
-            raise PlanError(f"{name} must be {count} values, got {value!r}")
-        return tuple(checked(name, member, first, rule) for member in value)
-    value = typed(name, value, kind)
-    if rule.get("choices") and value not in rule["choices"]:
-        raise PlanError(f"{name} must be one of {', '.join(map(str, rule['choices']))}, got {value!r}")
-    for word, (sign, holds) in RULES.items():
-        bound = rule.get(word)
-        if bound is not None and not holds(value, bound):
-            raise PlanError(f"{name} must be {sign} {bound}, got {value!r}")
-    return value
+    if count is None:
+        return check_one(where, value, kind, rule)
+    if not isinstance(value, (tuple, list)) or (count and count != len(value)):
+        raise PlanError(f"{where} must be {count or 'several'} values, got {value!r}")
+    return tuple(check_one(where, member, kind, rule) for member in value)
 
 
-def typed(name: str, value: Any, kind: type) -> Any:
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise PlanError(f"{name} must be below 2**63, got one of {value.bit_length()} bits")
-    whole = isinstance(value, float) and value.is_integer() and kind is int
-    if whole or (kind is float and isinstance(value, int) and not isinstance(value, bool)):
-        value = kind(value)
+def check_one(where: str, value: Any, kind: type, rule: Mapping[str, Any]) -> Any:
+    if kind is float and type(value) is int:
+        value = float(value)
+    elif kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise PlanError(f"{name} must be {WORDS.get(kind, kind.__name__)}, got {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise PlanError(f"{name} must be finite, got {value!r}")
+        raise PlanError(f"{where} must be {WORDS[kind]}, got {value!r}")
+    if kind is float and not math.isfinite(value):
+        raise PlanError(f"{where} must be finite, got {value!r}")
+    if rule.get("choices") and value not in rule["choices"]:
+        raise PlanError(f"{where} must be one of {', '.join(map(str, rule['choices']))}, got {value!r}")
+    for word, (sign, holds) in RULES.items():
+        if rule.get(word) is not None and not holds(value, rule[word]):
+            raise PlanError(f"{where} must be {sign} {rule[word]}, got {value!r}")
     return value

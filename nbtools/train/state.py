@@ -59,7 +59,7 @@ class Recovery:
 
     micro: int | None = None  # samples a forward pass: fewer than the plan's after an out-of-memory
     careful_until: int = 0  # each step before this one is checked before it counts
-    refused: int = 0  # steps left out
+    skipped: int = 0  # steps left out
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,6 @@ class TrainState:
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
         self.unscaled = True  # whether fp16 still has to find its scale
         self.ema = AveragedModel(model, use_buffers=True) if plan.ema else None
-        self.averaged = [*zip(self.ema.module.modules(), model.modules(), strict=True)] if self.ema is not None else []
         self.network: Any = self.ranks.wrap(torch.compile(model) if plan.compile else model)  # what training calls
         self.position, self.best, self.recovery = Position(), Best(), Recovery(plan.micro_batch_size)
         self.meter = Meter(self.device)
@@ -121,7 +120,7 @@ class TrainState:
         if plan.graph and not self.built_in:
             self.events.append("graph off: lr is a number of the task's own optimizer, not a tensor that a graph reads")
         self.keys = Keys(0, self.device)  # of draws
-        self.know(len(pack) if isinstance(pack, Pack) else sum(pack.splits.values()))
+        self.draw_for(len(pack) if isinstance(pack, Pack) else sum(pack.splits.values()))
         self.copies: dict[str, Tensor] = {}  # host memory that its checkpoints are copied to, see checkpoint.copies
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
         self.evaluate_next = False  # ask for an evaluation before the next step
@@ -187,7 +186,7 @@ class TrainState:
     def begin(self, samples: int) -> None:
         """Begin the loop, on a pack of so many samples: give the other ranks this state, torch this run's random
         numbers."""
-        self.know(samples)
+        self.draw_for(samples)
         if self.ranks.world > 1 and self.ranks.first:
             tensors = {name: tensor.detach().cpu() for name, tensor in self.tensors().items()}
             self.ranks.tell(Restarted(self.applied.to_dict(), self.facts(), tensors))
@@ -200,8 +199,8 @@ class TrainState:
         self.capture_rng()
         self.training = False
 
-    def know(self, samples: int) -> None:
-        """Have the keys of so many samples: a pack of which a part is read has more than its card tells."""
+    def draw_for(self, samples: int) -> None:
+        """Make random numbers for so many samples: a pack of which a part is read has more than its card counts."""
         if samples > len(self.keys.table):
             self.keys = Keys(samples, self.device)
             if self.graphs is not None:
@@ -313,15 +312,15 @@ class TrainState:
     def moment(self, name: str, parameter: Tensor, saved: Any) -> Any:
         """Return a saved value of a parameter's optimizer state, on the parameter's device and in its memory format.
         Raises CheckpointError for another shape."""
-        if not isinstance(saved, Tensor) or not saved.dim():
-            return saved.to(parameter.device) if isinstance(saved, Tensor) else saved
-        if self.built_in and saved.shape != parameter.shape:
+        if not isinstance(saved, Tensor):
+            return saved
+        if saved.shape == parameter.shape:
+            return torch.empty_like(parameter, dtype=saved.dtype).copy_(saved)
+        if saved.dim() and self.built_in:
             shapes = f"{tuple(saved.shape)}, but the parameter has {tuple(parameter.shape)}"
             rule = f"the checkpoint's optimizer state of {name} has the shape {shapes}"
             raise CheckpointError(f"{rule}; for another network choose another run folder, run='runs/…'")
-        if saved.shape != parameter.shape:
-            return saved.to(parameter.device)
-        return torch.empty_like(parameter, dtype=saved.dtype).copy_(saved)
+        return saved.to(parameter.device)
 
 
 def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

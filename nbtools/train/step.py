@@ -8,6 +8,7 @@ import math
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from nbtools.train.ranks import shares
 from nbtools.train.state import TrainState
 from nbtools.train.task import Batch, set_training, summed
 
-LEFT_OUT = 3  # steps with a non-finite loss that a run skips: more are no accident
+MAX_SKIPPED = 3  # steps with a non-finite loss that a run skips: more are no accident
 LossSum = tuple[Tensor, Tensor | float]  # sum of the loss, and of how many terms
 
 
@@ -139,19 +140,18 @@ def average(state: TrainState) -> None:
     `AveragedModel.update_parameters` copies its counter to the GPU in every step, and so makes the host wait.
     """
     assert state.ema is not None
-    pairs = {mean: value for ours, theirs in state.averaged for mean, value in zip(own(ours), own(theirs), strict=True)}
-    means = [mean for mean in pairs if mean.is_floating_point()]  # each once, also where modules share it
-    values = [pairs[mean] for mean in means]
+    pairs = [*zip(tensors(state.ema.module), tensors(state.model), strict=True)]
+    floats = [pair for pair in pairs if pair[0].is_floating_point()]
     share = 1 - (state.applied.ema or 0) if state.step else 1.0  # the first average is the weights themselves
-    torch._foreach_lerp_(means, values, share)  # pyright: ignore[reportPrivateImportUsage]
-    for mean, value in pairs.items():
+    torch._foreach_lerp_(*map(list, zip(*floats, strict=True)), share)  # pyright: ignore
+    for mean, value in pairs:
         if not mean.is_floating_point():
             mean.copy_(value)
 
 
-def own(module: nn.Module) -> list[Tensor]:
-    """Return a module's own parameters and buffers, without those of its children."""
-    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+def tensors(model: nn.Module) -> list[Tensor]:
+    """Return its parameters and buffers, each once, also where modules share it."""
+    return [*model.parameters(), *model.buffers()]
 
 
 def at_least_one(count: Tensor | float) -> Tensor | float:
@@ -190,17 +190,16 @@ def gradients_in_memory(state: TrainState, raw: Batch, size: int) -> LossSum:
 
 
 def halve(state: TrainState, size: int, reason: str) -> None:
-    """Choose the next smaller micro-batch."""
+    """Choose the next smaller micro-batch. Raises TrainError where there is none, or others wait in their own pass."""
     ranks, now = state.ranks, min(state.recovery.micro or size, size)
-    least = 2 if any(isinstance(layer, _BatchNorm) for layer in state.model.modules()) else 1
-    if ranks.world > 1:  # the others wait blocked in their own pass
+    norms = any(isinstance(layer, _BatchNorm) for layer in state.model.modules())
+    if ranks.world > 1:
         rule = f"out of memory on rank {ranks.rank} of {ranks.world} ({reason}); set a smaller micro_batch_size"
         raise TrainError(rule, entry="Out of memory")
-    if now // 2 < least:
-        few = "one sample at a time" if least == 1 else "two samples at a time, and BatchNorm needs two"
-        raise TrainError(
-            f"out of memory with {few} ({reason}); use a smaller network or samples", entry="Out of memory"
-        )
+    if now // 2 < 1 + norms:
+        few = "two samples at a time, and BatchNorm needs two" if norms else "one sample at a time"
+        rule = f"out of memory with {few} ({reason}); use a smaller network or samples"
+        raise TrainError(rule, entry="Out of memory")
     state.recovery.micro = now // 2
     state.events.append(f"out of memory: micro batch {now} → {now // 2}; effective batch and lr unchanged")
 
@@ -217,9 +216,8 @@ def release(state: TrainState) -> None:
 
 def written(state: TrainState) -> list[Tensor]:
     """Return the tensors that a step changes, parameters first."""
-    modules = [state.model] if state.ema is None else [state.model, state.ema]
-    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    return [*tensors, *state.moments().values()]
+    ema = [] if state.ema is None else tensors(state.ema)
+    return [*tensors(state.model), *ema, *state.moments().values()]
 
 
 # -- a loss that is no number
@@ -228,68 +226,59 @@ def written(state: TrainState) -> list[Tensor]:
 def careful_step(state: TrainState, raw: Batch, epoch_size: float, size: int | None = None) -> LossSum:
     """Take a `train_step` that is skipped, without any effect, if its loss or a gradient is not finite. Raises Diverged
     where that happens more often than by accident."""
-    size, kept = size or len(raw["id"]), [buffer.clone() for buffer in state.model.buffers()]
+    size, before = size or len(raw["id"]), [buffer.clone() for buffer in state.model.buffers()]
     set_lr(state, size, epoch_size)
     loss_sum, count = gradients_in_memory(state, raw, size)
-    if bad := after_backward(state, loss_sum):
-        bad, ids = first_bad(state, raw, size, bad)
-        for buffer, before in zip(state.model.buffers(), kept, strict=True):
-            buffer.copy_(before)
-        skip(state, bad, ids)
-        return torch.zeros_like(loss_sum), 0
-    update(state)
-    return loss_sum, count
-
-
-def after_backward(state: TrainState, loss_sum: Tensor) -> str:
-    """Return what is not finite after backward, the same on all ranks; "" if all is. Under fp16 gradients that overflow
-    are how the scaler finds its scale: it skips such steps by itself."""
-    if not finite(loss_sum):
-        return "loss"
-    named = state.model.named_parameters() if state.scaler is None else ()
-    return next((f"gradient of {name}" for name, p in named if not finite(p.grad)), "")
+    named = state.model.named_parameters() if state.scaler is None else ()  # fp16's scaler skips by itself
+    bad = [*([] if finite(loss_sum) else ["loss"]), *(f"gradient of {n}" for n, p in named if not finite(p.grad))]
+    if not bad:
+        update(state)
+        return loss_sum, count
+    what, ids = first_bad(state, raw, size, bad[0])
+    for buffer, value in zip(state.model.buffers(), before, strict=True):
+        buffer.copy_(value)
+    skip(state, what, ids)
+    return torch.zeros_like(loss_sum), 0
 
 
 def first_bad(state: TrainState, raw: Batch, size: int, after: str) -> tuple[str, list[int]]:
     """Return the first tensor of this step that is not finite, and the samples to look at: of the batch, the weights,
-    the outputs of a layer, else what was found after backward. Several ranks agree on the earliest."""
+    the outputs of a layer, else what was not finite `after` backward. Several ranks agree on the earliest."""
     task, plan, model = state.task, state.applied, state.model
-    inputs: list[str] = []
-    layers: list[str] = []
+    bad: list[tuple[int, str]] = [(1, f"weight {name}") for name, p in model.named_parameters() if not finite(p)]
 
     def look(name: str, out: Any) -> None:
-        layers.extend([] if all(map(finite, tree_leaves(out))) else [f"output of layer {name}"])
+        if not all(map(finite, tree_leaves(out))):
+            bad.append((2, f"output of layer {name}"))
 
     leaves = [(name, module) for name, module in model.named_modules() if name and not list(module.children())]
     hooks = [m.register_forward_hook(lambda _m, _i, out, name=name: look(name, out)) for name, m in leaves]
     try:
         for part in micro_batches(state, raw, size):
             batch = task.batch(part, plan, Draws(plan.seed, state.position.epoch, part["id"]))
-            inputs += [f"batch[{name!r}]" for name, tensor in batch.items() if not finite(tensor)]
+            bad += [(0, f"batch[{name!r}]") for name, tensor in batch.items() if not finite(tensor)]
             with torch.no_grad(), autocast(plan, state.device, model):
                 task.loss(model, batch, plan)
     finally:
         for hook in hooks:
             hook.remove()
-    weights = [f"weight {name}" for name, p in model.named_parameters() if not finite(p)]
-    kind, bad = next((kind, names[0]) for kind, names in enumerate((inputs, weights, layers, [after])) if names)
+    kind, what = min([*bad, (3, after)], key=itemgetter(0))
     # Where a weight or a layer is the first that is bad, training has diverged, and any sample would do the same.
-    ids = raw["id"].tolist() if kind in (0, 3) else []
-    return min(state.ranks.gather((kind, bad, ids)))[1:]
+    return min(state.ranks.gather((kind, what, raw["id"].tolist() if kind in (0, 3) else [])))[1:]
 
 
 def finite(tensor: Any) -> bool:
     return not isinstance(tensor, Tensor) or not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
-def skip(state: TrainState, bad: str, ids: list[int]) -> None:
+def skip(state: TrainState, what: str, ids: list[int]) -> None:
     """Report a step that is left out. Raises Diverged if that happens more often than by accident."""
     state.optimizer.zero_grad()
-    state.recovery.refused += 1
-    shown = f" (sample ids {', '.join(map(str, ids[:16]))}{' …' if len(ids) > 16 else ''})" if ids else ""
-    state.events.append(f"step {state.step + 1} skipped: {bad} is not finite{shown}")
-    if state.recovery.refused > LEFT_OUT:
-        raise Diverged(
-            f"four steps had to be skipped, the last: {state.events[-1]}{'; check these samples' if ids else ''}",
-            (state.step, state.step),
-        )
+    state.recovery.skipped += 1
+    more = " …" if len(ids) > 16 else ""
+    samples = f" (sample ids {', '.join(map(str, ids[:16]))}{more})" if ids else ""
+    state.events.append(f"step {state.step + 1} skipped: {what} is not finite{samples}")
+    if state.recovery.skipped > MAX_SKIPPED:
+        fix = "; check these samples" if ids else ""
+        message = f"more than {MAX_SKIPPED} steps had to be skipped, the last: {state.events[-1]}{fix}"
+        raise Diverged(message, (state.step, state.step))
