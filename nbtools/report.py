@@ -63,7 +63,7 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> Scores:
 
 def require_like(run: Any, pack: Pack) -> None:
     """Raise PackError for a pack with other classes or preprocessing than the run's: its results would be wrong."""
-    ours, theirs = of_use(run, run.card), of_use(run, pack.card)
+    ours, theirs = of_use(run.card), of_use(readable(run.task, pack, run.plan).card)
     for name in (name for name in ours if ours[name] != theirs[name]):
         short = " and ".join(textwrap.shorten(str(each[name]), 120, placeholder=" …") for each in (theirs, ours))
         raise PackError(
@@ -73,17 +73,14 @@ def require_like(run: Any, pack: Pack) -> None:
         )
 
 
-def of_use(run: Any, card: Card) -> dict[str, Any]:
-    """Return what of a data set a run's network depends on: its task, classes, and the options and columns of what it
-    reads. Classes that were asked for are an option of some tasks; which there are is what counts."""
-    reads, keys = run.task.inputs(run.plan, card.columns), run.task.COLUMN_OPTIONS
-    unread = keys.keys() - set(reads) if reads else set()
-    ignored = {"classes", "category_of"}.union(*(keys[column] for column in unread))
+def of_use(card: Card) -> dict[str, Any]:
+    """Return what of a data set a run's network depends on: its task, classes, options and columns. Classes that were
+    asked for are an option of some tasks; which there are is what counts."""
+    ignored = {"classes", "category_of"}
     if card.task == DATASET:
         ignored |= {"mean", "std", "random", "roles"}  # of one Dataset, and its training split
     options = {name: value for name, value in card.options.items() if name not in ignored}
-    columns = {name: column for name, column in card.columns.items() if name not in unread}
-    return {"task": card.task, "classes": card.classes, "options": options, "columns": columns}
+    return {"task": card.task, "classes": card.classes, "options": options, "columns": card.columns}
 
 
 @dataclass(frozen=True, eq=False)

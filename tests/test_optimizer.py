@@ -171,7 +171,7 @@ def test_another_optimizer_or_schedule_in_the_folder_of_a_run_is_refused(points,
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an instance": (
         {"optimizer": torch.optim.SGD(net().parameters(), 0.1)},
-        "got SGD, which holds the parameters of another",
+        r"a function of \(groups, plan\), got SGD",
     ),
     "a name": ({"optimizer": "lion"}, r"optimizer must be a class of torch\.optim, .* got 'lion'"),
     "an lr": ({"optimizer": partial(Lion, lr=0.1)}, r"got Lion with an lr, which is the plan's: pass plan=nb\.Plan"),

@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,10 @@ from torch.nn import functional as F
 
 import nbtools as nb
 from nbtools.__main__ import main
+from nbtools.data import Card
 from nbtools.errors import CheckpointError, PackError, TrainError
+from nbtools.train import Sums
+from nbtools.train.metrics import score
 
 pytestmark = pytest.mark.usefixtures("one_cache")
 
@@ -137,7 +141,7 @@ def test_another_network_loss_or_augmentation_in_the_folder_of_a_run_is_refused(
     pack, folder = packs["images"], tmp_path / "run"
     fitted(nb.classify(own.Small), pack, folder, epochs=1)
     with pytest.raises(CheckpointError, match=r"holds another run \(network: Small → Sequential.*name another run="):
-        fitted(nb.classify(nn.Sequential(nn.Flatten(), nn.LazyLinear(3))), pack, folder, epochs=1)
+        fitted(nb.classify(nn.Sequential(nn.Flatten(), nn.Linear(432, 3))), pack, folder, epochs=1)
     loss = nn.CrossEntropyLoss(label_smoothing=0.1)
     with pytest.raises(CheckpointError, match=r"augment: none → flip 0\.5; loss: default → CrossEntropyLoss"):
         fitted(nb.classify(own.Small, loss=loss, augment=["flip"]), pack, folder, epochs=1)
@@ -197,14 +201,6 @@ def test_a_network_never_gets_the_target_for_an_input_of_its_name(tmp_path):
     assert nb.evaluate(nb.TrainState(nb.classify(Pair), pack, nb.Plan()), pack, "train")["loss"] > 0
 
 
-def test_lazy_layers_learn_their_sizes_before_the_optimizer_is_made(packs):
-    net = nn.Sequential(nn.Flatten(), nn.LazyLinear(3), nn.LazyBatchNorm1d(affine=False))
-    state = nb.TrainState(nb.classify(net), packs["images"], own.PLAN)
-    assert [tuple(p.shape) for p in state.model.parameters()] == [(3, 432), (3,)]
-    assert [tuple(b.shape) for b in state.model.buffers()] == [(3,), (3,), ()]
-    assert state.model.training
-
-
 class Wrapped(nn.Module):
     """Outputs as transformers and torchvision return them."""
 
@@ -246,7 +242,7 @@ def test_frozen_parts_stay_with_their_statistics_and_groups_are_a_hook_as_in_any
 MAPS: dict[str, Any] = {
     "an image as target": ({"image": (3, 8, 8), "y": (8, 8)}, ["flip"], r"flip would leave the target \("),
     "a map beside the image": ({"image": (3, 8, 8), "depth": (8, 8)}, ["flip", "colour"], r"flip would leave depth \("),
-    "boxes": ({"image": (3, 8, 8), "y": (2, 4)}, ["rotate"], r"rotate would leave the target \("),
+    "boxes": ({"image": (3, 8, 8), "y": (2, 4)}, ["flip"], r"flip would leave the target \("),
 }
 
 
@@ -310,6 +306,60 @@ def test_values_of_any_shape_are_targets_in_their_own_unit(tmp_path, name):
     assert nb.evaluate(run, pack) == pytest.approx({"loss": 0, "mae": 0}, abs=1e-4)
     for answer, array in zip(run.predict([x for x, _ in data[:3]]), arrays, strict=False):
         np.testing.assert_allclose(answer, array / unit, rtol=1e-4, atol=1e-4)
+
+
+# -- several labels a sample
+
+
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory):
+    """x (6,) → which of three of its numbers are above 0, and a label that no sample has."""
+    x = np.random.default_rng(0).normal(size=(200, 6)).astype(np.float32)
+    items = [(row, np.array([*(row[:3] > 0), False], np.uint8)) for row in x]
+    pack = nb.pack(items, val=0.3, into=tmp_path_factory.mktemp("tags") / "pack", progress=False)
+    options = {**pack.options, "kind": "labels"}
+    return replace(pack, card=replace(pack.card, classes=["a", "b", "c", "none has it"], options=options))
+
+
+def test_labels_are_learned_by_binary_cross_entropy_and_all_above_a_half_are_answered(tmp_path, tagged):
+    run = fitted(nb.classify(lambda inputs, classes: nn.Linear(inputs, classes)), tagged, tmp_path / "run", epochs=12)
+    assert list(run.summary())[1:4] == ["val_loss", "val_map", "val_f1"]
+    assert run.best["val_map"] == max(run.summary()["val_map"]) > 0.9
+    ids = tagged.ids("val")
+    x, y = (torch.from_numpy(tagged.arrays[name][ids]) for name in ("x", "y"))
+    answers = nb.Run.open(tmp_path / "run", run.task).predict(list(x.numpy()))
+    batch = run.task.batch({"x": x, "y": y}, own.PLAN, None)
+    logits = run.model("cpu")(batch).detach()
+    for answer, row in zip(answers, logits.sigmoid(), strict=True):
+        assert {label.name: label.probability for label in answer} == pytest.approx(
+            {name: float(p) for name, p in zip(tagged.classes, row, strict=True) if p > 0.5}, abs=1e-5
+        )
+        assert [label.probability for label in answer] == sorted((p for _, p in answer), reverse=True)
+    values = nb.evaluate(run, tagged, "val")
+    assert values["loss"] == pytest.approx(float(F.binary_cross_entropy_with_logits(logits, y.float())), rel=1e-5)
+    right, said = (logits > 0) & (y > 0), logits > 0
+    scores = [2 * right[:, k].sum() / (said[:, k].sum() + y[:, k].sum()) for k in range(4) if said[:, k].sum() or k < 3]
+    assert values["f1"] == pytest.approx(float(sum(scores) / len(scores)))
+
+
+def average_precision(scores: list[float], truth: list[int]) -> float:
+    """The mean of the precision at each sample that has the label, of one ranking without ties."""
+    ranked = [t for _, t in sorted(zip(scores, truth, strict=True), reverse=True)]
+    return sum(sum(ranked[: n + 1]) / (n + 1) for n, t in enumerate(ranked) if t) / sum(ranked)
+
+
+def test_mean_average_precision_is_that_of_the_whole_split_whatever_the_batches():
+    logits = (torch.randperm(300, generator=torch.Generator().manual_seed(0)).view(100, 3) - 150) / 32.0
+    y = (torch.rand(100, 3, generator=torch.Generator().manual_seed(1)) < logits.sigmoid()).to(torch.uint8)
+    expected = np.mean([average_precision(logits[:, k].tolist(), y[:, k].tolist()) for k in range(3)])
+    for size in (100, 7):
+        sums = Sums()
+        for part in range(0, 100, size):
+            batch = {"y": y[part : part + size]}
+            sums.add(
+                score(["map"], logits[part : part + size], batch, Card("", list("abc"), {"kind": "labels"}, {}, {}))
+            )
+        assert sums.read()["map"] == pytest.approx(expected)
 
 
 # -- metrics
@@ -398,11 +448,12 @@ def counted(outputs, y):
     return F.cross_entropy(outputs, y, reduction="sum"), len(y)
 
 
-class Scaled(own.Mine):
-    """With a batch of its own."""
+class Shared(own.Mine):
+    def __init__(self):
+        self.net = own.Small(3)
 
-    def batch(self, raw, plan, draws):
-        return raw | {"x": raw["x"].permute(0, 3, 1, 2) / 255}
+    def model(self, card, plan):
+        return self.net
 
 
 class Ask(own.Small):
@@ -462,10 +513,15 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "images",
         r"<lambda> must be \(sum, count\), which add up over batches, got a tensor of shape \(\)",
     ),
-    "a batch that leaves out augment": (
-        lambda: Scaled(),
+    "lazy layers": (
+        lambda: nb.classify(nn.Sequential(nn.Flatten(), nn.LazyLinear(3))),
         "images",
-        r"its `batch` leaves out augment=\('flip',\); begin it with batch = super\(\)\.batch",
+        "Sequential has lazy layers, which have no size yet; call it once",
+    ),
+    "one network for all runs": (
+        lambda: Shared(),
+        "images",
+        r"model returns the same network each time, .*; make a new one in it, or pass it to nb\.classify",
     ),
     "a loss with parameters": (
         lambda: nb.classify(own.Small, loss=nn.Bilinear(3, 3, 1)),
@@ -475,7 +531,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a loss of other targets": (
         lambda: nb.classify(own.Small, loss=nn.BCEWithLogitsLoss()),
         "images",
-        r"the loss or a metric does not take outputs \(B, 3\) and y \(B,\) int64 of 3 classes: Target size",
+        r"the loss or a metric does not take outputs \(9, 3\), y \(9,\): Target size",
     ),
     "a network": (lambda: own.Small(3), "images", r"got the network Small; pass nb\.classify\(net\) or nb\.regress"),
 }

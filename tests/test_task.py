@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from acting import QUIET
 from torch import nn
 
 import nbtools as nb
-from nbtools.data import Entry, Survey
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from tests import toy
 
@@ -92,22 +90,6 @@ def test_what_two_functions_leave_out_has_its_default(pack):
     assert torch.equal(task.decode(x, pack.card)[1], x[1])
     assert task.with_network(nb.Plan(), pack, "large") == nb.Plan()
     assert nb.advise(least, pack, measure=False).plan.batch_size == 8
-
-
-def test_a_survey_and_a_reader_make_a_pack(tmp_path):
-
-    class Packing(Least):
-        def survey(self, folder, options):
-            return Survey([Entry(p.name, label=np.array([int(p.name[0])])) for p in folder.iterdir()], list("abcd"))
-
-        def read(self, path, options):
-            return {"x": np.load(path)}
-
-    source = toy.demo(tmp_path / "raw", 40)
-    pack = Packing().pack(source, val=0.25, into=tmp_path / "pack", progress=False)
-    assert sum(pack.splits.values()) == 40
-    assert pack.raw is not None
-    assert np.array_equal(pack.raw[3]["x"], pack.sample(3)["x"])
 
 
 @pytest.mark.parametrize("lacking", ["model", "loss"])

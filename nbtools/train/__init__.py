@@ -41,7 +41,6 @@ from nbtools.train.task import (
     Task,
     TaskLike,
     Tensors,
-    array_of,
     as_task,
     best_metric,
     bound,
