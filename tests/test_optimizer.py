@@ -181,7 +181,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": lambda groups, plan: Lion(net().parameters())},
         "must be in exactly one of the optimizer's",
     ),
-    "a scheduler": ({"schedule": torch.optim.lr_scheduler.OneCycleLR}, r"function of the plan .*, got OneCycleLR"),
+    "a scheduler": ({"schedule": torch.optim.lr_scheduler.OneCycleLR}, r"function of progress, .*, got .*OneCycleLR"),
     "f itself": ({"schedule": lambda plan: 0.5}, r"return None or a function of progress, 0 to 1, .*, got 0\.5"),
     "below 0": ({"schedule": lambda plan: lambda t: t - 1}, "a factor ≥ 0 on lr, got -1"),
 }

@@ -85,7 +85,7 @@ def test_two_methods_are_a_task_with_metrics_by_name_answers_samples_and_a_name(
     pack = packs["images"]
     run = fitted(own.Mine(), pack, tmp_path / "run", epochs=4)
     assert {"val_loss", "val_accuracy", "val_f1"} <= set(run.summary())
-    assert own.Mine.BEST == "accuracy" == own.Mine().BEST
+    assert own.Mine().BEST == "accuracy"
     again = nb.Run.open(tmp_path / "run")
     answers = again.predict_pack(pack, pack.ids("test"))
     truths = [pack.classes[int(pack.sample(i)["y"])] for i in pack.ids("test")]
@@ -260,7 +260,7 @@ def test_what_has_places_of_its_own_is_not_left_as_it_is_while_the_image_turns(t
 def test_whole_numbers_are_values_where_they_are_packed_as_such(tmp_path):
     frame = houses(60).round().astype({"price": int})
     pack = nb.pack(frame, target="price", into=tmp_path / "classes", progress=False)
-    with pytest.raises(TrainError, match=r"whole numbers are values with nb\.pack\(…, classes=False\)"):
+    with pytest.raises(TrainError, match=r"whole numbers values with nb\.pack\(…, classes=False\)"):
         nb.TrainState(nb.regress(own.line), pack, own.PLAN)
     pack = nb.pack(frame, target="price", classes=False, into=tmp_path / "values", progress=False)
     assert (pack.classes, pack.arrays["y"].dtype) == ([], np.int64)
@@ -334,12 +334,11 @@ def test_labels_are_learned_by_binary_cross_entropy_and_all_above_a_half_are_ans
         assert {label.name: label.probability for label in answer} == pytest.approx(
             {name: float(p) for name, p in zip(tagged.classes, row, strict=True) if p > 0.5}, abs=1e-5
         )
-        assert [label.probability for label in answer] == sorted((p for _, p in answer), reverse=True)
     values = nb.evaluate(run, tagged, "val")
     assert values["loss"] == pytest.approx(float(F.binary_cross_entropy_with_logits(logits, y.float())), rel=1e-5)
     right, said = (logits > 0) & (y > 0), logits > 0
-    scores = [2 * right[:, k].sum() / (said[:, k].sum() + y[:, k].sum()) for k in range(4) if said[:, k].sum() or k < 3]
-    assert values["f1"] == pytest.approx(float(sum(scores) / len(scores)))
+    totals = (said.sum(0) + y.sum(0)).numpy()
+    assert values["f1"] == pytest.approx((2 * right.sum(0).numpy() / totals)[totals > 0].mean())
 
 
 def average_precision(scores: list[float], truth: list[int]) -> float:
@@ -465,7 +464,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "labels that are floats": (
         lambda: nb.classify(own.line),
         "rows",
-        r"nb\.regress is for values; floats become classes with astype\(int\), one-hot",
+        r"these are values; floats become classes with astype\(int\)",
     ),
     "another number of classes": (
         lambda: nb.classify(own.Small(4)),

@@ -18,7 +18,7 @@ from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, constant, inpu
 from nbtools.errors import PackError, TrainError
 from nbtools.show import percent
 from nbtools.train.augment import MIXUP, augment, inside, strengths
-from nbtools.train.metrics import Batch, logits_of, values_like
+from nbtools.train.metrics import Batch, class_logits, logits_of, values_like
 
 DATASET = "dataset"  # the task in such a pack's card
 FEW = 8  # numbers of an answer that are shown
@@ -116,7 +116,7 @@ class Answer(NamedTuple):
 
 
 class Labels(tuple[Answer, ...]):
-    """The labels of a sample, the likeliest first."""
+    """The labels of a sample, in the order of the classes."""
 
     def __str__(self) -> str:
         return ", ".join(map(str, self)) or "none"
@@ -131,13 +131,13 @@ def answers(outputs: Any, card: Card) -> list[Any]:
             values, layout = values_like(outputs, (len(outputs), *shape_of(card, TARGET))), form_of(card, TARGET).layout
             values = values.permute(0, 2, 3, 1) if layout == "hwc" else values.squeeze(1) if layout == "hw" else values
             return values.tolist() if values.dim() < 3 else list(values.cpu().numpy())
-    elif kind in ("classes", "labels") and outputs.shape[1:] == (len(card.classes),):
-        shares = outputs.float().sigmoid() if kind == "labels" else outputs.float().softmax(1)
-        counts = (shares > SURE).sum(1).tolist() if kind == "labels" else [1] * len(shares)
-        ranked = shares.topk(max(counts, default=0), 1)
-        rows = zip(ranked.values.tolist(), ranked.indices.tolist(), counts, strict=True)
-        made = [Labels(Answer(card.classes[k], p) for p, k in zip(ps[:n], ks, strict=False)) for ps, ks, n in rows]
-        return made if kind == "labels" else [answer for (answer,) in made]
+    elif kind == "labels":
+        shares = class_logits(outputs, card).float().sigmoid().tolist()
+        pairs = [map(Answer, card.classes, row) for row in shares]
+        return [Labels(answer for answer in row if answer.probability > SURE) for row in pairs]
+    elif kind == "classes" and outputs.shape[1:] == (len(card.classes),):
+        best = outputs.float().softmax(1).max(1)
+        return [Answer(card.classes[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     return list(outputs)
 
 

@@ -64,8 +64,7 @@ def values_like(outputs: Any, shape: Sequence[int]) -> Tensor:
     values, shape = logits_of(outputs), tuple(shape)
     alike = [n for n in values.shape if n != 1] == [n for n in shape if n != 1]
     if not alike and values.shape != (shape[0], math.prod(shape[1:])):
-        came = f"{shape}, got {tuple(values.shape)}"
-        rule = f"the network must return one value for each element of the target, {came}"
+        rule = f"the network must return one value for each element of the target, {shape}, got {tuple(values.shape)}"
         raise TrainError(f"{rule}; change its last layer")
     return values.float().reshape(shape)
 
@@ -78,22 +77,13 @@ def top(count: int, logits: Tensor, y: Tensor) -> Pair:
     return (best == y[:, None]).any(1).sum(), y.numel()
 
 
-def hits(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, of each class, how often it was right, predicted, and true, (K,) each. y: classes (B,), or labels (B, K),
-    of which those above 0.5 are predicted."""
+def per_class(logits: Tensor, y: Tensor, f1: bool) -> Pair:
+    """Return, of each class, recall TP / (TP + FN) or F1, 2 TP / (2 TP + FP + FN), as two tensors (K,). y: classes
+    (B,), or labels (B, K), of which those above 0.5 are predicted."""
     count = logits.shape[1]
     predicted, true = (logits > 0, y) if y.dim() > 1 else (F.one_hot(logits.argmax(1), count), F.one_hot(y, count))
-    return (predicted * true).sum(0), predicted.sum(0), true.sum(0)
-
-
-def recall(logits: Tensor, y: Tensor) -> Pair:
-    right, _, true = hits(logits, y)
-    return right, true
-
-
-def f1(logits: Tensor, y: Tensor) -> Pair:
-    right, predicted, true = hits(logits, y)
-    return 2 * right, predicted + true
+    hits = (predicted * true).sum(0)
+    return (2 * hits, predicted.sum(0) + true.sum(0)) if f1 else (hits, true.sum(0))
 
 
 def binned(logits: Tensor, y: Tensor) -> Pair:
@@ -104,19 +94,18 @@ def binned(logits: Tensor, y: Tensor) -> Pair:
 
 
 def mean_average_precision(true: Tensor, all: Tensor) -> float:
-    """Return the mean over the labels that some sample has of Σ (R_n - R_(n-1)) · P_n, as scikit-learn defines average
-    precision, from the sums of `binned`."""
-    found, chosen = (each.double().flip(1).cumsum(1) for each in (true, all))  # from the highest logit down
-    precision, share = found / chosen.clamp(min=1), true.flip(1) / found[:, -1:].clamp(min=1)
-    average = (precision * share).sum(1)[found[:, -1] > 0]
-    return float(average.mean()) if len(average) else 0.0
+    """Return Σ (recall_n - recall_(n-1)) · precision_n, averaged over the labels that some sample has, from the sums of
+    `binned`; scikit-learn's definition."""
+    hits, chosen = (each.cpu().double().flip(1).cumsum(1) for each in (true, all))  # from the highest logit down
+    average = (true.cpu().flip(1) * hits / chosen.clamp(min=1)).sum(1) / hits[:, -1]
+    return float(average.nanmean().nan_to_num())  # 0 / 0 of a label that no sample has
 
 
 METRICS: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Pair]]] = {
     "accuracy": ("classes", "", partial(top, 1)),
     "top5_accuracy": ("classes", "", partial(top, 5)),
-    "balanced_accuracy": ("classes", "", recall),
-    "f1": ("classes or labels", "", f1),
+    "balanced_accuracy": ("classes", "", partial(per_class, f1=False)),
+    "f1": ("classes or labels", "", partial(per_class, f1=True)),
     "map": ("labels", "", binned),
     "mae": ("values", "-", lambda values, y: ((values - y).abs().sum(), y.numel())),
     "mse": ("values", "-", lambda values, y: ((values - y).square().sum(), y.numel())),

@@ -45,11 +45,8 @@ def set_training(model: nn.Module, training: bool = True) -> None:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The columns that a network's forward takes, in order or by name; none: the batch as a dict.
-
-    As a forward pre-hook it replaces a batch, and nothing else, by these: the names of weights, DDP and calls with
-    tensors stay as they are.
-    """
+    """The columns that a network's forward takes, by name or in order; none: the batch as a dict. As a forward pre-hook
+    it replaces a batch, and nothing else, by these, so that DDP and calls with tensors stay as they are."""
 
     forward: str
     columns: tuple[str, ...]
@@ -58,11 +55,10 @@ class Arguments:
     def __call__(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if named or len(given) != 1 or not isinstance(given[0], dict) or not self.columns:
             return None
-        batch = given[0]
-        for name in self.columns:
-            if name not in batch:
-                raise TrainError(f"{self.forward} takes {name!r}, but the batch has {', '.join(batch)}; return it too")
-        taken = {name: batch[name] for name in self.columns}
+        if lost := [name for name in self.columns if name not in given[0]]:
+            came = f"the batch has {', '.join(given[0])}"
+            raise TrainError(f"{self.forward} takes {lost[0]!r}, but {came}; return it too")
+        taken = {name: given[0][name] for name in self.columns}
         return ((), taken) if self.named else ((*taken.values(),), {})
 
 
@@ -70,10 +66,7 @@ def find_arguments(model: nn.Module, card: Card) -> Arguments:
     """Return what forward takes: the whole batch where its first parameter is called `batch`; the inputs and their
     lengths, `<input>_length`, that its parameters name; else the inputs in order. Raises TrainError for other ones."""
     inputs, start = card.options["inputs"], f"{type(model).__name__}.forward"
-    try:
-        parameters = [*inspect.signature(model.forward).parameters.values()]
-    except (TypeError, ValueError):  # compiled code has none
-        parameters = []
+    parameters = [*inspect.signature(model.forward).parameters.values()]
     plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if plain and plain[0].name == "batch":
         return Arguments(f"{start}(batch)", ())
@@ -89,10 +82,7 @@ def find_arguments(model: nn.Module, card: Card) -> Arguments:
 
 def call_of(model: nn.Module) -> str:
     """Return how a network of `build` is called, and how many of its parameters are trained; "" for another."""
-    for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, Arguments):
-            whole, trained = (
-                sum(p.numel() for p in model.parameters() if p.requires_grad >= least) for least in (0, 1)
-            )
-            return f"{hook.forward}, {whole:,} parameters, {'all' if trained == whole else f'{trained:,}'} trained"
-    return ""
+    called = [hook.forward for hook in model._forward_pre_hooks.values() if isinstance(hook, Arguments)]
+    whole, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad >= least) for least in (0, 1))
+    parameters = f"{whole:,} parameters, {'all' if trained == whole else f'{trained:,}'} trained"
+    return f"{called[0]}, {parameters}" if called else ""

@@ -70,14 +70,15 @@ def require_all(model: nn.Module, groups: list[dict[str, Any]], of: str) -> None
         raise TrainError(f"{len(held)} parameters of {of} are frozen, or another network's; leave them out")
 
 
-def build_schedule(task: Any, plan: Any) -> Callable[[float], float] | None:
+def build_schedule(task: Any, plan: Any) -> Any:
     """Return the function of `task.schedule`, None for the plan's own schedule. Raises TrainError for anything but
     factors from 0 up."""
-    factor: Callable[[float], Any] | None = task.schedule(plan)
+    factor: Any = task.schedule if isinstance(task.schedule, type) else task.schedule(plan)
     if factor is None:
         return None
-    values = [factor(progress) for progress in (0.0, 0.5, 1.0)] if callable(factor) else [factor]
-    if not callable(factor) or not all(0 <= float(value) < math.inf for value in values):
+    known = callable(factor) and not isinstance(factor, type)
+    values = [factor(progress) for progress in (0.0, 0.5, 1.0)] if known else [factor]
+    if not known or not all(0 <= float(value) < math.inf for value in values):
         rule = "schedule(plan) must return None or a function of progress, 0 to 1, that returns a factor ≥ 0 on lr"
         raise TrainError(f"{rule}, got {', '.join(map(repr, values))}; correct it")
     return factor

@@ -18,86 +18,47 @@ from torch.optim import Optimizer
 from nbtools.data import TARGET, Card, Draws
 from nbtools.errors import TrainError
 from nbtools.train.augment import strengths
-from nbtools.train.defaults import answers, as_input, form_of, packed_dataset, scale_of, shape_of
+from nbtools.train.defaults import as_input, form_of, packed_dataset, scale_of, shape_of
 from nbtools.train.metrics import Batch, Pair, class_logits, listed, logits_of, score, values_like
 from nbtools.train.plan import Plan
-from nbtools.train.task import Task, Tensors, summed
+from nbtools.train.task import Task, summed
 
-Model = nn.Module | Callable[..., nn.Module]
-Loss = Callable[[Any, Tensor], Tensor | Pair]
 CROSS_ENTROPY = (nn.CrossEntropyLoss, nn.NLLLoss)
 LOGISTIC = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, F.binary_cross_entropy_with_logits)
 UNSCALED = (*LOGISTIC, nn.BCELoss, F.binary_cross_entropy, nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss)
 """Losses of probabilities, counts and signs: y means something as it is."""
 METRICS = {"classes": ("accuracy",), "labels": ("map", "f1"), "values": ("mae",)}
-OUTPUT = {
-    "classes": "a logit for each class, whose softmax are probabilities",
-    "labels": "a logit for each label, whose sigmoid is its probability",
-    "values": "as the loss takes them: standardised by options' mean and std of y, or as logits or rates",
-}
-OTHERWISE = {
-    "classes": "nb.regress is for values; floats become classes with astype(int), one-hot labels with argmax(1)",
-    "values": "nb.classify is for classes; whole numbers are values with nb.pack(…, classes=False), or as floats",
-}
 
 
-def classify(
-    model: Model,
-    *,
-    metrics: Any = None,
-    augment: Collection[str] | Mapping[str, float] = (),
-    loss: Loss | None = None,
-    plan: Plan | None = None,
-    pretrained: bool = False,
-    optimizer: Any = None,
-    schedule: Callable[[Any], Any] | None = None,
-) -> Task:
-    """Return the task of naming the class, or all labels, of a sample: `nb.fit(nb.classify(net), nb.pack("pictures"))`.
+class classify(Task):
+    """The task of naming the class, or all labels, of a sample: `nb.fit(nb.classify(net), nb.pack("pictures"))`.
 
-    model: a module, of which each run trains a copy, or a function that makes one, of those parameters that it has of
-    `classes` (how many there are), `inputs` (features, or channels of an image), `card` and `plan`. It returns logits
-    (B, K), as a tensor, `.logits` or ["out"]; its forward takes columns of the pack by name, else in order. metrics:
-    accuracy (None: this), top5_accuracy, balanced_accuracy, f1; of labels map and f1 (None: both); or functions of
-    (outputs, batch) that return (sum, count). The first name chooses the best checkpoint. augment: crop, flip, colour,
-    mixup; a mapping gives strengths. loss: of (outputs, y), which returns a term per sample, their mean, or (sum,
-    count); None: cross entropy, of labels binary; y is (B,) int64, of labels and with mixup (B, K) float32. plan: the
-    settings to start from. pretrained: whether its weights are: advice then starts from a lower lr, as for frozen
-    parameters. optimizer: a class of torch.optim, or a functools.partial of one, called with (groups, lr=plan.lr), or a
-    function of (groups, plan). schedule: a function of plan that returns f(progress), the factor on plan.lr at 0 to 1
-    of the planned epochs. Raises TrainError.
+    model: a module, of which each run trains a copy, or a function that makes one, of whichever it takes of `classes`
+    (how many), `inputs` (features, or channels of an image), `card` and `plan`. It returns logits (B, K), as a tensor,
+    `.logits` or ["out"]; its forward takes columns of the pack by name, else in order. metrics: accuracy (default),
+    top5_accuracy, balanced_accuracy, f1; of labels map and f1 (default: both); or functions of (outputs, batch) that
+    return (sum, count). The first name chooses the best checkpoint. augment: crop, flip, colour, mixup; a mapping gives
+    strengths. loss: of (outputs, y), returns a term per sample, their mean, or (sum, count); default: cross entropy, of
+    labels binary; y is (B,) int64, of labels and with mixup (B, K) float32. plan: the settings to start from.
+    pretrained: whether the weights are: advice then starts from a lower lr. optimizer: a class of torch.optim, or a
+    functools.partial of one, called with (groups, lr=plan.lr), or a function of (groups, plan). schedule: a function of
+    plan that returns f(progress), the factor on plan.lr at 0 to 1 of the planned epochs. Raises TrainError.
     """
-    return Own("classes", model, metrics, augment, loss, plan, pretrained, optimizer, schedule)
 
-
-def regress(model: Model, *, metrics: Any = None, **options: Any) -> Task:
-    """Return the task of predicting the values of a sample, (B,), (B, D) or arrays of any shape, of an `nb.pack`.
-
-    Its options are those of `classify`; metrics: mae (None: this), mse, or functions. The network returns values of the
-    targets' shape, also (B, 1) for (B,), images as (B, C, H, W). The loss (None: squared error) takes outputs and
-    targets standardised to mean 0 and standard deviation 1 over the training split, but torch's losses of
-    probabilities, counts and signs (BCE, BCEWithLogits, MultiLabelSoftMargin, KLDiv, PoissonNLL, SoftMargin) take
-    targets as they are. Metrics and predictions are in the targets' own unit, images of bytes in 0…1; those of logits
-    are probabilities.
-    """
-    return Own("values", model, metrics, **options)
-
-
-class Own(Task):
-    """The task of `classify` or `regress`, by the kind of its targets: classes (or labels), or values."""
-
+    kind = "classes"  # of the targets; labels are classes too
     card: Any = None
 
-    def __init__(  # of `classify`
+    def __init__(
         self,
-        kind,
-        model,
-        metrics=None,
-        augment=(),
-        loss=None,
-        plan=None,
-        pretrained=False,
-        optimizer=None,
-        schedule=None,
+        model: nn.Module | Callable[..., nn.Module],
+        *,
+        metrics: Any = None,
+        augment: Collection[str] | Mapping[str, float] = (),
+        loss: Callable[[Any, Tensor], Tensor | Pair] | None = None,
+        plan: Plan | None = None,
+        pretrained: bool = False,
+        optimizer: Any = None,
+        schedule: Callable[[Any], Any] | None = None,
     ):
         if not callable(model):
             raise TrainError(f"model must be a torch.nn.Module or a function that makes one, got {model!r}")
@@ -106,10 +67,7 @@ class Own(Task):
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             rule = f"loss {type(loss).__name__} has parameters, which are not trained"
             raise TrainError(f"{rule}; write a Task whose model holds them")
-        if schedule is not None and (not callable(schedule) or isinstance(schedule, type)):
-            rule = "schedule must be a function of the plan that returns f(progress), a factor on its lr"
-            raise TrainError(f"{rule}, got {getattr(schedule, '__name__', repr(schedule))}")
-        self.kind, self.network, self.pretrained, self.PLAN = kind, model, pretrained, plan or Plan()
+        self.network, self.pretrained, self.PLAN = model, pretrained, plan or Plan()
         self.chosen, self.augment = None if metrics is None else listed(metrics), strengths(augment)
         self.given = {"loss": loss, "optimizer": optimizer, "schedule": schedule}
         self.criterion: Any = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
@@ -117,8 +75,8 @@ class Own(Task):
             self.criterion.reduction = "sum"
         hooks = {"optimizer": optimizer and maker_of(optimizer), "schedule": schedule}
         vars(self).update({name: hook for name, hook in hooks.items() if hook is not None})
-        self.made = "nb.classify(…)" if kind == "classes" else "nb.regress(…)"
-        self.__module__ = sys._getframe(2).f_globals.get("__name__", "__main__")  # where a run looks for its name
+        self.made = f"nb.{type(self).__name__}(…)"
+        self.__module__ = sys._getframe(1).f_globals.get("__name__", "__main__")  # where a run looks for its name
 
     @property
     def measured(self) -> Any:
@@ -129,13 +87,14 @@ class Own(Task):
         came = card.options["kind"] if packed_dataset(card) else "not of nb.pack"
         if came != self.kind and (self.kind, came) != ("classes", "labels"):
             rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, and these are {came}"
-            raise TrainError(f"{rule}; {OTHERWISE[self.kind]}")
+            fix = "floats become classes with astype(int), and whole numbers values with nb.pack(…, classes=False)"
+            raise TrainError(f"{rule}; {fix}")
         if card.columns[TARGET].kind == "ragged":
             rule = "nb.regress needs targets of one shape, and these are sequences of any length"
             raise TrainError(f"{rule}; write a Task with model, loss, metrics and decode")
         network: Any = self.network
         if isinstance(network, nn.Module):
-            return own_copy(network)
+            return copy.deepcopy(network)
         first = card.options["inputs"][0]
         width = (shape_of(card, first) or (1,))[0 if form_of(card, first).layout else -1]
         offered = {"classes": len(card.classes), "inputs": width, "card": card, "plan": plan}
@@ -153,24 +112,41 @@ class Own(Task):
 
     def loss(self, model: Any, batch: Batch, plan: Any) -> Pair:
         y, outputs = batch[TARGET], logits_of(model(batch))
-        if self.kind == "values":
-            if not is_of(self.criterion, UNSCALED):
-                mean, std = scale_of(self.card, TARGET, y.device)
-                y = (y - mean) / std
-            outputs = values_like(outputs, y.shape)
         if self.criterion is not None:
             return terms(self.criterion, outputs, y)
-        if self.kind == "values":
-            return F.mse_loss(outputs, y, reduction="sum"), y.numel()
         logits = class_logits(outputs, self.card)
         if self.card.options["kind"] == "labels":
             return F.binary_cross_entropy_with_logits(logits, y, reduction="sum"), y.numel()
         return F.cross_entropy(logits, y, reduction="sum"), len(y)
 
-    def in_units(self, outputs: Any) -> Any:
-        """Return values in the targets' own unit; logits of classes as they are."""
-        if self.kind == "classes":
-            return outputs
+    def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
+        return score(self.measured, outputs, batch, self.card)
+
+
+class regress(classify):
+    """The task of predicting the values of a sample, (B,), (B, D) or arrays of any shape, of an `nb.pack`.
+
+    Its options are those of `classify`; metrics: mae (default), mse, or functions. The network returns values of the
+    targets' shape, also (B, 1) for (B,), images as (B, C, H, W). The loss (default: squared error) takes targets
+    standardised to mean 0 and standard deviation 1 over the training split, but torch's of probabilities, counts and
+    signs (BCE, BCEWithLogits, MultiLabelSoftMargin, KLDiv, PoissonNLL, SoftMargin) take them as they are. Metrics and
+    predictions are in the targets' own unit, images of bytes in 0…1; those of logits are probabilities.
+    """
+
+    kind = "values"
+
+    def loss(self, model: Any, batch: Batch, plan: Any) -> Pair:
+        y = batch[TARGET]
+        if not is_of(self.criterion, UNSCALED):
+            mean, std = scale_of(self.card, TARGET, y.device)
+            y = (y - mean) / std
+        outputs = values_like(model(batch), y.shape)
+        if self.criterion is not None:
+            return terms(self.criterion, outputs, y)
+        return F.mse_loss(outputs, y, reduction="sum"), y.numel()
+
+    def in_units(self, outputs: Any) -> Tensor:
+        """Return values in the targets' own unit."""
         values = logits_of(outputs)
         values = values_like(values, (len(values), *shape_of(self.card, TARGET)))
         if is_of(self.criterion, UNSCALED):
@@ -179,21 +155,10 @@ class Own(Task):
         return values * std + mean
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
-        return score(self.measured, self.in_units(outputs), batch, self.card)
+        return super().metrics(self.in_units(outputs), batch)
 
     def decode(self, outputs: Any, card: Card) -> list[Any]:
-        return answers(self.in_units(outputs), card)
-
-    def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
-        return super().tensors(card, plan)[0], {"output": ((), OUTPUT[card.options["kind"]])}
-
-
-def own_copy(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        rule = f"each run trains a copy of its network, and {type(model).__name__} cannot be copied: {error}"
-        raise TrainError(f"{rule}; pass a function that makes it") from error
+        return super().decode(self.in_units(outputs), card)
 
 
 def is_of(loss: Any, kinds: tuple[Any, ...]) -> bool:

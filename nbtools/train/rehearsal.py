@@ -1,4 +1,4 @@
-"""Pass a few samples through network, metrics and loss before anything is trained or written."""
+"""Pass a few samples through network, loss and metrics before anything is trained or written."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def rehearse(state: TrainState, pack: Pack) -> None:
     returns. No weight and no random state changes."""
     task, plan, device, outputs = state.task, state.applied.while_training(), state.device, None
     ids = pack.ids("train")
-    if pack.options.get("kind") == "classes":  # the highest class among them, which a loss may not take
-        ids = np.append(ids, ids[np.argmax(pack.arrays[TARGET][ids])])
-    raw = {name: tensor.to(device) for name, tensor in gather(pack, ids[[*range(min(SAMPLES, len(ids))), -1]]).items()}
+    first = ids[:SAMPLES]
+    if pack.options.get("kind") == "classes" and pack.arrays[TARGET].ndim == 1:  # a loss may not take the highest one
+        first = np.append(first, ids[np.argmax(pack.arrays[TARGET][ids])])
+    raw = {name: tensor.to(device) for name, tensor in gather(pack, first).items()}
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if task.card is not None and {*state.model.parameters()} & {*task.model(state.card, plan).parameters()}:
                 rule = f"{spoken(task)}: model returns the same network each time, which a later run would find trained"
                 raise TrainError(f"{rule}; make a new one in it, or pass it to nb.classify, which copies it")
@@ -38,29 +39,23 @@ def rehearse(state: TrainState, pack: Pack) -> None:
             batch, outputs = forward(task, state.model, raw, plan, device)
             if device.type == "cuda":  # whose kernels end the process where a class is out of range
                 with suppress(RuntimeError):  # of a loss with tensors of its own on the GPU
-                    score_all(task, *tree_map_only(Tensor, Tensor.cpu, (outputs, batch)), plan=plan)
+                    score_batch(task, *tree_map_only(Tensor, Tensor.cpu, (outputs, batch)), plan=plan)
             with autocast(plan, device, state.model):
-                score_all(task, outputs, batch, plan)
+                score_batch(task, outputs, batch, plan)
     except NbtoolsError:
         raise
     except Exception as error:
-        if out_of_memory(error):
-            return
-        shapes = f"outputs {shape(outputs)}, y {shape(raw.get(TARGET))}"
-        given = ", ".join(f"{name} {column}" for name, column in pack.columns.items())
-        part = (
-            f"the network or its `batch` does not take the pack's {given}"
-            if outputs is None
-            else (f"the loss or a metric does not take {shapes}")
-        )
-        why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise TrainError(f"{spoken(task)}: {part}: {why}; change it") from error
+        if not out_of_memory(error):
+            columns = ", ".join(f"{name} {column}" for name, column in pack.columns.items())
+            part = f"the network or its `batch` does not take the pack's {columns}"
+            if outputs is not None:
+                part = f"the loss or a metric does not take outputs {shape(outputs)}, y {shape(raw.get(TARGET))}"
+            why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise TrainError(f"{spoken(task)}: {part}: {why}; change it") from error
 
 
-def score_all(task: Any, outputs: Any, batch: Any, plan: Any) -> None:
-    with torch.enable_grad():  # a loss may work on gradients
-        tracked = tree_map_only(Tensor, lambda t: t.clone().requires_grad_(t.is_floating_point()), outputs)
-        loss = task.loss(lambda *_, **__: tracked, batch, plan)
+def score_batch(task: Any, outputs: Any, batch: Any, plan: Any) -> None:
+    loss = task.loss(lambda *_, **__: outputs, batch, plan)
     if not isinstance(loss, Tensor) and not (isinstance(loss, tuple) and len(loss) == 2):
         rule = "loss must return (sum, count), or a tensor: the mean, or a term per sample"
         raise TrainError(f"{spoken(task)}: {rule}; got a {type(loss).__name__}")
@@ -69,4 +64,4 @@ def score_all(task: Any, outputs: Any, batch: Any, plan: Any) -> None:
 
 
 def shape(value: Any) -> str:
-    return f"{tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -36,23 +36,9 @@ class Lacking(TrainError, AttributeError):
     """A task does not define a hook that has no default."""
 
 
-class Derived:
-    """A default that follows from other attributes of the task."""
-
-    def __init__(self, derive: Callable[[Any], Any]):
-        self.derive = derive
-
-    def __get__(self, task: Task | None, kind: type[Task]) -> Any:
-        return self.derive(kind if task is None else task)
-
-
 def metrics_of(task: Any) -> tuple[Any, ...]:
     """Return names and functions of a task's metrics, as they were given."""
     return listed(getattr(task, "measured", task.metrics))
-
-
-def first_metric(task: Any) -> str:
-    return next((METRICS[name][1] + name for name in metrics_of(task) if isinstance(name, str)), "-loss")
 
 
 class Task:
@@ -64,9 +50,9 @@ class Task:
     """
 
     PLAN: Plan = Plan()  # the recommended settings; a task with settings of its own subclasses Plan
-    BASELINE: Any = Derived(lambda task: task.PLAN.replace(feed="workers", workers=0))  # what a receipt compares with
+    BASELINE: Any  # what a receipt compares with; default: PLAN, its samples read one by one on demand
     PRESETS: Mapping[str, Any] = {}  # name → Plan, of which a receipt measures the first
-    BEST: Any = Derived(first_metric)  # the metric that chooses the best checkpoint, "-cer" where lower is better
+    BEST: Any  # metric that chooses the best checkpoint, "-cer" where lower is better; default: the first by name
     MEANINGS: Mapping[str, str] = {}  # metric → what it says, in plain words
     SMOKE: Mapping[str, Any] = {}  # options of `demo` for the smoke test
     augment: Any = ()  # names of augmentations of the default `batch`, or name → strength
@@ -127,7 +113,8 @@ class Task:
         text about each. Default: with `nb.pack` its inputs; else nothing, which ONNX refuses."""
         inputs = card.options["inputs"] if packed_dataset(card) else []
         lengths = [f"{name}_length" for name in inputs if card.columns[name].kind == "ragged"]
-        return dict.fromkeys(inputs, ((), PREPARED)) | dict.fromkeys(lengths, ((), "steps of a sample")), {}
+        described = dict.fromkeys(inputs, ((), PREPARED)) | dict.fromkeys(lengths, ((), "steps of a sample"))
+        return described, {"output": ((), "as the loss takes it: logits, or values standardised by y's mean and std")}
 
     def suggest(self, card: Card, accelerator: str) -> Mapping[str, tuple[Any, str]]:
         """Return settings for a data set, each with its reason; accelerator: cuda, mps or cpu."""
@@ -156,7 +143,11 @@ class Task:
     features: Any
     """features(source, into, …) -> a report: write features of filmed clips by a pretrained network."""
 
-    def __getattr__(self, name: str) -> Any:  # what is not defined above
+    def __getattr__(self, name: str) -> Any:  # of what is not defined above
+        if name == "BASELINE":
+            return self.PLAN.replace(feed="workers", workers=0)
+        if name == "BEST":
+            return next((METRICS[each][1] + each for each in metrics_of(self) if isinstance(each, str)), "-loss")
         raise AttributeError(name) if name.startswith("_") else Lacking(f"{spoken(self)} has no {name}; define it")
 
     def __repr__(self) -> str:
