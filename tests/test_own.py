@@ -161,9 +161,7 @@ CALLS: dict[str, Any] = {  # how a forward names its inputs → what it sees of 
     "by name": lambda self, age, image: (image, age),
     "one by keyword only": lambda self, age, *, image: (image, age),
     "in order": lambda self, a, b: (a, b),
-    "all in order": lambda self, *inputs: inputs,
     "the dict": lambda self, batch: (batch["image"], batch["age"]),
-    "an option": lambda self, image, age, scale=2.0: (image, age),
 }
 
 
@@ -259,11 +257,9 @@ def test_what_has_places_of_its_own_is_not_left_as_it_is_while_the_image_turns(t
 
 def test_whole_numbers_are_values_where_they_are_packed_as_such(tmp_path):
     frame = houses(60).round().astype({"price": int})
-    pack = nb.pack(frame, target="price", into=tmp_path / "classes", progress=False)
     with pytest.raises(TrainError, match=r"whole numbers values with nb\.pack\(…, classes=False\)"):
-        nb.TrainState(nb.regress(own.line), pack, own.PLAN)
+        nb.TrainState(nb.regress(own.line), nb.pack(frame, target="price", progress=False), own.PLAN)
     pack = nb.pack(frame, target="price", classes=False, into=tmp_path / "values", progress=False)
-    assert (pack.classes, pack.arrays["y"].dtype) == ([], np.int64)
     nothing = nn.Linear(3, 1)
     for parameter in nothing.parameters():
         nn.init.zeros_(parameter)
@@ -271,8 +267,6 @@ def test_whole_numbers_are_values_where_they_are_packed_as_such(tmp_path):
     prices = np.asarray(pack.arrays["y"], float)
     error = np.abs(prices[pack.ids("val")] - prices[pack.ids("train")].mean()).mean()
     assert nb.evaluate(state, pack, "val")["mae"] == pytest.approx(error, rel=1e-4)
-    with pytest.raises(PackError, match="y must be numbers, or images, in all items, got text"):
-        nb.pack([(0.5, "yes"), (0.7, "no")], classes=False, into=tmp_path / "texts", progress=False)
 
 
 class Same(nn.Module):
@@ -336,9 +330,9 @@ def test_labels_are_learned_by_binary_cross_entropy_and_all_above_a_half_are_ans
         )
     values = nb.evaluate(run, tagged, "val")
     assert values["loss"] == pytest.approx(float(F.binary_cross_entropy_with_logits(logits, y.float())), rel=1e-5)
-    right, said = (logits > 0) & (y > 0), logits > 0
-    totals = (said.sum(0) + y.sum(0)).numpy()
-    assert values["f1"] == pytest.approx((2 * right.sum(0).numpy() / totals)[totals > 0].mean())
+    said, true = (logits > 0).numpy(), y.numpy() > 0
+    totals = said.sum(0) + true.sum(0)
+    assert values["f1"] == pytest.approx((2 * (said & true).sum(0)[totals > 0] / totals[totals > 0]).mean())
 
 
 def average_precision(scores: list[float], truth: list[int]) -> float:
@@ -460,79 +454,29 @@ class Ask(own.Small):
         return a
 
 
-REFUSED: dict[str, tuple[Any, str, str]] = {
-    "labels that are floats": (
-        lambda: nb.classify(own.line),
-        "rows",
-        r"these are values; floats become classes with astype\(int\)",
-    ),
-    "another number of classes": (
-        lambda: nb.classify(own.Small(4)),
-        "images",
-        r"one logit for each of 3 classes, \(B, 3\), got \(\d+, 4\)",
-    ),
-    "a metric of values": (
-        lambda: nb.classify(own.Small, metrics="mae"),
-        "images",
-        r"'mae' is for values of nb\.pack, but .* classes; choose another",
-    ),
-    "no such metric": (
-        lambda: nb.classify(own.Small, metrics=["acuracy"]),
-        "images",
-        r"no 'acuracy'; did you mean accuracy\?",
-    ),
-    "pictures that are none": (
-        lambda: nb.regress(own.line, augment=["flip"]),
-        "rows",
-        r"flip needs images, but the inputs are x float32 \(4\)",
-    ),
-    "ragged mixup": (
-        lambda: nb.classify(own.Recurrent, augment=["mixup"]),
-        "sequences",
-        "mixup needs images or numbers of one shape",
-    ),
-    "a parameter nobody knows": (
-        lambda: nb.classify(lambda depth: own.Small(3)),
-        "images",
-        r"'depth', but can get only classes, inputs, card, plan",
-    ),
+NO_PAIR = ["accuracy", lambda outputs, batch: outputs.mean()]
+LAZY = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
+REFUSED: dict[str, tuple[Any, str, str]] = {  # what makes the task, the data, what is said
+    "values": (lambda: nb.classify(own.line), "rows", r"these are values; floats become classes with astype\(int\)"),
+    "other classes": (lambda: nb.classify(own.Small(4)), "images", r"one logit for each of 3 classes, .*\(\d+, 4\)"),
+    "other metric": (lambda: nb.classify(own.Small, metrics="mae"), "images", r"'mae' is for values of nb\.pack, but"),
+    "no metric": (lambda: nb.classify(own.Small, metrics=["acuracy"]), "images", r"did you mean accuracy\?"),
+    "no pair": (lambda: nb.classify(own.Small, metrics=NO_PAIR), "images", r"must be \(sum, count\).* shape \(\)"),
+    "no picture": (lambda: nb.regress(own.line, augment=["flip"]), "rows", r"needs images, but the inputs are x float"),
+    "ragged": (lambda: nb.classify(own.Recurrent, augment=["mixup"]), "sequences", "mixup needs images or numbers"),
+    "parameter": (lambda: nb.classify(lambda depth: own.Small(3)), "images", r"'depth', but can get only classes, inp"),
     "no module": (lambda: classify(lambda: "net"), "images", r"model must return a torch\.nn\.Module, got str"),
-    "columns nobody has": (
-        lambda: nb.classify(Ask),
-        "images",
-        r"Ask\.forward\(a, b\): which columns are a, b\? The pack has x;",
-    ),
-    "values of another shape": (
-        lambda: nb.regress(lambda: nn.Linear(4, 2)),
-        "rows",
-        r"one value for each element of the target, \(\d+,\), got \(\d+, 2\)",
-    ),
-    "a metric that is no pair": (
-        lambda: nb.classify(own.Small, metrics=["accuracy", lambda outputs, batch: outputs.mean()]),
-        "images",
-        r"<lambda> must be \(sum, count\), which add up over batches, got a tensor of shape \(\)",
-    ),
-    "lazy layers": (
-        lambda: nb.classify(nn.Sequential(nn.Flatten(), nn.LazyLinear(3))),
-        "images",
-        "Sequential has lazy layers, which have no size yet; call it once",
-    ),
-    "one network for all runs": (
-        lambda: Shared(),
-        "images",
-        r"model returns the same network each time, .*; make a new one in it, or pass it to nb\.classify",
-    ),
-    "a loss with parameters": (
-        lambda: nb.classify(own.Small, loss=nn.Bilinear(3, 3, 1)),
-        "images",
-        "loss Bilinear has parameters, which are not trained",
-    ),
-    "a loss of other targets": (
+    "lazy": (lambda: nb.classify(lambda: LAZY), "images", "Sequential has lazy layers, which have no size yet"),
+    "shared": (lambda: Shared(), "images", r"model returns the same network each time, .*; make a new one in it, or"),
+    "columns": (lambda: nb.classify(Ask), "images", r"Ask\.forward\(a, b\): which columns are a, b\? The pack has x;"),
+    "shape": (lambda: nb.regress(lambda: nn.Linear(4, 2)), "rows", r"one value for each element .*, got \(\d+, 2\)"),
+    "parameters": (lambda: nb.classify(own.Small, loss=nn.Bilinear(3, 3, 1)), "images", "loss Bilinear has parameters"),
+    "loss": (
         lambda: nb.classify(own.Small, loss=nn.BCEWithLogitsLoss()),
         "images",
-        r"the loss or a metric does not take outputs \(9, 3\), y \(9,\): Target size",
+        r"outputs \(9, 3\), y \(9,\): Target",
     ),
-    "a network": (lambda: own.Small(3), "images", r"got the network Small; pass nb\.classify\(net\) or nb\.regress"),
+    "network": (lambda: own.Small(3), "images", r"got the network Small; pass nb\.classify\(net\) or nb\.regress"),
 }
 
 
@@ -552,20 +496,11 @@ def test_items_of_a_dataset_are_predicted_like_the_packs_samples(tmp_path, packs
     run = fitted(own.task, pack, tmp_path / "run", epochs=1)
     places = [int(name.removeprefix("item ")) for name in pack.names[:6]]
     expected = run.predict_pack(pack, range(6))
-    chosen = [data[i] for i in places]
-    arrays = [image for image, _ in chosen]
-    given: list[Any] = [
-        chosen,
-        arrays,
-        np.stack(arrays),
-        torch.from_numpy(np.stack(arrays)),
-        [Image.fromarray(array) for array in arrays],
-        [{"x": array} for array in arrays],
-        torch.utils.data.Subset(data, places),  # pyright: ignore[reportArgumentType]
-    ]
-    for form in given:
-        assert run.predict(form) == expected
-    assert run.predict(iter(arrays)) == expected
+    chosen, arrays = [data[i] for i in places], [data[i][0] for i in places]
+    subset: Any = torch.utils.data.Subset(data, places)  # pyright: ignore[reportArgumentType]
+    several = [chosen, arrays, np.stack(arrays), torch.from_numpy(np.stack(arrays)), [{"x": a} for a in arrays], subset]
+    for given in (*several, [Image.fromarray(array) for array in arrays], iter(arrays)):
+        assert run.predict(given) == expected
     for single in (chosen[0], arrays[0], torch.from_numpy(arrays[0]), Image.fromarray(arrays[0]), {"x": arrays[0]}):
         [answer] = run.predict(single)
         assert (answer.name, answer.probability) == (expected[0].name, pytest.approx(expected[0].probability, abs=1e-5))
@@ -630,14 +565,9 @@ def test_a_number_and_a_sequence_are_one_item(tmp_path, packs):
     run = fitted(nb.classify(net), numbers, tmp_path / "numbers", epochs=1)
     for one in (3.0, np.float32(3), torch.tensor(3.0)):
         assert run.predict(one) == run.predict([3.0])
-    assert run.predict(np.array([3.0, 4.0])) == run.predict([3.0, 4.0])
-    with pytest.raises(PackError, match="an item must hold arrays"):
-        run.predict(None)
     run = fitted(nb.classify(own.Recurrent), packs["sequences"], tmp_path / "sequences", epochs=1)
     sequence = packs["sequences"].sample(0)["x"]
     assert run.predict(sequence) == run.predict(torch.from_numpy(sequence)) == run.predict([sequence])
-    with pytest.raises(PackError, match="split must be one of train, val, test, got 'tset'"):
-        nb.evaluate(run, packs["sequences"], split="tset")
 
 
 MODULE = """
@@ -699,11 +629,9 @@ class Turning(torch.utils.data.Dataset):
 
 def test_a_dataset_with_random_transforms_is_advised_to_be_read_in_each_epoch(tmp_path):
     pack = nb.pack(Turning(), random=True, into=tmp_path / "pack", progress=False)
-    advice = nb.advise(own.task, pack, measure=False)
-    assert advice.plan.feed == "workers"
-    assert advice.reasons["feed"] == "the Dataset's transforms are random: it is read again in each epoch"
-    run = nb.fit(own.task, pack, advice.plan.replace(epochs=1, workers=0), tmp_path / "run", **QUIET)
-    assert len(run.history.of("epoch")) == 1
+    plan = nb.advise(own.task, pack, measure=False).plan
+    assert plan.feed == "workers"
+    run = nb.fit(own.task, pack, plan.replace(epochs=1, workers=0), tmp_path / "run", **QUIET)
     first, second = (nb.evaluate(run, pack, split="train", feed="workers", workers=0) for _ in range(2))
     assert first == second, "evaluated on the reading that the pack keeps"
 

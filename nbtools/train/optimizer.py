@@ -77,7 +77,7 @@ def build_schedule(task: Any, plan: Any) -> Any:
     if factor is None:
         return None
     known = callable(factor) and not isinstance(factor, type)
-    values = [factor(progress) for progress in (0.0, 0.5, 1.0)] if known else [factor]
+    values: list[Any] = [factor(progress) for progress in (0.0, 0.5, 1.0)] if known else [factor]
     if not known or not all(0 <= float(value) < math.inf for value in values):
         rule = "schedule(plan) must return None or a function of progress, 0 to 1, that returns a factor ≥ 0 on lr"
         raise TrainError(f"{rule}, got {', '.join(map(repr, values))}; correct it")
