@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from nbtools.errors import TrainError
+from nbtools.show import plural
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def require_all(model: nn.Module, groups: list[dict[str, Any]], of: str) -> None
         if parameter.requires_grad and held.pop(id(parameter), 0) != 1:
             raise TrainError(f"{name} must be in exactly one of {of}; build them from the parameters that are given")
     if held:
-        raise TrainError(f"{len(held)} parameters of {of} are frozen, or another network's; leave them out")
+        raise TrainError(f"{plural(len(held), 'parameter')} of {of}: frozen, or another network's; leave it out")
 
 
 def build_schedule(task: Any, plan: Any) -> Any:
