@@ -21,7 +21,18 @@ from torch import Tensor
 from nbtools.data import TARGET, Card, Pack
 from nbtools.errors import PackError, TrainError
 from nbtools.show import WRITTEN, html, note, number, plural, written
-from nbtools.train import DATASET, Answer, TaskLike, TrainState, evaluation, meanings_of, readable, refuse_fixed, spoken
+from nbtools.train import (
+    DATASET,
+    Answer,
+    Labels,
+    TaskLike,
+    TrainState,
+    evaluation,
+    meanings_of,
+    readable,
+    refuse_fixed,
+    spoken,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,7 +41,7 @@ if TYPE_CHECKING:
     from nbtools.run import Run
 
 CONFUSED, SHOWN = 20, 12  # classes of the figure; pictures of the worst samples
-LOW = ("probability", "right", "IoU")  # what is worse the lower it is
+LOW = ("probability", "right", "labels right", "IoU")  # what is worse the lower it is
 
 
 class Scores(dict[str, Any]):
@@ -142,6 +153,7 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
     if not (ids := list(map(int, pack.ids(split)))):
         raise PackError(f"{pack.folder}: the {split} split is empty; name another one with split=")
     _, answers, shares = zip(*run.answers((i, pack.sample(i)) for i in ids), strict=True)
+    answers = [tuple(a.name for a in each) if isinstance(each, Labels) else each for each in answers]
     answers = [answer.name if isinstance(answer, Answer) else answer for answer in answers]
     truths = [right_answer(run.task, pack, i) for i in ids]
     scores, table, counts, name, quality = judge(run.task, pack, truths, answers)
@@ -158,6 +170,8 @@ def right_answer(task: TaskLike, pack: Pack, i: int) -> Any:
     if task.text_of is not None:
         return task.text_of(pack, i)
     value = pack.sample(i).get(TARGET if TARGET in pack.columns else "label")
+    if value is not None and pack.options.get("kind") == "labels":
+        return tuple(pack.classes[k] for k in np.flatnonzero(value))
     return pack.classes[int(value)] if value is not None and pack.options.get("kind") == "classes" else value
 
 
@@ -165,6 +179,8 @@ def judge(task: TaskLike, pack: Pack, truths: list[Any], answers: list[Any]) -> 
     """Return (scores, table, counts, name of a sample's quality, its values) of answers that are classes, texts, class
     maps or values. Raises TrainError for others."""
     truth, answer = truths[0], answers[0]
+    if isinstance(truth, tuple) and isinstance(answer, tuple):
+        return of_labels(truths, answers, pack.classes)
     if isinstance(truth, str) and isinstance(answer, str):
         known = {*truths, *answers} <= {*pack.classes}
         return of_classes(truths, answers, pack.classes) if known else of_texts(truths, answers)
@@ -184,6 +200,21 @@ def of_classes(truths: Sequence[str], answers: Sequence[str], classes: Sequence[
     counts, right = counted(truths, answers, classes), np.array(truths) == np.array(answers)
     table = by_class(counts).drop(columns="IoU")
     return f"accuracy {number(right.mean())}, mean F1 {number(table.F1['macro mean'])}", table, counts, "right", right
+
+
+def of_labels(truths: Sequence[tuple[str, ...]], answers: Sequence[tuple[str, ...]], classes: Sequence[str]) -> Any:
+    """Compare sets of labels, each label by itself."""
+    import pandas as pd
+
+    true, said = (np.array([[name in each for name in classes] for each in sets]) for sets in (truths, answers))
+    right, support, count = (true & said).sum(0), true.sum(0), said.sum(0)
+    scores = {"precision": right / count.clip(1), "recall": right / support.clip(1)}
+    table = pd.DataFrame({**scores, "F1": 2 * right / (support + count).clip(1)}, pd.Index(classes))[
+        support + count > 0
+    ]
+    table.loc["macro mean"] = table.mean()
+    table["support"] = [*support[support + count > 0], support.sum()]
+    return f"mean F1 {number(table.F1['macro mean'])}", table, None, "labels right", (true == said).mean(1)
 
 
 def of_maps(truths: Sequence[np.ndarray], answers: Sequence[np.ndarray], classes: Sequence[str]) -> Any:
@@ -272,4 +303,4 @@ def probabilities(outputs: Any, card: Card) -> Tensor | None:
     logits = logits.get("out") if isinstance(logits, dict) else logits
     if not isinstance(logits, Tensor) or not card.classes or logits.shape[1:] != (len(card.classes),):
         return None
-    return logits.float().softmax(1)
+    return logits.float().sigmoid() if card.options.get("kind") == "labels" else logits.float().softmax(1)

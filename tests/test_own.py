@@ -328,11 +328,17 @@ def test_labels_are_learned_by_binary_cross_entropy_and_all_above_a_half_are_ans
         assert {label.name: label.probability for label in answer} == pytest.approx(
             {name: float(p) for name, p in zip(tagged.classes, row, strict=True) if p > 0.5}, abs=1e-5
         )
+    shares = run.predict(list(x.numpy()), all=True)
+    np.testing.assert_allclose(shares.to_numpy(), logits.sigmoid().numpy(), atol=1e-5)
     values = nb.evaluate(run, tagged, "val")
     assert values["loss"] == pytest.approx(float(F.binary_cross_entropy_with_logits(logits, y.float())), rel=1e-5)
     said, true = (logits > 0).numpy(), y.numpy() > 0
     totals = said.sum(0) + true.sum(0)
     assert values["f1"] == pytest.approx((2 * (said & true).sum(0)[totals > 0] / totals[totals > 0]).mean())
+    report = run.report(tagged, "val")
+    assert report.table.F1["macro mean"] == pytest.approx(values["f1"])
+    assert report.table.support["a"] == true[:, 0].sum()
+    assert report.worst["labels right"].iloc[0] == (said == true).mean(1).min()
 
 
 def average_precision(scores: list[float], truth: list[int]) -> float:
