@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import nbtools as nb
 from nbtools.__main__ import main
 from nbtools.data import Card
-from nbtools.errors import CheckpointError, PackError, TrainError
+from nbtools.errors import PackError, TrainError
 from nbtools.train import Sums
 from nbtools.train.metrics import score
 
@@ -137,16 +137,6 @@ def test_a_run_is_opened_by_the_name_of_its_task_and_exported(tmp_path, packs, n
     assert card["card"]["options"]["inputs"] == packs[data].options["inputs"]
 
 
-def test_another_network_loss_or_augmentation_in_the_folder_of_a_run_is_refused(tmp_path, packs):
-    pack, folder = packs["images"], tmp_path / "run"
-    fitted(nb.classify(own.Small), pack, folder, epochs=1)
-    with pytest.raises(CheckpointError, match=r"holds another run \(network: Small → Sequential.*name another run="):
-        fitted(nb.classify(nn.Sequential(nn.Flatten(), nn.Linear(432, 3))), pack, folder, epochs=1)
-    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
-    with pytest.raises(CheckpointError, match=r"augment: none → flip 0\.5; loss: default → CrossEntropyLoss"):
-        fitted(nb.classify(own.Small, loss=loss, augment=["flip"]), pack, folder, epochs=1)
-
-
 # -- the call of a network
 
 
@@ -166,7 +156,7 @@ CALLS: dict[str, Any] = {  # how a forward names its inputs → what it sees of 
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_forward_gets_what_its_signature_names(two, name):
+def test_a_forward_gets_what_its_signature_names(tmp_path, two, name):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -180,7 +170,10 @@ def test_a_forward_gets_what_its_signature_names(two, name):
     call = CALLS[name]
     Net.forward = lambda self, *args, **named: self.logits(call(self, *args, **named))
     Net.forward.__signature__ = inspect.signature(call)  # pyright: ignore[reportFunctionMemberAccess]
-    assert nb.evaluate(nb.TrainState(nb.classify(Net), two, own.PLAN), two, "train")["loss"] > 0
+    run = nb.fit(nb.classify(Net), two, own.PLAN.replace(epochs=1, batch_size=8), tmp_path / "run", **QUIET)
+    image, age = two.sample(0)["image"], two.sample(0)["age"]
+    for item in ({"image": image, "age": age}, (image, age), (image, age, 1)):
+        assert run.predict(item) == run.predict_pack(two, [0])
 
 
 def test_a_network_never_gets_the_target_for_an_input_of_its_name(tmp_path):
@@ -542,29 +535,6 @@ def test_rows_of_a_dataframe_are_predicted_by_the_encoding_of_training(tmp_path)
         run.predict(pd.DataFrame({"area": [50, 60], "town": ["Lille", "Namur"]}))
 
 
-def test_two_inputs_and_floats_of_a_transform_are_predicted_as_the_dataset_returns_them(tmp_path, two):
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = own.Small(4)
-            self.head = nn.Linear(5, 2)
-
-        def forward(self, image, age):
-            return self.head(torch.cat([self.net(image), age[:, None]], 1))
-
-    run = fitted(nb.classify(Both), two, tmp_path / "run", epochs=1, batch_size=8)
-    image, age = two.sample(0)["image"], two.sample(0)["age"]
-    for item in ({"image": image, "age": age}, (image, age), (image, age, 1)):
-        assert run.predict(item) == run.predict_pack(two, [0])
-    floats = [(torch.from_numpy(image).permute(2, 0, 1) / 255 - 0.5, label) for image, label in own.images(30)]
-    pack = nb.pack(floats, into=tmp_path / "floats", progress=False)
-    run = fitted(own.task, pack, tmp_path / "other", epochs=1)
-    assert pack.columns["x"].dtype == "<f4"
-    assert run.predict(floats)[int(pack.names[0].removeprefix("item "))] == run.predict_pack(pack, [0])[0]
-    with pytest.raises(PackError, match=r"x must be float32 \(3, 12, 12\), as in other items, got an image"):
-        run.predict(Image.new("RGB", (12, 12)))
-
-
 def test_a_number_and_a_sequence_are_one_item(tmp_path, packs):
     numbers = nb.pack([(float(i), i % 2) for i in range(30)], into=tmp_path / "pack", progress=False)
     net = nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 2))
@@ -617,29 +587,6 @@ def test_the_terminal_trains_evaluates_on_new_data_and_predicts(tmp_path, capsys
     assert main(["predict", run[1], str(file)]) == 0
     assert f"{opened.predict(file)[0]}" in capsys.readouterr().out
     assert opened.predict([str(file)]) == opened.predict(file)
-
-
-class Turning(torch.utils.data.Dataset):
-    """Images mirrored at random."""
-
-    def __init__(self):
-        self.data = own.images(48)
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, i):
-        image, name = self.data[i]
-        return (image[:, ::-1].copy() if torch.rand(()) < 0.5 else image), name
-
-
-def test_a_dataset_with_random_transforms_is_advised_to_be_read_in_each_epoch(tmp_path):
-    pack = nb.pack(Turning(), random=True, into=tmp_path / "pack", progress=False)
-    plan = nb.advise(own.task, pack, measure=False).plan
-    assert plan.feed == "workers"
-    run = nb.fit(own.task, pack, plan.replace(epochs=1, workers=0), tmp_path / "run", **QUIET)
-    first, second = (nb.evaluate(run, pack, split="train", feed="workers", workers=0) for _ in range(2))
-    assert first == second, "evaluated on the reading that the pack keeps"
 
 
 @pytest.mark.full
