@@ -32,10 +32,11 @@ def rehearse(state: TrainState, pack: Pack) -> None:
     raw = {name: tensor.to(device) for name, tensor in gather(pack, first).items()}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            if task.card is not None and {*state.model.parameters()} & {*task.model(state.card, plan).parameters()}:
-                rule = f"{spoken(task)}: model returns the same network each time, which a later run would find trained"
-                raise TrainError(f"{rule}; make a new one in it, or pass it to nb.classify, which copies it")
-            task.batch(raw, plan, Draws(plan.seed, 0, raw["id"]))
+            if task.card is not None:
+                if not {*state.model.parameters()}.isdisjoint(task.model(state.card, plan).parameters()):
+                    rule = f"{spoken(task)}: model returns the same network each time, and a later run goes on with it"
+                    raise TrainError(f"{rule}; make a new one in it, or pass it to nb.classify, which copies it")
+                task.batch(raw, plan, Draws(plan.seed, 0, raw["id"]))
             batch, outputs = forward(task, state.model, raw, plan, device)
             if device.type == "cuda":  # whose kernels end the process where a class is out of range
                 with suppress(RuntimeError):  # of a loss with tensors of its own on the GPU
