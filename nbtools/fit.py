@@ -168,7 +168,7 @@ def places(run: str | Path | None, keep: str | Path | None, release_gpu: bool) -
 
 def require_pack(task: Task, pack: Any) -> None:
     if not isinstance(pack, Pack):
-        makes = "nb.pack(data)" if task.packs_datasets else f"{train.spoken(task)}.pack(source), or nb.pack(data)"
+        makes = f"{train.spoken(task)}.pack(source), or nb.pack(data)"
         raise PackError(f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {makes}")
 
 

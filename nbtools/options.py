@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nbtools import tasks
-from nbtools.data import Pack, pack, say
+from nbtools.data import Pack, say
 from nbtools.errors import NbtoolsError, sentence
 from nbtools.identity import former_run
 from nbtools.measure import advise, preset
@@ -53,11 +53,9 @@ def meant(name: str, names: Iterable[str]) -> str:
 def add_options(one: argparse.ArgumentParser, task: Task, source: str) -> None:
     """Add a task's options to a command, as `typed` reads them. source: "plan", the fields of its Plan; "evaluation",
     those of them that only its evaluation needs; else its function of this name."""
-    group, functions = one.add_argument_group(f"options of {source}"), [getattr(task, source, None)]
+    group, functions = one.add_argument_group(f"options of {source}"), [*filter(None, [getattr(task, source, None)])]
     if source in ("plan", "evaluation"):
         functions = [type(task.PLAN)]
-    elif source == "pack" and task.packs_datasets:
-        functions.insert(0, pack)
     if source == "plan":
         group.add_argument("--from", dest="base", choices=(*BASES, *task.PRESETS), default="advised", help=FROM)
     for name, (kind, text) in {name: each for function in functions for name, *each in parameters(function)}.items():

@@ -21,7 +21,18 @@ from torch import Tensor
 from nbtools.data import TARGET, Card, Pack
 from nbtools.errors import PackError, TrainError
 from nbtools.show import WRITTEN, html, note, number, plural, written
-from nbtools.train import DATASET, Answer, TaskLike, TrainState, evaluation, meanings_of, readable, refuse_fixed, spoken
+from nbtools.train import (
+    DATASET,
+    Answer,
+    Labels,
+    TaskLike,
+    TrainState,
+    evaluation,
+    meanings_of,
+    readable,
+    refuse_fixed,
+    spoken,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,7 +41,7 @@ if TYPE_CHECKING:
     from nbtools.run import Run
 
 CONFUSED, SHOWN = 20, 12  # classes of the figure; pictures of the worst samples
-LOW = ("probability", "right", "IoU")  # what is worse the lower it is
+LOW = ("probability", "right", "labels right", "IoU")  # what is worse the lower it is
 
 
 class Scores(dict[str, Any]):
@@ -63,7 +74,7 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> Scores:
 
 def require_like(run: Any, pack: Pack) -> None:
     """Raise PackError for a pack with other classes or preprocessing than the run's: its results would be wrong."""
-    ours, theirs = of_use(run, run.card), of_use(run, pack.card)
+    ours, theirs = of_use(run.card), of_use(readable(run.task, pack, run.plan).card)
     for name in (name for name in ours if ours[name] != theirs[name]):
         short = " and ".join(textwrap.shorten(str(each[name]), 120, placeholder=" …") for each in (theirs, ours))
         raise PackError(
@@ -73,17 +84,14 @@ def require_like(run: Any, pack: Pack) -> None:
         )
 
 
-def of_use(run: Any, card: Card) -> dict[str, Any]:
-    """Return what of a data set a run's network depends on: its task, classes, and the options and columns of what it
-    reads. Classes that were asked for are an option of some tasks; which there are is what counts."""
-    reads, keys = run.task.inputs(run.plan, card.columns), run.task.COLUMN_OPTIONS
-    unread = keys.keys() - set(reads) if reads else set()
-    ignored = {"classes", "category_of"}.union(*(keys[column] for column in unread))
+def of_use(card: Card) -> dict[str, Any]:
+    """Return what of a data set a run's network depends on: its task, classes, options and columns. Classes that were
+    asked for are an option of some tasks; which there are is what counts."""
+    ignored = {"classes", "category_of"}
     if card.task == DATASET:
         ignored |= {"mean", "std", "random", "roles"}  # of one Dataset, and its training split
     options = {name: value for name, value in card.options.items() if name not in ignored}
-    columns = {name: column for name, column in card.columns.items() if name not in unread}
-    return {"task": card.task, "classes": card.classes, "options": options, "columns": columns}
+    return {"task": card.task, "classes": card.classes, "options": options, "columns": card.columns}
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +153,7 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
     if not (ids := list(map(int, pack.ids(split)))):
         raise PackError(f"{pack.folder}: the {split} split is empty; name another one with split=")
     _, answers, shares = zip(*run.answers((i, pack.sample(i)) for i in ids), strict=True)
+    answers = [tuple(a.name for a in each) if isinstance(each, Labels) else each for each in answers]
     answers = [answer.name if isinstance(answer, Answer) else answer for answer in answers]
     truths = [right_answer(run.task, pack, i) for i in ids]
     scores, table, counts, name, quality = judge(run.task, pack, truths, answers)
@@ -161,6 +170,8 @@ def right_answer(task: TaskLike, pack: Pack, i: int) -> Any:
     if task.text_of is not None:
         return task.text_of(pack, i)
     value = pack.sample(i).get(TARGET if TARGET in pack.columns else "label")
+    if value is not None and pack.options.get("kind") == "labels":
+        return tuple(pack.classes[k] for k in np.flatnonzero(value))
     return pack.classes[int(value)] if value is not None and pack.options.get("kind") == "classes" else value
 
 
@@ -168,6 +179,8 @@ def judge(task: TaskLike, pack: Pack, truths: list[Any], answers: list[Any]) -> 
     """Return (scores, table, counts, name of a sample's quality, its values) of answers that are classes, texts, class
     maps or values. Raises TrainError for others."""
     truth, answer = truths[0], answers[0]
+    if isinstance(truth, tuple) and isinstance(answer, tuple):
+        return of_labels(truths, answers, pack.classes)
     if isinstance(truth, str) and isinstance(answer, str):
         known = {*truths, *answers} <= {*pack.classes}
         return of_classes(truths, answers, pack.classes) if known else of_texts(truths, answers)
@@ -187,6 +200,21 @@ def of_classes(truths: Sequence[str], answers: Sequence[str], classes: Sequence[
     counts, right = counted(truths, answers, classes), np.array(truths) == np.array(answers)
     table = by_class(counts).drop(columns="IoU")
     return f"accuracy {number(right.mean())}, mean F1 {number(table.F1['macro mean'])}", table, counts, "right", right
+
+
+def of_labels(truths: Sequence[tuple[str, ...]], answers: Sequence[tuple[str, ...]], classes: Sequence[str]) -> Any:
+    """Compare sets of labels, each label by itself."""
+    import pandas as pd
+
+    true, said = (np.array([[name in each for name in classes] for each in sets]) for sets in (truths, answers))
+    right, support, count = (true & said).sum(0), true.sum(0), said.sum(0)
+    scores = {"precision": right / count.clip(1), "recall": right / support.clip(1)}
+    table = pd.DataFrame({**scores, "F1": 2 * right / (support + count).clip(1)}, pd.Index(classes))[
+        support + count > 0
+    ]
+    table.loc["macro mean"] = table.mean()
+    table["support"] = [*support[support + count > 0], support.sum()]
+    return f"mean F1 {number(table.F1['macro mean'])}", table, None, "labels right", (true == said).mean(1)
 
 
 def of_maps(truths: Sequence[np.ndarray], answers: Sequence[np.ndarray], classes: Sequence[str]) -> Any:
@@ -275,4 +303,4 @@ def probabilities(outputs: Any, card: Card) -> Tensor | None:
     logits = logits.get("out") if isinstance(logits, dict) else logits
     if not isinstance(logits, Tensor) or not card.classes or logits.shape[1:] != (len(card.classes),):
         return None
-    return logits.float().softmax(1)
+    return logits.float().sigmoid() if card.options.get("kind") == "labels" else logits.float().softmax(1)

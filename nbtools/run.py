@@ -212,6 +212,10 @@ class Run:
 
     def predict_pack(self, pack: Pack, ids: Sequence[int] | np.ndarray, batch_size: int = 64) -> list[Any]:
         """Return the answers to samples of a pack."""
+        pack = self.readable(pack)
+        if lacking := [int(i) for i in ids if pack.wanted is not None and not pack.wanted[i]]:
+            rule = f"sample {lacking[0]} has nothing that this run's network reads"
+            raise PackError(f"{rule}; take ids of run.readable(pack)")
         return [answer for _, answer, _ in self.answers(((int(i), pack.sample(int(i))) for i in ids), batch_size)]
 
     def report(self, pack: Pack, split: str = "test") -> Report:
@@ -223,13 +227,9 @@ class Run:
     def answers(self, samples: Iterable[tuple[Any, Sample]], size: int = 64) -> Iterator[tuple[Any, Any, Any]]:
         """Yield (key, answer, the probability of each class) for (key, sample); None for answers that are not classes.
         size: samples a batch."""
-        model, reads, samples = self.model(), self.task.inputs(self.plan, self.card.columns), iter(samples)
+        model, samples = self.model(), iter(samples)
         device = next(model.parameters()).device
         while chunk := list(islice(samples, size)):
-            for key, name in ((key, name) for key, sample in chunk for name in reads if not len(sample[name])):
-                lacks = f"sample {key} has no {train.array_of(self.task, self.card, name)}"
-                fix = "take ids of run.readable(pack)" if isinstance(key, int) else "take another file"
-                raise PackError(f"{lacks}, which this run's network reads; {fix}")
             raw = collate([sample for _, sample in chunk], self.card.columns)
             raw = {name: tensor.to(device) for name, tensor in raw.items()}
             outputs = evaluation.forward(self.task, model, raw, self.plan, device)[1]

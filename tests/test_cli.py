@@ -106,7 +106,7 @@ def test_a_bad_option_is_one_sentence_and_starts_nothing(train, tmp_path, capsys
         ("train captcha --from guied", 2, "--from: invalid choice: 'guied' (choose from 'advised', 'measured', 'plan'"),
         ("train toy --processes x", 1, "--processes must be a whole number, got 'x'"),
         ("train toy", 1, "name the data: --data SOURCE"),
-        ("validate toy anything", 1, "pack.bad"),
+        ("validate toy anything", 1, "has no validate; define it"),
     ],
 )
 def test_what_is_asked_for_wrongly_is_answered_in_a_sentence(typed, code, sentence, capsys):

@@ -1,6 +1,7 @@
 """nb.pack: one's own data of any kind give the right pack, or one sentence that names the way out."""
 
 import io
+import math
 import os
 import pickle
 import subprocess
@@ -493,7 +494,8 @@ def test_a_pack_like_another_has_its_columns_classes_and_preprocessing(name):
 
 class Flat(nb.Task):
     def model(self, card, plan):
-        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(1))
+        [name] = card.options["inputs"]
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(math.prod(card.columns[name].shape), 1))
 
     def loss(self, model, batch, plan):
         return model(batch).square().mean()

@@ -140,19 +140,20 @@ class Mean(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["sequences", "regress"])
-def test_a_file_of_an_nb_pack_says_how_its_inputs_and_answers_are_made(name, tmp_path):
+def test_a_file_of_an_nb_pack_takes_what_batch_makes_and_answers_as_the_run_does(name, tmp_path):
     task, data = own.TASKS[name]
     task, pack = nb.classify(Mean) if name == "sequences" else task, own.packed(data, tmp_path)
     run = a_run(task, pack, own.PLAN, tmp_path / "run")
     ids = pack.ids("train")[-5:]
-    [output], about = answers_of(run.export(tmp_path / "own.onnx"), pack, ids)
-    expected = run.predict_pack(pack, ids)
-    text = about["outputs"]["output"]["text"]
-    if name == "regress":
-        np.testing.assert_allclose(eval(text, {**about, "np": np, "output": output}), expected, rtol=1e-4)
-    else:
-        assert text.startswith("a logit for each of the classes")
-        assert [about["classes"][k] for k in output.argmax(1)] == [answer.name for answer in expected]
+    session, about = opened(run.export(tmp_path / "own.onnx"))
+    batch = run.task.batch(collate([pack.sample(i) for i in ids], pack.columns), own.PLAN, None)
+    [output] = session.run(None, {name: batch[name].numpy() for name in about["inputs"]})
+    answers, expected = run.task.decode(torch.from_numpy(output), run.card), run.predict_pack(pack, ids)
+    assert [getattr(one, "name", None) for one in answers] == [getattr(one, "name", None) for one in expected]
+    np.testing.assert_allclose(
+        *([getattr(one, "probability", one) for one in ones] for ones in (answers, expected)), 1e-4
+    )
+    assert all(one["text"] for kind in ("inputs", "outputs") for one in about[kind].values())
 
 
 class Restless(nn.Module):

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
 import nbtools as nb
-from nbtools.train.augment import IMAGES, MIXUP
+from nbtools.train.augment import STRENGTHS
 from nbtools.train.metrics import METRICS
 
 ROOT = Path(__file__).parent.parent
@@ -252,10 +252,10 @@ def test_what_cannot_be_packed_gets_the_sentence_of_the_table(call, said):
 
 def test_the_tables_name_the_metrics_augmentations_settings_and_calls_that_there_are():
     rows = dict(re.findall(r"^\| (metrics of \w+|augmentation) \| (.*?) \|$", TEXT, re.M))
-    for kind in ("classes", "values"):
+    for kind in ("classes", "labels", "values"):
         named = set(re.findall(r"`(\w+)`", rows[f"metrics of {kind}"]))
-        assert named == {name for name, (of, _, _) in METRICS.items() if of == kind}
-    assert set(re.findall(r"`(\w+)`", rows["augmentation"])) == {*IMAGES, MIXUP}
+        assert named == {name for name, (of, _, _) in METRICS.items() if kind in of}
+    assert set(re.findall(r"`(\w+)`", rows["augmentation"])) == {*STRENGTHS}
     for call in re.findall(r"Plan\(([^)]*)\)", TEXT):
         assert set(re.findall(r"(\w+)=", call)) <= nb.Plan().to_dict().keys()
     assert all(hasattr(nb, name) for name in re.findall(r"\bnb\.(\w+)", TEXT))

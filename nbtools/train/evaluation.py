@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from nbtools.data import SLOW, Feed, Pack, bar, in_order, lengths_of, open_feed
 from nbtools.errors import TrainError
 from nbtools.train.device import autocast, required, sum_dtype, within_memory
+from nbtools.train.metrics import mean_average_precision
 from nbtools.train.metrics import score as score_batch
+from nbtools.train.network import set_training
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Alone
-from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, readable, set_training, summed
+from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, readable, summed
 
 
 class Sums:
@@ -46,12 +48,13 @@ class Sums:
     def read(self) -> dict[str, float]:
         """Return name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those that
         were."""
-        if not self.totals:
-            return {}
-        flat = torch.cat([total.view(2, -1) for total in self.totals.values()], 1).tolist()
-        ratios = zip(*flat, strict=True)
+        flat = [total.view(2, -1) for total in self.totals.values() if total.dim() < 3]
+        ratios = zip(*torch.cat(flat, 1).tolist(), strict=True) if flat else iter(())
         values = {}
         for name, total in self.totals.items():
+            if total.dim() == 3:
+                values[name] = mean_average_precision(*total)
+                continue
             counted = [n / d for n, d in itertools.islice(ratios, total[0].numel()) if d]
             values[name] = sum(counted) / max(len(counted), 1)
         return values

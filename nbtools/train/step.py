@@ -20,10 +20,11 @@ from nbtools.data import Draws
 from nbtools.errors import TrainError
 from nbtools.train.device import DTYPES, autocast, find_scale, recurrent_in_float32, within_memory
 from nbtools.train.meter import Diverged
+from nbtools.train.network import set_training
 from nbtools.train.plan import lr_at
 from nbtools.train.ranks import shares
 from nbtools.train.state import TrainState
-from nbtools.train.task import Batch, set_training, summed
+from nbtools.train.task import Batch, summed
 
 MAX_SKIPPED = 3  # steps with a non-finite loss that a run skips: more are no accident
 LossSum = tuple[Tensor, Tensor | float]  # sum of the loss, and of how many terms

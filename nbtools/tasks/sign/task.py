@@ -20,7 +20,7 @@ from nbtools.tasks.common import metrics as measures
 from nbtools.tasks.common.latency import Latency, measure_latency
 from nbtools.tasks.common.padding import padded
 from nbtools.tasks.sign.keypoints import SPAN, Keypoints, prepared
-from nbtools.tasks.sign.networks import LABELS, POSITIONS, Outputs
+from nbtools.tasks.sign.networks import LABELS, POSITIONS, Outputs, column_of
 from nbtools.tasks.sign.plans import Plan, network_of
 from nbtools.train import Batch, Pair, Tensors
 
@@ -114,6 +114,23 @@ def answer(model: nn.Module, card: Card | Pack, plan: Plan, clip: Sample) -> Ans
 def inputs(plan: Plan, columns: Collection[str]) -> tuple[str, ...]:
     """The columns that the plan's network reads, of a pack or a clip with these."""
     return ("features",) if network_of(plan, columns) == "gru" else ("x", "mask")
+
+
+def part(pack: Pack, plan: Plan) -> Pack:
+    """The pack as the plan's network reads it: without the other network's column, and the clips that have only that.
+    Raises PlanError for one without the network's own column."""
+    column_of(plan, pack.columns)
+    reads = inputs(plan, pack.columns)
+    unread = pack.columns.keys() - {*reads, "label"}
+    made = pack.part(reads, pack.unread | unread)
+    if not unread:
+        return made
+    columns = {name: column for name, column in made.columns.items() if name not in unread}
+    options = {**made.options, "feature_key" if "x" in reads else "kp_key": None}
+    if "x" in reads:
+        options.pop("require_x2048", None)
+    by = made.card.bucket_by if made.card.bucket_by in columns else reads[0]
+    return replace(made, card=replace(made.card, columns=columns, options=options, bucket_by=by))
 
 
 def tensors(card: Card | Pack, plan: Plan) -> tuple[Tensors, Tensors]:
