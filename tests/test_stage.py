@@ -24,7 +24,7 @@ from archives import archived, ended_at, forked, kill, put, tar_bytes, tree, zip
 import nbtools as nb
 from nbtools import errors
 from nbtools.__main__ import main
-from nbtools.data import cache, drive, drive_path, place_to_keep, release_runtime, transfer
+from nbtools.data import cache, drive, drive_path, place_to_keep, release_runtime, sources, transfer
 
 pytestmark = [
     pytest.mark.usefixtures("place"),
@@ -552,7 +552,7 @@ def web(monkeypatch):
     Web.data, Web.drop, Web.ranges, Web.status, Web.requests = TAR, None, True, 200, []
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     monkeypatch.setattr(transfer, "OPENER", direct)
-    monkeypatch.setattr(drive, "SITE", address)
+    monkeypatch.setattr(sources, "SITE", address)
     monkeypatch.setattr(transfer, "PAUSE", 0.001)
     yield address
     server.shutdown()
