@@ -160,7 +160,7 @@ def cache() -> Path:
 
 def is_far(path: Path) -> bool:
     """Return whether a path, or what a link in it leads to, is on Drive or another slow mount, but not in the cache."""
-    roots = [drive.MOUNT.resolve(), *(Path(folder).resolve() for folder in [os.environ.get("NBTOOLS_DRIVE")] if folder)]
+    roots = [drive.MOUNT.resolve(), Path(os.environ.get("NBTOOLS_DRIVE") or drive.MOUNT).resolve()]
 
     def far(place: str | Path) -> bool:
         real = Path(os.path.realpath(place))
@@ -170,12 +170,9 @@ def is_far(path: Path) -> bool:
         return False
     if far(path) or not path.is_dir():  # without listing its files, which is slow there
         return far(path)
-    places = set()
-    for item in disk.walk(path):
-        places.add(os.path.dirname(item.path))
-        if item.is_symlink():
-            places.add(os.path.dirname(os.path.realpath(item.path)))
-    return any(map(far, places))
+    items = list(disk.walk(path))
+    links = {os.path.realpath(item.path) for item in items if item.is_symlink()}
+    return any(map(far, {os.path.dirname(place) for place in (*links, *(item.path for item in items))}))
 
 
 def listing(path: Path) -> dict[str, tuple[int, int]]:

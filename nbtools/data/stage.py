@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from tqdm import tqdm
@@ -59,7 +59,7 @@ def stage(
     return ready
 
 
-@dataclass
+@dataclass(frozen=True)
 class Job:
     """What is to be done with a source, and why: nothing where `ready` is the result, else `target` is made."""
 
@@ -83,17 +83,18 @@ def decide(text: str, into: str | Path | None, extract: bool, sha256: str | None
     stem = re.sub(r"[^\w.]+", "-", re.sub(SUFFIXES, "", source.name, flags=re.I))[:60].strip(".-") or "data"
     origin = source.origin if extract or is_folder else f"{source.origin}\0whole"
     target = root / f"{stem}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}"
-    job = Job(source, target, extract, sha256 and sha256.lower(), "it is fetched over the network")
-    if path and into is None and not source.is_far:
-        if is_folder or (not extract and archive.kind(path) in archive.IN_PLACE):
-            if job.sha256:
-                require_hash(text, path, job.sha256)
-            job.ready, job.why = path, "it is on local disk"
-            return job
-    if path:
-        job.why = "it is on a slow disk" if source.is_far else "it is to be unpacked, or copied"
-    job.ready = staged(job)
-    return job
+    sha256 = sha256 and sha256.lower()
+    if path is None:
+        job = Job(source, target, extract, sha256, "fetched from the network")
+    elif source.is_far:
+        job = Job(source, target, extract, sha256, "copied from a slow disk")
+    elif into or not (is_folder or (not extract and archive.kind(path) in archive.IN_PLACE)):
+        job = Job(source, target, extract, sha256, "copied" if is_folder else "unpacked")
+    else:
+        if sha256:
+            require_hash(text, path, sha256)
+        return Job(source, target, extract, sha256, "used where it is", path)
+    return replace(job, ready=staged(job))
 
 
 def staged(job: Job) -> Path | None:
@@ -122,7 +123,8 @@ def promised(path: Path) -> str | None:
 
 def act(job: Job, progress: bool) -> Path:
     """Fetch, check, unpack if requested, and publish under the final name; the caller holds the lock."""
-    source, target, version = job.source, job.target, job.source.version
+    source, target = job.source, job.target
+    version = patient(lambda: source.version, Path(source.text))
     part = target.with_name(f"{target.name}.part")
     if not (begun := part / version).exists():
         disk.remove(part)  # of another version of the source
@@ -139,7 +141,7 @@ def act(job: Job, progress: bool) -> Path:
             require_archive(path, source.text)
             if job.sha256:
                 require_hash(source.text, path, job.sha256)  # before anything of it is read
-            data = (unpacked if job.extract else one_file)(path, data, progress)
+            data = unpacked(path, data, job.extract, progress)
         if (data / MANIFEST).is_file():
             verify(data, source.text)
     except ArchiveError:
@@ -178,26 +180,27 @@ def require_hash(text: str, path: Path, sha256: str) -> None:
         raise ArchiveError(f"{text}: its SHA-256 is {digest}, not {sha256}. Copy it again, or correct the number.")
 
 
-def unpacked(path: Path, data: Path, progress: bool) -> Path:
-    """Extract an archive into the new folder `data`; return it, or the only folder in it."""
+def unpacked(path: Path, data: Path, extract: bool, progress: bool) -> Path:
+    """Extract an archive into the new folder `data`; return it, or the only folder in it. extract: False makes it one
+    file from which files are read in place. A compressed tar becomes the plain one within it first."""
     disk.remove(data.parent)
-    cached.require_room(data, archive.unpacked_size(path))
-    with moving(path.stat().st_size, f"unpack {data.name}", progress) as shown:
-        archive.extract(path, data, shown.update)
+    data.parent.mkdir(parents=True)
+    form, whole = str(archive.kind(path)), path
+    if not (extract and form in archive.IN_PLACE):
+        whole = data.with_name(f"{data.name}.{form.partition('.')[0]}")
+        cached.require_room(data, size := path.stat().st_size)
+        with moving(size, f"unpack {path.name}", progress) as shown:
+            archive.plain(path, whole, shown.update)
+    size = sum(place.size for place in archive.archive_index(whole).files.values())
+    if not extract:
+        return whole
+    cached.require_room(data, size)
+    with moving(size, f"unpack {data.name}", progress) as shown:
+        archive.extract(whole, data, shown.update)
+    if whole != path:
+        disk.remove(whole)
     top = list(data.iterdir())
     return top[0] if len(top) == 1 and top[0].is_dir() else data
-
-
-def one_file(path: Path, data: Path, progress: bool) -> Path:
-    """Make one file from which files are read in place: a compressed tar becomes the plain one within it."""
-    disk.remove(data.parent)
-    cached.require_room(data, path.stat().st_size)
-    data.parent.mkdir(parents=True)
-    whole = data.with_name(f"{data.name}.{str(archive.kind(path)).partition('.')[0]}")
-    with moving(path.stat().st_size, f"copy {data.name}", progress) as shown:
-        archive.plain(path, whole, shown.update)
-    archive.archive_index(whole)
-    return whole
 
 
 def moving(total: int | None, doing: str, progress: bool) -> tqdm:

@@ -39,10 +39,6 @@ class Dropped(Exception):
     """A connection or a read ended early; the next one resumes from there."""
 
 
-class Changed(StageError):
-    """A file changed while it was fetched: what came may be a mixture."""
-
-
 def patient(look: Callable[[], T], place: Path) -> T:
     """Return what `look` returns, tried again with longer pauses while a mount does not answer."""
     for tries in range(TRIES - 1):
@@ -58,19 +54,15 @@ def patient(look: Callable[[], T], place: Path) -> T:
 
 @dataclass(frozen=True)
 class Mounted:
-    """A file on a mount. changed: when, in ns; 0: unknown."""
+    """A file on a mount. version: when it changed, in ns; 0: unknown."""
 
     place: Path
     size: int
-    changed: int = 0
+    version: int = 0
     entry = "Drive errors 5 and 107"
 
-    @property
-    def version(self) -> str:
-        return f"{self.size}-{self.changed}"
-
     def pieces(self, start: int) -> Iterator[bytes]:
-        """Yield the bytes from `start` on. Raises Dropped, Changed."""
+        """Yield the bytes from `start` on. Raises Dropped; StageError if the file changes meanwhile."""
         try:
             with FileIO(self.place) as file:
                 file.seek(start)
@@ -82,13 +74,13 @@ class Mounted:
                 raise
             drive.remount(self.place)
             raise Dropped(f"stopped responding (errno {error.errno}, {error.strerror})") from None
-        if (now.st_size, self.changed and now.st_mtime_ns) != (self.size, self.changed):
-            raise Changed(f"{self.place}: it changed while it was copied. Run it again.")
+        if (now.st_size, self.version and now.st_mtime_ns) != (self.size, self.version):
+            raise StageError(f"{self.place}: it changed while it was copied. Run it again.")
 
 
 @dataclass(frozen=True)
 class Web:
-    """A file as a server announces it. page: the text of a web page that came instead."""
+    """A file as a server announces it. page: the text of a web page that came instead, else ""."""
 
     place: str
     size: int | None
@@ -97,10 +89,10 @@ class Web:
     entry = ""
 
     def pieces(self, start: int) -> Iterator[bytes]:
-        """Yield the bytes from `start` on, also of a server that begins anew. Raises Dropped, Changed, StageError."""
+        """Yield the bytes from `start` on, also of a server that begins anew. Raises Dropped, StageError."""
         with online(self.place), connect(self.place, start) as response:
             if announced(response)[0] != self.version:
-                raise Changed(f"{self.place}: it changed while it was copied. Run it again.")
+                raise StageError(f"{self.place}: it changed while it was copied. Run it again.")
             skip = 0 if response.headers.get("Content-Range", "").startswith(f"bytes {start}-") else start
             while data := response.read(CHUNK):
                 yield data[skip:]
@@ -111,7 +103,7 @@ def fetch(remote: Mounted | Web, path: Path, progress: Progress) -> None:
     """Append to `path` what is missing of a file. Raises StageError, and keeps what came."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab", buffering=0) as file:
-        # After a power cut only what was synced is sure: that is all but the last one or two STRIDEs.
+        # After a power cut only what was synced is sure: all but the last one or two STRIDEs.
         start = 0 if remote.size is None else max(0, file.tell() // STRIDE - 1) * STRIDE
         file.truncate(start)
         progress(start)
@@ -130,14 +122,11 @@ def fetch(remote: Mounted | Web, path: Path, progress: Progress) -> None:
                 reason = f"it ended after {size} of {remote.size} bytes"
             except Dropped as error:
                 reason = str(error)
-            except Changed:
-                disk.remove(path)
-                raise
             tries = 0 if size > before else tries + 1
             if tries == TRIES:
                 break
             time.sleep(PAUSE * 2**tries)
-    fix = "What arrived is kept: check the network, or mount Drive again, and run it again."
+    fix = "What arrived is kept: run it again, on Colab after remounting Drive."
     raise StageError(f"{remote.place}: {reason}, {TRIES} times in a row. {fix}", entry=remote.entry)
 
 
@@ -194,7 +183,8 @@ def online(url: str) -> Iterator[None]:
         if error.headers.get_content_type() == "text/html" and error.code != 404:
             page = error.read().decode("utf-8", "replace")
             raise StageError(f"{status}: {about_page(page, error.code in (401, 403))}", entry="Quota page") from None
-        raise StageError(f"{status}: cannot be downloaded. Check the address.") from None
+        fix = "Check the address; a file on Drive must be shared: Share → Anyone with the link"
+        raise StageError(f"{status}: cannot be downloaded. {fix}.") from None
     except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
         raise Dropped(str(getattr(error, "reason", error)) or type(error).__name__) from None
 
