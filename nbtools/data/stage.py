@@ -148,14 +148,17 @@ def act(job: Job, progress: bool) -> Path:
         disk.remove(part)  # else the next call would resume a bad copy
         raise
     folder = data.relative_to(begun / "new").as_posix()
-    receipt = {"source": source.text, "version": version, "sha256": job.sha256, "folder": folder}
+    publish(begun, target, {"source": source.text, "version": version, "sha256": job.sha256, "folder": folder})
+    return target / folder
+
+
+def publish(begun: Path, target: Path, receipt: dict[str, str | None]) -> None:
     disk.write_atomic(begun / "new" / RECEIPT, json.dumps(receipt, indent=2) + "\n")
     if target.exists():  # an older version of the source: half removed under its name, it would pass for whole
         disk.remove(begun / "old")
         disk.rename(target, begun / "old")
     disk.publish_folder(begun / "new", target)
-    disk.remove(part)
-    return target / folder
+    disk.remove(begun.parent)
 
 
 def fetch_all(source: Source, place: Path, begun: Path, progress: bool, times: int = 1) -> None:

@@ -104,12 +104,12 @@ def fetch(remote: Mounted | Web, path: Path, progress: Progress) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab", buffering=0) as file:
         # After a power cut only what was synced is sure: all but the last one or two STRIDEs.
-        start = 0 if remote.size is None else max(0, file.tell() // STRIDE - 1) * STRIDE
-        file.truncate(start)
-        progress(start)
-        tries = 0
-        while True:
-            before = size = file.seek(0, os.SEEK_END)
+        sure = max(0, file.tell() // STRIDE - 1) * STRIDE
+        file.truncate(sure if sure <= (remote.size or 0) else 0)
+        progress(size := file.seek(0, os.SEEK_END))
+        tries, reason = 0, ""
+        while tries < TRIES:
+            before = size
             try:
                 for data in remote.pieces(size):
                     disk.write(file, data)
@@ -123,8 +123,6 @@ def fetch(remote: Mounted | Web, path: Path, progress: Progress) -> None:
             except Dropped as error:
                 reason = str(error)
             tries = 0 if size > before else tries + 1
-            if tries == TRIES:
-                break
             time.sleep(PAUSE * 2**tries)
     fix = "What arrived is kept: run it again, on Colab after remounting Drive."
     raise StageError(f"{remote.place}: {reason}, {TRIES} times in a row. {fix}", entry=remote.entry)
