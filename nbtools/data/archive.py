@@ -152,8 +152,11 @@ def index_of(path: Path, mtime: int) -> Index:
         for name, (_, place) in zip(decoded(path, [name for name, _ in entries]), entries, strict=True):
             where.entry = name
             parts, is_file = safe_parts(name), place and not name.endswith("/")
-            if "__MACOSX" in parts or any(part.startswith("._") or part == ".DS_Store" for part in parts):
-                continue  # litter of macOS
+            litter = "__MACOSX" in parts or any(
+                part.startswith("._") or part == ".DS_Store" for part in parts
+            )  # of macOS
+            if litter or not parts:
+                continue
             above = {"/".join(parts[:end]) for end in range(1, len(parts) + (0 if is_file else 1))}
             folders |= above
             whole = "/".join(parts)
