@@ -38,6 +38,7 @@ def test_advice_sweep_receipt_and_evaluation_say_how_long_they_take(at_once, pac
 
 BARS = """
 import time
+from nbtools.data import bar
 with bar(total=10**7, desc="copy", unit="B", unit_scale=True) as copied:
     for _ in range(3):
         time.sleep(0.3)

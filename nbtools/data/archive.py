@@ -19,12 +19,12 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from io import FileIO
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from types import SimpleNamespace
+from typing import IO, NamedTuple
 
 from nbtools import disk, show
 from nbtools.data.progress import say
@@ -38,12 +38,12 @@ IN_PLACE = ("tar", "zip")  # files can be read from these without unpacking them
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # bzip2 and lzma make 20 GB of a MB, and zipfile sets no bound
 ENTRIES = 5_000_000  # more than this is an attack on memory
 RATIO, FLOOR = 200, 100_000_000  # bytes unpacked: at most this many times the archive (deflate can 1,032), or the floor
+LITTER = re.compile(r"(^|/)(__MACOSX|\.DS_Store|\._[^/]*)(/|$)")  # of macOS
 COPY = "Copy or download it again"
 PLAIN = "only plain files and folders are read"
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a file is in an archive: in a tar its bytes, in a zip its header, and what zipfile knows of it."""
 
     start: int
@@ -51,8 +51,7 @@ class Place:
     info: zipfile.ZipInfo | None = None
 
 
-@dataclass(frozen=True)
-class Index:
+class Index(NamedTuple):
     """All files of an archive. top: the only folder that holds them all, "" if there is none."""
 
     files: dict[str, Place]
@@ -74,7 +73,7 @@ def kind(path: Path) -> str | None:
 def plain(path: Path, target: Path, progress: Progress) -> None:
     """Write the plain tar that a compressed one is made of, within the limit; a plain one and a zip unchanged."""
     limit, done, opener = most(path), 0, OPENERS.get(kind(path), contextlib.nullcontext)
-    with explained(path, Where()), open(path, "rb") as raw, opener(raw) as file, open(target, "wb", 0) as whole:
+    with explained(path), open(path, "rb") as raw, opener(raw) as file, open(target, "wb", 0) as whole:
         while data := file.read(CHUNK):  # to the end, where gzip, xz and bzip2 compare their checksums
             disk.write(whole, data)
             require_below(whole.tell(), limit)
@@ -90,7 +89,7 @@ def extract(path: Path, folder: Path, progress: Progress) -> None:
     """
     files, made = archive_index(path).files, {folder, *folder.parents}
     folder.mkdir(parents=True)
-    with explained(path, where := Where()), open(path, "rb", 0) as source:
+    with explained(path) as where, open(path, "rb", 0) as source:
         for name, place in files.items():
             where.entry, target = name, folder / name
             try:
@@ -109,7 +108,7 @@ def read_member(path: Path, name: str) -> bytes:
     """Return a file of a plain tar or a zip, whole; many threads and processes may call it at once, since no handle is
     kept. Raises ArchiveError, with archive and entry, where it is damaged or absent."""
     files = archive_index(path).files
-    with explained(path, Where(name)), open(path, "rb", 0) as source:
+    with explained(path, name), open(path, "rb", 0) as source:
         if name not in files:
             raise ArchiveError("is not in it")
         return b"".join(pieces(source, files[name]))
@@ -142,7 +141,7 @@ def archive_index(path: Path) -> Index:
 def index_of(path: Path, mtime: int) -> Index:
     files: dict[str, Place] = {}
     folders: set[str] = set()
-    with explained(path, where := Where()), open(path, "rb") as file:
+    with explained(path) as where, open(path, "rb") as file:
         if (form := kind(path)) not in IN_PLACE:
             raise ArchiveError("has no files that can be read in place: it is neither a plain tar nor a zip")
         entries = list(islice((in_zip if form == "zip" else in_tar)(file, where), ENTRIES + 1))
@@ -152,10 +151,7 @@ def index_of(path: Path, mtime: int) -> Index:
         for name, (_, place) in zip(decoded(path, [name for name, _ in entries]), entries, strict=True):
             where.entry = name
             parts, is_file = safe_parts(name), place and not name.endswith("/")
-            litter = "__MACOSX" in parts or any(
-                part.startswith("._") or part == ".DS_Store" for part in parts
-            )  # of macOS
-            if litter or not parts:
+            if LITTER.search(name) or not parts:
                 continue
             above = {"/".join(parts[:end]) for end in range(1, len(parts) + (0 if is_file else 1))}
             folders |= above
@@ -174,7 +170,7 @@ def index_of(path: Path, mtime: int) -> Index:
 Entry = tuple[str | bytes, Place | None]  # name, or its bytes where no encoding is marked; None: a folder
 
 
-def in_tar(file: IO[bytes], where: "Where") -> Iterator[Entry]:
+def in_tar(file: IO[bytes], where: SimpleNamespace) -> Iterator[Entry]:
     tar, end = tarfile.TarFile(fileobj=file, encoding="utf-8"), -1
     while (member := tar.next()) is not None:
         tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]: it would keep every header of a million files
@@ -193,7 +189,7 @@ def in_tar(file: IO[bytes], where: "Where") -> Iterator[Entry]:
         raise ArchiveError(f"ends before its end-of-archive marker: it is truncated or damaged. {COPY}")
 
 
-def in_zip(file: IO[bytes], where: "Where") -> Iterator[Entry]:
+def in_zip(file: IO[bytes], where: SimpleNamespace) -> Iterator[Entry]:
     for info in zipfile.ZipFile(file).infolist():
         where.entry = info.filename
         if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR) or info.flag_bits & 1:
@@ -223,7 +219,7 @@ def decoded(path: Path, names: list[str | bytes]) -> list[str]:
     encoding = code_page(raw)
     if encoding != "utf-8":
         first = next(name for name in names if isinstance(name, bytes) and not name.isascii()).decode(encoding)
-        rule = f"its names are not UTF-8, and by their bytes the encoding {encoding} was guessed, as in {first!r}"
+        rule = f"names that are not UTF-8; by their bytes the encoding {encoding} was guessed, as in {first!r}"
         say(f"{path}: {rule}. If that is wrong, make the archive again with names in UTF-8.")
     texts = [name.decode(encoding) if isinstance(name, bytes) else name for name in names]
     return texts if any("/" in text for text in texts) else [text.replace("\\", "/") for text in texts]
@@ -300,18 +296,13 @@ def require_below(size: int, limit: int) -> None:
         raise ArchiveError(f"{bomb}. If it is yours, make it a plain tar")
 
 
-@dataclass
-class Where:
-    """The entry being examined, for errors."""
-
-    entry: str = ""
-
-
 @contextlib.contextmanager
-def explained(path: Path, where: Where) -> Iterator[None]:
-    """Put file and entry into whatever goes wrong inside; an OSError that is the disk's own passes."""
+def explained(path: Path, entry: str = "") -> Iterator[SimpleNamespace]:
+    """Put the file, and the entry noted in what this yields, into whatever goes wrong inside; an OSError that is the
+    disk's own passes."""
+    where = SimpleNamespace(entry=entry)
     try:
-        yield
+        yield where
     except ArchiveError as error:
         reason = str(error)
     except OSError as error:

@@ -146,10 +146,8 @@ def in_folder(link: Link) -> dict[str, Web]:
                 raise StageError(f"{link.at('open')}: two files here have the name {path!r}. Rename one.")
             files[path] = file
     if not files:
-        raise StageError(
-            f"{SITE}/drive/folders/{link.id}: Drive lists no files in this folder. Choose Share → Anyone with the link "
-            "in Drive. Better: put the files into one tar and share that."
-        )
+        fix = "Choose Share → Anyone with the link in Drive. Better: put the files into one tar and share that"
+        raise StageError(f"{SITE}/drive/folders/{link.id}: Drive lists no files in this folder. {fix}.")
     return files
 
 
@@ -194,6 +192,5 @@ def require_archive(path: Path, text: str) -> str:
         head = file.read(100_000)
     if re.match(rb"(?i)\s*(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head)", head):
         raise ArchiveError(f"{text}: {about_page(head.decode('utf-8', 'replace'))}", entry="Quota page")
-    raise ArchiveError(
-        f"{text}: not an archive: it begins with {head[:16]!r}. Give a folder, tar (plain, gz, xz, bz2) or zip."
-    )
+    rule = f"not an archive: it begins with {head[:16]!r}"
+    raise ArchiveError(f"{text}: {rule}. Give a folder, tar (plain, gz, xz, bz2) or zip.")

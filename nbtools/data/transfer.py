@@ -193,16 +193,11 @@ def about_page(page: str, forbidden: bool = False) -> str:
     errors = re.findall(r"(?is)<p[^>]*\bclass=[\"']?uc-error-[^>]*>(.*?)</p>", page)
     words = " ".join(errors or re.findall(r"(?is)<title[^>]*>(.*?)</title>", page)[:1])
     text = " ".join(html.unescape(re.sub(r"<[^>]*>", " ", words)).split())[:200]
+    advice = "open the address in a browser, and use the address of the file itself."
     if errors:
-        advice = (
-            "Drive refuses this file, most often because its download quota is used up. Open the link in a browser, "
-            "choose Make a copy, and stage your copy as drive:…, or try again tomorrow."
-        )
+        why = "Drive refuses this file, most often because its download quota is used up"
+        advice = f"{why}. Open the link in a browser, choose Make a copy, and stage that as drive:…, or try tomorrow."
     elif forbidden or re.search(r"(?i)accounts\.google\.com/|<input[^>]*\btype=[\"']?(?:password|email)\b", page):
-        advice = (
-            "you have no permission for this file. Its owner chooses Share → Anyone with the link; or mount the Drive "
-            "that has it and stage it as drive:…."
-        )
-    else:
-        advice = "open the address in a browser, and use the address of the file itself."
+        why = "you have no permission for this file. Its owner chooses Share → Anyone with the link"
+        advice = f"{why}; or mount the Drive that has it and stage it as drive:…."
     return f"a web page ({text!r}) arrived instead of an archive: {advice}"
