@@ -1,11 +1,11 @@
 """Progress bars, which tqdm draws, and messages above them: on stderr, in a notebook in the output of the cell.
 
-`bar` counts; `work` is for what consists of phases whose length is only expected, as all that is measured is:
+`bar` counts; `work` is for phases whose length is only expected:
 
     with work("measuring captcha", precision=20, batch=20):
-        phase("precision")                        # deep inside, where a bar may or may not be shown
-        ...                                       # tick() now and then
-        phase("batch", seconds=30)                # it turned out to take longer
+        phase("precision")             # deep inside, where a bar may or may not be shown
+        ...                            # tick() now and then
+        phase("batch", seconds=30)     # it turned out to take longer
 """
 
 from __future__ import annotations
@@ -25,13 +25,23 @@ PHASES = "{l_bar}{bar}| {remaining} left{postfix}"
 
 
 def bar(*arguments: Any, **options: Any) -> tqdm:
-    """Return a tqdm bar, whose arguments and options are tqdm's."""
+    """Return a tqdm bar, whose arguments and options are tqdm's; where stderr is a file, a line now and then."""
     notebook = in_notebook()
     least = LEAST if notebook or sys.stderr.isatty() else PATIENCE
     options["mininterval"] = max(least, options.get("mininterval", least))
     if notebook:  # Jupyter shows stderr in red
         options |= {"file": sys.stdout, "ncols": 90, "dynamic_ncols": False}
+    elif not sys.stderr.isatty():
+        options |= {"file": Log(), "position": 0, "dynamic_ncols": False}
     return tqdm(*arguments, **options)
+
+
+class Log:
+    """A stderr that is a file: each state of a bar is a line."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            print(line, file=sys.stderr, flush=True)
 
 
 class Work:
@@ -43,9 +53,8 @@ class Work:
 
     def begin(self, phase: str, seconds: float | None) -> None:
         self.done += self.expected.pop(self.phase, 0.0)
-        names = list(self.expected)
-        for skipped in names[: names.index(phase)] if phase in names else ():
-            del self.expected[skipped]
+        while phase in self.expected and phase != next(iter(self.expected)):
+            del self.expected[next(iter(self.expected))]  # skipped
         self.expected[phase] = self.expected.get(phase, 0.0) if seconds is None else seconds
         self.phase, self.start = phase, time.monotonic()
         self.bar.set_postfix_str(phase, refresh=False)
