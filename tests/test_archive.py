@@ -172,78 +172,40 @@ def special(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
     return info
 
 
-HOSTILE_TARS = {
-    "link then a file through it": [special("x", tarfile.SYMTYPE, "../.."), ("x/evil", b"")],
-    "link alone": [special("x", tarfile.SYMTYPE, "/etc/passwd")],
-    "hard link": [special("x", tarfile.LNKTYPE, "../../evil")],
-    "dangling link and hard link to it": [
-        special("x", tarfile.SYMTYPE, "../../evil"),
-        special("y", tarfile.LNKTYPE, "x"),
-        ("y", b"evil"),
-    ],
-    "character device": [special("x", tarfile.CHRTYPE)],
-    "block device": [special("x", tarfile.BLKTYPE)],
-    "pipe": [special("x", tarfile.FIFOTYPE)],
-    "sparse": [special("x", tarfile.GNUTYPE_SPARSE)],
-    "unknown type": [special("x", b"Q", "y")],
-    "parent": [("../evil", b"")],
-    "parent within": [("a/b/../../../evil", b"")],
-    "absolute": [("/tmp/evil-of-nbtools", b"")],
-    "backslash": [("..\\evil", b"")],
-    "drive letter": [("C:evil", b"")],
-    "duplicate": [("a", b"1"), ("a", b"2")],
-    "file then folder": [("a", b"1"), ("a/b", b"2")],
-    "folder then file": [("a/b", b"1"), ("a", b"2")],
-}
-
-
 def zip_link() -> bytes:
     info = zipfile.ZipInfo("x")
     info.external_attr = 0o120777 << 16
     return zip_bytes((info, b"/etc/passwd"))
 
 
-def stored(name: str = "abcd", content: bytes = b"content") -> bytes:
-    return zip_bytes((name, content), method=zipfile.ZIP_STORED)
-
-
-HOSTILE_ZIPS = {
-    "parent": zip_bytes(("../evil", b"")),
-    "absolute": zip_bytes(("/evil", b"")),
-    "drive letter": stored("abcd").replace(b"abcd", b"C:/x"),
-    "NUL": stored("abcd").replace(b"abcd", b"a\0cd"),
-    "link": zip_link(),
-    "more bytes than both directories say": zip_bytes(("a", bytes(1000))).replace(struct.pack("<I", 1000), b"\n\0\0\0"),
-    "some bytes, of which both say that there are none": zip_bytes(("a", bytes(1000))).replace(
-        struct.pack("<I", 1000), bytes(4)
-    ),
-    "fewer": zip_bytes(("a", bytes(1000))).replace(struct.pack("<I", 1000), struct.pack("<I", 90_000)),
-    "checksum wrong": stored().replace(b"content", b"CONTENT"),
-    "encrypted": stored().replace(b"PK\1\2\x14\x03\x14\0\0\0", b"PK\1\2\x14\x03\x14\0\1\0"),
-    "a compression that nothing bounds": zip_bytes(("a", b"1" * 1000), method=zipfile.ZIP_BZIP2),
-    "another one": zip_bytes(("a", b"1" * 1000), method=zipfile.ZIP_LZMA),
+LINK, STORED, LONG = special("x", tarfile.SYMTYPE, "../.."), zip_bytes(("abcd", b"content"), method=0), bytes(1000)
+TARS = {
+    "link then a file through it": [LINK, ("x/evil", b"")],
+    "dangling link and hard link to it": [LINK, special("y", tarfile.LNKTYPE, "x"), ("y", b"evil")],
+    "hard link": [special("x", tarfile.LNKTYPE, "../../evil")],
+    **{f"type {kind!r}": [special("x", kind)] for kind in (tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.GNUTYPE_SPARSE)},
+    **{f"name {name}": [(name, b"")] for name in ("../evil", "a/b/../../../evil", "/tmp/evil", "..\\evil", "C:evil")},
+    "duplicate": [("a", b"1"), ("a", b"2")],
+    "file then folder": [("a", b"1"), ("a/b", b"2")],
+    "folder then file": [("a/b", b"1"), ("a", b"2")],
 }
-HOSTILE = {f"tar {k}": tar_bytes([special("some-dir", tarfile.DIRTYPE), *v]) for k, v in HOSTILE_TARS.items()}
-HOSTILE |= {f"zip {k}": data for k, data in HOSTILE_ZIPS.items()}
+HOSTILE = {name: tar_bytes([special("some-dir", tarfile.DIRTYPE), *members]) for name, members in TARS.items()} | {
+    "zip parent": zip_bytes(("../evil", b"")),
+    "zip drive letter": STORED.replace(b"abcd", b"C:/x"),
+    "zip NUL": STORED.replace(b"abcd", b"a\0cd"),
+    "zip link": zip_link(),
+    "zip more than announced": zip_bytes(("a", LONG)).replace(struct.pack("<I", 1000), struct.pack("<I", 10)),
+    "zip nothing announced": zip_bytes(("a", LONG)).replace(struct.pack("<I", 1000), bytes(4)),
+    "zip less than announced": zip_bytes(("a", LONG)).replace(struct.pack("<I", 1000), struct.pack("<I", 90_000)),
+    "zip checksum": STORED.replace(b"content", b"CONTENT"),
+    "zip encrypted": STORED.replace(b"PK\1\2\x14\x03\x14\0\0\0", b"PK\1\2\x14\x03\x14\0\1\0"),
+    "zip of a method that nothing bounds": zip_bytes(("a", LONG), method=zipfile.ZIP_BZIP2),
+}
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_archive_is_refused_by_its_entry_and_nothing_lands_outside(data):
     assert_refused(data, r"some\.archive: entry '")
-
-
-def negative_size() -> bytes:
-    block = bytearray(tarfile.TarInfo("a").tobuf(tarfile.GNU_FORMAT))
-    block[124:136] = b"\xff" * 10 + b"\xfe\0"  # base 256: -512
-    block[148:156] = b" " * 8
-    block[148:156] = b"%06o\0 " % sum(block)
-    return tar_bytes({"b": b""}).rstrip(b"\0").ljust(512, b"\0") + bytes(block) + bytes(1024)
-
-
-def pax(**headers: str) -> bytes:
-    info = tarfile.TarInfo("a")
-    info.pax_headers = headers
-    return info.tobuf(tarfile.PAX_FORMAT) + bytes(1024)
 
 
 def huge_header() -> bytes:
@@ -252,18 +214,9 @@ def huge_header() -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (pax(path="a\0b"), "NUL"),
-        (huge_header(), "MemoryError"),
-        (negative_size(), None),
-        *((data, None) for data in (b"", bytes(10240), zip_bytes(), gzip.compress(b""), b"BZh9")),
-    ],
-    ids=["NUL in a PAX name", "huge extended header", "negative size", *(f"empty {i}" for i in range(5))],
-)
-def test_odd_headers_and_empty_archives_are_refused(data, words):
-    assert_refused(data, words)
+@pytest.mark.parametrize("data", [huge_header(), b"", bytes(10240), zip_bytes(), gzip.compress(b""), b"BZh9"])
+def test_odd_headers_and_empty_archives_are_refused(data):
+    assert_refused(data)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -275,11 +228,10 @@ def test_every_truncation_is_refused(form):
 
 
 @pytest.mark.parametrize("form", ["tar.gz", "tar.xz", "tar.bz2"])
-def test_a_wrong_checksum_behind_the_last_file_is_noticed(tmp_path, form):
+def test_a_wrong_checksum_behind_the_last_file_is_noticed(form):
     data = bytearray(WHOLE[form])
     data[{"tar.gz": -8, "tar.xz": -30, "tar.bz2": -3}[form]] ^= 0x10
-    with pytest.raises(errors.ArchiveError, match="damaged"):
-        extracted(tmp_path, bytes(data))
+    assert_refused(bytes(data), "damaged")
 
 
 def test_bombs_stop_at_the_budget(tmp_path, monkeypatch):
@@ -291,6 +243,6 @@ def test_bombs_stop_at_the_budget(tmp_path, monkeypatch):
         tar_bytes({f"{number}": b"" for number in range(4)}),
     ]
     for number, data in enumerate(bombs):
-        with pytest.raises(errors.ArchiveError, match=r"bomb|more than 3 entries"):
+        with pytest.raises(errors.ArchiveError, match=r"bomb|comes after 3 entries"):
             extracted(tmp_path / str(number), data)
         assert sum(map(len, tree(tmp_path / str(number) / "inside").values())) <= 100_000
