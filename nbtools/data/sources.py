@@ -49,9 +49,9 @@ class Source:
 
 def source_of(text: str) -> Source:
     """Return the source that a text names. Raises StageError for nothing usable."""
-    if link := drive_link(text):
-        return Source(text, link.id, f"drive-{link.id[:8]}", partial(files_of, link))
     if re.match("https?://", text):
+        if link := drive_link(text):
+            return Source(text, link.id, f"drive-{link.id[:8]}", partial(files_of, link))
         return Source(text, text, PurePosixPath(urlsplit(text).path).name, lambda: {"": web(text)})
     path = Path(text).expanduser().absolute()
     if text.startswith("drive:") or not disk.exists(path):

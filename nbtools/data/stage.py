@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -113,12 +113,9 @@ def promised(path: Path) -> str | None:
     note = path.with_name(f"{path.name}.sha256")
     if not disk.exists(note):
         return None
-    for line in note.read_text("utf-8", "replace").splitlines():
-        digest, _, of = line.strip().partition(" ")
-        if re.fullmatch(r"[0-9a-fA-F]{64}", digest) and PurePosixPath(of.strip(" *")).name in ("", path.name):
-            return digest
-    rule = f"must have a line of 64 hexadecimal digits and the name {path.name}, as sha256sum writes it"
-    raise StageError(f"{note}: {rule}. Write it again, or delete it.")
+    if match := re.match(r"([0-9a-fA-F]{64})\b", note.read_text("utf-8", "replace")):
+        return match[1]
+    raise StageError(f"{note}: must begin with 64 hexadecimal digits, as of sha256sum. Write it again, or delete it.")
 
 
 def act(job: Job, progress: bool) -> Path:
@@ -174,6 +171,8 @@ def fetch_all(source: Source, place: Path, begun: Path, progress: bool, times: i
                 continue
             part = begun / f"{hashlib.sha256(name.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}.part"
             fetch(file, part, shown.update)
+            if len(sizes) <= disk.MANY:  # else all at once, before they are published
+                disk.sync_path(part)
             target.parent.mkdir(parents=True, exist_ok=True)
             disk.rename(part, target)
 
