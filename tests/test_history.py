@@ -133,10 +133,3 @@ def test_a_reader_follows_rows_columns_and_cuts_and_never_writes(path):
     path.unlink()
     assert not reader.refresh()
     assert len(reader) == 2
-
-
-def test_it_says_what_it_holds(path):
-    history = History(path)
-    assert repr(history) == f"History {path}: 0 rows"
-    history.append(record(12, "epoch", train_loss=0.5))
-    assert repr(history).startswith(f"History {path}: 1 row up to step 12; frame()")

@@ -24,7 +24,6 @@ from nbtools.data.feed import (
 )
 from nbtools.data.frames import tables
 from nbtools.data.items import TARGET, Form, inputs_of, is_image
-from nbtools.data.keeping import EARLIER, LATER, LATEST, is_kept, latest, opened_copy, present, restore_kept
 from nbtools.data.pack import (
     SPLITS,
     Card,
@@ -43,4 +42,4 @@ from nbtools.data.parallel import cores, in_processes, side_by_side, threaded
 from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
 from nbtools.data.sources import Source, cache
 from nbtools.data.stage import stage
-from nbtools.data.transfer import patient
+from nbtools.data.transfer import bring, patient

@@ -122,7 +122,6 @@ class TrainState:
             self.events.append("graph off: lr is a number of the task's own optimizer, not a tensor that a graph reads")
         self.keys = Keys(0, self.device)  # of draws
         self.know(len(pack) if isinstance(pack, Pack) else sum(pack.splits.values()))
-        self.copies: dict[str, Tensor] = {}  # host memory that its checkpoints are copied to, see checkpoint.copies
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
         self.evaluate_next = False  # ask for an evaluation before the next step
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
