@@ -20,7 +20,7 @@ from torch.distributed.nn.functional import all_reduce  # pyright: ignore[report
 
 import nbtools as nb
 from nbtools.errors import TrainError
-from nbtools.train import Alone, Ranks, checkpoint, device, join
+from nbtools.train import Ranks, checkpoint, device, join
 from nbtools.train.ranks import Ended
 
 PLAN = toy.PLAN.replace(epochs=1, dropout=0.0, noise=0.05)
@@ -113,7 +113,7 @@ def test_several_processes_equal_one_that_accumulates_the_same_parts(pack, tmp_p
                 assert theirs["val_accuracy"] == ours["val_accuracy"]
 
 
-def ask(ranks: Alone) -> list[Any]:
+def ask(ranks: Ranks) -> list[Any]:
     """What the loop and the step ask of ranks, and whether a layer keeps its own gradients without `no_sync`."""
     network, own = nn.Linear(1, 1, bias=False), []
     network.weight.data.fill_(1.0)
@@ -140,18 +140,10 @@ def joined() -> list[Any]:
 
 
 def test_two_ranks_share_what_one_process_does_alone():
-    assert {name for name, each in vars(Alone).items() if callable(each)} < vars(Ranks).keys()
-    assert ask(Alone()) == [0, [0], 2.0, 3.0, [[0, 1, 2, 3, 4], [0, 1, 2]], [True, True], [1.0, 1.0], 0.0]
+    assert ask(Ranks()) == [0, [0], 2.0, 3.0, [[0, 1, 2, 3, 4], [0, 1, 2]], [True, True], [1.0, 1.0], 0.0]
     zero, one = together(2, joined)
     assert zero == [0, [0, 1], 4.0, 7.0, [[0, 1], [0, 1, 2]], [True, True], [1.0, 1.5], 0.0]
     assert one == [0, [0, 1], 4.0, 7.0, [[2, 3, 4], [0, 1, 2]], [True, False], [2.0, 1.5], 0.0]
-
-
-def test_torchrun_on_several_machines_needs_a_store_for_each_attempt(monkeypatch):
-    for name, value in (("WORLD_SIZE", "4"), ("GROUP_WORLD_SIZE", "2"), ("TORCHELASTIC_USE_AGENT_STORE", "True")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(TrainError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where it is started"):
-        join()
 
 
 def stretch(pack: Path, run: Path, plan: toy.Plan, until: int = 0) -> list[list[int]]:

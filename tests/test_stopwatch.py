@@ -317,7 +317,7 @@ def test_the_loop_waits_for_the_device_at_its_own_reads_only(pack, monkeypatch):
 def test_ranks_add_up_a_count_that_is_a_number_without_waiting(monkeypatch):
     """As the loop does after every step on several devices."""
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
-    ranks = types.SimpleNamespace(device=torch.device("meta"))
+    ranks = types.SimpleNamespace(device=torch.device("meta"), world=2)
     waits = Waits()
     with waits, Assignments():
         Ranks.total(cast(Any, ranks), torch.zeros((), device="meta"), 16)

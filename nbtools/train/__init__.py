@@ -33,7 +33,7 @@ from nbtools.train.plan import (
     shown,
     times,
 )
-from nbtools.train.ranks import Alone, RankLost, Ranks, join, naming, shares
+from nbtools.train.ranks import RankLost, Ranks, join, naming, shares
 from nbtools.train.rehearsal import rehearse
 from nbtools.train.state import TrainState
 from nbtools.train.step import LEFT_OUT, gradients, release, train_step

@@ -22,7 +22,7 @@ from nbtools.train.meter import Meter
 from nbtools.train.network import build
 from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, built_in
 from nbtools.train.plan import Plan
-from nbtools.train.ranks import Alone, Restarted
+from nbtools.train.ranks import Ranks, Restarted
 from nbtools.train.task import TaskLike, bound, readable, spoken
 
 
@@ -84,10 +84,10 @@ class TrainState:
         pack: Pack | Card,
         plan: Plan,
         device: torch.device | str | None = None,
-        ranks: Alone | None = None,
+        ranks: Ranks | None = None,
     ):
         self.plan = self.applied = plan
-        self.ranks = ranks or Alone()
+        self.ranks = ranks or Ranks()
         self.card = readable(task, pack, plan).card if isinstance(pack, Pack) else pack
         self.task = bound(task, self.card)
         self.device = torch.device(device) if device is not None else devices.pick()
