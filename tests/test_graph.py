@@ -11,7 +11,7 @@ import own
 import pytest
 import torch
 import toy
-from tape import REFUSED, Tape
+from tape import REFUSED, Tape, synchronizing
 from test_launches import CASES, B
 from torch import nn
 
@@ -27,6 +27,7 @@ HOST = "; each kernel is launched by the host"
 def taped(monkeypatch):
     monkeypatch.setattr(device, "GRAPH_DEVICES", ("cpu",))
     monkeypatch.setattr(graph, "Recorder", Tape)
+    monkeypatch.setattr(graph, "synchronizing", synchronizing)
 
 
 def same(ours: nb.TrainState, theirs: nb.TrainState) -> list[str]:
@@ -259,7 +260,7 @@ def test_out_of_memory_halves_the_batch_and_its_steps_are_recorded_anew(pack, mo
 
 CHILDREN = {
     "succeeds": ("", ""),
-    "ends": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", " was ended by SIGSEGV"),
+    "ends": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", " failed: exit code -11"),
     "hangs": ("import time; time.sleep(60)", " did not end within 0.4 s"),
     "fails": ("raise SystemError('no driver')", " failed: SystemError: no driver"),
     "is short of memory": ("raise RuntimeError('CUDA out of memory')", " failed: RuntimeError: CUDA out of memory"),
