@@ -26,8 +26,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, clock: Callable[[], float] | None = None):
         self.device, self.clock = device, clock or perf_counter
-        self.spans: Spans = []  # of the steps since the last lap
-        self.spare: list[Any] = []  # events to use again
+        self.spans: Spans = []  # since the last lap
         self.before = 0.0  # seconds of wall until the loop began
         self.since: float | None = None  # when it did
 
@@ -35,7 +34,7 @@ class Stopwatch:
         """Return this moment: an event on the device's stream, or the host's time."""
         if self.device.type != "cuda":
             return self.clock()
-        event = self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))  # not that of torch's current device, which may idle
         return event
 
@@ -48,14 +47,10 @@ class Stopwatch:
     def end(self) -> None:
         self.spans.append([*self.current, self.mark()])
 
-    def lap(self) -> Lap:
-        """Return the steps since the last lap."""
+    def lap(self) -> Spans:
+        """Return the spans since the last lap, which the device may still be at."""
         spans, self.spans = self.spans, []
-        return Lap(self, spans)
-
-    def peek(self) -> tuple[float, float]:
-        """Return what `lap().seconds()` would, and let the lap go on."""
-        return total(self.spans)
+        return spans
 
     def start(self) -> None:
         self.since = self.clock()
@@ -78,24 +73,9 @@ class Stopwatch:
                 self.since += self.clock() - start
 
 
-class Lap:
-    """Some steps, which the device may still be at. times: what `seconds` returns, where it is known."""
-
-    def __init__(self, watch: Stopwatch | None, spans: Spans, times: tuple[float, float] | None = None):
-        self.watch, self.spans, self.times = watch, spans, times
-
-    def seconds(self) -> tuple[float, float]:
-        """Return (seconds, seconds of them that waited for data). Waits for the steps."""
-        if self.times is None:
-            self.times = total(self.spans)
-            if self.watch is not None and self.watch.device.type == "cuda":
-                self.watch.spare += [event for span in self.spans for event in span]
-            self.spans = []
-        return self.times
-
-
-def total(spans: Spans) -> tuple[float, float]:
-    return sum(between(span[0], span[2]) for span in spans), sum(between(span[0], span[1]) for span in spans)
+def seconds(spans: Spans) -> tuple[float, float]:
+    """Return (seconds of steps, seconds of them that waited for data). Waits for the steps."""
+    return sum(between(begin, end) for begin, _, end in spans), sum(between(begin, got) for begin, got, _ in spans)
 
 
 def between(start: Any, end: Any) -> float:

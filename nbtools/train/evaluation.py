@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from nbtools.data import SLOW, Feed, Pack, bar, in_order, lengths_of, open_feed
 from nbtools.errors import TrainError
-from nbtools.train.device import autocast, required, sum_dtype, within_memory
+from nbtools.train.clock import sum_dtype
+from nbtools.train.device import autocast, required, within_memory
 from nbtools.train.metrics import score as score_batch
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks

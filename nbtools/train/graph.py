@@ -194,7 +194,7 @@ def synchronizing(act: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
             result = act()
     finally:
         torch.cuda.set_sync_debug_mode(before)
-    waits = [each for each in caught if "synchronizing" in str(each.message)]
+    waits = [each for each in caught if "called a synchronizing" in str(each.message)]
     return result, tuple(dict.fromkeys(f"{each.filename}:{each.lineno}" for each in waits))
 
 
