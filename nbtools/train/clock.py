@@ -19,9 +19,8 @@ Spans = list[list[Any]]  # [begin, got, end] of steps
 class Stopwatch:
     """Time steps by the device: `begin` before a batch is fetched, `got` when it is there, `end` after the step.
 
-    Where the device is behind, a step begins as the one before ends, so spans add up to all of the device's time; where
-    it idles, a step begins as the host does, and what a watcher of the loop takes is left out. Waiting for data is
-    what the device waits. `wall`: seconds of the loop by the host's clock, without pauses.
+    Where the device is behind, a step begins as the one before ends; where it idles, as the host begins it, and what a
+    watcher of the loop takes is left out. `wall`: seconds of the loop by the host's clock, without pauses.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] | None = None):
@@ -87,8 +86,8 @@ def between(start: Any, end: Any) -> float:
 
 
 class Reading:
-    """A few sums on the device, and their way to the host: only who takes them before they arrive waits. `put` numbers
-    into `tensor`, `send`, and take `values` before the next ones. Made once, so that a step allocates nothing."""
+    """A few sums on the device, and their way to the host: `put` numbers into `tensor`, `send`, and take `values`,
+    which waits only before they have arrived."""
 
     def __init__(self, size: int, device: torch.device):
         self.tensor = self.host = torch.zeros(size, dtype=sum_dtype(device), device=device)

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from nbtools.train.task import Batch
 
 Sums = tuple[Tensor, Tensor | float]
 Act = Callable[[Batch], Sums]
+Recorded = tuple[Batch, Callable[[], Any], Sums, Any]  # its inputs, what repeats it, its results, what it may read
 T = TypeVar("T")
 WARM_UP = 2  # steps of a shape before the one that is recorded
 MOST_GRAPHS = 8  # shapes that are recorded: each keeps a batch, and what its step has alive at a time
@@ -37,20 +38,14 @@ PATIENCE = 60.0  # seconds for the child process, which takes 6 to 20 to import 
 CHILD = "import sys; from nbtools.train.graph import trial; trial(int(sys.argv[1]))"
 
 
-class Recorded(NamedTuple):
-    inputs: Batch
-    replay: Callable[[], Any]
-    sums: Sums
-
-
 class Graphs:
     """The recorded steps of a run, one for each shape of a whole batch. events: where to say that there are none. off:
     why, or "". replayed: how many steps were."""
 
     def __init__(self, device: torch.device, events: list[str]):
         self.recorder, self.events, self.off, self.replayed = Recorder(device), events, "", 0
-        cuda = device.type == "cuda"
-        self.numbers = torch.cuda.default_generators[device.index or 0] if cuda else torch.default_generator
+        gpu = torch.empty(0, device=device).device.index  # also of a device without its number
+        self.numbers = torch.default_generator if gpu is None else torch.cuda.default_generators[gpu]
         self.plan: Plan | None = None
         self.steps: dict[tuple[torch.Size, ...], int | Recorded] = {}  # by shapes: how many came, or what was recorded
         if why := uncapturable(device):
@@ -68,17 +63,18 @@ class Graphs:
     def step(self, raw: Batch, act: Act, written: Callable[[], list[Tensor]]) -> Sums:
         """Return act(raw), a step: replayed where such a step is recorded; its result is overwritten by the next one
         then. act reads what else may change, such as lr, in tensors. written: the tensors that it changes."""
-        shapes, eager = tuple(tensor.shape for tensor in raw.values()), partial(act, raw)
-        step = self.steps.get(shapes, 0 if len(self.steps) < MOST_GRAPHS else None)
-        if step is None or self.off or self.plan is None or len(raw["id"]) != self.plan.batch_size:
-            return self.recorder.run(eager)
-        if isinstance(step, Recorded):
-            torch._foreach_copy_([*step.inputs.values()], [*raw.values()])  # pyright: ignore[reportPrivateImportUsage]
-            step.replay()
+        shapes = tuple(tensor.shape for tensor in raw.values())
+        step = self.steps.get(shapes, 0 if len(self.steps) < MOST_GRAPHS else WARM_UP + 1)
+        if isinstance(step, tuple):
+            inputs, replay, sums, _ = step
+            torch._foreach_copy_([*inputs.values()], [*raw.values()])  # pyright: ignore[reportPrivateImportUsage]
+            replay()
             self.replayed += 1
-            return step.sums
+            return sums
+        if self.off or self.plan is None or len(raw["id"]) != self.plan.batch_size or step > WARM_UP:
+            return self.recorder.run(partial(act, raw))
         self.steps[shapes] = step + 1
-        return self.recorder.run(eager) if step < WARM_UP else self.first(raw, act, written(), shapes)
+        return self.first(raw, act, written(), shapes) if step == WARM_UP else self.recorder.run(partial(act, raw))
 
     def first(self, raw: Batch, act: Act, written: list[Tensor], shapes: tuple[torch.Size, ...]) -> Sums:
         """Return a step that the host launches, then recorded and replayed from where it began. Where the two differ,
@@ -88,15 +84,17 @@ class Graphs:
         why = why or "".join(f"the host waits for the device at {line}" for line in lines[:1])
         try:
             if before is not None and not why:
-                after, inputs = self.copy(written), {name: tensor.clone() for name, tensor in raw.items()}
                 for tensor in written:
                     tensor.grad = None
-                recorded = Recorded(inputs, *self.recorder.capture(partial(act, inputs)))
+                copied = {id(tensor) for tensor in before}  # of all others a cache may drop one that the graph reads
+                alive = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and id(x) not in copied]
+                after, inputs = self.copy(written), {name: tensor.clone() for name, tensor in raw.items()}
+                replay, sums = self.recorder.capture(partial(act, inputs))
                 self.restore(written, before)
-                recorded.replay()
-                if same(recorded.sums[0], eager[0], written, after, before):
-                    self.steps[shapes], self.replayed = recorded, self.replayed + 1
-                    return recorded.sums
+                replay()
+                if same(sums[0], eager[0], written, after, before):
+                    self.steps[shapes], self.replayed = (inputs, replay, sums, alive), self.replayed + 1
+                    return sums
                 self.restore(written, after)
                 why = "replayed, a step gives something else: it depends on what the host does in it"
         except RuntimeError as error:  # all of CUDA's, and that memory ran out
@@ -207,15 +205,14 @@ def uncapturable(device: torch.device) -> str:
     path = data.cache() / "graphs" / versions.replace("/", "-")
     with suppress(OSError):
         return path.read_text()
-    command, why = [sys.executable, "-c", CHILD, str(device.index or 0)], ""
+    command, why = [sys.executable, "-c", CHILD, str(device.index or 0)], "a trial in a child process "
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
-        subprocess.run(command, env=paths, capture_output=True, text=True, timeout=PATIENCE, check=True)
+        done = subprocess.run(command, env=paths, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        why = f"{why}failed: {said[-1]}" if done.returncode else ""
     except subprocess.TimeoutExpired:
-        why = f"a trial in a child process did not end within {PATIENCE:g} s"
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
-        why = f"a trial in a child process failed: {said[-1]}"
+        why += f"did not end within {PATIENCE:g} s"
     if "out of memory" not in why:
         with suppress(OSError):
             disk.write_atomic(path, why)
