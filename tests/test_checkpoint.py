@@ -62,14 +62,6 @@ def test_a_lost_index_is_made_anew_and_the_run_resumes_with_its_best_weights(pac
     assert run.best["epoch"] == untouched.best["epoch"]
 
 
-def test_rows_that_a_resumed_run_lacks_are_counted_in_its_messages(pack, tmp_path):
-    folder = tmp_path / "run"
-    rows = len(nb.fit(toy, pack, toy.PLAN, folder, **QUIET).history)
-    (folder / "history.csv").unlink()
-    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=4), folder, **QUIET)
-    assert any(f"history.csv: {rows} of {rows} rows are missing; charts, tables" in event for event in run.events)
-
-
 @pytest.mark.parametrize("name", ["card.json", "plan.json", "receipt.json"])
 def test_a_damaged_file_of_a_run_is_named_with_what_to_do(pack, tmp_path, untouched, name):
     folder = shutil.copytree(untouched.folder, tmp_path / "run")

@@ -86,13 +86,6 @@ def test_after_a_crash_at_any_byte_whole_lines_stay_and_new_ones_follow(path):
         assert [row["step"] for row in History(path).rows] == [*(row["step"] for row in kept), 9], size
 
 
-def test_a_file_saved_by_a_spreadsheet_is_read(path):
-    path.write_bytes("kind,epoch,step,samples,loss\nstep,0,1,16,0.5\n".encode("utf-8-sig"))
-    history = History(path)
-    assert history.columns == [*KEYS, "loss"]
-    assert history.rows == [{"kind": "step", "epoch": 0, "step": 1, "samples": 16, "loss": 0.5}]
-
-
 def test_series_and_frame_take_the_rows_of_a_kind():
     history = History()
     history.append(record(1, loss=1.0))

@@ -1,6 +1,6 @@
 """Plan, Task, TrainState, the loop, evaluation, checkpoints, history."""
 
-from nbtools.train import checkpoint, device, evaluation
+from nbtools.train import checkpoint, clock, device, evaluation
 from nbtools.train.changes import adopt, caught_up, require_change
 from nbtools.train.checkpoint import CONTROL
 from nbtools.train.defaults import DATASET, Answer, items_of

@@ -76,7 +76,7 @@ def require(plan: Plan, device: torch.device, processes: int = 1) -> None:
     for wrong, rule in (
         (plan.graph and several, f"graph replays CUDA graphs of one process, but {processes} train together"),
         (plan.graph and kind not in GRAPH_DEVICES, f"graph replays CUDA graphs, but this device is {kind}"),
-        (plan.sync_batchnorm and several and kind != "cuda", "sync_batchnorm needs CUDA: torch has no other"),
+        (plan.sync_batchnorm and several and kind != "cuda", f"sync_batchnorm needs CUDA: torch has none on {kind}"),
     ):
         if wrong:
             raise TrainError(f"Plan.{rule}; set {rule.split()[0]}=False")

@@ -8,12 +8,13 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from nbtools import disk
 from nbtools.show import plural
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 KEYS = ("kind", "epoch", "step", "samples")  # the first columns of every row
 
@@ -98,6 +99,8 @@ class History:
 
     def frame(self, kind: str | None = None) -> pd.DataFrame:
         """Return the rows as a DataFrame; of a kind: with only the columns that they use."""
+        import pandas as pd  # takes its time
+
         return pd.DataFrame(self.rows if kind is None else self.of(kind))
 
     def __len__(self) -> int:
