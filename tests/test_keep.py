@@ -1,5 +1,6 @@
 """A run kept on a second disk: complete or absent there, read back, and no reason for training to stop."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -9,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 import toy
 from acting import QUIET, acting, same
 from archives import tree
@@ -56,16 +58,12 @@ def test_what_is_kept_opens_and_resumes_on_another_machine(drive, whole, pack):
     assert found.history.rows == whole.history.rows
     assert same(found, whole)
     assert kept_until(whole.folder) == f"step {whole.history.rows[-1]['step']}"
+    assert list(nb.runs(drive.parent).index) == ["drive"]
     again = nb.fit(toy, pack, PLAN.replace(epochs=4), "run", keep=drive, **QUIET)
     nb.fit(toy, pack, PLAN, "straight", **QUIET)
     straight = nb.fit(toy, pack, PLAN.replace(epochs=4), "straight", **QUIET)
     assert same(again, straight)
     assert same(nb.Run.open(drive, toy), straight)
-
-
-def test_kept_runs_are_listed_and_compared_where_they_are(drive):
-    assert list(nb.runs(drive.parent).index) == ["drive"]
-    assert "drive" in str(nb.compare(drive.parent))
 
 
 def test_nothing_there_grows_without_end_and_files_of_others_stay(pack, place):
@@ -88,6 +86,20 @@ def test_what_never_reached_drive_is_made_up_for_from_what_did(drive, whole, pac
     assert any(("rebuilt from" if lost == "run.json" else "damaged or missing") in text for text in run.events)
     assert same(run, whole)
     assert same(nb.Run.open(drive, toy), whole)
+
+
+def test_a_step_that_was_trained_anew_replaces_what_was_kept_of_it(drive, whole, place):
+    """As after an undone change: the same name and size, other weights."""
+    source = shutil.copytree(whole.folder, place / "run")
+    name = checkpoint.names(source)[0]
+    taken = checkpoint.read(source, name)
+    other = {key: tensor + 1 for key, tensor in taken.tensors.items()}
+    checkpoint.publish(source, dataclasses.replace(taken, tensors=other))
+    keeper = keep.Keeper(source, drive)
+    keeper.keep()
+    keeper.close()
+    assert keeper.complaints == []
+    assert all(torch.equal(tensor, other[key]) for key, tensor in checkpoint.read(drive, name).tensors.items())
 
 
 def test_damaged_or_missing_weights_are_named(drive):
