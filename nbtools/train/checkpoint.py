@@ -48,8 +48,8 @@ class Checkpoint:
 
 
 def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None:
-    """Write the state, and delete old checkpoints. rows: of the history, which a resume cuts to them; best: whether it
-    is the best evaluated so far. Raises DiskError; the older checkpoints are intact then."""
+    """Write the state, and delete old checkpoints. rows: of the history, which a resume cuts to them. Raises DiskError;
+    the older checkpoints are intact then."""
     publish(folder, snapshot(state, rows, best))
 
 
@@ -110,11 +110,6 @@ def named(index: dict[str, Any]) -> set[str]:
     """Return the names of the checkpoints in an index."""
     anchor = index.get("anchor", {})
     return {name for name in (index.get("last"), index.get("best"), anchor.get("name"), anchor.get("best")) if name}
-
-
-def best_of(folder: Path) -> str | None:
-    """Return the name of the best checkpoint; None before the first evaluation."""
-    return read_index(folder).get("best")
 
 
 def last_and_best(folder: Path) -> dict[str, Any]:
@@ -181,6 +176,6 @@ def load(folder: Path, state: TrainState) -> Checkpoint:
 
 def weights(folder: Path) -> dict[str, Tensor]:
     """Read the best evaluated weights; the newest ones where nothing was evaluated. Raises CheckpointError."""
-    best = best_of(folder)
+    best = read_index(folder).get("best")
     tensors = (newest(folder) if best is None else read(folder, best)).tensors
     return below(tensors, "ema.module.") or below(tensors, "model.")

@@ -31,9 +31,8 @@ FP16_DEVICES = ("cuda", "mps")  # on a CPU most of its kernels are not vectorise
 FULL = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "ALLOCATION_FAILED")  # of a RuntimeError
 NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
 OWN_THREADS: list[int] = []  # the number before a plan asked for another; empty: none did
-# Tuning takes 0.5 s a convolution and shape on an H200 (BiSeNetV2: 70 of them, 40 s), where a step that binds the GPU
-# takes 1.4 to 2.3 ms a convolution (captcha guide: 8 of them; 11 ms at batch 256, 18 at 512). If tuning makes it 5 %
-# faster, which is a guess, that comes back after 0.5 / (0.05 × 0.002) steps.
+# Tuning takes 0.5 s a convolution and shape on an H200 (BiSeNetV2: 70, 40 s), where a step takes 1.4 to 2.3 ms for each
+# (captcha guide). If tuning makes it 5 % faster, which is a guess, that comes back after 0.5 / (0.05 × 0.002) steps.
 TUNING_PAYS = 5_000
 LIBRARY = ctypes.CDLL(None)
 GLIBC = hasattr(LIBRARY, "mallopt")
@@ -150,11 +149,8 @@ def autotuning(device: torch.device, plan: Plan, times: int) -> Iterator[None]:
 
 def find_scale(scaler: torch.amp.GradScaler, parameters: Sequence[Tensor], differentiate: Callable[[], T]) -> T:
     """Return what `differentiate` does, which computes the scaled gradients of a batch anew, at the first of fp16's
-    loss scales, each half the last, whose gradients are finite, or after 16 of them. Waits for the device.
-
-    From torch's 65,536 the sum over a line that CTC is would overflow in its first five to eight steps, which the
-    scaler throws away.
-    """
+    loss scales, each half the last, whose gradients are finite, or after 16 of them. Waits for the device."""
+    # From torch's 65,536 a sum such as CTC overflows in its first five to eight steps, which the scaler throws away.
     for _ in range(16):
         result = differentiate()
         gradients = [p.grad for p in parameters if p.grad is not None]

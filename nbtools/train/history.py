@@ -52,7 +52,7 @@ class History:
         with disk.explained("reading the history", self.path):
             text = self.path.read_bytes()
         text = text[: text.rfind(b"\n") + 1]  # before decoding: a crash may cut the last line within a character
-        if text == self.text:
+        if text in (b"", self.text):
             return False
         self.columns, *rows = csv.reader(io.StringIO(text.decode("utf-8-sig"), newline=""))
         self.rows = [{n: value(cell) for n, cell in zip(self.columns, row, strict=False) if cell} for row in rows]
