@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtools import disk, show
-from nbtools.data import EARLIER, LATEST, in_notebook, patient, say
+from nbtools.data import in_notebook, patient, say
 from nbtools.errors import CheckpointError, DiskError, StageError, TrainError
 from nbtools.live import Columns, along
 from nbtools.run import Run
@@ -54,8 +54,7 @@ def open_runs(folder: Path, task: TaskLike | None = None) -> dict[str, Run]:
         raise CheckpointError(f"{folder}: there is no such folder; name the one in which the run folders are")
     runs: dict[str, Run] = {}
     with disk.explained("looking for runs", folder):
-        marks = [f"**/{name}" for name in (checkpoint.INDEX, LATEST, EARLIER)]  # the latter two: of kept runs
-        for place in patient(lambda: {path.parent for mark in marks for path in folder.glob(mark)}, folder):
+        for place in patient(lambda: {path.parent for path in folder.glob(f"**/{checkpoint.INDEX}")}, folder):
             try:
                 runs[place.relative_to(folder).as_posix()] = Run.open(place, task)
             except (CheckpointError, DiskError, StageError) as error:

@@ -26,7 +26,7 @@ from nbtools.guard import WATCHED, Guard
 from nbtools.identity import Call, called, former_run, meant, own_folder
 from nbtools.live import REFUSED, FirstSignal, Panel, Surface, chosen, running_kernel
 from nbtools.run import Run, what_next
-from nbtools.train import Alone, Plan, Task, TaskLike, TrainState, checkpoint
+from nbtools.train import Plan, Ranks, Task, TaskLike, TrainState, checkpoint
 from nbtools.train import device as devices
 
 NOTHING = {
@@ -178,7 +178,7 @@ def forget(folder: Path) -> None:
         disk.remove(folder / train.CONTROL)
 
 
-def make_state(task: Task, pack: Pack, plan: Plan, folder: Path, fresh: bool, ranks: Alone) -> TrainState:
+def make_state(task: Task, pack: Pack, plan: Plan, folder: Path, fresh: bool, ranks: Ranks) -> TrainState:
     """Return a new state; a few samples go through it before a run folder exists."""
     train.require_sizes(pack, plan)
     if ranks.world > 1:
@@ -189,7 +189,7 @@ def make_state(task: Task, pack: Pack, plan: Plan, folder: Path, fresh: bool, ra
     return state
 
 
-def follower(task: Task, pack: Pack, ranks: Alone) -> Run:
+def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
     """Train as rank 0 says, until it ends the run. Signals reach every rank, and rank 0 decides what becomes of them,
     so that all stop after the same step."""
     with FirstSignal(signal.SIGINT, lambda: None), FirstSignal(signal.SIGTERM, lambda: None):

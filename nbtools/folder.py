@@ -14,7 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 from nbtools import disk, train
-from nbtools.data import LATER, Card, Pack, cache, is_kept, latest, patient, restore_kept, say
+from nbtools.data import Card, Pack, cache, patient, say
 from nbtools.errors import CheckpointError, HeldInterrupt, TrainError
 from nbtools.identity import Call, differences, former_run, identity, newly_trained
 from nbtools.live import Surface
@@ -22,7 +22,7 @@ from nbtools.run import CARD, EVALUATION, HISTORY, NOTES, PLAN, RECEIPT, VERDICT
 from nbtools.train import CONTROL, KEPT, History, Keeper, Plan, Record, TrainState, checkpoint
 from nbtools.version import VERSION
 
-OURS = {checkpoint.INDEX, CONTROL, PLAN, CARD, HISTORY, RECEIPT, VERDICT, EVALUATION, NOTES, KEPT, LATER, "plot.png"}
+OURS = {checkpoint.INDEX, CONTROL, PLAN, CARD, HISTORY, RECEIPT, VERDICT, EVALUATION, NOTES, KEPT, "plot.png"}
 EVENTS = "events.out.tfevents"  # how TensorBoard's files begin
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.01  # of the time that checkpoints may take
@@ -68,17 +68,12 @@ def restore(folder: Path, kept: Path | None, fresh: bool = False) -> None:
 
     Raises CheckpointError if that would mix two runs, or replace files that do not belong to a run.
     """
-    with disk.explained("looking for a run", folder):
-        if is_kept(folder):
-            rule = f"{folder} is a folder where a run is kept"
-            raise CheckpointError(f"{rule}; name it with keep=, and a local folder with run=", entry="Session lost")
     if kept is None:
         return
-    with disk.explained(f"looking for a run in {kept}", kept):
-        theirs = patient(lambda: latest(kept), kept)
-        if kept.resolve() == folder.resolve() or (disk.exists(kept) and disk.exists(kept / checkpoint.INDEX)):
-            raise CheckpointError(f"{kept} is the folder of a run itself; name another one with keep=")
-    if not theirs:
+    if kept.resolve() == folder.resolve():
+        raise CheckpointError(f"{kept} is the folder of the run itself; name another one with keep=")
+    theirs = patient(lambda: checkpoint.read_index(kept), kept)
+    if not theirs and not checkpoint.names(kept):  # those of a run whose index was lost are restored without it
         return
     if fresh:
         raise CheckpointError(f"{kept} holds a run, which fresh=True does not replace; name another keep=")
@@ -91,7 +86,7 @@ def restore(folder: Path, kept: Path | None, fresh: bool = False) -> None:
             rule = f"{folder} holds files but no run, and {kept} holds a run"
             raise CheckpointError(f"{rule}; name a new folder with run=", entry="Session lost")
         part = folder.with_name(f"{folder.name}.part")
-        restore_kept(kept, part)
+        train.restore_kept(kept, part)
         disk.remove(folder)
         disk.publish_folder(part, folder)
 
@@ -99,18 +94,17 @@ def restore(folder: Path, kept: Path | None, fresh: bool = False) -> None:
 def further(folder: Path, ours: Mapping[str, Any], kept: Path, theirs: Mapping[str, Any]) -> bool:
     """Return whether what is kept of a run is further than the local folder, and continues it. Raises CheckpointError
     where neither continues the other."""
-    index, before = json.loads(theirs["files"][checkpoint.INDEX]), train.kept_note(folder)
-    if ours.get("id") != index.get("id"):
+    if ours.get("id") != theirs.get("id"):
         rule = f"{kept} holds a different run than {folder}"
         raise CheckpointError(f"{rule}; name another keep=, or another run=", entry="Session lost")
-    if (theirs["start"], theirs["step"]) == (before.get("start"), before.get("step")):
+    if theirs == train.kept_note(folder).get("index"):
         return False  # what this folder itself wrote last
-    if continues(ours, index):
+    if continues(ours, theirs):
         return False
-    if continues(index, ours):
+    if continues(theirs, ours):
         say(f"{kept} is further than {folder}, and is taken over")
         return True
-    here, there = (f"{checkpoint.place(each['last'])[1]:,}" for each in (ours, index))
+    here, there = (f"{checkpoint.place(each['last'])[1]:,}" for each in (ours, theirs))
     raise CheckpointError(
         f"{folder} (step {here}) and {kept} (step {there}) were trained apart, and neither continues the other; name "
         "another keep=, or another run= to go on from the kept one",
@@ -214,7 +208,6 @@ def resume(folder: Path, state: TrainState) -> tuple[History, list[str]]:
         state.stopped, state.best.stale = None, 0  # asked to continue: an early stop counts anew from here
     for record in train.caught_up(state, old):
         history.append(record)
-    checkpoint.copies(state)  # makes room: within training that takes ten times as long as the copies
     return history, complaints
 
 
@@ -296,7 +289,6 @@ class Job:
 
         def written(taken: checkpoint.Checkpoint) -> float:
             began = monotonic()
-            self.history.sync()
             checkpoint.publish(self.folder, taken)
             draw()
             if self.keeper is not None:

@@ -32,7 +32,6 @@ from nbtools.live import FirstSignal, Panel, closing, running_kernel
 from nbtools.run import Run
 from nbtools.show import plural
 from nbtools.train import RankLost, TaskLike, as_task, import_task, readable, require_sizes, task_name
-from nbtools.train import device as devices
 from nbtools.watch import Remote
 
 T = TypeVar("T")
@@ -109,7 +108,6 @@ def require_processes(count: int) -> None:
     what, name = "processes (--processes)", os.environ.get("NBTOOLS_DEVICE", "cuda")
     if is_torchelastic_launched():
         raise TrainError(f"{what} starts torchrun, got {count} in a process that torchrun started; leave it out")
-    devices.require_own(name, count)
     gpus = torch.cuda.device_count() if name.startswith("cuda") else 0
     if count < 1 or 0 < gpus < count:
         most = f" and at most {gpus}, the number of GPUs" if gpus else ""

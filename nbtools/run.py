@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nbtools import disk, show, train
-from nbtools.data import Card, Pack, Sample, cache, collate, is_kept, opened_copy, patient, say
+from nbtools.data import Card, Pack, Sample, cache, collate, patient, say
 from nbtools.errors import CheckpointError, PackError, TrainError
 from nbtools.export import write_onnx, write_weights
 from nbtools.measure import Receipt, Verdict
@@ -59,12 +59,10 @@ class Run:
 
     @classmethod
     def open(cls, folder: str | Path, task: TaskLike | None = None) -> Self:
-        """Open a run folder, or the folder where `keep=` keeps one, whose weights are fetched when they are needed.
-        task: only for one that cannot be imported by name. Raises CheckpointError; StageError for a kept run."""
-        folder = given = Path(folder)
-        with disk.explained("opening a run", given):
-            if patient(lambda: is_kept(given), given):
-                folder = opened_copy(given)
+        """Open a run folder, also one where `keep=` keeps a run. task: only for one that cannot be imported by name.
+        Raises CheckpointError."""
+        folder = Path(folder)
+        with disk.explained("opening a run", folder):
             index = patient(lambda: checkpoint.read_index(folder), folder)
             if not index:
                 why = f"no {checkpoint.INDEX}, so this is not a run folder" if folder.is_dir() else "no such folder"

@@ -14,7 +14,6 @@ from time import monotonic, sleep
 from typing import Any
 
 from nbtools import live
-from nbtools.data import is_kept
 from nbtools.errors import NbtoolsError
 from nbtools.run import HISTORY, PLAN, Run, busy, lock, what_next
 from nbtools.train import CONTROL, KEYS, History, Record, TaskLike, checkpoint, require_batch
@@ -31,7 +30,7 @@ def watch(run: str | Path, task: TaskLike | None = None, wait: float = 60.0) -> 
     CheckpointError if there is no run.
     """
     folder, left, end = Path(run), Event(), monotonic() + wait
-    while not (checkpoint.read_index(folder) or is_kept(folder)) and monotonic() < end:
+    while not checkpoint.read_index(folder) and monotonic() < end:
         sleep(MOMENT)
     remote = Remote(Run.open(folder, task))
     with live.FirstSignal(signal.SIGINT, left.set):

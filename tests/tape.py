@@ -62,6 +62,13 @@ class Recording(TorchDispatchMode):
                     there.copy_(now)
 
 
+def synchronizing(act: Callable[[], T]) -> tuple[T, list[str]]:
+    """As that of `nbtools.train.graph` on a GPU."""
+    with Recording() as seen, Made() as made:
+        result = act()
+    return result, [*seen.waits, *["made on the host"] * made.count]
+
+
 class Tape:
     """A `Recorder` for the CPU."""
 
@@ -70,12 +77,6 @@ class Tape:
 
     def run(self, act: Callable[[], T]) -> T:
         return act()
-
-    def rehearse(self, act: Callable[[], T]) -> tuple[T, str]:
-        with Recording() as seen, Made() as made:
-            found = act()
-        waits = [*seen.waits, *["made on the host"] * made.count]
-        return found, f"the host waits for the device at {waits[0]}" if waits else ""
 
     def capture(self, act: Callable[[], T]) -> tuple[Callable[[], Any], T]:
         numbers = torch.get_rng_state()

@@ -104,9 +104,9 @@ def interrupted(pack: nb.Pack, plan: nb.Plan, folder: Path, at: float) -> int:
 
 
 def modes() -> tuple[Any, ...]:
-    """Whether gradients are on, the depth of autocast contexts, and their switches."""
+    """Whether gradients are on, the depth of autocast contexts, and whether they are on."""
     torch.autocast_increment_nesting()
-    kinds = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    kinds = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
     return torch.is_grad_enabled(), torch.autocast_decrement_nesting(), kinds
 
 

@@ -93,10 +93,8 @@ def test_what_cannot_start_is_refused_in_a_sentence(pack, monkeypatch, capsys):
     assert main(["train", "captcha", "--smoke-test", "--processes", "2"]) == 1
     assert "--smoke-test is one step of one process, got --processes 2; leave one out" in capsys.readouterr().err
     monkeypatch.setenv("NBTOOLS_DEVICE", "cuda:0")
-    with pytest.raises(TrainError, match="NBTOOLS_DEVICE must not name one by number, got 'cuda:0'; set "):
-        nb.launch(crew, pack, crew.PLAN, processes=2)
     monkeypatch.setenv("WORLD_SIZE", "2")  # torchrun by hand
-    with pytest.raises(TrainError, match="each of 2 processes takes a GPU of its own"):
+    with pytest.raises(TrainError, match=r"each process needs a GPU of its own: .* NBTOOLS_DEVICE is 'cuda:0'"):
         nb.fit(crew, pack, crew.PLAN)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     assert main(["train", "crew", "--data", "raw", "--run", "run", "--processes", "2"]) == 1

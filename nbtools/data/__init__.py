@@ -25,7 +25,6 @@ from nbtools.data.feed import (
 from nbtools.data.frames import tables
 from nbtools.data.images import IMAGES, open_image
 from nbtools.data.items import TARGET, Form, inputs_of, is_image
-from nbtools.data.keeping import EARLIER, LATER, LATEST, is_kept, latest, opened_copy, present, restore_kept
 from nbtools.data.pack import (
     SPLITS,
     Card,
@@ -44,4 +43,4 @@ from nbtools.data.parallel import cores, in_processes, side_by_side, threaded
 from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
 from nbtools.data.sources import cache
 from nbtools.data.stage import stage
-from nbtools.data.transfer import patient
+from nbtools.data.transfer import bring, patient

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from nbtools.data import Feed, Pack, Raw, batches_left, lengths_of, open_feed, tick
-from nbtools.train import Plan, Task, TaskLike, TrainState, bound, readable, require_sizes, train_step
+from nbtools.train import Plan, Task, TaskLike, TrainState, bound, clock, readable, require_sizes, train_step
 from nbtools.train import device as devices
 
 Clock = Callable[[], float]  # seconds since some moment; tests give one that they move by hand
@@ -135,7 +135,7 @@ class Stepper:
         if self.device.type == "cuda" and self.turns:
             steps, seconds = max(steps, round(seconds / self.mean_s)), 0.0
         finish(self.device)
-        start, watch = self.clock(), devices.Stopwatch(self.device, self.clock)
+        start, watch = self.clock(), clock.Stopwatch(self.device, self.clock)
         samples = done = 0
         while done < steps or self.clock() - start < seconds:
             watch.begin()
@@ -145,10 +145,8 @@ class Stepper:
             watch.end()
             done, samples = done + 1, samples + len(raw["id"])
         finish(self.device)
-        took, (_, waited) = self.clock() - start, watch.peek()
-        best = (
-            min(devices.between(got, end) for _, got, end in watch.spans) if self.device.type == "cpu" else took / done
-        )
+        took, (_, waited) = self.clock() - start, clock.seconds(watch.spans)
+        best = min(clock.between(got, end) for _, got, end in watch.spans) if self.device.type == "cpu" else took / done
         self.turns.append(Turn(samples, took, waited, done, best))
         tick()
         return self.turns[-1]

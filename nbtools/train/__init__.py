@@ -1,6 +1,6 @@
 """Plan, Task, TrainState, the loop, evaluation, checkpoints, history."""
 
-from nbtools.train import checkpoint, device, evaluation
+from nbtools.train import checkpoint, clock, device, evaluation
 from nbtools.train.changes import adopt, caught_up, require_change
 from nbtools.train.checkpoint import CONTROL
 from nbtools.train.defaults import DATASET, Answer, Labels, items_of
@@ -8,7 +8,7 @@ from nbtools.train.device import DTYPES, again
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.graph import MOST_GRAPHS, synchronizing, unrecordable
 from nbtools.train.history import KEYS, History, Record
-from nbtools.train.keep import KEPT, Keeper, kept_note, kept_until
+from nbtools.train.keep import KEPT, Keeper, kept_note, kept_until, restore_kept
 from nbtools.train.loop import obey, train
 from nbtools.train.meter import Diverged
 from nbtools.train.metrics import Batch, Pair
@@ -33,7 +33,7 @@ from nbtools.train.plan import (
     shown,
     times,
 )
-from nbtools.train.ranks import Alone, RankLost, Ranks, join, naming, shares
+from nbtools.train.ranks import RankLost, Ranks, join, naming, shares
 from nbtools.train.rehearsal import rehearse
 from nbtools.train.state import TrainState
 from nbtools.train.step import MAX_SKIPPED, gradients, release, train_step

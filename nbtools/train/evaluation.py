@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from nbtools.data import SLOW, Feed, Pack, bar, in_order, lengths_of, open_feed
 from nbtools.errors import TrainError
-from nbtools.train.device import autocast, required, sum_dtype, within_memory
+from nbtools.train.clock import sum_dtype
+from nbtools.train.device import autocast, required, within_memory
 from nbtools.train.metrics import mean_average_precision
 from nbtools.train.metrics import score as score_batch
 from nbtools.train.network import set_training
 from nbtools.train.plan import Plan
-from nbtools.train.ranks import Alone
+from nbtools.train.ranks import Ranks
 from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, readable, summed
 
 
@@ -37,7 +38,7 @@ class Sums:
             for total, value in zip(self.totals[name], pair, strict=True):
                 total += value
 
-    def add_up(self, ranks: Alone) -> None:
+    def add_up(self, ranks: Ranks) -> None:
         """Add the sums of all ranks, some of which may have had no batch."""
         if ranks.world == 1:
             return
@@ -92,12 +93,12 @@ def score_split(
     sums: Sums,
     feed: Feed | None = None,
     most: int | None = None,
-    ranks: Alone | None = None,
+    ranks: Ranks | None = None,
 ) -> Iterator[int]:
     """Add loss and metrics of a split to sums; yields after every batch how many samples it had. most: at most this
     many samples, always the same ones, evenly spaced over the split. ranks: take turns with the others, batch by batch;
     `Sums.add_up` follows. Raises TrainError if the split is empty."""
-    ids, ranks = pack.ids(split), ranks or Alone()
+    ids, ranks = pack.ids(split), ranks or Ranks()
     if not len(ids):
         there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
         raise TrainError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nbtools.errors import TrainError
-from nbtools.train.clock import Lap, Reading, Stopwatch, put, sum_dtype
+from nbtools.train.clock import Reading, Spans, Stopwatch, put, seconds, sum_dtype
 from nbtools.train.history import Record
 
 LEAST_SCALE = 1e-4  # of fp16's loss, below which fairseq gives up too: overflowing steps halve it from 65,536
@@ -37,7 +37,7 @@ class Pending:
     record: Record
     since: int
     samples: int
-    lap: Lap
+    lap: Spans
 
 
 class Meter:
@@ -90,11 +90,11 @@ class Meter:
         values = {**loss, **speed, **pending.record.values, "wall": self.watch.wall}
         return [replace(pending.record, values=values)]
 
-    def timed(self, lap: Lap) -> tuple[float, float]:
+    def timed(self, lap: Spans) -> tuple[float, float]:
         """Add the times of a lap to the epoch's, and return them."""
-        seconds, waited = lap.seconds()
-        self.seconds, self.waited = self.seconds + seconds, self.waited + waited
-        return seconds, waited
+        took, waited = seconds(lap)
+        self.seconds, self.waited = self.seconds + took, self.waited + waited
+        return took, waited
 
     @staticmethod
     def speed(samples: int, seconds: float, waited: float) -> dict[str, float]:
@@ -120,15 +120,15 @@ class Meter:
 
     def facts(self) -> dict[str, Any]:
         """Return its plain values, for JSON. Waits for the device."""
-        row, (seconds, waited) = self.pending, self.watch.peek()
+        row, (took, waited) = self.pending, seconds(self.watch.spans)
         return {
             "loss": float(self.loss),
             "count": float(self.count),
-            "seconds": self.seconds + seconds,
+            "seconds": self.seconds + took,
             "waited": self.waited + waited,
             "logged": self.logged,
             "since": self.since,
-            "pending": row and [asdict(row.record), row.since, row.samples, row.lap.seconds(), self.reading.values()],
+            "pending": row and [asdict(row.record), row.since, row.samples, seconds(row.lap), self.reading.values()],
             "wall": self.watch.wall,
         }
 
@@ -141,10 +141,10 @@ class Meter:
         self.watch.spans, self.watch.before = [], max(self.watch.before, facts["wall"])
         self.pending = None
         if facts["pending"]:
-            row, since, samples, times, values = facts["pending"]
+            row, since, samples, (took, waited), values = facts["pending"]
             put(self.reading.tensor, *values)
             self.reading.send()
-            self.pending = Pending(Record(**row), since, samples, Lap(None, [], tuple(times)))
+            self.pending = Pending(Record(**row), since, samples, [[0.0, waited, took]])
 
 
 def mean(name: str, total: float, count: float) -> dict[str, float]:

@@ -22,7 +22,7 @@ from nbtools.train.meter import Meter
 from nbtools.train.network import build
 from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, built_in
 from nbtools.train.plan import Plan
-from nbtools.train.ranks import Alone, Restarted
+from nbtools.train.ranks import Ranks, Restarted
 from nbtools.train.task import TaskLike, bound, readable, spoken
 
 
@@ -84,10 +84,10 @@ class TrainState:
         pack: Pack | Card,
         plan: Plan,
         device: torch.device | str | None = None,
-        ranks: Alone | None = None,
+        ranks: Ranks | None = None,
     ):
         self.plan = self.applied = plan
-        self.ranks = ranks or Alone()
+        self.ranks = ranks or Ranks()
         self.card = readable(task, pack, plan).card if isinstance(pack, Pack) else pack
         self.task = bound(task, self.card)
         self.device = torch.device(device) if device is not None else devices.pick()
@@ -121,7 +121,6 @@ class TrainState:
             self.events.append("graph off: lr is a number of the task's own optimizer, not a tensor that a graph reads")
         self.keys = Keys(0, self.device)  # of draws
         self.draw_for(len(pack) if isinstance(pack, Pack) else sum(pack.splits.values()))
-        self.copies: dict[str, Tensor] = {}  # host memory that its checkpoints are copied to, see checkpoint.copies
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
         self.evaluate_next = False  # ask for an evaluation before the next step
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
