@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 import toy
 from acting import QUIET, same
+from archives import tree
 
 import nbtools as nb
 from nbtools.errors import CheckpointError
@@ -67,21 +68,13 @@ def test_the_library_reads_what_is_written_and_the_same_tensors_give_the_same_by
     assert all(read[name].dtype == each.dtype and torch.equal(read[name], each) for name, each in tensors.items())
 
 
-def test_a_lost_index_is_made_anew_and_the_run_resumes_with_its_best_weights(pack, tmp_path, untouched):
+def test_checkpoints_without_their_index_are_not_deleted_by_a_new_run(pack, tmp_path, untouched):
     folder = shutil.copytree(untouched.folder, tmp_path / "run")
     (folder / "run.json").unlink()
-    run = nb.fit(toy, pack, toy.PLAN, folder, **QUIET)
-    assert any("run.json: is missing; rebuilt from the checkpoints" in event for event in run.events)
-    assert same(run, untouched)
-    assert run.best["epoch"] == untouched.best["epoch"]
-
-
-def test_rows_that_a_resumed_run_lacks_are_counted_in_its_messages(pack, tmp_path):
-    folder = tmp_path / "run"
-    rows = len(nb.fit(toy, pack, toy.PLAN, folder, **QUIET).history)
-    (folder / "history.csv").unlink()
-    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=4), folder, **QUIET)
-    assert any(f"history.csv: {rows} of {rows} rows are missing; charts, tables" in event for event in run.events)
+    before = tree(folder)
+    with pytest.raises(CheckpointError, match=r"holds checkpoints, but its run\.json is missing; restore it"):
+        nb.fit(toy, pack, toy.PLAN, folder, **QUIET)
+    assert tree(folder) == before
 
 
 @pytest.mark.parametrize("name", ["card.json", "plan.json", "receipt.json"])
@@ -90,11 +83,12 @@ def test_a_damaged_file_of_a_run_is_named_with_what_to_do(pack, tmp_path, untouc
     fix = "copy the whole run folder again" if name in ("card.json", "plan.json") else "delete it"
     for text in ("{", "[1]"):
         (folder / name).write_text(text)
-        with pytest.raises(CheckpointError, match=rf"run/{name} is damaged, not (JSON \(.*\)|a JSON object); {fix}"):
+        with pytest.raises(CheckpointError, match=rf"run/{name} is damaged, .*; {fix}"):
             nb.Run.open(folder, toy).to_dict()
     if name in ("card.json", "plan.json"):
-        with pytest.raises(CheckpointError, match=rf"run/{name} is "):
-            nb.fit(toy, pack, None, folder, **QUIET)
+        assert nb.fit(toy, pack, None, folder, **QUIET).to_dict() == untouched.to_dict() | {"run": str(folder)}, (
+            "mended"
+        )
 
 
 def test_what_a_killed_process_left_half_written_goes_and_the_files_of_others_stay(pack, tmp_path):

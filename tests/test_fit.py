@@ -108,7 +108,6 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(run, pack,
     (tmp_path / "file").write_text("")
     refused(DiskError, "starting a run", folder=tmp_path / "file" / "run")
     other = dataclasses.replace(pack, card=dataclasses.replace(pack.card, classes=list("dcba")))
-    refused(CheckpointError, "trained on another pack", pack=other, folder=run.folder)
     with pytest.raises(PackError, match="classes are not the ones that the run was trained with"):
         nb.evaluate(run, other)  # wrong predictions since training and inference differ in preprocessing
 
@@ -117,7 +116,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(run, pack,
     ("index", "words"),
     [
         (None, r"no run\.json, so this is not a run folder; nb\.runs lists"),
-        ("{", "not JSON"),
+        ("{", "Expecting property name"),
         ('{"task": "no.such.task"}', r"task 'no\.such\.task' cannot be imported"),
     ],
 )
@@ -220,7 +219,7 @@ def test_a_receipt_is_measured_once_and_one_that_fails_costs_no_run(pack, tmp_pa
         return real(*arguments, seconds=0.05, **more)
 
     monkeypatch.setattr(measure, "receipt", receipt)
-    for told in ("interrupted; run it again to get it", "OSError: a raw file is gone"):
+    for told in ("interrupted; ask again to get it", "OSError: a raw file is gone"):
         run = nb.fit(toy, pack, ONE, tmp_path / "run", progress=False)
         assert f"no receipt: {told}" in run.events
         assert run.receipt is None
@@ -239,7 +238,7 @@ def test_a_run_goes_on_with_equal_data_elsewhere_and_not_with_other_data_of_equa
     assert len(nb.fit(toy, equal, ONE.replace(epochs=2), tmp_path / "run", **QUIET).summary()) == 2
     other = toy.demo(tmp_path / "other")
     np.save(next(other.glob("*_0.npy")), np.ones(8, np.float32))
-    with pytest.raises(CheckpointError, match="trained on another pack"):
+    with pytest.raises(CheckpointError, match=r"holds another run \(pack: .* → .*\)"):
         nb.fit(toy, toy.pack(other, into=tmp_path / "p"), toy.PLAN, tmp_path / "run", **QUIET)
 
 
@@ -283,7 +282,7 @@ def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk
         return nb.fit(task, pack, ONE, tmp_path / "run", "drive:kept", release_gpu=True, **QUIET)
 
     for keep in (None, tmp_path / "beside"):
-        with pytest.raises(CheckpointError, match="name a folder that outlives it: keep="):
+        with pytest.raises(CheckpointError, match="name a folder on Drive: keep="):
             nb.fit(toy, pack, ONE, tmp_path / "run", keep, release_gpu=True, **QUIET)
     assert not (tmp_path / "run").exists()
     interrupted(lambda: fitted(acting({3: interrupt})))

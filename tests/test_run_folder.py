@@ -190,7 +190,7 @@ def test_newly_measured_advice_changes_nothing_in_a_resumed_run_and_is_said(pack
     stopped(pack, advised(epochs=30), "r")
     again = stopped(pack, advised(epochs=30, batch_size=32, amp="bf16"), "r")
     assert (again.plan.batch_size, again.plan.amp, again.history.of("change")) == (16, "off", [])
-    said = "this run keeps batch_size 16, amp off as it has applied them so far; newly measured advice would be"
+    said = "this run keeps batch_size 16, amp off as it has applied them so far; the advice would be batch_size 32, amp"
     assert said in capsys.readouterr().err
 
 
@@ -237,26 +237,25 @@ def test_more_epochs_say_the_lr_that_they_mean_before_they_train(pack, capsys):
     fit(pack, PLAN.replace(schedule="cosine"), "r")
     run = fit(pack, PLAN.replace(schedule="cosine", epochs=4), "r")
     assert epochs(run) == 4
-    said = "epochs 2 → 4: lr goes on at 0.005 (cosine over 4 epochs), where it had fallen to 0"
+    said = "epochs 2 → 4: lr goes on at 0.005, where it had come to 0"
     assert said in capsys.readouterr().err
 
 
 def test_another_identity_in_a_named_folder_is_refused_with_what_differs(pack):
     fit(pack, PLAN, "r")
-    with pytest.raises(CheckpointError, match=r"network: body.1 ReLU → Tanh, body.2 Dropout\(p=0.0 → 0.5\)"):
+    said = r"network: body.1: ReLU\(.*\), body.2: Dropout\(p=0.0.*\) → body.1: Tanh\(\), body.2: Dropout\(p=0.5"
+    with pytest.raises(CheckpointError, match=said):
         fit(pack, PLAN.replace(epochs=4), "r", task(nn.Tanh, 0.5))
     with pytest.raises(CheckpointError, match="metrics: "):
         fit(pack, PLAN.replace(epochs=4), "r", task(metrics=["f1"]))
 
 
-def test_fresh_starts_over_and_leaves_a_folder_with_other_files_alone(pack):
+def test_fresh_starts_over_and_leaves_other_files_alone(pack):
     fit(pack, PLAN, "r")
+    Path("r/thesis.txt").write_text("mine")
     run = fit(pack, PLAN.replace(epochs=1, lr=0.1), "r", task(nn.Tanh), fresh=True)
     assert (epochs(run), run.plan.lr) == (1, 0.1)
-    Path("r/thesis.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"thesis\.txt"):
-        fit(pack, PLAN, "r", fresh=True)
-    assert epochs(nb.Run.open("r", task())) == 1
+    assert Path("r/thesis.txt").read_text() == "mine"
 
 
 # -- keep=
