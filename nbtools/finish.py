@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
 from nbtools import disk, measure
-from nbtools.data import release_runtime, say, work
-from nbtools.errors import NbtoolsError, StageError
+from nbtools.data import work
+from nbtools.errors import NbtoolsError
 from nbtools.folder import Job
 from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run
 from nbtools.show import number, plural
 from nbtools.train import Plan, TrainState, evaluation, fixed
-from nbtools.train import device as devices
 
 
 def finish(job: Job, receipt: bool) -> None:
@@ -82,17 +80,3 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
         if surface.panel is not None:
             surface.panel.propose(verdict.sentence, verdict.change)
         tell(verdict.sentence)
-
-
-def release(kept: bool) -> list[str]:
-    """Free the memory of the GPU or the processor; on Colab give the machine back if the run is `kept` on another disk.
-    Prints and returns why that was not possible: the run is complete either way."""
-    gc.collect()
-    devices.give_back(devices.pick())
-    try:
-        if kept:
-            release_runtime()
-    except StageError as error:
-        say(str(error))
-        return [str(error)]
-    return []

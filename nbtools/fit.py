@@ -18,9 +18,9 @@ from torch.distributed import is_torchelastic_launched
 
 from nbtools import disk, train
 from nbtools.callbacks import Callback, TensorBoard, callbacks_of
-from nbtools.data import Pack, meanwhile, on_colab, place_to_keep, say
+from nbtools.data import Pack, meanwhile, on_colab, place_to_keep, release_runtime, say
 from nbtools.errors import CheckpointError, PackError, ctrl_c
-from nbtools.finish import diagnose, finish, release
+from nbtools.finish import diagnose, finish
 from nbtools.folder import Job, begin, only_one, restore
 from nbtools.guard import Guard
 from nbtools.identity import Call, called, former_run, meant, own_folder
@@ -129,9 +129,12 @@ def fit(
         result = Run.open(folder, task)
         result.events = surface.events
     if release_gpu and not surface.requests.stop:
-        safe = job.keeper is not None and job.keeper.done == job.keeper.requested
+        kept_all = job.keeper is not None and job.keeper.done == job.keeper.requested
         del job, state, surface, history
-        result.events += release(safe)
+        gc.collect()
+        devices.give_back(devices.pick())
+        if kept_all:
+            release_runtime()
     if interrupted and running_kernel() is None and not is_torchelastic_launched():
         raise ctrl_c(result)
     return result
@@ -260,7 +263,6 @@ def act(job: Job) -> bool:
             job.wait()
             surface.answer(f"saved at step {state.step}" if worth else lost, "save")
         if requests.stop or requests.paused:  # a paused notebook may lose its machine
-            job.write_plan()
             job.save()
         if requests.stop:
             surface.answer(f"stopped by {requests.stopper} after step {state.step}; run it again to continue", "stop")

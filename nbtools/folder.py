@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from nbtools import disk, train
 from nbtools.data import LATER, Pack, cache, is_kept, latest, patient, restore_kept, say
-from nbtools.errors import CheckpointError, HeldInterrupt, TrainError
+from nbtools.errors import CheckpointError, TrainError
 from nbtools.identity import Call, differences, former_run, identity, newly_trained
 from nbtools.live import Surface
 from nbtools.run import CARD, EVALUATION, HISTORY, PLAN, RECEIPT, VERDICT, lock
@@ -105,16 +105,12 @@ def further(folder: Path, ours: Mapping[str, Any], kept: Path, theirs: Mapping[s
 
 
 def continues(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> bool:
-    """Return whether one copy of a run went on from where the other one had ended, or from later."""
-    ours, theirs = course(longer), course(shorter)
-    end = len(theirs) - 1
-    return ours[:end] == theirs[:end] and ours[end][1] >= theirs[end][1]
-
-
-def course(index: Mapping[str, Any]) -> list[Any]:
-    """Return the starts of a run, each with its first step, and at last (None, the step that it has reached)."""
-    last = checkpoint.place(index["last"])[1]
-    return [*(start for start in index.get("starts", []) if start[1] < last), [None, last]]
+    """Return whether one copy of a run went on from where the other one had ended, or from later: by their starts, each
+    with its first step."""
+    last, end = (checkpoint.place(each["last"])[1] for each in (longer, shorter))
+    shared = [start for start in shorter["starts"] if start[1] < end]
+    later = [start[1] for start in longer["starts"][len(shared) :] if start[1] < last]
+    return longer["starts"][: len(shared)] == shared and min([*later, last]) >= end
 
 
 # -- start or resume
@@ -141,7 +137,7 @@ def begin(
     advised = call.advised.to_dict() if call.advised else index.get("advised", state.plan.to_dict())
     given = call.given.given() or index.get("given", {})
     about = {"given": given, "applied": state.applied.to_dict(), "advised": advised, "identity": now, "starts": starts}
-    checkpoint.mark(folder, **about, panel=call.panel, pack=str(pack.folder.absolute()), requested=None)
+    checkpoint.mark(folder, **about, panel=call.panel, pack=str(pack.folder.absolute()))
     return history, notes
 
 
@@ -205,7 +201,7 @@ class Job:
             state.epoch,
             state.step,
         )  # of the last checkpoint; None: to be saved again
-        self.plans = state.applied, state.plan  # as the folder has them
+        self.plan = state.applied  # as the folder has it
 
     def watch(self, record: Record) -> None:
         """Save where it is due. Training continues once the state is copied."""
@@ -237,8 +233,7 @@ class Job:
                 self.keeper.keep()
             return monotonic() - began
 
-        with HeldInterrupt():  # it would leave the pool's locks held, for which `close` waits
-            self.writing = self.writer.submit(written)
+        self.writing = self.writer.submit(written)
         return True
 
     def wait(self) -> None:
@@ -251,16 +246,12 @@ class Job:
             self.surface.report_all(self.keeper.complaints)
 
     def write_plan(self) -> None:
-        """Record the applied plan, and what is wanted beyond it, which a stop or a lost session leaves to the next
-        start."""
-        applied, wanted = plans = self.state.applied, self.state.plan
-        if plans == self.plans:
-            return
-        self.plans = plans
-        with disk.explained("writing the plan", self.folder):
-            disk.write_atomic(self.folder / PLAN, applied.to_json())
-        requested = {name: getattr(wanted, name) for name in wanted.changes_from(applied)} or None
-        checkpoint.mark(self.folder, applied=applied.to_dict(), requested=requested)
+        """Record the applied plan."""
+        if self.plan is not self.state.applied:
+            self.plan = self.state.applied
+            with disk.explained("writing the plan", self.folder):
+                disk.write_atomic(self.folder / PLAN, self.plan.to_json())
+            checkpoint.mark(self.folder, applied=self.plan.to_dict())
 
     def close(self) -> None:
         """Wait until everything is written and kept."""

@@ -19,8 +19,6 @@ FACTOR = 3.0  # times the highest of those before it
 NOISE = 0.1  # of the run's first loss: where everything is learned, noise alone is many times the highest loss
 RETRIES = 2  # returns to a checkpoint where training diverged without a change; the next time the run stops
 
-Records = Generator[Record, None, None]
-
 
 class Guard:
     """The loop of a run, with its ways back. anchor: the checkpoint from before the changes that are watched: `name`;
@@ -29,23 +27,19 @@ class Guard:
     stays, and a killed run stays on watch."""
 
     def __init__(self, job: Job):
-        self.job, self.state, self.retries = job, job.state, 0
+        self.job, self.state, self.retries, self.careful_until = job, job.state, 0, 0
         index = checkpoint.read_index(job.folder)
         self.anchor: dict[str, Any] | None = index.get("anchor")
         if index.get("ended") != "diverged":  # else the settings of that time are not worth going back to
             self.watch(self.plan_of(checkpoint.facts_of(job.folder, index["last"])), index["last"])
         checkpoint.mark(job.folder, ended=None)
 
-    def records(self) -> Records:
+    def records(self) -> Generator[Record, None, None]:
         """Yield the records of the loop, through every return to a checkpoint."""
         while why := (yield from self.stretch()):
             self.job.wait()
-            if why == "best":
-                yield from self.to_best()
-            elif self.anchor is not None:
-                yield from self.undo(self.anchor, why)
-            else:
-                yield from self.retry(why)
+            back = self.to_best if why == "best" else self.undo if self.anchor is not None else self.retry
+            yield from self.resume(*back(why), why if why in ("best", "undo") else "")
 
     def stretch(self) -> Generator[Record, None, Any]:
         """Train to the end, and return None, or until the run is to go back, and return why."""
@@ -96,34 +90,30 @@ class Guard:
             checkpoint.mark(self.job.folder, anchor=None)
         return False
 
-    def undo(self, anchor: dict[str, Any], why: Any) -> Records:
-        """Go on from before the watched changes, with the plan of then."""
-        saved, self.anchor = checkpoint.newest(self.job.folder, anchor["name"]), None
+    def undo(self, why: Any) -> tuple[checkpoint.Checkpoint, str]:
+        """Return the checkpoint from before the watched changes, and want the plan of then."""
+        anchor, self.anchor = self.anchor or {}, None
+        saved = checkpoint.newest(self.job.folder, anchor["name"])
         if saved.name == anchor["name"]:  # else it is damaged, and an older one is used
             saved = replace(saved, facts=anchor["facts"])
         self.state.plan = self.plan_of(saved.facts)  # what was wanted since is void
+        checkpoint.mark(self.job.folder, best=anchor["best"])
         changes = train.listed(self.state.applied.changes_from(self.state.plan)) or "a change"
         what = f"{changes} undone" if why == "undo" else f"Training diverged after {changes}, which was undone"
-        yield from self.resume(
-            saved, f"{what}; back at step {{}}", "undo" if why == "undo" else "", best=anchor["best"]
-        )
+        return saved, f"{what}; back at step {{}}"
 
-    def to_best(self) -> Records:
-        """Go on from the best checkpoint with the plan of now."""
+    def to_best(self, why: Any) -> tuple[checkpoint.Checkpoint, str]:
+        """Return the best checkpoint."""
         saved = checkpoint.read(self.job.folder, str(checkpoint.best_of(self.job.folder)))
         best = f"{header(train.best_metric(self.job.task)[0])} {number(self.state.best.value or 0.0)}"
-        epoch = checkpoint.place(saved.name)[0]
-        yield from self.resume(saved, f"back at step {{}}, the best checkpoint: {best} after epoch {epoch}", "best")
+        return saved, f"back at step {{}}, the best checkpoint: {best} after epoch {checkpoint.place(saved.name)[0]}"
 
-    def retry(self, trouble: Diverged) -> Records:
-        """Go on from the last checkpoint, and check each step from there. Raises Diverged if that would not help."""
+    def retry(self, trouble: Any) -> tuple[checkpoint.Checkpoint, str]:
+        """Return the last checkpoint, from which each step is checked. Raises Diverged if that would not help."""
         saved, reason, setting = checkpoint.newest(self.job.folder), trouble.args[0], trouble.setting
-        self.retries += 1
+        self.retries, self.careful_until = self.retries + 1, trouble.steps[1] + 1
         if self.retries <= RETRIES and setting == "lr":
-            for record in self.resume(saved, f"{reason}; back at step {{}}, checking each step from there"):
-                self.state.recovery.careful_until = trouble.steps[1] + 1
-                yield record
-            return
+            return saved, f"{reason}; back at step {{}}, checking each step from there"
         plan, step = self.state.plan, checkpoint.place(saved.name)[1]
         lower = train.shown(min(self.job.surface.requests.advised.lr, plan.lr / 10))
         fix = f"lower lr, in the panel or by plan.replace(lr={lower}), set clip_norm or amp=off"
@@ -132,16 +122,16 @@ class Guard:
         said = f"Training diverged at {setting} {train.shown(getattr(plan, setting))}: {reason}. To continue from step"
         raise Diverged(f"{said} {step:,}, {fix}, and run it again.", trouble.steps, setting)
 
-    def resume(self, saved: checkpoint.Checkpoint, what: str, asked: str = "", **entries: Any) -> Records:
+    def resume(self, saved: checkpoint.Checkpoint, what: str, asked: str) -> Generator[Record, None, None]:
         """Resume from a checkpoint with the wanted plan; a row says so, with the step in `what`."""
         job, state, old = self.job, self.state, self.plan_of(saved.facts)
         if self.anchor is not None and checkpoint.place(self.anchor["name"]) > checkpoint.place(saved.name):
             self.anchor = None
         train.adopt(state, state.plan)  # first: a scaler takes over its saved state
         state.load(saved.tensors, saved.facts["state"])
-        state.improved = False
+        state.improved, state.recovery.careful_until = False, max(state.recovery.careful_until, self.careful_until)
         state.events.clear()
-        checkpoint.rewind(job.folder, saved.name, anchor=self.anchor, **entries)
+        checkpoint.rewind(job.folder, saved.name, anchor=self.anchor)
         job.history.cut(saved.facts["rows"])  # after the index: a run killed between them resumes with all of its rows
         self.watch(old, saved.name)
         mark = {"best": "", "undo": "undone, "}.get(asked, "diverged, ") + f"back to step {state.step:,}"

@@ -179,10 +179,7 @@ def decide(former: Former, plan: Plan) -> tuple[Plan, list[str]]:
     """Return the plan that a run goes on with where a call gives `plan`, and what is said of it: what was given
     otherwise than last time is a change. Raises TrainError where it is refused."""
     old, given = former.applied, former.index["given"]
-    changed = {} if former.over else dict(former.index.get("requested", {}))  # and not applied when it stopped
-    for name, value in plan.given().items():
-        if plain(value) != given.get(name, ...) and value != getattr(old, name):
-            changed[name] = value
+    changed = {name: value for name, value in plan.given().items() if plain(value) != given.get(name, ...)}
     # lr follows a batch size where the plan was made, see Plan.turn, and is given then
     new = old.turn(**{"lr": old.lr, **changed}) if changed else old
     moved = new.changes_from(old)

@@ -242,23 +242,6 @@ def test_a_run_goes_on_with_equal_data_elsewhere_and_not_with_other_data_of_equa
         nb.fit(toy, toy.pack(other, into=tmp_path / "p"), toy.PLAN, tmp_path / "run", **QUIET)
 
 
-def test_what_cannot_be_shown_is_a_message_and_costs_no_run(pack, tmp_path, monkeypatch):
-    def broken(*_args, **_more):
-        raise ZeroDivisionError("no ink")
-
-    run = nb.fit(acting(preview=broken), pack, ONE, tmp_path / "samples", receipt=False)
-    assert "no samples are shown: ZeroDivisionError: no ink" in run.events
-    monkeypatch.setattr("nbtools.live.png.draw", broken)
-    monkeypatch.setattr("nbtools.live.view.STILL_EVERY", 0.0)
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    monkeypatch.delitem(sys.modules, "nbtools.live.form", raising=False)
-    advice = types.SimpleNamespace(plan=ONE, reasons={})
-    run = nb.fit(toy, pack, advice, tmp_path / "run", **QUIET)
-    assert len(run.summary()) == 1
-    said = {"no picture until the end: ZeroDivisionError: no ink", "no picture: ZeroDivisionError: no ink"}
-    assert said <= {*run.events}
-
-
 def test_a_run_is_not_kept_in_its_own_folder_whatever_that_is_called(run, pack, tmp_path):
     copy = shutil.copytree(run.folder, tmp_path / "copy")
     (tmp_path / "link").symlink_to(copy)

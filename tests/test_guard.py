@@ -108,14 +108,6 @@ def test_a_change_stays_on_watch_when_the_run_is_interrupted_before_its_loss_is_
     assert same(run, slow)
 
 
-def test_a_resumed_runs_new_settings_are_on_watch_too(pack, folder, untouched):
-    nb.fit(acting({20: asking(folder, "stop")}), pack, PLAN, folder, **QUIET)
-    run = nb.fit(toy, pack, PLAN.replace(lr=1000.0), folder, **QUIET)
-    assert "undone; back at step 20" in " ".join(run.events)
-    assert run.plan == PLAN
-    assert same(run, untouched)
-
-
 def test_weights_that_diverged_are_not_the_best_though_they_score_best(pack, folder, tmp_path, slow):
     """A metric that grows with the loss, and a change between the last log step and the epoch's evaluation."""
     whole = nb.fit(acting({}, BEST="loss"), pack, SLOW, tmp_path / "untouched", **QUIET)
@@ -184,11 +176,6 @@ def test_an_lr_that_diverges_from_the_start_is_one_sentence_and_a_lower_one_goes
         assert len(said.splitlines()) <= 3
     run = nb.fit(toy, pack, PLAN, folder, **QUIET)
     assert same(run, untouched)
-
-
-def test_a_run_that_starts_far_beyond_the_advice_says_so(pack, folder):
-    run = nb.fit(acting({1: asking(folder, "stop")}), pack, advised(1.0), folder, **QUIET)
-    assert run.events[0] == "lr 1 is 100× the advised 0.01"
 
 
 def test_back_to_best_goes_on_from_the_best_checkpoint_with_the_settings_of_now(pack, folder, untouched):

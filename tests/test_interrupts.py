@@ -11,8 +11,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,10 +19,8 @@ import pytest
 import torch
 import toy
 from acting import QUIET, acting, same
-from forks import DONE, Child
 
 import nbtools as nb
-from nbtools.folder import Job
 from nbtools.train import checkpoint
 
 PACKAGE = str(Path(nb.__file__).parent)
@@ -151,34 +147,6 @@ def test_an_interrupt_anywhere_leaves_nothing_behind_and_the_run_resumes_bit_for
             resumed.add(found)
         shutil.rmtree(folder)
     assert 1 < len(resumed) < 100, "few: equal ones are recognised as such"
-
-
-@pytest.mark.parametrize("method", ["write", "wait"])
-def test_an_interrupt_within_the_pool_that_writes_checkpoints_leaves_no_lock_held(pack, tmp_path, monkeypatch, method):
-    """As soon as a function of the standard library that this method of Job calls has taken a lock."""
-    real = checkpoint.publish
-
-    def slowly(*given: Any) -> None:  # so that it is waited for
-        time.sleep(0.1)
-        real(*given)
-
-    def look(frame: FrameType, event: str, arg: object) -> None:
-        code, caller = frame.f_code, frame.f_back
-        if event == "c_return" and (code.co_name, Path(code.co_filename).stem) == ("__enter__", "threading"):
-            while caller is not None and not ours(caller):
-                caller = caller.f_back
-            if caller is not None and caller.f_code is getattr(Job, method).__code__:
-                sys.setprofile(None)
-                for _ in range(2):  # the second one acts at once
-                    signal.raise_signal(signal.SIGINT)
-
-    def run() -> bool:
-        with suppress(KeyboardInterrupt):
-            nb.fit(acting({STEP: lambda: sys.setprofile(look)}), pack, PLAN, tmp_path / "run", **QUIET)
-        return True
-
-    monkeypatch.setattr(checkpoint, "publish", slowly)
-    assert Child(run, limit=20).end() == (DONE, "True")
 
 
 def test_an_interrupt_while_torch_enters_a_context_leaves_it_entered_for_no_later_run(pack, tmp_path):

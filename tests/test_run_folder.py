@@ -1,5 +1,6 @@
 """A notebook's situations: what the same call, or another one, makes of a run folder that is there."""
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -179,13 +180,6 @@ def test_a_live_change_stays_applied_though_the_restarted_kernels_cell_gives_the
         assert (again.plan.lr, len(again.history.of("change"))) == (0.02, 1)
 
 
-def test_a_live_change_in_a_panel_outlives_the_kernel(pack):
-    stopped(pack, nb.Panel(PLAN.replace(epochs=30)), "r", change={"batch_size": 8})
-    panel = nb.Panel(PLAN.replace(epochs=30))
-    assert stopped(pack, panel, "r").plan.batch_size == 8
-    assert panel.plan.batch_size == 8
-
-
 def test_newly_measured_advice_changes_nothing_in_a_resumed_run_and_is_said(pack, capsys):
     stopped(pack, advised(epochs=30), "r")
     again = stopped(pack, advised(epochs=30, batch_size=32, amp="bf16"), "r")
@@ -275,15 +269,6 @@ def test_a_lost_folder_comes_back_and_a_kept_run_that_is_further_is_taken_over(p
     assert epochs(nb.Run.open("kept", task())) == 5
 
 
-def test_a_machine_that_is_behind_asks_for_less_and_the_further_copy_stays(pack):
-    """A PC trains 2 epochs, Colab goes on to 5 from the kept copy, then the PC's cell is run again with 3."""
-    fit(pack, PLAN, "pc", keep="kept")
-    fit(pack, PLAN.replace(epochs=5), "colab", keep="kept")
-    with pytest.raises(TrainError, match="is finished and cannot change epochs"):
-        fit(pack, PLAN.replace(epochs=3), "pc", keep="kept")
-    assert epochs(nb.Run.open("kept", task())) == epochs(nb.Run.open("pc", task())) == 5
-
-
 def test_fresh_does_not_replace_a_kept_run(pack):
     fit(pack, PLAN, "r", keep="kept")
     with pytest.raises(CheckpointError, match="another keep="):
@@ -303,15 +288,18 @@ def test_what_another_session_keeps_meanwhile_is_not_overwritten_and_that_is_sai
     assert epochs(nb.Run.open("kept", task())) == 4
 
 
-def test_a_call_without_a_plan_between_two_changes_nothing_in_what_was_given(pack):
-    stopped(pack, PLAN.replace(epochs=30), "r", change={"lr": 0.02})
-    for plan in (None, PLAN.replace(epochs=30)):
-        assert stopped(pack, plan, "r").plan.lr == 0.02
+# -- what is said and recorded
 
 
-def test_a_change_that_a_stop_overtook_is_not_shown_as_applied_and_acts_at_the_next_start(pack):
-    run = stopped(pack, PLAN.replace(epochs=30), "r", step=3, change={"do": "stop", "lr": 0.02})
-    assert run.plan.lr == facts("r")["applied"]["lr"] == 0.01
-    again = stopped(pack, PLAN.replace(epochs=30), "r")
-    assert again.plan.lr == 0.02
-    assert again.history.of("change")[0]["what"] == "lr 0.01 → 0.02"
+def test_remarks_of_a_pack_are_said_at_the_start_of_a_run(pack, capsys):
+    object.__setattr__(remarked := dataclasses.replace(pack), "remarks", ["the split is stratified by class"])
+    run = fit(remarked, PLAN, progress=True)
+    assert run.events[0] == "the split is stratified by class"
+    assert "the split is stratified by class" in capsys.readouterr().err
+
+
+def test_run_json_says_enough_to_list_a_run_whose_task_has_no_name(pack):
+    index = facts(fit(pack, PLAN, "r", task(metrics=["f1", "accuracy"])).folder)
+    assert index["metric"] == "f1", "which chooses the best checkpoint; -loss where lower is better"
+    assert index["identity"]["metrics"] == ["f1", "accuracy"]
+    assert index["applied"] == PLAN.to_dict() | {"betas": [*PLAN.betas]}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import sys
 from collections import namedtuple
 from pathlib import Path
 
