@@ -112,19 +112,8 @@ def fit(
             checkpoint.mark(folder, samples=samples)
         surface = Surface(folder, state, pack, history, plan, progress)
         surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not surface.requests.stop)
-        for remark in getattr(pack, "remarks", ()):
-            surface.report(remark)
-        notes += [*train.beyond(call.plan, surface.requests.advised).values(), unread, *call.said]
-        if again:
-            notes.append(f"resumed from step {state.step:,}: a process was lost")
-        elif state.over:
-            more = "it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
-            notes.append(f"{Run.open(folder, task)}; {more}")
-        for note in filter(None, notes):
-            surface.report(note)
-            if not progress and not is_torchelastic_launched():
-                say(note)  # what a run does otherwise than the call reads is said in any case
-        job = Job(pack, folder, state, surface, train.Keeper(folder, kept) if kept is not None else None)
+        job = Job(pack, folder, state, surface, None if kept is None else train.Keeper(folder, kept))
+        introduce(job, [unread, *call.said, *notes], again)
         interrupted = carry_out(job, receipt, watchers)
         result = Run.open(folder, task)
         result.events = surface.events
@@ -190,6 +179,23 @@ def follower(task: Task, pack: Pack, ranks: Alone) -> Run:
         state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
         train.obey(task, state, pack)
     return Run(Path(folder), task, pack.card, state.plan)
+
+
+def introduce(job: Job, notes: Sequence[str], again: bool) -> None:
+    """Say what a run begins with; in any case what it does otherwise than the call reads."""
+    state, surface = job.state, job.surface
+    for remark in getattr(job.pack, "remarks", ()):
+        surface.report(remark)
+    said = [*train.beyond(state.plan, surface.requests.advised).values(), *notes]
+    if again:
+        said.append(f"resumed from step {state.step:,}: a process was lost")
+    elif state.over:
+        more = "it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
+        said.append(f"{Run.open(job.folder, job.task)}; {more}")
+    for note in filter(None, said):
+        surface.report(note)
+        if not surface.progress and not is_torchelastic_launched():
+            say(note)
 
 
 # -- while it trains

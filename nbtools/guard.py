@@ -79,9 +79,10 @@ class Guard:
 
     def risen(self, record: Record) -> bool:
         """Return whether a log step's loss shows that training has diverged since the watched change."""
-        anchor, loss, rows = self.anchor, record.values.get("loss"), self.job.history.of("step")
+        anchor, loss = self.anchor, record.values.get("loss")
         if anchor is None or record.kind != "step" or loss is None:
             return False
+        rows = self.job.history.of("step")
         few = record.samples - (rows[-1]["samples"] if rows else 0) < record.values["batch_size"] / 2
         if anchor["limit"] is not None and loss > anchor["limit"] and not few:  # any of an epoch's last few may be hard
             return True

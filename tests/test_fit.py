@@ -90,12 +90,6 @@ def test_fit_on_a_finished_run_trains_nothing_and_returns_it(run, pack):
     assert f"best accuracy {number(run.best['val_accuracy'])}" in again.events[0]
 
 
-def test_a_plan_may_come_from_anything_with_a_plan_and_by_default_from_the_run(pack, tmp_path):
-    held: Any = types.SimpleNamespace(plan=toy.PLAN.replace(hidden=24, epochs=1))
-    assert nb.fit(toy, pack, held, tmp_path / "run", **QUIET).plan == held.plan
-    assert nb.fit(toy, pack, None, tmp_path / "run", **QUIET).plan == held.plan
-
-
 def test_what_cannot_be_trained_is_refused_before_anything_is_written(run, pack, tmp_path):
     def refused(kind, words, *, pack=pack, plan: Any = toy.PLAN, folder: Any = tmp_path / "run"):
         with pytest.raises(kind, match=words):
@@ -176,23 +170,6 @@ def test_a_setting_changed_on_resume_survives_a_crash_before_the_next_checkpoint
     assert [row["what"] for row in run.history.of("change")] == ["epochs 3 → 1, batch_size 16 → 7"]
 
 
-def test_keep_named_only_after_the_run_brings_all_of_it_and_mixes_no_two(run, pack, tmp_path):
-    nb.fit(toy, pack, toy.PLAN, run.folder, keep=tmp_path / "drive", **QUIET)
-    assert nb.evaluate(Run.open(tmp_path / "drive", toy), pack) == nb.evaluate(run, pack)
-    restored = nb.fit(toy, pack, toy.PLAN, tmp_path / "vm", keep=tmp_path / "drive", **QUIET)
-    assert restored.summary().equals(run.summary())
-    nb.fit(toy, pack, ONE, tmp_path / "other", **QUIET)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("mine")
-    for folder, words in {
-        "other": r"holds a different run than .*; name another keep=",
-        "mine": "files but no run",
-    }.items():
-        with pytest.raises(CheckpointError, match=words):
-            nb.fit(toy, pack, toy.PLAN, tmp_path / folder, keep=tmp_path / "drive", **QUIET)
-    assert (tmp_path / "mine" / "thesis.txt").read_text() == "mine"
-
-
 def test_a_kept_run_that_was_trained_on_elsewhere_since_the_last_copy_is_not_mixed_with_this_one(pack, tmp_path):
     def once(name, epochs, keep):
         return nb.fit(toy, pack, ONE.replace(epochs=epochs), tmp_path / name, keep, **QUIET)
@@ -240,16 +217,6 @@ def test_a_run_goes_on_with_equal_data_elsewhere_and_not_with_other_data_of_equa
     np.save(next(other.glob("*_0.npy")), np.ones(8, np.float32))
     with pytest.raises(CheckpointError, match=r"holds another run \(pack: .* → .*\)"):
         nb.fit(toy, toy.pack(other, into=tmp_path / "p"), toy.PLAN, tmp_path / "run", **QUIET)
-
-
-def test_a_run_is_not_kept_in_its_own_folder_whatever_that_is_called(run, pack, tmp_path):
-    copy = shutil.copytree(run.folder, tmp_path / "copy")
-    (tmp_path / "link").symlink_to(copy)
-    before = tree(copy)
-    for keep in (copy, str(copy.parent / "none" / ".." / copy.name), tmp_path / "link"):
-        with pytest.raises(CheckpointError, match="is the folder of a run itself; name another one with keep="):
-            nb.fit(toy, pack, ONE, copy, keep, **QUIET)
-    assert tree(copy) == before
 
 
 def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk(pack, tmp_path, monkeypatch):

@@ -3,10 +3,8 @@ the same bits."""
 
 import gc
 import inspect
-import json
 import multiprocessing
 import random
-import re
 import shutil
 import signal
 import sys
@@ -21,7 +19,6 @@ import toy
 from acting import QUIET, acting, same
 
 import nbtools as nb
-from nbtools.train import checkpoint
 
 PACKAGE = str(Path(nb.__file__).parent)
 STEP = 5  # the last of an epoch: an evaluation and checkpoints follow
@@ -29,7 +26,6 @@ PLAN = toy.PLAN.replace(epochs=2, batch_size=16)
 CASES = {  # plan
     "resident": PLAN.replace(feed="resident", ema=0.9, amp="bf16", micro_batch_size=8),
     "streamed": PLAN.replace(feed="streamed"),
-    "workers": PLAN.replace(feed="workers", workers=1),
 }
 
 pytestmark = [
@@ -116,37 +112,19 @@ def left() -> dict[str, Any]:
     }
 
 
-def kept(folder: Path) -> str:
-    """What a resumed run starts from: of interrupts at many places the same."""
-    names = checkpoint.names(folder)
-    facts = [checkpoint.facts_of(folder, name) for name in names]
-    rows = [[row["kind"], row["step"], row.get("loss")] for row in nb.History(folder / "history.csv").rows]
-    files = sorted(re.sub(r"\.[\d-]+\.part", ".part", path.name) for path in folder.iterdir())
-    return json.dumps([files, names, [(each["sha256"], each["rows"]) for each in facts], rows])
-
-
-def full(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.full)
-
-
-@pytest.mark.parametrize(
-    ("name", "most"),
-    [("resident", 12), ("streamed", 12), full("resident", 10**6), full("streamed", 10**6), full("workers", 200)],
-)
+@pytest.mark.parametrize("name", [*CASES])
+@pytest.mark.parametrize("most", [12, pytest.param(10**6, marks=pytest.mark.full)])
 def test_an_interrupt_anywhere_leaves_nothing_behind_and_the_run_resumes_bit_for_bit(pack, tmp_path, name, most):
     """At so many places at most, drawn by a seed."""
-    whole, before, resumed = nb.fit(toy, pack, CASES[name], tmp_path / "whole", **QUIET), left(), set()
+    whole, before = nb.fit(toy, pack, CASES[name], tmp_path / "whole", **QUIET), left()
     count = interrupted(pack, CASES[name], tmp_path / "counted", float("inf"))
-    assert count > 500
+    assert count > 400
     for at in random.Random(name).sample(range(1, count), min(most, count - 1)):
         folder = tmp_path / str(at)
         interrupted(pack, CASES[name], folder, at)
         assert left() == before or (gc.collect() and left() == before), at  # a loader may be in a cycle
-        if (found := kept(folder)) not in resumed:
-            assert same(nb.fit(toy, pack, CASES[name], folder, **QUIET), whole), at
-            resumed.add(found)
+        assert same(nb.fit(toy, pack, CASES[name], folder, **QUIET), whole), at
         shutil.rmtree(folder)
-    assert 1 < len(resumed) < 100, "few: equal ones are recognised as such"
 
 
 def test_an_interrupt_while_torch_enters_a_context_leaves_it_entered_for_no_later_run(pack, tmp_path):

@@ -102,10 +102,13 @@ def test_run_all_twice_returns_the_finished_run_and_says_so(pack, capsys):
     assert "finished" in capsys.readouterr().err
 
 
-def test_a_sweep_without_run_trains_each_setting_in_a_folder_of_its_own(pack):
-    runs = [fit(pack, PLAN.replace(lr=lr)) for lr in (1e-3, 1e-2, 1e-1)]
-    assert [str(run.folder) for run in runs] == ["runs/net-1", "runs/net-2", "runs/net-3"]
-    assert [nb.Run.open(run.folder, task()).plan.lr for run in runs] == [1e-3, 1e-2, 1e-1]
+def test_other_settings_start_another_run_and_more_epochs_extend_a_finished_one(pack):
+    runs = [fit(pack, PLAN.replace(lr=lr)) for lr in (1e-3, 1e-2)]
+    assert [str(run.folder) for run in runs] == ["runs/net-1", "runs/net-2"]
+    assert [nb.Run.open(run.folder, task()).plan.lr for run in runs] == [1e-3, 1e-2]
+    more = fit(pack, PLAN.replace(epochs=3))
+    assert (more.folder.name, epochs(more)) == ("net-2", 3)
+    assert fit(pack, PLAN.replace(epochs=2)).folder.name == "net-3"
 
 
 def test_a_changed_cell_with_another_network_loss_or_metric_starts_another_run(pack):
@@ -119,13 +122,6 @@ def test_a_changed_cell_with_another_network_loss_or_metric_starts_another_run(p
     frozen.body.requires_grad_(False)
     assert fit(pack, PLAN, who=nb.classify(frozen)).folder.name == "net-6"
     assert fit(pack, PLAN).folder.name == "net-1"
-
-
-def test_a_finished_run_without_a_name_is_extended_by_more_epochs_only(pack):
-    fit(pack, PLAN)
-    more = fit(pack, PLAN.replace(epochs=3))
-    assert (more.folder.name, epochs(more)) == ("net-1", 3)
-    assert fit(pack, PLAN.replace(epochs=3, lr=1e-3)).folder.name == "net-2"
 
 
 def test_the_panel_that_drove_an_unfinished_run_changes_it_and_the_next_notebook_starts_another(pack):
@@ -267,6 +263,24 @@ def test_a_lost_folder_comes_back_and_a_kept_run_that_is_further_is_taken_over(p
     assert [row["epoch"] for row in run.history.of("epoch")] == [0, 1, 2, 3, 4]
     assert [row["what"] for row in run.history.of("change")] == ["epochs 2 → 4", "epochs 4 → 5"]
     assert epochs(nb.Run.open("kept", task())) == 5
+
+
+def test_neither_two_runs_nor_the_files_of_others_are_mixed_with_a_kept_run(pack):
+    fit(pack, PLAN, "r", keep="kept")
+    fit(pack, PLAN, "other")
+    Path("mine").mkdir()
+    Path("mine/thesis.txt").write_text("mine")
+    refused = {
+        "other": "kept holds a different run than other",
+        "mine": "holds files but no run",
+        "kept": "is kept; name",
+    }
+    for folder, words in refused.items():
+        with pytest.raises(CheckpointError, match=words):
+            fit(pack, PLAN, folder, keep="kept")
+    with pytest.raises(CheckpointError, match="is the folder of a run itself; name another one with keep="):
+        fit(pack, PLAN, "other", keep="./other")
+    assert Path("mine/thesis.txt").read_text() == "mine"
 
 
 def test_fresh_does_not_replace_a_kept_run(pack):

@@ -1,13 +1,7 @@
 """docs/troubleshooting.md: every entry that an error names is a heading of it, with something to do."""
 
-import dataclasses
 import re
-from collections import namedtuple
 from pathlib import Path
-
-import pytest
-import torch
-import toy
 
 import nbtools as nb
 from nbtools.errors import NbtoolsError, TrainError
@@ -49,48 +43,3 @@ def takes(plan: nb.Plan, field: str, value: str) -> bool:
         return bool(plan.turn(**{field: plan.parse(field, value)}))
     except NbtoolsError:
         return False
-
-
-def lost_loss(pack, folder, patch) -> None:
-    task = toy.with_(loss=lambda model, batch, plan: (model(batch).sum() * torch.nan, 1))
-    for _ in nb.train(task, nb.TrainState(task, pack, toy.PLAN), pack):
-        continue
-
-
-def small_shared_memory(pack, folder, patch) -> None:
-    patch.setattr("os.statvfs", lambda path: namedtuple("Stat", "f_bavail f_frsize")(1, 512))
-    patch.setattr("os.path.isdir", lambda path: True)
-    nb.fit(toy, pack, toy.PLAN.replace(feed="workers", workers=4), folder / "run", receipt=False, progress=False)
-
-
-def quota(pack, folder, patch) -> None:
-    (folder / "data.tar").write_text("<!DOCTYPE html><title>Google Drive - Quota exceeded</title>")
-    nb.stage(folder / "data.tar")
-
-
-def other_classes(pack, folder, patch) -> None:
-    other = dataclasses.replace(pack, card=dataclasses.replace(pack.card, classes=list("dcba")))
-    nb.evaluate(nb.TrainState(toy, pack, toy.PLAN), other)
-
-
-def wrong_path(pack, folder, patch) -> None:
-    patch.setenv("NBTOOLS_DRIVE", str(folder))
-    nb.stage("drive:nothing.tar")
-
-
-PROVOKED = {
-    lost_loss: "NaN",
-    small_shared_memory: "The loader hangs",
-    quota: "Quota page",
-    other_classes: "Predictions differ between training and inference",
-    wrong_path: "Keys, columns and paths",
-}
-
-
-@pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("act", PROVOKED, ids=lambda act: act.__name__)
-def test_what_goes_wrong_ends_with_its_entry(act, tmp_path, monkeypatch):
-    pack = toy.make_pack(tmp_path / "toy", count=60)
-    with monkeypatch.context() as patch, pytest.raises(NbtoolsError) as caught:
-        act(pack, tmp_path, patch)
-    assert str(caught.value).endswith(f" See “{PROVOKED[act]}” in docs/troubleshooting.md")
