@@ -31,7 +31,7 @@ from nbtools.train import device as devices
 
 NOTHING = {
     "best": "there is no best checkpoint yet; the first evaluation chooses one",
-    "undo": "there is no change to undo in the last log steps; set the value of before",
+    "undo": "there is no change to undo among the last log steps; set the earlier value",
 }
 
 
@@ -43,14 +43,18 @@ def letting_go() -> Iterator[None]:
         yield
     except BaseException as error:
         devices.leave_modes()
-        cause: BaseException | None = error
-        while cause is not None and running_kernel() is not None:
+        cause: BaseException | None = error if running_kernel() is not None else None
+        while cause is not None:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
-        gc.collect()
         with suppress(RuntimeError):  # of a GPU that no longer answers: the first error counts
-            devices.give_back(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
+            release_memory()
         raise
+
+
+def release_memory() -> None:
+    gc.collect()
+    devices.give_back(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
 
 
 @letting_go()
@@ -120,8 +124,7 @@ def fit(
     if release_gpu and not surface.requests.stop:
         kept_all = job.keeper is not None and job.keeper.done == job.keeper.requested
         del job, state, surface, history
-        gc.collect()
-        devices.give_back(devices.pick())
+        release_memory()
         if kept_all:
             release_runtime()
     if interrupted and running_kernel() is None and not is_torchelastic_launched():

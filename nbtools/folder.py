@@ -146,11 +146,12 @@ def start(folder: Path, pack: Pack, state: TrainState, name: str, fresh: bool) -
     identifies the run and its copies."""
     with disk.explained("starting a run", folder):
         there = sorted(folder.glob("*"), key=lambda each: (not checkpoint.FILE.fullmatch(each.name), each.name))
-        if not fresh and checkpoint.names(folder) and not (folder / checkpoint.INDEX).exists():
+        marked, names = (folder / checkpoint.INDEX).exists(), checkpoint.names(folder)
+        if names and not marked and not fresh:
             rule = f"{folder} holds checkpoints, but its {checkpoint.INDEX} is missing"
             raise CheckpointError(f"{rule}; restore it from the kept copy, or start over with fresh=True")
         for path in there:
-            if is_own(path) and not path.name.startswith(CONTROL):
+            if path.name == HISTORY or ((marked or names) and is_own(path) and not path.name.startswith(CONTROL)):
                 disk.remove(path)
         folder.mkdir(parents=True, exist_ok=True)
         describe(folder, pack, state)
