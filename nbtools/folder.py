@@ -198,10 +198,7 @@ class Job:
         self.saved, self.cost = monotonic(), 0.0  # when the state was last copied, and the seconds it took to write
         self.writer = ThreadPoolExecutor(1, "nbtools-writer")
         self.writing: Future[float] | None = None  # the last checkpoint, until it is written; its seconds
-        self.place: tuple[int, int] | None = (
-            state.epoch,
-            state.step,
-        )  # of the last checkpoint; None: to be saved again
+        self.place = state.epoch, state.step  # of the last checkpoint
         self.plan = state.applied  # as the folder has it
 
     def watch(self, record: Record) -> None:
@@ -217,8 +214,7 @@ class Job:
         """Copy the state and have it written, with the picture of now, unless it is; return whether it was worth it: a
         loss that is no number is reported at the next log step, and undone."""
         self.wait()  # for the memory of the last copy
-        place = self.state.epoch, self.state.step
-        if place == self.place:
+        if self.place == (place := (self.state.epoch, self.state.step)):
             return True
         if self.state.lost():
             return False

@@ -5,8 +5,8 @@ the last one, each step checked."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from nbtools import train
@@ -21,10 +21,8 @@ RETRIES = 2  # returns to a checkpoint where training diverged without a change;
 
 
 class Guard:
-    """The loop of a run, with its ways back. anchor: the checkpoint from before the changes that are watched: `name`;
-    `facts`, since a later one of the same step may replace it; `best`, the best weights of then; `since`, log steps;
-    `limit`, the loss above which training has diverged (None: only NaN does). It is in the index too, so that its file
-    stays, and a killed run stays on watch."""
+    """The loop of a run, with its ways back. anchor: the `name` of the checkpoint from before the changes that are
+    watched, the `plan` and the `best` checkpoint of then; in the index too, so that a killed run stays on watch."""
 
     def __init__(self, job: Job):
         self.job, self.state, self.retries, self.careful_until = job, job.state, 0, 0
@@ -62,31 +60,30 @@ class Guard:
 
     def watch(self, old: Plan, name: str = "") -> None:
         """Watch the change from a plan to the wanted one. name: of a checkpoint from before it; "": of now."""
-        job, changed, logged = self.job, self.state.plan.changes_from(old).keys(), len(self.job.history.of("step"))
-        if not changed:
-            return
-        if self.anchor is None or logged >= self.anchor["since"] + WATCHED:
+        if self.state.plan != old and (self.anchor is None or len(self.losses()[1]) >= WATCHED):
             if not name:
-                job.save()
-            job.wait()
-            index = checkpoint.read_index(job.folder)
-            name, limit = name or index["last"], highest(job.history.series("loss", "step")[1])
-            facts = checkpoint.facts_of(job.folder, name)
-            self.anchor = {"name": name, "facts": facts, "best": index.get("best"), "limit": limit, "since": logged}
-        if changed - Plan().to_dict().keys():  # a task's own setting may weigh a term of the loss by any factor
-            self.anchor["limit"] = None
-        checkpoint.mark(job.folder, anchor=self.anchor)
+                self.job.save()
+            self.job.wait()
+            index = checkpoint.read_index(self.job.folder)
+            self.anchor = {"name": name or index["last"], "plan": old.to_dict(), "best": index.get("best")}
+            checkpoint.mark(self.job.folder, anchor=self.anchor)
+
+    def losses(self) -> tuple[list[float], list[float]]:
+        """Return the losses of log steps before the watched changes, and since."""
+        steps, losses = self.job.history.series("loss", "step")
+        count = bisect_right(steps, checkpoint.place(self.anchor["name"])[1]) if self.anchor else len(steps)
+        return losses[:count], losses[count:]
 
     def risen(self, record: Record) -> bool:
-        """Return whether a log step's loss shows that training has diverged since the watched change."""
-        anchor, loss = self.anchor, record.values.get("loss")
-        if anchor is None or record.kind != "step" or loss is None:
+        """Return whether a log step's loss shows that training has diverged since the watched changes."""
+        if self.anchor is None or record.kind != "step" or "loss" not in record.values:
             return False
-        rows = self.job.history.of("step")
-        few = record.samples - (rows[-1]["samples"] if rows else 0) < record.values["batch_size"] / 2
-        if anchor["limit"] is not None and loss > anchor["limit"] and not few:  # any of an epoch's last few may be hard
+        before, since = self.losses()
+        changed = self.state.applied.changes_from(self.plan_of(self.anchor)).keys()
+        own = changed - Plan().to_dict().keys()  # a task's own setting may weigh a term of the loss by any factor
+        if record.values["loss"] > highest(before) and not own:
             return True
-        if len(rows) + 1 >= anchor["since"] + 2 * WATCHED:
+        if len(since) + 1 >= 2 * WATCHED:
             self.anchor = None
             checkpoint.mark(self.job.folder, anchor=None)
         return False
@@ -95,9 +92,7 @@ class Guard:
         """Return the checkpoint from before the watched changes, and want the plan of then."""
         anchor, self.anchor = self.anchor or {}, None
         saved = checkpoint.newest(self.job.folder, anchor["name"])
-        if saved.name == anchor["name"]:  # else it is damaged, and an older one is used
-            saved = replace(saved, facts=anchor["facts"])
-        self.state.plan = self.plan_of(saved.facts)  # what was wanted since is void
+        self.state.plan = self.plan_of(anchor)  # what was wanted since is void
         checkpoint.mark(self.job.folder, best=anchor["best"])
         changes = train.listed(self.state.applied.changes_from(self.state.plan)) or "a change"
         what = f"{changes} undone" if why == "undo" else f"Training diverged after {changes}, which was undone"
@@ -132,6 +127,7 @@ class Guard:
         state.load(saved.tensors, saved.facts["state"])
         state.improved, state.recovery.careful_until = False, max(state.recovery.careful_until, self.careful_until)
         state.events.clear()
+        job.place = state.epoch, state.step
         checkpoint.rewind(job.folder, saved.name, anchor=self.anchor)
         job.history.cut(saved.facts["rows"])  # after the index: a run killed between them resumes with all of its rows
         self.watch(old, saved.name)
@@ -139,16 +135,15 @@ class Guard:
         values = {"what": what.format(f"{state.step:,}"), "mark": mark, **({"asked": asked} if asked else {})}
         yield Record("event", state.epoch, state.step, state.samples, values)
         yield from train.caught_up(state, old)
-        job.place = None  # its checkpoint may have another plan
-        job.save()
-        job.wait()
+        if job.keeper is not None:
+            job.keeper.keep()
 
     def plan_of(self, facts: dict[str, Any]) -> Plan:
         return type(self.state.plan).from_dict(facts["plan"])
 
 
-def highest(losses: Sequence[float]) -> float | None:
-    """Return the loss above which training has diverged: FACTOR times the highest of the last WATCHED ones; None
-    without any. A loss may be negative: what counts is the distance from the highest."""
+def highest(losses: Sequence[float]) -> float:
+    """Return the loss above which training has diverged: FACTOR times the highest of the last WATCHED ones. A loss may
+    be negative: what counts is the distance from the highest."""
     last = [loss for loss in losses if math.isfinite(loss)][-WATCHED:]
-    return max(last) + max((FACTOR - 1) * max(map(abs, last)), NOISE * abs(losses[0])) if last else None
+    return max(last) + max((FACTOR - 1) * max(map(abs, last)), NOISE * abs(losses[0])) if last else math.inf

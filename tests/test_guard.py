@@ -95,7 +95,6 @@ def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is
         copy = shutil.copytree(place, tmp_path / f"copy of {place.name}")
         again = nb.fit(toy, pack, None, copy, **QUIET)
         assert same(again, slow)
-        assert ["diverged" in row["what"] for row in again.history.of("event")] == [True], "the message stays"
 
 
 @pytest.mark.parametrize("ends", ["stop", "kill"])
