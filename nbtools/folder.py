@@ -16,7 +16,7 @@ from uuid import uuid4
 from nbtools import disk, train
 from nbtools.data import LATER, Pack, cache, is_kept, latest, patient, restore_kept, say
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.identity import Call, differences, former_run, identity, newly_trained
+from nbtools.identity import Call, differences, former_run, identity
 from nbtools.live import Surface
 from nbtools.run import CARD, EVALUATION, HISTORY, PLAN, RECEIPT, VERDICT, lock
 from nbtools.train import CONTROL, KEPT, History, Keeper, Record, TrainState, checkpoint
@@ -119,9 +119,8 @@ def continues(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> bool:
 def begin(
     folder: Path, pack: Pack, state: TrainState, call: Call | None = None, fresh: bool = False
 ) -> tuple[History, list[str]]:
-    """Make a new run folder, or load the last checkpoint of the run in it. Returns its history, and what is to be said:
-    what was wrong with newer checkpoints, and which other parameters are trained than before. call: None: of the
-    state's plan. Raises CheckpointError for another identity."""
+    """Make a new run folder, or load the last checkpoint of the run in it. Returns its history, and what was
+    wrong with newer checkpoints. call: None: of the state's plan. Raises CheckpointError for another identity."""
     call, now = call or Call(state.plan, state.plan), identity(state.task, pack.card, state.model, state.plan)
     index: dict[str, Any] = {} if fresh else checkpoint.read_index(folder)
     if not fresh and former_run(state.task, folder) is not None:
@@ -130,7 +129,6 @@ def begin(
             raise CheckpointError(f"{rule}; for another {other} name another run=, or start over with fresh=True")
         with disk.explained("resuming a run", folder):
             history, notes = resume(folder, pack, state)
-        notes.append(newly_trained(index["identity"], now))
     else:  # a run without a finished step starts over as the same
         history, notes = start(folder, pack, state, index.get("id", uuid4().hex), fresh), []
     starts = [*index.get("starts", []), *([] if state.over else [[uuid4().hex[:8], state.step]])]

@@ -23,7 +23,7 @@ from nbtools.live import Panel
 from nbtools.train import Plan, Task, checkpoint
 
 RUNS = Path("runs")
-MOST = 6  # lines of a difference in a sentence
+MOST = 3  # lines of a difference in a sentence
 
 # -- what a run is
 
@@ -33,12 +33,13 @@ def identity(task: Task, card: Card, model: nn.Module, plan: Plan) -> dict[str, 
     size, those of the task's own plan, from which advice starts, belong to it."""
     (loss, metrics, augment, functions), name = train.objective(task), train.task_name(task)
     advised = task.card is not None and not plan.given().keys() & {"lr", "batch_size"}
+    kind = getattr(loss, "__qualname__", type(loss).__qualname__) if loss else "default"
     return {
         **({"recipe": [f"lr {task.PLAN.lr}, batch size {task.PLAN.batch_size}"]} if advised else {}),
         **({} if ":" in name else {"task": [name]}),  # else the name of a variable, which may change
         "pack": [card.digest[:12]],
         "network": [*structure(model)],
-        "loss": [*structure(loss), *values(loss)] if isinstance(loss, nn.Module) else [function_name(loss)],
+        "loss": [*structure(loss), *values(loss)] if isinstance(loss, nn.Module) else [kind],
         "metrics": metrics,
         "augment": [f"{name} {strength}" for name, strength in augment.items()],
         **{part: [name] for part, name in functions.items()},
@@ -52,7 +53,7 @@ def structure(model: nn.Module) -> Iterator[str]:
         # SyncBatchNorm takes the place of BatchNorm in several processes, and the run stays the same
         kind = "BatchNorm" if isinstance(module, _BatchNorm) else type(module).__name__
         plain = [f"{n}={value}" for n, value in vars(module).items() if is_setting(n, value)]
-        yield f"{name or 'it'}: {kind}({', '.join(plain)})"
+        yield f"{name}: {kind}({', '.join(plain)})".removeprefix(": ")
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         yield f"{name} {[*tensor.shape]}"
 
@@ -70,14 +71,9 @@ def values(loss: nn.Module) -> Iterator[str]:
         yield f"{name} {hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()[:12]}"
 
 
-def function_name(value: Any) -> str:
-    value = value or "default"
-    return value if isinstance(value, str) else getattr(value, "__qualname__", type(value).__qualname__)
-
-
 def differences(before: Mapping[str, list[str]], now: Mapping[str, list[str]]) -> list[str]:
-    """Return what differs between two identities, a phrase a part: `metrics: accuracy → f1`. Names of trained
-    parameters are left to `newly_trained`."""
+    """Return what differs between two identities, a phrase a part: `metrics: accuracy → f1`. A run may go on
+    with other trained parameters."""
     parts = [part for part in now if part in before and part != "trained" and before[part] != now[part]]
     return [f"{part}: {without(before[part], now[part])} → {without(now[part], before[part])}" for part in parts]
 
@@ -86,13 +82,6 @@ def without(lines: Sequence[str], others: Sequence[str]) -> str:
     """Return the lines that are not among the others, in a phrase."""
     left = [line for line in lines if line not in others]
     return ", ".join([*left[:MOST], *["…"] * (len(left) > MOST)]) or "none"
-
-
-def newly_trained(before: Mapping[str, list[str]], now: Mapping[str, list[str]]) -> str:
-    """Return the sentence about layers that were frozen or unfrozen since; "" for none."""
-    old, new = before["trained"], now["trained"]
-    said = f"other parameters are trained from here on: now trained {without(new, old)}; now frozen {without(old, new)}"
-    return said if new != old else ""
 
 
 # -- what a call means for the run in a folder

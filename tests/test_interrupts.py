@@ -30,8 +30,6 @@ CASES = {  # plan
 
 pytestmark = [
     pytest.mark.timeout(1200),  # every place takes some minutes
-    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
 ]
 
