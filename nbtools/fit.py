@@ -8,7 +8,7 @@ import os
 import signal
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ import torch
 from torch.distributed import is_torchelastic_launched
 
 from nbtools import disk, train
-from nbtools.callbacks import Callback, Callbacks
-from nbtools.data import Pack, meanwhile, on_colab, place_to_keep, say
+from nbtools.callbacks import Callback, TensorBoard, callbacks_of
+from nbtools.data import Pack, meanwhile, on_colab, place_to_keep, release_runtime, say
 from nbtools.errors import CheckpointError, PackError, ctrl_c
-from nbtools.finish import afterwards, diagnose, finish, release
+from nbtools.finish import diagnose, finish
 from nbtools.folder import Job, begin, only_one, restore
-from nbtools.guard import WATCHED, Guard
+from nbtools.guard import Guard
 from nbtools.identity import Call, called, former_run, meant, own_folder
 from nbtools.live import REFUSED, FirstSignal, Panel, Surface, chosen, running_kernel
 from nbtools.run import Run, what_next
@@ -31,27 +31,30 @@ from nbtools.train import device as devices
 
 NOTHING = {
     "best": "there is no best checkpoint yet; the first evaluation chooses one",
-    "undo": f"there is no change to undo in the last {WATCHED} log steps; set the value of before",
+    "undo": "there is no change to undo among the last log steps; set the earlier value",
 }
 
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Leave no_grad and autocast after an error, and in a notebook no memory: IPython keeps a traceback until the
-    next one, and with it the variables of its frames, such as a model. Under `%pdb on` they stay, to be looked at."""
+    """Leave no_grad and autocast after an error, and in a notebook no memory: IPython keeps a traceback until the next
+    one, and with it the variables of its frames, such as a model."""
     try:
         yield
     except BaseException as error:
         devices.leave_modes()
-        kernel, cause = running_kernel(), error
-        if kernel is not None and not kernel.shell.call_pdb:
-            while cause is not None:
-                traceback.clear_frames(cause.__traceback__)
-                cause = cause.__cause__ or cause.__context__
-            gc.collect()
-            with suppress(RuntimeError):  # of a GPU that no longer answers: the first error counts
-                devices.give_back(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
+        cause: BaseException | None = error if running_kernel() is not None else None
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+        with suppress(RuntimeError):  # of a GPU that no longer answers: the first error counts
+            release_memory()
         raise
+
+
+def release_memory() -> None:
+    gc.collect()
+    devices.give_back(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
 
 
 @letting_go()
@@ -70,7 +73,8 @@ def fit(
     log: str | None = None,
     fresh: bool = False,
 ) -> Run:
-    """Train in this cell, drawing as it goes; return the Run.
+    """Train in this cell, drawing as it goes; return the Run. Stop and Ctrl-C finish the step, save, and return it, in
+    a script by a KeyboardInterrupt; the same call then resumes.
 
     plan: a Plan, a Panel or an Advice, or a function that returns one, called once a lost folder is restored; None:
     the run's own, or what `advise` proposes. run: a folder on local disk; a run that is already there resumes from its
@@ -80,20 +84,12 @@ def fit(
     keep: a second folder, usually on Drive (`drive:…`), to which everything is copied in the background, and from which
     a lost local folder, or one that is behind, is restored. receipt: measure the task's baseline next to this run at
     the end, for a few seconds. release_gpu: at the end free the GPU's memory, and on Colab give the machine back, with
-    everything on its disk. samples: which are shown with their predictions while it trains: "first" (as by default),
-    "worst", or ids of the pack, at most eight; kept in the run's folder, as a choice made in the panel is.
-
-    callbacks: functions `f(record, run)`, called with each record that has values, on rank 0; one that returns "stop"
-    stops the run after the step, and an error in one ends it. log: "tensorboard" writes event files into the folder,
-    which `keep` leaves out.
-
-    While it trains, buttons and fields in the notebook act on it, and so does `control.json` in its folder (see
-    `nbtools.live.send`). Stop, Ctrl-C or the notebook's own stop button finish the step, save, and return the run; so
-    do a shutdown of the kernel and SIGTERM, after which the process ends. Outside of a notebook Ctrl-C raises
-    KeyboardInterrupt once everything is saved, so that it ends a script's loop too. Raises TrainError, PlanError or
-    CheckpointError; the checkpoints stay intact.
+    everything on its disk. samples: which are shown with their predictions: "first" (as by default), "worst", or at
+    most eight ids of the pack. callbacks: functions `f(record, run)`, called with each record that has values, on
+    rank 0; one that returns "stop" stops the run after the step, and an error in one ends it. log: "tensorboard" writes
+    event files into the folder. Raises TrainError, PlanError or CheckpointError; the checkpoints stay intact.
     """
-    task, watchers = train.as_task(task), Callbacks(callbacks, log)
+    task, watchers = train.as_task(task), callbacks_of(callbacks, log)
     folder, kept = places(run, keep, release_gpu)
     require_pack(task, pack)
     ranks = train.join()
@@ -104,13 +100,13 @@ def fit(
     if folder is None:
         plan = called(plan)
         folder = own_folder(task, pack, plan, fresh)
-    with only_one(folder) as own:
+    with only_one(folder):
         if not (again or isinstance(plan, Call)):  # that of `launch`, which has done so
             forget(folder)
         restore(folder, kept, fresh)
         plan = called(plan)
         call = meant(task, pack, plan, folder, fresh)
-        limits, pack = train.unread(task, pack, call.plan), train.readable(task, pack, call.plan)
+        unread, pack = train.unread(task, pack, call.plan), train.readable(task, pack, call.plan)
         samples = None if samples is None else chosen(samples, pack)
         state = make_state(task, pack, call.plan, folder, fresh, ranks)
         history, notes = begin(folder, pack, state, call, fresh)
@@ -118,52 +114,39 @@ def fit(
             plan.adopt(call.plan)
         if samples is not None:
             checkpoint.mark(folder, samples=samples)
-        surface = Surface(folder, state, pack, history, plan, progress, afterwards(state, pack, folder, receipt))
-        surface.announce, requests = own.note, surface.requests
-        surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not requests.stop)
-        notes += [
-            *train.beyond(call.plan, requests.advised).values(),
-            limits,
-            *call.said,
-            standing(state, folder, again),
-        ]
-        for note in filter(None, notes):
-            surface.report(note)
-            if not progress and not is_torchelastic_launched():
-                say(note)  # what a run does otherwise than the call reads is said in any case
-        job = Job(pack, folder, state, surface, train.Keeper(folder, kept) if kept is not None else None)
+        surface = Surface(folder, state, pack, history, plan, progress)
+        surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not surface.requests.stop)
+        job = Job(pack, folder, state, surface, None if kept is None else train.Keeper(folder, kept))
+        introduce(job, [unread, *call.said, *notes], again)
         interrupted = carry_out(job, receipt, watchers)
         result = Run.open(folder, task)
         result.events = surface.events
-    if release_gpu and not requests.stop:
-        safe = job.keeper is not None and job.keeper.done == job.keeper.requested
-        del job, state, surface, history, requests
-        result.events += release(safe)
+    if release_gpu and not surface.requests.stop:
+        kept_all = job.keeper is not None and job.keeper.done == job.keeper.requested
+        del job, state, surface, history
+        release_memory()
+        if kept_all:
+            release_runtime()
     if interrupted and running_kernel() is None and not is_torchelastic_launched():
         raise ctrl_c(result)
     return result
 
 
+# -- before it trains
+
+
 def places(run: str | Path | None, keep: str | Path | None, release_gpu: bool) -> tuple[Path | None, Path | None]:
     """Return (folder, kept folder). Raises CheckpointError if a run would be lost."""
     if run is None and keep is not None:
-        raise CheckpointError(
-            f"keep={str(keep)!r} needs run=, the local folder of the run that is kept there; name one, run='runs/…'"
-        )
+        rule = f"keep={str(keep)!r} needs run=, the local folder of the run that is kept there"
+        raise CheckpointError(f"{rule}; name one, run='runs/…'")
     if str(run).startswith("drive:"):
-        raise CheckpointError(
-            f"run={str(run)!r}: a run is written to local disk, and copied to Drive by keep={str(run)!r}"
-        )
-    stays = keep is not None and (str(keep).startswith("drive:") or disk.is_slow(Path(keep)))
-    if release_gpu and on_colab() and not stays:
-        raise CheckpointError(
-            "release_gpu=True gives this Colab machine back at the end, with the run on its disk; "
-            f"name a folder that outlives it: keep='drive:runs/…', got keep={str(keep)!r}",
-            entry="Session lost",
-        )
-    if run is None:
-        return None, None
-    return Path(run), None if keep is None else place_to_keep(keep)
+        rule = f"run={str(run)!r}: a run is written to local disk"
+        raise CheckpointError(f"{rule}, and copied to Drive by keep={str(run)!r}")
+    if release_gpu and on_colab() and not str(keep).startswith("drive:"):
+        rule = "release_gpu=True gives this Colab machine back at the end, with the run on its disk"
+        raise CheckpointError(f"{rule}; name a folder on Drive: keep='drive:runs/…', got keep={str(keep)!r}")
+    return run if run is None else Path(run), keep if keep is None else place_to_keep(keep)
 
 
 def require_pack(task: Task, pack: Any) -> None:
@@ -201,40 +184,37 @@ def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
     return Run(Path(folder), task, pack.card, state.plan)
 
 
-def standing(state: TrainState, folder: Path, again: bool) -> str:
-    """Return what is to be said of where a run begins; "" for nothing."""
+def introduce(job: Job, notes: Sequence[str], again: bool) -> None:
+    """Say what a run begins with; in any case what it does otherwise than the call reads."""
+    state, surface = job.state, job.surface
+    for remark in getattr(job.pack, "remarks", ()):
+        surface.report(remark)
+    said = [*train.beyond(state.plan, surface.requests.advised).values(), *notes]
     if again:
-        return f"resumed from step {state.step:,}: a process was lost"
-    if state.over:
+        said.append(f"resumed from step {state.step:,}: a process was lost")
+    elif state.over:
         more = "it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
-        return f"{Run.open(folder, state.task)}; {more}"
-    return ending(state)
+        said.append(f"{Run.open(job.folder, job.task)}; {more}")
+    for note in filter(None, said):
+        surface.report(note)
+        if not surface.progress and not is_torchelastic_launched():
+            say(note)
 
 
-def ending(state: TrainState) -> str:
-    """Return the message about a plan with fewer epochs than have begun; "" for none."""
-    epochs, present = state.plan.epochs, state.epoch + 1
-    below = state.position.segments and epochs < present
-    return f"epochs {epochs} is below the current epoch {present}: training ends after this epoch" if below else ""
+# -- while it trains
 
 
-# -- train
-
-
-def carry_out(job: Job, receipt: bool, callbacks: Callbacks) -> bool:
+def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback]) -> bool:
     """Train to the end, or to a stop, then measure what is left to the end, and say what to do next; return whether
     Ctrl-C ended any of it."""
-    state, surface = job.state, job.surface
-    stop, alone = partial(surface.requests.post, "stop", by="SIGTERM"), not is_torchelastic_launched()
-    with FirstSignal(signal.SIGTERM, stop, later=alone) as sigterm:  # torchrun starts again what dies of it
+    surface, alone = job.surface, not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
+    with FirstSignal(signal.SIGTERM, partial(surface.requests.post, "stop", by="SIGTERM"), later=alone):
         try:
             with surface:
                 follow(job, callbacks)
-            state.ranks.end()
-            sigterm.call = interrupt  # everything is saved
+            job.state.ranks.end()
             with FirstSignal(signal.SIGINT, interrupt) as sigint:
                 finish(job, receipt)
-            sigterm.call = stop  # the last copy, which `close` waits for, is worth the seconds
             if surface.notebook:
                 surface.tell(surface.next_steps())
         finally:
@@ -246,27 +226,33 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def follow(job: Job, callbacks: Callbacks) -> None:
-    """Watch the loop: rows, picture, checkpoints, and what is requested."""
+def follow(job: Job, callbacks: Sequence[Callback]) -> None:
+    """Watch the loop: rows, picture, checkpoints, callbacks, and what is requested."""
     state, surface, run = job.state, job.surface, Run(job.folder, job.task, job.pack.card, job.state.applied)
     run.history, guard = job.history, Guard(job)
     surface.undoable = lambda: guard.anchor is not None
-    # Closed here and not with the traceback, which would keep the feed and its threads.
-    with devices.asserts_explained(), closing(callbacks), closing(guard.records()) as records:
+    with devices.asserts_explained(), ExitStack() as stack:
+        # Closed here and not with the traceback, which would keep the feed and its threads.
+        records = stack.enter_context(closing(guard.records()))
+        for log in callbacks:
+            if isinstance(log, TensorBoard):
+                stack.callback(log.close)
         for record in records:
             record = surface.measured(record)
-            if record.kind == "change" and (sentence := ending(state)):  # of settings, which are applied next
-                surface.answer(sentence)
             job.history.append(record)
             surface.update(record)
             job.write_plan()
-            callbacks.call(record, job, run)
+            run.plan = state.applied
+            for function in callbacks if record.values else ():
+                if function(record, run) == "stop":
+                    surface.requests.post("stop", by=f"the callback {getattr(function, '__name__', function)}")
             if record.kind != "change":  # a checkpoint amid a change would resume with its row, but without the change
                 job.watch(record)
                 if surface.listen() and act(job):
                     break
     job.write_plan()
     job.save()
+    job.wait()
 
 
 def act(job: Job) -> bool:
@@ -277,14 +263,15 @@ def act(job: Job) -> bool:
             requests.want(state.applied, sure=True)
             surface.answer("the last change was taken back before it was applied", "undo")
         for action in [each for each in NOTHING if each in requests.pending]:
-            job.settle()  # it may be on its way to the disk
+            job.wait()  # it may be on its way to the disk
             if not surface.able(action) and requests.take(action):
                 surface.answer(f"{REFUSED}{NOTHING[action]}", action)
         if requests.take("save"):
             lost = "not saved: the loss is no longer a number"
-            surface.answer(f"saved at step {state.step}" if job.save() else lost, "save")
+            worth = job.save()
+            job.wait()
+            surface.answer(f"saved at step {state.step}" if worth else lost, "save")
         if requests.stop or requests.paused:  # a paused notebook may lose its machine
-            job.write_plan()
             job.save()
         if requests.stop:
             surface.answer(f"stopped by {requests.stopper} after step {state.step}; run it again to continue", "stop")
@@ -295,8 +282,6 @@ def act(job: Job) -> bool:
                 diagnose(job, partial(surface.answer, asked="profile"))
         if requests.take("evaluate"):
             state.evaluate_next = surface.looking = not state.over
-            if state.over:
-                surface.answer("nothing new to evaluate: the last epoch ended with an evaluation", "evaluate")
         if not requests.paused or surface.looking or requests.pending:
             return False
         with state.watch.paused():

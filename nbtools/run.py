@@ -310,6 +310,6 @@ def busy(folder: Path) -> bool:
 
 
 def lock(folder: Path) -> disk.Lock:
-    """Return the lock of whoever trains in a run folder, who notes in it what it does: evaluating, measuring, …"""
+    """Return the lock of whoever trains in a run folder."""
     key = hashlib.blake2b(str(folder.resolve()).encode(errors="surrogateescape"), digest_size=8).hexdigest()
     return disk.Lock(cache() / "locks" / f"run-{key}.lock", wait=False)

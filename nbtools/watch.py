@@ -15,7 +15,7 @@ from typing import Any
 
 from nbtools import live
 from nbtools.errors import NbtoolsError
-from nbtools.run import HISTORY, PLAN, Run, busy, lock, what_next
+from nbtools.run import HISTORY, PLAN, Run, busy, what_next
 from nbtools.train import CONTROL, KEYS, History, Record, TaskLike, checkpoint, require_batch
 
 MOMENT = 0.05  # seconds between two checks for requests
@@ -56,7 +56,7 @@ class Remote:
 
     def follow(self, lasts: Callable[[], bool], look: Callable[[], object] = lambda: None) -> None:
         """Draw while the run lasts, and send what is requested. look: called between two looks at the folder."""
-        view, messages, due, own = self.view, live.Messages(), 0.0, lock(self.run.folder)
+        view, messages, due = self.view, live.Messages(), 0.0
         with ExitStack() as stack:
             stack.callback(self.finish)
             if view.panel is not None and view.notebook:
@@ -77,7 +77,7 @@ class Remote:
                     self.read()
                 if view.panel is not None:
                     view.panel.refresh()
-                view.draw((own.held() and own.noted()) or self.status)
+                view.draw(self.status)
                 sleep(MOMENT)
             self.read()
 

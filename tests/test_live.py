@@ -307,7 +307,7 @@ def test_a_typo_is_asked_about_and_insisted_on_it_is_undone_by_the_run(seen):
     assert "lr 1000 is 500,000× the advised 0.002" in seen.texts["asked"]
     assert seen.facts["asked"] == 0.002
     assert seen.facts["ruined"]
-    sentence = r"Training diverged at lr 1000, 500,000× the advised 0\.002; back at step [\d,]+ with lr 0\.002"
+    sentence = r"Training diverged after lr 0\.002 → 1000, which was undone; back at step [\d,]+"
     assert re.search(sentence, seen.texts["diverged"])
     assert "Apply" not in seen.texts["undone"]
     run = nb.Run.open(seen.work / RUN, watched)

@@ -166,7 +166,6 @@ REFUSED = (
         "4 settings change at once: lr 0.01 → 0.02, weight_decay 0 → 0.1, clip_norm 1 → none, patience 5 → 3; to",
     ),
     ("[1]", "must be a JSON object"),
-    ("[" * 100_000, "must be a JSON object"),
     (f'{{"lr": 1{"0" * 400}}}', "Plan.lr must be below 2**63, got one of 1329 bits"),
 )
 
@@ -272,7 +271,7 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
         ask("lr=1000", refused=True)
         ask("lr=1000", "--force", answer="Training diverged")
         ask("weight_decay=0.1", answer="weight_decay 0 → 0.1")
-        ask("undo", answer="the change was undone; back at step")
+        ask("undo", answer="weight_decay 0 → 0.1 undone; back at step")
         ask("stopp", refused=True)
         ask("stop")
 
@@ -288,7 +287,7 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
     for message in (
         "lr 0.01 → 0.005",
         "larger than the train split",
-        "Training diverged at lr 1000, 100,000× the advised 0.01; back at step",
+        "Training diverged after lr 0.005 → 1000, which was undone; back at step",
         f"python -m nbtools control {elsewhere} lr=1000 --force",
         "pause, resume, stop, evaluate, save, profile, best, undo, got 'stopp'",
     ):
@@ -317,9 +316,6 @@ def test_epochs_below_the_present_one_end_the_run_after_it_and_count_what_was_do
     if stopped:
         actions[step + 2] = asking(folder, "stop")
     run = nb.fit(acting(actions), pack, PLAN, folder, **QUIET)
-    said = [row for row in run.history.of("event") if row["what"].startswith("epochs 1")]
-    assert [row["what"] for row in said] == ["epochs 1 is below the current epoch 3: training ends after this epoch"]
-    assert said[0]["step"] == step, "said before it ends"
     assert texts(run, "change") == ["epochs 4 → 1"]
     run = nb.fit(toy, pack, None, folder, **QUIET) if stopped else run
     assert len(run.history.of("epoch")) == len(run.summary()) == 3

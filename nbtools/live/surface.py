@@ -58,8 +58,6 @@ class Surface(View):
         self.next_steps: Callable[[], str] = str  # what to do when it has ended
         self.undoable: Callable[[], bool] = bool  # whether a change of settings is recent enough
         self.status = COMPILING if state.plan.compile else TRAINING
-        self.announced = ""
-        self.announce: Callable[[str], object] = lambda status: None  # for other processes
         self.entered = ExitStack()
         self.interrupts: FirstSignal | None = None
 
@@ -179,13 +177,6 @@ class Surface(View):
         if record.kind in ("epoch", "evaluation") and self.visible and self.previews.due():
             self.show_samples(self.samples())
         self.draw(self.status)
-
-    def draw(self, status: str = TRAINING) -> None:
-        """Draw a frame when it is due, and have other processes know what this one does."""
-        if status != self.announced:
-            self.announced = status
-            self.announce(status)
-        super().draw(status)
 
     def listen(self) -> bool:
         """Read clicks, control.json and the kernel's shutdown; whether something is pending, other than a change of

@@ -99,7 +99,8 @@ def read_index(folder: Path) -> dict[str, Any]:
         with disk.explained("reading the index", path):
             index = disk.from_json(path.read_text()) if disk.exists(path) else {}
     except ValueError as error:
-        raise CheckpointError(f"{path}: {error}; restore it from the kept copy, or delete it and train on") from None
+        fix = "restore it from the kept copy, or start over with fresh=True"
+        raise CheckpointError(f"{path}: {error}; {fix}") from None
     if index.get("version", VERSION) != VERSION:
         made = f"{path}: this run was made by nbtools {index.get('nbtools', '0.1')} in another format"
         raise CheckpointError(f"{made}; open it with that version, or train anew in another folder")
@@ -110,12 +111,6 @@ def named(index: dict[str, Any]) -> set[str]:
     """Return the names of the checkpoints in an index."""
     anchor = index.get("anchor", {})
     return {name for name in (index.get("last"), index.get("best"), anchor.get("name"), anchor.get("best")) if name}
-
-
-def last_and_best(folder: Path) -> dict[str, Any]:
-    """Return the last and the best checkpoint of a folder whose index was lost."""
-    every = names(folder)
-    return {"last": every[0], "best": next((n for n in every if facts_of(folder, n)["best"]), None)}
 
 
 def stop_reason(folder: Path) -> str | None:
