@@ -66,7 +66,7 @@ def optional(missing: str, tell: Callable[[str], None], again: str = "run it aga
 def evaluate_all(job: Job) -> None:
     """Evaluate the best weights on the whole validation split, with all scales and other costly options."""
     run, tell, count = Run.open(job.folder, job.task), job.surface.report, job.pack.splits["val"]
-    about = {"epoch": run.best_row.get("epoch"), "plan": json.loads(run.plan.to_json())}
+    about = {"epoch": run.best.get("epoch"), "plan": json.loads(run.plan.to_json())}
     if not count or about.items() <= run.stored(EVALUATION).items():
         return
     start, shows = monotonic(), job.surface.progress

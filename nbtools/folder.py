@@ -18,11 +18,11 @@ from nbtools.data import LATER, Card, Pack, cache, is_kept, latest, patient, res
 from nbtools.errors import CheckpointError, HeldInterrupt, TrainError
 from nbtools.identity import Call, differences, former_run, identity, newly_trained
 from nbtools.live import Surface
-from nbtools.run import CARD, EVALUATION, HISTORY, NOTES, PLAN, RECEIPT, VERDICT, lock, stored
+from nbtools.run import CARD, EVALUATION, HISTORY, PLAN, RECEIPT, VERDICT, lock, stored
 from nbtools.train import CONTROL, KEPT, History, Keeper, Plan, Record, TrainState, checkpoint
 from nbtools.version import VERSION
 
-OURS = {checkpoint.INDEX, CONTROL, PLAN, CARD, HISTORY, RECEIPT, VERDICT, EVALUATION, NOTES, KEPT, LATER, "plot.png"}
+OURS = {checkpoint.INDEX, CONTROL, PLAN, CARD, HISTORY, RECEIPT, VERDICT, EVALUATION, KEPT, LATER, "plot.png"}
 EVENTS = "events.out.tfevents"  # how TensorBoard's files begin
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.01  # of the time that checkpoints may take
@@ -143,9 +143,10 @@ def begin(
     call = call or Call(state.plan, state.plan)
     now, place = identity(state.task, pack.card.digest, state.model, state.plan), str(pack.folder.absolute())
     new = {"version": checkpoint.VERSION, "nbtools": VERSION, "id": uuid4().hex, "task": train.task_name(state.task)}
+    new |= {"metric": state.task.BEST}  # by which runs are listed without their task
     with disk.explained("starting a run", folder):
         for part in folder.glob("*.part"):
-            if is_own(part) and not part.name.startswith((CONTROL, NOTES)):  # which others may be writing
+            if is_own(part) and not part.name.startswith(CONTROL):  # which others may be writing
                 disk.remove(part)
     there, notes = bool(checkpoint.names(folder)) and not fresh, []
     index = checkpoint.read_index(folder) if there else {}
