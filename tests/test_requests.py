@@ -277,11 +277,11 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
         ask("stop")
 
     with beside(elsewhere, interrupt):
-        nb.watch(elsewhere, toy)
+        nb.watch(elsewhere)
     assert busy(elsewhere), "an interrupt ends the watching, not the run"
     assert "continues" in capsys.readouterr().err
     with beside(elsewhere, user):
-        run = nb.watch(elsewhere, toy)
+        run = nb.watch(elsewhere)
     assert not busy(elsewhere)
     assert (run.plan.lr, run.plan.weight_decay) == (0.005, 0)
     text = capsys.readouterr().err
@@ -305,7 +305,7 @@ def test_watching_nothing_says_so_and_a_run_that_ended_is_shown_once(tmp_path, u
     with pytest.raises(CheckpointError, match=r"no such folder; nb\.runs lists"):
         nb.watch(tmp_path / "none", wait=0)
     start = time.monotonic()
-    assert len(nb.watch(untouched.folder, toy).history.of("epoch")) == 4
+    assert len(nb.watch(untouched.folder).history.of("epoch")) == 4
     assert time.monotonic() - start < 10
 
 
