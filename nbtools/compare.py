@@ -128,6 +128,11 @@ class Comparison:
         lines = {name: [run.history.series(name, "epoch") for run in self.runs.values()] for name in names}
         return curves({header(name): each for name, each in lines.items()}, list(self.runs), "steps")
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        best = self.best and str(self.best.folder)
+        return {"conclusion": self.conclusion, "best": best, "runs": self.frame.reset_index().to_dict("records")}
+
     def __repr__(self) -> str:
         return f"{self.conclusion}\n\n{self.frame.T.to_string()}".strip()
 

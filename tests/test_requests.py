@@ -270,7 +270,8 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
         wait_for(lambda: history_of(elsewhere).count("step,") > since + WATCHED + 1)
         ask("batch_size=100000", answer="refused: ")
         ask("lr=1000", refused=True)
-        ask("lr=1000", "--force", answer="Training diverged")
+        send(elsewhere, settings={"lr": 1000.0}, force=True)
+        wait_for(lambda: "Training diverged" in history_of(elsewhere))
         ask("weight_decay=0.1", answer="weight_decay 0 → 0.1")
         ask("undo", answer="the change was undone; back at step")
         ask("stopp", refused=True)
@@ -289,7 +290,7 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
         "lr 0.01 → 0.005",
         "larger than the train split",
         "Training diverged at lr 1000, 100,000× the advised 0.01; back at step",
-        f"python -m nbtools control {elsewhere} lr=1000 --force",
+        "force=True",
         "pause, resume, stop, evaluate, save, profile, best, undo, got 'stopp'",
     ):
         assert message in text
