@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from nbtools import disk
 from nbtools.data import patient, say
-from nbtools.errors import CheckpointError, DiskError, TrainError
+from nbtools.errors import CheckpointError, TrainError
 from nbtools.run import Run
 from nbtools.show import header, note, number, plural
 from nbtools.train import checkpoint, kept_until
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from nbtools.figures import Sheet
 
 MOST = 8  # runs of a folder that are compared: the curves of more hide one another
 
@@ -33,7 +30,8 @@ def runs(folder: str | Path = "runs") -> pd.DataFrame:
     be opened. Raises CheckpointError for a folder that is not there."""
     import pandas as pd
 
-    opened = open_runs(Path(folder))
+    folder = Path(folder)
+    opened = {run.folder.relative_to(folder).as_posix(): run for run in open_runs(folder)}
     rows = [
         {**outcome(run), "changed": f"{changed(run):%Y-%m-%d %H:%M}", "kept": kept_until(run.folder)}
         for run in opened.values()
@@ -43,19 +41,18 @@ def runs(folder: str | Path = "runs") -> pd.DataFrame:
     return pd.DataFrame(rows, pd.Index(opened, name="run"))
 
 
-def open_runs(folder: Path) -> dict[str, Run]:
+def open_runs(folder: Path) -> list[Run]:
     """Open the runs in a folder and its subfolders, the newest first. Raises CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder; name the one in which the run folders are")
+    opened: list[Run] = []
     with disk.explained("looking for runs", folder):
-        places = patient(lambda: [path.parent for path in folder.glob(f"**/{checkpoint.INDEX}")], folder)
-    opened: dict[str, Run] = {}
-    for place in places:
-        try:
-            opened[place.relative_to(folder).as_posix()] = Run.open(place)
-        except (CheckpointError, DiskError) as error:
-            say(f"left out: {error}")
-    return dict(sorted(opened.items(), key=lambda each: changed(each[1]), reverse=True))
+        for path in patient(lambda: list(folder.glob(f"**/{checkpoint.INDEX}")), folder):
+            try:
+                opened.append(Run.open(path.parent))
+            except CheckpointError as error:
+                say(f"left out: {error}")
+    return sorted(opened, key=changed, reverse=True)
 
 
 def changed(run: Run) -> datetime:
@@ -86,7 +83,7 @@ def compare(*runs: Run | str | Path) -> Comparison:
         if isinstance(run, Run):
             every.append(run)
         elif Path(run).is_dir() and not (Path(run) / checkpoint.INDEX).exists():
-            every += [*open_runs(Path(run)).values()][:MOST][::-1]
+            every += open_runs(Path(run))[:MOST][::-1]
         else:
             every.append(Run.open(run))
     if not every:
@@ -97,7 +94,7 @@ def compare(*runs: Run | str | Path) -> Comparison:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Runs by their names; shows as a sentence about the best, a table and curves.
+    """Runs by their names; shows as a sentence about the best and a table.
 
     best: by the metric that chooses checkpoints, None where chance may explain the difference. conclusion: which it is
     and by how much, or why none is.
@@ -120,14 +117,6 @@ class Comparison:
                 frame[f"plan.{name}"] = values
         return frame.dropna(axis="columns", how="all")
 
-    def figure(self) -> Sheet:
-        """Draw the curves of all runs over their steps: losses, and the metrics that choose checkpoints."""
-        from nbtools.figures import curves
-
-        names = dict.fromkeys(["train_loss", "val_loss", *(f"val_{run.metric[0]}" for run in self.runs.values())])
-        lines = {name: [run.history.series(name, "epoch") for run in self.runs.values()] for name in names}
-        return curves({header(name): each for name, each in lines.items()}, list(self.runs), "steps")
-
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
         best = self.best and str(self.best.folder)
@@ -137,8 +126,7 @@ class Comparison:
         return f"{self.conclusion}\n\n{self.frame.T.to_string()}".strip()
 
     def _repr_html_(self) -> str:
-        image = base64.b64encode(self.figure()._repr_png_()).decode()
-        return f'{note(self.conclusion)}{self.frame.T.to_html()}<img src="data:image/png;base64,{image}">'
+        return note(self.conclusion) + self.frame.T.to_html()
 
 
 def judge(runs: Mapping[str, Run]) -> tuple[Run | None, str]:

@@ -1,4 +1,4 @@
-"""Figures that a notebook shows by itself: captioned pictures, confusion tables, curves.
+"""Figures that a notebook shows by itself: captioned pictures, and confusion tables.
 
 Places on a canvas are px from its top left, at 100 px an inch.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,20 +116,6 @@ def confusion_figure(table: pd.DataFrame, note: str = "per cent of each true cla
             share = shares[row, column]
             ink = "white" if share > 0.45 else "black"
             axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=6.5, color=ink)
-    return sheet
-
-
-def curves(charts: Mapping[str, Sequence[tuple[Any, Any]]], names: Sequence[str], x: str) -> Sheet:
-    """Draw charts, two next to each other, that share an x axis: title → the (x, y) of each name."""
-    rows, handles = -(-len(charts) // 2), []
-    sheet = Sheet(figsize=(8, 0.6 + 2.4 * rows), dpi=120, layout="constrained")
-    for k, (title, lines) in enumerate(charts.items(), 1):
-        axes = sheet.add_subplot(rows, 2, k, xlabel=x)
-        axes.set_title(title, loc="left", fontsize=10)
-        handles = [axes.plot(*line, marker=".")[0] for line in lines]
-    legend = sheet.legend(handles, names[: len(handles)], loc="outside upper left", ncols=4, frameon=False)
-    for text in legend.get_texts():
-        text.set(**look(SIZE))
     return sheet
 
 

@@ -14,7 +14,6 @@ from nbtools.errors import CheckpointError, TrainError
 from nbtools.run import Run
 from nbtools.train import History, Record, checkpoint
 
-pytestmark = pytest.mark.drawn  # the picture of a comparison
 EVIL = '<img src=x onerror="alert(1)">'
 
 
@@ -30,7 +29,7 @@ def runs(tmp_path_factory):
     return slow, wide
 
 
-def test_a_row_a_run_has_its_outcome_and_the_settings_that_differ_and_a_notebook_shows_it_with_curves(runs):
+def test_a_row_a_run_has_its_outcome_and_the_settings_that_differ_and_a_notebook_shows_it_escaped(runs):
     compared, slow = nb.compare(*runs), runs[0]
     frame, name = compared.frame, str(slow.folder)
     assert list(frame.index) == [str(run.folder) for run in runs]
@@ -41,7 +40,7 @@ def test_a_row_a_run_has_its_outcome_and_the_settings_that_differ_and_a_notebook
     assert "plan.lr" not in frame.columns  # the same in both
     assert nb.compare(*(run.folder for run in runs)).frame.equals(frame)
     page = compared._repr_html_()
-    assert page.count("<img") == page.count("data:image/png") == 1
+    assert "<img" not in page
     assert "&lt;img src=x onerror=" in page
     assert compared.conclusion in str(compared)
 
@@ -92,7 +91,6 @@ def test_no_run_is_the_best_of_different_data_or_alone_or_before_both_have_been_
     assert nb.compare(runs[0]).conclusion == ""
     compared = nb.compare(runs[0], Run(tmp_path / "empty", toy, runs[0].card, runs[0].plan))
     assert compared.conclusion == "No best run: fewer than two have been evaluated."
-    assert compared.figure()._repr_png_().startswith(b"\x89PNG")
 
 
 def test_a_folder_stands_for_the_newest_eight_runs_in_it_and_what_cannot_be_compared_is_refused(reached, tmp_path):
