@@ -109,7 +109,11 @@ def train(
         made = packed(task, data, of_pack)
     act = nb.fit if processes == 1 else partial(nb.launch, processes=processes)
     plan = partial(plan_of, task, made, from_, None if fresh else run, of_plan)
-    done = act(task, made, plan, run, keep, receipt=receipt, fresh=fresh)
+    try:
+        done = act(task, made, plan, run, keep, receipt=receipt, fresh=fresh)
+    except KeyboardInterrupt as error:  # its lines come all the same where a run was saved
+        if (done := vars(error).get("run")) is None:
+            raise
     return None if rank else done
 
 
@@ -243,11 +247,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())
     try:
         words = sys.argv[1:] if arguments is None else arguments
-        options = parser(words).parse_args(words)
-        with redirect_stdout(sys.stderr) if options.json else nullcontext():  # a task of one's own may print
-            value = reporting(partial(call, options))
+        given = vars(parser(words).parse_args(words))
+        act, as_json = given.pop("act"), given.pop("json")
+        for name in [name for name in given if "." in name]:  # of_pack.val: an entry of the argument of_pack
+            of, field = name.split(".")
+            given[of][field] = given.pop(name)
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():  # a task of one's own may print
+            value = reporting(partial(act, **given))
         if value is not None:
-            print(document(value) if options.json else text(value), flush=True)
+            print(document(value) if as_json else text(value), flush=True)
         stopped = isinstance(value, nb.Run) and value.state == "stopped" and not is_torchelastic_launched()
         return 130 if stopped else int(getattr(value, "ok", True) is False)  # torchrun would start it again
     except NbtoolsError as error:
@@ -259,20 +267,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         return 141
-
-
-def call(options: argparse.Namespace) -> Any:
-    """Call the command of a command line; `of_pack.val` is the entry `val` of its argument `of_pack`."""
-    given = {name: value for name, value in vars(options).items() if name not in ("act", "json")}
-    for name in [name for name in given if "." in name]:
-        of, field = name.split(".")
-        given[of][field] = given.pop(name)
-    try:
-        return options.act(**given)
-    except KeyboardInterrupt as error:  # its lines come all the same where a run was saved
-        if (run := vars(error).get("run")) is None:
-            raise
-        return run
 
 
 def text(value: Any) -> str:

@@ -123,11 +123,11 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
 
     if not (ids := list(map(int, pack.ids(split)))):
         raise PackError(f"{pack.folder}: the {split} split is empty; name another one with split=")
-    _, answers, shares = zip(*run.answers((i, pack.sample(i)) for i in ids), strict=True)
+    answers, shares = run.answers(pack.sample(i) for i in ids)
     answers = [answer.name if isinstance(answer, Answer) else answer for answer in answers]
     truths = [right_answer(run, pack, i) for i in ids]
     scores, table, counts, name, quality = judge(run, pack, truths, answers)
-    if name == "right" and shares[0]:
+    if name == "right" and shares:
         name, quality = "probability", [share[pack.classes.index(t)] for share, t in zip(shares, truths, strict=True)]
     worst = pd.DataFrame({"file": [pack.names[i] for i in ids], name: quality}, pd.Index(ids, name="id"))
     worst = worst if np.ndim(answers[0]) > 1 else worst.assign(truth=truths, answer=answers)

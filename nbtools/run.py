@@ -174,20 +174,22 @@ class Run:
         """Return the answers to raw files as a list in their order, with the preprocessing of the run's training.
 
         files: a file, a list of files, or a folder, for which it is a dict: name → answer of every file in it and below
-        that the task reads, sorted; a message names the others. Of a run on a pack of `nb.pack` also items as its
-        Dataset returns them, with or without targets: one, a list, a Dataset, an array (B, …), rows of a DataFrame.
-        all: return the probability of every class instead, a DataFrame with a row a sample and a column a class. Raises
-        PackError naming a file that cannot be read, and TrainError for `all` where the answers are not classes.
+        that the task reads; a message names the others. Of a run on a pack of `nb.pack` also items as its Dataset
+        returns them, with or without targets: one, a list, a Dataset, an array (B, …), rows of a DataFrame. all: return
+        the probability of every class instead, a DataFrame with a row a sample. Raises PackError naming a file that
+        cannot be read, and TrainError for `all` where the answers are not classes.
         """
-        folder = Path(files) if isinstance(files, str | Path) and Path(files).is_dir() else None
-        paths, own = [files] if isinstance(files, str | Path) else files, self.task.card is not None
-        items = train.items_of(files, self.card) if own else [Path(path) for path in paths]
-        samples = self.read_folder(folder) if folder else ((i, self.read(items[i])) for i in range(len(items)))
-        results = list(self.answers(samples, batch_size))
+        names: list[str] = []  # of the files of a folder, once they are read
+        if folder := isinstance(files, str | Path) and Path(files).is_dir():
+            samples = self.read_folder(Path(files), names)
+        else:
+            paths = [files] if isinstance(files, str | Path) else files
+            items: Any = [*map(Path, paths)] if self.task.card is None else train.items_of(files, self.card)
+            samples = (self.read(items[i]) for i in range(len(items)))
+        answers, shares = self.answers(samples, batch_size)
         if not all:
-            return {name: answer for name, answer, _ in results} if folder else [answer for _, answer, _ in results]
-        names, shares = [name for name, *_ in results], [share for *_, share in results]
-        if None in shares:
+            return dict(zip(names, answers, strict=True)) if folder else answers
+        if len(shares) < len(answers):
             raise TrainError("predict(…, all=True) needs answers that are classes, got others; leave all out")
         import pandas as pd
 
@@ -195,7 +197,7 @@ class Run:
 
     def predict_pack(self, pack: Pack, ids: Sequence[int] | np.ndarray, batch_size: int = 64) -> list[Any]:
         """Return the answers to samples of a pack."""
-        return [answer for _, answer, _ in self.answers(((int(i), pack.sample(int(i))) for i in ids), batch_size)]
+        return self.answers((pack.sample(int(i)) for i in ids), batch_size)[0]
 
     def report(self, pack: Pack, split: str = "test") -> Report:
         """Return where the best model is right and wrong on a split of a pack: `.table`, `.confusion`, `.worst` samples
@@ -216,20 +218,22 @@ class Run:
 
     # -- samples → answers
 
-    def answers(self, samples: Iterable[tuple[Any, Sample]], size: int = 64) -> Iterator[tuple[Any, Any, Any]]:
-        """Yield (key, answer, the probability of each class) for (key, sample); None for answers that are not classes.
-        size: samples a batch."""
+    def answers(self, samples: Iterable[Sample], size: int = 64) -> tuple[list[Any], list[list[float]]]:
+        """Return the answers to samples, and of those that are classes the probability of every class. size: samples a
+        batch. Raises PackError."""
         model, reads, samples = self.model(), self.task.inputs(self.plan, self.card.columns), iter(samples)
-        device = next(model.parameters()).device
+        device, answers, shares = next(model.parameters()).device, [], []
         while chunk := list(islice(samples, size)):
-            if lacks := [f"{key} has no {name}" for key, sample in chunk for name in reads if not len(sample[name])]:
-                raise PackError(f"sample {lacks[0]}, which this run's network reads; take ids of run.readable(pack)")
-            raw = collate([sample for _, sample in chunk], self.card.columns)
-            raw = {name: tensor.to(device) for name, tensor in raw.items()}
+            if lacking := [name for name in reads if not all(len(sample[name]) for sample in chunk)]:
+                rule = f"a sample has no {train.array_of(self.task, self.card, lacking[0])}"
+                raise PackError(
+                    f"{rule}, which this run's network reads; take ids of run.readable(pack), or other files"
+                )
+            raw = {name: tensor.to(device) for name, tensor in collate(chunk, self.card.columns).items()}
             outputs = evaluation.forward(self.task, model, raw, self.plan, device)[1]
-            shares = probabilities(outputs, self.card)
-            rows = [None] * len(chunk) if shares is None else shares.tolist()
-            yield from zip([key for key, _ in chunk], self.task.decode(outputs, self.card), rows, strict=True)
+            answers += self.task.decode(outputs, self.card)
+            shares += probabilities(outputs, self.card)
+        return answers, shares
 
     def read(self, item: Any) -> Sample:
         """Return the sample of a file, or of an item in its place. Raises PackError."""
@@ -244,18 +248,21 @@ class Run:
             value, rule, fix = error.args
             raise PackError(f"{where}: {rule}, got {value}; {fix}") from None
 
-    def read_folder(self, folder: Path) -> Iterator[tuple[str, Sample]]:
-        """Yield (name, sample) of each file below a folder that the task reads; hidden files are passed over."""
-        names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-        names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    def read_folder(self, folder: Path, names: list[str]) -> Iterator[Sample]:
+        """Yield a sample of each file below a folder that the task reads, and add its name to `names`; hidden files are
+        passed over."""
+        files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        files = [file for file in files if not any(part.startswith(".") for part in file.parts)]
         left_out: list[str] = []
-        for name in names:
+        for file in files:
             try:
-                yield name.as_posix(), self.read(folder / name)
+                sample = self.read(folder / file)
+                names.append(file.as_posix())
+                yield sample
             except PackError as error:
                 left_out.append(str(error))
-        if left_out or not names:
-            count = f"{plural(len(left_out), 'file')} of {len(names):,} left out"
+        if left_out or not files:
+            count = f"{plural(len(left_out), 'file')} of {len(files):,} left out"
             say(f"{folder}: {', the first: '.join([count, *left_out[:1]])}")
 
 
@@ -266,13 +273,13 @@ def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:
         return train.as_task(task).validate(source, **options)
 
 
-def probabilities(outputs: Any, card: Card) -> Tensor | None:
-    """Return the probabilities (B, K) of the classes where the first output holds one logit for each; else None."""
+def probabilities(outputs: Any, card: Card) -> list[list[float]]:
+    """Return the probabilities (B, K) of the classes where the first output holds one logit for each; else nothing."""
     logits = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", outputs)
     logits = logits.get("out") if isinstance(logits, dict) else logits
     if not isinstance(logits, Tensor) or not card.classes or logits.shape[1:] != (len(card.classes),):
-        return None
-    return logits.float().softmax(1)
+        return []
+    return logits.float().softmax(1).tolist()
 
 
 def stored(path: Path, fix: str = "copy the whole run folder again") -> dict[str, Any]:
