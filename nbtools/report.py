@@ -148,7 +148,17 @@ def judge(run: Run, pack: Pack, truths: list[Any], answers: list[Any]) -> Any:
     maps or values. Raises TrainError for others."""
     truth, answer = truths[0], answers[0]
     if isinstance(truth, str) and isinstance(answer, str):
-        return of_classes(truths, answers, pack.classes) if truth in pack.classes else of_texts(truths, answers)
+        if truth not in pack.classes:
+            return of_texts(truths, answers)
+        counts, right = counted(truths, answers, pack.classes), np.array(truths) == np.array(answers)
+        table = by_class(counts).drop(columns="IoU")
+        return (
+            f"accuracy {number(right.mean())}, mean F1 {number(table.F1['macro mean'])}",
+            table,
+            counts,
+            "right",
+            right,
+        )
     if isinstance(answer, np.ndarray | float | int) and np.shape(answer) == np.shape(truth):
         if np.asarray(answer).dtype.kind in "iu":
             return of_maps(truths, answers, pack.classes or [*map(str, range(1 + int(max(map(np.max, answers)))))])
@@ -157,12 +167,6 @@ def judge(run: Run, pack: Pack, truths: list[Any], answers: list[Any]) -> Any:
         return of_values(np.array(truths, np.float64) / (255 if scaled else 1), np.array(answers, np.float64))
     missing = f"{spoken(run.task)} has no text_of(pack, i), the right answer of a sample as text"
     raise TrainError(f"{missing}, with which a report compares what decode answers; define it")
-
-
-def of_classes(truths: Sequence[str], answers: Sequence[str], classes: Sequence[str]) -> Any:
-    counts, right = counted(truths, answers, classes), np.array(truths) == np.array(answers)
-    table = by_class(counts).drop(columns="IoU")
-    return f"accuracy {number(right.mean())}, mean F1 {number(table.F1['macro mean'])}", table, counts, "right", right
 
 
 def of_maps(truths: Sequence[np.ndarray], answers: Sequence[np.ndarray], classes: Sequence[str]) -> Any:

@@ -91,8 +91,6 @@ def test_what_cannot_start_is_refused_in_a_sentence(pack, monkeypatch, capsys):
     ):
         with pytest.raises(TrainError, match=said):
             nb.launch(task, pack, toy.PLAN, processes=count)
-    assert main(["train", "captcha", "--smoke-test", "--processes", "2"]) == 1
-    assert "--smoke-test is one step of one process, got --processes 2; leave one out" in capsys.readouterr().err
     monkeypatch.setenv("NBTOOLS_DEVICE", "cuda:0")
     with pytest.raises(TrainError, match="NBTOOLS_DEVICE must not name one by number, got 'cuda:0'; set "):
         nb.launch(crew, pack, crew.PLAN, processes=2)
