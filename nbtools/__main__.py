@@ -170,7 +170,7 @@ def predict(run: Path, files: list[Path], *, csv: Path | None = None, into: Path
     if csv is None:
         return table[["file", "prediction"]].astype({"file": str})
     with disk.explained("writing predictions", csv):
-        return disk.write_atomic(csv, table[["name", "prediction"]].to_csv(index=False))
+        return disk.write_atomic(csv, table[["name", "prediction"]].astype(str).to_csv(index=False))
 
 
 def validate(task: Task, source: str, *, of_validate: Options) -> Any:
@@ -267,7 +267,7 @@ def text(value: Any) -> str:
         parts = value.summary().to_string(), value.receipt or "no receipt", value.verdict or "no verdict", value
         return "\n".join(map(str, parts))
     if hasattr(value, "to_string"):
-        return value.to_string(index=False)
+        return value.to_string(index=False, formatters={"prediction": str} if "prediction" in value else None)
     return document(value) if isinstance(value, dict) else str(value)
 
 

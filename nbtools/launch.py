@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import is_torchelastic_launched
 
+from nbtools import errors
 from nbtools.data import Pack, cores, say
 from nbtools.errors import NbtoolsError, TrainError, ctrl_c
 from nbtools.fit import fit, forget, places, require_pack
@@ -192,6 +193,8 @@ def failure(place: Path) -> str:
     attempt = max(place.glob("*/attempt_*"), key=os.path.getmtime, default=place)
     for path in sorted(attempt.glob("*/error.json"), key=os.path.getmtime):
         message = json.loads(path.read_text())["message"]  # what torch's `record` wrote
-        if not message["message"].startswith(RankLost.__name__):
-            return f"rank {path.parent.name} failed with {message['message']}\n{message['extraInfo']['py_callstack']}"
+        kind = message["message"].partition(":")[0]
+        if kind != RankLost.__name__:
+            trace = "" if hasattr(errors, kind) else f"\n{message['extraInfo']['py_callstack']}"
+            return f"rank {path.parent.name} failed with {message['message']}{trace}"
     return f"a process was lost; torchrun says: {(place / 'torchrun.log').read_text(errors='replace').strip()[-2000:]}"

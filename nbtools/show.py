@@ -139,11 +139,16 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
+def timing(seconds: float) -> str:
+    """Return a measured time in three digits, where `duration` would say 0 s: `203 ms`, `1.35 s`."""
+    if seconds >= 60:
+        return duration(seconds)
+    return f"{number(seconds)} s" if seconds >= 1 else f"{number(seconds * 1e3)} ms"
+
+
 def duration(seconds: float) -> str:
-    """Return `203 ms`, `1.35 s`, `45 s`, `3 min 20 s`, `2 h 05 min`, `4 d 17 h`."""
+    """Return `45 s`, `3 min 20 s`, `2 h 05 min`, `4 d 17 h`."""
     whole = round(seconds)
-    if 0 < seconds < 10:
-        return f"{number(seconds * 1e3)} ms" if seconds < 1 else f"{number(seconds)} s"
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:

@@ -34,7 +34,7 @@ def test_a_terminal_is_told_what_a_run_starts_with_and_every_epoch(pack, tmp_pat
     assert ["(warmup)" in line for line in epochs] == [True, False, False]
     losses = "  ".join(f"{name} {number(last[key])}" for name, key in SHOWN.items())
     assert re.match(rf"epoch 3 of 3  {re.escape(losses)}  lr \S+  \S+ samples/s  \S+ [MG]B$", epochs[-1]), "none left"
-    assert all(line.endswith("s left") for line in epochs[:2])
+    assert all(line.endswith(" s left") for line in epochs[:2])
 
 
 def test_a_resumed_run_says_where_and_a_finished_or_quiet_one_nothing(pack, tmp_path, capsys):

@@ -59,6 +59,7 @@ def test_measured_numbers_have_three_digits_and_a_share_below_one_does_not_show_
 def test_sizes_are_decimal_and_times_and_shares_have_units():
     sizes = {0: "0 B", 999: "999 B", 1500: "1.5 kB", 999_600: "1.0 MB", 123_456_789: "123 MB", 2.5e12: "2.5 TB"}
     assert [show.size(count) for count in sizes] == list(sizes.values())
-    times = {0.2031: "203 ms", 1.3512: "1.35 s", 18.4: "18 s", 135.2: "2 min 15 s", 7500: "2 h 05 min", 4e5: "4 d 15 h"}
+    assert [show.timing(seconds) for seconds in (0.2031, 1.3512, 135.2)] == ["203 ms", "1.35 s", "2 min 15 s"]
+    times = {18.4: "18 s", 135.2: "2 min 15 s", 7500: "2 h 05 min", 4e5: "4 d 15 h"}
     assert [show.duration(seconds) for seconds in times] == list(times.values())
     assert [show.percent(0.943), show.percent(0.0043, 1)] == ["94 %", "0.4 %"]

@@ -28,7 +28,7 @@ from nbtools.measure import memory
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import Stepper, epoch_batches, finish, typical
-from nbtools.show import duration, percent, size
+from nbtools.show import percent, size, timing
 from nbtools.train import (
     DTYPES,
     Batch,
@@ -154,12 +154,12 @@ class StepProfile(Report):
                 "ceiling",
                 f"{self.ceiling:,.0f} samples/s on one cached batch; {percent(self.ceiling_ratio)} of it reached",
             ),
-            ("a step", f"{duration(self.step_s)}: {shares}"),
+            ("a step", f"{timing(self.step_s)}: {shares}"),
             (
                 "batches",
                 f"{percent(self.batching)} of a step to prepare them, {percent(self.augmentation)} to augment them",
             ),
-            ("an evaluation", duration(self.between_s)),
+            ("an evaluation", timing(self.between_s)),
             ("arithmetic", f"{self.flops_per_s / 1e9:,.3g} of {self.matrix / 1e9:,.3g} GFLOP/s"),
             ("memory", ", ".join(f"{name} {size(mib * 2**20)}" for name, mib in self.memory.items())),
         ]
@@ -169,7 +169,7 @@ class StepProfile(Report):
         return ("step", "measured"), [*rows, *(("host waits at", line) for line in self.syncs)]
 
     def footer(self) -> str:
-        return f"Measured in {duration(self.took)}"
+        return f"Measured in {timing(self.took)}"
 
 
 def shown(change: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from nbtools.measure.profile import StepProfile, Tried, shown
 from nbtools.measure.report import Report
 from nbtools.measure.trials import own_settings, replays, without_augmentation
-from nbtools.show import duration, percent
+from nbtools.show import percent, timing
 from nbtools.train import Plan
 
 WORTH = 1.1  # a smaller gain is within the noise of such a measurement: rule of thumb (ours)
@@ -89,7 +89,7 @@ def bound_by(profile: StepProfile) -> str:
 
 
 def because(profile: StepProfile, bound: str) -> str:
-    step, device = f"of each {duration(profile.step_s)} step", "processor" if profile.device_type == "cpu" else "GPU"
+    step, device = f"of each {timing(profile.step_s)} step", "processor" if profile.device_type == "cpu" else "GPU"
     if bound == "data":
         reached = f"{percent(profile.ceiling_ratio)} of the speed without waiting is reached"
         return f"Loading data is the limit: training waits for it {percent(profile.wait)} {step}; {reached}."
