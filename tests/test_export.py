@@ -44,14 +44,11 @@ PACKS = {
     "segment": lambda raw: segment.pack(segment.demo(raw, 35, size=(48, 64)), progress=False),
 }
 NETWORKS = {
-    "captcha guide": (captcha, "captcha"),
     "captcha small": (captcha, "captcha"),
     "lines ctc": (captcha, "lines"),
-    "hwdb hctr": (hwdb, "hwdb"),
     "hwdb slim": (hwdb, "hwdb"),
     "sign transformer": (sign, "sign"),
     "sign gru": (sign, "sign"),
-    "segment bisenetv2": (segment, "segment"),
     "segment slim": (segment, "segment"),
 }
 QUICK = "captcha small", "hwdb slim", "sign gru"  # the others are exported the same way
@@ -103,11 +100,6 @@ def run(tmp_path):
     return a_run(toy, toy.make_pack(tmp_path / "data", 60), toy.PLAN, tmp_path / "run")
 
 
-def with_network(network: type[nn.Module]) -> Any:
-    """The toy with another network of a batch."""
-    return toy.with_(model=lambda card, plan: network())
-
-
 class Mean(nn.Module):
     """x (B, L, 3), x_length (B,) → logits (B, 2) of the mean step."""
 
@@ -141,30 +133,10 @@ class Restless(nn.Module):
         return self.layer(batch["x"]) + self.calls
 
 
-class Chooser(nn.Module):
-    """Takes a branch by what the data is, which no graph holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.layer(batch["x"]) if batch["x"].sum() > 0 else -self.layer(batch["x"])
-
-
-@pytest.mark.parametrize(
-    ("network", "words"),
-    [
-        (
-            Restless,
-            r"cannot export Restless as ONNX: on 8 samples its outputs .* differ .* up to .*, and at most 0\.0001 is",
-        ),
-        pytest.param(Chooser, r"cannot export Chooser .*; nothing was", marks=pytest.mark.full),
-    ],
-)
-def test_nothing_is_written_of_a_network_that_answers_differently_or_cannot_be_exported(network, words, tmp_path):
-    task = with_network(network)
+def test_nothing_is_written_of_a_network_that_answers_differently(tmp_path):
+    task = toy.with_(model=lambda card, plan: Restless())
     run = a_run(task, toy.make_pack(tmp_path / "data", 60), toy.PLAN, tmp_path / "run")
+    words = r"cannot export Restless as ONNX: on 8 samples its outputs .* differ .* up to .*, and at most 0\.0001 is"
     with pytest.raises(ExportError, match=words):
         run.export(tmp_path / "model.onnx")
     assert not list(tmp_path.glob("model*"))
