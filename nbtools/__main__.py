@@ -53,14 +53,7 @@ def stage(source: str, *, into: Path | None = None, sha256: str | None = None) -
 
 def pack(task: Task, data: str, *, of_pack: Options) -> Any:
     """Decode a data set once. DATA: what `stage` fetches, or a pack."""
-    return packed(task, data, of_pack)
-
-
-def packed(task: Task | nb.Run, data: str | None, options: Options) -> nb.Pack:
-    """Return the pack of a source, and print which files were left out."""
-    if data is None:
-        raise NbtoolsError("name the data: --data SOURCE")
-    made = task.pack(data, **options)
+    made = task.pack(data, **of_pack)
     if len(made.bad):
         print(f"{plural(len(made.bad), 'file')} left out, listed in {made.folder / 'bad.csv'}:", file=sys.stderr)
         print(made.bad.head(10).to_string(index=False), file=sys.stderr)
@@ -70,7 +63,7 @@ def packed(task: Task | nb.Run, data: str | None, options: Options) -> nb.Pack:
 def advise(task: Task, *, data: str, measure: bool = True, compile: bool = False, of_pack: Options) -> Any:
     """Propose a plan for this machine and data, with reasons. --no-measure: by rules of thumb and earlier measurements
     only; --compile: try compiled steps too, for a minute or two more."""
-    return nb.advise(task, packed(task, data, of_pack), measure=measure, compiling=compile)
+    return nb.advise(task, pack(task, data, of_pack=of_pack), measure=measure, compiling=compile)
 
 
 def train(
@@ -96,9 +89,11 @@ def train(
         require_processes(processes)
     if smoke_test:
         return measure.smoke_test(task, **of_plan)
+    if data is None:
+        raise NbtoolsError("name the data: --data SOURCE")
     rank = int(os.environ.get("RANK", 0))
     with redirect_stderr(io.StringIO()) if rank else nullcontext():  # under torchrun every rank packs, and one tells
-        made = packed(task, data, of_pack)
+        made = pack(task, data, of_pack=of_pack)
     act = nb.fit if processes == 1 else partial(nb.launch, processes=processes)
     plan = partial(plan_of, task, made, from_, None if fresh else run, of_plan)
     try:
@@ -147,11 +142,11 @@ def base_plan(task: Task, pack: nb.Pack, base: str, given: Options) -> nb.Plan:
 def evaluate(task: Task, *, data: str, run: Path, split: str = "test", of_evaluation: Options, of_pack: Options) -> Any:
     """Compute the metrics of a run on a split (train, val or test) of data that is packed with its classes; --test 1.0:
     all of the data. Ends with JSON."""
-    opened = nb.Run.open(run, task)
-    pack = packed(opened, data, of_pack)
-    if limits := unread(task, pack, opened.plan):
+    opened: Any = nb.Run.open(run, task)
+    made = pack(opened, data, of_pack=of_pack)  # with its classes
+    if limits := unread(task, made, opened.plan):
         print(limits, file=sys.stderr)
-    return nb.evaluate(opened, pack, split, **of_evaluation)
+    return nb.evaluate(opened, made, split, **of_evaluation)
 
 
 def predict(run: Path, files: list[Path], *, csv: Path | None = None, into: Path = Path("predictions")) -> Any:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbtools.data import TARGET, Card, Pack
+from nbtools.data import TARGET, Pack
 from nbtools.errors import PackError, TrainError
 from nbtools.show import note, number, plural
-from nbtools.train import DATASET, Answer, TrainState, evaluation, refuse_fixed, spoken
+from nbtools.train import Answer, TrainState, evaluation, refuse_fixed, spoken
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 CONFUSED, SHOWN = 20, 12  # classes of the figure; worst samples that are shown
 LOW = ("probability", "right", "IoU")  # what is worse the lower it is
+ASKED = {"classes", "category_of", "mean", "std", "random", "roles"}  # options that follow from the training split
 
 
 def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[str, float]:
@@ -43,38 +44,32 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
 
 
 def require_like(run: Any, pack: Pack) -> None:
-    """Raise PackError for a pack with other classes or preprocessing than the run's: its results would be wrong."""
-    ours, theirs = of_use(run, run.card), of_use(run, pack.card)
-    if differing := [name for name in ours if ours[name] != theirs[name]]:
-        short = " and ".join(str(each[differing[0]])[:120] for each in (theirs, ours))
-        raise PackError(
-            f"{pack.folder}: the pack's {differing[0]} are not the ones that the run was trained with ({short}); pack "
-            "the data again with run.pack(source)",
-            entry="Predictions differ between training and inference",
-        )
-
-
-def of_use(run: Any, card: Card) -> dict[str, Any]:
-    """Return what of a data set a run's network depends on: its task, classes, and the options and columns of what it
-    reads. Classes that were asked for are an option of some tasks; which there are is what counts."""
-    reads, keys = run.task.inputs(run.plan, card.columns), run.task.COLUMN_OPTIONS
+    """Raise PackError for a pack with other classes or preprocessing than the run's: its results would be wrong.
+    Options and columns that its network does not read may differ, and so may the classes that were asked for: which
+    there are is what counts."""
+    reads, keys = run.task.inputs(run.plan, pack.columns), run.task.COLUMN_OPTIONS
     unread = keys.keys() - set(reads) if reads else set()
-    ignored = {"classes", "category_of"}.union(*(keys[column] for column in unread))
-    if card.task == DATASET:
-        ignored |= {"mean", "std", "random", "roles"}  # of one Dataset, and its training split
-    options = {name: value for name, value in card.options.items() if name not in ignored}
-    columns = {name: column for name, column in card.columns.items() if name not in unread}
-    return {"task": card.task, "classes": card.classes, "options": options, "columns": columns}
+    ignored = ASKED.union(unread, *(keys[column] for column in unread))
+    for name in ("task", "classes", "options", "columns"):
+        ours, theirs = (getattr(each.card, name) for each in (run, pack))
+        if isinstance(ours, dict):
+            ours, theirs = ({n: v for n, v in each.items() if n not in ignored} for each in (ours, theirs))
+        if ours != theirs:
+            raise PackError(
+                f"{pack.folder}: the pack's {name} are not the ones that the run was trained with "
+                f"({str(theirs)[:120]} and {str(ours)[:120]}); pack the data again with run.pack(source)",
+                entry="Predictions differ between training and inference",
+            )
 
 
 @dataclass(frozen=True, eq=False)
 class Report:
     """Where a run is right and wrong: shows as a sentence, a table, figures, and the worst samples.
 
-    table: of classes precision, recall, F1 and support, with their mean and the one weighted by support; of
-    segmentation also IoU, support in pixels; of texts which character was read as which, how often ("": a missing or
-    an extra one); of values MAE, RMSE and R². counts: truth (rows) by answer; None of values. worst: every sample, the
-    worst first: by the probability of its class, the CER of its text, its mean IoU or its error.
+    table: of classes precision, recall, F1 and support, with their means; of segmentation also IoU, support in pixels;
+    of texts which character was read as which, how often ("": a missing or an extra one); of values MAE, RMSE and R².
+    counts: truth (rows) by answer; None of values. worst: every sample, the worst first: by the probability of its
+    class, the CER of its text, its mean IoU or its error.
     """
 
     about: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html as markup
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 EMPTY = "–"  # a cell of what is not known
@@ -158,33 +158,9 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
-# -- values of a history, by the name of their column
-
 HEADERS = {"data_wait": "waiting for data", "minutes": "time", "samples_per_s": "samples/s"}
-WRITTEN: dict[str, Callable[[Any], str]] = {
-    "data_wait": percent,
-    "samples_per_s": number,
-    "minutes": lambda minutes: duration(60 * minutes),
-    "gpu_utilisation": "{:.0f} %".format,
-    "gpu_power": "{:.0f} W".format,
-    "gpu_energy": lambda hours: f"{number(hours)} Wh",
-}
-"""Column → how a value is written; memory is in MiB, a loss or metric is a `number`, and all else as one types it."""
 
 
 def header(name: str) -> str:
     """Return the name of a column or metric as a user reads it: `whole accuracy`."""
     return HEADERS.get(name, name.replace("_", " "))
-
-
-def written(name: str, value: Any) -> str | None:
-    """Return a value of a column with its unit; None for what is not known."""
-    value = value.item() if hasattr(value, "item") else value  # of NumPy
-    if value is None or value != value:  # a NaN
-        return None
-    if name in WRITTEN:
-        return WRITTEN[name](value)
-    if "memory" in name:
-        return size(value * 2**20)
-    measured = name.startswith(("train_", "val_", "best_"))
-    return number(value) if measured and isinstance(value, float) else shown(value)
