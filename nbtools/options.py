@@ -60,7 +60,7 @@ def add_arguments(one: Parser, function: Any, task: Task, of: str = "") -> None:
     """Add an argument for each parameter of a command. of: the source of Options, of which those with a default are
     options: `of_pack`, the task's `pack`; `of_plan`, the fields of its Plan."""
     fields = getattr(function, "__dataclass_fields__", {})
-    for name, each in inspect.signature(function, eval_str=True).parameters.items():
+    for name, each in parameters(function).items():
         if each.annotation is Task:
             one.add_argument("task", type=find_task, metavar="TASK", help=f"{', '.join(BUILT_IN)}, or MODULE:NAME")
         elif each.annotation == Options:
@@ -71,6 +71,12 @@ def add_arguments(one: Parser, function: Any, task: Task, of: str = "") -> None:
             continue  # settings that only a task's evaluation needs
         elif not of or (each.default is not each.empty and (fields or name not in UNTYPED)):
             add_argument(one, f"{of}.{name}" if of else name, each, fields[name].metadata if fields else {})
+
+
+def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    with suppress(NameError):  # of a type that is imported for type checkers only
+        return inspect.signature(function, eval_str=True).parameters
+    return inspect.signature(function).parameters
 
 
 def sources(task: Task, name: str) -> list[Any]:

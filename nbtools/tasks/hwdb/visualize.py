@@ -67,6 +67,7 @@ def spell(axes: Axes, pairs: list[tuple[str, str]], base: int, compared: bool) -
     widths = [max(columns(true), columns(read)) for true, read in pairs]
     left = MARGIN + LABEL * compared
     unit = min(CELL, (WIDE - MARGIN - left) / max(sum(widths), 1))
+    font = look(SIZE * unit / CELL, mono=True)
     if compared:
         note(axes, MARGIN, base, "truth")
         note(axes, MARGIN, base + ROW, "predicted")
@@ -75,7 +76,7 @@ def spell(axes: Axes, pairs: list[tuple[str, str]], base: int, compared: bool) -
         sides = [(true, RIGHT if wrong else GREY), (read, WRONG if wrong else GREY)]
         for row, (letter, colour) in enumerate(sides[: 1 + compared]):
             if letter:
-                axes.text(left, base + row * ROW, letter, color=colour, **look(SIZE * unit / CELL, mono=True))
+                axes.text(left, base + row * ROW, letter, color=colour, **font)
             else:
                 place = (left + 1, base + row * ROW - ROW + 8)
                 box = Rectangle(place, wide * unit - 2, ROW - 4, linewidth=0.8, edgecolor=colour, facecolor="none")
