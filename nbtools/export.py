@@ -1,6 +1,6 @@
-"""A run in files that others read: its best weights as safetensors, or the network itself as one ONNX file, which
-onnxruntime reads without nbtools and answers as torch does, or it is not written. Its batch and the lengths of ragged
-columns are free, and its floats are float32, whatever precision the run trained in."""
+"""A run in files that others read: its best weights as safetensors, or the network itself as one ONNX file, which is
+written only if onnxruntime answers as torch does; next to each a JSON card of what is needed to use it. An ONNX file's
+batch and the lengths of ragged columns are free, and its floats are float32, whatever precision the run trained in."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves
 from nbtools import disk
 from nbtools.data import Pack, collate
 from nbtools.errors import ExportError, MissingExtra
-from nbtools.train import Plan, checkpoint, spoken
-from nbtools.version import VERSION
+from nbtools.train import checkpoint, spoken
 
 if TYPE_CHECKING:
     from nbtools.run import Run
@@ -33,14 +32,19 @@ INSTEAD = "run.export('model'), without .onnx, writes the weights as safetensors
 
 
 def write_weights(run: Run, path: Path) -> Path:
-    """Write the weights as safetensors with a JSON card of all that is needed to use them; return the first's path."""
+    """Write the weights as safetensors with their card; return their path."""
     if path.suffix != ".safetensors":
         path = path.with_name(f"{path.name}.safetensors")  # with_suffix would cut model-v1.2
+    tensors = {name: tensor.contiguous() for name, tensor in checkpoint.weights(run.folder).items()}
+    return write(run, path, save(tensors))
+
+
+def write(run: Run, path: Path, content: bytes) -> Path:
+    """Write a file, and next to it as JSON the card of the data, the plan and the scores on the validation split."""
     card = {"task": checkpoint.read_index(run.folder)["task"], "card": run.card.to_dict(), "plan": run.plan.to_dict()}
     card["validation"] = {name: value for name, value in run.best.items() if name.startswith("val_")}
     with disk.explained("exporting", path):
-        tensors = {name: tensor.contiguous() for name, tensor in checkpoint.weights(run.folder).items()}
-        disk.write_atomic(path, save(tensors))
+        disk.write_atomic(path, content)
         disk.write_atomic(path.with_suffix(".json"), json.dumps(card, indent=1, ensure_ascii=False))
     return path
 
@@ -52,7 +56,7 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
     differ by more than TOLERANCE.
     """
     try:
-        import onnx
+        import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
     except ImportError as error:
         install = "pip install 'onnx<1.23' onnxruntime, or nbtools[onnx]"
@@ -64,17 +68,13 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
     graph, batches = Graph(run.model("cpu"), list(inputs)), samples(run, pack, list(inputs))
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
-            about = described(run, graph, batches[-1], inputs, outputs)
-            model = onnx.load_model_from_string(exported(graph, batches[-1], about))
-            onnx.helper.set_model_props(model, metadata(run, about))
-            compared = compare(graph, model.SerializeToString(), batches)
+            content = exported(run, graph, batches[-1], inputs, outputs)
+            compared = compare(graph, content, batches)
     except Exception as error:  # exporters raise all kinds
         cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX"
         why = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ExportError(f"{cannot}: {why}; nothing was written. {INSTEAD}") from None
-    with disk.explained("exporting", path):
-        disk.write_atomic(path, model.SerializeToString())
-    print(f"{path}: {compared}")
+    print(f"{write(run, path, content)}: {compared}")
     return path
 
 
@@ -96,37 +96,26 @@ def samples(run: Run, pack: Pack, names: list[str]) -> list[tuple[Tensor, ...]]:
     pack, batches = run.readable(pack), []
     ids = next(filter(len, map(pack.ids, ("val", "test", "train"))))
     for part in np.split(ids[np.linspace(0, len(ids) - 1, SAMPLES).round().astype(int)], (1, 3)):
-        raw = collate([pack.sample(int(i)) for i in part], pack.columns, pack.unread)
-        batch = run.task.batch(raw, run.plan, None)
+        batch = run.task.batch(collate([pack.sample(int(i)) for i in part], pack.columns, pack.unread), run.plan, None)
         batches.append(tuple(batch[name] for name in names))
     return batches
 
 
-def described(run: Run, graph: Graph, batch: tuple[Tensor, ...], inputs: Any, outputs: Any) -> dict[str, Any]:
-    """Return inputs and outputs: name → shape and text, as `Task.tensors` and, where it leaves them out, as in a batch;
-    of an `nb.pack` its columns say which axes are free."""
-    shapes = {}
+def exported(run: Run, graph: Graph, batch: tuple[Tensor, ...], inputs: Any, outputs: Any) -> bytes:
+    """Return an ONNX file by torch's exporter of traces: it takes a second, that of Python code up to minutes. inputs,
+    outputs: of `Task.tensors`, whose axes with a name are free; of an `nb.pack` its columns say which are."""
+    content, axes = io.BytesIO(), {}
     for name, tensor in zip(inputs, batch, strict=True):
         ragged = name in run.card.columns and run.card.columns[name].kind == "ragged"
-        rest = [f"{name}_steps", *tensor.shape[2:]] if ragged else tensor.shape[1:]
-        shapes[name] = inputs[name][0] or ("batch", *rest)
+        axes[name] = inputs[name][0] or ("batch", *[f"{name}_steps"] * ragged, *tensor.shape[1 + ragged :])
     with torch.no_grad():
         names = [f"output_{n}" if n else "output" for n in range(len(graph(*batch)))]
-    outputs = outputs if len(outputs) == len(names) else dict.fromkeys(names, ((), ""))
-    given = {name: {"shape": shapes[name], "text": text} for name, (_, text) in inputs.items()}
-    return {
-        "inputs": given,
-        "outputs": {name: {"shape": shape, "text": text} for name, (shape, text) in outputs.items()},
-    }
-
-
-def exported(graph: Graph, batch: tuple[Tensor, ...], about: dict[str, Any]) -> bytes:
-    """Return an ONNX file by torch's exporter of traces: it takes a second, that of Python code up to minutes."""
-    content, names = io.BytesIO(), {f"{kind[:-1]}_names": [*tensors] for kind, tensors in about.items()}
-    tensors = {name: one["shape"] for kind in about.values() for name, one in kind.items()}
-    free = {name: {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)} for name, shape in tensors.items()}
+    axes |= {name: shape for name, (shape, _) in outputs.items()} if len(outputs) == len(names) else {}
+    names = list(outputs) if len(outputs) == len(names) else names
+    free = {name: {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)} for name, shape in axes.items()}
     export: Any = torch.onnx.export
-    export(graph, batch, content, **names, dynamic_axes=free, opset_version=17, dynamo=False)  # 17: layer norm
+    names = {"input_names": list(inputs), "output_names": names}
+    export(graph, batch, content, dynamic_axes=free, opset_version=17, dynamo=False, **names)  # 17: layer norm
     return content.getvalue()
 
 
@@ -140,22 +129,12 @@ def compare(graph: Graph, content: bytes, batches: list[tuple[Tensor, ...]]) -> 
     for batch in batches:
         given = {name: tensor.numpy() for name, tensor in zip(graph.names, batch, strict=True) if name in reads}
         with torch.no_grad():
-            pairs = list(zip(graph(*batch), map(torch.from_numpy, session.run(None, given)), strict=True))
-        for ours, theirs in pairs:
-            if ours.shape != theirs.shape:
-                raise ExportError(f"an output has the shape {tuple(theirs.shape)} instead of {tuple(ours.shape)}")
-            if ours.numel():
-                apart = (ours.double() - theirs.double()).abs().max() / ours.double().abs().max().clamp(min=1)
-                worst = max(worst, float(apart.nan_to_num(math.inf)))
+            pairs = zip(graph(*batch), map(torch.from_numpy, session.run(None, given)), strict=True)
+            apart = [
+                (ours.double() - theirs) / max(1.0, float(ours.abs().max())) for ours, theirs in pairs if len(ours)
+            ]
+        worst = max(worst, *(float(one.abs().max().nan_to_num(math.inf)) for one in apart))
     pair = f"on {SAMPLES} samples its outputs in onnxruntime {onnxruntime.__version__} differ from torch's"
     if worst > TOLERANCE:
         raise ExportError(f"{pair} by up to {worst:.2g}, and at most {TOLERANCE:g} is allowed")
     return f"{pair} by at most {worst:.1g}"
-
-
-def metadata(run: Run, about: dict[str, Any]) -> dict[str, str]:
-    """Return the file's metadata: name → JSON. plan: the settings that are the task's own."""
-    card, settings = run.card.to_dict(), run.plan.to_dict()
-    about = {name: card[name] for name in ("task", "classes", "options", "columns")} | about
-    about["plan"] = {name: settings[name] for name in settings.keys() - Plan().to_dict().keys()}
-    return {name: json.dumps(value, ensure_ascii=False) for name, value in {"nbtools": VERSION, **about}.items()}

@@ -50,7 +50,7 @@ def optional(missing: str, tell: Callable[[str], None]) -> Iterator[None]:
 def evaluate_all(job: Job) -> None:
     """Evaluate the best weights on the whole validation split, with all scales and other costly options."""
     run, count, start = Run.open(job.folder, job.task), job.pack.splits["val"], monotonic()
-    about = {"epoch": run.best_row.get("epoch"), "plan": json.loads(run.plan.to_json())}
+    about = {"epoch": run.best.get("epoch"), "plan": json.loads(run.plan.to_json())}
     if not count or about.items() <= run.stored(EVALUATION).items():
         return
     with optional("no final evaluation", job.surface.report):

@@ -6,33 +6,18 @@ Answers are those of `Task.decode`; the right ones `Task.text_of`, else the colu
 from __future__ import annotations
 
 import base64
-import textwrap
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
-from nbtools.data import TARGET, Card, Pack
+from nbtools.data import TARGET, Pack
 from nbtools.errors import PackError, TrainError
-from nbtools.show import WRITTEN, html, note, number, plural, written
-from nbtools.train import (
-    DATASET,
-    Answer,
-    Labels,
-    TaskLike,
-    TrainState,
-    evaluation,
-    meanings_of,
-    readable,
-    refuse_fixed,
-    spoken,
-)
+from nbtools.show import note, number, plural
+from nbtools.train import Answer, Labels, TrainState, evaluation, refuse_fixed, spoken
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,24 +25,12 @@ if TYPE_CHECKING:
     from nbtools.figures import Sheet
     from nbtools.run import Run
 
-CONFUSED, SHOWN = 20, 12  # classes of the figure; pictures of the worst samples
+CONFUSED, SHOWN = 20, 12  # classes of the figure; worst samples that are shown
 LOW = ("probability", "right", "labels right", "IoU")  # what is worse the lower it is
+ASKED = {"classes", "category_of", "mean", "std", "random", "roles"}  # options that follow from the training split
 
 
-class Scores(dict[str, Any]):
-    """Metric → value; a notebook shows it as a table that says what each means. about: of what it is."""
-
-    def __init__(self, values: Mapping[str, Any], about: str, task: TaskLike):
-        super().__init__(values)
-        self.about, self.meanings = about, meanings_of(task)
-
-    def _repr_html_(self) -> str:
-        cells = [(n, written(n if n in WRITTEN else f"val_{n}", value)) for n, value in self.items()]
-        rows = [[name, cell, self.meanings.get(name.removeprefix("val_"))] for name, cell in cells]
-        return html(["", "value", "what it says"], rows, self.about)
-
-
-def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> Scores:
+def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[str, float]:
     """Evaluate a run's best model (or a TrainState's current one) on a split of a pack: metric → value.
 
     knobs: settings of the plan that differ from training: `eval_scales=(0.5, 1.0)`. Raises PackError for a pack with
@@ -67,41 +40,34 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> Scores:
     plan = run.plan.replace(**knobs)
     refuse_fixed(plan.changes_from(run.plan), plan, resumed=True)
     model = run.evaluated if isinstance(run, TrainState) else run.model()
-    values = evaluation.evaluate(run.task, model, pack, plan, split)
-    counted = plural(readable(run.task, pack, plan).splits[split], "sample")
-    return Scores(values, f"{counted} of the {split} split", run.task)
+    return evaluation.evaluate(run.task, model, pack, plan, split)
 
 
 def require_like(run: Any, pack: Pack) -> None:
-    """Raise PackError for a pack with other classes or preprocessing than the run's: its results would be wrong."""
-    ours, theirs = of_use(run.card), of_use(readable(run.task, pack, run.plan).card)
-    for name in (name for name in ours if ours[name] != theirs[name]):
-        short = " and ".join(textwrap.shorten(str(each[name]), 120, placeholder=" …") for each in (theirs, ours))
-        raise PackError(
-            f"{pack.folder}: the pack's {name} are not the ones that the run was trained with ({short}); pack the data "
-            "again with run.pack(source)",
-            entry="Predictions differ between training and inference",
-        )
-
-
-def of_use(card: Card) -> dict[str, Any]:
-    """Return what of a data set a run's network depends on: its task, classes, options and columns. Classes that were
-    asked for are an option of some tasks; which there are is what counts."""
-    ignored = {"classes", "category_of"}
-    if card.task == DATASET:
-        ignored |= {"mean", "std", "random", "roles"}  # of one Dataset, and its training split
-    options = {name: value for name, value in card.options.items() if name not in ignored}
-    return {"task": card.task, "classes": card.classes, "options": options, "columns": card.columns}
+    """Raise PackError for a pack with other classes or preprocessing than the run's: its results would be wrong.
+    Options and columns that its network does not read may differ, and so may the classes that were asked for: which
+    there are is what counts."""
+    pack = run.readable(pack)
+    for name in ("task", "classes", "options", "columns"):
+        ours, theirs = (getattr(each.card, name) for each in (run, pack))
+        if isinstance(ours, dict):
+            ours, theirs = ({n: v for n, v in each.items() if n not in ASKED} for each in (ours, theirs))
+        if ours != theirs:
+            raise PackError(
+                f"{pack.folder}: the pack's {name} are not the ones that the run was trained with "
+                f"({str(theirs)[:120]} and {str(ours)[:120]}); pack the data again with run.pack(source)",
+                entry="Predictions differ between training and inference",
+            )
 
 
 @dataclass(frozen=True, eq=False)
 class Report:
     """Where a run is right and wrong: shows as a sentence, a table, figures, and the worst samples.
 
-    table: of classes precision, recall, F1 and support, with their mean and the one weighted by support; of
-    segmentation also IoU, support in pixels; of texts which character was read as which, how often ("": a missing or
-    an extra one); of values MAE, RMSE and R². counts: truth (rows) by answer; None of values. worst: every sample, the
-    worst first: by the probability of its class, the CER of its text, its mean IoU or its error.
+    table: of classes precision, recall, F1 and support, with their means; of segmentation also IoU, support in pixels;
+    of texts which character was read as which, how often ("": a missing or an extra one); of values MAE, RMSE and R².
+    counts: truth (rows) by answer; None of values. worst: every sample, the worst first: by the probability of its
+    class, the CER of its text, its mean IoU or its error.
     """
 
     about: str
@@ -125,16 +91,14 @@ class Report:
     @cached_property
     def pictures(self) -> Sheet | None:
         """A figure of the worst samples with truth and answer, where the task has a `preview`; else None."""
-        from nbtools.figures import GREY, gallery, judged
+        from nbtools.figures import gallery, judged
 
         if self.run.task.preview is None:
             return None
         ids = list(map(int, self.worst.index[:SHOWN]))
-        pictures: list[Any] = []
-        for i, answer in zip(ids, self.run.predict_pack(self.pack, ids), strict=True):
-            image, truth, said, *_ = self.run.task.preview(self.pack, i, answer)
-            pictures.append((image, *(judged(truth, said) if truth else (said, GREY))))
-        return gallery(pictures)
+        answers = self.run.predict_pack(self.pack, ids)
+        shown = [self.run.task.preview(self.pack, i, answer) for i, answer in zip(ids, answers, strict=True)]
+        return gallery([(image, *judged(truth or said, said)) for image, truth, said, *_ in shown])
 
     def __repr__(self) -> str:
         return f"{self.about}\n\n{self.table.to_string()}\n\nThe worst:\n{self.worst.head(SHOWN).to_string()}"
@@ -152,12 +116,12 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
 
     if not (ids := list(map(int, pack.ids(split)))):
         raise PackError(f"{pack.folder}: the {split} split is empty; name another one with split=")
-    _, answers, shares = zip(*run.answers((i, pack.sample(i)) for i in ids), strict=True)
+    answers, shares = run.answers(pack.sample(i) for i in ids)
     answers = [tuple(a.name for a in each) if isinstance(each, Labels) else each for each in answers]
     answers = [answer.name if isinstance(answer, Answer) else answer for answer in answers]
-    truths = [right_answer(run.task, pack, i) for i in ids]
-    scores, table, counts, name, quality = judge(run.task, pack, truths, answers)
-    if name == "right" and shares[0]:
+    truths = [right_answer(run, pack, i) for i in ids]
+    scores, table, counts, name, quality = judge(run, pack, truths, answers)
+    if name == "right" and shares:
         name, quality = "probability", [share[pack.classes.index(t)] for share, t in zip(shares, truths, strict=True)]
     worst = pd.DataFrame({"file": [pack.names[i] for i in ids], name: quality}, pd.Index(ids, name="id"))
     worst = worst if np.ndim(answers[0]) > 1 else worst.assign(truth=truths, answer=answers)
@@ -165,41 +129,42 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
     return Report(about, table, counts, worst.sort_values(name, ascending=name in LOW, kind="stable"), run, pack)
 
 
-def right_answer(task: TaskLike, pack: Pack, i: int) -> Any:
+def right_answer(run: Run, pack: Pack, i: int) -> Any:
     """Return what `decode` should have answered for a sample."""
-    if task.text_of is not None:
-        return task.text_of(pack, i)
+    if run.task.text_of is not None:
+        return run.task.text_of(pack, i)
     value = pack.sample(i).get(TARGET if TARGET in pack.columns else "label")
     if value is not None and pack.options.get("kind") == "labels":
         return tuple(pack.classes[k] for k in np.flatnonzero(value))
     return pack.classes[int(value)] if value is not None and pack.options.get("kind") == "classes" else value
 
 
-def judge(task: TaskLike, pack: Pack, truths: list[Any], answers: list[Any]) -> Any:
+def judge(run: Run, pack: Pack, truths: list[Any], answers: list[Any]) -> Any:
     """Return (scores, table, counts, name of a sample's quality, its values) of answers that are classes, texts, class
     maps or values. Raises TrainError for others."""
     truth, answer = truths[0], answers[0]
     if isinstance(truth, tuple) and isinstance(answer, tuple):
         return of_labels(truths, answers, pack.classes)
     if isinstance(truth, str) and isinstance(answer, str):
-        known = {*truths, *answers} <= {*pack.classes}
-        return of_classes(truths, answers, pack.classes) if known else of_texts(truths, answers)
-    if not isinstance(answer, str | Tensor) and np.shape(answer) == np.shape(truth):
-        kinds = np.asarray(truth).dtype.kind, np.asarray(answer).dtype.kind
-        if kinds[0] in "iu" and kinds[1] in "iu":
+        if truth not in pack.classes:
+            return of_texts(truths, answers)
+        counts, right = counted(truths, answers, pack.classes), np.array(truths) == np.array(answers)
+        table = by_class(counts).drop(columns="IoU")
+        return (
+            f"accuracy {number(right.mean())}, mean F1 {number(table.F1['macro mean'])}",
+            table,
+            counts,
+            "right",
+            right,
+        )
+    if isinstance(answer, np.ndarray | float | int) and np.shape(answer) == np.shape(truth):
+        if np.asarray(answer).dtype.kind in "iu":
             return of_maps(truths, answers, pack.classes or [*map(str, range(1 + int(max(map(np.max, answers)))))])
-        if kinds[0] in "iuf" and kinds[1] == "f":
-            form = pack.options.get("forms", {}).get(TARGET, {})
-            scaled = np.asarray(truth).dtype == np.uint8 and (form["layout"] or form["scaled"])  # images
-            return of_values(np.array(truths, np.float64) / (255 if scaled else 1), np.array(answers, np.float64))
-    missing = f"{spoken(task)} has no text_of(pack, i), the right answer of a sample as text"
+        form = pack.options.get("forms", {}).get(TARGET, {})
+        scaled = np.asarray(truth).dtype == np.uint8 and (form["layout"] or form["scaled"])  # images
+        return of_values(np.array(truths, np.float64) / (255 if scaled else 1), np.array(answers, np.float64))
+    missing = f"{spoken(run.task)} has no text_of(pack, i), the right answer of a sample as text"
     raise TrainError(f"{missing}, with which a report compares what decode answers; define it")
-
-
-def of_classes(truths: Sequence[str], answers: Sequence[str], classes: Sequence[str]) -> Any:
-    counts, right = counted(truths, answers, classes), np.array(truths) == np.array(answers)
-    table = by_class(counts).drop(columns="IoU")
-    return f"accuracy {number(right.mean())}, mean F1 {number(table.F1['macro mean'])}", table, counts, "right", right
 
 
 def of_labels(truths: Sequence[tuple[str, ...]], answers: Sequence[tuple[str, ...]], classes: Sequence[str]) -> Any:
@@ -209,51 +174,54 @@ def of_labels(truths: Sequence[tuple[str, ...]], answers: Sequence[tuple[str, ..
     true, said = (np.array([[name in each for name in classes] for each in sets]) for sets in (truths, answers))
     right, support, count = (true & said).sum(0), true.sum(0), said.sum(0)
     scores = {"precision": right / count.clip(1), "recall": right / support.clip(1)}
-    table = pd.DataFrame({**scores, "F1": 2 * right / (support + count).clip(1)}, pd.Index(classes))[
-        support + count > 0
-    ]
+    table = pd.DataFrame({**scores, "F1": 2 * right / (support + count).clip(1)}, pd.Index(classes))
+    table, support = table[support + count > 0], support[support + count > 0]
     table.loc["macro mean"] = table.mean()
-    table["support"] = [*support[support + count > 0], support.sum()]
+    table["support"] = [*support, support.sum()]
     return f"mean F1 {number(table.F1['macro mean'])}", table, None, "labels right", (true == said).mean(1)
 
 
 def of_maps(truths: Sequence[np.ndarray], answers: Sequence[np.ndarray], classes: Sequence[str]) -> Any:
     """Compare class maps (H, W) pixel by pixel; a label that is no class, such as 255, is ignored."""
-    numbers, names, quality = range(len(classes)), dict(enumerate(classes)), []
-    total = counted([], [], numbers)
-    for truth, answer in zip(truths, answers, strict=True):
-        total += (counts := counted(np.ravel(truth), np.ravel(answer), numbers))
-        quality.append(by_class(counts).IoU["macro mean"])
-    total = total.rename(index=names, columns=names)
-    table, right = by_class(total), f"{number(np.trace(total) / total.to_numpy().sum())} of the pixels right"
-    return f"mean IoU {number(table.IoU['macro mean'])}, {right}", table, total, "IoU", quality
+    each = [counted(np.ravel(t), np.ravel(a), range(len(classes))) for t, a in zip(truths, answers, strict=True)]
+    names = dict(enumerate(classes))
+    total = sum(each[1:], each[0]).rename(index=names, columns=names)
+    table = by_class(total)
+    return (
+        f"mean IoU {number(table.IoU['macro mean'])}",
+        table,
+        total,
+        "IoU",
+        [by_class(c).IoU["macro mean"] for c in each],
+    )
 
 
 def of_texts(truths: Sequence[str], answers: Sequence[str]) -> Any:
+    """Compare texts character by character, along a shortest edit."""
     import pandas as pd
 
     pairs = [align(truth, answer) for truth, answer in zip(truths, answers, strict=True)]
-    wrong = np.array([sum(one != other for one, other in each) for each in pairs])
-    lengths = np.array([max(len(truth), 1) for truth in truths])
-    ones, others = zip(*chain.from_iterable(pairs), strict=True)
-    often = Counter(pair for pair in zip(ones, others, strict=True) if pair[0] != pair[1]).most_common()
-    table = pd.DataFrame([(*pair, n) for pair, n in often], columns=["truth", "answer", "count"])
-    scores = f"CER {number(wrong.sum() / lengths.sum())}, {number((wrong == 0).mean())} of them without an error"
-    return scores, table, counted(ones, others, sorted({*ones, *others})), "CER", wrong / lengths
+    wrong, lengths = np.array([sum(a != b for a, b in each) for each in pairs]), np.array([*map(len, truths)])
+    every = pd.DataFrame(chain.from_iterable(pairs), columns=["truth", "answer"])
+    table = every[every.truth != every.answer].value_counts().reset_index()
+    counts = counted(every.truth, every.answer, sorted({*every.truth, *every.answer}))
+    scores = (
+        f"CER {number(wrong.sum() / max(lengths.sum(), 1))}, {number((wrong == 0).mean())} of them without an error"
+    )
+    return scores, table, counts, "CER", wrong / lengths.clip(1)
 
 
 def of_values(truths: np.ndarray, answers: np.ndarray) -> Any:
     """Compare numbers, or arrays of one shape, in the targets' unit; above 20 numbers a sample all together."""
     import pandas as pd
 
-    errors = np.sqrt(np.square(answers - truths).reshape(len(truths), -1).mean(1))
-    columns = truths[0].size if truths[0].size <= CONFUSED else 1
-    y, apart = truths.reshape(-1, columns), np.abs(answers - truths).reshape(-1, columns)
-    mean_square, variance = np.square(apart).mean(0), y.var(0)
-    table = pd.DataFrame({"MAE": apart.mean(0), "RMSE": np.sqrt(mean_square)})
-    table["R²"] = 1 - mean_square / np.where(variance > 0, variance, np.nan)
-    means = ", ".join(f"{name} {number(value)}" for name, value in table.mean().items())
-    return means, table, None, "error", errors
+    apart = (answers - truths).reshape(len(truths), -1)
+    columns = apart.shape[1] if apart.shape[1] <= CONFUSED else 1
+    y, each = truths.reshape(-1, columns), apart.reshape(-1, columns)
+    square = np.square(each).mean(0)
+    table = pd.DataFrame({"MAE": abs(each).mean(0), "RMSE": np.sqrt(square), "R²": 1 - square / y.var(0)})
+    scores = ", ".join(f"{name} {number(value)}" for name, value in table.mean().items())
+    return scores, table, None, "error", np.sqrt(np.square(apart).mean(1))
 
 
 def counted(truths: Any, answers: Any, names: Sequence[Any]) -> pd.DataFrame:
@@ -281,26 +249,17 @@ def by_class(counts: pd.DataFrame) -> pd.DataFrame:
 
 def align(truth: str, answer: str) -> list[tuple[str, str]]:
     """Return (character, what was read for it) along a shortest edit; "" for a missing or an extra one."""
-    if truth == answer:
-        return list(zip(truth, answer, strict=True))
-    row: list[Any] = []  # of cells: the cost of an edit up to there, its last pair, the cell before it
-    for i, one in enumerate(("", *truth)):
-        above, row = row, []
-        for j, other in enumerate(("", *answer)):
-            ways = [(above[j - 1][0] + (one != other), (one, other), above[j - 1])] if i and j else []
-            ways += [(row[j - 1][0] + 1, ("", other), row[j - 1])] if j else []
-            ways += [(above[j][0] + 1, (one, ""), above[j])] if i else []
-            row.append(min(ways, key=itemgetter(0), default=(0, None, None)))
-    pairs, cell = [], row[-1]
-    while cell[1]:
-        pairs, cell = [cell[1], *pairs], cell[2]
-    return pairs
-
-
-def probabilities(outputs: Any, card: Card) -> Tensor | None:
-    """Return the probabilities (B, K) of the classes where the first output holds one logit for each; else None."""
-    logits = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", outputs)
-    logits = logits.get("out") if isinstance(logits, dict) else logits
-    if not isinstance(logits, Tensor) or not card.classes or logits.shape[1:] != (len(card.classes),):
-        return None
-    return logits.float().sigmoid() if card.options.get("kind") == "labels" else logits.float().softmax(1)
+    cost = [[i + j for j in range(len(answer) + 1)] for i in range(len(truth) + 1)]  # of the first i and j characters
+    for i, one in enumerate(truth, 1):
+        for j, other in enumerate(answer, 1):
+            cost[i][j] = min(cost[i - 1][j - 1] + (one != other), cost[i - 1][j] + 1, cost[i][j - 1] + 1)
+    pairs, i, j = [], len(truth), len(answer)
+    while i or j:
+        missing = i > 0 and cost[i][j] == cost[i - 1][j] + 1
+        if i and j and cost[i][j] == cost[i - 1][j - 1] + (truth[i - 1] != answer[j - 1]):
+            i, j = i - 1, j - 1
+            pairs.append((truth[i], answer[j]))
+        else:
+            i, j = i - missing, j - (not missing)
+            pairs.append((truth[i], "") if missing else ("", answer[j]))
+    return pairs[::-1]

@@ -109,8 +109,8 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(run, pack,
     ("index", "words"),
     [
         (None, r"no run\.json, so this is not a run folder; nb\.runs lists"),
-        ("{", "Expecting property name"),
-        ('{"task": "no.such.task"}', r"task 'no\.such\.task' cannot be imported"),
+        ("{", "not JSON"),
+        ('{"task": "no.such.task"}', r"card\.json is missing; copy the whole run folder"),
     ],
 )
 def test_a_folder_that_is_no_run_is_refused_by_its_reason(tmp_path, index, words):

@@ -269,18 +269,19 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
         wait_for(lambda: history_of(elsewhere).count("step,") > since + WATCHED + 1)
         ask("batch_size=100000", answer="refused: ")
         ask("lr=1000", refused=True)
-        ask("lr=1000", "--force", answer="Training diverged")
+        send(elsewhere, settings={"lr": 1000.0}, force=True)
+        wait_for(lambda: "Training diverged" in history_of(elsewhere))
         ask("weight_decay=0.1", answer="weight_decay 0 → 0.1")
         ask("undo", answer="weight_decay 0 → 0.1 undone; back at step")
         ask("stopp", refused=True)
         ask("stop")
 
     with beside(elsewhere, interrupt):
-        nb.watch(elsewhere, toy)
+        nb.watch(elsewhere)
     assert busy(elsewhere), "an interrupt ends the watching, not the run"
     assert "continues" in capsys.readouterr().err
     with beside(elsewhere, user):
-        run = nb.watch(elsewhere, toy)
+        run = nb.watch(elsewhere)
     assert not busy(elsewhere)
     assert (run.plan.lr, run.plan.weight_decay) == (0.005, 0)
     text = capsys.readouterr().err
@@ -288,7 +289,7 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
         "lr 0.01 → 0.005",
         "larger than the train split",
         "Training diverged after lr 0.005 → 1000, which was undone; back at step",
-        f"python -m nbtools control {elsewhere} lr=1000 --force",
+        "force=True",
         "pause, resume, stop, evaluate, save, profile, best, undo, got 'stopp'",
     ):
         assert message in text
@@ -304,7 +305,7 @@ def test_watching_nothing_says_so_and_a_run_that_ended_is_shown_once(tmp_path, u
     with pytest.raises(CheckpointError, match=r"no such folder; nb\.runs lists"):
         nb.watch(tmp_path / "none", wait=0)
     start = time.monotonic()
-    assert len(nb.watch(untouched.folder, toy).history.of("epoch")) == 4
+    assert len(nb.watch(untouched.folder).history.of("epoch")) == 4
     assert time.monotonic() - start < 10
 
 

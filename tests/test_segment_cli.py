@@ -20,7 +20,7 @@ def test_demo_validate_train_evaluate_predict_in_a_row(tmp_path, capsys):
     assert main(["demo", "segment", str(raw), "--count", "21", "--size", "96,72"]) == 0
     assert main(["validate", "segment", str(raw), *OPTIONS]) == 0
     assert "0 errors" in capsys.readouterr().out
-    assert nb.validate(segment, raw, size=64, val=0.2, test=0.1, into=tmp_path / "pack").ok, "options of `pack` too"
+    assert nb.validate(segment, raw, size=64).ok
     data = ["--data", str(raw), "--run", str(run), *OPTIONS]
     train = ["--epochs", "1", "--batch-size", "5", "--no-receipt", "--eval-scales", "0.5,1", "--eval-samples", "2"]
     assert main(["train", "segment", *data, *train]) == 0

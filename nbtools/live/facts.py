@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +16,7 @@ from nbtools.data import batches_in
 from nbtools.live.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Picture
 from nbtools.live.columns import Columns, spent, taken
 from nbtools.measure import REASONS
-from nbtools.show import EMPTY, duration, header, number, written
+from nbtools.show import EMPTY, duration, header, number, percent, shown, size
 from nbtools.train import Diverged, order
 
 IDLE = REASONS[0x1]
@@ -57,6 +59,16 @@ STYLE = f"""
 @container (max-width:480px){{.nbt-top>div{{height:{4 * ROW}px}}}}
 """
 """As high for one fact as for all of them: what has no room, the least important, is left out."""
+
+WRITTEN: dict[str, Callable[[Any], str]] = {
+    "data_wait": percent,
+    "samples_per_s": number,
+    "minutes": lambda minutes: duration(60 * minutes),
+    "gpu_utilisation": "{:.0f} %".format,
+    "gpu_power": "{:.0f} W".format,
+    "gpu_energy": lambda hours: f"{number(hours)} Wh",
+}
+"""Column → how a value is written; memory is in MiB, a loss or metric is a `number`, and all else as one types it."""
 
 
 @dataclass(frozen=True)
@@ -228,3 +240,16 @@ def evaluated(columns: Columns, steps: np.ndarray) -> np.ndarray:
     """Seconds of the evaluations before each of the steps."""
     ends, seconds = columns.series("eval_time", "epoch", "evaluation")
     return np.concatenate(([0.0], np.cumsum(seconds)))[np.searchsorted(ends, steps, side="left")]
+
+
+def written(name: str, value: Any) -> str | None:
+    """Return a value of a column with its unit; None for what is not known."""
+    value = value.item() if hasattr(value, "item") else value  # of NumPy
+    if value is None or value != value:  # a NaN
+        return None
+    if name in WRITTEN:
+        return WRITTEN[name](value)
+    if "memory" in name:
+        return size(value * 2**20)
+    measured = name.startswith(("train_", "val_", "best_"))
+    return number(value) if measured and isinstance(value, float) else shown(value)

@@ -133,8 +133,7 @@ def receive(folder: Path, requests: Requests) -> None:
             raise TrainError(f'"force" must be true or false, got {force!r}')
         wanted = plan.turn(**{n: plan.parse(n, v) if isinstance(v, str) else v for n, v in settings.items()})
         if asks := requests.want(wanted, sure=force):
-            anyway = f'add "force": true here, or --force to python -m nbtools control {folder} …'
-            raise TrainError(f"{'; '.join(asks.values())}; to apply it anyway {anyway}")
+            raise TrainError(f'{"; ".join(asks.values())}; to apply it anyway add "force": true')
     except NbtoolsError as error:
         raise type(error)(f"{path}: {error}") from None
     for action in actions:

@@ -250,6 +250,6 @@ def block(preview: Preview, room: int, write: Callable[[str], str] = plain) -> l
         lines = [each.ljust(LABEL) for each in (TRUTH, PREDICTED, "")]
         for pair, wide in row:
             for i, part in enumerate((*pair, "^" * wide if pair[0] != pair[1] else "")):
-                lines[i] += padded(part, wide, False)
+                lines[i] += padded(part, wide)
         found += [line.rstrip() for line in lines if line.strip()]
     return [*found[:-1], found[-1] + (" ✓" if preview.right else "")]

@@ -100,11 +100,9 @@ else:
 
 # %% [markdown]
 # ## Side by side
-# Every run stays in its folder. `nb.runs` lists them, newest first, with state, best value, time, and the tags and
-# notes that you give them.
+# Every run stays in its folder. `nb.runs` lists them, newest first, with state, best value and time.
 
 # %%
-run.tags = ["first"]
 nb.runs(RUNS)
 
 # %% [markdown]
