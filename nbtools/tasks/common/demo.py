@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from nbtools import disk
-from nbtools.data import SLOW, bar, in_processes
+from nbtools.data import SLOW, bar, side_by_side
 from nbtools.errors import PackError
 from nbtools.tasks.common.files import walk
 
@@ -32,7 +32,7 @@ def write_demo(
     with disk.explained("writing demo data", folder):
         clear(folder, suffixes)
         with open(folder / LIST, "w", encoding="utf-8") as written:
-            contents = in_processes(lambda k: (files[k][0], files[k][1]()), range(len(files)), processes)
+            contents = side_by_side(lambda k: (files[k][0], files[k][1]()), range(len(files)))
             for name, data in bar(contents, "writing demo data", len(files), unit=" files", leave=False, delay=SLOW):
                 if (folder / name).exists():
                     raise PackError(foreign(folder / name))

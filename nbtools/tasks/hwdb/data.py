@@ -83,7 +83,7 @@ def pack(
     options = {"height": height, "classes": None if classes is None else "".join(charset_of(classes))}
     found = partial(survey, progress=progress, why=why)
     return build_pack(
-        source, "hwdb", options, found, read, val=val, test=test, into=into, progress=progress, in_place=True
+        source, "hwdb", options, found, read, val=val, test=test, into=into, progress=progress
     )
 
 
