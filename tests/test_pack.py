@@ -2,24 +2,24 @@
 
 import errno
 import hashlib
+import itertools
 import multiprocessing
 import os
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from archives import ended_at, forked, full, kill
-from hypothesis import given
-from hypothesis import strategies as st
 from packs import pack_of
 
 import nbtools as nb
-from nbtools.data import SPLITS, Entry, Pack, Survey, build, build_pack, cache, parallel, split_of
-from nbtools.errors import ArchiveError, DiskError, PackError, StageError
+from nbtools.data import Column, Entry, Pack, Survey, build_pack, cache, parallel, writer
+from nbtools.errors import ArchiveError, DiskError, NbtoolsError, PackError, StageError
 from nbtools.tasks import captcha, hwdb, segment, sign
 
 MANIFEST = "pack.json"
@@ -106,22 +106,16 @@ def test_fixed_and_ragged_columns_come_back_as_they_went_in(place):
         ({"x": np.zeros(3)}, r"second: its columns are x float64 \(3\); the first sample's are x float32 \(3\)"),
         ({"x": np.zeros(4, np.float32)}, r"x float32 \(4\)"),
         ({}, "second: its columns are ; the first"),
-        ({"x": np.zeros(3, np.float32), "y": np.zeros(1)}, "y float64"),
-        ({"x": np.array(["a", None, 3])}, "x: a pack can hold numbers and booleans only, got object"),
-        ({"x": np.array(["a"])}, "got <U1; store class indices"),
+        ({"x": np.array(["a"])}, "x: a pack can hold numbers and booleans only, got <U1; store class indices"),
+        ({"x": np.zeros(3, np.float32), "id": np.zeros(1)}, "its columns are x float32"),
     ],
 )
 def test_a_sample_unlike_the_first_is_refused_and_nothing_published(place, arrays, words):
     with pytest.raises(PackError, match=words):
         pack_of({"first": {"x": np.zeros(3, np.float32)}, "second": arrays}, place)
     assert sorted(os.listdir(place)) == ["cache", "raw"]
-
-
-@pytest.mark.parametrize("name", ["id", "x_length"])
-def test_a_column_named_like_one_of_nbtools_own_is_refused_at_the_first_sample(place, name):
-    with pytest.raises(PackError, match=rf"column '{name}': nbtools reserves id, split, x\.offsets, x_length; rename"):
-        pack_of([{"x": np.zeros(3, np.float32), name: np.zeros(1)}], place, ragged=["x"])
-    assert sorted(os.listdir(place)) == ["cache", "raw"]
+    with pytest.raises(PackError, match=r"column 'id': nbtools reserves id, split, x\.offsets, x_length; rename"):
+        pack_of([{"x": np.zeros(3, np.float32), "id": np.zeros(1)}], place / "reserved", ragged=["x"])
 
 
 def test_a_survey_gives_labels_options_counts_and_facts_and_checks_each_sample(place):
@@ -134,7 +128,6 @@ def test_a_survey_gives_labels_options_counts_and_facts_and_checks_each_sample(p
             ["even", "odd"],
             {"scale": options["scale"] * 2},
             bad=[("z.txt", ".txt", "samples end in .npy", "move it away")],
-            facts={"layout": "plain"},
             drawn=True,
             check=small,
             count=lambda columns, ids: {"parity": np.bincount(columns["label"][ids, 0]).tolist()},
@@ -147,7 +140,7 @@ def test_a_survey_gives_labels_options_counts_and_facts_and_checks_each_sample(p
     made = build_pack(vectors(place / "raw", 6), "plain", {"scale": 2}, survey, read, progress=False)
     assert made.sample(3)["x"].tolist() == [12, 12, 12]
     assert made.sample(3)["label"].tolist() == [1]
-    assert (made.options, made.classes, made.manifest["layout"]) == ({"scale": 4}, ["even", "odd"], "plain")
+    assert (made.options, made.classes) == ({"scale": 4}, ["even", "odd"])
     assert made.bad.to_dict("list") == {
         "file": ["z.txt", "4.npy", "5.npy"],
         "value": [".txt", "16.0", "20.0"],
@@ -170,7 +163,7 @@ def test_bad_samples_are_listed_with_file_value_rule_and_fix(place):
 
     def picky(path, options):
         if path.name == "5.npy":
-            raise PackError("=5", "the number is below 5", "rename the file")
+            raise PackError("5, five", "the number is below 5", "rename the file")
         return read(path, options)
 
     made = pack(source, read=picky)
@@ -180,7 +173,7 @@ def test_bad_samples_are_listed_with_file_value_rule_and_fix(place):
     bad = made.bad.to_dict("list")
     assert bad["file"] == ["1.npy", "2.npy", "3.npy", "4.npy", "5.npy"]
     assert bad["rule"] == ["the file must be readable"] * 4 + ["the number is below 5"]
-    assert bad["value"][3:] == ["No such file or directory", "'=5"]  # no formula in a spreadsheet
+    assert bad["value"][3:] == ["No such file or directory", "5, five"]
     assert all(bad["fix"])
     assert "5 left out, see pack.bad" in str(made)
 
@@ -264,19 +257,19 @@ def test_eight_processes_at_once_make_one_pack(place):
 
 
 @pytest.fixture
-def small_chunks(monkeypatch):
-    """Of eight samples, after each of which a packing that is interrupted resumes."""
-    monkeypatch.setattr(build, "CHUNK", 8)
-    monkeypatch.setattr(parallel, "CHUNK", 8)
-    monkeypatch.setattr(build, "NOTED", 0.0)
+def noted(monkeypatch):
+    """After each five samples, from which a packing that is interrupted resumes."""
+    calls = itertools.count()
+    monkeypatch.setattr(writer, "monotonic", lambda: 1.01 ** next(calls))
+    monkeypatch.setattr(writer, "NOTED", 0.0)
 
 
-@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.usefixtures("noted")
 def test_a_kill_at_any_operation_publishes_nothing_and_changes_nothing_in_the_pack(place):
     source = vectors(place / "raw", 6)
     (source / "3.npy").write_bytes(b"no")
     whole = contents(pack(source, into=place / "whole"))
-    for nth in range(0, 300, 3):
+    for nth in range(0, 300, 5):
         into = place / f"made {nth}"
         ended = ended_at(nth, kill, partial(pack, into=into), source)
         assert not into.exists() or contents(Pack.open(into)) == whole
@@ -284,7 +277,7 @@ def test_a_kill_at_any_operation_publishes_nothing_and_changes_nothing_in_the_pa
         if ended == 0:
             break
         assert ended == -signal.SIGKILL
-    assert 20 < nth < 297
+    assert 20 < nth < 295
 
 
 def interrupted_at(name: str):
@@ -296,7 +289,7 @@ def interrupted_at(name: str):
     return interrupted
 
 
-@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.usefixtures("noted")
 @pytest.mark.parametrize("change", ["a file", "an option"])
 def test_what_was_decoded_of_something_else_is_not_used(place, change):
     source, into = vectors(place / "raw"), place / "mine"
@@ -310,7 +303,7 @@ def test_what_was_decoded_of_something_else_is_not_used(place, change):
     assert contents(made) == contents(pack(source, options, into=place / "anew"))
 
 
-@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.usefixtures("noted")
 def test_what_was_decoded_before_an_interrupt_is_not_read_again(place):
     source, into = vectors(place / "raw"), place / "mine"
     order = sorted(path.name for path in source.iterdir())
@@ -320,7 +313,7 @@ def test_what_was_decoded_before_an_interrupt_is_not_read_again(place):
             pack(source, read=interrupted_at(at), into=into)
     before = len(reads(place))
     made = pack(source, into=into)
-    assert len(reads(place)) - before == 8
+    assert 8 <= len(reads(place)) - before < 16
     assert made.bad["file"].tolist() == ["3.npy"]
     assert contents(made) == contents(pack(source, into=place / "anew"))
 
@@ -336,19 +329,23 @@ def test_a_file_of_another_size_is_noticed_at_open_and_a_flipped_bit_by_verify(p
     with pytest.raises(PackError, match=r"x.npy: SHA-256 \w+…, the manifest says"):
         Pack.open(made.folder).verify()
     path.write_bytes(data + b"!")
-    with pytest.raises(PackError, match=r"x.npy: has \d+ bytes, the manifest says \d+ bytes; delete the folder"):
+    with pytest.raises(PackError, match=r"x.npy: has \d+ bytes, when packed it had \d+; delete the folder"):
         Pack.open(made.folder)
     path.unlink()
     with pytest.raises(PackError, match=r"x.npy: is missing"):
         Pack.open(made.folder)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}"])
-def test_a_manifest_that_cannot_be_read_is_refused(place, text):
-    made = pack(vectors(place / "raw"))
-    (made.folder / MANIFEST).write_text(text)
-    with pytest.raises(PackError, match=r"pack\.json: unreadable|pack version"):
-        Pack.open(made.folder)
+def test_a_manifest_that_cannot_be_read_or_of_another_format_is_refused_in_a_sentence(place):
+    path = pack(vectors(place / "raw")).folder / MANIFEST
+    for text, words in {
+        "{": r"pack\.json: unreadable .*; delete the folder and pack again",
+        "[]": r"pack\.json: unreadable",
+        '{"version": 2, "files": {}, "nbtools": "0.2"}': r"nbtools 0\.2 made this pack, in format 2, and format 3",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(PackError, match=words):
+            Pack.open(path.parent)
     with pytest.raises(PackError, match="this is not a pack; make one"):
         Pack.open(place / "raw")
 
@@ -360,10 +357,9 @@ def test_a_kept_pack_is_one_tar_that_opens_without_decoding(place, monkeypatch, 
     kept = made.keep(where)
     assert kept
     assert kept.is_file()
-    for in_place in (False, True):
-        again = pack(f"{where}.tar", in_place=in_place)
-        assert len(reads(place)) == 40
-        assert (again.card, again.names, contents(again)) == (made.card, made.names, contents(made))
+    again = pack(f"{where}.tar")
+    assert len(reads(place)) == 40
+    assert (again.card, again.names, contents(again)) == (made.card, made.names, contents(made))
 
 
 @pytest.mark.parametrize("kept_as", ["a tar with its hash", "a folder"])
@@ -418,117 +414,52 @@ def test_a_full_disk_or_a_kill_while_a_pack_is_kept_anew_leaves_the_old_or_the_n
     assert pack("drive:plain.tar").card == other.card
 
 
-def test_a_kept_pack_has_its_raw_files_where_they_still_are(place):
-    source, folders = vectors(place / "raw"), []
-
-    def reader(folder: Path):  # of tasks whose samples need the rest of their source
-        folders.append(folder)
-        return read
-
-    kept = pack(source, reader=reader).keep(place / "kept")
-    assert kept
-    raw = pack(kept, reader=reader).raw
-    assert raw is not None
-    assert set(folders) == {source}
-    np.testing.assert_array_equal(raw[3]["x"], pack(source).sample(3)["x"])
-    next(source.glob("*.npy")).touch()
-    assert pack(kept).raw is None, "the source changed, so it is no longer what was packed"
-    shutil.rmtree(source)
-    assert pack(kept).raw is None
-
-
-# Splits
-
-GOLDEN = {"0.png": "train", "1.png": "test", "3.png": "val", "6.png": "test", "句.png": "train"}
-
-
-def test_split_of_is_stable_and_close_to_the_shares():
-    names = [f"{i:04d}_x.png" for i in range(20_000)]
-    found = [split_of(name, 0.1, 0.2) for name in names]
-    assert [found.count(s) / 20_000 for s in SPLITS] == pytest.approx([0.7, 0.1, 0.2], abs=0.01)
-    assert [split_of(name) for name in GOLDEN] == list(GOLDEN.values())
-
-
-SHARES = st.floats(0, 0.49)
-
-
-@given(st.text(max_size=20), SHARES, SHARES, SHARES)
-def test_a_sample_is_tested_on_whatever_val_is_and_leaves_train_only_for_a_larger_share(name, val, test, more):
-    before, after = split_of(name, val, test), split_of(name, min(val + more, 0.5), test)
-    assert (before == "test") == (after == "test")
-    assert after == before or (before, after) == ("train", "val")
-
-
-def test_whole_numbers_are_exact_counts_and_a_share_stands_next_to_one(place):
-    source = vectors(place / "raw", 50)
-    assert pack(source, val=7, test=11).splits == {"train": 32, "val": 7, "test": 11}
-    assert pack(source, val=5, test=0.1).splits == {"train": 40, "val": 5, "test": 5}
-    with pytest.raises(PackError, match="val=30 and test=20 leave none of 50 samples to train on; lower them"):
-        pack(source, val=30, test=20)
-
-
-def test_a_source_may_be_all_test_or_all_train(place):
-    source = vectors(place / "raw" / "train", 20).parent
-    vectors(place / "raw" / "val", 10, start=20)
-    assert pack(source, test=1.0, split=of_folder).splits == {"train": 0, "val": 0, "test": 30}
-    whole = pack(source, val=0, test=0)
-    assert whole.splits == {"train": 30, "val": 0, "test": 0}
-    with pytest.raises(PackError, match=r"is a pack, and its splits are fixed; pass the raw source, which test=1\.0"):
-        pack(whole.folder, test=1.0)
-    assert pack(source, test=1).splits["test"] == 1, "a whole number is a count"
-    with pytest.raises(PackError, match=r"but for test=1\.0"):
-        pack(source, val=1.0, test=0.0)
-
-
-@pytest.mark.parametrize(("val", "test"), [(-0.1, 0.1), (0.5, 0.5), (0.1, 1.5), ("x", 0.1), (0.1, float("nan"))])
-def test_shares_that_leave_no_training_data_are_refused(place, val, test):
-    with pytest.raises(PackError, match=r"val and test must be whole numbers of samples, or shares ≥ 0 and below 1"):
-        pack(vectors(place / "raw"), val=val, test=test)
-
-
-def of_folder(path: Path) -> str:
-    return path.parent.name
-
-
-def test_the_sources_own_splits_are_kept_and_unknown_ones_refused(place):
-    for split, count in (("train", 30), ("val", 7), ("test", 5)):
-        vectors(place / "raw" / split, count)
-    made = pack(place / "raw", split=of_folder)
-    assert made.splits == {split: len(made.ids(split)) for split in SPLITS} == {"train": 30, "val": 7, "test": 5}
-    assert all(made.names[i].startswith("val/") for i in made.ids("val"))
-    with pytest.raises(PackError, match="split must be one of train, val, test, got 'dev'"):
-        made.ids("dev")
-    with pytest.raises(PackError, match="split must be one of train, val, test, or None, got 'raw'"):
-        pack(vectors(place / "raw", 1), split=of_folder)
-
-
-@pytest.mark.parametrize(("val", "least", "most"), [(0.2, 20, 60), (25, 25, 25)])
-def test_val_is_taken_from_train_where_only_train_and_test_exist(place, val, least, most):
-    vectors(place / "raw" / "train", 200)
-    vectors(place / "raw" / "test", 20)
-    made = pack(place / "raw", split=of_folder, val=val)
-    assert made.splits["test"] == 20
-    assert least <= made.splits["val"] <= most
-    assert all(made.names[i].startswith("train/") for i in made.ids("val"))
-
-
 @pytest.fixture
 def long(monkeypatch):
     """After four samples, the rest is worth worker processes."""
-    for name, value in {"CHUNK": 4, "SHORT": 0.0, "SENT": 3, "cores": lambda: 2}.items():
+    for name, value in {"FIRST": 4, "SHORT": 0.0, "cores": lambda: 2}.items():
         monkeypatch.setattr(parallel, name, value)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")
 def test_a_long_source_of_small_samples_is_read_by_processes_into_the_same_pack(place, request):
-    source = vectors(place / "raw")
+    source = vectors(place / "raw", 200)
     (source / "5.npy").write_bytes(b"no array")
     threads = pack(source, into=place / "threads")
     request.getfixturevalue("long")
     processes = pack(source, into=place / "processes")
     assert contents(processes) == contents(threads)
-    assert [row[0] for row in processes.bad.itertuples(index=False)] == ["5.npy"]
+    assert processes.bad["file"].tolist() == ["5.npy"]
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")
+@pytest.mark.usefixtures("long", "noted")
+def test_a_killed_worker_is_an_error_with_a_sentence_and_what_was_packed_stays(place):
+    source, parent = vectors(place / "raw", 400), os.getpid()
+    last = sorted(path.name for path in source.iterdir())[-1]
+
+    def deadly(path, options):
+        if path.name == last and os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(path, options)
+
+    with pytest.raises(NbtoolsError, match="a worker process was killed, as by a system whose memory runs out; free"):
+        pack(source, read=deadly)
+    before = len(reads(place))
+    assert len(pack(source)) == 400
+    assert len(reads(place)) - before < 390
+
+
+def test_what_the_pack_is_not_to_store_is_read_from_its_source(place):
+    x = Column("fixed", "<f4", (3,))
+    made = pack_of([{"y": np.int64(i)} for i in range(3)], place, elsewhere={"x": x})
+    assert (list(made.columns), list(made.arrays)) == (["y", "x"], ["y"])
+    whole = [{"x": np.full(3, i, np.float32), "y": np.int64(i), "id": np.int64(i)} for i in range(3)]
+    assert {name: array.tolist() for name, array in replace(made, raw=whole).sample(2).items()} == {
+        "x": [2] * 3,
+        "y": 2,
+    }
 
 
 @pytest.mark.parametrize("task", [captcha, *(pytest.param(t, marks=pytest.mark.full) for t in (hwdb, segment, sign))])

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -34,6 +33,7 @@ from nbtools.data.sources import cache
 from nbtools.data.splits import SPLITS
 from nbtools.data.transfer import patient
 from nbtools.errors import ArchiveError, PackError
+from nbtools.version import VERSION
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,26 +104,27 @@ class Pack(show.Table):
         """Open a finished pack, without the source files. Raises PackError if it is missing, has another format, or a
         file has another size."""
         folder = Path(folder)
+        if not is_pack(folder):
+            raise PackError(f"{folder}: no {MANIFEST}, so this is not a pack; make one with task.pack(source)")
         with disk.explained("opening a pack", folder):
-            if not is_pack(folder):
-                raise PackError(f"{folder}: no {MANIFEST}, so this is not a pack; make one with task.pack(source)")
             try:
                 manifest = disk.from_json((folder / MANIFEST).read_bytes())
                 version, maker = manifest["version"], manifest.get("nbtools", "0.1")
-                if version != FORMAT:
-                    reason = f"nbtools {maker} made this pack, in format {version}, and format {FORMAT} is read here"
-                    raise PackError(f"{folder}: {reason}; delete the folder and pack again")
-                pack = cls(folder, Card.from_dict(manifest["card"]), manifest)
-                sizes = {name: entry["size"] for name, entry in manifest["files"].items()}
+                sizes = {folder / name: entry["size"] for name, entry in manifest["files"].items()}
+                card = Card.from_dict(manifest["card"]) if version == FORMAT else None
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                reason = f"{folder / MANIFEST}: unreadable ({error})"
-                raise PackError(f"{reason}; delete the folder and pack again") from None
-            for path, size in ((folder / name, size) for name, size in sizes.items()):
+                raise PackError(
+                    f"{folder / MANIFEST}: unreadable ({error}); delete the folder and pack again"
+                ) from None
+            if card is None:
+                made = f"nbtools {maker} made this pack, in format {version}, and format {FORMAT} is read here"
+                raise PackError(f"{folder}: {made}; delete the folder and pack again")
+            for path, size in sizes.items():
                 came = f"has {path.stat().st_size} bytes" if path.exists() else "is missing"
                 if came != f"has {size} bytes":
-                    raise PackError(f"{path}: {came}, the manifest says {size}; delete the folder and pack again")
+                    raise PackError(f"{path}: {came}, when packed it had {size}; delete the folder and pack again")
         touch(folder.absolute())
-        return pack
+        return cls(folder, card, manifest)
 
     def verify(self) -> Self:
         """Compare every file's SHA-256 with the manifest; raises PackError naming the first that differs."""
@@ -220,6 +221,9 @@ class Pack(show.Table):
         wanted = wanted if self.wanted is None else wanted & self.wanted
         return dataclasses.replace(self, card=card, wanted=None if wanted.all() else wanted, unread=frozenset(unread))
 
+    def __getstate__(self) -> dict[str, Any]:  # a process that gets it maps the arrays itself
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+
     def lengths(self, column: str, ids: np.ndarray) -> np.ndarray:
         offsets = self.offsets[column]
         return offsets[ids + 1] - offsets[ids]
@@ -231,7 +235,7 @@ class Pack(show.Table):
         rows = {name: slice(*self.offsets[name][i : i + 2]) if name in self.offsets else i for name in self.columns}
         return {name: np.asarray(self.arrays[name][row]) for name, row in rows.items()}
 
-    def folds(self, k: int, seed: int = 0) -> list[Self]:
+    def folds(self, k: int, seed: int = 0) -> list[Pack]:
         """Return k packs for cross validation, in folders beside this one: the n-th validates on the n-th part of what
         is not test, and trains on the rest. They share its arrays, by links where the disk has them, and what was
         measured for it, such as means. Classes are divided evenly, and groups stay whole."""
@@ -253,31 +257,27 @@ class Pack(show.Table):
         name = self.manifest.get("label")
         return None if name is None else [self.classes[i] for i in self.arrays[name].ravel()]
 
-    def divided(self, split: Sequence[str], name: str) -> Self:
+    def divided(self, split: Sequence[str], name: str) -> Pack:
         """Return this pack with another split, in a folder of that name beside it."""
-        target, data = self.folder.absolute().with_name(name), split_bytes(split)
-        files = {**self.manifest["files"], "split.npy": {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
-        counts = {one: split.count(one) for one in SPLITS}
-        card = dataclasses.replace(self.card, splits=counts, digest=digest_of(files))
-        remarks = splits.remarks(split, {"train": 1, "val": 1}, {}, self.labels)
-        manifest = {**self.manifest, "card": card.to_dict(), "files": files, "key": card.digest, "remarks": remarks}
+        target, key = self.folder.absolute().with_name(name), f"{self.card.digest} {name}"
+        files = {file: entry for file, entry in self.manifest["files"].items() if file != "split.npy"}
         with disk.explained(f"dividing {self.folder}", target), lock_of(target):
             if not is_pack(target):
                 part = target.with_name(f"{name}.part")
                 disk.remove(part)
                 part.mkdir()
-                for file in files.keys() - {"split.npy"}:
+                for file in files:
                     try:
                         os.link(self.folder / file, part / file)
-                    except OSError:
+                    except OSError:  # a disk without hard links
                         shutil.copyfile(self.folder / file, part / file)
-                (part / "split.npy").write_bytes(data)
-                (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
+                remarks = splits.remarks(split, self.labels, ["train", "val"], {})
+                seal(part, self.card, split, files, {**self.manifest, "key": key, "remarks": remarks})
                 disk.publish_folder(part, target)
-        pack = dataclasses.replace(Pack.open(target), raw=self.raw)
-        if pack.card.digest != card.digest:
+        pack = Pack.open(target)
+        if pack.manifest["key"] != key:
             raise PackError(f"{target} holds a part of another pack; delete it, and divide this one again")
-        return pack
+        return dataclasses.replace(pack, raw=self.raw)
 
     def keep(self, where: str | Path) -> Path | None:
         """Write the pack as one tar, to `drive:…` or a path, read it back, and put its SHA-256 next to it, which is
@@ -344,13 +344,16 @@ def lock_of(folder: Path) -> disk.Lock:
     return disk.Lock(cache() / "locks" / f"pack-{name}.lock")
 
 
-def digest_of(files: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the digest of all that a pack holds."""
-    return hashlib.sha256("".join(files[name]["sha256"] for name in sorted(files)).encode()).hexdigest()
+def entry_of(path: Path) -> dict[str, Any]:
+    """Return what a manifest says of a file."""
+    return {"size": path.stat().st_size, "sha256": disk.sha256(path)}
 
 
-def split_bytes(split: Sequence[str]) -> bytes:
-    """Return split.npy."""
-    data = io.BytesIO()
-    np.save(data, np.array([SPLITS.index(one) for one in split], np.uint8))
-    return data.getvalue()
+def seal(folder: Path, card: Card, split: Sequence[str], files: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    """Write split.npy and the manifest beside the other files, which are then a whole pack."""
+    np.save(folder / "split.npy", np.array([SPLITS.index(one) for one in split], np.uint8))
+    files = {**files, "split.npy": entry_of(folder / "split.npy")}
+    digest = hashlib.sha256("".join(files[name]["sha256"] for name in sorted(files)).encode()).hexdigest()
+    card = dataclasses.replace(card, splits={one: split.count(one) for one in SPLITS}, digest=digest)
+    manifest = {**more, "version": FORMAT, "nbtools": VERSION, "card": card.to_dict(), "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))

@@ -25,7 +25,6 @@ R = TypeVar("R")
 FIRST = 128  # items whose results say whether processes are faster for the others
 SMALL = 1 << 17  # bytes of a result: below, most of the time goes to Python, one thread at a time
 SHORT = 1.0  # seconds in which all is done: not worth starting processes
-TRIES = 9  # of work that fails because of other threads
 WORK: list[Callable[[Any], Any]] = []  # of a worker process
 
 
@@ -36,25 +35,24 @@ def cores() -> int:
 
 def side_by_side(work: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
     """Yield work(item) of each item, by threads, or on Linux by forked processes where they are faster."""
-    items, since, size = [*items], monotonic(), 0
+    items, start, size = [*items], monotonic(), 0
     for result in threaded(work, items[:FIRST]):
         size += len(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
         yield result
     rest = items[FIRST:]
-    short = (monotonic() - since) / FIRST * len(rest) < SHORT
-    threads = short or size >= SMALL * FIRST or sys.platform != "linux" or cores() == 1
-    yield from threaded(work, rest) if threads else by_workers(work, rest)
+    pays = (monotonic() - start) / FIRST * len(rest) > SHORT and size < SMALL * FIRST and cores() > 1
+    yield from by_workers(work, rest) if pays and sys.platform == "linux" else threaded(work, rest)
 
 
 def threaded(work: Callable[[T], R], items: Iterable[T], size: int = 16) -> Generator[R, None, None]:
     """Yield work(item) of each item by a thread a core, `size` at a time: decoders release the interpreter's lock."""
 
     def steady(item: T) -> R:
-        for _ in range(TRIES):  # NumPy reads an array's header by ast.parse, which before Python 3.13 counts its
-            try:  # recursion for all threads together, and raises SystemError (python/cpython#106905)
+        for _ in range(9):
+            try:
                 return work(item)
-            except SystemError:
-                continue
+            except SystemError:  # NumPy reads a header by ast.parse, which before Python 3.13 counts its recursion for
+                continue  # all threads together (python/cpython#106905)
         return work(item)
 
     yield from in_order(ThreadPoolExecutor(cores()), lambda part: [*map(steady, part)], [*items], size)
@@ -67,10 +65,10 @@ def by_workers(
     with a method but fork the work too. Raises NbtoolsError where the system kills a process."""
     pool = ProcessPoolExecutor(cores(), get_context(method), begin, (work,))
     try:
-        yield from in_order(pool, each, items, size)
+        yield from in_order(pool, map_work, items, size)
     except BrokenProcessPool:
         reason = "a worker process was killed, as by a system whose memory runs out"
-        raise NbtoolsError(f"{reason}; free some, and run it again: what was packed so far stays") from None
+        raise NbtoolsError(f"{reason}; free some, and run it again: packing continues where it was") from None
 
 
 def begin(work: Callable[[Any], Any]) -> None:
@@ -82,7 +80,7 @@ def begin(work: Callable[[Any], Any]) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def each(part: Sequence[Any]) -> list[Any]:
+def map_work(part: Sequence[Any]) -> list[Any]:
     return [*map(WORK[0], part)]
 
 

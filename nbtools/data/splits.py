@@ -10,7 +10,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import mode
-from typing import Any
 
 import numpy as np
 
@@ -18,12 +17,8 @@ from nbtools.errors import PackError
 from nbtools.show import plural
 
 SPLITS = ("train", "val", "test")
-MOST = 0.7  # classes a sample: above, the target is hardly a class
-MISSING = {
-    "train": "there is nothing to train on; lower val and test",
-    "val": "no best checkpoint is chosen, and early_stop never acts; pack with a larger val=",
-    "test": "there is nothing to test the best checkpoint on; pack with a larger test=",
-}
+MOST = 0.7  # classes a sample: with more, the target is hardly a class
+USES = {"train": "can be learned", "val": "chooses the best checkpoint or stops early", "test": "tests it at the end"}
 Units = list[list[int]]
 
 
@@ -44,20 +39,19 @@ def split_at(place: float, val: float, test: float) -> str:
 
 
 def assign(
-    places: Sequence[float],
     given: Sequence[str | None],
+    places: Sequence[float],
     val: float,
     test: float,
     *,
-    groups: Sequence[str | None] | None = None,
-    labels: Sequence[Any] | None = None,
+    groups: Sequence[str | None],
+    labels: Sequence[str] | None = None,
     exact: bool = False,
 ) -> list[str]:
-    """Return the split of every sample: the given one, else by its place.
+    """Return the split of every sample: the given one, else by its place; labels: classes, which are divided alike.
 
     A source with a train split but no val split gives its val share from train, and one with any split of its own has
-    no other test split. test=1.0: all are test. labels: classes, each of which is divided by the shares. Raises
-    PackError where whole numbers leave nothing to train on.
+    no other test split. test=1.0: all are test. Raises PackError where whole numbers leave nothing to train on.
     """
     if is_all(test):
         return ["test"] * len(given)
@@ -77,7 +71,7 @@ def drawn(units: Units, places: Sequence[float], val: float, test: float, exact:
     """Return the split of each unit. A share above 0 gets one at least, and the last one always trains."""
     exact = exact or is_count(val) or is_count(test)
     splits = ["train" if exact else split_at(places[unit[0]], val, test) for unit in units]
-    splits[-1:] = ["train"][: len(units)]
+    splits[-1:] = ["train" for _ in splits[-1:]]
     total = sum(map(len, units))
     for split, share in (("test", test), ("val", val)):
         wanted = share if is_count(share) else max(1, exact * round(share * total)) if share else 0
@@ -92,26 +86,25 @@ def drawn(units: Units, places: Sequence[float], val: float, test: float, exact:
     return splits
 
 
-def units_of(ids: Iterable[int], places: Sequence[float], groups: Sequence[str | None] | None) -> Units:
-    """Group ids, in the order of their places."""
+def units_of(ids: Iterable[int], places: Sequence[float], groups: Sequence[str | None]) -> Units:
+    """Return the samples that stay together, in the order of their places."""
     units: dict[int | str, list[int]] = {}
     for i in ids:
-        group = groups[i] if groups is not None else None
-        units.setdefault(i if group is None else group, []).append(i)
+        units.setdefault(i if groups[i] is None else groups[i] or "", []).append(i)
     return sorted(units.values(), key=lambda unit: places[unit[0]])
 
 
-def mixed(units: Units, labels: Sequence[Any]) -> Units:
+def mixed(units: Units, labels: Sequence[str]) -> Units:
     """Order units so that any first part of them has the same share of each class, in each class as before."""
     classes = [mode(labels[i] for i in unit) for unit in units]
-    sizes, before, middles = Counter(classes), Counter[Any](), []
+    sizes, before, middles = Counter(classes), Counter[str](), []
     for label in classes:
         middles.append((before[label] + 0.5) / sizes[label])
         before[label] += 1
     return [units[k] for k in np.argsort(middles, kind="stable")]
 
 
-def deal(units: Units, labels: Sequence[Any] | None, k: int) -> dict[int, int]:
+def deal(units: Units, labels: Sequence[str] | None, k: int) -> dict[int, int]:
     """Return id → fold of 0 … k - 1, with as many units of each class in each."""
     if labels is not None:
         units = sorted(units, key=lambda unit: mode(labels[i] for i in unit))
@@ -120,42 +113,35 @@ def deal(units: Units, labels: Sequence[Any] | None, k: int) -> dict[int, int]:
 
 def remarks(
     splits: Sequence[str],
-    shares: Mapping[str, float],
+    labels: Sequence[str] | None,
+    drawn: Iterable[str],
     refused: Mapping[str | None, tuple[int, int]],
-    classes: Sequence[str] | None,
 ) -> list[str]:
     """Return what whoever trains on these samples should hear, a sentence each.
 
-    shares: those that were to be drawn; refused: given split → (samples left out, all); classes: of each sample.
+    labels: their classes; drawn: the splits that should have some; refused: given split → (samples left out, all).
     """
     lines = [
-        f"{bad:,} of {plural(total, 'sample')} {f'of the split {split}' if split else 'of the source'} cannot be used: "
-        "see pack.bad"
+        f"{bad:,} of {plural(total, 'sample')} {f'of the {split} split ' if split else ''}cannot be used, see pack.bad"
         for split, (bad, total) in refused.items()
         if bad > total / 2
     ]
-    counts = Counter(splits)
-    for split, share in shares.items():
-        if share and not counts[split]:
-            lines.append(f"no sample is in {split}: {MISSING[split]}")
-    if classes is None:
-        return lines
-    every = set(classes)
-    if len(every) > max(MOST * len(splits), 10):
-        return [*lines, f"{len(every):,} classes for {len(splits):,} samples: is the target a class at all?"]
-    for split, so in (("train", "so it cannot be learned"), ("val", "so no evaluation sees it")):
-        lacking = sorted(every - {label for label, one in zip(classes, splits, strict=True) if one == split})
-        if lacking and counts[split]:
-            some = ", ".join(lacking[:5]) + (" …" if len(lacking) > 5 else "")
-            lines.append(f"{plural(len(lacking), 'class')} without a {split} sample, {so}: {some}")
+    lines += [f"no sample is in {split}, so nothing {USES[split]}" for split in drawn if split not in splits]
+    classes = Counter(labels or ())
+    if len(classes) > max(MOST * len(splits), 10):
+        return [*lines, f"{len(classes):,} classes for {len(splits):,} samples: is the target a class at all?"]
+    for split, so in (("train", "it cannot be learned"), ("val", "no evaluation sees it")):
+        seen = {label for label, one in zip(labels or (), splits, strict=False) if one == split}
+        if (lacking := sorted(classes.keys() - seen)) and seen:
+            some = ", ".join(lacking[:5]) + " …" * (len(lacking) > 5)
+            lines.append(f"{plural(len(lacking), 'class')} without a {split} sample ({some}): {so}")
     return lines
 
 
 def require_shares(val: float, test: float) -> None:
     """Raise PackError unless these can be the validation's and the test's part of a source."""
-    shares = [x for x in (val, test) if not is_count(x)]
-    numbers = all(isinstance(x, (int, float)) for x in (val, test))
-    if not numbers or not min(val, test) >= 0 or not (sum(shares) < 1 or is_all(test)):
+    numbers = all(isinstance(share, (int, float)) and share >= 0 for share in (val, test))
+    if not numbers or not (is_all(test) or sum(share for share in (val, test) if not is_count(share)) < 1):
         raise PackError(
             f"val and test must be whole numbers of samples, or shares ≥ 0 and below 1, got {val}, {test}; "
             "their sum leaves samples to train on, but for test=1.0, which makes all of them test"

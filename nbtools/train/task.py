@@ -170,7 +170,7 @@ class Task:
         ends: Any = {"val": val, "test": test, "into": into, "progress": progress}
         if self.packs_datasets:
             return pack_dataset(source, **ends, **more)
-        return build_pack(source, task_name(self), more, self.survey, self.read, **ends, processes=False)
+        return build_pack(source, task_name(self), more, self.survey, self.read, **ends)
 
     @property
     def packs_datasets(self) -> bool:
