@@ -54,6 +54,8 @@ from nbtools.show import plural
 from nbtools.version import VERSION
 
 Options = Mapping[str, Any]
+Arrays = Mapping[str, np.ndarray]  # columns, and the offsets of ragged ones
+Draw = tuple[float, float, int]  # val, test, seed
 
 DAMAGED = (OSError, ValueError, EOFError, SyntaxError, zlib.error, struct.error, zipfile.BadZipFile)
 """What Pillow, NumPy and the like raise on damaged files."""
@@ -103,9 +105,9 @@ class Survey:
     by_content: bool = False
     stratified: bool = False
     check: Callable[[Entry, Sample], None] | None = None
-    count: Callable[[Mapping[str, np.ndarray], np.ndarray], dict[str, list[int]]] | None = None
+    count: Callable[[Arrays, np.ndarray], dict[str, list[int]]] | None = None
     named: str | None = None
-    learn: Callable[[Mapping[str, np.ndarray], np.ndarray], dict[str, Any]] | None = None
+    learn: Callable[[Arrays, np.ndarray], dict[str, Any]] | None = None
     elsewhere: Mapping[str, Column] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -130,17 +132,15 @@ def build_pack(
 ) -> Pack:
     """Return the pack of a source, opened where it is finished.
 
-    source: anything `stage` takes, or a pack (a folder, or the one file that `Pack.keep` wrote).
-    options: what was requested, as plain JSON values. With val, test, seed and the source's files it identifies the
-    pack. survey: `survey(folder, {**options, "val": val, "test": test})`, called for a pack that is made anew.
-    read: `read(path, options)` → the arrays of one sample; called by several threads, and later for the raw files. It
-    refuses a file by PackError(value, rule, fix); what decoders raise on damage counts as that too.
-    reader: where a sample cannot be read without the rest of its source, `reader(folder)` returns what to call in place
-    of `read`; workers get it pickled.
+    source: anything `stage` takes, or a pack (a folder, or the one file that `Pack.keep` wrote). options: what was
+    requested, as plain JSON values; with val, test, seed and the source's files it identifies the pack.
+    survey: `survey(folder, {**options, "val": val, "test": test})`, called for a pack that is made anew.
+    read: `read(path, options)` → the arrays of one sample, called by threads and forked processes, and later for the
+    raw files. It refuses a file by PackError(value, rule, fix); what decoders raise on damage counts as that too.
+    reader: where that takes the rest of the source, `reader(folder)` returns what to call in place of `read`.
     val, test: shares of the samples without a split of their own, or whole numbers for exactly that many; test=1.0
-    makes all of them test, also those with a split of their own: a source that a run is evaluated on. seed: of another
-    draw. A pack keeps its splits.
-    into: a folder for the pack alone; by default one under the cache, named by task, options and the source's files.
+    makes all of them test, also those with a split of their own: a source to evaluate on. seed: of the draw.
+    into: a folder for the pack alone; by default one under the cache, named by what identifies it.
     Raises PackError if nothing can be packed, DiskError if it cannot be written; nothing is published then.
     """
     splits.require_shares(val, test)
@@ -160,8 +160,8 @@ def build_pack(
         work = partial(decoded, survey=found, read=read, folder=folder)
         return side_by_side(work, found.entries[done:])
 
-    ends: Any = {"val": val, "test": test, "seed": seed, "progress": progress}
-    pack = make_pack(task, made, into, lambda: survey(folder, given), samples, options, **ends)
+    draw: Any = {"val": val, "test": test, "seed": seed}
+    pack = make_pack(task, made, into, lambda: survey(folder, given), samples, options, **draw, progress=progress)
     return dataclasses.replace(pack, raw=RawFiles(pack, folder, read))
 
 
@@ -198,7 +198,7 @@ def make_pack(
             with contextlib.closing(writer), contextlib.closing(samples(found, writer.done)) as stream:
                 writer.write([entry.name for entry in found.entries], stream, progress)
                 writer.finish()
-            finish(writer, found, task, made, val, test, seed)
+            finish(writer, found, task, made, (val, test, seed))
         except PackError:
             disk.remove(part)  # the data's fault: there is nothing to resume
             raise
@@ -284,9 +284,7 @@ class RawFiles(Dataset):
 # -- what all samples together decide
 
 
-def finish(
-    writer: Writer, survey: Survey, task: str, made: Mapping[str, Any], val: float, test: float, seed: int
-) -> None:
+def finish(writer: Writer, survey: Survey, task: str, made: Mapping[str, Any], draw: Draw) -> None:
     """Write classes, names, splits and the manifest beside what a Writer wrote: the folder is then a whole pack."""
     folder, columns, bad = writer.folder, dict(writer.columns), [*survey.bad, *writer.bad]
     entries = [survey.entries[i] for i in writer.kept]
@@ -298,54 +296,53 @@ def finish(
         np.save(folder / f"{survey.named}.npy", np.array([index[name] for name in writer.classes], np.int64))
         columns[survey.named] = Column("fixed", "<i8", ())
     (folder / "names.json").write_text(json.dumps([entry.name for entry in entries]))
-    if any(entry.group is not None for entry in entries):
+    if any(entry.group for entry in entries):
         (folder / "groups.json").write_text(json.dumps([entry.group for entry in entries]))
     with open(folder / "bad.csv", "w", encoding="utf-8-sig", errors="backslashreplace", newline="") as file:
         csv.writer(file).writerows([("file", "value", "rule", "fix"), *bad])
     arrays = {path.stem: mapped(path) for path in folder.glob("*.npy")}
     label = survey.named or ("label" if classes and str(columns.get("label")) in ("int64 ()", "int64 (1)") else None)
     labels = None if label is None else [classes[i] for i in arrays[label].ravel()]
-    split, remarks = split_entries(entries, survey, arrays, labels, val, test, seed)
-    train = np.flatnonzero(np.array(split) == "train")
+    split = split_entries(entries, survey, arrays, labels, draw)
+    arrays["split"] = np.array([splits.SPLITS.index(one) for one in split], np.uint8)
+    train = np.flatnonzero(arrays["split"] == 0)
     options = {**(survey.options or {}), **(survey.learn(arrays, train) if survey.learn else {})}
     counts = survey.count(arrays, train) if survey.count else {}
     card = Card(task, classes, options, {**columns, **survey.elsewhere}, {}, survey.bucket_by, counts=counts)
     files = {path.name: entry_of(path) for path in folder.iterdir() if path.name not in (JOURNAL, MANIFEST)}
-    seal(folder, card, split, files, {**made, "bad": len(bad), "label": label, "remarks": remarks})
+    more = {"bad": len(bad), "label": label, "remarks": remarks(entries, survey, split, labels, draw)}
+    seal(folder, card, split, files, {**made, **more})
 
 
-def split_entries(
-    entries: Sequence[Entry],
-    survey: Survey,
-    arrays: Mapping[str, np.ndarray],
-    labels: list[str] | None,
-    val: float,
-    test: float,
-    seed: int,
-) -> tuple[list[str], list[str]]:
-    """Return (the split of every sample, remarks)."""
+def split_entries(entries: Sequence[Entry], survey: Survey, arrays: Arrays, labels: Any, draw: Draw) -> list[str]:
+    """Return the split of every sample."""
+    val, test, seed = draw
     given, groups = [entry.split for entry in entries], [entry.group for entry in entries]
     if survey.drawn and not splits.is_all(test):
-        split = [one or "train" for one in given]
-    else:
-        texts = contents(arrays, survey.named, len(entries)) if survey.by_content else repeat(b"")
-        places = [splits.position(e.group or text or e.name, seed) for e, text in zip(entries, texts, strict=False)]
-        mix, exact = labels if survey.stratified else None, survey.stratified or survey.by_content
-        split = splits.assign(given, places, val, test, groups=groups, labels=mix, exact=exact)
-    every, kept = Counter(entry.split for entry in survey.entries), Counter(given)
-    refused = {one: (count - kept[one], count) for one, count in every.items()}
-    shares = {"train": 1, "val": val, "test": 0 if set(given) - {None} else test}
-    shares = {} if splits.is_all(test) else shares
-    return split, splits.remarks(split, labels, [one for one, share in shares.items() if share], refused)
+        return [split or "train" for split in given]
+    texts = contents(arrays, survey.named, len(entries)) if survey.by_content else repeat(b"")
+    places = [splits.position(e.group or text or e.name, seed) for e, text in zip(entries, texts, strict=False)]
+    mix, exact = labels if survey.stratified else None, survey.stratified or survey.by_content
+    return splits.assign(given, places, val, test, groups=groups, labels=mix, exact=exact)
 
 
-def contents(arrays: Mapping[str, np.ndarray], named: str | None, count: int) -> Iterator[bytes]:
+def contents(arrays: Arrays, named: str | None, count: int) -> Iterator[bytes]:
     """Yield what each sample holds, but for its class."""
     columns = sorted(name for name in arrays if name != named and not name.endswith(".offsets"))
     ends = {name: arrays.get(f"{name}.offsets") for name in columns}
     for i in range(count):
         places = {name: i if end is None else slice(end[i], end[i + 1]) for name, end in ends.items()}
         yield b"".join(arrays[name][place].tobytes() for name, place in places.items())
+
+
+def remarks(entries: Sequence[Entry], survey: Survey, split: list[str], labels: Any, draw: Draw) -> list[str]:
+    """Return what is to be said of the splits."""
+    val, test, _ = draw
+    every, kept = (Counter(entry.split for entry in some) for some in (survey.entries, entries))
+    refused = {one: (count - kept[one], count) for one, count in every.items()}
+    shares = {"train": 1, "val": val, "test": 0 if kept.keys() - {None} else test}
+    drawn = [one for one, share in shares.items() if share and not splits.is_all(test)]
+    return splits.remarks(split, labels, drawn, refused)
 
 
 def in_value_order(classes: Collection[str]) -> list[str]:

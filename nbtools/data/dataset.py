@@ -397,11 +397,11 @@ def read_all(items: Items, places: Sequence[int], look: Look) -> Generator[dict[
     forked on Linux, and elsewhere started if the Dataset can be sent to them."""
     method = "fork" if sys.platform == "linux" else multiprocessing.get_all_start_methods()[0]
     few = cores() == 1 or look.cost < CHEAP or look.cost * len(places) < SHORT
-    if few or not look.moves or (method != "fork" and refusal(items)):
+    if few or not look.moves or method != "fork":
         yield from map(items.__getitem__, places)
         return
     size = max(1, min(64, int(LOAD / max(look.bytes_each(), 1))))
-    yield from by_workers(items.__getitem__, places, size, method)
+    yield from by_workers(items.__getitem__, places, size)
 
 
 def refusal(items: Items) -> str:

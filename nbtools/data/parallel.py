@@ -58,12 +58,10 @@ def threaded(work: Callable[[T], R], items: Iterable[T], size: int = 16) -> Gene
     yield from in_order(ThreadPoolExecutor(cores()), lambda part: [*map(steady, part)], [*items], size)
 
 
-def by_workers(
-    work: Callable[[T], R], items: Sequence[T], size: int = 32, method: str = "fork"
-) -> Generator[R, None, None]:
-    """Yield work(item) of each item by a process a core, `size` at a time. Items and results must be picklable, and
-    with a method but fork the work too. Raises NbtoolsError where the system kills a process."""
-    pool = ProcessPoolExecutor(cores(), get_context(method), begin, (work,))
+def by_workers(work: Callable[[T], R], items: Sequence[T], size: int = 32) -> Generator[R, None, None]:
+    """Yield work(item) of each item by a forked process a core, `size` at a time; results must be picklable. Raises
+    NbtoolsError where the system kills a process."""
+    pool = ProcessPoolExecutor(cores(), get_context("fork"), begin, (work,))
     try:
         yield from in_order(pool, map_work, items, size)
     except BrokenProcessPool:
@@ -76,8 +74,7 @@ def begin(work: Callable[[Any], Any]) -> None:
     WORK[:] = [work]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)  # else OpenMP may hang in the fork of a process that has used it
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def map_work(part: Sequence[Any]) -> list[Any]:
