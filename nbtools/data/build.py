@@ -38,6 +38,7 @@ from nbtools.data.pack import (
     Pack,
     Reader,
     Sample,
+    class_names,
     entry_of,
     is_pack,
     lock_of,
@@ -302,7 +303,7 @@ def finish(writer: Writer, survey: Survey, task: str, made: Mapping[str, Any], d
         csv.writer(file).writerows([("file", "value", "rule", "fix"), *bad])
     arrays = {path.stem: mapped(path) for path in folder.glob("*.npy")}
     label = survey.named or ("label" if classes and str(columns.get("label")) in ("int64 ()", "int64 (1)") else None)
-    labels = None if label is None else [classes[i] for i in arrays[label].ravel()]
+    labels = None if label is None else class_names(arrays[label], classes)
     split = split_entries(entries, survey, arrays, labels, draw)
     arrays["split"] = np.array([splits.SPLITS.index(one) for one in split], np.uint8)
     train = np.flatnonzero(arrays["split"] == 0)

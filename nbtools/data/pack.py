@@ -255,7 +255,7 @@ class Pack(show.Table):
     def labels(self) -> list[str] | None:
         """The class of every sample, None where a sample is not of one class."""
         name = self.manifest.get("label")
-        return None if name is None else [self.classes[i] for i in self.arrays[name].ravel()]
+        return None if name is None else class_names(self.arrays[name], self.classes)
 
     def divided(self, split: Sequence[str], name: str) -> Pack:
         """Return this pack with another split, in a folder of that name beside it."""
@@ -324,6 +324,12 @@ class Pack(show.Table):
 def columns_of(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Column]:
     """Return columns as JSON keeps them."""
     return {name: Column(c["kind"], c["dtype"], tuple(c["shape"])) for name, c in values.items()}
+
+
+def class_names(ids: np.ndarray, classes: Sequence[str]) -> list[str]:
+    """Return the class of each sample; a number without a name stays one."""
+    names = dict(enumerate(classes))
+    return [names.get(i, str(i)) for i in ids.ravel().tolist()]
 
 
 def is_pack(folder: Path) -> bool:

@@ -18,15 +18,12 @@ File = tuple[str, Callable[[], bytes]]
 """(name relative to the folder, what computes its content)."""
 
 
-def write_demo(
-    folder: str | Path, files: Iterable[File], suffixes: tuple[str, ...], processes: int | None = None
-) -> Path:
+def write_demo(folder: str | Path, files: Iterable[File], suffixes: tuple[str, ...]) -> Path:
     """Write files into a folder in place of those of an earlier demo; returns the folder.
 
-    The contents are computed by so many processes (0: by threads of this one; None: one per core if there are many),
-    and not fsynced: a demo is made anew in seconds. suffixes: of the files that a reader of the folder would take for
-    data. Other files in the folder of an earlier demo are kept. Raises PackError if the folder has such files and no
-    demo wrote it, or a foreign file has a name that is needed; DiskError.
+    Nothing is fsynced: a demo is made anew in seconds. suffixes: of the files that a reader of the folder would take
+    for data. Other files in the folder of an earlier demo are kept. Raises PackError if the folder has such files and
+    no demo wrote it, or a foreign file has a name that is needed; DiskError.
     """
     folder, files = Path(folder), [*files]
     with disk.explained("writing demo data", folder):
