@@ -265,7 +265,7 @@ def why(error: PackError) -> tuple[str, str, str]:
     return str(value), str(rule), str(fix)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RawFiles(Dataset):
     """The source files of a pack, decoded at each access, as a DataLoader reads them: for comparison. Item i has the
     same values as the pack's sample i."""
