@@ -17,6 +17,7 @@ import pytest
 from archives import ended_at, forked, full, kill
 from packs import pack_of
 
+from nbtools import disk
 from nbtools.data import Column, Entry, Pack, Survey, build_pack, cache, parallel, writer
 from nbtools.errors import ArchiveError, DiskError, NbtoolsError, PackError, StageError
 
@@ -52,7 +53,7 @@ def reads(place: Path) -> int:
 
 def pack(source, options=None, *, task="plain", read=read, **more) -> Pack:
     def survey(folder, options) -> Survey:
-        return Survey([Entry(path.name) for path in sorted(folder.rglob("*.npy"))], ["even", "odd"])
+        return Survey([Entry(path.name) for path in sorted(folder.rglob("*.npy"))], by_content=True)
 
     return build_pack(source, task, options or {}, survey, read, **{"progress": False, **more})
 
@@ -283,6 +284,23 @@ def test_what_was_decoded_before_an_interrupt_is_not_read_again_unless_it_is_of_
     made = pack(source, options, into=into)
     assert (reads(place) - before < 16) == (change == "nothing")
     assert contents(made) == contents(pack(source, options, into=place / "anew"))
+
+
+@pytest.mark.usefixtures("noted")
+def test_a_pack_that_was_interrupted_as_it_finished_is_the_same_the_next_time(place, monkeypatch):
+    remove = disk.remove
+
+    def interrupted(path: Path) -> None:
+        if path.name == writer.JOURNAL:
+            raise KeyboardInterrupt
+        remove(path)
+
+    source = vectors(place / "raw")
+    monkeypatch.setattr(disk, "remove", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pack(source, into=place / "mine")
+    monkeypatch.setattr(disk, "remove", remove)
+    assert contents(pack(source, into=place / "mine")) == contents(pack(source, into=place / "anew"))
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def units_of(ids: Iterable[int], places: Sequence[float], groups: Sequence[str |
     """Return the samples that stay together, in the order of their places."""
     units: dict[int | str, list[int]] = {}
     for i in ids:
-        units.setdefault(i if groups[i] is None else groups[i] or "", []).append(i)
+        units.setdefault(groups[i] or i, []).append(i)
     return sorted(units.values(), key=lambda unit: places[unit[0]])
 
 
