@@ -15,6 +15,7 @@ from nbtools.data.feed import (
     batches_in,
     batches_left,
     choose,
+    collate,
     gather,
     in_order,
     lengths_of,
@@ -31,16 +32,11 @@ from nbtools.data.pack import (
     Column,
     Pack,
     Sample,
-    collate,
-    is_all,
-    is_count,
     is_pack,
-    position,
-    require_shares,
-    split_of,
 )
-from nbtools.data.parallel import cores, in_processes, side_by_side, threaded
+from nbtools.data.parallel import cores, side_by_side, threaded
 from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
 from nbtools.data.sources import cache
+from nbtools.data.splits import is_all, is_count, position, require_shares, split_of
 from nbtools.data.stage import stage
 from nbtools.data.transfer import bring, patient

@@ -35,10 +35,11 @@ from nbtools.data.identity import mark, whole
 from nbtools.data.items import TARGET, Form, Sign, bare, forms_in, forms_of, is_image, named, plain
 from nbtools.data.moments import moments
 from nbtools.data.names import class_names, leaves, named_class
-from nbtools.data.pack import FORMAT, MANIFEST, SPLITS, Card, Pack, Sample, is_pack, require_shares
-from nbtools.data.parallel import SHORT, by_workers, workers_pay
+from nbtools.data.pack import FORMAT, MANIFEST, SPLITS, Card, Pack, Sample, is_pack
+from nbtools.data.parallel import SHORT, by_workers, cores
 from nbtools.data.progress import say
 from nbtools.data.sources import cache
+from nbtools.data.splits import require_shares
 from nbtools.data.stage import stage
 from nbtools.errors import PackError, TrainError
 from nbtools.show import plural
@@ -395,12 +396,12 @@ def read_all(items: Items, places: Sequence[int], look: Look) -> Generator[dict[
     """Samples and rows of the table of bad samples, in order; read by worker processes where that pays, which are
     forked on Linux, and elsewhere started if the Dataset can be sent to them."""
     method = "fork" if sys.platform == "linux" else multiprocessing.get_all_start_methods()[0]
-    few = not workers_pay() or look.cost < CHEAP or look.cost * len(places) < SHORT
-    if few or not look.moves or (method != "fork" and refusal(items)):
+    few = cores() == 1 or look.cost < CHEAP or look.cost * len(places) < SHORT
+    if few or not look.moves or method != "fork":
         yield from map(items.__getitem__, places)
         return
     size = max(1, min(64, int(LOAD / max(look.bytes_each(), 1))))
-    yield from by_workers(items.__getitem__, places, size, method)
+    yield from by_workers(items.__getitem__, places, size)
 
 
 def refusal(items: Items) -> str:

@@ -10,7 +10,7 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from nbtools import show
-from nbtools.data.pack import Pack, collate
+from nbtools.data.pack import Column, Pack, Sample
 from nbtools.data.progress import say
 from nbtools.errors import HeldInterrupt, TrainError
 
@@ -284,6 +284,25 @@ def gather(pack: Pack, ids: np.ndarray) -> Raw:
         raw |= collate(samples, pack.columns)
     raw["id"] = torch.from_numpy(np.asarray(ids, np.int64))
     return raw
+
+
+def collate(
+    samples: Sequence[Sample], columns: Mapping[str, Column], unread: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Samples → raw batch: fixed (B, *shape); ragged zero-padded (B, longest, *shape) and `<column>_length` (B,);
+    without the unread columns."""
+    batch = {}
+    for name in (name for name in samples[0] if name not in unread):
+        arrays = [sample[name] for sample in samples]
+        if name in columns and columns[name].kind == "ragged":
+            lengths = np.array([len(a) for a in arrays])
+            padded = np.zeros((len(arrays), lengths.max(initial=0), *arrays[0].shape[1:]), arrays[0].dtype)
+            for row, array in zip(padded, arrays, strict=True):
+                row[: len(array)] = array
+            batch[name], batch[f"{name}_length"] = torch.from_numpy(padded), torch.from_numpy(lengths)
+        else:
+            batch[name] = torch.from_numpy(np.stack(arrays))
+    return batch
 
 
 def on(device: torch.device, raw: Raw) -> Raw:

@@ -4,7 +4,7 @@
     <column>.npy            fixed: (n, *shape); ragged: (sum of lengths, *shape)
     <column>.offsets.npy    ragged only: (n + 1,) int64; sample i is rows offsets[i]:offsets[i + 1]
     split.npy               (n,) uint8: 0 train, 1 val, 2 test
-    names.json              the samples' files, relative to the source
+    names.json              the samples' files, relative to the source; groups.json: their groups, if they have some
     bad.csv                 what was left out, and why
 
 A line of text is ragged along its width, so it is stored (W, H) or (W, H, C).
@@ -15,31 +15,31 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
 
 from nbtools import disk, show
-from nbtools.data import archive
+from nbtools.data import archive, splits
 from nbtools.data.cached import touch
 from nbtools.data.drive import place_to_keep
+from nbtools.data.sources import cache
+from nbtools.data.splits import SPLITS
 from nbtools.data.transfer import patient
 from nbtools.errors import ArchiveError, PackError
+from nbtools.version import VERSION
 
 if TYPE_CHECKING:
     import pandas as pd
 
 FORMAT = 3  # of the folder; the manifest also names the nbtools that wrote it
 MANIFEST = "pack.json"  # data sets have a manifest.json of their own
-READING = "reading a pack"
-SPLITS = ("train", "val", "test")
-BAD = ("file", "value", "rule", "fix")  # the columns of the table of bad samples
 
 Sample = dict[str, np.ndarray]
 Reader = Callable[[Path, Mapping[str, Any]], Sample]
@@ -81,8 +81,8 @@ class Card:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
-        return cls(**{**known, "columns": columns_of(values["columns"])})
+        fields = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
+        return cls(**{**fields, "columns": columns_of(values["columns"])})
 
 
 @dataclass(frozen=True)
@@ -101,47 +101,38 @@ class Pack(show.Table):
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """Open a finished pack, without the source files. Raises PackError if it is missing, has another version, or a
+        """Open a finished pack, without the source files. Raises PackError if it is missing, has another format, or a
         file has another size."""
         folder = Path(folder)
-        try:
-            manifest = disk.from_json((folder / MANIFEST).read_bytes())
-            if (version := manifest["version"]) != FORMAT:
-                maker = manifest.get("nbtools", "0.1")
+        if not is_pack(folder):
+            raise PackError(f"{folder}: no {MANIFEST}, so this is not a pack; make one with task.pack(source)")
+        with disk.explained("opening a pack", folder):
+            try:
+                manifest = disk.from_json((folder / MANIFEST).read_bytes())
+                version, maker = manifest["version"], manifest.get("nbtools", "0.1")
+                sizes = {folder / name: entry["size"] for name, entry in manifest["files"].items()}
+                card = Card.from_dict(manifest["card"]) if version == FORMAT else None
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise PackError(
-                    f"{folder}: this pack was made by nbtools {maker} (format {version}, and format {FORMAT} is read "
-                    "here); delete the folder and pack again"
-                )
-            # The hash is not used here, but must be there.
-            files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
-            card = Card.from_dict(manifest["card"])
-        except FileNotFoundError:
-            raise PackError(
-                f"{folder}: no {MANIFEST}, so this is not a pack; make one with task.pack(source)"
-            ) from None
-        except (ValueError, OSError, LookupError, TypeError, AttributeError) as error:
-            if disk.is_away(error):
-                with disk.explained("opening a pack", folder):
-                    raise
-            raise PackError(f"{folder / MANIFEST}: unreadable ({error}); delete the folder and pack again") from None
-        for name, (wanted, _) in files.items():
-            path = folder / name
-            size = path.stat().st_size if path.exists() else None
-            if size != wanted:
-                came = "is missing" if size is None else f"has {size} bytes"
-                raise PackError(f"{path}: {came}, the manifest says {wanted} bytes; delete the folder and pack again")
+                    f"{folder / MANIFEST}: unreadable ({error}); delete the folder and pack again"
+                ) from None
+            if card is None:
+                made = f"nbtools {maker} made this pack, in format {version}, and format {FORMAT} is read here"
+                raise PackError(f"{folder}: {made}; delete the folder and pack again")
+            for path, size in sizes.items():
+                came = f"has {path.stat().st_size} bytes" if path.exists() else "is missing"
+                if came != f"has {size} bytes":
+                    raise PackError(f"{path}: {came}, when packed it had {size}; delete the folder and pack again")
         touch(folder.absolute())
         return cls(folder, card, manifest)
 
     def verify(self) -> Self:
         """Compare every file's SHA-256 with the manifest; raises PackError naming the first that differs."""
-        for name, entry in self.manifest["files"].items():
-            with disk.explained("verifying a pack", self.folder):
-                came = disk.sha256(self.folder / name)
-            if came != entry["sha256"]:
-                raise PackError(
-                    f"{self.folder / name}: SHA-256 {came[:12]}…, the manifest says {entry['sha256'][:12]}…"
-                )
+        for path, entry in ((self.folder / name, entry) for name, entry in self.manifest["files"].items()):
+            with disk.explained("verifying a pack", path):
+                came, expected = disk.sha256(path), entry["sha256"]
+            if came != expected:
+                raise PackError(f"{path}: SHA-256 {came[:12]}…, the manifest says {expected[:12]}…")
         return self
 
     @property
@@ -159,6 +150,11 @@ class Pack(show.Table):
     @property
     def splits(self) -> dict[str, int]:
         return self.card.splits
+
+    @property
+    def remarks(self) -> list[str]:
+        """What whoever trains on it should hear, a sentence each."""
+        return self.manifest.get("remarks", [])
 
     @property
     def read(self) -> dict[str, Column]:
@@ -179,74 +175,115 @@ class Pack(show.Table):
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
         """Column → memory map of its values, private to this process: writes do not reach the file."""
-        return {name: mapped(self.folder / f"{name}.npy") for name in self.columns}
+        files = self.manifest["files"]
+        return {name: mapped(self.folder / f"{name}.npy") for name in self.columns if f"{name}.npy" in files}
 
     @cached_property
     def offsets(self) -> dict[str, np.ndarray]:
         """Ragged column → (n + 1,) int64."""
-        return {n: loaded(self.folder / f"{n}.offsets.npy") for n, c in self.columns.items() if c.kind == "ragged"}
-
-    @cached_property
-    def names(self) -> list[str]:
-        with disk.explained(READING, path := self.folder / "names.json"):
-            return json.loads(path.read_bytes())
+        ragged = (name for name in self.arrays if self.columns[name].kind == "ragged")
+        return {name: np.load(self.folder / f"{name}.offsets.npy") for name in ragged}
 
     @cached_property
     def split(self) -> np.ndarray:
-        return loaded(self.folder / "split.npy")
+        return np.load(self.folder / "split.npy")
+
+    @cached_property
+    def names(self) -> list[str]:
+        return json.loads((self.folder / "names.json").read_bytes())
 
     @cached_property
     def bad(self) -> pd.DataFrame:
         """The samples that were left out: file, value, rule, fix."""
         import pandas as pd
 
-        with disk.explained(READING, path := self.folder / "bad.csv"):
-            return pd.read_csv(path, encoding="utf-8-sig", dtype=str, keep_default_na=False)
+        return pd.read_csv(self.folder / "bad.csv", encoding="utf-8-sig", dtype=str, keep_default_na=False)
 
     def ids(self, split: str) -> np.ndarray:
-        """(n,) int64 sample ids of a split, ascending."""
+        """Return (n,) int64 sample ids of a split, ascending."""
         if split not in SPLITS:
             raise PackError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         chosen = self.split == SPLITS.index(split)
         return np.flatnonzero(chosen if self.wanted is None else chosen & self.wanted)
 
     def part(self, columns: Collection[str], unread: Collection[str] = ()) -> Self:
-        """The pack without the samples that have nothing in one of these columns: they are in no split, and ids stay.
-        Batches are grouped by one of them if the pack's own column is empty in some, and leave out the unread columns.
-        The pack itself where nothing changes."""
-        ragged = [name for name in columns if name in self.offsets]
+        """Return the pack without the samples that have nothing in one of these columns: they are in no split, and ids
+        stay. Batches are grouped by one of them if the pack's own column is empty in some, and leave out the unread
+        columns. The pack itself where nothing changes."""
+        ragged, by = [name for name in columns if name in self.offsets], self.card.bucket_by
         wanted = np.all([np.ones(len(self), bool), *(np.diff(self.offsets[name]) > 0 for name in ragged)], axis=0)
-        splits, by = {split: int(wanted[self.ids(split)].sum()) for split in SPLITS}, self.card.bucket_by
         if ragged and by not in (None, *ragged) and not np.diff(self.offsets[by])[wanted].all():
             by = ragged[0]
-        card = dataclasses.replace(self.card, splits=splits, bucket_by=by)
+        counts = {split: int(wanted[self.ids(split)].sum()) for split in SPLITS}
+        card = dataclasses.replace(self.card, splits=counts, bucket_by=by)
         if card == self.card and self.unread == set(unread):
             return self
-        if wanted.all() or self.wanted is not None:
-            wanted = None if self.wanted is None else wanted & self.wanted
-        return dataclasses.replace(self, card=card, wanted=wanted, unread=frozenset(unread))
+        wanted = wanted if self.wanted is None else wanted & self.wanted
+        return dataclasses.replace(self, card=card, wanted=None if wanted.all() else wanted, unread=frozenset(unread))
+
+    def __getstate__(self) -> dict[str, Any]:  # a process that gets it maps the arrays itself
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
 
     def lengths(self, column: str, ids: np.ndarray) -> np.ndarray:
         offsets = self.offsets[column]
         return offsets[ids + 1] - offsets[ids]
 
     def sample(self, i: int) -> Sample:
-        """Column → array of one sample."""
-        arrays = {}
-        for name, column in self.columns.items():
-            rows = slice(*self.offsets[name][i : i + 2]) if column.kind == "ragged" else i
-            arrays[name] = np.asarray(self.arrays[name][rows])
-        return arrays
+        """Return column → array of one sample; of `raw` where the pack does not hold it."""
+        if self.arrays.keys() < self.columns.keys():
+            return {name: np.asarray(array) for name, array in self.raw[i].items() if name in self.columns}
+        rows = {name: slice(*self.offsets[name][i : i + 2]) if name in self.offsets else i for name in self.columns}
+        return {name: np.asarray(self.arrays[name][row]) for name, row in rows.items()}
+
+    def folds(self, k: int, seed: int = 0) -> list[Pack]:
+        """Return k packs for cross validation, in folders beside this one: the n-th validates on the n-th part of what
+        is not test, and trains on the rest. They share its arrays, by links where the disk has them, and what was
+        measured for it, such as means. Classes are divided evenly, and groups stay whole."""
+        path, labels = self.folder / "groups.json", self.labels
+        groups = json.loads(path.read_bytes()) if path.exists() else [None] * len(self)
+        places = [splits.position(group or name, seed) for group, name in zip(groups, self.names, strict=True)]
+        units = splits.units_of(np.flatnonzero(self.split != SPLITS.index("test")).tolist(), places, groups)
+        if not isinstance(k, int) or not 2 <= k <= len(units):
+            raise PackError(f"folds must be 2 to {len(units):,}, as many as samples or groups at most, got {k!r}")
+        fold, made = splits.deal(units, labels, k), []
+        for n in range(k):
+            split = ["test" if i not in fold else "val" if fold[i] == n else "train" for i in range(len(self))]
+            made.append(self.divided(split, f"{self.folder.name}-fold-{n + 1}-of-{k}-seed-{seed}"))
+        return made
+
+    @property
+    def labels(self) -> list[str] | None:
+        """The class of every sample, None where a sample is not of one class."""
+        name = self.manifest.get("label")
+        return None if name is None else class_names(self.arrays[name], self.classes)
+
+    def divided(self, split: Sequence[str], name: str) -> Pack:
+        """Return this pack with another split, in a folder of that name beside it."""
+        target, key = self.folder.absolute().with_name(name), f"{self.card.digest} {name}"
+        files = {file: entry for file, entry in self.manifest["files"].items() if file != "split.npy"}
+        with disk.explained(f"dividing {self.folder}", target), lock_of(target):
+            if not is_pack(target):
+                part = target.with_name(f"{name}.part")
+                disk.remove(part)
+                part.mkdir()
+                for file in files:
+                    try:
+                        os.link(self.folder / file, part / file)
+                    except OSError:  # a disk without hard links
+                        shutil.copyfile(self.folder / file, part / file)
+                remarks = splits.remarks(split, self.labels, ["train", "val"], {})
+                seal(part, self.card, split, files, {**self.manifest, "key": key, "remarks": remarks})
+                disk.publish_folder(part, target)
+        pack = Pack.open(target)
+        if pack.manifest["key"] != key:
+            raise PackError(f"{target} holds a part of another pack; delete it, and divide this one again")
+        return dataclasses.replace(pack, raw=self.raw)
 
     def keep(self, where: str | Path) -> Path | None:
         """Write the pack as one tar, to `drive:…` or a path, read it back, and put its SHA-256 next to it, which is
-        compared when it is staged; `task.pack` of that file opens it in the next session. Errors of a mount are tried
-        again. Prints a sentence and returns None if access to Drive was declined in Colab's dialog.
-
-        The name is the caller's, so another pack that has it is replaced, all at once; until the new SHA-256 is there,
-        whoever stages the tar compares the hashes within the pack. Nothing is written if this very pack is there and
-        reads back whole.
-        """
+        compared when it is staged; `task.pack` of that file opens it in the next session. Another pack of that name is
+        replaced, all at once; the very same one is not written again if it reads back whole. Errors of a mount are
+        tried again. Prints a sentence and returns None if access to Drive was declined in Colab's dialog."""
         target = patient(lambda: place_to_keep(where), Path(where))
         if target is None:
             return None
@@ -260,7 +297,7 @@ class Pack(show.Table):
         return target
 
     def is_kept(self, target: Path, promise: Path) -> bool:
-        """Whether a tar is this very pack, whole. One that cannot be read is not: it is written anew."""
+        """Return whether a tar is this very pack, whole. One that cannot be read is written anew."""
         try:
             same = archive.read_member(target, MANIFEST) == (self.folder / MANIFEST).read_bytes()
             return same and promise.read_bytes() == f"{disk.sha256(target)}  {target.name}\n".encode()
@@ -270,73 +307,29 @@ class Pack(show.Table):
     def __len__(self) -> int:
         return len(self.split)
 
-    def only(self, column: str) -> str:
-        """How many samples have something in a column, where others do not."""
-        having = np.count_nonzero(np.diff(self.offsets[column])) if column in self.offsets else len(self)
-        return f" of {having:,} samples" if having < len(self) else ""
-
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
-        named, more = self.classes[:40], " …" if len(self.classes) > 40 else ""
-        names = (", " if any(" " in name for name in named) else " ").join(named)
+        names, bad = [*self.classes[:40], *["…"][: len(self.classes) - 40]], self.manifest["bad"]
         return ("pack", ""), [
             ("task", self.card.task),
-            ("samples", ", ".join(f"{self.splits[s]:,} {s}" for s in SPLITS)),
-            ("columns", ", ".join(f"{name} {column}{self.only(name)}" for name, column in self.columns.items())),
-            ("classes", f"{len(self.classes)}: {names}{more}" if self.classes else "none"),
-            ("bad samples", f"{self.manifest['bad']} left out, see pack.bad" if self.manifest["bad"] else "none"),
+            ("samples", ", ".join(f"{self.splits[split]:,} {split}" for split in SPLITS)),
+            ("columns", ", ".join(f"{name} {column}" for name, column in self.columns.items())),
+            ("classes", f"{len(self.classes)}: {', '.join(names)}" if names else "none"),
+            ("bad samples", f"{bad} left out, see pack.bad" if bad else "none"),
+            *(("remark", line) for line in self.remarks),
             ("size", show.size(self.bytes)),
             ("folder", str(self.folder)),
         ]
 
 
-@dataclass(eq=False)
-class RawFiles(Dataset):
-    """The source files of a pack, decoded at each access, as a DataLoader reads them: for comparison. Item i has the
-    same values as the pack's sample i. Picklable for workers of any start method: each opens the arrays itself.
-    """
-
-    folder: Path
-    source: Path
-    read: Reader = field(repr=False)
-
-    @cached_property
-    def pack(self) -> Pack:
-        return Pack.open(self.folder)
-
-    def __len__(self) -> int:
-        return len(self.pack)
-
-    def __getitem__(self, i: int) -> Sample:
-        decoded = self.read(self.source / self.pack.names[i], self.pack.options)
-        labels = self.pack.sample(i)  # memory maps: what is replaced is not read
-        return {**labels, **decoded, "id": np.asarray(i, np.int64)}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "source": self.source, "read": self.read}
-
-
-def collate(
-    samples: Sequence[Sample], columns: Mapping[str, Column], unread: Collection[str] = ()
-) -> dict[str, torch.Tensor]:
-    """Samples → raw batch: fixed (B, *shape); ragged zero-padded (B, longest, *shape) and `<column>_length` (B,);
-    without the unread columns."""
-    batch = {}
-    for name in (name for name in samples[0] if name not in unread):
-        arrays = [sample[name] for sample in samples]
-        if name in columns and columns[name].kind == "ragged":
-            lengths = np.array([len(a) for a in arrays])
-            padded = np.zeros((len(arrays), lengths.max(initial=0), *arrays[0].shape[1:]), arrays[0].dtype)
-            for row, array in zip(padded, arrays, strict=True):
-                row[: len(array)] = array
-            batch[name], batch[f"{name}_length"] = torch.from_numpy(padded), torch.from_numpy(lengths)
-        else:
-            batch[name] = torch.from_numpy(np.stack(arrays))
-    return batch
-
-
 def columns_of(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Column]:
-    """Columns as JSON keeps them."""
+    """Return columns as JSON keeps them."""
     return {name: Column(c["kind"], c["dtype"], tuple(c["shape"])) for name, c in values.items()}
+
+
+def class_names(ids: np.ndarray, classes: Sequence[str]) -> list[str]:
+    """Return the class of each sample; a number without a name stays one."""
+    names = dict(enumerate(classes))
+    return [names.get(i, str(i)) for i in ids.ravel().tolist()]
 
 
 def is_pack(folder: Path) -> bool:
@@ -344,72 +337,29 @@ def is_pack(folder: Path) -> bool:
 
 
 def mapped(path: Path) -> np.ndarray:
-    """A copy-on-write map, which torch accepts without a warning; an empty array where there is nothing to map."""
+    """Return a copy-on-write map, which torch accepts without a warning; an empty array where nothing can be mapped."""
     try:
-        return loaded(path, "c")
+        return np.load(path, mmap_mode="c")
     except ValueError:
-        return loaded(path)
+        return np.load(path)
 
 
-def loaded(path: Path, mode: Literal["c"] | None = None) -> np.ndarray:
-    """One of a pack's arrays. Raises DiskError where the disk does not give it."""
-    with disk.explained(READING, path):
-        return np.load(path, mmap_mode=mode)
+def lock_of(folder: Path) -> disk.Lock:
+    """Return the lock of whoever makes a pack there."""
+    name = hashlib.blake2b(str(folder).encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    return disk.Lock(cache() / "locks" / f"pack-{name}.lock")
 
 
-def split_of(name: str, val: float = 0.1, test: float = 0.1) -> str:
-    """The split of a sample by a hash of its name: the same on every machine, whatever the other samples, so that it
-    does not move when others are added."""
-    place = position(name)
-    return "test" if place < test else "val" if place < test + val else "train"
+def entry_of(path: Path) -> dict[str, Any]:
+    """Return what a manifest says of a file."""
+    return {"size": path.stat().st_size, "sha256": disk.sha256(path)}
 
 
-def position(name: str) -> float:
-    """A name's place in [0, 1)."""
-    data = name.encode(errors="surrogateescape")  # file names need not be UTF-8
-    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big") / 2**56
-
-
-def assigned(names: Sequence[str], splits: Sequence[str | None], val: float, test: float) -> list[str]:
-    """The split of every sample: its own, else by the hash of its name; whole numbers take exactly that many,
-    the smallest hashes first. A source with a test folder but no val folder gives its val share from train. test=1.0:
-    all are test, whatever split they have."""
-    if is_all(test):
-        return ["test"] * len(names)
-    given = set(splits) - {None}
-    divided = "train" if "train" in given and "val" not in given else None
-    drawn = [i for i, split in enumerate(splits) if split == divided]
-    test = 0 if given else test
-    result = [split or "train" for split in splits]
-    if not is_count(val) and not is_count(test):
-        for i in drawn:
-            result[i] = split_of(names[i], val, test)
-        return result
-    tests, vals = (int(share) if is_count(share) else round(share * len(drawn)) for share in (test, val))
-    if drawn and tests + vals >= len(drawn):
-        raise PackError(
-            f"val={val} and test={test} leave none of {show.plural(len(drawn), 'sample')} to train on; lower them"
-        )
-    for rank, i in enumerate(sorted(drawn, key=lambda i: position(names[i]))[: tests + vals]):
-        result[i] = "test" if rank < tests else "val"
-    return result
-
-
-def require_shares(val: float, test: float) -> None:
-    """Raise PackError unless these can be the validation's and the test's part of a source."""
-    shares = [x for x in (val, test) if not is_count(x)]
-    numbers = all(isinstance(x, (int, float)) for x in (val, test))
-    if not numbers or not min(val, test) >= 0 or not (sum(shares) < 1 or is_all(test)):
-        raise PackError(
-            f"val and test must be whole numbers of samples, or shares ≥ 0 and below 1, got {val}, {test}; "
-            "their sum leaves samples to train on, but for test=1.0, which makes all of them test"
-        )
-
-
-def is_count(share: float) -> bool:
-    return isinstance(share, int) and share >= 1
-
-
-def is_all(share: float) -> bool:
-    """Whether it is the share of a split that takes every sample; the whole number 1 is one sample."""
-    return isinstance(share, float) and share == 1
+def seal(folder: Path, card: Card, split: Sequence[str], files: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    """Write split.npy and the manifest beside the other files, which are then a whole pack."""
+    np.save(folder / "split.npy", np.array([SPLITS.index(one) for one in split], np.uint8))
+    files = {**files, "split.npy": entry_of(folder / "split.npy")}
+    digest = hashlib.sha256("".join(files[name]["sha256"] for name in sorted(files)).encode()).hexdigest()
+    card = dataclasses.replace(card, splits={one: split.count(one) for one in SPLITS}, digest=digest)
+    manifest = {**more, "version": FORMAT, "nbtools": VERSION, "card": card.to_dict(), "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))

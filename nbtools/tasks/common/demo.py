@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from nbtools import disk
-from nbtools.data import SLOW, bar, in_processes
+from nbtools.data import SLOW, bar, side_by_side
 from nbtools.errors import PackError
 from nbtools.tasks.common.files import walk
 
@@ -18,21 +18,18 @@ File = tuple[str, Callable[[], bytes]]
 """(name relative to the folder, what computes its content)."""
 
 
-def write_demo(
-    folder: str | Path, files: Iterable[File], suffixes: tuple[str, ...], processes: int | None = None
-) -> Path:
+def write_demo(folder: str | Path, files: Iterable[File], suffixes: tuple[str, ...]) -> Path:
     """Write files into a folder in place of those of an earlier demo; returns the folder.
 
-    The contents are computed by so many processes (0: by threads of this one; None: one per core if there are many),
-    and not fsynced: a demo is made anew in seconds. suffixes: of the files that a reader of the folder would take for
-    data. Other files in the folder of an earlier demo are kept. Raises PackError if the folder has such files and no
-    demo wrote it, or a foreign file has a name that is needed; DiskError.
+    Nothing is fsynced: a demo is made anew in seconds. suffixes: of the files that a reader of the folder would take
+    for data. Other files in the folder of an earlier demo are kept. Raises PackError if the folder has such files and
+    no demo wrote it, or a foreign file has a name that is needed; DiskError.
     """
     folder, files = Path(folder), [*files]
     with disk.explained("writing demo data", folder):
         clear(folder, suffixes)
         with open(folder / LIST, "w", encoding="utf-8") as written:
-            contents = in_processes(lambda k: (files[k][0], files[k][1]()), range(len(files)), processes)
+            contents = side_by_side(lambda k: (files[k][0], files[k][1]()), range(len(files)))
             for name, data in bar(contents, "writing demo data", len(files), unit=" files", leave=False, delay=SLOW):
                 if (folder / name).exists():
                     raise PackError(foreign(folder / name))

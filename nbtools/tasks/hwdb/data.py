@@ -82,9 +82,7 @@ def pack(
     require_shares(val, test)
     options = {"height": height, "classes": None if classes is None else "".join(charset_of(classes))}
     found = partial(survey, progress=progress, why=why)
-    return build_pack(
-        source, "hwdb", options, found, read, val=val, test=test, into=into, progress=progress, in_place=True
-    )
+    return build_pack(source, "hwdb", options, found, read, val=val, test=test, into=into, progress=progress)
 
 
 def height_for(gigabytes: float) -> tuple[int, str]:
