@@ -8,21 +8,21 @@ from nbtools.data.draws import STAYING, Draws, Keys, constant, places
 from nbtools.data.drive import drive_path, kept, on_colab, place_to_keep, release_runtime, remount
 from nbtools.data.feed import (
     Feed,
+    Padding,
     Raw,
     Resident,
-    Workers,
-    auto_feed,
     batches_in,
     batches_left,
     choose,
+    collate,
     gather,
     in_order,
     lengths_of,
     on,
     open_feed,
-    require_shared_memory,
 )
 from nbtools.data.frames import tables
+from nbtools.data.images import IMAGES, open_image
 from nbtools.data.items import TARGET, Form, inputs_of, is_image
 from nbtools.data.keeping import EARLIER, LATER, LATEST, is_kept, latest, opened_copy, present, restore_kept
 from nbtools.data.pack import (
@@ -31,7 +31,6 @@ from nbtools.data.pack import (
     Column,
     Pack,
     Sample,
-    collate,
     is_all,
     is_count,
     is_pack,

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset
 
 from nbtools import disk, show
@@ -313,25 +312,6 @@ class RawFiles(Dataset):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "source": self.source, "read": self.read}
-
-
-def collate(
-    samples: Sequence[Sample], columns: Mapping[str, Column], unread: Collection[str] = ()
-) -> dict[str, torch.Tensor]:
-    """Samples → raw batch: fixed (B, *shape); ragged zero-padded (B, longest, *shape) and `<column>_length` (B,);
-    without the unread columns."""
-    batch = {}
-    for name in (name for name in samples[0] if name not in unread):
-        arrays = [sample[name] for sample in samples]
-        if name in columns and columns[name].kind == "ragged":
-            lengths = np.array([len(a) for a in arrays])
-            padded = np.zeros((len(arrays), lengths.max(initial=0), *arrays[0].shape[1:]), arrays[0].dtype)
-            for row, array in zip(padded, arrays, strict=True):
-                row[: len(array)] = array
-            batch[name], batch[f"{name}_length"] = torch.from_numpy(padded), torch.from_numpy(lengths)
-        else:
-            batch[name] = torch.from_numpy(np.stack(arrays))
-    return batch
 
 
 def columns_of(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Column]:

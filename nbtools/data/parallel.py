@@ -7,23 +7,25 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from nbtools.data.feed import Loader, ignore_signals
+from nbtools.data.feed import ignore_signals
 from nbtools.data.progress import say
-from nbtools.errors import NbtoolsError
+from nbtools.errors import HeldInterrupt, NbtoolsError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -167,6 +169,57 @@ def by_workers(
     finally:
         crew.end()  # a traceback keeps the loader, and it its workers
     yield from map(work, items[done:])
+
+
+@dataclass
+class Loader:
+    """A DataLoader, its list of batches, to be filled, and its worker processes once it has begun."""
+
+    loader: DataLoader
+    batches: list[list[Any]]
+    processes: list[BaseProcess] = field(default_factory=list)
+    waiting: threading.RLock = field(default_factory=threading.RLock)  # else a second one finds a dead process alive
+
+    def begin(self) -> Iterator[Any]:
+        """Its stream. torch has SIGCHLD raise wherever this process is, as in the middle of a step; without that a
+        killed worker is found where a batch is waited for, within 5 s. An interrupt is held while processes start: it
+        could leave one that nobody ends, or a queue's lock held, on which closing the stream would wait for ever. With
+        workers that are there it acts at once, as their last batches may be on a disk that does not respond."""
+        with contextlib.nullcontext() if self.processes else HeldInterrupt():
+            handler, others = signal.getsignal(signal.SIGCHLD), multiprocessing.active_children()
+            try:
+                return iter(self.loader)
+            finally:
+                self.processes += [process for process in multiprocessing.active_children() if process not in others]
+                if threading.current_thread() is threading.main_thread():
+                    theirs = getattr(handler, "__module__", "").startswith("torch.")  # of a loader of the user's
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL if theirs or handler is None else handler)
+
+    def killed(self) -> str:
+        """Which process was killed, in words, after ending the others; "" if all live. Its connection may end a moment
+        before it does."""
+        with self.waiting:
+            ended = wait([process.sentinel for process in self.processes], 1.0 if self.processes else 0.0)
+            for process in self.processes:
+                if process.sentinel in ended:  # its files are closed, which comes before its end
+                    process.join(1.0)
+            gone = [process for process in self.processes if not process.is_alive()]
+            if not gone:
+                return ""
+            self.end()  # one may wait for a lock that the killed one held
+        code = gone[0].exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        memory = ", as by a system whose memory runs out" if -code == signal.SIGKILL else ""
+        return f"worker process {gone[0].pid} {how}{memory}"
+
+    def end(self, first: Collection[Any] = ()) -> None:
+        """Kill them all. first: sentinels of those that had already ended; `killed` reports one of them."""
+        with self.waiting:
+            self.processes.sort(key=lambda process: process.sentinel not in first)
+            for process in self.processes:
+                process.kill()
+            for process in self.processes:
+                process.join(5.0)  # a disk that does not answer holds it longer
 
 
 def begin_worker(worker: int) -> None:
