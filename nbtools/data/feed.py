@@ -14,6 +14,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
+from multiprocessing.connection import wait
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -326,21 +327,23 @@ class Workers:
             return
         loader: Any = self.idle.pop() if self.idle else self.open(batches[0])
         loader.batch_sampler[:] = [batch.tolist() for batch in batches]
-        stream: Any = ()
         try:
-            stream = begun(loader)
-            for raw in stream:
+            for raw in begun(loader):
                 yield on(self.device, raw)
         except GeneratorExit:  # the caller left early: the next call drops what is on its way
             pass
         except BaseException as error:
-            for process in getattr(stream, "_workers", ()):  # they would live as long as the traceback
+            workers = getattr(loader._iterator, "_workers", [])
+            died = workers and isinstance(error, Exception) and wait([each.sentinel for each in workers], 1.0)
+            for process in workers:  # they would live as long as the traceback
                 process.kill()
-            if not str(error).startswith("DataLoader worker"):
+            if not died:
                 raise
-            fix = "set fewer workers or a smaller prefetch, which need less of both, and run it again to resume"
-            rule = f"{str(error).rstrip('. ')}, as where memory or shared memory (/dev/shm) runs out"
-            raise TrainError(f"{rule}; {fix}", entry="The loader hangs") from error
+            raise TrainError(
+                "a worker process of the DataLoader died, as where memory or shared memory (/dev/shm) runs out; set "
+                "fewer workers or a smaller prefetch, which need less of both, and run it again to resume",
+                entry="The loader hangs",
+            ) from error
         self.idle.append(loader)
 
 
