@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from nbtools import figures
 from nbtools.errors import PackError
-from nbtools.tasks.common import ctc, files, labels, mistakes
+from nbtools.tasks.common import ctc, files, lists, mistakes
 from nbtools.tasks.common.demo import write_demo
 from nbtools.tasks.common.metrics import accuracy, edits, text_metrics, whole_accuracy
 
@@ -97,8 +97,7 @@ def test_hidden_colours_of_transparent_pixels_do_not_show(tmp_path):
         image.info = {"transparency": 0} if mode == "P" else {}
         image.save(tmp_path / "clear.png")
         for wanted in ("RGB", "L"):
-            with files.open_image(tmp_path / "clear.png") as image:
-                assert np.asarray(files.on_white(image, wanted)).min() == 255
+            assert np.asarray(files.decode_image(tmp_path / "clear.png", wanted)).min() == 255
 
 
 # Labels
@@ -113,14 +112,14 @@ def test_hidden_colours_of_transparent_pixels_do_not_show(tmp_path):
 )
 def test_a_table_that_is_no_csv_in_utf_8_names_the_file_and_the_place(data, message):
     with pytest.raises(PackError, match=message):
-        list(labels.csv_rows(data, "labels.csv"))
+        lists.read_rows(lists.decode_text(data, "labels.csv"), "labels.csv", bool)
 
 
 @pytest.mark.parametrize(("wrong", "came"), [("aab", "'a'"), (["a", "bc"], "'bc'"), ([1], "1"), ("", "none"), (5, "5")])
 def test_classes_of_text_are_single_characters_each_once(wrong, came):
-    assert labels.characters("ab") == ("a", "b")
+    assert lists.characters("ab") == ("a", "b")
     with pytest.raises(PackError, match=f"alphabet must be single characters, each once, got {came}; give"):
-        labels.characters(wrong, "alphabet")
+        lists.characters(wrong, "alphabet")
 
 
 # Demo folders

@@ -20,7 +20,7 @@ from nbtools.data import Card, Draws, Pack, constant, places
 from nbtools.errors import PlanError
 from nbtools.tasks.captcha.networks import Ctc, Guide, Small
 from nbtools.tasks.common import ctc
-from nbtools.tasks.common.labels import spell
+from nbtools.tasks.common.lists import spell
 from nbtools.tasks.common.metrics import MEANINGS as OF_TEXTS
 from nbtools.tasks.common.metrics import accuracy, text_metrics, whole_accuracy
 from nbtools.tasks.common.plans import THUMB, at_most, bucket_knob, epochs_for

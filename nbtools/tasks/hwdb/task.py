@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from nbtools.data import Card, Draws, Pack, constant, places
 from nbtools.tasks.common import ctc
-from nbtools.tasks.common.labels import spell
+from nbtools.tasks.common.lists import spell
 from nbtools.tasks.common.metrics import MEANINGS as OF_TEXTS
 from nbtools.tasks.common.metrics import text_metrics
 from nbtools.tasks.common.plans import THUMB, at_most, bucket_knob, epochs_for
