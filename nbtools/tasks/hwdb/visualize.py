@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from nbtools.data import Pack
 from nbtools.figures import GREY, RIGHT, WIDE, WRONG, Fonts, Sheet, blank, canvas, finish, scaled
 from nbtools.tasks.common.lists import text_of
-from nbtools.tasks.common.mistakes import paired
+from nbtools.tasks.common.metrics import paired
 from nbtools.tasks.hwdb.analysis import aligned, is_wrong
 
 if TYPE_CHECKING:

@@ -68,8 +68,7 @@ class Extracted(Report):
     ready: tuple[str, ...] = ()
     losses: tuple[float, ...] = ()
 
-    @property
-    def summary(self) -> str:
+    def footer(self) -> str:
         counts = f"{plural(len(self.written), 'clip')} got features, {len(self.ready):,} had them"
         return f"{self.about}: {counts}, {plural(len(self.rows), 'file')} could not be used"
 

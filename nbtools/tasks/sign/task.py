@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,14 @@ from torch.nn import functional as F
 from nbtools.data import Card, Draws, Pack, Sample, collate
 from nbtools.errors import PlanError
 from nbtools.tasks.common import metrics as measures
-from nbtools.tasks.common.latency import Latency, measure_latency
+from nbtools.tasks.common.latency import measure_latency
 from nbtools.tasks.sign.keypoints import SPAN, Keypoints, prepared
 from nbtools.tasks.sign.networks import LABELS, Outputs
 from nbtools.tasks.sign.plans import Plan, network_of
 from nbtools.train import Batch, Pair, Tensors
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 BEST = "gloss_accuracy"
 MEANINGS = {
@@ -146,7 +150,7 @@ def stream(
         yield replace(answer(model, card, plan, part), frame=end)
 
 
-def latency(model: nn.Module, card: Card | Pack, plan: Plan, clips: Sequence[Sample]) -> Latency:
+def latency(model: nn.Module, card: Card | Pack, plan: Plan, clips: Sequence[Sample]) -> pd.DataFrame:
     """How long a model takes for single clips, from arrays to the answer. Raises PlanError without clips."""
     frames = statistics.median([len(clip[inputs(plan, clip)[0]]) for clip in clips] or [0])
     device = next(model.parameters()).device
