@@ -94,8 +94,9 @@ def in_order(ids: np.ndarray, lengths: np.ndarray | None, batch_size: int) -> li
 
 
 def lengths_of(pack: Pack, ids: np.ndarray) -> np.ndarray | None:
-    """Return the lengths that batches are grouped by; None where every sample has the same."""
-    return pack.lengths(pack.card.bucket_by, ids) if pack.card.bucket_by else None
+    """Return the lengths that batches are grouped by; None where every sample has the same, or nobody has read them."""
+    by = pack.card.bucket_by
+    return pack.lengths(by, ids) if by and by in offsets_of(pack) else None
 
 
 # -- how long a batch is
@@ -161,8 +162,9 @@ def gather(pack: Pack, ids: np.ndarray, padding: Padding | None = None) -> Raw:
     elif ragged:
         samples = [{n: pack.arrays[n][slice(*ends[i : i + 2])] for n, ends in ragged.items()} for i in ids]
         raw = collate(samples, pack.columns, padding=padding)
-    for name in pack.read.keys() - raw.keys():
-        raw[name] = torch.from_numpy(np.take(pack.arrays[name], ids, axis=0))
+    for name in pack.read:
+        if name not in raw:
+            raw[name] = torch.from_numpy(np.take(pack.arrays[name], ids, axis=0))
     return {**raw, "id": torch.from_numpy(np.asarray(ids, np.int64))}
 
 

@@ -219,11 +219,12 @@ def epoch_batches(pack: Pack, plan: Plan, epoch: int = 0) -> list[np.ndarray]:
 def typical(pack: Pack, plan: Plan, number: int = 1) -> list[tuple[np.ndarray, float]]:
     """[(ids, samples that they stand for)]: whole batches of the plan's first epoch; where lengths differ, those whose
     padded length is nearest to the epoch's mean a sample, so that few stand for all."""
-    batches, column, padding = epoch_batches(pack, plan), pack.card.bucket_by, Padding(pack, plan)
+    batches, column = epoch_batches(pack, plan), pack.card.bucket_by
     whole = [ids for ids in batches if len(ids) == plan.batch_size] or batches
-    if column is None:
+    lengths = Padding(pack, plan).of(pack, batches)
+    if column not in lengths:
         return [(ids, len(ids)) for ids in whole[:number]]
-    padded = list(zip(padding.of(pack, batches)[column], batches, strict=True))
+    padded = list(zip(lengths[column], batches, strict=True))
     mean = sum(length * len(ids) for length, ids in padded) / sum(map(len, batches))
     like = [(length, ids) for length, ids in padded if len(ids) == len(whole[0])]
     like.sort(key=lambda each: abs(each[0] - mean))
