@@ -30,32 +30,21 @@ def test_the_numbers_of_a_sample_do_not_depend_on_batch_size_or_order_nor_touch_
                 assert torch.equal(part, all_of_it[ids])
 
 
-def chi_square(values: np.ndarray, bins: int) -> float:
-    """Of values in [0, 1) in equal bins, as standard deviations from its mean (bins - 1, variance 2 (bins - 1))."""
-    counts = np.bincount((values * bins).astype(int), minlength=bins)
-    expected = len(values) / bins
-    return (((counts - expected) ** 2 / expected).sum() - (bins - 1)) / math.sqrt(2 * (bins - 1))
+def deviation(values: torch.Tensor, bins: int = 256) -> float:
+    """Chi square of values in [0, 1) in equal bins, as standard deviations from its mean."""
+    counts, expected = np.bincount((values.double().numpy() * bins).astype(int), minlength=bins), len(values) / bins
+    return abs((((counts - expected) ** 2 / expected).sum() - (bins - 1)) / math.sqrt(2 * (bins - 1)))
 
 
-def test_uniform_numbers_are_uniform_over_samples_draws_and_epochs():
-    over_samples = Draws(0, 0, torch.arange(200_000)).uniform()
-    over_draws = Draws(0, 0, torch.arange(1)).uniform(shape=(200_000,))[0]
-    over_epochs = torch.cat([Draws(0, e, IDS).uniform() for e in range(100)])
-    for values in (over_samples.double().numpy(), over_draws.double().numpy(), over_epochs.double().numpy()):
-        assert 0 <= values.min() < values.max() < 1
-        assert abs(chi_square(values, 256)) < 4
-        assert abs(chi_square(values * 256 % 1, 256)) < 4  # the next 8 bits
-
-
-def test_neighbours_are_independent():
+def test_numbers_are_uniform_and_neighbours_independent():
     """Samples, draws, epochs and seeds next to each other: correlations within 4 / √n of 0, and pairs fill a square."""
     numbers = Draws(1, 1, torch.arange(100_001)).uniform(shape=(2,)).double()
     other = {place: Draws(*place, IDS).uniform(shape=(100,)).double().flatten() for place in [(0, 1), (1, 0), (1, 1)]}
     pairs = [(numbers[:-1, 0], numbers[1:, 0]), (numbers[:, 0], numbers[:, 1])]
     for a, b in [*pairs, (other[1, 0], other[1, 1]), (other[0, 1], other[1, 1]), (other[0, 1], other[1, 0])]:
         assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 4 / math.sqrt(len(a))
-        square = ((a * 16).floor() * 16 + (b * 16).floor()) / 256
-        assert abs(chi_square(square.numpy(), 256)) < 4
+        assert deviation(((a * 16).floor() * 16 + (b * 16).floor()) / 256) < 4
+        assert deviation(a) < 4 > deviation(a * 256 % 1)  # also the next 8 bits
 
 
 def test_the_numbers_are_those_that_runs_were_made_with():

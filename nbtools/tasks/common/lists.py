@@ -55,8 +55,8 @@ def csv_rows(text: str, separator: str, file: str) -> Iterator[tuple[int, list[s
 
 def first_cut(text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
     for number, line in enumerate(text.split("\n"), 1):
-        if line := line.removesuffix("\r"):
-            first, *rest = line.split(None if separator == " " else separator, 1)
+        if line.strip():
+            first, *rest = line.removesuffix("\r").split(None if separator == " " else separator, 1)
             yield number, [first.strip(), *rest]
 
 
