@@ -13,6 +13,7 @@ from nbtools.data import open_image
 from nbtools.errors import PackError
 from nbtools.tasks.common.report import Refused, Row
 
+DAMAGED = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)  # Pillow on damaged files
 SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|(val)(?:id|idation)?|(test)(?:ing)?)(?![a-z])", re.I)
 
 

@@ -23,7 +23,7 @@ from nbtools import disk
 from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
 from nbtools.errors import PackError
 from nbtools.show import percent, plural, sized
-from nbtools.tasks.common.files import decode_image
+from nbtools.tasks.common.files import DAMAGED, decode_image
 from nbtools.tasks.common.report import ERROR, WARNING, Refused, Report, Row, ordered
 from nbtools.tasks.segment import cvat
 from nbtools.tasks.segment.classes import IGNORE, MOST_CLASSES, Class, Given, Table, class_table, parse_classes
@@ -35,7 +35,6 @@ MIXED = 384, 384  # pixels to which images of several sizes are scaled: the guid
 LARGEST = 1024 * 2048  # pixels of images that are packed at their own size: Cityscapes'
 LEAST, MOST = 32, 4096  # pixels of a side
 ORIENTATION = 0x0112  # the EXIF tag
-UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises on damaged files
 Ignored = int | str | Iterable[int | str] | None
 
 
@@ -168,7 +167,7 @@ def unlabelled(contents: Contents) -> str:
 
 def header_size(path: Path) -> Size | None:
     """The size of the upright picture, without decoding it; None if it cannot be read, which packing explains."""
-    with contextlib.suppress(*UNREADABLE), Image.open(path) as image:
+    with contextlib.suppress(*DAMAGED), Image.open(path) as image:
         turned = "exif" in image.info and image.getexif().get(ORIENTATION) in range(5, 9)
         return image.size if turned else (image.height, image.width)
 
@@ -317,7 +316,7 @@ def save(answer: np.ndarray, picture: str | Path, folder: str | Path, card: Card
     found.save(content, "png", pnginfo=comment)
     with disk.explained("writing a prediction", target):
         there = None
-        with contextlib.suppress(*UNREADABLE), Image.open(target) as image:
+        with contextlib.suppress(*DAMAGED), Image.open(target) as image:
             there = image.info.get("Comment")
         if target.exists() and there != own:
             raise PackError(

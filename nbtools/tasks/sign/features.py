@@ -26,7 +26,7 @@ from nbtools.data import bar, stage, threaded
 from nbtools.errors import PackError
 from nbtools.show import plural, sized
 from nbtools.tasks.common.demo import require, whole
-from nbtools.tasks.common.files import decode_image, split_of, walk
+from nbtools.tasks.common.files import DAMAGED, decode_image, split_of, walk
 from nbtools.tasks.common.report import Refused, Report, Row
 from nbtools.tasks.sign import task
 from nbtools.tasks.sign.clips import (
@@ -54,7 +54,6 @@ VIDEOS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wm
 TUNED = "backbone.safetensors"
 MAKER = "{}_backbone"  # the array of text next to the features that names the backbone which made them
 MIXED = "features of two backbones cannot be mixed; choose another folder, or replace them with overwrite=True"
-UNREADABLE = (OSError, SyntaxError, ValueError, EOFError)  # what Pillow raises on damaged files
 CLIPS_A_STEP = 8  # of fine-tuning
 FASTER = 10  # times the backbone's lr is the GRU's, which begins with nothing
 
@@ -244,7 +243,7 @@ def is_animated(path: Path) -> bool:
     """Whether a file holds several images; False for one that cannot be read, which is reported when it is decoded."""
     if path.suffix.lower() not in FILMS:
         return False
-    with contextlib.suppress(*UNREADABLE), Image.open(path) as image:
+    with contextlib.suppress(*DAMAGED), Image.open(path) as image:
         return getattr(image, "is_animated", False)
     return False
 
@@ -275,7 +274,9 @@ def images_in(path: Path) -> Iterator[np.ndarray]:
         with Image.open(path) as film:
             for image in ImageSequence.Iterator(film):
                 yield np.asarray(image.convert("RGB"))
-    except UNREADABLE as error:
+    except DAMAGED as error:
+        if disk.is_away(error):
+            raise
         fix = "delete it, or copy it again from its origin"
         raise Refused(Row("frame", "the file must be a whole image", str(error), fix)) from None
 
