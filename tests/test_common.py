@@ -142,7 +142,7 @@ def test_a_demo_replaces_a_demo_and_neither_mixes_with_other_data_nor_removes_it
     def contents(*names):
         return ((name, name.encode) for name in names)
 
-    folder = write_demo(tmp_path / "new", contents("train/a.png", "val/b.png", "labels.csv"), (".png",), 0)
+    folder = write_demo(tmp_path / "new", contents("train/a.png", "val/b.png", "labels.csv"), (".png",))
     assert (folder / "val/b.png").read_bytes() == b"val/b.png"
     (folder / "train/planted.png").write_text("mine")
     write_demo(folder, contents("train/c.png"), (".png",))

@@ -194,7 +194,10 @@ def test_a_killed_worker_ends_the_run_in_a_sentence_and_the_same_call_resumes_bi
     def kill_one() -> None:
         os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
 
-    with pytest.raises(TrainError, match=r"^a worker process .* died, as where memory or shared memory .*; set fewer"):
+    with pytest.raises(
+        TrainError,
+        match=r"^a worker process .* died, as where memory or shared memory .*; set fewer .* See “The loader hangs”",
+    ):
         nb.fit(acting({3: kill_one}), pack, plan, tmp_path / "run", **QUIET)
     run = nb.fit(toy, pack, plan, tmp_path / "run", **QUIET)
     assert same(run, nb.fit(toy, pack, plan, tmp_path / "whole", **QUIET))

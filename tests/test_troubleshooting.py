@@ -4,7 +4,6 @@ import dataclasses
 import re
 import sys
 import tomllib
-from collections import namedtuple
 from pathlib import Path
 from types import ModuleType
 
@@ -73,12 +72,6 @@ def lost_loss(pack, folder, patch) -> None:
         continue
 
 
-def small_shared_memory(pack, folder, patch) -> None:
-    patch.setattr("os.statvfs", lambda path: namedtuple("Stat", "f_bavail f_frsize")(1, 512))
-    patch.setattr("os.path.isdir", lambda path: True)
-    nb.fit(toy, pack, toy.PLAN.replace(feed="workers", workers=4), folder / "run", receipt=False, progress=False)
-
-
 def quota(pack, folder, patch) -> None:
     (folder / "data.tar").write_text("<!DOCTYPE html><title>Google Drive - Quota exceeded</title>")
     nb.stage(folder / "data.tar")
@@ -101,7 +94,6 @@ def wrong_path(pack, folder, patch) -> None:
 
 PROVOKED = {
     lost_loss: "NaN",
-    small_shared_memory: "The loader hangs",
     quota: "Quota page",
     machine_returned: "Session lost",
     other_classes: "Predictions differ between training and inference",

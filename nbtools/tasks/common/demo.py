@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from nbtools import disk
-from nbtools.data import SLOW, bar, in_processes
+from nbtools.data import SLOW, bar, side_by_side
 from nbtools.errors import PackError
 from nbtools.tasks.common.files import walk
 
@@ -17,12 +17,9 @@ File = tuple[str, Callable[[], bytes]]
 """(name relative to the folder, what computes its content)."""
 
 
-def write_demo(
-    folder: str | Path, files: Iterable[File], suffixes: tuple[str, ...], processes: int | None = None
-) -> Path:
+def write_demo(folder: str | Path, files: Iterable[File], suffixes: tuple[str, ...]) -> Path:
     """Write files into a folder in place of those of an earlier demo; returns the folder.
 
-    The contents are computed by so many processes (0: by threads of this one; None: one per core if there are many).
     suffixes: of what a reader of the folder would take for data. Raises PackError if the folder has such files and no
     demo wrote it, or a foreign file has a name that is needed; DiskError.
     """
@@ -30,7 +27,7 @@ def write_demo(
     with disk.explained("writing demo data", folder):
         clear(folder, suffixes)
         with open(folder / LIST, "w", encoding="utf-8") as written:
-            contents = in_processes(lambda k: (files[k][0], files[k][1]()), range(len(files)), processes)
+            contents = side_by_side(lambda k: (files[k][0], files[k][1]()), range(len(files)))
             for name, data in bar(contents, "writing demo data", len(files), unit=" files", leave=False, delay=SLOW):
                 refuse([folder / name] if (folder / name).exists() else [])
                 written.write(f"{name}\n")
