@@ -1,4 +1,4 @@
-"""What the tasks share: text metrics against slow obvious versions, CTC, source files, lists, demo folders, figures."""
+"""What the tasks share: text metrics against slow obvious versions, CTC, source files, lists, demo folders."""
 
 import numpy as np
 import pytest
