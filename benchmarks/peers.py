@@ -29,8 +29,7 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import nbtools as nb
-from nbtools.data import Draws, Pack, batches_left, collate, in_order, lengths_of
-from nbtools.data.feed import on
+from nbtools.data import Draws, Pack, batches_left, collate, in_order, lengths_of, on
 from nbtools.train import Plan, Sums, best_metric, bound, build, device
 from nbtools.train.evaluation import score
 from nbtools.train.optimizer import build_optimizer

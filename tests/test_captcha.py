@@ -11,11 +11,10 @@ from PIL import Image, ImageDraw
 from torch.nn import functional as F
 
 import nbtools as nb
-from nbtools.data import Card, Draws, collate, open_feed
+from nbtools.data import IMAGES, Card, Draws, collate, open_feed
 from nbtools.errors import MissingExtra, NbtoolsError, PackError, PlanError
 from nbtools.measure import Machine, decide
 from nbtools.tasks import captcha
-from nbtools.tasks.common.files import IMAGES
 from nbtools.train.evaluation import evaluate
 
 pytestmark = pytest.mark.usefixtures("one_cache")

@@ -281,8 +281,9 @@ def test_bad_rows_and_images_are_listed_with_their_place(tmp_path):
     (raw / "train" / "c.png").write_bytes((raw / "train" / "c.png").read_bytes()[:60])
     Image.fromarray(np.zeros((20, 30), np.uint16)).save(raw / "train" / "e.png")
     Image.new("L", (5000, 2)).save(raw / "train" / "f.png")
-    rows = "a,一\nb.png,\nb.png,二\nc.png,一\ngone.png,一\nx\nd.png,?\nd.png,一\ne.png,一\nf.png,一\n,y"
-    (raw / "train_img_id_gt.txt").write_bytes(rows.encode().replace(b"?", b"\xff"))
+    rows = "a,一\nb.png,\nb.png,二\nc.png,一\ngone.png,一\nx\nd.png,一\ne.png,一\nf.png,一\n,y"
+    (raw / "train_img_id_gt.txt").write_text(rows)
+    (raw / "val_img_id_gt.txt").write_bytes(b"d.png,\xff")
     made = packed(raw)
     where = "train_img_id_gt.txt"
     assert dict(zip(made.bad["file"], made.bad["rule"], strict=True)) == {
@@ -292,16 +293,32 @@ def test_bad_rows_and_images_are_listed_with_their_place(tmp_path):
         "train/c.png": "the file must be a whole image",
         f"{where}:5": "the image of a row must exist",
         f"{where}:6": "a row must be name,text",
-        f"{where}:7": "a list must be UTF-8",
+        "val_img_id_gt.txt": "the file must be UTF-8 text",
         "train/e.png": "an image must have 8 bits per channel",
         "train/f.png": "a line must be at most 100 times as wide as high",
-        f"{where}:11": "a row must be name,text",
+        f"{where}:10": "a row must be name,text",
         **dict.fromkeys((f"train/{n}" for n in ("a.jpg", "a.png", "g.png", "h.png")), "an image must be in a list"),
     }
     assert made.names == ["test/t.png", "train/d.png"]
     assert all(made.bad["fix"])
     assert all(made.bad["value"])
     assert str(raw) not in "".join(made.bad["value"])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        'name,text\na.png,一 二\nb.png,"，,；\n',
+        '\ufeffa;一 二\r\nb;"，,；\r\n',
+        'train\\a.png\t一 二\ntrain\\b.png\t"，,；',
+        './train/a.png 一 二\n\ntrain/b.png "，,；\n',
+        '"a.png","一 二"\n"b.png","""，,；"\n',
+    ],
+)
+def test_a_list_of_lines_is_read_in_the_ways_people_write(tmp_path, rows):
+    raw = prepared(tmp_path / "raw", {"train": {"a": "", "b": ""}})
+    (raw / "train_img_id_gt.txt").write_text(rows, newline="")
+    assert texts(packed(raw, val=0)) == {"train/a.png": "一 二", "train/b.png": '"，,；'}
 
 
 # Characters

@@ -79,5 +79,5 @@ def test_predictions_for_padded_images_are_cropped_back_to_them_and_overwrite_no
             segment.save(answer, tmp_path / picture, tmp_path / folder, wide)
         assert (tmp_path / folder / "1.png").read_bytes() == before
     (tmp_path / "empty.jpg").write_bytes(b"")
-    with pytest.raises(PackError, match="an empty file"):
+    with pytest.raises(PackError, match="got no image"):
         segment.save(answer, tmp_path / "empty.jpg", tmp_path, wide)

@@ -206,6 +206,10 @@ def test_clips_without_labels_are_validated_and_read_and_a_pack_says_what_can_be
         (FIRST, "./a,0,0", '"b", 1 ,1 '),
         (FIRST, "", "a,0,0", "  ", "b,1,1", "a.npz,0,0"),
         (" Signer,CAT,file,gloss,occluded\r", "S0,0,a,0,1\r", "S1,1,b,1,0\r"),
+        ("file;gloss;cat;notes", "a;0;0;", '"b";1;1;"a, b; c"'),
+        ("gloss\tfile\tcat", "0\ttrain/a.npz\t0", "1\ttrain\\b.npz\t1"),
+        ("file gloss  cat", "a 0 0", "b  1 1"),
+        ("a|0|0", "b|1|1"),
     ],
 )
 def test_a_list_is_read_in_the_ways_people_write(tmp_path, lines):

@@ -1,28 +1,13 @@
 """A source anywhere → local disk → Pack → batches on the device."""
 
 from nbtools.data.archive import archive_index, read_member
+from nbtools.data.batches import Padding, Raw, batches_in, batches_left, collate, gather, in_order, lengths_of, on
 from nbtools.data.build import Entry, Survey, build_pack
 from nbtools.data.cached import cached
 from nbtools.data.dataset import RawItems, pack
 from nbtools.data.draws import STAYING, Draws, Keys, constant, places
 from nbtools.data.drive import drive_path, kept, on_colab, place_to_keep, release_runtime, remount
-from nbtools.data.feed import (
-    Feed,
-    Raw,
-    Resident,
-    Workers,
-    auto_feed,
-    batches_in,
-    batches_left,
-    choose,
-    collate,
-    gather,
-    in_order,
-    lengths_of,
-    on,
-    open_feed,
-    require_shared_memory,
-)
+from nbtools.data.feed import Feed, Resident, choose, open_feed
 from nbtools.data.frames import tables
 from nbtools.data.images import IMAGES, open_image
 from nbtools.data.items import TARGET, Form, inputs_of, is_image

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from nbtools import show
-from nbtools.data import Pack, choose, require_shared_memory
+from nbtools.data import Pack, choose
 from nbtools.errors import TrainError
 from nbtools.measure import memory
 from nbtools.measure.report import Report
@@ -268,7 +268,7 @@ class Search:
     def probe(self, size: int) -> Row:
         """A batch size, with one real step of the largest samples where it is predicted to fit."""
         row = self.rows[size] = Row(size)
-        row.reason = self.too_much(self.predicted(size)) or self.no_shared_memory(size)
+        row.reason = self.too_much(self.predicted(size))
         if not row.reason:
             start = self.trial.clock()
             row.memory, row.reason = self.trial.memory(size)
@@ -286,15 +286,6 @@ class Search:
             return ""
         free = f"{show.size(self.free.bytes)} {self.free.source}, {100 * self.free.headroom:.0f} % kept free"
         return f"it needs {show.size(need)} of {free}"
-
-    def no_shared_memory(self, size: int) -> str:
-        if self.trial.feed.name != "workers" or not self.plan.workers:
-            return ""
-        try:
-            require_shared_memory(self.trial.pack, self.plan.replace(micro_batch_size=None, batch_size=size))
-        except TrainError as error:
-            return error.args[0]
-        return ""
 
     def time(self, row: Row) -> float:
         """samples/s of one turn; 0, and the row does not fit, if memory ran out."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nbtools.data import Draws, Pack, gather, in_order, lengths_of, on
+from nbtools.data import Draws, Pack, Padding, gather, in_order, lengths_of, on
 from nbtools.measure import memory
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
@@ -95,7 +95,7 @@ class StepProfile(Report):
     flops_per_s: of matrix products, convolutions and attention, forward and backward; matrix: what a large matrix
     product reaches here in the plan's precision.
     between_s: seconds of one evaluation (some batches, scaled to the split).
-    shapes: how many different lengths its batches have, after Plan.bucket where a task has that setting.
+    shapes: how many different lengths its batches have, as they are padded.
     memory: MiB. step: the most that a step takes beyond what is held; held: weights, gradients and optimizer.
     trials: changes that were tried. syncs: `file:line` where a step makes the host wait (CUDA). took: seconds for the
     whole profile.
@@ -189,7 +189,7 @@ class Bench:
         self.run, pack, plan, device = run, run.pack, run.plan, run.device
         self.run.turns.clear()
         self.task, self.state, self.clock = self.run.task, self.run.state, self.run.clock
-        self.raw = on(device, gather(pack, typical(pack, plan)[0][0]))
+        self.raw = on(device, gather(pack, typical(pack, plan)[0][0], Padding(pack, plan)))
         self.size, micro = len(self.raw["id"]), plan.micro_batch_size or plan.batch_size
         self.few = 2 * -(-self.size // micro)
         small = {name: tensor[: self.few] for name, tensor in self.raw.items()}
@@ -362,11 +362,9 @@ def memory_of(cached: Stepper) -> dict[str, float]:
 
 
 def shapes(pack: Pack, plan: Plan) -> int:
-    """Different lengths of an epoch's batches, in units of Plan.bucket where a task has that setting."""
-    column, unit = pack.card.bucket_by, getattr(plan, "bucket", 1)
-    if column is None:
-        return 1
-    return len({-(-int(pack.lengths(column, ids).max(initial=0)) // unit) for ids in epoch_batches(pack, plan)})
+    """Different lengths of an epoch's batches, as they are padded."""
+    lengths = Padding(pack, plan).of(pack, epoch_batches(pack, plan))
+    return len(set(zip(*lengths.values(), strict=True))) or 1
 
 
 def syncs(stepper: Stepper) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nbtools.data import Pack, Resident, choose, cores, phase, require_shared_memory
+from nbtools.data import Pack, Resident, choose, cores, phase
 from nbtools.errors import NbtoolsError
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
@@ -216,7 +216,8 @@ class Course:
     def enter(self, name: str, plan: Plan) -> None:
         cuda, feed, before = self.device.type == "cuda", None, 0
         if choose(self.pack, plan, self.device)[0] == "resident":
-            self.shared = feed = self.shared or Resident(self.pack, self.device)
+            self.shared = self.shared or Resident(self.pack, self.device)
+            feed = self.shared.padded(plan)
         if cuda:
             before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -325,8 +326,6 @@ def preset(task: TaskLike, pack: Pack, name: str, /, **own: Any) -> tuple[Plan |
         pack = readable(task, pack, plan)
         fitted, changes = fitting(plan, pack, device)
         devices.require(fitted, device)
-        if fitted.feed == "workers":
-            require_shared_memory(pack, fitted)
     except NbtoolsError as error:
         return None, error.args[0]
     moved = fitted.changes_from(plan).items()

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nbtools.data import Feed, Pack, Raw, batches_left, lengths_of, open_feed, tick
+from nbtools.data import Feed, Pack, Padding, Raw, batches_left, lengths_of, open_feed, tick
 from nbtools.train import Plan, Task, TaskLike, TrainState, bound, clock, readable, require_sizes, train_step
 from nbtools.train import device as devices
 
@@ -219,9 +219,10 @@ def typical(pack: Pack, plan: Plan, number: int = 1) -> list[tuple[np.ndarray, f
     padded length is nearest to the epoch's mean a sample, so that few stand for all."""
     batches, column = epoch_batches(pack, plan), pack.card.bucket_by
     whole = [ids for ids in batches if len(ids) == plan.batch_size] or batches
-    if column is None:
+    lengths = Padding(pack, plan).of(pack, batches)
+    if column not in lengths:
         return [(ids, len(ids)) for ids in whole[:number]]
-    padded = [(int(pack.lengths(column, ids).max()), ids) for ids in batches]
+    padded = list(zip(lengths[column], batches, strict=True))
     mean = sum(length * len(ids) for length, ids in padded) / sum(map(len, batches))
     like = [(length, ids) for length, ids in padded if len(ids) == len(whole[0])]
     like.sort(key=lambda each: abs(each[0] - mean))

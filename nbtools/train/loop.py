@@ -49,7 +49,7 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     pack = readable(task, pack, state.plan)
     require_sizes(pack, state.plan)
     prepare(state.plan, state.device)
-    feed = feed or required(partial(open_feed, pack, state.plan, state.device, state.events.append))
+    feed = feed or required(partial(open_feed, pack, state.plan, state.device))
     samples = pack.splits["train"]
     state.begin(len(pack))
     try:

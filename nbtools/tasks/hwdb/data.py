@@ -7,7 +7,6 @@ omits.
 
 from __future__ import annotations
 
-import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +33,8 @@ from nbtools.data import (
 )
 from nbtools.errors import PackError
 from nbtools.show import plural, sized
-from nbtools.tasks.common import labels
-from nbtools.tasks.common.files import on_white, open_image, read_text
+from nbtools.tasks.common.files import decode_image
+from nbtools.tasks.common.lists import characters, read_text
 from nbtools.tasks.common.plans import THUMB
 from nbtools.tasks.hwdb.formats import SUFFIXES, UNKNOWN, refused
 from nbtools.tasks.hwdb.sources import contents_of, read_bytes, read_line
@@ -135,8 +134,7 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
     elif path.suffix.lower() in SUFFIXES:
         raise refused(path.suffix, "only single lines are read, not whole pages", f"name a line of it: {path.name}#1")
     else:
-        with open_image(io.BytesIO(read_bytes(path)), path.name) as image:
-            grey = np.asarray(on_white(image, "L"))
+        grey = np.asarray(decode_image(read_bytes(path), "L"))
     return {"image": ink_of(grey, options["height"])}
 
 
@@ -159,7 +157,7 @@ def charset_of(classes: str | Path | Iterable[str]) -> tuple[str, ...]:
     PackError for what is not a character, or comes twice."""
     if isinstance(classes, Path) or (isinstance(classes, str) and classes.endswith(".txt")):
         classes = characters_of(read_text(Path(classes), "name a file with one character per line"), Path(classes))
-    return (*(character for character in labels.characters(classes) if character != UNKNOWN), UNKNOWN)
+    return (*(character for character in characters(classes) if character != UNKNOWN), UNKNOWN)
 
 
 def characters_of(text: str, path: Path) -> list[str]:

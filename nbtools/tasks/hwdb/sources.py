@@ -14,16 +14,17 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from nbtools import disk
-from nbtools.data import Entry, archive_index, bar, read_member, stage
+from nbtools.data import IMAGES, Entry, archive_index, bar, read_member, stage
 from nbtools.errors import ArchiveError, PackError
 from nbtools.tasks.common import files
+from nbtools.tasks.common.lists import decode_text, read_rows, slashed
 from nbtools.tasks.common.report import Refused
 from nbtools.tasks.hwdb.formats import SUFFIXES, Bytes, lines_of, refused
 
@@ -190,16 +191,21 @@ def of_lists(folder: Path, lists: list[str], names: list[str]) -> Contents:
         word = LIST.fullmatch(path.name)[1]  # pyright: ignore[reportOptionalSubscript]: it was chosen by this
         images, named = images_of(name.removesuffix(path.name), word, names)
         candidates |= dict.fromkeys(images)
-        for number, line in enumerate(read_bytes(folder / name).removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        try:
+            text = decode_text(read_bytes(folder / name), name)
+            rows = read_rows(text, name, partial(is_row, named), whole=True)
+        except Refused as error:
+            contents.refuse(name, *error.args)
+            continue
+        for number, cells in rows:
             where = f"{name}:{number}"
             try:
-                if row := row_of(line.removesuffix(b"\r"), named):
-                    image, text = row
-                    if image in seen:
-                        rule = f"an image must be listed only once, and this one is in {seen[image]} already"
-                        raise refused(image, rule, "delete one of the rows")
-                    seen[image] = where
-                    contents.add(image, text, files.split_word(word))
+                image, text = row_of(cells, named)
+                if image in seen:
+                    rule = f"an image must be listed only once, and this one is in {seen[image]} already"
+                    raise refused(image, rule, "delete one of the rows")
+                seen[image] = where
+                contents.add(image, text, files.split_word(word))
             except Refused as error:
                 contents.refuse(where, *error.args)
     for name in candidates:
@@ -207,27 +213,26 @@ def of_lists(folder: Path, lists: list[str], names: list[str]) -> Contents:
             contents.refuse(name, "no text", "an image must be in a list", "add its row name,text, or delete it")
     if charsets := [name for name in names if PurePosixPath(name).name == CHARS_LIST]:
         nearest = min(charsets, key=lambda n: n.count("/"))
-        contents.characters = folder / nearest, files.decode_text(read_bytes(folder / nearest), nearest)
+        contents.characters = folder / nearest, decode_text(read_bytes(folder / nearest), nearest)
     return contents
 
 
-def row_of(line: bytes, named: Mapping[str, set[str]]) -> tuple[str, str] | None:
-    """(image, text) of a row, None of an empty one. The first comma ends the name; all others belong to the text, which
-    is taken verbatim, blanks and quotes too. named: as of `images_of`. Raises Refused."""
-    try:
-        row, comma, text = line.decode().partition(",")
-    except UnicodeDecodeError as error:
-        raise refused(error, "a list must be UTF-8", "save it as UTF-8") from None
-    if not line:
-        return None
-    if not comma or not row.strip():
-        raise refused(line.decode(), "a row must be name,text", "correct the row")
-    found = sorted(named.get(PurePosixPath(row.strip()).as_posix(), ()))
-    if not found:
-        raise refused(row, "the image of a row must exist", "copy it too, or correct the row")
-    if len(found) > 1:
-        raise refused(row, "a name must stand for one image, and there are two", "add its suffix")
-    return found[0], text
+def is_row(named: Mapping[str, set[str]], cells: list[str]) -> bool:
+    return len(cells) > 1 and slashed(cells[0]) in named
+
+
+def row_of(cells: list[str], named: Mapping[str, set[str]]) -> tuple[str, str]:
+    """(image, text) of a row. The first separator ends the name; all others belong to the text, which is taken
+    verbatim, blanks and quotes too. named: as of `images_of`. Raises Refused."""
+    name, *texts = cells
+    if not texts or not name:
+        raise refused(",".join(cells), "a row must be name,text", "correct the row")
+    images = sorted(named.get(slashed(name), ()))
+    if not images:
+        raise refused(name, "the image of a row must exist", "copy it too, or correct the row")
+    if len(images) > 1:
+        raise refused(name, "a name must stand for one image, and there are two", "add its suffix")
+    return images[0], ",".join(texts)
 
 
 def images_of(place: str, word: str, names: list[str]) -> tuple[list[str], dict[str, set[str]]]:
@@ -238,7 +243,7 @@ def images_of(place: str, word: str, names: list[str]) -> tuple[list[str], dict[
     its folder. place: that folder, "" or ending in "/"; word: train; names: of all files in the source.
     """
     own = re.compile(rf"{re.escape(place)}(?:{re.escape(word)}(?:\.[\w.]+)?/)+")
-    images = [name for name in names if name.startswith(place) and name.lower().endswith(files.IMAGES)]
+    images = [name for name in names if name.startswith(place) and name.lower().endswith(IMAGES)]
     images = list(filter(own.match, images)) or images
     named = defaultdict(set)
     for image in images:

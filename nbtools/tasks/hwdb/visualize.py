@@ -15,8 +15,8 @@ from matplotlib.patches import Rectangle
 from nbtools.data import Pack
 from nbtools.figures import GREY, RIGHT, WIDE, WRONG, Sheet, blank, canvas, chinese, finish, look, scaled
 from nbtools.show import columns
-from nbtools.tasks.common.labels import text_of
-from nbtools.tasks.common.mistakes import paired
+from nbtools.tasks.common.lists import text_of
+from nbtools.tasks.common.metrics import paired
 from nbtools.tasks.hwdb.analysis import aligned, is_wrong
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import Any
 
 from nbtools.data import Card, Pack
 from nbtools.errors import PlanError
-from nbtools.tasks.common.padding import bucket_knob
-from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
+from nbtools.tasks.common.plans import THUMB, at_most, bucket_knob, epochs_for
 from nbtools.train import Plan as BasePlan
 from nbtools.train import knob
 
