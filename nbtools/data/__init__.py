@@ -23,6 +23,7 @@ from nbtools.data.feed import (
     require_shared_memory,
 )
 from nbtools.data.frames import tables
+from nbtools.data.images import IMAGES, open_image
 from nbtools.data.items import TARGET, Form, inputs_of, is_image
 from nbtools.data.keeping import EARLIER, LATER, LATEST, is_kept, latest, opened_copy, present, restore_kept
 from nbtools.data.pack import (
