@@ -80,7 +80,7 @@ def of_use(run: Any, card: Card) -> dict[str, Any]:
     unread = keys.keys() - set(reads) if reads else set()
     ignored = {"classes", "category_of"}.union(*(keys[column] for column in unread))
     if card.task == DATASET:
-        ignored |= {"mean", "std", "random", "roles"}  # of one Dataset, and its training split
+        ignored |= {"mean", "std", "random", "roles", "stored"}  # of one Dataset, and its training split
     options = {name: value for name, value in card.options.items() if name not in ignored}
     columns = {name: column for name, column in card.columns.items() if name not in unread}
     return {"task": card.task, "classes": card.classes, "options": options, "columns": columns}
@@ -177,7 +177,7 @@ def judge(task: TaskLike, pack: Pack, truths: list[Any], answers: list[Any]) -> 
             return of_maps(truths, answers, pack.classes or [*map(str, range(1 + int(max(map(np.max, answers)))))])
         if kinds[0] in "iuf" and kinds[1] == "f":
             form = pack.options.get("forms", {}).get(TARGET, {})
-            scaled = np.asarray(truth).dtype == np.uint8 and (form["layout"] or form["scaled"])  # images
+            scaled = np.asarray(truth).dtype == np.uint8 and form["layout"]  # images
             return of_values(np.array(truths, np.float64) / (255 if scaled else 1), np.array(answers, np.float64))
     missing = f"{spoken(task)} has no text_of(pack, i), the right answer of a sample as text"
     raise TrainError(f"{missing}, with which a report compares what decode answers; define it")

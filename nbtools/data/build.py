@@ -85,6 +85,7 @@ class Entry:
     name: str
     split: str | None = None
     label: Any = None
+    group: str | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,9 @@ class Survey:
     count: Callable[[Mapping[str, np.ndarray], np.ndarray], dict[str, list[int]]] | None = None
     named: str | None = None
     learn: Callable[[Mapping[str, np.ndarray], np.ndarray], dict[str, Any]] | None = None
+    by_content: bool = False
+    stratified: bool = False
+    elsewhere: Mapping[str, Column] = field(default_factory=dict)
 
 
 def build_pack(
@@ -194,6 +198,7 @@ def make_pack(
     val: float,
     test: float,
     progress: bool,
+    seed: int = 0,
 ) -> Pack:
     """The pack with a key: the finished one, or a new one, without its source.
 
@@ -452,7 +457,7 @@ class Writer:
             task,
             classes,
             {**(survey.options or {}), **(survey.learn(arrays, train) if survey.learn else {})},
-            columns,
+            {**columns, **survey.elsewhere},
             splits={split: splits.count(split) for split in SPLITS},
             bucket_by=survey.bucket_by,
             digest=hashlib.sha256("".join(entry["sha256"] for entry in files.values()).encode()).hexdigest(),

@@ -1,12 +1,16 @@
-"""Images: opened upright from any file, and resized."""
+"""Images: opened upright from any file, resized, and what is marked on them with them."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import struct
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from nbtools import disk
 from nbtools.errors import PackError
@@ -18,6 +22,15 @@ IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".p
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, struct.error)  # what Pillow raises on damaged files
 ORIENTATION = 0x0112  # the EXIF tag
 AGAIN = "delete it, or copy it again from its origin"
+RESIZES = ("crop", "pad", "squash")
+
+Place = tuple[tuple[float, float], tuple[float, float]]  # of y and of x: a factor, and what is added
+
+
+def is_image(value: Any) -> bool:
+    """Return whether it is a PIL image. Nobody has one where Pillow, which is slow to import, is not loaded."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
 
 
 def open_image(source: str | Path | bytes) -> Image.Image:
@@ -52,3 +65,71 @@ def upright(image: Image.Image) -> Image.Image:
             image = image.transpose(Image.Transpose(turns[turn]))
             image.info = {key: value for key, value in image.info.items() if key == "transparency"}  # turned once
     return image
+
+
+def mode_of(image: Image.Image) -> str:
+    """Return the mode that an image is packed in: RGB, L (grey), or F, float32, for more than 8 bits."""
+    return "F" if image.mode.startswith(("I", "F")) else "L" if image.mode in ("1", "L", "LA", "La") else "RGB"
+
+
+def pixels(image: Image.Image, mode: str, size: Sequence[int] = (), resize: str = "") -> np.ndarray:
+    """Return an image as (H, W, 3) or (H, W) uint8 for the modes RGB and L, on white where it is transparent, and as
+    (H, W) float32 for F, 16 bits in 0…1; resized to size where `resize` says how."""
+    from PIL import Image
+
+    if mode == "F":
+        deep = np.asarray(image, np.float32)
+        image = Image.fromarray(deep / np.float32(65535) if image.mode.startswith("I;16") else deep)
+    elif image.has_transparency_data:  # a plain conversion shows hidden colours
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    image = image if image.mode == mode else image.convert(mode)
+    return np.asarray(resized(image, size, resize) if resize else image)
+
+
+def place_of(shape: Sequence[int], size: Sequence[int], resize: str) -> Place:
+    """Return where a pixel of an image (H, W) comes to lie when it is resized: y and x times a factor, plus an offset.
+    crop: the middle, as much as fills the size; pad: all of it, in the middle; squash: all, in the size's ratio."""
+    ratios = [after / before for after, before in zip(size, shape, strict=True)]
+    if resize == "squash":
+        return (ratios[0], 0.0), (ratios[1], 0.0)
+    factor = max(ratios) if resize == "crop" else min(ratios)
+    inner = [factor * n if resize == "crop" else max(1, round(factor * n)) for n in shape]  # pad: whole pixels
+    y, x = (
+        (n / before, (after - n) / 2 if resize == "crop" else (after - n) // 2)
+        for n, before, after in zip(inner, shape, size, strict=True)
+    )
+    return y, x
+
+
+def resized(image: Image.Image, size: Sequence[int], resize: str) -> Image.Image:
+    """Return an image bilinear in another size (H, W), black where it is padded."""
+    from PIL import Image
+
+    (fy, y), (fx, x) = place_of((image.height, image.width), size, resize)
+    bilinear = Image.Resampling.BILINEAR
+    if resize == "pad":
+        whole = Image.new(image.mode, (size[1], size[0]))
+        whole.paste(image.resize((round(fx * image.width), round(fy * image.height)), bilinear), (int(x), int(y)))
+        return whole
+    left, top = max(0.0, -x / fx), max(0.0, -y / fy)
+    box = left, top, min(image.width, left + size[1] / fx), min(image.height, top + size[0] / fy)
+    return image.resize((size[1], size[0]), bilinear, box)
+
+
+def nearest(ids: np.ndarray, size: Sequence[int], resize: str) -> np.ndarray:
+    """Return ids (H, W, …) in another size, each the one in the pixel's middle, 0 where they are padded."""
+    places, inside = [], []
+    for (factor, offset), before, after in zip(place_of(ids.shape[:2], size, resize), ids.shape, size, strict=False):
+        at = np.floor((np.arange(after) + 0.5 - offset) / factor).astype(int)
+        places.append(at.clip(0, before - 1))
+        inside.append((at >= 0) & (at < before))
+    made = ids[np.ix_(*places)]
+    made[~(inside[0][:, None] & inside[1])] = 0
+    return made
+
+
+def moved(points: np.ndarray, place: Place) -> np.ndarray:
+    """Return points (…, 2) x, y or boxes (…, 4) x1, y1, x2, y2 in pixels of the resized image."""
+    (fy, y), (fx, x) = place
+    pairs = points.reshape(*points.shape[:-1], -1, 2) * (fx, fy) + (x, y)
+    return pairs.reshape(points.shape).astype(np.float32)

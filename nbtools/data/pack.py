@@ -179,7 +179,8 @@ class Pack(show.Table):
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
         """Column → memory map of its values, private to this process: writes do not reach the file."""
-        return {name: mapped(self.folder / f"{name}.npy") for name in self.columns}
+        files = self.manifest["files"]
+        return {name: mapped(self.folder / f"{name}.npy") for name in self.columns if f"{name}.npy" in files}
 
     @cached_property
     def offsets(self) -> dict[str, np.ndarray]:

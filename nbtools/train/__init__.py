@@ -3,7 +3,7 @@
 from nbtools.train import checkpoint, device, evaluation
 from nbtools.train.changes import adopt, caught_up, require_change
 from nbtools.train.checkpoint import CONTROL
-from nbtools.train.defaults import DATASET, Answer, items_of
+from nbtools.train.defaults import DATASET, Answer
 from nbtools.train.device import DTYPES, again
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.graph import MOST_GRAPHS, synchronizing, unrecordable

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from nbtools.data import Card, Draws, Pack, Sample, Survey, build_pack
+from nbtools.data import Card, Draws, Pack, Sample, Survey, build_pack, sample_of
 from nbtools.data import pack as pack_dataset
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.train.augment import strengths
-from nbtools.train.defaults import answers, expressions, images_of, packed_dataset, prepare, preview, sample_of
+from nbtools.train.defaults import answers, expressions, images_of, packed_dataset, prepare, preview
 from nbtools.train.metrics import MEANINGS, Batch, Pair, best_of, listed, name_of
 from nbtools.train.optimizer import plan_optimizer
 from nbtools.train.plan import Plan
