@@ -38,24 +38,24 @@ def parts_of(item: Any) -> dict[Any, Any]:
     return dict(enumerate(item)) if several else {0: item}
 
 
-def roles_of(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | None) -> tuple[Any, list[Any]]:
-    """Return the keys of target (None: there is none) and inputs. Raises PackError where several readings are left."""
-    if target is None:
-        names = [key for key in TARGETS if key in parts]
-        rest = [key for key in parts if key not in (inputs or ())]
-        if len(names) == 1 or [*parts] == [0, 1]:
-            target = next((key for key in names or [1] if key in rest), None)
-        elif names or (rest and len(parts) > 2 and 0 in parts):
-            came = ", ".join(f"{key!r}: {type(value).__name__}" for key, value in parts.items())
-            raise PackError(
-                f"which part of an item is its target? It holds {came}; name one: target={(names or [1])[0]!r}"
-            )
-    return target, [key for key in parts if key != target] if inputs is None else list(inputs)
+def target_of(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | None) -> Any:
+    """Return the key of the target, None without one. Raises PackError where there are several readings."""
+    if target is not None:
+        return target
+    names = [key for key in TARGETS if key in parts]
+    rest = [key for key in parts if key not in (inputs or ())]
+    if len(names) == 1 or [*parts] == [0, 1]:
+        return next((key for key in names or [1] if key in rest), None)
+    if names or (rest and len(parts) > 2 and 0 in parts):
+        came = ", ".join(f"{key!r}: {type(value).__name__}" for key, value in parts.items())
+        raise PackError(f"which part of an item is its target? It holds {came}; name one: target={(names or [1])[0]!r}")
+    return None
 
 
-def named(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any]) -> dict[str, Any]:
-    """Return column → value of chosen parts, the target under `y`. Inputs keep their keys, nested ones joined by _; of
-    a tuple they are `x`, or `x1`, `x2` … Raises PackError(value, rule, fix)."""
+def named(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | None) -> dict[str, Any]:
+    """Return column → value of chosen parts, the target under `y`; inputs None: all others. Inputs keep their keys,
+    nested ones joined by _; of a tuple they are `x`, or `x1`, `x2` … Raises PackError(value, rule, fix)."""
+    inputs = [key for key in parts if key != target] if inputs is None else inputs
     goals = [] if target is None else [target]
     for key in [*inputs, *goals]:
         if key not in parts:
@@ -73,11 +73,13 @@ def named(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any]) -> dict[
     return dict(pairs)
 
 
-def inputs_of(item: Any, columns: Sequence[str], inputs: Sequence[Any]) -> dict[str, Any]:
+def inputs_of(item: Any, columns: Sequence[str], target: Any, inputs: Sequence[Any] | None) -> dict[str, Any]:
     """Return input column → value of an item to predict: as the Dataset returns it, or without its target; else a dict
     by the columns, or values in their order. Raises PackError(value, rule, fix)."""
     parts = parts_of(item)
-    values = named(parts, None, inputs) if parts.keys() >= {*inputs} else {}
+    without, values = {key: value for key, value in parts.items() if key != target}, {}
+    if without.keys() >= {*(inputs or ())}:
+        values = named(without, None, inputs)
     if not values.keys() >= {*columns}:
         values = dict(parts if isinstance(item, Mapping) else zip(columns, parts.values(), strict=False))
     if not values.keys() >= {*columns}:

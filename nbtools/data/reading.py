@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from nbtools.data.items import (
     numeric,
     parts_of,
     resolve,
-    roles_of,
+    target_of,
 )
 from nbtools.data.pack import FORMAT, Card, Sample
 from nbtools.data.parallel import SHORT, by_workers, cores
@@ -52,8 +53,8 @@ class Items(Dataset):
     """The items of all parts, (split, Dataset) each, one after another: `self[i]` is a sample, or its row of the table
     of bad samples. 64 of them, spread over the data, show what all have in common.
 
-    asked: the options of `pack`; text: its functions; like: the card of another pack. target, inputs: the keys of an
-    item that are; forms: of columns; texts: column → its function; points: column → [its image's, points or boxes].
+    asked: the options of `pack`; text: its functions; like: the card of another pack. target: the key of that part of
+    an item; forms: of columns; texts: column → its function; points: column → [its image's, "points" or "boxes"].
     """
 
     def __init__(self, parts: list[tuple[str | None, Any]], asked: Mapping[str, Any], text: Any, like: Card | None):
@@ -61,7 +62,7 @@ class Items(Dataset):
         self.ends = [*itertools.accumulate(len(part) for _, part in parts)]
         kinds = [str(part.root) if isinstance(part, Images) else type(part).__name__ for _, part in parts]
         self.source, self.own = " + ".join(dict.fromkeys(kinds)), isinstance(parts[0][1], Images | Table)
-        self.target, self.inputs, self.texts = TARGET, [], {}
+        self.target, self.texts = TARGET, {}
         self.groups: list[str] | None = None
         if not len(self):
             raise PackError(f"{self.source} has no items; a pack needs at least one")
@@ -108,11 +109,11 @@ class Items(Dataset):
     def values(self, i: int) -> dict[str, Any]:
         """Return column → value of an item, whatever it is. Raises PackError(value, rule, fix) where there is none."""
         item = self.raw(i)
-        values = dict(item) if self.own else named(parts_of(item), self.target, self.inputs)
-        values = {name: decoded(value, self.texts.get(name)) for name, value in values.items()}
-        return values | ({TARGET: self.target_of(i, values[TARGET])} if TARGET in values else {})
+        item = item if self.own else named(parts_of(item), self.target, self.asked["inputs"])
+        values = {name: decoded(value, self.texts.get(name)) for name, value in item.items()}
+        return values | ({TARGET: self.class_of(i, values[TARGET])} if TARGET in values else {})
 
-    def target_of(self, i: int, value: Any) -> Any:
+    def class_of(self, i: int, value: Any) -> Any:
         """Return several classes as a list, and a number of a Dataset that has names for them as its name."""
         if self.asked["sep"] and isinstance(value, str):
             return [one.strip() for one in value.split(self.asked["sep"]) if one.strip()]
@@ -135,59 +136,48 @@ class Items(Dataset):
     def label(self, i: int) -> dict[str, Any]:
         """Return the target alone, of a folder or a table without its image; nothing of other Datasets."""
         part, place = self.place(i)
-        return {TARGET: self.forms[TARGET].fit(TARGET, self.target_of(i, part.label(place)))} if self.labelled else {}
+        return {TARGET: self.forms[TARGET].fit(TARGET, self.class_of(i, part.label(place)))} if self.labelled else {}
 
     def __getitem__(self, i: int) -> dict[str, Any] | Problem:
         try:
             return self.sample(i) if self.asked["store"] else self.label(i)
         except PackError as error:
-            if len(error.args) != 3:  # it is of all items
+            if len(error.args) != 3:  # of all items
                 raise PackError(f"{self.names[i]}: {error}") from None
             return self.names[i], *why(error)
 
     # -- what all have in common
 
     def assign_roles(self, text: Any) -> None:
-        """Find out which parts of an item are what, by the first that can be read."""
-        first = None
+        """Decide by the first item that can be read which of its parts are what."""
+        first: dict[Any, Any] = {}
         for i in self.looked:
-            try:
+            with suppress(PackError):  # `look` says it where none can be read
                 first = self.raw(i) if self.own else parts_of(self.raw(i))
                 break
-            except PackError as error:
-                value, rule, fix = why(error)
-                came = (
-                    f"{self.source}: none of the {len(self.looked)} items read can be used: {rule}, got {value}; {fix}"
-                )
-        if first is None:
-            raise PackError(came)
         if not self.own:
-            self.target, self.inputs = roles_of(first, self.asked["target"], self.asked["inputs"])
-            first = named(first, None, self.inputs)
+            self.target = target_of(first, self.asked["target"], self.asked["inputs"])
+            with suppress(PackError):
+                first = named(first, self.target, self.asked["inputs"])
         if text is not None and not isinstance(text, Mapping):
             text = {name: text for name, value in first.items() if isinstance(value, str) and name != TARGET}
         self.texts = {name: function_name(function) for name, function in (text or {}).items()}
 
     def look(self) -> None:
         """Note of some items what identifies them, their forms, and what one costs in seconds."""
-        self.marks, self.signs, times, first = [], [], [], None
+        self.marks, self.signs, times = [], [], []
         for i in self.looked:
-            start = time.perf_counter()
+            start, values = time.perf_counter(), {}
             try:
                 values = self.values(i)
                 times.append(time.perf_counter() - start)
                 there = {name: value for name, value in values.items() if name != TARGET or not is_missing(bare(value))}
                 self.signs.append({name: Sign.of(name, value) for name, value in there.items()})
             except PackError as error:
-                if len(error.args) != 3:
-                    raise PackError(f"{self.names[i]}: {error}") from None
-                first, values = first or error, {}
+                if len(error.args) != 3 or (i == self.looked[-1] and not self.signs):
+                    all_of_them = "" if self.signs else f"none of the {len(self.looked)} items read can be used, as "
+                    raise PackError(f"{all_of_them}{self.names[i]}: {spoken(error)}") from None
             self.marks.append(mark(values.items()))
-        if first and not self.signs:
-            value, rule, fix = why(first)
-            raise PackError(
-                f"{self.source}: none of the {len(self.looked)} items read can be used: {rule}, got {value}; {fix}"
-            )
         self.cost = float(np.median(times))
 
     def assign_forms(self) -> None:
@@ -217,7 +207,7 @@ class Items(Dataset):
             raise PackError("items have several labels each; name all that there are: classes=[…]")
         if len(tables[0].goals) > 1:
             return [*tables[0].goals]
-        values = (self.target_of(0, value) for part in tables for value in part.y or () if not is_missing(value))
+        values = (self.class_of(0, value) for part in tables for value in part.y or () if not is_missing(value))
         return sorted({composed(name) for value in values for name in value})
 
     @property
@@ -235,11 +225,11 @@ class Items(Dataset):
         """Return what the card keeps, as JSON does."""
         given = {name: self.asked[name] for name in ("target", "inputs", "image", "sep", "points")}
         encoding = next((part.encoding for _, part in self.parts if isinstance(part, Table)), {})
-        inputs = [name for name in self.forms if name.partition("_")[0] != TARGET or name in self.inputs]
+        inputs = [name for name in self.forms if self.target is None or name.partition("_")[0] != TARGET]
         options = {
             "inputs": inputs,
             "kind": self.kind,
-            "roles": {"target": self.target, "inputs": self.inputs or inputs, "given": given},
+            "roles": {"target": self.target, "inputs": self.asked["inputs"], "given": given},
             "forms": {name: form.to_dict() for name, form in self.forms.items()},
             "points": self.points,
             "text": self.texts,
@@ -298,6 +288,14 @@ class Items(Dataset):
             images = [name for name, form in self.forms.items() if form.layout and name != TARGET]
             learned[moment] |= {name: [*map(float, self.asked[moment])] for name in images if self.asked[moment]}
         return learned
+
+
+def spoken(error: PackError) -> str:
+    """Return a reason for a row of the table of bad samples as a sentence."""
+    if len(error.args) != 3:
+        return str(error)
+    value, rule, fix = error.args
+    return f"{rule}, got {value}; {fix}"
 
 
 def names_of(data: Any, target: Any) -> list[str]:
@@ -376,8 +374,7 @@ class RawItems(Dataset):
         try:
             sample = self.items.sample(self.places[i])
         except PackError as error:  # where nothing is stored, an item is read here for the first time
-            value, rule, fix = why(error)
-            raise PackError(f"{self.items.names[self.places[i]]}: {rule}, got {value}; {fix}") from None
+            raise PackError(f"{self.items.names[self.places[i]]}: {spoken(error)}") from None
         if self.items.kind == "classes":
             sample[TARGET] = np.asarray(self.classes[sample[TARGET]])
         return {**sample, "id": np.asarray(i, np.int64)}
@@ -394,11 +391,13 @@ def items_of(given: Any, card: Card) -> Sequence[Any]:
             raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
         frame = given.to_frame().T.infer_objects() if given.ndim == 1 else given
         table = Table(frame.rename(columns=str), card.options["encoding"], ())
-        try:
-            return [table[i] for i in range(len(table))]
-        except PackError as error:
-            value, rule, fix = error.args
-            raise PackError(f"{rule}, got {value}; {fix}") from None
+        rows = []
+        for i in range(len(table)):
+            try:
+                rows.append(table[i])
+            except PackError as error:
+                raise PackError(f"row {i}: {spoken(error)}") from None
+        return rows
     first = card.columns[card.options["inputs"][0]]
     rank = len(first.shape) + (first.kind == "ragged")
     if isinstance(given, (str, Path, dict, tuple)) or is_image(given) or getattr(given, "ndim", None) in (0, rank):
@@ -409,7 +408,8 @@ def items_of(given: Any, card: Card) -> Sequence[Any]:
 def sample_of(item: Any, card: Card) -> Sample:
     """Return an item, or an image file, as packing would have stored its inputs. Raises PackError(value, rule, fix)."""
     forms, texts = forms_in(card.options), card.options["text"]
-    values = inputs_of(item, card.options["inputs"], card.options["roles"]["inputs"])
+    roles = card.options["roles"]
+    values = inputs_of(item, card.options["inputs"], roles["target"], roles["inputs"])
     for name, value in values.items():
         file = isinstance(value, str | Path) and name not in texts
         values[name] = open_image(value) if file else decoded(value, texts.get(name))
