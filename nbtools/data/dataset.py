@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from nbtools.data.build import make_pack, of_task
 from nbtools.data.folders import image_folders, split_word
@@ -58,7 +59,7 @@ def pack(
     of a CSV file, or images by class, `class/*.png` or `train/class/*.png`, in anything that `stage` takes. An item is
     an array, tensor, number or PIL image, or a tuple or dict of them.
     target: the item's key, or the table's column or columns, that becomes the column `y`; by default y, label, labels
-    or target, and of (x, y) y. inputs: likewise; by default all others. A table's numbers, dates and categories are
+    or target, and of (x, y) y. inputs: likewise; by default all others. A table's numbers and categories are
     `x` (F,) float32. image: its column of file names, in the folder of the CSV file or in root.
     classes: those allowed, in order; by default those that occur. Whole numbers are places in the names that the
     Dataset has, `.classes` as in torchvision or a ClassLabel. False: whole numbers are values, for nb.regress. A list
@@ -169,21 +170,17 @@ def opened(given: Mapping[str | None, Any], text: Any, like: Card | None, progre
 
 def map_style(data: Any) -> Any:
     """Return the data, if its items can be asked for by number. Raises PackError with the way out where they cannot."""
-    kind = type(data).__name__
-    if isinstance(data, DataLoader):
-        raise PackError("data must be a Dataset, got a DataLoader; pass its dataset: loader.dataset")
-    if isinstance(data, tuple):
-        raise PackError("data must be a Dataset, got a tuple; pass torch.utils.data.TensorDataset(x, y), or a list")
-    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-        raise PackError(
-            f"data must be a map-style Dataset, with items by number and a length, got {kind}; pass list(dataset) "
-            "where it fits into memory, or define __getitem__ and __len__"
-        )
-    try:
-        len(data)
-    except (TypeError, NotImplementedError):
-        raise PackError(f"data must have a length, and {kind} has none; define __len__, or pass a list") from None
-    return data
+    ways = {
+        DataLoader: "pass its dataset: loader.dataset",
+        tuple: "pass torch.utils.data.TensorDataset(x, y), or a list",
+    }
+    fix = next((way for kind, way in ways.items() if isinstance(data, kind)), "")
+    if not fix and hasattr(data, "__getitem__"):
+        with suppress(TypeError, NotImplementedError):
+            len(data)
+            return data
+    fix = fix or "pass list(dataset), or define __getitem__ and __len__"
+    raise PackError(f"data must be a Dataset with items by number and a length, got {type(data).__name__}; {fix}")
 
 
 def groups_of(items: Items, groups: Any) -> list[str] | None:

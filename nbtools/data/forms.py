@@ -18,6 +18,7 @@ from nbtools.data.items import TARGET, bare, class_text, composed, is_names, num
 from nbtools.data.pack import Column
 from nbtools.errors import PackError
 
+AWAY = "correct it, or leave it out"
 COLOURS = (1, 3, 4)  # channels of an image
 BLOCK = 2**17  # numbers whose mean is computed at once, in the processor's cache
 WIDE = 4096  # values of a vector, above which they have one mean
@@ -79,6 +80,11 @@ class Form:
         return self.shape[:1] == (None,)
 
     @property
+    def channels(self) -> int | None:
+        """How many an image has."""
+        return {"hwc": self.shape[-1], "chw": self.shape[0]}.get(self.layout, 1) if self.layout else None
+
+    @property
     def size(self) -> tuple[int, ...]:
         """(H, W) of an image that is packed from PIL."""
         return tuple(n for n in self.shape[:2] if n)
@@ -87,9 +93,8 @@ class Form:
     def column(self) -> Column:
         if self.kind == "class":
             return Column("fixed", "<i8", ())
-        return Column(
-            "ragged" if self.ragged else "fixed", self.dtype, tuple(n or 0 for n in self.shape[self.ragged :])
-        )
+        shape = tuple(n or 0 for n in self.shape[self.ragged :])
+        return Column("ragged" if self.ragged else "fixed", self.dtype, shape)
 
     def __str__(self) -> str:
         return f"{np.dtype(self.dtype)} ({', '.join('any' if n is None else str(n) for n in self.shape)})"
@@ -106,9 +111,7 @@ class Form:
             return self.multi_hot(value)
         array, alike = self.array(name, value), f"{name} must be {self}, as in other items"
         if array.ndim != len(self.shape) or array.shape[self.ragged :] != self.shape[self.ragged :] or not array.size:
-            raise PackError(
-                f"the shape {array.shape}", alike, f"{'resize' if is_image(value) else 'change'} it, or leave it out"
-            )
+            raise PackError(f"the shape {array.shape}", alike, AWAY)
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             came = "nan" if np.isnan(array).any() else "inf"
             raise PackError(came, f"all numbers of {name} must be finite", "replace it, or leave the item out")
@@ -124,16 +127,14 @@ class Form:
             value = value.convert(self.mode) if is_image(value) and len(value.getbands()) > 1 else value
             ids = np.asarray(value) if is_image(value) else numeric(name, value)
             return nearest(ids, self.size, self.resize) if self.resize and ids.ndim > 1 else ids
-        if self.resize and isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim in (2, 3):
+        if self.resize and getattr(value, "dtype", None) == np.uint8 and value.ndim in (2, 3):  # to predict
             from PIL import Image
 
-            return self.array(name, Image.fromarray(value))  # of a camera, to predict
+            value = Image.fromarray(value)
         if not is_image(value):
             return numeric(name, value)
         if not self.mode:
-            raise PackError(
-                "an image", f"{name} must be {self}, as in other items", "return an array, made like theirs"
-            )
+            raise PackError("an image", f"{name} must be {self}, as in other items", "make an array like theirs")
         made = pixels(value, self.mode, self.size, self.resize)
         made = made[..., None] if made.ndim < len(self.shape) else made
         return made.transpose(2, 0, 1) if self.layout == "chw" else made
@@ -141,9 +142,7 @@ class Form:
     def allowed(self, name: str) -> str:
         if self.names and name not in self.places:
             listed = ", ".join(self.names[:5]) + " …" * (len(self.names) > 5)
-            raise PackError(
-                name, f"the class must be one of {len(self.names):,}: {listed}", "correct it, or leave it out"
-            )
+            raise PackError(name, f"the class must be one of {len(self.names):,}: {listed}", AWAY)
         return name
 
     def multi_hot(self, value: Any) -> np.ndarray:
@@ -154,9 +153,7 @@ class Form:
             return made
         ones = numeric(TARGET, value)
         if ones.shape != made.shape or not np.isin(ones, (0, 1)).all():
-            raise PackError(
-                value, f"y must be names of classes, or {len(made)} numbers 0 or 1", "correct it, or leave it out"
-            )
+            raise PackError(value, f"y must be names of classes, or {len(made)} numbers 0 or 1", AWAY)
         return ones.astype(np.uint8)
 
 
@@ -210,9 +207,7 @@ def shape_of(name: str, kind: str, shapes: Sequence[tuple[int, ...]]) -> tuple[i
         return shapes[0]
     came = ", ".join(map(str, shapes[:3]))
     if kind != "array":
-        raise PackError(
-            f"{name} must be of one size, got images (height, width) {came} …; pass size={shapes[0]} to resize"
-        )
+        raise PackError(f"{name} must be of one size, got images (height, width) {came} …; pass size= to resize")
     if len({(len(shape), shape[1:]) for shape in shapes}) > 1 or not shapes[0]:
         raise PackError(f"{name} must have one shape, apart from its first axis, got {came} …; make them match")
     return (None, *shapes[0][1:])
@@ -233,9 +228,8 @@ def points_of(forms: dict[str, Form], given: Any) -> tuple[dict[str, Form], dict
     images, points = [name for name, form in forms.items() if form.layout and name != TARGET], {}
     for name in [given] if isinstance(given, str) else given or ():
         name = TARGET if name == "target" else name
-        kind = (
-            {2: "points", 4: "boxes"}.get(forms[name].shape[-1] or 0) if name in forms and forms[name].shape else None
-        )
+        last = forms[name].shape[-1:] if name in forms else ()
+        kind = {(2,): "points", (4,): "boxes"}.get(last)  # type: ignore[arg-type]
         if kind is None or len(images) != 1:
             came = ", ".join(f"{each} {form.column}" for each, form in forms.items())
             rule = "points must name columns (…, 2) of x, y or (…, 4) of x1, y1, x2, y2 beside one image"

@@ -1,12 +1,10 @@
 """What an item of a Dataset holds: parts by name or place, of which one is the target and some are inputs.
 
-An item is an array, tensor, number or PIL image, or a tuple, dict, namedtuple or dataclass of them; its class may be a
-text.
+An item is an array, tensor, number or PIL image, or a tuple or dict of them; its class may be a text.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import re
 import unicodedata
@@ -29,9 +27,6 @@ def parts_of(item: Any) -> dict[Any, Any]:
     """Return the parts of an item by key, or by place in a tuple."""
     if item is None:
         raise PackError("None", "an item must hold arrays", "return them from the Dataset, or leave the item out")
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
-    item = item._asdict() if hasattr(item, "_asdict") else item  # type: ignore[union-attr]
     if isinstance(item, Mapping):
         return dict(item)
     several = isinstance(item, tuple) or (isinstance(item, list) and not is_array(item))
@@ -76,14 +71,12 @@ def named(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | None) -
 def inputs_of(item: Any, columns: Sequence[str], target: Any, inputs: Sequence[Any] | None) -> dict[str, Any]:
     """Return input column → value of an item to predict: as the Dataset returns it, or without its target; else a dict
     by the columns, or values in their order. Raises PackError(value, rule, fix)."""
-    parts = parts_of(item)
-    without, values = {key: value for key, value in parts.items() if key != target}, {}
-    if without.keys() >= {*(inputs or ())}:
-        values = named(without, None, inputs)
+    parts = {key: value for key, value in parts_of(item).items() if key != target}
+    values = named(parts, None, inputs if parts.keys() >= {*(inputs or ())} else None)
+    if not values.keys() >= {*columns} and not isinstance(item, Mapping):
+        values = dict(zip(columns, parts_of(item).values(), strict=False))
     if not values.keys() >= {*columns}:
-        values = dict(parts if isinstance(item, Mapping) else zip(columns, parts.values(), strict=False))
-    if not values.keys() >= {*columns}:
-        raise PackError(", ".join(map(str, values)), f"an item must have {', '.join(columns)}", "add what is missing")
+        raise PackError(", ".join(values), f"an item must have {', '.join(columns)}", "add what is missing")
     return {name: values[name] for name in columns}
 
 

@@ -47,6 +47,7 @@ VERSION = 3  # of what a card keeps of them; packs of another are made anew
 SEEN = 64  # items looked at
 CHEAP = 2e-4  # seconds: an item that costs less is read faster here than it travels between processes
 TOGETHER = 16  # items that travel at once
+OWN = (Images, Table)  # whose items are columns
 
 
 class Items(Dataset):
@@ -61,8 +62,7 @@ class Items(Dataset):
         self.parts, self.asked = parts, asked
         self.ends = [*itertools.accumulate(len(part) for _, part in parts)]
         kinds = [str(part.root) if isinstance(part, Images) else type(part).__name__ for _, part in parts]
-        self.source, self.own = " + ".join(dict.fromkeys(kinds)), isinstance(parts[0][1], Images | Table)
-        self.target, self.texts = TARGET, {}
+        self.source, self.target, self.texts = " + ".join(dict.fromkeys(kinds)), TARGET, {}
         self.groups: list[str] | None = None
         if not len(self):
             raise PackError(f"{self.source} has no items; a pack needs at least one")
@@ -88,19 +88,6 @@ class Items(Dataset):
 
     # -- one item
 
-    def raw(self, i: int) -> Any:
-        """Return an item as its Dataset does. Raises PackError(value, rule, fix) where it does not."""
-        try:
-            part, place = self.place(i)
-            return part[place]
-        except NbtoolsError:
-            raise
-        except Exception as error:  # whatever a Dataset may raise
-            if disk.is_away(error):
-                raise
-            came = f"{type(error).__name__}: {error}"
-            raise PackError(came, "the Dataset must return each item", "correct it, or leave it out") from error
-
     def place(self, i: int) -> tuple[Any, int]:
         """Return the part that an item is in, and its place there."""
         k = bisect.bisect_right(self.ends, i)
@@ -108,9 +95,18 @@ class Items(Dataset):
 
     def values(self, i: int) -> dict[str, Any]:
         """Return column → value of an item, whatever it is. Raises PackError(value, rule, fix) where there is none."""
-        item = self.raw(i)
-        item = item if self.own else named(parts_of(item), self.target, self.asked["inputs"])
-        values = {name: decoded(value, self.texts.get(name)) for name, value in item.items()}
+        part, place = self.place(i)
+        try:
+            item = part[place]
+            values = item if isinstance(part, OWN) else named(parts_of(item), self.target, self.asked["inputs"])
+            values = {name: decoded(value, self.texts.get(name)) for name, value in values.items()}
+        except NbtoolsError:
+            raise
+        except Exception as error:  # whatever a Dataset, Pillow or the function of texts may raise
+            if disk.is_away(error):
+                raise
+            came = f"{type(error).__name__}: {error}"
+            raise PackError(came, "the Dataset must return each item", "correct it, or leave it out") from error
         return values | ({TARGET: self.class_of(i, values[TARGET])} if TARGET in values else {})
 
     def class_of(self, i: int, value: Any) -> Any:
@@ -150,12 +146,13 @@ class Items(Dataset):
 
     def assign_roles(self, text: Any) -> None:
         """Decide by the first item that can be read which of its parts are what."""
-        first: dict[Any, Any] = {}
+        first, own = {}, isinstance(self.parts[0][1], OWN)
         for i in self.looked:
-            with suppress(PackError):  # `look` says it where none can be read
-                first = self.raw(i) if self.own else parts_of(self.raw(i))
+            with suppress(Exception):  # `look` says it where none can be read
+                part, place = self.place(i)
+                first = part[place] if own else parts_of(part[place])
                 break
-        if not self.own:
+        if not own:
             self.target = target_of(first, self.asked["target"], self.asked["inputs"])
             with suppress(PackError):
                 first = named(first, self.target, self.asked["inputs"])
@@ -191,14 +188,11 @@ class Items(Dataset):
         forms = forms_of(self.signs, classes, asked["size"], asked["resize"] or ("crop" if whole else "squash"))
         self.forms, self.points = points_of(forms, asked["points"])
         if asked["size"] and not any(form.resize for form in forms.values()):
-            raise PackError(
-                "size resizes PIL images, and the items hold none; resize in the Dataset, and leave size out"
-            )
+            raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset instead")
         for name, form in self.forms.items():
-            channels = {"hw": 1, "hwc": form.shape[-1:], "chw": form.shape[:1]}.get(form.layout) or 0
-            channels = channels[0] if isinstance(channels, tuple) else channels
-            if asked["mean"] and channels and name != TARGET and {len(asked["mean"]), len(asked["std"])} != {channels}:
-                raise PackError(f"mean and std must have {channels} numbers, one per channel of {name} {form}")
+            counts = {len(asked["mean"]), len(asked["std"])} if asked["mean"] else {form.channels}
+            if form.layout and name != TARGET and counts != {form.channels}:
+                raise PackError(f"mean and std must have {form.channels} numbers, one per channel of {name} {form}")
 
     def label_names(self) -> list[str]:
         """Return the names of several labels: of a table its columns, or those that occur, sorted."""
@@ -218,14 +212,15 @@ class Items(Dataset):
 
     @property
     def labelled(self) -> bool:
-        return self.own and TARGET in self.forms
+        return TARGET in self.forms and all(isinstance(part, OWN) for _, part in self.parts)
 
     @property
     def options(self) -> dict[str, Any]:
         """Return what the card keeps, as JSON does."""
         given = {name: self.asked[name] for name in ("target", "inputs", "image", "sep", "points")}
         encoding = next((part.encoding for _, part in self.parts if isinstance(part, Table)), {})
-        inputs = [name for name in self.forms if self.target is None or name.partition("_")[0] != TARGET]
+        parts = () if TARGET in self.forms or self.target is None else f"{TARGET}_"  # a target of several values
+        inputs = [name for name in self.forms if name != TARGET and not name.startswith(parts)]
         options = {
             "inputs": inputs,
             "kind": self.kind,
@@ -309,20 +304,12 @@ def names_of(data: Any, target: Any) -> list[str]:
     return [*map(composed, names)] if isinstance(names, list | tuple) and {*map(type, names)} == {str} else []
 
 
-def decoded(value: Any, function: str | None = None) -> Any:
-    """Return an image upright, and of a text what a function makes of it. Raises PackError(value, rule, fix)."""
-    try:
-        if is_image(value):
-            value.load()  # Pillow decodes no earlier
-            return upright(value)
-        return resolve(function)(value) if function and isinstance(value, str) else value
-    except NbtoolsError:
-        raise
-    except Exception as error:  # whatever Pillow or the function may raise
-        came = f"{type(error).__name__}: {error}"
-        raise PackError(
-            came, "an image must be whole, and a text one that its function takes", "leave it out"
-        ) from error
+def decoded(value: Any, function: str | None) -> Any:
+    """Return an image upright, and of a text what a function makes of it."""
+    if is_image(value):
+        value.load()  # Pillow decodes no earlier
+        return upright(value)
+    return resolve(function)(value) if function and isinstance(value, str) else value
 
 
 def content(part: Any) -> bytes:

@@ -1,5 +1,5 @@
-"""Tables as Datasets: columns of numbers, dates and categories become one row of numbers, `x`; a column of file names
-the images `image`; a column of texts one of its own."""
+"""Tables as Datasets: columns of numbers and categories become one row of numbers, `x`; a column of file names the
+images `image`; a column of texts one of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 FEW = 32  # different texts of a column that becomes one number for each of them
 NUMERIC = ("integer", "floating", "mixed-integer-float", "decimal", "boolean")  # kinds of columns, as pandas calls them
-DATES = ("datetime64", "datetime", "date")
 APART = ("image", "text")  # columns that are no part of x
 
 
@@ -87,7 +86,7 @@ class Table(Dataset):
         if is_missing(value):
             fix = "fill it with df.fillna(…), or leave the column out with inputs=[…]"
             return PackError("nothing", f"{name} must have a value", fix)
-        rule = "a number" if how == "number" else "a date" if how == "days" else f"one of {', '.join(how[:5])}"
+        rule = "a number" if how == "number" else f"one of {', '.join(how[:5])}"
         return PackError(str(value), f"{name} must be {rule}, as in the training data", "correct it, or leave it out")
 
     def content(self) -> str:
@@ -138,8 +137,8 @@ def tables(
 
 
 def encoding_of(frame: pd.DataFrame, chosen: Sequence[str], image: Any, texts: Sequence[str]) -> dict[str, Any]:
-    """Return how each column becomes an input: `image`, `text`, `number`, `days` (since 1970), or its categories, one
-    number each. Raises PackError for a column that cannot, and where float32 makes most of its values equal."""
+    """Return how each column becomes an input: `image`, `text`, `number`, or its categories, one number each. Raises
+    PackError for a column that cannot, and where float32 makes most of its values equal."""
     import pandas as pd
 
     encoding, refused = {}, {}
@@ -148,9 +147,8 @@ def encoding_of(frame: pd.DataFrame, chosen: Sequence[str], image: Any, texts: S
         kind = pd.api.types.infer_dtype(column, skipna=True)
         if name == image or name in texts:
             encoding[name] = "image" if name == image else "text"
-        elif kind in NUMERIC or kind in DATES:
-            encoding[name] = "number" if kind in NUMERIC else "days"
-            values = np.unique(numbers(column, encoding[name]))
+        elif kind in NUMERIC:
+            encoding[name], values = "number", np.unique(numbers(column))
             if len(np.unique(values.astype(np.float32))) < len(values) / 2:
                 raise PackError(f"{name}: most of its values are equal in float32; subtract the smallest one")
         elif kind == "categorical" or (kind == "string" and len(column.unique()) <= FEW):
@@ -167,17 +165,13 @@ def encoding_of(frame: pd.DataFrame, chosen: Sequence[str], image: Any, texts: S
 
 def features(name: str, how: Any) -> list[str]:
     """Return the names of what a column becomes in x."""
-    names = {"number": [name], "days": [f"{name} in days"], "image": [], "text": []}
-    return [f"{name}={each}" for each in how] if isinstance(how, list) else names[how]
+    return [f"{name}={each}" for each in how] if isinstance(how, list) else [] if how in APART else [name]
 
 
-def numbers(column: Any, how: str) -> np.ndarray:
-    """Return a column of numbers, or of dates in days since 1970, as float64; NaN where a value is missing or none."""
+def numbers(column: Any) -> np.ndarray:
+    """Return a column of numbers as float64; NaN where a value is missing or none."""
     import pandas as pd
 
-    if how == "days":
-        since = pd.to_datetime(column, utc=True, errors="coerce") - pd.Timestamp(0, tz="UTC")
-        return (since / pd.Timedelta(days=1)).to_numpy(np.float64)
     if not pd.api.types.is_numeric_dtype(column):
         column = pd.to_numeric(column.astype(object), errors="coerce")
     return column.to_numpy(np.float64, na_value=np.nan)
@@ -194,5 +188,5 @@ def encoded(frame: pd.DataFrame, encoding: Mapping[str, Any]) -> np.ndarray | No
             part[codes < 0] = np.nan
             parts.append(part)
         elif how not in APART:
-            parts.append(numbers(frame[name], how).astype(np.float32)[:, None])
+            parts.append(numbers(frame[name]).astype(np.float32)[:, None])
     return np.concatenate(parts, 1) if parts else None
