@@ -6,6 +6,7 @@ import bisect
 import hashlib
 import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -46,7 +47,7 @@ from nbtools.errors import NbtoolsError, PackError
 VERSION = 3  # of what a card keeps of them; packs of another are made anew
 SEEN = 64  # items looked at
 CHEAP = 2e-4  # seconds: an item that costs less is read faster here than it travels between processes
-TOGETHER = 16  # items that travel at once
+TOGETHER, LOAD = 16, 4e6  # items and bytes that travel at once
 OWN = (Images, Table)  # whose items are columns
 
 
@@ -341,7 +342,9 @@ def read_all(items: Items, places: Sequence[int]) -> Generator[dict[str, Any] | 
     """Yield samples and rows of the table of bad samples, in order; read by forked processes where that pays."""
     costly = items.asked["store"] and items.cost > CHEAP and items.cost * len(places) > SHORT
     if costly and cores() > 1 and sys.platform == "linux":
-        yield from by_workers(items.__getitem__, places, TOGETHER)
+        columns = [form.column for form in items.forms.values()]
+        size = sum(np.dtype(column.dtype).itemsize * math.prod(column.shape) for column in columns)
+        yield from by_workers(items.__getitem__, places, max(1, min(TOGETHER, int(LOAD / size))))
     else:
         yield from map(items.__getitem__, places)
 
