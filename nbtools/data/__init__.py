@@ -3,7 +3,7 @@
 from nbtools.data.archive import archive_index, read_member
 from nbtools.data.build import Entry, Survey, build_pack
 from nbtools.data.cached import cached
-from nbtools.data.dataset import pack
+from nbtools.data.dataset import items_of, pack, sample_of
 from nbtools.data.draws import STAYING, Draws, Keys, constant, places
 from nbtools.data.drive import drive_path, kept, on_colab, place_to_keep, release_runtime, remount
 from nbtools.data.feed import (
@@ -42,7 +42,6 @@ from nbtools.data.pack import (
 )
 from nbtools.data.parallel import cores, in_processes, side_by_side, threaded
 from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
-from nbtools.data.reading import items_of, sample_of
 from nbtools.data.sources import Source, cache
 from nbtools.data.stage import stage
 from nbtools.data.transfer import patient

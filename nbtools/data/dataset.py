@@ -1,23 +1,25 @@
-"""nb.pack: any Dataset, table, or folder of images by class → a Pack."""
+"""nb.pack: any Dataset, table, or folder of images by class → a Pack; and items to predict, read like its own."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from torch.utils.data import DataLoader
 
 from nbtools.data.build import make_pack, of_task
 from nbtools.data.folders import image_folders, split_word
-from nbtools.data.images import RESIZES
-from nbtools.data.items import resolve
-from nbtools.data.pack import MANIFEST, SPLITS, Card, Pack, is_pack, require_shares
+from nbtools.data.forms import forms_in
+from nbtools.data.images import RESIZES, is_image, open_image
+from nbtools.data.items import inputs_of, resolve
+from nbtools.data.pack import MANIFEST, SPLITS, Card, Pack, Sample, is_pack, require_shares
 from nbtools.data.progress import say
-from nbtools.data.reading import Items, RawItems, read_all
+from nbtools.data.reading import Items, RawItems, decoded, read_all, spoken
 from nbtools.data.sources import cache
 from nbtools.data.stage import stage
 from nbtools.data.table import Table, is_table, read_table, tables
@@ -194,3 +196,39 @@ def groups_of(items: Items, groups: Any) -> list[str] | None:
     if groups is not None and len(groups) != len(items):
         raise PackError(f"groups must have a value for each of {len(items):,} items, got {len(groups):,}")
     return None if groups is None else [str(group) for group in groups]
+
+
+# -- items to predict
+
+
+def items_of(given: Any, card: Card) -> Sequence[Any]:
+    """Return what `run.predict` got, item by item: a file, a text, an item (a dict, a tuple, an image, a number, a
+    sample's array), or several: a list, a Dataset, an array of them, or the rows of a DataFrame. Raises PackError."""
+    if hasattr(given, "iloc"):
+        if not card.options["encoding"]:
+            raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
+        frame = given.to_frame().T.infer_objects() if given.ndim == 1 else given
+        table = Table(frame.rename(columns=str), card.options["encoding"], ())
+        rows = []
+        for i in range(len(table)):
+            try:
+                rows.append(table[i])
+            except PackError as error:
+                raise PackError(f"row {i}: {spoken(error)}") from None
+        return rows
+    first = card.columns[card.options["inputs"][0]]
+    rank = len(first.shape) + (first.kind == "ragged")
+    if isinstance(given, (str, Path, dict, tuple)) or is_image(given) or getattr(given, "ndim", None) in (0, rank):
+        return [given]
+    return given if hasattr(given, "__getitem__") else list(given) if isinstance(given, Iterable) else [given]
+
+
+def sample_of(item: Any, card: Card) -> Sample:
+    """Return an item, or an image file, as packing would have stored its inputs. Raises PackError(value, rule, fix)."""
+    forms, texts = forms_in(card.options), card.options["text"]
+    roles = card.options["roles"]
+    values = inputs_of(item, card.options["inputs"], roles["target"], roles["inputs"])
+    for name, value in values.items():
+        file = isinstance(value, str | Path) and name not in texts
+        values[name] = open_image(value) if file else decoded(value, texts.get(name))
+    return {name: np.asarray(forms[name].fit(name, value)) for name, value in values.items()}

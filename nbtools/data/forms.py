@@ -111,7 +111,8 @@ class Form:
             return self.multi_hot(value)
         array, alike = self.array(name, value), f"{name} must be {self}, as in other items"
         if array.ndim != len(self.shape) or array.shape[self.ragged :] != self.shape[self.ragged :] or not array.size:
-            raise PackError(f"the shape {array.shape}", alike, AWAY)
+            shape = str(self).partition(" ")[2]
+            raise PackError(array.shape, f"{name} must have the shape {shape}, as in other items", AWAY)
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             came = "nan" if np.isnan(array).any() else "inf"
             raise PackError(came, f"all numbers of {name} must be finite", "replace it, or leave the item out")
@@ -185,8 +186,10 @@ def form_of(name: str, signs: Sequence[Sign], classes: Any, size: Sequence[int] 
     kinds = {"array" if kind == "whole" else kind for kind in kinds}
     mode = max(sign.mode for sign in signs)  # RGB above L
     if len(kinds) > 1 or "text" in kinds or (mode == "RGB" and any(sign.mode == "F" for sign in signs)):
-        rule = f"{name} must be numbers, or images of one depth, in all items"
-        raise PackError(f"{rule}, got {', '.join(sorted(kinds))} {mode}; make them match")
+        came = kinds if len(kinds) > 1 or "text" in kinds else {sign.mode for sign in signs}
+        raise PackError(
+            f"{name} must be numbers, or images, in all items, got {', '.join(sorted(came))}; make them match"
+        )
     [kind], dtype = kinds, np.result_type(*{sign.dtype for sign in signs})
     dtype = np.dtype(np.float32) if dtype.kind == "f" else dtype
     if name == TARGET and (kind == "image" or (size and len(signs[0].shape) == 2 and dtype.kind in "iu")):

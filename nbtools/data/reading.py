@@ -12,7 +12,6 @@ import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from nbtools import disk
 from nbtools.data.build import Entry, Problem, Survey, fingerprint, why
 from nbtools.data.folders import Images
 from nbtools.data.forms import Sign, forms_in, forms_of, moments, points_of
-from nbtools.data.images import is_image, moved, open_image, place_of, upright
+from nbtools.data.images import is_image, moved, place_of, upright
 from nbtools.data.items import (
     TARGET,
     bare,
@@ -31,7 +30,6 @@ from nbtools.data.items import (
     composed,
     flattened,
     function_name,
-    inputs_of,
     is_missing,
     named,
     numeric,
@@ -368,39 +366,3 @@ class RawItems(Dataset):
         if self.items.kind == "classes":
             sample[TARGET] = np.asarray(self.classes[sample[TARGET]])
         return {**sample, "id": np.asarray(i, np.int64)}
-
-
-# -- items to predict
-
-
-def items_of(given: Any, card: Card) -> Sequence[Any]:
-    """Return what `run.predict` got, item by item: a file, a text, an item (a dict, a tuple, an image, a number, a
-    sample's array), or several: a list, a Dataset, an array of them, or the rows of a DataFrame. Raises PackError."""
-    if hasattr(given, "iloc"):
-        if not card.options["encoding"]:
-            raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
-        frame = given.to_frame().T.infer_objects() if given.ndim == 1 else given
-        table = Table(frame.rename(columns=str), card.options["encoding"], ())
-        rows = []
-        for i in range(len(table)):
-            try:
-                rows.append(table[i])
-            except PackError as error:
-                raise PackError(f"row {i}: {spoken(error)}") from None
-        return rows
-    first = card.columns[card.options["inputs"][0]]
-    rank = len(first.shape) + (first.kind == "ragged")
-    if isinstance(given, (str, Path, dict, tuple)) or is_image(given) or getattr(given, "ndim", None) in (0, rank):
-        return [given]
-    return given if hasattr(given, "__getitem__") else list(given) if isinstance(given, Iterable) else [given]
-
-
-def sample_of(item: Any, card: Card) -> Sample:
-    """Return an item, or an image file, as packing would have stored its inputs. Raises PackError(value, rule, fix)."""
-    forms, texts = forms_in(card.options), card.options["text"]
-    roles = card.options["roles"]
-    values = inputs_of(item, card.options["inputs"], roles["target"], roles["inputs"])
-    for name, value in values.items():
-        file = isinstance(value, str | Path) and name not in texts
-        values[name] = open_image(value) if file else decoded(value, texts.get(name))
-    return {name: np.asarray(forms[name].fit(name, value)) for name, value in values.items()}
