@@ -91,35 +91,39 @@ def pack(
     val, test = (0 if name in parts else share for name, share in (("val", val), ("test", test)))
     require_shares(val, test)
     asked = {"target": target, "inputs": inputs, "image": image, "sep": sep, "points": points}
+    asked |= {"classes": classes, "size": size_of(size, resize), "resize": resize, "mean": mean, "std": std}
+    asked |= {"store": store, "random": random}
     if (mean is None) != (std is None):
         raise PackError("mean and std belong together, got one of them; pass both")
     if like is not None:
-        if any(each is not None for each in (classes, mean, std, text, size, resize)) or not store:
-            raise PackError("a pack like another takes its classes, size, mean, std and text; leave these out")
-        asked |= {name: given for name, given in like.options["roles"]["given"].items() if asked[name] is None}
-        text = {name: resolve(function) for name, function in like.options["text"].items()}
-    asked |= {"classes": classes, "size": size_of(size, resize), "resize": resize, "mean": mean, "std": std}
-    asked |= {"store": store, "random": random}
+        asked, text = alike(asked, text, like)
     column = groups if isinstance(groups, str) else None
-    columns = {name: asked[name] for name in ("target", "inputs", "image")} | {"besides": column, "root": root}
-    parts = opened(parts, text, like, progress, **columns)
-    items = Items(parts, asked, text, like)
+    items = Items(opened(parts, asked, text, column, root, like, progress), asked, text, like)
     items.groups = groups_of(items, groups)
     more = {"val": val, "test": test, "seed": seed, "like": like and like.to_dict()}
     made = {"key": items.key(more), "source": items.source}
     into = Path(into if into is not None else cache() / "packs" / f"{TASK}-{made['key']}")
-    if progress and is_pack(into):
-        packed = time.strftime("%Y-%m-%d %H:%M", time.localtime((into / MANIFEST).stat().st_mtime))
-        say(f"opened {into}, packed {packed}")
-    elif progress and size and not resize:
-        how = {form.resize for form in items.forms.values()} - {""}
-        say(f"images become {size_of(size, None)} by {' and '.join(how)}; resize= chooses crop, pad or squash")
+    if progress:
+        announce(into, items)
+
+    def samples(_: Any, done: int) -> Any:
+        return read_all(items, range(done, len(items)))
+
     ends: Any = {"val": val, "test": test, "seed": seed, "progress": progress}
-    pack = make_pack(
-        TASK, made, into, items.survey, lambda _, done: read_all(items, range(done, len(items))), {}, **ends
-    )
+    pack = make_pack(TASK, made, into, items.survey, samples, {}, **ends)
     pack = dataclasses.replace(pack, raw=RawItems(items, pack.names, pack.classes))
     return pack.folds(folds, seed) if folds else pack
+
+
+def announce(into: Path, items: Items) -> None:
+    """Say that a pack is there already, or how its images are resized unless that was asked for."""
+    if is_pack(into):
+        packed = time.strftime("%Y-%m-%d %H:%M", time.localtime((into / MANIFEST).stat().st_mtime))
+        say(f"opened {into}, packed {packed}")
+    elif items.asked["size"] and not items.asked["resize"]:
+        resize = max(form.resize for form in items.forms.values())
+        height, width = items.asked["size"]
+        say(f"images become {height} × {width} by resize={resize!r}; there are {', '.join(RESIZES)}")
 
 
 # -- what is given
@@ -132,6 +136,15 @@ def size_of(size: Any, resize: str | None) -> list[int] | None:
     if resize is not None and (resize not in RESIZES or size is None):
         raise PackError(f"resize must be one of {', '.join(RESIZES)}, with a size=, got {resize!r}, size={size}")
     return size and list(size)
+
+
+def alike(asked: dict[str, Any], text: Any, like: Card) -> tuple[dict[str, Any], Any]:
+    """Return what is asked for, and the functions of texts, of a pack like another one."""
+    own = ("classes", "size", "resize", "mean", "std")
+    if any(asked[name] is not None for name in own) or text is not None or not asked["store"]:
+        raise PackError("a pack like another takes its classes, size, mean, std and text; leave these out")
+    given = {name: value for name, value in like.options["roles"]["given"].items() if asked[name] is None}
+    return asked | given, {name: resolve(function) for name, function in like.options["text"].items()}
 
 
 def splits_of(data: Any, train: Any, val: Any, test: Any) -> dict[str | None, Any]:
@@ -150,15 +163,23 @@ def splits_of(data: Any, train: Any, val: Any, test: Any) -> dict[str | None, An
     return {split: parts[split] for split in SPLITS if split in parts}
 
 
-def opened(given: Mapping[str | None, Any], text: Any, like: Card | None, progress: bool, **asked: Any) -> list[Any]:
+def opened(
+    given: Mapping[str | None, Any],
+    asked: Mapping[str, Any],
+    text: Any,
+    besides: str | None,
+    root: Any,
+    like: Card | None,
+    progress: bool,
+) -> list[tuple[str | None, Any]]:
     """Return (split, Dataset) of each part. Raises PackError for what has no items to ask for."""
     frames = {split: read_table(data) for split, data in given.items() if is_table(data)}
     folders = [Path(given[split]).parent if isinstance(given[split], str | Path) else Path() for split in frames]
-    if (root := asked.pop("root")) is not None:
-        folders = [stage(root, progress=progress)] * len(frames)
+    folders = folders if root is None else [stage(root, progress=progress)] * len(frames)
     texts = [*text] if isinstance(text, Mapping) else [*(asked["inputs"] or ())] if text else []
-    encoding = like.options["encoding"] if like else {}
-    made = iter(tables([*frames.values()], folders, texts=texts, encoding=encoding, **asked) if frames else ())
+    columns: Any = {name: asked[name] for name in ("target", "inputs", "image")} | {"texts": texts, "besides": besides}
+    columns["encoding"] = like.options["encoding"] if like else {}
+    made = iter(tables([*frames.values()], folders, **columns) if frames else ())
     parts: list[tuple[str | None, Any]] = []
     for split, data in given.items():
         if split in frames:

@@ -96,9 +96,6 @@ class Form:
         shape = tuple(n or 0 for n in self.shape[self.ragged :])
         return Column("ragged" if self.ragged else "fixed", self.dtype, shape)
 
-    def __str__(self) -> str:
-        return f"{np.dtype(self.dtype)} ({', '.join('any' if n is None else str(n) for n in self.shape)})"
-
     @cached_property
     def places(self) -> dict[str, int]:
         return {name: i for i, name in enumerate(self.names)}
@@ -109,9 +106,9 @@ class Form:
             return self.allowed(class_text(value, self.names))
         if self.kind == "labels":
             return self.multi_hot(value)
-        array, alike = self.array(name, value), f"{name} must be {self}, as in other items"
+        array, alike = self.array(name, value), f"{name} must be {self.column}, as in other items"
         if array.ndim != len(self.shape) or array.shape[self.ragged :] != self.shape[self.ragged :] or not array.size:
-            shape = str(self).partition(" ")[2]
+            shape = str(self.column).partition(" ")[2]
             raise PackError(array.shape, f"{name} must have the shape {shape}, as in other items", AWAY)
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             came = "nan" if np.isnan(array).any() else "inf"
@@ -135,7 +132,7 @@ class Form:
         if not is_image(value):
             return numeric(name, value)
         if not self.mode:
-            raise PackError("an image", f"{name} must be {self}, as in other items", "make an array like theirs")
+            raise PackError("an image", f"{name} must be {self.column}, as in other items", "make an array like theirs")
         made = pixels(value, self.mode, self.size, self.resize)
         made = made[..., None] if made.ndim < len(self.shape) else made
         return made.transpose(2, 0, 1) if self.layout == "chw" else made

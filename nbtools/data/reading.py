@@ -191,7 +191,9 @@ class Items(Dataset):
         for name, form in self.forms.items():
             counts = {len(asked["mean"]), len(asked["std"])} if asked["mean"] else {form.channels}
             if form.layout and name != TARGET and counts != {form.channels}:
-                raise PackError(f"mean and std must have {form.channels} numbers, one per channel of {name} {form}")
+                raise PackError(
+                    f"mean and std must have {form.channels} numbers, one per channel of {name} {form.column}"
+                )
 
     def label_names(self) -> list[str]:
         """Return the names of several labels: of a table its columns, or those that occur, sorted."""
