@@ -22,7 +22,7 @@ from nbtools.train import Plan, Task, as_task
 
 Options = Mapping[str, Any]
 BUILT_IN = tuple(module.name for module in pkgutil.iter_modules(tasks.__path__) if module.name != "common")
-UNTYPED = ("data", "train", "like", "network", "progress")  # of tasks' functions: no text is given for them
+UNTYPED = ("data", "train", "like", "network", "progress", "seed", "folds", "text")  # of tasks' functions, from code alone
 
 
 class Parser(argparse.ArgumentParser):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CONFUSED, SHOWN = 20, 12  # classes of the figure; worst samples that are shown
 LOW = ("probability", "right", "labels right", "IoU")  # what is worse the lower it is
-ASKED = {"classes", "category_of", "mean", "std", "random", "roles"}  # options that follow from the training split
+ASKED = {"classes", "category_of", "mean", "std", "random", "roles", "stored"}  # options that follow from the training split
 
 
 def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[str, float]:
@@ -161,7 +161,7 @@ def judge(run: Run, pack: Pack, truths: list[Any], answers: list[Any]) -> Any:
         if np.asarray(answer).dtype.kind in "iu":
             return of_maps(truths, answers, pack.classes or [*map(str, range(1 + int(max(map(np.max, answers)))))])
         form = pack.options.get("forms", {}).get(TARGET, {})
-        scaled = np.asarray(truth).dtype == np.uint8 and (form["layout"] or form["scaled"])  # images
+        scaled = np.asarray(truth).dtype == np.uint8 and form["layout"]  # images
         return of_values(np.array(truths, np.float64) / (255 if scaled else 1), np.array(answers, np.float64))
     missing = f"{spoken(run.task)} has no text_of(pack, i), the right answer of a sample as text"
     raise TrainError(f"{missing}, with which a report compares what decode answers; define it")

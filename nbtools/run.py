@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nbtools import disk, show, train
-from nbtools.data import Card, Pack, Sample, cache, collate, patient, say
+from nbtools.data import Card, Pack, Sample, cache, collate, items_of, patient, say
 from nbtools.errors import CheckpointError, PackError, TrainError
 from nbtools.export import write_onnx, write_weights
 from nbtools.measure import Receipt, Verdict
@@ -182,7 +182,7 @@ class Run:
             samples = self.read_folder(Path(files), names)
         else:
             paths = [files] if isinstance(files, str | Path) else files
-            items: Any = [*map(Path, paths)] if self.task.card is None else train.items_of(files, self.card)
+            items: Any = [*map(Path, paths)] if self.task.card is None else items_of(files, self.card)
             samples = (self.read(items[i]) for i in range(len(items)))
         answers, shares = self.answers(samples, batch_size)
         if not all:

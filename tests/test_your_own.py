@@ -236,7 +236,7 @@ def test_what_cannot_be_packed_gets_the_sentence_of_the_table(call, said):
         "augmented": Augmented(),
         "pictures": [(Image.new("RGB", (24 + i, 24)), "ab"[i % 2]) for i in range(20)],
         "notes": pd.DataFrame({"area": 1.0, "note": [f"text {i}" for i in range(60)], "price": 2.0}),
-        "objects": [(object(), 1)] * 20,
+        "triples": [(0.5, 1, 2)] * 20,
     }
     with pytest.raises(nb.NbtoolsError) as caught:
         eval(call, given)

@@ -4,13 +4,13 @@ from nbtools.data.archive import archive_index, read_member
 from nbtools.data.batches import Padding, Raw, batches_in, batches_left, collate, gather, in_order, lengths_of, on
 from nbtools.data.build import Entry, Survey, build_pack
 from nbtools.data.cached import cached
-from nbtools.data.dataset import RawItems, pack
+from nbtools.data.dataset import items_of, pack, sample_of
 from nbtools.data.draws import STAYING, Draws, Keys, constant, places
 from nbtools.data.drive import drive_path, kept, on_colab, place_to_keep, release_runtime, remount
 from nbtools.data.feed import Feed, Resident, choose, open_feed
-from nbtools.data.frames import tables
+from nbtools.data.forms import Form
 from nbtools.data.images import IMAGES, open_image
-from nbtools.data.items import TARGET, Form, inputs_of, is_image
+from nbtools.data.items import TARGET
 from nbtools.data.pack import (
     SPLITS,
     Card,

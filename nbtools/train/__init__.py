@@ -3,7 +3,7 @@
 from nbtools.train import checkpoint, clock, device, evaluation
 from nbtools.train.changes import adopt, caught_up, require_change
 from nbtools.train.checkpoint import CONTROL
-from nbtools.train.defaults import DATASET, Answer, Labels, items_of
+from nbtools.train.defaults import DATASET, Answer, Labels
 from nbtools.train.device import DTYPES, again
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.graph import MOST_GRAPHS, synchronizing, unrecordable

@@ -18,10 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nbtools.data import Card, Draws, Pack, Sample, pack
+from nbtools.data import Card, Draws, Pack, Sample, pack, sample_of
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.train.augment import strengths
-from nbtools.train.defaults import PREPARED, answers, images_of, packed_dataset, prepare, preview, sample_of
+from nbtools.train.defaults import PREPARED, answers, images_of, packed_dataset, prepare, preview
 from nbtools.train.metrics import MEANINGS, METRICS, Batch, Pair, listed, name_of
 from nbtools.train.optimizer import plan_optimizer
 from nbtools.train.plan import Plan
