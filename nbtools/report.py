@@ -28,7 +28,6 @@ from nbtools.train import (
     TaskLike,
     TrainState,
     evaluation,
-    meanings_of,
     readable,
     refuse_fixed,
     spoken,
@@ -45,16 +44,15 @@ LOW = ("probability", "right", "labels right", "IoU")  # what is worse the lower
 
 
 class Scores(dict[str, Any]):
-    """Metric → value; a notebook shows it as a table that says what each means. about: of what it is."""
+    """Metric → value; a notebook shows it as a table. about: of what it is."""
 
-    def __init__(self, values: Mapping[str, Any], about: str, task: TaskLike):
+    def __init__(self, values: Mapping[str, Any], about: str):
         super().__init__(values)
-        self.about, self.meanings = about, meanings_of(task)
+        self.about = about
 
     def _repr_html_(self) -> str:
-        cells = [(n, written(n if n in WRITTEN else f"val_{n}", value)) for n, value in self.items()]
-        rows = [[name, cell, self.meanings.get(name.removeprefix("val_"))] for name, cell in cells]
-        return html(["", "value", "what it says"], rows, self.about)
+        rows = [[n, written(n if n in WRITTEN else f"val_{n}", value)] for n, value in self.items()]
+        return html(["", "value"], rows, self.about)
 
 
 def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> Scores:
@@ -69,7 +67,7 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> Scores:
     model = run.evaluated if isinstance(run, TrainState) else run.model()
     values = evaluation.evaluate(run.task, model, pack, plan, split)
     counted = plural(readable(run.task, pack, plan).splits[split], "sample")
-    return Scores(values, f"{counted} of the {split} split", run.task)
+    return Scores(values, f"{counted} of the {split} split")
 
 
 def require_like(run: Any, pack: Pack) -> None:

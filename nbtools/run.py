@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nbtools import disk, show, train
-from nbtools.data import Card, Pack, Sample, cache, collate, is_kept, opened_copy, patient, say
+from nbtools.data import Card, Pack, Sample, cache, collate, is_kept, items_of, opened_copy, patient, say
 from nbtools.errors import CheckpointError, PackError, TrainError
 from nbtools.export import write_onnx, write_weights
 from nbtools.measure import Receipt, Verdict
@@ -119,7 +119,7 @@ class Run:
     def best(self) -> Scores:
         """The best epoch, from 1, with its losses, metrics (val_…), lr, seconds and MiB; {} before there is one."""
         row = {name: value for name, value in self.best_row.items() if name != "kind"}
-        return Scores({**row, "epoch": row["epoch"] + 1} if row else {}, "the best epoch", self.task)
+        return Scores({**row, "epoch": row["epoch"] + 1} if row else {}, "the best epoch")
 
     @property
     def best_row(self) -> Mapping[str, Any]:
@@ -198,7 +198,7 @@ class Run:
             samples = self.read_folder(folder)
         else:
             paths, own = [files] if isinstance(files, str | Path) else files, self.task.card is not None
-            items = train.items_of(files, self.card) if own else [Path(path) for path in paths]
+            items = items_of(files, self.card) if own else [Path(path) for path in paths]
             samples = ((items[i], self.read(items[i])) for i in range(len(items)))
         results = list(self.answers(samples, batch_size))
         if not all:

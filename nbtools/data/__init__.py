@@ -42,6 +42,7 @@ from nbtools.data.pack import (
 )
 from nbtools.data.parallel import cores, in_processes, side_by_side, threaded
 from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
+from nbtools.data.reading import items_of, sample_of
 from nbtools.data.sources import Source, cache
 from nbtools.data.stage import stage
 from nbtools.data.transfer import patient

@@ -3,7 +3,7 @@
 from nbtools.train import checkpoint, device, evaluation
 from nbtools.train.changes import adopt, caught_up, require_change
 from nbtools.train.checkpoint import CONTROL
-from nbtools.train.defaults import DATASET, Answer, Labels, items_of
+from nbtools.train.defaults import DATASET, Answer, Labels
 from nbtools.train.device import DTYPES, again
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.graph import MOST_GRAPHS, synchronizing, unrecordable
@@ -45,7 +45,6 @@ from nbtools.train.task import (
     best_metric,
     bound,
     import_task,
-    meanings_of,
     objective,
     order,
     readable,

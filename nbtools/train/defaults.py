@@ -5,17 +5,15 @@ B samples, C channels, H × W pixels, L steps of the longest sequence, F feature
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, constant, inputs_of, is_image, open_image, tables
-from nbtools.errors import PackError, TrainError
+from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, constant
+from nbtools.errors import TrainError
 from nbtools.show import percent
 from nbtools.train.augment import MIXUP, augment, inside, strengths
 from nbtools.train.metrics import Batch, class_logits, logits_of, values_like
@@ -173,32 +171,3 @@ def picture(sample: Sample, card: Card) -> np.ndarray:
         low, high = min(float(image.min()), 0.0), max(float(image.max()), 1.0)
         image = ((image - low) * (255 / (high - low))).round().astype(np.uint8)
     return image if image.ndim == 2 else image[..., :3] if image.shape[2] >= 3 else image[..., 0]
-
-
-# -- items to predict
-
-
-def items_of(given: Any, card: Card) -> Sequence[Any]:
-    """Return what `run.predict` got, item by item: a file, an item (a dict, a tuple, an image, a number, a sample's
-    array), or several: a list, a Dataset, an array of them, or the rows of a DataFrame. Raises PackError."""
-    if hasattr(given, "iloc"):
-        if not card.options.get("encoding"):
-            raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
-        frame = given.to_frame().T.infer_objects() if given.ndim == 1 else given
-        table = next(tables([frame], (), None, card.options["encoding"]))
-        for row, (value, rule, fix) in table.odd.items():
-            raise PackError(f"row {row}: {rule}, got {value}; {fix}")
-        return [*table]
-    first = card.columns[card.options["inputs"][0]]
-    rank = len(first.shape) + (first.kind == "ragged")
-    if isinstance(given, (str, Path, dict, tuple)) or is_image(given) or getattr(given, "ndim", None) in (0, rank):
-        return [given]
-    return given if hasattr(given, "__getitem__") else list(given) if isinstance(given, Iterable) else [given]
-
-
-def sample_of(item: Any, card: Card) -> Sample:
-    """Return an item, or an image file, as packing would have stored its inputs. Raises PackError(value, rule, fix)."""
-    item = open_image(item) if isinstance(item, (str, Path)) else item
-    inputs, roles = card.options["inputs"], card.options["roles"]
-    values = inputs_of(item, inputs, roles["target"], roles["inputs"])
-    return {name: np.asarray(form_of(card, name).fit(name, values[name])) for name in inputs}
