@@ -150,9 +150,8 @@ def test_a_file_of_an_nb_pack_takes_what_batch_makes_and_answers_as_the_run_does
     [output] = session.run(None, {name: batch[name].numpy() for name in about["inputs"]})
     answers, expected = run.task.decode(torch.from_numpy(output), run.card), run.predict_pack(pack, ids)
     assert [getattr(one, "name", None) for one in answers] == [getattr(one, "name", None) for one in expected]
-    np.testing.assert_allclose(
-        *([getattr(one, "probability", one) for one in ones] for ones in (answers, expected)), 1e-4
-    )
+    numbers = [[getattr(one, "probability", one) for one in ones] for ones in (answers, expected)]
+    np.testing.assert_allclose(numbers[0], numbers[1], rtol=1e-4)
     assert all(one["text"] for kind in ("inputs", "outputs") for one in about[kind].values())
 
 
