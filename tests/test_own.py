@@ -93,25 +93,6 @@ def test_two_methods_are_a_task_with_metrics_by_name_answers_samples_and_a_name(
     assert all(1 / 3 <= answer.probability <= 1 for answer in answers)
 
 
-def test_a_mean_loss_and_a_sum_with_its_count_train_alike_whatever_the_micro_batch(packs):
-    class Summing(own.Mine):
-        def loss(self, model, batch, plan):
-            return F.cross_entropy(model(batch), batch["y"], reduction="sum"), len(batch["y"])
-
-    states, cases = [], ((own.Mine, None), (Summing, None), (own.Mine, 5), (Summing, 5))
-    for kind, micro in cases:
-        task: Any = kind()
-        task.model = lambda card, plan: nn.Sequential(nn.Flatten(), nn.Linear(432, 3))
-        state = nb.TrainState(task, packs["images"], own.PLAN.replace(epochs=1, micro_batch_size=micro))
-        states.append(state)
-        for _ in nb.train(task, state, packs["images"]):
-            continue
-    first = states[0].model.state_dict()
-    for state in states[1:]:
-        for name, value in state.model.state_dict().items():
-            torch.testing.assert_close(value, first[name], atol=2e-5, rtol=1e-4)
-
-
 # -- what every task's runs do
 
 
@@ -587,15 +568,3 @@ def test_the_terminal_trains_evaluates_on_new_data_and_predicts(tmp_path, capsys
     assert main(["predict", run[1], str(file)]) == 0
     assert f"{opened.predict(file)[0]}" in capsys.readouterr().out
     assert opened.predict([str(file)]) == opened.predict(file)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["torchvision.models", "timm"])
-def test_published_models_train_as_they_are(tmp_path, packs, name):
-    """In an environment that has them beside a torch that they import with."""
-    module: Any = pytest.importorskip(name, exc_type=ImportError)
-    make = module.resnet18 if name != "timm" else lambda num_classes: module.create_model("resnet10t", num_classes=3)
-    task = nb.classify(lambda classes: make(num_classes=classes))
-    run = nb.fit(task, packs["images"], own.PLAN.replace(epochs=1, lr=1e-3), tmp_path / "run", **QUIET)
-
-    assert np.isfinite(run.summary()["train_loss"]).all()

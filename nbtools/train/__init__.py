@@ -45,7 +45,6 @@ from nbtools.train.task import (
     best_metric,
     bound,
     import_task,
-    meanings_of,
     objective,
     order,
     readable,

@@ -20,7 +20,7 @@ from nbtools.train.metrics import Batch, class_logits, logits_of, values_like
 
 DATASET = "dataset"  # the task in such a pack's card
 FEW = 8  # numbers of an answer that are shown
-PREPARED = "channels first, bytes as 0 to 1, minus options' mean over its std"  # of the inputs, see `prepare`
+PREPARED = "as `batch` makes it; default: channels first, bytes as 0 to 1, minus options' mean over its std"
 SURE = 0.5  # probability above which a label is answered
 
 

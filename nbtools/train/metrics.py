@@ -19,21 +19,6 @@ Batch = dict[str, Tensor]
 Pair = tuple[Tensor | float, Tensor | float]
 """A metric's numerator and denominator, which add up; (K,) each for a mean over K classes, as mIoU is; (K, BINS) each,
 of `binned`, for mean average precision."""
-MEANINGS = {
-    "loss": "the loss that training minimises, averaged over the split",
-    "accuracy": "share of samples whose likeliest class is right",
-    "top5_accuracy": "share of samples whose class is among the five likeliest",
-    "balanced_accuracy": "accuracy of each class, averaged: rare classes count as much as frequent ones",
-    "f1": "harmonic mean of precision and recall of each class or label, averaged over them",
-    "map": "mean average precision: area under precision and recall of each label, averaged over the labels",
-    "mae": "mean distance from the true value",
-    "mse": "mean squared distance from the true value",
-    "train_loss": "mean over the samples of the epoch, each when it was trained on",
-    "data_wait": "share of the time that training waited for its next batch",
-    "epoch_time": "of training; evaluations are not in it",
-    "lr": "learning rate of the last step",
-}
-"""Metric, or another column of an epoch → what it says, in plain words; a task's own are in `Task.MEANINGS`."""
 BINS, WIDTH = 2048, 1 / 64  # logits from -16 to 16, between which average precision tells no finer than this
 
 

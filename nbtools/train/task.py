@@ -22,7 +22,7 @@ from nbtools.data import Card, Draws, Pack, Sample, pack, sample_of
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.train.augment import strengths
 from nbtools.train.defaults import PREPARED, answers, images_of, packed_dataset, prepare, preview
-from nbtools.train.metrics import MEANINGS, METRICS, Batch, Pair, listed, name_of
+from nbtools.train.metrics import METRICS, Batch, Pair, listed, name_of
 from nbtools.train.optimizer import plan_optimizer
 from nbtools.train.plan import Plan
 
@@ -53,7 +53,6 @@ class Task:
     BASELINE: Any  # what a receipt compares with; default: PLAN, its samples read one by one on demand
     PRESETS: Mapping[str, Any] = {}  # name → Plan, of which a receipt measures the first
     BEST: Any  # metric that chooses the best checkpoint, "-cer" where lower is better; default: the first by name
-    MEANINGS: Mapping[str, str] = {}  # metric → what it says, in plain words
     SMOKE: Mapping[str, Any] = {}  # options of `demo` for the smoke test
     augment: Any = ()  # names of augmentations of the default `batch`, or name → strength
     pretrained: Any = False  # whether the weights are: advice then starts from a lower lr, as for frozen parameters
@@ -210,11 +209,6 @@ def order(value: float, loss: float | None, sign: float) -> tuple[float, float]:
 def best_metric(task: Task) -> tuple[str, float]:
     """Return the metric that chooses the best checkpoint, and its sign: -1 where lower is better."""
     return task.BEST.lstrip("-"), -1.0 if task.BEST.startswith("-") else 1.0
-
-
-def meanings_of(task: TaskLike) -> dict[str, str]:
-    """Return metric → what it says, in plain words, as far as the task or nbtools knows."""
-    return {**MEANINGS, **as_task(task).MEANINGS}
 
 
 def readable(task: TaskLike, pack: Pack, plan: Any) -> Pack:
