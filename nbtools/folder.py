@@ -71,13 +71,14 @@ def restore(folder: Path, kept: Path | None, fresh: bool = False) -> None:
     if kept is None:
         return
     if kept.resolve() == folder.resolve():
-        raise CheckpointError(f"{kept} is the folder of the run itself; name another one with keep=")
+        raise CheckpointError(f"{kept} is the folder of a run itself; name another one with keep=")
     theirs = patient(lambda: checkpoint.read_index(kept), kept)
-    if not theirs and not checkpoint.names(kept):  # those of a run whose index was lost are restored without it
-        return
+    ours, newest = checkpoint.read_index(folder), next(iter(checkpoint.names(kept)), "0-0")
+    if not theirs and checkpoint.place(newest) <= checkpoint.place(ours.get("last", "0-0")):
+        return  # nothing, or a first copy that was interrupted; a run whose index Drive lost is restored without it
     if fresh:
         raise CheckpointError(f"{kept} holds a run, which fresh=True does not replace; name another keep=")
-    if (ours := checkpoint.read_index(folder)) and not further(folder, ours, kept, theirs):
+    if ours and not further(folder, ours, kept, theirs):
         return
     small = (PLAN, CARD, HISTORY, CONTROL)
     with disk.explained(f"restoring {folder} from {kept}", folder):

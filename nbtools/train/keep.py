@@ -20,6 +20,7 @@ from nbtools.errors import CheckpointError
 from nbtools.train.checkpoint import CONTROL, FILE, INDEX, named, place, read_index
 
 KEPT = "kept.json"  # in the run's folder: where it is kept, until which step, and the run.json that was written there
+SMALL = (".json", ".csv", ".png")  # files of a run that are copied whole each time they have changed
 PATIENCE = 30.0  # seconds at the end after which the user is told what is waited for
 FORMER = "snapshots"  # a folder of nbtools 0.2
 
@@ -76,7 +77,7 @@ class Keeper:
         index = read_index(self.source)
         self.require_own()
         facts = [self.source / f"{name}.json" for name in named(index)]  # each written after its tensors, also there
-        others = [path for path in self.source.iterdir() if path.suffix in (".json", ".csv")]
+        others = [path for path in self.source.iterdir() if path.suffix in SMALL]
         others = [path for path in others if path.name not in (CONTROL, INDEX, KEPT) and not FILE.fullmatch(path.name)]
         for path in others + facts:
             there, data = self.target / path.name, path.read_bytes()
@@ -125,7 +126,7 @@ class Keeper:
 def restore_kept(kept: Path, target: Path) -> None:
     """Copy a kept run into a new folder `target`; what a call that was interrupted copied is not copied again. Raises
     StageError, DiskError."""
-    ours = (".json", ".csv", ".safetensors")
+    ours = (*SMALL, ".safetensors")
     sizes = patient(lambda: {path: path.stat().st_size for path in kept.iterdir() if path.suffix in ours}, kept)
     disk.require_space(target, sum(sizes.values()))
     with bar(total=sum(sizes.values()), desc=f"copy {target.name}", unit="B", unit_scale=True) as shown:
