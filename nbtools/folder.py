@@ -98,8 +98,6 @@ def further(folder: Path, ours: Mapping[str, Any], kept: Path, theirs: Mapping[s
     if ours.get("id") != theirs.get("id"):
         rule = f"{kept} holds a different run than {folder}"
         raise CheckpointError(f"{rule}; name another keep=, or another run=", entry="Session lost")
-    if theirs == train.kept_note(folder).get("index"):
-        return False  # what this folder itself wrote last
     if continues(ours, theirs):
         return False
     if continues(theirs, ours):

@@ -116,7 +116,7 @@ class Guard:
     def to_best(self) -> Generator[Record, None, None]:
         """Resume from the best checkpoint with the plan of now; refused if it is damaged."""
         try:
-            saved = checkpoint.read(self.job.folder, checkpoint.read_index(self.job.folder)["best"])
+            saved = checkpoint.read(self.job.folder, str(checkpoint.best_of(self.job.folder)))
         except CheckpointError as error:
             self.job.surface.answer(f"{REFUSED}{error}", "best")
             return

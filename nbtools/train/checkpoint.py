@@ -112,6 +112,11 @@ def named(index: dict[str, Any]) -> set[str]:
     return {name for name in (index.get("last"), index.get("best"), anchor.get("name"), anchor.get("best")) if name}
 
 
+def best_of(folder: Path) -> str | None:
+    """Return the name of the best checkpoint; None before the first evaluation."""
+    return read_index(folder).get("best")
+
+
 def last_and_best(folder: Path) -> dict[str, Any]:
     """Return the last and the best checkpoint of a folder whose index was lost."""
     every = names(folder)
@@ -176,6 +181,6 @@ def load(folder: Path, state: TrainState) -> Checkpoint:
 
 def weights(folder: Path) -> dict[str, Tensor]:
     """Read the best evaluated weights; the newest ones where nothing was evaluated. Raises CheckpointError."""
-    best = read_index(folder).get("best")
+    best = best_of(folder)
     tensors = (newest(folder) if best is None else read(folder, best)).tensors
     return below(tensors, "ema.module.") or below(tensors, "model.")
