@@ -124,10 +124,13 @@ class Keeper:
 
 
 def restore_kept(kept: Path, target: Path) -> None:
-    """Copy a kept run into a new folder `target`; what a call that was interrupted copied is not copied again. Raises
-    StageError, DiskError."""
-    ours = (*SMALL, ".safetensors")
-    sizes = patient(lambda: {path: path.stat().st_size for path in kept.iterdir() if path.suffix in ours}, kept)
+    """Copy a kept run into a new folder `target`; weights that a call which was interrupted has copied are not copied
+    again. Raises StageError, DiskError."""
+    paths = patient(lambda: [*kept.iterdir()], kept)
+    sizes = {path: patient(path.stat, path).st_size for path in paths if path.suffix == ".safetensors"}
+    for path in paths:
+        if path.suffix in SMALL:
+            disk.write_atomic(target / path.name, patient(path.read_bytes, path))
     disk.require_space(target, sum(sizes.values()))
     with bar(total=sum(sizes.values()), desc=f"copy {target.name}", unit="B", unit_scale=True) as shown:
         for path, size in sizes.items():
