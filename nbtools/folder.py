@@ -65,16 +65,14 @@ def restore(folder: Path, kept: Path | None, fresh: bool = False) -> None:
     if kept is None:
         return
     if kept.resolve() == folder.resolve():
-        raise CheckpointError(f"{kept} is the folder of the run itself; name another one with keep=")
-    with disk.explained("looking for a run", kept):
-        theirs = patient(lambda: checkpoint.read_index(kept), kept)
-        if not theirs and patient(lambda: checkpoint.names(kept), kept):
-            rule = f"{kept} holds checkpoints, but its {checkpoint.INDEX} is missing"
-            raise CheckpointError(f"{rule}; restore it, from Drive's versions, or name another keep=")
-    if theirs and fresh:
+        raise CheckpointError(f"{kept} is the folder of a run itself; name another one with keep=")
+    theirs = patient(lambda: checkpoint.read_index(kept), kept)
+    ours, newest = checkpoint.read_index(folder), next(iter(checkpoint.names(kept)), "0-0")
+    if not theirs and checkpoint.place(newest) <= checkpoint.place(ours.get("last", "0-0")):
+        return  # nothing, or a first copy that was interrupted; a run whose index Drive lost is restored without it
+    if fresh:
         raise CheckpointError(f"{kept} holds a run, which fresh=True does not replace; name another keep=")
-    ours = checkpoint.read_index(folder)
-    if not theirs or (ours and not further(folder, ours, kept, theirs)):
+    if ours and not further(folder, ours, kept, theirs):
         return
     with disk.explained(f"restoring {folder} from {kept}", folder):
         if not ours and folder.exists() and not all(map(is_own, folder.iterdir())):

@@ -113,6 +113,17 @@ def named(index: dict[str, Any]) -> set[str]:
     return {name for name in (index.get("last"), index.get("best"), anchor.get("name"), anchor.get("best")) if name}
 
 
+def best_of(folder: Path) -> str | None:
+    """Return the name of the best checkpoint; None before the first evaluation."""
+    return read_index(folder).get("best")
+
+
+def last_and_best(folder: Path) -> dict[str, Any]:
+    """Return the last and the best checkpoint of a folder whose index was lost."""
+    every = names(folder)
+    return {"last": every[0], "best": next((n for n in every if facts_of(folder, n)["best"]), None)}
+
+
 def stop_reason(folder: Path) -> str | None:
     """Return why the run ended before its last epoch, as of the last checkpoint; None where it did not."""
     name = read_index(folder).get("last")
@@ -171,6 +182,6 @@ def load(folder: Path, state: TrainState) -> Checkpoint:
 
 def weights(folder: Path) -> dict[str, Tensor]:
     """Read the best evaluated weights; the newest ones where nothing was evaluated. Raises CheckpointError."""
-    best = read_index(folder).get("best")
+    best = best_of(folder)
     tensors = (newest(folder) if best is None else read(folder, best)).tensors
     return below(tensors, "ema.module.") or below(tensors, "model.")

@@ -19,7 +19,8 @@ from nbtools.data import bar, bring, patient, remount, say
 from nbtools.errors import CheckpointError
 from nbtools.train.checkpoint import CONTROL, FILE, INDEX, named, place, read_index
 
-KEPT = "kept.json"  # in the run's folder: where it is kept, until which step, and the run.json that was written there
+KEPT = "kept.json"  # in the run's folder: where it is kept, and until which step
+SMALL = (".json", ".csv", ".png")  # files of a run that are copied whole each time they have changed
 PATIENCE = 30.0  # seconds at the end after which the user is told what is waited for
 FORMER = "snapshots"  # a folder of nbtools 0.2
 
@@ -41,7 +42,7 @@ class Keeper:
             if disk.exists(target / FORMER):
                 raise CheckpointError(f"{target}: kept by nbtools 0.2, which 0.3 does not read; name another keep=")
         before = kept_note(source)
-        self.note(before if before.get("to") == str(target) else {})
+        self.note(before["step"] if before.get("to") == str(target) else None)
         self.queue: SimpleQueue[bool] = SimpleQueue()
         # A daemon: a process can end while a copy hangs, which it could not with a ThreadPoolExecutor.
         self.thread = Thread(target=self.work, name="nbtools-keeper", daemon=True)
@@ -76,7 +77,7 @@ class Keeper:
         index = read_index(self.source)
         self.require_own()
         facts = [self.source / f"{name}.json" for name in named(index)]  # each written after its tensors, also there
-        others = [path for path in self.source.iterdir() if path.suffix in (".json", ".csv")]
+        others = [path for path in self.source.iterdir() if path.suffix in SMALL]
         others = [path for path in others if path.name not in (CONTROL, INDEX, KEPT) and not FILE.fullmatch(path.name)]
         for path in others + facts:
             there, data = self.target / path.name, path.read_bytes()
@@ -88,7 +89,7 @@ class Keeper:
         self.require_own()  # the copy may have taken long
         self.known = [*self.known[-1:], index]
         disk.write_atomic(self.target / INDEX, json.dumps(index, indent=1))
-        self.note({"step": place(index["last"])[1], "index": index})
+        self.note(place(index["last"])[1])
         for path in self.target.iterdir():
             if FILE.fullmatch(path.name) and path.stem not in named(index) and not (self.source / path.name).exists():
                 path.unlink(missing_ok=True)
@@ -98,9 +99,9 @@ class Keeper:
             rule = "another session has kept its run there since, or the disk was changed"
             raise CheckpointError(f"{rule}; to keep this one, name another keep=")
 
-    def note(self, facts: dict[str, Any]) -> None:
+    def note(self, step: int | None) -> None:
         with disk.explained("noting where a run is kept", self.source):
-            disk.write_atomic(self.source / KEPT, json.dumps({"step": None, **facts, "to": str(self.target)}))
+            disk.write_atomic(self.source / KEPT, json.dumps({"to": str(self.target), "step": step}))
 
     def close(self, mount: bool = False, tell: Callable[[str], None] = say) -> None:
         """Wait until everything requested is copied, or cannot be; an interrupt ends that. mount: mount Drive anew if
@@ -123,10 +124,13 @@ class Keeper:
 
 
 def restore_kept(kept: Path, target: Path) -> None:
-    """Copy a kept run into a new folder `target`; what a call that was interrupted copied is not copied again. Raises
-    StageError, DiskError."""
-    ours = (".json", ".csv", ".safetensors")
-    sizes = patient(lambda: {path: path.stat().st_size for path in kept.iterdir() if path.suffix in ours}, kept)
+    """Copy a kept run into a new folder `target`; weights that a call which was interrupted has copied are not copied
+    again. Raises StageError, DiskError."""
+    paths = patient(lambda: [*kept.iterdir()], kept)
+    sizes = {path: patient(path.stat, path).st_size for path in paths if path.suffix == ".safetensors"}
+    for path in paths:
+        if path.suffix in SMALL:
+            disk.write_atomic(target / path.name, patient(path.read_bytes, path))
     disk.require_space(target, sum(sizes.values()))
     with bar(total=sum(sizes.values()), desc=f"copy {target.name}", unit="B", unit_scale=True) as shown:
         for path, size in sizes.items():
@@ -134,7 +138,7 @@ def restore_kept(kept: Path, target: Path) -> None:
 
 
 def kept_note(folder: Path) -> dict[str, Any]:
-    """Return where a run is kept: `to`, `step`, and the `index` there; {} where it is kept nowhere."""
+    """Return where a run is kept, `to` and until which `step`; {} where it is kept nowhere."""
     try:
         return json.loads((folder / KEPT).read_text())
     except (FileNotFoundError, ValueError):
