@@ -88,11 +88,10 @@ def restore(folder: Path, kept: Path | None, fresh: bool = False) -> None:
 def further(folder: Path, ours: Mapping[str, Any], kept: Path, theirs: Mapping[str, Any]) -> bool:
     """Return whether what is kept of a run is further than the local folder, and continues it. Raises CheckpointError
     where neither continues the other."""
-    index, before = json.loads(theirs["files"][checkpoint.INDEX]), train.kept_note(folder)
-    if ours.get("id") != index.get("id"):
+    index = json.loads(theirs["files"][checkpoint.INDEX])
+    if ours["id"] != index["id"]:
         raise CheckpointError(f"{kept} holds a different run than {folder}; name another keep=, or another run=")
-    last_copy = (theirs["start"], theirs["step"]) == (before.get("start"), before.get("step"))  # of this folder
-    if last_copy or continues(ours, index):
+    if continues(ours, index):
         return False
     if continues(index, ours):
         say(f"{kept} is further than {folder}, and is taken over")
