@@ -8,7 +8,6 @@ import safetensors.torch
 import torch
 import toy
 from acting import QUIET, same
-from archives import tree
 
 import nbtools as nb
 from nbtools.errors import CheckpointError
@@ -68,13 +67,13 @@ def test_the_library_reads_what_is_written_and_the_same_tensors_give_the_same_by
     assert all(read[name].dtype == each.dtype and torch.equal(read[name], each) for name, each in tensors.items())
 
 
-def test_checkpoints_without_their_index_are_not_deleted_by_a_new_run(pack, tmp_path, untouched):
+def test_a_lost_index_is_made_anew_and_the_run_resumes_with_its_best_weights(pack, tmp_path, untouched, capsys):
     folder = shutil.copytree(untouched.folder, tmp_path / "run")
     (folder / "run.json").unlink()
-    before = tree(folder)
-    with pytest.raises(CheckpointError, match=r"holds checkpoints, but its run\.json is missing; restore it"):
-        nb.fit(toy, pack, toy.PLAN, folder, **QUIET)
-    assert tree(folder) == before
+    run = nb.fit(toy, pack, toy.PLAN, folder, **QUIET)
+    assert "run.json: is missing; rebuilt from the checkpoints" in capsys.readouterr().err
+    assert same(run, untouched)
+    assert run.best["epoch"] == untouched.best["epoch"]
 
 
 @pytest.mark.parametrize("name", ["card.json", "plan.json", "receipt.json"])

@@ -139,7 +139,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         with disk.explained("reading the index", path):
             index = disk.from_json(path.read_text()) if path.exists() else {}
     except ValueError as error:
-        fix = "restore it from the kept copy, or start over with fresh=True"
+        fix = "restore it from the kept copy, or delete it and train on"
         raise CheckpointError(f"{path}: {error}; {fix}") from None
     if index.get("version", VERSION) != VERSION:
         made, fix = index.get("nbtools", "0.1"), "open it with that version, or train anew in another folder"
