@@ -44,7 +44,7 @@ def optional(missing: str, tell: Callable[[str], None]) -> Iterator[None]:
     except (NbtoolsError, OSError, RuntimeError) as error:
         tell(f"{missing}: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
-        tell(f"{missing}: interrupted; ask again to get it")
+        tell(f"{missing}: interrupted; run it again to get it")
 
 
 def evaluate_all(job: Job) -> None:

@@ -21,7 +21,7 @@ from nbtools.callbacks import Callback, TensorBoard, callbacks_of
 from nbtools.data import Pack, meanwhile, on_colab, place_to_keep, release_runtime, say
 from nbtools.errors import CheckpointError, PackError, ctrl_c
 from nbtools.finish import diagnose, finish
-from nbtools.folder import Job, begin, only_one, restore
+from nbtools.folder import Job, begin, only_one, rebuild, restore
 from nbtools.guard import Guard
 from nbtools.identity import Call, called, former_run, meant, own_folder
 from nbtools.live import REFUSED, FirstSignal, Panel, Surface, chosen, running_kernel
@@ -104,6 +104,7 @@ def fit(
         if not (again or isinstance(plan, Call)):  # that of `launch`, which has done so
             forget(folder)
         restore(folder, kept, fresh)
+        rebuild(folder)
         plan = called(plan)
         call = meant(task, pack, plan, folder, fresh)
         unread, pack = train.unread(task, pack, call.plan), train.readable(task, pack, call.plan)
@@ -208,13 +209,16 @@ def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback]) -> bool:
     """Train to the end, or to a stop, then measure what is left to the end, and say what to do next; return whether
     Ctrl-C ended any of it."""
     surface, alone = job.surface, not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
-    with FirstSignal(signal.SIGTERM, partial(surface.requests.post, "stop", by="SIGTERM"), later=alone):
+    stop = partial(surface.requests.post, "stop", by="SIGTERM")
+    with FirstSignal(signal.SIGTERM, stop, later=alone) as sigterm:
         try:
             with surface:
                 follow(job, callbacks)
             job.state.ranks.end()
+            sigterm.call = interrupt  # everything is saved
             with FirstSignal(signal.SIGINT, interrupt) as sigint:
                 finish(job, receipt)
+            sigterm.call = stop  # the last copy, which `close` waits for, is worth the seconds
             if surface.notebook:
                 surface.tell(surface.next_steps())
         finally:

@@ -113,6 +113,16 @@ def continues(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> bool:
 # -- start or resume
 
 
+def rebuild(folder: Path) -> None:
+    """Make run.json anew where only the checkpoints are there: Drive may lose a file."""
+    if checkpoint.names(folder) and not checkpoint.read_index(folder):
+        entries = checkpoint.last_and_best(folder)
+        plan = checkpoint.facts_of(folder, entries["last"])["plan"]
+        named = {"version": checkpoint.VERSION, "nbtools": VERSION, "id": uuid4().hex}
+        checkpoint.mark(folder, **named, **entries, given=plan, applied=plan)
+        say(f"{folder / checkpoint.INDEX}: is missing; rebuilt from the checkpoints in this folder")
+
+
 def begin(
     folder: Path, pack: Pack, state: TrainState, call: Call | None = None, fresh: bool = False
 ) -> tuple[History, list[str]]:
@@ -121,37 +131,34 @@ def begin(
     call, now = call or Call(state.plan, state.plan), identity(state.task, pack.card, state.model, state.plan)
     index: dict[str, Any] = {} if fresh else checkpoint.read_index(folder)
     if not fresh and former_run(state.task, folder) is not None:
-        if differing := differences(index["identity"], now):
+        if differing := differences(index.get("identity", {}), now):
             rule, other = f"{folder} holds another run ({'; '.join(differing)})", "network, loss, metric or data"
             raise CheckpointError(f"{rule}; for another {other} name another run=, or start over with fresh=True")
         with disk.explained("resuming a run", folder):
             history, notes = resume(folder, pack, state)
     else:  # a run without a finished step starts over as the same
-        history, notes = start(folder, pack, state, index.get("id", uuid4().hex), fresh), []
+        history, notes = start(folder, pack, state, index.get("id", uuid4().hex)), []
     starts = [*index.get("starts", []), *([] if state.over else [[uuid4().hex[:8], state.step]])]
     advised = call.advised.to_dict() if call.advised else index.get("advised", state.plan.to_dict())
     given = call.given.given() or index.get("given", {})
     about = {"given": given, "applied": state.applied.to_dict(), "advised": advised, "identity": now, "starts": starts}
-    checkpoint.mark(folder, **about, panel=call.panel, pack=str(pack.folder.absolute()))
+    named = {"task": train.task_name(state.task), "metric": state.task.BEST, "pack": str(pack.folder.absolute())}
+    checkpoint.mark(folder, **about, **named, panel=call.panel)
     return history, notes
 
 
-def start(folder: Path, pack: Pack, state: TrainState, name: str, fresh: bool) -> History:
+def start(folder: Path, pack: Pack, state: TrainState, name: str) -> History:
     """Write a new run, in place of one that is there, whose checkpoints go first; files of others stay. name: what
     identifies the run and its copies."""
     with disk.explained("starting a run", folder):
         there = sorted(folder.glob("*"), key=lambda each: (not checkpoint.FILE.fullmatch(each.name), each.name))
-        marked, names = (folder / checkpoint.INDEX).exists(), checkpoint.names(folder)
-        if names and not marked and not fresh:
-            rule = f"{folder} holds checkpoints, but its {checkpoint.INDEX} is missing"
-            raise CheckpointError(f"{rule}; restore it from the kept copy, or start over with fresh=True")
+        old = (folder / checkpoint.INDEX).exists()
         for path in there:
-            if path.name == HISTORY or ((marked or names) and is_own(path) and not path.name.startswith(CONTROL)):
+            if path.name == HISTORY or (old and is_own(path) and not path.name.startswith(CONTROL)):
                 disk.remove(path)
         folder.mkdir(parents=True, exist_ok=True)
         describe(folder, pack, state)
-        index = {"version": checkpoint.VERSION, "nbtools": VERSION, "id": name}
-        checkpoint.mark(folder, **index, task=train.task_name(state.task), metric=state.task.BEST)
+        checkpoint.mark(folder, version=checkpoint.VERSION, nbtools=VERSION, id=name)
     checkpoint.save(folder, state, rows=0)
     return History(folder / HISTORY)
 

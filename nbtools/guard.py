@@ -100,7 +100,7 @@ class Guard:
 
     def to_best(self, why: Any) -> tuple[checkpoint.Checkpoint, str]:
         """Return the best checkpoint."""
-        saved = checkpoint.read(self.job.folder, str(checkpoint.best_of(self.job.folder)))
+        saved = checkpoint.read(self.job.folder, checkpoint.read_index(self.job.folder)["best"])
         best = f"{header(train.best_metric(self.job.task)[0])} {number(self.state.best.value or 0.0)}"
         return saved, f"back at step {{}}, the best checkpoint: {best} after epoch {checkpoint.place(saved.name)[0]}"
 

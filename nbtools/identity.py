@@ -136,10 +136,9 @@ def chosen_plan(task: Task, pack: Pack, plan: Any, measured: bool = False) -> Pl
         plan = measure.advise(task, pack, measure=measured)
     plan, kind = getattr(plan, "plan", plan), type(task.PLAN)
     if not isinstance(plan, kind):
-        raise PlanError(
-            f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one), got "
-            f"{type(plan).__qualname__}; use {train.spoken(task)}.PLAN, with .replace(...) for your changes"
-        )
+        rule = f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one)"
+        fix = f"use {train.spoken(task)}.PLAN, with .replace(...) for your changes"
+        raise PlanError(f"{rule}, got {type(plan).__qualname__}; {fix}")
     return plan
 
 
@@ -230,14 +229,12 @@ def matches(task: Task, plan: Plan, panel: str | None, now: Mapping[str, list[st
     if differences(theirs, now) or theirs["trained"] != now["trained"]:
         return False
     former, before = former_run(task, folder), index["given"]
-    if former is None:
-        return given == before
-    longer = former.over and plan.epochs > former.applied.epochs
+    longer = former is not None and former.over and plan.epochs > former.applied.epochs
     equal = given == before or (longer and {**given, "epochs": 0} == {**before, "epochs": 0})
-    if equal or (panel is not None and index.get("panel") == panel):
+    means = equal or (panel is not None and index.get("panel") == panel)
+    if means and former is not None:
         decide(former, plan)
-        return True
-    return False
+    return means
 
 
 def new_folder(name: str) -> Path:

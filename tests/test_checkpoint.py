@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import toy
 from acting import QUIET, same
-from archives import tree
 
 import nbtools as nb
 from nbtools.errors import CheckpointError
@@ -54,13 +53,13 @@ def test_damaged_best_weights_are_named_with_what_to_do(pack, tmp_path, untouche
         run.model("cpu")
 
 
-def test_checkpoints_without_their_index_are_not_deleted_by_a_new_run(pack, tmp_path, untouched):
+def test_a_lost_index_is_made_anew_and_the_run_resumes_with_its_best_weights(pack, tmp_path, untouched, capsys):
     folder = shutil.copytree(untouched.folder, tmp_path / "run")
     (folder / "run.json").unlink()
-    before = tree(folder)
-    with pytest.raises(CheckpointError, match=r"holds checkpoints, but its run\.json is missing; restore it"):
-        nb.fit(toy, pack, toy.PLAN, folder, **QUIET)
-    assert tree(folder) == before
+    run = nb.fit(toy, pack, toy.PLAN, folder, **QUIET)
+    assert "run.json: is missing; rebuilt from the checkpoints" in capsys.readouterr().err
+    assert same(run, untouched)
+    assert run.best["epoch"] == untouched.best["epoch"]
 
 
 @pytest.mark.parametrize("name", ["card.json", "plan.json", "receipt.json"])

@@ -195,7 +195,7 @@ def test_a_receipt_is_measured_once_and_one_that_fails_costs_no_run(pack, tmp_pa
         return real(*arguments, seconds=0.05, **more)
 
     monkeypatch.setattr(measure, "receipt", receipt)
-    for told in ("interrupted; ask again to get it", "OSError: a raw file is gone"):
+    for told in ("interrupted; run it again to get it", "OSError: a raw file is gone"):
         run = nb.fit(toy, pack, ONE, tmp_path / "run", progress=False)
         assert f"no receipt: {told}" in run.events
         assert run.receipt is None

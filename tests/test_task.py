@@ -169,7 +169,7 @@ def test_once_other_weights_are_the_best_what_was_found_of_earlier_ones_is_no_lo
     longer = nb.fit(costly, pack, plan.replace(epochs=9), run=folder, **QUIET)
     assert longer.best["epoch"] != before["epoch"]
     assert longer.final == {}
-    assert longer.events[-1] == "no final evaluation: interrupted; ask again to get it"
+    assert longer.events[-1] == "no final evaluation: interrupted; run it again to get it"
 
 
 @pytest.mark.parametrize("trouble", [TrainError("out of memory"), OSError("no space")])

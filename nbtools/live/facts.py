@@ -74,15 +74,13 @@ WRITTEN: dict[str, Callable[[Any], str]] = {
 @dataclass(frozen=True)
 class About:
     """What a history does not record about its run: its name, its planned length, and which metric is the main one
-    (`whole_accuracy`, or `-cer` where lower is better); warmup in epochs; what follows training, and is not in the time
-    left; what is kept on a second disk."""
+    (`whole_accuracy`, or `-cer` where lower is better); warmup in epochs; what is kept on a second disk."""
 
     title: str = ""
     epochs: int | None = None
     epoch_samples: int | None = None
     best: str = ""
     warmup: float = 0.0
-    then: str = ""
     kept: str = ""
 
 
@@ -119,7 +117,6 @@ def facts(columns: Columns, about: About, status: str, now: float | None = None)
     shown += [("kept", about.kept)] * bool(about.kept)
     readings = ((label, written(name, columns.newest(name))) for name, label in READINGS.items())
     shown += [(label, value) for label, value in readings if value is not None]
-    shown += [("after training", about.then)] * bool(about.then and status not in OVER)
     reasons = throttled(columns)
     return (*shown, *[("GPU throttled by", reasons)] * bool(reasons))  # last: it comes and goes
 

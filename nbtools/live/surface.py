@@ -35,15 +35,12 @@ MOMENT = 0.05  # seconds between two reads of the requests during a pause
 
 class Surface(View):
     """A View whose buttons and fields act on the run; GPU readings; `control.json`; Ctrl-C. Enter it while the run
-    lasts. then: what follows training."""
+    lasts."""
 
-    def __init__(
-        self, folder: Path, state: TrainState, pack: Pack, history: History, given: Any, show: bool, then: str = ""
-    ):
+    def __init__(self, folder: Path, state: TrainState, pack: Pack, history: History, given: Any, show: bool):
         if not isinstance(given, Panel) and getattr(given, "plan", None) is not state.plan:
             given = state.plan  # an Advice has reasons, which stand next to the fields
         super().__init__(folder, history, state.plan, pack.splits["train"], state.task.BEST, given, show)
-        self.about = dataclasses.replace(self.about, then=then)
         self.state = state
         self.previews = Previews(state, pack, checkpoint.read_index(folder).get("samples", FIRST))
         self.requests = Requests(

@@ -99,7 +99,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         with disk.explained("reading the index", path):
             index = disk.from_json(path.read_text()) if disk.exists(path) else {}
     except ValueError as error:
-        fix = "restore it from the kept copy, or start over with fresh=True"
+        fix = "restore it from the kept copy, or delete it and train on"
         raise CheckpointError(f"{path}: {error}; {fix}") from None
     if index.get("version", VERSION) != VERSION:
         made = f"{path}: this run was made by nbtools {index.get('nbtools', '0.1')} in another format"
