@@ -51,7 +51,7 @@ def test_demo_pack_advise_train_evaluate_predict_in_a_row(tmp_path, capsys):
     assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == {"loss", "accuracy"}
     files = sorted(map(str, raw.glob("*.npy")))[:2]
     assert main(["predict", str(run), *files]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["file", *files]
+    assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == files
 
 
 def test_every_setting_of_the_plan_is_an_option_and_percent_signs_are_text(monkeypatch, capsys):
