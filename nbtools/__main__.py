@@ -262,7 +262,8 @@ def text(value: Any) -> str:
         parts = value.summary().to_string(), value.receipt or "no receipt", value.verdict or "no verdict", value
         return "\n".join(map(str, parts))
     if hasattr(value, "to_string"):
-        return value.to_string(index=False, formatters={"prediction": str} if "prediction" in value else None)
+        lines = "prediction" in value  # one a file, for scripts
+        return value.to_csv(sep="\t", header=False, index=False).strip() if lines else value.to_string(index=False)
     return document(value) if isinstance(value, dict) else str(value)
 
 

@@ -52,7 +52,7 @@ class Run:
                 raise CheckpointError(f"{folder}: {why}; nb.runs lists those of a folder, nb.fit with run= trains one")
             card, plan = (patient(partial(stored, folder / name), folder) for name in (CARD, PLAN))
         with suppress(CheckpointError):
-            task = train.import_task(index.get("task", ""), folder) if task is None else task
+            task = train.import_task(index.get("task", "none"), folder) if task is None else task
         kind = Plan if task is None else type(train.as_task(task).PLAN)
         plan = {name: value for name, value in plan.items() if task is not None or hasattr(Plan, name)}
         return cls(folder, task, Card.from_dict(card), kind.from_dict(plan))
@@ -62,7 +62,7 @@ class Run:
         """What it trained. Raises CheckpointError for a task that cannot be imported by name, and was not given."""
         task = self.known
         if task is None:
-            task = train.import_task(checkpoint.read_index(self.folder).get("task", ""), self.folder)
+            task = train.import_task(checkpoint.read_index(self.folder).get("task", "none"), self.folder)
         return train.bound(task, self.card)
 
     # -- what it reached

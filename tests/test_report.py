@@ -134,29 +134,6 @@ def test_a_report_on_values_has_their_errors_and_the_worst_residuals(tmp_path):
         run.predict([pack.raw[0]], all=True)
 
 
-class Masks(nb.Task):
-    """Which pixels of an image are bright, of a pack of `nb.pack` whose targets are masks."""
-
-    def model(self, card, plan):
-        return torch.nn.Conv2d(3, 2, 1)
-
-    def loss(self, model, batch, plan):
-        return torch.nn.functional.cross_entropy(model(batch), batch["y"].long())
-
-    def decode(self, outputs, card):
-        return list(outputs.argmax(1).cpu().numpy())
-
-
-def test_masks_of_an_nb_pack_are_compared_by_their_numbers(tmp_path):
-    data = [(image, (image[..., 0] > 150).astype(np.uint8)) for image, _ in own.images(30)]
-    pack = nb.pack(data, into=tmp_path / "pack", progress=False)
-    run = a_run(Masks(), pack, own.PLAN, tmp_path / "run")
-    report, ids = run.report(pack, "train"), pack.ids("train")
-    right = np.mean([run.predict_pack(pack, [i])[0] == pack.arrays["y"][i] for i in ids])
-    assert report.table.loc["weighted mean", "recall"] == pytest.approx(right)
-    assert list(report.table.index[:2]) == ["0", "1"]
-
-
 def test_a_task_of_ones_own_says_what_is_right_and_a_pack_of_other_classes_is_refused(tmp_path):
     pack = toy.make_pack(tmp_path, count=60)
     run = a_run(toy, pack, toy.PLAN, tmp_path / "run")

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from nbtools.data import batches_in
 from nbtools.live.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Picture
 from nbtools.live.columns import Columns, spent, taken
 from nbtools.measure import REASONS
-from nbtools.show import EMPTY, duration, header, number, percent, shown, size
+from nbtools.show import EMPTY, duration, header, number, percent, size
 from nbtools.train import Diverged, order
 
 IDLE = REASONS[0x1]
@@ -59,16 +58,6 @@ STYLE = f"""
 @container (max-width:480px){{.nbt-top>div{{height:{4 * ROW}px}}}}
 """
 """As high for one fact as for all of them: what has no room, the least important, is left out."""
-
-WRITTEN: dict[str, Callable[[Any], str]] = {
-    "data_wait": percent,
-    "samples_per_s": number,
-    "minutes": lambda minutes: duration(60 * minutes),
-    "gpu_utilisation": "{:.0f} %".format,
-    "gpu_power": "{:.0f} W".format,
-    "gpu_energy": lambda hours: f"{number(hours)} Wh",
-}
-"""Column → how a value is written; memory is in MiB, a loss or metric is a `number`, and all else as one types it."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +104,8 @@ def facts(columns: Columns, about: About, status: str, now: float | None = None)
             (f"best {header(about.best.lstrip('-'))}", f"{number(found[0])} in epoch {found[1]}" if found else EMPTY)
         )
     shown += [("kept", about.kept)] * bool(about.kept)
-    readings = ((label, written(name, columns.newest(name))) for name, label in READINGS.items())
-    shown += [(label, value) for label, value in readings if value is not None]
+    readings = ((label, write, columns.newest(name)) for name, (label, write) in READINGS.items())
+    shown += [(label, write(value)) for label, write, value in readings if value is not None]
     reasons = throttled(columns)
     return (*shown, *[("GPU throttled by", reasons)] * bool(reasons))  # last: it comes and goes
 
@@ -169,16 +158,16 @@ def steps(columns: Columns, about: About) -> int | None:
     return row["step"] + batches_in(left % count, int(batch)) + left // count * batches_in(count, int(batch))
 
 
-READINGS = {
-    "samples_per_s": "samples/s",
-    "data_wait": "waiting for data",
-    "gpu_memory_reserved": "GPU memory",
-    "memory": "memory",
-    "gpu_utilisation": "GPU use",
-    "gpu_power": "power",
-    "gpu_energy": "energy",
+READINGS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "samples_per_s": ("samples/s", number),
+    "data_wait": ("waiting for data", percent),
+    "gpu_memory_reserved": ("GPU memory", lambda mib: size(mib * 2**20)),
+    "memory": ("memory", lambda mib: size(mib * 2**20)),
+    "gpu_utilisation": ("GPU use", "{:.0f} %".format),
+    "gpu_power": ("power", "{:.0f} W".format),
+    "gpu_energy": ("energy", lambda hours: f"{number(hours)} Wh"),
 }
-"""Column → its label."""
+"""Column → its label, and how a value is written."""
 
 
 def throttled(columns: Columns) -> str:
@@ -237,16 +226,3 @@ def evaluated(columns: Columns, steps: np.ndarray) -> np.ndarray:
     """Seconds of the evaluations before each of the steps."""
     ends, seconds = columns.series("eval_time", "epoch", "evaluation")
     return np.concatenate(([0.0], np.cumsum(seconds)))[np.searchsorted(ends, steps, side="left")]
-
-
-def written(name: str, value: Any) -> str | None:
-    """Return a value of a column with its unit; None for what is not known."""
-    value = value.item() if hasattr(value, "item") else value  # of NumPy
-    if value is None or value != value:  # a NaN
-        return None
-    if name in WRITTEN:
-        return WRITTEN[name](value)
-    if "memory" in name:
-        return size(value * 2**20)
-    measured = name.startswith(("train_", "val_", "best_"))
-    return number(value) if measured and isinstance(value, float) else shown(value)
