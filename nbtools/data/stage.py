@@ -9,8 +9,6 @@
     <cache>/locks/                       so that one of many processes copies and the others wait
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
