@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gzip
 import hashlib
 import http.server
 import io
@@ -277,7 +278,8 @@ REFUSED = {
     "missing on Drive": ("drive:digits.zip", None, r"drive:digits\.zip: there is no .* has digits\.tar"),
     "outside of Drive": ("drive:../x", None, r"no `\.\.`"),
     "truncated": ("half.tar", TAR[:9000], "digits/images/1.png.*damaged"),
-    "truncated on Drive": ("drive:half.tar", TAR[:9000], "digits/images/1.png.*damaged"),
+    "truncated on Drive": ("drive:half.tar", TAR[:9000], r"drive:half\.tar: .*digits/images/1.png.*damaged"),
+    "no archive in it": ("labels.csv.gz", gzip.compress(b"file,label"), r"labels\.csv\.gz: .*neither a plain tar nor"),
     "without its end": ("half.tar", TAR.rstrip(b"\0") + bytes(600), "truncated"),
     "not an archive": ("notes.txt", b"hello world", "not an archive: it begins with b'hello world'"),
     "empty archive": ("nothing.tar", bytes(10240), "holds no files"),
