@@ -339,34 +339,25 @@ class MessageError(Exception):
     """What Colab raises where the browser answers that access was not granted."""
 
 
-class FakeColab(types.ModuleType):
+class FakeColab(types.SimpleNamespace):
     """google.colab, which notes its calls and raises what `errors` has for one."""
-
-    def __init__(self, point: Path) -> None:
-        super().__init__("google.colab")
-        self.drive = self.runtime = self
-        self.point, self.mounted, self.calls, self.errors = point, False, [], {}
 
     def call(self, name: str | bool) -> None:
         self.calls.append(name)
         if name in self.errors:
             raise self.errors[name]
 
-    def flush_and_unmount(self) -> None:
-        self.call("flush")
-
-    def unassign(self) -> None:
-        self.call("unassign")
-
     def mount(self, point: str, force_remount: bool) -> None:
         self.call(force_remount)
         (self.point / "MyDrive").mkdir(parents=True, exist_ok=True)
-        self.mounted = point == str(self.point)
+        self.mounted = True
 
 
 @pytest.fixture
 def colab(place, monkeypatch) -> FakeColab:
-    fake = FakeColab(place / "content")
+    fake = FakeColab(point=place / "content", mounted=False, calls=[], errors={})
+    fake.drive, fake.runtime = fake, types.SimpleNamespace(unassign=partial(fake.call, "unassign"))
+    fake.flush_and_unmount = partial(fake.call, "flush")
     monkeypatch.delenv("NBTOOLS_DRIVE")
     monkeypatch.setattr(drive, "MOUNT", fake.point)
     monkeypatch.setattr(os.path, "ismount", lambda path: path == fake.point and fake.mounted)
