@@ -78,7 +78,6 @@ def test_litter_of_macos_is_left_out(tmp_path, form):
 
 ENCODED = {
     "Chinese, common": ("gbk", ["猫/1.png", "狗/2.png"]),  # the bytes of the first are also UTF-8
-    "Chinese, long": ("gbk", ["数据集/训练/图片1.jpg", "数据集/测试/图片2.jpg"]),
     "Chinese, rare": ("gbk", ["囧/1.png", "镕喆.png"]),
     "Japanese kana": ("cp932", ["ねこ/1.png", "カメラ/2.png"]),
     "Japanese with a backslash in its bytes": ("cp932", ["表/ソ.png", "日本語テキスト.png"]),
@@ -145,7 +144,7 @@ def test_backslashes_of_windows_are_separators_where_no_name_has_a_slash(tmp_pat
 ALIKE = [{"aBcD.png": b"1", "AbCd.png": b"2"}, {"A/x": b"1", "a/x": b"2"}, {"caf\u00e9": b"1", "cafe\u0301": b"2"}]
 
 
-@pytest.mark.parametrize("form", ["tar", "zip", "tar.gz"])
+@pytest.mark.parametrize("form", ["tar.gz", "zip"])
 @pytest.mark.parametrize("files", ALIKE, ids=["files", "folders", "forms of a letter"])
 def test_names_that_differ_by_case_alone_are_kept_where_the_disk_can(tmp_path, monkeypatch, files, form):
     data = archived(files, form)

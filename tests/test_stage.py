@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gzip
 import hashlib
 import http.server
 import io
@@ -52,34 +53,24 @@ def published(folder: Path) -> list[str]:
 # What a source is, and where it comes out
 
 
-def test_a_local_folder_is_used_where_it_is_and_copied_when_a_place_is_named(place):
-    put(place / "elsewhere" / "a.png", b"a")
-    (place / "raw").mkdir()
-    (place / "raw" / "sub").symlink_to(place / "elsewhere")
-    assert stage(place / "raw") == place / "raw"
-    assert not cache().exists()
-    folder = stage(place / "raw", place / "fast")
-    assert folder.is_relative_to(place / "fast")
-    assert tree(folder) == {"sub/a.png": b"a"}
+LINKS = {"itself": ("data", "train"), "a folder": ("data/train", "train"), "a file": ("data/1.png", "train/1.png")}
 
 
-@pytest.mark.parametrize("link", ["itself", "a folder in it", "a file in it"])
-def test_a_link_to_drive_is_still_drive(place, link):
+@pytest.mark.parametrize(("link", "target"), LINKS.values(), ids=LINKS)
+def test_a_folder_is_used_where_it_is_but_a_link_to_drive_is_still_drive(place, link, target):
     """The guide linked its data folder to Drive, and read Drive at each access."""
-    target = put(place / "drive" / "digits" / "train" / "1.png", b"1").parent
-    if link == "itself":
-        (target / "circle").symlink_to(target.parent)
-        (place / "data").symlink_to(target.parent)
-    elif link == "a folder in it":
-        (place / "data").mkdir()
-        (place / "data" / "train").symlink_to(target)
-    else:
-        (place / "data" / "train").mkdir(parents=True)
-        (place / "data" / "train" / "1.png").symlink_to(target / "1.png")
-    folder = stage(place / "data")
-    assert tree(folder) == {"train/1.png": b"1"}
-    assert not folder.resolve().is_relative_to(place / "drive")
-    assert not any(path.is_symlink() for path in folder.rglob("*"))
+    for root in (place / "elsewhere", place / "drive"):
+        put(root / "train" / "1.png", b"1")
+        (root / "train" / "circle").symlink_to(root)
+        (root.with_suffix(".links") / link).parent.mkdir(parents=True)
+        (root.with_suffix(".links") / link).symlink_to(root / target)
+    local = place / "elsewhere.links" / "data"
+    assert stage(local) == local
+    assert not cache().exists()
+    for folder in (stage(place / "drive.links" / "data"), stage(local, place / "fast")):
+        assert b"1" in tree(folder).values()
+        assert folder.resolve().is_relative_to(cache()) or folder.is_relative_to(place / "fast")
+        assert not any(path.is_symlink() for path in folder.rglob("*"))
 
 
 @pytest.mark.parametrize("name", ["digits.tar", "drive:sets/digits.zip", "drive:digits.tar.gz"])
@@ -161,8 +152,7 @@ def test_eight_stagers_at_once_have_one_folder(place):
     barrier = multiprocessing.get_context("fork").Barrier(8)
     for process in [forked(stage_and_note, place, barrier) for _ in range(8)]:
         process.join()
-    results = [path.read_text() for path in place.glob("result-*")]
-    assert results == 8 * [f"{stage('drive:digits.tar')} 3"]
+    assert [path.read_text() for path in place.glob("result-*")] == 8 * [f"{stage('drive:digits.tar')} 3"]
     assert len(published(cache())) == 1
 
 
@@ -288,7 +278,8 @@ REFUSED = {
     "missing on Drive": ("drive:digits.zip", None, r"drive:digits\.zip: there is no .* has digits\.tar"),
     "outside of Drive": ("drive:../x", None, r"no `\.\.`"),
     "truncated": ("half.tar", TAR[:9000], "digits/images/1.png.*damaged"),
-    "truncated on Drive": ("drive:half.tar", TAR[:9000], "digits/images/1.png.*damaged"),
+    "truncated on Drive": ("drive:half.tar", TAR[:9000], r"drive:half\.tar: .*digits/images/1.png.*damaged"),
+    "no archive in it": ("labels.csv.gz", gzip.compress(b"file,label"), r"labels\.csv\.gz: .*neither a plain tar nor"),
     "without its end": ("half.tar", TAR.rstrip(b"\0") + bytes(600), "truncated"),
     "not an archive": ("notes.txt", b"hello world", "not an archive: it begins with b'hello world'"),
     "empty archive": ("nothing.tar", bytes(10240), "holds no files"),
@@ -318,12 +309,9 @@ def test_bad_sources_are_refused_in_words_and_nothing_is_published(place, name, 
 def test_too_little_space_is_reported_before_the_first_byte(place, monkeypatch):
     put(place / "drive" / "digits.tar", TAR)
     path = put(place / "digits.zip", archived({"a": bytes(5000)}, "zip"))
-    for source, free, words in (
-        ("drive:digits.tar", 1_000_000, r"needs 4\.1 MB, only 1\.0 MB are free there. Free some space"),
-        (path, 1000, r"needs 5\.\d kB, only 1\.0 kB are free there\. Free some space"),
-    ):
-        monkeypatch.setattr(os, "statvfs", lambda _, free=free: types.SimpleNamespace(f_bavail=1, f_frsize=free))
-        with pytest.raises(errors.DiskError, match=words):
+    monkeypatch.setattr(os, "statvfs", lambda _: types.SimpleNamespace(f_bavail=1, f_frsize=1000))
+    for source, need in (("drive:digits.tar", r"4\.1 MB"), (path, r"5\.\d kB")):
+        with pytest.raises(errors.DiskError, match=rf"needs {need}, only 1\.0 kB are free there. Free some space"):
             stage(source)
         assert published(cache()) == []
 
@@ -351,34 +339,25 @@ class MessageError(Exception):
     """What Colab raises where the browser answers that access was not granted."""
 
 
-class FakeColab(types.ModuleType):
+class FakeColab(types.SimpleNamespace):
     """google.colab, which notes its calls and raises what `errors` has for one."""
-
-    def __init__(self, point: Path) -> None:
-        super().__init__("google.colab")
-        self.drive = self.runtime = self
-        self.point, self.mounted, self.calls, self.errors = point, False, [], {}
 
     def call(self, name: str | bool) -> None:
         self.calls.append(name)
         if name in self.errors:
             raise self.errors[name]
 
-    def flush_and_unmount(self) -> None:
-        self.call("flush")
-
-    def unassign(self) -> None:
-        self.call("unassign")
-
     def mount(self, point: str, force_remount: bool) -> None:
         self.call(force_remount)
         (self.point / "MyDrive").mkdir(parents=True, exist_ok=True)
-        self.mounted = point == str(self.point)
+        self.mounted = True
 
 
 @pytest.fixture
 def colab(place, monkeypatch) -> FakeColab:
-    fake = FakeColab(place / "content")
+    fake = FakeColab(point=place / "content", mounted=False, calls=[], errors={})
+    fake.drive, fake.runtime = fake, types.SimpleNamespace(unassign=partial(fake.call, "unassign"))
+    fake.flush_and_unmount = partial(fake.call, "flush")
     monkeypatch.delenv("NBTOOLS_DRIVE")
     monkeypatch.setattr(drive, "MOUNT", fake.point)
     monkeypatch.setattr(os.path, "ismount", lambda path: path == fake.point and fake.mounted)
@@ -397,13 +376,12 @@ def test_drive_is_mounted_on_colab_when_needed_and_forced_when_stale(colab, call
     assert colab.calls == calls
 
 
-def test_a_drive_that_does_not_mount_is_an_error_with_its_reason_and_an_empty_one_an_empty_place(colab):
+def test_a_drive_that_does_not_mount_is_an_error_and_an_empty_one_an_empty_place(colab):
     colab.errors = dict.fromkeys((False, True), ValueError("mount failed"))
-    for look in (stage, nb.kept):
-        with pytest.raises(errors.StageError, match="not mounted: ValueError: mount failed"):
-            look("drive:nbtools-data/captcha.tar")
+    with pytest.raises(errors.StageError, match="not mounted: ValueError: mount failed"):
+        nb.kept("drive:captcha.tar")
     colab.errors = {}
-    assert nb.kept("drive:nbtools-data/captcha.tar") is None
+    assert nb.kept("drive:captcha.tar") is None
 
 
 def test_the_machine_is_given_back_after_drive_is_written_out_and_kept_where_it_cannot_be(colab, monkeypatch):

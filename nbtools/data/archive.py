@@ -143,7 +143,7 @@ def index_of(path: Path, mtime: int) -> Index:
     folders: set[str] = set()
     with explained(path) as where, open(path, "rb") as file:
         if (form := kind(path)) not in IN_PLACE:
-            raise ArchiveError("has no files that can be read in place: it is neither a plain tar nor a zip")
+            raise ArchiveError("is neither a plain tar nor a zip")
         entries = list(islice((in_zip if form == "zip" else in_tar)(file, where), ENTRIES + 1))
         if len(entries) > ENTRIES:
             raise ArchiveError(f"comes after {ENTRIES} entries, which are too many. Combine small files into fewer")

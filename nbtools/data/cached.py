@@ -1,8 +1,6 @@
 """What staging and packing left in the cache: listed, and deleted on request. A folder's time of change is when it was
 last used."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

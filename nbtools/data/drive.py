@@ -77,16 +77,13 @@ def root() -> Path:
         return Path(folder).absolute()
     reason = "it does not respond"
     for force in (False, True):  # a stale mount needs the second try
-        if answers(MOUNT):
-            return MOUNT / "MyDrive"
-        if _declined:
+        if answers(MOUNT) or _declined:
             break
         try:
             mount(force)
         except ImportError:
-            raise StageError(
-                "drive: is Colab's Drive, and this is not Colab. Set NBTOOLS_DRIVE to a folder to use instead."
-            ) from None
+            fix = "Set NBTOOLS_DRIVE to a folder to use instead"
+            raise StageError(f"drive: is Colab's Drive, and this is not Colab. {fix}.") from None
         except Exception as error:  # ValueError, RuntimeError or Colab's own MessageError, by version
             _declined = type(error).__name__ == "MessageError"  # the browser's answer, when access is not granted
             reason = f"{type(error).__name__}: {error}"

@@ -8,8 +8,6 @@
         phase("batch", seconds=30)     # it turned out to take longer
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

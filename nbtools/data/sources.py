@@ -1,7 +1,5 @@
 """Where data comes from: a disk, a mount, an address, a link to Google Drive; each is a list of files to fetch."""
 
-from __future__ import annotations
-
 import hashlib
 import html
 import os

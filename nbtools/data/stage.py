@@ -9,8 +9,6 @@
     <cache>/locks/                       so that one of many processes copies and the others wait
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -141,9 +139,11 @@ def act(job: Job, progress: bool) -> Path:
             data = unpacked(path, data, job.extract, progress)
         if (data / MANIFEST).is_file():
             verify(data, source.text)
-    except ArchiveError:
+    except ArchiveError as error:
         disk.remove(part)  # else the next call would resume a bad copy
-        raise
+        if source.text in str(error):
+            raise
+        raise ArchiveError(f"{source.text}: {error}") from None
     folder = data.relative_to(begun / "new").as_posix()
     publish(begun, target, {"source": source.text, "version": version, "sha256": job.sha256, "folder": folder})
     return target / folder

@@ -3,8 +3,6 @@
 A connection or a mount that fails is tried again, with longer pauses, for as long as it brings something.
 """
 
-from __future__ import annotations
-
 import errno
 import html
 import http.client
@@ -164,8 +162,7 @@ def announced(response: http.client.HTTPResponse) -> tuple[str, int | None]:
     """Return (version, size) of a file by the headers of the whole or of a part."""
     headers = response.headers
     total = headers.get("Content-Range", "").rpartition("/")[2] or headers.get("Content-Length", "")
-    version = headers.get("Last-Modified") or headers.get("ETag") or ""
-    return re.sub(r"\W+", "-", f"{version} {total}"), int(total) if total.isdigit() else None
+    return headers.get("Last-Modified") or headers.get("ETag") or "", int(total) if total.isdigit() else None
 
 
 @contextmanager
