@@ -176,7 +176,7 @@ class Pack(show.Table):
     def arrays(self) -> dict[str, np.ndarray]:
         """Column → memory map of its values, private to this process: writes do not reach the file."""
         files = self.manifest["files"]
-        return {name: mapped(self.folder / f"{name}.npy") for name in self.columns if f"{name}.npy" in files}
+        return {name: memory_map(self.folder / f"{name}.npy") for name in self.columns if f"{name}.npy" in files}
 
     @cached_property
     def offsets(self) -> dict[str, np.ndarray]:
@@ -248,7 +248,7 @@ class Pack(show.Table):
         fold, made = splits.deal(units, labels, k), []
         for n in range(k):
             split = ["test" if i not in fold else "val" if fold[i] == n else "train" for i in range(len(self))]
-            made.append(self.divided(split, f"{self.folder.name}-fold-{n + 1}-of-{k}-seed-{seed}"))
+            made.append(self.with_split(split, f"{self.folder.name}-fold-{n + 1}-of-{k}-seed-{seed}"))
         return made
 
     @property
@@ -257,7 +257,7 @@ class Pack(show.Table):
         name = self.manifest.get("label")
         return None if name is None else class_names(self.arrays[name], self.classes)
 
-    def divided(self, split: Sequence[str], name: str) -> Pack:
+    def with_split(self, split: Sequence[str], name: str) -> Pack:
         """Return this pack with another split, in a folder of that name beside it."""
         target, key = self.folder.absolute().with_name(name), f"{self.card.digest} {name}"
         files = {file: entry for file, entry in self.manifest["files"].items() if file != "split.npy"}
@@ -336,7 +336,7 @@ def is_pack(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def mapped(path: Path) -> np.ndarray:
+def memory_map(path: Path) -> np.ndarray:
     """Return a copy-on-write map, which torch accepts without a warning; an empty array where nothing can be mapped."""
     try:
         return np.load(path, mmap_mode="c")
