@@ -1,7 +1,6 @@
 """Packs: every sample of the source or a line that says why not; whole or absent; opened and never decoded twice."""
 
 import errno
-import hashlib
 import itertools
 import multiprocessing
 import os
@@ -387,27 +386,22 @@ def test_a_kept_pack_is_one_tar_that_opens_without_decoding_and_is_written_again
         assert kept.read_bytes() == data
 
 
-@pytest.mark.parametrize("kept_as", ["a tar with its hash", "a folder"])
-def test_a_flipped_bit_in_a_kept_pack_is_noticed_when_it_comes_back(place, kept_as):
-    """A plain tar has no checksum: by the file next to it, or by the pack's own hashes."""
+def test_a_flipped_bit_in_a_kept_pack_is_noticed_when_it_comes_back(place):
+    """A plain tar has no checksum: by the file next to it, and in a folder by the pack's own hashes."""
     made = pack(vectors(place / "raw"))
     path = made.keep("drive:packs/plain")
-    assert path
-    assert path.with_name("plain.tar.sha256").read_text().split()[0] == hashlib.sha256(path.read_bytes()).hexdigest()
-    if kept_as == "a folder":
-        path = path.with_suffix("")
-        shutil.copytree(made.folder, path)
-        path = path / "x.npy"
-    data = path.read_bytes()
-    at = data.index((made.folder / "x.npy").read_bytes()[-200:])
-    path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-    source, words = "drive:packs/plain.tar", r"its SHA-256 is"
-    if kept_as == "a folder":
-        source, words = "drive:packs/plain", r"the pack in it is damaged: .*x\.npy: SHA-256"
-    with pytest.raises(ArchiveError, match=words):
-        pack(source)
-    path.write_bytes(data)
-    assert contents(pack(source)) == contents(made)
+    folder = shutil.copytree(made.folder, path.with_suffix(""))
+    for file, source, words in (
+        (path, "drive:packs/plain.tar", r"its SHA-256 is"),
+        (folder / "x.npy", "drive:packs/plain", r"the pack in it is damaged: .*x\.npy: SHA-256"),
+    ):
+        data = file.read_bytes()
+        at = data.index((made.folder / "x.npy").read_bytes()[-200:])
+        file.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        with pytest.raises(ArchiveError, match=words):
+            pack(source)
+        file.write_bytes(data)
+        assert contents(pack(source)) == contents(made)
 
 
 @pytest.mark.parametrize(("fault", "code"), [(full, 1), (kill, -9)])

@@ -191,7 +191,6 @@ def make_pack(
         if is_finished(target, task, made["key"]):
             return Pack.open(target)
         part = target.with_name(f"{target.name}.part")
-        part.mkdir(parents=True, exist_ok=True)
         try:
             inventory = survey()
             inventory = dataclasses.replace(

@@ -248,7 +248,7 @@ class Pack(show.Table):
         fold, made = splits.deal(units, labels, k), []
         for n in range(k):
             split = ["test" if i not in fold else "val" if fold[i] == n else "train" for i in range(len(self))]
-            made.append(self.with_split(split, f"{self.folder.name}-fold-{n + 1}-of-{k}-seed-{seed}"))
+            made.append(self.with_split(split, f"fold-{n + 1}-of-{k}-seed-{seed}"))
         return made
 
     @property
@@ -258,12 +258,12 @@ class Pack(show.Table):
         return None if name is None else class_names(self.arrays[name], self.classes)
 
     def with_split(self, split: Sequence[str], name: str) -> Pack:
-        """Return this pack with another split, in a folder of that name beside it."""
-        target, key = self.folder.absolute().with_name(name), f"{self.card.digest} {name}"
+        """Return this pack with another split, in a folder beside it."""
+        target = self.folder.absolute().with_name(f"{self.folder.name}-{self.card.digest[:8]}-{name}")
         files = {file: entry for file, entry in self.manifest["files"].items() if file != "split.npy"}
         with disk.explained(f"dividing {self.folder}", target), lock_of(target):
             if not is_pack(target):
-                part = target.with_name(f"{name}.part")
+                part = target.with_name(f"{target.name}.part")
                 disk.remove(part)
                 part.mkdir()
                 for file in files:
@@ -272,12 +272,9 @@ class Pack(show.Table):
                     except OSError:  # a disk without hard links
                         shutil.copyfile(self.folder / file, part / file)
                 remarks = splits.remarks(split, self.labels, ["train", "val"], {})
-                seal(part, self.card, split, files, {**self.manifest, "key": key, "remarks": remarks})
+                seal(part, self.card, split, files, {**self.manifest, "remarks": remarks})
                 disk.publish_folder(part, target)
-        pack = Pack.open(target)
-        if pack.manifest["key"] != key:
-            raise PackError(f"{target} holds a part of another pack; delete it, and divide this one again")
-        return dataclasses.replace(pack, raw=self.raw)
+        return dataclasses.replace(Pack.open(target), raw=self.raw)
 
     def keep(self, where: str | Path) -> Path | None:
         """Write the pack as one tar, to `drive:…` or a path, read it back, and put its SHA-256 next to it, which is
