@@ -190,6 +190,8 @@ def test_file_names_need_not_be_utf8_and_a_manifest_of_the_data_set_is_no_packs(
 def test_what_the_pack_is_not_to_store_is_read_from_its_source(place):
     made = pack_of([{"y": np.int64(i)} for i in range(3)], place, elsewhere={"x": Column("fixed", "<f4", (3,))})
     assert (list(made.columns), list(made.arrays)) == (["y", "x"], ["y"])
+    with pytest.raises(PackError, match="stores no samples; pack its Dataset again, which opens this with it"):
+        replace(made, raw=None).sample(2)
     whole = [{"x": np.full(3, i, np.float32), "y": np.int64(i), "id": np.int64(i)} for i in range(3)]
     assert {name: array.tolist() for name, array in replace(made, raw=whole).sample(2).items()} == {
         "x": [2] * 3,

@@ -231,6 +231,8 @@ class Pack(show.Table):
     def sample(self, i: int) -> Sample:
         """Return column → array of one sample; of `raw` where the pack does not hold it."""
         if self.arrays.keys() < self.columns.keys():
+            if self.raw is None:
+                raise PackError(f"{self.folder} stores no samples; pack its Dataset again, which opens this with it")
             return {name: np.asarray(array) for name, array in self.raw[i].items() if name in self.columns}
         rows = {name: slice(*self.offsets[name][i : i + 2]) if name in self.offsets else i for name in self.columns}
         return {name: np.asarray(self.arrays[name][row]) for name, row in rows.items()}
