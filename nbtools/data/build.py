@@ -42,7 +42,7 @@ from nbtools.data.pack import (
     entry_of,
     is_pack,
     lock_of,
-    mapped,
+    memory_map,
     seal,
 )
 from nbtools.data.parallel import side_by_side
@@ -157,9 +157,9 @@ def build_pack(
         made = {"key": fingerprint(task, folder, given), "source": str(folder)}
     read = reader(folder) if reader else read
 
-    def samples(found: Survey, done: int) -> Generator[Sample | Problem, None, None]:
-        work = partial(decoded, survey=found, read=read, folder=folder)
-        return side_by_side(work, found.entries[done:])
+    def samples(inventory: Survey, done: int) -> Generator[Sample | Problem, None, None]:
+        work = partial(decode, survey=inventory, read=read, folder=folder)
+        return side_by_side(work, inventory.entries[done:])
 
     draw: Any = {"val": val, "test": test, "seed": seed}
     pack = make_pack(task, made, into, lambda: survey(folder, given), samples, options, **draw, progress=progress)
@@ -191,15 +191,16 @@ def make_pack(
         if is_finished(target, task, made["key"]):
             return Pack.open(target)
         part = target.with_name(f"{target.name}.part")
-        part.mkdir(parents=True, exist_ok=True)
         try:
-            found = survey()
-            found = dataclasses.replace(found, options=options if found.options is None else found.options)
-            writer = Writer(part, [VERSION, made["key"], len(found.entries)], found.named, found.ragged)
-            with contextlib.closing(writer), contextlib.closing(samples(found, writer.done)) as stream:
-                writer.write([entry.name for entry in found.entries], stream, progress)
+            inventory = survey()
+            inventory = dataclasses.replace(
+                inventory, options=options if inventory.options is None else inventory.options
+            )
+            writer = Writer(part, [VERSION, made["key"], len(inventory.entries)], inventory.named, inventory.ragged)
+            with contextlib.closing(writer), contextlib.closing(samples(inventory, writer.done)) as stream:
+                writer.write([entry.name for entry in inventory.entries], stream, progress)
                 writer.finish()
-            finish(writer, found, task, made, (val, test, seed))
+            finish(writer, inventory, task, made, (val, test, seed))
         except PackError:
             disk.remove(part)  # the data's fault: there is nothing to resume
             raise
@@ -241,7 +242,7 @@ def fingerprint(task: str, folder: Path, given: Options) -> str:
 # -- reading
 
 
-def decoded(entry: Entry, survey: Survey, read: Reader, folder: Path) -> Sample | Problem:
+def decode(entry: Entry, survey: Survey, read: Reader, folder: Path) -> Sample | Problem:
     """Return a sample with its label, or its row of the table of bad samples."""
     try:
         sample = read(folder / entry.name, survey.options or {})
@@ -290,7 +291,7 @@ def finish(writer: Writer, survey: Survey, task: str, made: Mapping[str, Any], d
     folder, columns, bad = writer.folder, dict(writer.columns), [*survey.bad, *writer.bad]
     entries = [survey.entries[i] for i in writer.kept]
     if not entries:
-        raise PackError(nothing(made["source"], bad), entry="Keys, columns and paths")
+        raise PackError(nothing_usable(made["source"], bad), entry="Keys, columns and paths")
     classes = list(survey.classes) or in_value_order({*writer.classes})
     if survey.named is not None:
         index = {name: i for i, name in enumerate(classes)}
@@ -301,7 +302,7 @@ def finish(writer: Writer, survey: Survey, task: str, made: Mapping[str, Any], d
         (folder / "groups.json").write_text(json.dumps([entry.group for entry in entries]))
     with open(folder / "bad.csv", "w", encoding="utf-8-sig", errors="backslashreplace", newline="") as file:
         csv.writer(file).writerows([("file", "value", "rule", "fix"), *bad])
-    arrays = {path.stem: mapped(path) for path in folder.glob("*.npy")}
+    arrays = {path.stem: memory_map(path) for path in folder.glob("*.npy")}
     label = survey.named or ("label" if classes and str(columns.get("label")) in ("int64 ()", "int64 (1)") else None)
     labels = None if label is None else class_names(arrays[label], classes)
     split = split_entries(entries, survey, arrays, labels, draw)
@@ -352,8 +353,8 @@ def in_value_order(classes: Collection[str]) -> list[str]:
     return sorted(classes, key=int if numbers else None)
 
 
-def nothing(source: str, bad: Sequence[Problem]) -> str:
+def nothing_usable(source: str, bad: Sequence[Problem]) -> str:
     if not bad:
-        return f"{source}: no samples found; is this the right folder?"
+        return f"{source}: no samples inventory; is this the right folder?"
     file, value, rule, fix = bad[0]
     return f"{source}: 0 of {plural(len(bad), 'file')} can be used. The first: {file}: {rule}, got {value}; {fix}"

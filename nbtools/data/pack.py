@@ -176,7 +176,7 @@ class Pack(show.Table):
     def arrays(self) -> dict[str, np.ndarray]:
         """Column → memory map of its values, private to this process: writes do not reach the file."""
         files = self.manifest["files"]
-        return {name: mapped(self.folder / f"{name}.npy") for name in self.columns if f"{name}.npy" in files}
+        return {name: memory_map(self.folder / f"{name}.npy") for name in self.columns if f"{name}.npy" in files}
 
     @cached_property
     def offsets(self) -> dict[str, np.ndarray]:
@@ -231,6 +231,8 @@ class Pack(show.Table):
     def sample(self, i: int) -> Sample:
         """Return column → array of one sample; of `raw` where the pack does not hold it."""
         if self.arrays.keys() < self.columns.keys():
+            if self.raw is None:
+                raise PackError(f"{self.folder} stores no samples; pack its Dataset again, which opens this with it")
             return {name: np.asarray(array) for name, array in self.raw[i].items() if name in self.columns}
         rows = {name: slice(*self.offsets[name][i : i + 2]) if name in self.offsets else i for name in self.columns}
         return {name: np.asarray(self.arrays[name][row]) for name, row in rows.items()}
@@ -248,7 +250,7 @@ class Pack(show.Table):
         fold, made = splits.deal(units, labels, k), []
         for n in range(k):
             split = ["test" if i not in fold else "val" if fold[i] == n else "train" for i in range(len(self))]
-            made.append(self.divided(split, f"{self.folder.name}-fold-{n + 1}-of-{k}-seed-{seed}"))
+            made.append(self.with_split(split, f"fold-{n + 1}-of-{k}-seed-{seed}"))
         return made
 
     @property
@@ -257,13 +259,13 @@ class Pack(show.Table):
         name = self.manifest.get("label")
         return None if name is None else class_names(self.arrays[name], self.classes)
 
-    def divided(self, split: Sequence[str], name: str) -> Pack:
-        """Return this pack with another split, in a folder of that name beside it."""
-        target, key = self.folder.absolute().with_name(name), f"{self.card.digest} {name}"
+    def with_split(self, split: Sequence[str], name: str) -> Pack:
+        """Return this pack with another split, in a folder beside it."""
+        target = self.folder.absolute().with_name(f"{self.folder.name}-{self.card.digest[:8]}-{name}")
         files = {file: entry for file, entry in self.manifest["files"].items() if file != "split.npy"}
         with disk.explained(f"dividing {self.folder}", target), lock_of(target):
             if not is_pack(target):
-                part = target.with_name(f"{name}.part")
+                part = target.with_name(f"{target.name}.part")
                 disk.remove(part)
                 part.mkdir()
                 for file in files:
@@ -272,12 +274,9 @@ class Pack(show.Table):
                     except OSError:  # a disk without hard links
                         shutil.copyfile(self.folder / file, part / file)
                 remarks = splits.remarks(split, self.labels, ["train", "val"], {})
-                seal(part, self.card, split, files, {**self.manifest, "key": key, "remarks": remarks})
+                seal(part, self.card, split, files, {**self.manifest, "remarks": remarks})
                 disk.publish_folder(part, target)
-        pack = Pack.open(target)
-        if pack.manifest["key"] != key:
-            raise PackError(f"{target} holds a part of another pack; delete it, and divide this one again")
-        return dataclasses.replace(pack, raw=self.raw)
+        return dataclasses.replace(Pack.open(target), raw=self.raw)
 
     def keep(self, where: str | Path) -> Path | None:
         """Write the pack as one tar, to `drive:…` or a path, read it back, and put its SHA-256 next to it, which is
@@ -336,7 +335,7 @@ def is_pack(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def mapped(path: Path) -> np.ndarray:
+def memory_map(path: Path) -> np.ndarray:
     """Return a copy-on-write map, which torch accepts without a warning; an empty array where nothing can be mapped."""
     try:
         return np.load(path, mmap_mode="c")

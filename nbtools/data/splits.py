@@ -59,15 +59,15 @@ def assign(
     divided = "train" if "train" in own and "val" not in own else None
     units = units_of((i for i, split in enumerate(given) if split == divided), places, groups)
     if labels is not None:
-        units = mixed(units, labels)
+        units = interleave(units, labels)
     result = [split or "train" for split in given]
-    for unit, split in zip(units, drawn(units, places, val, 0 if own else test, exact), strict=True):
+    for unit, split in zip(units, draw(units, places, val, 0 if own else test, exact), strict=True):
         for i in unit:
             result[i] = split
     return result
 
 
-def drawn(units: Units, places: Sequence[float], val: float, test: float, exact: bool) -> list[str]:
+def draw(units: Units, places: Sequence[float], val: float, test: float, exact: bool) -> list[str]:
     """Return the split of each unit. A share above 0 gets one at least, and the last one always trains."""
     exact = exact or is_count(val) or is_count(test)
     splits = ["train" if exact else split_at(places[unit[0]], val, test) for unit in units]
@@ -94,7 +94,7 @@ def units_of(ids: Iterable[int], places: Sequence[float], groups: Sequence[str |
     return sorted(units.values(), key=lambda unit: places[unit[0]])
 
 
-def mixed(units: Units, labels: Sequence[str]) -> Units:
+def interleave(units: Units, labels: Sequence[str]) -> Units:
     """Order units so that any first part of them has the same share of each class, in each class as before."""
     classes = [mode(labels[i] for i in unit) for unit in units]
     sizes, before, middles = Counter(classes), Counter[str](), []

@@ -61,7 +61,7 @@ def pack(
     progress: bool = True,
 ) -> Pack:
     """The pack of pages (.dgrl) or of images of lines, from a folder, archive or link; a second call opens it, and
-    interrupted packing resumes. Archives stay one file each and are read in place.
+    interrupted packing resumes. Archives in a folder are read in place.
 
     height: pixels that every line is scaled to; `auto`: by `height_for`, 128 for a GPU of 40 GB, 32 without one.
     classes: the characters to know, as a string, a list, or a file with one per line; all others are UNKNOWN. By
