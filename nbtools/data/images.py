@@ -33,8 +33,9 @@ def is_image(value: Any) -> bool:
     return pillow is not None and isinstance(value, pillow.Image)
 
 
-def open_image(source: str | Path | bytes) -> Image.Image:
-    """Return the image in a file, or in its bytes, decoded, and turned upright as its EXIF says.
+def open_image(source: str | Path | bytes, side: int = 0) -> Image.Image:
+    """Return the image in a file, or in its bytes, decoded, and turned upright as its EXIF says. side: a JPEG may be
+    decoded at a half, a quarter or an eighth, if no side is then shorter than this: in a fifth of the time.
 
     Raises PackError(value, rule, fix) for a file that is empty, damaged, too large, or no image.
     """
@@ -43,6 +44,8 @@ def open_image(source: str | Path | bytes) -> Image.Image:
     try:
         data = io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115
         with data, Image.open(data) as image:
+            if side:
+                image.draft("RGB", (side, side))
             image.load()
         return upright(image)
     except Image.DecompressionBombError:
@@ -90,15 +93,13 @@ def place_of(shape: Sequence[int], size: Sequence[int], resize: str) -> Place:
     """Return where a pixel of an image (H, W) comes to lie when it is resized: y and x times a factor, plus an offset.
     crop: the middle, as much as fills the size; pad: all of it, in the middle; squash: all, in the size's ratio."""
     ratios = [after / before for after, before in zip(size, shape, strict=True)]
-    if resize == "squash":
-        return (ratios[0], 0.0), (ratios[1], 0.0)
-    factor = max(ratios) if resize == "crop" else min(ratios)
-    inner = [factor * n if resize == "crop" else max(1, round(factor * n)) for n in shape]  # pad: whole pixels
-    y, x = (
-        (n / before, (after - n) / 2 if resize == "crop" else (after - n) // 2)
-        for n, before, after in zip(inner, shape, size, strict=True)
-    )
-    return y, x
+    if resize == "crop":
+        ratios = [max(ratios)] * 2
+    elif resize == "pad":  # to whole pixels
+        ratios = [max(1, round(min(ratios) * before)) / before for before in shape]
+    rest = [after - ratio * before for after, ratio, before in zip(size, ratios, shape, strict=True)]
+    y, x = (n / 2 if resize == "crop" else round(n) // 2 for n in rest)
+    return (ratios[0], y), (ratios[1], x)
 
 
 def resized(image: Image.Image, size: Sequence[int], resize: str) -> Image.Image:
@@ -118,14 +119,12 @@ def resized(image: Image.Image, size: Sequence[int], resize: str) -> Image.Image
 
 def nearest(ids: np.ndarray, size: Sequence[int], resize: str) -> np.ndarray:
     """Return ids (H, W, …) in another size, each the one in the pixel's middle, 0 where they are padded."""
-    places, inside = [], []
-    for (factor, offset), before, after in zip(place_of(ids.shape[:2], size, resize), ids.shape, size, strict=False):
-        at = np.floor((np.arange(after) + 0.5 - offset) / factor).astype(int)
-        places.append(at.clip(0, before - 1))
-        inside.append((at >= 0) & (at < before))
-    made = ids[np.ix_(*places)]
-    made[~(inside[0][:, None] & inside[1])] = 0
-    return made
+    from PIL import Image
+
+    (fy, y), (fx, x) = place_of(ids.shape[:2], size, resize)
+    image = Image.fromarray(ids if ids.dtype == np.uint8 else ids.astype(np.int32))
+    back = (1 / fx, 0, -x / fx, 0, 1 / fy, -y / fy)
+    return np.asarray(image.transform((size[1], size[0]), Image.Transform.AFFINE, back))
 
 
 def moved(points: np.ndarray, place: Place) -> np.ndarray:
