@@ -33,8 +33,9 @@ def is_image(value: Any) -> bool:
     return pillow is not None and isinstance(value, pillow.Image)
 
 
-def open_image(source: str | Path | bytes) -> Image.Image:
-    """Return the image in a file, or in its bytes, decoded, and turned upright as its EXIF says.
+def open_image(source: str | Path | bytes, side: int = 0) -> Image.Image:
+    """Return the image in a file, or in its bytes, decoded, and turned upright as its EXIF says. side: a JPEG may be
+    decoded at a half, a quarter or an eighth, if no side is then shorter than this: in a fifth of the time.
 
     Raises PackError(value, rule, fix) for a file that is empty, damaged, too large, or no image.
     """
@@ -43,6 +44,8 @@ def open_image(source: str | Path | bytes) -> Image.Image:
     try:
         data = io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb")  # noqa: SIM115
         with data, Image.open(data) as image:
+            if side:
+                image.draft("RGB", (side, side))
             image.load()
         return upright(image)
     except Image.DecompressionBombError:

@@ -41,13 +41,14 @@ def split_word(text: str) -> str | None:
     return next(word.lower() for word in match.groups() if word) if match else None
 
 
-def decode_image(source: Path | bytes, mode: str = "", key: str = "image") -> Image.Image:
+def decode_image(source: Path | bytes, mode: str = "", key: str = "image", side: int = 0) -> Image.Image:
     """Return an image, upright, as RGB or L (grey) on white paper where it is transparent, or without a mode as it is.
+    side: as of `open_image`.
 
     Raises Refused, a row of the table of bad samples with this key, for what is no whole image, or not of 8 bits.
     """
     try:
-        image = open_image(source)
+        image = open_image(source, side)
     except PackError as error:
         value, rule, fix = error.args
         raise Refused(Row(key, rule, str(value), fix)) from None

@@ -28,13 +28,12 @@ from nbtools.tasks.common.report import ERROR, WARNING, Refused, Report, Row, or
 from nbtools.tasks.segment import cvat
 from nbtools.tasks.segment.classes import IGNORE, MOST_CLASSES, Class, Given, Table, class_table, parse_classes
 from nbtools.tasks.segment.folders import Contents, Labelled
-from nbtools.tasks.segment.images import Recipe, Size, ids_in, read_image, read_label
+from nbtools.tasks.segment.images import Recipe, header_size, ids_in, read_image, read_label
 from nbtools.tasks.segment.scores import distance_map
 
 MIXED = 384, 384  # pixels to which images of several sizes are scaled: the guide's
 LARGEST = 1024 * 2048  # pixels of images that are packed at their own size: Cityscapes'
 LEAST, MOST = 32, 4096  # pixels of a side
-ORIENTATION = 0x0112  # the EXIF tag
 Ignored = int | str | Iterable[int | str] | None
 
 
@@ -163,13 +162,6 @@ def unlabelled(contents: Contents) -> str:
         f"{plural(contents.images, 'image')} and no label: put label images of the same names into labels/ next to "
         "images/, or write train.txt of lines image,label, or export CVAT for images 1.1 as annotations.xml"
     )
-
-
-def header_size(path: Path) -> Size | None:
-    """The size of the upright picture, without decoding it; None if it cannot be read, which packing explains."""
-    with contextlib.suppress(*DAMAGED), Image.open(path) as image:
-        turned = "exif" in image.info and image.getexif().get(ORIENTATION) in range(5, 9)
-        return image.size if turned else (image.height, image.width)
 
 
 def found_ids(contents: Contents) -> list[int]:

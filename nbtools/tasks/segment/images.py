@@ -17,10 +17,11 @@ import numpy as np
 from PIL import Image
 
 from nbtools.show import plural, sized
-from nbtools.tasks.common.files import decode_image, on_white
+from nbtools.tasks.common.files import DAMAGED, decode_image, on_white
 from nbtools.tasks.common.report import Refused, Row
 from nbtools.tasks.segment.classes import IGNORE, MOST_ID, UNKNOWN, Table
 
+ORIENTATION = 0x0112  # the EXIF tag
 SHOWN = 6  # unknown ids in a message
 AGAIN = "export it as PNG of one channel, whose values are the ids"
 
@@ -63,13 +64,26 @@ class Recipe:
 
 def read_image(path: Path, recipe: Recipe) -> tuple[np.ndarray, Size]:
     """(pixels (H, W, C) uint8, size of the whole upright picture). Raises Refused on what cannot be used."""
-    image = flatten(decode_image(path), recipe.channels)
-    size, pixels = (image.height, image.width), np.zeros((*recipe.size, recipe.channels), np.uint8)
+    size = header_size(path) or recipe.size  # of a damaged file, which is refused below
+    rows, columns = recipe.area(size)
+    image = flatten(decode_image(path, side=min(rows.stop - rows.start, columns.stop - columns.start)), recipe.channels)
+    scale = max(1, round(max(size) / max(image.size)))  # of a JPEG that was decoded smaller
+    if scale == 1:
+        size = image.height, image.width  # a PNG may say after its pixels that it lies on its side
+    pixels = np.zeros((*recipe.size, recipe.channels), np.uint8)
     height, width, _ = pixels[area := recipe.area(size)].shape
     if (height, width) != size:
-        image = image.resize((width, height), Image.Resampling.BOX if width < size[1] else Image.Resampling.BILINEAR)
+        method = Image.Resampling.BOX if width < image.width else Image.Resampling.BILINEAR
+        image = image.resize((width, height), method, (0, 0, size[1] / scale, size[0] / scale))
     pixels[area] = np.asarray(image)
     return pixels, size
+
+
+def header_size(path: Path) -> Size | None:
+    """The size of the upright picture, without decoding it; None if it cannot be read."""
+    with contextlib.suppress(*DAMAGED), Image.open(path) as image:
+        turned = "exif" in image.info and image.getexif().get(ORIENTATION) in range(5, 9)
+        return image.size if turned else (image.height, image.width)
 
 
 def flatten(image: Image.Image, channels: int) -> Image.Image:
