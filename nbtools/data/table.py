@@ -57,10 +57,9 @@ class Table(Dataset):
         self.y: Any = frame[goals[0]].tolist() if len(goals) == 1 else None
         if len(goals) > 1:
             values = frame[list(goals)].to_numpy(np.float32, na_value=np.nan)
-            whole, self.y = ~np.isnan(values).any(1), values.tolist()
-            if np.isin(values[whole], (0, 1)).all():
-                rows = zip(values.tolist(), whole.tolist(), strict=True)
-                self.y = [list(itertools.compress(goals, row)) if known else None for row, known in rows]
+            self.y = values.tolist()
+            if np.isin(values[~np.isnan(values).any(1)], (0, 1)).all():
+                self.y = [None if np.isnan(row).any() else [*itertools.compress(goals, row)] for row in values]
 
     def __len__(self) -> int:
         return len(self.frame)
