@@ -23,16 +23,8 @@ from nbtools.measure import advise, preset
 from nbtools.train import Plan, Task, as_task, listed
 
 BUILT_IN = tuple(module.name for module in pkgutil.iter_modules(tasks.__path__) if module.name != "common")
-UNTYPED = (
-    "data",
-    "train",
-    "like",
-    "network",
-    "progress",
-    "seed",
-    "folds",
-    "text",
-)  # parameters of tasks' functions that no text is given for
+# Parameters of tasks' functions that no text is given for; `seed` is the plan's.
+UNTYPED = ("data", "train", "like", "network", "progress", "seed", "folds", "text")
 BASES = ("advised", "measured", "plan", "baseline")
 FROM = "the settings that are not given: by rules, measured now, the task's own plan, its baseline, a preset"
 RULES = {"int": "a whole number", "float": "a number", "None": "none"}
