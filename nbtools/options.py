@@ -22,7 +22,8 @@ from nbtools.train import Plan, Task, as_task
 
 Options = Mapping[str, Any]
 BUILT_IN = tuple(module.name for module in pkgutil.iter_modules(tasks.__path__) if module.name != "common")
-UNTYPED = ("data", "train", "like", "network", "progress", "seed", "folds", "text")  # of tasks' functions, from code alone
+# Parameters of tasks' functions that no text is given for; `seed` is the plan's.
+UNTYPED = ("data", "train", "like", "network", "progress", "seed", "folds", "text")
 
 
 class Parser(argparse.ArgumentParser):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CONFUSED, SHOWN = 20, 12  # classes of the figure; worst samples that are shown
 LOW = ("probability", "right", "labels right", "IoU")  # what is worse the lower it is
-ASKED = {"classes", "category_of", "mean", "std", "random", "roles", "stored"}  # options that follow from the training split
+ASKED = {"classes", "category_of", "mean", "std", "random", "roles", "stored"}  # of the training split
 
 
 def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[str, float]:

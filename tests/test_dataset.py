@@ -419,6 +419,10 @@ def test_several_labels_of_a_sample_become_a_1_for_each(name):
     assert (made.options["kind"], made.classes, str(made.columns["y"])) == ("labels", ["sea", "sky"], "uint8 (2)")
     assert made.arrays["y"].tolist() == [[1, 1], [1, 0], [0, 0], [0, 1]] * 5
     assert same(made)
+    if isinstance(data, dict):
+        column = next(iter(data))
+        gone = frame(**data | {column: [None, *data[column][1:]]}).drop(columns="y")
+        assert pack(gone, **options).bad.file.tolist() == ["row 0"], "what is missing is not nothing"
 
 
 def letters(text: str) -> list[int]:

@@ -7,7 +7,7 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -54,17 +54,18 @@ class Table(Dataset):
         self.frame, self.encoding, self.goals, self.root = frame, encoding, goals, root
         self.x = encoded(frame, encoding)
         self.apart = {name: frame[name].tolist() for name, how in encoding.items() if how in APART}
-        self.y = frame[list(goals)].to_numpy(np.float32, na_value=np.nan) if len(goals) > 1 else None
-        if self.y is not None and np.isin(self.y, (0, 1)).all():
-            self.y = [list(itertools.compress(goals, row)) for row in self.y]
-        elif len(goals) == 1:
-            self.y = frame[goals[0]].tolist()
+        self.y: Any = frame[goals[0]].tolist() if len(goals) == 1 else None
+        if len(goals) > 1:
+            values = frame[list(goals)].to_numpy(np.float32, na_value=np.nan)
+            self.y = values.tolist()
+            if np.isin(values[~np.isnan(values).any(1)], (0, 1)).all():
+                self.y = [None if np.isnan(row).any() else [*itertools.compress(goals, row)] for row in values]
 
     def __len__(self) -> int:
         return len(self.frame)
 
     def label(self, i: int) -> Any:
-        return self.y[i]  # type: ignore[index]
+        return self.y[i]
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         item: dict[str, Any] = {}
@@ -82,7 +83,7 @@ class Table(Dataset):
 
     def refusal(self, i: int, name: str) -> PackError:
         """Return why a row cannot be used: a value is missing, or not what the encoding allows."""
-        how, value = self.encoding[name], self.frame[name].tolist()[i]
+        how, value = self.encoding[name], cast(Any, self.frame[name].iloc[i])
         if is_missing(value):
             fix = "fill it with df.fillna(…), or leave the column out with inputs=[…]"
             return PackError("nothing", f"{name} must have a value", fix)
