@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nbtools import tasks
-from nbtools.data import pack
 from nbtools.errors import NbtoolsError, sentence
 from nbtools.train import Plan, Task, as_task
 
@@ -84,7 +83,8 @@ def sources(task: Task, name: str) -> list[Any]:
     """Return the functions, or the Plan, that Options come from."""
     if name in ("plan", "evaluation"):
         return [type(task.PLAN)]
-    return [*[pack] * (name == "pack" and task.packs_datasets), getattr(task, name)]
+    function = getattr(task, name, None)
+    return [] if function is None else [function]
 
 
 def add_argument(one: Parser, dest: str, each: inspect.Parameter, rule: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from nbtools.data import TARGET, Pack
 from nbtools.errors import PackError, TrainError
 from nbtools.show import note, number, plural
-from nbtools.train import Answer, Labels, TrainState, evaluation, refuse_fixed, spoken
+from nbtools.train import Answer, Labels, TrainState, evaluation, readable, refuse_fixed, spoken
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,7 +47,7 @@ def require_like(run: Any, pack: Pack) -> None:
     """Raise PackError for a pack with other classes or preprocessing than the run's: its results would be wrong.
     Options and columns that its network does not read may differ, and so may the classes that were asked for: which
     there are is what counts."""
-    pack = run.readable(pack)
+    pack = readable(run.task, pack, run.plan)
     for name in ("task", "classes", "options", "columns"):
         ours, theirs = (getattr(each.card, name) for each in (run, pack))
         if isinstance(ours, dict):

@@ -109,7 +109,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(run, pack,
     ("index", "words"),
     [
         (None, r"no run\.json, so this is not a run folder; nb\.runs lists"),
-        ("{", "not JSON"),
+        ("{", "Expecting property name"),
         ('{"task": "no.such.task"}', r"card\.json is missing; copy the whole run folder"),
     ],
 )

@@ -1,6 +1,5 @@
 """A notebook's situations: what the same call, or another one, makes of a run folder that is there."""
 
-import dataclasses
 import json
 import time
 from pathlib import Path
@@ -267,7 +266,7 @@ def test_neither_two_runs_nor_the_files_of_others_are_mixed_with_a_kept_run(pack
     refused = {
         "other": "kept holds a different run than other",
         "mine": "holds files but no run",
-        "kept": "is kept; name",
+        "kept": "is the folder of a run itself",
     }
     for folder, words in refused.items():
         with pytest.raises(CheckpointError, match=words):
@@ -299,9 +298,9 @@ def test_what_another_session_keeps_meanwhile_is_not_overwritten_and_that_is_sai
 # -- what is said and recorded
 
 
-def test_remarks_of_a_pack_are_said_at_the_start_of_a_run(pack, capsys):
-    object.__setattr__(remarked := dataclasses.replace(pack), "remarks", ["the split is stratified by class"])
-    run = fit(remarked, PLAN, progress=True)
+def test_remarks_of_a_pack_are_said_at_the_start_of_a_run(pack, capsys, monkeypatch):
+    monkeypatch.setattr(type(pack), "remarks", ["the split is stratified by class"])
+    run = fit(pack, PLAN, progress=True)
     assert run.events[0] == "the split is stratified by class"
     assert "the split is stratified by class" in capsys.readouterr().err
 

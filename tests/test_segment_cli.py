@@ -51,8 +51,8 @@ def test_ids_and_names_from_the_terminal_are_those_of_the_class_table(tmp_path, 
     one = ["pack", "segment", str(raw)]
     for options, table in (
         (["--ignore", "1"], "2: class 0, class 2"),
-        (["--classes", "a,b,c", "--ignore", "b"], "2: a c"),
-        (["--classes", str(raw / "names.txt"), "--ignore", "dots"], "2: ground stripes"),
+        (["--classes", "a,b,c", "--ignore", "b"], "2: a, c"),
+        (["--classes", str(raw / "names.txt"), "--ignore", "dots"], "2: ground, stripes"),
     ):
         assert main([*one, *options]) == 0
         assert table in capsys.readouterr().out

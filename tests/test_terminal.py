@@ -199,7 +199,7 @@ def test_demo_pack_advise_train_evaluate_predict_in_a_row(tmp_path, capsys):
     raw, run = tmp_path / "raw", tmp_path / "runs" / "toy"
     assert main(["demo", "toy", str(raw), "--count", "150"]) == 0
     assert main(["pack", "toy", str(raw)]) == 0
-    assert "  4: a b c d" in capsys.readouterr().out
+    assert "  4: a, b, c, d" in capsys.readouterr().out
     assert main(["advise", "toy", "--data", str(raw), "--no-measure"]) == 0
     assert "rule of thumb" in capsys.readouterr().out
     train = ["train", "toy", "--data", str(raw), "--run", str(run), "--no-receipt", "--batch-size", "8"]
@@ -267,7 +267,7 @@ def test_a_bad_option_is_one_sentence_and_starts_nothing(train, tmp_path, capsys
         ("pack --val 0.2 toy x", 1, "no task '--val': use captcha"),
         ("evaluate toy --run r", 2, "the following arguments are required: --data"),
         ("train toy", 1, "name the data: --data SOURCE"),
-        ("validate toy anything", 1, "pack.bad"),
+        ("validate toy anything", 1, "has no validate; define it"),
     ],
 )
 def test_what_is_asked_for_wrongly_is_answered_in_a_sentence(typed, code, sentence, capsys):

@@ -171,5 +171,3 @@ def picture(sample: Sample, card: Card) -> np.ndarray:
         low, high = min(float(image.min()), 0.0), max(float(image.max()), 1.0)
         image = ((image - low) * (255 / (high - low))).round().astype(np.uint8)
     return image if image.ndim == 2 else image[..., :3] if image.shape[2] >= 3 else image[..., 0]
-
-

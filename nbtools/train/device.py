@@ -51,7 +51,7 @@ def world() -> int:
 def pick(name: str | None = None) -> torch.device:
     """Return the device of a name, else of the environment variable NBTOOLS_DEVICE; else CUDA, Apple's MPS, or the CPU.
     Each of several processes has a GPU of its own, cuda:LOCAL_RANK. Raises TrainError for one that is not here."""
-    name = name or os.environ.get("NBTOOLS_DEVICE", "")
+    field, name = "device" if name else "NBTOOLS_DEVICE", name or os.environ.get("NBTOOLS_DEVICE", "")
     if world() > 1 and (name.startswith("cuda") or (not name and torch.cuda.is_available())):
         local, here = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if local >= here or ":" in name:
@@ -62,7 +62,7 @@ def pick(name: str | None = None) -> torch.device:
         try:
             return torch.empty(0, device=name).device
         except (RuntimeError, AssertionError) as error:
-            rule = "NBTOOLS_DEVICE must be a device that torch has here, such as cpu or cuda:0"
+            rule = f"{field} must be a device that torch has here, such as cpu or cuda:0"
             raise TrainError(f"{rule}, got {name!r}: {str(error).splitlines()[0]}") from None
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

@@ -247,6 +247,9 @@ def refuse_fixed(differing: Mapping[str, str], plan: Plan, resumed: bool = False
 def require_training(pack: Pack) -> None:
     """Raise TrainError for a pack without samples to train on."""
     count, bad = len(pack.ids("train")), pack.manifest["bad"]
+    if not count and pack.splits["test"] == len(pack):
+        rule = f"all {show.plural(len(pack), 'sample')} are test data, so there is nothing to train on"
+        raise TrainError(f"{pack.folder}: {rule}; evaluate a run on it, or pack the source again without test=1.0")
     if count < 2:
         rule = f"{pack.folder}: training needs at least 2 samples, the train split has {count}"
         fix = (
@@ -367,7 +370,7 @@ def check(plan: type, name: str, value: Any) -> Any:
 
 def check_one(where: str, value: Any, kind: type, rule: Mapping[str, Any]) -> Any:
     if kind is float and type(value) is int:
-        value = float(value)
+        value = float(value) if abs(value) < 2**1000 else math.inf
     elif kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):

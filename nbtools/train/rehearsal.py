@@ -27,8 +27,9 @@ def rehearse(state: TrainState, pack: Pack) -> None:
     task, plan, device, outputs = state.task, state.applied.while_training(), state.device, None
     ids = pack.ids("train")
     first = ids[:SAMPLES]
-    if pack.options.get("kind") == "classes" and pack.arrays[TARGET].ndim == 1:  # a loss may not take the highest one
-        first = np.append(first, ids[np.argmax(pack.arrays[TARGET][ids])])
+    target = pack.arrays[TARGET] if pack.options.get("kind") == "classes" and TARGET in pack.arrays else np.zeros(())
+    if target.ndim == 1:  # a loss may not take the highest one
+        first = np.append(first, ids[np.argmax(target[ids])])
     raw = {name: tensor.to(device) for name, tensor in gather(pack, first).items()}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

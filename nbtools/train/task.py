@@ -274,9 +274,10 @@ def spoken(task: TaskLike) -> str:
 def import_task(name: str, where: Path | str) -> Task:
     """Return the task of that name; where: what names it. Raises CheckpointError if it cannot be imported."""
     module, colon, attribute = name.partition(":")
+    if colon and not attribute:
+        rule = f"{where}: its task has no name there to open it by"
+        raise CheckpointError(f"{rule}; pass task= with the same one, such as nb.classify(net)")
     try:
-        if colon and not attribute:
-            raise AttributeError("it has no name")
         source = importlib.import_module(module)
         return as_task(attrgetter(attribute)(source) if attribute else source)
     except (ImportError, AttributeError) as error:
