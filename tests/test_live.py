@@ -341,7 +341,6 @@ def test_saved_notebooks_are_valid_and_hold_one_picture(seen):
         nbformat.validate(nbformat.reads(json.dumps(notebook), 4))
         if when in ("stopped", "interrupted"):
             check_saved(notebook)
-            check_packed(notebook)
     shown = [name for output in seen.saved["amid"]["cells"][FIT]["outputs"] for name in output.get("data", {})]
     assert shown.count("image/png") == 1
     for plot in (seen.work / RUN / "plot.png", seen.work / "kept" / "plot.png"):
@@ -400,11 +399,3 @@ def check_saved(notebook: dict[str, Any]) -> None:
     assert WIDGET not in shown
     widgets = notebook["metadata"].get("widgets")
     assert widgets is None or widgets["application/vnd.jupyter.widget-state+json"]["state"]
-
-
-def check_packed(notebook: dict[str, Any]) -> None:
-    """Of the bar of packing a sentence stays."""
-    texts = ["".join(output.get("data", {}).get("text/plain", "")) for output in notebook["cells"][PANEL]["outputs"]]
-    [packing] = [line for line in texts if line.startswith("packing")]
-    assert re.fullmatch(r"packing: [\d,]+ samples in [\d.]+ s", packing), packing
-    assert "%" not in text(notebook, PANEL)
