@@ -5,6 +5,7 @@ import tarfile
 import unicodedata
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -241,7 +242,7 @@ def test_what_is_missing_in_a_table_is_a_row_that_names_its_column():
 # Folders
 
 
-def pictures(folder, *names, count=6, size=(6, 5), form="NFC"):
+def pictures(folder, *names, count=6, size=(6, 5), form: Any = "NFC"):
     for name in names:
         where = folder / unicodedata.normalize(form, name)
         where.mkdir(parents=True)

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,7 +189,8 @@ def test_file_names_need_not_be_utf8_and_a_manifest_of_the_data_set_is_no_packs(
 
 
 def test_what_the_pack_is_not_to_store_is_read_from_its_source(place):
-    made = pack_of([{"y": np.int64(i)} for i in range(3)], place, elsewhere={"x": Column("fixed", "<f4", (3,))})
+    samples: Any = [{"y": np.int64(i)} for i in range(3)]
+    made = pack_of(samples, place, elsewhere={"x": Column("fixed", "<f4", (3,))})
     assert (list(made.columns), list(made.arrays)) == (["y", "x"], ["y"])
     with pytest.raises(PackError, match="stores no samples; pack its Dataset again, which opens this with it"):
         replace(made, raw=None).sample(2)
@@ -392,6 +394,7 @@ def test_a_flipped_bit_in_a_kept_pack_is_noticed_when_it_comes_back(place):
     """A plain tar has no checksum: by the file next to it, and in a folder by the pack's own hashes."""
     made = pack(vectors(place / "raw"))
     path = made.keep("drive:packs/plain")
+    assert path is not None
     folder = shutil.copytree(made.folder, path.with_suffix(""))
     for file, source, words in (
         (path, "drive:packs/plain.tar", r"its SHA-256 is"),

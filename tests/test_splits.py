@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def drawn(
     if classes:
         survey["named"] = "y"
 
-    def read(path, options):
+    def read(path, options) -> Any:
         i = numbers[path.name]
         return {"x": np.full(2, i, np.float32)} | ({"y": classes[i % len(classes)]} if classes else {})
 
@@ -73,7 +74,7 @@ def test_a_share_gives_at_least_one_sample_and_never_all(place, count, survey):
 
 
 def test_a_source_may_be_all_test_or_all_train(place):
-    own = {"split": lambda i: "val" if i % 2 else "train"}
+    own: Any = {"split": lambda i: "val" if i % 2 else "train"}
     assert drawn(place, test=1.0, **own).splits == {"train": 0, "val": 0, "test": 50}
     whole = drawn(place, val=0, test=0)
     assert whole.splits == {"train": 50, "val": 0, "test": 0}
@@ -129,7 +130,8 @@ def test_each_class_is_divided_by_the_shares(place):
 
 
 def test_a_group_stays_in_one_split_and_in_one_fold(place):
-    for survey in ({}, {"by_content": True}, {"classes": "ab", "stratified": True}):
+    surveys: Any = ({}, {"by_content": True}, {"classes": "ab", "stratified": True})
+    for survey in surveys:
         made = drawn(place, 120, val=0.2, test=0.2, group=lambda i: f"patient {i // 6}", **survey)
         assert min(made.splits.values()) >= 12
         for pack in (made, *made.folds(3)):
@@ -188,7 +190,8 @@ def test_folds_validate_each_sample_once_share_the_arrays_and_keep_the_test_spli
         assert fold.verify().raw[3]["x"].tolist() == made.sample(3)["x"].tolist()
     assert [fold.folder for fold in made.folds(5)] == [fold.folder for fold in folds]
     assert made.folds(5, seed=1)[0].ids("val").tolist() != folds[0].ids("val").tolist()
-    for k in (1, 51, 2.5):
+    wrong: Any = (1, 51, 2.5)
+    for k in wrong:
         with pytest.raises(PackError, match=f"folds must be 2 to 50, as many as samples or groups at most, got {k}"):
             made.folds(k)
 
