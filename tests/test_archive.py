@@ -213,7 +213,17 @@ def huge_header() -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
 
 
-@pytest.mark.parametrize("data", [huge_header(), b"", bytes(10240), zip_bytes(), gzip.compress(b""), b"BZh9"])
+EMPTY = {
+    "header": huge_header(),
+    "": b"",
+    "0": bytes(10240),
+    "zip": zip_bytes(),
+    "gz": gzip.compress(b""),
+    "bz": b"BZh9",
+}
+
+
+@pytest.mark.parametrize("data", EMPTY.values(), ids=EMPTY)
 def test_odd_headers_and_empty_archives_are_refused(data):
     assert_refused(data)
 
