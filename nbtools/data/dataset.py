@@ -75,7 +75,7 @@ def pack(
     std: of a pretrained network, a number per channel of images from 0 to 1; by default those of the training split.
     points: the columns, "target" for y, that are points (…, 2) x, y or boxes (…, 4) x1, y1, x2, y2 in pixels.
     text: a function of a text that returns numbers, or {column: function}; kept by its name, for predictions too.
-    store=False: no copy is made; each epoch reads the Dataset. mean and std are then those of 64 items.
+    store=False: no copy is made; each epoch reads the Dataset. Without mean= and std= inputs are not normalised then.
     random: the items differ at each reading (augmentation in the Dataset); the pack keeps one reading, and
     `feed="workers"` trains on the Dataset itself.
     like: the card of another pack, whose roles, classes, columns and preprocessing this one gets.
