@@ -390,6 +390,14 @@ def test_a_kept_pack_is_one_tar_that_opens_without_decoding_and_is_written_again
         assert kept.read_bytes() == data
 
 
+def test_a_kept_pack_has_its_raw_files_where_they_still_are_and_unchanged(place):
+    source = vectors(place / "raw")
+    kept = pack(source).keep(place / "kept")
+    assert pack(kept).raw[3]["x"].tolist() == pack(source).sample(3)["x"].tolist()
+    next(source.glob("*.npy")).touch()
+    assert pack(kept).raw is None, "the source changed, so it is no longer what was packed"
+
+
 def test_a_flipped_bit_in_a_kept_pack_is_noticed_when_it_comes_back(place):
     """A plain tar has no checksum: by the file next to it, and in a folder by the pack's own hashes."""
     made = pack(vectors(place / "raw"))

@@ -100,7 +100,7 @@ class Padding:
 
 
 def offsets_of(pack: Pack) -> Mapping[str, np.ndarray]:
-    return pack.ragged if is_stored(pack) else {}
+    return pack.offsets if is_stored(pack) else {}
 
 
 def is_stored(pack: Pack) -> bool:
@@ -139,7 +139,7 @@ def gather(pack: Pack, ids: np.ndarray, padding: Padding | None = None) -> Raw:
     elif ragged:
         samples = [{n: pack.arrays[n][slice(*ends[i : i + 2])] for n, ends in ragged.items()} for i in ids]
         raw = collate(samples, pack.columns, padding=padding)
-    for name in pack.read:
+    for name in pack.columns:
         if name not in raw:
             raw[name] = torch.from_numpy(np.take(pack.arrays[name], ids, axis=0))
     return {**raw, "id": torch.from_numpy(np.asarray(ids, np.int64))}

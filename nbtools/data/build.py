@@ -151,10 +151,11 @@ def build_pack(
         if splits.is_all(test) and pack.splits["test"] < len(pack):
             fix = "pass the raw source, which test=1.0 makes test data"
             raise PackError(f"{folder} is a pack, and its splits are fixed; {fix}")
-        return pack
+        where = source_of(pack)
+        return dataclasses.replace(pack, raw=where and RawFiles(pack, where, reader(where) if reader else read))
     given = {**options, "val": val, "test": test, **({"seed": seed} if seed else {})}
     with disk.explained(f"looking at {folder}", folder):
-        made = {"key": fingerprint(task, folder, given), "source": str(folder)}
+        made = {"key": fingerprint(task, folder, given), "keyed": given, "source": str(folder)}
     read = reader(folder) if reader else read
 
     def samples(inventory: Survey, done: int) -> Generator[Sample | Problem, None, None]:
@@ -240,6 +241,15 @@ def fingerprint(task: str, folder: Path, given: Options) -> str:
 
 
 # -- reading
+
+
+def source_of(pack: Pack) -> Path | None:
+    """Return the source of a kept pack where it is here and unchanged, so that a receipt can measure the raw files."""
+    made, source = pack.manifest, Path(pack.manifest.get("source", ""))
+    with contextlib.suppress(OSError):  # another user's, or on a disk that does not respond
+        if "keyed" in made and source.exists() and fingerprint(pack.card.task, source, made["keyed"]) == made["key"]:
+            return source
+    return None
 
 
 def decode(entry: Entry, survey: Survey, read: Reader, folder: Path) -> Sample | Problem:

@@ -64,8 +64,8 @@ class Resident:
 
     def __init__(self, pack: Pack, device: torch.device, plan: Plan = None):
         self.pack, self.device, self.padding = pack, device, Padding(pack, plan)
-        self.values = {name: torch.from_numpy(pack.arrays[name]).to(device) for name in pack.read}
-        self.offsets = {name: torch.from_numpy(array).to(device) for name, array in pack.ragged.items()}
+        self.values = {name: torch.from_numpy(pack.arrays[name]).to(device) for name in pack.columns}
+        self.offsets = {name: torch.from_numpy(array).to(device) for name, array in pack.offsets.items()}
 
     def padded(self, plan: Plan) -> Self:
         """Return a feed that shares the tensors and pads as this plan does."""

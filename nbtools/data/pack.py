@@ -157,16 +157,6 @@ class Pack(show.Table):
         return self.manifest.get("remarks", [])
 
     @property
-    def read(self) -> dict[str, Column]:
-        """The columns of batches."""
-        return {name: column for name, column in self.columns.items() if name not in self.unread}
-
-    @property
-    def ragged(self) -> dict[str, np.ndarray]:
-        """The offsets of the ragged ones among them."""
-        return {name: offsets for name, offsets in self.offsets.items() if name not in self.unread}
-
-    @property
     def bytes(self) -> int:
         """On disk, without columns that batches leave out."""
         left = {f"{name}{end}" for name in self.unread for end in (".npy", ".offsets.npy")}
