@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from threading import Event
 from time import monotonic, sleep
@@ -100,14 +101,17 @@ class Remote:
 
     def read(self) -> None:
         """Show what the other process wrote."""
+        shown = self.history.rows[: self.shown]
         self.history.refresh()
-        for row in self.history.rows[self.shown :]:
+        both = zip(shown, self.history.rows, strict=False)
+        same = takewhile(lambda rows: rows[0] == rows[1] or str(rows[0]) == str(rows[1]), both)
+        for row in self.history.rows[len(list(same)) :]:  # fewer are the same, where the run went back
             values = {name: value for name, value in row.items() if name not in KEYS}
             if values.get("asked") == live.OPENING:
                 self.view.log(values["what"].split("\t"), opening=True)
             else:
                 self.take(Record(row["kind"], row["epoch"], row["step"], row["samples"], values))
-        self.shown = len(self.history)  # fewer, where the run went back to a checkpoint
+        self.shown = len(self.history)
 
     def take(self, record: Record) -> None:
         """Show a row of the history, with what it says of the plan and of what limits the run."""
