@@ -26,7 +26,8 @@ from person import Act, Log, Person
 from serving import CLASSIC, LAB, Stack, until
 
 import nbtools as nb
-from nbtools.live import png
+from nbtools.live import png, send
+from nbtools.run import busy
 
 PICTURE = f"img[width='{png.WIDE}'], .output_png img"
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -118,6 +119,7 @@ class Visit:
         seen.facts["hacked"] = [self.hacked()]
         seen.saved["stopped"] = saved(notebook, self.work / "captcha.ipynb")
         self.stills()
+        self.gone()
         self.pause()
         seen.errors += notebook.errors
 
@@ -200,6 +202,22 @@ class Visit:
             until(lambda cell=cell, words=words: words in notebook.output(cell).inner_text(), words)
         notebook.wait_for_prompt(THIRD, r"\d+")
         seen.saved["interrupted"] = saved(notebook, self.work / "captcha.ipynb")
+
+    def gone(self) -> None:
+        """The page is closed while it trains, the run ends, and the page is opened again."""
+        notebook, run = self.notebook, self.work / RUN
+        steps = len(self.log.steps())
+        notebook.run(FIT)
+        until(lambda: len(self.log.steps()) > steps + 2 and notebook.frames(), "the run to go on")
+        saved(notebook, self.work / "captcha.ipynb")
+        notebook.page.goto("about:blank")
+        send(run, ["stop"])
+        until(lambda: not busy(run), "the end of the run")
+        notebook.open("captcha.ipynb")
+        notebook.ready()
+        until(notebook.frames, "the last frame")
+        self.seen.texts["gone"] = self.output.inner_text()
+        notebook.shot(f"{self.name}-gone", FIT)
 
     def pause(self) -> None:
         """While it is paused the cell is run again, which takes its output away; then the page is loaded anew. Each
@@ -352,6 +370,12 @@ def test_opened_when_its_kernel_is_gone_it_shows_the_picture(seen):
     said = seen.texts[seen.opened]
     assert not re.search("widget|error displaying", said, re.IGNORECASE), said
     assert seen.facts["scripted"] == 0, "a page that is not trusted runs no scripts"
+
+
+def test_a_page_that_was_closed_while_it_trained_shows_how_the_run_ended(seen):
+    said = seen.texts["gone"]
+    assert "stopped by you after step" in said
+    assert not re.search("error displaying|not found", said, re.IGNORECASE), said
 
 
 def test_when_the_run_has_stopped_its_charts_stay_and_a_line_says_what_to_do(seen):

@@ -59,7 +59,10 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
     """Header, a grid of charts, and below them the samples."""
     from matplotlib.figure import Figure
 
-    facts, names = [f"{label} {value}" for label, value in shown.facts], list(filter(None, (shown.title, shown.state)))
+    facts, names = (
+        [f"{fact.label} {fact.value}" for fact in shown.facts],
+        list(filter(None, (shown.title, shown.state))),
+    )
     lines = [" · ".join(part.replace(" ", "\xa0") for part in parts) for parts in (names, facts)]
     head = [line.strip(" ·") for part in lines for line in textwrap.wrap(part, WORDS)]
     across, high = (1, LINE) if samples.lines([each.image for each in previews]) else (SAMPLES, IMAGE)
