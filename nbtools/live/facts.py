@@ -3,7 +3,6 @@ reads."""
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
 from html import escape
@@ -43,21 +42,18 @@ AGAIN = {
 }
 """What to do after a run has ended so, before it is said where its model is. it: what ran it."""
 
-ROW, GAP = 36, 18  # px: height of the facts in one row, between two of them
+CELLS = 7  # the state, and as many as `facts` returns
 STYLE = f"""
-.nbt-top{{container-type:inline-size;overflow:hidden}}
-.nbt-top>div{{height:{ROW}px;overflow:hidden;display:flex;flex-wrap:wrap;gap:0 {GAP}px;white-space:nowrap}}
-.nbt-top>div>div{{height:{ROW}px}}
-.nbt-top span,.nbt-top b{{display:block;line-height:18px;max-width:260px;overflow:hidden;text-overflow:ellipsis}}
-.nbt-top span{{font-size:11px;opacity:.65}}
+.nbt-top>div{{display:grid;grid-template-columns:repeat(auto-fill,minmax(126px,1fr));gap:0 18px;white-space:nowrap}}
+.nbt-top>div>div{{height:36px;overflow:hidden}}
+.nbt-top span,.nbt-top b{{display:block;line-height:18px;overflow:hidden;text-overflow:ellipsis}}
+.nbt-top span{{font-size:11px;opacity:.75}}
 .nbt-top b{{font-size:14px}}
 .nbt-top i{{display:inline-block;width:9px;height:9px;border-radius:5px;margin-right:6px}}
 .nbt-top>p{{height:4px;margin:5px 0 6px;border-radius:2px;background:rgba(128,128,128,.25);overflow:hidden}}
 .nbt-top>p>u{{display:block;height:4px;background:{BLUE}}}
-@container (max-width:960px){{.nbt-top>div{{height:{2 * ROW}px}}}}
-@container (max-width:480px){{.nbt-top>div{{height:{4 * ROW}px}}}}
 """
-"""As high for one fact as for all of them: what has no room, the least important, is left out."""
+"""Places of equal width, the last one for what is out of the ordinary: nothing moves when it comes."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +91,22 @@ def facts(columns: Columns, about: About, status: str, now: float | None = None)
     if columns.ended is None:
         return ()
     memory = next((name for name in MEMORY if columns.newest(name) is not None), "memory")
-    shown = [
+    shown = (
         epoch(columns, about),
         clock(columns, about, status, time.time() if now is None else now),
         *([record(columns, about.best)] if about.best else []),
         Fact("samples/s", number(mean_pace(columns) if status in OVER else columns.newest("samples_per_s") or 0.0)),
         Fact(MEMORY[memory], size((columns.newest(memory) or 0.0) * 2**20)),
-    ]
-    if (waiting := columns.newest("data_wait") or 0.0) > NOTABLE:
-        shown.append(Fact("waiting for data", percent(waiting)))
-    if reasons := throttled(columns):
-        shown.append(Fact("GPU throttled by", reasons))
-    return tuple(shown)
+    )
+    return (*shown, unusual(columns))
+
+
+def unusual(columns: Columns) -> Fact:
+    """Return what limits the run, if anything does."""
+    waiting, reasons = columns.newest("data_wait") or 0.0, throttled(columns)
+    if waiting > NOTABLE:
+        return Fact("waiting for data", percent(waiting))
+    return Fact("GPU throttled by", reasons) if reasons else Fact("", "")
 
 
 def epoch(columns: Columns, about: About) -> Fact:
@@ -131,39 +131,22 @@ def clock(columns: Columns, about: About, status: str, now: float) -> Fact:
 def record(columns: Columns, metric: str) -> Fact:
     """Return the best evaluation so far."""
     so_far, name = best(columns, metric), f"best {header(metric.lstrip('-'))}"
-    return Fact(name, f"{number(so_far[0])} in epoch {so_far[1]}" if so_far else EMPTY)
+    return Fact(name, number(so_far[0]), f"in epoch {so_far[1]}") if so_far else Fact(name, EMPTY)
 
 
 def html(shown: Picture) -> str:
     """Return name and state, the facts, and a bar of the run's share that is done; a page needs STYLE once. All text
     is escaped."""
     dot = f'<i style="background:{HUES.get(shown.state, GREY)}"></i>' if shown.state else ""
-    waiting = () if shown.facts else (Fact("", "waiting for the first step"),)
+    cells = [(shown.title, shown.state, shown.title), *(shown.facts or [Fact("", "waiting for the first step")])]
+    cells += [Fact("", "")] * (CELLS - len(cells))
     each = [
-        f'<div style="min-width:{room(label, value)}ch" title="{escape(more or value)}"><span>'
-        f"{escape(label) or '&#160;'}</span><b>{dot * (i == 0)}{escape(value)}</b></div>"
-        for i, (label, value, more) in enumerate([(shown.title, shown.state, shown.title), *shown.facts, *waiting])
+        f'<div title="{escape(more or value)}"><span>{escape(label) or "&#160;"}</span>'
+        f"<b>{dot * (i == 0)}{escape(value)}</b></div>"
+        for i, (label, value, more) in enumerate(cells)
     ]
     bar = f'<p><u style="width:{100 * (shown.share or 0):.1f}%"></u></p>'
     return f'<div class="nbt"><div class="nbt-top"><div>{"".join(each)}</div>{bar}</div></div>'
-
-
-ROOM = {
-    **dict.fromkeys((STARTING, *HUES, STOPPED), 12),
-    **dict.fromkeys(("took", "elapsed", "time left"), 11),
-    "best": 17,
-    "samples/s": 7,
-    "memory": 7,
-    "GPU memory": 8,
-    "waiting for data": 5,
-}
-"""Widths of a digit that a fact needs, whatever it comes to: by label, of the state by its value."""
-
-
-def room(label: str, value: str) -> int:
-    """Return the widths of a digit that a fact takes however long it becomes, so that those after it stay in place."""
-    _, of, total = value.partition(" of ")
-    return 2 * len(total) + 4 if of else ROOM.get(value) or ROOM.get(re.sub("^best .*", "best", label), 0)
 
 
 def steps(columns: Columns, about: About) -> int | None:

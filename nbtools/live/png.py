@@ -60,7 +60,7 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
     from matplotlib.figure import Figure
 
     facts, names = (
-        [f"{fact.label} {fact.value}" for fact in shown.facts],
+        [f"{fact.label} {fact.value}" for fact in shown.facts if fact.label],
         list(filter(None, (shown.title, shown.state))),
     )
     lines = [" · ".join(part.replace(" ", "\xa0") for part in parts) for parts in (names, facts)]

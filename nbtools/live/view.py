@@ -80,7 +80,6 @@ class View:
         self.panel: Panel | None = given if isinstance(given, Panel) else Panel(given) if drawn else None
         self.output = Output(self.redraw) if drawn else None
         self.events: list[str] = []
-        self.back: Record | None = None  # the last answer to Back to best
         self.next_still = time.monotonic() + STILL_EVERY
         self.fresh: Still | Exception | None = None  # a PNG, or why there is none, until it is shown
         self.drawing, self.ended = threading.Lock(), False  # the last picture replaces one that is still being drawn
@@ -182,9 +181,6 @@ class View:
         if record.kind in ("event", "change"):
             what = record.values["what"]
             self.tell(what, passing=record.kind == "change")
-            self.back = record if record.values.get("asked") == "best" else self.back
-            if record.kind == "change" and self.back is not None and self.back.step == record.step and self.panel:
-                self.panel.form.tell(f"{self.back.values['what']}; {what}")  # both follow from one click
         if record.kind in ("epoch", "evaluation") and self.visible:
             self.log([line_of(record, self.columns.follow(self.history), self.about)])
         if self.bar.disable:
