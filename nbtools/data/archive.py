@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, NamedTuple
 
 from tqdm import tqdm
@@ -47,12 +48,6 @@ class Entry(NamedTuple):
     name: str | bytes
     size: int
     open: Callable[[], IO[bytes]] | None
-
-
-class Where:
-    """The entry that is being read, for messages."""
-
-    entry = ""
 
 
 def kind(path: Path) -> str | None:
@@ -83,8 +78,11 @@ def unpack(path: Path, folder: Path, text: str, progress: bool) -> None:
             unpack(plain, folder, text, progress)
             disk.remove(plain)
             return
+        if (form := kind(path)) not in ("tar", "zip"):
+            raise ArchiveError("is neither a tar nor a zip")
         with open(path, "rb") as file:
-            files = checked(entries(file, kind(path), where), most(path), text, where)
+            entries = (in_zip if form == "zip" else in_tar)(file, where)
+            files = checked(entries, most(path), text, where)
             size = sum(entry.size for entry in files.values())
             disk.require_space(folder, size)
             with moving(size, f"unpack {folder.name}", progress) as shown:
@@ -120,7 +118,7 @@ def extract(entry: Entry, target: Path, progress: Callable[[int], object]) -> No
         raise ArchiveError(f"is damaged: {rest} of {entry.size} bytes are missing. {COPY}")
 
 
-def checked(entries: Iterable[Entry], limit: int, text: str, where: Where) -> dict[str, Entry]:
+def checked(entries: Iterable[Entry], limit: int, text: str, where: SimpleNamespace) -> dict[str, Entry]:
     """Return relative path → entry of all files. Raises ArchiveError."""
     entries = list(islice(entries, ENTRIES + 1))
     if len(entries) > ENTRIES:
@@ -146,14 +144,7 @@ def checked(entries: Iterable[Entry], limit: int, text: str, where: Where) -> di
     return files
 
 
-def entries(file: IO[bytes], form: str | None, where: Where) -> Iterator[Entry]:
-    """Yield the entries of a plain tar or a zip."""
-    if form not in ("tar", "zip"):
-        raise ArchiveError("is neither a tar nor a zip")
-    return (in_zip if form == "zip" else in_tar)(file, where)
-
-
-def in_tar(file: IO[bytes], where: Where) -> Iterator[Entry]:
+def in_tar(file: IO[bytes], where: SimpleNamespace) -> Iterator[Entry]:
     tar, end = tarfile.TarFile(fileobj=file, encoding="utf-8"), -1
     while (member := tar.next()) is not None:
         tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]: it would keep every header of a million files
@@ -176,7 +167,7 @@ def at(file: IO[bytes], start: int) -> IO[bytes]:
     return file
 
 
-def in_zip(file: IO[bytes], where: Where) -> Iterator[Entry]:
+def in_zip(file: IO[bytes], where: SimpleNamespace) -> Iterator[Entry]:
     archive = zipfile.ZipFile(file)
     for info in archive.infolist():
         where.entry = info.filename
@@ -248,9 +239,9 @@ def require_below(size: int, limit: int) -> None:
 
 
 @contextlib.contextmanager
-def explained(text: str) -> Iterator[Where]:
+def explained(text: str) -> Iterator[SimpleNamespace]:
     """Put the archive and the entry noted in what this yields into whatever goes wrong inside; a disk's errors pass."""
-    where = Where()
+    where = SimpleNamespace(entry="")
     try:
         yield where
         return
