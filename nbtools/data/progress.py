@@ -32,7 +32,17 @@ def bar(*arguments: Any, **options: Any) -> tqdm:
     options["mininterval"] = max(least, options.get("mininterval", least))
     if notebook:  # which shows stderr in red
         options |= {"file": sys.stdout, "ncols": 90}
+    elif not sys.stderr.isatty():
+        options |= {"file": Log(), "position": 0}
     return tqdm(*arguments, **options)
+
+
+class Log:
+    """A stderr that is a file: each state of a bar is a line."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            print(line, file=sys.stderr, flush=True)
 
 
 def moving(total: int | None, doing: str, progress: bool) -> tqdm:
