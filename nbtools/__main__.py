@@ -178,10 +178,10 @@ def features(task: Task, source: str, into: Path, *, of_features: Options) -> An
     return task.features(source, into, **of_features)
 
 
-def cache(*, free: str | None = None, days: float | None = None) -> Any:
+def cache(*, free: str | None = None) -> Any:
     """List what stage and pack left on this disk. --free 20GB: delete what was used least recently until so much is
-    free; --days: delete what was not used for so many days."""
-    return nb.cached(free, days)
+    free."""
+    return nb.cached(free)
 
 
 def runs(folder: Path = Path("runs")) -> Any:

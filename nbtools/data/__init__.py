@@ -1,6 +1,5 @@
 """A source anywhere → local disk → Pack → batches on the device."""
 
-from nbtools.data.archive import archive_index, read_member
 from nbtools.data.batches import Padding, Raw, batches_in, batches_left, collate, gather, in_order, lengths_of, on
 from nbtools.data.build import Entry, Survey, build_pack
 from nbtools.data.cached import cached

@@ -1,8 +1,8 @@
-"""Archives: extracted safely, read in place, and written as the one plain tar that a pack is kept as.
+"""Archives: unpacked safely, and written as the one plain tar that a pack is kept as.
 
 `extractall` of tarfile, even with `filter="data"`, was escaped on 3.11.7, 3.12.1 and 3.13.0 by a dangling link and a
-hard link; truncated tars pass in silence. So an archive is listed, and each name checked, before anything is written;
-only plain files are read, each is created anew below a new folder, and the unpacked size has a limit.
+hard link; truncated tars pass in silence. So every entry is checked before anything is written; only plain files are
+read, each is created anew below a new folder, and the unpacked size has a limit.
 """
 
 import bz2
@@ -11,31 +11,29 @@ import errno
 import gzip
 import hashlib
 import lzma
-import os
 import re
 import stat
 import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
-from io import FileIO
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, NamedTuple
 
-from nbtools import disk, show
-from nbtools.data.progress import say
-from nbtools.errors import ArchiveError
+from tqdm import tqdm
 
-Progress = Callable[[int], object]  # called with the bytes that came
+from nbtools import disk, show
+from nbtools.data.progress import moving, say
+from nbtools.errors import ArchiveError, DiskError
+
 CHUNK = 1 << 20
 MAGIC = {b"\x1f\x8b": "tar.gz", b"\xfd7zXZ\0": "tar.xz", b"BZh": "tar.bz2", b"PK\3\4": "zip", b"PK\5\6": "zip"}
 OPENERS: dict[str | None, Callable] = {"tar.gz": gzip.open, "tar.xz": lzma.open, "tar.bz2": bz2.open}
-IN_PLACE = ("tar", "zip")  # files can be read from these without unpacking them
-METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # bzip2 and lzma make 20 GB of a MB, and zipfile sets no bound
+METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # of bzip2 and lzma, a read of zipfile has no bound
 ENTRIES = 5_000_000  # more than this is an attack on memory
 RATIO, FLOOR = 200, 100_000_000  # bytes unpacked: at most this many times the archive (deflate can 1,032), or the floor
 LITTER = re.compile(r"(^|/)(__MACOSX|\.DS_Store|\._[^/]*)(/|$)")  # of macOS
@@ -43,19 +41,13 @@ COPY = "Copy or download it again"
 PLAIN = "only plain files and folders are read"
 
 
-class Place(NamedTuple):
-    """Where a file is in an archive: in a tar its bytes, in a zip its header, and what zipfile knows of it."""
+class Entry(NamedTuple):
+    """A file of an archive, or a folder, which has no `open`. name: its bytes where no encoding is marked; open:
+    returns the archive, or a stream from it, at the file's first byte."""
 
-    start: int
+    name: str | bytes
     size: int
-    info: zipfile.ZipInfo | None = None
-
-
-class Index(NamedTuple):
-    """All files of an archive. top: the only folder that holds them all, "" if there is none."""
-
-    files: dict[str, Place]
-    top: str
+    open: Callable[[], IO[bytes]] | None
 
 
 def kind(path: Path) -> str | None:
@@ -70,104 +62,86 @@ def kind(path: Path) -> str | None:
     return "tar" if head == bytes(tarfile.BLOCKSIZE) else None
 
 
-def plain(path: Path, target: Path, progress: Progress) -> None:
-    """Write the plain tar that a compressed one is made of, within the limit; a plain one and a zip unchanged."""
-    limit, done, opener = most(path), 0, OPENERS.get(kind(path), contextlib.nullcontext)
-    with explained(path), open(path, "rb") as raw, opener(raw) as file, open(target, "wb", 0) as whole:
-        while data := file.read(CHUNK):  # to the end, where gzip, xz and bzip2 compare their checksums
+def unpack(path: Path, folder: Path, text: str, progress: bool) -> None:
+    """Write the files of an archive below `folder`, which must not exist yet. text: its name in messages.
+
+    Raises ArchiveError, with the entry, for damage, links, devices, names that leave the folder or occur twice, and
+    more bytes or entries than the limits; DiskError where there is no room. What was written until then stays: the
+    caller unpacks into a `.part` and publishes afterwards.
+    """
+    with explained(text) as where:
+        if opener := OPENERS.get(kind(path)):
+            disk.require_space(folder, path.stat().st_size)
+            plain = folder.with_name(f"{folder.name}.tar")
+            with open(path, "rb") as raw, opener(raw) as packed:
+                inflate(raw, packed, plain, moving(path.stat().st_size, f"unpack {path.name}", progress))
+            unpack(plain, folder, text, progress)
+            disk.remove(plain)
+            return
+        if (form := kind(path)) not in ("tar", "zip"):
+            raise ArchiveError("is neither a tar nor a zip")
+        with open(path, "rb") as file:
+            entries = (in_zip if form == "zip" else in_tar)(file, where)
+            files = checked(entries, most(path), text, where)
+            size = sum(entry.size for entry in files.values())
+            disk.require_space(folder, size)
+            with moving(size, f"unpack {folder.name}", progress) as shown:
+                for name, entry in files.items():
+                    where.entry = name
+                    extract(entry, folder / name, shown.update)
+
+
+def inflate(raw: IO[bytes], packed: IO[bytes], plain: Path, shown: tqdm) -> None:
+    """Write what is compressed in `raw`, within the limit, to the end, where gzip, xz and bzip2 compare checksums."""
+    limit = most(Path(raw.name))
+    with shown, open(plain, "wb", 0) as whole:
+        while data := packed.read(CHUNK):
             disk.write(whole, data)
             require_below(whole.tell(), limit)
-            before, done = done, raw.tell()
-            progress(done - before)
+            shown.update(raw.tell() - shown.n)
 
 
-def extract(path: Path, folder: Path, progress: Progress) -> None:
-    """Write the files of a plain tar or a zip below `folder`, which must not exist yet.
-
-    Raises ArchiveError, with file and entry, for what `archive_index` refuses and for damage. What was written until
-    then stays in `folder`: the caller extracts into a `.part` and publishes afterwards.
-    """
-    files, made = archive_index(path).files, {folder, *folder.parents}
-    folder.mkdir(parents=True)
-    with explained(path) as where, open(path, "rb", 0) as source:
-        for name, place in files.items():
-            where.entry, target = name, folder / name
-            try:
-                for above in [above for above in reversed(target.parents) if above not in made]:
-                    above.mkdir()
-                    made.add(above)
-                with open(target, "xb", 0) as file:
-                    for data in pieces(source, place):
-                        disk.write(file, data)
-                        progress(len(data))
-            except FileExistsError:
-                raise ArchiveError("has the name of another entry, on this disk, which ignores case") from None
+def extract(entry: Entry, target: Path, progress: Callable[[int], object]) -> None:
+    """Create a file with the bytes of an entry, as many as announced."""
+    assert entry.open
+    target.parent.mkdir(parents=True, exist_ok=True)
+    stream, rest = entry.open(), entry.size
+    try:
+        with open(target, "xb", 0) as file:
+            while rest and (data := stream.read(min(disk.PIECE, rest))):
+                disk.write(file, data)
+                progress(len(data))
+                rest -= len(data)
+    except FileExistsError:
+        raise ArchiveError("has the name of another entry, on this disk, which ignores case") from None
+    if rest:
+        raise ArchiveError(f"is damaged: {rest} of {entry.size} bytes are missing. {COPY}")
 
 
-def read_member(path: Path, name: str) -> bytes:
-    """Return a file of a plain tar or a zip, whole; many threads and processes may call it at once, since no handle is
-    kept. Raises ArchiveError, with archive and entry, where it is damaged or absent."""
-    files = archive_index(path).files
-    with explained(path, name), open(path, "rb", 0) as source:
-        if name not in files:
-            raise ArchiveError("is not in it")
-        return b"".join(pieces(source, files[name]))
-
-
-def pieces(source: FileIO, place: Place) -> Iterator[bytes]:
-    """Yield the bytes of a file in an archive, as many as announced."""
-    stream, rest = source, place.size
-    source.seek(place.start)
-    if place.info is not None:
-        source.seek(sum(struct.unpack("<26x2H", source.read(30))), os.SEEK_CUR)  # past its name and extra fields
-        stream = zipfile.ZipExtFile(source, "r", place.info)  # compares the checksum at the end
-    while rest and (data := stream.read(min(disk.PIECE, rest))):
-        rest -= len(data)
-        yield data
-    if rest or (place.info and place.info.CRC and not place.size):  # nothing was read, so nothing compared
-        raise ArchiveError(f"is damaged: {rest} of {place.size} bytes are missing. {COPY}")
-
-
-def archive_index(path: Path) -> Index:
-    """Return where each file of a plain tar or a zip lies; looked up once, as long as the archive does not change.
-
-    Raises ArchiveError, with file and entry, for links, devices, names that leave the folder or occur twice, damage, a
-    missing end, and more bytes or entries than the limits.
-    """
-    return index_of(path, path.stat().st_mtime_ns)
-
-
-@lru_cache(maxsize=32)
-def index_of(path: Path, mtime: int) -> Index:
-    files: dict[str, Place] = {}
+def checked(entries: Iterable[Entry], limit: int, text: str, where: SimpleNamespace) -> dict[str, Entry]:
+    """Return relative path → entry of all files. Raises ArchiveError."""
+    entries = list(islice(entries, ENTRIES + 1))
+    if len(entries) > ENTRIES:
+        raise ArchiveError(f"comes after {ENTRIES} entries, which are too many. Combine small files into fewer")
+    require_below(sum(entry.size for entry in entries), limit)
+    files: dict[str, Entry] = {}
     folders: set[str] = set()
-    with explained(path) as where, open(path, "rb") as file:
-        if (form := kind(path)) not in IN_PLACE:
-            raise ArchiveError("is neither a plain tar nor a zip")
-        entries = list(islice((in_zip if form == "zip" else in_tar)(file, where), ENTRIES + 1))
-        if len(entries) > ENTRIES:
-            raise ArchiveError(f"comes after {ENTRIES} entries, which are too many. Combine small files into fewer")
-        require_below(sum(place.size for _, place in entries if place), most(path))
-        for name, (_, place) in zip(decoded(path, [name for name, _ in entries]), entries, strict=True):
-            where.entry = name
-            parts, is_file = safe_parts(name), place and not name.endswith("/")
-            if LITTER.search(name) or not parts:
-                continue
-            above = {"/".join(parts[:end]) for end in range(1, len(parts) + (0 if is_file else 1))}
-            folders |= above
-            whole = "/".join(parts)
-            if above & files.keys() or (is_file and (whole in files or whole in folders)):
-                raise ArchiveError("has the name of another entry. Rename one")
-            if is_file and place:
-                files[whole] = place
-        where.entry = ""
-        if not files:
-            raise ArchiveError("holds no files")
-    tops = {name.partition("/")[0] for name in files}
-    return Index(files, tops.pop() if len(tops) == 1 and not tops & files.keys() else "")
-
-
-Entry = tuple[str | bytes, Place | None]  # name, or its bytes where no encoding is marked; None: a folder
+    for name, entry in zip(decoded(text, [entry.name for entry in entries]), entries, strict=True):
+        where.entry = name
+        parts, is_file = safe_parts(name), entry.open and not name.endswith("/")
+        if LITTER.search(name) or not parts:
+            continue
+        above = {"/".join(parts[:end]) for end in range(1, len(parts) + (not is_file))}
+        folders |= above
+        whole = "/".join(parts)
+        if above & files.keys() or (is_file and (whole in files or whole in folders)):
+            raise ArchiveError("has the name of another entry. Rename one")
+        if is_file:
+            files[whole] = entry
+    where.entry = ""
+    if not files:
+        raise ArchiveError("holds no files")
+    return files
 
 
 def in_tar(file: IO[bytes], where: SimpleNamespace) -> Iterator[Entry]:
@@ -182,22 +156,26 @@ def in_tar(file: IO[bytes], where: SimpleNamespace) -> Iterator[Entry]:
             fix = "Make the archive again with tar --dereference --hard-dereference"
             raise ArchiveError(f"is a link, a device or sparse: {PLAIN}. {fix}")
         name = member.name.encode("utf-8", "surrogateescape")
-        yield name, Place(member.offset_data, member.size) if is_file else None
+        yield Entry(name, member.size, partial(at, file, member.offset_data)) if is_file else Entry(name, 0, None)
     where.entry = ""
-    file.seek(tar.offset)
-    if file.read(2 * tarfile.BLOCKSIZE) != bytes(2 * tarfile.BLOCKSIZE):  # tarfile ends at any bad header in silence
+    if at(file, tar.offset).read(2 * tarfile.BLOCKSIZE) != bytes(2 * tarfile.BLOCKSIZE):  # else tarfile is silent
         raise ArchiveError(f"ends before its end-of-archive marker: it is truncated or damaged. {COPY}")
 
 
+def at(file: IO[bytes], start: int) -> IO[bytes]:
+    file.seek(start)
+    return file
+
+
 def in_zip(file: IO[bytes], where: SimpleNamespace) -> Iterator[Entry]:
-    for info in zipfile.ZipFile(file).infolist():
+    archive = zipfile.ZipFile(file)
+    for info in archive.infolist():
         where.entry = info.filename
         if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR) or info.flag_bits & 1:
             raise ArchiveError(f"is a link, a device or encrypted: {PLAIN}")
-        if info.compress_type not in METHODS:
-            rule = f"is compressed by method {info.compress_type}, not stored or deflated"
-            raise ArchiveError(f"{rule}. Make the zip again with the usual settings")
-        yield marked_name(info), Place(info.header_offset, info.file_size, info)
+        if info.compress_type not in METHODS or (info.CRC and not info.file_size):
+            raise ArchiveError("is damaged, or neither stored nor deflated. Make the zip again with the usual settings")
+        yield Entry(marked_name(info), info.file_size, partial(archive.open, info))
 
 
 def marked_name(info: zipfile.ZipInfo) -> str | bytes:
@@ -213,16 +191,16 @@ def marked_name(info: zipfile.ZipInfo) -> str | bytes:
     return raw
 
 
-def decoded(path: Path, names: list[str | bytes]) -> list[str]:
+def decoded(text: str, names: list[str | bytes]) -> list[str]:
     """Return names as text, and say so where their encoding was guessed; with slashes where Windows wrote none."""
     raw = b"/".join(name for name in names if isinstance(name, bytes))
     encoding = code_page(raw)
     if encoding != "utf-8":
         first = next(name for name in names if isinstance(name, bytes) and not name.isascii()).decode(encoding)
         rule = f"names that are not UTF-8; by their bytes the encoding {encoding} was guessed, as in {first!r}"
-        say(f"{path}: {rule}. If that is wrong, make the archive again with names in UTF-8.")
-    texts = [name.decode(encoding) if isinstance(name, bytes) else name for name in names]
-    return texts if any("/" in text for text in texts) else [text.replace("\\", "/") for text in texts]
+        say(f"{text}: {rule}. If that is wrong, make the archive again with names in UTF-8.")
+    whole = [name.decode(encoding) if isinstance(name, bytes) else name for name in names]
+    return whole if any("/" in name for name in whole) else [name.replace("\\", "/") for name in whole]
 
 
 def code_page(raw: bytes) -> str:
@@ -247,6 +225,45 @@ def safe_parts(name: str) -> tuple[str, ...]:
         rule = "has a name that is absolute, or holds `..`, a backslash, a drive letter or NUL"
         raise ArchiveError(f"{rule}. Make the archive again with relative names")
     return tuple(part for part in name.split("/") if part not in ("", "."))
+
+
+def most(path: Path) -> int:
+    """Return the bytes that an archive may unpack to."""
+    return max(FLOOR, RATIO * path.stat().st_size)
+
+
+def require_below(size: int, limit: int) -> None:
+    if size > limit:
+        bomb = f"unpacks to more than {show.size(limit)}, like a decompression bomb"
+        raise ArchiveError(f"{bomb}. If it is yours, make it a plain tar")
+
+
+@contextlib.contextmanager
+def explained(text: str) -> Iterator[SimpleNamespace]:
+    """Put the archive and the entry noted in what this yields into whatever goes wrong inside; a disk's errors pass."""
+    where = SimpleNamespace(entry="")
+    try:
+        yield where
+        return
+    except ArchiveError as error:
+        if str(error).startswith(f"{text}: "):  # of the plain tar within
+            raise
+        reason = str(error)
+    except DiskError:
+        raise
+    except Exception as error:  # readers let nearly anything escape on damaged input, as mutation shows
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL, errno.ENAMETOOLONG, errno.EILSEQ):
+            raise  # None: a decompressor's
+        reason = f"is damaged: {type(error).__name__}: {error}. {COPY}"
+    raise ArchiveError(f"{text}: {f'entry {where.entry!r} ' if where.entry else ''}{reason}.") from None
+
+
+def read_member(path: Path, name: str) -> bytes:
+    """Return a file of a plain tar, whole. Raises ArchiveError where it is damaged or absent."""
+    with explained(str(path)), tarfile.open(path, "r:") as tar:
+        content = tar.extractfile(name)
+        assert content, "a folder"
+        return content.read()
 
 
 def write(files: Mapping[str, Path], path: Path, ready: Callable[[], None] = lambda: None) -> str:
@@ -283,34 +300,3 @@ class Summed:
     def write(self, data: bytes) -> int:
         self.digest.update(data)
         return self.file.write(data)
-
-
-def most(path: Path) -> int:
-    """Return the bytes that an archive may unpack to."""
-    return max(FLOOR, RATIO * path.stat().st_size)
-
-
-def require_below(size: int, limit: int) -> None:
-    if size > limit:
-        bomb = f"unpacks to more than {show.size(limit)}, like a decompression bomb"
-        raise ArchiveError(f"{bomb}. If it is yours, make it a plain tar")
-
-
-@contextlib.contextmanager
-def explained(path: Path, entry: str = "") -> Iterator[SimpleNamespace]:
-    """Put the file, and the entry noted in what this yields, into whatever goes wrong inside; an OSError that is the
-    disk's own passes."""
-    where = SimpleNamespace(entry=entry)
-    try:
-        yield where
-    except ArchiveError as error:
-        reason = str(error)
-    except OSError as error:
-        if error.errno not in (None, errno.EINVAL, errno.ENAMETOOLONG, errno.EILSEQ):  # None: a decompressor's
-            raise
-        reason = f"is damaged: {error}. {COPY}"
-    except Exception as error:  # readers let nearly anything escape on damaged input, as mutation shows
-        reason = f"is damaged: {type(error).__name__}: {error}. {COPY}"
-    else:
-        return
-    raise ArchiveError(f"{path}: {f'entry {where.entry!r} ' if where.entry else ''}{reason}.") from None

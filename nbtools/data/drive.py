@@ -77,7 +77,7 @@ def root() -> Path:
         return Path(folder).absolute()
     reason = "it does not respond"
     for force in (False, True):  # a stale mount needs the second try
-        if answers(MOUNT) or _declined:
+        if answers() or _declined:
             break
         try:
             mount(force)
@@ -87,7 +87,7 @@ def root() -> Path:
         except Exception as error:  # ValueError, RuntimeError or Colab's own MessageError, by version
             _declined = type(error).__name__ == "MessageError"  # the browser's answer, when access is not granted
             reason = f"{type(error).__name__}: {error}"
-    if answers(MOUNT, empty=True):
+    if answers(empty=True):
         return MOUNT / "MyDrive"
     if _declined:
         raise DriveRefused("Access to Drive was declined in Colab's dialog (restart the session to be asked again)")
@@ -100,11 +100,11 @@ def mount(force: bool) -> None:
     drive.mount(str(MOUNT), force_remount=force)
 
 
-def answers(point: Path, empty: bool = False) -> bool:
+def answers(empty: bool = False) -> bool:
     """Return whether Drive can be read: a folder MyDrive may remain when the mount is gone. empty: so may an empty
     Drive, as of a new account."""
     try:
-        return os.path.ismount(point) and (bool(os.listdir(point / "MyDrive")) or empty)
+        return os.path.ismount(MOUNT) and (bool(os.listdir(MOUNT / "MyDrive")) or empty)
     except OSError:
         return False
 
@@ -133,7 +133,7 @@ def release_runtime() -> None:
     from google.colab import drive, runtime  # pyright: ignore[reportMissingImports]
 
     try:
-        if answers(MOUNT):
+        if answers():
             drive.flush_and_unmount()
     except Exception as error:
         raise StageError(

@@ -156,19 +156,19 @@ def cache() -> Path:
 
 def is_far(path: Path) -> bool:
     """Return whether a path, or what a link in it leads to, is on Drive or another slow mount, but not in the cache."""
+    if path.is_relative_to(cache()):
+        return False
     roots = [drive.MOUNT.resolve(), Path(os.environ.get("NBTOOLS_DRIVE") or drive.MOUNT).resolve()]
 
     def far(place: str | Path) -> bool:
         real = Path(os.path.realpath(place))
         return any(map(real.is_relative_to, roots)) or disk.is_slow(real)
 
-    if path.is_relative_to(cache()):
-        return False
     if far(path) or not path.is_dir():  # without listing its files, which is slow there
         return far(path)
     items = list(disk.walk(path))
     links = {os.path.realpath(item.path) for item in items if item.is_symlink()}
-    return any(map(far, {os.path.dirname(place) for place in (*links, *(item.path for item in items))}))
+    return any(map(far, {*links, *(os.path.dirname(item.path) for item in items)}))
 
 
 def listing(path: Path) -> dict[str, tuple[int, int]]:
@@ -181,11 +181,10 @@ def listing(path: Path) -> dict[str, tuple[int, int]]:
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in seen.items()}
 
 
-def require_archive(path: Path, text: str) -> str:
-    """Return an archive's kind, by its first bytes. Raises ArchiveError for any other file, with what a web page in its
-    place says."""
-    if form := archive.kind(path):
-        return form
+def require_archive(path: Path, text: str) -> None:
+    """Raise ArchiveError for a file that by its first bytes is none, with what a web page in its place says."""
+    if archive.kind(path):
+        return
     with open(path, "rb") as file:
         head = file.read(100_000)
     if re.match(rb"(?i)\s*(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head)", head):

@@ -20,17 +20,16 @@ from typing import TypeVar
 
 from nbtools import disk
 from nbtools.data import drive
-from nbtools.data.archive import Progress
-from nbtools.errors import ArchiveError, DiskError, StageError
+from nbtools.errors import DiskError, StageError
 
 CHUNK = 1 << 20
 PAGE = 1 << 26  # bytes of a web page that are read at most
-STRIDE = 1 << 24  # bytes after which what came is synced
 PAUSE = 1.0  # seconds before the second try; doubles with each that brought nothing
 TRIES = 5
 TIMEOUT = 60.0  # seconds without a byte
 OPENER = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
 T = TypeVar("T")
+Progress = Callable[[int], object]  # called with the bytes that came
 
 
 class Dropped(Exception):
@@ -88,7 +87,7 @@ class Web:
 
     def pieces(self, start: int) -> Iterator[bytes]:
         """Yield the bytes from `start` on, also of a server that begins anew. Raises Dropped, StageError."""
-        with online(self.place), connect(self.place, start) as response:
+        with connected(self.place, start) as response:
             if announced(response)[0] != self.version:
                 raise StageError(f"{self.place}: it changed while it was copied. Run it again.")
             skip = 0 if response.headers.get("Content-Range", "").startswith(f"bytes {start}-") else start
@@ -101,9 +100,8 @@ def fetch(remote: Mounted | Web, path: Path, progress: Progress) -> None:
     """Append to `path` what is missing of a file. Raises StageError, and keeps what came."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab", buffering=0) as file:
-        # After a power cut only what was synced is sure: all but the last one or two STRIDEs.
-        sure = max(0, file.tell() // STRIDE - 1) * STRIDE
-        file.truncate(sure if sure <= (remote.size or 0) else 0)
+        if file.tell() > (remote.size or 0):
+            file.truncate(0)
         progress(size := file.seek(0, os.SEEK_END))
         tries, reason = 0, ""
         while tries < TRIES:
@@ -113,8 +111,6 @@ def fetch(remote: Mounted | Web, path: Path, progress: Progress) -> None:
                     disk.write(file, data)
                     progress(len(data))
                     size += len(data)
-                    if size // STRIDE > (size - len(data)) // STRIDE:
-                        os.fsync(file.fileno())
                 if remote.size in (None, size):
                     return
                 reason = f"it ended after {size} of {remote.size} bytes"
@@ -126,36 +122,32 @@ def fetch(remote: Mounted | Web, path: Path, progress: Progress) -> None:
     raise StageError(f"{remote.place}: {reason}, {TRIES} times in a row. {fix}", entry=remote.entry)
 
 
-def bring(source: Path, target: Path, size: int, part: Path, progress: Progress, digest: str = "") -> None:
-    """Copy a file unless it is there, by way of `part`, which is resumed. Raises StageError, and ArchiveError if it has
-    not the SHA-256 that was noted for it."""
+def deliver(remote: Mounted | Web, target: Path, part: Path, progress: Progress) -> None:
+    """Copy a file by way of `part`, which is resumed. Raises StageError."""
+    fetch(remote, part, progress)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    disk.rename(part, target)
+
+
+def bring(source: Path, target: Path, size: int, part: Path, progress: Progress) -> None:
+    """Copy a file of a mount unless it is there. Raises StageError."""
     if target.exists() and target.stat().st_size == size:
         progress(size)
         return
-    fetch(Mounted(source, size), part, progress)
-    if digest and disk.sha256(part) != digest:
-        disk.remove(part)
-        raise ArchiveError(f"{source}: its SHA-256 is not the one that was noted for it: it is damaged.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    disk.sync_path(part)
-    disk.rename(part, target)
+    deliver(Mounted(source, size), target, part, progress)
+    disk.sync_path(target)
 
 
 def probe(url: str) -> Web:
     """Return what a server announces about a file, and the text of a web page. Raises StageError."""
     try:
-        with online(url), connect(url) as response:
+        with connected(url) as response:
             version, size = announced(response)
             is_file = response.headers.get_content_type() != "text/html" or "Content-Disposition" in response.headers
             page = "" if is_file else response.read(PAGE).decode("utf-8", "replace")
             return Web(response.url, size, version, page)
     except Dropped as error:
         raise StageError(f"{url}: cannot be downloaded: {error}. Check the address and the network.") from None
-
-
-def connect(url: str, start: int = 0) -> http.client.HTTPResponse:
-    headers = {"User-Agent": "Mozilla/5.0 nbtools"} | ({"Range": f"bytes={start}-"} if start else {})
-    return OPENER.open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
 
 
 def announced(response: http.client.HTTPResponse) -> tuple[str, int | None]:
@@ -166,11 +158,13 @@ def announced(response: http.client.HTTPResponse) -> tuple[str, int | None]:
 
 
 @contextmanager
-def online(url: str) -> Iterator[None]:
-    """Raise Dropped for trouble of the moment, StageError for a page that says why and for a wrong address: the
-    network's OSErrors must not look like the disk's."""
+def connected(url: str, start: int = 0) -> Iterator[http.client.HTTPResponse]:
+    """Yield a server's answer, from a byte on. Raises Dropped for trouble of the moment, StageError for a page that
+    says why and for a wrong address: the network's OSErrors must not look like the disk's."""
+    headers = {"User-Agent": "Mozilla/5.0 nbtools"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
-        yield
+        with OPENER.open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as response:
+            yield response
     except urllib.error.HTTPError as error:
         status = f"{url}: HTTP {error.code} {error.reason}"
         if error.code == 429 or (error.code >= 500 and error.code != 501):

@@ -61,7 +61,7 @@ def pack(
     progress: bool = True,
 ) -> Pack:
     """The pack of pages (.dgrl) or of images of lines, from a folder, archive or link; a second call opens it, and
-    interrupted packing resumes. Archives in a folder are read in place.
+    interrupted packing resumes. Archives in a folder are staged.
 
     height: pixels that every line is scaled to; `auto`: by `height_for`, 128 for a GPU of 40 GB, 32 without one.
     classes: the characters to know, as a string, a list, or a file with one per line; all others are UNKNOWN. By
@@ -127,7 +127,7 @@ def survey(folder: Path, options: Mapping[str, Any], progress: bool = False, why
 
 def read(path: Path, options: Mapping[str, Any]) -> Sample:
     """One line → {"image": …} as the pack holds it: an image file, or `page.dgrl#3`, a page's third line; either may
-    lie in an archive, `HWDB2.0Train.zip/001-P16.dgrl#3`. Raises Refused on what cannot be used."""
+    lie in an archive, `HWDB2.0Train.zip/HWDB2.0Train/001-P16.dgrl#3`. Raises Refused on what cannot be used."""
     page, _, number = path.name.rpartition("#")
     if page.lower().endswith(SUFFIXES) and number.isdecimal():
         grey = read_line(path.with_name(page), int(number))

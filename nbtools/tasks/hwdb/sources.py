@@ -3,8 +3,8 @@
     pages   …Train/001-P16.dgrl …, as folders or as the archives they are published in
     lines   {train,val,test}/NAME.png, {train,val,test}_img_id_gt.txt with `name,text`, and perhaps chars_list.txt
 
-The source may be an archive or a folder with archives in it, which are read in place, so that 50,000 lines stay one
-file on disk. The name of a sample may lead through one: `HWDB2.0Train.zip/001-P16.dgrl#3` is the third line of a page.
+A folder may have archives in it, which are staged. The name of a sample may lead through one:
+`HWDB2.0Train.zip/HWDB2.0Train/001-P16.dgrl#3` is the third line of a page.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from nbtools import disk
-from nbtools.data import IMAGES, Entry, archive_index, bar, read_member, stage
-from nbtools.errors import ArchiveError, PackError
+from nbtools.data import IMAGES, Entry, bar, stage
+from nbtools.errors import PackError
 from nbtools.tasks.common import files
 from nbtools.tasks.common.lists import decode_text, read_rows, slashed
 from nbtools.tasks.common.report import Refused
@@ -54,7 +54,7 @@ class Contents:
 
 
 def contents_of(folder: Path, progress: bool = False) -> Contents:
-    """The contents of a folder or an archive; images are not read. Raises PackError if there is nothing to read."""
+    """The contents of a folder; images are not read. Raises PackError if there is nothing to read."""
     names = sorted(names_in(folder, progress))
     pages = [name for name in names if name.lower().endswith(SUFFIXES)]
     lists = [name for name in names if LIST.fullmatch(PurePosixPath(name).name)]
@@ -67,7 +67,7 @@ def contents_of(folder: Path, progress: bool = False) -> Contents:
         raise PackError(f"{folder}: {looked} is in it or its archives; {fix}")
     contents = of_pages(folder, pages, progress) if pages else of_lists(folder, lists, names)
     for name in closed:
-        rule = "an archive is read in place, but not within another one or next to a folder of its name"
+        rule = "an archive is not read within another one or next to a folder of its name"
         contents.refuse(name, "an archive", rule, "nothing, if that folder is complete; else unpack it")
     return contents
 
@@ -76,57 +76,44 @@ def contents_of(folder: Path, progress: bool = False) -> Contents:
 
 
 def names_in(folder: Path, progress: bool) -> Iterator[str]:
-    """Every file's name relative to the folder, with those in archives in place of the archives; hidden ones are left
-    out. folder: may also lead into an archive, where further archives stay closed."""
-    if not folder.is_dir():
-        yield from names_in_archive(*on_disk(folder))
-        return
+    """Yield every file's name relative to the folder, with those in archives in place of the archives; hidden ones are
+    left out."""
     names = files.walk(folder)
     folders = {above.as_posix() for name in names for above in PurePosixPath(name).parents}
     for name in names:
         if ARCHIVE.search(name) and ARCHIVE.sub("", name) not in folders:
-            yield from (f"{name}/{inner}" for inner in names_in_archive(*on_disk(folder / name, progress)))
+            yield from (
+                f"{name}/{inner}"
+                for inner in files.walk(unpacked(folder / name, (folder / name).stat().st_mtime_ns, progress))
+            )
         else:
             yield name
 
 
-def names_in_archive(archive: Path, top: str) -> list[str]:
-    """The files below one of its folders, "" for all of them."""
-    start = f"{top}/" if top else ""
-    names = (name.removeprefix(start) for name in archive_index(archive).files if name.startswith(start))
-    return [name for name in names if not files.is_hidden(name)]
+@lru_cache(maxsize=64)
+def unpacked(archive: Path, mtime: int, progress: bool = False) -> Path:
+    """Return the folder whose one folder holds the files of an archive."""
+    return stage(archive, progress=progress).parent
 
 
-def on_disk(path: Path, progress: bool = False) -> tuple[Path, str]:
-    """(file or folder on disk, name within it): "" if the path is all there, else of a file in an archive."""
-    for above in (path, *path.parents):
-        if above.is_file() and (above != path or ARCHIVE.search(path.name)):
-            inner = path.relative_to(above).as_posix()
-            return readable(above, above.stat().st_mtime_ns, progress), "" if inner == "." else inner
+def on_disk(path: Path) -> Path:
+    """Return where a file is, whose path may lead through an archive."""
+    for above in path.parents:
+        if above.is_file():
+            return unpacked(above, above.stat().st_mtime_ns) / path.relative_to(above)
         if above.exists():
             break
-    return path, ""
-
-
-@lru_cache(maxsize=64)
-def readable(archive: Path, mtime: int, progress: bool) -> Path:
-    """An archive on local disk whose files can be read in place: a compressed tar is unpacked into one tar."""
-    return stage(archive, extract=False, progress=progress)
+    return path
 
 
 def read_bytes(path: Path) -> bytes:
-    """All bytes of a file, on disk or in an archive. Raises Refused."""
-    file = path
+    """Return all bytes of a file. Raises Refused."""
     try:
-        file, name = on_disk(path)
-        return read_member(file, name) if name else file.read_bytes()
+        return on_disk(path).read_bytes()
     except OSError as error:
         if disk.is_away(error):
             raise
-        value = error.strerror or str(error)
-    except ArchiveError as error:
-        value = str(error).replace(str(file), file.name)
-    raise unreadable(value)
+        raise unreadable(error.strerror or str(error)) from None
 
 
 def unreadable(value: str) -> Refused:
@@ -137,23 +124,14 @@ def unreadable(value: str) -> Refused:
 
 
 def page_bytes(path: Path) -> Bytes:
-    """The bytes of a page: mapped from disk without reading them (a line is a tenth of it), or inflated from an
-    archive once for its lines. Raises Refused."""
-    file, name = on_disk(path)
-    if name:
-        return inflated(path, file.stat().st_mtime_ns)
+    """Return the bytes of a page, mapped without reading them: a line is a tenth of it. Raises Refused."""
     try:
-        with open(file, "rb") as opened:
+        with open(on_disk(path), "rb") as opened:
             return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         if disk.is_away(error):
             raise
         raise unreadable(getattr(error, "strerror", None) or "no bytes") from None
-
-
-@lru_cache(maxsize=8)
-def inflated(path: Path, mtime: int) -> bytes:
-    return read_bytes(path)  # about 3 MB
 
 
 def read_line(path: Path, number: int) -> np.ndarray:
