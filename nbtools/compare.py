@@ -32,12 +32,10 @@ def runs(folder: str | Path = "runs") -> pd.DataFrame:
 
     folder = Path(folder)
     opened = {run.folder.relative_to(folder).as_posix(): run for run in open_runs(folder)}
-    rows = [
-        {**outcome(run), "changed": f"{changed(run):%Y-%m-%d %H:%M}", "kept": kept_until(run.folder)}
-        for run in opened.values()
-    ]
-    if not rows:
+    if not opened:
         say(f"{folder} has no runs in it")
+    extra = [{"changed": f"{changed(r):%Y-%m-%d %H:%M}", "kept": kept_until(r.folder)} for r in opened.values()]
+    rows = [{**outcome(run), **more} for run, more in zip(opened.values(), extra, strict=True)]
     return pd.DataFrame(rows, pd.Index(opened, name="run"))
 
 
@@ -64,15 +62,10 @@ def outcome(run: Run) -> dict[str, Any]:
     """Return a run's results; None for what is unknown."""
     epochs, best, metric = run.history.of("epoch"), run.best, run.metric[0]
     last = epochs[-1] if epochs else {}
-    return {
-        "state": run.state,
-        f"best_{metric}": best.get(f"val_{metric}"),
-        "best_epoch": best.get("epoch"),
-        "epochs": len(epochs),
-        "minutes": last.get("wall", 0) / 60,
-        "samples_per_s": last.get("samples_per_s"),
-        "memory_mib": max((row[name] for row in epochs for name in row if "memory" in name), default=None),
-    }
+    score = {f"best_{metric}": best.get(f"val_{metric}"), "best_epoch": best.get("epoch")}
+    speed = {"minutes": last.get("wall", 0) / 60, "samples_per_s": last.get("samples_per_s")}
+    memory = max((row[name] for row in epochs for name in row if "memory" in name), default=None)
+    return {"state": run.state, **score, "epochs": len(epochs), **speed, "memory_mib": memory}
 
 
 def compare(*runs: Run | str | Path) -> Comparison:
@@ -138,16 +131,16 @@ def judge(runs: Mapping[str, Run]) -> tuple[Run | None, str]:
         return None, "No best run: they are of different tasks, or validated on different data."
     if len(values) < 2:
         return None, "No best run: fewer than two have been evaluated."
-    (metric, sign), *_ = (run.metric for run in runs.values())
+    metric, sign = next(iter(runs.values())).metric
     best, *others = sorted(values, key=lambda name: -sign * values[name])
     count = min(min(run.plan.eval_samples or math.inf, run.card.splits["val"]) for run in runs.values())
     share = metric != "loss" and all(0 <= value <= 1 for value in values.values())
     by = "validation loss" if metric == "loss" else header(metric)
-    level = [name for name in (best, *others) if alike(values[best], values[name], count, share)]
-    if len(level) > 1:
-        said = ", ".join(f"{name} {number(values[name])}" for name in level)
+    level = [name for name in others if alike(values[best], values[name], count, share)]
+    if level:
+        list_of = ", ".join(f"{name} {number(values[name])}" for name in (best, *level))
         why = f"on {plural(int(count), 'validation sample')}, chance alone can make such a difference"
-        return None, f"No clear winner by {by}: {said}; {why}."
+        return None, f"No clear winner by {by}: {list_of}; {why}."
     apart = f"{number(abs(values[best] - values[others[0]]))} {'above' if sign > 0 else 'below'} {others[0]}"
     return runs[best], f"{best} is the best: {by} {number(values[best])}, {apart}."
 

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import tomllib
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
@@ -142,15 +141,6 @@ def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, 
     assert train("--json") == 130
     assert json.loads(capsys.readouterr().out)["state"] == "stopped"
     assert train() == 0
-
-
-def test_a_reader_that_has_gone_is_no_traceback(data, monkeypatch, capfd):
-    read, write = os.pipe()
-    os.close(read)
-    with os.fdopen(write, "w") as gone:
-        monkeypatch.setattr(sys, "stdout", gone)
-        assert main(["stage", str(data)]) == 141
-    assert capfd.readouterr().err == ""
 
 
 def test_gpus_checks_the_machine_as_it_is(capsys):
