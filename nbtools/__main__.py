@@ -1,8 +1,8 @@
 """The terminal: `nbtools COMMAND`, or `python -m nbtools COMMAND`.
 
 A command is a function of COMMANDS: its docstring is the help, its parameters are the arguments, keyword-only ones the
-options; `of_pack: Options` are those of the task's `pack`, `of_plan` the fields of its Plan. Results go to stdout, with
---json as one document, and all else to stderr.
+options; `of_pack: Options` are those of the task's `pack`, `of_plan` the fields of its Plan. Results go to stdout, all
+else to stderr.
 """
 
 from __future__ import annotations
@@ -232,12 +232,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     try:
         given = vars(parser(words).parse_args(words))
-        act, as_json = given.pop("act"), given.pop("json")
+        act = given.pop("act")
         for name in [name for name in given if "." in name]:  # of_pack.val: an entry of the argument of_pack
             of, field = name.split(".")
             given[of][field] = given.pop(name)
-        with redirect_stdout(sys.stderr) if as_json else nullcontext():  # a task of one's own may print
-            value = reporting(partial(act, **given))
+        value = reporting(partial(act, **given))
     except NbtoolsError as error:
         print(f"nbtools: {error}", file=sys.stderr)
         return 1
@@ -245,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("nbtools: stopped by you", file=sys.stderr)
         return 130
     if value is not None:
-        print(document(value) if as_json else text(value), flush=True)
+        print(text(value), flush=True)
     stopped = isinstance(value, nb.Run) and value.state == "stopped" and not is_torchelastic_launched()
     return 130 if stopped else int(getattr(value, "ok", True) is False)  # torchrun would start it again
 
@@ -258,21 +257,7 @@ def text(value: Any) -> str:
     if hasattr(value, "to_string"):
         lines = "prediction" in value  # one a file, for scripts
         return value.to_csv(sep="\t", header=False, index=False).strip() if lines else value.to_string(index=False)
-    return document(value) if isinstance(value, dict) else str(value)
-
-
-def document(value: Any) -> str:
-    """Return a result as strict JSON, with null for NaN and infinity."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, nb.Pack):
-            return {"folder": value.folder, **value.card.to_dict(), "bad": value.bad}
-        if hasattr(value, "to_dict"):
-            return value.to_dict("records") if hasattr(value, "columns") else value.to_dict()
-        return value.tolist() if hasattr(value, "tolist") else str(value)
-
-    value = {"path": value} if isinstance(value, Path) else value
-    return json.dumps(json.loads(json.dumps(value, default=plain), parse_constant=lambda _: None))
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def parser(words: Sequence[str]) -> Parser:
@@ -287,7 +272,6 @@ def parser(words: Sequence[str]) -> Parser:
             act.__name__, help=about.split(". ")[0], description=about, conflict_handler="resolve", allow_abbrev=False
         )
         one.set_defaults(act=act)
-        one.add_argument("--json", action="store_true", help="print the result as one JSON document")
         if words[:1] == [act.__name__]:
             if "task" in inspect.signature(act).parameters and words[1:2] not in (["-h"], ["--help"]):
                 task = find_task("".join(words[1:2]))  # its options are known before the line is parsed

@@ -16,7 +16,7 @@ from nbtools.data import patient, say
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.run import Run
 from nbtools.show import header, note, number, plural
-from nbtools.train import checkpoint, kept_until
+from nbtools.train import checkpoint
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,16 +26,15 @@ MOST = 8  # runs of a folder that are compared: the curves of more hide one anot
 
 def runs(folder: str | Path = "runs") -> pd.DataFrame:
     """Return a row for each run in a folder and its subfolders, the newest first, named by where it is in there: state,
-    best metric, epochs, minutes, samples/s, when it last went on, how far it is kept. A message names those that cannot
-    be opened. Raises CheckpointError for a folder that is not there."""
+    best metric, epochs, minutes, samples/s, when it last went on. A message names those that cannot be opened. Raises
+    CheckpointError for a folder that is not there."""
     import pandas as pd
 
     folder = Path(folder)
     opened = {run.folder.relative_to(folder).as_posix(): run for run in open_runs(folder)}
     if not opened:
         say(f"{folder} has no runs in it")
-    extra = [{"changed": f"{changed(r):%Y-%m-%d %H:%M}", "kept": kept_until(r.folder)} for r in opened.values()]
-    rows = [{**outcome(run), **more} for run, more in zip(opened.values(), extra, strict=True)]
+    rows = [{**outcome(run), "changed": f"{changed(run):%Y-%m-%d %H:%M}"} for run in opened.values()]
     return pd.DataFrame(rows, pd.Index(opened, name="run"))
 
 
@@ -109,11 +108,6 @@ class Comparison:
             if len(set(map(repr, values))) > 1:
                 frame[f"plan.{name}"] = values
         return frame.dropna(axis="columns", how="all")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
-        best = self.best and str(self.best.folder)
-        return {"conclusion": self.conclusion, "best": best, "runs": self.frame.reset_index().to_dict("records")}
 
     def __repr__(self) -> str:
         return f"{self.conclusion}\n\n{self.frame.T.to_string()}".strip()

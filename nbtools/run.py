@@ -145,13 +145,6 @@ class Run:
         scores = [name for name in names if name.startswith(("train_", "val_"))]
         return frame.loc[:, [*scores, *(n for n in SUMMARY if n in names), *(n for n in names if "memory" in n)]]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return what it is and has reached, for JSON."""
-        about = {"run": str(self.folder), "task": self.card.task, "state": self.state, "plan": self.plan.to_dict()}
-        epochs, verdict = self.summary().reset_index().to_dict("records"), self.stored(VERDICT).get("verdict")
-        reached = {"epochs": epochs, "best": self.best, "final": self.final}
-        return {**about, **reached, "receipt": self.stored(RECEIPT) or None, "verdict": verdict}
-
     def __repr__(self) -> str:
         done = len(self.history.of("epoch"))
         best = f", best {self.reached}" if self.reached else ""
@@ -202,9 +195,6 @@ class Run:
     def predict_pack(self, pack: Pack, ids: Sequence[int] | np.ndarray, batch_size: int = 64) -> list[Any]:
         """Return the answers to samples of a pack."""
         pack = self.readable(pack)
-        if lacking := [int(i) for i in ids if pack.wanted is not None and not pack.wanted[i]]:
-            rule = f"sample {lacking[0]} has nothing that this run's network reads"
-            raise PackError(f"{rule}; take ids of run.readable(pack)")
         return self.answers((pack.sample(int(i)) for i in ids), batch_size)[0]
 
     def report(self, pack: Pack, split: str = "test") -> Report:
