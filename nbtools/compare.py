@@ -34,7 +34,7 @@ def runs(folder: str | Path = "runs") -> pd.DataFrame:
     opened = {run.folder.relative_to(folder).as_posix(): run for run in open_runs(folder)}
     if not opened:
         say(f"{folder} has no runs in it")
-    rows = [{**outcome(run), "changed": f"{changed(run):%Y-%m-%d %H:%M}"} for run in opened.values()]
+    rows = [{**outcome(run), "changed": f"{last_change(run):%Y-%m-%d %H:%M}"} for run in opened.values()]
     return pd.DataFrame(rows, pd.Index(opened, name="run"))
 
 
@@ -49,10 +49,10 @@ def open_runs(folder: Path) -> list[Run]:
                 opened.append(Run.open(path.parent))
             except CheckpointError as error:
                 say(f"left out: {error}")
-    return sorted(opened, key=changed, reverse=True)
+    return sorted(opened, key=last_change, reverse=True)
 
 
-def changed(run: Run) -> datetime:
+def last_change(run: Run) -> datetime:
     """Return when a run last went on."""
     return datetime.fromtimestamp((run.folder / checkpoint.INDEX).stat().st_mtime)
 

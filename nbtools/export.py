@@ -71,7 +71,7 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
     graph, batches = Graph(run.model("cpu"), list(inputs)), samples(run, pack, list(inputs))
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
-            content = exported(run, graph, batches[-1], inputs, outputs)
+            content = to_onnx(run, graph, batches[-1], inputs, outputs)
             compared = compare(graph, content, batches)
     except Exception as error:  # exporters raise all kinds
         cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX"
@@ -104,7 +104,7 @@ def samples(run: Run, pack: Pack, names: list[str]) -> list[Batch]:
     return batches
 
 
-def exported(run: Run, graph: Graph, batch: Batch, inputs: Any, outputs: Any) -> bytes:
+def to_onnx(run: Run, graph: Graph, batch: Batch, inputs: Any, outputs: Any) -> bytes:
     """Return an ONNX file by torch's exporter of traces: it takes a second, that of Python code up to minutes. inputs,
     outputs: of `Task.tensors`, whose axes with a name are free; of an `nb.pack` its columns say which are."""
     ragged = {name for name, column in run.card.columns.items() if column.kind == "ragged"}

@@ -90,7 +90,7 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
         raise PackError(f"{pack.folder}: the {split} split is empty; name another one with split=")
     answers, shares = run.answers(pack.sample(i) for i in ids)
     answers, truths = [plain(answer) for answer in answers], [right_answer(run, pack, i) for i in ids]
-    scores = compared(run, pack, truths, answers)
+    scores = compare_answers(run, pack, truths, answers)
     if scores.name == "right" and shares:
         of_truth = [share[pack.classes.index(truth)] for share, truth in zip(shares, truths, strict=True)]
         scores = scores._replace(name="probability", quality=of_truth)
@@ -118,7 +118,7 @@ def right_answer(run: Run, pack: Pack, i: int) -> Any:
     return pack.classes[int(value)] if kind == "classes" else tuple(pack.classes[k] for k in np.flatnonzero(value))
 
 
-def compared(run: Run, pack: Pack, truths: list[Any], answers: list[Any]) -> Scores:
+def compare_answers(run: Run, pack: Pack, truths: list[Any], answers: list[Any]) -> Scores:
     """Compare answers that are classes, sets of labels, texts, class maps or values. Raises TrainError for others."""
     truth, answer, classes = truths[0], answers[0], pack.classes
     if isinstance(truth, tuple) and isinstance(answer, tuple):
@@ -136,7 +136,7 @@ def compared(run: Run, pack: Pack, truths: list[Any], answers: list[Any]) -> Sco
 
 
 def of_classes(truths: Sequence[str], answers: Sequence[str], classes: Sequence[str]) -> Scores:
-    counts, right = counted(truths, answers, classes), np.array(truths) == np.array(answers)
+    counts, right = count_pairs(truths, answers, classes), np.array(truths) == np.array(answers)
     table = by_class(counts).drop(columns="IoU")
     about = f"accuracy {number(right.mean())}, mean F1 {number(table.F1['macro mean'])}"
     return Scores(about, table, counts, "right", right)
@@ -147,13 +147,13 @@ def of_labels(truths: Sequence[tuple[str, ...]], answers: Sequence[tuple[str, ..
     true, read = (np.array([[name in each for name in classes] for each in sets]) for sets in (truths, answers))
     names = pd.Index(classes)
     right, support, count = (pd.Series(each.sum(0), names) for each in (true & read, true, read))
-    table = scored(right, support, count).drop(columns="IoU").drop(index="weighted mean")
+    table = class_scores(right, support, count).drop(columns="IoU").drop(index="weighted mean")
     return Scores(f"mean F1 {number(table.F1['macro mean'])}", table, None, "labels right", (true == read).mean(1))
 
 
 def of_maps(truths: Sequence[np.ndarray], answers: Sequence[np.ndarray], classes: Sequence[str]) -> Scores:
     """Compare class maps (H, W) pixel by pixel; a label that is no class, such as 255, is ignored."""
-    each = [counted(np.ravel(t), np.ravel(a), range(len(classes))) for t, a in zip(truths, answers, strict=True)]
+    each = [count_pairs(np.ravel(t), np.ravel(a), range(len(classes))) for t, a in zip(truths, answers, strict=True)]
     names = dict(enumerate(classes))
     total = sum(each[1:], each[0]).rename(index=names, columns=names)
     table, ious = by_class(total), [by_class(one).IoU["macro mean"] for one in each]
@@ -166,7 +166,7 @@ def of_texts(truths: Sequence[str], answers: Sequence[str]) -> Scores:
     wrong, lengths = np.array([sum(a != b for a, b in each) for each in pairs]), np.array([*map(len, truths)])
     every = pd.DataFrame(chain.from_iterable(pairs), columns=["truth", "answer"])
     table = every[every.truth != every.answer].value_counts().reset_index()
-    counts = counted(every.truth, every.answer, sorted({*every.truth, *every.answer}))
+    counts = count_pairs(every.truth, every.answer, sorted({*every.truth, *every.answer}))
     about = f"CER {number(wrong.sum() / max(lengths.sum(), 1))}, {number((wrong == 0).mean())} of them without an error"
     return Scores(about, table, counts, "CER", wrong / lengths.clip(1), rising=False)
 
@@ -179,7 +179,7 @@ def of_values(truths: np.ndarray, answers: np.ndarray) -> Scores:
     return Scores(about, table, None, "error", np.sqrt(np.square(apart).mean(1)), rising=False)
 
 
-def counted(truths: Any, answers: Any, names: Sequence[Any]) -> pd.DataFrame:
+def count_pairs(truths: Any, answers: Any, names: Sequence[Any]) -> pd.DataFrame:
     """Return how often each name was answered (columns) for each (rows); a truth that is none of them is left out."""
     index = pd.Index(names)
     rows, columns = index.get_indexer(truths), index.get_indexer(answers)
@@ -188,11 +188,11 @@ def counted(truths: Any, answers: Any, names: Sequence[Any]) -> pd.DataFrame:
 
 
 def by_class(counts: pd.DataFrame) -> pd.DataFrame:
-    """Return the scores of a table of counts, see `scored`."""
-    return scored(pd.Series(np.diag(counts), counts.index), counts.sum(axis=1), counts.sum())
+    """Return the scores of a table of counts, see `class_scores`."""
+    return class_scores(pd.Series(np.diag(counts), counts.index), counts.sum(axis=1), counts.sum())
 
 
-def scored(right: Any, true: Any, read: Any) -> pd.DataFrame:
+def class_scores(right: Any, true: Any, read: Any) -> pd.DataFrame:
     """Return IoU and, as scikit-learn's `classification_report` does, precision, recall, F1 and support of the classes
     that are true or answered somewhere; 0 where there is nothing to divide by. right, true, read: Series by class."""
     scores = {"precision": right / read, "recall": right / true, "F1": 2 * right / (true + read)}

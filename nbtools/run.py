@@ -43,16 +43,15 @@ class Run:
 
     @classmethod
     def open(cls, folder: str | Path, task: TaskLike | None = None) -> Self:
-        """Open a run folder, also one where `keep=` keeps a run. task: for a run whose own cannot be imported by
-        name, and only for what needs its network: `predict`, `model`, `export`, `report`, `nb.evaluate`. Raises
-        CheckpointError."""
+        """Open a run folder, also one that `keep=` keeps. task: of a run whose own cannot be imported by name, only
+        for what needs its network: `predict`, `model`, `export`, `report`, `nb.evaluate`. Raises CheckpointError."""
         folder = Path(folder)
         with disk.explained("opening a run", folder):
             index = patient(lambda: checkpoint.read_index(folder), folder)
             if not index:
                 why = f"no {checkpoint.INDEX}, so this is not a run folder" if folder.is_dir() else "no such folder"
                 raise CheckpointError(f"{folder}: {why}; nb.runs lists those of a folder, nb.fit with run= trains one")
-            card, plan = (patient(partial(stored, folder / name), folder) for name in (CARD, PLAN))
+            card, plan = (patient(partial(read_json, folder / name), folder) for name in (CARD, PLAN))
         with suppress(CheckpointError):
             task = train.import_task(index.get("task", "none"), folder) if task is None else task
         kind = Plan if task is None else type(train.as_task(task).PLAN)
@@ -66,7 +65,7 @@ class Run:
 
     @property
     def index(self) -> dict[str, Any]:
-        """The content of `run.json`: what `checkpoint` keeps there."""
+        """The content of `run.json`."""
         return checkpoint.read_index(self.folder)
 
     # -- what it reached
@@ -79,7 +78,7 @@ class Run:
     def stored(self, name: str) -> dict[str, Any]:
         """Return a JSON file of the folder; {} if there is none."""
         path = self.folder / name
-        return stored(path, "delete it") if path.exists() else {}
+        return read_json(path, "delete it") if path.exists() else {}
 
     @property
     def receipt(self) -> Receipt | None:
@@ -256,9 +255,8 @@ class Run:
                 yield sample
             except PackError as error:
                 left_out.append(str(error))
-        if left_out or not files:
-            count = f"{plural(len(left_out), 'file')} of {len(files):,} left out"
-            say(f"{folder}: {', the first: '.join([count, *left_out[:1]])}")
+        if left_out:
+            say(f"{folder}: {plural(len(left_out), 'file')} of {len(files):,} left out, the first: {left_out[0]}")
 
 
 def probabilities(outputs: Any, card: Card) -> list[list[float]]:
@@ -307,7 +305,7 @@ def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:
         return train.as_task(task).validate(source, **options)
 
 
-def stored(path: Path, fix: str = "copy the whole run folder again") -> dict[str, Any]:
+def read_json(path: Path, fix: str = "copy the whole run folder again") -> dict[str, Any]:
     """Return a JSON file of a run. Raises CheckpointError with what to do (fix) if it is missing or damaged."""
     if not path.exists():
         raise CheckpointError(f"{path} is missing; {fix}")
