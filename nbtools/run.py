@@ -194,6 +194,9 @@ class Run:
     def predict_pack(self, pack: Pack, ids: Sequence[int] | np.ndarray, batch_size: int = 64) -> list[Any]:
         """Return the answers to samples of a pack."""
         pack = self.readable(pack)
+        if lacking := [int(i) for i in ids if pack.wanted is not None and not pack.wanted[i]]:
+            rule = f"sample {lacking[0]} has nothing that this run's network reads"
+            raise PackError(f"{rule}; take ids of run.readable(pack)")
         return self.answers((pack.sample(int(i)) for i in ids), batch_size)[0]
 
     def report(self, pack: Pack, split: str = "test") -> Report:
