@@ -15,8 +15,7 @@ from nbtools.fit import fit
 from nbtools.launch import launch
 from nbtools.live import Panel
 from nbtools.measure import Advice, Gpu, advise, gpus, lr_sweep
-from nbtools.report import evaluate
-from nbtools.run import Run, validate
+from nbtools.run import Run, evaluate, validate
 from nbtools.train import History, Plan, Record, Task, TrainState, classify, knob, regress, train
 from nbtools.version import VERSION
 from nbtools.watch import watch

@@ -1,8 +1,8 @@
 """The terminal: `nbtools COMMAND`, or `python -m nbtools COMMAND`.
 
 A command is a function of COMMANDS: its docstring is the help, its parameters are the arguments, keyword-only ones the
-options; `of_pack: Options` are those of the task's `pack`, `of_plan` the fields of its Plan. Results go to stdout, with
---json as one document, and all else to stderr.
+options; `of_pack: Options` are those of the task's `pack`, `of_plan` the fields of its Plan. Results go to stdout, all
+else to stderr.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ def pack(task: Task, data: str, *, of_pack: Options) -> Any:
     """Decode a data set once. DATA: what `stage` fetches, or a pack."""
     made = task.pack(data, **of_pack)
     if len(made.bad):
-        print(f"{plural(len(made.bad), 'file')} left out, listed in {made.folder / 'bad.csv'}:", file=sys.stderr)
-        print(made.bad.head(10).to_string(index=False), file=sys.stderr)
+        say(f"{plural(len(made.bad), 'file')} left out, listed in {made.folder / 'bad.csv'}")
     return made
 
 
@@ -94,8 +93,8 @@ def train(
     rank = int(os.environ.get("RANK", 0))
     with redirect_stderr(io.StringIO()) if rank else nullcontext():  # under torchrun every rank packs, and one tells
         made = pack(task, data, of_pack=of_pack)
-    act = nb.fit if processes == 1 else partial(nb.launch, processes=processes)
     plan = partial(plan_of, task, made, from_, None if fresh else run, of_plan)
+    act = nb.fit if processes == 1 else partial(nb.launch, processes=processes)
     try:
         done = act(task, made, plan, run, keep, receipt=receipt, fresh=fresh)
     except KeyboardInterrupt as error:  # its lines come all the same where a run was saved
@@ -106,14 +105,12 @@ def train(
 
 def plan_of(task: Task, pack: nb.Pack, base: str, folder: Path | None, given: Options) -> nb.Plan:
     """Return the plan of the run in a folder, else the one that --from names, with the given settings; say what follows
-    from them, as lr from a batch size by `Plan.lr_rule`. In a new run fewer epochs shorten the warmup."""
-    former, follows = former_run(task, folder) if folder else None, {}
-    if former is not None:
-        plan = former.applied.marked(former.applied.to_dict())
-    else:
-        plan = base_plan(task, pack, base, given)
-        if (share := given.get("epochs", plan.epochs) / plan.epochs) < 1:
-            follows = {"warmup_epochs": round(plan.warmup_epochs * share, 2)}
+    from them, as lr from a batch size by `Plan.lr_rule`."""
+    former = former_run(task, folder) if folder else None
+    plan = former.applied.marked(former.applied.to_dict()) if former else base_plan(task, pack, base, given)
+    follows: dict[str, Any] = {}
+    if not former and (share := given.get("epochs", plan.epochs) / plan.epochs) < 1:
+        follows = {"warmup_epochs": round(plan.warmup_epochs * share, 2)}
     new = plan.turn(**{**follows, **given})
     if moved := {name: change for name, change in new.changes_from(plan).items() if name not in given}:
         say(f"from the given settings follows {listed(moved)}")
@@ -123,14 +120,14 @@ def plan_of(task: Task, pack: nb.Pack, base: str, folder: Path | None, given: Op
 def base_plan(task: Task, pack: nb.Pack, base: str, given: Options) -> nb.Plan:
     """Return the plan that --from names; an advised one is for the given network. Raises NbtoolsError for one that
     cannot train here."""
+    names = (*BASES, *task.PRESETS)
+    if base not in names:
+        raise NbtoolsError(f"--from must be one of {', '.join(names)}, got {base!r}{nearest(base, names)}")
     if base in ("advised", "measured"):
         plan = nb.advise(task, pack, measure=base == "measured").plan
         return task.with_network(plan, pack, given["network"]) if "network" in given else plan
-    if base in ("plan", "baseline"):
+    if base in BASES:
         return task.PLAN if base == "plan" else task.BASELINE
-    if base not in task.PRESETS:
-        names = (*BASES, *task.PRESETS)
-        raise NbtoolsError(f"--from must be one of {', '.join(names)}, got {base!r}{nearest(base, names)}")
     plan, why = measure.preset(task, pack, base)
     if plan is None:
         raise NbtoolsError(f"--from {base} cannot train here: {why}")
@@ -156,7 +153,7 @@ def predict(run: Path, files: list[Path], *, csv: Path | None = None, into: Path
 
     opened, loose = nb.Run.open(run), [file for file in files if not file.is_dir()]
     rows = list(zip(loose, map(str, loose), opened.predict(loose), strict=True)) if loose else []
-    for folder in (file for file in files if file.is_dir()):
+    for folder in filter(Path.is_dir, files):
         rows += [(folder / name, name, answer) for name, answer in opened.predict(folder).items()]
     if (save := opened.task.save) is not None:
         rows = [(file, name, save(answer, file, into, opened.card)) for file, name, answer in rows]
@@ -232,28 +229,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code. An error of nbtools is a sentence on stderr."""
     if arguments is None:  # the script `nbtools` imports tasks from where it is called, as `python -m nbtools` does
         sys.path.insert(0, os.getcwd())
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        words = sys.argv[1:] if arguments is None else arguments
         given = vars(parser(words).parse_args(words))
-        act, as_json = given.pop("act"), given.pop("json")
+        act = given.pop("act")
         for name in [name for name in given if "." in name]:  # of_pack.val: an entry of the argument of_pack
             of, field = name.split(".")
             given[of][field] = given.pop(name)
-        with redirect_stdout(sys.stderr) if as_json else nullcontext():  # a task of one's own may print
-            value = reporting(partial(act, **given))
-        if value is not None:
-            print(document(value) if as_json else text(value), flush=True)
-        stopped = isinstance(value, nb.Run) and value.state == "stopped" and not is_torchelastic_launched()
-        return 130 if stopped else int(getattr(value, "ok", True) is False)  # torchrun would start it again
+        value = reporting(partial(act, **given))
     except NbtoolsError as error:
         print(f"nbtools: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("nbtools: stopped by you", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
-        return 141
+    if value is not None:
+        print(text(value), flush=True)
+    stopped = isinstance(value, nb.Run) and value.state == "stopped" and not is_torchelastic_launched()
+    return 130 if stopped else int(getattr(value, "ok", True) is False)  # torchrun would start it again
 
 
 def text(value: Any) -> str:
@@ -264,21 +257,7 @@ def text(value: Any) -> str:
     if hasattr(value, "to_string"):
         lines = "prediction" in value  # one a file, for scripts
         return value.to_csv(sep="\t", header=False, index=False).strip() if lines else value.to_string(index=False)
-    return document(value) if isinstance(value, dict) else str(value)
-
-
-def document(value: Any) -> str:
-    """Return a result as strict JSON, with null for NaN and infinity."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, nb.Pack):
-            return {"folder": value.folder, **value.card.to_dict(), "bad": value.bad}
-        if hasattr(value, "to_dict"):
-            return value.to_dict("records") if hasattr(value, "columns") else value.to_dict()
-        return value.tolist() if hasattr(value, "tolist") else str(value)
-
-    value = {"path": value} if isinstance(value, Path) else value
-    return json.dumps(json.loads(json.dumps(value, default=plain), parse_constant=lambda _: None))
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def parser(words: Sequence[str]) -> Parser:
@@ -293,7 +272,6 @@ def parser(words: Sequence[str]) -> Parser:
             act.__name__, help=about.split(". ")[0], description=about, conflict_handler="resolve", allow_abbrev=False
         )
         one.set_defaults(act=act)
-        one.add_argument("--json", action="store_true", help="print the result as one JSON document")
         if words[:1] == [act.__name__]:
             if "task" in inspect.signature(act).parameters and words[1:2] not in (["-h"], ["--help"]):
                 task = find_task("".join(words[1:2]))  # its options are known before the line is parsed

@@ -16,7 +16,7 @@ from nbtools.data import patient, say
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.run import Run
 from nbtools.show import header, note, number, plural
-from nbtools.train import checkpoint, kept_until
+from nbtools.train import checkpoint
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,18 +26,15 @@ MOST = 8  # runs of a folder that are compared: the curves of more hide one anot
 
 def runs(folder: str | Path = "runs") -> pd.DataFrame:
     """Return a row for each run in a folder and its subfolders, the newest first, named by where it is in there: state,
-    best metric, epochs, minutes, samples/s, when it last went on, how far it is kept. A message names those that cannot
-    be opened. Raises CheckpointError for a folder that is not there."""
+    best metric, epochs, minutes, samples/s, when it last went on. A message names those that cannot be opened. Raises
+    CheckpointError for a folder that is not there."""
     import pandas as pd
 
     folder = Path(folder)
     opened = {run.folder.relative_to(folder).as_posix(): run for run in open_runs(folder)}
-    rows = [
-        {**outcome(run), "changed": f"{changed(run):%Y-%m-%d %H:%M}", "kept": kept_until(run.folder)}
-        for run in opened.values()
-    ]
-    if not rows:
+    if not opened:
         say(f"{folder} has no runs in it")
+    rows = [{**outcome(run), "changed": f"{last_change(run):%Y-%m-%d %H:%M}"} for run in opened.values()]
     return pd.DataFrame(rows, pd.Index(opened, name="run"))
 
 
@@ -52,10 +49,10 @@ def open_runs(folder: Path) -> list[Run]:
                 opened.append(Run.open(path.parent))
             except CheckpointError as error:
                 say(f"left out: {error}")
-    return sorted(opened, key=changed, reverse=True)
+    return sorted(opened, key=last_change, reverse=True)
 
 
-def changed(run: Run) -> datetime:
+def last_change(run: Run) -> datetime:
     """Return when a run last went on."""
     return datetime.fromtimestamp((run.folder / checkpoint.INDEX).stat().st_mtime)
 
@@ -64,15 +61,10 @@ def outcome(run: Run) -> dict[str, Any]:
     """Return a run's results; None for what is unknown."""
     epochs, best, metric = run.history.of("epoch"), run.best, run.metric[0]
     last = epochs[-1] if epochs else {}
-    return {
-        "state": run.state,
-        f"best_{metric}": best.get(f"val_{metric}"),
-        "best_epoch": best.get("epoch"),
-        "epochs": len(epochs),
-        "minutes": last.get("wall", 0) / 60,
-        "samples_per_s": last.get("samples_per_s"),
-        "memory_mib": max((row[name] for row in epochs for name in row if "memory" in name), default=None),
-    }
+    score = {f"best_{metric}": best.get(f"val_{metric}"), "best_epoch": best.get("epoch")}
+    speed = {"minutes": last.get("wall", 0) / 60, "samples_per_s": last.get("samples_per_s")}
+    memory = max((row[name] for row in epochs for name in row if "memory" in name), default=None)
+    return {"state": run.state, **score, "epochs": len(epochs), **speed, "memory_mib": memory}
 
 
 def compare(*runs: Run | str | Path) -> Comparison:
@@ -117,11 +109,6 @@ class Comparison:
                 frame[f"plan.{name}"] = values
         return frame.dropna(axis="columns", how="all")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
-        best = self.best and str(self.best.folder)
-        return {"conclusion": self.conclusion, "best": best, "runs": self.frame.reset_index().to_dict("records")}
-
     def __repr__(self) -> str:
         return f"{self.conclusion}\n\n{self.frame.T.to_string()}".strip()
 
@@ -138,16 +125,16 @@ def judge(runs: Mapping[str, Run]) -> tuple[Run | None, str]:
         return None, "No best run: they are of different tasks, or validated on different data."
     if len(values) < 2:
         return None, "No best run: fewer than two have been evaluated."
-    (metric, sign), *_ = (run.metric for run in runs.values())
+    metric, sign = next(iter(runs.values())).metric
     best, *others = sorted(values, key=lambda name: -sign * values[name])
     count = min(min(run.plan.eval_samples or math.inf, run.card.splits["val"]) for run in runs.values())
     share = metric != "loss" and all(0 <= value <= 1 for value in values.values())
     by = "validation loss" if metric == "loss" else header(metric)
-    level = [name for name in (best, *others) if alike(values[best], values[name], count, share)]
-    if len(level) > 1:
-        said = ", ".join(f"{name} {number(values[name])}" for name in level)
+    level = [name for name in others if alike(values[best], values[name], count, share)]
+    if level:
+        list_of = ", ".join(f"{name} {number(values[name])}" for name in (best, *level))
         why = f"on {plural(int(count), 'validation sample')}, chance alone can make such a difference"
-        return None, f"No clear winner by {by}: {said}; {why}."
+        return None, f"No clear winner by {by}: {list_of}; {why}."
     apart = f"{number(abs(values[best] - values[others[0]]))} {'above' if sign > 0 else 'below'} {others[0]}"
     return runs[best], f"{best} is the best: {by} {number(values[best])}, {apart}."
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from nbtools.errors import DiskError
 from nbtools.show import size
 
-PIECE = 1 << 18  # bytes that are hashed or unpacked at once: they stay in the processor's cache
+PIECE = 1 << 18  # bytes that are unpacked at once: they stay in the processor's cache
 MANY = 64  # above this many files one sync() of everything is cheaper than an fsync each (50,000 images: minutes)
 AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)
 """Errors of a disk that stopped responding, which say nothing about a file: Drive gives the first two after a while."""
@@ -116,15 +116,10 @@ def walk(folder: Path | str, above: frozenset[tuple[int, int]] = frozenset()) ->
                 yield entry
 
 
-def sha256(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
-    """Return the SHA-256 of a file; raise InterruptedError once `stopped()`, which is called for each PIECE."""
-    digest, piece = hashlib.sha256(), memoryview(bytearray(PIECE))
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(piece):
-            if stopped():
-                raise InterruptedError(errno.EINTR, "hashing was stopped", os.fspath(path))
-            digest.update(piece[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def free_bytes(path: Path) -> int:
@@ -145,8 +140,7 @@ def is_slow(path: Path) -> bool:
     mounts = [line.split()[1:3] for line in MOUNTS.read_text().splitlines()] if MOUNTS.exists() else []
     kinds = {point.replace(r"\040", " "): kind for point, kind in mounts}  # the latest at each point
     kind = kinds[max(filter(path.resolve().is_relative_to, kinds), key=len)] if kinds else ""
-    local = ("fuseblk", "fuse.fuse-overlayfs", "fuse.overlayfs")  # NTFS, and the roots of rootless containers
-    return kind.startswith(("fuse", "nfs", "cifs", "smb")) and kind not in local
+    return kind.startswith(("fuse.", "nfs", "cifs", "smb")) and "overlayfs" not in kind  # the root of a container
 
 
 def is_away(error: BaseException) -> bool:

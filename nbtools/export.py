@@ -30,19 +30,22 @@ SAMPLES = 8  # on which answers are compared, in batches of 1, 2 and 5; torch ta
 TOLERANCE = 1e-4  # of the largest value where that is above 1
 INSTEAD = "run.export('model'), without .onnx, writes the weights as safetensors"
 
+Batch = tuple[Tensor, ...]
+
 
 def write_weights(run: Run, path: Path) -> Path:
     """Write the weights as safetensors with their card; return their path."""
     if path.suffix != ".safetensors":
         path = path.with_name(f"{path.name}.safetensors")  # with_suffix would cut model-v1.2
-    tensors = {name: tensor.contiguous() for name, tensor in checkpoint.weights(run.folder).items()}
-    return write(run, path, save(tensors))
+    return write(
+        run, path, save({name: tensor.contiguous() for name, tensor in checkpoint.weights(run.folder).items()})
+    )
 
 
 def write(run: Run, path: Path, content: bytes) -> Path:
     """Write a file, and next to it as JSON the card of the data, the plan and the scores on the validation split."""
-    card = {"task": checkpoint.read_index(run.folder)["task"], "card": run.card.to_dict(), "plan": run.plan.to_dict()}
-    card["validation"] = {name: value for name, value in run.best.items() if name.startswith("val_")}
+    scores = {name: value for name, value in run.best.items() if name.startswith("val_")}
+    card = {"task": run.index["task"], "card": run.card.to_dict(), "plan": run.plan.to_dict(), "validation": scores}
     with disk.explained("exporting", path):
         disk.write_atomic(path, content)
         disk.write_atomic(path.with_suffix(".json"), json.dumps(card, indent=1, ensure_ascii=False))
@@ -68,7 +71,7 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
     graph, batches = Graph(run.model("cpu"), list(inputs)), samples(run, pack, list(inputs))
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
-            content = exported(run, graph, batches[-1], inputs, outputs)
+            content = to_onnx(run, graph, batches[-1], inputs, outputs)
             compared = compare(graph, content, batches)
     except Exception as error:  # exporters raise all kinds
         cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX"
@@ -84,14 +87,14 @@ class Graph(nn.Module):
     def __init__(self, network: nn.Module, names: list[str]):
         super().__init__()
         self.network, self.names = network, names
-        self.eval()
+        self.eval()  # the exporter puts back what it was
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *tensors: Tensor) -> Batch:
         outputs = self.network(dict(zip(self.names, tensors, strict=True)))
         return tuple(one for one in tree_leaves(outputs) if isinstance(one, Tensor))
 
 
-def samples(run: Run, pack: Pack, names: list[str]) -> list[tuple[Tensor, ...]]:
+def samples(run: Run, pack: Pack, names: list[str]) -> list[Batch]:
     """Return the network's input for batches of samples from all over a split."""
     pack, batches = run.readable(pack), []
     ids = next(filter(len, map(pack.ids, ("val", "test", "train"))))
@@ -101,25 +104,21 @@ def samples(run: Run, pack: Pack, names: list[str]) -> list[tuple[Tensor, ...]]:
     return batches
 
 
-def exported(run: Run, graph: Graph, batch: tuple[Tensor, ...], inputs: Any, outputs: Any) -> bytes:
+def to_onnx(run: Run, graph: Graph, batch: Batch, inputs: Any, outputs: Any) -> bytes:
     """Return an ONNX file by torch's exporter of traces: it takes a second, that of Python code up to minutes. inputs,
     outputs: of `Task.tensors`, whose axes with a name are free; of an `nb.pack` its columns say which are."""
-    content, axes = io.BytesIO(), {}
-    for name, tensor in zip(inputs, batch, strict=True):
-        ragged = name in run.card.columns and run.card.columns[name].kind == "ragged"
-        axes[name] = inputs[name][0] or ("batch", *[f"{name}_steps"] * ragged, *tensor.shape[1 + ragged :])
-    with torch.no_grad():
-        names = [f"output_{n}" if n else "output" for n in range(len(graph(*batch)))]
-    axes |= {name: shape for name, (shape, _) in outputs.items()} if len(outputs) == len(names) else {}
-    names = list(outputs) if len(outputs) == len(names) else names
-    free = {name: {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)} for name, shape in axes.items()}
+    ragged = {name for name, column in run.card.columns.items() if column.kind == "ragged"}
+    free: dict[str, dict[int, str]] = {}
+    for name, (shape, _) in {**inputs, **outputs}.items():
+        shape = shape or (("batch", f"{name}_steps") if name in ragged else ("batch",))
+        free[name] = {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)}
+    content, names = io.BytesIO(), {"input_names": list(inputs), "output_names": list(outputs)}
     export: Any = torch.onnx.export
-    names = {"input_names": list(inputs), "output_names": names}
     export(graph, batch, content, dynamic_axes=free, opset_version=17, dynamo=False, **names)  # 17: layer norm
     return content.getvalue()
 
 
-def compare(graph: Graph, content: bytes, batches: list[tuple[Tensor, ...]]) -> str:
+def compare(graph: Graph, content: bytes, batches: list[Batch]) -> str:
     """Return how a file's outputs compare with torch's: their largest difference, relative to the largest value where
     that is above 1. Raises ExportError for one above TOLERANCE."""
     import onnxruntime
@@ -130,10 +129,9 @@ def compare(graph: Graph, content: bytes, batches: list[tuple[Tensor, ...]]) -> 
         given = {name: tensor.numpy() for name, tensor in zip(graph.names, batch, strict=True) if name in reads}
         with torch.no_grad():
             pairs = zip(graph(*batch), map(torch.from_numpy, session.run(None, given)), strict=True)
-            apart = [
-                (ours.double() - theirs) / max(1.0, float(ours.abs().max())) for ours, theirs in pairs if len(ours)
-            ]
-        worst = max(worst, *(float(one.abs().max().nan_to_num(math.inf)) for one in apart))
+        for ours, theirs in pairs:
+            apart = (ours.double() - theirs).abs().nan_to_num(math.inf) / max(1.0, float(ours.abs().max()))
+            worst = max(worst, float(apart.max()))
     pair = f"on {SAMPLES} samples its outputs in onnxruntime {onnxruntime.__version__} differ from torch's"
     if worst > TOLERANCE:
         raise ExportError(f"{pair} by up to {worst:.2g}, and at most {TOLERANCE:g} is allowed")

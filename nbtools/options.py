@@ -1,4 +1,4 @@
-"""Arguments of the terminal from the signatures of its commands, of a task's functions, and the fields of its Plan."""
+"""Arguments of the terminal: from a command's signature, those of a task's functions, and the fields of its Plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -20,6 +19,7 @@ from nbtools.errors import NbtoolsError, sentence
 from nbtools.train import Plan, Task, as_task
 
 Options = Mapping[str, Any]
+EMPTY = inspect.Parameter.empty
 BUILT_IN = tuple(module.name for module in pkgutil.iter_modules(tasks.__path__) if module.name != "common")
 # Parameters of tasks' functions that no text is given for; `seed` is the plan's.
 UNTYPED = ("data", "train", "like", "network", "progress", "seed", "folds", "text")
@@ -46,64 +46,61 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def find_task(name: str) -> Task:
     """Import a built-in task by its short name, or any module, or `module:Name` in it. Raises NbtoolsError."""
-    (module, _, attribute), why = name.partition(":"), ""
+    module, _, attribute = name.partition(":")
     try:
         made = importlib.import_module(f"nbtools.tasks.{name}" if name in BUILT_IN else module)
         return as_task(attrgetter(attribute)(made) if attribute else made)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        why = f" ({error})"
-    own = "or your own that can be imported from here, a module or MODULE:NAME"
-    raise NbtoolsError(f"no task {name!r}: use {', '.join(BUILT_IN)}, {own}{why}{nearest(name, BUILT_IN)}")
+        own = f"or your own that can be imported from here, a module or MODULE:NAME ({error})"
+        message = f"no task {name!r}: use {', '.join(BUILT_IN)}, {own}{nearest(name, BUILT_IN)}"
+    raise NbtoolsError(message)
 
 
-def add_arguments(one: Parser, function: Any, task: Task, of: str = "") -> None:
-    """Add an argument for each parameter of a command. of: the source of Options, of which those with a default are
-    options: `of_pack`, the task's `pack`; `of_plan`, the fields of its Plan."""
-    fields = getattr(function, "__dataclass_fields__", {})
-    for name, each in parameters(function).items():
-        if each.annotation is Task:
-            one.add_argument("task", type=find_task, metavar="TASK", help=f"{', '.join(BUILT_IN)}, or MODULE:NAME")
-        elif each.annotation == Options:
+def add_arguments(one: Parser, act: Any, task: Task) -> None:
+    """Add an argument for each parameter of a command; `of_…` stands for options of the task: the fields of its Plan,
+    those of them that its evaluation alone has, or the parameters with a default of its function of that name."""
+    for name, each in parameters(act).items():
+        if name == "task":
+            one.add_argument(name, type=find_task, metavar="TASK", help=f"{', '.join(BUILT_IN)}, or MODULE:NAME")
+        elif not name.startswith("of_"):
+            add_argument(one, name, each, each.kind is each.KEYWORD_ONLY)
+        else:
             one.set_defaults(**{name: {}})
-            for source in sources(task, name.removeprefix("of_")):
-                add_arguments(one, source, task, name)
-        elif of == "of_evaluation" and (hasattr(Plan, name) or not name.startswith("eval_")):
-            continue  # settings that only a task's evaluation needs
-        elif not of or (each.default is not each.empty and (fields or name not in UNTYPED)):
-            add_argument(one, f"{of}.{name}" if of else name, each, fields[name].metadata if fields else {})
+            plan = type(task.PLAN) if name in ("of_plan", "of_evaluation") else None
+            for key, option in parameters(plan or getattr(task, name.removeprefix("of_"), None)).items():
+                own = key.startswith("eval_") and not hasattr(Plan, key)
+                if (own or name != "of_evaluation") and (plan or key not in UNTYPED) and option.default is not EMPTY:
+                    rule = plan.__dataclass_fields__[key].metadata if plan else {}
+                    add_argument(one, f"{name}.{key}", option, True, rule)
 
 
-def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    with suppress(NameError):  # of a type that is imported for type checkers only
-        return inspect.signature(function, eval_str=True).parameters
-    return inspect.signature(function).parameters
-
-
-def sources(task: Task, name: str) -> list[Any]:
-    """Return the functions, or the Plan, that Options come from."""
-    if name in ("plan", "evaluation"):
-        return [type(task.PLAN)]
-    function = getattr(task, name, None)
-    return [] if function is None else [function]
-
-
-def add_argument(one: Parser, dest: str, each: inspect.Parameter, rule: Mapping[str, Any]) -> None:
-    """Add an argument. dest: `data`, or `of_pack.val`; rule: of a field of the Plan."""
+def add_argument(one: Parser, dest: str, each: inspect.Parameter, option: bool, rule: Mapping[str, Any] = {}) -> None:
+    """Add a parameter, as an option or by its place. rule: of a field of the Plan."""
     kind, default, name = each.annotation, each.default, each.name.rstrip("_")
-    if kind is each.empty:
+    if kind is EMPTY:
         kind = "str | None" if default is None else type(default)
     kind, flag = kind if isinstance(kind, str) else inspect.formatannotation(kind), f"--{name.replace('_', '-')}"
-    text = rule.get("help") or ("" if default in (each.empty, None) else f"default {default}")
+    text = rule.get("help") or ("" if default in (EMPTY, None) else f"default {default}")
     text += f" ({', '.join(map(str, rule['choices']))})" if rule.get("choices") else ""
     how: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
     if kind == "bool":
         one.add_argument(flag, dest=dest, action=argparse.BooleanOptionalAction, **how)
-    elif "." in dest or each.kind is each.KEYWORD_ONLY:
-        how |= {"required": default is each.empty, "metavar": "VALUE"}
+    elif option:
+        how |= {"required": default is EMPTY, "metavar": "VALUE"}
         one.add_argument(flag, dest=dest, type=partial(read, flag, kind), **how)
     else:
-        nargs = "+" if kind.startswith("list[") else None if default is each.empty else "?"
+        nargs = "+" if kind.startswith("list[") else None if default is EMPTY else "?"
         one.add_argument(dest, type=partial(read, name, kind), metavar=name.upper(), nargs=nargs, **how)
+
+
+def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function, with types that can be evaluated; none for None."""
+    if function is None:
+        return {}
+    try:
+        return inspect.signature(function, eval_str=True).parameters
+    except NameError:  # of a type that is imported for type checkers only
+        return inspect.signature(function).parameters
 
 
 def read(name: str, kind: str, text: str) -> Any:
@@ -116,9 +113,8 @@ def read(name: str, kind: str, text: str) -> Any:
         return tuple(read(name, several[1], part.strip()) for part in text.split(","))
     if re.search("int|float", one) and re.fullmatch(r"-?(0|[1-9]\d*)", text):
         return int(text)  # val=100 are 100 samples; "0123" is a text of digits
-    with suppress(ValueError):
-        if "float" in one:
-            return float(text)
-    if not re.search("int|float", kind) or "str" in kind:
+    if "float" in one and re.fullmatch(r"-?[\d.]+(e[+-]?\d+)?", text):
+        return float(text)
+    if "str" in kind or not re.search("int|float", kind):
         return Path(text) if "Path" in one and "str" not in one else text
     raise NbtoolsError(f"{name} must be {kind}, got {text!r}")

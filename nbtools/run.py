@@ -20,16 +20,18 @@ from nbtools.data import Card, Pack, Sample, cache, collate, items_of, patient, 
 from nbtools.errors import CheckpointError, PackError, TrainError
 from nbtools.export import write_onnx, write_weights
 from nbtools.measure import Receipt, Verdict
-from nbtools.report import Report, make_report, require_like
 from nbtools.show import number, plural
 from nbtools.train import History, Plan, Task, TaskLike, checkpoint, evaluation
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from nbtools.report import Report
+
 PLAN, CARD, HISTORY = "plan.json", "card.json", "history.csv"
 RECEIPT, VERDICT, EVALUATION = "receipt.json", "verdict.json", "evaluation.json"
 SUMMARY = ("lr", "epoch_time", "samples_per_s", "data_wait", "batch_size")  # after losses and metrics
+FREE = {"classes", "category_of", "mean", "std", "random", "roles", "stored"}  # options that follow from the data
 
 
 class Run:
@@ -41,16 +43,15 @@ class Run:
 
     @classmethod
     def open(cls, folder: str | Path, task: TaskLike | None = None) -> Self:
-        """Open a run folder, also one where `keep=` keeps a run. task: for a run whose own cannot be imported by
-        name, and only for what needs its network: `predict`, `model`, `export`, `report`, `nb.evaluate`. Raises
-        CheckpointError."""
+        """Open a run folder, also one that `keep=` keeps. task: of a run whose own cannot be imported by name, only
+        for what needs its network: `predict`, `model`, `export`, `report`, `nb.evaluate`. Raises CheckpointError."""
         folder = Path(folder)
         with disk.explained("opening a run", folder):
             index = patient(lambda: checkpoint.read_index(folder), folder)
             if not index:
                 why = f"no {checkpoint.INDEX}, so this is not a run folder" if folder.is_dir() else "no such folder"
                 raise CheckpointError(f"{folder}: {why}; nb.runs lists those of a folder, nb.fit with run= trains one")
-            card, plan = (patient(partial(stored, folder / name), folder) for name in (CARD, PLAN))
+            card, plan = (patient(partial(read_json, folder / name), folder) for name in (CARD, PLAN))
         with suppress(CheckpointError):
             task = train.import_task(index.get("task", "none"), folder) if task is None else task
         kind = Plan if task is None else type(train.as_task(task).PLAN)
@@ -60,10 +61,12 @@ class Run:
     @cached_property
     def task(self) -> Task:
         """What it trained. Raises CheckpointError for a task that cannot be imported by name, and was not given."""
-        task = self.known
-        if task is None:
-            task = train.import_task(checkpoint.read_index(self.folder).get("task", "none"), self.folder)
-        return train.bound(task, self.card)
+        return train.bound(self.known or train.import_task(self.index.get("task", "none"), self.folder), self.card)
+
+    @property
+    def index(self) -> dict[str, Any]:
+        """The content of `run.json`."""
+        return checkpoint.read_index(self.folder)
 
     # -- what it reached
 
@@ -75,7 +78,7 @@ class Run:
     def stored(self, name: str) -> dict[str, Any]:
         """Return a JSON file of the folder; {} if there is none."""
         path = self.folder / name
-        return stored(path, "delete it") if path.exists() else {}
+        return read_json(path, "delete it") if path.exists() else {}
 
     @property
     def receipt(self) -> Receipt | None:
@@ -100,30 +103,32 @@ class Run:
     def state(self) -> str:
         """training: a process on this machine trains it; done: its last epoch ended, or early_stop ended it; stopped:
         by the user; diverged; failed: in another error; interrupted: its process was lost. All but the first resume."""
-        index, rows = checkpoint.read_index(self.folder), self.history.rows
         if busy(self.folder):
             return "training"
-        if ended := "diverged" if index.get("diverged") else index.get("ended"):  # in an error
+        if ended := "diverged" if self.index.get("diverged") else self.index.get("ended"):  # in an error
             return ended
         if len(self.history.of("epoch")) >= self.plan.epochs or checkpoint.stop_reason(self.folder):
             return "done"
+        rows = self.history.rows
         return "stopped" if rows and rows[-1].get("asked") == "stop" else "interrupted"
 
     @property
     def metric(self) -> tuple[str, float]:
         """The metric that chooses the best weights, and its sign: -1 where lower is better."""
-        best = checkpoint.read_index(self.folder).get("metric", "-loss") if self.known is None else self.task.BEST
+        best = self.index.get("metric", "-loss") if self.known is None else self.task.BEST
         return best.lstrip("-"), -1.0 if best.startswith("-") else 1.0
 
     @property
     def best(self) -> dict[str, Any]:
         """The best epoch, from 1, with its losses, metrics (val_…), lr, seconds and MiB; {} before an evaluation. It is
         that of the weights that `model` returns, once there are any."""
-        (metric, sign), name = self.metric, checkpoint.read_index(self.folder).get("best")
+        (metric, sign), name = self.metric, self.index.get("best")
         rows = [row for row in self.history.of("epoch") if math.isfinite(row.get(f"val_{metric}", math.nan))]
-        kept = [row for row in rows if name and row["step"] == checkpoint.place(name)[1]] or rows
-        best = {train.order(row[f"val_{metric}"], row.get("val_loss"), sign): row for row in kept}
-        return {**best[max(best)], "epoch": best[max(best)]["epoch"] + 1} if best else {}
+        rows = [row for row in rows if name and row["step"] == checkpoint.place(name)[1]] or rows
+        if not rows:
+            return {}
+        best = max(reversed(rows), key=lambda row: train.order(row[f"val_{metric}"], row.get("val_loss"), sign))
+        return {**best, "epoch": best["epoch"] + 1}
 
     @property
     def reached(self) -> str:
@@ -138,13 +143,6 @@ class Run:
         names = [str(name) for name in frame]
         scores = [name for name in names if name.startswith(("train_", "val_"))]
         return frame.loc[:, [*scores, *(n for n in SUMMARY if n in names), *(n for n in names if "memory" in n)]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what it is and has reached, for JSON."""
-        epochs, verdict = self.summary().reset_index().to_dict("records"), self.stored(VERDICT).get("verdict")
-        about = {"run": str(self.folder), "task": self.card.task, "state": self.state, "plan": self.plan.to_dict()}
-        reached = {"epochs": epochs, "best": self.best, "final": self.final}
-        return {**about, **reached, "receipt": self.stored(RECEIPT) or None, "verdict": verdict}
 
     def __repr__(self) -> str:
         done = len(self.history.of("epoch"))
@@ -204,6 +202,8 @@ class Run:
     def report(self, pack: Pack, split: str = "test") -> Report:
         """Return where the best model is right and wrong on a split of a pack: `.table`, `.confusion`, `.worst` samples
         and their `.pictures`; it shows by itself. Raises PackError as `nb.evaluate` does."""
+        from nbtools.report import make_report  # with pandas and matplotlib
+
         require_like(self, pack)
         return make_report(self, self.readable(pack), split)
 
@@ -216,7 +216,7 @@ class Run:
         """
         if (path := Path(path)).suffix != ".onnx":
             return write_weights(self, path)
-        return write_onnx(self, path, pack or Pack.open(checkpoint.read_index(self.folder).get("pack", "")))
+        return write_onnx(self, path, pack or Pack.open(self.index.get("pack", "")))
 
     # -- samples → answers
 
@@ -234,12 +234,12 @@ class Run:
 
     def read(self, item: Any) -> Sample:
         """Return the sample of a file, or of an item in its place. Raises PackError."""
+        where = item if isinstance(item, str | Path) else f"an item ({type(item).__name__})"
         try:
             return self.task.read(item, self.card.options)
-        except (OSError, PackError) as error:
-            where = item if isinstance(item, str | Path) else f"an item ({type(item).__name__})"
-            if isinstance(error, OSError):
-                raise PackError(f"{where}: {error.strerror or error}; name a readable file") from None
+        except OSError as error:
+            raise PackError(f"{where}: {error.strerror or error}; name a readable file") from None
+        except PackError as error:
             if len(error.args) != 3:
                 raise
             value, rule, fix = error.args
@@ -258,16 +258,8 @@ class Run:
                 yield sample
             except PackError as error:
                 left_out.append(str(error))
-        if left_out or not files:
-            count = f"{plural(len(left_out), 'file')} of {len(files):,} left out"
-            say(f"{folder}: {', the first: '.join([count, *left_out[:1]])}")
-
-
-def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:
-    """Check a source before it is packed: a report of every rule that a file breaks, with the value and what to do;
-    `.ok`: no errors. options: of the task's `validate`. Raises NbtoolsError for a task that checks while it packs."""
-    with disk.explained(f"checking {source}", Path(source)):
-        return train.as_task(task).validate(source, **options)
+        if left_out:
+            say(f"{folder}: {plural(len(left_out), 'file')} of {len(files):,} left out, the first: {left_out[0]}")
 
 
 def probabilities(outputs: Any, card: Card) -> list[list[float]]:
@@ -280,7 +272,43 @@ def probabilities(outputs: Any, card: Card) -> list[list[float]]:
     return (logits.float().sigmoid() if several else logits.float().softmax(1)).tolist()
 
 
-def stored(path: Path, fix: str = "copy the whole run folder again") -> dict[str, Any]:
+def evaluate(run: Run | train.TrainState, pack: Pack, split: str = "test", **knobs: Any) -> dict[str, float]:
+    """Evaluate a run's best model (or a TrainState's current one) on a split of a pack: metric → value.
+
+    knobs: settings of the plan that differ from training: `eval_scales=(0.5, 1.0)`. Raises PackError for a pack with
+    other classes or preprocessing, PlanError for an unknown setting, TrainError for one on which the model depends.
+    """
+    require_like(run, pack)
+    plan = run.plan.replace(**knobs)
+    train.refuse_fixed(plan.changes_from(run.plan), plan, resumed=True)
+    model = run.model() if isinstance(run, Run) else run.evaluated
+    return evaluation.evaluate(run.task, model, pack, plan, split)
+
+
+def require_like(run: Any, pack: Pack) -> None:
+    """Raise PackError for a pack with other classes or preprocessing than the run's: its results would be wrong.
+    Options and columns that its network does not read may differ."""
+    pack = train.readable(run.task, pack, run.plan)
+    for name in ("task", "classes", "options", "columns"):
+        ours, theirs = (getattr(each.card, name) for each in (run, pack))
+        if isinstance(ours, dict):
+            ours, theirs = ({n: v for n, v in each.items() if n not in FREE} for each in (ours, theirs))
+        if ours != theirs:
+            raise PackError(
+                f"{pack.folder}: the pack's {name} are not the ones that the run was trained with "
+                f"({str(theirs)[:120]} and {str(ours)[:120]}); pack the data again with run.pack(source)",
+                entry="Predictions differ between training and inference",
+            )
+
+
+def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:
+    """Check a source before it is packed: a report of every rule that a file breaks, with the value and what to do;
+    `.ok`: no errors. options: of the task's `validate`. Raises NbtoolsError for a task that checks while it packs."""
+    with disk.explained(f"checking {source}", Path(source)):
+        return train.as_task(task).validate(source, **options)
+
+
+def read_json(path: Path, fix: str = "copy the whole run folder again") -> dict[str, Any]:
     """Return a JSON file of a run. Raises CheckpointError with what to do (fix) if it is missing or damaged."""
     if not path.exists():
         raise CheckpointError(f"{path} is missing; {fix}")
@@ -293,7 +321,7 @@ def stored(path: Path, fix: str = "copy the whole run folder again") -> dict[str
 def what_next(run: Run, over: bool) -> str:
     """Return where the model is, and what to do with it. over: the run has no more epochs to train."""
     done, so_far = ("done: ", "") if over else ("", " so far")
-    if (name := checkpoint.read_index(run.folder).get("best")) is None:
+    if (name := run.index.get("best")) is None:
         return f"{done}the newest weights are in {run.folder}; no evaluation chose the best{so_far}"
     uses = 'run.report(pack), run.predict(files), run.export("model.onnx")'
     return f"{done}the best model{so_far} is {run.folder / name}.safetensors ({run.reached}); next: {uses}"

@@ -6,10 +6,8 @@ import inspect
 import io
 import json
 import os
-import re
 import shutil
 import signal
-import sys
 import tomllib
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
@@ -53,7 +51,7 @@ def help_of(*words: str) -> str:
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda act: act.__name__)
 def test_the_help_of_a_command_shows_what_it_takes(command):
     shown = help_of(command.__name__, *(["sign"] if "task" in inspect.signature(command).parameters else []))
-    assert shown.startswith(f"usage: python -m nbtools {command.__name__} [-h] [--json]")
+    assert shown.startswith(f"usage: python -m nbtools {command.__name__} [-h]")
     assert " ".join((command.__doc__ or "").split()) in " ".join(shown.split())
 
 
@@ -65,72 +63,14 @@ def test_the_version_is_one_line_and_the_command_nbtools_is_this_module(capsys):
     assert project["scripts"] == {"nbtools": f"{main.__module__}:{main.__name__}"}
 
 
-def document(capsys, *words: str, code: int = 0):
-    """What a command prints with --json, in strict JSON."""
-    assert main([*words, "--json"]) == code
-    return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-
-
-def test_with_json_every_result_is_one_document_and_all_else_goes_to_stderr(data, train, tmp_path, capsys, monkeypatch):
-    def demo(folder, count=100):
-        print("a task of one's own that prints")
-        return written(folder, count)
-
-    written = toy.demo
-    run, file = str(tmp_path / "runs" / "toy"), str(sorted(data.iterdir())[0])
-    monkeypatch.setattr(toy, "demo", demo)
-    assert document(capsys, "demo", "toy", str(tmp_path / "raw"), "--count", "20") == {"path": str(tmp_path / "raw")}
-    assert document(capsys, "stage", str(data)) == {"path": str(data)}
-    packed = document(capsys, "pack", "toy", str(data), "--into", str(tmp_path / "pack"))
-    assert (packed["folder"], sum(packed["splits"].values()), packed["bad"]) == (str(tmp_path / "pack"), 120, [])
-    advice = document(capsys, "advise", "toy", "--data", str(data), "--no-measure")
-    assert set(advice["reasons"]) <= advice["plan"].keys()
-    assert train("--json") == 0
-    made = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert [row["epoch"] for row in made["epochs"]] == [1]
-    assert (made["run"], made["plan"]["epochs"], made["receipt"], made["state"]) == (run, 1, None, "done")
-    assert document(capsys, "watch", run) == made
-    metrics = document(capsys, "evaluate", "toy", "--data", str(data), "--run", run)
-    assert set(metrics) == {"loss", "accuracy"}
-    [found] = document(capsys, "predict", run, file)
-    assert found == {"file": file, "prediction": nb.Run.open(run, toy).predict(file)[0]}
-
-
-def test_a_report_is_a_document_too_and_errors_are_its_exit_code(tmp_path, capsys):
+def test_a_report_with_errors_is_exit_code_one(tmp_path, capsys):
     assert main(["demo", "sign", str(tmp_path / "clips"), "--count", "4"]) == 0
-    capsys.readouterr()
     next((tmp_path / "clips").rglob("*.npz")).write_bytes(b"cut off")
-    report = document(capsys, "validate", "sign", str(tmp_path / "clips"), code=1)
-    assert (report["ok"], report["errors"]) == (False, len(report["rows"]))
-    assert {"file", "rule", "fix"} <= report["rows"][0].keys()
+    assert main(["validate", "sign", str(tmp_path / "clips")]) == 1
+    assert ".npz" in capsys.readouterr().out
 
 
-def test_the_exit_codes_are_in_the_help_and_an_unknown_command_line_is_two(capsys):
-    assert re.findall(r"\d+", help_of().partition("exit codes:")[2]) == ["0", "1", "2", "130"]
-    for words in (["nosuch"], [], ["gpus", "--nosuch"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(words)
-        assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        (
-            "train sign --batch-siz 4",
-            "unrecognized arguments: --batch-siz 4; did you mean --batch-size? See python -m nbtools",
-        ),
-        ("trian sign", "; did you mean train? See python -m nbtools"),
-        ("gpus now", "unrecognized arguments: now. See python -m nbtools"),
-    ],
-)
-def test_what_there_is_not_is_answered_with_the_nearest_in_one_line(typed, said, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(typed.split())
-    assert capsys.readouterr().err.endswith(f"{said} --help\n")
-
-
-def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, capsys, monkeypatch):
+def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, tmp_path, monkeypatch):
     steps, trained = iter(range(1000)), toy.loss
 
     def loss(model, batch, plan):
@@ -139,18 +79,9 @@ def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, 
         return trained(model, batch, plan)
 
     monkeypatch.setattr(toy, "loss", loss)
-    assert train("--json") == 130
-    assert json.loads(capsys.readouterr().out)["state"] == "stopped"
+    assert train() == 130
+    assert nb.Run.open(tmp_path / "runs" / "toy", toy).state == "stopped"
     assert train() == 0
-
-
-def test_a_reader_that_has_gone_is_no_traceback(data, monkeypatch, capfd):
-    read, write = os.pipe()
-    os.close(read)
-    with os.fdopen(write, "w") as gone:
-        monkeypatch.setattr(sys, "stdout", gone)
-        assert main(["stage", str(data)]) == 141
-    assert capfd.readouterr().err == ""
 
 
 def test_gpus_checks_the_machine_as_it_is(capsys):
@@ -167,10 +98,10 @@ def test_runs_are_listed_and_compared_and_a_folder_is_predicted_into_a_csv_file(
     assert main(["train", "toy", "--data", str(data), *words]) == 0
     assert main(["watch", str(runs / "tyo")]) == 1
     assert "tyo: no such folder; nb.runs lists those of a folder" in capsys.readouterr().err
-    assert {row["run"] for row in document(capsys, "runs", str(runs))} == {"toy", "other"}
+    assert main(["runs", str(runs)]) == 0
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]} == {"toy", "other"}
     assert main(["compare", str(runs / "toy"), other]) == 0
     assert nb.compare(runs / "toy", other).conclusion in capsys.readouterr().out
-    assert len(document(capsys, "compare", str(runs))["runs"]) == 2
     folder, table = tmp_path / "new", tmp_path / "out.csv"
     (folder / "more").mkdir(parents=True)
     (folder / ".DS_Store").touch()
@@ -181,14 +112,6 @@ def test_runs_are_listed_and_compared_and_a_folder_is_predicted_into_a_csv_file(
     assert table.read_text().splitlines() == ["name,prediction", *rows]
     out, err = capsys.readouterr()
     assert (out, "2 files predicted by Run" in err) == (f"{table}\n", True)
-
-
-def test_a_training_in_a_log_has_a_line_an_epoch_and_few_of_its_bar(train, capsys):
-    assert train("--epochs", "5") == 0
-    err = capsys.readouterr().err
-    assert "\r" not in err
-    assert 1 <= len([line for line in err.splitlines() if "%|" in line]) <= 10
-    assert len(re.findall("^epoch ", err, re.M)) == 5
 
 
 def planned(folder: Path) -> dict[str, Any]:
@@ -231,12 +154,6 @@ def test_every_setting_of_the_plan_is_an_option_and_percent_signs_are_text(monke
     assert "default %H" in text
 
 
-def test_another_batch_size_moves_lr_by_the_rule_and_says_so(train, tmp_path, capsys):
-    assert train("--from", "plan", "--lr-rule", "sqrt", "--batch-size", "64") == 0
-    assert "from the given settings follows lr 0.01 → 0.02" in capsys.readouterr().err
-    assert planned(tmp_path)["lr"] == 0.02
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -261,22 +178,28 @@ def test_a_bad_option_is_one_sentence_and_starts_nothing(train, tmp_path, capsys
 @pytest.mark.parametrize(
     ("typed", "code", "sentence"),
     [
-        ("pack nosuchtask x", 1, "no task 'nosuchtask': use captcha"),
-        ("pack toy no/such/folder --json", 1, "no/such/folder"),
-        ("pack captch x", 1, "did you mean captcha?"),
-        ("pack --val 0.2 toy x", 1, "no task '--val': use captcha"),
+        (
+            "train sign --batch-siz 4",
+            2,
+            "unrecognized arguments: --batch-siz 4; did you mean --batch-size? See python -m",
+        ),
+        ("trian sign", 2, "; did you mean train? See python -m nbtools --help"),
+        ("gpus now", 2, "unrecognized arguments: now. See python -m nbtools"),
         ("evaluate toy --run r", 2, "the following arguments are required: --data"),
+        ("pack nosuchtask x", 1, "no task 'nosuchtask': use captcha"),
+        ("pack captch x", 1, "did you mean captcha?"),
+        ("pack toy no/such/folder", 1, "no/such/folder"),
         ("train toy", 1, "name the data: --data SOURCE"),
         ("validate toy anything", 1, "has no validate; define it"),
     ],
 )
-def test_what_is_asked_for_wrongly_is_answered_in_a_sentence(typed, code, sentence, capsys):
+def test_what_is_asked_for_wrongly_is_answered_in_a_sentence_with_the_nearest_word(typed, code, sentence, capsys):
     try:
-        found = main(typed.split())
+        ended = main(typed.split())
     except SystemExit as end:  # argparse
-        found = end.code
+        ended = end.code
     out, err = capsys.readouterr()
-    assert (found, out, sentence in err) == (code, "", True)
+    assert (ended, out, sentence in err) == (code, "", True)
 
 
 @pytest.mark.parametrize(
@@ -303,17 +226,6 @@ def test_an_option_is_read_by_its_annotation_and_a_boolean_one_is_a_bare_flag(ki
     assert capsys.readouterr().out == f"{(value, True, False)!r}\n"
     assert main(["demo", "toy", "x"]) == 0
     assert capsys.readouterr().out == "(1, False, True)\n"
-
-
-@pytest.mark.parametrize(("kind", "text"), [(int | None, "x"), (tuple[int, int], "4"), (float, "1,2")])
-def test_a_value_of_another_type_is_refused(kind, text, monkeypatch, capsys):
-    def demo(folder, *, size=1):
-        raise AssertionError
-
-    demo.__annotations__["size"] = kind
-    monkeypatch.setattr(toy, "demo", demo)
-    assert main(["demo", "toy", "x", "--size", text]) == 1
-    assert re.fullmatch(rf"nbtools: --size must be .*, got '{text}'\n", capsys.readouterr().err)
 
 
 def test_the_smoke_test_needs_no_data_and_takes_settings(capsys):
