@@ -435,7 +435,6 @@ class Ask(own.Small):
 
 
 NO_PAIR = ["accuracy", lambda outputs, batch: outputs.mean()]
-LAZY = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
 REFUSED: dict[str, tuple[Any, str, str]] = {  # what makes the task, the data, what is said
     "values": (lambda: nb.classify(own.line), "rows", r"these are values; floats become classes with astype\(int\)"),
     "other classes": (lambda: nb.classify(own.Small(4)), "images", r"one logit for each of 3 classes, .*\(\d+, 4\)"),
@@ -446,7 +445,6 @@ REFUSED: dict[str, tuple[Any, str, str]] = {  # what makes the task, the data, w
     "ragged": (lambda: nb.classify(own.Recurrent, augment=["mixup"]), "sequences", "mixup needs images or numbers"),
     "parameter": (lambda: nb.classify(lambda depth: own.Small(3)), "images", r"'depth', but can get only classes, inp"),
     "no module": (lambda: classify(lambda: "net"), "images", r"model must return a torch\.nn\.Module, got str"),
-    "lazy": (lambda: nb.classify(lambda: LAZY), "images", "Sequential has lazy layers, which have no size yet"),
     "shared": (lambda: Shared(), "images", r"model returns the same network each time, .*; make a new one in it, or"),
     "columns": (lambda: nb.classify(Ask), "images", r"Ask\.forward\(a, b\): which columns are a, b\? The pack has x;"),
     "shape": (lambda: nb.regress(lambda: nn.Linear(4, 2)), "rows", r"one value for each element .*, got \(\d+, 2\)"),

@@ -93,9 +93,6 @@ def test_every_number_is_kept_and_reads_back_from_json_and_as_typed(value):
 def test_a_plan_in_json_lists_its_fields_and_lacking_ones_have_their_default():
     assert list(json.loads(TaskPlan().to_json())) == FIELDS
     assert TaskPlan.from_json("{}") == TaskPlan()
-    for text in ("", "{", "[]", "3"):
-        with pytest.raises(PlanError, match="TaskPlan must be a JSON object of settings"):
-            TaskPlan.from_json(text)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ from nbtools.train.plan import (
     require_sizes,
     require_training,
     shown,
-    times,
 )
 from nbtools.train.ranks import RankLost, Ranks, join, naming, shares
 from nbtools.train.rehearsal import rehearse

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import is_lazy
 
 from nbtools.data import Card
 from nbtools.errors import TrainError
@@ -23,9 +21,6 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     model = task.model(card, plan)
     if not isinstance(model, nn.Module):
         raise TrainError(f"{spoken(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
-    if any(map(is_lazy, chain(model.parameters(), model.buffers()))):
-        rule = f"{type(model).__name__} has lazy layers, which have no size yet"
-        raise TrainError(f"{rule}; call it once with a batch of zeros, or write layers with sizes")
     if task.card is not None:
         require_augmentable(card, task.augment)
         model.register_forward_pre_hook(find_arguments(model, card), prepend=True, with_kwargs=True)
