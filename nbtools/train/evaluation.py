@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ class Sums:
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
-        self.totals: dict[str, Tensor] = {}  # name → (2,) or (2, K) float64, float32 on MPS
+        self.totals: dict[str, Tensor] = {}  # name → (2,), (2, K) or (2, K, bins) float64, float32 on MPS
 
     def add(self, pairs: Mapping[str, Pair]) -> None:
         for name, pair in pairs.items():
@@ -40,25 +39,24 @@ class Sums:
 
     def add_up(self, ranks: Ranks) -> None:
         """Add the sums of all ranks, some of which may have had no batch."""
-        if ranks.world == 1:
-            return
-        there, self.totals = ranks.gather({name: total.cpu() for name, total in self.totals.items()}), {}
-        for name, total in itertools.chain.from_iterable(totals.items() for totals in there):
-            self.totals[name] = self.totals[name] + total if name in self.totals else total
+        if ranks.world > 1:
+            there, self.totals = ranks.gather({name: total.cpu() for name, total in self.totals.items()}), {}
+            for name, total in (pair for totals in there for pair in totals.items()):
+                self.totals[name] = self.totals[name] + total if name in self.totals else total
 
     def read(self) -> dict[str, float]:
         """Return name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those that
         were."""
-        flat = [total.view(2, -1) for total in self.totals.values() if total.dim() < 3]
-        ratios = zip(*torch.cat(flat, 1).tolist(), strict=True) if flat else iter(())
-        values = {}
-        for name, total in self.totals.items():
-            if total.dim() == 3:
-                values[name] = mean_average_precision(*total)
-                continue
-            counted = [n / d for n, d in itertools.islice(ratios, total[0].numel()) if d]
-            values[name] = sum(counted) / max(len(counted), 1)
-        return values
+        values = dict.fromkeys(self.totals, 0.0)
+        curves = {name: total for name, total in self.totals.items() if total.dim() == 3}
+        flat = {name: total.view(2, -1) for name, total in self.totals.items() if name not in curves}
+        sums, counts = torch.cat([*flat.values()], 1).tolist() if flat else ([], [])
+        start = 0
+        for name, total in flat.items():
+            end = start + total.shape[1]
+            ratios = [n / d for n, d in zip(sums[start:end], counts[start:end], strict=True) if d]
+            values[name], start = sum(ratios) / max(len(ratios), 1), end
+        return values | {name: mean_average_precision(*curve) for name, curve in curves.items()}
 
 
 @torch.no_grad()
@@ -75,13 +73,37 @@ def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, device: to
         set_training(model, training)
 
 
+def scores(
+    task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device, metrics: Any = None
+) -> dict[str, Pair]:
+    """Return loss and metrics of a batch, from one forward pass. metrics: others than the task's."""
+    batch, outputs = forward(task, model, raw, plan, device)
+    with torch.no_grad(), autocast(plan, device, model):
+        loss = summed(task.loss(lambda *_, **__: outputs, batch, plan), len(next(iter(raw.values()))))
+    return {"loss": loss, **score_batch(task.metrics if metrics is None else metrics, outputs, batch, task.card)}
+
+
 def losses(task: TaskLike, model: nn.Module, raws: Iterable[Batch], plan: Plan, device: torch.device) -> np.ndarray:
     """Return the loss of each raw batch, (n,) float64, one that is no number as infinite."""
-    values, task = [], as_task(task)
-    for raw in raws:
-        total, count = scores(task, model, raw, plan, device, metrics=())["loss"]
-        values.append(torch.as_tensor(total / max(float(count), 1.0), dtype=sum_dtype(device)))
+    pairs = [scores(as_task(task), model, raw, plan, device, metrics=())["loss"] for raw in raws]
+    values = [torch.as_tensor(total / max(float(count), 1.0), dtype=sum_dtype(device)) for total, count in pairs]
     return np.nan_to_num(torch.stack(values).cpu().numpy().astype(np.float64), nan=np.inf)
+
+
+def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
+    """Add loss and metrics of a batch; out of memory, of its halves. Raises TrainError if a single sample does not
+    fit."""
+    pairs, reason = within_memory(partial(scores, task, model, raw, plan, sums.device))
+    if pairs is not None:
+        return sums.add(pairs)
+    if sums.device.type == "cuda":
+        torch.cuda.empty_cache()
+    half = len(raw["id"]) // 2
+    if not half:
+        rule = f"out of memory evaluating one sample ({reason})"
+        raise TrainError(f"{rule}; use a smaller network or smaller samples", entry="Out of memory")
+    for part in (slice(half), slice(half, None)):
+        score(task, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
 
 
 def score_split(
@@ -101,10 +123,8 @@ def score_split(
     ids, ranks = pack.ids(split), ranks or Ranks()
     if not len(ids):
         there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
-        raise TrainError(
-            f"{pack.folder}: the {split} split is empty; choose one that is not ({there}) with split=, or pack with "
-            f"{split}= a larger share, a folder for it, or more samples"
-        )
+        fix = f"choose one that is not ({there}) with split=, or pack with {split}= a larger share"
+        raise TrainError(f"{pack.folder}: the {split} split is empty; {fix}")
     if most is not None and most < len(ids):
         ids = ids[np.linspace(0, len(ids) - 1, most).round().astype(int)]
     if pack.card.options.get("random"):  # without the Dataset's transforms of training: the reading that the pack keeps
@@ -116,36 +136,11 @@ def score_split(
         yield len(raw["id"])
 
 
-def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
-    """Add loss and metrics of a batch; out of memory, of its halves. Raises TrainError if a single sample does not
-    fit."""
-    pairs, reason = within_memory(partial(scores, task, model, raw, plan, sums.device))
-    if pairs is not None:
-        return sums.add(pairs)
-    if sums.device.type == "cuda":
-        torch.cuda.empty_cache()
-    half = len(raw["id"]) // 2
-    if not half:
-        rule = f"out of memory evaluating one sample ({reason})"
-        raise TrainError(f"{rule}; use a smaller network or smaller samples", entry="Out of memory")
-    for part in (slice(half), slice(half, None)):
-        score(task, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
-
-
-def scores(
-    task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device, metrics: Any = None
-) -> dict[str, Pair]:
-    """Return loss and metrics of a batch, from one forward pass. metrics: others than the task's."""
-    batch, outputs = forward(task, model, raw, plan, device)
-    with torch.no_grad(), autocast(plan, device, model):
-        loss = summed(task.loss(lambda *_, **__: outputs, batch, plan), len(next(iter(raw.values()))))
-    return {"loss": loss, **score_batch(task.metrics if metrics is None else metrics, outputs, batch, task.card)}
-
-
 def evaluate(
     task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str = "test", progress: bool = True
 ) -> dict[str, float]:
-    """Metric → value over a whole split, or what the network can read of it. Raises TrainError if that is empty."""
+    """Return metric → value over a whole split, or what the network can read of it. Raises TrainError if that is
+    empty."""
     sums, pack = Sums(next(model.parameters()).device), readable(task, pack, plan)
     shown = {"total": len(pack.ids(split)), "unit": " samples", "leave": False, "delay": SLOW, "disable": not progress}
     with bar(desc=f"evaluating the {split} split", **shown) as counted:

@@ -231,7 +231,7 @@ def kinds(plan: type[Plan]) -> dict[str, tuple[type, int | None, bool]]:
 def check(where: str, value: Any, kind: type, rule: Mapping[str, Any]) -> Any:
     """Return one value in its type. where: `Plan.lr`; rule: of `knob`. Raises PlanError."""
     if kind is float and type(value) is int:
-        value = float(value)
+        value = float(value) if abs(value) < 2**1000 else math.inf
     elif kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
@@ -338,9 +338,10 @@ def fixed(plan: Plan) -> dict[str, str]:
 
 def refuse_fixed(differing: Mapping[str, str], plan: Plan, resumed: bool = False) -> None:
     """Raise TrainError for a setting that a run cannot change. resumed: those of AT_START may differ."""
-    for name in fixed(plan).keys() & differing.keys() - (set(AT_START) if resumed else set()):
-        rule = f"Plan.{name} cannot change in a started run, got {differing[name]}"
-        raise TrainError(f"{rule}; keep the value, or start another run folder")
+    for name in fixed(plan):
+        if name in differing and not (resumed and name in AT_START):
+            rule = f"Plan.{name} cannot change in a started run, got {differing[name]}"
+            raise TrainError(f"{rule}; keep the value, or start another run folder")
 
 
 def beyond(plan: Plan, advised: Plan) -> dict[str, str]:
