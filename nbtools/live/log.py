@@ -11,7 +11,7 @@ from nbtools.live.columns import Columns
 from nbtools.live.facts import About, time_left
 from nbtools.measure import described, expected
 from nbtools.show import digits, duration, number, size
-from nbtools.train import Plan, Record, TrainState, call_of, length_of, shares
+from nbtools.train import Plan, Record, TrainState, length_of, shares
 
 OPENING = "opening"  # marks the event with these lines, where the process that trains is not the one that shows them
 NAMES = {"train_loss": "train", "val_loss": "val"}
@@ -21,13 +21,12 @@ MEMORY = ("gpu_memory_peak", "gpu_memory_allocated", "memory")  # the first that
 
 
 def opening(state: TrainState, pack: Pack) -> list[str]:
-    """What a run starts with, or resumes with: how the network of an `nb.pack` is called, device, batch, lr, optimizer,
-    feed, how many steps it takes, and how long where that was measured."""
+    """What a run starts with, or resumes with: device, batch, lr, optimizer, feed, how many steps it takes, and how long
+    where that was measured."""
     plan, count = state.plan, pack.splits["train"]
     feed, why = choose(pack, plan, state.device)
-    network, takes = call_of(state.model), expected(state.task, pack, plan)
+    takes = expected(state.task, pack, plan)
     rows = [
-        *([("network", network)] if network else []),
         ("GPU" if state.device.type == "cuda" else "device", described(state.device)),
         ("batch", batch_of(plan, state.recovery.micro, state.ranks.world)),
         ("lr", lr_of(plan)),

@@ -73,11 +73,3 @@ def find_arguments(model: nn.Module, card: Card) -> Arguments:
         fix = "name the parameters as the columns, or take the whole dict: forward(self, batch)"
         raise TrainError(f"{start}({', '.join(required)}): {came}; {fix}")
     return Arguments(f"{start}({', '.join(columns or inputs)})", tuple(columns or inputs), named=bool(columns))
-
-
-def call_of(model: nn.Module) -> str:
-    """Return how a network of `build` is called, and how many of its parameters are trained; "" for another."""
-    called = [hook.forward for hook in model._forward_pre_hooks.values() if isinstance(hook, Arguments)]
-    whole, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad >= least) for least in (0, 1))
-    parameters = f"{whole:,} parameters, {'all' if trained == whole else f'{trained:,}'} trained"
-    return f"{called[0]}, {parameters}" if called else ""
