@@ -21,8 +21,8 @@ MEMORY = ("gpu_memory_peak", "gpu_memory_allocated", "memory")  # the first that
 
 
 def opening(state: TrainState, pack: Pack) -> list[str]:
-    """What a run starts with, or resumes with: device, batch, lr, optimizer, feed, how many steps it takes, and how long
-    where that was measured."""
+    """What a run starts with, or resumes with: device, batch, lr, optimizer, feed, how many steps it takes, and how
+    long where that was measured."""
     plan, count = state.plan, pack.splits["train"]
     feed, why = choose(pack, plan, state.device)
     takes = expected(state.task, pack, plan)
