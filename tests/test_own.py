@@ -229,20 +229,6 @@ def test_what_has_places_of_its_own_is_not_left_as_it_is_while_the_image_turns(t
         nb.TrainState(make(nn.Identity(), augment=augment), pack, nb.Plan())
 
 
-def test_whole_numbers_are_values_where_they_are_packed_as_such(tmp_path):
-    frame = houses(60).round().astype({"price": int})
-    with pytest.raises(TrainError, match=r"whole numbers values with nb\.pack\(…, classes=False\)"):
-        nb.TrainState(nb.regress(own.line), nb.pack(frame, target="price", progress=False), own.PLAN)
-    pack = nb.pack(frame, target="price", classes=False, into=tmp_path / "values", progress=False)
-    nothing = nn.Linear(3, 1)
-    for parameter in nothing.parameters():
-        nn.init.zeros_(parameter)
-    state = nb.TrainState(nb.regress(nothing), pack, own.PLAN)
-    prices = np.asarray(pack.arrays["y"], float)
-    error = np.abs(prices[pack.ids("val")] - prices[pack.ids("train")].mean()).mean()
-    assert nb.evaluate(state, pack, "val")["mae"] == pytest.approx(error, rel=1e-4)
-
-
 class Same(nn.Module):
     """Its input."""
 
@@ -435,7 +421,6 @@ class Ask(own.Small):
 
 
 NO_PAIR = ["accuracy", lambda outputs, batch: outputs.mean()]
-LAZY = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
 REFUSED: dict[str, tuple[Any, str, str]] = {  # what makes the task, the data, what is said
     "values": (lambda: nb.classify(own.line), "rows", r"these are values; floats become classes with astype\(int\)"),
     "other classes": (lambda: nb.classify(own.Small(4)), "images", r"one logit for each of 3 classes, .*\(\d+, 4\)"),
@@ -446,7 +431,6 @@ REFUSED: dict[str, tuple[Any, str, str]] = {  # what makes the task, the data, w
     "ragged": (lambda: nb.classify(own.Recurrent, augment=["mixup"]), "sequences", "mixup needs images or numbers"),
     "parameter": (lambda: nb.classify(lambda depth: own.Small(3)), "images", r"'depth', but can get only classes, inp"),
     "no module": (lambda: classify(lambda: "net"), "images", r"model must return a torch\.nn\.Module, got str"),
-    "lazy": (lambda: nb.classify(lambda: LAZY), "images", "Sequential has lazy layers, which have no size yet"),
     "shared": (lambda: Shared(), "images", r"model returns the same network each time, .*; make a new one in it, or"),
     "columns": (lambda: nb.classify(Ask), "images", r"Ask\.forward\(a, b\): which columns are a, b\? The pack has x;"),
     "shape": (lambda: nb.regress(lambda: nn.Linear(4, 2)), "rows", r"one value for each element .*, got \(\d+, 2\)"),
@@ -514,17 +498,6 @@ def test_rows_of_a_dataframe_are_predicted_by_the_encoding_of_training(tmp_path)
     assert run.predict(rows.iloc[0]) == pytest.approx(expected[:1])
     with pytest.raises(PackError, match=r"row 1: town must be one of Ghent, Lille, .*, got Namur"):
         run.predict(pd.DataFrame({"area": [50, 60], "town": ["Lille", "Namur"]}))
-
-
-def test_a_number_and_a_sequence_are_one_item(tmp_path, packs):
-    numbers = nb.pack([(float(i), i % 2) for i in range(30)], into=tmp_path / "pack", progress=False)
-    net = nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 2))
-    run = fitted(nb.classify(net), numbers, tmp_path / "numbers", epochs=1)
-    for one in (3.0, np.float32(3), torch.tensor(3.0)):
-        assert run.predict(one) == run.predict([3.0])
-    run = fitted(nb.classify(own.Recurrent), packs["sequences"], tmp_path / "sequences", epochs=1)
-    sequence = packs["sequences"].sample(0)["x"]
-    assert run.predict(sequence) == run.predict(torch.from_numpy(sequence)) == run.predict([sequence])
 
 
 MODULE = """

@@ -106,13 +106,6 @@ def test_an_object_without_a_name_is_opened_by_giving_it_again(tmp_path, pack):
     assert nb.Run.open(tmp_path / "run", task).predict_pack(pack, [0])[0] in "abcd"
 
 
-def test_what_the_user_looks_at_in_a_cell_says_what_it_is(tmp_path, pack):
-    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=1, batch_size=7), tmp_path / "run", **QUIET)
-    state = nb.TrainState(toy, pack, toy.PLAN, "cpu")
-    for shown in (run, run.history, run.summary(), nb.compare(run), pack, pack.raw, state, state.task):
-        assert " at 0x" not in repr(shown)
-
-
 # -- answers that cost much
 
 

@@ -10,7 +10,7 @@ from nbtools.live.columns import Columns
 from nbtools.live.facts import About, time_left
 from nbtools.measure import described, expected
 from nbtools.show import digits, duration, number, size
-from nbtools.train import Record, TrainState, call_of, length_of
+from nbtools.train import Record, TrainState, length_of
 
 OPENING = "opening"  # marks the event with these lines, where the process that trains is not the one that shows them
 NAMES = {"train_loss": "train", "val_loss": "val"}
@@ -20,11 +20,10 @@ MEMORY = ("gpu_memory_peak", "gpu_memory_allocated", "memory")  # the first that
 
 
 def opening(state: TrainState, pack: Pack) -> list[str]:
-    """Return what a run starts with, or resumes with: how the network of an `nb.pack` is called, device, settings, how
-    many steps it takes, and how long where that was measured."""
-    plan, network, takes = state.plan, call_of(state.model), expected(state.task, pack, state.plan)
+    """Return what a run starts with, or resumes with: device, settings, how many steps it takes, and how long where
+    that was measured."""
+    plan, takes = state.plan, expected(state.task, pack, state.plan)
     rows = [
-        *([("network", network)] if network else []),
         ("GPU" if state.device.type == "cuda" else "device", described(state.device)),
         ("plan", settings(state, choose(pack, plan, state.device)[0])),
         ("length", length_of(plan, pack.splits["train"])),

@@ -5,14 +5,14 @@ from nbtools.train.changes import adopt, caught_up, require_change
 from nbtools.train.checkpoint import CONTROL
 from nbtools.train.defaults import DATASET, Answer, Labels
 from nbtools.train.device import DTYPES, again
-from nbtools.train.evaluation import Sums, forward
+from nbtools.train.evaluation import Sums, forward, rehearse
 from nbtools.train.graph import MOST_GRAPHS, synchronizing, unrecordable
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.keep import KEPT, Keeper, kept_note, kept_until, restore_kept
 from nbtools.train.loop import obey, train
 from nbtools.train.meter import Diverged
 from nbtools.train.metrics import Batch, Pair
-from nbtools.train.network import build, call_of
+from nbtools.train.network import build
 from nbtools.train.optimizer import LARGER, OPTIMIZERS, built_in
 from nbtools.train.own import classify, regress
 from nbtools.train.plan import (
@@ -31,10 +31,8 @@ from nbtools.train.plan import (
     require_sizes,
     require_training,
     shown,
-    times,
 )
 from nbtools.train.ranks import RankLost, Ranks, join, naming, shares
-from nbtools.train.rehearsal import rehearse
 from nbtools.train.state import TrainState
 from nbtools.train.step import MAX_SKIPPED, gradients, release, train_step
 from nbtools.train.task import (

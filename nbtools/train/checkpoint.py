@@ -76,8 +76,7 @@ def publish(folder: Path, taken: Checkpoint) -> None:
 def rewind(folder: Path, last: str, **entries: Any) -> None:
     """Make a checkpoint the last; delete later ones and those too old. entries: others of the index, which goes first:
     a run that is killed in between does not resume from a later one."""
-    index = mark(folder, last=last, **entries)
-    stay = {*named(index), *names(folder, last)[: 1 + OLDER]}
+    stay = {*named(mark(folder, last=last, **entries)), *names(folder, last)[: 1 + OLDER]}
     with disk.explained(f"deleting checkpoints around {last}", folder):
         for path in folder.iterdir():
             if FILE.fullmatch(path.name) and (path.suffix == ".part" or path.stem not in stay):
@@ -110,7 +109,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 def named(index: dict[str, Any]) -> set[str]:
     """Return the names of the checkpoints in an index."""
     anchor = index.get("anchor", {})
-    return {name for name in (index.get("last"), index.get("best"), anchor.get("name"), anchor.get("best")) if name}
+    return {index.get("last"), index.get("best"), anchor.get("name"), anchor.get("best")} - {None}
 
 
 def best_of(folder: Path) -> str | None:
@@ -122,12 +121,6 @@ def last_and_best(folder: Path) -> dict[str, Any]:
     """Return the last and the best checkpoint of a folder whose index was lost."""
     every = names(folder)
     return {"last": every[0], "best": next((n for n in every if facts_of(folder, n)["best"]), None)}
-
-
-def stop_reason(folder: Path) -> str | None:
-    """Return why the run ended before its last epoch, as of the last checkpoint; None where it did not."""
-    name = read_index(folder).get("last")
-    return facts_of(folder, name)["state"]["stopped"] if name in names(folder) else None
 
 
 def place(name: str) -> tuple[int, ...]:
@@ -147,6 +140,12 @@ def facts_of(folder: Path, name: str) -> dict[str, Any]:
         return disk.from_json((folder / f"{name}.json").read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / name}.json: cannot be read ({error})") from None
+
+
+def stop_reason(folder: Path) -> str | None:
+    """Return why the run ended before its last epoch, as of the last checkpoint; None where it did not."""
+    name = read_index(folder).get("last")
+    return facts_of(folder, name)["state"]["stopped"] if name in names(folder) else None
 
 
 def read(folder: Path, name: str) -> Checkpoint:

@@ -61,11 +61,19 @@ class History:
 
     def append(self, record: Record) -> None:
         """Keep a record that carries values; bare steps are not rows. Raises DiskError."""
-        if record.values:
-            self.rows.append(row := {**{name: getattr(record, name) for name in KEYS}, **record.values})
-            new = [name for name in row if name not in self.columns]
-            self.columns += new
-            self.write([row] if self.whole and not new else None)
+        if not record.values:
+            return
+        row = {**{name: getattr(record, name) for name in KEYS}, **record.values}
+        new = [name for name in row if name not in self.columns]
+        self.rows.append(row)
+        self.columns += new
+        if self.path is None:
+            return
+        if new or not self.whole:  # a column more, or half a line, which a crash leaves
+            self.write()
+        else:
+            with disk.explained("writing the history", self.path), self.path.open("ab") as file:
+                file.write(self.lines([row]))
 
     def cut(self, count: int) -> None:
         """Keep the first rows only: a resumed run writes those beyond its checkpoint again."""
@@ -73,20 +81,19 @@ class History:
             del self.rows[count:]
             self.write()
 
-    def write(self, rows: list[dict[str, Any]] | None = None) -> None:
-        """Append rows to the file; None: write all anew, as after half a line, which a crash leaves."""
-        if self.path is None:
-            return
-        text, header = io.StringIO(newline=""), {name: name for name in self.columns}
-        table = csv.writer(text)
-        table.writerows([cell(row.get(name)) for name in self.columns] for row in rows or [header, *self.rows])
-        with disk.explained("writing the history", self.path):
-            if rows is None:
-                disk.write_atomic(self.path, text.getvalue())
-            else:
-                with self.path.open("ab") as file:
-                    file.write(text.getvalue().encode())
-        self.whole = True
+    def write(self) -> None:
+        """Write all rows anew."""
+        if self.path is not None:
+            with disk.explained("writing the history", self.path):
+                disk.write_atomic(
+                    self.path, self.lines([dict(zip(self.columns, self.columns, strict=True)), *self.rows])
+                )
+            self.whole = True
+
+    def lines(self, rows: list[dict[str, Any]]) -> bytes:
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([cell(row.get(name)) for name in self.columns] for row in rows)
+        return text.getvalue().encode()
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """Return the rows of a kind."""

@@ -22,7 +22,6 @@ from nbtools.train.checkpoint import CONTROL, FILE, INDEX, named, place, read_in
 KEPT = "kept.json"  # in the run's folder: where it is kept, and until which step
 SMALL = (".json", ".csv", ".png")  # files of a run that are copied whole each time they have changed
 PATIENCE = 30.0  # seconds at the end after which the user is told what is waited for
-FORMER = "snapshots"  # a folder of nbtools 0.2
 
 
 class Keeper:
@@ -38,11 +37,9 @@ class Keeper:
         self.complaints: list[str] = []
         self.trouble: Exception | None = None  # since which nothing could be copied
         with disk.explained("keeping a run", target):
-            self.known = [read_index(target)]  # what may be there: as it was, and as this run writes it
-            if disk.exists(target / FORMER):
-                raise CheckpointError(f"{target}: kept by nbtools 0.2, which 0.3 does not read; name another keep=")
-        before = kept_note(source)
-        self.note(before["step"] if before.get("to") == str(target) else None)
+            self.before = read_index(target)
+        note = kept_note(source)
+        self.note(note["step"] if note.get("to") == str(target) else None)
         self.queue: SimpleQueue[bool] = SimpleQueue()
         # A daemon: a process can end while a copy hangs, which it could not with a ThreadPoolExecutor.
         self.thread = Thread(target=self.work, name="nbtools-keeper", daemon=True)
@@ -75,27 +72,33 @@ class Keeper:
         """Copy what is new, run.json last; delete checkpoints there that are no longer here. Raises OSError,
         CheckpointError."""
         index = read_index(self.source)
-        self.require_own()
-        facts = [self.source / f"{name}.json" for name in named(index)]  # each written after its tensors, also there
-        others = [path for path in self.source.iterdir() if path.suffix in SMALL]
-        others = [path for path in others if path.name not in (CONTROL, INDEX, KEPT) and not FILE.fullmatch(path.name)]
-        for path in others + facts:
-            there, data = self.target / path.name, path.read_bytes()
-            if not disk.exists(there) or there.read_bytes() != data:
-                if path in facts:
-                    tensors = path.with_suffix(".safetensors")
-                    disk.write_atomic(self.target / tensors.name, tensors.read_bytes())
-                disk.write_atomic(there, data)
-        self.require_own()  # the copy may have taken long
-        self.known = [*self.known[-1:], index]
+        self.require_own(index)
+        for path in self.source.iterdir():
+            if path.suffix in SMALL and path.name not in (CONTROL, INDEX, KEPT) and not FILE.fullmatch(path.name):
+                self.bring(path)
+        for name in named(index):
+            self.bring(self.source / f"{name}.json")
+        self.require_own(index)  # the copy may have taken long
         disk.write_atomic(self.target / INDEX, json.dumps(index, indent=1))
         self.note(place(index["last"])[1])
         for path in self.target.iterdir():
             if FILE.fullmatch(path.name) and path.stem not in named(index) and not (self.source / path.name).exists():
                 path.unlink(missing_ok=True)
 
-    def require_own(self) -> None:
-        if self.left or read_index(self.target) not in self.known:
+    def bring(self, path: Path) -> None:
+        """Copy a file that has changed; the facts of a checkpoint follow its tensors, whose hash they have."""
+        there, data = self.target / path.name, path.read_bytes()
+        if disk.exists(there) and there.read_bytes() == data:
+            return
+        if FILE.fullmatch(path.name):
+            tensors = path.with_suffix(".safetensors")
+            disk.write_atomic(self.target / tensors.name, tensors.read_bytes())
+        disk.write_atomic(there, data)
+
+    def require_own(self, index: dict[str, Any]) -> None:
+        """Raise CheckpointError unless what is there was there before, or is of this session, by the run's starts."""
+        there = read_index(self.target)
+        if self.left or (there != self.before and there.get("starts", []) != index.get("starts")):
             rule = "another session has kept its run there since, or the disk was changed"
             raise CheckpointError(f"{rule}; to keep this one, name another keep=")
 
@@ -139,10 +142,8 @@ def restore_kept(kept: Path, target: Path) -> None:
 
 def kept_note(folder: Path) -> dict[str, Any]:
     """Return where a run is kept, `to` and until which `step`; {} where it is kept nowhere."""
-    try:
-        return json.loads((folder / KEPT).read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
+    path = folder / KEPT
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def kept_until(folder: Path) -> str:

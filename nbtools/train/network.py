@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import is_lazy
 
 from nbtools.data import Card
 from nbtools.errors import TrainError
@@ -23,9 +21,6 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     model = task.model(card, plan)
     if not isinstance(model, nn.Module):
         raise TrainError(f"{spoken(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
-    if any(map(is_lazy, chain(model.parameters(), model.buffers()))):
-        rule = f"{type(model).__name__} has lazy layers, which have no size yet"
-        raise TrainError(f"{rule}; call it once with a batch of zeros, or write layers with sizes")
     if task.card is not None:
         require_augmentable(card, task.augment)
         model.register_forward_pre_hook(find_arguments(model, card), prepend=True, with_kwargs=True)
@@ -78,11 +73,3 @@ def find_arguments(model: nn.Module, card: Card) -> Arguments:
         fix = "name the parameters as the columns, or take the whole dict: forward(self, batch)"
         raise TrainError(f"{start}({', '.join(required)}): {came}; {fix}")
     return Arguments(f"{start}({', '.join(columns or inputs)})", tuple(columns or inputs), named=bool(columns))
-
-
-def call_of(model: nn.Module) -> str:
-    """Return how a network of `build` is called, and how many of its parameters are trained; "" for another."""
-    called = [hook.forward for hook in model._forward_pre_hooks.values() if isinstance(hook, Arguments)]
-    whole, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad >= least) for least in (0, 1))
-    parameters = f"{whole:,} parameters, {'all' if trained == whole else f'{trained:,}'} trained"
-    return f"{called[0]}, {parameters}" if called else ""
