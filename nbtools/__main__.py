@@ -236,15 +236,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in [name for name in given if "." in name]:  # of_pack.val: an entry of the argument of_pack
             of, field = name.split(".")
             given[of][field] = given.pop(name)
-        value = reporting(partial(act, **given))
+        if (value := reporting(partial(act, **given))) is not None:
+            print(text(value), flush=True)
     except NbtoolsError as error:
         print(f"nbtools: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("nbtools: stopped by you", file=sys.stderr)
         return 130
-    if value is not None:
-        print(text(value), flush=True)
+    except BrokenPipeError:  # as by `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 141
     stopped = isinstance(value, nb.Run) and value.state == "stopped" and not is_torchelastic_launched()
     return 130 if stopped else int(getattr(value, "ok", True) is False)  # torchrun would start it again
 

@@ -21,6 +21,7 @@ from nbtools.train.checkpoint import CONTROL, FILE, INDEX, named, place, read_in
 
 KEPT = "kept.json"  # in the run's folder: where it is kept, and until which step
 SMALL = (".json", ".csv", ".png")  # files of a run that are copied whole each time they have changed
+FORMER = "snapshots"  # a folder of nbtools 0.2
 PATIENCE = 30.0  # seconds at the end after which the user is told what is waited for
 
 
@@ -38,6 +39,8 @@ class Keeper:
         self.trouble: Exception | None = None  # since which nothing could be copied
         with disk.explained("keeping a run", target):
             self.before = read_index(target)
+            if disk.exists(target / FORMER):
+                raise CheckpointError(f"{target}: kept by nbtools 0.2, which 0.3 does not read; name another keep=")
         note = kept_note(source)
         self.note(note["step"] if note.get("to") == str(target) else None)
         self.queue: SimpleQueue[bool] = SimpleQueue()
