@@ -4,7 +4,7 @@ repeats exactly the recorded operations, so whatever a step reads or makes anywh
 from __future__ import annotations
 
 import random
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def stepped(name: str, steps: int, **settings: Any) -> tuple[list[float], nb.Tra
     task, data, own_settings = CASES[name]
     torch.manual_seed(0)
     plan = task.Plan(batch_size=B, epochs=9, graph=True, **own_settings, **settings)
-    state, losses = nb.TrainState(task, cast(Any, data()[0]), plan, "cpu"), []  # a card is enough here
+    state, losses = nb.TrainState(task, data()[0], plan, "cpu"), []
     for step in range(steps):
         torch.manual_seed(step)
         raw = data()[1]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from nbtools.data import Keys, Pack
+from nbtools.data import Card, Keys, Pack
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.show import plural
 from nbtools.train import device as devices
@@ -83,14 +83,14 @@ class TrainState:
     def __init__(
         self,
         task: TaskLike,
-        pack: Pack,
+        pack: Pack | Card,
         plan: Plan,
         device: torch.device | str | None = None,
         ranks: Ranks | None = None,
     ):
         self.plan = self.applied = plan
         self.ranks = ranks or Ranks()
-        self.card = readable(task, pack, plan).card
+        self.card = readable(task, pack, plan).card if isinstance(pack, Pack) else pack
         self.task = bound(task, self.card)
         self.device = torch.device(device) if device is not None else devices.pick()
         devices.require(plan, self.device, self.ranks.world)
@@ -114,7 +114,8 @@ class TrainState:
         self.graphs = Graphs(self.device, self.events) if plan.graph and self.built_in else None
         if plan.graph and not self.built_in:
             self.events.append("graph off: lr is a number of the task's own optimizer, not a tensor that a graph reads")
-        self.keys = Keys(len(pack), self.device)  # of draws
+        count = len(pack) if isinstance(pack, Pack) else sum(pack.splits.values())
+        self.keys = Keys(count, self.device)  # of draws
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
         self.evaluate_next = False  # ask for an evaluation before the next step
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
