@@ -52,8 +52,10 @@ def reads(place: Path) -> int:
 
 
 def pack(source, options=None, *, task="plain", read=read, **more) -> Pack:
-    def survey(folder, options) -> Survey:
-        return Survey([Entry(path.name) for path in sorted(folder.rglob("*.npy"))], by_content=True)
+    def survey(folder, _) -> Survey:
+        return Survey(
+            [Entry(path.name) for path in sorted(folder.rglob("*.npy"))], options=options or {}, by_content=True
+        )
 
     return build_pack(source, task, options or {}, survey, read, **{"progress": False, **more})
 
@@ -114,7 +116,6 @@ def test_a_survey_gives_labels_options_and_counts_and_checks_each_sample(place):
             ["even", "odd"],
             {"scale": options["scale"] * 2},
             bad=[("z.txt", ".txt", "samples end in .npy", "move it away")],
-            drawn=True,
             check=small,
             count=lambda columns, ids: {"parity": np.bincount(columns["label"][ids, 0]).tolist()},
         )
@@ -123,7 +124,7 @@ def test_a_survey_gives_labels_options_and_counts_and_checks_each_sample(place):
         if sample["x"][0] > 15:
             raise PackError(sample["x"][0], f"{entry.name} is at most 15", "scale it")
 
-    made = build_pack(vectors(place / "raw", 6), "plain", {"scale": 2}, survey, read, progress=False)
+    made = build_pack(vectors(place / "raw", 6), "plain", {"scale": 2}, survey, read, val=0, progress=False)
     assert (made.sample(3)["x"].tolist(), made.sample(3)["label"].tolist()) == ([12, 12, 12], [1])
     assert (made.options, made.classes, made.card.counts) == ({"scale": 4}, ["even", "odd"], {"parity": [2, 2]})
     assert made.bad.to_numpy().tolist() == [
@@ -131,7 +132,7 @@ def test_a_survey_gives_labels_options_and_counts_and_checks_each_sample(place):
         ["4.npy", "16.0", "4.npy is at most 15", "scale it"],
         ["5.npy", "20.0", "5.npy is at most 15", "scale it"],
     ]
-    assert made.splits == {"train": 4, "val": 0, "test": 0}, "its splits are final"
+    assert made.splits == {"train": 4, "val": 0, "test": 0}
 
 
 def test_bad_samples_are_listed_and_where_none_can_be_used_the_first_is_named(place):
