@@ -7,18 +7,15 @@ import os
 import shutil
 import signal
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from archives import ended_at, forked, full, kill
 from packs import pack_of
 
-from nbtools import disk
-from nbtools.data import Column, Entry, Pack, Survey, build_pack, cache, parallel, writer
+from nbtools.data import Entry, Pack, Survey, build_pack, cache, parallel, writer
 from nbtools.errors import ArchiveError, DiskError, NbtoolsError, PackError, StageError
 
 MANIFEST = "pack.json"
@@ -177,31 +174,6 @@ def test_a_disk_that_stops_responding_is_an_error_and_no_bad_sample(place):
     assert len(pack(place / "raw", into=place / "mine")) == 40
 
 
-def test_file_names_need_not_be_utf8_and_a_manifest_of_the_data_set_is_no_packs(place):
-    source = vectors(place / "raw", 3)
-    (source / "manifest.json").write_text('{"license": "CC0"}')
-    os.rename(source / "1.npy", os.path.join(os.fsencode(source), b"caf\xe9.npy"))
-    with open(os.path.join(os.fsencode(source), b"na\xefve.npy"), "wb") as file:
-        file.write(b"bad")
-    made = pack(source)
-    assert os.fsencode(made.names[-1]) == b"caf\xe9.npy"
-    assert made.raw[2]["x"].tolist() == [1, 1, 1]
-    assert made.bad["file"].tolist() == ["na\\udcefve.npy"]
-
-
-def test_what_the_pack_is_not_to_store_is_read_from_its_source(place):
-    samples: Any = [{"y": np.int64(i)} for i in range(3)]
-    made = pack_of(samples, place, elsewhere={"x": Column("fixed", "<f4", (3,))})
-    assert (list(made.columns), list(made.arrays)) == (["y", "x"], ["y"])
-    with pytest.raises(PackError, match="stores no samples; pack its Dataset again, which opens this with it"):
-        replace(made, raw=None).sample(2)
-    whole = [{"x": np.full(3, i, np.float32), "y": np.int64(i), "id": np.int64(i)} for i in range(3)]
-    assert {name: array.tolist() for name, array in replace(made, raw=whole).sample(2).items()} == {
-        "x": [2] * 3,
-        "y": 2,
-    }
-
-
 # Once
 
 
@@ -288,23 +260,6 @@ def test_what_was_decoded_before_an_interrupt_is_not_read_again_unless_it_is_of_
     made = pack(source, options, into=into)
     assert (reads(place) - before < 16) == (change == "nothing")
     assert contents(made) == contents(pack(source, options, into=place / "anew"))
-
-
-@pytest.mark.usefixtures("noted")
-def test_a_pack_that_was_interrupted_as_it_finished_is_the_same_the_next_time(place, monkeypatch):
-    remove = disk.remove
-
-    def interrupted(path: Path) -> None:
-        if path.name == writer.JOURNAL:
-            raise KeyboardInterrupt
-        remove(path)
-
-    source = vectors(place / "raw")
-    monkeypatch.setattr(disk, "remove", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        pack(source, into=place / "mine")
-    monkeypatch.setattr(disk, "remove", remove)
-    assert contents(pack(source, into=place / "mine")) == contents(pack(source, into=place / "anew"))
 
 
 @pytest.fixture

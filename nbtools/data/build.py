@@ -71,7 +71,7 @@ class Survey:
     options: what `read` and `run.predict` need.
     ragged: columns whose samples differ in their first dimension; bucket_by: the one whose length groups batches.
     bad: (file, value, rule, fix) of each file that cannot be used.
-    check: raises PackError(value, rule, fix) for a decoded sample that has to be left out; called by several processes.
+    check: raises PackError(value, rule, fix) for a decoded sample that has to be left out; called by several threads.
     count: (columns, ids of training samples) → the samples of each class, by what they are classes of.
     named: a column that `read` gives as one text a sample, the name of its class; the pack stores its index in
     `classes`, which are then those that occur, sorted, numbers by value.
@@ -118,8 +118,8 @@ def build_pack(
     source: anything `stage` takes, or a pack (a folder, or the one file that `Pack.keep` wrote). options: what was
     requested, as plain JSON values; with val, test, seed and the source's files it identifies the pack.
     survey: `survey(folder, {**options, "val": val, "test": test})`, called for a pack that is made anew.
-    read: `read(path, options)` → the arrays of one sample, called in forked processes, and later for the raw files. It
-    refuses a file by PackError(value, rule, fix); what decoders raise on damage counts as that too.
+    read: `read(path, options)` → the arrays of one sample, called by threads and forked processes, and later for the
+    raw files. It refuses a file by PackError(value, rule, fix); what decoders raise on damage counts as that too.
     reader: where that takes the rest of the source, `reader(folder)` returns what to call in place of `read`.
     val, test: shares of the samples without a split of their own, or whole numbers for exactly that many; test=1.0
     makes all of them test, also those with a split of their own: a source to evaluate on. seed: of the draw.

@@ -136,8 +136,9 @@ def gather(pack: Pack, ids: np.ndarray, padding: Padding | None = None) -> Raw:
     if pack.is_stored:
         fixed = {name: pack.arrays[name] for name in pack.columns if name not in pack.offsets}
         raw: Raw = {name: torch.from_numpy(np.take(array, ids, axis=0)) for name, array in fixed.items()}
-        ragged = [{n: pack.arrays[n][slice(*ends[i : i + 2])] for n, ends in pack.offsets.items()} for i in ids]
-        raw |= collate(ragged, pack.columns, padding)
+        if pack.offsets:
+            ragged = [{n: pack.arrays[n][slice(*ends[i : i + 2])] for n, ends in pack.offsets.items()} for i in ids]
+            raw |= collate(ragged, pack.columns, padding)
     else:
         raw = collate([pack.raw[int(i)] for i in ids], pack.columns, padding)
     return {**raw, "id": torch.from_numpy(np.asarray(ids, np.int64))}
