@@ -99,7 +99,7 @@ def samples(run: Run, pack: Pack, names: list[str]) -> list[Batch]:
     pack, batches = run.readable(pack), []
     ids = next(filter(len, map(pack.ids, ("val", "test", "train"))))
     for part in np.split(ids[np.linspace(0, len(ids) - 1, SAMPLES).round().astype(int)], (1, 3)):
-        batch = run.task.batch(collate([pack.sample(int(i)) for i in part], pack.columns, pack.unread), run.plan, None)
+        batch = run.task.batch(collate([pack.sample(int(i)) for i in part], pack.columns), run.plan, None)
         batches.append(tuple(batch[name] for name in names))
     return batches
 

@@ -6,7 +6,6 @@ The process that calls it never trains: it starts torchrun, draws what the run f
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pickle
@@ -76,7 +75,7 @@ def launch(
     forget(folder)
     given = getattr(plan, "plan", plan)  # that of a Panel or an Advice
     call = plan and Call(given, given, advised=getattr(plan, "advised", None), panel=panel_of(plan))
-    job = name, pack.folder.absolute(), pack.raw, call, folder, kept, receipt, fresh
+    job = name, pack, call, folder, kept, receipt, fresh
     if progress:
         say(f"starting {plural(processes, 'process')} under torchrun …")
     with started(job, processes, restarts) as torchrun:
@@ -159,12 +158,11 @@ def started(job: tuple[Any, ...], processes: int, restarts: int) -> Iterator[sub
 
 
 def rank() -> None:
-    """Call `fit` in a process of torchrun's. sys.argv: the file of a job: the task's name, the folder of the pack, its
+    """Call `fit` in a process of torchrun's. sys.argv: the file of a job: the task's name, the pack with its
     source files, and what `fit` gets."""
-    task, folder, raw, plan, run, keep, receipt, fresh = pickle.loads(Path(sys.argv[1]).read_bytes())
+    task, pack, plan, run, keep, receipt, fresh = pickle.loads(Path(sys.argv[1]).read_bytes())
 
     def act() -> None:
-        pack = dataclasses.replace(Pack.open(folder), raw=raw)
         fit(import_task(task, "nb.launch"), pack, plan, run, keep, receipt, progress=False, fresh=fresh)
 
     reporting(act)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nbtools import disk, show, train
-from nbtools.data import Card, Pack, Sample, cache, collate, items_of, patient, say
+from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, items_of, patient, say
 from nbtools.errors import CheckpointError, PackError, TrainError
 from nbtools.export import write_onnx, write_weights
 from nbtools.measure import Receipt, Verdict
@@ -194,7 +194,7 @@ class Run:
     def predict_pack(self, pack: Pack, ids: Sequence[int] | np.ndarray, batch_size: int = 64) -> list[Any]:
         """Return the answers to samples of a pack."""
         pack = self.readable(pack)
-        if lacking := [int(i) for i in ids if pack.wanted is not None and not pack.wanted[i]]:
+        if lacking := [int(i) for i in ids if pack.split[i] >= len(SPLITS)]:
             rule = f"sample {lacking[0]} has nothing that this run's network reads"
             raise PackError(f"{rule}; take ids of run.readable(pack)")
         return self.answers((pack.sample(int(i)) for i in ids), batch_size)[0]

@@ -135,8 +135,8 @@ def test_a_bucket_pads_every_column_to_few_lengths_none_beyond_the_packs_longest
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pack_without_arrays_is_read_from_its_dataset_whatever_the_plan_says(pack, workers):
-    options, batches = {**pack.options, "stored": False}, [np.array([3, 1]), np.array([5])]
-    bare = dataclasses.replace(pack, card=dataclasses.replace(pack.card, options=options))
+    bare, batches = dataclasses.replace(pack), [np.array([3, 1]), np.array([5])]
+    vars(bare)["arrays"] = {}
     for plan in (Plan(workers=workers), Plan(workers=workers, feed="streamed")):
         assert choose(bare, plan, CPU) == ("workers", "the pack stores no arrays (store=False)")
         for raw, batch in zip(open_feed(bare, plan, CPU)(batches), batches, strict=True):

@@ -233,7 +233,7 @@ def test_no_writer_is_in_two_splits_and_val_comes_from_train(tmp_path):
     assert {hand for hand, splits in hands.items() if splits == {"test"}} == {f"{n:03}" for n in range(25, 30)}
     assert 2 <= sum(splits == {"val"} for splits in hands.values()) <= 10
     assert packed(tmp_path / "raw", val=10).splits["val"] == 12  # three writers of four lines
-    with pytest.raises(PackError, match="leave none of 100 lines to train on; lower them"):
+    with pytest.raises(PackError, match="leave none of 100 samples to train on; lower them"):
         packed(tmp_path / "raw", val=101)
     with pytest.raises(PackError, match="val and test must be"):
         packed(tmp_path / "raw", val=0.5, test=0.6)

@@ -1,26 +1,31 @@
 """A source anywhere → local disk → Pack → batches on the device."""
 
-from nbtools.data.batches import Padding, Raw, batches_in, batches_left, collate, gather, in_order, lengths_of, on
 from nbtools.data.build import Entry, Survey, build_pack
 from nbtools.data.cached import cached
 from nbtools.data.dataset import items_of, pack, sample_of
 from nbtools.data.draws import STAYING, Draws, Keys, constant, places
 from nbtools.data.drive import drive_path, kept, on_colab, place_to_keep, release_runtime, remount
-from nbtools.data.feed import Feed, Resident, choose, open_feed
+from nbtools.data.feed import (
+    Feed,
+    Padding,
+    Raw,
+    Resident,
+    batches_in,
+    batches_left,
+    choose,
+    collate,
+    gather,
+    in_order,
+    lengths_of,
+    on,
+    open_feed,
+)
 from nbtools.data.forms import Form
 from nbtools.data.images import IMAGES, open_image
 from nbtools.data.items import TARGET
-from nbtools.data.pack import (
-    SPLITS,
-    Card,
-    Column,
-    Pack,
-    Sample,
-    is_pack,
-)
+from nbtools.data.pack import SPLITS, Card, Column, Pack, Sample, is_pack
 from nbtools.data.parallel import cores, side_by_side, threaded
 from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
 from nbtools.data.sources import cache
-from nbtools.data.splits import is_all, is_count, position, require_shares, split_of
 from nbtools.data.stage import stage
 from nbtools.data.transfer import bring, patient

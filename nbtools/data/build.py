@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +29,7 @@ from torch.utils.data import Dataset
 from nbtools import disk
 from nbtools.data import splits
 from nbtools.data.cached import touch
-from nbtools.data.pack import (
-    FORMAT,
-    MANIFEST,
-    Card,
-    Column,
-    Pack,
-    Reader,
-    Sample,
-    class_names,
-    entry_of,
-    is_pack,
-    lock_of,
-    memory_map,
-    seal,
-)
+from nbtools.data.pack import FORMAT, MANIFEST, Card, Column, Pack, Reader, Sample, class_names, is_pack, memory_map
 from nbtools.data.parallel import side_by_side
 from nbtools.data.progress import say
 from nbtools.data.sources import cache, listing
@@ -60,7 +45,6 @@ Draw = tuple[float, float, int]  # val, test, seed
 
 DAMAGED = (OSError, ValueError, EOFError, SyntaxError, zlib.error, struct.error, zipfile.BadZipFile)
 """What Pillow, NumPy and the like raise on damaged files."""
-
 READABLE = "the file must be readable"
 
 
@@ -82,12 +66,11 @@ class Entry:
 class Survey:
     """What a task finds in a source without decoding it.
 
-    entries: the samples to read, in the pack's order.
-    options: what `read` and `run.predict` need, completed by inspecting the files; None: as requested.
+    entries: the samples to read, in the pack's order. Those without a split get theirs by a hash of their group or
+    name, or with by_content of their arrays; stratified: each class is divided by the shares.
+    options: what `read` and `run.predict` need.
     ragged: columns whose samples differ in their first dimension; bucket_by: the one whose length groups batches.
     bad: (file, value, rule, fix) of each file that cannot be used.
-    drawn: every entry has its final split. Else those without one get theirs by a hash of their group or name, or with
-    by_content of their arrays; stratified: each class is divided by the shares.
     check: raises PackError(value, rule, fix) for a decoded sample that has to be left out; called by several threads.
     count: (columns, ids of training samples) → the samples of each class, by what they are classes of.
     named: a column that `read` gives as one text a sample, the name of its class; the pack stores its index in
@@ -98,11 +81,10 @@ class Survey:
 
     entries: Sequence[Entry]
     classes: Sequence[str] = ()
-    options: Options | None = None
+    options: Options = field(default_factory=dict)
     ragged: Collection[str] = ()
     bucket_by: str | None = None
     bad: Sequence[Problem] = ()
-    drawn: bool = False
     by_content: bool = False
     stratified: bool = False
     check: Callable[[Entry, Sample], None] | None = None
@@ -163,7 +145,7 @@ def build_pack(
         return side_by_side(work, inventory.entries[done:])
 
     draw: Any = {"val": val, "test": test, "seed": seed}
-    pack = make_pack(task, made, into, lambda: survey(folder, given), samples, options, **draw, progress=progress)
+    pack = make_pack(task, made, into, lambda: survey(folder, given), samples, **draw, progress=progress)
     return dataclasses.replace(pack, raw=RawFiles(pack, folder, read))
 
 
@@ -173,7 +155,6 @@ def make_pack(
     into: str | Path | None,
     survey: Callable[[], Survey],
     samples: Callable[[Survey, int], Generator[Sample | Problem, None, None]],
-    options: Options,
     *,
     val: float,
     test: float,
@@ -183,20 +164,19 @@ def make_pack(
     """Return the pack with a key: the finished one, or a new one, without its source.
 
     made: what the manifest records of the source: `key`, which says of what files and options it is made, and `source`.
-    samples: (survey, number of entries done) → what became of each entry from there on, in order. options: where the
-    survey has none. The rest as for `build_pack`.
+    samples: (survey, number of entries done) → what became of each entry from there on, in order. The rest as for
+    `build_pack`.
     """
     target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{made['key']}").absolute()
     touch(target)
-    with disk.explained(f"packing {made['source']}", target), lock_of(target):
+    name = hashlib.blake2b(str(target).encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    lock = disk.Lock(cache() / "locks" / f"pack-{name}.lock")
+    with disk.explained(f"packing {made['source']}", target), lock:
         if is_finished(target, task, made["key"]):
             return Pack.open(target)
         part = target.with_name(f"{target.name}.part")
         try:
             inventory = survey()
-            inventory = dataclasses.replace(
-                inventory, options=options if inventory.options is None else inventory.options
-            )
             writer = Writer(part, [VERSION, made["key"], len(inventory.entries)], inventory.named, inventory.ragged)
             with contextlib.closing(writer), contextlib.closing(samples(inventory, writer.done)) as stream:
                 writer.write([entry.name for entry in inventory.entries], stream, progress)
@@ -240,22 +220,22 @@ def fingerprint(task: str, folder: Path, given: Options) -> str:
     return digest.hexdigest()
 
 
-# -- reading
-
-
 def source_of(pack: Pack) -> Path | None:
     """Return the source of a kept pack where it is here and unchanged, so that a receipt can measure the raw files."""
-    made, source = pack.manifest, Path(pack.manifest.get("source", ""))
+    made, source = pack.manifest, Path(pack.manifest["source"])
     with contextlib.suppress(OSError):  # another user's, or on a disk that does not respond
         if "keyed" in made and source.exists() and fingerprint(pack.card.task, source, made["keyed"]) == made["key"]:
             return source
     return None
 
 
+# -- reading
+
+
 def decode(entry: Entry, survey: Survey, read: Reader, folder: Path) -> Sample | Problem:
     """Return a sample with its label, or its row of the table of bad samples."""
     try:
-        sample = read(folder / entry.name, survey.options or {})
+        sample = read(folder / entry.name, survey.options)
         if entry.label is not None:
             sample = {**sample, "label": np.asarray(entry.label)}
         if survey.check is not None:
@@ -307,35 +287,48 @@ def finish(writer: Writer, survey: Survey, task: str, made: Mapping[str, Any], d
         index = {name: i for i, name in enumerate(classes)}
         np.save(folder / f"{survey.named}.npy", np.array([index[name] for name in writer.classes], np.int64))
         columns[survey.named] = Column("fixed", "<i8", ())
-    (folder / "names.json").write_text(json.dumps([entry.name for entry in entries]))
-    if any(entry.group for entry in entries):
-        (folder / "groups.json").write_text(json.dumps([entry.group for entry in entries]))
-    with open(folder / "bad.csv", "w", encoding="utf-8-sig", errors="backslashreplace", newline="") as file:
-        csv.writer(file).writerows([("file", "value", "rule", "fix"), *bad])
+    write_tables(folder, entries, bad)
     arrays = {path.stem: memory_map(path) for path in folder.glob("*.npy")}
     label = survey.named or ("label" if classes and str(columns.get("label")) in ("int64 ()", "int64 (1)") else None)
     labels = None if label is None else class_names(arrays[label], classes)
     split = split_entries(entries, survey, arrays, labels, draw)
     arrays["split"] = np.array([splits.SPLITS.index(one) for one in split], np.uint8)
+    np.save(folder / "split.npy", arrays["split"])
     train = np.flatnonzero(arrays["split"] == 0)
-    options = {**(survey.options or {}), **(survey.learn(arrays, train) if survey.learn else {})}
-    counts = survey.count(arrays, train) if survey.count else {}
-    card = Card(task, classes, options, {**columns, **survey.elsewhere}, {}, survey.bucket_by, counts=counts)
-    files = {path.name: entry_of(path) for path in folder.iterdir() if path.name not in (JOURNAL, MANIFEST)}
+    options = {**survey.options, **(survey.learn(arrays, train) if survey.learn else {})}
+    paths = sorted(path for path in folder.iterdir() if path.name not in (JOURNAL, MANIFEST))
+    files = {path.name: {"size": path.stat().st_size, "sha256": disk.sha256(path)} for path in paths}
+    card = Card(
+        task,
+        classes,
+        options,
+        {**columns, **survey.elsewhere},
+        {one: split.count(one) for one in splits.SPLITS},
+        survey.bucket_by,
+        hashlib.sha256("".join(entry["sha256"] for entry in files.values()).encode()).hexdigest(),
+        survey.count(arrays, train) if survey.count else {},
+    )
     more = {"bad": len(bad), "label": label, "remarks": remarks(entries, survey, split, labels, draw)}
-    seal(folder, card, split, files, {**made, **more})
+    manifest = {**made, **more, "version": FORMAT, "nbtools": VERSION, "card": card.to_dict(), "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+def write_tables(folder: Path, entries: Sequence[Entry], bad: Sequence[Problem]) -> None:
+    (folder / "names.json").write_text(json.dumps([entry.name for entry in entries]))
+    if any(entry.group for entry in entries):
+        (folder / "groups.json").write_text(json.dumps([entry.group for entry in entries]))
+    with open(folder / "bad.csv", "w", encoding="utf-8-sig", errors="backslashreplace", newline="") as file:
+        csv.writer(file).writerows([("file", "value", "rule", "fix"), *bad])
 
 
 def split_entries(entries: Sequence[Entry], survey: Survey, arrays: Arrays, labels: Any, draw: Draw) -> list[str]:
     """Return the split of every sample."""
     val, test, seed = draw
     given, groups = [entry.split for entry in entries], [entry.group for entry in entries]
-    if survey.drawn and not splits.is_all(test):
-        return [split or "train" for split in given]
-    texts = contents(arrays, survey.named, len(entries)) if survey.by_content else repeat(b"")
-    places = [splits.position(e.group or text or e.name, seed) for e, text in zip(entries, texts, strict=False)]
+    texts = contents(arrays, survey.named, len(entries)) if survey.by_content else (entry.name for entry in entries)
+    places = [splits.position(group or text, seed) for group, text in zip(groups, texts, strict=True)]
     mix, exact = labels if survey.stratified else None, survey.stratified or survey.by_content
-    return splits.assign(given, places, val, test, groups=groups, labels=mix, exact=exact)
+    return splits.assign(given, places, groups, mix, (val, test), exact)
 
 
 def contents(arrays: Arrays, named: str | None, count: int) -> Iterator[bytes]:
@@ -351,10 +344,15 @@ def remarks(entries: Sequence[Entry], survey: Survey, split: list[str], labels: 
     """Return what is to be said of the splits."""
     val, test, _ = draw
     every, kept = (Counter(entry.split for entry in some) for some in (survey.entries, entries))
-    refused = {one: (count - kept[one], count) for one, count in every.items()}
+    lines = [
+        f"{count - kept[one]:,} of {plural(count, 'sample')} {f'of the {one} split ' if one else ''}cannot be used, "
+        "see pack.bad"
+        for one, count in every.items()
+        if count - kept[one] > count / 2
+    ]
     shares = {"train": 1, "val": val, "test": 0 if kept.keys() - {None} else test}
     drawn = [one for one, share in shares.items() if share and not splits.is_all(test)]
-    return splits.remarks(split, labels, drawn, refused)
+    return lines + splits.remarks(split, labels, drawn)
 
 
 def in_value_order(classes: Collection[str]) -> list[str]:
@@ -365,6 +363,6 @@ def in_value_order(classes: Collection[str]) -> list[str]:
 
 def nothing_usable(source: str, bad: Sequence[Problem]) -> str:
     if not bad:
-        return f"{source}: no samples inventory; is this the right folder?"
+        return f"{source}: no samples found; is this the right folder?"
     file, value, rule, fix = bad[0]
     return f"{source}: 0 of {plural(len(bad), 'file')} can be used. The first: {file}: {rule}, got {value}; {fix}"

@@ -111,7 +111,7 @@ def pack(
         return read_all(items, range(done, len(items)))
 
     ends: Any = {"val": val, "test": test, "seed": seed, "progress": progress}
-    pack: Any = make_pack(TASK, made, into, items.survey, samples, {}, **ends)
+    pack: Any = make_pack(TASK, made, into, items.survey, samples, **ends)
     pack = dataclasses.replace(pack, raw=RawItems(items, pack.names, pack.classes))
     return pack.folds(folds, seed) if folds else pack
 

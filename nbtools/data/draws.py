@@ -1,6 +1,6 @@
 """Draws: random numbers per sample, independent of the batch, device or order in which the sample comes.
 
-The n-th number of a sample is a hash of (seed, epoch, sample id, n), in whole-number tensor operations, so that CPU and
+The n-th number of a sample is a hash of (seed, epoch, sample id, n) in whole-number tensor operations, so that CPU and
 GPU give the same bits, and augmentation built on it resumes exactly and survives a change of batch size. The hash is
 PCG's output permutation RXS-M-XS 32 (O'Neill 2014) in chained form (Jarzynski & Olano 2020). B samples.
 """
@@ -11,11 +11,9 @@ import math
 from functools import cached_property, lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-BLOCK = 16  # numbers a sample hashed at once: on a GPU one costs as much as many
 STAYING = 512  # small tensors of a kind that stay on a device; a step reads a few dozen, other shapes bring others
 
 
@@ -26,38 +24,38 @@ def mix(x: Any) -> Any:
     return (word >> 22) ^ word
 
 
+# These stay on the device: a copy in every step would make the host wait, and a CUDA graph reads them where they lie.
+
+
 @lru_cache(STAYING)
 def constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a tensor of these values that stays on the device: a copy in every step would make the host wait, and a
-    CUDA graph reads it where it lies. Not to be modified."""
+    """Return a tensor of these values. Not to be modified."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
 @lru_cache(STAYING)
 def places(count: int, device: torch.device) -> Tensor:
-    """Return (count,) int64, from 0 on, that stays on the device as well."""
+    """Return (count,) int64, from 0 on. Not to be modified."""
     return torch.arange(count, device=device)
-
-
-@lru_cache(STAYING)
-def hashed(first: int, last: int, device: torch.device) -> Tensor:
-    return mix(torch.arange(first, last, device=device))
 
 
 class Keys:
     """The keys of all samples in an epoch, in one tensor that a CUDA graph reads where it lies; ids are below count."""
 
     def __init__(self, count: int, device: torch.device):
-        self.table = torch.empty(count, dtype=torch.int64, device=device)
-        self.epoch: tuple[int, int] | None = None
+        self.ids, self.epoch = torch.arange(count, device=device), (-1, -1)
+        self.table = torch.empty_like(self.ids)
 
     def of(self, seed: int, epoch: int) -> Tensor:
-        """Return (count,) int64, until another epoch's are asked for."""
+        """Return (count,) int64, until those of another epoch replace them."""
         if self.epoch != (seed, epoch):
-            self.epoch = None  # an interrupt may come
-            self.table.copy_(mix(torch.arange(len(self.table), device=self.table.device) + mix(mix(seed) + epoch)))
+            self.table.copy_(keys_of(seed, epoch, self.ids))
             self.epoch = seed, epoch
         return self.table
+
+
+def keys_of(seed: int, epoch: int, ids: Tensor) -> Tensor:
+    return mix(ids + mix(mix(seed) + epoch))
 
 
 class Draws:
@@ -65,23 +63,18 @@ class Draws:
     keys: where those of all samples are looked up; None: hash them."""
 
     def __init__(self, seed: int, epoch: int, ids: Tensor, keys: Keys | None = None):
-        self.seed, self.epoch, self.ids, self.all = seed, epoch, ids, keys
-        self.count = self.first = self.last = 0  # numbers taken; those in the block
-        self.block = ids[:, None]  # (B, last - first) int64
+        self.seed, self.epoch, self.ids, self.all, self.count = seed, epoch, ids, keys, 0
 
     @cached_property
     def keys(self) -> Tensor:  # at the first draw: a task without augmentation pays nothing
-        if self.all is None:
-            return mix(self.ids + mix(mix(self.seed) + self.epoch))
-        return self.all.of(self.seed, self.epoch)[self.ids]
+        place = self.seed, self.epoch
+        return keys_of(*place, self.ids) if self.all is None else self.all.of(*place)[self.ids]
 
     def bits(self, shape: tuple[int, ...] = ()) -> Tensor:
         """Return (B, *shape) int64 in [0, 2³²)."""
-        start, self.count = self.count, self.count + math.prod(shape)
-        if self.count > self.last:
-            self.first, self.last = start, max(self.count, start + BLOCK)
-            self.block = mix(self.keys[:, None] + hashed(self.first, self.last, self.ids.device))
-        return self.block[:, start - self.first : self.count - self.first].view(len(self.ids), *shape)
+        first, self.count = self.count, self.count + math.prod(shape)
+        numbers = mix(places(self.count, self.ids.device)[first:])
+        return mix(self.keys[:, None] + numbers).view(len(self.ids), *shape)
 
     def uniform(self, low: float = 0.0, high: float = 1.0, shape: tuple[int, ...] = ()) -> Tensor:
         """Return (B, *shape) float32 in [low, high), 24 bits; low ≠ 0 may round up to high."""
@@ -100,5 +93,5 @@ class Draws:
         return radius * torch.cos(self.uniform(0, 2 * math.pi, shape))
 
     def chance(self, p: float, shape: tuple[int, ...] = ()) -> Tensor:
-        """Return (B, *shape) bool, True with probability p: where `uniform` is less than p."""
-        return self.bits(shape) < math.ceil(np.float32(p) * 2**24) << 8
+        """Return (B, *shape) bool, True with probability p."""
+        return self.uniform(shape=shape) < p

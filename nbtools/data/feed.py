@@ -1,15 +1,20 @@
-"""Feeds: raw batches (see `batches`) on the device, from memory, from the memory map, or from the source files."""
+"""Feeds: which samples make a batch, in an order that is a pure function of (seed, epoch, position), and the batch on
+the device, from memory, from the memory map, or from the source files.
+
+A raw batch is a dict of tensors: a fixed column (B, *shape); a ragged one zero-padded (B, L, *shape) with
+`<column>_length` (B,); and `id` (B,) int64, the sample ids. B samples, L at least the longest of the batch.
+"""
 
 from __future__ import annotations
 
 import copy
 import signal
-import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import wait
+from itertools import pairwise
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -18,12 +23,132 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from nbtools import show
-from nbtools.data.batches import Padding, Raw, collate, gather, is_stored, on
-from nbtools.data.pack import Pack
+from nbtools.data.pack import Column, Pack, Sample
 from nbtools.errors import TrainError
 
+Raw = dict[str, Tensor]
 Plan = Any  # with feed, seed, workers, prefetch, and perhaps bucket
+Segments = Sequence[Sequence[int]]  # [(batch size, batches done with it)] since the start of the epoch
+
+MEGABATCH = 32  # batches sorted by length together: about 2.5 % padding in simulated text lines, order still mixed
 RESIDENT_SHARE = 0.3  # of free GPU memory that a pack may take to live there
+
+
+# -- which samples make a batch
+
+
+def batches_left(
+    ids: np.ndarray, lengths: np.ndarray | None, seed: int, epoch: int, segments: Segments
+) -> list[np.ndarray]:
+    """Return what remains of an epoch: batches of ids in order, after the given position.
+
+    A change of batch size is a new segment: it regroups what the earlier ones left, so every id still comes exactly
+    once. lengths (same order as ids) groups samples of like length; None if all are equal.
+    """
+    left = np.random.default_rng([seed, epoch]).permutation(len(ids))
+    batches: list[np.ndarray] = []
+    for k, (batch_size, done) in enumerate(segments):
+        rng = np.random.default_rng([seed, epoch, k + 1])  # NumPy takes [seed, epoch, 0] for [seed, epoch]
+        batches = grouped(left, lengths, batch_size, rng)
+        left = left[~np.isin(left, np.concatenate([left[:0], *batches[:done]]))]
+        batches = batches[done:]
+    return [ids[batch] for batch in batches]
+
+
+def grouped(
+    order: np.ndarray, lengths: np.ndarray | None, batch_size: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Return positions cut into batches: by length within megabatches, whose batches are then shuffled."""
+    if lengths is None:
+        return split(order, batch_size)
+    batches = []
+    for mega in split(order, batch_size * MEGABATCH):
+        batches += split(mega[np.argsort(lengths[mega], kind="stable")], batch_size)
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+def split(order: np.ndarray, size: int) -> list[np.ndarray]:
+    """Cut into batches; a last one of a single sample, which BatchNorm refuses, gets another from the one before."""
+    cuts = list(range(size, len(order), size))
+    if size > 1 and cuts and len(order) - cuts[-1] == 1:
+        cuts[-1:] = [cuts[-1] - 1] if size > 2 else []
+    return [order[start:end] for start, end in pairwise([0, *cuts, len(order)])] if len(order) else []
+
+
+def batches_in(count: int, batch_size: int) -> int:
+    """Return how many batches an epoch over so many samples has, grouped by length or not: as `split` makes them."""
+    return -(-count // batch_size) - (batch_size == 2 and count > 1 and count % 2)
+
+
+def in_order(ids: np.ndarray, lengths: np.ndarray | None, batch_size: int) -> list[np.ndarray]:
+    """Return every id once, for evaluation: ascending, or by length so that little is padded."""
+    return split(ids if lengths is None else ids[np.argsort(lengths, kind="stable")], batch_size)
+
+
+def lengths_of(pack: Pack, ids: np.ndarray) -> np.ndarray | None:
+    """Return the lengths that batches are grouped by; None where every sample has the same, or nobody has read them."""
+    by = pack.card.bucket_by
+    return pack.lengths(by, ids) if by in pack.offsets else None
+
+
+# -- what a batch holds
+
+
+class Padding:
+    """To what length samples are padded: a multiple of `Plan.bucket`, if it has one, but not beyond the longest of the
+    pack. cuDNN, oneDNN, CUDA graphs and compiled code plan anew for each shape, and then see few."""
+
+    def __init__(self, pack: Pack, plan: Plan = None):
+        self.bucket = getattr(plan, "bucket", 1)
+        self.longest = {name: int(np.diff(ends).max(initial=0)) for name, ends in pack.offsets.items()}
+
+    def __call__(self, column: str, length: Any) -> Any:
+        """Return the padded length, or (N,) lengths, of batches whose longest samples have these."""
+        whole = -(-length // self.bucket) * self.bucket
+        return np.minimum(whole, self.longest[column]) if column in self.longest else whole
+
+    def of(self, pack: Pack, batches: Sequence[np.ndarray]) -> dict[str, list[int]]:
+        """Return the length of each ragged column in each of these batches of ids, computed by the host alone."""
+        order, starts = np.concatenate(batches), np.cumsum([0, *map(len, batches[:-1])])
+        longest = {name: np.maximum.reduceat(pack.lengths(name, order), starts) for name in pack.offsets}
+        return {name: self(name, lengths).tolist() for name, lengths in longest.items()}
+
+
+def collate(samples: Sequence[Sample], columns: Mapping[str, Column], padding: Padding | None = None) -> Raw:
+    """Return the raw batch of samples, of these columns, and their ids where they have some."""
+    batch: Raw = {}
+    for name in (name for name in samples[0] if name in columns or name == "id"):
+        arrays = [sample[name] for sample in samples]
+        if name == "id" or columns[name].kind == "fixed":
+            batch[name] = torch.from_numpy(np.stack(arrays))
+            continue
+        lengths = np.array([len(array) for array in arrays])
+        longest = lengths.max() if padding is None else padding(name, lengths.max())
+        padded = np.zeros((len(arrays), longest, *arrays[0].shape[1:]), arrays[0].dtype)
+        for row, array in zip(padded, arrays, strict=True):
+            row[: len(array)] = array
+        batch[name], batch[f"{name}_length"] = torch.from_numpy(padded), torch.from_numpy(lengths)
+    return batch
+
+
+def gather(pack: Pack, ids: np.ndarray, padding: Padding | None = None) -> Raw:
+    """Return a raw batch in host memory, copied from the memory map, or read anew where the pack stores no arrays."""
+    if pack.is_stored:
+        fixed = {name: pack.arrays[name] for name in pack.columns if name not in pack.offsets}
+        raw: Raw = {name: torch.from_numpy(np.take(array, ids, axis=0)) for name, array in fixed.items()}
+        if pack.offsets:
+            ragged = [{n: pack.arrays[n][slice(*ends[i : i + 2])] for n, ends in pack.offsets.items()} for i in ids]
+            raw |= collate(ragged, pack.columns, padding)
+    else:
+        raw = collate([pack.raw[int(i)] for i in ids], pack.columns, padding)
+    return {**raw, "id": torch.from_numpy(np.asarray(ids, np.int64))}
+
+
+def on(device: torch.device, raw: Raw) -> Raw:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in raw.items()}
+
+
+# -- the batch on the device
 
 
 class Feed(Protocol):
@@ -36,7 +161,7 @@ class Feed(Protocol):
 
 def choose(pack: Pack, plan: Plan, device: torch.device) -> tuple[str, str]:
     """Return (feed, reason): the plan's own, or what `feed="auto"` does."""
-    if not is_stored(pack):
+    if not pack.is_stored:
         return "workers", "the pack stores no arrays (store=False)"
     if plan.feed != "auto":
         return plan.feed, "set in the plan"
@@ -51,10 +176,8 @@ def choose(pack: Pack, plan: Plan, device: torch.device) -> tuple[str, str]:
 
 def open_feed(pack: Pack, plan: Plan, device: torch.device) -> Feed:
     """Return the feed that the plan asks for. Raises TrainError if it cannot work here."""
-    name, _ = choose(pack, plan, device)
-    if name == "resident":
-        return Resident(pack, device, plan)
-    return Streamed(pack, device, plan) if name == "streamed" else Workers(pack, device, plan)
+    kinds = {"resident": Resident, "streamed": Streamed, "workers": Workers}
+    return kinds[choose(pack, plan, device)[0]](pack, device, plan)
 
 
 class Resident:
@@ -64,7 +187,7 @@ class Resident:
 
     def __init__(self, pack: Pack, device: torch.device, plan: Plan = None):
         self.pack, self.device, self.padding = pack, device, Padding(pack, plan)
-        self.values = {name: torch.from_numpy(pack.arrays[name]).to(device) for name in pack.columns}
+        self.values = {name: torch.from_numpy(array).to(device) for name, array in pack.arrays.items()}
         self.offsets = {name: torch.from_numpy(array).to(device) for name, array in pack.offsets.items()}
 
     def padded(self, plan: Plan) -> Self:
@@ -126,7 +249,7 @@ class Streamed:
 
     def fetch(self, ids: np.ndarray, pinned: dict[str, Tensor]) -> tuple[Raw, Any]:
         """Return a batch on the device, and the event after which it is there."""
-        raw, sent = gather(self.pack, ids, self.padding), {}
+        raw = gather(self.pack, ids, self.padding)
         if self.stream is None:
             return on(self.device, raw), None
         self.stream.synchronize()  # the last copy has left the pinned memory
@@ -134,9 +257,8 @@ class Streamed:
             for name, tensor in raw.items():
                 if name not in pinned or pinned[name].numel() < tensor.numel():
                     pinned[name] = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
-                buffer = pinned[name][: tensor.numel()].view(tensor.shape).copy_(tensor)
-                sent[name] = buffer.to(self.device, non_blocking=True)
-            return sent, self.stream.record_event()
+                raw[name] = pinned[name][: tensor.numel()].view(tensor.shape).copy_(tensor)
+            return on(self.device, raw), self.stream.record_event()
 
     def arrived(self, raw: Raw, copied: Any) -> Raw:
         if copied is not None:
@@ -164,22 +286,21 @@ class Workers:
         self.idle: list[DataLoader] = []
 
     def open(self, first: np.ndarray) -> DataLoader:
-        """Return a loader whose workers start with the first batch. Where the Dataset draws random numbers, they depend
-        on that batch and the plan's seed, so that a resumed run does not repeat those with which the run began."""
-        generator = torch.Generator()  # its own: else every epoch draws from the stream that dropout uses
-        if self.pack.options.get("random"):
-            generator.manual_seed(int(np.random.default_rng([self.plan.seed, *first]).integers(2**63)))
+        """Return a loader whose workers start with the first batch. What a Dataset draws at random depends on that and
+        the plan's seed: a resumed run does not repeat its beginning, and dropout's stream is left alone."""
         many, cuda = self.plan.workers > 0, self.device.type == "cuda"
         return DataLoader(
             self.pack.raw,
             batch_sampler=[],
             num_workers=self.plan.workers,
-            collate_fn=partial(collate, columns=self.pack.columns, unread=self.pack.unread, padding=self.padding),
+            collate_fn=partial(collate, columns=self.pack.columns, padding=self.padding),
             pin_memory=cuda,
             prefetch_factor=self.plan.prefetch if many else None,
             persistent_workers=many,
             worker_init_fn=ignore_signals,
-            generator=generator,
+            generator=torch.Generator().manual_seed(
+                int(np.random.default_rng([self.plan.seed, *first]).integers(2**63))
+            ),
             multiprocessing_context="forkserver" if many and cuda else None,  # fork + CUDA deadlocks
         )
 
@@ -193,12 +314,8 @@ class Workers:
                 yield on(self.device, raw)
         except GeneratorExit:  # the caller left early: the next call drops what is on its way
             pass
-        except BaseException as error:
-            workers = getattr(loader._iterator, "_workers", [])
-            died = workers and isinstance(error, Exception) and wait([each.sentinel for each in workers], 1.0)
-            for process in workers:  # they would live as long as the traceback
-                process.kill()
-            if not died:
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
                 raise
             raise TrainError(
                 "a worker process of the DataLoader died, as where memory or shared memory (/dev/shm) runs out; set "
@@ -215,7 +332,7 @@ def begun(loader: DataLoader) -> Iterator[Raw]:
     try:
         return iter(loader)
     finally:
-        if threading.current_thread() is threading.main_thread():
+        with suppress(ValueError):  # not in the main thread, where torch sets none either
             signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 

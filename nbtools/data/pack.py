@@ -15,12 +15,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import mode
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -29,11 +28,9 @@ from nbtools import disk, show
 from nbtools.data import archive, splits
 from nbtools.data.cached import touch
 from nbtools.data.drive import place_to_keep
-from nbtools.data.sources import cache
 from nbtools.data.splits import SPLITS
 from nbtools.data.transfer import patient
 from nbtools.errors import ArchiveError, PackError
-from nbtools.version import VERSION
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,23 +78,22 @@ class Card:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        fields = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
-        return cls(**{**fields, "columns": columns_of(values["columns"])})
+        return cls(**{**values, "columns": columns_of(values["columns"])})
 
 
 @dataclass(frozen=True)
 class Pack(show.Table):
-    """An open pack. `raw` is the Dataset over what it was made of, None if that is gone. Shows as a table.
+    """An open pack. Shows as a table.
 
-    wanted: (n,) bool, the samples that are in a split; None: all. unread: columns that batches leave out. See `part`.
+    split: (n,) uint8, as in `split.npy`, and 3 for samples in no split; raw: the Dataset over what it was made of, None
+    if that is gone.
     """
 
     folder: Path
     card: Card
     manifest: dict[str, Any] = field(repr=False)
+    split: np.ndarray = field(repr=False, compare=False)
     raw: Any = field(default=None, repr=False)
-    wanted: np.ndarray | None = field(default=None, repr=False, compare=False)
-    unread: frozenset[str] = frozenset()
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
@@ -107,32 +103,22 @@ class Pack(show.Table):
         if not is_pack(folder):
             raise PackError(f"{folder}: no {MANIFEST}, so this is not a pack; make one with task.pack(source)")
         with disk.explained("opening a pack", folder):
-            try:
-                manifest = disk.from_json((folder / MANIFEST).read_bytes())
-                version, maker = manifest["version"], manifest.get("nbtools", "0.1")
-                sizes = {folder / name: entry["size"] for name, entry in manifest["files"].items()}
-                card = Card.from_dict(manifest["card"]) if version == FORMAT else None
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise PackError(
-                    f"{folder / MANIFEST}: unreadable ({error}); delete the folder and pack again"
-                ) from None
-            if card is None:
-                made = f"nbtools {maker} made this pack, in format {version}, and format {FORMAT} is read here"
-                raise PackError(f"{folder}: {made}; delete the folder and pack again")
-            for path, size in sizes.items():
-                came = f"has {path.stat().st_size} bytes" if path.exists() else "is missing"
+            manifest, card = read_manifest(folder)
+            for name, entry in manifest["files"].items():
+                size = entry["size"]
+                came = f"has {path.stat().st_size} bytes" if (path := folder / name).exists() else "is missing"
                 if came != f"has {size} bytes":
                     raise PackError(f"{path}: {came}, when packed it had {size}; delete the folder and pack again")
-        touch(folder.absolute())
-        return cls(folder, card, manifest)
+            touch(folder.absolute())
+            return cls(folder, card, manifest, np.load(folder / "split.npy"))
 
     def verify(self) -> Self:
         """Compare every file's SHA-256 with the manifest; raises PackError naming the first that differs."""
-        for path, entry in ((self.folder / name, entry) for name, entry in self.manifest["files"].items()):
-            with disk.explained("verifying a pack", path):
-                came, expected = disk.sha256(path), entry["sha256"]
+        for name, entry in self.manifest["files"].items():
+            with disk.explained("verifying a pack", self.folder / name):
+                came, expected = disk.sha256(self.folder / name), entry["sha256"]
             if came != expected:
-                raise PackError(f"{path}: SHA-256 {came[:12]}…, the manifest says {expected[:12]}…")
+                raise PackError(f"{self.folder / name}: SHA-256 {came[:12]}…, the manifest says {expected[:12]}…")
         return self
 
     @property
@@ -154,29 +140,29 @@ class Pack(show.Table):
     @property
     def remarks(self) -> list[str]:
         """What whoever trains on it should hear, a sentence each."""
-        return self.manifest.get("remarks", [])
+        return self.manifest["remarks"]
 
     @property
     def bytes(self) -> int:
-        """On disk, without columns that batches leave out."""
-        left = {f"{name}{end}" for name in self.unread for end in (".npy", ".offsets.npy")}
-        return sum(entry["size"] for name, entry in self.manifest["files"].items() if name not in left)
+        """Of the arrays."""
+        return sum(array.nbytes for arrays in (self.arrays, self.offsets) for array in arrays.values())
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it has the arrays of its samples: not after `nb.pack(store=False)`."""
+        return self.arrays.keys() == self.columns.keys()
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
         """Column → memory map of its values, private to this process: writes do not reach the file."""
-        files = self.manifest["files"]
-        return {name: memory_map(self.folder / f"{name}.npy") for name in self.columns if f"{name}.npy" in files}
+        files = {name: self.folder / f"{name}.npy" for name in self.columns}
+        return {name: memory_map(path) for name, path in files.items() if path.exists()}
 
     @cached_property
     def offsets(self) -> dict[str, np.ndarray]:
         """Ragged column → (n + 1,) int64."""
         ragged = (name for name in self.arrays if self.columns[name].kind == "ragged")
         return {name: np.load(self.folder / f"{name}.offsets.npy") for name in ragged}
-
-    @cached_property
-    def split(self) -> np.ndarray:
-        return np.load(self.folder / "split.npy")
 
     @cached_property
     def names(self) -> list[str]:
@@ -189,30 +175,23 @@ class Pack(show.Table):
 
         return pd.read_csv(self.folder / "bad.csv", encoding="utf-8-sig", dtype=str, keep_default_na=False)
 
+    @property
+    def labels(self) -> list[str] | None:
+        """The class of every sample, None where a sample is not of one class."""
+        name = self.manifest["label"]
+        return None if name is None else class_names(memory_map(self.folder / f"{name}.npy"), self.classes)
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getstate__(self) -> dict[str, Any]:  # a process that gets it maps the arrays itself
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+
     def ids(self, split: str) -> np.ndarray:
         """Return (n,) int64 sample ids of a split, ascending."""
         if split not in SPLITS:
             raise PackError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-        chosen = self.split == SPLITS.index(split)
-        return np.flatnonzero(chosen if self.wanted is None else chosen & self.wanted)
-
-    def part(self, columns: Collection[str], unread: Collection[str] = ()) -> Self:
-        """Return the pack without the samples that have nothing in one of these columns: they are in no split, and ids
-        stay. Batches are grouped by one of them if the pack's own column is empty in some, and leave out the unread
-        columns. The pack itself where nothing changes."""
-        ragged, by = [name for name in columns if name in self.offsets], self.card.bucket_by
-        wanted = np.all([np.ones(len(self), bool), *(np.diff(self.offsets[name]) > 0 for name in ragged)], axis=0)
-        if ragged and by not in (None, *ragged) and not np.diff(self.offsets[by])[wanted].all():
-            by = ragged[0]
-        counts = {split: int(wanted[self.ids(split)].sum()) for split in SPLITS}
-        card = dataclasses.replace(self.card, splits=counts, bucket_by=by)
-        if card == self.card and self.unread == set(unread):
-            return self
-        wanted = wanted if self.wanted is None else wanted & self.wanted
-        return dataclasses.replace(self, card=card, wanted=None if wanted.all() else wanted, unread=frozenset(unread))
-
-    def __getstate__(self) -> dict[str, Any]:  # a process that gets it maps the arrays itself
-        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return np.flatnonzero(self.split == SPLITS.index(split))
 
     def lengths(self, column: str, ids: np.ndarray) -> np.ndarray:
         offsets = self.offsets[column]
@@ -220,63 +199,62 @@ class Pack(show.Table):
 
     def sample(self, i: int) -> Sample:
         """Return column → array of one sample; of `raw` where the pack does not hold it."""
-        if self.arrays.keys() < self.columns.keys():
+        if not self.is_stored:
             if self.raw is None:
                 raise PackError(f"{self.folder} stores no samples; pack its Dataset again, which opens this with it")
             return {name: np.asarray(array) for name, array in self.raw[i].items() if name in self.columns}
         rows = {name: slice(*self.offsets[name][i : i + 2]) if name in self.offsets else i for name in self.columns}
         return {name: np.asarray(self.arrays[name][row]) for name, row in rows.items()}
 
-    def folds(self, k: int, seed: int = 0) -> list[Pack]:
-        """Return k packs for cross validation, in folders beside this one: the n-th validates on the n-th part of what
-        is not test, and trains on the rest. They share its arrays, by links where the disk has them, and what was
-        measured for it, such as means. Classes are divided evenly, and groups stay whole."""
+    # -- the same arrays, seen otherwise
+
+    def reading(self, columns: Collection[str]) -> Self:
+        """Return the pack with these columns alone. Samples with nothing in one of them are in no split; ids stay."""
+        kept = {name: column for name, column in self.columns.items() if name in columns}
+        ragged, by = [name for name in columns if name in self.offsets], self.card.bucket_by
+        full = np.all([np.ones(len(self), bool), *(np.diff(self.offsets[name]) > 0 for name in ragged)], axis=0)
+        by = by if by in (None, *ragged) else next(iter(ragged), None)
+        made = self.with_split(np.where(full, self.split, len(SPLITS)).astype(np.uint8))
+        return dataclasses.replace(made, card=dataclasses.replace(made.card, columns=kept, bucket_by=by))
+
+    def folds(self, k: int, seed: int = 0) -> list[Self]:
+        """Return k packs for cross validation: the n-th validates on the n-th part of what is not test, and trains on
+        the rest. They share this one's folder, and what was measured for it, such as means. Classes are divided evenly,
+        and groups stay whole."""
         path, labels = self.folder / "groups.json", self.labels
         groups = json.loads(path.read_bytes()) if path.exists() else [None] * len(self)
         places = [splits.position(group or name, seed) for group, name in zip(groups, self.names, strict=True)]
-        units = splits.units_of(np.flatnonzero(self.split != SPLITS.index("test")).tolist(), places, groups)
+        units = splits.units_of(np.flatnonzero(self.split < SPLITS.index("test")).tolist(), places, groups)
         if not isinstance(k, int) or not 2 <= k <= len(units):
             raise PackError(f"folds must be 2 to {len(units):,}, as many as samples or groups at most, got {k!r}")
-        fold, made = splits.deal(units, labels, k), []
+        if labels is not None:
+            units.sort(key=lambda unit: mode(labels[i] for i in unit))
+        fold, made = np.full(len(self), -1), []
+        for n, unit in enumerate(units):
+            fold[unit] = n % k
         for n in range(k):
-            split = ["test" if i not in fold else "val" if fold[i] == n else "train" for i in range(len(self))]
-            made.append(self.with_split(split, f"fold-{n + 1}-of-{k}-seed-{seed}"))
+            one = self.with_split(np.where(fold < 0, self.split, fold == n).astype(np.uint8))
+            remarks = splits.remarks([SPLITS[i] for i in one.split], labels, ["train", "val"])
+            digest = hashlib.sha256(f"{self.card.digest} {n} {k} {seed}".encode()).hexdigest()
+            card = dataclasses.replace(one.card, digest=digest)
+            made.append(dataclasses.replace(one, card=card, manifest={**self.manifest, "remarks": remarks}))
         return made
 
-    @property
-    def labels(self) -> list[str] | None:
-        """The class of every sample, None where a sample is not of one class."""
-        name = self.manifest.get("label")
-        return None if name is None else class_names(self.arrays[name], self.classes)
-
-    def with_split(self, split: Sequence[str], name: str) -> Pack:
-        """Return this pack with another split, in a folder beside it."""
-        target = self.folder.absolute().with_name(f"{self.folder.name}-{self.card.digest[:8]}-{name}")
-        files = {file: entry for file, entry in self.manifest["files"].items() if file != "split.npy"}
-        with disk.explained(f"dividing {self.folder}", target), lock_of(target):
-            if not is_pack(target):
-                part = target.with_name(f"{target.name}.part")
-                disk.remove(part)
-                part.mkdir()
-                for file in files:
-                    try:
-                        os.link(self.folder / file, part / file)
-                    except OSError:  # a disk without hard links
-                        shutil.copyfile(self.folder / file, part / file)
-                remarks = splits.remarks(split, self.labels, ["train", "val"], {})
-                seal(part, self.card, split, files, {**self.manifest, "remarks": remarks})
-                disk.publish_folder(part, target)
-        return dataclasses.replace(Pack.open(target), raw=self.raw)
+    def with_split(self, split: np.ndarray) -> Self:
+        counts = {name: int((split == k).sum()) for k, name in enumerate(SPLITS)}
+        return dataclasses.replace(self, split=split, card=dataclasses.replace(self.card, splits=counts))
 
     def keep(self, where: str | Path) -> Path | None:
-        """Write the pack as one tar, to `drive:…` or a path, read it back, and put its SHA-256 next to it, which is
-        compared when it is staged; `task.pack` of that file opens it in the next session. Another pack of that name is
-        replaced, all at once; the very same one is not written again if it reads back whole. Errors of a mount are
-        tried again. Prints a sentence and returns None if access to Drive was declined in Colab's dialog."""
+        """Write the pack as one tar, to `drive:…` or a path, and put its SHA-256 next to it, which is compared when it
+        is staged; `task.pack` of that file opens it in the next session. Another pack of that name is replaced, all at
+        once; the very same one is not written again if it reads back whole. Errors of a mount are tried again. Prints a
+        sentence and returns None if access to Drive was declined in Colab's dialog."""
+        if self.card.digest != self.manifest["card"]["digest"]:
+            raise PackError("a fold shares the files of the pack that was divided; keep that one")
         target = patient(lambda: place_to_keep(where), Path(where))
         if target is None:
             return None
-        target = target if target.suffix == ".tar" else target.with_name(target.name + ".tar")
+        target = target if target.suffix == ".tar" else target.with_name(f"{target.name}.tar")
         files = {name: self.folder / name for name in (*self.manifest["files"], MANIFEST)}
         promise = target.with_name(f"{target.name}.sha256")
         with disk.explained(f"keeping {self.folder}", target):
@@ -293,9 +271,6 @@ class Pack(show.Table):
         except (OSError, ArchiveError):
             return False
 
-    def __len__(self) -> int:
-        return len(self.split)
-
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
         names, bad = [*self.classes[:40], *["…"][: len(self.classes) - 40]], self.manifest["bad"]
         return ("pack", ""), [
@@ -308,6 +283,20 @@ class Pack(show.Table):
             ("size", show.size(self.bytes)),
             ("folder", str(self.folder)),
         ]
+
+
+def read_manifest(folder: Path) -> tuple[dict[str, Any], Card]:
+    """Return a pack's manifest and card. Raises PackError for what is none, or of another format."""
+    again = "delete the folder and pack again"
+    try:
+        manifest = disk.from_json((folder / MANIFEST).read_bytes())
+        if (version := manifest["version"]) != FORMAT:
+            maker = manifest.get("nbtools", "0.1")
+            made = f"nbtools {maker} made this pack, in format {version}, and format {FORMAT} is read here"
+            raise PackError(f"{folder}: {made}; {again}")
+        return manifest, Card.from_dict(manifest["card"])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise PackError(f"{folder / MANIFEST}: unreadable ({error}); {again}") from None
 
 
 def columns_of(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Column]:
@@ -331,24 +320,3 @@ def memory_map(path: Path) -> np.ndarray:
         return np.load(path, mmap_mode="c")
     except ValueError:
         return np.load(path)
-
-
-def lock_of(folder: Path) -> disk.Lock:
-    """Return the lock of whoever makes a pack there."""
-    name = hashlib.blake2b(str(folder).encode(errors="surrogateescape"), digest_size=8).hexdigest()
-    return disk.Lock(cache() / "locks" / f"pack-{name}.lock")
-
-
-def entry_of(path: Path) -> dict[str, Any]:
-    """Return what a manifest says of a file."""
-    return {"size": path.stat().st_size, "sha256": disk.sha256(path)}
-
-
-def seal(folder: Path, card: Card, split: Sequence[str], files: Mapping[str, Any], more: Mapping[str, Any]) -> None:
-    """Write split.npy and the manifest beside the other files, which are then a whole pack."""
-    np.save(folder / "split.npy", np.array([SPLITS.index(one) for one in split], np.uint8))
-    files = {**files, "split.npy": entry_of(folder / "split.npy")}
-    digest = hashlib.sha256("".join(files[name]["sha256"] for name in sorted(files)).encode()).hexdigest()
-    card = dataclasses.replace(card, splits={one: split.count(one) for one in SPLITS}, digest=digest)
-    manifest = {**more, "version": FORMAT, "nbtools": VERSION, "card": card.to_dict(), "files": files}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))

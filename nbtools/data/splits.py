@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import mode
 
 import numpy as np
@@ -29,37 +29,27 @@ def position(data: str | bytes, seed: int = 0) -> float:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7, key=key).digest(), "big") / 2**56
 
 
-def split_of(name: str, val: float = 0.1, test: float = 0.1) -> str:
-    """Return the split of a name, whatever the others."""
-    return split_at(position(name), val, test)
-
-
-def split_at(place: float, val: float, test: float) -> str:
-    return "test" if place < test else "val" if place < test + val else "train"
-
-
 def assign(
     given: Sequence[str | None],
     places: Sequence[float],
-    val: float,
-    test: float,
-    *,
     groups: Sequence[str | None],
-    labels: Sequence[str] | None = None,
-    exact: bool = False,
+    labels: Sequence[str] | None,
+    shares: tuple[float, float],
+    exact: bool,
 ) -> list[str]:
-    """Return the split of every sample: the given one, else by its place; labels: classes, which are divided alike.
+    """Return the split of every sample: the given one, else by its place in [0, 1) and the shares of val and test.
 
     A source with a train split but no val split gives its val share from train, and one with any split of its own has
-    no other test split. test=1.0: all are test. Raises PackError where whole numbers leave nothing to train on.
+    no other test split. test=1.0: all are test. labels: classes, which are divided alike. Raises PackError where whole
+    numbers leave nothing to train on.
     """
+    val, test = shares
     if is_all(test):
         return ["test"] * len(given)
     own = set(given) - {None}
     divided = "train" if "train" in own and "val" not in own else None
     units = units_of((i for i, split in enumerate(given) if split == divided), places, groups)
-    if labels is not None:
-        units = interleave(units, labels)
+    units = units if labels is None else interleave(units, labels)
     result = [split or "train" for split in given]
     for unit, split in zip(units, draw(units, places, val, 0 if own else test, exact), strict=True):
         for i in unit:
@@ -70,7 +60,8 @@ def assign(
 def draw(units: Units, places: Sequence[float], val: float, test: float, exact: bool) -> list[str]:
     """Return the split of each unit. A share above 0 gets one at least, and the last one always trains."""
     exact = exact or is_count(val) or is_count(test)
-    splits = ["train" if exact else split_at(places[unit[0]], val, test) for unit in units]
+    first = (places[unit[0]] for unit in units)
+    splits = ["train" if exact or x >= test + val else "test" if x < test else "val" for x in first]
     splits[-1:] = ["train" for _ in splits[-1:]]
     total = sum(map(len, units))
     for split, share in (("test", test), ("val", val)):
@@ -80,9 +71,8 @@ def draw(units: Units, places: Sequence[float], val: float, test: float, exact: 
             if missing > 0 and splits[k] == "train":
                 splits[k], missing = split, missing - len(unit)
         if missing > 0 and is_count(share) and units:
-            raise PackError(
-                f"val={val} and test={test} leave none of {plural(total, 'sample')} to train on; lower them"
-            )
+            left = f"leave none of {plural(total, 'sample')} to train on"
+            raise PackError(f"val={val} and test={test} {left}; lower them")
     return splits
 
 
@@ -104,29 +94,10 @@ def interleave(units: Units, labels: Sequence[str]) -> Units:
     return [units[k] for k in np.argsort(middles, kind="stable")]
 
 
-def deal(units: Units, labels: Sequence[str] | None, k: int) -> dict[int, int]:
-    """Return id → fold of 0 … k - 1, with as many units of each class in each."""
-    if labels is not None:
-        units = sorted(units, key=lambda unit: mode(labels[i] for i in unit))
-    return {i: n % k for n, unit in enumerate(units) for i in unit}
-
-
-def remarks(
-    splits: Sequence[str],
-    labels: Sequence[str] | None,
-    drawn: Iterable[str],
-    refused: Mapping[str | None, tuple[int, int]],
-) -> list[str]:
-    """Return what whoever trains on these samples should hear, a sentence each.
-
-    labels: their classes; drawn: the splits that should have some; refused: given split → (samples left out, all).
-    """
-    lines = [
-        f"{bad:,} of {plural(total, 'sample')} {f'of the {split} split ' if split else ''}cannot be used, see pack.bad"
-        for split, (bad, total) in refused.items()
-        if bad > total / 2
-    ]
-    lines += [f"no sample is in {split}, so nothing {USES[split]}" for split in drawn if split not in splits]
+def remarks(splits: Sequence[str], labels: Sequence[str] | None, drawn: Iterable[str]) -> list[str]:
+    """Return what whoever trains on these samples should hear, a sentence each. labels: their classes; drawn: the
+    splits that should have some."""
+    lines = [f"no sample is in {split}, so nothing {USES[split]}" for split in drawn if split not in splits]
     classes = Counter(labels or ())
     if len(classes) > max(MOST * len(splits), 10):
         return [*lines, f"{len(classes):,} classes for {len(splits):,} samples: is the target a class at all?"]

@@ -52,16 +52,16 @@ class Writer:
 
     def __post_init__(self) -> None:
         path = self.folder / JOURNAL
-        noted = disk.from_json(path.read_bytes()) if path.exists() else {"mark": None, "sizes": {}}
-        there = {path.stem: path.stat().st_size for path in self.folder.glob("*.npy")}
-        if noted["mark"] != self.mark or any(there.get(name, -1) < size for name, size in noted["sizes"].items()):
+        noted: dict[str, Any] = disk.from_json(path.read_bytes()) if path.exists() else {"mark": None}
+        if noted["mark"] != self.mark:
             disk.remove(self.folder)
             self.folder.mkdir(parents=True)
             return
-        for path in self.folder.iterdir():
-            if path.name != JOURNAL and path.stem not in noted["sizes"]:  # of a process that was killed as it finished
-                disk.remove(path)
-        for name, size in noted.pop("sizes").items():
+        sizes = noted.pop("sizes")
+        for other in self.folder.iterdir():  # of a process that was killed as it began or finished
+            if other.name != JOURNAL and other.stem not in sizes:
+                disk.remove(other)
+        for name, size in sizes.items():
             self.files[name] = open(self.folder / f"{name}.npy", "r+b", BLOCK)  # noqa: SIM115
             self.files[name].truncate(size)
             self.files[name].seek(size)

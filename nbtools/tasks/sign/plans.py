@@ -186,7 +186,7 @@ def for_gru(card: Card) -> dict[str, tuple[Any, str]]:
 
 def with_gru(plan: Plan, card: Card | Pack) -> Plan:
     """The plan for the GRU on the same data: the network, and the settings with which it learns better."""
-    card = card.part(["features"]).card if isinstance(card, Pack) else card
+    card = card.reading(["features"]).card if isinstance(card, Pack) else card
     return plan.replace(**{name: value for name, (value, _) in for_gru(card).items()})
 
 

@@ -122,16 +122,13 @@ def part(pack: Pack, plan: Plan) -> Pack:
     Raises PlanError for one without the network's own column."""
     column_of(plan, pack.columns)
     reads = inputs(plan, pack.columns)
-    unread = pack.columns.keys() - {*reads, "label"}
-    made = pack.part(reads, pack.unread | unread)
-    if not unread:
+    made = pack.reading((*reads, "label"))
+    if made.columns.keys() == pack.columns.keys():
         return made
-    columns = {name: column for name, column in made.columns.items() if name not in unread}
     options = {**made.options, "feature_key" if "x" in reads else "kp_key": None}
     if "x" in reads:
         options.pop("require_x2048", None)
-    by = made.card.bucket_by if made.card.bucket_by in columns else reads[0]
-    return replace(made, card=replace(made.card, columns=columns, options=options, bucket_by=by))
+    return replace(made, card=replace(made.card, options=options))
 
 
 def tensors(card: Card | Pack, plan: Plan) -> tuple[Tensors, Tensors]:
