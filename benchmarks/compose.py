@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import nbtools as nb
-from nbtools.data import position
+from nbtools.data.splits import position
 from nbtools.tasks.common.demo import write_demo
 from nbtools.tasks.common.files import walk
 from nbtools.tasks.hwdb.demo import EM, LINES, Language, Writer, page_bytes, pool, soft

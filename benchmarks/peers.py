@@ -146,7 +146,7 @@ class Job:
             self.pack.raw,
             batch_sampler=self.order if split == "train" else each,
             num_workers=workers,
-            collate_fn=partial(collate, columns=self.pack.columns, unread=self.pack.unread),
+            collate_fn=partial(collate, columns=self.pack.columns),
             pin_memory=cuda,
             persistent_workers=workers > 0,
             multiprocessing_context="forkserver" if workers and cuda else None,

@@ -167,8 +167,8 @@ def test_a_network_never_gets_the_target_for_an_input_of_its_name(tmp_path):
             return self.head(torch.cat([x, y], 1))
 
     drawn = np.random.default_rng(0).random((40, 2)).astype(np.float32)
-    items = [((pair[:1], pair[1:]), "less" if pair[0] < pair[1] else "more") for pair in drawn]
-    pack = nb.pack(items, into=tmp_path / "pack", progress=False)
+    items = [(pair[:1], pair[1:], "less" if pair[0] < pair[1] else "more") for pair in drawn]
+    pack = nb.pack(items, target=2, into=tmp_path / "pack", progress=False)
     assert list(pack.options["inputs"]) == ["x1", "x2"]
     assert nb.evaluate(nb.TrainState(nb.classify(Pair), pack, nb.Plan()), pack, "train")["loss"] > 0
 
@@ -469,7 +469,7 @@ def test_items_of_a_dataset_are_predicted_like_the_packs_samples(tmp_path, packs
         [answer] = run.predict(single)
         assert (answer.name, answer.probability) == (expected[0].name, pytest.approx(expected[0].probability, abs=1e-5))
     with pytest.raises(
-        PackError, match=r"an item \(ndarray\): x must have the shape \(12, 12, 3\), .*, got \(9, 12, 3\)"
+        PackError, match=r"an item \(ndarray\): x must be uint8 \(12, 12, 3\), .*, got uint8 \(9, 12, 3\)"
     ):
         run.predict([arrays[0][:9]])
     with pytest.raises(PackError, match="an item must have x, got age; add what is missing"):

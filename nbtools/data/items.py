@@ -1,4 +1,4 @@
-"""What an item of a Dataset holds: parts by name or place, of which one is the target and some are inputs.
+"""What an item holds: parts by name or place, of which one is the target and some are inputs.
 
 An item is an array, tensor, number or PIL image, or a tuple or dict of them; its class may be a text.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import importlib
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 
+from nbtools.data.images import is_image, upright
 from nbtools.errors import PackError
 
 TARGET = "y"
@@ -24,13 +24,12 @@ WIDER = {"u2": "i4", "u4": "i8", "u8": "i8"}  # torch cannot index wide unsigned
 
 
 def parts_of(item: Any) -> dict[Any, Any]:
-    """Return the parts of an item by key, or by place in a tuple."""
+    """Return the parts of an item by key, or by place in a tuple; a list is an array."""
     if item is None:
         raise PackError("None", "an item must hold arrays", "return them from the Dataset, or leave the item out")
     if isinstance(item, Mapping):
         return dict(item)
-    several = isinstance(item, tuple) or (isinstance(item, list) and not is_array(item))
-    return dict(enumerate(item)) if several else {0: item}
+    return dict(enumerate(item)) if isinstance(item, tuple) else {0: item}
 
 
 def target_of(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | None) -> Any:
@@ -48,24 +47,20 @@ def target_of(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | Non
 
 
 def named(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | None) -> dict[str, Any]:
-    """Return column → value of chosen parts, the target under `y`; inputs None: all others. Inputs keep their keys,
-    nested ones joined by _; of a tuple they are `x`, or `x1`, `x2` … Raises PackError(value, rule, fix)."""
-    inputs = [key for key in parts if key != target] if inputs is None else inputs
-    goals = [] if target is None else [target]
-    for key in [*inputs, *goals]:
-        if key not in parts:
-            raise PackError(", ".join(map(str, parts)), f"an item must have {key!r}", "name a part that it has")
-    flat = [pair for key in inputs for pair in flattened(parts[key], "" if isinstance(key, int) else str(key))]
-    unnamed = sum(not name for name, _ in flat)
-    numbers = iter(["x"] if unnamed == 1 else [f"x{i}" for i in range(1, unnamed + 1)])
-    pairs = [(name or next(numbers), value) for name, value in flat]
-    pairs += [pair for key in goals for pair in flattened(parts[key], TARGET)]
-    if len(dict(pairs)) < len(pairs) or target in inputs:
-        names = ", ".join(name for name, _ in pairs)
-        raise PackError(
-            names, "inputs and target must have names of their own", "rename one, or choose with inputs=[…]"
-        )
-    return dict(pairs)
+    """Return column → value: the target as `y`; inputs, None: all others, by their keys, those of a tuple as `x`, or
+    `x1`, `x2` … Raises PackError(value, rule, fix)."""
+    chosen = [key for key in parts if key != target] if inputs is None else [*inputs]
+    places = [key for key in chosen if isinstance(key, int)]
+    names = {key: f"x{i}" for i, key in enumerate(places, 1)} if len(places) > 1 else dict.fromkeys(places, "x")
+    columns = [names.get(key) or re.sub(r"[^\w-]+", "_", str(key)) for key in chosen]  # they name files
+    if target is not None:
+        chosen, columns = [*chosen, target], [*columns, TARGET]
+    if lacking := [key for key in chosen if key not in parts]:
+        raise PackError(", ".join(map(str, parts)), f"an item must have {lacking[0]!r}", "name a part that it has")
+    if len({*columns}) < len(chosen) or len({*chosen}) < len(chosen):
+        rule, fix = "inputs and target must have names of their own", "rename one, or choose with inputs=[…]"
+        raise PackError(", ".join(columns), rule, fix)
+    return {column: parts[key] for column, key in zip(columns, chosen, strict=True)}
 
 
 def inputs_of(item: Any, columns: Sequence[str], target: Any, inputs: Sequence[Any] | None) -> dict[str, Any]:
@@ -80,44 +75,33 @@ def inputs_of(item: Any, columns: Sequence[str], target: Any, inputs: Sequence[A
     return {name: values[name] for name in columns}
 
 
-def flattened(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from flattened(part, f"{name}_{key}" if name else str(key))
-    elif isinstance(value, list | tuple) and not is_array(value) and not is_names(value):
-        for i, part in enumerate(value, 1):
-            yield from flattened(part, f"{name}{i}" if name else "")
-    else:
-        yield re.sub(r"[^\w-]+", "_", name), value  # it names a file
-
-
-def is_array(value: Any) -> bool:
-    """Return whether a value is a number, or nested lists of numbers."""
-    if isinstance(value, list | tuple):
-        return all(map(is_array, value)) and bool(value)
-    return isinstance(value, int | float | np.number | np.bool_)
-
-
-def is_names(value: Any) -> bool:
-    """Return whether a value is several classes by name."""
-    return isinstance(value, list | tuple | set) and all(isinstance(each, str) for each in value)
-
-
 # -- values
 
 
 def numeric(name: str, value: Any) -> np.ndarray:
     """Return an array of a dtype that packs hold. Raises PackError(value, rule, fix) for all else."""
+    if isinstance(value, list | tuple) and any(hasattr(each, "shape") for each in value):  # stacked, or several inputs?
+        raise PackError("several", f"{name} must be one array", "give each a place in the item: (a, b, label), target=2")
     try:
         array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
     except Exception as error:  # lists of unequal lengths, or what an object's own __array__ raises
-        raise PackError(error, f"{name} must be an array", "make it one of numbers in the Dataset") from None
+        raise PackError(
+            error, f"{name} must be an array", "make it one of numbers; parts of an item are a tuple or a dict"
+        ) from None
     if array.dtype.kind not in "biuf":
         came = f"the text {value[:40]!r}" if isinstance(value, str) else type(value).__name__
-        fix = "leave it out with inputs=[…], or pass text=function" if isinstance(value, str) else "convert it"
+        fix = "convert it, leave it out with inputs=[…], or pass text=function for texts"
         raise PackError(came, f"{name} must hold numbers", fix)
     wide = "f4" if array.dtype.kind == "f" else WIDER.get(f"{array.dtype.kind}{array.dtype.itemsize}", array.dtype)
     return array.astype(np.dtype(wide).newbyteorder("="), copy=False)
+
+
+def decoded(value: Any, function: str) -> Any:
+    """Return an image upright, and of a text what a function makes of it."""
+    if is_image(value):
+        value.load()  # Pillow decodes no earlier
+        return upright(value)
+    return resolve(function)(value) if function and isinstance(value, str) else value
 
 
 def bare(value: Any) -> Any:
@@ -128,6 +112,11 @@ def bare(value: Any) -> Any:
 
 def is_missing(value: Any) -> bool:
     return value is None or (np.ndim(value) == 0 and str(value) in ("", "nan", "<NA>", "NaT"))
+
+
+def is_names(value: Any) -> bool:
+    """Return whether a value is several classes by name."""
+    return isinstance(value, list | tuple | set) and all(isinstance(each, str) for each in value)
 
 
 def composed(name: Any) -> str:
@@ -143,10 +132,8 @@ def class_text(value: Any, names: Sequence[str]) -> str:
     """
     value = bare(value)
     if is_missing(value) or not isinstance(value, str | int):
-        came = "nothing" if is_missing(value) else str(value)
-        raise PackError(
-            came, "every sample must have a class: a string or a whole number", "leave it out, or correct it"
-        )
+        came, rule = "nothing" if is_missing(value) else str(value), "a string or a whole number"
+        raise PackError(came, f"every sample must have a class: {rule}", "leave it out, or correct it")
     if isinstance(value, str) or not names or value < 0 or any(name.lstrip("-").isdecimal() for name in names):
         return composed(value)
     if value >= len(names):
@@ -155,22 +142,19 @@ def class_text(value: Any, names: Sequence[str]) -> str:
     return names[value]
 
 
-# -- functions of texts
+# -- functions of texts, which a pack keeps by name
 
 
 def function_name(function: Any) -> str:
-    """Return `module:name` of a function, by which a pack keeps it. Raises PackError for one that has none."""
+    """Return `module:name` of a function. Raises PackError for one that has none."""
     name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '<none>')}"
-    if "<" in name:
-        raise PackError(f"text must be a function with a name, by which predictions find it again, got {function!r}")
+    if "<" in name or "." in name.partition(":")[2]:
+        raise PackError(f"text must be a function of a module, by whose name predictions find it, got {function!r}")
     return name
 
 
 @cache
 def resolve(name: str) -> Any:
-    """Return the function of that name. Raises PackError where it is gone."""
-    module, _, attribute = name.partition(":")
-    try:
-        return attrgetter(attribute)(importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise PackError(f"the function of texts that the pack was made with, {name}, is gone: {error}") from None
+    """Return the function of that name."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)

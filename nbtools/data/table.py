@@ -3,17 +3,16 @@ images `image`; a column of texts one of its own."""
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from nbtools.data.images import open_image
-from nbtools.data.items import TARGET, TARGETS, is_missing
+from nbtools.data.items import TARGET, TARGETS, composed, is_missing, is_names
 from nbtools.errors import PackError
 
 if TYPE_CHECKING:
@@ -46,56 +45,56 @@ def read_table(data: Any) -> pd.DataFrame:
 
 
 class Table(Dataset):
-    """Rows of a DataFrame by an encoding; goals: the columns of the target, several of 0 and 1 are the names of those
-    that are 1. root: where the files of its images are."""
+    """Rows of a DataFrame. encoding: column → `image`, `text`, `number`, or its categories; goals: the columns of the
+    target, several of 0 and 1 are labels; sep: divides a text into labels; root: where the files of its images are."""
 
-    def __init__(self, frame: pd.DataFrame, encoding: Mapping[str, Any], goals: Sequence[str], root: Path = Path()):
+    def __init__(self, frame: pd.DataFrame, encoding: Mapping[str, Any], goals: Sequence[str], root: Any, sep: Any):
         require_columns(frame, [*encoding, *goals])
-        self.frame, self.encoding, self.goals, self.root = frame, encoding, goals, root
-        self.x = encoded(frame, encoding)
+        self.frame, self.encoding, self.root = frame, encoding, root
         self.apart = {name: frame[name].tolist() for name, how in encoding.items() if how in APART}
-        self.y: Any = frame[goals[0]].tolist() if len(goals) == 1 else None
-        if len(goals) > 1:
-            values = frame[list(goals)].to_numpy(np.float32, na_value=np.nan)
-            self.y = values.tolist()
-            if np.isin(values[~np.isnan(values).any(1)], (0, 1)).all():
-                self.y = [None if np.isnan(row).any() else [*itertools.compress(goals, row)] for row in values]
+        encoded = {name: encode(frame[name], how) for name, how in encoding.items() if how not in APART}
+        self.x = np.concatenate([*encoded.values()], 1) if encoded else None
+        self.columns = [name for name, values in encoded.items() for _ in range(values.shape[1])]  # of x
+        self.targets: Any = None
+        self.classes: list[str] = []  # of several labels
+        if len(goals) == 1:
+            values = frame[goals[0]].tolist()
+            self.targets = [split(value, sep) if sep and isinstance(value, str) else value for value in values]
+            self.classes = sorted({composed(name) for value in self.targets if is_names(value) for name in value})
+        elif goals:
+            self.targets = frame[[*goals]].to_numpy(np.float32, na_value=np.nan)
+            self.classes = [*goals] if np.isin(self.targets[~np.isnan(self.targets)], (0, 1)).all() else []
 
     def __len__(self) -> int:
         return len(self.frame)
 
-    def label(self, i: int) -> Any:
-        return self.y[i]
-
     def __getitem__(self, i: int) -> dict[str, Any]:
-        item: dict[str, Any] = {}
+        lacking = [name for name, values in self.apart.items() if is_missing(values[i])]
+        if self.x is not None and np.isnan(self.x[i]).any():
+            lacking.append(self.columns[np.isnan(self.x[i]).argmax()])
+        if lacking:
+            how, value = self.encoding[lacking[0]], self.frame[lacking[0]].iloc[i]
+            kind = f"one of {', '.join(how[:5])}" if isinstance(how, list) else f"a {how}"
+            rule = f"{lacking[0]} must be {kind}{', as in the training data' * isinstance(how, list)}"
+            fix = "fill it in, or leave the column out with inputs=[…]"
+            raise PackError("nothing" if is_missing(value) else value, rule, fix)
+        item = {} if self.x is None else {"x": self.x[i]}
         for name, values in self.apart.items():
-            if is_missing(values[i]):
-                raise self.refusal(i, name)
             image = self.encoding[name] == "image"
-            item["image" if image else name] = open_image(self.root / str(values[i])) if image else values[i]
-        if self.x is not None:
-            if np.isnan(self.x[i]).any():
-                names = [name for name, how in self.encoding.items() for _ in features(name, how)]
-                raise self.refusal(i, names[int(np.isnan(self.x[i]).argmax())])
-            item["x"] = self.x[i]
-        return item if self.y is None else {**item, TARGET: self.y[i]}
+            item |= {"image": open_image(self.root / str(values[i]))} if image else {name: values[i]}
+        return item if self.targets is None else {**item, TARGET: self.targets[i]}
 
-    def refusal(self, i: int, name: str) -> PackError:
-        """Return why a row cannot be used: a value is missing, or not what the encoding allows."""
-        how, value = self.encoding[name], cast(Any, self.frame[name].iloc[i])
-        if is_missing(value):
-            fix = "fill it with df.fillna(…), or leave the column out with inputs=[…]"
-            return PackError("nothing", f"{name} must have a value", fix)
-        rule = "a number" if how == "number" else f"one of {', '.join(how[:5])}"
-        return PackError(str(value), f"{name} must be {rule}, as in the training data", "correct it, or leave it out")
-
-    def content(self) -> str:
+    def content(self) -> bytes:
         """Return all that it holds, of its images their size and time."""
         images = (name for column, how in self.encoding.items() if how == "image" for name in self.apart[column])
-        files = [file.stat() for name in images if (file := self.root / str(name)).exists()]
-        x = b"" if self.x is None else self.x.tobytes()
-        return repr([x, self.apart, self.y, self.root, [(file.st_size, file.st_mtime_ns) for file in files]])
+        stats = [file.stat() for name in images if (file := self.root / str(name)).exists()]
+        files = [(self.root, stat.st_size, stat.st_mtime_ns) for stat in stats]
+        targets = self.targets.tolist() if isinstance(self.targets, np.ndarray) else self.targets
+        return repr([self.apart, targets, files]).encode() + (b"" if self.x is None else self.x.tobytes())
+
+
+def split(text: str, sep: str) -> list[str]:
+    return [name.strip() for name in text.split(sep) if name.strip()]
 
 
 def require_columns(frame: pd.DataFrame, names: Sequence[str]) -> None:
@@ -103,91 +102,56 @@ def require_columns(frame: pd.DataFrame, names: Sequence[str]) -> None:
         raise PackError(f"the table has no column {absent[0]!r}; its columns are {', '.join(frame)}")
 
 
-def tables(
-    frames: Sequence[pd.DataFrame],
-    folders: Sequence[Path],
-    *,
-    target: Any,
-    inputs: Sequence[Any] | None,
-    image: str | None,
-    texts: Sequence[str],
-    besides: str | None,
-    encoding: Mapping[str, Any],
-) -> list[Table]:
-    """Return Datasets of DataFrames, encoded alike: as given, else as the first, which is that of training.
-
-    inputs: by default image and texts, without these all columns but the target and `besides`. Raises PackError for
-    columns that are missing, or cannot be numbers.
-    """
-    first = frames[0]
-    if target is None:
-        target = [name for name in TARGETS if name in first]
-        if len(target) > 1:
-            raise PackError(f"the table has the columns {', '.join(target)}; name the target: target={target[0]!r}")
-    goals = [str(name) for name in ([target] if isinstance(target, str | int) else target)]
-    if not encoding:
-        own = [name for name in (image, *texts) if name is not None]
-        rest = [name for name in first if name not in (*goals, besides) and not own] if inputs is None else inputs
-        chosen = [*dict.fromkeys(map(str, (*own, *rest)))]
-        if not chosen or {*chosen} & {*goals} or first.columns.has_duplicates:
-            came = f"inputs {', '.join(chosen) or 'none'} and target {', '.join(goals) or 'none'}"
-            raise PackError(f"inputs and target must be columns of their own, got {came}; choose with inputs=[…]")
-        require_columns(first, [*chosen, *goals])
-        encoding = encoding_of(first, chosen, image, texts)
-    return [Table(frame, encoding, goals, folder) for frame, folder in zip(frames, folders, strict=True)]
-
-
-def encoding_of(frame: pd.DataFrame, chosen: Sequence[str], image: Any, texts: Sequence[str]) -> dict[str, Any]:
-    """Return how each column becomes an input: `image`, `text`, `number`, or its categories, one number each. Raises
-    PackError for a column that cannot, and where float32 makes most of its values equal."""
+def encode(column: Any, how: Any) -> np.ndarray:
+    """Return (rows, F) float32 of numbers, or of a 1 for each category; NaN where a value is missing or neither."""
     import pandas as pd
 
-    encoding, refused = {}, {}
-    for name in chosen:
-        column = frame[name]
-        kind = pd.api.types.infer_dtype(column, skipna=True)
-        if name == image or name in texts:
-            encoding[name] = "image" if name == image else "text"
-        elif kind in NUMERIC:
-            encoding[name], values = "number", np.unique(numbers(column))
-            if len(np.unique(values.astype(np.float32))) < len(values) / 2:
-                raise PackError(f"{name}: most of its values are equal in float32; subtract the smallest one")
-        elif kind == "categorical" or (kind == "string" and len(column.unique()) <= FEW):
-            names = column.cat.categories if kind == "categorical" else sorted(column.dropna().unique())
-            encoding[name] = [str(each) for each in names]
-        else:
-            refused[name] = f"{column.nunique():,} different texts" if kind == "string" else f"{kind} values"
-    if refused:
-        listed = ", ".join(f"{name!r} ({came})" for name, came in refused.items())
-        ways = f"inputs={[*encoding]}, image= for file names, text= for a function, or df.astype({{…: 'category'}})"
-        raise PackError(f"these columns are not numeric: {listed}; pass {ways}")
-    return encoding
-
-
-def features(name: str, how: Any) -> list[str]:
-    """Return the names of what a column becomes in x."""
-    return [f"{name}={each}" for each in how] if isinstance(how, list) else [] if how in APART else [name]
-
-
-def numbers(column: Any) -> np.ndarray:
-    """Return a column of numbers as float64; NaN where a value is missing or none."""
-    import pandas as pd
-
+    if isinstance(how, list):
+        places = {text: i for i, text in enumerate(how)}
+        codes = np.array([-1 if is_missing(value) else places.get(str(value), -1) for value in column], int)
+        return np.where(codes[:, None] < 0, np.float32(np.nan), np.eye(len(how), dtype=np.float32)[codes])
     if not pd.api.types.is_numeric_dtype(column):
         column = pd.to_numeric(column.astype(object), errors="coerce")
-    return column.to_numpy(np.float64, na_value=np.nan)
+    return column.to_numpy(np.float64, na_value=np.nan).astype(np.float32)[:, None]
 
 
-def encoded(frame: pd.DataFrame, encoding: Mapping[str, Any]) -> np.ndarray | None:
-    """Return x (rows, F) float32; NaN where a value is missing, or not among the categories. None without columns."""
-    parts = []
-    for name, how in encoding.items():
-        if isinstance(how, list):
-            places = {text: i for i, text in enumerate(how)}
-            codes = np.array([-1 if is_missing(value) else places.get(str(value), -1) for value in frame[name]], int)
-            part = np.eye(len(how), dtype=np.float32)[codes]
-            part[codes < 0] = np.nan
-            parts.append(part)
-        elif how not in APART:
-            parts.append(numbers(frame[name]).astype(np.float32)[:, None])
-    return np.concatenate(parts, 1) if parts else None
+def roles_of(
+    frame: pd.DataFrame, target: Any, inputs: Sequence[Any] | None, image: str | None, besides: Any
+) -> tuple[list[str], list[str]]:
+    """Return the columns of the target, and of inputs: by default the image, without one all others. Raises PackError
+    where there is no single reading."""
+    own = [] if image is None else [image]
+    names = [name for name in TARGETS if name in frame] if target is None else target
+    goals = [str(name) for name in ([names] if isinstance(names, str | int) else names)]
+    if target is None and len(goals) > 1:
+        raise PackError(f"the table has the columns {', '.join(goals)}; name the target: target={goals[0]!r}")
+    rest = [name for name in frame if name not in (*goals, besides) and not own] if inputs is None else inputs
+    chosen = [*dict.fromkeys(map(str, (*own, *rest)))]
+    require_columns(frame, [*goals, *chosen])
+    if not chosen or {*chosen} & {*goals}:
+        came = f"inputs {', '.join(chosen) or 'none'} and target {', '.join(goals) or 'none'}"
+        raise PackError(f"inputs and target must be columns of their own, got {came}; choose with inputs=[…]")
+    return goals, chosen
+
+
+def encoding_of(frame: pd.DataFrame, chosen: Sequence[str], image: Any, text: bool) -> dict[str, Any]:
+    """Return how each column becomes an input; text: strings are texts. Raises PackError for one that cannot."""
+    import pandas as pd
+
+    encoding, refused = dict[str, Any](), []
+    for name in chosen:
+        column: Any = frame[name]
+        kind = pd.api.types.infer_dtype(column, skipna=True)
+        if name == image or (text and kind == "string"):
+            encoding[name] = "image" if name == image else "text"
+        elif kind in NUMERIC:
+            encoding[name] = "number"
+        elif kind == "categorical" or (kind == "string" and column.nunique() <= FEW):
+            names = column.cat.categories if kind == "categorical" else sorted(column.dropna().unique())
+            encoding[name] = [*map(str, names)]
+        else:
+            refused.append(f"{name!r} ({f'{column.nunique():,} different texts' if kind == 'string' else kind})")
+    if refused:
+        ways = f"inputs={[*encoding]}, image= for file names, text= for a function, or df.astype({{…: 'category'}})"
+        raise PackError(f"these columns are not numeric: {', '.join(refused)}; pass {ways}")
+    return encoding
