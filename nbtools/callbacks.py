@@ -1,7 +1,5 @@
 """What a user watches a run with: functions that get each record with values, and TensorBoard's event files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,23 +16,21 @@ def callbacks_of(functions: Sequence[Callback], log: str | None) -> list[Callbac
         raise TrainError(f"callbacks must be a list of functions f(record, run), got {functions!r}; pass [f]")
     if log not in (None, "tensorboard"):
         raise TrainError(f'log must be "tensorboard" or None, got {log!r}; any other logger is a function in callbacks')
-    return [*functions, *([] if log is None else [TensorBoard()])]
+    return [*functions] if log is None else [*functions, TensorBoard()]
 
 
 class TensorBoard:
-    """Write the numbers of a run's rows into its folder, by global step. Rows beyond the checkpoint that a run resumes
-    from are repeated: `purge_step` has TensorBoard drop the first ones."""
+    """Write the numbers of a run's rows into its folder, by global step."""
 
     def __init__(self) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtra(f'log="tensorboard" needs tensorboard ({error}): pip install "nbtools[log]"') from None
-        self.make: Callable[..., Any] = SummaryWriter
-        self.writer, self.step = None, 0
+        self.make, self.writer, self.step = SummaryWriter, None, 0
 
     def __call__(self, record: Record, run: Run) -> None:
-        if self.writer is None or record.step < self.step:  # the run begins, or went back to a checkpoint
+        if self.writer is None or record.step < self.step:  # the run begins, or went back: rows are repeated
             self.close()
             before = [row["step"] for row in run.history.rows[:-1]]
             self.writer = self.make(str(run.folder), purge_step=before[-1] + 1 if before else 0)

@@ -1,38 +1,33 @@
-"""fit: a whole training run in one call: the folder, start or resume, training under the guard, the receipt. Called
-again, it resumes."""
+"""fit: one training run from the user's call to its receipt. The same call again resumes it."""
 
 from __future__ import annotations
 
 import gc
-import os
+import json
 import signal
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
 from torch.distributed import is_torchelastic_launched
 
-from nbtools import disk, train
+from nbtools import disk, measure, train
 from nbtools.callbacks import Callback, TensorBoard, callbacks_of
-from nbtools.data import Pack, meanwhile, on_colab, place_to_keep, release_runtime, say
-from nbtools.errors import CheckpointError, PackError, ctrl_c
-from nbtools.finish import diagnose, finish
-from nbtools.folder import Job, begin, only_one, rebuild, restore
+from nbtools.data import Pack, meanwhile, on_colab, place_to_keep, release_runtime, say, work
+from nbtools.errors import CheckpointError, NbtoolsError, PackError, ctrl_c
+from nbtools.folder import Job, begin, only_one, own_folder, restore, settle
 from nbtools.guard import Guard
-from nbtools.identity import Call, called, former_run, meant, own_folder
-from nbtools.live import REFUSED, FirstSignal, Panel, Surface, chosen, running_kernel
-from nbtools.run import Run, what_next
-from nbtools.train import Plan, Ranks, Task, TaskLike, TrainState, checkpoint
+from nbtools.identity import former_run
+from nbtools.live import FirstSignal, Panel, Surface, chosen, running_kernel
+from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run, what_next
+from nbtools.show import number, plural
+from nbtools.train import Plan, Ranks, Task, TaskLike, TrainState, checkpoint, evaluation
 from nbtools.train import device as devices
-
-NOTHING = {
-    "best": "there is no best checkpoint yet; the first evaluation chooses one",
-    "undo": "there is no change to undo among the last log steps; set the earlier value",
-}
 
 
 @contextmanager
@@ -74,20 +69,16 @@ def fit(
     fresh: bool = False,
 ) -> Run:
     """Train in this cell, drawing as it goes; return the Run. Stop and Ctrl-C finish the step, save, and return it, in
-    a script by a KeyboardInterrupt; the same call then resumes.
+    a script by a KeyboardInterrupt. The same call then resumes, bit for bit on a CPU.
 
-    plan: a Plan, a Panel or an Advice, or a function that returns one, called once a lost folder is restored; None:
-    the run's own, or what `advise` proposes. run: a folder on local disk; a run that is already there resumes from its
-    last checkpoint, bit for bit (CPU), with the settings that code or a hand changed since; a finished one is returned,
-    or extended by more epochs, and refuses anything else. None: the newest run below `runs/` with the same network,
-    data and given settings, or that this Panel drove; else a new `runs/<task>-<n>`. fresh: start over in that folder.
-    keep: a second folder, usually on Drive (`drive:…`), to which everything is copied in the background, and from which
-    a lost local folder, or one that is behind, is restored. receipt: measure the task's baseline next to this run at
-    the end, for a few seconds. release_gpu: at the end free the GPU's memory, and on Colab give the machine back, with
-    everything on its disk. samples: which are shown with their predictions: "first" (as by default), "worst", or at
-    most eight ids of the pack. callbacks: functions `f(record, run)`, called with each record that has values, on
-    rank 0; one that returns "stop" stops the run after the step, and an error in one ends it. log: "tensorboard" writes
-    event files into the folder. Raises TrainError, PlanError or CheckpointError; the checkpoints stay intact.
+    plan: a Plan, a Panel or an Advice, or a function that returns one; None: the run's own, else what `advise`
+    proposes. run: a local folder; the run in it resumes with what code or a hand changed since, or, if it is finished,
+    is returned or extended by more epochs. None: the run below `runs/` that this call means, else a new one. keep: a
+    second folder, usually `drive:…`, to which all is copied, and from which a lost run is restored. receipt: measure
+    the task's baseline next to this run at the end. release_gpu: free the GPU's memory at the end, and on Colab give
+    the machine back. samples: which are shown with their predictions: "first", "worst" or at most eight ids. callbacks:
+    functions `f(record, run)` of each record with values; one that returns "stop" stops the run. log: "tensorboard".
+    fresh: start over in that folder. Raises TrainError, PlanError or CheckpointError; the checkpoints stay intact.
     """
     task, watchers = train.as_task(task), callbacks_of(callbacks, log)
     folder, kept = places(run, keep, release_gpu)
@@ -95,36 +86,21 @@ def fit(
     ranks = train.join()
     if not ranks.first:
         return follower(task, pack, ranks)
-    again = ranks.again or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # torchrun has restarted this run
-    fresh = fresh and not again
+    fresh = fresh and not ranks.again
     if folder is None:
         plan = called(plan)
         folder = own_folder(task, pack, plan, fresh)
     with only_one(folder):
-        if not (again or isinstance(plan, Call)):  # that of `launch`, which has done so
+        if not is_torchelastic_launched():  # else `launch` has done so before it started this process
             forget(folder)
         restore(folder, kept, fresh)
-        rebuild(folder)
-        plan = called(plan)
-        call = meant(task, pack, plan, folder, fresh)
-        unread, pack = train.unread(task, pack, call.plan), train.readable(task, pack, call.plan)
-        samples = None if samples is None else chosen(samples, pack)
-        state = make_state(task, pack, call.plan, folder, fresh, ranks)
-        history, notes = begin(folder, pack, state, call, fresh)
-        if isinstance(plan, Panel):
-            plan.adopt(call.plan)
-        if samples is not None:
-            checkpoint.mark(folder, samples=samples)
-        surface = Surface(folder, state, pack, history, plan, progress)
-        surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not surface.requests.stop)
-        job = Job(pack, folder, state, surface, None if kept is None else train.Keeper(folder, kept))
-        introduce(job, [unread, *call.said, *notes], again)
+        job = prepare(task, pack, called(plan), folder, fresh, ranks, progress, samples)
+        job.keeper = None if kept is None else train.Keeper(folder, kept)
         interrupted = carry_out(job, receipt, watchers)
         result = Run.open(folder, task)
-        result.events = surface.events
-    if release_gpu and not surface.requests.stop:
-        kept_all = job.keeper is not None and job.keeper.done == job.keeper.requested
-        del job, state, surface, history
+        result.events, stopped, kept_all = job.surface.events, job.surface.requests.stop, job.kept_all
+        del job
+    if release_gpu and not stopped:
         release_memory()
         if kept_all:
             release_runtime()
@@ -134,6 +110,11 @@ def fit(
 
 
 # -- before it trains
+
+
+def called(plan: Any) -> Any:
+    """Return the plan of a function, which may depend on what was restored."""
+    return plan() if callable(plan) and not isinstance(plan, type) else plan
 
 
 def places(run: str | Path | None, keep: str | Path | None, release_gpu: bool) -> tuple[Path | None, Path | None]:
@@ -162,20 +143,8 @@ def forget(folder: Path) -> None:
         disk.remove(folder / train.CONTROL)
 
 
-def make_state(task: Task, pack: Pack, plan: Plan, folder: Path, fresh: bool, ranks: Ranks) -> TrainState:
-    """Return a new state; a few samples go through it before a run folder exists."""
-    train.require_sizes(pack, plan)
-    if ranks.world > 1:
-        ranks.tell((plan.to_dict(), str(folder)))
-    state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
-    if fresh or former_run(task, folder) is None:
-        train.rehearse(state, pack)
-    return state
-
-
 def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
-    """Train as rank 0 says, until it ends the run. Signals reach every rank, and rank 0 decides what becomes of them,
-    so that all stop after the same step."""
+    """Train as rank 0 says, until it ends the run. Rank 0 also decides what becomes of a signal, which reaches all."""
     with FirstSignal(signal.SIGINT, lambda: None), FirstSignal(signal.SIGTERM, lambda: None):
         values, folder = ranks.tell()
         plan = type(task.PLAN).from_dict(values)
@@ -185,18 +154,40 @@ def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
     return Run(Path(folder), task, pack.card, state.plan)
 
 
-def introduce(job: Job, notes: Sequence[str], again: bool) -> None:
-    """Say what a run begins with; in any case what it does otherwise than the call reads."""
-    state, surface = job.state, job.surface
-    for remark in getattr(job.pack, "remarks", ()):
-        surface.report(remark)
-    said = [*train.beyond(state.plan, surface.requests.advised).values(), *notes]
-    if again:
-        said.append(f"resumed from step {state.step:,}: a process was lost")
+def prepare(
+    task: Task, pack: Pack, call: Any, folder: Path, fresh: bool, ranks: Ranks, progress: bool, samples: Any
+) -> Job:
+    """Return the run of a folder, ready to train. call: what the user gave as the plan."""
+    plan, given, messages = settle(task, pack, call, folder, fresh)
+    unread, pack = train.unread(task, pack, plan), train.readable(task, pack, plan)
+    samples = None if samples is None else chosen(samples, pack)
+    train.require_sizes(pack, plan)
+    if ranks.world > 1:
+        ranks.tell((plan.to_dict(), str(folder)))
+    state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
+    if fresh or former_run(task, folder) is None:
+        train.rehearse(state, pack)  # before anything is written
+    history, complaints = begin(folder, pack, state, call, given, fresh)
+    if isinstance(call, Panel):
+        call.adopt(plan)
+    if samples is not None:
+        checkpoint.mark(folder, samples=samples)
+    surface = Surface(folder, state, pack, history, call, progress)
+    surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not surface.requests.stop)
+    if ranks.again:
+        messages.append(f"resumed from step {state.step:,}: a process was lost")
     elif state.over:
         more = "it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
-        said.append(f"{Run.open(job.folder, job.task)}; {more}")
-    for note in filter(None, said):
+        messages.append(f"{Run.open(folder, task)}; {more}")
+    introduce(surface, getattr(pack, "remarks", ()), [unread, *messages, *complaints])
+    return Job(pack, folder, state, surface)
+
+
+def introduce(surface: Surface, remarks: Sequence[str], notes: Sequence[str | None]) -> None:
+    """Say what a run begins with; the notes, of what it does otherwise than the call reads, in any case."""
+    for remark in remarks:
+        surface.report(remark)
+    for note in [*train.beyond(surface.state.plan, surface.requests.advised).values(), *filter(None, notes)]:
         surface.report(note)
         if not surface.progress and not is_torchelastic_launched():
             say(note)
@@ -206,8 +197,7 @@ def introduce(job: Job, notes: Sequence[str], again: bool) -> None:
 
 
 def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback]) -> bool:
-    """Train to the end, or to a stop, then measure what is left to the end, and say what to do next; return whether
-    Ctrl-C ended any of it."""
+    """Train to the end, or to a stop, then measure what is left to the end; return whether Ctrl-C ended any of it."""
     surface, alone = job.surface, not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
     stop = partial(surface.requests.post, "stop", by="SIGTERM")
     with FirstSignal(signal.SIGTERM, stop, later=alone) as sigterm:
@@ -223,6 +213,9 @@ def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback]) -> bool:
                 surface.tell(surface.next_steps())
         finally:
             job.close()
+            for logger in callbacks:
+                if isinstance(logger, TensorBoard):
+                    logger.close()
     return sigint.came or (surface.interrupts is not None and surface.interrupts.came)
 
 
@@ -234,13 +227,8 @@ def follow(job: Job, callbacks: Sequence[Callback]) -> None:
     """Watch the loop: rows, picture, checkpoints, callbacks, and what is requested."""
     state, surface, run = job.state, job.surface, Run(job.folder, job.task, job.pack.card, job.state.applied)
     run.history, guard = job.history, Guard(job)
-    surface.undoable = lambda: guard.anchor is not None
-    with devices.asserts_explained(), ExitStack() as stack:
-        # Closed here and not with the traceback, which would keep the feed and its threads.
-        records = stack.enter_context(closing(guard.records()))
-        for log in callbacks:
-            if isinstance(log, TensorBoard):
-                stack.callback(log.close)
+    # Closed here and not with the traceback, which would keep the feed and its threads.
+    with devices.asserts_explained(), closing(guard.records()) as records:
         for record in records:
             record = surface.measured(record)
             job.history.append(record)
@@ -263,18 +251,10 @@ def act(job: Job) -> bool:
     """Do what is requested, and hold the run while it is paused; return whether it is to stop. The guard goes back."""
     state, surface, requests = job.state, job.surface, job.surface.requests
     while True:
-        if requests.change and requests.take("undo"):
-            requests.want(state.applied, sure=True)
-            surface.answer("the last change was taken back before it was applied", "undo")
-        for action in [each for each in NOTHING if each in requests.pending]:
-            job.wait()  # it may be on its way to the disk
-            if not surface.able(action) and requests.take(action):
-                surface.answer(f"{REFUSED}{NOTHING[action]}", action)
         if requests.take("save"):
-            lost = "not saved: the loss is no longer a number"
             worth = job.save()
             job.wait()
-            surface.answer(f"saved at step {state.step}" if worth else lost, "save")
+            surface.answer(f"saved at step {state.step}" if worth else "not saved: the loss is no number", "save")
         if requests.stop or requests.paused:  # a paused notebook may lose its machine
             job.save()
         if requests.stop:
@@ -298,3 +278,70 @@ def attend(surface: Surface) -> None:
     surface.listen()
     if surface.requests.stop:
         interrupt()
+
+
+# -- once it is trained and saved
+
+
+def finish(job: Job, receipt: bool) -> None:
+    """Report why the run stopped early; evaluate what training left to its end; measure the receipt."""
+    state, surface, path = job.state, job.surface, job.folder / RECEIPT
+    if state.stopped:
+        surface.report(f"{state.stopped}; to continue, give more epochs")
+    if surface.requests.stop:
+        return
+    if state.over and evaluation.is_partial(state.plan, job.pack.splits["val"]):
+        evaluate_all(job)
+    if receipt and not path.exists():
+        if state.ranks.world > 1:
+            surface.report(f"the receipt measures one of {state.ranks.world} processes, with its share of the batch")
+        with optional("no receipt", surface.report), work("measuring the receipt", surface.progress):
+            made = measure.receipt(job.task, job.pack, one_share(state), state.device)
+            disk.write_atomic(path, made.to_json())
+            diagnose(job, surface.report)
+
+
+@contextmanager
+def optional(missing: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """Turn the failure of a measurement after the run is saved, such as out of memory, into a message."""
+    try:
+        yield
+    except (NbtoolsError, OSError, RuntimeError) as error:
+        tell(f"{missing}: {type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        tell(f"{missing}: interrupted; run it again to get it")
+
+
+def evaluate_all(job: Job) -> None:
+    """Evaluate the best weights on the whole validation split, with all scales and other costly options."""
+    run, count, start = Run.open(job.folder, job.task), job.pack.splits["val"], monotonic()
+    about = {"epoch": run.best.get("epoch"), "plan": json.loads(run.plan.to_json())}
+    if not count or about.items() <= run.stored(EVALUATION).items():
+        return
+    with optional("no final evaluation", job.surface.report):
+        model, progress = run.model(job.state.device), job.surface.progress
+        values = evaluation.evaluate(job.task, model, job.pack, job.state.plan, "val", progress)
+        seconds = monotonic() - start
+        disk.write_atomic(job.folder / EVALUATION, json.dumps({**about, "values": values, "seconds": seconds}))
+        shown = ", ".join(f"{name} {number(value)}" for name, value in values.items())
+        job.surface.report(f"all {plural(count, 'validation sample')}, in {seconds:.0f} s: {shown}")
+
+
+def one_share(state: TrainState) -> Plan:
+    """Return the plan of what one process does in a step: with several, its share of the batch."""
+    plan, world = state.plan, state.ranks.world
+    return plan if world == 1 else plan.replace(batch_size=max(plan.batch_size // world, 1))
+
+
+def diagnose(job: Job, tell: Callable[[str], None]) -> None:
+    """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
+    state, surface, plan = job.state, job.surface, one_share(job.state)
+    kept = {**train.fixed(plan), **({"batch_size": "the share of one process"} if state.ranks.world > 1 else {})}
+    with optional("not measured", tell):
+        profile = measure.step_profile(job.task, job.pack, plan, state.device, fixed=kept)
+        verdict = measure.verdict(profile, plan, fixed=kept)
+        content = {"profile": profile.to_dict(), "verdict": verdict.to_dict()}
+        disk.write_atomic(job.folder / VERDICT, json.dumps(content))
+        if surface.panel is not None:
+            surface.panel.propose(verdict.sentence, verdict.change)
+        tell(verdict.sentence)

@@ -1,16 +1,16 @@
-"""The guard: training goes on from an earlier checkpoint. After a change that makes it diverge, or that the user
-undoes: from before it, with the plan of then. *Back to best*: with the plan of now. Where it diverges by itself: from
-the last one, each step checked."""
+"""The guard: training resumes from an earlier checkpoint: from before a change that makes it diverge, or that the user
+undoes, with the plan of then; from the best one, with the plan of now; or from the last one, each step checked."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any
 
 from nbtools import train
 from nbtools.folder import Job
+from nbtools.live import REFUSED
 from nbtools.show import header, number
 from nbtools.train import Diverged, Plan, Record, checkpoint
 
@@ -18,6 +18,10 @@ WATCHED = 20  # log steps: those before a change say how high the loss may be; a
 FACTOR = 3.0  # times the highest of those before it
 NOISE = 0.1  # of the run's first loss: where everything is learned, noise alone is many times the highest loss
 RETRIES = 2  # returns to a checkpoint where training diverged without a change; the next time the run stops
+NOTHING = {
+    "best": "there is no best checkpoint yet; the first evaluation chooses one",
+    "undo": "there is no change to undo among the last log steps; set the earlier value",
+}
 
 
 class Guard:
@@ -31,17 +35,25 @@ class Guard:
         if index.get("ended") != "diverged":  # else the settings of that time are not worth going back to
             self.watch(self.plan_of(checkpoint.facts_of(job.folder, index["last"])), index["last"])
         checkpoint.mark(job.folder, ended=None)
+        job.surface.undoable = lambda: self.anchor is not None
 
     def records(self) -> Generator[Record, None, None]:
         """Yield the records of the loop, through every return to a checkpoint."""
         while why := (yield from self.stretch()):
             self.job.wait()
-            back = self.to_best if why == "best" else self.undo if self.anchor is not None else self.retry
-            yield from self.resume(*back(why), why if why in ("best", "undo") else "")
+            if why == "best":
+                yield from self.resume(*self.best(), mark="", asked="best")
+            elif self.anchor is None:
+                yield from self.resume(*self.last(why), mark="diverged, ")
+            elif why == "undo":
+                yield from self.resume(*self.before("{} undone"), mark="undone, ", asked="undo")
+            else:
+                what = "Training diverged after {}, which was undone"
+                yield from self.resume(*self.before(what), mark="diverged, ")
 
     def stretch(self) -> Generator[Record, None, Any]:
         """Train to the end, and return None, or until the run is to go back, and return why."""
-        records, take = train.train(self.job.task, self.state, self.job.pack), self.job.surface.requests.take
+        records = train.train(self.job.task, self.state, self.job.pack)
         try:
             for record in records:
                 if record.kind == "change":  # which is applied when the loop goes on
@@ -49,14 +61,28 @@ class Guard:
                 elif self.risen(record):
                     return "risen"
                 yield record
-                if take("best"):
-                    return "best"
-                if self.anchor is not None and take("undo"):
-                    return "undo"
+                for action in NOTHING:
+                    if self.job.surface.requests.take(action) and self.able(action):
+                        return action
         except Diverged as error:
             return error.with_traceback(None)  # whose frames hold the feed, on a GPU a second copy of the pack
         finally:
             records.close()
+
+    def able(self, action: str) -> bool:
+        """Return whether the run can go back. A change that is not applied yet is taken back instead."""
+        surface = self.job.surface
+        self.job.wait()  # the best checkpoint may be on its way to the disk
+        if action == "undo" and surface.requests.change:
+            surface.requests.want(self.state.applied, sure=True)
+            surface.answer("the last change was taken back before it was applied", "undo")
+        elif surface.able(action):
+            return True
+        else:
+            surface.answer(f"{REFUSED}{NOTHING[action]}", action)
+        return False
+
+    # -- whether a change made it diverge
 
     def watch(self, old: Plan, name: str = "") -> None:
         """Watch the change from a plan to the wanted one. name: of a checkpoint from before it; "": of now."""
@@ -75,37 +101,38 @@ class Guard:
         return losses[:count], losses[count:]
 
     def risen(self, record: Record) -> bool:
-        """Return whether a log step's loss shows that training has diverged since the watched changes."""
+        """Return whether a log step's loss is far above the last WATCHED ones before the watched changes."""
         if self.anchor is None or record.kind != "step" or "loss" not in record.values:
             return False
         before, since = self.losses()
+        last = [loss for loss in before if math.isfinite(loss)][-WATCHED:]
         changed = self.state.applied.changes_from(self.plan_of(self.anchor)).keys()
-        own = changed - Plan().to_dict().keys()  # a task's own setting may weigh a term of the loss by any factor
-        if record.values["loss"] > highest(before) and not own:
-            return True
+        if last and changed <= Plan().to_dict().keys():  # a task's own setting may weigh a term of the loss
+            room = max((FACTOR - 1) * max(map(abs, last)), NOISE * abs(before[0]))  # a loss may be negative
+            if record.values["loss"] > max(last) + room:
+                return True
         if len(since) + 1 >= 2 * WATCHED:
             self.anchor = None
             checkpoint.mark(self.job.folder, anchor=None)
         return False
 
-    def undo(self, why: Any) -> tuple[checkpoint.Checkpoint, str]:
-        """Return the checkpoint from before the watched changes, and want the plan of then."""
-        anchor, self.anchor = self.anchor or {}, None
-        saved = checkpoint.newest(self.job.folder, anchor["name"])
-        self.state.plan = self.plan_of(anchor)  # what was wanted since is void
-        checkpoint.mark(self.job.folder, best=anchor["best"])
-        changes = train.listed(self.state.applied.changes_from(self.state.plan)) or "a change"
-        what = f"{changes} undone" if why == "undo" else f"Training diverged after {changes}, which was undone"
-        return saved, f"{what}; back at step {{}}"
+    # -- the ways back: each returns a checkpoint and what to say
 
-    def to_best(self, why: Any) -> tuple[checkpoint.Checkpoint, str]:
-        """Return the best checkpoint."""
+    def best(self) -> tuple[checkpoint.Checkpoint, str]:
         saved = checkpoint.read(self.job.folder, checkpoint.read_index(self.job.folder)["best"])
         best = f"{header(train.best_metric(self.job.task)[0])} {number(self.state.best.value or 0.0)}"
         return saved, f"back at step {{}}, the best checkpoint: {best} after epoch {checkpoint.place(saved.name)[0]}"
 
-    def retry(self, trouble: Any) -> tuple[checkpoint.Checkpoint, str]:
-        """Return the last checkpoint, from which each step is checked. Raises Diverged if that would not help."""
+    def before(self, what: str) -> tuple[checkpoint.Checkpoint, str]:
+        """Go back to before the watched changes; what was wanted since is void."""
+        anchor, self.anchor = self.anchor or {}, None
+        self.state.plan = self.plan_of(anchor)
+        checkpoint.mark(self.job.folder, best=anchor["best"])
+        changes = train.listed(self.state.applied.changes_from(self.state.plan)) or "a change"
+        return checkpoint.newest(self.job.folder, anchor["name"]), f"{what.format(changes)}; back at step {{}}"
+
+    def last(self, trouble: Any) -> tuple[checkpoint.Checkpoint, str]:
+        """Go back to the last checkpoint, and check each step. Raises Diverged if that would not help."""
         saved, reason, setting = checkpoint.newest(self.job.folder), trouble.args[0], trouble.setting
         self.retries, self.careful_until = self.retries + 1, trouble.steps[1] + 1
         if self.retries <= RETRIES and setting == "lr":
@@ -115,10 +142,12 @@ class Guard:
         fix = f"lower lr, in the panel or by plan.replace(lr={lower}), set clip_norm or amp=off"
         if setting == "amp":
             fix = "set amp=off, or amp=bf16 on a GPU that has it, which needs no scale"
-        said = f"Training diverged at {setting} {train.shown(getattr(plan, setting))}: {reason}. To continue from step"
-        raise Diverged(f"{said} {step:,}, {fix}, and run it again.", trouble.steps, setting)
+        what = f"Training diverged at {setting} {train.shown(getattr(plan, setting))}: {reason}. To continue from step"
+        raise Diverged(f"{what} {step:,}, {fix}, and run it again.", trouble.steps, setting)
 
-    def resume(self, saved: checkpoint.Checkpoint, what: str, asked: str) -> Generator[Record, None, None]:
+    def resume(
+        self, saved: checkpoint.Checkpoint, what: str, mark: str, asked: str = ""
+    ) -> Generator[Record, None, None]:
         """Resume from a checkpoint with the wanted plan; a row says so, with the step in `what`."""
         job, state, old = self.job, self.state, self.plan_of(saved.facts)
         if self.anchor is not None and checkpoint.place(self.anchor["name"]) > checkpoint.place(saved.name):
@@ -131,19 +160,11 @@ class Guard:
         checkpoint.rewind(job.folder, saved.name, anchor=self.anchor)
         job.history.cut(saved.facts["rows"])  # after the index: a run killed between them resumes with all of its rows
         self.watch(old, saved.name)
-        mark = {"best": "", "undo": "undone, "}.get(asked, "diverged, ") + f"back to step {state.step:,}"
-        values = {"what": what.format(f"{state.step:,}"), "mark": mark, **({"asked": asked} if asked else {})}
-        yield Record("event", state.epoch, state.step, state.samples, values)
+        values = {"what": what.format(f"{state.step:,}"), "mark": f"{mark}back to step {state.step:,}"}
+        yield state.record("event", {**values, **({"asked": asked} if asked else {})})
         yield from train.caught_up(state, old)
         if job.keeper is not None:
             job.keeper.keep()
 
     def plan_of(self, facts: dict[str, Any]) -> Plan:
         return type(self.state.plan).from_dict(facts["plan"])
-
-
-def highest(losses: Sequence[float]) -> float:
-    """Return the loss above which training has diverged: FACTOR times the highest of the last WATCHED ones. A loss may
-    be negative: what counts is the distance from the highest."""
-    last = [loss for loss in losses if math.isfinite(loss)][-WATCHED:]
-    return max(last) + max((FACTOR - 1) * max(map(abs, last)), NOISE * abs(losses[0])) if last else math.inf

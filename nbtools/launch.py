@@ -1,8 +1,5 @@
-"""launch: nb.fit in several processes of this machine, one for each GPU, under torchrun.
-
-The process that calls it never trains: it starts torchrun, draws what the run folder shows, sends requests through
-`control.json`, and ends every process with itself. In a notebook the kernel's memory and its GPU stay free.
-"""
+"""launch: nb.fit in several processes of this machine, one for each GPU, under torchrun. The process that calls it
+watches the run as `nb.watch` does, never trains, and ends every process with itself."""
 
 from __future__ import annotations
 
@@ -18,17 +15,17 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from time import sleep
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
-import torch
 from torch.distributed import is_torchelastic_launched
 
 from nbtools import errors
 from nbtools.data import Pack, cores, say
-from nbtools.errors import NbtoolsError, TrainError, ctrl_c
-from nbtools.fit import fit, forget, places, require_pack
-from nbtools.identity import Call, called, own_folder, panel_of
-from nbtools.live import FirstSignal, closing, running_kernel
+from nbtools.errors import NbtoolsError, TrainError
+from nbtools.fit import called, fit, forget, places, require_pack
+from nbtools.folder import own_folder
+from nbtools.live import FirstSignal, running_kernel
 from nbtools.run import Run
 from nbtools.show import plural
 from nbtools.train import RankLost, TaskLike, as_task, checkpoint, import_task, task_name
@@ -57,15 +54,12 @@ def launch(
     restarts: int = 3,
     fresh: bool = False,
 ) -> Run:
-    """Train in several processes of this machine, and draw the run here as `fit` does; return the Run.
+    """Train in several processes of this machine, and draw the run here as `fit` does; return the Run. Stop and the
+    first Ctrl-C finish the step and save; a second one, and the end of this process (Linux), end all at once.
 
-    task: importable by name, since each process imports it. plan, run, keep, receipt, fresh: as for `fit`; the
-    batch size is that of all processes together, so their number changes neither lr nor schedule. processes: at most
-    one a GPU. restarts: how often all processes start again from the last checkpoint when one of them is lost; errors
-    that nbtools raises on purpose are not tried again.
-
-    Stop and the first Ctrl-C finish the step, save, and return the run; a second one ends all processes at once. They
-    end too when this process dies (Linux). Raises TrainError with the error of the process that failed first.
+    task: importable by name, since each process imports it. plan, run, keep, receipt, fresh: as for `fit`; the batch
+    size is that of all processes together. processes: at most one a GPU. restarts: how often all processes start again
+    from the last checkpoint when one is lost. Raises TrainError with the error of the process that failed first.
     """
     task = as_task(task)
     require_pack(task, pack)
@@ -73,47 +67,34 @@ def launch(
     name, (folder, kept), plan = importable(task), places(run, keep, release_gpu=False), called(plan)
     folder = folder or own_folder(task, pack, plan, fresh)
     forget(folder)
-    given = getattr(plan, "plan", plan)  # that of a Panel or an Advice
-    call = plan and Call(given, given, advised=getattr(plan, "advised", None), panel=panel_of(plan))
+    parts = {part: getattr(plan, part, None) for part in ("advised", "id")}  # what a rank reads of a Panel
+    call = plan and SimpleNamespace(plan=getattr(plan, "plan", plan), **parts)
     job = name, pack, call, folder, kept, receipt, fresh
     if progress:
         say(f"starting {plural(processes, 'process')} under torchrun …")
+    events, interrupted = [], False
     with started(job, processes, restarts) as torchrun:
         while torchrun.poll() is None and not checkpoint.read_index(folder):
             sleep(MOMENT)
-        begun = bool(checkpoint.read_index(folder))
-        remote = Remote(Run.open(folder, task), plan, progress) if begun else None
-        interrupted = remote is not None and follow(torchrun, remote)
+        if checkpoint.read_index(folder):
+            remote = Remote(Run.open(folder, task), plan, progress)
+            with FirstSignal(signal.SIGINT, partial(remote.requests.post, "stop")) as ctrl_c:
+                remote.follow(lambda: torchrun.poll() is None)
+            events, interrupted = remote.view.events, ctrl_c.came
     result = Run.open(folder, task)
-    result.events = remote.view.events if remote is not None else []
+    result.events = events
     if interrupted and running_kernel() is None:
-        raise ctrl_c(result)
+        raise errors.ctrl_c(result)
     return result
-
-
-def follow(torchrun: subprocess.Popen[bytes], remote: Remote) -> bool:
-    """Show the run until it ends, and stop it where a signal or the kernel's shutdown asks for that; return whether
-    Ctrl-C did."""
-
-    def look() -> None:
-        if closing(running_kernel()):
-            remote.requests.post("stop", by="the kernel's shutdown")
-
-    stop = partial(remote.requests.post, "stop")
-    with FirstSignal(signal.SIGTERM, partial(stop, by="SIGTERM"), later=True), FirstSignal(signal.SIGINT, stop) as ctrl:
-        remote.follow(lambda: torchrun.poll() is None, look)
-    return ctrl.came
 
 
 def require_processes(count: int) -> None:
     """Raise TrainError for a number of processes that cannot start here."""
-    what, name = "processes (--processes)", os.environ.get("NBTOOLS_DEVICE", "cuda")
     if is_torchelastic_launched():
-        raise TrainError(f"{what} starts torchrun, got {count} in a process that torchrun started; leave it out")
-    gpus = torch.cuda.device_count() if name.startswith("cuda") else 0
-    if count < 1 or 0 < gpus < count:
-        most = f" and at most {gpus}, the number of GPUs" if gpus else ""
-        raise TrainError(f"{what} must be at least 1{most}, got {count}; start one for each GPU")
+        rule = f"processes (--processes) starts torchrun, got {count} in a process that torchrun started"
+        raise TrainError(f"{rule}; leave it out")
+    if count < 1:
+        raise TrainError(f"processes (--processes) must be at least 1, got {count}; start one for each GPU")
 
 
 def importable(task: TaskLike) -> str:
@@ -126,27 +107,23 @@ def importable(task: TaskLike) -> str:
 
 
 @contextmanager
-def started(job: tuple[Any, ...], processes: int, restarts: int) -> Iterator[subprocess.Popen[bytes]]:
+def started(job: tuple[Any, ...], processes: int, restarts: int) -> Iterator[subprocess.Popen[Any]]:
     """Run torchrun in a session of its own, which Ctrl-C does not reach; all its processes end with the block. job: see
     `rank`. Raises TrainError where they fail."""
     options = f"--standalone --nproc-per-node {processes} --max-restarts {restarts} --redirects 3 --no-python".split()
-    paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)  # where the task is
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // processes)))
+    env = {
+        "OMP_NUM_THREADS": str(max(1, cores() // processes)),
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(Path(path).absolute()) for path in sys.path),  # where the task is
+    }
     with tempfile.TemporaryDirectory(prefix="nbtools-launch-", ignore_cleanup_errors=True) as folder:
         place = Path(folder)  # of what the processes print, and of their errors
         (place / "job.pickle").write_bytes(pickle.dumps(job))
-        code = CODE.format("nbtools.launch", "rank", "rank")
-        ranks = [sys.executable, "-u", "-c", code, str(place / "job.pickle")]
         command = [sys.executable, "-c", CODE.format("torch.distributed.run", "main", "main"), *options]
+        ranks = [sys.executable, "-u", "-c", CODE.format("nbtools.launch", "rank", "rank"), f"{place}/job.pickle"]
+        quiet: Any = {"env": env, "stdin": subprocess.DEVNULL, "start_new_session": True}
         with (place / "torchrun.log").open("wb") as log:
-            torchrun = subprocess.Popen(
-                [*command, "--log-dir", folder, *ranks],
-                env={**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": paths},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            torchrun = subprocess.Popen([*command, "--log-dir", folder, *ranks], stdout=log, stderr=log, **quiet)
         try:
             yield torchrun
         finally:

@@ -1,10 +1,10 @@
-"""watch: the live view of a run that another process trains. What is shown comes from its history, and requests go to
-it through `control.json`."""
+"""watch: the view of a run that another process trains: its history, and `control.json` for requests to it."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -40,72 +40,72 @@ def watch(run: str | Path, wait: float = 60.0) -> Run:
 
 class Remote:
     """A run in another process. given: the panel to show, or the Advice that one is made of; None: the run's plan.
-    show: False draws and prints nothing. sent: actions that it has not taken yet; asked: the plan that it was asked
-    for; shown: rows of the history."""
+    show: False draws and prints nothing. sent: actions that it has not taken yet; asked: the plan and the pause that it
+    was asked for; shown: rows of the history."""
 
     def __init__(self, run: Run, given: Any = None, show: bool = True):
-        count, (metric, sign) = run.card.splits["train"], run.metric
+        (metric, sign), plan, count = run.metric, run.plan, run.card.splits["train"]
+        if isinstance(given, live.Panel):
+            given.adopt(plan)
+        given = given if getattr(given, "plan", None) == plan else plan
         self.run, self.history = run, History(run.folder / HISTORY)
         best = f"-{metric}" if sign < 0 else metric
-        if isinstance(given, live.Panel):
-            given.adopt(run.plan)
-        given = given if getattr(given, "plan", None) == run.plan else run.plan
-        self.view = live.View(run.folder, self.history, run.plan, count, best, given, show)
-        self.plans, fits = live.Plans(run.plan, run.plan), partial(require_batch, count=count)
-        self.requests = live.Requests(self.plans, live.advised(run.folder, run.plan), fits)
+        self.view = live.View(run.folder, self.history, plan, count, best, given, show)
+        self.plans, fits = live.Plans(plan, plan), partial(require_batch, count=count)
+        self.requests = live.Requests(self.plans, live.advised(run.folder, plan), fits)
         self.sent: set[str] = set()
-        self.asked, self.paused, self.shown, self.status = run.plan, False, len(self.history), live.STARTING
+        self.asked, self.shown, self.status = (plan, False), len(self.history), live.STARTING
 
-    def follow(self, lasts: Callable[[], bool], look: Callable[[], object] = lambda: None) -> None:
-        """Draw while the run lasts, and send what is requested. look: called between two looks at the folder."""
+    def follow(self, lasts: Callable[[], bool]) -> None:
+        """Draw while the run lasts, and send what is requested."""
         due, panel = 0.0, self.view.panel if self.view.notebook else None
-        try:
-            with live.Messages() as messages:
-                if panel is not None:
-                    panel.begin(self.requests)
-                self.view.start()
-                while lasts():
-                    messages.handle()
-                    look()
-                    self.send()
-                    if monotonic() >= due:
-                        due = monotonic() + READ_EVERY
-                        self.read()
-                    if panel is not None:
-                        panel.refresh()
-                    self.view.draw(self.status)
-                    sleep(MOMENT)
-                self.read()
-        finally:
+        with ExitStack() as stack:
+            stack.callback(self.finish)
+            messages = stack.enter_context(live.Messages())
             if panel is not None:
-                panel.end()
-            run = Run(self.run.folder, self.run.known, self.run.card, self.plans.plan)
-            over = run.state in live.OVER and checkpoint.read_index(run.folder)  # else it goes on, or did not begin
-            next_steps = live.AGAIN.get(run.state, "").format(it="it") + what_next(run, run.state == live.DONE)
-            self.view.finish([], run.state, note=next_steps if over else "")
+                stack.callback(panel.end)
+                panel.begin(self.requests)
+            self.view.start()
+            while lasts():
+                messages.handle()
+                self.send()
+                if monotonic() >= due:
+                    due = monotonic() + READ_EVERY
+                    self.read()
+                if panel is not None:
+                    panel.refresh()
+                self.view.draw(self.status)
+                sleep(MOMENT)
+            self.read()
+
+    def finish(self) -> None:
+        """Draw how the run ended, and what to do next where it has."""
+        run = Run(self.run.folder, self.run.known, self.run.card, self.plans.plan)
+        over = run.state in live.OVER and checkpoint.read_index(run.folder)  # else it goes on, or did not begin
+        next_steps = live.AGAIN.get(run.state, "").format(it="it") + what_next(run, run.state == live.DONE)
+        self.view.finish([], run.state, note=next_steps if over else "")
 
     def send(self) -> None:
-        """Send what was requested since the last call, once the run has taken that. An action stays pending until
-        then."""
-        requests, plan = self.requests, self.plans.plan
+        """Send what was requested since the last call, once the run has taken that; until then an action is pending."""
+        requests, (plan, paused) = self.requests, self.asked
         requests.unread = (self.run.folder / CONTROL).exists()
         if requests.unread or not self.run.folder.is_dir():
             return
         requests.pending -= self.sent
         self.sent = set(requests.pending)
-        turned = ["pause" if requests.paused else "resume"] * (requests.paused != self.paused)
-        settings = {name: getattr(plan, name) for name in plan.changes_from(self.asked)}
+        turned = ["pause" if requests.paused else "resume"] * (requests.paused != paused)
+        settings = {name: getattr(self.plans.plan, name) for name in self.plans.plan.changes_from(plan)}
         if self.sent or turned or settings:  # which the panel has asked to confirm already
             live.send(self.run.folder, [*self.sent, *turned], settings, force=bool(settings))
-        self.asked, self.paused = plan, requests.paused
+        self.asked = self.plans.plan, requests.paused
 
     def read(self) -> None:
-        """Show what the other process wrote."""
-        shown = self.history.rows[: self.shown]
+        """Show what the other process wrote; where it went back, every row in place of those that it went back over."""
+        before = self.history.rows[: self.shown]
         self.history.refresh()
-        both = zip(shown, self.history.rows, strict=False)
-        same = takewhile(lambda rows: rows[0] == rows[1] or str(rows[0]) == str(rows[1]), both)
-        for row in self.history.rows[len(list(same)) :]:  # fewer are the same, where the run went back
+        pairs = zip(before, self.history.rows, strict=False)
+        equal = takewhile(lambda rows: rows[0] == rows[1] or str(rows[0]) == str(rows[1]), pairs)  # NaN is not NaN
+        for row in self.history.rows[len([*equal]) :]:
             values = {name: value for name, value in row.items() if name not in KEYS}
             if values.get("asked") == live.OPENING:
                 self.view.log(values["what"].split("\t"), opening=True)
@@ -114,12 +114,11 @@ class Remote:
         self.shown = len(self.history)
 
     def take(self, record: Record) -> None:
-        """Show a row of the history, with what it says of the plan and of what limits the run."""
-        said, path, self.status = record.values.get("what", ""), self.run.folder / PLAN, live.TRAINING
-        if (record.kind == "change" or said.startswith(live.REFUSED)) and path.exists():
+        """Show a row of the history, and follow what it says of the plan."""
+        what, path, self.status = record.values.get("what", ""), self.run.folder / PLAN, live.TRAINING
+        if record.kind == "change" or what.startswith(live.REFUSED):
             plan = type(self.run.plan).from_json(path.read_text())
-            self.plans.plan = self.plans.applied = self.asked = plan
+            self.plans.plan = self.plans.applied = plan
+            self.asked = plan, self.asked[1]
             self.view.changed(plan)
-        if record.values.get("asked") == "profile" and (verdict := self.run.verdict) and self.view.panel is not None:
-            self.view.panel.propose(verdict.sentence, verdict.change)
         self.view.advance(record)

@@ -46,13 +46,11 @@ def test_where_every_checkpoint_is_damaged_the_way_out_is_the_kept_copy_and_none
     assert checkpoint.newest(folder).complaints == ()
 
 
-def test_a_lost_index_is_made_anew_and_the_run_resumes_with_its_best_weights(pack, tmp_path, untouched, capsys):
-    folder = shutil.copytree(untouched.folder, tmp_path / "run")
-    (folder / "run.json").unlink()
-    run = nb.fit(toy, pack, toy.PLAN, folder, **QUIET)
-    assert "run.json: is missing; rebuilt from the checkpoints" in capsys.readouterr().err
-    assert same(run, untouched)
-    assert run.best["epoch"] == untouched.best["epoch"]
+def test_damaged_best_weights_are_named_with_what_to_do(pack, tmp_path, untouched):
+    run = nb.Run.open(shutil.copytree(untouched.folder, tmp_path / "run"), toy)
+    damage(run.folder, checkpoint.read_index(run.folder)["best"])
+    with pytest.raises(CheckpointError, match=r"\.safetensors: damaged .*; copy it from where the run is kept"):
+        run.model("cpu")
 
 
 @pytest.mark.parametrize("name", ["card.json", "plan.json", "receipt.json"])
@@ -66,20 +64,3 @@ def test_a_damaged_file_of_a_run_is_named_with_what_to_do(pack, tmp_path, untouc
     if name in ("card.json", "plan.json"):
         mended = nb.fit(toy, pack, None, folder, **QUIET)
         assert (mended.plan, mended.best, mended.state) == (untouched.plan, untouched.best, "done")
-
-
-def test_what_a_killed_process_left_half_written_goes_and_the_files_of_others_stay(pack, tmp_path):
-    folder = tmp_path / "run"
-    nb.fit(toy, pack, toy.PLAN.replace(epochs=1), folder, **QUIET)
-    own = {f"{name}.12-34.part" for name in ("run.json", "history.csv", "plan.json", "plot.png")}
-    others = {
-        "control.json.12-34.part",
-        "notes.json.12-34.part",
-        "mine.part",
-        "data.2024-01.part",
-        "model.onnx.1-2.part",
-    }
-    for name in own | others:
-        (folder / name).touch()
-    nb.fit(toy, pack, toy.PLAN, folder, **QUIET)
-    assert {path.name for path in folder.glob("*.part")} == others

@@ -177,7 +177,7 @@ def test_newly_measured_advice_changes_nothing_in_a_resumed_run_and_is_said(pack
     stopped(pack, advised(epochs=30), "r")
     again = stopped(pack, advised(epochs=30, batch_size=32, amp="bf16"), "r")
     assert (again.plan.batch_size, again.plan.amp, again.history.of("change")) == (16, "off", [])
-    said = "this run keeps batch_size 16, amp off as it has applied them so far; the advice would be batch_size 32, amp"
+    said = "this run keeps what it has applied so far; the advice would be batch_size 16 → 32, amp off → bf16"
     assert said in capsys.readouterr().err
     again = stopped(pack, advised(batch_size=32).plan.replace(epochs=20), "r")
     assert (again.plan.epochs, again.plan.batch_size) == (20, 16), "only what code gave is a change"

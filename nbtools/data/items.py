@@ -81,7 +81,7 @@ def inputs_of(item: Any, columns: Sequence[str], target: Any, inputs: Sequence[A
 def numeric(name: str, value: Any) -> np.ndarray:
     """Return an array of a dtype that packs hold. Raises PackError(value, rule, fix) for all else."""
     if isinstance(value, list | tuple) and any(hasattr(each, "shape") for each in value):  # stacked, or several inputs?
-        raise PackError("several", f"{name} must be one array", "give each a place in the item: (a, b, label), target=2")
+        raise PackError("several", f"{name} must be one array", "give each a place: (a, b, label), target=2")
     try:
         array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
     except Exception as error:  # lists of unequal lengths, or what an object's own __array__ raises
