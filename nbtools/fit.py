@@ -43,13 +43,16 @@ def letting_go() -> Iterator[None]:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
         with suppress(RuntimeError):  # of a GPU that no longer answers: the first error counts
-            release_memory()
+            release()
         raise
 
 
-def release_memory() -> None:
+def release(machine: bool = False) -> None:
+    """Free memory that nothing uses; give Colab its machine back."""
     gc.collect()
     devices.give_back(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
+    if machine:
+        release_runtime()
 
 
 @letting_go()
@@ -71,14 +74,11 @@ def fit(
     """Train in this cell, drawing as it goes; return the Run. Stop and Ctrl-C finish the step, save, and return it, in
     a script by a KeyboardInterrupt. The same call then resumes, bit for bit on a CPU.
 
-    plan: a Plan, a Panel or an Advice, or a function that returns one; None: the run's own, else what `advise`
-    proposes. run: a local folder; the run in it resumes with what code or a hand changed since, or, if it is finished,
-    is returned or extended by more epochs. None: the run below `runs/` that this call means, else a new one. keep: a
-    second folder, usually `drive:…`, to which all is copied, and from which a lost run is restored. receipt: measure
-    the task's baseline next to this run at the end. release_gpu: free the GPU's memory at the end, and on Colab give
-    the machine back. samples: which are shown with their predictions: "first", "worst" or at most eight ids. callbacks:
-    functions `f(record, run)` of each record with values; one that returns "stop" stops the run. log: "tensorboard".
-    fresh: start over in that folder. Raises TrainError, PlanError or CheckpointError; the checkpoints stay intact.
+    plan: a Plan, Panel or Advice, or a function that returns one; None: the run's own, else the advised one. run: its
+    folder; None: that of the run below `runs/` which this call means, else a new one. keep: a second folder for copies,
+    usually `drive:…`. receipt: measure the baseline next to it at the end. release_gpu: then free the GPU, on Colab the
+    machine. samples: to show: "first", "worst" or up to eight ids. callbacks: f(record, run); "stop" stops the run.
+    log: "tensorboard". fresh: start over. Raises TrainError, PlanError, CheckpointError; the checkpoints stay intact.
     """
     task, watchers = train.as_task(task), callbacks_of(callbacks, log)
     folder, kept = places(run, keep, release_gpu)
@@ -88,22 +88,16 @@ def fit(
         return follower(task, pack, ranks)
     fresh = fresh and not ranks.again
     if folder is None:
-        plan = called(plan)
-        folder = own_folder(task, pack, plan, fresh)
+        folder = own_folder(task, pack, plan := called(plan), fresh)
     with only_one(folder):
-        if not is_torchelastic_launched():  # else `launch` has done so before it started this process
-            forget(folder)
+        forget(folder)
         restore(folder, kept, fresh)
         job = prepare(task, pack, called(plan), folder, fresh, ranks, progress, samples)
-        job.keeper = None if kept is None else train.Keeper(folder, kept)
-        interrupted = carry_out(job, receipt, watchers)
-        result = Run.open(folder, task)
-        result.events, stopped, kept_all = job.surface.events, job.surface.requests.stop, job.kept_all
+        interrupted = carry_out(job, kept, receipt, watchers)
+        result, kept_all = job.result(), job.kept_all
         del job
-    if release_gpu and not stopped:
-        release_memory()
-        if kept_all:
-            release_runtime()
+    if release_gpu:
+        release(machine=kept_all)
     if interrupted and running_kernel() is None and not is_torchelastic_launched():
         raise ctrl_c(result)
     return result
@@ -138,9 +132,10 @@ def require_pack(task: Task, pack: Any) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Remove requests that were meant for an earlier run."""
-    with disk.explained("starting a run", folder):
-        disk.remove(folder / train.CONTROL)
+    """Remove requests that were meant for an earlier run; `launch` has done so for its ranks."""
+    if not is_torchelastic_launched():
+        with disk.explained("starting a run", folder):
+            disk.remove(folder / train.CONTROL)
 
 
 def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
@@ -196,8 +191,9 @@ def introduce(surface: Surface, remarks: Sequence[str], notes: Sequence[str | No
 # -- while it trains
 
 
-def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback]) -> bool:
+def carry_out(job: Job, kept: Path | None, receipt: bool, callbacks: Sequence[Callback]) -> bool:
     """Train to the end, or to a stop, then measure what is left to the end; return whether Ctrl-C ended any of it."""
+    job.keeper = None if kept is None else train.Keeper(job.folder, kept)
     surface, alone = job.surface, not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
     stop = partial(surface.requests.post, "stop", by="SIGTERM")
     with FirstSignal(signal.SIGTERM, stop, later=alone) as sigterm:

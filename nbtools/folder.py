@@ -21,12 +21,13 @@ from nbtools.data import Pack, cache, patient, say
 from nbtools.errors import CheckpointError, NbtoolsError, PlanError, TrainError
 from nbtools.identity import decide, differences, former_run, given_by, identity
 from nbtools.live import Surface
-from nbtools.run import CARD, EVALUATION, HISTORY, PLAN, RECEIPT, VERDICT, lock
-from nbtools.train import History, Keeper, Plan, Record, Task, TrainState, checkpoint
+from nbtools.run import CARD, EVALUATION, HISTORY, PLAN, RECEIPT, VERDICT, Run, lock
+from nbtools.train import KEPT, History, Keeper, Plan, Record, Task, TrainState, checkpoint
 from nbtools.version import VERSION
 
 RUNS = Path("runs")
 LEFT = (HISTORY, RECEIPT, VERDICT, EVALUATION, "plot.png")  # what an earlier run leaves besides its checkpoints
+OURS = (checkpoint.INDEX, PLAN, CARD, KEPT, *LEFT)
 EVENTS = "events.out.tfevents"  # how TensorBoard's files begin
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.01  # of the time that checkpoints may take
@@ -189,6 +190,9 @@ def begin(
         rule = f"{folder} holds another run ({'; '.join(differing)})"
         raise CheckpointError(f"{rule}; name another run= for this one, or start over with fresh=True")
     with disk.explained("resuming a run" if resumes else "starting a run", folder):
+        for part in folder.glob("*.part"):
+            if part.name.rsplit(".", 2)[0] in OURS:  # of a killed process; control.json's writers may be at it
+                disk.remove(part)
         if not resumes:
             disk.remove(folder / checkpoint.INDEX)  # without it the folder holds no run, with it a whole one
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
@@ -251,9 +255,16 @@ class Job:
         self.writing: Future[float] | None = None  # the last checkpoint, until it is written
         self.place, self.plan = (state.epoch, state.step), state.applied  # as saved
 
+    def result(self) -> Run:
+        run = Run.open(self.folder, self.task)
+        run.events = self.surface.events
+        return run
+
     @property
     def kept_all(self) -> bool:
-        return self.keeper is not None and self.keeper.done == self.keeper.requested
+        """Return whether all of it is kept, and nobody stopped it."""
+        kept = self.keeper is not None and self.keeper.done == self.keeper.requested
+        return kept and not self.surface.requests.stop
 
     def watch(self, record: Record) -> None:
         """Save where it is due. Training continues once the state is copied."""

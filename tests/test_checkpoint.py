@@ -64,3 +64,20 @@ def test_a_damaged_file_of_a_run_is_named_with_what_to_do(pack, tmp_path, untouc
     if name in ("card.json", "plan.json"):
         mended = nb.fit(toy, pack, None, folder, **QUIET)
         assert (mended.plan, mended.best, mended.state) == (untouched.plan, untouched.best, "done")
+
+
+def test_what_a_killed_process_left_half_written_goes_and_the_files_of_others_stay(pack, tmp_path):
+    folder = tmp_path / "run"
+    nb.fit(toy, pack, toy.PLAN.replace(epochs=1), folder, **QUIET)
+    own = {f"{name}.12-34.part" for name in ("run.json", "history.csv", "plan.json", "plot.png")}
+    others = {
+        "control.json.12-34.part",
+        "notes.json.12-34.part",
+        "mine.part",
+        "data.2024-01.part",
+        "model.onnx.1-2.part",
+    }
+    for name in own | others:
+        (folder / name).touch()
+    nb.fit(toy, pack, toy.PLAN, folder, **QUIET)
+    assert {path.name for path in folder.glob("*.part")} == others

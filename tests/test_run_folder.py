@@ -14,7 +14,7 @@ import nbtools as nb
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.folder import only_one
 from nbtools.measure import Advice
-from nbtools.train import Keeper, Task
+from nbtools.train import Keeper, Task, checkpoint
 
 QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 PLAN = nb.Plan(epochs=2, batch_size=16, lr=1e-2, schedule="constant")
@@ -296,6 +296,20 @@ def test_what_another_session_keeps_meanwhile_is_not_overwritten_and_that_is_sai
 
 
 # -- what is said and recorded
+
+
+def test_whoever_looks_at_a_run_that_begins_sees_a_whole_one_or_none(pack, monkeypatch):
+    real, opened = checkpoint.mark, []
+
+    def mark(folder, **entries):
+        index = real(folder, **entries)
+        opened.append(nb.Run.open(folder, task()).plan.lr)
+        return index
+
+    monkeypatch.setattr(checkpoint, "mark", mark)
+    fit(pack, PLAN, "r")
+    fit(pack, PLAN.replace(lr=0.1), "r", fresh=True)
+    assert {opened[0], opened[-1]} == {0.01, 0.1}
 
 
 def test_remarks_of_a_pack_are_said_at_the_start_of_a_run(pack, capsys, monkeypatch):

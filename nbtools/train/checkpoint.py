@@ -117,12 +117,6 @@ def best_of(folder: Path) -> str | None:
     return read_index(folder).get("best")
 
 
-def last_and_best(folder: Path) -> dict[str, Any]:
-    """Return the last and the best checkpoint of a folder whose index was lost."""
-    every = names(folder)
-    return {"last": every[0], "best": next((n for n in every if facts_of(folder, n)["best"]), None)}
-
-
 def place(name: str) -> tuple[int, ...]:
     """Return the (epoch, step) of a checkpoint's name."""
     return tuple(map(int, name.split("-")))
