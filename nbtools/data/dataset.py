@@ -57,19 +57,17 @@ def pack(
     """Return the pack of one's own data, read once; opened where it is finished.
 
     data, or train: a Dataset, array or list of items (arrays, numbers, PIL images, or tuples or dicts of them), a
-    DataFrame or CSV file, or images by class, `class/*.png` or `train/class/*.png`, in anything that `stage` takes.
-    target, inputs: keys of an item, or columns; by default y, label, labels or target, of (x, y) y, and all others.
-    image: the column of file names, in the CSV's folder or root. text: a function of a text, kept by its name.
-    classes: all that there are, in order; by default those that occur. False: whole numbers are values. sep: divides a
-    text into several labels; these, or lists of names, or columns of 0 and 1, become y (K,) uint8.
-    val, test: data, shares, or numbers of samples; test=1.0: all. groups: what stays in one split: a column, a value an
-    item, or a function of its name. folds: return so many packs for cross validation, which share their arrays.
+    DataFrame, a CSV file, or images by class, `class/*.png` or `train/class/*.png`, in anything that `stage` takes.
+    target, inputs: keys or columns; by default y, label, labels or target, of (x, y) y, and all others. image: the
+    column of file names in root, or beside the CSV. text: a function of a text, kept by its name. sep: divides a text
+    into several labels; these, or lists of names, or columns of 0 and 1, become y (K,). classes: all, in order; by
+    default those that occur; False: whole numbers are values. val, test: data, shares, or numbers of samples; test=1.0:
+    all. groups: what stays in one split: a column, a value an item, or a function of its name. folds: return so many.
     size: (H, W) of PIL images, masks as targets (by nearest ids) and points. resize: crop (the default for classes),
-    pad, or squash. points: the columns, "target" for y, of (…, 2) x, y or (…, 4) x1, y1, x2, y2 in pixels. mean, std:
-    per channel of images in 0…1; by default those of the training split, with store=False of 64 items: then no copy
-    is made, and each epoch reads the Dataset. like: the card of another pack, whose preprocessing this one gets.
-    into: a folder for the pack; by default one in the cache, named by options and data, of other Datasets by 64 items.
-
+    pad, squash. points: columns, "target" for y, of (…, 2) x, y or (…, 4) x1, y1, x2, y2 in pixels. mean, std: per
+    channel of images in 0…1; by default those of the training split, with store=False of 64 items: then no copy is
+    made, and each epoch reads the Dataset. like: the card of a pack whose preprocessing this one gets. into: a folder
+    for the pack; by default in the cache, named by options and data, of other Datasets by 64 items.
     Items that cannot be used are rows of `pack.bad`. Raises PackError, DiskError or StageError.
     """
     if isinstance(data, str | Path) and not is_table(data) and is_pack(folder := stage(data, progress=progress)):
@@ -78,15 +76,19 @@ def pack(
     options = options if like is None else options.alike(like)
     parts, val, test = divided(data, train, val, test)
     items = Items(opened(parts, options, root, groups, like, progress), options, like, groups)
-    made = {"key": items.key([val, test, seed, like and like.to_dict()]), "source": items.source}
-    into = Path(into if into is not None else cache() / "packs" / f"{TASK}-{made['key']}")
-    if progress and size and not resize:
-        how = max(form.resize for form in items.forms.values())
-        say(f"images become {options.size[0]} × {options.size[1]} by resize={how!r}; there are {', '.join(RESIZES)}")
-    draw: Any = {"val": val, "test": test, "seed": seed}
-    pack: Any = make_pack(TASK, made, into, items.survey, items.read, **draw, progress=progress)
-    pack = dataclasses.replace(pack, raw=RawItems(items, pack))
+    pack = pack_of(items, like, into, progress, val=val, test=test, seed=seed)
     return pack.folds(folds, seed) if folds else pack
+
+
+def pack_of(items: Items, like: Card | None, into: Any, progress: bool, **draw: Any) -> Pack:
+    """Return the pack of items, finished or made; draw: val, test and seed."""
+    made = {"key": items.key([draw, like and like.to_dict()]), "source": items.source}
+    into = Path(into if into is not None else cache() / "packs" / f"{TASK}-{made['key']}")
+    if progress and items.options.size and not items.options.resize:
+        (height, width), how = items.options.size, max(form.resize for form in items.forms.values())
+        say(f"images become {height} × {width} by resize={how!r}; there are {', '.join(RESIZES)}")
+    pack = make_pack(TASK, made, into, items.survey, items.read, **draw, progress=progress)
+    return dataclasses.replace(pack, raw=RawItems(items, pack))
 
 
 # -- what is given

@@ -80,8 +80,9 @@ def inputs_of(item: Any, columns: Sequence[str], target: Any, inputs: Sequence[A
 
 def numeric(name: str, value: Any) -> np.ndarray:
     """Return an array of a dtype that packs hold. Raises PackError(value, rule, fix) for all else."""
-    if isinstance(value, list | tuple) and any(hasattr(each, "shape") for each in value):  # stacked, or several inputs?
-        raise PackError("several", f"{name} must be one array", "give each a place: (a, b, label), target=2")
+    if isinstance(value, list | tuple) and any(getattr(each, "shape", ()) for each in value):
+        fix = "give each a place of its own, as in (a, b, label) with target=2"  # or are they to be stacked?
+        raise PackError("several", f"{name} must be one array", fix)
     try:
         array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
     except Exception as error:  # lists of unequal lengths, or what an object's own __array__ raises
