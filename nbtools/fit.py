@@ -166,7 +166,7 @@ def make_state(task: Task, pack: Pack, plan: Plan, folder: Path, fresh: bool, ra
     """Return a new state; a few samples go through it before a run folder exists."""
     train.require_sizes(pack, plan)
     if ranks.world > 1:
-        ranks.tell((plan.to_dict(), str(folder)))
+        ranks.broadcast((plan.to_dict(), str(folder)))
     state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
     if fresh or former_run(task, folder) is None:
         train.rehearse(state, pack)
@@ -177,7 +177,7 @@ def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
     """Train as rank 0 says, until it ends the run. Signals reach every rank, and rank 0 decides what becomes of them,
     so that all stop after the same step."""
     with FirstSignal(signal.SIGINT, lambda: None), FirstSignal(signal.SIGTERM, lambda: None):
-        values, folder = ranks.tell()
+        values, folder = ranks.broadcast()
         plan = type(task.PLAN).from_dict(values)
         pack = train.readable(task, pack, plan)
         state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
@@ -235,7 +235,7 @@ def follow(job: Job, callbacks: Sequence[Callback]) -> None:
     state, surface, run = job.state, job.surface, Run(job.folder, job.task, job.pack.card, job.state.applied)
     run.history, guard = job.history, Guard(job)
     surface.undoable = lambda: guard.anchor is not None
-    with devices.asserts_explained(), ExitStack() as stack:
+    with ExitStack() as stack:
         # Closed here and not with the traceback, which would keep the feed and its threads.
         records = stack.enter_context(closing(guard.records()))
         for log in callbacks:

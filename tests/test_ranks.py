@@ -123,11 +123,11 @@ def ask(ranks: Ranks) -> list[Any]:
         with context:
             wrapped(torch.tensor([[1.0 + ranks.rank]])).sum().backward()
         own.append(float(network.weight.grad or 0))
-    ranks.same([buffer])
+    ranks.align([buffer])
     loss, count = ranks.total(torch.tensor(2.0), 3 + ranks.rank)
     shares = [ranks.share(np.arange(size)).tolist() for size in (5, 3)]
     counted = [ranks.counts(size) for size in (5, 3)]
-    found = [ranks.tell(ranks.rank), ranks.gather(ranks.rank), float(loss), float(count), shares, counted, own]
+    found = [ranks.broadcast(ranks.rank), ranks.gather(ranks.rank), float(loss), float(count), shares, counted, own]
     with suppress(Ended):  # on all but rank 0
         ranks.end()
     return [*found, float(buffer)]

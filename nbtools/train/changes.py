@@ -26,7 +26,7 @@ def agree(state: TrainState, samples: int) -> Wanted:
         raise
     if ranks.world > 1:
         plan = wanted.plan.to_dict() if wanted.plan is not state.applied else None
-        plan, evaluate, stopped = ranks.tell((plan, wanted.evaluate, wanted.stopped))
+        plan, evaluate, stopped = ranks.broadcast((plan, wanted.evaluate, wanted.stopped))
         if not ranks.first:  # rank 0's may have changed meanwhile, and waits for the next call
             state.plan = state.applied if plan is None else type(state.plan).from_dict(plan)
             state.stopped = stopped

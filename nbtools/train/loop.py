@@ -35,15 +35,12 @@ from nbtools.train.task import TaskLike, best_metric, bound, order, readable
 def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> Generator[Record, None, None]:
     """Train until the plan's last epoch, `state.stopped`, or the caller leaves the `for`; calling it again continues.
 
-    Yields Record `step` after every step, with values on log steps only. Reading a value waits for the device, so on a
-    GPU they come later, in a second Record with that log step's number. Yields `evaluating` after every batch of an
-    evaluation, `epoch` after each epoch, `change` just before a changed plan is applied, `event` for anything else.
-    Replace `state.plan` to change settings from the next step on. Set `state.evaluate_next` for an evaluation before
-    the next step, which ends with a Record `evaluation` and changes nothing. feed: one that is open, to share it; None:
-    the plan's. Raises TrainError for a plan or a task that cannot train, Diverged where the loss is NaN or infinite:
-    who calls it may load a checkpoint and call it again.
-
-    On several ranks this is rank 0's; the others run `obey`, and take over its state when this begins.
+    Yields Records: `step` after every step, with values on log steps only, which on a GPU come later, in a second
+    Record with that step's number; `evaluating` after every batch of an evaluation; `epoch`; `change` just before a
+    changed plan is applied; `event` for anything else. Replace `state.plan` to change settings from the next step on;
+    set `state.evaluate_next` for an evaluation before it, which ends with a Record `evaluation` and changes nothing.
+    feed: one that is open, to share it. Raises TrainError for what cannot train, Diverged where the loss is NaN or
+    infinite: a checkpoint may be loaded, and this called again. On several ranks this is rank 0's; the others `obey`.
     """
     state.task = bound(task, state.card)
     pack = readable(task, pack, state.plan)
@@ -68,9 +65,9 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
 
 def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """Train on the rest of this epoch; a change of batch size regroups what is left of it."""
-    ids, position, meter = pack.ids("train"), state.position, state.meter
-    lengths, start = lengths_of(pack, ids), state.step
-    while True:
+    ids, position, meter, start = pack.ids("train"), state.position, state.meter, state.step
+    lengths, whole = lengths_of(pack, ids), False
+    while not whole:
         yield from between_steps(state, feed, pack)
         batches = rest_of_epoch(state, ids, lengths)
         stream = feed([state.ranks.share(batch) for batch in batches])
@@ -90,58 +87,15 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
             position.advance(len(batch))
             yield from records(state, len(ids))
         else:
-            next(stream, None)  # exhausts it: an interrupt that comes while Python frees a generator is lost
-            break
+            whole = next(stream, None) is None  # exhausts it: an interrupt while Python frees a generator is lost
     yield from meter.rows()
     if state.lost():
         raise Diverged(f"the loss became non-finite in steps {start + 1} to {state.step}", (start, state.step))
 
 
-def rest_of_epoch(state: TrainState, ids: np.ndarray, lengths: np.ndarray | None) -> list[np.ndarray]:
-    """Return the batches of ids that are left of this epoch, by the applied batch size."""
-    position, plan = state.position, state.applied
-    if not position.segments or position.segments[-1][0] != plan.batch_size:
-        position.segments.append([plan.batch_size, 0])
-    return batches_left(ids, lengths, plan.seed, position.epoch, position.segments)
-
-
-def records(state: TrainState, samples: int) -> Iterator[Record]:
-    """Yield what a step leaves: on a log step its figures, which may come later; events; its own record."""
-    meter, now = state.meter, state.record("step")
-    if state.step % log_interval(samples, state.applied.batch_size) == 0:
-        before = meter.rows()  # the last log step's, which may end the loop here
-        meter.log(state.record("step", readings(state)), state.scaler)
-        yield from before
-    while state.events:
-        yield state.record("event", {"what": state.events.pop(0)})
-    # Several ranks wait: they must all see at the same step that training diverged.
-    rows = meter.rows(wait=False) if state.ranks.world == 1 else []
-    yield from rows
-    if not rows or rows[0].step != now.step:
-        yield now
-
-
-def recurring(state: TrainState, size: int, samples: int, lengths: np.ndarray | None) -> int:
-    """Return how many batches of the shape of one of `size` samples are to come; 0 for a shape that may not recur."""
-    plan = state.applied
-    if size != plan.batch_size or lengths is not None:
-        return 0
-    return (plan.epochs - state.epoch) * (samples // plan.batch_size)
-
-
-def log_interval(samples: int, batch_size: int) -> int:
-    """Return the steps between log rows: ten rows an epoch, at most 50 steps apart. Steps and not seconds, so that
-    logs are reproducible."""
-    return min(50, max(1, math.ceil(samples / batch_size) // 10))
-
-
-def readings(state: TrainState) -> dict[str, Any]:
-    return {"lr": state.position.lr, "batch_size": state.applied.batch_size, **memory(state.device)}
-
-
 def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """Apply a changed plan and evaluate, until nothing more is requested. Returns early where the batch size changed:
-    the epoch is regrouped before anything else. An evaluation changes nothing in the run."""
+    the epoch is regrouped before anything else."""
     yield from state.meter.rows()
     segments = state.position.segments
     while True:
@@ -157,6 +111,43 @@ def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]
             yield state.record("event", {"what": what, "asked": "evaluate"})
 
 
+def rest_of_epoch(state: TrainState, ids: np.ndarray, lengths: np.ndarray | None) -> list[np.ndarray]:
+    """Return the batches of ids that are left of this epoch, by the applied batch size."""
+    position, plan = state.position, state.applied
+    if not position.segments or position.segments[-1][0] != plan.batch_size:
+        position.segments.append([plan.batch_size, 0])
+    return batches_left(ids, lengths, plan.seed, position.epoch, position.segments)
+
+
+def recurring(state: TrainState, size: int, samples: int, lengths: np.ndarray | None) -> int:
+    """Return how many batches of the shape of one of `size` samples are to come; 0 for a shape that may not recur."""
+    plan = state.applied
+    if size != plan.batch_size or lengths is not None:
+        return 0
+    return (plan.epochs - state.epoch) * (samples // plan.batch_size)
+
+
+def records(state: TrainState, samples: int) -> Iterator[Record]:
+    """Yield what a step leaves: on a log step its figures, which may come later; events; its own record."""
+    meter, now = state.meter, state.record("step")
+    # Steps and not seconds, so that logs are reproducible: ten rows an epoch, at most 50 steps apart.
+    if state.step % min(50, max(1, math.ceil(samples / state.applied.batch_size) // 10)) == 0:
+        before = meter.rows()  # the last log step's, which may end the loop here
+        meter.log(state.record("step", readings(state)), state.scaler)
+        yield from before
+    while state.events:
+        yield state.record("event", {"what": state.events.pop(0)})
+    # Several ranks wait: they must all see at the same step that training diverged.
+    rows = meter.rows(wait=False) if state.ranks.world == 1 else []
+    yield from rows
+    if not rows or rows[0].step != now.step:
+        yield now
+
+
+def readings(state: TrainState) -> dict[str, Any]:
+    return {"lr": state.position.lr, "batch_size": state.applied.batch_size, **memory(state.device)}
+
+
 # -- the end of an epoch
 
 
@@ -170,7 +161,7 @@ def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
     """Evaluate the validation split, or as many of its samples as the plan does during training; return loss and
     metrics."""
     start, sums, plan = perf_counter(), Sums(state.device), state.applied.while_training()
-    state.ranks.same(state.evaluated.buffers())
+    state.ranks.align(state.evaluated.buffers())
     for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed, plan.eval_samples, state.ranks):
         yield state.record("evaluating")
     sums.add_up(state.ranks)
@@ -180,22 +171,21 @@ def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
 
 def judge(state: TrainState, values: dict[str, Any], wanted: Plan) -> None:
     """Decide whether an evaluation is the best so far, and count those in which the metric did not improve; a plateau
-    and an early stop follow from it. A best value of another metric does not count."""
-    plan, (metric, sign) = state.applied, best_metric(state.task)
+    and an early stop follow from it."""
+    metric, sign = best_metric(state.task)
     if state.best.metric not in (None, metric):
-        state.best = Best(drops=state.best.drops)
+        state.best = Best(drops=state.best.drops)  # a best value of another metric does not count
     best = state.best
     if f"val_{metric}" not in values:
         named = ", ".join(name.removeprefix("val_") for name in values if name != "eval_time")
         raise TrainError(f"the task's BEST is {metric!r}, but its metrics are {named}; name one of them")
     value, loss = values[f"val_{metric}"], values["val_loss"]
-    state.improved = math.isfinite(value) and (
-        best.value is None or order(value, loss, sign) >= order(best.value, best.loss, sign)
-    )
+    beaten = best.value is None or order(value, loss, sign) >= order(best.value, best.loss, sign)
+    state.improved = math.isfinite(value) and beaten
     best.stale = 0 if state.improved and value != best.value else best.stale + 1  # a tie is saved, but no improvement
     if state.improved:
         best.metric, best.value, best.loss = metric, value, loss
-    if plan.schedule == "plateau" and best.stale and best.stale % plan.patience == 0:
+    if state.applied.schedule == "plateau" and best.stale and best.stale % state.applied.patience == 0:
         best.drops += 1
     early = wanted.early_stop  # one that was just turned off ends nothing
     if early is not None and best.stale >= early:
@@ -218,7 +208,7 @@ def obey(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None
     while True:
         try:
             if restart is None:
-                state.ranks.tell()
+                state.ranks.broadcast()
             else:
                 take_over(state, restart)
                 restart = None
