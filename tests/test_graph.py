@@ -15,7 +15,7 @@ from test_launches import CASES, B
 from torch import nn
 
 import nbtools as nb
-from nbtools.train import MOST_GRAPHS, device, graph, train_step
+from nbtools.train import device, graph, train_step
 
 EAGER = 99  # a warm-up longer than any run here
 PLAN = toy.PLAN.replace(graph=True, ema=0.9)
@@ -216,21 +216,3 @@ def test_a_child_process_tries_a_capture_first_until_one_succeeds_with_these_ver
     monkeypatch.setattr(torch, "__version__", "9.9")
     graph.uncapturable(torch.device("cuda", 0))
     assert (tmp_path / "tries").read_text() == ("xxx" if why else "xx")
-
-
-def test_only_so_many_shapes_are_recorded_and_no_short_batch():
-    plan, weight = nb.Plan(batch_size=4), torch.zeros(1)
-
-    def replayed(samples: int, *widths: int) -> int:
-        graphs = graph.Graphs(torch.device("cpu"), [])
-        assert graphs.follow(plan)
-        for width in widths:
-            for step in range(graph.WARM_UP + 2):
-                raw = {"x": torch.full((width,), float(step)), "id": torch.arange(samples)}
-                total, _ = graphs.step(raw, lambda raw: (7 * raw["x"].sum(), 1), lambda: [weight])
-                assert float(total) == 7 * width * step
-        return graphs.replayed
-
-    assert replayed(3, 5) == 0
-    assert replayed(4, *range(1, MOST_GRAPHS + 1)) == 2 * MOST_GRAPHS
-    assert replayed(4, *range(1, MOST_GRAPHS + 4)) == 2 * MOST_GRAPHS

@@ -52,8 +52,8 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     try:
         while not state.over_as(agree(state, samples)):
             yield from train_epoch(state, feed, pack)
-            values, wanted = {}, agree(state, samples).plan
-            if len(pack.ids("val")) and due(state, wanted):
+            values, last = {}, state.epoch + 1 >= agree(state, samples).plan.epochs
+            if len(pack.ids("val")) and (last or (state.epoch + 1) % state.applied.eval_every == 0):
                 values = yield from evaluate(state, feed, pack)
                 state.evaluate_next = False
                 judge(state, values, agree(state, samples).plan)
@@ -65,32 +65,41 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
 
 def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """Train on the rest of this epoch; a change of batch size regroups what is left of it."""
-    ids, position, meter, start = pack.ids("train"), state.position, state.meter, state.step
+    ids, meter, start = pack.ids("train"), state.meter, state.step
     lengths, whole = lengths_of(pack, ids), False
     while not whole:
         yield from between_steps(state, feed, pack)
         batches = rest_of_epoch(state, ids, lengths)
         stream = feed([state.ranks.share(batch) for batch in batches])
+        repeats = (state.applied.epochs - state.epoch) * len(batches) if lengths is None else 0
         for batch in batches:
             if state.has_requests():
                 yield from between_steps(state, feed, pack)
-                if state.applied.batch_size != position.segments[-1][0]:
+                if state.applied.batch_size != state.position.segments[-1][0]:
                     break
             meter.watch.begin()
             raw = next(stream)
             meter.watch.got()
-            step = careful_step if position.step < state.recovery.careful_until else train_step
-            with autotuning(state.device, state.applied, recurring(state, len(batch), len(ids), lengths)):
+            step = careful_step if state.step < state.recovery.careful_until else train_step
+            with autotuning(state.device, state.applied, repeats if len(batch) == state.applied.batch_size else 0):
                 loss_sum, count = step(state, raw, len(ids), len(batch))
             meter.add(loss_sum, count)
             meter.watch.end()
-            position.advance(len(batch))
+            state.position.advance(len(batch))
             yield from records(state, len(ids))
         else:
             whole = next(stream, None) is None  # exhausts it: an interrupt while Python frees a generator is lost
     yield from meter.rows()
     if state.lost():
         raise Diverged(f"the loss became non-finite in steps {start + 1} to {state.step}", (start, state.step))
+
+
+def rest_of_epoch(state: TrainState, ids: np.ndarray, lengths: np.ndarray | None) -> list[np.ndarray]:
+    """Return the batches of ids that are left of this epoch, by the applied batch size."""
+    position, plan = state.position, state.applied
+    if not position.segments or position.segments[-1][0] != plan.batch_size:
+        position.segments.append([plan.batch_size, 0])
+    return batches_left(ids, lengths, plan.seed, position.epoch, position.segments)
 
 
 def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
@@ -109,22 +118,6 @@ def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]
         else:
             what = "nothing to evaluate: the validation split is empty"
             yield state.record("event", {"what": what, "asked": "evaluate"})
-
-
-def rest_of_epoch(state: TrainState, ids: np.ndarray, lengths: np.ndarray | None) -> list[np.ndarray]:
-    """Return the batches of ids that are left of this epoch, by the applied batch size."""
-    position, plan = state.position, state.applied
-    if not position.segments or position.segments[-1][0] != plan.batch_size:
-        position.segments.append([plan.batch_size, 0])
-    return batches_left(ids, lengths, plan.seed, position.epoch, position.segments)
-
-
-def recurring(state: TrainState, size: int, samples: int, lengths: np.ndarray | None) -> int:
-    """Return how many batches of the shape of one of `size` samples are to come; 0 for a shape that may not recur."""
-    plan = state.applied
-    if size != plan.batch_size or lengths is not None:
-        return 0
-    return (plan.epochs - state.epoch) * (samples // plan.batch_size)
 
 
 def records(state: TrainState, samples: int) -> Iterator[Record]:
@@ -149,12 +142,6 @@ def readings(state: TrainState) -> dict[str, Any]:
 
 
 # -- the end of an epoch
-
-
-def due(state: TrainState, wanted: Plan) -> bool:
-    """Return whether this epoch ends with an evaluation: every `eval_every` epochs, and the last one."""
-    done = state.epoch + 1
-    return done % state.applied.eval_every == 0 or done >= wanted.epochs
 
 
 def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
@@ -209,11 +196,11 @@ def obey(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None
         try:
             if restart is None:
                 state.ranks.broadcast()
-            else:
-                take_over(state, restart)
-                restart = None
-                for _ in train(task, state, pack, feed):
-                    continue
+                continue
+            take_over(state, *restart.args)
+            restart = None
+            for _ in train(task, state, pack, feed):
+                continue
         except Restarted as restarted:
             restart = restarted.with_traceback(None)  # its frames hold the feed
         except Diverged:
@@ -222,9 +209,8 @@ def obey(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None
             return
 
 
-def take_over(state: TrainState, restart: Restarted) -> None:
+def take_over(state: TrainState, plan: dict[str, Any], facts: dict[str, Any], tensors: dict[str, Any]) -> None:
     """Make the state rank 0's."""
-    plan, facts, tensors = restart.args
     adopt(state, type(state.plan).from_dict(plan))  # first: a scaler takes over its saved state
     state.load(tensors, facts)
     state.plan = state.applied
