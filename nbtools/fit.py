@@ -141,7 +141,7 @@ def forget(folder: Path) -> None:
 def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
     """Train as rank 0 says, until it ends the run. Rank 0 also decides what becomes of a signal, which reaches all."""
     with FirstSignal(signal.SIGINT, lambda: None), FirstSignal(signal.SIGTERM, lambda: None):
-        values, folder = ranks.tell()
+        values, folder = ranks.broadcast()
         plan = type(task.PLAN).from_dict(values)
         pack = train.readable(task, pack, plan)
         state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
@@ -158,7 +158,7 @@ def prepare(
     samples = None if samples is None else chosen(samples, pack)
     train.require_sizes(pack, plan)
     if ranks.world > 1:
-        ranks.tell((plan.to_dict(), str(folder)))
+        ranks.broadcast((plan.to_dict(), str(folder)))
     state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
     if fresh or former_run(task, folder) is None:
         train.rehearse(state, pack)  # before anything is written
@@ -224,7 +224,7 @@ def follow(job: Job, callbacks: Sequence[Callback]) -> None:
     state, surface, run = job.state, job.surface, Run(job.folder, job.task, job.pack.card, job.state.applied)
     run.history, guard = job.history, Guard(job)
     # Closed here and not with the traceback, which would keep the feed and its threads.
-    with devices.asserts_explained(), closing(guard.records()) as records:
+    with closing(guard.records()) as records:
         for record in records:
             record = surface.measured(record)
             job.history.append(record)

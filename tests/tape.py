@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from test_launches import READS, Made
+from test_launches import READS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -60,13 +60,6 @@ class Recording(TorchDispatchMode):
                 if place(there) != place(now):
                     assert there.shape == now.shape, f"{func} gave another shape: {there.shape}, then {now.shape}"
                     there.copy_(now)
-
-
-def synchronizing(act: Callable[[], T]) -> tuple[T, list[str]]:
-    """As that of `nbtools.train.graph` on a GPU."""
-    with Recording() as seen, Made() as made:
-        result = act()
-    return result, [*seen.waits, *["made on the host"] * made.count]
 
 
 class Tape:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import toy
@@ -20,8 +18,7 @@ from torch.distributed.nn.functional import all_reduce  # pyright: ignore[report
 
 import nbtools as nb
 from nbtools.errors import TrainError
-from nbtools.train import Ranks, checkpoint, device, join
-from nbtools.train.ranks import Ended
+from nbtools.train import checkpoint, device
 
 PLAN = toy.PLAN.replace(epochs=1, dropout=0.0, noise=0.05)
 
@@ -111,39 +108,6 @@ def test_several_processes_equal_one_that_accumulates_the_same_parts(pack, tmp_p
             if "norm" not in name:  # its running averages are those of a share
                 assert theirs["val_loss"] == pytest.approx(ours["val_loss"], rel=1e-6), name
                 assert theirs["val_accuracy"] == ours["val_accuracy"]
-
-
-def ask(ranks: Ranks) -> list[Any]:
-    """What the loop and the step ask of ranks, and whether a layer keeps its own gradients without `no_sync`."""
-    network, own = nn.Linear(1, 1, bias=False), []
-    network.weight.data.fill_(1.0)
-    wrapped, buffer = ranks.wrap(network), torch.tensor([float(ranks.rank)])
-    for context in (ranks.no_sync(wrapped), nullcontext()):
-        network.weight.grad = None
-        with context:
-            wrapped(torch.tensor([[1.0 + ranks.rank]])).sum().backward()
-        own.append(float(network.weight.grad or 0))
-    ranks.same([buffer])
-    loss, count = ranks.total(torch.tensor(2.0), 3 + ranks.rank)
-    shares = [ranks.share(np.arange(size)).tolist() for size in (5, 3)]
-    counted = [ranks.counts(size) for size in (5, 3)]
-    found = [ranks.tell(ranks.rank), ranks.gather(ranks.rank), float(loss), float(count), shares, counted, own]
-    with suppress(Ended):  # on all but rank 0
-        ranks.end()
-    return [*found, float(buffer)]
-
-
-def joined() -> list[Any]:
-    ranks = join()
-    assert ranks is not None
-    return ask(ranks)
-
-
-def test_two_ranks_share_what_one_process_does_alone():
-    assert ask(Ranks()) == [0, [0], 2.0, 3.0, [[0, 1, 2, 3, 4], [0, 1, 2]], [True, True], [1.0, 1.0], 0.0]
-    zero, one = together(2, joined)
-    assert zero == [0, [0, 1], 4.0, 7.0, [[0, 1], [0, 1, 2]], [True, True], [1.0, 1.5], 0.0]
-    assert one == [0, [0, 1], 4.0, 7.0, [[2, 3, 4], [0, 1, 2]], [True, False], [2.0, 1.5], 0.0]
 
 
 def stretch(pack: Path, run: Path, plan: toy.Plan, until: int = 0) -> list[list[int]]:

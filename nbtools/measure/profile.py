@@ -37,7 +37,6 @@ from nbtools.train import (
     TrainState,
     evaluation,
     gradients,
-    synchronizing,
     train_step,
 )
 
@@ -97,8 +96,7 @@ class StepProfile(Report):
     between_s: seconds of one evaluation (some batches, scaled to the split).
     shapes: how many different lengths its batches have, as they are padded.
     memory: MiB. step: the most that a step takes beyond what is held; held: weights, gradients and optimizer.
-    trials: changes that were tried. syncs: `file:line` where a step makes the host wait (CUDA). took: seconds for the
-    whole profile.
+    trials: changes that were tried. took: seconds for the whole profile.
     """
 
     plan: dict[str, Any]
@@ -119,7 +117,6 @@ class StepProfile(Report):
     between_s: float
     memory: dict[str, float]
     trials: tuple[Tried, ...]
-    syncs: tuple[str, ...]
     machine: dict[str, str]
     took: float
     shapes: int
@@ -166,7 +163,7 @@ class StepProfile(Report):
         rows += [
             ("tried", f"{shown(t.change)}: {t.ratio:.2f}× ({t.low:.2f}–{t.high:.2f}){t.objection}") for t in self.trials
         ]
-        return ("step", "measured"), [*rows, *(("host waits at", line) for line in self.syncs)]
+        return ("step", "measured"), rows
 
     def footer(self) -> str:
         return f"Measured in {timing(self.took)}"
@@ -256,7 +253,6 @@ class Bench:
             between_s=median(self.evaluations),
             memory=memory_of(cached),
             trials=(),
-            syncs=syncs(cached),
             machine=machine(),
             took=0.0,
             shapes=shapes(pack, plan),
@@ -365,8 +361,3 @@ def shapes(pack: Pack, plan: Plan) -> int:
     """Different lengths of an epoch's batches, as they are padded."""
     lengths = Padding(pack, plan).of(pack, epoch_batches(pack, plan))
     return len(set(zip(*lengths.values(), strict=True))) or 1
-
-
-def syncs(stepper: Stepper) -> tuple[str, ...]:
-    """`file:line` of the code that makes the host wait for the device in a step; () without CUDA."""
-    return synchronizing(lambda: stepper.step(next(stepper.batches)))[1]

@@ -149,16 +149,14 @@ def measured(profile: StepProfile, plan: Plan) -> list[Option]:
 
 
 def computed(profile: StepProfile, plan: Plan) -> list[Option]:
-    """What was not tried, and gains at most its share of a step: a line that makes the host wait for the device; else
-    CUDA graphs, which launch a step at nearly no cost; augmentation."""
+    """What was not tried, and gains at most its share of a step: CUDA graphs, which launch a step at nearly no cost;
+    augmentation."""
     found: list[Option] = []
 
     def add(name: str, change: dict[str, Any], share: float, reason: str, same: bool = True) -> None:
         found.append(Option(name, change, 1 / max(1 - share, 1e-9), reason, exact=False, same=same))
 
-    if profile.syncs:
-        add("without that line", {}, profile.host, f"the host waits for the device at {profile.syncs[0]}")
-    elif profile.device_type == "cuda" and replays(plan, profile.shapes):
+    if profile.device_type == "cuda" and replays(plan, profile.shapes):
         idle = f"the GPU is idle {percent(profile.host)} of each step"
         add("graph=True", {"graph": True}, profile.host, idle)
     change, share = without_augmentation(plan), profile.augmentation

@@ -36,24 +36,25 @@ def augment(batch: Batch, card: Card, images: Sequence[str], draws: Draws, names
     """Return the batch with its images (B, C, H, W) float32 augmented, those of a sample alike, and the points and
     boxes on them; with mixup all inputs and `y`, which becomes (B, K) probabilities where there are K classes."""
     wanted, batch = strengths(names), dict(batch)
+    batch |= {name: batch[name].float() for name in images}
     if "crop" in wanted:
-        shares = draws.bits((2,))
-        batch |= {name: crop(batch[name].float(), shares, wanted["crop"]) for name in images}
+        bits = draws.bits((2,))
+        batch |= {name: crop(batch[name], bits, wanted["crop"]) for name in images}
     if "flip" in wanted:
         flip(batch, card, images, draws.chance(wanted["flip"]))
     if "colour" in wanted:
         low, high = 1 - wanted["colour"], 1 + wanted["colour"]
         factors = draws.uniforms(*[(low, high)] * 3)[..., None, None, None]  # (B, 3, 1, 1, 1)
-        batch |= {name: colour(batch[name].float(), *factors.unbind(1)) for name in images}
+        batch |= {name: colour(batch[name], *factors.unbind(1)) for name in images}
     return mixup(batch, card, draws, wanted[MIXUP]) if MIXUP in wanted else batch
 
 
 def crop(x: Tensor, bits: Tensor, most: float) -> Tensor:
     """Shift by whole pixels, up to this share of either side; the image is mirrored at its edges."""
-    for axis, length in ((2, x.shape[2]), (3, x.shape[3])):
+    for axis in (2, 3):
+        length = x.shape[axis]
         far = min(round(most * length), length - 1)
-        shift = (bits[:, axis - 2] % (2 * far + 1) - far)[:, None]  # (B, 1)
-        at = (places(length, x.device) + shift).abs()
+        at = (places(length, x.device) + (bits[:, axis - 2] % (2 * far + 1) - far)[:, None]).abs()
         at = at.minimum(2 * (length - 1) - at)  # (B, length), mirrored at both ends
         x = x.gather(axis, (at[:, None, :, None] if axis == 2 else at[:, None, None, :]).expand(x.shape))
     return x
@@ -63,7 +64,7 @@ def flip(batch: Batch, card: Card, images: Sequence[str], chosen: Tensor) -> Non
     """Swap left and right of the chosen samples (B,): of their images, and of the points and boxes on them. A point
     keeps its place in the list."""
     for name in images:
-        batch[name] = torch.where(chosen[:, None, None, None], batch[name].float().flip(3), batch[name].float())
+        batch[name] = torch.where(chosen[:, None, None, None], batch[name].flip(3), batch[name])
     for name, (image, kind) in card.options.get("points", {}).items():
         if name in batch:
             spots, width = batch[name], batch[image].shape[3]
@@ -86,10 +87,8 @@ def colour(x: Tensor, light: Tensor, contrast: Tensor, saturation: Tensor) -> Te
     """Multiply brightness, contrast around the image's mean and saturation (RGB) by these; not clipped."""
     mean = x.mean((1, 2, 3), keepdim=True)
     x = ((x - mean) * contrast + mean) * light
-    if x.shape[1] != 3:
-        return x
     grey = x.mean(1, keepdim=True)
-    return grey + (x - grey) * saturation
+    return grey + (x - grey) * saturation if x.shape[1] == 3 else x
 
 
 def mixup(batch: Batch, card: Card, draws: Draws, most: float) -> Batch:
@@ -97,10 +96,10 @@ def mixup(batch: Batch, card: Card, draws: Draws, most: float) -> Batch:
     1710.09412). Which one depends on the samples of the pass, not on their order."""
     share, order = draws.uniform(0, most), draws.bits().argsort()
     other = torch.empty_like(order).scatter_(0, order, order.roll(1))
-    mixes = {name: batch[name] for name in (*card.options["inputs"], TARGET) if name in batch}
-    if TARGET in mixes and card.options["kind"] == "classes":
-        mixes[TARGET] = batch[TARGET][..., None] == places(len(card.classes), share.device)
-    for name, x in mixes.items():
+    mixed = {name: batch[name] for name in (*card.options["inputs"], TARGET) if name in batch}
+    if TARGET in mixed and card.options["kind"] == "classes":
+        mixed[TARGET] = batch[TARGET][..., None] == places(len(card.classes), share.device)
+    for name, x in mixed.items():
         x = x.float()
-        mixes[name] = torch.lerp(x, x[other], share.view(-1, *[1] * (x.dim() - 1)))
-    return {**batch, **mixes}
+        mixed[name] = torch.lerp(x, x[other], share.view(-1, *[1] * (x.dim() - 1)))
+    return {**batch, **mixed}

@@ -25,7 +25,7 @@ def agree(state: TrainState, samples: int) -> Wanted:
     if ranks.world == 1:
         return wanted
     plan = wanted.plan.to_dict() if wanted.plan is not state.applied else None
-    plan, evaluate, stopped = ranks.tell((plan, wanted.evaluate, wanted.stopped))
+    plan, evaluate, stopped = ranks.broadcast((plan, wanted.evaluate, wanted.stopped))
     if ranks.first:
         return wanted
     state.plan = state.applied if plan is None else type(state.plan).from_dict(plan)

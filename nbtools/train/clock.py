@@ -1,6 +1,7 @@
-"""A device that works behind the host's back: its own time, and numbers on their way to and from it.
+"""One stopwatch for the loop and for measurements, and numbers on their way from the device to the host.
 
-On CUDA the host only queues kernels, so events on the stream tell the time; elsewhere the host's clock is exact.
+A GPU works behind the host's back: the host only queues kernels. So time is read from CUDA events; elsewhere the host's
+clock is exact.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Spans = list[list[Any]]  # [begin, got, end] of steps
+Spans = list[list[Any]]  # [begin, got, end] of each step
 
 
 class Stopwatch:
     """Time steps by the device: `begin` before a batch is fetched, `got` when it is there, `end` after the step.
 
-    Where the device is behind, a step begins as the one before ends; where it idles, as the host begins it, and what a
-    watcher of the loop takes is left out. `wall`: seconds of the loop by the host's clock, without pauses.
+    Where the device is behind, a step begins as the one before it ends; where it idles, as the host begins it. `wall`:
+    seconds of the loop by the host's clock, without pauses.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] | None = None):
         self.device, self.clock = device, clock or perf_counter
         self.spans: Spans = []  # since the last lap
-        self.before = 0.0  # seconds of wall until the loop began
+        self.before = 0.0  # wall until the loop began
         self.since: float | None = None  # when it did
 
     def mark(self) -> Any:
@@ -86,8 +87,8 @@ def between(start: Any, end: Any) -> float:
 
 
 class Reading:
-    """A few sums on the device, and their way to the host: `put` numbers into `tensor`, `send`, and take `values`,
-    which waits only before they have arrived."""
+    """A few numbers on their way to the host: `put` them into `tensor`, `send`, and take `values`, which waits for
+    them."""
 
     def __init__(self, size: int, device: torch.device):
         self.tensor = self.host = torch.zeros(size, dtype=sum_dtype(device), device=device)
@@ -111,8 +112,7 @@ class Reading:
 
 
 def put(tensor: Tensor, *numbers: Tensor | float) -> None:
-    """Write numbers into a vector. `tensor[i] = 5` would copy 5 from the host and wait for the device
-    (pytorch#186482)."""
+    """Write numbers into a vector. `tensor[i] = 5` would wait for the device (pytorch#186482)."""
     for place, number in zip(tensor.unbind(), numbers, strict=True):
         place.copy_(number) if isinstance(number, Tensor) else place.fill_(number)
 

@@ -1,14 +1,13 @@
-"""The torch device: which one, what it can do, the switches that a plan asks for, and its memory."""
+"""Where numbers meet the device: which one, the switches that a plan sets on it, precision, and memory."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,13 +33,10 @@ OWN_THREADS: list[int] = []  # the number before a plan asked for another; empty
 # Tuning takes 0.5 s a convolution and shape on an H200 (BiSeNetV2: 70, 40 s), where a step takes 1.4 to 2.3 ms for each
 # (captcha guide). If tuning makes it 5 % faster, which is a guess, that comes back after 0.5 / (0.05 × 0.002) steps.
 TUNING_PAYS = 5_000
-LIBRARY = ctypes.CDLL(None)
-GLIBC = hasattr(LIBRARY, "mallopt")
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 T = TypeVar("T")
 
 
-# -- which one, and what it can do
+# -- which one
 
 
 def world() -> int:
@@ -58,33 +54,32 @@ def pick(name: str | None = None) -> torch.device:
             rule = f"each process needs a GPU of its own: torch has {here} here, and NBTOOLS_DEVICE is {name!r}"
             raise TrainError(f"{rule}; start at most {here} processes, or set NBTOOLS_DEVICE to cuda or cpu")
         return torch.device("cuda", local)
-    if name:
-        try:
-            return torch.empty(0, device=name).device
-        except (RuntimeError, AssertionError) as error:
-            rule = f"{field} must be a device that torch has here, such as cpu or cuda:0"
-            raise TrainError(f"{rule}, got {name!r}: {str(error).splitlines()[0]}") from None
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if not name:
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        rule = f"{field} must be a device that torch has here, such as cpu or cuda:0"
+        raise TrainError(f"{rule}, got {name!r}: {str(error).splitlines()[0]}") from None
 
 
 def require(plan: Plan, device: torch.device, processes: int = 1) -> None:
     """Raise TrainError for a setting that the device cannot follow."""
-    kind, several = device.type, processes > 1
-    for wrong, rule in (
-        (plan.graph and several, f"graph replays CUDA graphs of one process, but {processes} train together"),
-        (plan.graph and kind not in GRAPH_DEVICES, f"graph replays CUDA graphs, but this device is {kind}"),
-        (plan.sync_batchnorm and several and kind != "cuda", f"sync_batchnorm needs CUDA: torch has none on {kind}"),
-    ):
-        if wrong:
-            raise TrainError(f"Plan.{rule}; set {rule.split()[0]}=False")
-    if plan.amp == "fp16" and kind not in FP16_DEVICES:
-        raise TrainError(f"Plan.amp = fp16 needs a GPU, but this device is {kind}; use amp=bf16 or amp=off")
+    kind, rule = device.type, ""
+    if plan.graph and processes > 1:
+        rule = f"graph replays CUDA graphs of one process, but {processes} train together; set graph=False"
+    elif plan.graph and kind not in GRAPH_DEVICES:
+        rule = f"graph replays CUDA graphs, but this device is {kind}; set graph=False"
+    elif plan.sync_batchnorm and processes > 1 and kind != "cuda":
+        rule = f"sync_batchnorm needs CUDA: torch has none on {kind}; set sync_batchnorm=False"
+    elif plan.amp == "fp16" and kind not in FP16_DEVICES:
+        rule = f"amp = fp16 needs a GPU, but this device is {kind}; use amp=bf16 or amp=off"
+    if rule:
+        raise TrainError(f"Plan.{rule}")
 
 
 def reduced(device: torch.device) -> str:
-    """Return the Plan.amp that may be faster than float32 here, to be measured; "off" if none was tried (MPS)."""
+    """Return the Plan.amp that may be faster than float32 here, to be measured; "off" where none was tried (MPS)."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     return "bf16" if device.type == "cpu" else "off"
@@ -104,12 +99,9 @@ def tier(gigabytes: float, tiers: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def prepare(plan: Plan, device: torch.device) -> None:
-    """Set determinism, the number of threads, on CUDA TF32, on a CPU how malloc frees. cuDNN's autotuner is off
-    but for `autotuning`."""
+    """Set determinism, the number of threads, and on CUDA TF32; cuDNN's autotuner is off but for `autotuning`."""
     torch.use_deterministic_algorithms(plan.deterministic)
     use_threads(None if world() > 1 else plan.threads)  # torchrun and the ranks' shares of the cores set their own
-    if device.type == "cpu":
-        keep_freed()
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = False
         # The newer `fp32_precision` alone makes torch.get_float32_matmul_precision() raise, which inductor calls
@@ -132,81 +124,14 @@ def threads() -> int:
 
 @contextmanager
 def autotuning(device: torch.device, plan: Plan, times: int) -> Iterator[None]:
-    """Switch on cuDNN's autotuner for a training step, if the shape of its batch is still to come often enough to pay.
-
-    times: how often, 0 where that is not known. cuDNN keeps the algorithm that it first chose for a shape, tuned or
-    not, for the life of the process (run_single_conv, aten/src/ATen/native/cudnn/Conv_v8.cpp).
-    """
-    if device.type != "cuda" or times < TUNING_PAYS or plan.deterministic:  # which is fastest may differ by chance
-        yield
-        return
-    torch.backends.cudnn.benchmark = True
+    """Switch on cuDNN's autotuner for a training step whose shape is to come `times` more, if that pays. cuDNN keeps
+    the algorithm that it first chose for a shape, tuned or not, for the life of the process (Conv_v8.cpp)."""
+    pays = device.type == "cuda" and times >= TUNING_PAYS and not plan.deterministic
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, pays
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = False
-
-
-def find_scale(scaler: torch.amp.GradScaler, parameters: Sequence[Tensor], differentiate: Callable[[], T]) -> T:
-    """Return what `differentiate` does, which computes the scaled gradients of a batch anew, at the first of fp16's
-    loss scales, each half the last, whose gradients are finite, or after 16 of them. Waits for the device."""
-    # From torch's 65,536 a sum such as CTC overflows in its first five to eight steps, which the scaler throws away.
-    for _ in range(16):
-        result = differentiate()
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norms = torch._foreach_norm(gradients, torch.inf)  # pyright: ignore[reportPrivateImportUsage]
-        if bool(torch.isfinite(torch.stack(norms)).all()):
-            return result
-        scaler.update(scaler.get_scale() / 2)
-    return differentiate()
-
-
-@contextmanager
-def autocast(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[None]:
-    """Mixed precision around a forward pass of the model; a generator must not yield inside. fp16 is float32 where it
-    may not train: evaluations and predictions of a run that a GPU trained."""
-    if plan.amp == "off" or (plan.amp == "fp16" and device.type not in FP16_DEVICES):
-        yield
-    else:
-        with recurrent_in_float32(plan, device, model), torch.autocast(device.type, DTYPES[plan.amp]):
-            yield
-
-
-@contextmanager
-def recurrent_in_float32(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[None]:
-    """Inside, under bf16, the model's LSTM, GRU and RNN layers leave autocast: forward, backward and recomputation. On
-    CUDA autocast runs cuDNN's in fp16, whatever its dtype (`_cudnn_rnn_cast_reflatten` casts to kHalf,
-    aten/src/ATen/cudnn/AutocastRNN.cpp), and bf16 trains without the loss scaling that fp16 needs."""
-    modules = model.modules() if plan.amp == "bf16" else ()
-    layers = [layer for layer in modules if isinstance(layer, nn.RNNBase)]
-    for layer in layers:
-        layer.forward = partial(in_float32, layer.forward, device)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward  # the instance's, so that the class's is back
-
-
-def in_float32(forward: Callable[..., Any], device: torch.device, *given: Any, **named: Any) -> Any:
-    def widened(value: Any) -> Any:
-        return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    given, named = tree_map(widened, (given, named))
-    with torch.autocast(device.type, enabled=False):
-        return forward(*given, **named)
-
-
-def leave_modes() -> None:
-    """Leave no_grad and autocast, which an interrupt leaves on if it comes while torch enters or leaves them: in
-    autocast torch would go on with copies of weights that have changed since."""
-    torch.set_grad_enabled(True)
-    for kind in ("cpu", "cuda"):
-        torch.set_autocast_enabled(kind, False)
-    torch.autocast_increment_nesting()
-    while torch.autocast_decrement_nesting() > 0:
-        continue
-    torch.clear_autocast_cache()
+        torch.backends.cudnn.benchmark = before
 
 
 def again(part: nn.Module, *inputs: Any) -> Any:
@@ -226,6 +151,70 @@ def still(part: nn.Module) -> Iterator[None]:
     finally:  # also where torch ends the second pass early, by an exception, since backward needs no more
         for norm, momentum, counted in kept:
             norm.momentum, norm.num_batches_tracked = momentum, counted
+
+
+# -- precision
+
+
+@contextmanager
+def autocast(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[None]:
+    """Mixed precision around a forward pass of the model; a generator must not yield inside. fp16 is float32 where it
+    may not train: evaluations and predictions of a run that a GPU trained."""
+    if plan.amp == "off" or (plan.amp == "fp16" and device.type not in FP16_DEVICES):
+        yield
+    else:
+        with recurrent_in_float32(plan, device, model), torch.autocast(device.type, DTYPES[plan.amp]):
+            yield
+
+
+@contextmanager
+def recurrent_in_float32(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[None]:
+    """Inside, under bf16, the model's LSTM, GRU and RNN layers leave autocast: forward, backward and recomputation. On
+    CUDA autocast runs cuDNN's in fp16, whatever its dtype (`_cudnn_rnn_cast_reflatten`, AutocastRNN.cpp), and bf16
+    trains without the loss scaling that fp16 needs."""
+    modules = model.modules() if plan.amp == "bf16" else ()
+    layers = [layer for layer in modules if isinstance(layer, nn.RNNBase)]
+    for layer in layers:
+        layer.forward = partial(in_float32, layer.forward, device)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # the instance's, so that the class's is back
+
+
+def in_float32(forward: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> Any:
+    def widened(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    args, kwargs = tree_map(widened, (args, kwargs))
+    with torch.autocast(device.type, enabled=False):
+        return forward(*args, **kwargs)
+
+
+def find_scale(scaler: torch.amp.GradScaler, parameters: Sequence[Tensor], differentiate: Callable[[], T]) -> T:
+    """Return what `differentiate` does, which computes the scaled gradients of a batch anew, at the first of fp16's
+    loss scales, each half the last, whose gradients are finite, or after 16 of them. Waits for the device."""
+    # From torch's 65,536 a sum such as CTC overflows in its first five to eight steps, which the scaler throws away.
+    for _ in range(16):
+        result = differentiate()
+        norms = [p.grad.norm(torch.inf) for p in parameters if p.grad is not None]
+        if bool(torch.isfinite(torch.stack(norms)).all()):
+            return result
+        scaler.update(scaler.get_scale() / 2)
+    return differentiate()
+
+
+def leave_modes() -> None:
+    """Leave no_grad and autocast, which an interrupt leaves on if it comes while torch enters or leaves them: in
+    autocast torch would go on with copies of weights that have changed since."""
+    torch.set_grad_enabled(True)
+    for kind in ("cpu", "cuda"):
+        torch.set_autocast_enabled(kind, False)
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > 0:
+        continue
+    torch.clear_autocast_cache()
 
 
 # -- memory
@@ -248,34 +237,20 @@ def within_memory(act: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def required(act: Callable[[], T], when: str = "before the first step") -> T:
-    """Return its result, at the second attempt with all memory that nothing uses. Raises TrainError where memory runs
-    out again: for what cannot be done in smaller parts."""
+    """Return its result, computed with all memory that nothing uses. Raises TrainError where memory runs out: for what
+    cannot be done in smaller parts."""
+    gc.collect()
     result, reason = within_memory(act)
-    if result is None:
-        gc.collect()
-        give_back(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
-        result, reason = within_memory(act)
     if result is None:
         rule = f"out of memory {when} ({reason})"
         raise TrainError(f"{rule}; use a smaller network, or free memory", entry="Out of memory")
     return result
 
 
-@cache
-def keep_freed() -> None:
-    """Have malloc keep what tensors free: else it hands every large activation back to the system, and a CPU step
-    spends 5 % (small network) to 25 % (the guide's) of its time on page faults. The user's own MALLOC_… stay."""
-    if GLIBC and not any(name.startswith("MALLOC_") for name in os.environ):
-        LIBRARY.mallopt(TRIM_THRESHOLD, 2**31 - 1)
-        any(LIBRARY.mallopt(MMAP_THRESHOLD, size) for size in (2**30, 2**25))  # some allow no more
-
-
 def give_back(device: torch.device) -> None:
-    """Return free memory that is cached for the next step to the GPU or the system."""
+    """Return memory that is cached for the next step to the GPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif GLIBC:
-        LIBRARY.malloc_trim(0)
 
 
 def memory(device: torch.device) -> dict[str, float]:
@@ -291,16 +266,3 @@ def resident() -> int:
     with suppress(FileNotFoundError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-@contextmanager
-def asserts_explained() -> Iterator[None]:
-    """Turn a kernel's assertion on a GPU, which is about an index, into a TrainError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "device-side assert" not in str(error):
-            raise
-        rule = "a label, token or other index was out of range on the GPU, which this process cannot use any more"
-        fix = "restart it, and run this again with NBTOOLS_DEVICE=cpu in the environment, which names it"
-        raise TrainError(f"{rule}; {fix}", entry="Device-side assert") from error

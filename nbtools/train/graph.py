@@ -1,10 +1,8 @@
-"""Training steps as CUDA graphs: the hundreds of kernels of a step, from the raw batch to its sums, are recorded once
-and then launched as one.
+"""Training steps as CUDA graphs: the hundreds of kernels of a step are recorded once and then launched as one.
 
 A graph repeats its kernels on the same memory, and nothing of what the host did. So the raw batch, the keys of random
-numbers and lr lie in tensors that are written before each replay, and the first replay has to give what the step gave
-when the host launched each kernel. A capture that fails can end the process (pytorch#180395): none begins here before a
-child process has managed one on this machine with the same versions, nor for a step that waits for the device.
+numbers and lr lie in tensors that are written before each replay, and the first replay has to give what the same step
+gave eagerly. A capture that fails may end the process (pytorch#180395), so a child process tries one first.
 """
 
 from __future__ import annotations
@@ -13,14 +11,12 @@ import gc
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nbtools import data, disk
 from nbtools.train.device import within_memory
@@ -29,7 +25,6 @@ from nbtools.train.task import Batch
 
 Sums = tuple[Tensor, Tensor | float]
 Act = Callable[[Batch], Sums]
-Recorded = tuple[Batch, Callable[[], Any], Sums, Any]  # its inputs, what repeats it, its results, what it may read
 T = TypeVar("T")
 WARM_UP = 2  # steps of a shape before the one that is recorded
 MOST_GRAPHS = 8  # shapes that are recorded: each keeps a batch, and what its step has alive at a time
@@ -44,21 +39,21 @@ class Graphs:
 
     def __init__(self, device: torch.device, events: list[str]):
         self.recorder, self.events, self.off, self.replayed = Recorder(device), events, "", 0
-        gpu = torch.empty(0, device=device).device.index  # also of a device without its number
-        self.numbers = torch.default_generator if gpu is None else torch.cuda.default_generators[gpu]
+        index = torch.empty(0, device=device).device.index  # also of a device without its number
+        self.numbers = torch.default_generator if index is None else torch.cuda.default_generators[index]
         self.plan: Plan | None = None
-        self.steps: dict[tuple[torch.Size, ...], int | Recorded] = {}  # by shapes: how many came, or what was recorded
+        self.steps: dict[tuple[torch.Size, ...], Any] = {}  # by shapes: how many came, or what was recorded
         if why := uncapturable(device):
             self.give_up(why)
 
     def follow(self, plan: Plan) -> bool:
-        """Return whether steps under this plan, the present one from now on, may be recorded; say so where not."""
-        able = not unrecordable(plan)
+        """Return whether steps under this plan, the present one from now on, may be replayed."""
         if plan is not self.plan:
             self.plan = plan
             self.clear()
-            self.events += [] if able else ["graph off: fp16, compile and checkpoint_activations decide on the host"]
-        return able
+            if unrecordable(plan) and not self.off:
+                self.give_up("fp16, compile and checkpoint_activations decide on the host")
+        return not self.off
 
     def step(self, raw: Batch, act: Act, written: Callable[[], list[Tensor]]) -> Sums:
         """Return act(raw), a step: replayed where such a step is recorded; its result is overwritten by the next one
@@ -67,32 +62,30 @@ class Graphs:
         step = self.steps.get(shapes, 0 if len(self.steps) < MOST_GRAPHS else WARM_UP + 1)
         if isinstance(step, tuple):
             inputs, replay, sums, _ = step
-            torch._foreach_copy_([*inputs.values()], [*raw.values()])  # pyright: ignore[reportPrivateImportUsage]
+            overwrite([*inputs.values()], [*raw.values()])
             replay()
             self.replayed += 1
             return sums
-        if self.off or self.plan is None or len(raw["id"]) != self.plan.batch_size or step > WARM_UP:
+        if len(raw["id"]) != getattr(self.plan, "batch_size", 0) or step > WARM_UP:
             return self.recorder.run(partial(act, raw))
         self.steps[shapes] = step + 1
         return self.first(raw, act, written(), shapes) if step == WARM_UP else self.recorder.run(partial(act, raw))
 
     def first(self, raw: Batch, act: Act, written: list[Tensor], shapes: tuple[torch.Size, ...]) -> Sums:
-        """Return a step that the host launches, then recorded and replayed from where it began. Where the two differ,
-        or the second fails, the first one counts, and the run goes on without graphs."""
-        before, why = within_memory(lambda: self.copy(written))
-        eager, lines = synchronizing(partial(self.recorder.run, partial(act, raw)))
-        why = why or "".join(f"the host waits for the device at {line}" for line in lines[:1])
+        """Return an eager step, then recorded and replayed from where it began. Where the two differ, or recording
+        fails, the eager one counts, and the run goes on without graphs."""
+        drop_gradients(written)
+        alive = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]  # a cache may drop one that a graph reads
+        before, why = within_memory(partial(self.copy, written))
+        eager = self.recorder.run(partial(act, raw))
         try:
-            if before is not None and not why:
-                for tensor in written:
-                    tensor.grad = None
-                copied = {id(tensor) for tensor in before}  # of all others a cache may drop one that the graph reads
-                alive = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and id(x) not in copied]
+            if before is not None:
+                drop_gradients(written)
                 after, inputs = self.copy(written), {name: tensor.clone() for name, tensor in raw.items()}
                 replay, sums = self.recorder.capture(partial(act, inputs))
                 self.restore(written, before)
                 replay()
-                if same(sums[0], eager[0], written, after, before):
+                if near(sums[0], eager[0], written, after, before):
                     self.steps[shapes], self.replayed = (inputs, replay, sums, alive), self.replayed + 1
                     return sums
                 self.restore(written, after)
@@ -106,9 +99,8 @@ class Graphs:
         """Return copies of tensors, and of the state of random numbers."""
         return [*(tensor.detach().clone() for tensor in written), self.numbers.get_state()]
 
-    @torch.no_grad()
     def restore(self, written: list[Tensor], copies: list[Tensor]) -> None:
-        torch._foreach_copy_(written, copies[:-1])  # pyright: ignore[reportPrivateImportUsage]
+        overwrite(written, copies[:-1])
         self.numbers.set_state(copies[-1])
 
     def give_up(self, why: str) -> None:
@@ -122,13 +114,22 @@ class Graphs:
 
 
 def unrecordable(plan: Plan) -> bool:
-    """Return whether steps under a plan decide something on the host: fp16 whether they count, recomputed activations
-    from which random numbers, a compiled network what to compile."""
+    """Return whether steps under a plan decide something on the host."""
     return plan.amp == "fp16" or plan.checkpoint_activations or plan.compile
 
 
 @torch.no_grad()
-def same(loss: Tensor, expected: Tensor, now: list[Tensor], after: list[Tensor], before: list[Tensor]) -> bool:
+def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
+    torch._foreach_copy_(tensors, values)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def drop_gradients(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.grad = None
+
+
+@torch.no_grad()
+def near(loss: Tensor, expected: Tensor, now: list[Tensor], after: list[Tensor], before: list[Tensor]) -> bool:
     """Return whether two steps from the same state give the same loss, and weights that differ by little of a step: of
     a gradient that is only rounding Adam makes a whole one."""
 
@@ -136,13 +137,13 @@ def same(loss: Tensor, expected: Tensor, now: list[Tensor], after: list[Tensor],
         pairs = ((a, b) for a, b, tensor in zip(these, those, now, strict=False) if tensor.requires_grad)
         return sum(float((a - b).float().square().sum()) for a, b in pairs) ** 0.5
 
-    near = torch.allclose(loss, expected, NEAR, NEAR, equal_nan=True)
-    return near and apart(now, after) <= NEAR_STEP * apart(after, before)
+    same_loss = torch.allclose(loss, expected, NEAR, NEAR, equal_nan=True)
+    return same_loss and apart(now, after) <= NEAR_STEP * apart(after, before)
 
 
 class Recorder:
-    """Record functions of tensors on a GPU in one pool of memory, on a stream of their own: there the steps before run
-    too, since autograd goes back to the stream on which it first met a parameter."""
+    """Record functions of tensors on a GPU, on a stream of their own: there the steps before run too, since autograd
+    goes back to the stream on which it first met a parameter."""
 
     def __init__(self, device: torch.device):
         self.stream, self.pool = stream(device), torch.cuda.graph_pool_handle()
@@ -161,9 +162,9 @@ class Recorder:
         """Return (what repeats act, what that leaves its results in), without any effect yet. Raises RuntimeError."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
         gc.collect()  # graphs of other runs that end amid a capture would end it too
-        try:  # thread_local: a feed's thread allocates and copies meanwhile
+        try:  # the current stream, else a failed capture leaves its own as that; a feed's thread copies meanwhile
             with (
-                torch.cuda.stream(current),  # else a failed capture leaves its own as the current one
+                torch.cuda.stream(current),
                 torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"),
             ):
                 result = act()
@@ -180,57 +181,40 @@ def stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def synchronizing(act: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
-    """Return (its result, `file:line` of each place that made the host wait for a GPU)."""
-    if not torch.cuda.is_initialized():
-        return act(), ()
-    before = torch.cuda.get_sync_debug_mode()
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            torch.cuda.set_sync_debug_mode("warn")
-            warnings.simplefilter("always")
-            result = act()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    waits = [each for each in caught if "called a synchronizing" in str(each.message)]
-    return result, tuple(dict.fromkeys(f"{each.filename}:{each.lineno}" for each in waits))
+# -- the trial in a child process
 
 
 def uncapturable(device: torch.device) -> str:
     """Return why nothing may be captured in this process; "" once a child process has captured and replayed a small
-    training step. The verdict is kept in the cache, unless it is about memory, which another process may have taken."""
+    training step on this GPU with these versions, which the cache keeps."""
     if device.type != "cuda":
         return ""
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name(device)}"
-    path = data.cache() / "graphs" / versions.replace("/", "-")
-    with suppress(OSError):
-        return path.read_text()
-    command, why = [sys.executable, "-c", CHILD, str(device.index or 0)], "a trial in a child process "
-    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    path = data.cache() / "captured" / versions.replace("/", "-")
+    if path.exists():
+        return ""
+    command, env = [sys.executable, "-c", CHILD, str(device.index or 0)], {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
-        done = subprocess.run(command, env=paths, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        why = f"{why}failed: {said[-1]}" if done.returncode else ""
-    except subprocess.TimeoutExpired:
-        why += f"did not end within {PATIENCE:g} s"
-    if "out of memory" not in why:
-        with suppress(OSError):
-            disk.write_atomic(path, why)
-    return why
+        subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    except subprocess.SubprocessError as error:
+        last = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
+        return f"a trial in a child process failed: {last}"
+    disk.write_atomic(path, "captured and replayed")
+    return ""
 
 
 def trial(index: int) -> None:
     """Capture and replay a small training step on a GPU; the process may end of it."""
     torch.cuda.set_device(index)
-    network, recorder = torch.nn.Linear(8, 8, device="cuda"), Recorder(torch.device("cuda", index))
+    network, recorder = nn.Linear(8, 8, device="cuda"), Recorder(torch.device("cuda", index))
     optimizer, batch = torch.optim.AdamW(network.parameters(), capturable=True), torch.ones(4, 8, device="cuda")
 
     def step() -> None:
         optimizer.zero_grad()
-        torch.nn.functional.dropout(network(batch)).square().mean().backward()
+        nn.functional.dropout(network(batch)).square().mean().backward()
         optimizer.step()
 
     for _ in range(3):
         recorder.run(step)
     recorder.capture(step)[0]()
-    assert bool(torch.isfinite(network.weight).all()), "a replayed step gave no number"
+    torch.cuda.synchronize()

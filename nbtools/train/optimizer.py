@@ -42,7 +42,7 @@ LARGER = (
     (16, (3, 5), (20, 30)),
 )
 """Batch times → lr times, epochs of warmup, each (from, to): a guide's rule of thumb, not measured by us. Advice takes
-the shortest warmup, and lr by the optimizer's own rule, which lies within the table but for AdamW's doubled batch."""
+the shortest warmup, and lr by the optimizer's own rule."""
 
 
 def build_optimizer(task: Any, model: nn.Module, plan: Any) -> Optimizer:
@@ -77,9 +77,9 @@ def build_schedule(task: Any, plan: Any) -> Any:
     factor: Any = task.schedule if isinstance(task.schedule, type) else task.schedule(plan)
     if factor is None:
         return None
-    known = callable(factor) and not isinstance(factor, type)
-    values: list[Any] = [factor(progress) for progress in (0.0, 0.5, 1.0)] if known else [factor]
-    if not known or not all(0 <= float(value) < math.inf for value in values):
+    valid = callable(factor) and not isinstance(factor, type)
+    values: list[Any] = [factor(progress) for progress in (0.0, 0.5, 1.0)] if valid else [factor]
+    if not valid or not all(0 <= float(value) < math.inf for value in values):
         rule = "schedule(plan) must return None or a function of progress, 0 to 1, that returns a factor ≥ 0 on lr"
         raise TrainError(f"{rule}, got {', '.join(map(repr, values))}; correct it")
     return factor
@@ -116,8 +116,7 @@ def allocate(optimizer: Optimizer, plan: Any) -> None:
     """Make the buffers that torch would make in the first step, where memory could run out between two of them. Fused
     SGD besides leaves its momentum uninitialised where the first step overflows in fp16 (torch 2.13)."""
     for parameter in (p for group in optimizer.param_groups if built_in(optimizer) for p in group["params"]):
-        state = optimizer.state[parameter]
         for name in OPTIMIZERS[plan.optimizer].buffers:
-            if name not in state:
+            if name not in optimizer.state[parameter]:
                 like = torch.zeros((), device=parameter.device) if name == "step" else torch.zeros_like(parameter)
-                state[name] = like
+                optimizer.state[parameter][name] = like

@@ -1,4 +1,4 @@
-"""Several processes that train one model: DistributedDataParallel (DDP) under torchrun.
+"""Several processes that train one model: torch's DistributedDataParallel (DDP) under torchrun.
 
 Every process, a rank, runs the same program on its share of each batch; DDP takes the mean of the gradients. Rank 0
 alone has the run folder, the history and what the user asks for: it broadcasts an object before every step, and the
@@ -46,25 +46,27 @@ class Ended(Exception):
 
 
 class Ranks:
-    """The processes of one run, as one of them sees them. Without a device this is the only one, and each method gives
-    back what it gets. rank: from 0 to world - 1; again: whether torchrun started some of them anew."""
+    """The processes of one run, as one of them sees them; without a device this is the only one. rank: from 0 to
+    world - 1; again: whether torchrun started it anew."""
 
-    def __init__(self, device: torch.device | None = None, restarts: int = 0):
-        self.rank, self.world, self.device, self.ended = 0, 1, device, True
+    def __init__(self, device: torch.device | None = None):
+        self.rank, self.world, self.device = 0, 1, device
+        self.again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
         if device is not None:
-            self.rank, self.world, self.ended = dist.get_rank(), dist.get_world_size(), False
+            self.rank, self.world = dist.get_rank(), dist.get_world_size()
             self.control: Any = dist.new_group(backend="gloo", timeout=PAUSE)
-        self.first, self.again = self.rank == 0, max(self.gather(restarts)) > 0
+        self.first, self.ended = self.rank == 0, self.world == 1
 
-    def tell(self, what: Any = None) -> Any:
+    def broadcast(self, what: Any = None) -> Any:
         """Return rank 0's object on every rank. Raises Restarted or Ended on the others, where rank 0 has left the loop
         that they are in."""
+        if self.world == 1:
+            return what
         box = [what]
-        if self.world > 1:
-            dist.broadcast_object_list(box, 0, group=self.control)
-        if not self.first and isinstance(box[0], Ended):
-            self.leave()
+        dist.broadcast_object_list(box, 0, group=self.control)
         if not self.first and isinstance(box[0], (Restarted, Ended)):
+            if isinstance(box[0], Ended):
+                self.leave()
             raise box[0]
         return box[0]
 
@@ -112,7 +114,7 @@ class Ranks:
         """Return a context whose gradients stay each rank's own, for all micro-batches but the last."""
         return network.no_sync() if self.world > 1 else nullcontext()
 
-    def same(self, buffers: Iterable[Tensor]) -> None:
+    def align(self, buffers: Iterable[Tensor]) -> None:
         """Give rank 0's buffers, such as BatchNorm's running averages, to all."""
         for buffer in buffers if self.world > 1 else ():
             dist.broadcast(buffer, 0)
@@ -120,7 +122,7 @@ class Ranks:
     def end(self) -> None:
         """Let the others leave, on rank 0 after its last checkpoint: each process is alone from here."""
         if not self.ended:
-            self.tell(Ended())
+            self.broadcast(Ended())
             self.leave()
 
     def leave(self) -> None:
@@ -145,20 +147,15 @@ def join() -> Ranks:
     comes first waits here. Raises TrainError where processes cannot share work, RankLost."""
     if devices.world() == 1:
         return Ranks()
-    if (device := devices.pick()).type not in ("cuda", "cpu"):
-        raise TrainError(f"several processes train on CUDA or the CPU, got {device.type}; start one")
-    limit = timedelta(seconds=float(os.environ.get("NBTOOLS_TIMEOUT", TIMEOUT)))
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # on this machine
-    attempt = restarts if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
-    store, rank, world = next(rendezvous("env://", timeout=limit))
-    # A store that torchrun keeps has the addresses of processes that died, or of an earlier run of these.
-    store = PrefixStore(f"nbtools/{attempt}/{next(JOINS)}", store)
-    given: dict[str, Any] = {"backend": "gloo"}
+    device, backend = devices.pick(), {"backend": "gloo"}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        given = {"backend": "nccl", "device_id": device}
-    dist.init_process_group(timeout=limit, store=store, rank=rank, world_size=world, **given)
-    return Ranks(device, restarts)
+        backend: dict[str, Any] = {"backend": "nccl", "device_id": device}
+    limit = timedelta(seconds=float(os.environ.get("NBTOOLS_TIMEOUT", TIMEOUT)))
+    store, rank, world = next(rendezvous("env://", timeout=limit))
+    store = PrefixStore(f"nbtools/{next(JOINS)}", store)  # an earlier run of these processes left its addresses there
+    dist.init_process_group(timeout=limit, store=store, rank=rank, world_size=world, **backend)
+    return Ranks(device)
 
 
 @contextmanager

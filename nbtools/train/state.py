@@ -177,7 +177,7 @@ class TrainState:
 
     def has_requests(self) -> bool:
         """Return whether something is to be done before the next step: on several ranks, whether rank 0 wants it."""
-        return self.ranks.tell(self.plan is not self.applied or self.evaluate_next)
+        return self.ranks.broadcast(self.plan is not self.applied or self.evaluate_next)
 
     def record(self, kind: str, values: dict[str, Any] | None = None) -> Record:
         """Return a record of this moment."""
@@ -193,7 +193,7 @@ class TrainState:
             self.forget_graphs()  # which read those of before
         if self.ranks.world > 1 and self.ranks.first:
             tensors = {name: tensor.detach().cpu() for name, tensor in self.tensors().items()}
-            self.ranks.tell(Restarted(self.applied.to_dict(), self.facts(), tensors))
+            self.ranks.broadcast(Restarted(self.applied.to_dict(), self.facts(), tensors))
         self.restore_rng()
         self.watch.start()
 
