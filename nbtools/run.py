@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PLAN, CARD, HISTORY = "plan.json", "card.json", "history.csv"
 RECEIPT, VERDICT, EVALUATION = "receipt.json", "verdict.json", "evaluation.json"
 SUMMARY = ("lr", "epoch_time", "samples_per_s", "data_wait", "batch_size")  # after losses and metrics
-FREE = {"classes", "category_of", "mean", "std", "random", "roles", "stored"}  # options that follow from the data
+FREE = {"classes", "category_of", "mean", "std", "roles", "stored"}  # options that follow from the data
 
 
 class Run:

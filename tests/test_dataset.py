@@ -168,6 +168,7 @@ REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the
     "item 7: .* numbered from 0, and a label is 3; subtract 1": (ONCE, {}),
     "2 classes cat, dog are .* label is 2": ([(0.5, i % 2 + 1) for i in range(20)], {"classes": ["cat", "dog"]}),
     "a value for each of 20 items, got 2": (Items(vector), {"groups": [1, 2]}),
+    "sep divides texts of a table, got list; return a list": ([(vector(0), "a b")] * 20, {"sep": " "}),
     "with a size=": (Items(vector), {"resize": "crop"}),
     "the items hold none": (Items(vector), {"size": 8}),
     "text must be a function of a module": ([{"t": "a", "y": 0}] * 20, {"text": lambda text: [1]}),

@@ -131,6 +131,8 @@ def opened(
             parts += image_folders(stage(data, progress=progress), split, like is not None, progress)
         else:
             parts.append((split, map_style(data)))
+        if options.sep is not None and not is_table(data):
+            raise PackError(f"sep divides texts of a table, got {type(data).__name__}; return a list of labels instead")
     return parts
 
 

@@ -15,7 +15,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from nbtools.data import Feed, Pack, in_order, lengths_of, open_feed, tick
+from nbtools.data import Pack, in_order, lengths_of, open_feed, tick
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, Clock, Stepper, untouched
 from nbtools.show import digits, number, plural
@@ -171,15 +171,9 @@ class Trial:
         if not self.validation:
             return last
         state, plan = stepper.state, stepper.plan
-        batches = self.reading()(self.validation)
+        batches = self.feed(self.validation)
         losses = evaluation.losses(stepper.task, state.model, batches, plan, self.device)
         return losses if np.isfinite(losses).all() else None
-
-    def reading(self) -> Feed:
-        """The feed of the validation samples: as the pack has them, without a Dataset's transforms of training."""
-        if not self.pack.card.options.get("random"):
-            return self.feed
-        return open_feed(self.pack, self.plan.replace(feed="auto"), self.device)
 
 
 def choose_lr(trial: Trial, rule: float, recipe: bool) -> LrTrial:

@@ -132,8 +132,6 @@ def score_split(
         raise TrainError(f"{pack.folder}: the {split} split is empty; {fix}")
     if most is not None and most < len(ids):
         ids = ids[np.linspace(0, len(ids) - 1, most).round().astype(int)]
-    if pack.card.options.get("random"):  # without the Dataset's transforms of training: the reading that the pack keeps
-        feed, plan = None, plan.replace(feed="auto")
     feed = feed or required(partial(open_feed, pack, plan, sums.device), "opening the pack")
     batches = in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)
     for raw in feed(batches[ranks.rank :: ranks.world]):

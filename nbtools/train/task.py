@@ -117,9 +117,9 @@ class Task:
 
     def suggest(self, card: Card, accelerator: str) -> Mapping[str, tuple[Any, str]]:
         """Return settings for a data set, each with its reason; accelerator: cuda, mps or cpu."""
-        random, stored = card.options.get("random"), card.options.get("stored", True)
-        reason = f"the Dataset's {'transforms are random' if random else 'items are not stored'}"
-        return {"feed": ("workers", f"{reason}: it is read again in each epoch")} if random or not stored else {}
+        if card.options.get("stored", True):
+            return {}
+        return {"feed": ("workers", "the Dataset's items are not stored: it is read again in each epoch")}
 
     def with_network(self, plan: Any, pack: Pack | Card, network: str) -> Any:
         """Return the plan with the settings that suit another network."""
