@@ -214,8 +214,8 @@ class Visit:
         send(run, ["stop"])
         until(lambda: not busy(run), "the end of the run")
         notebook.open("captcha.ipynb")
-        notebook.ready()
         until(notebook.frames, "the last frame")
+        until(notebook.output(PANEL).locator(".nbtools-row").count, "the panel")
         self.seen.texts["gone"] = self.output.inner_text()
         notebook.shot(f"{self.name}-gone", FIT)
 
