@@ -21,7 +21,7 @@ from nbtools.callbacks import Callback, TensorBoard, callbacks_of
 from nbtools.data import Pack, meanwhile, on_colab, place_to_keep, release_runtime, say, work
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, ctrl_c
 from nbtools.folder import Job, begin, only_one, own_folder, restore, settle
-from nbtools.guard import Guard
+from nbtools.guard import NOTHING, Guard
 from nbtools.identity import former_run
 from nbtools.live import FirstSignal, Panel, Surface, chosen, running_kernel
 from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run, what_next
@@ -236,17 +236,21 @@ def follow(job: Job, callbacks: Sequence[Callback]) -> None:
                     surface.requests.post("stop", by=f"the callback {getattr(function, '__name__', function)}")
             if record.kind != "change":  # a checkpoint amid a change would resume with its row, but without the change
                 job.watch(record)
-                if surface.listen() and act(job):
+                if surface.listen() and act(job, guard):
                     break
     job.write_plan()
     job.save()
     job.wait()
 
 
-def act(job: Job) -> bool:
-    """Do what is requested, and hold the run while it is paused; return whether it is to stop. The guard goes back."""
+def act(job: Job, guard: Guard) -> bool:
+    """Do what is requested, and hold the run while it is paused; return whether it is to stop. The guard goes back,
+    once the loop goes on: what it cannot go back to is refused here, or a paused run would take a step for it."""
     state, surface, requests = job.state, job.surface, job.surface.requests
     while True:
+        for action in NOTHING:
+            if action in requests.pending and not guard.able(action):
+                requests.take(action)
         if requests.take("save"):
             worth = job.save()
             job.wait()

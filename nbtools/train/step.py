@@ -84,9 +84,9 @@ def gradients(state: TrainState, raw: Batch, size: int) -> LossSum:
             loss_sum, count = loss_sum + part_sum, count + part_count
     loss_sum, count = ranks.total(loss_sum, count)
     factor = size / at_least_one(count)
-    for parameter in state.parameters if isinstance(factor, Tensor) or factor != 1 else ():
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+    if isinstance(factor, Tensor) or factor != 1:
+        kept = [p.grad for p in state.parameters if p.grad is not None]
+        torch._foreach_mul_(kept, factor)  # pyright: ignore[reportPrivateImportUsage]
     return loss_sum, count
 
 
