@@ -5,13 +5,15 @@ import pytest
 from nbtools.tasks import captcha
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def packs(tmp_path_factory, one_cache):
     """60 captchas of four digits, and 40 lines."""
     letters = "0123456789abcdefghijklmnopqrstuvwxyz"
-    fixed = captcha.demo(tmp_path_factory.mktemp("fixed"), 60, size=(24, 64))
-    lines = captcha.demo(tmp_path_factory.mktemp("lines"), 40, alphabet=letters, length=(4, 8))
-    return {"fixed": captcha.pack(fixed, progress=False), "lines": captcha.pack(lines, progress=False)}
+    demos = {
+        "fixed": captcha.demo(tmp_path_factory.mktemp("fixed"), 60, size=(24, 64)),
+        "lines": captcha.demo(tmp_path_factory.mktemp("lines"), 40, alphabet=letters, length=(4, 8)),
+    }
+    return {layout: captcha.pack(folder, progress=False) for layout, folder in demos.items()}
 
 
 @pytest.fixture

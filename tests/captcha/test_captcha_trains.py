@@ -14,8 +14,6 @@ from nbtools.measure import Machine, decide
 from nbtools.tasks import captcha
 from nbtools.train.evaluation import evaluate
 
-pytestmark = pytest.mark.usefixtures("one_cache")
-
 
 def raw_batch(pack, ids):
     return {**collate([pack.sample(i) for i in ids], pack.columns), "id": torch.tensor(list(ids))}

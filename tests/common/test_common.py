@@ -1,4 +1,4 @@
-"""What the tasks share: text metrics against slow obvious versions, CTC, source files, lists, demo folders."""
+"""What the tasks share: metrics, CTC, source files, lists, the table of broken rules, demo folders."""
 
 import numpy as np
 import pytest
@@ -11,33 +11,23 @@ from torch.nn import functional as F
 
 from nbtools import figures
 from nbtools.errors import PackError
-from nbtools.tasks.common import ctc, files, lists, metrics
-from nbtools.tasks.common.demo import write_demo
-
-# Metrics
-
-
-def slow_distance(a: str, b: str) -> int:
-    """Levenshtein's recurrence, row by row."""
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        previous, row = row, [i]
-        for j, y in enumerate(b, 1):
-            row.append(min(previous[j] + 1, row[-1] + 1, previous[j - 1] + (x != y)))
-    return row[-1]
-
-
-@given(st.text("abc", max_size=8), st.text("abc", max_size=8))
-def test_edits_are_as_few_as_the_recurrence_says(guess, truth):
-    assert metrics.text_metrics([guess], [truth])["cer"] == (slow_distance(truth, guess), len(truth))
+from nbtools.tasks.common import ctc, files, lists, metrics, report
 
 
 def test_cer_ar_and_cr_by_their_definitions_over_all_characters():
     guesses, truths = ["abd", "ab", "xabc", "abc"], ["abc", "abc", "abc", "abc"]  # S, D, I, right: 12 characters
-    found = metrics.text_metrics(guesses, truths)
-    assert found == {"cer": (3, 12), "ar": (9, 12), "cr": (10, 12), "whole_accuracy": (1, 4)}
-    negative = metrics.text_metrics(["aaaaaa"], ["b"])
-    assert (negative["cer"], negative["ar"], negative["cr"]) == ((6, 1), (-5, 1), (0, 1))
+    assert metrics.text_metrics(guesses, truths) == {
+        "cer": (3, 12),
+        "ar": (9, 12),
+        "cr": (10, 12),
+        "whole_accuracy": (1, 4),
+    }
+    assert metrics.text_metrics(["aaaaaa"], ["b"]) == {
+        "cer": (6, 1),
+        "ar": (-5, 1),
+        "cr": (0, 1),
+        "whole_accuracy": (0, 1),
+    }
     predicted, target = torch.tensor([[1, 2, 0], [1, 1, 1], [0, 2, 2]]), torch.tensor([[1, 2, 0], [1, 0, 1], [2, 2, 0]])
     assert metrics.accuracy(predicted, target) == (6, 9)
     assert metrics.whole_accuracy(predicted, target) == (1, 3)
@@ -58,9 +48,6 @@ def test_the_confusion_counts_what_was_there_and_what_was_predicted_and_names_th
         assert DisplayFormatter().format(sheet)[0]["image/png"]  # a formula or a missing glyph would raise
 
 
-# CTC
-
-
 @given(st.lists(st.integers(0, 2), max_size=6), st.integers(1, 9))
 def test_a_text_fits_exactly_where_its_ctc_loss_is_finite(text, steps):
     labels = torch.tensor([text + [text[-1] if text else 0] * 2])  # padding that looks like a repeat
@@ -74,9 +61,6 @@ def test_greedy_decoding_merges_repeats_drops_blanks_and_ends_with_the_sample():
     path = torch.tensor([[1, 1, 0, 1, 2, 2, 0, 3], [0, 0, 3, 3, 0, 2, 2, 2]])
     read = ctc.greedy((F.one_hot(path.t(), 4).float(), torch.tensor([8, 5])))
     assert read == ctc.texts(torch.tensor([[0, 0, 1, 2], [2, 9, 9, 9]]), torch.tensor([4, 1]))
-
-
-# Source files and lists
 
 
 @pytest.mark.parametrize(
@@ -135,23 +119,32 @@ def test_classes_of_text_are_single_characters_each_once(wrong, came):
         lists.characters(wrong, "alphabet")
 
 
-# Demo folders
+def test_a_report_counts_errors_and_shows_every_broken_rule_as_a_pandas_table():
+    rows = [report.Row("x", "be finite", "nan", "cut it", file=f"{n:03}.npz") for n in range(100)]
+    rows += [report.Row("", "be labelled", "none", "label it", report.WARNING, "000.npz")]
+    whole = report.Report(report.ordered(reversed(rows)), "100 clips")
+    assert (whole.errors, whole.ok, whole.rows[0], whole.rows[-1]) == (100, False, rows[0], rows[-1])
+    assert list(whole.frame.iloc[0]) == ["error", "000.npz", "x", "be finite", "nan", "cut it"]
+    assert "100 clips: 100 errors and 1 warning, of which 60 are shown" in str(whole)
+    assert whole._repr_html_().count("be finite") == 60
+    assert report.Report((rows[-1],), "1 clip").ok
+    assert str(report.Refused(rows[0])) == "000.npz: x: be finite, got nan; cut it"
 
 
 def test_a_demo_replaces_a_demo_and_neither_mixes_with_other_data_nor_removes_it(tmp_path):
     def contents(*names):
         return ((name, name.encode) for name in names)
 
-    folder = write_demo(tmp_path / "new", contents("train/a.png", "val/b.png", "labels.csv"), (".png",))
+    folder = files.write_demo(tmp_path / "new", contents("train/a.png", "val/b.png", "labels.csv"), (".png",))
     assert (folder / "val/b.png").read_bytes() == b"val/b.png"
     (folder / "train/planted.png").write_text("mine")
-    write_demo(folder, contents("train/c.png"), (".png",))
+    files.write_demo(folder, contents("train/c.png"), (".png",))
     assert files.walk(folder) == ["train/c.png", "train/planted.png"]
     with pytest.raises(PackError, match=r"planted\.png was not written by this demo"):
-        write_demo(folder, contents("train/planted.png"), (".png",))
+        files.write_demo(folder, contents("train/planted.png"), (".png",))
     assert (folder / "train/planted.png").read_text() == "mine"
     (tmp_path / "real").mkdir()
     (tmp_path / "real/1.PNG").write_text("real")
     with pytest.raises(PackError, match=r"1\.PNG was not written by this demo, .* choose another folder"):
-        write_demo(tmp_path / "real", contents("a.png"), (".png",))
+        files.write_demo(tmp_path / "real", contents("a.png"), (".png",))
     assert files.walk(tmp_path / "real") == ["1.PNG"]

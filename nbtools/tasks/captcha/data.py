@@ -17,7 +17,7 @@ from PIL import Image
 
 from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, build_pack
 from nbtools.errors import PackError
-from nbtools.show import plural, sized
+from nbtools.show import sized
 from nbtools.tasks.captcha.networks import STRIDE
 from nbtools.tasks.common.ctc import needed_steps
 from nbtools.tasks.common.files import decode_image, require, split_of, walk
@@ -25,7 +25,6 @@ from nbtools.tasks.common.lists import characters
 from nbtools.tasks.common.report import Refused, Row
 
 CASES = {"keep": str, "lower": str.lower, "upper": str.upper}
-LAYOUTS = ("auto", "fixed", "lines")
 SURVEYED = 300  # files that are looked at to choose the layout
 ALIKE = 0.9  # share of them with one size and one length of label that makes a fixed layout
 FAINT = 20  # a pixel this near to the paper's colour, in its most different channel, is paper
@@ -62,8 +61,8 @@ def pack(
     """
     require(
         {
-            f"layout must be one of {', '.join(LAYOUTS)}": (layout in LAYOUTS, layout),
-            f"case must be one of {', '.join(CASES)}": (case in CASES, case),
+            "layout must be auto, fixed or lines": (layout in ("auto", "fixed", "lines"), layout),
+            "case must be keep, lower or upper": (case in CASES, case),
             "height must be at least 16 pixels": (height >= 16, height),  # the network halves it three times
         }
     )
@@ -80,7 +79,9 @@ def pack_options(card: Card) -> dict[str, Any]:
 
 def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
     """Return the files whose names hold a text that can be learned, and the layout that most of them have."""
-    texts = {name: CASES[options["case"]](text_in(name, options["label"])) for name in walk(folder)}
+    label, fold = options["label"], CASES[options["case"]]
+    parts = {name: PurePosixPath(name).stem.partition(label or "/") for name in walk(folder)}
+    texts = {name: fold(text) if mark or not label else "" for name, (text, mark, _) in parts.items()}
     layout = layout_of(folder, texts, options["layout"], options["height"])
     options = {name: options[name] for name in ("label", "case", "classes")} | layout
     bad = {name: row for name, text in texts.items() if (row := problem(name, text, options))}
@@ -106,11 +107,6 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
     )
 
 
-def text_in(name: str, label: str) -> str:
-    text, mark, _ = PurePosixPath(name).stem.partition(label or "/")
-    return text if mark or not label else ""
-
-
 def layout_of(folder: Path, texts: Mapping[str, str], layout: str, height: int) -> dict[str, Any]:
     """Return the options of the layout that most of some files have. Raises PackError if no file can be used."""
     usable = [name for name, text in texts.items() if text and name.lower().endswith(IMAGES)]
@@ -120,10 +116,8 @@ def layout_of(folder: Path, texts: Mapping[str, str], layout: str, height: int) 
         with contextlib.suppress(PackError):  # which packing reports
             sizes[decode_image(folder / name).size[::-1]] += 1
     if not sizes:
-        fix = "name the files LABEL_1.png, or give label= what ends the text"
-        raise PackError(
-            f"{folder}: none of {plural(len(texts), 'file')} is an image whose name begins with its text; {fix}"
-        )
+        rule = f"none of {len(texts):,} files is an image whose name begins with its text"
+        raise PackError(f"{folder}: {rule}; name the files LABEL_1.png, or give label= what ends the text")
     [(size, same_size)], [(length, same_length)] = sizes.most_common(1), lengths.most_common(1)
     if layout == "fixed" or (layout == "auto" and min(same_length, same_size) >= ALIKE * len(some)):
         return {"layout": "fixed", "size": list(size), "length": length}
@@ -148,9 +142,9 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
     if options["layout"] == "lines":
         return {"image": line_of(np.asarray(decode_image(path, "RGB")), options["height"])}
     image = np.asarray(decode_image(path, "L"))
-    if image.shape != tuple(options["size"]):
-        rule, fix = f"images must be {sized(*options['size'])}", 'resize it, or pack with layout="lines"'
-        raise Refused(Row("", rule, sized(*image.shape), fix))
+    if image.shape != (*options["size"],):
+        fix = 'resize it, or pack with layout="lines"'
+        raise Refused(Row("", f"images must be {sized(*options['size'])}", sized(*image.shape), fix))
     return {"image": image}
 
 

@@ -12,8 +12,6 @@ from unittest import mock
 from nbtools.errors import MissingExtra
 from nbtools.tasks.common.files import File, require, whole, write_demo
 
-Size = tuple[int, int]
-
 ONE_AT_A_TIME = threading.Lock()
 
 
@@ -23,7 +21,7 @@ def demo(
     *,
     alphabet: str = "0123456789",
     length: int | tuple[int, int] = 4,
-    size: Size = (60, 160),
+    size: tuple[int, int] = (60, 160),
     seed: int = 0,
 ) -> Path:
     """Write `count` captchas into a folder; the same seed gives the same files, byte for byte.
@@ -35,8 +33,8 @@ def demo(
     fewest, most = (length, length) if isinstance(length, int) else length
     require(
         {
-            "count must be a whole number of captchas, 1 or more": (whole(count, 1), count),
-            "alphabet must be the characters to draw": (bool(alphabet), alphabet),
+            "count must be 1 captcha or more": (whole(count, 1), count),
+            "alphabet must be the characters to draw": (alphabet != "", alphabet),
             "length must be 1 or more characters, or (fewest, most)": (1 <= fewest <= most, length),
         }
     )
@@ -53,7 +51,7 @@ class Seeded(random.Random):
         return int(self.random() * bound)  # a third of the time of randrange; there are 200 an image
 
 
-def file_of(number: int, alphabet: str, length: tuple[int, int], size: Size, seed: int) -> File:
+def file_of(number: int, alphabet: str, length: tuple[int, int], size: tuple[int, int], seed: int) -> File:
     """Return a captcha as a pure function of its number, so that 100 are the first of 6,000, whoever draws them."""
     rng = Seeded(f"{seed}-{number}")
     text = "".join(rng.choice(alphabet) for _ in range(rng.randint(*length)))
@@ -61,7 +59,7 @@ def file_of(number: int, alphabet: str, length: tuple[int, int], size: Size, see
     return f"{text}_{number}.png", functools.partial(drawn, text, room, rng)
 
 
-def drawn(text: str, size: Size, rng: Seeded) -> bytes:
+def drawn(text: str, size: tuple[int, int], rng: Seeded) -> bytes:
     content = io.BytesIO()
     with ONE_AT_A_TIME, mock.patch("captcha.image.secrets", rng):
         image = canvas(size).generate_image(text)
@@ -70,7 +68,7 @@ def drawn(text: str, size: Size, rng: Seeded) -> bytes:
 
 
 @functools.lru_cache(maxsize=64)
-def canvas(size: Size):
+def canvas(size: tuple[int, int]):
     """Return an ImageCaptcha, kept because it loads its fonts; 42, 50, 56 are for 60 pixels. Raises MissingExtra."""
     try:
         from captcha.image import ImageCaptcha

@@ -26,7 +26,6 @@ Outputs = Tensor | tuple[Tensor, Tensor]
 
 BEST = "whole_accuracy"
 MEANINGS = {**OF_TEXTS, "char_accuracy": "share of characters that are right"}
-STRETCH = 0.1  # largest change of a line's length by augmentation
 FIXED_IMAGES = 40_000  # to train on, all epochs together: 99 % of four generated digits are read after half of them
 NETWORKS = {"guide": Guide, "small": Small, "ctc": Ctc}
 LOSSES = ("soft_margin", "cross_entropy")
@@ -48,10 +47,8 @@ BASELINE = Plan(
 )
 """The guide's "before": every image decoded again in the main process, no mixed precision."""
 
-RECIPE = Plan(epochs=150, batch_size=1024, lr=6e-4, lr_rule="sqrt", min_lr=1e-6, warmup_epochs=5, weight_decay=1e-4)
-"""The guide's for very large batches: AdamW, linear warmup, cosine."""
-
 GUIDE = BASELINE.replace(batch_size=512, amp="fp16", workers=12)
+RECIPE = Plan(epochs=150, batch_size=1024, lr=6e-4, lr_rule="sqrt", min_lr=1e-6, warmup_epochs=5, weight_decay=1e-4)
 LARGE = RECIPE.replace(clip_norm=1.0, amp="fp16", eval_every=5, feed="workers", workers=16)
 PRESETS = {
     "guide": GUIDE,
@@ -59,8 +56,7 @@ PRESETS = {
     "guide-large": LARGE,
     "guide-large-gpus": LARGE.replace(batch_size=3072, micro_batch_size=1024),
 }
-"""The optimised settings of the two guides: as for one of their GPUs, and with the batch of all three, which one GPU
-trains in three passes."""
+"""The optimised settings of the two guides, for one of their GPUs, and with the batch of all three in three passes."""
 
 PLAN = RECIPE.replace(clip_norm=1.0, amp="bf16", channels_last=True, workers=16)
 """The recipe for a GPU with bfloat16. `nb.advise` fits it to the machine and the data."""
@@ -89,10 +85,10 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
 def for_lines(card: Card, cuda: bool) -> dict[str, tuple[Any, str]]:
     """Return the settings of lines. Measured on a CPU with 3,100 real captchas; no GPU was available."""
     epochs, sqrt = epochs_for(card, LINES), f"the CPU's 3e-3 at batch 32 by the sqrt rule, {THUMB}"
+    # on a CPU oneDNN keeps what it planned for each width, and the heap around it has ever more holes
     padding = "a third as many widths for 1 % more padding" if cuda else "a sixth as many widths for 2 % more padding"
     return {
         "network": ("ctc", "lines need CTC"),
-        # on a CPU oneDNN keeps what it planned for each width, and the heap around it has ever more holes
         "bucket": (card.options["height"] // (8 if cuda else 4), f"{padding} (calculated)"),
         "augment": (1.3, "at 1.0 the training loss fell to half the validation loss in 66 epochs; costs 5 % of a step"),
         "batch_size": (at_most(128 if cuda else 32, card), f"many steps for a small set, {THUMB}"),
@@ -157,29 +153,27 @@ def decode(outputs: Outputs, card: Card | Pack) -> list[str]:
 
 def tensors(card: Card, plan: Plan) -> tuple[Tensors, Tensors]:
     """Return what the network reads and returns, for files that leave nbtools."""
-    options, classes = card.options, len(card.classes)
-    if options["layout"] == "lines":
-        return ctc.tensors(options["height"], classes, "2 * (image.transpose(0, 2, 1)[:, None] / 255) - 0.3")
-    logits = ("batch", options["length"], classes), "argmax over the last axis: k is classes[k]"
-    return {"image": (("batch", 1, *options["size"]), "image[:, None] / 127.5 - 1")}, {"logits": logits}
+    if card.options["layout"] == "lines":
+        line = "2 * (image.transpose(0, 2, 1)[:, None] / 255) - 0.3"
+        return ctc.tensors(card.options["height"], len(card.classes), line)
+    logits = ("batch", card.options["length"], len(card.classes)), "argmax over the last axis: k is classes[k]"
+    return {"image": (("batch", 1, *card.options["size"]), "image[:, None] / 127.5 - 1")}, {"logits": logits}
 
 
 def distort(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[Tensor, Tensor]:
     """Bend and stretch lines of ink (B, 1, H, W) in [0, 1], lengths (B,) in columns; return both, new.
 
-    Slant, size and height wander smoothly along a line, so that one line shows several of each: a draw for all of it
-    and a wave of two sines, of random phase and of periods between 24 and 200 columns. A length never shrinks: what
-    follows is blank, and every label that fitted still fits.
+    Slant, size and height wander along a line, so that one line shows several of each: a draw for all of it and a wave
+    of two sines, of periods between 24 and 200 columns. A length never shrinks, so every label that fitted still fits.
     """
-    height, width = ink.shape[2:]
-    turn = 2 * math.pi
-    ranges = [(-m * strength, m * strength) for m in (STRETCH, 0.25, 0.15, 0.06, 0.3)]
+    (height, width), turn = ink.shape[2:], 2 * math.pi
+    ranges = [(-m * strength, m * strength) for m in (0.1, 0.25, 0.15, 0.06, 0.3)]
     wander = [bound for one in ranges[1:4] for bound in (one, (24, 200), (24, 200), (0, turn), (0, turn))]
     drawn = draws.uniforms(ranges[0], *wander, ranges[4])
     stretch, gain = 1 + drawn[:, 0], 1 + drawn[:, -1]
     whole, periods, phases = drawn[:, 1:-1].unflatten(1, (3, 5)).split([1, 2, 2], 2)  # (B, 3, 1 or 2)
 
-    wider = math.ceil(width * (1 + STRETCH * strength))
+    wider = math.ceil(width * (1 + 0.1 * strength))
     x, y = places(wider, ink.device), places(height, ink.device)[:, None] - (height - 1) / 2
     waves = torch.sin(turn * x / periods[..., None] + phases[..., None]).sum(2)  # (B, 3, W)
     waves = waves * constant((0.25 * strength / 2, 0.15 * strength / 2, 0.05 * strength / 2), ink.device)[:, None]

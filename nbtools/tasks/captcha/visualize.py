@@ -13,10 +13,7 @@ from nbtools.tasks.common.metrics import paired
 
 
 def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] | None = None) -> Sheet:
-    """Draw a grid of samples, each under its text; of wrong predictions both, marked by colour and ≠.
-
-    Raises PackError unless there is one prediction for each id.
-    """
+    """Draw a grid of samples, each under its text; of wrong predictions both, marked by colour and ≠."""
     pairs = paired(list(ids), [None] * len(ids) if predicted is None else predicted, "text")
     return gallery([(picture(pack, int(i)), *judged(text_of(pack, int(i)), answer)) for i, answer in pairs])
 
