@@ -155,9 +155,10 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
 
 def line_of(image: np.ndarray, height: int) -> np.ndarray:
     """Return RGB (H, W, 3) uint8 as ink (w, height) uint8, on its side: 0 paper, 255 the strongest stroke nearby."""
-    ink = contrast(without_lines(image))
-    top, bottom, left, right = box(ink >= FAINT)
-    cut = Image.fromarray(ink[top:bottom, left:right])
+    ink = without_lines(image)
+    strongest = np.lib.stride_tricks.sliding_window_view(np.pad(ink.max(0), NEAR), 2 * NEAR + 1).max(1)
+    ink = np.rint(ink * (255.0 / np.maximum(strongest, FLOOR))).clip(0, 255).astype(np.uint8)  # whatever its colour
+    cut = Image.fromarray(ink[box(ink >= FAINT)])
     scale = min(height / cut.height, LARGEST_SCALE)
     size = max(1, round(cut.width * scale)), min(height, max(1, round(cut.height * scale)))
     scaled = np.asarray(cut.resize(size, Image.Resampling.BOX if scale < 1 else Image.Resampling.BILINEAR))
@@ -170,10 +171,8 @@ def line_of(image: np.ndarray, height: int) -> np.ndarray:
 
 
 def without_lines(image: np.ndarray) -> np.ndarray:
-    """Return (H, W) uint8, the distance from the paper's colour, without black hairlines across coloured text.
-
-    They are filled from both of their sides. Solid black strokes stay, and so does all of a black-and-white image.
-    """
+    """Return (H, W) uint8, the distance from the paper's colour; black hairlines across coloured text are filled from
+    both of their sides. Solid black strokes stay, and so does all of a black-and-white image."""
     planes = np.ascontiguousarray(image.transpose(2, 0, 1))  # extremes over channels are 20 times as fast along axis 0
     brightest, darkest = planes.max(0), planes.min(0)
     paper = np.median(planes[:, ::2, ::2], axis=(1, 2)).astype(np.int16)
@@ -195,18 +194,11 @@ def block(mask: np.ndarray, join: np.ufunc) -> np.ndarray:
     return join(join(rows[:, :-2], rows[:, 1:-1]), rows[:, 2:])
 
 
-def contrast(ink: np.ndarray) -> np.ndarray:
-    """Return every glyph equally dark: ink (H, W) over the strongest of the columns around; its colour says nothing."""
-    strongest = np.pad(ink.max(0), NEAR)
-    around = np.lib.stride_tricks.sliding_window_view(strongest, 2 * NEAR + 1).max(1)
-    return np.rint(ink * (255.0 / np.maximum(around, FLOOR))).clip(0, 255).astype(np.uint8)
-
-
-def box(ink: np.ndarray) -> tuple[int, int, int, int]:
-    """Return (top, bottom, left, right) of what has two pixels of ink a row and column, and a margin; or of all."""
+def box(ink: np.ndarray) -> tuple[slice, slice]:
+    """Return the rows and columns that have two pixels of ink, and a margin; all where there are none."""
     columns = np.flatnonzero(ink.sum(0) >= 2)
     rows = np.flatnonzero(ink[:, columns[0] : columns[-1] + 1].sum(1) >= 2) if len(columns) else columns
     if not len(rows):
-        return 0, ink.shape[0], 0, ink.shape[1]
-    top, left = max(0, rows[0] - MARGIN), max(0, columns[0] - MARGIN)
-    return top, min(ink.shape[0], rows[-1] + 1 + MARGIN), left, min(ink.shape[1], columns[-1] + 1 + MARGIN)
+        return slice(None), slice(None)
+    one, two = (slice(max(0, some[0] - MARGIN), some[-1] + 1 + MARGIN) for some in (rows, columns))
+    return one, two
