@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from nbtools.data import Draws
-from nbtools.tasks.segment import Plan, augment
-from nbtools.tasks.segment.augment import GREY, OUTSIDE
+from nbtools.tasks.segment import Plan, task
+from nbtools.tasks.segment.task import GREY, OUTSIDE
 
 ALL: dict[str, Any] = {"crop": 32, "scale_low": 0.25, "scale_high": 2.0, "flip": 0.5, "jitter": 0.4}
 
@@ -25,12 +25,12 @@ def raw_batch(count=4, channels=3, size=(20, 26)):
 
 
 def augmented(raw, seed=0, epoch=0, **settings):
-    return augment.augment(raw, Plan(**settings), Draws(seed, epoch, raw["id"]))
+    return task.augment(raw, Plan(**settings), Draws(seed, epoch, raw["id"]))
 
 
-def slowly(raw, crop, b, size, pyramid):
+def slowly(raw, crops, b, size, pyramid):
     """Crop b pixel by pixel: image (C, h, w), label and distance (h, w)."""
-    scale, mirrored = float(crop.scale[b]), bool(crop.mirrored[b])
+    scale = float(crops[0][b])
     half = pyramid and scale < 0.5
     source, shrunk = raw["image"][b].permute(2, 0, 1).float(), 2 if half else 1
     if half:
@@ -40,8 +40,7 @@ def slowly(raw, crop, b, size, pyramid):
     distance = torch.full(size, float(OUTSIDE))
     for i in range(size[0]):
         for j in range(size[1]):
-            y = (i + 0.5 + float(crop.top[b])) / scale
-            x = ((size[1] - 1 - j if mirrored else j) + 0.5 + float(crop.left[b])) / scale
+            y, x = float(crops[1][b, i]), float(crops[2][b, j])
             if not (0 <= y < raw["label"].shape[1] and 0 <= x < raw["label"].shape[2]):
                 continue
             label[i, j] = raw["label"][b, math.floor(y), math.floor(x)]
@@ -66,10 +65,9 @@ def slowly(raw, crop, b, size, pyramid):
 def test_images_labels_and_distances_are_what_going_pixel_by_pixel_finds(shape, settings):
     raw, plan = raw_batch(6, 4, shape), Plan(**settings)
     size = (plan.crop, plan.crop) if plan.crop else shape
-    crop = augment.draw_crops(shape, size, plan, Draws(0, 0, raw["id"]))
-    found = augmented(raw, **settings)
+    crops, found = task.crops(shape, size, plan, Draws(0, 0, raw["id"])), augmented(raw, **settings)
     for b in range(6):
-        image, label, distance = slowly(raw, crop, b, size, plan.scale_low < 0.5)
+        image, label, distance = slowly(raw, crops, b, size, plan.scale_low < 0.5)
         torch.testing.assert_close(found["image"][b], image, atol=0.05, rtol=0)
         torch.testing.assert_close(found["distance"][b].float(), distance)
         assert torch.equal(found["label"][b], label)
@@ -77,9 +75,13 @@ def test_images_labels_and_distances_are_what_going_pixel_by_pixel_finds(shape, 
 
 @pytest.mark.parametrize(("scale", "side"), [(2.0, 32), (1.37, 64), (0.25, 200)])
 def test_a_crop_lies_in_the_image_or_around_all_of_it_and_anywhere_there(scale, side):
-    plan = Plan(crop=side, scale_low=scale, scale_high=scale)
-    crop = augment.draw_crops((40, 60), (side, side), plan, Draws(0, 0, torch.arange(4000)))
-    for origin, length in ((crop.top, 40), (crop.left, 60)):
+    plan = Plan(crop=side, scale_low=scale, scale_high=scale, flip=0.5)
+    _, y, x = task.crops((40, 60), (side, side), plan, Draws(0, 0, torch.arange(4000)))
+    steps = x.diff(dim=1) * scale
+    assert (steps.abs() - 1).abs().max() < 1e-3
+    assert float((steps[:, 0] < 0).float().mean()) == pytest.approx(0.5, abs=0.03), "half of them mirrored"
+    for centres, length in ((y, 40), (x, 60)):
+        origin = (centres.amin(1) * scale - 0.5).round()
         room = scale * length - side
         least, most = (0, math.floor(room)) if room >= 0 else (math.ceil(room), 0)
         assert (float(origin.min()), float(origin.max()), len(origin.unique())) == (least, most, most - least + 1)

@@ -1,5 +1,5 @@
-"""Images with labels become a pack of one size, with a class table and distances to the class boundary; and a row for
-each file that cannot be used."""
+"""Images with labels become a pack of one size with distances to the class boundary; a file that cannot be used is a
+row; a prediction reads an image as the pack did, and becomes a file of the picture's size."""
 
 import os
 import pickle
@@ -8,7 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from masks import (
+from PIL import Image
+
+from nbtools.data import open_feed
+from nbtools.errors import PackError
+from nbtools.tasks import segment
+from nbtools.tasks.common.report import ERROR
+from nbtools.train import Plan
+from tests.segment.masks import (
     NAMES,
     H,
     W,
@@ -25,25 +32,15 @@ from masks import (
     sole,
     xml,
 )
-from PIL import Image
-
-from nbtools.data import open_feed
-from nbtools.errors import PackError
-from nbtools.tasks import segment
-from nbtools.tasks.common.report import ERROR
-from nbtools.train import Plan
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 DATA = os.environ.get("NBTOOLS_REAL_DATA", "")
 
 
 def exif(turn):
-    found = Image.Exif()
-    found[0x0112] = turn
-    return found
-
-
-# The pack
+    made = Image.Exif()
+    made[0x0112] = turn
+    return made
 
 
 def test_images_and_labels_of_one_size_are_packed_unchanged(tmp_path):
@@ -51,17 +48,24 @@ def test_images_and_labels_of_one_size_are_packed_unchanged(tmp_path):
     columns = {name: (column.dtype, column.shape) for name, column in made.columns.items()}
     assert columns == {"image": ("|u1", (H, W, 3)), "label": ("|u1", (H, W)), "distance": ("|u1", (H, W))}
     assert (made.splits, made.classes) == ({"train": 2, "val": 1, "test": 1}, ["class 0", "class 1", "class 2"])
-    assert {name: made.options[name] for name in ("size", "ids", "ignored")} == {
-        "size": [H, W],
-        "ids": [0, 1, 2],
-        "ignored": [255],
-    }
     for k, split in enumerate(("train", "train", "val", "test")):
-        found = sample(made, f"images/{split}/{k}.png")
-        np.testing.assert_array_equal(found["image"], photo(k))
-        np.testing.assert_array_equal(found["label"], ids(k))
-    train = np.bincount(np.concatenate([ids(k).ravel() for k in (0, 1)]))
-    assert made.card.counts == {"pixels": train.tolist()}
+        one = sample(made, f"images/{split}/{k}.png")
+        np.testing.assert_array_equal(one["image"], photo(k))
+        np.testing.assert_array_equal(one["label"], ids(k))
+
+
+def test_distances_are_those_to_the_nearest_pixel_next_to_another_class(tmp_path):
+    label = ids(3)
+    label[:, -9:] = 255
+    edge = np.zeros((H, W), bool)
+    for y, x in np.ndindex(H, W):
+        for v, u in ((y + 1, x), (y, x + 1)):
+            if v < H and u < W and 255 not in (label[y, x], label[v, u]) and label[y, x] != label[v, u]:
+                edge[y, x] = edge[v, u] = True
+    marked = np.argwhere(edge)
+    expected = np.array([[np.hypot(*(marked - (y, x)).T).min() for x in range(W)] for y in range(H)])
+    np.testing.assert_array_equal(segment.distance_map(label), np.minimum(np.rint(8 * expected), 255))
+    assert (segment.distance_map(np.zeros((H, W), np.uint8)) == 255).all(), "no boundary"
 
 
 def test_the_source_files_give_the_packs_values_also_in_another_process(tmp_path):
@@ -88,6 +92,14 @@ def test_a_prediction_reads_an_image_as_the_pack_did(tmp_path, more):
         np.testing.assert_array_equal(segment.read(source / name, made.options)["image"], sample(made, name)["image"])
 
 
+def test_options_of_a_card_pack_another_source_alike(tmp_path):
+    made = packed(corpus(tmp_path / "raw"), classes={0: "ground", 1: "shirt", 2: "shoe"}, ignore="shirt", size=(32, 40))
+    other = pair(tmp_path / "other", photo(7), np.minimum(ids(7), 1))
+    again = packed(other, **segment.pack_options(made.card), test=1.0)
+    assert (again.classes, again.options, again.splits["test"]) == (made.classes, made.options, 1)
+    assert set(np.unique(again.sample(0)["label"])) == {0, 255}
+
+
 # Sizes
 
 
@@ -102,17 +114,16 @@ def test_images_of_many_sizes_are_scaled_to_fit_and_the_rest_is_ignored(tmp_path
     inside = np.zeros((40, 40), bool)
     inside[10:30] = True
     for name, mask in (("a", inside), ("b", inside.T)):
-        found = sample(made, f"images/{name}.png")
-        np.testing.assert_array_equal(found["image"], np.where(mask[..., None], 200, 0).repeat(3, 2))
-        np.testing.assert_array_equal(found["label"] == 255, ~mask)
+        one = sample(made, f"images/{name}.png")
+        np.testing.assert_array_equal(one["image"], np.where(mask[..., None], 200, 0).repeat(3, 2))
+        np.testing.assert_array_equal(one["label"] == 255, ~mask)
 
 
 def test_images_are_reduced_by_area_and_labels_by_their_nearest_pixel(tmp_path):
-    source = pair(tmp_path / "raw", photo(0, 64, 96), ids(0, 64, 96))
-    found = sole(source, size=(32, 48))
+    one = sole(pair(tmp_path / "raw", photo(0, 64, 96), ids(0, 64, 96)), size=(32, 48))
     mean = photo(0, 64, 96).reshape(32, 2, 48, 2, 3).mean((1, 3))
-    assert np.abs(found["image"] - mean).max() <= 1
-    np.testing.assert_array_equal(found["label"], ids(0, 64, 96)[1::2, 1::2])
+    assert np.abs(one["image"] - mean).max() <= 1
+    np.testing.assert_array_equal(one["label"], ids(0, 64, 96)[1::2, 1::2])
     smooth = Image.fromarray(photo(0, 12, 16)).resize((1600, 1200), Image.Resampling.BICUBIC)
     large = pair(tmp_path / "large", smooth, ids(0, 1200, 1600), "a.jpg", quality=95)  # decoded small
     exact = np.asarray(smooth.resize((100, 75), Image.Resampling.BOX))
@@ -122,14 +133,12 @@ def test_images_are_reduced_by_area_and_labels_by_their_nearest_pixel(tmp_path):
 # Images
 
 
-def test_an_image_is_turned_as_its_camera_says_and_its_label_is_of_the_turned_one(tmp_path):
+@pytest.mark.parametrize(("name", "more"), [("a.jpg", {"quality": 100, "subsampling": 0}), ("a.tif", {})])
+def test_an_image_is_turned_as_its_camera_says_and_its_label_is_of_the_turned_one(tmp_path, name, more):
     upright = photo(0, 6, 4).repeat(8, 0).repeat(8, 1)
-    turned, best = Image.fromarray(np.rot90(upright)), {"exif": exif(6), "quality": 100, "subsampling": 0}
-    source = pair(tmp_path / "raw", turned, ids(0, 48, 32), "a.jpg", **best)
+    source = pair(tmp_path / "raw", Image.fromarray(np.rot90(upright)), ids(0, 48, 32), name, exif=exif(6), **more)
     assert np.abs(sole(source)["image"].astype(int) - upright).mean() < 4
     assert checked(source).rows == ()
-    source = pair(tmp_path / "tiff", turned, ids(0, 48, 32), "a.tif", exif=exif(6))
-    np.testing.assert_array_equal(sole(source)["image"], upright)  # which Pillow has turned already
 
 
 def test_four_channels_keep_transparency_and_three_lie_on_white(tmp_path):
@@ -143,59 +152,38 @@ def test_four_channels_keep_transparency_and_three_lie_on_white(tmp_path):
     np.testing.assert_array_equal(sole(grey)["image"], photo()[..., :1].repeat(3, 2))
 
 
-AGAIN = "export it as PNG of one channel, whose values are the ids"
-
-
 @pytest.mark.parametrize(
-    ("name", "content", "rule", "value", "fix"),
+    ("name", "content", "rule", "value"),
     [
-        ("labels/a.png", b"", "the file must be a whole image", "no image", "delete it"),
-        ("images/a.png", None, "the file must be a whole image", "image file is truncated", "delete it"),
-        ("images/a.png", np.zeros((H, W), np.uint16), "an image must have 8 bits", "mode I;16", "convert it"),
-        (
-            *("labels/a.png", ids(0, 40, 50), "a label must have the size of its image"),
-            *("40 × 50 pixels (height × width), the image has 36 × 48 pixels", "export it again from the image"),
-        ),
-        ("labels/a.png", photo(), "a label must have one channel of ids", "mode RGB", AGAIN),
-        (
-            "labels/a.png",
-            np.full((H, W), 255, np.uint8),
-            "some pixel must have a class",
-            "all are ignored",
-            "annotate it",
-        ),
+        ("labels/a.png", b"", "the file must be a whole image", "no image"),
+        ("images/a.png", None, "the file must be a whole image", "image file is truncated"),
+        ("images/a.png", np.zeros((H, W), np.uint16), "an image must have 8 bits", "mode I;16"),
+        ("labels/a.png", ids(0, 40, 50), "a label must have the size of its image", "40 × 50 pixels"),
     ],
 )
-def test_what_leaves_a_sample_out_is_one_row_with_what_to_do(tmp_path, name, content, rule, value, fix):
+def test_what_leaves_a_sample_out_is_one_row_with_what_to_do(tmp_path, name, content, rule, value):
     source = labelled(tmp_path / "raw", ids())
     if content is None:
         content = saved(source / "other.jpg", photo()).read_bytes()[:-400]
         (source / "other.jpg").unlink()
     saved(source / name, content)
     row = only(checked(source, classes=NAMES))
-    assert (row.severity, row.file, row.key) == (ERROR, name, name.split("s/")[0])
-    for got, start in ((row.rule, rule), (row.value, value), (row.fix, fix)):
-        assert got.startswith(start)
+    value = value if name.startswith("images") else f"{name}: {value}"
+    assert (row.severity, row.file, row.key) == (ERROR, "images/a.png", name.split("s/")[0])
+    assert row.rule.startswith(rule)
+    assert row.value.startswith(value)
     made = packed(source, classes=NAMES)
     assert made.names == ["images/b.png"]
     bad = made.bad.iloc[0]
-    assert (bad.file, bad.fix) == ("images/a.png", row.fix)
-    assert bad.rule.endswith(row.rule)
-    assert bad.value == (f"{row.file}: {row.value}" if row.key == "label" else row.value)
-
-
-# Options
+    assert (bad.file, bad.value, bad.fix) == (row.file, row.value, row.fix)
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"classes": ["a", "a", "b"]}, "each name must be used only once, got 'a'"),
-        ({"classes": {0: "a", -1: "b"}}, "from 0 to 65535, got -1"),
         ({"classes": NAMES, "ignore": ["void"]}, "names of classes .*got 'void'"),
         ({"classes": "sky"}, r"classes must be two names or more, or a text file of them, got 'sky': no such file"),
-        ({"classes": NAMES, "ignore": 70_000}, "from 0 to 65535, .* got 70000"),
-        ({"ignore": 1.5}, "ignore must be raw ids, or names of classes, got 1.5"),
         ({"size": 16}, "size must be .* 32 to 4096"),
         ({"channels": 1}, "channels must be 3"),
     ],
@@ -207,10 +195,31 @@ def test_impossible_options_are_refused(tmp_path, more, message):
             make(source, **more)
 
 
+# Predictions as files
+
+
+def test_predictions_for_padded_images_are_cropped_back_to_them_and_overwrite_no_file(tmp_path):
+    wide = packed(segment.demo(tmp_path / "raw", 7, size=(48, 96)), size=40)
+    answer = np.zeros((40, 40), np.uint8)
+    answer[10:30, :20] = 1  # the left half of where the image lies
+    for name in ("a/1.png", "b/1.jpg"):
+        saved(tmp_path / name, Image.new("RGB", (200, 100)))
+    made = segment.save(answer, tmp_path / "a/1.png", tmp_path / "masks", wide)
+    with Image.open(made) as image:
+        np.testing.assert_array_equal(np.asarray(image), (np.arange(200) < 100)[None].repeat(100, 0))
+        assert (image.getpalette() or [])[:6] == [0, 0, 0, 86, 180, 233]
+    for picture, folder in (("b/1.jpg", "masks"), ("a/1.png", "a")):
+        before = (tmp_path / folder / "1.png").read_bytes()
+        with pytest.raises(PackError, match=r"1\.png is there already; choose another folder"):
+            segment.save(answer, tmp_path / picture, tmp_path / folder, wide)
+        assert (tmp_path / folder / "1.png").read_bytes() == before
+    with pytest.raises(PackError, match=r"empty\.jpg cannot be read"):
+        segment.save(answer, saved(tmp_path / "empty.jpg", b""), tmp_path, wide)
+
+
 @pytest.mark.real
 @pytest.mark.skipif(not DATA, reason="NBTOOLS_REAL_DATA names no folder of real data")
 def test_camvid_is_packed_whole():
     names = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist"]
     made = packed(Path(DATA) / "camvid.tar", classes=names, ignore=[11], size=(90, 120))
     assert (made.splits, made.manifest["bad"]) == ({"train": 80, "val": 30, "test": 0}, 0)
-    assert np.argsort(made.card.counts["pixels"])[-2:].tolist() == [1, 3]
