@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbtools.tasks import segment
 from nbtools.tasks.segment import Plan
@@ -87,8 +86,6 @@ def test_miou_and_accuracy_are_their_definitions_without_one_more_in_the_denomin
     values = read(seen)
     assert values["miou"] == pytest.approx(float(np.mean([b / e for b, e in zip(both, either, strict=True)])))
     assert values["pixel_accuracy"] == pytest.approx(float((labels == predicted).sum() / valid.sum()))
-    more = F.one_hot(predicted, CLASSES + 3).permute(0, 3, 1, 2).float()
-    assert read((labels, more))["miou"] == values["miou"], "a class that is nowhere changes nothing"
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -97,19 +94,3 @@ def test_miou_of_any_batches_is_that_of_the_whole_set_and_not_their_mean(seen, s
     parts = [(labels[i : i + size], logits[i : i + size]) for i in range(0, 6, size)]
     assert read(*parts) == read(seen)
     assert abs(np.mean([read(part)["miou"] for part in parts]) - read(seen)["miou"]) > 1e-3
-
-
-class Unread(TorchDispatchMode):
-    """Refuses what must know values before it can go on, and so would wait for a GPU."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags), func
-        return func(*args, **(kwargs or {}))
-
-
-def test_no_metric_reads_a_value_so_none_waits_for_the_device(seen):
-    labels, logits = seen
-    with Unread():
-        values = segment.metrics((logits, ()), {"label": labels})
-        with pytest.raises(AssertionError, match="_local_scalar_dense"):
-            torch.as_tensor(values["pixel_accuracy"][0]).item()

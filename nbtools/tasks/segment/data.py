@@ -1,9 +1,9 @@
 """Images and masks of a source → pack: image (H, W, C), label (H, W) and distance (H, W), all uint8 and of one size.
 
-Where labels lie and what they are for: `sources`. A mask's values are ids: grey of 1 to 16 bits, or the indices of a
-palette. `classes.txt` names them: a name a line, ids from 0, or lines id,name.
-label: class indices, 255 where a pixel is ignored. distance: eighths of a
-pixel to the nearest class boundary.
+Where the labels of images lie: `sources`. A mask's values are ids: grey of 1 to 16 bits, or the indices of a palette;
+classes.txt names them, a name a line, ids from 0, or lines id,name.
+
+label: class indices, 255 where a pixel is ignored. distance: eighths of a pixel to the nearest class boundary.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ def pack(
     test=1.0 makes all of them test, for a source that a run is evaluated on.
     Raises PackError if nothing can be used. `validate` also reports what is wrong with single files.
     """
-    asked, scanned = requested(size, channels, classes, ignore), cache(Source)
-
-    def survey(folder: Path, options: Options) -> Survey:
-        return survey_of(scanned(folder), options)
-
-    def reader(folder: Path) -> Any:
-        return partial(read_sample, scanned(folder))
-
-    more = {"val": val, "test": test, "into": into, "progress": progress}
-    return build_pack(source, "segment", asked, survey, read, reader=reader, **more)
+    scanned, more = cache(Source), {"val": val, "test": test, "into": into, "progress": progress}
+    return build_pack(
+        source,
+        "segment",
+        requested(size, channels, classes, ignore),
+        lambda folder, options: survey_of(scanned(folder), options),
+        read,
+        reader=lambda folder: partial(read_sample, scanned(folder)),
+        **more,
+    )
 
 
 def pack_options(card: Card) -> dict[str, Any]:
@@ -113,9 +113,7 @@ def parse_classes(classes: Given) -> list[tuple[int, str]]:
         path = Path(classes).expanduser()
         if path.is_file():
             return read_classes(path)
-        raise PackError(
-            f"classes must be two names or more, or a text file of them, got {str(classes)!r}: no such file"
-        )
+        raise PackError(f"classes must be names, or a text file of them, got {str(classes)!r}: no such file")
     return [(int(i), name) for i, name in (classes.items() if isinstance(classes, Mapping) else enumerate(classes))]
 
 
@@ -125,9 +123,7 @@ def read_classes(path: Path) -> list[tuple[int, str]]:
     if not any(map(is_class, rows)):
         return [*enumerate(filter(None, map(str.strip, text.splitlines())))]
     if wrong := [cells for cells in rows if not is_class(cells)]:
-        raise PackError(
-            f"{path.name}: every line must be id,name as others are, got {','.join(wrong[0])!r}; correct it"
-        )
+        raise PackError(f"{path.name}: every line must be id,name as others are, got {','.join(wrong[0])!r}")
     return [(int(cells[0]), cells[1]) for cells in rows]
 
 
@@ -174,8 +170,9 @@ def classes_of(source: Source) -> list[tuple[int, str]]:
     """Return the classes of classes.txt, of CVAT's labels with the background first, or of the ids in masks."""
     if tables := [name for name in source.names if name.lower().rpartition("/")[2] == "classes.txt"]:
         return read_classes(source.folder / min(tables, key=lambda name: (name.count("/"), name)))
-    if labels := sorted(source.labels, key=lambda label: label.casefold() not in BACKGROUND):
-        return [*enumerate(labels if labels[0].casefold() in BACKGROUND else [BACKGROUND[0], *labels])]
+    if any(item.drawing for item in source.items.values()):
+        own = [label for label in source.labels if label.casefold() in BACKGROUND][:1]
+        return [*enumerate([*(own or BACKGROUND[:1]), *(label for label in source.labels if label not in own)])]
     masks = {source.folder / item.label for item in source.items.values()}
     return [(i, f"class {i}") for i in sorted(set().union(*side_by_side(ids_in, masks)) - {IGNORE})]
 
