@@ -32,10 +32,10 @@ def photo(seed: int = 0, height: int = H, width: int = W, channels: int = 3) -> 
 
 def saved(path: Path, content: Content, **more) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(content, bytes | str):
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    if isinstance(content, str | bytes):
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     else:
-        (content if isinstance(content, Image.Image) else Image.fromarray(content)).save(path, **more)
+        (Image.fromarray(content) if isinstance(content, np.ndarray) else content).save(path, **more)
     return path
 
 

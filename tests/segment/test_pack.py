@@ -65,28 +65,19 @@ def test_distances_are_those_to_the_nearest_pixel_next_to_another_class(tmp_path
     assert (segment.distance_map(np.zeros((H, W), np.uint8)) == 255).all(), "no boundary"
 
 
-def test_the_source_files_give_the_packs_values_also_in_another_process(tmp_path):
-    source = corpus(tmp_path / "raw")
+@pytest.mark.parametrize("channels", [3, 4])
+def test_source_files_and_predictions_are_read_as_the_pack_has_them_also_in_another_process(tmp_path, channels):
+    source = pair(corpus(tmp_path / "raw"), photo(9, 4 * H, 4 * W), ids(9, 4 * H, 4 * W), "a.jpg", exif=exif(3))
     xml(source / "drawn", '<polygon label="shirt" points="4,4;30.5,7;20,31"/>', "ground shirt shoe")
-    made = packed(source, size=(40, 40), classes=NAMES)
-    assert len(made) == 5
+    made = packed(source, size=(40, 40), classes=NAMES, channels=channels)
+    assert len(made) == 6
     raw = pickle.loads(pickle.dumps(made.raw))
-    [batch] = list(open_feed(made, Plan(feed="workers", workers=1, batch_size=5), torch.device("cpu"))([np.arange(5)]))
-    for i in range(5):
+    [batch] = list(open_feed(made, Plan(feed="workers", workers=1, batch_size=6), torch.device("cpu"))([np.arange(6)]))
+    for i, name in enumerate(made.names):
+        np.testing.assert_array_equal(segment.read(source / name, made.options)["image"], made.sample(i)["image"])
         for column, value in made.sample(i).items():
             np.testing.assert_array_equal(raw[i][column], value)
             np.testing.assert_array_equal(batch[column][i].numpy(), value)
-
-
-@pytest.mark.parametrize("more", [{}, {"size": 32, "channels": 4}])
-def test_a_prediction_reads_an_image_as_the_pack_did(tmp_path, more):
-    source, large = corpus(tmp_path / "raw"), 4 if more else 1
-    saved(source / "images/val/9.jpg", photo(9, large * H, large * W), exif=exif(3))
-    saved(source / "labels/val/9.png", ids(9, large * H, large * W))
-    made = packed(source, classes=NAMES, **more)
-    assert len(made) == 5
-    for name in made.names:
-        np.testing.assert_array_equal(segment.read(source / name, made.options)["image"], sample(made, name)["image"])
 
 
 def test_options_of_a_card_pack_another_source_alike(tmp_path):
@@ -167,21 +158,6 @@ def test_what_leaves_a_sample_out_is_one_row_with_what_to_do(tmp_path, name, con
     assert made.names == ["images/b.png"]
     bad = made.bad.iloc[0]
     assert (bad.file, bad.value, bad.fix) == (row.file, row.value, row.fix)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"classes": "sky"}, r"classes must be names, or a text file of them, got 'sky': no such file"),
-        ({"size": 16}, "size must be .* 32 to 4096"),
-        ({"channels": 1}, "channels must be 3"),
-    ],
-)
-def test_impossible_options_are_refused(tmp_path, more, message):
-    source = corpus(tmp_path / "raw")
-    for make in (packed, checked):
-        with pytest.raises(PackError, match=message):
-            make(source, **more)
 
 
 # Predictions as files
