@@ -21,9 +21,7 @@ from PIL import Image, ImageDraw
 from nbtools.tasks.common.report import Refused, Row
 
 AREAS = ("polygon", "box", "ellipse", "mask")
-FINE = (
-    4  # Pillow fills a polygon with its outline, on whole pixels: drawn so many times as large, each takes its centre
-)
+FINE = 4  # shapes are drawn so many times as large, as Pillow fills a polygon with its outline, on whole pixels
 FARTHEST = 1e6  # pixels: no image is larger
 
 Size = tuple[int, int]

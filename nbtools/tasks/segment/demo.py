@@ -27,13 +27,7 @@ Shape = tuple[str, np.ndarray]
 """A class, and the corners (N, 2) of a polygon as x, y in pixels, (0, 0) the upper left corner of the image."""
 
 
-def demo(
-    folder: str | Path,
-    count: int = 1400,
-    *,
-    size: tuple[int, int] = (384, 288),
-    seed: int = 0,
-) -> Path:
+def demo(folder: str | Path, count: int = 1400, *, size: tuple[int, int] = (384, 288), seed: int = 0) -> Path:
     """Write `count` images of striped and dotted shapes on a blotched ground; returns the folder.
 
     images/ and labels/ with train/, val/ and test/ (five, one and one of seven), and `classes.txt` of the lines
