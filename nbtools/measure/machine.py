@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -299,6 +300,17 @@ def cpu_time() -> tuple[int, int] | None:
     first, *_ = [*memory.read(Path("/proc/stat")), ""]
     ticks = [int(word) for word in first.split()[1:9]]  # user, nice, system, idle, iowait, irq, softirq, steal
     return (sum(ticks) - ticks[3] - ticks[4], sum(ticks)) if len(ticks) == 8 else None
+
+
+@contextlib.contextmanager
+def others_share() -> Iterator[SimpleNamespace]:
+    """Yield an object whose `share` is then the share of the processor that other programs took inside, 0–1."""
+    before, own, result = cpu_time(), time.process_time(), SimpleNamespace(share=0.0)
+    yield result
+    now = cpu_time()
+    if before and now and now[1] > before[1]:
+        busy = (now[0] - before[0]) - (time.process_time() - own) * os.sysconf("SC_CLK_TCK")
+        result.share = min(max(busy / (now[1] - before[1]), 0.0), 1.0)
 
 
 def follow(show: Callable[[str], object]) -> NoReturn:
