@@ -8,7 +8,6 @@ On a CPU the time is this process's on one thread: what other programs take is n
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 from time import perf_counter, process_time
@@ -27,7 +26,7 @@ from nbtools.show import percent
 from nbtools.train import Plan, TaskLike, TrainState, gradients, rehearse
 from nbtools.train import device as devices
 
-FASTER = 1.05  # from which a change is used
+FASTER, NEAR = 1.05, 1.03  # from which a change is used; times the least that is as good
 SLOW = 1.5  # times the fastest combination's first step: no further look at one that takes longer
 LAUNCHES = 1.2  # times what the device works that the host takes, from which graphs are tried
 COMPILE_PAYS = 1800.0  # seconds of training from which compiling is tried: it took 69 s here, on two busy cores
@@ -72,12 +71,15 @@ class Choice:
         steppers = {key: stepper for key, stepper in costs.items() if isinstance(stepper, Stepper)}
         seconds_of = self.device_seconds(steppers, over)
         whys = {key: why for key, why in costs.items() if isinstance(why, str)}
-        order = sorted(seconds_of, key=lambda key: (round(math.log(seconds_of[key], FASTER)), len(key)))
-        for key in order[: order.index(())]:
+        faster = {key: cost for key, cost in seconds_of.items() if seconds_of[()] >= FASTER * cost}
+        while faster:
+            near = [key for key, cost in faster.items() if cost <= NEAR * min(faster.values())]
+            key = min(near, key=len)  # of equal ones that which changes least
             whys[key] = self.objection(dict(key), size)
             if not whys[key]:
                 self.plan = self.plan.replace(**dict(key))
                 break
+            del faster[key]
         self.explain(seconds_of, whys)
         self.base = None
 
@@ -137,14 +139,13 @@ class Choice:
 
     def device_seconds(self, steppers: dict[tuple[Any, ...], Stepper], over: float) -> dict[tuple[Any, ...], float]:
         """Return what the device works for a step: on CUDA by a trace, else the fastest of some steps in turns."""
-        if self.device.type == "cuda":
-            return {key: stepper.device_s() for key, stepper in steppers.items()}
         times: dict[tuple[Any, ...], float] = {}
-        for look in range(LOOKS):
+        for look in range(1 if self.device.type == "cuda" else LOOKS):
             for key, stepper in steppers.items():
                 if look and (times[key] > SLOW * min(times.values()) or self.wall() > over):
                     continue
-                times[key] = min(stepper.advance().host_s, times.get(key, math.inf))
+                stepper.advance()
+                times[key] = stepper.device_s()
         return times
 
     def explain(self, seconds: dict[tuple[Any, ...], float], whys: dict[tuple[Any, ...], str]) -> None:

@@ -21,7 +21,7 @@ from nbtools.show import duration, percent, plural, size
 from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
 
-ROUNDS, SECONDS = 3, 1.5
+ROUNDS, SECONDS, MOST = 3, 1.5, 24  # turns; seconds of one, were there only two; times that for all
 SHARE = 0.5  # of free GPU memory that all models may take
 GROUPS = {
     "+ packed feed": ("feed", "workers", "prefetch"),
@@ -233,13 +233,13 @@ class Course:
         names, notes = [*plans], []
         for name in (names[0], names[-1]):
             self.enter(name, plans[name])
-        most = most or 4 * seconds * ROUNDS
-        if (need := self.seconds_of(2, seconds)) > 2 * most:
-            raise TrainError(f"it would take about {duration(need)}, longer than a tenth of the run; call nb.receipt")
+        if most and (need := self.seconds_of(2, seconds)) > 2 * most:
+            raise TrainError(
+                f"it would take about {duration(need)}, longer than a tenth of the run; it was not measured"
+            )
+        most = most or MOST * seconds
         if self.seconds_of(len(names), seconds) > most:
-            notes = [
-                f"A step takes up to {max(self.step_s.values()):.1f} s: only the first and last rows were measured"
-            ]
+            notes = [f"A step takes {max(self.step_s.values()):.1f} s: only the first and last rows were measured"]
         elif self.peaks and len(names) * max(self.peaks.values()) * 2**20 > SHARE * torch.cuda.mem_get_info()[0]:
             notes = ["GPU memory has no room for more models: only the first and last rows were measured"]
         for name in () if notes else names[1:-1]:

@@ -43,8 +43,9 @@ EAGER = {"compile": False, "graph": False}
 """The same arithmetic, without minutes of compilation."""
 
 ROUNDS, LEAST_ROUNDS = 12, 3  # of turns
-STEADY, MOST_WARMING = 0.1, 8  # two turns this close are steady; turns of warming up
-LONG = 0.2  # seconds of a step, of which two warm up
+STEADY = 0.1  # two steps this close are steady
+MOST_WARMING, MOST_WARMING_S = 8, 10.0  # steps and seconds of warming up
+LONG = 0.2  # seconds of a step, of which two suffice
 TRACED = 5  # steps in a trace of the device
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what occupies the device in a trace
 
@@ -172,13 +173,12 @@ class Stepper:
         return self.advance(seconds, max(1, self.lanes))
 
     def warm_up(self) -> Self:
-        """Train until steps take as long as the ones before; what they took beyond that is `cold_s`. Two steps where
-        they are long."""
-        times: list[float] = []
-        while len(times) < MOST_WARMING:
+        """Train until steps take as long as the ones before; what they took beyond that is `cold_s`."""
+        times = [self.advance().seconds]
+        while len(times) < MOST_WARMING and sum(times) < MOST_WARMING_S:
             times.append(self.advance().seconds)
-            steady = len(times) > 2 and abs(times[-1] - times[-2]) < STEADY * times[-1]
-            if steady or (len(times) > 1 and times[-1] > LONG):
+            steady = abs(times[-1] - times[-2]) < STEADY * times[-1]
+            if steady and (len(times) > 2 or times[-1] > LONG):
                 break
         self.cold_s = sum(times) - len(times) * min(times)
         self.turns.clear()

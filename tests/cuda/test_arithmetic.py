@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 from cuda_cases import CASES, LEAN, first_losses, one_pass, require_close, require_near
+from nbtools.measure.levers import Levers
 
 from nbtools.measure import Stepper, untouched
-from nbtools.measure.levers import Levers
 
 pytestmark = pytest.mark.cuda
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
