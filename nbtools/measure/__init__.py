@@ -5,7 +5,7 @@ from nbtools.measure.advisor import advise, expected
 from nbtools.measure.batch import find_batch
 from nbtools.measure.check import check, smoke_test
 from nbtools.measure.lr import lr_sweep
-from nbtools.measure.machine import REASONS, Gpu, Sampler, described, follow, gpus, machine, nvml_index
+from nbtools.measure.machine import REASONS, Gpu, Sampler, described, gpus, machine, nvml_index
 from nbtools.measure.profile import StepProfile, step_profile
 from nbtools.measure.receipt import Receipt, comparable, preset, receipt
 from nbtools.measure.timing import Stepper, Timing, timed, untouched
