@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import nbtools as nb
-from nbtools.data import position
+from nbtools.data.splits import position
 from nbtools.tasks.common.demo import write_demo
 from nbtools.tasks.common.files import walk
 from nbtools.tasks.hwdb.demo import EM, LINES, Language, Writer, page_bytes, pool, soft
@@ -72,7 +72,7 @@ def compose(
             break
     held = {split: sorted(one for one in people if people[one] == split) for split in HELD}
     print(f"{count:,} lines of {len(names)} characters by {len(people)} drawers in {folder}; held back: {held}")
-    return write_demo(folder, pages, SUFFIXES, len(pages))
+    return write_demo(folder, pages, SUFFIXES)
 
 
 def held_back(drawers: set[int]) -> dict[int, str]:

@@ -118,7 +118,7 @@ def same(case: Case, feeds: Sequence[Feed]) -> None:
 
 def contestants(case: Case) -> dict[str, Callable[[], float]]:
     """name → CPU-µs an image of one round."""
-    resident, streamed = Resident(case.pack, CPU), Streamed(case.pack, CPU, prefetch=2)
+    resident, streamed = Resident(case.pack, CPU), Streamed(case.pack, CPU, case.plan)
     same(case, (resident, streamed))
     steps = train(TASK, TrainState(TASK, case.pack, case.plan, CPU), case.pack)
 

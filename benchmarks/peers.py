@@ -29,8 +29,7 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import nbtools as nb
-from nbtools.data import Draws, Pack, batches_left, collate, in_order, lengths_of
-from nbtools.data.feed import on
+from nbtools.data import Draws, Pack, batches_left, collate, in_order, lengths_of, on
 from nbtools.train import Plan, Sums, best_metric, bound, build, device
 from nbtools.train.evaluation import score
 from nbtools.train.optimizer import build_optimizer
@@ -147,7 +146,7 @@ class Job:
             self.pack.raw,
             batch_sampler=self.order if split == "train" else each,
             num_workers=workers,
-            collate_fn=partial(collate, columns=self.pack.columns, unread=self.pack.unread),
+            collate_fn=partial(collate, columns=self.pack.columns),
             pin_memory=cuda,
             persistent_workers=workers > 0,
             multiprocessing_context="forkserver" if workers and cuda else None,

@@ -8,40 +8,17 @@ run = nb.fit(captcha, pack, nb.advise(captcha, pack), run="runs/captcha", keep="
 run.summary(), run.receipt, nb.evaluate(run, pack)
 """
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Imports without a search for garbage: one falls due among them, goes through all that torch has made, takes
-    longer than they do, and finds nothing. What they made then counts as old, as after such a search."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects and not gc.get_freeze_count():  # what the user has frozen stays so
-            gc.freeze()
-            gc.unfreeze()
-        if collects:
-            gc.enable()
-
-
-with _uncollected():
-    from nbtools.compare import compare, runs
-    from nbtools.data import Pack, cached, kept, pack, stage
-    from nbtools.errors import NbtoolsError
-    from nbtools.fit import fit
-    from nbtools.launch import launch
-    from nbtools.live import Panel
-    from nbtools.measure import Advice, Gpu, advise, gpus, lr_sweep
-    from nbtools.report import evaluate
-    from nbtools.run import Run, validate
-    from nbtools.train import History, Plan, Record, Task, TrainState, classify, knob, regress, train
-    from nbtools.version import VERSION
-    from nbtools.watch import watch
+from nbtools.compare import compare, runs
+from nbtools.data import Pack, cached, kept, pack, stage
+from nbtools.errors import NbtoolsError
+from nbtools.fit import fit
+from nbtools.launch import launch
+from nbtools.live import Panel
+from nbtools.measure import Advice, Gpu, advise, gpus, lr_sweep
+from nbtools.run import Run, evaluate, validate
+from nbtools.train import History, Plan, Record, Task, TrainState, classify, knob, regress, train
+from nbtools.version import VERSION
+from nbtools.watch import watch
 
 __version__ = VERSION
 

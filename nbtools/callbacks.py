@@ -1,68 +1,44 @@
 """What a user watches a run with: functions that get each record with values, and TensorBoard's event files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbtools.errors import MissingExtra, TrainError
-from nbtools.folder import Job
 from nbtools.run import Run
 from nbtools.train import Record
 
 Callback = Callable[[Record, Run], Any]
-SCALARS = ("step", "epoch", "evaluation")  # kinds of records whose numbers TensorBoard gets
 
 
-class Callbacks:
-    """The functions and the logger of a call of `fit`. Raises TrainError for what is none, MissingExtra without the
-    logger's package."""
-
-    def __init__(self, functions: Sequence[Callback], log: str | None):
-        if not isinstance(functions, Sequence) or not all(map(callable, functions)):
-            raise TrainError(f"callbacks must be a list of functions f(record, run), got {functions!r}; pass [f]")
-        if log not in (None, "tensorboard"):
-            raise TrainError(
-                f'log must be "tensorboard" or None, got {log!r}; any other logger is a function in callbacks'
-            )
-        self.functions = [*functions, *([] if log is None else [TensorBoard()])]
-
-    def call(self, record: Record, job: Job, run: Run) -> None:
-        """Hand a record with values to each function; one that returns "stop" stops the run after this step."""
-        run.plan = job.state.applied
-        for function in self.functions if record.values else ():
-            if function(record, run) == "stop":
-                job.surface.requests.post("stop", by=f"the callback {getattr(function, '__name__', function)}")
-
-    def close(self) -> None:
-        for function in self.functions:
-            if isinstance(function, TensorBoard):
-                function.close()
+def callbacks_of(functions: Sequence[Callback], log: str | None) -> list[Callback]:
+    """Return what a call of `fit` gives, the logger last. Raises TrainError, and MissingExtra without its package."""
+    if not isinstance(functions, Sequence) or not all(map(callable, functions)):
+        raise TrainError(f"callbacks must be a list of functions f(record, run), got {functions!r}; pass [f]")
+    if log not in (None, "tensorboard"):
+        raise TrainError(f'log must be "tensorboard" or None, got {log!r}; any other logger is a function in callbacks')
+    return [*functions] if log is None else [*functions, TensorBoard()]
 
 
 class TensorBoard:
-    """Write the numbers of step and epoch rows into the run folder, by global step. Rows beyond the checkpoint that a
-    run resumes from are repeated: `purge_step` has TensorBoard drop the first ones."""
+    """Write the numbers of a run's rows into its folder, by global step."""
 
     def __init__(self) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtra(f'log="tensorboard" needs tensorboard ({error}): pip install "nbtools[log]"') from None
-        self.make: Callable[..., Any] = SummaryWriter
-        self.writer, self.step = None, 0
+        self.make, self.writer, self.step = SummaryWriter, None, 0
 
     def __call__(self, record: Record, run: Run) -> None:
-        if self.writer is None or record.step < self.step:  # the run begins, or went back to a checkpoint
+        if self.writer is None or record.step < self.step:  # the run begins, or went back: rows are repeated
             self.close()
             before = [row["step"] for row in run.history.rows[:-1]]
             self.writer = self.make(str(run.folder), purge_step=before[-1] + 1 if before else 0)
         self.step = record.step
-        if record.kind in SCALARS:
-            for name, value in record.values.items():
-                if isinstance(value, (int, float)):
-                    self.writer.add_scalar(f"{record.kind}/{name}", value, record.step)
-            self.writer.flush()  # a run that is killed repeats only what is beyond its checkpoint
+        for name, value in record.values.items():
+            if isinstance(value, (int, float)):
+                self.writer.add_scalar(f"{record.kind}/{name}", value, record.step)
+        self.writer.flush()  # a run that is killed repeats only what is beyond its checkpoint
 
     def close(self) -> None:
         if self.writer is not None:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from nbtools.errors import DiskError
 from nbtools.show import size
 
-PIECE = 1 << 18  # bytes that are hashed or unpacked at once: they stay in the processor's cache
+PIECE = 1 << 18  # bytes that are unpacked at once: they stay in the processor's cache
 MANY = 64  # above this many files one sync() of everything is cheaper than an fsync each (50,000 images: minutes)
 AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)
 """Errors of a disk that stopped responding, which say nothing about a file: Drive gives the first two after a while."""
@@ -62,7 +62,7 @@ def publish_folder(part: Path, target: Path) -> Path:
 
 def write_atomic(path: Path, data: bytes | memoryview | str, digest: str = "") -> Path:
     """Replace the content of a file: a reader, or a crash, finds the old or the new one, never a mixture. The new one
-    gets the name once it reads back from the disk as written. digest: its SHA-256, if known."""
+    gets the name once it reads back as written. digest: its SHA-256, if known."""
     part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     data = data.encode() if isinstance(data, str) else data
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,11 +92,7 @@ def remove(path: Path) -> None:
 
 def from_json(data: str | bytes) -> dict[str, Any]:
     """Return a JSON object; raise ValueError for what is none."""
-    try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from None
-    if not isinstance(values, dict):
+    if not isinstance(values := json.loads(data), dict):
         raise ValueError("not a JSON object")
     return values
 
@@ -120,15 +116,10 @@ def walk(folder: Path | str, above: frozenset[tuple[int, int]] = frozenset()) ->
                 yield entry
 
 
-def sha256(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
-    """Return the SHA-256 of a file; raise InterruptedError once `stopped()`, which is called for each PIECE."""
-    digest, piece = hashlib.sha256(), memoryview(bytearray(PIECE))
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(piece):
-            if stopped():
-                raise InterruptedError(errno.EINTR, "hashing was stopped", os.fspath(path))
-            digest.update(piece[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def free_bytes(path: Path) -> int:
@@ -149,8 +140,7 @@ def is_slow(path: Path) -> bool:
     mounts = [line.split()[1:3] for line in MOUNTS.read_text().splitlines()] if MOUNTS.exists() else []
     kinds = {point.replace(r"\040", " "): kind for point, kind in mounts}  # the latest at each point
     kind = kinds[max(filter(path.resolve().is_relative_to, kinds), key=len)] if kinds else ""
-    local = ("fuseblk", "fuse.fuse-overlayfs", "fuse.overlayfs")  # NTFS, and the roots of rootless containers
-    return kind.startswith(("fuse", "nfs", "cifs", "smb")) and kind not in local
+    return kind.startswith(("fuse.", "nfs", "cifs", "smb")) and "overlayfs" not in kind  # the root of a container
 
 
 def is_away(error: BaseException) -> bool:
@@ -164,25 +154,22 @@ def explained(doing: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason, advice = error.strerror or str(error), "Try again; if it happens again, choose another disk."
+        reason, fix = error.strerror or str(error), "Try again; if it happens again, choose another disk."
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            reason = f"the disk is full ({size(free_bytes(path))} free)"
-            advice = MAKE_ROOM
+            reason, fix = f"the disk is full ({size(free_bytes(path))} free)", MAKE_ROOM
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            advice = "Choose another folder, or change its permissions."
+            fix = "Choose another folder, or change its permissions."
         elif error.errno in (errno.ENOTDIR, errno.EEXIST):
-            reason, advice = "a file is where a folder should be", "Move it, or choose another folder."
-        elif is_away(error):
-            advice = "Try again; a file that it happens to again is damaged: copy it anew, or delete it."
+            reason, fix = "a file is where a folder should be", "Move it, or choose another folder."
         entry = "Drive errors 5 and 107" if is_away(error) else ""
-        raise DiskError(f"{doing}: {error.filename or path}: {reason}. {advice}", entry=entry) from error
+        raise DiskError(f"{doing}: {error.filename or path}: {reason}. {fix}", entry=entry) from error
 
 
-HELD: "set[Lock]" = set()  # those that this process holds or waits for
+HELD: "set[Lock]" = set()  # those that this process holds
 
 
 class Lock:
-    """Let one process (and thread) in at a time; others wait, or with wait=False raise BlockingIOError.
+    """Let one process or thread in at a time; others wait, or with wait=False raise BlockingIOError.
 
     The system releases it when its owner dies. The file stays: deleting it would let two owners in. It belongs on a
     local disk, never on Drive.
@@ -194,46 +181,31 @@ class Lock:
     def __enter__(self) -> "Lock":
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        HELD.add(self)
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | (0 if self.wait else fcntl.LOCK_NB))
         except BaseException:
-            self.__exit__()
+            os.close(self.descriptor)
             raise
+        HELD.add(self)
         return self
 
     def __exit__(self, *_) -> None:
         if self in HELD:  # else this is a fork of the owner
             HELD.discard(self)
-            with suppress(OSError):  # at once: a fork that has just begun has not closed its own yet
-                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # at once: a new fork has not closed its own yet
             os.close(self.descriptor)
 
     def held(self) -> bool:
         """Return whether somebody has it now; only with wait=False. Raises DiskError where that is unknown."""
-        with explained("looking whether a lock is held", self.path):
-            try:
-                with self:
-                    return False
-            except BlockingIOError:
-                return True
-
-    def note(self, word: str) -> None:
-        """Write a word of at most 16 bytes, at once. On a full disk the old one stays: it is not worth a failure."""
-        with suppress(OSError):
-            os.pwrite(self.descriptor, word.encode().ljust(16), 0)
-
-    def noted(self) -> str:
-        """Return the word of the owner, or of its last owner; "" where that is unknown."""
-        with suppress(OSError):
-            return self.path.read_bytes().decode().strip()
-        return ""
+        with explained("looking whether a lock is held", self.path), suppress(BlockingIOError), self:
+            return False
+        return True
 
 
-def leave_to_the_parent() -> None:
+def close_in_fork() -> None:
     """Close the locks in a fork: a killed owner's workers live on for a moment, in which it can be started again."""
     while HELD:
         os.close(HELD.pop().descriptor)
 
 
-os.register_at_fork(after_in_child=leave_to_the_parent)
+os.register_at_fork(after_in_child=close_in_fork)

@@ -1,16 +1,14 @@
 """The errors that nbtools raises on purpose: each names the field, the rule, the value, and what to do next. Ctrl-C."""
 
-import re
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, metadata
+from contextlib import contextmanager
 from typing import Any
 
 
 class NbtoolsError(Exception):
-    """The base class. entry: a heading in docs/troubleshooting.md, whose address then ends the message."""
+    """The base class. entry: a heading of docs/troubleshooting.md, which the message then ends with."""
 
     def __init__(self, *args: object, entry: str = "") -> None:
         super().__init__(*args)
@@ -18,7 +16,7 @@ class NbtoolsError(Exception):
 
     def __str__(self) -> str:
         text = super().__str__()
-        return f"{sentence(text)} {see(self.entry)}" if self.entry else text
+        return f"{sentence(text)} See “{self.entry}” in docs/troubleshooting.md" if self.entry else text
 
 
 class PlanError(NbtoolsError, ValueError):
@@ -61,27 +59,17 @@ class MissingExtra(NbtoolsError, ImportError):
     """An optional package is needed; the message says how to install it."""
 
 
+def sentence(text: str) -> str:
+    """Return a text with a full stop, unless it ends with one or asks."""
+    return text if text.endswith((".", "?")) else f"{text}."
+
+
 def ctrl_c(run: Any) -> KeyboardInterrupt:
     """Return the KeyboardInterrupt to raise once everything is saved; its `run` is the run."""
     # Not of a class of its own: for KeyboardInterrupt alone Python ends by SIGINT, which ends a shell's loop too.
     error = KeyboardInterrupt(f"{run}; run it again to continue")
     vars(error)["run"] = run
     return error
-
-
-def sentence(text: str) -> str:
-    """Return a text with a full stop, unless it ends with one or asks."""
-    return text if text.endswith((".", "?")) else f"{text}."
-
-
-def see(entry: str) -> str:
-    """Return a reference to a heading in docs/troubleshooting.md, in the repository of the installed package."""
-    home = ""
-    with suppress(PackageNotFoundError):  # imported from a folder, which has the file
-        urls = dict(url.split(", ") for url in metadata("nbtools").get_all("Project-URL", []))
-        home = f"{urls['Repository']}/blob/main/"
-    anchor = re.sub(r"[^\w -]", "", entry.lower()).replace(" ", "-")  # as GitHub makes them
-    return f"See “{entry}”: {home}docs/troubleshooting.md#{anchor}"
 
 
 class HeldInterrupt:

@@ -1,6 +1,6 @@
-"""A run in files that others read: its best weights as safetensors, or the network itself as one ONNX file, which
-onnxruntime reads without nbtools and answers as torch does, or it is not written. Its batch and the lengths of ragged
-columns are free, and its floats are float32, whatever precision the run trained in."""
+"""A run in files that others read: its best weights as safetensors, or the network itself as one ONNX file, which is
+written only if onnxruntime answers as torch does; next to each a JSON card of what is needed to use it. An ONNX file's
+batch and the lengths of ragged columns are free, and its floats are float32, whatever precision the run trained in."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves
 from nbtools import disk
 from nbtools.data import Pack, collate
 from nbtools.errors import ExportError, MissingExtra
-from nbtools.train import Plan, checkpoint, spoken
-from nbtools.version import VERSION
+from nbtools.train import checkpoint, spoken
 
 if TYPE_CHECKING:
     from nbtools.run import Run
@@ -31,16 +30,24 @@ SAMPLES = 8  # on which answers are compared, in batches of 1, 2 and 5; torch ta
 TOLERANCE = 1e-4  # of the largest value where that is above 1
 INSTEAD = "run.export('model'), without .onnx, writes the weights as safetensors"
 
+Batch = tuple[Tensor, ...]
+
 
 def write_weights(run: Run, path: Path) -> Path:
-    """Write the weights as safetensors with a JSON card of all that is needed to use them; return the first's path."""
+    """Write the weights as safetensors with their card; return their path."""
     if path.suffix != ".safetensors":
         path = path.with_name(f"{path.name}.safetensors")  # with_suffix would cut model-v1.2
-    card = {"task": checkpoint.read_index(run.folder)["task"], "card": run.card.to_dict(), "plan": run.plan.to_dict()}
-    card["validation"] = {name: value for name, value in run.best.items() if name.startswith("val_")}
+    return write(
+        run, path, save({name: tensor.contiguous() for name, tensor in checkpoint.weights(run.folder).items()})
+    )
+
+
+def write(run: Run, path: Path, content: bytes) -> Path:
+    """Write a file, and next to it as JSON the card of the data, the plan and the scores on the validation split."""
+    scores = {name: value for name, value in run.best.items() if name.startswith("val_")}
+    card = {"task": run.index["task"], "card": run.card.to_dict(), "plan": run.plan.to_dict(), "validation": scores}
     with disk.explained("exporting", path):
-        tensors = {name: tensor.contiguous() for name, tensor in checkpoint.weights(run.folder).items()}
-        disk.write_atomic(path, save(tensors))
+        disk.write_atomic(path, content)
         disk.write_atomic(path.with_suffix(".json"), json.dumps(card, indent=1, ensure_ascii=False))
     return path
 
@@ -52,7 +59,7 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
     differ by more than TOLERANCE.
     """
     try:
-        import onnx
+        import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
     except ImportError as error:
         install = "pip install 'onnx<1.23' onnxruntime, or nbtools[onnx]"
@@ -64,17 +71,13 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
     graph, batches = Graph(run.model("cpu"), list(inputs)), samples(run, pack, list(inputs))
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
-            about = described(run, graph, batches[-1], inputs, outputs)
-            model = onnx.load_model_from_string(exported(graph, batches[-1], about))
-            onnx.helper.set_model_props(model, metadata(run, about))
-            compared = compare(graph, model.SerializeToString(), batches)
+            content = to_onnx(run, graph, batches[-1], inputs, outputs)
+            compared = compare(graph, content, batches)
     except Exception as error:  # exporters raise all kinds
         cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX"
         why = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ExportError(f"{cannot}: {why}; nothing was written. {INSTEAD}") from None
-    with disk.explained("exporting", path):
-        disk.write_atomic(path, model.SerializeToString())
-    print(f"{path}: {compared}")
+    print(f"{write(run, path, content)}: {compared}")
     return path
 
 
@@ -84,53 +87,38 @@ class Graph(nn.Module):
     def __init__(self, network: nn.Module, names: list[str]):
         super().__init__()
         self.network, self.names = network, names
-        self.eval()
+        self.eval()  # the exporter puts back what it was
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *tensors: Tensor) -> Batch:
         outputs = self.network(dict(zip(self.names, tensors, strict=True)))
         return tuple(one for one in tree_leaves(outputs) if isinstance(one, Tensor))
 
 
-def samples(run: Run, pack: Pack, names: list[str]) -> list[tuple[Tensor, ...]]:
+def samples(run: Run, pack: Pack, names: list[str]) -> list[Batch]:
     """Return the network's input for batches of samples from all over a split."""
     pack, batches = run.readable(pack), []
     ids = next(filter(len, map(pack.ids, ("val", "test", "train"))))
     for part in np.split(ids[np.linspace(0, len(ids) - 1, SAMPLES).round().astype(int)], (1, 3)):
-        raw = collate([pack.sample(int(i)) for i in part], pack.columns, pack.unread)
-        batch = run.task.batch(raw, run.plan, None)
+        batch = run.task.batch(collate([pack.sample(int(i)) for i in part], pack.columns), run.plan, None)
         batches.append(tuple(batch[name] for name in names))
     return batches
 
 
-def described(run: Run, graph: Graph, batch: tuple[Tensor, ...], inputs: Any, outputs: Any) -> dict[str, Any]:
-    """Return inputs and outputs: name → shape and text, as `Task.tensors` and, where it leaves them out, as in a batch;
-    of an `nb.pack` its columns say which axes are free."""
-    shapes = {}
-    for name, tensor in zip(inputs, batch, strict=True):
-        ragged = name in run.card.columns and run.card.columns[name].kind == "ragged"
-        rest = [f"{name}_steps", *tensor.shape[2:]] if ragged else tensor.shape[1:]
-        shapes[name] = inputs[name][0] or ("batch", *rest)
-    with torch.no_grad():
-        names = [f"output_{n}" if n else "output" for n in range(len(graph(*batch)))]
-    outputs = outputs if len(outputs) == len(names) else dict.fromkeys(names, ((), ""))
-    given = {name: {"shape": shapes[name], "text": text} for name, (_, text) in inputs.items()}
-    return {
-        "inputs": given,
-        "outputs": {name: {"shape": shape, "text": text} for name, (shape, text) in outputs.items()},
-    }
-
-
-def exported(graph: Graph, batch: tuple[Tensor, ...], about: dict[str, Any]) -> bytes:
-    """Return an ONNX file by torch's exporter of traces: it takes a second, that of Python code up to minutes."""
-    content, names = io.BytesIO(), {f"{kind[:-1]}_names": [*tensors] for kind, tensors in about.items()}
-    tensors = {name: one["shape"] for kind in about.values() for name, one in kind.items()}
-    free = {name: {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)} for name, shape in tensors.items()}
+def to_onnx(run: Run, graph: Graph, batch: Batch, inputs: Any, outputs: Any) -> bytes:
+    """Return an ONNX file by torch's exporter of traces: it takes a second, that of Python code up to minutes. inputs,
+    outputs: of `Task.tensors`, whose axes with a name are free; of an `nb.pack` its columns say which are."""
+    ragged = {name for name, column in run.card.columns.items() if column.kind == "ragged"}
+    free: dict[str, dict[int, str]] = {}
+    for name, (shape, _) in {**inputs, **outputs}.items():
+        shape = shape or (("batch", f"{name}_steps") if name in ragged else ("batch",))
+        free[name] = {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)}
+    content, names = io.BytesIO(), {"input_names": list(inputs), "output_names": list(outputs)}
     export: Any = torch.onnx.export
-    export(graph, batch, content, **names, dynamic_axes=free, opset_version=17, dynamo=False)  # 17: layer norm
+    export(graph, batch, content, dynamic_axes=free, opset_version=17, dynamo=False, **names)  # 17: layer norm
     return content.getvalue()
 
 
-def compare(graph: Graph, content: bytes, batches: list[tuple[Tensor, ...]]) -> str:
+def compare(graph: Graph, content: bytes, batches: list[Batch]) -> str:
     """Return how a file's outputs compare with torch's: their largest difference, relative to the largest value where
     that is above 1. Raises ExportError for one above TOLERANCE."""
     import onnxruntime
@@ -140,22 +128,11 @@ def compare(graph: Graph, content: bytes, batches: list[tuple[Tensor, ...]]) -> 
     for batch in batches:
         given = {name: tensor.numpy() for name, tensor in zip(graph.names, batch, strict=True) if name in reads}
         with torch.no_grad():
-            pairs = list(zip(graph(*batch), map(torch.from_numpy, session.run(None, given)), strict=True))
+            pairs = zip(graph(*batch), map(torch.from_numpy, session.run(None, given)), strict=True)
         for ours, theirs in pairs:
-            if ours.shape != theirs.shape:
-                raise ExportError(f"an output has the shape {tuple(theirs.shape)} instead of {tuple(ours.shape)}")
-            if ours.numel():
-                apart = (ours.double() - theirs.double()).abs().max() / ours.double().abs().max().clamp(min=1)
-                worst = max(worst, float(apart.nan_to_num(math.inf)))
+            apart = (ours.double() - theirs).abs().nan_to_num(math.inf) / max(1.0, float(ours.abs().max()))
+            worst = max(worst, float(apart.max()))
     pair = f"on {SAMPLES} samples its outputs in onnxruntime {onnxruntime.__version__} differ from torch's"
     if worst > TOLERANCE:
         raise ExportError(f"{pair} by up to {worst:.2g}, and at most {TOLERANCE:g} is allowed")
     return f"{pair} by at most {worst:.1g}"
-
-
-def metadata(run: Run, about: dict[str, Any]) -> dict[str, str]:
-    """Return the file's metadata: name → JSON. plan: the settings that are the task's own."""
-    card, settings = run.card.to_dict(), run.plan.to_dict()
-    about = {name: card[name] for name in ("task", "classes", "options", "columns")} | about
-    about["plan"] = {name: settings[name] for name in settings.keys() - Plan().to_dict().keys()}
-    return {name: json.dumps(value, ensure_ascii=False) for name, value in {"nbtools": VERSION, **about}.items()}

@@ -1,4 +1,4 @@
-"""Figures that a notebook shows by itself: captioned pictures, confusion tables, curves; and fonts for any text.
+"""Figures that a notebook shows by itself: captioned pictures, and confusion tables.
 
 Places on a canvas are px from its top left, at 100 px an inch.
 """
@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, findfont, findSystemFonts, fontManager
-from matplotlib.ft2font import FT2Font
+from matplotlib.font_manager import FontProperties, findSystemFonts, fontManager
 from matplotlib.text import Text
-
-from nbtools.show import columns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,8 +27,8 @@ WIDE, MARGIN, TITLE = 1200, 8, 22  # px: a canvas; around pictures; the line of 
 TALL = 340  # px: a picture at most
 SIZE = 9  # points of a caption
 WRITTEN, NAMED = 24, 120  # classes up to which a confusion figure writes its numbers; its names
-SANS, MONO = "DejaVu Sans", "DejaVu Sans Mono"  # come with matplotlib
-NEVER = "\U0010ffff"  # no character: a font that has it draws one box for all
+CHINESE = ("notosanscjk-regular", "notosanssc-regular", "wqy-zenhei", "wqy-microhei", "pingfang", "msyh", "simhei")
+"""Fonts with Chinese characters, which matplotlib's own has not: Noto (fonts-noto-cjk), WenQuanYi, macOS, Windows."""
 
 Picture = tuple[np.ndarray, str, str]
 """An image (H, W) grey, (H, W, 3) or (H, W, 4), uint8; the caption above it, and its colour."""
@@ -45,14 +42,15 @@ class Sheet(Figure):
         words = ", ".join(text.get_text() for text in self.findobj(Text) if text.get_text().strip())
         return f"<Figure: {textwrap.shorten(words, 300, placeholder=' …')}>"
 
+    def savefig(self, *args: Any, **options: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # without a Chinese font there are boxes
+            super().savefig(*args, **options)
+
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
         self.savefig(file, format="png")
         return file.getvalue()
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        """Return the picture and, for who cannot see it, its words."""
-        return {"image/png": self._repr_png_(), "text/plain": repr(self)}, {"image/png": {"alt": repr(self)}}
 
 
 def blank(note: str = "No samples to show: the list of ids is empty.") -> Sheet:
@@ -79,12 +77,11 @@ def gallery(pictures: Sequence[Picture], columns: int = 4, below: float = 0) -> 
     sizes = [scaled(image, cell) for image, *_ in pictures]
     rows = [max(height for _, height in sizes[i : i + columns]) + TITLE for i in range(0, len(sizes), columns)]
     sheet, axes = canvas(WIDE, sum(rows) + MARGIN + below)
-    fonts = Fonts.of("".join(caption for _, caption, _ in pictures))
     for n, ((image, caption, colour), (width, height)) in enumerate(zip(pictures, sizes, strict=True)):
         left, top = MARGIN + n % columns * (cell + MARGIN), sum(rows[: n // columns]) + TITLE
         extent = (left, left + width, top + height, top)
         axes.imshow(image, cmap="gray", vmin=0, vmax=255, extent=extent, aspect="auto")
-        axes.text(left, top - 6, fonts.shortened(caption, SIZE, cell), color=colour, **fonts.look(SIZE))
+        axes.text(left, top - 6, shortened(caption, SIZE, cell), color=colour, **look(SIZE))
     return sheet
 
 
@@ -101,45 +98,24 @@ def judged(truth: str, predicted: str | None) -> tuple[str, str]:
     return (truth, RIGHT) if predicted == truth else (f"{truth} ≠ {predicted}", WRONG)
 
 
-def confusion_figure(table: pd.DataFrame, note: str = "", percent: bool = False) -> Sheet:
-    """Draw a table of counts, the samples of each true class (rows) by what was predicted; the diagonal is right.
-
-    percent: write shares of the row and not counts. The colour is the root of the share, so that one sample in a
-    hundred is still seen.
-    """
-    counts = table.to_numpy()
-    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    fonts, side = Fonts.of("".join(map(str, (*table.index, *table.columns)))), min(max(4.5, 0.3 * len(table) + 2.5), 16)
+def confusion_figure(table: pd.DataFrame, note: str = "per cent of each true class") -> Sheet:
+    """Draw a table of counts, the samples of each true class (rows) by what was predicted; the diagonal is right. The
+    colour is the root of the share, so that one sample in a hundred is still seen."""
+    counts, size = table.to_numpy(), min(7, 420 / len(table))
+    shares, side = counts / np.maximum(counts.sum(1, keepdims=True), 1), min(max(4.5, 0.3 * len(table) + 2.5), 16)
     sheet = Sheet(figsize=(side, side), layout="constrained")
     axes = sheet.add_subplot(xlabel=table.columns.name or "", ylabel=table.index.name or "", xticks=[], yticks=[])
     axes.set_title(note, fontsize=8, color=GREY, loc="right")
     axes.imshow(np.sqrt(shares), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     if len(table) <= NAMED:
-        size = min(7, 420 / len(table))
-        columns, rows = ([fonts.shortened(str(name), size, 260) for name in names] for names in (table, table.index))
-        axes.set_xticks(range(len(table)), columns, rotation=90, **fonts.look(size))
-        axes.set_yticks(range(len(table)), rows, **fonts.look(size))
+        columns, rows = ([shortened(str(name), size, 260) for name in names] for names in (table, table.index))
+        axes.set_xticks(range(len(table)), columns, rotation=90, **look(size))
+        axes.set_yticks(range(len(table)), rows, **look(size))
     if len(table) <= WRITTEN:
-        for row, column in zip(*np.nonzero(shares >= 0.005 if percent else counts), strict=True):
-            text = f"{100 * shares[row, column]:.0f}" if percent else f"{counts[row, column]:,}"
-            ink = "white" if shares[row, column] > 0.45 else "black"
-            axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=ink)
-    return sheet
-
-
-def curves(charts: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]], names: Sequence[str], x: str) -> Sheet:
-    """Draw charts, two next to each other, that share an x axis: title → the (x, y) of each name. A chart without a
-    point is left out."""
-    charts = {title: lines for title, lines in charts.items() if any(len(y) for _, y in lines)}
-    rows, fonts, handles = -(-len(charts) // 2), Fonts.of("".join(names)), []
-    sheet = Sheet(figsize=(8, 0.6 + 2.4 * rows), dpi=120, layout="constrained")
-    for k, (title, lines) in enumerate(charts.items(), 1):
-        axes = sheet.add_subplot(rows, 2, k, xlabel=x)
-        axes.set_title(title, loc="left", fontsize=10)
-        handles = [axes.plot(*line, marker=".")[0] for line in lines]
-    names = [fonts.plain(name).replace("$", r"\$") for name in names][: len(handles)]  # a $ is no formula
-    font = fonts.look(SIZE)["fontproperties"]
-    sheet.legend(handles, names, loc="outside upper left", ncols=4, frameon=False, prop=font)
+        for row, column in zip(*np.nonzero(shares >= 0.005), strict=True):
+            share = shares[row, column]
+            ink = "white" if share > 0.45 else "black"
+            axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=6.5, color=ink)
     return sheet
 
 
@@ -150,68 +126,23 @@ def finish(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-# -- fonts
+def chinese() -> Path | None:
+    """Return the file of the first of the fonts of CHINESE that is installed."""
+    there = {path.stem.lower(): path for path in map(Path, findSystemFonts())}
+    return next((there[name] for name in CHINESE if name in there), None)
 
 
-@dataclass(frozen=True)
-class Fonts:
-    """How to draw the characters of a text: matplotlib's own font has no Chinese ones, and would warn about each.
-
-    families: for matplotlib, which falls back from the first to the second; wide: what the first does not have;
-    missing: what neither has.
-    """
-
-    families: tuple[str, ...]
-    wide: frozenset[str]
-    missing: frozenset[str]
-
-    @classmethod
-    def of(cls, text: str, *, mono: bool = False) -> Fonts:
-        """Look for what matplotlib's own font lacks in the system's."""
-        first = MONO if mono else SANS
-        wide = frozenset(text) - drawable(Path(findfont(FontProperties(family=first))), text)
-        had, font = best_of(system(), wide) if wide else (wide, None)
-        if font is None:
-            return cls((first,), wide, wide)
+def look(size: float, mono: bool = False) -> dict[str, Any]:
+    """Return the arguments of matplotlib's texts, size in points: a $ is no formula."""
+    families, font = ["DejaVu Sans Mono" if mono else "DejaVu Sans"], chinese()
+    if font is not None:
         if all(entry.fname != str(font) for entry in fontManager.ttflist):
             fontManager.addfont(font)
-        return cls((first, FT2Font(str(font)).family_name), wide, wide - had)
-
-    def plain(self, text: str) -> str:
-        """Return a text in which what no font has, control characters too, is written U+624B."""
-        return "".join(f"U+{ord(letter):04X}" if letter in self.missing else letter for letter in text)
-
-    def look(self, size: float) -> dict[str, Any]:
-        """Return the arguments of matplotlib's texts, size in points: a $ is no formula."""
-        return {"fontproperties": FontProperties(family=self.families, size=size), "parse_math": False}
-
-    def shortened(self, text: str, size: float, room: float) -> str:
-        """Return a text as drawn in about `room` px: a longer one loses its middle, since its ends identify it."""
-        drawn, most = self.plain(text), int(room / (0.7 * size * 100 / 72))  # a column is at most about 0.7 em
-        if (taken := columns(drawn)) <= most:
-            return drawn
-        half = most * len(drawn) // taken // 2
-        return f"{drawn[:half]}…{drawn[len(drawn) - half + 1 :]}"
+        families.append(FontProperties(fname=font).get_name())
+    return {"family": families, "size": size, "parse_math": False}
 
 
-def system() -> list[Path]:
-    """Return the font files of the system, regular ones first."""
-    return sorted(map(Path, findSystemFonts()), key=lambda font: ("regular" not in font.name.lower(), font))
-
-
-def best_of(fonts: Iterable[Path], needed: Iterable[str]) -> tuple[frozenset[str], Path | None]:
-    """Return (what it has of the needed letters, the font): the first with the most. Cost: 0.4 ms a font."""
-    had = {font: drawable(font, needed) for font in fonts}
-    best = max(had, key=lambda font: len(had[font]), default=None)
-    return (had[best], best) if best and had[best] else (frozenset(), None)
-
-
-def drawable(font: Path, letters: Iterable[str]) -> frozenset[str]:
-    """Return the characters that a font has; none if matplotlib cannot draw with it."""
-    try:
-        face = FT2Font(str(font))
-    except (RuntimeError, OSError):
-        return frozenset()
-    if not face.scalable or face.get_char_index(ord(NEVER)):
-        return frozenset()
-    return frozenset(letter for letter in letters if face.get_char_index(ord(letter)))
+def shortened(text: str, size: float, room: float) -> str:
+    """Return a text as drawn in about `room` px: a longer one loses its middle, since its ends identify it."""
+    half = int(room / (0.7 * size * 100 / 72)) // 2  # a Latin letter is at most about 0.7 em wide
+    return text if len(text) <= 2 * half else f"{text[:half]}…{text[-half:]}"

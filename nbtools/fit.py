@@ -1,57 +1,61 @@
-"""fit: a whole training run in one call: the folder, start or resume, training under the guard, the receipt. Called
-again, it resumes."""
+"""fit: one training run from the user's call to its receipt. The same call again resumes it."""
 
 from __future__ import annotations
 
 import gc
-import os
+import json
 import signal
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
 from torch.distributed import is_torchelastic_launched
 
-from nbtools import disk, train
-from nbtools.callbacks import Callback, Callbacks
-from nbtools.data import Pack, meanwhile, on_colab, place_to_keep, say
-from nbtools.errors import CheckpointError, PackError, ctrl_c
-from nbtools.finish import afterwards, diagnose, finish, release
-from nbtools.folder import Job, begin, only_one, restore
-from nbtools.guard import WATCHED, Guard
-from nbtools.identity import Call, called, former_run, meant, own_folder
-from nbtools.live import REFUSED, FirstSignal, Panel, Surface, chosen, running_kernel
-from nbtools.run import Run, what_next
-from nbtools.train import Alone, Plan, Task, TaskLike, TrainState, checkpoint
+from nbtools import disk, measure, train
+from nbtools.callbacks import Callback, TensorBoard, callbacks_of
+from nbtools.data import Pack, meanwhile, on_colab, place_to_keep, release_runtime, say, work
+from nbtools.errors import CheckpointError, NbtoolsError, PackError, ctrl_c
+from nbtools.folder import Job, begin, only_one, own_folder, restore, settle
+from nbtools.guard import NOTHING, Guard
+from nbtools.identity import former_run
+from nbtools.live import FirstSignal, Panel, Surface, chosen, running_kernel
+from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run, what_next
+from nbtools.show import number, plural
+from nbtools.train import Plan, Ranks, Task, TaskLike, TrainState, checkpoint, evaluation
 from nbtools.train import device as devices
 
-NOTHING = {
-    "best": "there is no best checkpoint yet; the first evaluation chooses one",
-    "undo": f"there is no change to undo in the last {WATCHED} log steps; set the value of before",
-}
+COLD_STEPS = 10  # after which a start is over
+RECEIPT_S, RECEIPT_SHARE = 36.0, 0.1  # seconds that the receipt may take, or this share of the run if that is more
 
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Leave no_grad and autocast after an error, and in a notebook no memory: IPython keeps a traceback until the
-    next one, and with it the variables of its frames, such as a model. Under `%pdb on` they stay, to be looked at."""
+    """Leave no_grad and autocast after an error, and in a notebook no memory: IPython keeps a traceback until the next
+    one, and with it the variables of its frames, such as a model."""
     try:
         yield
     except BaseException as error:
         devices.leave_modes()
-        kernel, cause = running_kernel(), error
-        if kernel is not None and not kernel.shell.call_pdb:
-            while cause is not None:
-                traceback.clear_frames(cause.__traceback__)
-                cause = cause.__cause__ or cause.__context__
-            gc.collect()
-            with suppress(RuntimeError):  # of a GPU that no longer answers: the first error counts
-                devices.give_back(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
+        cause: BaseException | None = error if running_kernel() is not None else None
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+        with suppress(RuntimeError):  # of a GPU that no longer answers: the first error counts
+            release()
         raise
+
+
+def release(machine: bool = False) -> None:
+    """Free memory that nothing uses; give Colab its machine back."""
+    gc.collect()
+    devices.give_back(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
+    if machine:
+        release_runtime()
 
 
 @letting_go()
@@ -70,130 +74,78 @@ def fit(
     log: str | None = None,
     fresh: bool = False,
 ) -> Run:
-    """Train in this cell, drawing as it goes; return the Run.
+    """Train in this cell, drawing as it goes; return the Run. Stop and Ctrl-C finish the step, save, and return it, in
+    a script by a KeyboardInterrupt. The same call then resumes, bit for bit on a CPU.
 
-    plan: a Plan, a Panel or an Advice, or a function that returns one, called once a lost folder is restored; None:
-    the run's own, or what `advise` proposes. run: a folder on local disk; a run that is already there resumes from its
-    last checkpoint, bit for bit (CPU), with the settings that code or a hand changed since; a finished one is returned,
-    or extended by more epochs, and refuses anything else. None: the newest run below `runs/` with the same network,
-    data and given settings, or that this Panel drove; else a new `runs/<task>-<n>`. fresh: start over in that folder.
-    keep: a second folder, usually on Drive (`drive:…`), to which everything is copied in the background, and from which
-    a lost local folder, or one that is behind, is restored. receipt: measure the task's baseline next to this run at
-    the end, for a few seconds. release_gpu: at the end free the GPU's memory, and on Colab give the machine back, with
-    everything on its disk. samples: which are shown with their predictions while it trains: "first" (as by default),
-    "worst", or ids of the pack, at most eight; kept in the run's folder, as a choice made in the panel is.
-
-    callbacks: functions `f(record, run)`, called with each record that has values, on rank 0; one that returns "stop"
-    stops the run after the step, and an error in one ends it. log: "tensorboard" writes event files into the folder,
-    which `keep` leaves out.
-
-    While it trains, buttons and fields in the notebook act on it, and so does `control.json` in its folder (see
-    `nbtools.live.send`). Stop, Ctrl-C or the notebook's own stop button finish the step, save, and return the run; so
-    do a shutdown of the kernel and SIGTERM, after which the process ends. Outside of a notebook Ctrl-C raises
-    KeyboardInterrupt once everything is saved, so that it ends a script's loop too. Raises TrainError, PlanError or
-    CheckpointError; the checkpoints stay intact.
+    plan: a Plan, Panel or Advice, or a function that returns one; None: the run's own, else the advised one. run: its
+    folder; None: that of the run below `runs/` which this call means, else a new one. keep: a second folder for copies,
+    usually `drive:…`. receipt: measure the baseline next to it at the end. release_gpu: then free the GPU, on Colab the
+    machine. samples: to show: "first", "worst" or up to eight ids. callbacks: f(record, run); "stop" stops the run.
+    log: "tensorboard". fresh: start over. Raises TrainError, PlanError, CheckpointError; the checkpoints stay intact.
     """
-    task, watchers = train.as_task(task), Callbacks(callbacks, log)
+    begun, task, watchers = monotonic(), train.as_task(task), callbacks_of(callbacks, log)
     folder, kept = places(run, keep, release_gpu)
     require_pack(task, pack)
     ranks = train.join()
     if not ranks.first:
         return follower(task, pack, ranks)
-    again = ranks.again or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # torchrun has restarted this run
-    fresh = fresh and not again
+    fresh = fresh and not ranks.again
     if folder is None:
-        plan = called(plan)
-        folder = own_folder(task, pack, plan, fresh)
-    with only_one(folder) as own:
-        if not (again or isinstance(plan, Call)):  # that of `launch`, which has done so
-            forget(folder)
+        folder = own_folder(task, pack, plan := called(plan), fresh)
+    with only_one(folder):
+        forget(folder)
         restore(folder, kept, fresh)
-        plan = called(plan)
-        call = meant(task, pack, plan, folder, fresh)
-        limits, pack = train.unread(task, pack, call.plan), train.readable(task, pack, call.plan)
-        samples = None if samples is None else chosen(samples, pack)
-        state = make_state(task, pack, call.plan, folder, fresh, ranks)
-        history, notes = begin(folder, pack, state, call, fresh)
-        if isinstance(plan, Panel):
-            plan.adopt(call.plan)
-        if samples is not None:
-            checkpoint.mark(folder, samples=samples)
-        surface = Surface(folder, state, pack, history, plan, progress, afterwards(state, pack, folder, receipt))
-        surface.announce, requests = own.note, surface.requests
-        surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not requests.stop)
-        notes += [
-            *train.beyond(call.plan, requests.advised).values(),
-            limits,
-            *call.said,
-            standing(state, folder, again),
-        ]
-        for note in filter(None, notes):
-            surface.report(note)
-            if not progress and not is_torchelastic_launched():
-                say(note)  # what a run does otherwise than the call reads is said in any case
-        job = Job(pack, folder, state, surface, train.Keeper(folder, kept) if kept is not None else None)
-        interrupted = carry_out(job, receipt, watchers)
-        result = Run.open(folder, task)
-        result.events = surface.events
-    if release_gpu and not requests.stop:
-        safe = job.keeper is not None and job.keeper.done == job.keeper.requested
-        del job, state, surface, history, requests
-        result.events += release(safe)
+        job = prepare(task, pack, called(plan), folder, fresh, ranks, progress, samples)
+        job.begun = None if job.state.step else begun
+        interrupted = carry_out(job, kept, receipt, watchers)
+        result, kept_all = job.result(), job.kept_all
+        del job
+    if release_gpu:
+        release(machine=kept_all)
     if interrupted and running_kernel() is None and not is_torchelastic_launched():
         raise ctrl_c(result)
     return result
 
 
+# -- before it trains
+
+
+def called(plan: Any) -> Any:
+    """Return the plan of a function, which may depend on what was restored."""
+    return plan() if callable(plan) and not isinstance(plan, type) else plan
+
+
 def places(run: str | Path | None, keep: str | Path | None, release_gpu: bool) -> tuple[Path | None, Path | None]:
     """Return (folder, kept folder). Raises CheckpointError if a run would be lost."""
     if run is None and keep is not None:
-        raise CheckpointError(
-            f"keep={str(keep)!r} needs run=, the local folder of the run that is kept there; name one, run='runs/…'"
-        )
+        rule = f"keep={str(keep)!r} needs run=, the local folder of the run that is kept there"
+        raise CheckpointError(f"{rule}; name one, run='runs/…'")
     if str(run).startswith("drive:"):
-        raise CheckpointError(
-            f"run={str(run)!r}: a run is written to local disk, and copied to Drive by keep={str(run)!r}"
-        )
-    stays = keep is not None and (str(keep).startswith("drive:") or disk.is_slow(Path(keep)))
-    if release_gpu and on_colab() and not stays:
-        raise CheckpointError(
-            "release_gpu=True gives this Colab machine back at the end, with the run on its disk; "
-            f"name a folder that outlives it: keep='drive:runs/…', got keep={str(keep)!r}",
-            entry="Session lost",
-        )
-    if run is None:
-        return None, None
-    return Path(run), None if keep is None else place_to_keep(keep)
+        rule = f"run={str(run)!r}: a run is written to local disk"
+        raise CheckpointError(f"{rule}, and copied to Drive by keep={str(run)!r}")
+    if release_gpu and on_colab() and not str(keep).startswith("drive:"):
+        rule = "release_gpu=True gives this Colab machine back at the end, with the run on its disk"
+        raise CheckpointError(f"{rule}; name a folder on Drive: keep='drive:runs/…', got keep={str(keep)!r}")
+    return run if run is None else Path(run), keep if keep is None else place_to_keep(keep)
 
 
 def require_pack(task: Task, pack: Any) -> None:
     if not isinstance(pack, Pack):
-        makes = "nb.pack(data)" if task.packs_datasets else f"{train.spoken(task)}.pack(source), or nb.pack(data)"
+        makes = f"{train.spoken(task)}.pack(source), or nb.pack(data)"
         raise PackError(f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {makes}")
 
 
 def forget(folder: Path) -> None:
-    """Remove requests that were meant for an earlier run."""
-    with disk.explained("starting a run", folder):
-        disk.remove(folder / train.CONTROL)
+    """Remove requests that were meant for an earlier run; `launch` has done so for its ranks."""
+    if not is_torchelastic_launched():
+        with disk.explained("starting a run", folder):
+            disk.remove(folder / train.CONTROL)
 
 
-def make_state(task: Task, pack: Pack, plan: Plan, folder: Path, fresh: bool, ranks: Alone) -> TrainState:
-    """Return a new state; a few samples go through it before a run folder exists."""
-    train.require_sizes(pack, plan)
-    if ranks.world > 1:
-        ranks.tell((plan.to_dict(), str(folder)))
-    state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
-    if fresh or former_run(task, folder) is None:
-        train.rehearse(state, pack)
-    return state
-
-
-def follower(task: Task, pack: Pack, ranks: Alone) -> Run:
-    """Train as rank 0 says, until it ends the run. Signals reach every rank, and rank 0 decides what becomes of them,
-    so that all stop after the same step."""
+def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
+    """Train as rank 0 says, until it ends the run. Rank 0 also decides what becomes of a signal, which reaches all."""
     with FirstSignal(signal.SIGINT, lambda: None), FirstSignal(signal.SIGTERM, lambda: None):
-        values, folder = ranks.tell()
+        values, folder = ranks.broadcast()
         plan = type(task.PLAN).from_dict(values)
         pack = train.readable(task, pack, plan)
         state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
@@ -201,36 +153,58 @@ def follower(task: Task, pack: Pack, ranks: Alone) -> Run:
     return Run(Path(folder), task, pack.card, state.plan)
 
 
-def standing(state: TrainState, folder: Path, again: bool) -> str:
-    """Return what is to be said of where a run begins; "" for nothing."""
-    if again:
-        return f"resumed from step {state.step:,}: a process was lost"
-    if state.over:
+def prepare(
+    task: Task, pack: Pack, call: Any, folder: Path, fresh: bool, ranks: Ranks, progress: bool, samples: Any
+) -> Job:
+    """Return the run of a folder, ready to train. call: what the user gave as the plan."""
+    plan, given, messages = settle(task, pack, call, folder, fresh)
+    unread, pack = train.unread(task, pack, plan), train.readable(task, pack, plan)
+    samples = None if samples is None else chosen(samples, pack)
+    train.require_sizes(pack, plan)
+    if ranks.world > 1:
+        ranks.broadcast((plan.to_dict(), str(folder)))
+    state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
+    if fresh or former_run(task, folder) is None:
+        train.rehearse(state, pack)  # before anything is written
+    history, complaints = begin(folder, pack, state, call, given, fresh)
+    if isinstance(call, Panel):
+        call.adopt(plan)
+    if samples is not None:
+        checkpoint.mark(folder, samples=samples)
+    surface = Surface(folder, state, pack, history, call, progress)
+    surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not surface.requests.stop)
+    if ranks.again:
+        messages.append(f"resumed from step {state.step:,}: a process was lost")
+    elif state.over:
         more = "it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
-        return f"{Run.open(folder, state.task)}; {more}"
-    return ending(state)
+        messages.append(f"{Run.open(folder, task)}; {more}")
+    introduce(surface, getattr(pack, "remarks", ()), [unread, *messages, *complaints])
+    return Job(pack, folder, state, surface)
 
 
-def ending(state: TrainState) -> str:
-    """Return the message about a plan with fewer epochs than have begun; "" for none."""
-    epochs, present = state.plan.epochs, state.epoch + 1
-    below = state.position.segments and epochs < present
-    return f"epochs {epochs} is below the current epoch {present}: training ends after this epoch" if below else ""
+def introduce(surface: Surface, remarks: Sequence[str], notes: Sequence[str | None]) -> None:
+    """Say what a run begins with; the notes, of what it does otherwise than the call reads, in any case."""
+    for remark in remarks:
+        surface.report(remark)
+    for note in [*train.beyond(surface.state.plan, surface.requests.advised).values(), *filter(None, notes)]:
+        surface.report(note)
+        if not surface.progress and not is_torchelastic_launched():
+            say(note)
 
 
-# -- train
+# -- while it trains
 
 
-def carry_out(job: Job, receipt: bool, callbacks: Callbacks) -> bool:
-    """Train to the end, or to a stop, then measure what is left to the end, and say what to do next; return whether
-    Ctrl-C ended any of it."""
-    state, surface = job.state, job.surface
-    stop, alone = partial(surface.requests.post, "stop", by="SIGTERM"), not is_torchelastic_launched()
-    with FirstSignal(signal.SIGTERM, stop, later=alone) as sigterm:  # torchrun starts again what dies of it
+def carry_out(job: Job, kept: Path | None, receipt: bool, callbacks: Sequence[Callback]) -> bool:
+    """Train to the end, or to a stop, then measure what is left to the end; return whether Ctrl-C ended any of it."""
+    job.keeper = None if kept is None else train.Keeper(job.folder, kept)
+    surface, alone = job.surface, not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
+    stop = partial(surface.requests.post, "stop", by="SIGTERM")
+    with FirstSignal(signal.SIGTERM, stop, later=alone) as sigterm:
         try:
             with surface:
                 follow(job, callbacks)
-            state.ranks.end()
+            job.state.ranks.end()
             sigterm.call = interrupt  # everything is saved
             with FirstSignal(signal.SIGINT, interrupt) as sigint:
                 finish(job, receipt)
@@ -239,6 +213,9 @@ def carry_out(job: Job, receipt: bool, callbacks: Callbacks) -> bool:
                 surface.tell(surface.next_steps())
         finally:
             job.close()
+            for logger in callbacks:
+                if isinstance(logger, TensorBoard):
+                    logger.close()
     return sigint.came or (surface.interrupts is not None and surface.interrupts.came)
 
 
@@ -246,45 +223,46 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def follow(job: Job, callbacks: Callbacks) -> None:
-    """Watch the loop: rows, picture, checkpoints, and what is requested."""
+def follow(job: Job, callbacks: Sequence[Callback]) -> None:
+    """Watch the loop: rows, picture, checkpoints, callbacks, and what is requested."""
     state, surface, run = job.state, job.surface, Run(job.folder, job.task, job.pack.card, job.state.applied)
     run.history, guard = job.history, Guard(job)
-    surface.undoable = lambda: guard.anchor is not None
     # Closed here and not with the traceback, which would keep the feed and its threads.
-    with devices.asserts_explained(), closing(callbacks), closing(guard.records()) as records:
+    with closing(guard.records()) as records:
         for record in records:
             record = surface.measured(record)
-            if record.kind == "change" and (sentence := ending(state)):  # of settings, which are applied next
-                surface.answer(sentence)
+            if job.begun is not None and record.kind == "step" and state.step == COLD_STEPS:
+                measure.finish(state.device)
+                job.cold_start = monotonic() - job.begun
             job.history.append(record)
             surface.update(record)
             job.write_plan()
-            callbacks.call(record, job, run)
+            run.plan = state.applied
+            for function in callbacks if record.values else ():
+                if function(record, run) == "stop":
+                    surface.requests.post("stop", by=f"the callback {getattr(function, '__name__', function)}")
             if record.kind != "change":  # a checkpoint amid a change would resume with its row, but without the change
                 job.watch(record)
-                if surface.listen() and act(job):
+                if surface.listen() and act(job, guard):
                     break
     job.write_plan()
     job.save()
+    job.wait()
 
 
-def act(job: Job) -> bool:
-    """Do what is requested, and hold the run while it is paused; return whether it is to stop. The guard goes back."""
+def act(job: Job, guard: Guard) -> bool:
+    """Do what is requested, and hold the run while it is paused; return whether it is to stop. The guard goes back,
+    once the loop goes on: what it cannot go back to is refused here, or a paused run would take a step for it."""
     state, surface, requests = job.state, job.surface, job.surface.requests
     while True:
-        if requests.change and requests.take("undo"):
-            requests.want(state.applied, sure=True)
-            surface.answer("the last change was taken back before it was applied", "undo")
-        for action in [each for each in NOTHING if each in requests.pending]:
-            job.settle()  # it may be on its way to the disk
-            if not surface.able(action) and requests.take(action):
-                surface.answer(f"{REFUSED}{NOTHING[action]}", action)
+        for action in NOTHING:
+            if action in requests.pending and not guard.able(action):
+                requests.take(action)
         if requests.take("save"):
-            lost = "not saved: the loss is no longer a number"
-            surface.answer(f"saved at step {state.step}" if job.save() else lost, "save")
+            worth = job.save()
+            job.wait()
+            surface.answer(f"saved at step {state.step}" if worth else "not saved: the loss is no number", "save")
         if requests.stop or requests.paused:  # a paused notebook may lose its machine
-            job.write_plan()
             job.save()
         if requests.stop:
             surface.answer(f"stopped by {requests.stopper} after step {state.step}; run it again to continue", "stop")
@@ -295,8 +273,6 @@ def act(job: Job) -> bool:
                 diagnose(job, partial(surface.answer, asked="profile"))
         if requests.take("evaluate"):
             state.evaluate_next = surface.looking = not state.over
-            if state.over:
-                surface.answer("nothing new to evaluate: the last epoch ended with an evaluation", "evaluate")
         if not requests.paused or surface.looking or requests.pending:
             return False
         with state.watch.paused():
@@ -309,3 +285,73 @@ def attend(surface: Surface) -> None:
     surface.listen()
     if surface.requests.stop:
         interrupt()
+
+
+# -- once it is trained and saved
+
+
+def finish(job: Job, receipt: bool) -> None:
+    """Report why the run stopped early; evaluate what training left to its end; measure the receipt."""
+    state, surface, path = job.state, job.surface, job.folder / RECEIPT
+    if state.stopped:
+        surface.report(f"{state.stopped}; to continue, give more epochs")
+    if surface.requests.stop:
+        return
+    if state.over and evaluation.is_partial(state.plan, job.pack.splits["val"]):
+        evaluate_all(job)
+    if receipt and not path.exists():
+        if state.ranks.world > 1:
+            surface.report(f"the receipt measures one of {state.ranks.world} processes, with its share of the batch")
+        with optional("no receipt", surface.report), work("measuring the receipt", surface.progress):
+            most = max(RECEIPT_S, RECEIPT_SHARE * state.watch.wall)
+            made = measure.receipt(
+                job.task, job.pack, one_share(state), state.device, most=most, cold_start=job.cold_start
+            )
+            disk.write_atomic(path, made.to_json())
+            diagnose(job, surface.report)
+
+
+@contextmanager
+def optional(missing: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """Turn the failure of a measurement after the run is saved, such as out of memory, into a message."""
+    try:
+        yield
+    except (NbtoolsError, OSError, RuntimeError) as error:
+        tell(f"{missing}: {type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        tell(f"{missing}: interrupted; run it again to get it")
+
+
+def evaluate_all(job: Job) -> None:
+    """Evaluate the best weights on the whole validation split, with all scales and other costly options."""
+    run, count, start = Run.open(job.folder, job.task), job.pack.splits["val"], monotonic()
+    about = {"epoch": run.best.get("epoch"), "plan": json.loads(run.plan.to_json())}
+    if not count or about.items() <= run.stored(EVALUATION).items():
+        return
+    with optional("no final evaluation", job.surface.report):
+        model, progress = run.model(job.state.device), job.surface.progress
+        values = evaluation.evaluate(job.task, model, job.pack, job.state.plan, "val", progress)
+        seconds = monotonic() - start
+        disk.write_atomic(job.folder / EVALUATION, json.dumps({**about, "values": values, "seconds": seconds}))
+        shown = ", ".join(f"{name} {number(value)}" for name, value in values.items())
+        job.surface.report(f"all {plural(count, 'validation sample')}, in {seconds:.0f} s: {shown}")
+
+
+def one_share(state: TrainState) -> Plan:
+    """Return the plan of what one process does in a step: with several, its share of the batch."""
+    plan, world = state.plan, state.ranks.world
+    return plan if world == 1 else plan.replace(batch_size=max(plan.batch_size // world, 1))
+
+
+def diagnose(job: Job, tell: Callable[[str], None]) -> None:
+    """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
+    state, surface, plan = job.state, job.surface, one_share(job.state)
+    kept = {**train.fixed(plan), **({"batch_size": "the share of one process"} if state.ranks.world > 1 else {})}
+    with optional("not measured", tell):
+        profile = measure.step_profile(job.task, job.pack, plan, state.device, fixed=kept)
+        verdict = measure.verdict(profile, plan, fixed=kept)
+        content = {"profile": profile.to_dict(), "verdict": verdict.to_dict()}
+        disk.write_atomic(job.folder / VERDICT, json.dumps(content))
+        if surface.panel is not None:
+            surface.panel.propose(verdict.sentence, verdict.change)
+        tell(verdict.sentence)

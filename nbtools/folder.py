@@ -1,322 +1,306 @@
-"""The folder of a run: locked while a process trains in it, restored from where it is kept, started or resumed; and the
-Job that writes checkpoints into it where losing the work would cost more than saving it."""
+"""The folder of a run: which one a call means, held by one process; started, resumed or taken over from where it is
+kept; and the Job that saves the run in it."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 from uuid import uuid4
 
-from nbtools import disk, train
-from nbtools.data import LATER, Card, Pack, cache, is_kept, latest, patient, restore_kept, say
-from nbtools.errors import CheckpointError, HeldInterrupt, TrainError
-from nbtools.identity import Call, differences, former_run, identity, newly_trained
+import torch
+
+from nbtools import disk, measure, train
+from nbtools.data import Pack, cache, patient, say
+from nbtools.errors import CheckpointError, NbtoolsError, PlanError, TrainError
+from nbtools.identity import decide, differences, former_run, given_by, identity
 from nbtools.live import Surface
-from nbtools.run import CARD, EVALUATION, HISTORY, NOTES, PLAN, RECEIPT, VERDICT, lock, stored
-from nbtools.train import CONTROL, KEPT, History, Keeper, Plan, Record, TrainState, checkpoint
+from nbtools.run import CARD, EVALUATION, HISTORY, PLAN, RECEIPT, VERDICT, Run, lock
+from nbtools.train import KEPT, History, Keeper, Plan, Record, Task, TrainState, checkpoint
 from nbtools.version import VERSION
 
-OURS = {checkpoint.INDEX, CONTROL, PLAN, CARD, HISTORY, RECEIPT, VERDICT, EVALUATION, NOTES, KEPT, LATER, "plot.png"}
+RUNS = Path("runs")
+LEFT = (HISTORY, RECEIPT, VERDICT, EVALUATION, "plot.png")  # what an earlier run leaves besides its checkpoints
+OURS = (checkpoint.INDEX, PLAN, CARD, KEPT, *LEFT)
 EVENTS = "events.out.tfevents"  # how TensorBoard's files begin
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.01  # of the time that checkpoints may take
 
 
+# -- what a call means
+
+
+def plan_for(task: Task, pack: Pack, plan: Any, measured: bool = False) -> Plan:
+    """Return the plan of a call, where it gives none the advised one. Raises PlanError for that of another task."""
+    plan = measure.advise(task, pack, measure=measured) if plan is None else plan
+    plan, kind = getattr(plan, "plan", plan), type(task.PLAN)
+    if not isinstance(plan, kind):
+        rule = f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one)"
+        fix = f"use {train.spoken(task)}.PLAN, with .replace(...) for your changes"
+        raise PlanError(f"{rule}, got {type(plan).__qualname__}; {fix}")
+    return plan
+
+
+def settle(task: Task, pack: Pack, plan: Any, folder: Path, fresh: bool) -> tuple[Plan, Plan, list[str]]:
+    """Return (the plan to train with, the plan that counts as given, what to say). Raises TrainError where the run in
+    the folder refuses a change."""
+    former = None if fresh else former_run(task, folder)
+    if former is None:
+        plan = plan_for(task, pack, plan, measured=True)
+        return plan, plan, []
+    if plan is None:  # the run's own, with what the task gives unless a call gave the run its lr or batch size
+        plan = former.applied.marked(former.applied.to_dict())
+        if not former.index["given"].keys() & {"lr", "batch_size"}:
+            plan = plan.replace(**plan_for(task, pack, None).given())
+    plan = plan_for(task, pack, plan)
+    new, messages = decide(former, plan)
+    return new, plan, messages
+
+
+def own_folder(task: Task, pack: Pack, plan: Any, fresh: bool) -> Path:
+    """Return the folder of a call without `run=`: that of the newest run below `runs/` that the call resumes, extends
+    or returns, else a new one."""
+    panel, plan = getattr(plan, "id", None), plan_for(task, pack, plan)
+    card = train.readable(task, pack, plan).card
+    bound, name = train.bound(task, card), train.task_name(task)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(plan.seed)
+        network = train.build(bound, card, plan)
+    now = identity(bound, card, network, plan)
+    indices = sorted(RUNS.glob(f"*/{checkpoint.INDEX}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in [] if fresh else indices:
+        with suppress(NbtoolsError):  # another kind of run, or one that refuses this call
+            if matches(task, plan, panel, now, path.parent):
+                return path.parent
+    return new_folder(type(network).__name__ if ":" in name else name.rpartition(".")[2])
+
+
+def matches(task: Task, plan: Plan, panel: str | None, now: Mapping[str, list[str]], folder: Path) -> bool:
+    """Return whether a call without `run=` means this run. Raises TrainError where the run refuses the call."""
+    index, former = checkpoint.read_index(folder), former_run(task, folder)
+    theirs, given, before = index["identity"], given_by(plan), index["given"]
+    if differences(theirs, now) or theirs["trained"] != now["trained"]:
+        return False
+    if former is not None:
+        decide(former, plan)
+        if former.over and plan.epochs > former.applied.epochs:
+            given, before = ({**values, "epochs": 0} for values in (given, before))
+    return given == before or (panel is not None and panel == index.get("panel"))
+
+
+def new_folder(name: str) -> Path:
+    """Make the folder of a run with the next free number; two processes never get the same."""
+    short = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-") or "run"
+    with disk.explained("making a run folder", RUNS):
+        RUNS.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            with suppress(FileExistsError):
+                (folder := RUNS / f"{short}-{number}").mkdir()
+                return folder
+    raise AssertionError
+
+
 @contextmanager
-def only_one(folder: Path) -> Iterator[disk.Lock]:
-    """Hold the run folder's lock. Raises TrainError where another process trains in it: histories would mix. An empty
-    folder goes where the block fails."""
-    own = lock(folder)
+def only_one(folder: Path) -> Iterator[None]:
+    """Hold the run folder's lock. Raises TrainError where another process trains in it. An empty folder goes where the
+    block fails."""
     with ExitStack() as stack:
         with disk.explained("locking a run", cache()):
-            for patience in (0.1, 0.1, 0):  # `busy` holds the lock for an instant to test it
-                try:
-                    stack.enter_context(own)
-                    break
-                except BlockingIOError:
-                    if not patience:
-                        rule = f"{folder}: another process is training this run; stop it, or name another run folder"
-                        raise TrainError(rule, entry="Several processes on the GPU") from None
-                    sleep(patience)
-        own.note("")
+            try:
+                stack.enter_context(lock(folder))
+            except BlockingIOError:
+                rule = f"{folder}: another process is training this run"
+                raise TrainError(f"{rule}; stop it, or name another run folder") from None
         try:
-            yield own
+            yield
         except BaseException:
             with suppress(OSError):
                 folder.rmdir()
             raise
 
 
-def is_own(path: Path) -> bool:
-    """Return whether a file is a run's own, or was left by a kill while such a one was written."""
-    name = re.sub(r"(\.\d+-\d+)?\.part$", "", path.name)
-    named = name in OURS or name.startswith(EVENTS) or checkpoint.FILE.fullmatch(path.name)
-    return bool(named) and path.is_file()
-
-
 # -- keep=
 
 
 def restore(folder: Path, kept: Path | None, fresh: bool = False) -> None:
-    """Restore a run from where it is kept, when the local folder is missing, as after a lost session, or behind.
-
-    Raises CheckpointError if that would mix two runs, or replace files that do not belong to a run.
-    """
-    with disk.explained("looking for a run", folder):
-        if is_kept(folder):
-            rule = f"{folder} is a folder where a run is kept"
-            raise CheckpointError(f"{rule}; name it with keep=, and a local folder with run=", entry="Session lost")
-    if kept is None:
+    """Take over the kept run where the local folder is missing, as after a lost session, or behind. Raises
+    CheckpointError if that would mix two runs, or replace files that belong to no run."""
+    theirs = {} if kept is None else patient(lambda: checkpoint.read_index(kept), kept)
+    ours = checkpoint.read_index(folder)
+    if kept is None or not theirs:
         return
-    with disk.explained(f"looking for a run in {kept}", kept):
-        theirs = patient(lambda: latest(kept), kept)
-        if kept.resolve() == folder.resolve() or (disk.exists(kept) and disk.exists(kept / checkpoint.INDEX)):
-            raise CheckpointError(f"{kept} is the folder of a run itself; name another one with keep=")
-    if not theirs:
-        return
+    if kept.resolve() == folder.resolve():
+        raise CheckpointError(f"{kept} is the folder of a run itself; name another one with keep=")
     if fresh:
         raise CheckpointError(f"{kept} holds a run, which fresh=True does not replace; name another keep=")
-    if (ours := checkpoint.read_index(folder)) and not further(folder, ours, kept, theirs):
+    if ours and not further(folder, ours, kept, theirs):
         return
-    small = (PLAN, CARD, HISTORY, CONTROL)
     with disk.explained(f"restoring {folder} from {kept}", folder):
-        others = folder.exists() and any(p.name not in small and p.suffix != ".part" for p in folder.iterdir())
-        if others and not ours:
+        if not ours and folder.exists() and [*folder.iterdir()]:
             rule = f"{folder} holds files but no run, and {kept} holds a run"
-            raise CheckpointError(f"{rule}; name a new folder with run=", entry="Session lost")
+            raise CheckpointError(f"{rule}; name a new folder with run=")
         part = folder.with_name(f"{folder.name}.part")
-        restore_kept(kept, part)
+        train.restore_kept(kept, part)
         disk.remove(folder)
         disk.publish_folder(part, folder)
 
 
 def further(folder: Path, ours: Mapping[str, Any], kept: Path, theirs: Mapping[str, Any]) -> bool:
-    """Return whether what is kept of a run is further than the local folder, and continues it. Raises CheckpointError
-    where neither continues the other."""
-    index, before = json.loads(theirs["files"][checkpoint.INDEX]), train.kept_note(folder)
-    if ours.get("id") != index.get("id"):
-        rule = f"{kept} holds a different run than {folder}"
-        raise CheckpointError(f"{rule}; name another keep=, or another run=", entry="Session lost")
-    if (theirs["start"], theirs["step"]) == (before.get("start"), before.get("step")):
-        return False  # what this folder itself wrote last
-    if continues(ours, index):
+    """Return whether the kept run is further than the local one. Raises CheckpointError where neither continues the
+    other."""
+    if ours["id"] != theirs["id"]:
+        raise CheckpointError(f"{kept} holds a different run than {folder}; name another keep=, or another run=")
+    if continues(ours, theirs):
         return False
-    if continues(index, ours):
-        say(f"{kept} is further than {folder}, and is taken over")
-        return True
-    here, there = (f"{checkpoint.place(each['last'])[1]:,}" for each in (ours, index))
-    raise CheckpointError(
-        f"{folder} (step {here}) and {kept} (step {there}) were trained apart, and neither continues the other; name "
-        "another keep=, or another run= to go on from the kept one",
-        entry="Session lost",
-    )
+    if not continues(theirs, ours):
+        here, there = (f"{checkpoint.place(each['last'])[1]:,}" for each in (ours, theirs))
+        rule = f"{folder} (step {here}) and {kept} (step {there}) were trained apart, and neither continues the other"
+        raise CheckpointError(f"{rule}; name another keep=, or another run= to go on from the kept one")
+    say(f"{kept} is further than {folder}, and is taken over")
+    return True
 
 
 def continues(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> bool:
-    """Return whether one copy of a run went on from where the other one had ended, or from later."""
-    ours, theirs = course(longer), course(shorter)
-    end = len(theirs) - 1
-    return ours[:end] == theirs[:end] and ours[end][1] >= theirs[end][1]
-
-
-def course(index: Mapping[str, Any]) -> list[Any]:
-    """Return the starts of a run, each with its first step, and at last (None, the step that it has reached)."""
-    last = checkpoint.place(index["last"])[1]
-    return [*(start for start in index.get("starts", []) if start[1] < last), [None, last]]
+    """Return whether one copy of a run went on from where the other one had ended, or from later: by their starts, each
+    with its first step."""
+    last, end = (checkpoint.place(each["last"])[1] for each in (longer, shorter))
+    shared = [start for start in shorter["starts"] if start[1] < end]
+    later = [start[1] for start in longer["starts"][len(shared) :] if start[1] < last]
+    return longer["starts"][: len(shared)] == shared and min([*later, last]) >= end
 
 
 # -- start or resume
 
 
 def begin(
-    folder: Path, pack: Pack, state: TrainState, call: Call | None = None, fresh: bool = False
+    folder: Path, pack: Pack, state: TrainState, plan: Any = None, given: Plan | None = None, fresh: bool = False
 ) -> tuple[History, list[str]]:
-    """Make a new run folder, or load the last checkpoint of the run in it. Returns its history, and what is to be said:
-    what was wrong with newer checkpoints, and which other parameters are trained than before. call: None: of the
-    state's plan. Raises CheckpointError for another identity."""
-    call = call or Call(state.plan, state.plan)
-    now, place = identity(state.task, pack.card.digest, state.model, state.plan), str(pack.folder.absolute())
-    new = {"version": checkpoint.VERSION, "nbtools": VERSION, "id": uuid4().hex, "task": train.task_name(state.task)}
-    with disk.explained("starting a run", folder):
+    """Start the run in a folder, or load its last checkpoint; return its history, and what was wrong with newer
+    checkpoints. plan: of the call; given: what counts as given. Raises CheckpointError for another identity."""
+    now = identity(state.task, pack.card, state.model, state.plan)
+    index: dict[str, Any] = {} if fresh else checkpoint.read_index(folder)
+    resumes = not fresh and former_run(state.task, folder) is not None
+    if resumes and (differing := differences(index["identity"], now)):
+        rule = f"{folder} holds another run ({'; '.join(differing)})"
+        raise CheckpointError(f"{rule}; name another run= for this one, or start over with fresh=True")
+    with disk.explained("resuming a run" if resumes else "starting a run", folder):
         for part in folder.glob("*.part"):
-            if is_own(part) and not part.name.startswith((CONTROL, NOTES)):  # which others may be writing
+            if part.name.rsplit(".", 2)[0] in OURS:  # of a killed process; control.json's writers may be at it
                 disk.remove(part)
-    there, notes = bool(checkpoint.names(folder)) and not fresh, []
-    index = checkpoint.read_index(folder) if there else {}
-    before, advised = index.get("identity", {}), index.get("advised", state.plan.to_dict())
-    if there and former_run(state.task, folder) is not None:
-        require_same(folder, pack, before, now)
-        if "task" not in index:
-            notes = [f"{folder / checkpoint.INDEX}: is missing; rebuilt from the checkpoints in this folder"]
-            checkpoint.mark(folder, **{**new, **checkpoint.last_and_best(folder), **index})
-        with disk.explained("resuming a run", folder):
-            history, complaints = resume(folder, state)
-        notes += [*complaints, newly_trained(before, now)]
-        given = merged(index, call, state.plan)
-    else:  # a run without a finished step starts over as the same
-        history, given = (
-            start(folder, pack, state, {**new, "id": index.get("id", new["id"])}, fresh),
-            call.given.given(),
-        )
-    if not state.over:
-        index["starts"] = [*index.get("starts", []), [uuid4().hex[:8], state.step]]
-    entries = {"given": given, "applied": state.applied.to_dict(), "identity": now, "pack": place, "panel": call.panel}
-    entries |= {"advised": call.advised.to_dict() if call.advised else advised, "starts": index.get("starts")}
-    checkpoint.mark(folder, **entries, requested=None, ended=None)
+        if not resumes:
+            disk.remove(folder / checkpoint.INDEX)  # without it the folder holds no run, with it a whole one
+        disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
+        disk.write_atomic(folder / PLAN, state.applied.to_json())
+        history, notes = resume(folder, state) if resumes else start(folder, index.get("id", uuid4().hex), state)
+    advised = getattr(plan, "advised", getattr(plan, "plan", None))
+    checkpoint.mark(
+        folder,
+        task=train.task_name(state.task),
+        metric=state.task.BEST,
+        pack=str(pack.folder.absolute()),
+        given=(given or state.plan).given() or index.get("given", {}),
+        applied=state.applied.to_dict(),
+        advised=advised.to_dict() if advised else index.get("advised", state.plan.to_dict()),
+        identity=now,
+        starts=[*index.get("starts", []), *([] if state.over else [[uuid4().hex[:8], state.step]])],
+        panel=getattr(plan, "id", None),
+    )
     return history, notes
 
 
-def start(folder: Path, pack: Pack, state: TrainState, index: Mapping[str, Any], fresh: bool) -> History:
-    """Write a new run, in place of one that is there: its checkpoints go first, a folder without one holds no run.
-    fresh: raise CheckpointError where there are other files too."""
-    with disk.explained("starting a run", folder):
-        there = sorted(folder.glob("*"), key=lambda each: (not checkpoint.FILE.fullmatch(each.name), each.name))
-        others = [path.name for path in there if not is_own(path)]
-        if fresh and others:
-            raise CheckpointError(
-                f"{folder}: fresh=True removes the files of a run only, and this folder also holds {others[0]!r}; move "
-                "it away, or name another run="
-            )
-        old = bool(checkpoint.names(folder))
-        for path in there:
-            if path.name == HISTORY or (old and is_own(path) and path.name != CONTROL):
-                disk.remove(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
-        disk.write_atomic(folder / PLAN, state.plan.to_json())
-        disk.write_atomic(folder / checkpoint.INDEX, json.dumps(dict(index), indent=1))
+def start(folder: Path, name: str, state: TrainState) -> tuple[History, list[str]]:
+    """Write a new run, in place of one that is there; files of others stay. name: what identifies it and its copies."""
+    for path in folder.glob("*"):
+        if path.name in LEFT or path.name.startswith(EVENTS) or checkpoint.FILE.fullmatch(path.name):
+            disk.remove(path)
+    checkpoint.mark(folder, version=checkpoint.VERSION, nbtools=VERSION, id=name)
     checkpoint.save(folder, state, rows=0)
-    return History(folder / HISTORY)
+    return History(folder / HISTORY), []
 
 
 def resume(folder: Path, state: TrainState) -> tuple[History, list[str]]:
-    """Load the last checkpoint, and record what the state's plan has otherwise. Returns the history and complaints.
-    Raises TrainError for a change of what a run keeps."""
+    """Load the last checkpoint, and record what the state's plan has otherwise."""
     saved, new = checkpoint.newest(folder), state.plan
-    facts, old = saved.facts, type(new).from_dict(saved.facts["plan"])  # plan.json may be ahead of the checkpoint
-    changed = new.changes_from(old)
-    train.refuse_fixed(changed, new, resumed=True)
-    state.load(saved.tensors, facts["state"])
+    old = type(new).from_dict(saved.facts["plan"])  # plan.json may be ahead of the checkpoint
+    state.load(saved.tensors, saved.facts["state"])
     checkpoint.rewind(folder, saved.name)  # before rows go: a run killed between them resumes with all of its rows
-    history, complaints = History(folder / HISTORY), list(saved.complaints)
-    if len(history) < facts["rows"]:
-        less = f"{history.path}: {facts['rows'] - len(history):,} of {facts['rows']:,} rows are missing"
-        complaints.append(f"{less}; charts, tables and run.best are of the rest")
-    history.cut(facts["rows"])
-    disk.write_atomic(folder / PLAN, new.to_json())
-    if changed and state.stopped:
+    history = History(folder / HISTORY)
+    history.cut(saved.facts["rows"])
+    if new != old and state.stopped:
         state.stopped, state.best.stale = None, 0  # asked to continue: an early stop counts anew from here
     for record in train.caught_up(state, old):
         history.append(record)
-    checkpoint.copies(state)  # makes room: within training that takes ten times as long as the copies
-    return history, complaints
+    return history, [*saved.complaints]
 
 
-def merged(index: Mapping[str, Any], call: Call, applied: Plan) -> dict[str, Any]:
-    """Return the settings as given, for the next call to compare with. Where the same Panel drives on, those that a
-    hand changed while it trained stay as the code gave them: after a restart of the kernel it gives them again."""
-    before, given = index.get("given", {}), call.given.given()
-    if call.panel is not None and call.panel == index.get("panel"):
-        given |= {n: before[n] for n, value in given.items() if n in before and value == getattr(applied, n)}
-    return given or before
-
-
-def require_same(folder: Path, pack: Pack, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for another pack, or another network, loss, metrics or augmentation."""
-    if Card.from_dict(stored(folder / CARD)) != pack.card:
-        raise CheckpointError(
-            f"{folder}: this run was trained on another pack (its card.json is not that of {pack.folder}); "
-            "give the same data and options, name another run folder, or start over with fresh=True"
-        )
-    if differing := differences(before, now):
-        raise CheckpointError(
-            f"{folder} holds another run ({'; '.join(differing)}); name another run=, or start over with fresh=True"
-        )
+# -- while it trains
 
 
 class Job:
-    """A run in progress, which writes a checkpoint when losing the work since the last one would cost more than that.
+    """A run in progress. It is saved at the end of each epoch, and within one every minute, where that takes at most
+    1 % of the time; at its best in any case. keeper: copies the folder to where the run is kept, if it is."""
 
-    taken: a copied state that is not being written yet. keeper: copies the folder to where the run is kept.
-    """
-
-    def __init__(self, pack: Pack, folder: Path, state: TrainState, surface: Surface, keeper: Keeper | None):
+    def __init__(self, pack: Pack, folder: Path, state: TrainState, surface: Surface):
         self.task, self.pack, self.folder, self.state = state.task, pack, folder, state
-        self.surface, self.history, self.keeper = surface, surface.history, keeper
-        self.saved, self.cost = monotonic(), 0.0  # when a state was last written, and the seconds that took
+        self.surface, self.history = surface, surface.history
+        self.keeper: Keeper | None = None
+        self.saved, self.cost = monotonic(), 0.0  # when the state was last copied, and the seconds it took to write
+        self.begun: float | None = None  # when `fit` was called, for a run that starts here
+        self.cold_start: float | None = None  # seconds from then to the tenth step
         self.writer = ThreadPoolExecutor(1, "nbtools-writer")
-        self.writing: Future[float] | None = None  # the last checkpoint, until it is written; its seconds
-        self.taken: checkpoint.Checkpoint | None = None
-        self.place = (state.epoch, state.step)  # of the last copy
-        self.plans = state.applied, state.plan  # as the folder has them
+        self.writing: Future[float] | None = None  # the last checkpoint, until it is written
+        self.place, self.plan = (state.epoch, state.step), state.applied  # as saved
+
+    def result(self) -> Run:
+        run = Run.open(self.folder, self.task)
+        run.events = self.surface.events
+        return run
+
+    @property
+    def kept_all(self) -> bool:
+        """Return whether all of it is kept, and nobody stopped it."""
+        kept = self.keeper is not None and self.keeper.done == self.keeper.requested
+        return kept and not self.surface.requests.stop
 
     def watch(self, record: Record) -> None:
-        """Write a checkpoint at the end of an epoch, and within one every minute, where that takes at most 1 % of the
-        time. A best epoch's state is copied in any case, and written as soon as that is cheap, unless that of a better
-        one has taken its place. Training continues once the state is copied."""
+        """Save where it is due. Training continues once the state is copied."""
         if self.writing is not None and self.writing.done():
             self.wait()
         ends, since = record.kind == "epoch", monotonic() - self.saved
-        best, moved = ends and self.state.improved, self.place != (self.state.epoch, self.state.step)
         cheap = self.writing is None and since * SAVE_SHARE >= self.cost
-        if best or (cheap and self.taken is None and (ends or (moved and since > SAVE_EVERY))):
-            self.take(best)
-        if cheap:
-            self.write()
+        if (ends and self.state.improved) or (cheap and (ends or since > SAVE_EVERY)):
+            self.save(best=ends and self.state.improved)
 
-    def save(self) -> bool:
-        """Write the state of now, unless it is written, and return whether it was worth it: a loss that is no number is
-        reported at the next log step, and undone."""
-        self.settle()
-        worth = self.place == (self.state.epoch, self.state.step) or self.take()
-        self.settle()
-        return worth
-
-    def take(self, best: bool = False) -> bool:
-        """Copy the state, to be written; return whether it was worth it, see `save`."""
-        self.wait()
-        self.taken, self.place = None, (self.state.epoch, self.state.step)  # its memory is used again
+    def save(self, best: bool = False) -> bool:
+        """Have the state written, unless it is; return False for one whose loss is no number, which will be undone."""
+        self.wait()  # for the memory of the last copy
+        if self.place == (place := (self.state.epoch, self.state.step)):
+            return True
         if self.state.lost():
             return False
-        self.taken = checkpoint.snapshot(self.state, len(self.history), best)
-        self.state.improved = False
+        taken, draw = checkpoint.snapshot(self.state, len(self.history), best), self.surface.keep_still()
+        self.place, self.state.improved, self.saved = place, False, monotonic()
+        self.writing = self.writer.submit(self.write, taken, draw)
         return True
 
-    def write(self) -> None:
-        """Have the writer's thread write the copied state, if there is one, and the picture of now, and keep them."""
-        if self.taken is None:
-            return
-        draw = self.surface.keep_still()
-
-        def written(taken: checkpoint.Checkpoint) -> float:
-            began = monotonic()
-            self.history.sync()
-            checkpoint.publish(self.folder, taken)
-            draw()
-            if self.keeper is not None:
-                self.keeper.keep()
-            return monotonic() - began
-
-        taken, self.taken, self.saved = self.taken, None, monotonic()
-        with HeldInterrupt():  # it would leave the pool's locks held, for which `close` waits
-            self.writing = self.writer.submit(written, taken)
-
-    def settle(self) -> None:
-        """Write what was copied, and wait until it is written. Raises DiskError if it could not be."""
-        self.wait()
-        self.write()
-        self.wait()
+    def write(self, taken: checkpoint.Checkpoint, draw: Callable[[], None]) -> float:
+        """Write a copied state and the picture of that moment; return the seconds. Called in the writer's thread."""
+        began = monotonic()
+        checkpoint.publish(self.folder, taken)
+        draw()
+        if self.keeper is not None:
+            self.keeper.keep()
+        return monotonic() - began
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written."""
+        """Wait for the checkpoint that is being written. Raises DiskError if it could not be."""
         if self.writing is not None:
-            self.writing.exception()  # an interrupt may leave its lock held, until `close` waits for it once more
             writing, self.writing = self.writing, None
             self.cost = writing.result()
             self.surface.show_still()
@@ -324,21 +308,17 @@ class Job:
             self.surface.report_all(self.keeper.complaints)
 
     def write_plan(self) -> None:
-        """Record the applied plan, and what is wanted beyond it, which a stop or a lost session leaves to the next
-        start."""
-        applied, wanted = self.state.applied, self.state.plan
-        if (applied, wanted) == self.plans:
-            return
-        with disk.explained("writing the plan", self.folder):
-            disk.write_atomic(self.folder / PLAN, applied.to_json())
-        requested = {name: getattr(wanted, name) for name in wanted.changes_from(applied)} or None
-        checkpoint.mark(self.folder, applied=applied.to_dict(), requested=requested)
-        self.plans = applied, wanted
+        """Record the applied plan, if it has changed."""
+        if self.plan is not self.state.applied:
+            self.plan = self.state.applied
+            with disk.explained("writing the plan", self.folder):
+                disk.write_atomic(self.folder / PLAN, self.plan.to_json())
+            checkpoint.mark(self.folder, applied=self.plan.to_dict())
 
     def close(self) -> None:
         """Wait until everything is written and kept."""
         try:
-            self.settle()
+            self.wait()
         finally:
             self.writer.shutdown()
             if self.keeper is not None:

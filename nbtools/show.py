@@ -1,21 +1,14 @@
-"""Results as tables, and numbers, sizes and times as text.
-
-pandas is imported where a notebook draws a table, not by a terminal, which it would keep waiting for half a second.
-"""
+"""Results as tables, and numbers, sizes and times as text."""
 
 from __future__ import annotations
 
 import html as markup
-import math
 import re
-import textwrap
 import unicodedata
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
 from typing import Any
 
 EMPTY = "–"  # a cell of what is not known
-NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( \S+|×)?|")  # 12, 1e-6, 24.3×, 97 %, 1.5 GB, nothing; not 0001.png
 Rows = Sequence[Sequence[Any]]
 
 
@@ -42,12 +35,12 @@ class Table:
 
 
 def html(headers: Sequence[str], rows: Rows, caption: str = "") -> str:
-    """Draw a table for a notebook; what comes from the user is escaped."""
-    import pandas as pd
+    """Return a table for a notebook; what comes from the user is escaped."""
+    if not rows:
+        return note(caption)
+    import pandas as pd  # half a second, for which no terminal should wait
 
     names, *lines = filled(headers, rows)
-    if not lines:
-        return note(caption)
     with pd.option_context("display.max_colwidth", None):
         drawn = pd.DataFrame(lines, columns=names).to_html(index=False, border=0, justify="left")
     return note(caption) + drawn.replace("<td>", '<td style="text-align: left">')  # Jupyter aligns to the right
@@ -59,18 +52,10 @@ def note(text: str) -> str:
 
 
 def text(headers: Sequence[str], rows: Rows) -> str:
-    """Draw a table for a terminal, numbers to the right; a file name cannot colour, or overwrite, the terminal."""
-    if not rows:
-        return ""
-    names, *cells = ([plain(cell) for cell in row] for row in filled(headers, rows))
-    wrapped = (
-        [textwrap.wrap(cell, 60, break_long_words=False, break_on_hyphens=False) for cell in row] for row in cells
-    )
-    lines = [names, *(line for row in wrapped for line in zip_longest(*row, fillvalue=""))]
+    """Return a table for a terminal, which a file name can neither colour nor overwrite."""
+    lines = [[plain(cell) for cell in row] for row in filled(headers, rows)] if rows else []
     widths = [max(map(columns, column)) for column in zip(*lines, strict=True)]
-    right = [all(NUMBER.fullmatch(cell.strip(EMPTY)) for cell in column) for column in zip(*lines[1:], strict=True)]
-    lines.insert(1, ["─" * width for width in widths])
-    return "\n".join("  ".join(map(padded, line, widths, right)).rstrip() for line in lines)
+    return "\n".join("  ".join(map(padded, line, widths)).rstrip() for line in lines)
 
 
 def filled(headers: Sequence[str], rows: Rows) -> list[list[str]]:
@@ -84,10 +69,9 @@ def columns(line: str) -> int:
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in line)
 
 
-def padded(line: str, width: int, right: bool) -> str:
+def padded(line: str, width: int) -> str:
     """Return a line with spaces up to a width in terminal columns."""
-    blank = " " * (width - columns(line))
-    return blank + line if right else line + blank
+    return line + " " * (width - columns(line))
 
 
 def plain(line: str) -> str:
@@ -108,10 +92,9 @@ def shown(value: Any) -> str:
 
 
 def digits(value: float) -> str:
-    """Return a setting as one would type it: in full where five digits are exact, as for most typed values, else in
-    three digits or as a whole number. An lr of 0.002828427 shows as 0.00283."""
+    """Return a setting as one would type it, 0.0003 or 1e-6: in full where five digits are exact, else in three."""
     short = f"{value:.5g}"
-    if float(short) != value and math.isfinite(value):
+    if float(short) != value:
         short = f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
     return exponent(short)
 
@@ -119,15 +102,12 @@ def digits(value: float) -> str:
 def number(value: float) -> str:
     """Return a measured value in three digits, zeros kept, so that it does not jump while it changes: 0.0258, 31.2,
     12,345, 2.00e-7. A share just below 1 has as many more as tell it from 1: 0.9996."""
-    amount = abs(value)
-    if not amount or not math.isfinite(value):
-        return f"{value:g}"
-    if amount < 1e-4 or amount >= 1e9:
-        return exponent(f"{value:.2e}")
-    decimals = max(2 - math.floor(math.log10(float(f"{amount:.2e}"))), 0)
-    while amount < 1 <= round(amount, decimals) and decimals < 6:
-        decimals += 1
-    return f"{value:,.{decimals}f}"
+    if not value or 999.5 <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    count = 3
+    while abs(value) < 1 == abs(float(f"{value:.{count}g}")) and count < 6:
+        count += 1
+    return exponent(f"{value:#.{count}g}".rstrip("."))
 
 
 def exponent(number: str) -> str:
@@ -142,10 +122,10 @@ def percent(share: float, decimals: int = 0) -> str:
 
 def size(count: float) -> str:
     """Return a number of bytes in decimal units, as disks, cards and network rates are sold: `1.5 GB`."""
-    power = 0
-    while abs(count) >= 999.5 and power < 4:
-        count, power = count / 1000, power + 1
-    return f"{count:.{0 if power == 0 or abs(count) >= 100 else 1}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+    units = ["TB", "GB", "MB", "kB", "B"]
+    while abs(count) >= 999.5 and len(units) > 1:
+        count, _ = count / 1000, units.pop()
+    return f"{count:.{0 if units[-1] == 'B' or abs(count) >= 100 else 1}f} {units[-1]}"
 
 
 def sized(height: int, width: int) -> str:
@@ -157,6 +137,13 @@ def plural(count: int, noun: str) -> str:
     """Return `1 thread`, `2 threads`, `1,300 batches`."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "tch")) else "s"
     return f"{count:,} {noun}{ending}"
+
+
+def timing(seconds: float) -> str:
+    """Return a measured time in three digits, where `duration` would say 0 s: `203 ms`, `1.35 s`."""
+    if seconds >= 60:
+        return duration(seconds)
+    return f"{number(seconds)} s" if seconds >= 1 else f"{number(seconds * 1e3)} ms"
 
 
 def duration(seconds: float) -> str:
@@ -171,40 +158,9 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
-def timing(seconds: float) -> str:
-    """Return a measured time in three digits, where `duration` would say 0 s: `203 ms`, `1.35 s`."""
-    if seconds >= 100:
-        return duration(seconds)
-    return f"{number(seconds)} s" if seconds >= 1 else f"{number(seconds * 1e3)} ms"
-
-
-# -- values of a history, by the name of their column
-
 HEADERS = {"data_wait": "waiting for data", "minutes": "time", "samples_per_s": "samples/s"}
-WRITTEN: dict[str, Callable[[Any], str]] = {
-    "data_wait": percent,
-    "samples_per_s": number,
-    "minutes": lambda minutes: duration(60 * minutes),
-    "gpu_utilisation": "{:.0f} %".format,
-    "gpu_power": "{:.0f} W".format,
-    "gpu_energy": lambda hours: f"{number(hours)} Wh",
-}
-"""Column → how a value is written; memory is in MiB, a loss or metric is a `number`, and all else as one types it."""
 
 
 def header(name: str) -> str:
     """Return the name of a column or metric as a user reads it: `whole accuracy`."""
     return HEADERS.get(name, name.replace("_", " "))
-
-
-def written(name: str, value: Any) -> str | None:
-    """Return a value of a column with its unit; None for what is not known."""
-    value = value.item() if hasattr(value, "item") else value  # of NumPy
-    if value is None or value != value:  # a NaN
-        return None
-    if name in WRITTEN:
-        return WRITTEN[name](value)
-    if "memory" in name:
-        return size(value * 2**20)
-    measured = name.startswith(("train_", "val_", "best_"))
-    return number(value) if measured and isinstance(value, float) else shown(value)

@@ -17,7 +17,7 @@ from hypothesis import settings
 
 from nbtools.data import cores
 from nbtools.folder import Job
-from nbtools.train import device
+from nbtools.train import clock, device
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -109,8 +109,8 @@ def at_once(monkeypatch):
 def written(monkeypatch):
     """Each checkpoint is written before the next step, so that a test knows when it is there: else an epoch is left out
     while one is being written."""
-    write = Job.write
-    monkeypatch.setattr(Job, "write", lambda job: (write(job), job.wait()))
+    save = Job.save
+    monkeypatch.setattr(Job, "save", lambda job, best=False: (save(job, best), job.wait())[0])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,7 +130,7 @@ def fp16_on_cpu(monkeypatch):
 @pytest.fixture
 def late(monkeypatch):
     """What a step sends to the host has not arrived when the loop looks, as on a GPU that is far behind."""
-    monkeypatch.setattr(device.Reading, "arrived", False)
+    monkeypatch.setattr(clock.Reading, "arrived", False)
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,8 @@ def pack_of(
     raw = folder / "raw"
     raw.mkdir(parents=True)
     (raw / "made").write_text("from arrays")
-    found = Survey([Entry(name, split=one) for name, one in zip(named, splits, strict=True)], **survey)
+    entries = [Entry(name, split=one) for name, one in zip(named, splits, strict=True)]
+    found = Survey(entries, **{"options": options or {}, **survey})
 
     def read(path: Path, options: Mapping[str, Any]) -> Sample:
         return named[path.relative_to(raw).as_posix()]

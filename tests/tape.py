@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from test_launches import READS, Made
+from test_launches import READS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -70,12 +70,6 @@ class Tape:
 
     def run(self, act: Callable[[], T]) -> T:
         return act()
-
-    def rehearse(self, act: Callable[[], T]) -> tuple[T, str]:
-        with Recording() as seen, Made() as made:
-            found = act()
-        waits = [*seen.waits, *["made on the host"] * made.count]
-        return found, f"the host waits for the device at {waits[0]}" if waits else ""
 
     def capture(self, act: Callable[[], T]) -> tuple[Callable[[], Any], T]:
         numbers = torch.get_rng_state()

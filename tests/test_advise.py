@@ -225,7 +225,7 @@ def test_the_precision_that_was_measured_faster_and_learns_the_same_is_advised(t
     advice = measured(job, pack)
     assert advice.plan.amp == amp
     assert why in advice.evidence["amp"]
-    searched = Counter(name for name, size in job.passes if size == 8)
+    searched = Counter(name for name, size in job.passes if size == advice.plan.batch_size)
     assert searched.most_common(1)[0][0] == amp
 
 

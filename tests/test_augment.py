@@ -6,13 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from nbtools.data import Draws
+from nbtools.data import Card, Column, Draws
 from nbtools.errors import TrainError
-from nbtools.train.augment import IMAGES, augment, strengths
+from nbtools.train.augment import STRENGTHS, augment, strengths
 
+IMAGES = [name for name in STRENGTHS if name != "mixup"]
 CLASSES = 5
+CARD = Card("dataset", list("abcde"), {"kind": "classes", "inputs": ["image", "other"]}, {}, {})
+VALUES = Card("dataset", [], {"kind": "values", "inputs": ["image"]}, {}, {})
 
 
 def batch_of(count: int = 6, channels: int = 3, size: tuple[int, int] = (12, 16)) -> dict[str, torch.Tensor]:
@@ -21,11 +23,12 @@ def batch_of(count: int = 6, channels: int = 3, size: tuple[int, int] = (12, 16)
     return {"image": torch.rand(count, channels, *size), "y": y, "id": torch.arange(count) + 40}
 
 
-def augmented(batch: dict[str, torch.Tensor], names: Any, seed: int = 0, epoch: int = 0) -> dict[str, torch.Tensor]:
-    return augment(batch, ["image"], ["image"], CLASSES, Draws(seed, epoch, batch["id"]), names)
+def augmented(batch: Any, names: Any, seed: int = 0, epoch: int = 0, card: Card = CARD) -> dict[str, torch.Tensor]:
+    images = [name for name in ("image", "other") if name in batch]
+    return augment(batch, card, images, Draws(seed, epoch, batch["id"]), names)
 
 
-@pytest.mark.parametrize("names", [*([name] for name in IMAGES), list(IMAGES)], ids=str)
+@pytest.mark.parametrize("names", [*([name] for name in IMAGES), IMAGES], ids=str)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_seed_epoch_and_sample_decide_what_an_image_becomes_and_its_batch_does_not(names, channels):
     batch = batch_of(9, channels)
@@ -36,20 +39,16 @@ def test_seed_epoch_and_sample_decide_what_an_image_becomes_and_its_batch_does_n
     assert torch.equal(batch["image"], before), "the raw batch is left alone"
     for other in (augmented(batch, names, 2, 2), augmented(batch, names, 1, 3)):
         assert not torch.equal(other["image"], together)
-
-
-def test_two_images_of_a_sample_are_augmented_alike():
-    batch = batch_of()
     batch["other"] = batch["image"].clone()
-    found = augment(batch, ["image", "other"], ["image", "other"], CLASSES, Draws(0, 0, batch["id"]), list(IMAGES))
-    assert torch.equal(found["image"], found["other"])
-    assert torch.equal(found["image"], augmented(batch, list(IMAGES))["image"])
+    two = augmented(batch, names, 1, 2)
+    assert torch.equal(two["image"], two["other"]), "two images of a sample are augmented alike"
+    assert torch.equal(two["image"], together)
 
 
 def test_a_crop_is_a_shift_by_whole_pixels_of_the_image_mirrored_at_its_edges():
     batch = batch_of(200)
-    found, shifts = augmented(batch, {"crop": 0.25})["image"].numpy(), set()
-    for image, made in zip(batch["image"].numpy(), found, strict=True):
+    cropped, shifts = augmented(batch, {"crop": 0.25})["image"].numpy(), set()
+    for image, made in zip(batch["image"].numpy(), cropped, strict=True):
         wide = np.pad(image, ((0, 0), (4, 4), (4, 4)), mode="reflect")
         places = [(y, x) for y in range(9) for x in range(9) if np.array_equal(wide[:, y : y + 12, x : x + 16], made)]
         assert len(places) == 1
@@ -60,22 +59,29 @@ def test_a_crop_is_a_shift_by_whole_pixels_of_the_image_mirrored_at_its_edges():
 
 def test_every_second_image_is_mirrored():
     batch = batch_of(4000, 1, (1, 2))
-    found = augmented(batch, ["flip"])["image"]
-    mirrored = (found == batch["image"].flip(3)).flatten(1).all(1)
-    assert (mirrored | (found == batch["image"]).flatten(1).all(1)).all()
+    flipped = augmented(batch, ["flip"])["image"]
+    mirrored = (flipped == batch["image"].flip(3)).flatten(1).all(1)
+    assert (mirrored | (flipped == batch["image"]).flatten(1).all(1)).all()
     assert float(mirrored.float().mean()) == pytest.approx(0.5, abs=0.03)
 
 
-def test_a_rotation_is_pillows_about_the_centre():
-    ramp = torch.arange(24.0)[:, None] * 4 + torch.arange(32.0) * 2
-    batch = {"image": ramp.expand(4, 1, 24, 32) / 255, "id": torch.arange(4)}
-    draws = Draws(0, 0, batch["id"])
-    angles = draws.uniform(-20, 20)
-    found = augmented(batch, {"rotate": 20})["image"]
-    for angle, made in zip(angles.tolist(), found[:, 0], strict=True):
-        image = Image.fromarray(ramp.numpy()).rotate(angle, Image.Resampling.BILINEAR)
-        inside = (slice(8, 16), slice(10, 22))  # whatever the angle; edges are filled differently
-        torch.testing.assert_close(made[inside] * 255, torch.from_numpy(np.array(image))[inside], atol=0.6, rtol=0)
+def test_points_and_boxes_stay_on_the_pixels_that_they_mark_when_the_image_is_mirrored():
+    """A pixel's left edge becomes its right one: point (x, y) of W = 16 pixels is at 16 - x."""
+    batch = {"image": torch.zeros(40, 1, 12, 16), "id": torch.arange(40)}
+    rows, columns = torch.randint(12, (40,)), torch.randint(16, (40,))
+    batch["image"][torch.arange(40), 0, rows, columns] = 1
+    batch["y"] = torch.stack([columns + 0.5, rows + 0.5], 1)[:, None]  # (40, 1, 2), the middle of that pixel
+    box = torch.stack([columns, rows, columns + 1, rows + 1], 1).float()
+    batch |= {"boxes": torch.stack([box, torch.zeros_like(box)], 1), "boxes_length": torch.ones(40)}  # padded to 2
+    columns_of = {"y": Column("fixed", "<f4", (1, 2)), "boxes": Column("ragged", "<f4", (4,))}
+    options = {"points": {"y": ["image", "points"], "boxes": ["image", "boxes"]}, **VALUES.options}
+    made = augmented(batch, ["flip"], card=Card("dataset", [], options, columns_of, {}))
+    assert 5 < (made["y"] != batch["y"]).flatten(1).any(1).sum() < 35
+    for image, point, (first, padding) in zip(made["image"][:, 0], made["y"], made["boxes"], strict=True):
+        [(row, column)] = image.nonzero().tolist()
+        assert point.tolist() == [[column + 0.5, row + 0.5]]
+        assert first.tolist() == [column, row, column + 1, row + 1]
+        assert not padding.any()
 
 
 def test_colours_change_as_contrast_brightness_and_saturation_one_after_the_other_do():
@@ -88,49 +94,34 @@ def test_colours_change_as_contrast_brightness_and_saturation_one_after_the_othe
         torch.testing.assert_close(made, steep.mean(0) + (steep - steep.mean(0)) * saturation[b])
 
 
-def test_what_is_erased_is_one_rectangle_of_a_size_within_the_limits_in_every_second_image():
-    batch, shares = batch_of(400, 1, (40, 40)), []
-    found = augmented(batch, {"erase": 0.3})["image"]
-    for image, made in zip(batch["image"][:, 0], found[:, 0], strict=True):
-        gone = image != made
-        if gone.any():
-            rows, columns = gone.any(1).nonzero().flatten(), gone.any(0).nonzero().flatten()
-            assert gone[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1].all()
-            assert torch.unique(made[gone]) == pytest.approx(float(image.mean()))
-            shares.append(float(gone.float().mean()))
-    assert len(shares) == pytest.approx(200, abs=40)
-    assert min(shares) < 0.04
-    assert 0.25 < max(shares) < 0.35
-
-
 def test_mixup_mixes_images_and_targets_alike_and_the_order_of_a_batch_is_all_the_same():
     batch = batch_of(8)
-    found = augmented(batch, ["mixup"])
-    assert found["y"].shape == (8, CLASSES)
-    torch.testing.assert_close(found["y"].sum(1), torch.ones(8))
+    mixed = augmented(batch, ["mixup"])
+    assert mixed["y"].shape == (8, CLASSES)
+    torch.testing.assert_close(mixed["y"].sum(1), torch.ones(8))
     for b in range(8):
         own = int(batch["y"][b])
-        share = 1 - float(found["y"][b, own]) if float(found["y"][b, own]) < 1 else 0.0
+        share = 1 - float(mixed["y"][b, own]) if float(mixed["y"][b, own]) < 1 else 0.0
         assert share <= 0.5
-        likely = [o for o in range(8) if o != b and (share == 0 or float(found["y"][b, int(batch["y"][o])]) > 0)]
+        likely = [o for o in range(8) if o != b and (share == 0 or float(mixed["y"][b, int(batch["y"][o])]) > 0)]
         mixes = [(1 - share) * batch["image"][b] + share * batch["image"][o] for o in likely]
-        assert share == 0 or any(torch.allclose(found["image"][b], mix, atol=1e-5) for mix in mixes)
+        assert share == 0 or any(torch.allclose(mixed["image"][b], mix, atol=1e-5) for mix in mixes)
     order = torch.tensor([3, 1, 0, 2, 7, 5, 6, 4])
     again = augmented({name: tensor[order] for name, tensor in batch.items()}, ["mixup"])
     for name in ("image", "y"):
-        assert torch.equal(again[name], found[name][order])
-    values = augment({**batch, "y": batch["y"].float()}, ["image"], ["image"], 0, Draws(0, 0, batch["id"]), ["mixup"])
+        assert torch.equal(again[name], mixed[name][order])
+    values = augmented({**batch, "y": batch["y"].float()}, ["mixup"], card=VALUES)
     assert values["y"].shape == (8,)
-    assert torch.equal(values["image"], found["image"])
+    assert torch.equal(values["image"], mixed["image"])
 
 
 @pytest.mark.parametrize(
     ("names", "said"),
     [
         (["filp"], r"augment has no 'filp'; did you mean flip\?"),
-        (["zoom"], r"augment has no 'zoom'; there are crop, flip, rotate, colour, erase, mixup"),
-        ({"rotate": -3}, r"the strength of rotate must be at least 0, got -3"),
-        ({"rotate": math.nan}, "must be at least 0, got nan"),
+        (["zoom"], r"augment has no 'zoom'; there are crop, flip, colour, mixup"),
+        ({"crop": -3}, r"the strength of crop must be at least 0, got -3"),
+        ({"crop": math.nan}, "must be at least 0, got nan"),
     ],
 )
 def test_a_wrong_name_or_strength_is_answered_in_a_sentence(names, said):

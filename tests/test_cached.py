@@ -1,4 +1,4 @@
-"""The cache: listed, deleted by age and by size."""
+"""The cache: listed, and deleted until enough is free."""
 
 import os
 import time
@@ -16,13 +16,6 @@ from nbtools.data import cache
 DAY = 86_400
 
 
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
-    return tmp_path
-
-
 def staged(place: Path, *names: str) -> None:
     """Staged, the first of them the longest ago: a day each."""
     for age, name in enumerate(reversed(names), 1):
@@ -32,45 +25,32 @@ def staged(place: Path, *names: str) -> None:
         os.utime(folder, (0, time.time() - age * DAY))
 
 
-def names(entries) -> list[str]:
-    return [entry.path.name.rpartition("-")[0] for entry in entries]
-
-
 def test_what_was_staged_and_packed_is_listed_the_least_recently_used_first(place, capsys):
     staged(place, "old", "new")
     pack = toy.pack(toy.demo(place / "raw", 20))
     os.utime(pack.folder, (0, time.time() - 60))
-    found = nb.cached()
-    assert names(found.entries) == ["old", "new", "toy"]
-    assert found.deleted == ()
-    assert [entry.bytes for entry in found.entries] == [sum(map(len, tree(e.path).values())) for e in found.entries]
-    assert found.entries[-1].path == pack.folder
+    table = nb.cached()
+    assert names(table) == ["old", "new", "toy"]
+    assert list(table["deleted"]) == [False, False, False]
+    assert list(table["bytes"]) == [sum(map(len, tree(cache() / folder).values())) for folder in table["folder"]]
     nb.stage("drive:old.tar", progress=False)
-    assert names(nb.cached().entries) == ["new", "toy", "old"], "used again"
+    assert names(nb.cached()) == ["new", "toy", "old"], "used again"
     assert main(["cache"]) == 0
-    assert capsys.readouterr().out.strip() == str(nb.cached()).strip()
+    assert capsys.readouterr().out.strip() == nb.cached().to_string(index=False).strip()
 
 
-def test_the_least_recently_used_is_deleted_until_enough_is_free(place, monkeypatch):
+def test_the_least_recently_used_is_deleted_until_enough_is_free_and_staged_again(place, monkeypatch):
     staged(place, "old", "middle", "new")
-    free = iter([10**6, 2 * 10**6, 3 * 10**6, 3 * 10**6, 3 * 10**6])
-    monkeypatch.setattr(disk, "free_bytes", lambda _: next(free))
-    found = nb.cached(free="2.5 MB")
-    assert (names(found.deleted), names(found.entries)) == (["old", "middle"], ["new"])
+    free = iter([10**6, 2 * 10**6, 3 * 10**6, 3 * 10**6])
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "free_bytes", lambda _: next(free))
+        table = nb.cached(free="2.5 MB")
+    assert list(table["deleted"]) == [True, True, False]
+    assert names(nb.cached()) == ["new"]
     with pytest.raises(errors.StageError, match="a size such as 20 GB, got '20 apples'"):
         nb.cached(free="20 apples")
-
-
-def test_what_was_not_used_for_so_long_is_deleted_and_staged_again(place):
-    staged(place, "old", "new")
-    found = nb.cached(days=1.5)
-    assert (names(found.deleted), names(found.entries)) == (["old"], ["new"])
     assert tree(nb.stage("drive:old.tar", progress=False)) == {"a": bytes(1_000_000), "old": b""}
 
 
-def test_too_little_space_names_what_the_cache_could_give(place, monkeypatch):
-    staged(place, "old")
-    put(place / "drive" / "big.tar", tar_bytes({"a": bytes(3_000_000)}))
-    monkeypatch.setattr(disk, "free_bytes", lambda _: 500_000)
-    with pytest.raises(errors.DiskError, match=r"needs 6\.\d MB.*`python -m nbtools cache --free 6\.\dMB` deletes of"):
-        nb.stage("drive:big.tar", progress=False)
+def names(table) -> list[str]:
+    return [folder.rpartition("/")[2].rpartition("-")[0] for folder in table["folder"]]

@@ -11,11 +11,10 @@ from PIL import Image, ImageDraw
 from torch.nn import functional as F
 
 import nbtools as nb
-from nbtools.data import Card, Draws, collate, open_feed
+from nbtools.data import IMAGES, Card, Draws, collate, open_feed
 from nbtools.errors import MissingExtra, NbtoolsError, PackError, PlanError
 from nbtools.measure import Machine, decide
 from nbtools.tasks import captcha
-from nbtools.tasks.common.files import IMAGES
 from nbtools.train.evaluation import evaluate
 
 pytestmark = pytest.mark.usefixtures("one_cache")
@@ -80,20 +79,13 @@ def test_demo_writes_the_raw_format_and_the_same_bytes_for_the_same_seed(tmp_pat
         assert image.size == (160, 60)
 
 
-def test_demo_writes_the_same_bytes_by_any_number_of_processes(tmp_path):
-    folders = [captcha.demo(tmp_path / str(n), 60, length=(3, 5), processes=n) for n in (0, 1, 4)]
-    alone, *others = ({path.name: path.read_bytes() for path in folder.glob("*.png")} for folder in folders)
-    assert len(alone) == 60
-    assert all(other == alone for other in others)
-
-
 def test_demo_without_the_captcha_package_tells_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "captcha", None)
     with pytest.raises(MissingExtra, match="pip install captcha"):
         captcha.demo(tmp_path, 2)
 
 
-@pytest.mark.parametrize("wrong", [{"count": 0}, {"alphabet": ""}, {"length": (8, 4)}, {"processes": -1}])
+@pytest.mark.parametrize("wrong", [{"count": 0}, {"alphabet": ""}, {"length": (8, 4)}])
 def test_demo_refuses_an_impossible_request(tmp_path, wrong):
     with pytest.raises(PackError, match=f"{next(iter(wrong))} must be"):
         captcha.demo(tmp_path / "never", **{"count": 2, **wrong})

@@ -4,8 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import safetensors.torch
-import torch
 import toy
 from acting import QUIET, same
 
@@ -32,7 +30,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_it
         newest, older, *_ = checkpoint.names(folder)
         harm(folder, newest)
         run = nb.fit(toy, pack, toy.PLAN, folder, **QUIET)
-        assert [event for event in run.events if event.endswith(f"it is damaged; {older} is used")]
+        assert [event for event in run.events if event.endswith(f"{older} is used meanwhile")]
         assert same(run, untouched)
 
 
@@ -40,9 +38,7 @@ def test_where_every_checkpoint_is_damaged_the_way_out_is_the_kept_copy_and_none
     folder, kept = tmp_path / "run", tmp_path / "kept"
     nb.fit(toy, pack, toy.PLAN, folder, keep=kept, **QUIET)
     damage(folder, *checkpoint.names(folder))
-    with pytest.raises(
-        CheckpointError, match=r"its hash differs; it is damaged.*move this folder away to resume"
-    ) as no:
+    with pytest.raises(CheckpointError, match=r"its hash is not that of.*move this folder away to resume") as no:
         nb.fit(toy, pack, toy.PLAN, folder, keep=kept, **QUIET)
     assert "used" not in str(no.value)
     folder.rename(tmp_path / "away")
@@ -53,35 +49,8 @@ def test_where_every_checkpoint_is_damaged_the_way_out_is_the_kept_copy_and_none
 def test_damaged_best_weights_are_named_with_what_to_do(pack, tmp_path, untouched):
     run = nb.Run.open(shutil.copytree(untouched.folder, tmp_path / "run"), toy)
     damage(run.folder, checkpoint.read_index(run.folder)["best"])
-    with pytest.raises(CheckpointError, match=r"\.safetensors: .*it is damaged; copy it from where the run is kept"):
+    with pytest.raises(CheckpointError, match=r"\.safetensors: damaged .*; copy it from where the run is kept"):
         run.model("cpu")
-
-
-def test_the_library_reads_what_is_written_and_the_same_tensors_give_the_same_bytes():
-    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8)
-    tensors = {f"{kind}": torch.arange(6).reshape(2, 3).to(kind) for kind in kinds}
-    tensors |= {"bool": torch.tensor([True, False]), "scalar": torch.tensor(2.5)}
-    one, other = (b"".join(checkpoint.pieces(each)) for each in (tensors, dict(reversed(tensors.items()))))
-    read = safetensors.torch.load(one)
-    assert one == other
-    assert all(read[name].dtype == each.dtype and torch.equal(read[name], each) for name, each in tensors.items())
-
-
-def test_a_lost_index_is_made_anew_and_the_run_resumes_with_its_best_weights(pack, tmp_path, untouched):
-    folder = shutil.copytree(untouched.folder, tmp_path / "run")
-    (folder / "run.json").unlink()
-    run = nb.fit(toy, pack, toy.PLAN, folder, **QUIET)
-    assert any("run.json: is missing; rebuilt from the checkpoints" in event for event in run.events)
-    assert same(run, untouched)
-    assert run.best["epoch"] == untouched.best["epoch"]
-
-
-def test_rows_that_a_resumed_run_lacks_are_counted_in_its_messages(pack, tmp_path):
-    folder = tmp_path / "run"
-    rows = len(nb.fit(toy, pack, toy.PLAN, folder, **QUIET).history)
-    (folder / "history.csv").unlink()
-    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=4), folder, **QUIET)
-    assert any(f"history.csv: {rows} of {rows} rows are missing; charts, tables" in event for event in run.events)
 
 
 @pytest.mark.parametrize("name", ["card.json", "plan.json", "receipt.json"])
@@ -90,11 +59,11 @@ def test_a_damaged_file_of_a_run_is_named_with_what_to_do(pack, tmp_path, untouc
     fix = "copy the whole run folder again" if name in ("card.json", "plan.json") else "delete it"
     for text in ("{", "[1]"):
         (folder / name).write_text(text)
-        with pytest.raises(CheckpointError, match=rf"run/{name} is damaged, not (JSON \(.*\)|a JSON object); {fix}"):
-            nb.Run.open(folder, toy).to_dict()
+        with pytest.raises(CheckpointError, match=rf"run/{name} is damaged, .*; {fix}"):
+            _ = nb.Run.open(folder, toy).receipt
     if name in ("card.json", "plan.json"):
-        with pytest.raises(CheckpointError, match=rf"run/{name} is "):
-            nb.fit(toy, pack, None, folder, **QUIET)
+        mended = nb.fit(toy, pack, None, folder, **QUIET)
+        assert (mended.plan, mended.best, mended.state) == (untouched.plan, untouched.best, "done")
 
 
 def test_what_a_killed_process_left_half_written_goes_and_the_files_of_others_stay(pack, tmp_path):

@@ -1,4 +1,4 @@
-"""What the tasks share: text metrics against slow obvious versions, CTC, source files, demo folders, figures."""
+"""What the tasks share: text metrics against slow obvious versions, CTC, source files, lists, demo folders."""
 
 import numpy as np
 import pytest
@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 from nbtools import figures
 from nbtools.errors import PackError
-from nbtools.tasks.common import ctc, files, labels, mistakes
+from nbtools.tasks.common import ctc, files, lists, metrics
 from nbtools.tasks.common.demo import write_demo
-from nbtools.tasks.common.metrics import accuracy, edits, text_metrics, whole_accuracy
 
 # Metrics
 
@@ -29,25 +28,34 @@ def slow_distance(a: str, b: str) -> int:
 
 
 @given(st.text("abc", max_size=8), st.text("abc", max_size=8))
-def test_edits_are_as_few_as_the_recurrence_says_and_fit_the_lengths(guess, truth):
-    substitutions, deletions, insertions = edits(guess, truth)
-    assert substitutions + deletions + insertions == slow_distance(truth, guess)
-    assert deletions - insertions == len(truth) - len(guess)
+def test_edits_are_as_few_as_the_recurrence_says(guess, truth):
+    assert metrics.text_metrics([guess], [truth])["cer"] == (slow_distance(truth, guess), len(truth))
 
 
 def test_cer_ar_and_cr_by_their_definitions_over_all_characters():
     guesses, truths = ["abd", "ab", "xabc", "abc"], ["abc", "abc", "abc", "abc"]  # S, D, I, right: 12 characters
-    found = text_metrics(guesses, truths)
+    found = metrics.text_metrics(guesses, truths)
     assert found == {"cer": (3, 12), "ar": (9, 12), "cr": (10, 12), "whole_accuracy": (1, 4)}
-    negative = text_metrics(["aaaaaa"], ["b"])
+    negative = metrics.text_metrics(["aaaaaa"], ["b"])
     assert (negative["cer"], negative["ar"], negative["cr"]) == ((6, 1), (-5, 1), (0, 1))
-    assert text_metrics([[1, 2]], [(1, 2)])["whole_accuracy"] == (1, 1)
-
-
-def test_accuracies_count_positions_and_rows():
     predicted, target = torch.tensor([[1, 2, 0], [1, 1, 1], [0, 2, 2]]), torch.tensor([[1, 2, 0], [1, 0, 1], [2, 2, 0]])
-    assert accuracy(predicted, target) == (6, 9)
-    assert whole_accuracy(predicted, target) == (1, 3)
+    assert metrics.accuracy(predicted, target) == (6, 9)
+    assert metrics.whole_accuracy(predicted, target) == (1, 3)
+
+
+def test_the_confusion_counts_what_was_there_and_what_was_predicted_and_names_the_worst():
+    truth, predicted, classes = list("aaabbc"), list("aabbaa"), list("abcd")
+    counts = metrics.counts_of(truth, predicted, classes)
+    assert counts.tolist() == [[2, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    names, times = metrics.most_confused(counts, classes)
+    assert (names, times.tolist()) == (["b", "a", "a", ""], [1, 1, 1, 0])
+    table = metrics.confusion(counts, classes)
+    assert (table.loc["c", "a"], table.index.name, table.columns.name) == (1, "truth", "predicted")
+    with pytest.raises(PackError, match="'c' is missing"):
+        metrics.counts_of(truth, predicted, "ab")
+    pictures = [(np.zeros((50, 50), np.uint8), *figures.judged("a$bc$", read)) for read in ("abc", "x")]
+    for sheet in (figures.confusion_figure(table, "clips"), figures.gallery(pictures)):
+        assert DisplayFormatter().format(sheet)[0]["image/png"]  # a formula or a missing glyph would raise
 
 
 # CTC
@@ -68,7 +76,7 @@ def test_greedy_decoding_merges_repeats_drops_blanks_and_ends_with_the_sample():
     assert read == ctc.texts(torch.tensor([[0, 0, 1, 2], [2, 9, 9, 9]]), torch.tensor([4, 1]))
 
 
-# Source files
+# Source files and lists
 
 
 @pytest.mark.parametrize(
@@ -97,11 +105,15 @@ def test_hidden_colours_of_transparent_pixels_do_not_show(tmp_path):
         image.info = {"transparency": 0} if mode == "P" else {}
         image.save(tmp_path / "clear.png")
         for wanted in ("RGB", "L"):
-            with files.open_image(tmp_path / "clear.png") as image:
-                assert np.asarray(files.on_white(image, wanted)).min() == 255
+            assert np.asarray(files.decode_image(tmp_path / "clear.png", wanted)).min() == 255
 
 
-# Labels
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("separator", lists.SEPARATORS)
+def test_a_list_is_cut_at_the_separator_with_which_its_rows_fit_and_quotes_hide_others(separator, encoding):
+    text = 'name#n\r\n\r\n"a,;|\tz "# 1\r\ndir\\b#2#""\r\n'.replace("#", separator)
+    rows = lists.read_rows(lists.decode_text(text.encode(encoding), ""), "", lambda cells: cells[1:2] in (["1"], ["2"]))
+    assert rows == [(3, ["a,;|\tz" if separator != " " else "a,;| z", "1"]), (4, ["dir\\b", "2", ""])]
 
 
 @pytest.mark.parametrize(
@@ -113,64 +125,33 @@ def test_hidden_colours_of_transparent_pixels_do_not_show(tmp_path):
 )
 def test_a_table_that_is_no_csv_in_utf_8_names_the_file_and_the_place(data, message):
     with pytest.raises(PackError, match=message):
-        list(labels.csv_rows(data, "labels.csv"))
+        lists.read_rows(lists.decode_text(data, "labels.csv"), "labels.csv", bool)
 
 
 @pytest.mark.parametrize(("wrong", "came"), [("aab", "'a'"), (["a", "bc"], "'bc'"), ([1], "1"), ("", "none"), (5, "5")])
 def test_classes_of_text_are_single_characters_each_once(wrong, came):
-    assert labels.characters("ab") == ("a", "b")
+    assert lists.characters("ab") == ("a", "b")
     with pytest.raises(PackError, match=f"alphabet must be single characters, each once, got {came}; give"):
-        labels.characters(wrong, "alphabet")
+        lists.characters(wrong, "alphabet")
 
 
 # Demo folders
 
 
-def content(name):
-    return name, lambda: name.encode()
-
-
-def names_in(folder):
-    return list(files.walk(folder))
-
-
 def test_a_demo_replaces_a_demo_and_neither_mixes_with_other_data_nor_removes_it(tmp_path):
-    folder = write_demo(tmp_path / "new", map(content, ["train/a.png", "val/b.png", "labels.csv"]), (".png",), 3)
+    def contents(*names):
+        return ((name, name.encode) for name in names)
+
+    folder = write_demo(tmp_path / "new", contents("train/a.png", "val/b.png", "labels.csv"), (".png",))
     assert (folder / "val/b.png").read_bytes() == b"val/b.png"
     (folder / "train/planted.png").write_text("mine")
-    write_demo(folder, map(content, ["train/c.png"]), (".png",))
-    assert names_in(folder) == ["train/c.png", "train/planted.png"]
+    write_demo(folder, contents("train/c.png"), (".png",))
+    assert files.walk(folder) == ["train/c.png", "train/planted.png"]
     with pytest.raises(PackError, match=r"planted\.png was not written by this demo"):
-        write_demo(folder, map(content, ["train/planted.png"]), (".png",))
+        write_demo(folder, contents("train/planted.png"), (".png",))
     assert (folder / "train/planted.png").read_text() == "mine"
     (tmp_path / "real").mkdir()
     (tmp_path / "real/1.PNG").write_text("real")
     with pytest.raises(PackError, match=r"1\.PNG was not written by this demo, .* choose another folder"):
-        write_demo(tmp_path / "real", map(content, ["a.png"]), (".png",))
-    assert names_in(tmp_path / "real") == ["1.PNG"]
-
-
-# Figures and fonts
-
-
-def test_the_confusion_counts_what_was_there_and_what_was_predicted_and_names_the_worst():
-    truth, predicted, classes = list("aaabbc"), list("aabbaa"), list("abcd")
-    counts = mistakes.counts_of(truth, predicted, classes)
-    assert counts.tolist() == [[2, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
-    names, times = mistakes.most_confused(counts, classes)
-    assert (names, times.tolist()) == (["b", "a", "a", ""], [1, 1, 1, 0])
-    table = mistakes.confusion(counts, classes)
-    assert (table.loc["c", "a"], table.index.name, table.columns.name) == (1, "truth", "predicted")
-    with pytest.raises(PackError, match="'c' is missing"):
-        mistakes.counts_of(truth, predicted, "ab")
-
-
-def test_figures_say_in_words_what_they_show():
-    counts = np.array([[9, 1, 0], [2, 8, 0], [0, 0, 5]])
-    confused = figures.confusion_figure(mistakes.confusion(counts, ["cat", "b" * 90, "手"]), "clips")
-    pictures = [(np.zeros((50, 50), np.uint8), *figures.judged("a$bc$", read)) for read in ("abc", "x")]
-    for sheet, said in ((confused, "clips"), (figures.gallery(pictures), "a$bc$ ≠ x")):
-        shown, about = DisplayFormatter().format(sheet)  # a formula or a missing glyph would raise
-        assert shown["image/png"]
-        assert said in shown["text/plain"]
-        assert said in about["image/png"]["alt"]
+        write_demo(tmp_path / "real", contents("a.png"), (".png",))
+    assert files.walk(tmp_path / "real") == ["1.PNG"]

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from nbtools.data import Draws
+from nbtools.data import Draws, Keys
 
 IDS = torch.arange(1000)
 
 
 def sequence(draws: Draws) -> list[torch.Tensor]:
     """What an augmentation might take, one after the other."""
-    return [draws.uniform(), draws.uniform(-1, 1, (2, 3)), draws.normal((4,)), draws.chance(0.3), draws.uniform()]
+    several = draws.uniforms((0, 1), (-2, 3))
+    return [draws.uniform(), draws.uniform(-1, 1, (2, 3)), several, draws.normal((40,)), draws.chance(0.3)]
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -21,55 +22,29 @@ def test_the_numbers_of_a_sample_do_not_depend_on_batch_size_or_order_nor_touch_
     before = torch.get_rng_state()
     whole = sequence(Draws(5, 2, IDS))
     assert torch.equal(torch.get_rng_state(), before)
-    assert [part.shape[1:] for part in whole] == [(), (2, 3), (4,), (), ()]
-    order = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
+    assert [part.shape[1:] for part in whole] == [(), (2, 3), (2,), (40,), ()]
+    order, keys = torch.randperm(1000, generator=torch.Generator().manual_seed(0)), Keys(1000, IDS.device)
     for ids in (*order.split(size)[:20], IDS[:0]):
-        for part, all_of_it in zip(sequence(Draws(5, 2, ids)), whole, strict=True):
-            assert torch.equal(part, all_of_it[ids])
+        for draws in (Draws(5, 2, ids), Draws(5, 2, ids, keys)):
+            for part, all_of_it in zip(sequence(draws), whole, strict=True):
+                assert torch.equal(part, all_of_it[ids])
 
 
-def test_every_call_takes_new_numbers():
-    draws = Draws(5, 2, IDS)
-    first, second = draws.uniform(shape=(3,)), draws.uniform(shape=(3,))
-    assert (first[:, :, None] == second[:, None, :]).float().mean() < 0.001
-    assert torch.equal(Draws(5, 2, IDS).uniform(shape=(6,)), torch.cat([first, second], 1))
+def deviation(values: torch.Tensor, bins: int = 256) -> float:
+    """Chi square of values in [0, 1) in equal bins, as standard deviations from its mean."""
+    counts, expected = np.bincount((values.double().numpy() * bins).astype(int), minlength=bins), len(values) / bins
+    return abs((((counts - expected) ** 2 / expected).sum() - (bins - 1)) / math.sqrt(2 * (bins - 1)))
 
 
-def chi_square(values: np.ndarray, bins: int) -> float:
-    """Of values in [0, 1) in equal bins, as standard deviations from its mean (bins - 1, variance 2 (bins - 1))."""
-    counts = np.bincount((values * bins).astype(int), minlength=bins)
-    expected = len(values) / bins
-    return (((counts - expected) ** 2 / expected).sum() - (bins - 1)) / math.sqrt(2 * (bins - 1))
-
-
-def test_uniform_numbers_are_uniform_over_samples_draws_and_epochs():
-    over_samples = Draws(0, 0, torch.arange(200_000)).uniform()
-    over_draws = Draws(0, 0, torch.arange(1)).uniform(shape=(200_000,))[0]
-    over_epochs = torch.cat([Draws(0, e, IDS).uniform() for e in range(100)])
-    for values in (over_samples.double().numpy(), over_draws.double().numpy(), over_epochs.double().numpy()):
-        assert 0 <= values.min() < values.max() < 1
-        assert abs(chi_square(values, 256)) < 4
-        assert abs(chi_square(values * 256 % 1, 256)) < 4  # the next 8 bits
-
-
-def test_neighbours_are_independent():
+def test_numbers_are_uniform_and_neighbours_independent():
     """Samples, draws, epochs and seeds next to each other: correlations within 4 / √n of 0, and pairs fill a square."""
     numbers = Draws(1, 1, torch.arange(100_001)).uniform(shape=(2,)).double()
     other = {place: Draws(*place, IDS).uniform(shape=(100,)).double().flatten() for place in [(0, 1), (1, 0), (1, 1)]}
     pairs = [(numbers[:-1, 0], numbers[1:, 0]), (numbers[:, 0], numbers[:, 1])]
     for a, b in [*pairs, (other[1, 0], other[1, 1]), (other[0, 1], other[1, 1]), (other[0, 1], other[1, 0])]:
         assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 4 / math.sqrt(len(a))
-        square = ((a * 16).floor() * 16 + (b * 16).floor()) / 256
-        assert abs(chi_square(square.numpy(), 256)) < 4
-
-
-def test_normal_numbers_have_the_moments_of_a_normal_and_chance_its_probability():
-    values = Draws(2, 0, torch.arange(50_000)).normal((4,)).double().flatten()
-    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
-        assert abs(float((values**power).mean()) - moment) < 4 * math.sqrt(variance / len(values))
-    draws = Draws(3, 0, torch.arange(100_000))
-    assert float(draws.chance(0.3).float().mean()) == pytest.approx(0.3, abs=4 * math.sqrt(0.21 / 100_000))
-    assert draws.chance(1.0).all() > draws.chance(0.0).any()
+        assert deviation(((a * 16).floor() * 16 + (b * 16).floor()) / 256) < 4
+        assert deviation(a) < 4 > deviation(a * 256 % 1)  # also the next 8 bits
 
 
 def test_the_numbers_are_those_that_runs_were_made_with():
@@ -79,3 +54,6 @@ def test_the_numbers_are_those_that_runs_were_made_with():
     assert draws.uniform().tolist() == [0.5000614523887634, 0.376944363117218, 0.6421011686325073]
     assert draws.uniform(-1, 1, (2,))[0].tolist() == [-0.8139041662216187, 0.9814735651016235]
     assert draws.normal().tolist() == pytest.approx([0.83038205, 0.03075605, -0.07408998], abs=1e-6)
+    values, chances = Draws(2, 0, torch.arange(50_000)).normal((4,)), Draws(3, 0, torch.arange(100_000)).chance(0.3)
+    assert (float(values.mean()), float(values.std())) == pytest.approx((0, 1), abs=0.01)
+    assert float(chances.float().mean()) == pytest.approx(0.3, abs=0.01)

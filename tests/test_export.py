@@ -44,18 +44,14 @@ PACKS = {
     "segment": lambda raw: segment.pack(segment.demo(raw, 35, size=(48, 64)), progress=False),
 }
 NETWORKS = {
-    "captcha guide": (captcha, "captcha"),
     "captcha small": (captcha, "captcha"),
     "lines ctc": (captcha, "lines"),
-    "hwdb hctr": (hwdb, "hwdb"),
     "hwdb slim": (hwdb, "hwdb"),
     "sign transformer": (sign, "sign"),
     "sign gru": (sign, "sign"),
-    "segment bisenetv2": (segment, "segment"),
     "segment slim": (segment, "segment"),
 }
 QUICK = "captcha small", "hwdb slim", "sign gru"  # the others are exported the same way
-DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
 
 
 @pytest.fixture(scope="module")
@@ -74,58 +70,29 @@ def packs(tmp_path_factory):
     return pack
 
 
-def opened(path: Path) -> tuple[Any, dict[str, Any]]:
-    """(session, metadata) of a file."""
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return session, {k: json.loads(text) for k, text in session.get_modelmeta().custom_metadata_map.items()}
-
-
-def answers_of(path: Path, pack: nb.Pack, ids: np.ndarray) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """(outputs, metadata) of a file for samples of a pack, with inputs made as its metadata says, by NumPy alone."""
-    session, about = opened(path)
-    columns = {name: tensor.numpy() for name, tensor in collate([pack.sample(i) for i in ids], pack.columns).items()}
-    given = {
-        one.name: np.asarray(eval(about["inputs"][one.name]["text"], {**about, "np": np, **columns}), DTYPES[one.type])
-        for one in session.get_inputs()
-    }
-    assert {one.name: one.shape for one in session.get_inputs()} == {
-        name: each["shape"] for name, each in about["inputs"].items()
-    }
-    assert [one.name for one in session.get_outputs()] == list(about["outputs"])
-    return session.run(None, given), about
+def opened(path: Path) -> Any:
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
 
 @pytest.mark.parametrize("network", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in NETWORKS])
-def test_a_file_alone_gives_the_answers_of_the_run(network, packs, tmp_path, capsys):
+def test_a_file_gives_the_answers_of_the_run_for_any_batch_and_has_its_card_beside_it(network, packs, tmp_path, capsys):
     (task, name), (_, choice) = NETWORKS[network], network.split()
     pack = packs(name)
     plan = task.PLAN.replace(network=choice, **({"normalise": "none"} if task is sign else {}))
     run = a_run(task, pack, plan, tmp_path / "run")
-    path = run.export(tmp_path / "model.onnx")
+    session = opened(run.export(tmp_path / "model.onnx"))
     assert "on 8 samples its outputs in onnxruntime" in capsys.readouterr().out
-    ids = run.readable(pack).ids("train")[-5:]  # none of those that were compared
-    given, about = answers_of(path, pack, ids)
-    raw = collate([pack.sample(i) for i in ids], pack.columns)
+    ids = run.readable(pack).ids("train")[-4:]  # none of those that were compared, nor as many
+    batch = task.batch(collate([pack.sample(i) for i in ids], pack.columns), run.plan, None)
     with torch.no_grad():
-        expected = run.model("cpu")(task.batch(raw, run.plan, None))
-    expected = (
-        [expected] if isinstance(expected, torch.Tensor) else [e for e in expected if isinstance(e, torch.Tensor)]
-    )
-    for ours, theirs in zip(expected, given, strict=True):
-        np.testing.assert_allclose(theirs, ours.numpy(), atol=1e-4)
-    assert about["classes"] == pack.classes
+        expected = run.model("cpu")(batch)
+    expected = expected if isinstance(expected, tuple) else [expected]
+    theirs = session.run(None, {one.name: batch[one.name].numpy() for one in session.get_inputs()})
+    for ours, given in zip([one for one in expected if isinstance(one, torch.Tensor)], theirs, strict=True):
+        np.testing.assert_allclose(given, ours.numpy(), atol=1e-4)
+    about = json.loads((tmp_path / "model.json").read_text())
+    assert about["card"]["classes"] == pack.classes
     assert about["plan"]["network"] == choice
-    assert about["options"] == pack.options
-
-
-@pytest.fixture
-def run(tmp_path):
-    return a_run(toy, toy.make_pack(tmp_path / "data", 60), toy.PLAN, tmp_path / "run")
-
-
-def with_network(network: type[nn.Module]) -> Any:
-    """The toy with another network of a batch."""
-    return toy.with_(model=lambda card, plan: network())
 
 
 class Mean(nn.Module):
@@ -139,20 +106,14 @@ class Mean(nn.Module):
         return self.head(x.sum(1) / x_length[:, None])
 
 
-@pytest.mark.parametrize("name", ["sequences", "regress"])
-def test_a_file_of_an_nb_pack_says_how_its_inputs_and_answers_are_made(name, tmp_path):
-    task, data = own.TASKS[name]
-    task, pack = nb.classify(Mean) if name == "sequences" else task, own.packed(data, tmp_path)
-    run = a_run(task, pack, own.PLAN, tmp_path / "run")
-    ids = pack.ids("train")[-5:]
-    [output], about = answers_of(run.export(tmp_path / "own.onnx"), pack, ids)
-    expected = run.predict_pack(pack, ids)
-    text = about["outputs"]["output"]["text"]
-    if name == "regress":
-        np.testing.assert_allclose(eval(text, {**about, "np": np, "output": output}), expected, rtol=1e-4)
-    else:
-        assert text.startswith("a logit for each of the classes")
-        assert [about["classes"][k] for k in output.argmax(1)] == [answer.name for answer in expected]
+def test_a_file_of_an_nb_pack_takes_longer_sequences_than_it_was_traced_with(tmp_path):
+    pack = own.packed("sequences", tmp_path)
+    run = a_run(nb.classify(Mean), pack, own.PLAN, tmp_path / "run")
+    session = opened(run.export(tmp_path / "own.onnx"))
+    batch = {"x": torch.randn(3, 40, 3), "x_length": torch.tensor([40, 7, 30])}
+    [output] = session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})
+    with torch.no_grad():
+        np.testing.assert_allclose(output, run.model("cpu")(batch), atol=1e-4)
 
 
 class Restless(nn.Module):
@@ -167,30 +128,10 @@ class Restless(nn.Module):
         return self.layer(batch["x"]) + self.calls
 
 
-class Chooser(nn.Module):
-    """Takes a branch by what the data is, which no graph holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.layer(batch["x"]) if batch["x"].sum() > 0 else -self.layer(batch["x"])
-
-
-@pytest.mark.parametrize(
-    ("network", "words"),
-    [
-        (
-            Restless,
-            r"cannot export Restless as ONNX: on 8 samples its outputs .* differ .* up to .*, and at most 0\.0001 is",
-        ),
-        pytest.param(Chooser, r"cannot export Chooser .*; nothing was", marks=pytest.mark.full),
-    ],
-)
-def test_nothing_is_written_of_a_network_that_answers_differently_or_cannot_be_exported(network, words, tmp_path):
-    task = with_network(network)
+def test_nothing_is_written_of_a_network_that_answers_differently(tmp_path):
+    task = toy.with_(model=lambda card, plan: Restless())
     run = a_run(task, toy.make_pack(tmp_path / "data", 60), toy.PLAN, tmp_path / "run")
+    words = r"cannot export Restless as ONNX: on 8 samples its outputs .* differ .* up to .*, and at most 0\.0001 is"
     with pytest.raises(ExportError, match=words):
         run.export(tmp_path / "model.onnx")
     assert not list(tmp_path.glob("model*"))
@@ -204,9 +145,9 @@ def test_a_task_that_does_not_say_what_its_network_reads_is_refused(tmp_path):
         run.export(tmp_path / "model.onnx")
 
 
-@pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
-def test_without_a_package_that_is_needed_the_sentence_says_what_to_install(package, run, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
+def test_without_onnxruntime_the_sentence_says_what_to_install(tmp_path, monkeypatch):
+    run = a_run(toy, toy.make_pack(tmp_path / "data", 60), toy.PLAN, tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(MissingExtra, match=r"needs onnx .*: pip install .* onnxruntime, or nbtools\[onnx\]"):
         run.export(tmp_path / "toy.onnx")
 
@@ -215,12 +156,11 @@ def test_the_samples_are_the_runs_own_while_its_pack_is_there_else_those_of_a_pa
     pack = toy.make_pack(tmp_path / "data", 60)
     run = a_run(toy, pack, toy.PLAN, tmp_path / "run")
     moved = pack.folder.rename(tmp_path / "moved")
-    with pytest.raises(PackError, match=r"the pack that it was trained on is no longer at .*pack; name one with pack="):
+    with pytest.raises(PackError, match=str(pack.folder)):
         run.export(tmp_path / "toy.onnx")
     words = ["export", str(run.folder), str(tmp_path / "toy.onnx")]
     assert main(words) == 1
     assert main([*words, "--pack", str(moved)]) == 0
     assert "differ from torch's by at most" in capsys.readouterr().err
-    assert opened(tmp_path / "toy.onnx")[1]["task"] == "toy"
     assert main(["export", str(run.folder), str(tmp_path / "toy")]) == 0  # safetensors, which need no sample
     assert capsys.readouterr().out.endswith("toy.safetensors\n")

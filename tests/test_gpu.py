@@ -107,7 +107,7 @@ def test_the_table_names_readings_and_escapes_the_name(nvml, monkeypatch):
     assert "<img" not in found._repr_html_()
     nvml(["A"] * 4)  # more than three stand below each other
     monkeypatch.setenv("COLUMNS", "160")
-    assert str(gpus()).split("\n")[5].split()[:3] == ["3", "cuda:3", "A"]
+    assert str(gpus()).split("\n")[4].split()[:3] == ["3", "cuda:3", "A"]
 
 
 @pytest.mark.parametrize("cards", [["Tesla T4"], []])

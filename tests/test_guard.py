@@ -49,22 +49,23 @@ def fit_and_end(task: Any, pack: Any, folder: Any, keep: Any = None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("actions", "at"),
+    ("actions", "changed"),
     [
-        ({20: {"lr": 1000.0}}, "at lr 1000, 100,000× the advised 0.01; back at step 20 with lr 0.01"),
+        ({20: {"lr": 1000.0}}, "lr 0.01 → 1000"),
         (
             {20: {"lr": 1000.0, "batch_size": 32, "amp": "bf16", "betas": [0.5, 0.5], "clip_norm": None}},
-            "amp bf16; back at step 20 with batch_size 16, lr 0.01, betas (0.9, 0.999), clip_norm 1, amp off",
+            "batch_size 16 → 32, lr 0.01 → 1000, betas (0.9, 0.999) → (0.5, 0.5), clip_norm 1 → none, amp off → bf16",
         ),
-        ({20: {"weight_decay": 0.1}, 23: {"lr": 1000}}, "back at step 20 with lr 0.01, weight_decay 0"),
+        ({20: {"weight_decay": 0.1}, 23: {"lr": 1000}}, "lr 0.01 → 1000, weight_decay 0 → 0.1"),
     ],
 )
-def test_a_change_after_which_the_loss_explodes_is_undone_and_leaves_no_trace(pack, folder, untouched, actions, at):
+def test_a_change_after_which_the_loss_explodes_is_undone_and_leaves_no_trace(
+    pack, folder, untouched, actions, changed
+):
     task = acting({step: asking(folder, force=True, **settings) for step, settings in actions.items()})
     run = nb.fit(task, pack, PLAN, folder, **QUIET)
-    (event,) = texts(run)
-    assert event.startswith("Training diverged at ")
-    assert at in event
+    event = f"Training diverged after {changed}, which was undone; back at step 20"
+    assert texts(run) == [event]
     assert event in run.events
     assert run.plan == nb.Run.open(folder, toy).plan == PLAN
     assert not run.history.of("change")
@@ -94,7 +95,6 @@ def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is
         copy = shutil.copytree(place, tmp_path / f"copy of {place.name}")
         again = nb.fit(toy, pack, None, copy, **QUIET)
         assert same(again, slow)
-        assert ["diverged" in row["what"] for row in again.history.of("event")] == [True], "the message stays"
 
 
 @pytest.mark.parametrize("ends", ["stop", "kill"])
@@ -103,16 +103,8 @@ def test_a_change_stays_on_watch_when_the_run_is_interrupted_before_its_loss_is_
     fit_and_end(acting({13: asking(folder, force=True, lr=1000), 16: end}), pack, folder)
     assert not [row for row in nb.History(folder / "history.csv").of("step") if row["step"] > 13]
     run = nb.fit(toy, pack, None, folder, **QUIET)
-    assert "Training diverged at lr 1000, 100,000× the advised 0.01; back at step 13 with lr 0.01" in run.events
+    assert "Training diverged after lr 0.01 → 1000, which was undone; back at step 13" in run.events
     assert same(run, slow)
-
-
-def test_a_resumed_runs_new_settings_are_on_watch_too(pack, folder, untouched):
-    nb.fit(acting({20: asking(folder, "stop")}), pack, PLAN, folder, **QUIET)
-    run = nb.fit(toy, pack, PLAN.replace(lr=1000.0), folder, **QUIET)
-    assert "back at step 20 with lr 0.01" in " ".join(run.events)
-    assert run.plan == PLAN
-    assert same(run, untouched)
 
 
 def test_weights_that_diverged_are_not_the_best_though_they_score_best(pack, folder, tmp_path, slow):
@@ -121,7 +113,7 @@ def test_weights_that_diverged_are_not_the_best_though_they_score_best(pack, fol
     steps = slow.history.of("epoch")[0]["step"]
     task = acting({steps - 1: asking(folder, force=True, lr=1000)}, BEST="loss")
     run = nb.fit(task, pack, SLOW, folder, **QUIET)
-    assert f"back at step {steps - 1} with lr 0.01" in " ".join(run.events)
+    assert f"undone; back at step {steps - 1}" in " ".join(run.events)
     assert run.best["epoch"] == whole.best["epoch"]
     assert same(run, whole)
 
@@ -131,38 +123,16 @@ class Weighted(toy.Plan):
     weight: float = nb.knob(1.0, "weight of the loss", least=0, live=True)
 
 
-def scaled(total, count, model, plan):
-    return plan.weight * total
-
-
-def learned() -> Any:
-    """All is learned at the change, and noise alone is many times the loss."""
-    values = [1.0] * 5 + [1e-6] * 25 + [1e-4] * 100
-    return lambda total, count, model, plan: (
-        0 * total + (values.pop(0) if getattr(model, "training", False) else 0.0) * count
-    )
-
-
-@pytest.mark.parametrize(
-    ("changed", "settings"),
-    [
-        pytest.param(scaled, {"weight": 10.0}, id="a raised weight"),
-        pytest.param(learned(), {"lr": 0.02}, id="noise about zero"),
-    ],
-)
-def test_another_loss_has_not_diverged(pack, folder, changed, settings):
+def test_a_task_s_own_setting_that_raises_the_loss_is_not_undone(pack, folder):
     def loss(model, batch, plan):
         total, count = toy.loss(model, batch, plan)
-        return changed(total, count, model, plan), count
+        return plan.weight * total, count
 
     plan = Weighted(epochs=6, batch_size=16, lr=1e-2, schedule="constant")
     more: dict[str, Any] = {"loss": loss, "PLAN": plan, "model": lambda card, plan: toy.Net(16, 0.1)}
-    at = 30 if settings == {"lr": 0.02} else 20
-    run = nb.fit(acting({at: asking(folder, force=True, **settings)}, **more), pack, plan, folder, **QUIET)
-    assert not run.history.of("event")
-    assert run.history.of("change")
-    if "weight" in settings:
-        assert dict(losses(run))[21] > 3 * dict(losses(run))[20]
+    run = nb.fit(acting({20: asking(folder, weight=10.0)}, **more), pack, plan, folder, **QUIET)
+    assert texts(run) == []
+    assert dict(losses(run))[21] > 3 * dict(losses(run))[20]
 
 
 def advised(lr: float) -> nb.Panel:
@@ -173,7 +143,7 @@ def advised(lr: float) -> nb.Panel:
 
 
 def test_an_lr_that_diverges_from_the_start_is_one_sentence_and_a_lower_one_goes_on(pack, folder, untouched):
-    for plan, lr in ((advised(1e30), "1e30, 100,000,000,"), (PLAN.replace(lr=1e25), "1e25")):  # named: the newest
+    for plan, lr in ((advised(1e30), "1e30"), (PLAN.replace(lr=1e25), "1e25")):  # named: the newest
         with pytest.raises(TrainError) as caught:
             nb.fit(toy, pack, plan, folder, **QUIET)
         said = str(caught.value)
@@ -183,11 +153,6 @@ def test_an_lr_that_diverges_from_the_start_is_one_sentence_and_a_lower_one_goes
         assert len(said.splitlines()) <= 3
     run = nb.fit(toy, pack, PLAN, folder, **QUIET)
     assert same(run, untouched)
-
-
-def test_a_run_that_starts_far_beyond_the_advice_says_so(pack, folder):
-    run = nb.fit(acting({1: asking(folder, "stop")}), pack, advised(1.0), folder, **QUIET)
-    assert run.events[0] == "lr 1 is 100× the advised 0.01"
 
 
 def test_back_to_best_goes_on_from_the_best_checkpoint_with_the_settings_of_now(pack, folder, untouched):
@@ -200,9 +165,12 @@ def test_back_to_best_goes_on_from_the_best_checkpoint_with_the_settings_of_now(
     assert losses(run) == losses(untouched)
 
 
-def test_going_back_to_a_best_checkpoint_that_is_not_there_is_refused(pack, folder, untouched):
-    run = nb.fit(acting({3: asking(folder, "best")}, **first_is_best()), pack, PLAN, folder, **QUIET)
-    assert texts(run) == ["refused: there is no best checkpoint yet; the first evaluation chooses one"]
+def test_what_is_not_there_to_go_back_to_is_refused_and_a_pending_change_is_taken_back(pack, folder, untouched):
+    actions = {3: asking(folder, "best"), 20: asking(folder, "undo", lr=0.02)}
+    run = nb.fit(acting(actions, **first_is_best()), pack, PLAN, folder, **QUIET)
+    refused, undone = texts(run)
+    assert refused.startswith("refused: there is no best checkpoint yet")
+    assert undone == "the last change was taken back before it was applied"
     assert losses(run) == losses(untouched)
 
 
@@ -211,14 +179,8 @@ def test_undo_goes_back_to_before_the_last_changes_as_if_they_had_not_been_made(
     actions = [asking(folder, one) if isinstance(one, str) else asking(folder, **one) for one in asked]
     run = nb.fit(acting(dict(zip(range(20, 28, 2), actions, strict=True))), pack, PLAN, folder, **QUIET)
     undone, refused = texts(run)
-    assert undone == "the change was undone; back at step 20 with lr 0.01, clip_norm 1"
+    assert undone == "lr 0.01 → 0.02, clip_norm 1 → none undone; back at step 20"
     assert refused.startswith("refused: there is no change to undo")
     assert not run.history.of("change")
     assert run.plan == nb.Run.open(folder, toy).plan == PLAN
-    assert same(run, untouched)
-
-
-def test_undo_takes_back_a_change_before_it_is_applied(pack, folder, untouched):
-    run = nb.fit(acting({20: asking(folder, "undo", lr=0.02)}), pack, PLAN, folder, **QUIET)
-    assert texts(run) == ["the last change was taken back before it was applied"]
     assert same(run, untouched)

@@ -86,13 +86,6 @@ def test_after_a_crash_at_any_byte_whole_lines_stay_and_new_ones_follow(path):
         assert [row["step"] for row in History(path).rows] == [*(row["step"] for row in kept), 9], size
 
 
-def test_a_file_saved_by_a_spreadsheet_is_read(path):
-    path.write_bytes("kind,epoch,step,samples,loss\nstep,0,1,16,0.5\n".encode("utf-8-sig"))
-    history = History(path)
-    assert history.columns == [*KEYS, "loss"]
-    assert history.rows == [{"kind": "step", "epoch": 0, "step": 1, "samples": 16, "loss": 0.5}]
-
-
 def test_series_and_frame_take_the_rows_of_a_kind():
     history = History()
     history.append(record(1, loss=1.0))
@@ -133,10 +126,3 @@ def test_a_reader_follows_rows_columns_and_cuts_and_never_writes(path):
     path.unlink()
     assert not reader.refresh()
     assert len(reader) == 2
-
-
-def test_it_says_what_it_holds(path):
-    history = History(path)
-    assert repr(history) == f"History {path}: 0 rows"
-    history.append(record(12, "epoch", train_loss=0.5))
-    assert repr(history).startswith(f"History {path}: 1 row up to step 12; frame()")

@@ -170,11 +170,7 @@ def lines_by_page(made: Pack) -> dict[str, tuple[str, int, bytes]]:
     }
 
 
-def files_below(*folders: Path) -> list[Path]:
-    return [path for folder in folders for path in folder.rglob("*") if path.is_file() and "locks" not in path.parts]
-
-
-def test_archives_in_a_folder_are_read_in_place_by_packing_workers_and_to_predict(tmp_path):
+def test_archives_in_a_folder_are_staged_for_packing_workers_and_to_predict(tmp_path):
     raw, archives = corpus(tmp_path / "raw"), tmp_path / "archives"
     archives.mkdir()
     (archives / "._HWDB2.0Train.zip").write_bytes(b"left behind by macOS")
@@ -185,8 +181,6 @@ def test_archives_in_a_folder_are_read_in_place_by_packing_workers_and_to_predic
     plain, made = packed(raw), packed(archives, into=tmp_path / "pack")
     assert lines_by_page(made) == lines_by_page(plain)
     assert "HWDB2.0Test.zip/HWDB2.0Test/200-P16.dgrl#1" in made.names
-    kept = [path for path in files_below(tmp_path / "cache") if path.suffix == ".tar"]
-    assert len(kept) == 1  # the one that was compressed; nothing is unpacked
     again = pickle.loads(pickle.dumps(made.raw))
     for i in (0, len(made) - 1):
         image = made.sample(i)["image"]
@@ -239,7 +233,7 @@ def test_no_writer_is_in_two_splits_and_val_comes_from_train(tmp_path):
     assert {hand for hand, splits in hands.items() if splits == {"test"}} == {f"{n:03}" for n in range(25, 30)}
     assert 2 <= sum(splits == {"val"} for splits in hands.values()) <= 10
     assert packed(tmp_path / "raw", val=10).splits["val"] == 12  # three writers of four lines
-    with pytest.raises(PackError, match="leave none of 100 lines to train on; lower them"):
+    with pytest.raises(PackError, match="leave none of 100 samples to train on; lower them"):
         packed(tmp_path / "raw", val=101)
     with pytest.raises(PackError, match="val and test must be"):
         packed(tmp_path / "raw", val=0.5, test=0.6)
@@ -281,8 +275,9 @@ def test_bad_rows_and_images_are_listed_with_their_place(tmp_path):
     (raw / "train" / "c.png").write_bytes((raw / "train" / "c.png").read_bytes()[:60])
     Image.fromarray(np.zeros((20, 30), np.uint16)).save(raw / "train" / "e.png")
     Image.new("L", (5000, 2)).save(raw / "train" / "f.png")
-    rows = "a,一\nb.png,\nb.png,二\nc.png,一\ngone.png,一\nx\nd.png,?\nd.png,一\ne.png,一\nf.png,一\n,y"
-    (raw / "train_img_id_gt.txt").write_bytes(rows.encode().replace(b"?", b"\xff"))
+    rows = "a,一\nb.png,\nb.png,二\nc.png,一\ngone.png,一\nx\nd.png,一\ne.png,一\nf.png,一\n,y"
+    (raw / "train_img_id_gt.txt").write_text(rows)
+    (raw / "val_img_id_gt.txt").write_bytes(b"d.png,\xff")
     made = packed(raw)
     where = "train_img_id_gt.txt"
     assert dict(zip(made.bad["file"], made.bad["rule"], strict=True)) == {
@@ -292,16 +287,32 @@ def test_bad_rows_and_images_are_listed_with_their_place(tmp_path):
         "train/c.png": "the file must be a whole image",
         f"{where}:5": "the image of a row must exist",
         f"{where}:6": "a row must be name,text",
-        f"{where}:7": "a list must be UTF-8",
+        "val_img_id_gt.txt": "the file must be UTF-8 text",
         "train/e.png": "an image must have 8 bits per channel",
         "train/f.png": "a line must be at most 100 times as wide as high",
-        f"{where}:11": "a row must be name,text",
+        f"{where}:10": "a row must be name,text",
         **dict.fromkeys((f"train/{n}" for n in ("a.jpg", "a.png", "g.png", "h.png")), "an image must be in a list"),
     }
     assert made.names == ["test/t.png", "train/d.png"]
     assert all(made.bad["fix"])
     assert all(made.bad["value"])
     assert str(raw) not in "".join(made.bad["value"])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        'name,text\na.png,一 二\nb.png,"，,；\n',
+        '\ufeffa;一 二\r\nb;"，,；\r\n',
+        'train\\a.png\t一 二\ntrain\\b.png\t"，,；',
+        './train/a.png 一 二\n\ntrain/b.png "，,；\n',
+        '"a.png","一 二"\n"b.png","""，,；"\n',
+    ],
+)
+def test_a_list_of_lines_is_read_in_the_ways_people_write(tmp_path, rows):
+    raw = prepared(tmp_path / "raw", {"train": {"a": "", "b": ""}})
+    (raw / "train_img_id_gt.txt").write_text(rows, newline="")
+    assert texts(packed(raw, val=0)) == {"train/a.png": "一 二", "train/b.png": '"，,；'}
 
 
 # Characters

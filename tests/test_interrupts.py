@@ -3,16 +3,12 @@ the same bits."""
 
 import gc
 import inspect
-import json
 import multiprocessing
 import random
-import re
 import shutil
 import signal
 import sys
 import threading
-import time
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,11 +17,9 @@ import pytest
 import torch
 import toy
 from acting import QUIET, acting, same
-from forks import DONE, Child
+from serving import until
 
 import nbtools as nb
-from nbtools.folder import Job
-from nbtools.train import checkpoint
 
 PACKAGE = str(Path(nb.__file__).parent)
 STEP = 5  # the last of an epoch: an evaluation and checkpoints follow
@@ -33,13 +27,10 @@ PLAN = toy.PLAN.replace(epochs=2, batch_size=16)
 CASES = {  # plan
     "resident": PLAN.replace(feed="resident", ema=0.9, amp="bf16", micro_batch_size=8),
     "streamed": PLAN.replace(feed="streamed"),
-    "workers": PLAN.replace(feed="workers", workers=1),
 }
 
 pytestmark = [
     pytest.mark.timeout(1200),  # every place takes some minutes
-    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -104,9 +95,9 @@ def interrupted(pack: nb.Pack, plan: nb.Plan, folder: Path, at: float) -> int:
 
 
 def modes() -> tuple[Any, ...]:
-    """Whether gradients are on, the depth of autocast contexts, and their switches."""
+    """Whether gradients are on, the depth of autocast contexts, and whether they are on."""
     torch.autocast_increment_nesting()
-    kinds = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    kinds = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
     return torch.is_grad_enabled(), torch.autocast_decrement_nesting(), kinds
 
 
@@ -120,65 +111,19 @@ def left() -> dict[str, Any]:
     }
 
 
-def kept(folder: Path) -> str:
-    """What a resumed run starts from: of interrupts at many places the same."""
-    names = checkpoint.names(folder)
-    facts = [checkpoint.facts_of(folder, name) for name in names]
-    rows = [[row["kind"], row["step"], row.get("loss")] for row in nb.History(folder / "history.csv").rows]
-    files = sorted(re.sub(r"\.[\d-]+\.part", ".part", path.name) for path in folder.iterdir())
-    return json.dumps([files, names, [(each["sha256"], each["rows"]) for each in facts], rows])
-
-
-def full(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.full)
-
-
-@pytest.mark.parametrize(
-    ("name", "most"),
-    [("resident", 12), ("streamed", 12), full("resident", 10**6), full("streamed", 10**6), full("workers", 200)],
-)
+@pytest.mark.parametrize("name", [*CASES])
+@pytest.mark.parametrize("most", [12, pytest.param(10**6, marks=pytest.mark.full)])
 def test_an_interrupt_anywhere_leaves_nothing_behind_and_the_run_resumes_bit_for_bit(pack, tmp_path, name, most):
     """At so many places at most, drawn by a seed."""
-    whole, before, resumed = nb.fit(toy, pack, CASES[name], tmp_path / "whole", **QUIET), left(), set()
+    whole, before = nb.fit(toy, pack, CASES[name], tmp_path / "whole", **QUIET), left()
     count = interrupted(pack, CASES[name], tmp_path / "counted", float("inf"))
-    assert count > 500
+    assert count > 400
     for at in random.Random(name).sample(range(1, count), min(most, count - 1)):
         folder = tmp_path / str(at)
         interrupted(pack, CASES[name], folder, at)
-        assert left() == before or (gc.collect() and left() == before), at  # a loader may be in a cycle
-        if (found := kept(folder)) not in resumed:
-            assert same(nb.fit(toy, pack, CASES[name], folder, **QUIET), whole), at
-            resumed.add(found)
+        until(lambda: left() == before or (gc.collect() and left() == before), f"{at}: {left()}")  # as threads end
+        assert same(nb.fit(toy, pack, CASES[name], folder, **QUIET), whole), at
         shutil.rmtree(folder)
-    assert 1 < len(resumed) < 100, "few: equal ones are recognised as such"
-
-
-@pytest.mark.parametrize("method", ["write", "wait"])
-def test_an_interrupt_within_the_pool_that_writes_checkpoints_leaves_no_lock_held(pack, tmp_path, monkeypatch, method):
-    """As soon as a function of the standard library that this method of Job calls has taken a lock."""
-    real = checkpoint.publish
-
-    def slowly(*given: Any) -> None:  # so that it is waited for
-        time.sleep(0.1)
-        real(*given)
-
-    def look(frame: FrameType, event: str, arg: object) -> None:
-        code, caller = frame.f_code, frame.f_back
-        if event == "c_return" and (code.co_name, Path(code.co_filename).stem) == ("__enter__", "threading"):
-            while caller is not None and not ours(caller):
-                caller = caller.f_back
-            if caller is not None and caller.f_code is getattr(Job, method).__code__:
-                sys.setprofile(None)
-                for _ in range(2):  # the second one acts at once
-                    signal.raise_signal(signal.SIGINT)
-
-    def run() -> bool:
-        with suppress(KeyboardInterrupt):
-            nb.fit(acting({STEP: lambda: sys.setprofile(look)}), pack, PLAN, tmp_path / "run", **QUIET)
-        return True
-
-    monkeypatch.setattr(checkpoint, "publish", slowly)
-    assert Child(run, limit=20).end() == (DONE, "True")
 
 
 def test_an_interrupt_while_torch_enters_a_context_leaves_it_entered_for_no_later_run(pack, tmp_path):

@@ -89,6 +89,13 @@ def test_every_event_is_handled_while_its_cell_runs_busy_and_idle_once_so_that_s
         assert recording.kernel.states(event) == ["busy", "idle"]
 
 
+def test_the_kernel_is_busy_again_after_each_event(recording):
+    states = [m for m in recording.kernel.said if m["msg_type"] == "status"]
+    for event in recording.events:
+        idle = next(i for i, m in enumerate(states) if over(m) and parent(m) == event)
+        assert (states[idle + 1]["content"]["execution_state"], parent(states[idle + 1])) == ("busy", recording.cell)
+
+
 def test_what_the_cell_prints_and_shows_after_an_event_lands_in_its_own_output(recording):
     own = [m["content"] for m in recording.kernel.said if parent(m) == recording.cell]
     text = "".join(content["text"] for content in own if "text" in content)

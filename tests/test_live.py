@@ -26,7 +26,8 @@ from person import Act, Log, Person
 from serving import CLASSIC, LAB, Stack, until
 
 import nbtools as nb
-from nbtools.live import png
+from nbtools.live import png, send
+from nbtools.run import busy
 
 PICTURE = f"img[width='{png.WIDE}'], .output_png img"
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -118,6 +119,7 @@ class Visit:
         seen.facts["hacked"] = [self.hacked()]
         seen.saved["stopped"] = saved(notebook, self.work / "captcha.ipynb")
         self.stills()
+        self.gone()
         self.pause()
         seen.errors += notebook.errors
 
@@ -200,6 +202,22 @@ class Visit:
             until(lambda cell=cell, words=words: words in notebook.output(cell).inner_text(), words)
         notebook.wait_for_prompt(THIRD, r"\d+")
         seen.saved["interrupted"] = saved(notebook, self.work / "captcha.ipynb")
+
+    def gone(self) -> None:
+        """The page is closed while it trains, the run ends, and the page is opened again."""
+        notebook, run = self.notebook, self.work / RUN
+        steps = len(self.log.steps())
+        notebook.run(FIT)
+        until(lambda: len(self.log.steps()) > steps + 2 and notebook.frames(), "the run to go on")
+        saved(notebook, self.work / "captcha.ipynb")
+        notebook.page.goto("about:blank")
+        send(run, ["stop"])
+        until(lambda: not busy(run), "the end of the run")
+        notebook.open("captcha.ipynb")
+        until(notebook.frames, "the last frame")
+        until(notebook.output(PANEL).locator(".nbtools-row").count, "the panel")
+        self.seen.texts["gone"] = self.output.inner_text()
+        notebook.shot(f"{self.name}-gone", FIT)
 
     def pause(self) -> None:
         """While it is paused the cell is run again, which takes its output away; then the page is loaded anew. Each
@@ -307,7 +325,7 @@ def test_a_typo_is_asked_about_and_insisted_on_it_is_undone_by_the_run(seen):
     assert "lr 1000 is 500,000× the advised 0.002" in seen.texts["asked"]
     assert seen.facts["asked"] == 0.002
     assert seen.facts["ruined"]
-    sentence = r"Training diverged at lr 1000, 500,000× the advised 0\.002; back at step [\d,]+ with lr 0\.002"
+    sentence = r"Training diverged after lr 0\.002 → 1000, which was undone; back at step [\d,]+"
     assert re.search(sentence, seen.texts["diverged"])
     assert "Apply" not in seen.texts["undone"]
     run = nb.Run.open(seen.work / RUN, watched)
@@ -341,7 +359,6 @@ def test_saved_notebooks_are_valid_and_hold_one_picture(seen):
         nbformat.validate(nbformat.reads(json.dumps(notebook), 4))
         if when in ("stopped", "interrupted"):
             check_saved(notebook)
-            check_packed(notebook)
     shown = [name for output in seen.saved["amid"]["cells"][FIT]["outputs"] for name in output.get("data", {})]
     assert shown.count("image/png") == 1
     for plot in (seen.work / RUN / "plot.png", seen.work / "kept" / "plot.png"):
@@ -353,6 +370,12 @@ def test_opened_when_its_kernel_is_gone_it_shows_the_picture(seen):
     said = seen.texts[seen.opened]
     assert not re.search("widget|error displaying", said, re.IGNORECASE), said
     assert seen.facts["scripted"] == 0, "a page that is not trusted runs no scripts"
+
+
+def test_a_page_that_was_closed_while_it_trained_shows_how_the_run_ended(seen):
+    said = seen.texts["gone"]
+    assert "stopped by you after step" in said
+    assert not re.search("error displaying|not found", said, re.IGNORECASE), said
 
 
 def test_when_the_run_has_stopped_its_charts_stay_and_a_line_says_what_to_do(seen):
@@ -400,11 +423,3 @@ def check_saved(notebook: dict[str, Any]) -> None:
     assert WIDGET not in shown
     widgets = notebook["metadata"].get("widgets")
     assert widgets is None or widgets["application/vnd.jupyter.widget-state+json"]["state"]
-
-
-def check_packed(notebook: dict[str, Any]) -> None:
-    """Of the bar of packing a sentence stays."""
-    texts = ["".join(output.get("data", {}).get("text/plain", "")) for output in notebook["cells"][PANEL]["outputs"]]
-    [packing] = [line for line in texts if line.startswith("packing")]
-    assert re.fullmatch(r"packing: [\d,]+ samples in [\d.]+ s", packing), packing
-    assert "%" not in text(notebook, PANEL)

@@ -19,14 +19,11 @@ def test_a_terminal_is_told_what_a_run_starts_with_and_every_epoch(pack, tmp_pat
     text = capsys.readouterr()
     assert text.out == "", "which is for results"
     said = [line for line in text.err.splitlines() if line.strip() and "%|" not in line]  # without the bar
-    opened = {line[:11].strip(): line[11:] for line in said[:6]}
+    opened = {line[:11].strip(): line[11:] for line in said[:3]}
     count, last = pack.splits["train"], run.history.of("epoch")[-1]
     each = last["step"] // 3
     assert re.search(r", \d+ cores?, [\d.]+ GB RAM$", opened["device"])
-    assert opened["batch"] == "16 per step, accumulated over 3 forward passes of at most 6"
-    assert opened["lr"] == "0.01, warmup over 1 epoch, cosine to 1e-6"
-    assert opened["optimizer"] == "adamw, weight decay 0.01, gradient norm at most 1, float32"
-    assert opened["feed"].startswith("resident: ")
+    assert opened["plan"] == "batch 16 in 3 parts, lr 0.01 (cosine), adamw, float32, resident feed"
     assert opened["length"] == (
         f"{count} samples · {each} steps per epoch · {3 * each} steps in 3 epochs · {each} steps of warmup"
     )

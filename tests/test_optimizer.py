@@ -171,7 +171,7 @@ def test_another_optimizer_or_schedule_in_the_folder_of_a_run_is_refused(points,
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an instance": (
         {"optimizer": torch.optim.SGD(net().parameters(), 0.1)},
-        "got SGD, which holds the parameters of another",
+        r"a function of \(groups, plan\), got SGD",
     ),
     "a name": ({"optimizer": "lion"}, r"optimizer must be a class of torch\.optim, .* got 'lion'"),
     "an lr": ({"optimizer": partial(Lion, lr=0.1)}, r"got Lion with an lr, which is the plan's: pass plan=nb\.Plan"),
@@ -181,7 +181,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": lambda groups, plan: Lion(net().parameters())},
         "must be in exactly one of the optimizer's",
     ),
-    "a scheduler": ({"schedule": torch.optim.lr_scheduler.OneCycleLR}, r"function of the plan .*, got OneCycleLR"),
+    "a scheduler": ({"schedule": torch.optim.lr_scheduler.OneCycleLR}, r"function of progress, .*, got .*OneCycleLR"),
     "f itself": ({"schedule": lambda plan: 0.5}, r"return None or a function of progress, 0 to 1, .*, got 0\.5"),
     "below 0": ({"schedule": lambda plan: lambda t: t - 1}, "a factor ≥ 0 on lr, got -1"),
 }

@@ -129,7 +129,7 @@ def test_a_field_sets_its_setting(name, text, value):
     [
         ("lr", "-1", "lr must be greater than 0, got -1.0"),
         ("lr", "fast", "lr must be a number, got 'fast'"),
-        ("epochs", "", "epochs must be a whole number"),
+        ("epochs", "1.5", "epochs must be a whole number"),
         ("alpha", "1.5", "alpha must be at most 1"),
         ("betas", "0.9", "betas must be 2 values"),
         ("micro_batch_size", "128", "micro_batch_size must be at most batch_size (64)"),
@@ -338,6 +338,34 @@ def test_a_value_beyond_ten_times_the_advised_asks_once_more_and_can_be_declined
     assert getattr(requests.state.plan, name) == float(text)
     made.fields[name].value = str(3 * usual)
     assert getattr(made.plan, name) == 3 * usual, "on the way down nothing is asked"
+
+
+@pytest.mark.parametrize("back", ["Undo", f"Keep lr = {0.002}", "Escape"])
+def test_an_invalid_field_is_restored_before_a_change_is_undone(back):
+    made = panel(lr=0.002)
+    requests = running(made, able=lambda action: True)
+    made.fields["weight_decay"].value = "0.02"
+    applied(made, requests)
+    made.fields["lr"].value = "inf"
+    assert "Not applied: lr must be" in words(made)
+    if back == "Escape":
+        made.fields["lr"].value = ""  # what the page does
+    else:
+        buttons(made)[back].click()
+    assert made.fields["lr"].value == "0.002"
+    assert "Not applied" not in words(made)
+    assert (requests.pending, made.plan.weight_decay) == (set(), 0.02)
+    buttons(made)["Undo"].click()
+    assert requests.pending == {"undo"}
+
+
+def test_the_slider_of_a_batch_holds_the_advised_one_and_its_halves_and_doubles():
+    made = panel(batch_size=48)
+    slider = made.form.sliders["batch_size"]
+    assert slider.value == pytest.approx(48)
+    assert 2 ** (slider.min + 2) == pytest.approx(12)
+    slide(made, "batch_size", 2 ** (slider.min + 5))
+    assert made.plan.batch_size == 96
 
 
 def test_a_verdict_is_shown_with_a_button_that_makes_its_change():

@@ -65,7 +65,7 @@ def test_a_change_to_fp16_that_skips_every_step_is_undone(pack, tmp_path):
     plan = toy.PLAN.replace(epochs=8)
     task = acting({5: asking(tmp_path / "run", amp="fp16")}, loss=overflowing)
     run = nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
-    assert texts(run) == ["Training diverged at amp fp16; back at step 5 with amp off"]
+    assert texts(run) == ["Training diverged after amp off → fp16, which was undone; back at step 5"]
     assert same(run, nb.fit(toy, pack, plan, tmp_path / "whole", **QUIET))
 
 

@@ -162,23 +162,3 @@ def test_importing_nbtools_loads_torch_and_nothing_else_that_is_slow():
     code = f"import sys, nbtools; print(*({slow} & sys.modules.keys()))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout.split() == []
-
-
-@pytest.mark.parametrize("collects", [True, False])
-def test_importing_nbtools_searches_for_no_garbage_and_leaves_the_search_as_it_was(collects):
-    """One search through what torch has made takes longer than the rest of the import."""
-    code = f"""if True:
-        import gc, sys, torch
-        searched, frozen = [], gc.get_freeze_count()
-        gc.callbacks.append(lambda phase, info: searched.append(info["generation"]))
-        {"" if collects else "gc.disable()"}
-        import nbtools
-        sys.exit(f"{{searched}}, {{gc.isenabled()}}, {{gc.get_freeze_count() - frozen}}")
-    """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert found.stderr.strip() == f"[], {collects}, 0"
-
-
-def test_objects_that_the_user_froze_before_the_import_stay_frozen():
-    code = "import gc, sys; gc.freeze(); import nbtools; sys.exit(not gc.get_freeze_count())"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -17,13 +17,13 @@ from test_export import a_run
 
 import nbtools as nb
 from nbtools.errors import PackError, TrainError
-from nbtools.report import align, by_class, counted
+from nbtools.report import by_class, count_pairs
 from nbtools.tasks import captcha
 
 
 def test_scores_by_class_are_those_of_scikit_learns_classification_report():
     truth, answer = list("aaaaabbbbcd"), list("aaabbbbbaaa")
-    table = by_class(counted(truth, answer, list("abcde"))).drop(columns="IoU")
+    table = by_class(count_pairs(truth, answer, list("abcde"))).drop(columns="IoU")
     wanted = {  # by hand: of the answers, of the truth, their harmonic mean; 0 where nothing was answered so
         "a": (0.5, 0.6, 0.545455, 5),
         "b": (0.6, 0.75, 0.666667, 4),
@@ -35,23 +35,6 @@ def test_scores_by_class_are_those_of_scikit_learns_classification_report():
     assert list(table.columns) == ["precision", "recall", "F1", "support"]
     assert list(table.index) == list(wanted), "a class that is neither true nor predicted is left out"
     np.testing.assert_allclose(table.to_numpy(float), list(wanted.values()), atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("truth", "answer", "pairs"),
-    [
-        ("abc", "abc", ["aa", "bb", "cc"]),
-        ("abc", "axc", ["aa", "bx", "cc"]),
-        ("abc", "ac", ["aa", "b", "cc"]),
-        ("ab", "axb", ["aa", "x", "bb"]),
-        ("", "a", ["a"]),
-        ("kitten", "sitting", ["ks", "ii", "tt", "tt", "ei", "nn", "g"]),
-    ],
-)
-def test_characters_are_paired_along_a_shortest_edit(truth, answer, pairs):
-    assert ["".join(pair) for pair in align(truth, answer)] == pairs
-    assert "".join(one for one, _ in align(truth, answer)) == truth
-    assert "".join(other for _, other in align(truth, answer)) == answer
 
 
 @pytest.fixture(scope="module")
@@ -93,16 +76,6 @@ def test_a_report_shows_by_itself_with_what_is_confused_and_pictures_of_the_wors
     assert str(report.worst["truth"].iloc[0]) in repr(report.pictures)
 
 
-def test_of_many_classes_the_figure_has_the_twenty_most_confused(shapes):
-    run, pack = shapes
-    names = [f"class {k:02}" for k in range(40)]
-    truth = names * 2 + names[:20]
-    answer = names * 2 + names[19::-1]  # the first twenty, each taken for another once
-    report = run.report(pack, "val")
-    many = type(report)("", report.table, counted(truth, answer, names), report.worst, run, pack)
-    assert {tick.get_text() for tick in many.confusion.axes[0].get_yticklabels()} == {*names[:20]}
-
-
 def test_a_report_on_texts_counts_which_character_was_read_as_which(tmp_path):
     pack = captcha.pack(captcha.demo(tmp_path / "raw", 40, length=(2, 6)), layout="lines", progress=False)
     plan = captcha.PLAN.replace(network="ctc", amp="off")
@@ -138,38 +111,12 @@ def test_a_report_on_values_has_their_errors_and_the_worst_residuals(tmp_path):
     report, ids = run.report(pack, "val"), pack.ids("val")
     y, guess = pack.arrays["y"][ids].astype(float), np.array(run.predict_pack(pack, ids))
     [row] = report.table.to_dict("records")
-    rest = ((guess - y) ** 2).sum() / ((y - y.mean()) ** 2).sum()
-    assert row == pytest.approx(
-        {"MAE": abs(guess - y).mean(), "RMSE": ((guess - y) ** 2).mean() ** 0.5, "R²": 1 - rest}
-    )
+    assert row == pytest.approx({"MAE": abs(guess - y).mean(), "RMSE": ((guess - y) ** 2).mean() ** 0.5})
     assert report.worst.index[0] == ids[abs(guess - y).argmax()]
     assert report.confusion is None
     assert "MAE" in report._repr_html_()
     with pytest.raises(TrainError, match=r"all=True\) needs answers that are classes"):
         run.predict([pack.raw[0]], all=True)
-
-
-class Masks(nb.Task):
-    """Which pixels of an image are bright, of a pack of `nb.pack` whose targets are masks."""
-
-    def model(self, card, plan):
-        return torch.nn.Conv2d(3, 2, 1)
-
-    def loss(self, model, batch, plan):
-        return torch.nn.functional.cross_entropy(model(batch), batch["y"].long())
-
-    def decode(self, outputs, card):
-        return list(outputs.argmax(1).cpu().numpy())
-
-
-def test_masks_of_an_nb_pack_are_compared_by_their_numbers(tmp_path):
-    data = [(image, (image[..., 0] > 150).astype(np.uint8)) for image, _ in own.images(30)]
-    pack = nb.pack(data, into=tmp_path / "pack", progress=False)
-    run = a_run(Masks(), pack, own.PLAN, tmp_path / "run")
-    report, ids = run.report(pack, "train"), pack.ids("train")
-    right = np.mean([run.predict_pack(pack, [i])[0] == pack.arrays["y"][i] for i in ids])
-    assert report.table.loc["weighted mean", "recall"] == pytest.approx(right)
-    assert list(report.table.index[:2]) == ["0", "1"]
 
 
 def test_a_task_of_ones_own_says_what_is_right_and_a_pack_of_other_classes_is_refused(tmp_path):
@@ -212,5 +159,4 @@ def test_a_folder_is_answered_by_name_also_below_folders_and_what_is_no_sample_i
         torch.testing.assert_close(torch.tensor(table.to_numpy()), run.model("cpu")({"x": x}).softmax(1).double())
     for name in table.index:
         (folder / name).unlink()
-    with pytest.raises(PackError, match=r"has no file that can be read; .*labels\.csv: a sample must"):
-        run.predict(folder)
+    assert run.predict(folder) == {}

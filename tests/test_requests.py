@@ -21,8 +21,8 @@ from acting import QUIET, acting, asking, interrupted, last_step, same, texts
 import nbtools as nb
 from nbtools import __main__ as terminal
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.guard import WATCHED
-from nbtools.live import requests, send
+from nbtools.guard import NOTHING, WATCHED
+from nbtools.live import send
 from nbtools.run import busy
 from nbtools.train import CONTROL, checkpoint
 
@@ -103,6 +103,27 @@ def test_pause_stops_the_steps_saves_and_evaluates_and_resume_goes_on_bit_equal(
     assert same(run, untouched)
 
 
+def test_a_pause_holds_while_a_change_is_undone_and_what_cannot_be_gone_back_to_is_refused(pack, tmp_path, untouched):
+    folder = tmp_path / "run"
+    task = acting({3: asking(folder, "pause")})
+
+    def user():
+        wait_for(lambda: last_step(folder) == 3)
+        send(folder, settings={"lr": 0.005})
+        send(folder, ["undo"])
+        wait_for(lambda: "taken back before it was applied" in history_of(folder))
+        for action in ("best", "undo"):
+            send(folder, [action])
+            wait_for(lambda action=action: f"refused: {NOTHING[action]}" in history_of(folder))
+        time.sleep(0.2)
+        assert len(task.seen) == 3
+        send(folder, ["resume"])
+
+    with beside(folder, user):
+        run = nb.fit(task, pack, PLAN, folder, **QUIET)
+    assert same(run, untouched)
+
+
 @pytest.mark.parametrize("ctrl_c", [False, True])
 def test_stop_and_ctrl_c_leave_a_usable_run_that_goes_on_bit_equal(pack, tmp_path, untouched, ctrl_c):
     folder = tmp_path / "run"
@@ -166,38 +187,31 @@ REFUSED = (
         "4 settings change at once: lr 0.01 → 0.02, weight_decay 0 → 0.1, clip_norm 1 → none, patience 5 → 3; to",
     ),
     ("[1]", "must be a JSON object"),
-    ("[" * 100_000, "must be a JSON object"),
-    (f'{{"lr": 1{"0" * 400}}}', "Plan.lr must be below 2**63, got one of 1329 bits"),
+    (f'{{"lr": 1{"0" * 400}}}', "Plan.lr must be finite, got inf"),
 )
 
 
-def test_what_cannot_be_is_explained_and_changes_nothing(pack, tmp_path, untouched, monkeypatch):
-    monkeypatch.setattr(requests, "UNFINISHED", 0.0)
+def test_what_cannot_be_is_explained_and_changes_nothing(pack, tmp_path, untouched):
     folder = tmp_path / "run"
     path, actions = folder / CONTROL, dict[int, Callable[[], Any]]()
     for i, (text, _) in enumerate(REFUSED):
         actions[2 * i + 1] = partial(path.write_text, text)
-    actions[2 * len(REFUSED) + 1] = path.mkdir
     run = nb.fit(acting(actions), pack, PLAN, folder, **QUIET)
     for event, (text, answer) in zip(run.events, REFUSED, strict=False):
         assert event.startswith("refused: "), text[:80]
         assert answer in event
-    assert "Is a directory" in run.events[-1]
     assert texts(run) == run.events, "who asked from elsewhere reads the answers"
-    assert len(run.events) == len(REFUSED) + 1, "each once"
+    assert len(run.events) == len(REFUSED), "each once"
     assert not os.path.lexists(folder / CONTROL)
     assert same(run, untouched)
 
 
-def test_requests_made_before_the_run_looks_are_all_taken_and_a_forced_one_forces_nobody_elses(
-    pack, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(requests, "UNFINISHED", 60.0)
+def test_requests_made_before_the_run_looks_are_all_taken_and_a_forced_one_forces_nobody_elses(pack, tmp_path):
     folder = tmp_path / "run"
     steps = [
         (asking(folder, "save", lr=2e-3), asking(folder, "evaluate", clip_norm=2.0)),
         (asking(folder, lr=1000.0), asking(folder, weight_decay=0.1, force=True)),
-        (lambda: (folder / CONTROL).write_text('{"do": '),),  # somebody's editor, amid its writing
+        ((folder / CONTROL).touch,),  # echo, before it writes
         (lambda: (folder / CONTROL).write_text('{"do": ["stop"]}'),),
     ]
     actions = {3 + n: lambda each=each: [act() for act in each] for n, each in enumerate(steps)}
@@ -270,26 +284,27 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
         wait_for(lambda: history_of(elsewhere).count("step,") > since + WATCHED + 1)
         ask("batch_size=100000", answer="refused: ")
         ask("lr=1000", refused=True)
-        ask("lr=1000", "--force", answer="Training diverged")
+        send(elsewhere, settings={"lr": 1000.0}, force=True)
+        wait_for(lambda: "Training diverged" in history_of(elsewhere))
         ask("weight_decay=0.1", answer="weight_decay 0 → 0.1")
-        ask("undo", answer="the change was undone; back at step")
+        ask("undo", answer="weight_decay 0 → 0.1 undone; back at step")
         ask("stopp", refused=True)
         ask("stop")
 
     with beside(elsewhere, interrupt):
-        nb.watch(elsewhere, toy)
+        nb.watch(elsewhere)
     assert busy(elsewhere), "an interrupt ends the watching, not the run"
     assert "continues" in capsys.readouterr().err
     with beside(elsewhere, user):
-        run = nb.watch(elsewhere, toy)
+        run = nb.watch(elsewhere)
     assert not busy(elsewhere)
     assert (run.plan.lr, run.plan.weight_decay) == (0.005, 0)
     text = capsys.readouterr().err
     for message in (
         "lr 0.01 → 0.005",
         "larger than the train split",
-        "Training diverged at lr 1000, 100,000× the advised 0.01; back at step",
-        f"python -m nbtools control {elsewhere} lr=1000 --force",
+        "Training diverged after lr 0.005 → 1000, which was undone; back at step",
+        "force=True",
         "pause, resume, stop, evaluate, save, profile, best, undo, got 'stopp'",
     ):
         assert message in text
@@ -305,7 +320,7 @@ def test_watching_nothing_says_so_and_a_run_that_ended_is_shown_once(tmp_path, u
     with pytest.raises(CheckpointError, match=r"no such folder; nb\.runs lists"):
         nb.watch(tmp_path / "none", wait=0)
     start = time.monotonic()
-    assert len(nb.watch(untouched.folder, toy).history.of("epoch")) == 4
+    assert len(nb.watch(untouched.folder).history.of("epoch")) == 4
     assert time.monotonic() - start < 10
 
 
@@ -317,9 +332,6 @@ def test_epochs_below_the_present_one_end_the_run_after_it_and_count_what_was_do
     if stopped:
         actions[step + 2] = asking(folder, "stop")
     run = nb.fit(acting(actions), pack, PLAN, folder, **QUIET)
-    said = [row for row in run.history.of("event") if row["what"].startswith("epochs 1")]
-    assert [row["what"] for row in said] == ["epochs 1 is below the current epoch 3: training ends after this epoch"]
-    assert said[0]["step"] == step, "said before it ends"
     assert texts(run, "change") == ["epochs 4 → 1"]
     run = nb.fit(toy, pack, None, folder, **QUIET) if stopped else run
     assert len(run.history.of("epoch")) == len(run.summary()) == 3

@@ -1,10 +1,11 @@
-"""What a trained run shows in tables: its epochs, its evaluation, and the folder of runs that it lies in."""
+"""What a trained run shows in tables: its epochs, and the folder of runs that it lies in, also without its task."""
 
 import os
 import re
 import shutil
 from typing import Any
 
+import own
 import pytest
 import toy
 from acting import QUIET
@@ -12,7 +13,6 @@ from acting import QUIET
 import nbtools as nb
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.run import lock
-from nbtools.show import number
 from nbtools.train import Record, checkpoint
 
 
@@ -21,14 +21,6 @@ def run(pack, tmp_path_factory):
     """Four epochs, of which every second one is evaluated."""
     plan = toy.PLAN.replace(epochs=4, eval_every=2)
     return nb.fit(toy, pack, plan, tmp_path_factory.mktemp("runs") / "every second", **QUIET)
-
-
-def test_an_evaluation_is_a_dict_that_a_notebook_shows_with_its_metrics_explained(run, pack):
-    scores = nb.evaluate(run, pack)
-    assert repr(scores) == repr(dict(scores))
-    assert set(scores) == {"loss", "accuracy"}
-    for part in (f"{pack.splits['test']} samples of the test split", number(scores["loss"]), "training minimises"):
-        assert part in scores._repr_html_()
 
 
 @pytest.fixture
@@ -41,27 +33,40 @@ def folder(run, tmp_path):
     return tmp_path
 
 
-def test_the_runs_of_a_folder_are_a_table_newest_first_with_state_best_time_speed_tags_and_notes(folder, run):
-    older = nb.Run.open(folder / "older")
-    assert older.notes == ""
-    older.tags, older.notes = ["baseline"], "<b>with the old labels"
+def test_the_runs_of_a_folder_are_a_table_newest_first_and_one_that_cannot_be_opened_is_named(folder, run, capsys):
     frame = nb.runs(folder)
     assert list(frame.index) == ["more/newer", "older"]
     row = frame.loc["older"]
     assert (row["state"], row["best_accuracy"], row["epochs"]) == ("done", run.best["val_accuracy"], 4)
     assert row["minutes"] == pytest.approx(run.history.of("epoch")[-1]["wall"] / 60)
-    assert (row["tags"], row["notes"]) == (["baseline"], "<b>with the old labels")
-    assert nb.Run.open(folder / "older").tags == ["baseline"], "kept in its folder"
-    with pytest.raises(CheckpointError, match="there is no such folder; name the one"):
-        nb.runs(folder / "nowhere")
-
-
-def test_a_run_that_cannot_be_opened_is_named_with_the_reason_and_leaves_the_others(folder, capsys):
     (folder / "older" / "card.json").unlink()
     assert list(nb.runs(folder).index) == ["more/newer"]
     assert re.search(r"left out: .*older/card\.json is missing; copy the whole run", capsys.readouterr().err)
     assert nb.runs(folder / "data").empty
     assert "data has no runs in it" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="there is no such folder; name the one"):
+        nb.runs(folder / "nowhere")
+
+
+def test_a_run_of_a_task_without_a_name_is_listed_and_compared_and_asks_for_it_where_the_network_is_needed(tmp_path):
+    """`nb.fit(nb.classify(net), pack)` in one line."""
+    pack = own.packed("images", tmp_path)
+    for seed in range(2):
+        nb.fit(nb.classify(own.Small), pack, own.PLAN.replace(seed=seed), tmp_path / "runs" / str(seed), **QUIET)
+    frame = nb.runs(tmp_path / "runs")
+    assert frame["best_accuracy"].between(0, 1).all()
+    assert list(frame["state"]) == ["done", "done"]
+    compared = nb.compare(tmp_path / "runs")
+    assert "accuracy" in compared.conclusion
+    assert list(compared.frame["plan.seed"]) == [0, 1]
+    opened = nb.Run.open(tmp_path / "runs" / "0")
+    assert opened.best["val_accuracy"] == max(opened.summary()["val_accuracy"])
+    for need in (lambda: opened.predict([pack.raw[0]]), opened.model, lambda: nb.evaluate(opened, pack)):
+        with pytest.raises(CheckpointError, match=r"has no name there to open it by; pass task= with the same one"):
+            need()
+    again = nb.Run.open(opened.folder, nb.classify(own.Small))
+    assert again.best == opened.best
+    assert nb.evaluate(again, pack, "val")["accuracy"] == pytest.approx(opened.best["val_accuracy"])
 
 
 def test_the_state_of_a_run_is_read_off_its_folder(folder, run):

@@ -143,15 +143,14 @@ def test_four_channels_keep_transparency_and_three_lie_on_white(tmp_path):
     np.testing.assert_array_equal(sole(grey)["image"], photo()[..., :1].repeat(3, 2))
 
 
-WHOLE = "copy it again"
 AGAIN = "export it as PNG of one channel, whose values are the ids"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "rule", "value", "fix"),
     [
-        ("labels/a.png", b"", "the label must be a whole image", "an empty file", WHOLE),
-        ("images/a.png", None, "the image must be a whole image", "image file is truncated", "delete it"),
+        ("labels/a.png", b"", "the file must be a whole image", "no image", "delete it"),
+        ("images/a.png", None, "the file must be a whole image", "image file is truncated", "delete it"),
         ("images/a.png", np.zeros((H, W), np.uint16), "an image must have 8 bits", "mode I;16", "convert it"),
         (
             *("labels/a.png", ids(0, 40, 50), "a label must have the size of its image"),

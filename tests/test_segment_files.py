@@ -37,6 +37,9 @@ def test_layouts_pair_images_with_labels_and_give_the_split(tmp_path, image, lab
         "p/a.png,q/a.png\n",
         "\ufeffimage,label\r\np/a.png , q/a.png\r\n",
         '"p/a.png", "q/a.png"\n',
+        "image;label;split\np\\a.png;q\\a.png;val\n",
+        "./p/a.png\tq/a.png\n",
+        "p/a.png q/a.png\n",
     ],
 )
 def test_lists_of_images_and_labels_are_read(tmp_path, lines):

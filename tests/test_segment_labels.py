@@ -84,6 +84,10 @@ def test_a_mask_of_0_and_255_says_how_to_be_read(tmp_path):
         ("ground\nshirt\n\n", [[0, "ground", None], [1, "shirt", None]]),
         ("id,name\n3,ground\n7, a shirt\n", [[3, "ground", None], [7, "a shirt", None]]),
         ("0,ground,0,0,0\n1,shirt,255,0,9", [[0, "ground", [0, 0, 0]], [1, "shirt", [255, 0, 9]]]),
+        ("id;name\n3;ground\n7;shirt, red\n", [[3, "ground", None], [7, "shirt, red", None]]),
+        ("0\tground\n1\ta shirt\n", [[0, "ground", None], [1, "a shirt", None]]),
+        ('0 ground\n1 "a shirt"\n', [[0, "ground", None], [1, "a shirt", None]]),
+        ("# comment\nbg\nshirt, red\n", [[0, "bg", None], [1, "shirt, red", None]]),
         ("# comment\nbg\nshirt\n", [[0, "bg", None], [1, "shirt", None]]),
     ],
 )

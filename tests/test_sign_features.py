@@ -223,7 +223,7 @@ def test_what_cannot_be_used_has_a_row_and_the_rest_is_made(tmp_path):
     result = made(raw, into)
     assert (result.written, result.ok) == (("twice/hello.npz", "whole.npz"), False)
     rows = {row.file: (row.rule, row.value) for row in result.rows}
-    assert rows.pop("torn.npz")[0] == "the frame must be a whole image"
+    assert rows.pop("torn.npz")[0] == "the file must be a whole image"
     assert rows.pop("wreck.npz")[0] == "a clip must be a .npz archive"
     sizes = "12 × 19 pixels (height × width) after 12 × 18 pixels (height × width)"
     assert rows == {

@@ -3,7 +3,6 @@
 import io
 import json
 import pkgutil
-import re
 import subprocess
 import sys
 from contextlib import redirect_stderr
@@ -12,7 +11,7 @@ import pandas as pd
 import pytest
 
 import nbtools.tasks
-from nbtools.__main__ import COMMANDS, main
+from nbtools.__main__ import main
 from nbtools.tasks import sign
 from nbtools.train import device
 
@@ -89,7 +88,7 @@ def test_the_smoke_test_needs_no_data(capsys):
     assert "equal outputs" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", re.findall(r"^(\w+) TASK", COMMANDS, re.M))
+@pytest.mark.parametrize("command", ["demo", "pack", "advise", "train", "evaluate", "validate", "features"])
 def test_no_option_is_there_twice(command, capsys):
     """The script stopped at its start: two of its options had one name."""
     for task in TASKS:

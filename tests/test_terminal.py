@@ -1,17 +1,18 @@
-"""The terminal as scripts and people meet it: examples that are true, JSON that is one document, exit codes, and logs
-that stay readable."""
+"""The terminal does what the notebook does, with every setting as an option: help, JSON, exit codes, readable logs, and
+mistakes that are answered in a sentence."""
 
+import dataclasses
+import inspect
 import io
 import json
 import os
-import re
 import shutil
 import signal
-import sys
-import threading
 import tomllib
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import toy
 
 import nbtools as nb
 from nbtools.__main__ import COMMANDS, main
+from nbtools.train import knob
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,13 +48,11 @@ def help_of(*words: str) -> str:
     return text.getvalue()
 
 
-@pytest.mark.parametrize("line", re.findall(r"^\w.*", COMMANDS, re.M))
-def test_the_help_of_a_command_shows_what_it_takes(line):
-    [(command, task, text)] = re.findall(r"^(\w+) ?(TASK)?.*?  +(.*)", line)
-    shown = help_of(command, *(["sign"] if task else []))
-    assert shown.startswith(f"usage: python -m nbtools {command} [options]{f' {task}' if task else ''}")
-    assert text in " ".join(shown.split())
-    assert "--json" in shown
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda act: act.__name__)
+def test_the_help_of_a_command_shows_what_it_takes(command):
+    shown = help_of(command.__name__, *(["sign"] if "task" in inspect.signature(command).parameters else []))
+    assert shown.startswith(f"usage: python -m nbtools {command.__name__} [-h]")
+    assert " ".join((command.__doc__ or "").split()) in " ".join(shown.split())
 
 
 def test_the_version_is_one_line_and_the_command_nbtools_is_this_module(capsys):
@@ -63,72 +63,14 @@ def test_the_version_is_one_line_and_the_command_nbtools_is_this_module(capsys):
     assert project["scripts"] == {"nbtools": f"{main.__module__}:{main.__name__}"}
 
 
-def document(capsys, *words: str, code: int = 0):
-    """What a command prints with --json, in strict JSON."""
-    assert main([*words, "--json"]) == code
-    return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-
-
-def test_with_json_every_result_is_one_document_and_all_else_goes_to_stderr(data, train, tmp_path, capsys, monkeypatch):
-    def demo(folder, count=100):
-        print("a task of one's own that prints")
-        return written(folder, count)
-
-    written = toy.demo
-    run, file = str(tmp_path / "runs" / "toy"), str(sorted(data.iterdir())[0])
-    monkeypatch.setattr(toy, "demo", demo)
-    assert document(capsys, "demo", "toy", str(tmp_path / "raw"), "--count", "20") == {"folder": str(tmp_path / "raw")}
-    assert document(capsys, "stage", str(data)) == {"folder": str(data)}
-    packed = document(capsys, "pack", "toy", str(data), "--into", str(tmp_path / "pack"))
-    assert (packed["folder"], sum(packed["splits"].values()), packed["bad"]) == (str(tmp_path / "pack"), 120, [])
-    advice = document(capsys, "advise", "toy", "--data", str(data), "--no-measure")
-    assert set(advice["reasons"]) <= advice["plan"].keys()
-    assert train("--json") == 0
-    made = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert [row["epoch"] for row in made["epochs"]] == [1]
-    assert (made["run"], made["plan"]["epochs"], made["receipt"], made["state"]) == (run, 1, None, "done")
-    assert document(capsys, "watch", run) == made
-    metrics = document(capsys, "evaluate", "toy", "--data", str(data), "--run", run)
-    assert set(metrics) == {"loss", "accuracy"}
-    [found] = document(capsys, "predict", run, file)
-    assert found == {"file": file, "prediction": nb.Run.open(run, toy).predict(file)[0]}
-
-
-def test_a_report_is_a_document_too_and_errors_are_its_exit_code(tmp_path, capsys):
+def test_a_report_with_errors_is_exit_code_one(tmp_path, capsys):
     assert main(["demo", "sign", str(tmp_path / "clips"), "--count", "4"]) == 0
-    capsys.readouterr()
     next((tmp_path / "clips").rglob("*.npz")).write_bytes(b"cut off")
-    report = document(capsys, "validate", "sign", str(tmp_path / "clips"), code=1)
-    assert (report["ok"], report["errors"]) == (False, len(report["rows"]))
-    assert {"file", "rule", "fix"} <= report["rows"][0].keys()
+    assert main(["validate", "sign", str(tmp_path / "clips")]) == 1
+    assert ".npz" in capsys.readouterr().out
 
 
-def test_the_exit_codes_are_in_the_help_and_an_unknown_command_line_is_two(capsys):
-    assert re.findall(r"\d+", help_of().partition("exit codes:")[2]) == ["0", "1", "2", "130"]
-    for words in (["nosuch"], [], ["gpus", "--nosuch"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(words)
-        assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        (
-            "train sign --batch-siz 4",
-            "unknown argument --batch-siz; did you mean --batch-size? See python -m nbtools train",
-        ),
-        ("trian sign", "export'); did you mean train? See python -m nbtools"),
-        ("gpus now", "unknown argument now. See python -m nbtools gpus"),
-    ],
-)
-def test_what_there_is_not_is_answered_with_the_nearest_in_one_line(typed, said, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(typed.split())
-    assert capsys.readouterr().err.endswith(f"{said} --help\n")
-
-
-def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, capsys, monkeypatch):
+def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, tmp_path, monkeypatch):
     steps, trained = iter(range(1000)), toy.loss
 
     def loss(model, batch, plan):
@@ -137,18 +79,9 @@ def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, 
         return trained(model, batch, plan)
 
     monkeypatch.setattr(toy, "loss", loss)
-    assert train("--json") == 130
-    assert json.loads(capsys.readouterr().out)["state"] == "stopped"
+    assert train() == 130
+    assert nb.Run.open(tmp_path / "runs" / "toy", toy).state == "stopped"
     assert train() == 0
-
-
-def test_a_reader_that_has_gone_is_no_traceback(data, monkeypatch, capfd):
-    read, write = os.pipe()
-    os.close(read)
-    with os.fdopen(write, "w") as gone:
-        monkeypatch.setattr(sys, "stdout", gone)
-        assert main(["stage", str(data)]) == 141
-    assert capfd.readouterr().err == ""
 
 
 def test_gpus_checks_the_machine_as_it_is(capsys):
@@ -158,16 +91,6 @@ def test_gpus_checks_the_machine_as_it_is(capsys):
         assert part in shown
 
 
-def test_gpus_watch_reads_again_and_again_until_ctrl_c(capsys, monkeypatch):
-    for name in ("PERIOD", "FIRST"):
-        monkeypatch.setattr(sys.modules[nb.Gpu.__module__], name, 0.02)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    assert main(["gpus", "--watch"]) == 0
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown
-    assert len(re.findall(r"CPU: \d+ % of \d+ cores?; RAM: [\d.]+(?: MB)? of [\d.]+ GB in use", shown)) >= 2
-
-
 def test_runs_are_listed_and_compared_and_a_folder_is_predicted_into_a_csv_file(train, data, tmp_path, capsys):
     runs, other = tmp_path / "runs", str(tmp_path / "runs" / "other")
     assert train() == 0
@@ -175,10 +98,10 @@ def test_runs_are_listed_and_compared_and_a_folder_is_predicted_into_a_csv_file(
     assert main(["train", "toy", "--data", str(data), *words]) == 0
     assert main(["watch", str(runs / "tyo")]) == 1
     assert "tyo: no such folder; nb.runs lists those of a folder" in capsys.readouterr().err
-    assert {row["run"] for row in document(capsys, "runs", str(runs))} == {"toy", "other"}
+    assert main(["runs", str(runs)]) == 0
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]} == {"toy", "other"}
     assert main(["compare", str(runs / "toy"), other]) == 0
     assert nb.compare(runs / "toy", other).conclusion in capsys.readouterr().out
-    assert len(document(capsys, "compare", str(runs))["runs"]) == 2
     folder, table = tmp_path / "new", tmp_path / "out.csv"
     (folder / "more").mkdir(parents=True)
     (folder / ".DS_Store").touch()
@@ -191,9 +114,122 @@ def test_runs_are_listed_and_compared_and_a_folder_is_predicted_into_a_csv_file(
     assert (out, "2 files predicted by Run" in err) == (f"{table}\n", True)
 
 
-def test_a_training_in_a_log_has_a_line_an_epoch_and_few_of_its_bar(train, capsys):
-    assert train("--epochs", "5") == 0
-    err = capsys.readouterr().err
-    assert "\r" not in err
-    assert 1 <= len([line for line in err.splitlines() if "%|" in line]) <= 10
-    assert len(re.findall("^epoch ", err, re.M)) == 5
+def planned(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "runs" / "toy" / "plan.json").read_text())
+
+
+def test_demo_pack_advise_train_evaluate_predict_in_a_row(tmp_path, capsys):
+    raw, run = tmp_path / "raw", tmp_path / "runs" / "toy"
+    assert main(["demo", "toy", str(raw), "--count", "150"]) == 0
+    assert main(["pack", "toy", str(raw)]) == 0
+    assert "  4: a, b, c, d" in capsys.readouterr().out
+    assert main(["advise", "toy", "--data", str(raw), "--no-measure"]) == 0
+    assert "rule of thumb" in capsys.readouterr().out
+    train = ["train", "toy", "--data", str(raw), "--run", str(run), "--no-receipt", "--batch-size", "8"]
+    assert main([*train, "--epochs", "2", "--hidden", "24", "--no-compile", "--betas", "0.8,0.99"]) == 0
+    plan = planned(tmp_path)
+    assert (plan["epochs"], plan["hidden"], plan["batch_size"], plan["betas"]) == (2, 24, 8, [0.8, 0.99])
+    assert main([*train, "--epochs", "3"]) == 0  # resumes, with the settings it had
+    assert planned(tmp_path)["hidden"] == 24
+    assert "3 of 3 epochs" in capsys.readouterr().out
+    assert main(["evaluate", "toy", "--data", str(raw), "--run", str(run), "--split", "val"]) == 0
+    assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == {"loss", "accuracy"}
+    files = sorted(map(str, raw.glob("*.npy")))[:2]
+    assert main(["predict", str(run), *files]) == 0
+    assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == files
+
+
+def test_every_setting_of_the_plan_is_an_option_and_percent_signs_are_text(monkeypatch, capsys):
+    @dataclasses.dataclass(frozen=True)
+    class Plan(toy.Plan):
+        half: bool = knob(False, "drop 50 % of it")
+
+    monkeypatch.setattr(toy, "PLAN", Plan())
+    monkeypatch.setattr(toy, "pack", lambda source, *, pattern="%H": None)
+    with pytest.raises(SystemExit):
+        main(["train", "toy", "--help"])
+    text = capsys.readouterr().out
+    assert [f.name for f in dataclasses.fields(Plan) if "--" + f.name.replace("_", "-") not in text] == []
+    assert "drop 50 % of it" in text
+    assert "default %H" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--batch-size", "x"], "--batch-size must be int, got 'x'"),
+        (
+            ["--from", "basline"],
+            "--from must be one of advised, measured, plan, baseline, got 'basline'; did you mean base",
+        ),
+        (["--amp", "fp8"], "Plan.amp must be one of off, bf16, fp16, got 'fp8'"),
+        (["--batch-size", "5000"], "larger than the train split"),
+        (["--processes", "0"], "processes (--processes) must be at least 1, got 0"),
+    ],
+)
+def test_a_bad_option_is_one_sentence_and_starts_nothing(train, tmp_path, capsys, words, sentence):
+    assert train(*words) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("nbtools: ")
+    assert sentence in last
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "sentence"),
+    [
+        (
+            "train sign --batch-siz 4",
+            2,
+            "unrecognized arguments: --batch-siz 4; did you mean --batch-size? See python -m",
+        ),
+        ("trian sign", 2, "; did you mean train? See python -m nbtools --help"),
+        ("gpus now", 2, "unrecognized arguments: now. See python -m nbtools"),
+        ("evaluate toy --run r", 2, "the following arguments are required: --data"),
+        ("pack nosuchtask x", 1, "no task 'nosuchtask': use captcha"),
+        ("pack captch x", 1, "did you mean captcha?"),
+        ("pack toy no/such/folder", 1, "no/such/folder"),
+        ("train toy", 1, "name the data: --data SOURCE"),
+        ("validate toy anything", 1, "has no validate; define it"),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_answered_in_a_sentence_with_the_nearest_word(typed, code, sentence, capsys):
+    try:
+        ended = main(typed.split())
+    except SystemExit as end:  # argparse
+        ended = end.code
+    out, err = capsys.readouterr()
+    assert (ended, out, sentence in err) == (code, "", True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (str, "a,b", "a,b"),
+        (int, "-3", -3),
+        (float, "1e-3", 0.001),
+        (str | None, "None", None),
+        (str | int, "0123", "0123"),
+        (int | tuple[int, int] | None, "4, 8", (4, 8)),
+        (tuple[float, ...], "1,0.5", (1, 0.5)),
+        (int | str | Iterable[int | str] | None, "7,sky", (7, "sky")),
+        (Sequence[str] | None, "012", "012"),
+    ],
+)
+def test_an_option_is_read_by_its_annotation_and_a_boolean_one_is_a_bare_flag(kind, text, value, monkeypatch, capsys):
+    def demo(folder, *, one_more=1, twice=False, thrice=True):
+        return repr((one_more, twice, thrice))
+
+    demo.__annotations__["one_more"] = kind
+    monkeypatch.setattr(toy, "demo", demo)
+    assert main(["demo", "toy", "x", "--one-more", text, "--twice", "--no-thrice"]) == 0
+    assert capsys.readouterr().out == f"{(value, True, False)!r}\n"
+    assert main(["demo", "toy", "x"]) == 0
+    assert capsys.readouterr().out == "(1, False, True)\n"
+
+
+def test_the_smoke_test_needs_no_data_and_takes_settings(capsys):
+    assert main(["train", "toy", "--smoke-test", "--hidden", "24"]) == 0
+    assert "364 parameters" in capsys.readouterr().out  # 8·24 + 24 + 2·24 + 24·4 + 4
+    assert main(["train", "toy", "--smoke-test", "--hidden", "0"]) == 1
+    assert "hidden must be at least 1" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 import serving
 from browser import text
 from serving import CLASSIC, LAB, Stack
-from test_live import ASKED, cells, check_packed, check_saved
+from test_live import ASKED, cells, check_saved
 
 EXECUTORS = {
     "papermill": "import papermill, sys; papermill.execute_notebook(*sys.argv[1:], progress_bar=False)",
@@ -37,4 +37,3 @@ def test_the_same_notebook_ends_without_anybody_clicking(executor: str, stack: S
     notebook = json.loads((work / "done.ipynb").read_text())
     assert text(notebook, ASKED).split() == ["second", "third", "asked"]
     check_saved(notebook)
-    check_packed(notebook)

@@ -2,7 +2,6 @@
 and its tables name what there is and quote what `nb.pack` says."""
 
 import html
-import json
 import re
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
 import nbtools as nb
-from nbtools.train.augment import IMAGES, MIXUP
+from nbtools.train.augment import STRENGTHS
 from nbtools.train.metrics import METRICS
 
 ROOT = Path(__file__).parent.parent
@@ -173,7 +172,7 @@ def test_classify_trains_what_a_lightning_module_does():
 
 def test_the_model_is_taken_away_as_shown():
     run = run_cell(beside("From Lightning")[0], **names())
-    take, look = beside("Take it away")
+    [take] = beside("Take it away")
     run_cell(take, **run)
     fresh, x = Net(3), torch.rand(2, 3, 24, 24)
     fresh.load_state_dict(load_file("net.safetensors"))
@@ -181,10 +180,6 @@ def test_the_model_is_taken_away_as_shown():
     image, label = Photos()[0]
     assert np.array_equal(run["pack"].raw[0]["x"], image.numpy())
     assert run["pack"].raw[0]["y"] == label
-    pytest.importorskip("onnxruntime")
-    run["run"].export("net.onnx")
-    [described] = run_cell(look, json=json)["about"]["inputs"].values()
-    assert described["text"]
 
 
 def test_weights_and_biases_and_optuna_take_a_callback_as_shown(monkeypatch):
@@ -241,7 +236,7 @@ def test_what_cannot_be_packed_gets_the_sentence_of_the_table(call, said):
         "augmented": Augmented(),
         "pictures": [(Image.new("RGB", (24 + i, 24)), "ab"[i % 2]) for i in range(20)],
         "notes": pd.DataFrame({"area": 1.0, "note": [f"text {i}" for i in range(60)], "price": 2.0}),
-        "objects": [(object(), 1)] * 20,
+        "triples": [(0.5, 1, 2)] * 20,
     }
     with pytest.raises(nb.NbtoolsError) as caught:
         eval(call, given)
@@ -252,10 +247,10 @@ def test_what_cannot_be_packed_gets_the_sentence_of_the_table(call, said):
 
 def test_the_tables_name_the_metrics_augmentations_settings_and_calls_that_there_are():
     rows = dict(re.findall(r"^\| (metrics of \w+|augmentation) \| (.*?) \|$", TEXT, re.M))
-    for kind in ("classes", "values"):
+    for kind in ("classes", "labels", "values"):
         named = set(re.findall(r"`(\w+)`", rows[f"metrics of {kind}"]))
-        assert named == {name for name, (of, _, _) in METRICS.items() if of == kind}
-    assert set(re.findall(r"`(\w+)`", rows["augmentation"])) == {*IMAGES, MIXUP}
+        assert named == {name for name, (of, _, _) in METRICS.items() if kind in of}
+    assert set(re.findall(r"`(\w+)`", rows["augmentation"])) == {*STRENGTHS}
     for call in re.findall(r"Plan\(([^)]*)\)", TEXT):
         assert set(re.findall(r"(\w+)=", call)) <= nb.Plan().to_dict().keys()
     assert all(hasattr(nb, name) for name in re.findall(r"\bnb\.(\w+)", TEXT))

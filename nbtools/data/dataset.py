@@ -1,451 +1,189 @@
-"""nb.pack: any Dataset, DataFrame, or folder of images by class → a Pack.
-
-64 items, spread over the data and read twice, show what the items have in common, whether they are the same at each
-reading, and what one costs; with type and length they identify the pack. Then every item is read once, in worker
-processes where that pays.
-"""
+"""nb.pack: what one has becomes the columns of a Pack; and items to predict, read like its own."""
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import hashlib
-import itertools
-import json
-import math
-import multiprocessing
-import pickle
-import sys
-import time
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
-from nbtools import disk
-from nbtools.data.build import Entry, Problem, Survey, make_pack, of_task, why
-from nbtools.data.folders import WORDS, Images, image_folders
-from nbtools.data.frames import Table, features_of, is_frame, tables
-from nbtools.data.identity import mark, whole
-from nbtools.data.items import TARGET, Form, Sign, bare, forms_in, forms_of, is_image, named, plain
-from nbtools.data.moments import moments
-from nbtools.data.names import class_names, leaves, named_class
-from nbtools.data.pack import FORMAT, MANIFEST, SPLITS, Card, Pack, Sample, is_pack, require_shares
-from nbtools.data.parallel import SHORT, by_workers, workers_pay
+from nbtools.data.build import make_pack, of_task
+from nbtools.data.folders import image_folders, split_word
+from nbtools.data.forms import forms_in
+from nbtools.data.images import RESIZES, is_image, open_image
+from nbtools.data.items import decoded, inputs_of
+from nbtools.data.pack import SPLITS, Card, Pack, Sample, is_pack
 from nbtools.data.progress import say
+from nbtools.data.reading import Items, Options, RawItems, sentence
 from nbtools.data.sources import cache
+from nbtools.data.splits import require_shares
 from nbtools.data.stage import stage
-from nbtools.errors import PackError, TrainError
-from nbtools.show import plural
+from nbtools.data.table import Table, encoding_of, is_table, read_table, roles_of
+from nbtools.errors import PackError
 
 TASK = "dataset"
-VERSION = 2  # of what a card keeps of them; packs of another are made anew
-SEEN = 64  # items looked at
-CHEAP = 2e-4  # seconds: an item that costs less is read faster here than it travels between processes
-LOAD = 4e6  # bytes that travel at once
 
 
 def pack(
     data: Any = None,
     *,
-    target: Any = None,
     inputs: Sequence[Any] | None = None,
+    target: Any = None,
+    image: str | None = None,
+    root: str | Path | None = None,
+    sep: str | None = None,
     classes: Sequence[str] | Literal[False] | None = None,
     train: Any = None,
-    val: Any = 0.1,
-    test: Any = 0.1,
-    size: Sequence[int] | None = None,
-    random: bool = False,
-    as_bytes: bool = False,
+    val: float | Any = 0.1,
+    test: float | Any = 0.1,
+    groups: Any = None,
+    seed: int = 0,
+    folds: int | None = None,
+    size: int | tuple[int, int] | None = None,
+    resize: str | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    points: Any = None,
+    text: Any = None,
+    store: bool = True,
     like: Card | None = None,
     into: str | Path | None = None,
     progress: bool = True,
-) -> Pack:
-    """The pack of data of any kind, read once; opened where it is finished.
+) -> Any:
+    """Return the pack of one's own data, read once; opened where it is finished.
 
-    data, or train: a map-style Dataset, a list of items, a Hugging Face Dataset or DatasetDict, a DataFrame, or images
-    by class, `class/*.png` or `train/class/*.png`, in anything that `stage` takes. An item is an array, tensor, number
-    or PIL image, or a tuple or dict of them.
-    target: the item's key, or the DataFrame's column, that becomes the column `y`; by default y, label, labels or
-    target, of a tuple the last. inputs: likewise; by default all others. A DataFrame's inputs are `x` (F,) float32.
-    classes: those allowed, in order; by default those that occur. Whole numbers are places in the names that the
-    Dataset has, `.classes` as in torchvision or a ClassLabel; where several have different names, each its own, and
-    the classes are those of the first, then what others add. False: whole numbers are values, for nb.regress.
-    val, test: data of their own, or shares, or whole numbers of samples; test=1.0: all.
-    size: (H, W) to which PIL images are resized. as_bytes: floats that are exactly n/255 are kept as uint8.
-    random: the items differ at each reading (augmentation in the Dataset); the pack keeps one reading, and
-    `feed="workers"` trains on the Dataset itself.
-    like: the card of another pack, whose roles, classes, columns and preprocessing this one gets: what `run.pack` asks
-    for.
-    into: a folder for the pack alone; by default one under the cache, named by what identifies the data: types,
-    lengths, options, DataFrames, lists and tensors as a whole, files by size and time; of other Datasets 64 items,
-    their code, and what they hold, if it can be pickled, such as paths and labels. A change elsewhere, as in a file,
-    needs another `into`.
-
-    y is int64 () for texts, booleans and whole numbers, its names are `classes`; else numbers of any shape. Items
-    that cannot be used are rows of `pack.bad`. Raises PackError, DiskError or StageError where nothing can be packed.
+    data, or train: a Dataset, array or list of items (arrays, numbers, PIL images, or tuples or dicts of them), a
+    DataFrame, a CSV file, or images by class, `class/*.png` or `train/class/*.png`, in anything that `stage` takes.
+    target, inputs: keys or columns; by default y, label, labels or target, of (x, y) y, and all others. image: the
+    column of file names in root, or beside the CSV. text: a function of a text, kept by its name. sep: divides a text
+    into several labels; these, or lists of names, or columns of 0 and 1, become y (K,). classes: all, in order; by
+    default those that occur; False: whole numbers are values. val, test: data, shares, or numbers of samples; test=1.0:
+    all. groups: what stays in one split: a column, a value an item, or a function of its name. folds: return so many.
+    size: (H, W) of PIL images, masks as targets (by nearest ids) and points. resize: crop (the default for classes),
+    pad, squash. points: columns, "target" for y, of (…, 2) x, y or (…, 4) x1, y1, x2, y2 in pixels. mean, std: per
+    channel of images in 0…1; by default those of the training split, with store=False of 64 items: then no copy is
+    made, and each epoch reads the Dataset. like: the card of a pack whose preprocessing this one gets. into: a folder
+    for the pack; by default in the cache, named by options and data, of other Datasets by 64 items.
+    Items that cannot be used are rows of `pack.bad`. Raises PackError, DiskError or StageError.
     """
-    if isinstance(data, str | Path) and is_pack(folder := stage(data, progress=progress)):
+    if isinstance(data, str | Path) and not is_table(data) and is_pack(folder := stage(data, progress=progress)):
         return of_task(Pack.open(folder), TASK)
-    given = splits_of(data, train, val, test)
-    val, test = (0 if name in given else share for name, share in (("val", val), ("test", test)))
-    require_shares(val, test)
-    require_size(size)
-    if like is not None:
-        if (classes, size, as_bytes) != (None, None, False):
-            raise PackError(
-                "a pack like another takes its classes, size and bytes; leave out classes, size and as_bytes"
-            )
-        roles = like.options["roles"]
-        target, inputs = roles["target"] if target is None else target, roles["inputs"] if inputs is None else inputs
-    items = Items(opened(given, target, inputs, like, progress), target, inputs)
-    if not len(items):
-        raise PackError(f"{items.source} has no items; a pack needs at least one")
-    look = Look.at(items)
-    own = look.names()
-    names = classes is not False and (classes or [*dict.fromkeys(itertools.chain.from_iterable(own))])
-    asked = {"target": target, "inputs": inputs, "classes": classes, "names": own, "size": size, "random": random}
-    asked |= {"as_bytes": as_bytes, "val": val, "test": test, "like": like and like.to_dict()}
-    items.forms = forms_in(like.options, like.classes) if like else look.forms(names, as_bytes, size)
-    items.named = bool(own) and items.forms.get(TARGET, Form("")).kind == "class"
-    if size is not None and not any(form.kind == "image" for form in items.forms.values()):
-        raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset, and leave size out")
-    made = {"key": look.key(asked), "source": items.source}
-    into = into if into is not None else cache() / "packs" / f"{TASK}-{made['key']}"
-
-    def survey() -> Survey:
-        if not random:
-            look.require_same()
-        disk.require_space(Path(into), round(look.bytes_each() * len(items)))
-        return items.survey(random)
-
-    def samples(found: Survey, done: int) -> Generator[Sample | Problem, None, None]:
-        return read_all(items, range(done, len(items)), look)
-
-    there = is_pack(Path(into))
-    found = make_pack(TASK, made, into, survey, samples, {}, val=val, test=test, progress=progress)
-    if there and progress:
-        say(opened_again(found.folder, look, len(items)))
-    return dataclasses.replace(found, raw=RawItems(found.folder, items))
+    options = Options(target, inputs, image, sep, classes, size, resize, mean, std, points, text, store)
+    options = options if like is None else options.alike(like)
+    parts, val, test = divided(data, train, val, test)
+    items = Items(opened(parts, options, root, groups, like, progress), options, like, groups)
+    pack = pack_of(items, like, into, progress, val=val, test=test, seed=seed)
+    return pack.folds(folds, seed) if folds else pack
 
 
-def require_size(size: Any) -> None:
-    if size is not None and (not isinstance(size, list | tuple) or len(size) != 2 or min(size) < 1):
-        raise PackError(f"size must be (height, width) in pixels, got {size!r}; pass two whole numbers ≥ 1")
+def pack_of(items: Items, like: Card | None, into: Any, progress: bool, **draw: Any) -> Pack:
+    """Return the pack of items, finished or made; draw: val, test and seed."""
+    made = {"key": items.key([draw, like and like.to_dict()]), "source": items.source}
+    into = Path(into if into is not None else cache() / "packs" / f"{TASK}-{made['key']}")
+    if progress and items.options.size and not items.options.resize:
+        (height, width), how = items.options.size, max(form.resize for form in items.forms.values())
+        say(f"images become {height} × {width} by resize={how!r}; there are {', '.join(RESIZES)}")
+    pack = make_pack(TASK, made, into, items.survey, items.read, **draw, progress=progress)
+    return dataclasses.replace(pack, raw=RawItems(items, pack))
 
 
-def opened_again(folder: Path, look: Look, count: int) -> str:
-    """When a pack that was there already was made, and by what it was recognised among `count` items."""
-    packed = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / MANIFEST).stat().st_mtime))
-    more = ", and all that the Dataset holds" if look.all else ""
-    return f"opened {folder}, packed {packed}; compared: {len(look.places)} of {count:,} items{more}"
+# -- what is given
 
 
-def splits_of(data: Any, train: Any, val: Any, test: Any) -> dict[str | None, Any]:
-    """Split → its data; None: of data that is yet to be divided."""
+def divided(data: Any, train: Any, val: Any, test: Any) -> tuple[dict[str | None, Any], float, float]:
+    """Return split → its data, None: of data yet to be divided; and the shares of val and test that are drawn."""
     if (data is None) == (train is None):
         raise PackError(f"pack takes the data, or train=…, got {'neither' if data is None else 'both'}; pass one")
     data = train if data is None else data
     given = {name: part for name, part in (("val", val), ("test", test)) if not isinstance(part, int | float | None)}
+    parts: dict[str | None, Any] = {"train" if given else None: data, **given}
     if isinstance(data, Mapping):
-        found = {WORDS.get(str(name).lower(), str(name)): part for name, part in data.items()}
-        if given or not found or found.keys() - set(SPLITS):
-            keys = ", ".join(map(str, data))
-            raise PackError(
-                f"a dict of Datasets has the keys train, val and test, got {keys}; pass train=…, val=…, test=…, or "
-                "arrays as torch.utils.data.TensorDataset(x, y)"
-            )
-        return {split: found[split] for split in SPLITS if split in found}
-    return {"train" if given else None: data, **given}
+        words = {split_word(str(name)): part for name, part in data.items()}
+        if given or None in words or len(words) < len(data) or not words:
+            keys, fix = ", ".join(map(str, data)), "for arrays, pass torch.utils.data.TensorDataset(x, y)"
+            raise PackError(f"a dict of Datasets has the keys train, val and test, got {keys}; {fix}")
+        parts = {split: words[split] for split in SPLITS if split in words}
+    val, test = (0 if name in parts else share for name, share in (("val", val), ("test", test)))
+    require_shares(val, test)
+    return parts, val, test
 
 
 def opened(
-    given: Mapping[str | None, Any], target: Any, inputs: Any, like: Card | None, progress: bool
+    given: Mapping[str | None, Any], options: Options, root: Any, groups: Any, like: Card | None, progress: bool
 ) -> list[tuple[str | None, Any]]:
-    """(split, Dataset) of each part. Raises PackError for what has no items to ask for."""
+    """Return (split, Dataset) of each part. Raises PackError for what has no items to ask for."""
     parts: list[tuple[str | None, Any]] = []
-    encoding = like.options["encoding"] if like else {}
-    frames = tables([data for data in given.values() if is_frame(data)], target, inputs, encoding)
+    goals, encoding = [], like.options["encoding"] if like else {}
     for split, data in given.items():
-        if isinstance(data, str | Path):
-            parts += image_folders(stage(data, progress=progress), split)
+        path = isinstance(data, str | Path)
+        if is_table(data):
+            frame = read_table(data)
+            if not parts:  # the first is that of training; the others are encoded alike
+                goals, chosen = roles_of(frame, options.target, options.inputs, options.image, groups)
+                encoding = encoding or encoding_of(frame, chosen, options.image, options.text is not None)
+            folder = stage(root) if root is not None else Path(data).parent if path else Path()
+            parts.append((split, Table(frame, encoding, goals, folder, options.sep)))
+        elif path:
+            parts += image_folders(stage(data, progress=progress), split, like is not None, progress)
         else:
-            parts.append((split, next(frames) if is_frame(data) else map_style(data)))
+            parts.append((split, map_style(data)))
+        if options.sep is not None and not is_table(data):
+            raise PackError(f"sep divides texts of a table, got {type(data).__name__}; return a list of labels instead")
     return parts
 
 
 def map_style(data: Any) -> Any:
-    """The data, if its items can be asked for by number. Raises PackError with the way out where they cannot."""
-    kind = type(data).__name__
+    """Return the data, if its items can be asked for by number. Raises PackError with the way out where they cannot."""
+    fix = "pass list(dataset), or define __getitem__ and __len__"
     if isinstance(data, DataLoader):
-        raise PackError("data must be a Dataset, got a DataLoader; pass its dataset: loader.dataset")
-    if isinstance(data, tuple):
-        raise PackError("data must be a Dataset, got a tuple; pass torch.utils.data.TensorDataset(x, y), or a list")
-    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-        raise PackError(
-            f"data must be a map-style Dataset, with items by number and a length, got {kind}; pass list(dataset) "
-            "where it fits into memory, or define __getitem__ and __len__"
-        )
-    try:
-        len(data)
-    except (TypeError, NotImplementedError):
-        raise PackError(f"data must have a length, and {kind} has none; define __len__, or pass a list") from None
-    return data
+        fix = "pass its dataset: loader.dataset"
+    elif isinstance(data, tuple):
+        fix = "pass torch.utils.data.TensorDataset(x, y), or a list"
+    elif hasattr(data, "__getitem__"):
+        with suppress(TypeError, NotImplementedError):
+            len(data)
+            return data
+    raise PackError(f"data must be a Dataset with items by number and a length, got {type(data).__name__}; {fix}")
 
 
-@dataclass(eq=False)
-class Items(Dataset):
-    """The items of all parts, one after another; `self[i]` is a sample, or its row of the table of bad samples.
+# -- items to predict
 
-    named: classes are whole numbers, for which the Datasets have names.
-    """
 
-    parts: list[tuple[str | None, Any]]
-    target: Any
-    inputs: Sequence[Any] | None
-    named: bool = False
-    forms: dict[str, Form] = field(default_factory=dict)
+def items_of(given: Any, card: Card) -> Sequence[Any]:
+    """Return what `run.predict` got, item by item: a file, a text, an item (a dict, a tuple, an image, a number, a
+    sample's array), or several: a list, a Dataset, an array of them, or the rows of a DataFrame. Raises PackError."""
+    if hasattr(given, "iloc"):
+        return rows_of(given, card)
+    first = card.columns[card.options["inputs"][0]]
+    rank = len(first.shape) + (first.kind == "ragged")
+    if isinstance(given, (str, Path, dict, tuple)) or is_image(given) or getattr(given, "ndim", None) in (0, rank):
+        return [given]
+    return given if hasattr(given, "__getitem__") else list(given) if isinstance(given, Iterable) else [given]
 
-    def __post_init__(self) -> None:
-        self.ends = [*itertools.accumulate(len(part) for _, part in self.parts)]
 
-    @property
-    def source(self) -> str:
-        kinds = [str(part.root) if isinstance(part, Images) else type(part).__name__ for _, part in self.parts]
-        return " + ".join(dict.fromkeys(kinds))
-
-    @cached_property
-    def names(self) -> list[str]:
-        found = []
-        for split, part in self.parts:
-            front = f"{split}/" if split else ""
-            kind = "row" if isinstance(part, Table) else "item"
-            own = part.names if isinstance(part, Images) else (f"{kind} {i}" for i in range(len(part)))
-            found += [f"{front}{name}" for name in own]
-        return found
-
-    def __len__(self) -> int:
-        return self.ends[-1]
-
-    def place(self, i: int) -> tuple[Any, int]:
-        """The part that an item is in, and its place there."""
-        k = bisect.bisect_right(self.ends, i)
-        return self.parts[k][1], i - (self.ends[k - 1] if k else 0)
-
-    def values(self, i: int) -> dict[str, Any]:
-        """Column → value of an item, whatever it is. Raises PackError(value, rule, fix) where there is none."""
-        part, place = self.place(i)
+def rows_of(frame: Any, card: Card) -> list[Any]:
+    """Return the items of the rows of a DataFrame, or of one, encoded as in training."""
+    if not card.options["encoding"]:
+        raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
+    frame = frame.to_frame().T.infer_objects() if frame.ndim == 1 else frame
+    table, rows = Table(frame.rename(columns=str), card.options["encoding"], (), Path(), None), []
+    for i in range(len(table)):
         try:
-            item = part[place]
-            own = isinstance(part, Images | Table)
-            values = named(item) if own else named(item, self.target, self.inputs)
-            for value in values.values():
-                if is_image(value):
-                    value.load()  # Pillow decodes no earlier
-        except PackError:
-            raise
-        except Exception as error:  # whatever a Dataset may raise
-            if disk.is_away(error):
-                raise
-            came = f"{type(error).__name__}: {error}"
-            raise PackError(came, "the Dataset must return each item", "correct it, or leave it out") from error
-        return values
-
-    def sample(self, i: int) -> dict[str, Any]:
-        """The arrays of an item; its class as a text."""
-        values = self.values(i)
-        if values.keys() != self.forms.keys():
-            rule = f"an item must have {', '.join(self.forms)}, like the others"
-            raise PackError(", ".join(values), rule, "make it match, or leave it out")
-        if self.named:
-            values[TARGET] = named_class(*self.place(i), self.target, bare(values[TARGET]))
-        return {name: form.fit(name, values[name]) for name, form in self.forms.items()}
-
-    def __getitem__(self, i: int) -> dict[str, Any] | Problem:
-        try:
-            return self.sample(i)
+            rows.append(table[i])
         except PackError as error:
-            return self.names[i], *why(error)
-
-    def survey(self, random: bool) -> Survey:
-        forms, target = self.forms, self.forms.get(TARGET)
-        inputs = [name for name in forms if name != TARGET and (target or not name.startswith(f"{TARGET}_"))]
-        ragged = [name for name, form in forms.items() if form.ragged]
-        tables = [part for _, part in self.parts if isinstance(part, Table)]
-        options = {
-            "inputs": inputs,
-            "kind": "none" if target is None else "classes" if target.kind == "class" else "values",
-            "roles": {"target": plain(self.target), "inputs": plain(self.inputs)},
-            "forms": {name: form.to_dict() for name, form in forms.items()},
-            "random": random,
-            "features": features_of(tables[0].encoding) if tables else [],
-            "encoding": tables[0].encoding if tables else {},
-        }
-        splits = [split for split, part in self.parts for _ in range(len(part))]
-        bad = [
-            (f"{split}/{name}" if split else name, *row)
-            for split, part in self.parts
-            for name, *row in (part.bad if isinstance(part, Images) else ())
-        ]
-        return Survey(
-            [Entry(name, split) for name, split in zip(self.names, splits, strict=True)],
-            list(target.names) if target else [],
-            options,
-            ragged=ragged,
-            bucket_by=next(iter(ragged), None),
-            bad=bad,
-            named=TARGET if options["kind"] == "classes" else None,
-            learn=partial(moments, forms),
-        )
+            raise PackError(f"row {i}: {sentence(error)}") from None
+    return rows
 
 
-@dataclass(eq=False)
-class Look:
-    """What items spread over the data showed. marks: a hash of each; signs: of those that could be read; cost: seconds
-    of one; error: of the first that could not be read; moves: whether another process can read them; all: whether the
-    key depends on all that the data hold."""
-
-    items: Items
-    places: list[int]
-    marks: list[bytes] = field(default_factory=list)
-    signs: list[dict[str, Sign]] = field(default_factory=list)
-    cost: float = 0.0
-    error: PackError | None = None
-    moves: bool = True
-    all: bool = True
-
-    @classmethod
-    def at(cls, items: Items) -> Self:
-        look = cls(items, sorted({i * len(items) // SEEN for i in range(SEEN)}))
-        times = []
-        for i in look.places:
-            start = time.perf_counter()
-            try:
-                values = items.values(i)
-            except PackError as error:
-                look.error = look.error or error
-                look.marks.append(b"")
-                continue
-            times.append(time.perf_counter() - start)
-            look.marks.append(mark(values.items()))
-            look.signs.append({name: Sign.of(name, value) for name, value in values.items()})
-            look.moves &= not any(
-                isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values.values()
-            )
-        look.cost = float(np.median(times or [0.0]))
-        return look
-
-    def forms(self, names: Sequence[str] | Literal[False], as_bytes: bool, size: Any) -> dict[str, Form]:
-        if self.error and not self.signs:
-            value, rule, fix = why(self.error)
-            count = plural(len(self.places), "item")
-            raise PackError(f"{self.items.source}: none of the {count} read can be used: {rule}, got {value}; {fix}")
-        return forms_of(self.signs, names, as_bytes, size)
-
-    def names(self) -> list[list[str]]:
-        """The names for classes of each Dataset, where the classes are whole numbers and the first of them has some."""
-        if not all(signs.get(TARGET, Sign("")).kind in ("whole", "missing") for signs in self.signs):
-            return []
-        target = self.items.target
-        found = [[*class_names(one, target)] for _, part in self.items.parts for one in leaves(part, target)]
-        return found if found[0] else []
-
-    def key(self, asked: Mapping[str, Any]) -> str:
-        """Of the data and what is made of them; random items count with their form only."""
-        digest = hashlib.blake2b(json.dumps([FORMAT, TASK, VERSION, asked], default=str).encode(), digest_size=8)
-        for split, part in self.items.parts:
-            known = b"" if asked["random"] else whole(part)
-            self.all &= bool(known)
-            digest.update(repr((split, type(part).__qualname__, len(part))).encode() + known)
-        digest.update(repr(self.signs).encode() if asked["random"] else b"".join(self.marks))
-        return digest.hexdigest()
-
-    def require_same(self) -> None:
-        """Raise PackError where an item differs at its second reading."""
-        for i, before in zip(self.places, self.marks, strict=True):
-            try:
-                now = mark(self.items.values(i).items())
-            except PackError:
-                now = b""
-            if now != before:
-                raise PackError(
-                    f"{self.items.names[i]} differs each time it is read: the Dataset augments at random, and a pack "
-                    "keeps one reading. Augment on the device instead, nb.classify(net, augment=(…)), or pass "
-                    'random=True: feed="workers" then trains on the Dataset itself'
-                )
-
-    def bytes_each(self) -> float:
-        """Of a packed sample, roughly."""
-        forms = self.items.forms
-        sizes = [
-            np.dtype(form.dtype).itemsize * math.prod(signs[name].shape if form.ragged else filter(None, form.shape))
-            for signs in self.signs
-            for name, form in forms.items()
-            if form.kind != "class" and name in signs
-        ]
-        return sum(sizes) / max(len(self.signs), 1)
-
-
-def read_all(items: Items, places: Sequence[int], look: Look) -> Generator[dict[str, Any] | Problem, None, None]:
-    """Samples and rows of the table of bad samples, in order; read by worker processes where that pays, which are
-    forked on Linux, and elsewhere started if the Dataset can be sent to them."""
-    method = "fork" if sys.platform == "linux" else multiprocessing.get_all_start_methods()[0]
-    few = not workers_pay() or look.cost < CHEAP or look.cost * len(places) < SHORT
-    if few or not look.moves or (method != "fork" and refusal(items)):
-        yield from map(items.__getitem__, places)
-        return
-    size = max(1, min(64, int(LOAD / max(look.bytes_each(), 1))))
-    yield from by_workers(items.__getitem__, places, size, method)
-
-
-def refusal(items: Items) -> str:
-    """Why a process that is not forked cannot read the items, "" if it can."""
-    try:
-        data = pickle.dumps(items)
-    except Exception as error:  # whatever a Dataset's own pickling may raise
-        return f"{type(error).__name__}: {error}"
-    notebook = not hasattr(sys.modules["__main__"], "__file__")
-    return "it is defined in the notebook" if notebook and b"__main__" in data else ""
-
-
-@dataclass(eq=False)
-class RawItems(Dataset):
-    """The Dataset that a pack was made of, read at each access. Item i has the arrays of the pack's sample i."""
-
-    folder: Path
-    items: Items = field(repr=False)
-
-    @cached_property
-    def pack(self) -> Pack:
-        return Pack.open(self.folder)
-
-    @cached_property
-    def places(self) -> Sequence[int]:
-        """Of the samples among the items."""
-        if len(self.pack) == len(self.items):
-            return range(len(self.items))
-        index = {name: i for i, name in enumerate(self.items.names)}
-        return [index[name] for name in self.pack.names]
-
-    def __len__(self) -> int:
-        return len(self.pack)
-
-    def __getitem__(self, i: int) -> Sample:
-        sample = self.items.sample(self.places[i])
-        if self.items.forms.get(TARGET, Form("")).kind == "class":
-            sample[TARGET] = self.pack.arrays[TARGET][i]
-        return {**sample, "id": np.asarray(i, np.int64)}
-
-    def __reduce__(self) -> Any:
-        if reason := refusal(self.items):
-            kinds = ", ".join(type(part).__name__ for _, part in self.items.parts)
-            raise TrainError(
-                f"{kinds} cannot be sent to another process ({reason}); write its class, and what it uses, into a file "
-                "next to the notebook, my_data.py, and import it: from my_data import …"
-            )
-        return RawItems, (self.folder, self.items)
+def sample_of(item: Any, card: Card) -> Sample:
+    """Return an item, or an image file, as packing would have stored its inputs. Raises PackError(value, rule, fix)."""
+    forms, text, roles = forms_in(card.options), card.options["text"], card.options["roles"]
+    values = inputs_of(item, card.options["inputs"], roles["key"], roles["inputs"])
+    for name, value in values.items():
+        file = isinstance(value, str | Path) and (forms[name].kind == "image" or not text)
+        values[name] = open_image(value) if file else decoded(value, text)
+    return {name: np.asarray(forms[name].fit(name, value)) for name, value in values.items()}

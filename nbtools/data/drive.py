@@ -1,33 +1,23 @@
-"""Google Drive: its mount on Colab, its `drive:` paths, what is kept there, its links, and the web pages it sends
-instead of files.
-
-Drive is $NBTOOLS_DRIVE if that is set, else Colab's mount. gdown reads Drive's pages (they change, and it keeps up),
-with the two functions that 5.2 and 6 have in common; the bytes come through `sources`.
-"""
+"""My Drive as a folder, $NBTOOLS_DRIVE or Colab's mount: `drive:` paths, and what is kept there."""
 
 import difflib
-import html
-import importlib
 import os
-import re
 import sys
-import urllib.parse
 from pathlib import Path, PurePosixPath
 from threading import current_thread, main_thread
 
 from nbtools import disk
 from nbtools.data.progress import say
-from nbtools.errors import DriveRefused, MissingExtra, StageError
+from nbtools.errors import DriveRefused, StageError
 
 MOUNT = Path("/content/drive")  # Colab's
-SITE = "https://drive.google.com"
 
 _declined = False  # whether Colab's dialog was declined: it is not shown a second time
 
 
 def drive_path(path: str | Path) -> Path:
-    """The local path of `drive:path/in/My Drive`; other paths unchanged. Raises StageError, naming what is there
-    under a similar name, where nothing is at the path, or DiskError."""
+    """Return the local path of `drive:path/in/My Drive`, or of another path, which must exist. Raises StageError, with
+    what is there under a similar name, and DiskError."""
     with disk.explained(f"looking at {path}", Path(path)):
         place = parent = local(str(path))
         if disk.exists(place):
@@ -41,16 +31,13 @@ def drive_path(path: str | Path) -> Path:
 
 
 def kept(place: str, instead: str = "demo data") -> Path | None:
-    """What a notebook kept at a `drive:` place; None if nothing is there yet, or access to Drive was
-    declined. A sentence names the place and what is used instead.
-
-    Raises StageError or DiskError if Drive cannot be read, which does not mean that nothing is kept.
-    """
+    """Return what a notebook kept at a `drive:` place; None, and a sentence with what is used instead, if nothing is
+    there yet or access to Drive was declined. Raises StageError or DiskError if Drive cannot be read."""
     try:
         with disk.explained(f"looking at {place}", Path(place)):
-            found = local(place)
-            if disk.exists(found) and not (found.is_dir() and not any(found.iterdir())):
-                return found
+            path = local(place)
+            if disk.exists(path) and not (path.is_dir() and not any(path.iterdir())):
+                return path
         reason = f"Nothing is kept at {place} yet"
     except DriveRefused as refusal:
         reason = str(refusal)
@@ -59,8 +46,8 @@ def kept(place: str, instead: str = "demo data") -> Path | None:
 
 
 def place_to_keep(where: str | Path) -> Path | None:
-    """The local path to write what should outlive this machine to; on Drive its folder is made. None, and a sentence,
-    if access to Drive was declined."""
+    """Return the local path to write what should outlive this machine to; on Drive its folder is made. None, and a
+    sentence, if access to Drive was declined."""
     if not str(where).startswith("drive:"):
         return Path(where)
     try:
@@ -74,43 +61,52 @@ def place_to_keep(where: str | Path) -> Path | None:
 
 
 def local(text: str) -> Path:
-    """The absolute path, below Drive or not, whether it exists or not."""
+    """Return the absolute path, below Drive or not, whether it exists or not."""
     if not text.startswith("drive:"):
         return Path(text).expanduser().absolute()
     inside = PurePosixPath(text.removeprefix("drive:").lstrip("/"))
     if ".." in inside.parts:
         raise StageError(f"{text}: a drive: path stays inside My Drive and holds no `..`.")
-    mine = root()
-    return mine / inside
+    return root() / inside
 
 
 def root() -> Path:
-    """The folder that is My Drive; on Colab it is mounted first, which asks for access."""
+    """Return the folder that is My Drive; on Colab it is mounted first, which asks for access."""
     global _declined
     if folder := os.environ.get("NBTOOLS_DRIVE"):
         return Path(folder).absolute()
     reason = "it does not respond"
     for force in (False, True):  # a stale mount needs the second try
-        if answers(MOUNT):
-            return MOUNT / "MyDrive"
-        if _declined:
+        if answers() or _declined:
             break
         try:
-            from google.colab import drive  # pyright: ignore[reportMissingImports]
-
-            drive.mount(str(MOUNT), force_remount=force)
+            mount(force)
         except ImportError:
-            raise StageError(
-                "drive: is Colab's Drive, and this is not Colab. Set NBTOOLS_DRIVE to a folder to use instead."
-            ) from None
-        except Exception as error:  # colab raises ValueError, RuntimeError and its own MessageError, by version
+            fix = "Set NBTOOLS_DRIVE to a folder to use instead"
+            raise StageError(f"drive: is Colab's Drive, and this is not Colab. {fix}.") from None
+        except Exception as error:  # ValueError, RuntimeError or Colab's own MessageError, by version
             _declined = type(error).__name__ == "MessageError"  # the browser's answer, when access is not granted
             reason = f"{type(error).__name__}: {error}"
-    if answers(MOUNT, bare=True):
+    if answers(empty=True):
         return MOUNT / "MyDrive"
     if _declined:
         raise DriveRefused("Access to Drive was declined in Colab's dialog (restart the session to be asked again)")
     raise StageError(f"Drive is not mounted: {reason}. Allow access in Colab's dialog, or restart the runtime.")
+
+
+def mount(force: bool) -> None:
+    from google.colab import drive  # pyright: ignore[reportMissingImports]
+
+    drive.mount(str(MOUNT), force_remount=force)
+
+
+def answers(empty: bool = False) -> bool:
+    """Return whether Drive can be read: a folder MyDrive may remain when the mount is gone. empty: so may an empty
+    Drive, as of a new account."""
+    try:
+        return os.path.ismount(MOUNT) and (bool(os.listdir(MOUNT / "MyDrive")) or empty)
+    except OSError:
+        return False
 
 
 def remount(path: Path) -> None:
@@ -120,20 +116,9 @@ def remount(path: Path) -> None:
     if _declined or not (named or path.is_relative_to(MOUNT)) or current_thread() is not main_thread():
         return
     try:
-        from google.colab import drive  # pyright: ignore[reportMissingImports]
-
-        drive.mount(str(MOUNT), force_remount=True)
-    except Exception as error:  # colab raises ValueError, RuntimeError and its own MessageError, by version
+        mount(force=True)
+    except Exception as error:
         say(f"Drive could not be mounted again: {type(error).__name__}: {error}.")
-
-
-def answers(mount: Path, bare: bool = False) -> bool:
-    """Whether Drive can be read: a folder called MyDrive may remain when the mount is gone. bare: an empty Drive counts
-    too, as of a new account."""
-    try:
-        return os.path.ismount(mount) and (bool(os.listdir(mount / "MyDrive")) or bare)
-    except OSError:
-        return False
 
 
 def on_colab() -> bool:
@@ -141,75 +126,18 @@ def on_colab() -> bool:
 
 
 def release_runtime() -> None:
-    """On Colab, flush what has not reached Drive yet, then give the machine back, disk and all; elsewhere do nothing.
-
-    Raises StageError if Drive cannot be flushed: the machine is kept then, since its data would be lost.
-    """
+    """On Colab, flush what has not reached Drive yet, then give the machine back, disk and all. Raises StageError, and
+    keeps the machine, if Drive cannot be flushed."""
     if not on_colab():
         return
     from google.colab import drive, runtime  # pyright: ignore[reportMissingImports]
 
     try:
-        if answers(MOUNT):
+        if answers():
             drive.flush_and_unmount()
-    except Exception as error:  # colab raises ValueError and its own errors, by version
+    except Exception as error:
         raise StageError(
             f"The machine is kept: Drive could not be flushed ({type(error).__name__}: {error}). Check the kept "
             "folder on Drive, then release the machine with Runtime, Disconnect and delete runtime."
         ) from None
     runtime.unassign()
-
-
-def confirmed(page: str, url: str) -> str | None:
-    """The address behind the page that says that a file is too large for the virus scan; None for any other page."""
-    try:
-        return urllib.parse.urljoin(url, gdown("download").get_url_from_gdrive_confirmation(page))
-    except gdown("exceptions").FileURLRetrievalError:
-        return None
-
-
-def files_in_folder(folder_id: str) -> dict[str, str]:
-    """Relative path → id of the files in a shared Drive folder."""
-    list_folder = gdown("download_folder").download_folder
-    try:
-        listed = list_folder(id=folder_id, quiet=True, skip_download=True)
-    except Exception as error:  # 5.2 raises RuntimeError and friends, 6 its own, both those of requests
-        reason = f"{type(error).__name__}: {error}"
-    else:
-        files = {file.path: file.id for file in listed or ()}
-        if len(files) < len(listed or ()):
-            raise StageError(f"{SITE}/drive/folders/{folder_id}: two files here have the same name. Rename one.")
-        if files:
-            return files
-        reason = "it is empty, or not shared"
-    raise StageError(
-        f"{SITE}/drive/folders/{folder_id}: Drive does not list this folder ({reason}). Choose Share → Anyone with "
-        "the link in Drive. Better: put the files into one tar and share that; gdown 5 lists 50 files at most."
-    )
-
-
-def complaint(page: str) -> str:
-    """Why a web page arrived instead of an archive, quota or permission, and what to do about it."""
-    title = re.search(r"(?is)<title[^>]*>(.*?)</title>", page)
-    name = " ".join(html.unescape(title[1]).split())[:80] if title else "untitled"
-    text = re.sub(r"(?is)<(script|style)\b.*?</\1>|<[^>]*>", " ", page)
-    if re.search(r"(?i)quota|too many users|limit (was |is )?(reached|exceeded)", text):
-        advice = (
-            "the download quota of this file is used up. Open the link in a browser, choose Make a copy, and stage "
-            "your copy as drive:…, or try again tomorrow."
-        )
-    elif re.search(r"(?i)sign.?in|log.?in|permission|request access|need access|access denied|forbidden", text):
-        advice = (
-            "you have no permission for this file. Its owner chooses Share → Anyone with the link; or mount the Drive "
-            "that has it and stage it as drive:…."
-        )
-    else:
-        advice = "open the address in a browser, and use the address of the file itself."
-    return f"a web page ({name!r}) arrived instead of an archive: {advice}"
-
-
-def gdown(module: str):
-    try:
-        return importlib.import_module(f"gdown.{module}")
-    except ImportError as error:
-        raise MissingExtra(f"Drive links need gdown ({error}): pip install 'gdown>=5.2,<7'") from error

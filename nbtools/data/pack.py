@@ -4,7 +4,7 @@
     <column>.npy            fixed: (n, *shape); ragged: (sum of lengths, *shape)
     <column>.offsets.npy    ragged only: (n + 1,) int64; sample i is rows offsets[i]:offsets[i + 1]
     split.npy               (n,) uint8: 0 train, 1 val, 2 test
-    names.json              the samples' files, relative to the source
+    names.json              the samples' files, relative to the source; groups.json: their groups, if they have some
     bad.csv                 what was left out, and why
 
 A line of text is ragged along its width, so it is stored (W, H) or (W, H, C).
@@ -19,16 +19,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from statistics import mode
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
 
 from nbtools import disk, show
-from nbtools.data import archive
+from nbtools.data import archive, splits
 from nbtools.data.cached import touch
 from nbtools.data.drive import place_to_keep
+from nbtools.data.splits import SPLITS
 from nbtools.data.transfer import patient
 from nbtools.errors import ArchiveError, PackError
 
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 FORMAT = 3  # of the folder; the manifest also names the nbtools that wrote it
 MANIFEST = "pack.json"  # data sets have a manifest.json of their own
-READING = "reading a pack"
-SPLITS = ("train", "val", "test")
-BAD = ("file", "value", "rule", "fix")  # the columns of the table of bad samples
 
 Sample = dict[str, np.ndarray]
 Reader = Callable[[Path, Mapping[str, Any]], Sample]
@@ -81,67 +78,47 @@ class Card:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
-        return cls(**{**known, "columns": columns_of(values["columns"])})
+        return cls(**{**values, "columns": columns_of(values["columns"])})
 
 
 @dataclass(frozen=True)
 class Pack(show.Table):
-    """An open pack. `raw` is the Dataset over what it was made of, None if that is gone. Shows as a table.
+    """An open pack. Shows as a table.
 
-    wanted: (n,) bool, the samples that are in a split; None: all. unread: columns that batches leave out. See `part`.
+    split: (n,) uint8, as in `split.npy`, and 3 for samples in no split; raw: the Dataset over what it was made of, None
+    if that is gone.
     """
 
     folder: Path
     card: Card
     manifest: dict[str, Any] = field(repr=False)
+    split: np.ndarray = field(repr=False, compare=False)
     raw: Any = field(default=None, repr=False)
-    wanted: np.ndarray | None = field(default=None, repr=False, compare=False)
-    unread: frozenset[str] = frozenset()
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """Open a finished pack, without the source files. Raises PackError if it is missing, has another version, or a
+        """Open a finished pack, without the source files. Raises PackError if it is missing, has another format, or a
         file has another size."""
         folder = Path(folder)
-        try:
-            manifest = disk.from_json((folder / MANIFEST).read_bytes())
-            if (version := manifest["version"]) != FORMAT:
-                maker = manifest.get("nbtools", "0.1")
-                raise PackError(
-                    f"{folder}: this pack was made by nbtools {maker} (format {version}, and format {FORMAT} is read "
-                    "here); delete the folder and pack again"
-                )
-            # The hash is not used here, but must be there.
-            files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
-            card = Card.from_dict(manifest["card"])
-        except FileNotFoundError:
-            raise PackError(
-                f"{folder}: no {MANIFEST}, so this is not a pack; make one with task.pack(source)"
-            ) from None
-        except (ValueError, OSError, LookupError, TypeError, AttributeError) as error:
-            if disk.is_away(error):
-                with disk.explained("opening a pack", folder):
-                    raise
-            raise PackError(f"{folder / MANIFEST}: unreadable ({error}); delete the folder and pack again") from None
-        for name, (wanted, _) in files.items():
-            path = folder / name
-            size = path.stat().st_size if path.exists() else None
-            if size != wanted:
-                came = "is missing" if size is None else f"has {size} bytes"
-                raise PackError(f"{path}: {came}, the manifest says {wanted} bytes; delete the folder and pack again")
-        touch(folder.absolute())
-        return cls(folder, card, manifest)
+        if not is_pack(folder):
+            raise PackError(f"{folder}: no {MANIFEST}, so this is not a pack; make one with task.pack(source)")
+        with disk.explained("opening a pack", folder):
+            manifest, card = read_manifest(folder)
+            for name, entry in manifest["files"].items():
+                size = entry["size"]
+                came = f"has {path.stat().st_size} bytes" if (path := folder / name).exists() else "is missing"
+                if came != f"has {size} bytes":
+                    raise PackError(f"{path}: {came}, when packed it had {size}; delete the folder and pack again")
+            touch(folder.absolute())
+            return cls(folder, card, manifest, np.load(folder / "split.npy"))
 
     def verify(self) -> Self:
         """Compare every file's SHA-256 with the manifest; raises PackError naming the first that differs."""
         for name, entry in self.manifest["files"].items():
-            with disk.explained("verifying a pack", self.folder):
-                came = disk.sha256(self.folder / name)
-            if came != entry["sha256"]:
-                raise PackError(
-                    f"{self.folder / name}: SHA-256 {came[:12]}…, the manifest says {entry['sha256'][:12]}…"
-                )
+            with disk.explained("verifying a pack", self.folder / name):
+                came, expected = disk.sha256(self.folder / name), entry["sha256"]
+            if came != expected:
+                raise PackError(f"{self.folder / name}: SHA-256 {came[:12]}…, the manifest says {expected[:12]}…")
         return self
 
     @property
@@ -161,96 +138,123 @@ class Pack(show.Table):
         return self.card.splits
 
     @property
-    def read(self) -> dict[str, Column]:
-        """The columns of batches."""
-        return {name: column for name, column in self.columns.items() if name not in self.unread}
-
-    @property
-    def ragged(self) -> dict[str, np.ndarray]:
-        """The offsets of the ragged ones among them."""
-        return {name: offsets for name, offsets in self.offsets.items() if name not in self.unread}
+    def remarks(self) -> list[str]:
+        """What whoever trains on it should hear, a sentence each."""
+        return self.manifest["remarks"]
 
     @property
     def bytes(self) -> int:
-        """On disk, without columns that batches leave out."""
-        left = {f"{name}{end}" for name in self.unread for end in (".npy", ".offsets.npy")}
-        return sum(entry["size"] for name, entry in self.manifest["files"].items() if name not in left)
+        """Of the arrays."""
+        return sum(array.nbytes for arrays in (self.arrays, self.offsets) for array in arrays.values())
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it has the arrays of its samples: not after `nb.pack(store=False)`."""
+        return self.arrays.keys() == self.columns.keys()
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
         """Column → memory map of its values, private to this process: writes do not reach the file."""
-        return {name: mapped(self.folder / f"{name}.npy") for name in self.columns}
+        files = {name: self.folder / f"{name}.npy" for name in self.columns}
+        return {name: memory_map(path) for name, path in files.items() if path.exists()}
 
     @cached_property
     def offsets(self) -> dict[str, np.ndarray]:
         """Ragged column → (n + 1,) int64."""
-        return {n: loaded(self.folder / f"{n}.offsets.npy") for n, c in self.columns.items() if c.kind == "ragged"}
+        ragged = (name for name in self.arrays if self.columns[name].kind == "ragged")
+        return {name: np.load(self.folder / f"{name}.offsets.npy") for name in ragged}
 
     @cached_property
     def names(self) -> list[str]:
-        with disk.explained(READING, path := self.folder / "names.json"):
-            return json.loads(path.read_bytes())
-
-    @cached_property
-    def split(self) -> np.ndarray:
-        return loaded(self.folder / "split.npy")
+        return json.loads((self.folder / "names.json").read_bytes())
 
     @cached_property
     def bad(self) -> pd.DataFrame:
         """The samples that were left out: file, value, rule, fix."""
         import pandas as pd
 
-        with disk.explained(READING, path := self.folder / "bad.csv"):
-            return pd.read_csv(path, encoding="utf-8-sig", dtype=str, keep_default_na=False)
+        return pd.read_csv(self.folder / "bad.csv", encoding="utf-8-sig", dtype=str, keep_default_na=False)
+
+    @property
+    def labels(self) -> list[str] | None:
+        """The class of every sample, None where a sample is not of one class."""
+        name = self.manifest["label"]
+        return None if name is None else class_names(memory_map(self.folder / f"{name}.npy"), self.classes)
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getstate__(self) -> dict[str, Any]:  # a process that gets it maps the arrays itself
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
 
     def ids(self, split: str) -> np.ndarray:
-        """(n,) int64 sample ids of a split, ascending."""
+        """Return (n,) int64 sample ids of a split, ascending."""
         if split not in SPLITS:
             raise PackError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-        chosen = self.split == SPLITS.index(split)
-        return np.flatnonzero(chosen if self.wanted is None else chosen & self.wanted)
-
-    def part(self, columns: Collection[str], unread: Collection[str] = ()) -> Self:
-        """The pack without the samples that have nothing in one of these columns: they are in no split, and ids stay.
-        Batches are grouped by one of them if the pack's own column is empty in some, and leave out the unread columns.
-        The pack itself where nothing changes."""
-        ragged = [name for name in columns if name in self.offsets]
-        wanted = np.all([np.ones(len(self), bool), *(np.diff(self.offsets[name]) > 0 for name in ragged)], axis=0)
-        splits, by = {split: int(wanted[self.ids(split)].sum()) for split in SPLITS}, self.card.bucket_by
-        if ragged and by not in (None, *ragged) and not np.diff(self.offsets[by])[wanted].all():
-            by = ragged[0]
-        card = dataclasses.replace(self.card, splits=splits, bucket_by=by)
-        if card == self.card and self.unread == set(unread):
-            return self
-        if wanted.all() or self.wanted is not None:
-            wanted = None if self.wanted is None else wanted & self.wanted
-        return dataclasses.replace(self, card=card, wanted=wanted, unread=frozenset(unread))
+        return np.flatnonzero(self.split == SPLITS.index(split))
 
     def lengths(self, column: str, ids: np.ndarray) -> np.ndarray:
         offsets = self.offsets[column]
         return offsets[ids + 1] - offsets[ids]
 
     def sample(self, i: int) -> Sample:
-        """Column → array of one sample."""
-        arrays = {}
-        for name, column in self.columns.items():
-            rows = slice(*self.offsets[name][i : i + 2]) if column.kind == "ragged" else i
-            arrays[name] = np.asarray(self.arrays[name][rows])
-        return arrays
+        """Return column → array of one sample; of `raw` where the pack does not hold it."""
+        if not self.is_stored:
+            if self.raw is None:
+                raise PackError(f"{self.folder} stores no samples; pack its Dataset again, which opens this with it")
+            return {name: np.asarray(array) for name, array in self.raw[i].items() if name in self.columns}
+        rows = {name: slice(*self.offsets[name][i : i + 2]) if name in self.offsets else i for name in self.columns}
+        return {name: np.asarray(self.arrays[name][row]) for name, row in rows.items()}
+
+    # -- the same arrays, seen otherwise
+
+    def reading(self, columns: Collection[str]) -> Self:
+        """Return the pack with these columns alone. Samples with nothing in one of them are in no split; ids stay."""
+        kept = {name: column for name, column in self.columns.items() if name in columns}
+        ragged, by = [name for name in columns if name in self.offsets], self.card.bucket_by
+        full = np.all([np.ones(len(self), bool), *(np.diff(self.offsets[name]) > 0 for name in ragged)], axis=0)
+        by = by if by in (None, *ragged) else next(iter(ragged), None)
+        made = self.with_split(np.where(full, self.split, len(SPLITS)).astype(np.uint8))
+        return dataclasses.replace(made, card=dataclasses.replace(made.card, columns=kept, bucket_by=by))
+
+    def folds(self, k: int, seed: int = 0) -> list[Self]:
+        """Return k packs for cross validation: the n-th validates on the n-th part of what is not test, and trains on
+        the rest. They share this one's folder, and what was measured for it, such as means. Classes are divided evenly,
+        and groups stay whole."""
+        path, labels = self.folder / "groups.json", self.labels
+        groups = json.loads(path.read_bytes()) if path.exists() else [None] * len(self)
+        places = [splits.position(group or name, seed) for group, name in zip(groups, self.names, strict=True)]
+        units = splits.units_of(np.flatnonzero(self.split < SPLITS.index("test")).tolist(), places, groups)
+        if not isinstance(k, int) or not 2 <= k <= len(units):
+            raise PackError(f"folds must be 2 to {len(units):,}, as many as samples or groups at most, got {k!r}")
+        if labels is not None:
+            units.sort(key=lambda unit: mode(labels[i] for i in unit))
+        fold, made = np.full(len(self), -1), []
+        for n, unit in enumerate(units):
+            fold[unit] = n % k
+        for n in range(k):
+            one = self.with_split(np.where(fold < 0, self.split, fold == n).astype(np.uint8))
+            remarks = splits.remarks([SPLITS[i] for i in one.split], labels, ["train", "val"])
+            digest = hashlib.sha256(f"{self.card.digest} {n} {k} {seed}".encode()).hexdigest()
+            card = dataclasses.replace(one.card, digest=digest)
+            made.append(dataclasses.replace(one, card=card, manifest={**self.manifest, "remarks": remarks}))
+        return made
+
+    def with_split(self, split: np.ndarray) -> Self:
+        counts = {name: int((split == k).sum()) for k, name in enumerate(SPLITS)}
+        return dataclasses.replace(self, split=split, card=dataclasses.replace(self.card, splits=counts))
 
     def keep(self, where: str | Path) -> Path | None:
-        """Write the pack as one tar, to `drive:…` or a path, read it back, and put its SHA-256 next to it, which is
-        compared when it is staged; `task.pack` of that file opens it in the next session. Errors of a mount are tried
-        again. Prints a sentence and returns None if access to Drive was declined in Colab's dialog.
-
-        The name is the caller's, so another pack that has it is replaced, all at once; until the new SHA-256 is there,
-        whoever stages the tar compares the hashes within the pack. Nothing is written if this very pack is there and
-        reads back whole.
-        """
+        """Write the pack as one tar, to `drive:…` or a path, and put its SHA-256 next to it, which is compared when it
+        is staged; `task.pack` of that file opens it in the next session. Another pack of that name is replaced, all at
+        once; the very same one is not written again if it reads back whole. Errors of a mount are tried again. Prints a
+        sentence and returns None if access to Drive was declined in Colab's dialog."""
+        if self.card.digest != self.manifest["card"]["digest"]:
+            raise PackError("a fold shares the files of the pack that was divided; keep that one")
         target = patient(lambda: place_to_keep(where), Path(where))
         if target is None:
             return None
-        target = target if target.suffix == ".tar" else target.with_name(target.name + ".tar")
+        target = target if target.suffix == ".tar" else target.with_name(f"{target.name}.tar")
         files = {name: self.folder / name for name in (*self.manifest["files"], MANIFEST)}
         promise = target.with_name(f"{target.name}.sha256")
         with disk.explained(f"keeping {self.folder}", target):
@@ -260,156 +264,59 @@ class Pack(show.Table):
         return target
 
     def is_kept(self, target: Path, promise: Path) -> bool:
-        """Whether a tar is this very pack, whole. One that cannot be read is not: it is written anew."""
+        """Return whether a tar is this very pack, whole. One that cannot be read is written anew."""
         try:
             same = archive.read_member(target, MANIFEST) == (self.folder / MANIFEST).read_bytes()
             return same and promise.read_bytes() == f"{disk.sha256(target)}  {target.name}\n".encode()
         except (OSError, ArchiveError):
             return False
 
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def only(self, column: str) -> str:
-        """How many samples have something in a column, where others do not."""
-        having = np.count_nonzero(np.diff(self.offsets[column])) if column in self.offsets else len(self)
-        return f" of {having:,} samples" if having < len(self) else ""
-
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
-        named, more = self.classes[:40], " …" if len(self.classes) > 40 else ""
-        names = (", " if any(" " in name for name in named) else " ").join(named)
+        names, bad = [*self.classes[:40], *["…"][: len(self.classes) - 40]], self.manifest["bad"]
         return ("pack", ""), [
             ("task", self.card.task),
-            ("samples", ", ".join(f"{self.splits[s]:,} {s}" for s in SPLITS)),
-            ("columns", ", ".join(f"{name} {column}{self.only(name)}" for name, column in self.columns.items())),
-            ("classes", f"{len(self.classes)}: {names}{more}" if self.classes else "none"),
-            ("bad samples", f"{self.manifest['bad']} left out, see pack.bad" if self.manifest["bad"] else "none"),
+            ("samples", ", ".join(f"{self.splits[split]:,} {split}" for split in SPLITS)),
+            ("columns", ", ".join(f"{name} {column}" for name, column in self.columns.items())),
+            ("classes", f"{len(self.classes)}: {', '.join(names)}" if names else "none"),
+            ("bad samples", f"{bad} left out, see pack.bad" if bad else "none"),
+            *(("remark", line) for line in self.remarks),
             ("size", show.size(self.bytes)),
             ("folder", str(self.folder)),
         ]
 
 
-@dataclass(eq=False)
-class RawFiles(Dataset):
-    """The source files of a pack, decoded at each access, as a DataLoader reads them: for comparison. Item i has the
-    same values as the pack's sample i. Picklable for workers of any start method: each opens the arrays itself.
-    """
-
-    folder: Path
-    source: Path
-    read: Reader = field(repr=False)
-
-    @cached_property
-    def pack(self) -> Pack:
-        return Pack.open(self.folder)
-
-    def __len__(self) -> int:
-        return len(self.pack)
-
-    def __getitem__(self, i: int) -> Sample:
-        decoded = self.read(self.source / self.pack.names[i], self.pack.options)
-        labels = self.pack.sample(i)  # memory maps: what is replaced is not read
-        return {**labels, **decoded, "id": np.asarray(i, np.int64)}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "source": self.source, "read": self.read}
-
-
-def collate(
-    samples: Sequence[Sample], columns: Mapping[str, Column], unread: Collection[str] = ()
-) -> dict[str, torch.Tensor]:
-    """Samples → raw batch: fixed (B, *shape); ragged zero-padded (B, longest, *shape) and `<column>_length` (B,);
-    without the unread columns."""
-    batch = {}
-    for name in (name for name in samples[0] if name not in unread):
-        arrays = [sample[name] for sample in samples]
-        if name in columns and columns[name].kind == "ragged":
-            lengths = np.array([len(a) for a in arrays])
-            padded = np.zeros((len(arrays), lengths.max(initial=0), *arrays[0].shape[1:]), arrays[0].dtype)
-            for row, array in zip(padded, arrays, strict=True):
-                row[: len(array)] = array
-            batch[name], batch[f"{name}_length"] = torch.from_numpy(padded), torch.from_numpy(lengths)
-        else:
-            batch[name] = torch.from_numpy(np.stack(arrays))
-    return batch
+def read_manifest(folder: Path) -> tuple[dict[str, Any], Card]:
+    """Return a pack's manifest and card. Raises PackError for what is none, or of another format."""
+    again = "delete the folder and pack again"
+    try:
+        manifest = disk.from_json((folder / MANIFEST).read_bytes())
+        if (version := manifest["version"]) != FORMAT:
+            maker = manifest.get("nbtools", "0.1")
+            made = f"nbtools {maker} made this pack, in format {version}, and format {FORMAT} is read here"
+            raise PackError(f"{folder}: {made}; {again}")
+        return manifest, Card.from_dict(manifest["card"])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise PackError(f"{folder / MANIFEST}: unreadable ({error}); {again}") from None
 
 
 def columns_of(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Column]:
-    """Columns as JSON keeps them."""
+    """Return columns as JSON keeps them."""
     return {name: Column(c["kind"], c["dtype"], tuple(c["shape"])) for name, c in values.items()}
+
+
+def class_names(ids: np.ndarray, classes: Sequence[str]) -> list[str]:
+    """Return the class of each sample; a number without a name stays one."""
+    names = dict(enumerate(classes))
+    return [names.get(i, str(i)) for i in ids.ravel().tolist()]
 
 
 def is_pack(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def mapped(path: Path) -> np.ndarray:
-    """A copy-on-write map, which torch accepts without a warning; an empty array where there is nothing to map."""
+def memory_map(path: Path) -> np.ndarray:
+    """Return a copy-on-write map, which torch accepts without a warning; an empty array where nothing can be mapped."""
     try:
-        return loaded(path, "c")
+        return np.load(path, mmap_mode="c")
     except ValueError:
-        return loaded(path)
-
-
-def loaded(path: Path, mode: Literal["c"] | None = None) -> np.ndarray:
-    """One of a pack's arrays. Raises DiskError where the disk does not give it."""
-    with disk.explained(READING, path):
-        return np.load(path, mmap_mode=mode)
-
-
-def split_of(name: str, val: float = 0.1, test: float = 0.1) -> str:
-    """The split of a sample by a hash of its name: the same on every machine, whatever the other samples, so that it
-    does not move when others are added."""
-    place = position(name)
-    return "test" if place < test else "val" if place < test + val else "train"
-
-
-def position(name: str) -> float:
-    """A name's place in [0, 1)."""
-    data = name.encode(errors="surrogateescape")  # file names need not be UTF-8
-    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big") / 2**56
-
-
-def assigned(names: Sequence[str], splits: Sequence[str | None], val: float, test: float) -> list[str]:
-    """The split of every sample: its own, else by the hash of its name; whole numbers take exactly that many,
-    the smallest hashes first. A source with a test folder but no val folder gives its val share from train. test=1.0:
-    all are test, whatever split they have."""
-    if is_all(test):
-        return ["test"] * len(names)
-    given = set(splits) - {None}
-    divided = "train" if "train" in given and "val" not in given else None
-    drawn = [i for i, split in enumerate(splits) if split == divided]
-    test = 0 if given else test
-    result = [split or "train" for split in splits]
-    if not is_count(val) and not is_count(test):
-        for i in drawn:
-            result[i] = split_of(names[i], val, test)
-        return result
-    tests, vals = (int(share) if is_count(share) else round(share * len(drawn)) for share in (test, val))
-    if drawn and tests + vals >= len(drawn):
-        raise PackError(
-            f"val={val} and test={test} leave none of {show.plural(len(drawn), 'sample')} to train on; lower them"
-        )
-    for rank, i in enumerate(sorted(drawn, key=lambda i: position(names[i]))[: tests + vals]):
-        result[i] = "test" if rank < tests else "val"
-    return result
-
-
-def require_shares(val: float, test: float) -> None:
-    """Raise PackError unless these can be the validation's and the test's part of a source."""
-    shares = [x for x in (val, test) if not is_count(x)]
-    numbers = all(isinstance(x, (int, float)) for x in (val, test))
-    if not numbers or not min(val, test) >= 0 or not (sum(shares) < 1 or is_all(test)):
-        raise PackError(
-            f"val and test must be whole numbers of samples, or shares ≥ 0 and below 1, got {val}, {test}; "
-            "their sum leaves samples to train on, but for test=1.0, which makes all of them test"
-        )
-
-
-def is_count(share: float) -> bool:
-    return isinstance(share, int) and share >= 1
-
-
-def is_all(share: float) -> bool:
-    """Whether it is the share of a split that takes every sample; the whole number 1 is one sample."""
-    return isinstance(share, float) and share == 1
+        return np.load(path)

@@ -3,187 +3,95 @@ are small and Python's own work between them is most of the time."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
+import ctypes
 import os
 import pickle
+import signal
 import sys
-import threading
-import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import islice
-from multiprocessing.connection import wait
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from time import monotonic
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from nbtools.data.feed import Loader, ignore_signals
-from nbtools.data.progress import say
 from nbtools.errors import NbtoolsError
 
 T = TypeVar("T")
 R = TypeVar("R")
-CHUNK = 128  # items that are worked on ahead
-SMALL = 1 << 17  # bytes of a result: below, most of the time goes to Python, one thread at a time
-SHORT = 1.0  # seconds in which all is done: not worth starting processes
-SENT = 32  # small results that travel between processes at once
-SHARES = 4  # of a chunk for each core: a thread takes one at a time, since a task for each item costs 80 CPU-µs
-TRIES = 9  # of work that fails because of other threads
+FIRST = 32  # items whose time says whether the others are worth starting processes
+SHORT = 1.0  # seconds in which all is done: not worth it
+SMALL = 1 << 17  # bytes of a result: above, threads pack a fifth faster than processes that send it (measured, 2 cores)
+WORK: list[Callable[[Any], Any]] = []  # of a worker process
 
 
 def cores() -> int:
-    """CPU cores that this process may use, which containers make fewer than the machine's."""
+    """Return the CPU cores that this process may use, which containers make fewer than the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def side_by_side(work: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
-    """work(item) of each item, in order, on all cores. The first ones, by threads, tell whether processes are faster
-    for the others: where results are small, on a system that forks."""
-    items, since, size = [*items], monotonic(), 0
-    for result in threaded(work, items[:CHUNK], CHUNK):
+    """Yield work(item) of each item, by threads, or on Linux by forked processes where they are faster."""
+    items, start, size = [*items], monotonic(), 0
+    for result in threaded(work, items[:FIRST], 1):
         size += len(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
         yield result
-    rest = items[CHUNK:]
-    short = (monotonic() - since) / CHUNK * len(rest) < SHORT
-    if sys.platform != "linux" or not workers_pay() or size >= SMALL * CHUNK or short:
-        yield from threaded(work, rest, CHUNK)
-        return
-    yield from by_workers(work, rest, SENT)
+    rest = items[FIRST:]
+    pays = (monotonic() - start) / FIRST * len(rest) > SHORT and size < SMALL * FIRST and cores() > 1
+    yield from by_workers(work, rest) if pays and sys.platform == "linux" else threaded(work, rest)
 
 
-# -- threads
+def threaded(work: Callable[[T], R], items: Iterable[T], size: int = 16) -> Generator[R, None, None]:
+    """Yield work(item) of each item by a thread a core, `size` at a time: decoders release the interpreter's lock."""
 
-
-def threaded(work: Callable[[T], R], items: Iterable[T], chunk: int = 64) -> Generator[R, None, None]:
-    """work(item) of each item, in order, by one thread per core: decoders release the interpreter's lock. While the
-    results of one chunk are used, the next one is worked on; no third one waits in memory."""
-    source, share = iter(items), max(1, chunk // (SHARES * cores()))
-    with ThreadPoolExecutor(cores()) as pool:
-
-        def begun() -> Iterable[list[R]]:
-            part = [*islice(source, chunk)]
-            shares = [part[k : k + share] for k in range(0, len(part), share)]
-            return pool.map(lambda some: [*map(steady(work), some)], shares) if part else ()
-
-        try:
-            ahead = begun()
-            while ahead:
-                now, ahead = ahead, begun()
-                for results in now:
-                    yield from results
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def steady(work: Callable[[T], R]) -> Callable[[T], R]:
-    """work for a pool of threads, tried again when it raises SystemError: before Python 3.13 `ast.parse`, with which
-    NumPy reads the header of an array, counts its recursion for all threads together, and raises that if they switch
-    within it (python/cpython#106905)."""
-
-    def tried(item: T) -> R:
-        for _ in range(TRIES):
-            with contextlib.suppress(SystemError):
+    def steady(item: T) -> R:
+        for _ in range(9):
+            try:
                 return work(item)
+            except SystemError:  # NumPy reads a header by ast.parse, which before Python 3.13 counts its recursion for
+                continue  # all threads together (python/cpython#106905)
         return work(item)
 
-    return tried
+    yield from in_order(ThreadPoolExecutor(cores()), lambda part: [*map(steady, part)], [*items], size)
 
 
-# -- processes
-
-
-class Failure(NamedTuple):
-    """An error of a worker process that names what to mend: a DataLoader would raise another one, with its text."""
-
-    error: Exception
-
-
-@dataclass(eq=False)
-class Work(Dataset):
-    """What becomes of items, for a DataLoader."""
-
-    work: Callable[[Any], Any]
-
-    def __getitem__(self, item: Any) -> Any:
-        try:
-            return self.work(item)
-        except (OSError, NbtoolsError) as error:
-            return Failure(error)
-
-
-def workers_pay() -> bool:
-    """Whether worker processes can be started, and do anything at once."""
-    return cores() > 1 and not multiprocessing.current_process().daemon
-
-
-def in_processes(work: Callable[[T], R], items: Sequence[T], processes: int | None = None) -> Generator[R, None, None]:
-    """work(item) of each item, in order, by so many worker processes. 0: by threads of this one; None: by a process per
-    core where there are many items, on a system that forks."""
-    if processes is None:
-        processes = cores() if sys.platform == "linux" and workers_pay() and len(items) > CHUNK else 0
-    yield from by_workers(work, items, SENT, workers=processes) if processes else threaded(work, items)
-
-
-def by_workers(
-    work: Callable[[T], R], items: Sequence[T], size: int, method: str = "fork", workers: int | None = None
-) -> Generator[R, None, None]:
-    """work(item) of each item, in order, by so many worker processes, None: one per core; `size` of them at a time.
-    Where the system kills one, this process does the rest. Items and results must be picklable, and with a method but
-    fork the work too."""
-    batches, done = [list(items[start : start + size]) for start in range(0, len(items), size)], 0
-    loader = DataLoader(
-        Work(work),
-        batch_sampler=batches,
-        num_workers=workers or cores(),
-        collate_fn=list,
-        worker_init_fn=begin_worker,
-        generator=torch.Generator(),  # its own: the user's random numbers stay as they are
-        multiprocessing_context=method,
-    )
-    crew = Loader(loader, batches)
-    stream: Any = ()
+def by_workers(work: Callable[[T], R], items: Sequence[T], size: int = 32) -> Generator[R, None, None]:
+    """Yield work(item) of each item by a forked process a core, `size` at a time; results must be picklable. Raises
+    NbtoolsError where the system kills a process."""
+    pool = ProcessPoolExecutor(cores(), get_context("fork"), begin, (work,))
     try:
-        try:
-            stream = crew.begin()
-        except OSError as error:
-            say(f"no worker processes ({error.strerror}); this process reads all")
-        else:
-            threading.Thread(target=watch, args=(crew, stream), daemon=True).start()
-        for results in stream:
-            for result in results:
-                if isinstance(result, Failure):
-                    raise result.error
-                yield result
-            done += len(results)
-    except RuntimeError:
-        killed = crew.killed()
-        if "SIGKILL" not in killed:  # an item that crashes a decoder would crash this process too
-            raise
-        say(f"{killed}; this process reads the rest")
+        yield from in_order(pool, map_work, items, size)
+    except BrokenProcessPool:
+        reason = "a worker process was killed, as by a system whose memory runs out"
+        raise NbtoolsError(f"{reason}; free some, and run it again: packing continues where it was") from None
+
+
+def begin(work: Callable[[Any], Any]) -> None:
+    """Begin a worker: it dies with its parent, to which it leaves interrupts, and has one core."""
+    WORK[:] = [work]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)  # else OpenMP may hang in the fork of a process that has used it
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def map_work(part: Sequence[Any]) -> list[Any]:
+    return [*map(WORK[0], part)]
+
+
+def in_order(
+    pool: Executor, each: Callable[[Sequence[T]], list[R]], items: Sequence[T], size: int
+) -> Generator[R, None, None]:
+    """Yield the results of a pool; no more than two parts a core wait in memory."""
+    begun: deque[Any] = deque()
+    try:
+        for start in range(0, len(items), size):
+            begun.append(pool.submit(each, items[start : start + size]))
+            if len(begun) > 2 * cores():
+                yield from begun.popleft().result()
+        while begun:
+            yield from begun.popleft().result()
     finally:
-        crew.end()  # a traceback keeps the loader, and it its workers
-    yield from map(work, items[done:])
-
-
-def begin_worker(worker: int) -> None:
-    """End with the parent, and at once: a full queue would hold a worker for ever."""
-    ignore_signals(worker)
-
-    def follow() -> None:
-        parent = multiprocessing.parent_process()
-        while parent is not None and os.getppid() == parent.pid:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
-def watch(workers: Loader, stream: Any) -> None:
-    """End all once one ends. Killed in the middle of sending, it has the lock that the others need to send; and whoever
-    receives waits for the rest of it until nobody is left who could send it, this process included."""
-    workers.end(first=wait([process.sentinel for process in workers.processes]))
-    stream._worker_result_queue._writer.close()
+        pool.shutdown(cancel_futures=True)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -100,13 +101,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """One panel: lines over the picture's x axis. cut: the highest value, where the axis ends below it."""
+    """One panel: lines over the picture's x axis. cut: the highest value, where the axis ends below it. small: of the
+    machine or the schedule, drawn small below the others."""
 
     title: str
     lines: tuple[Line, ...]
     scale: Scale
     unit: str = ""
     cut: str = ""
+    small: bool = False
 
     @property
     def named(self) -> int:
@@ -143,14 +146,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class Picture:
-    """Charts that share an x axis from `first` to `last`; marks on it; above them the run's state, facts (label,
-    value), and the share of the run that is done. zoomed: lines reach beyond the axis, and are drawn as far as it goes.
-    """
+    """Charts that share an x axis from `first` to `last`; marks on it; above them the run's state, its facts, and the
+    share of the run that is done. zoomed: lines reach beyond the axis, and are drawn as far as it goes."""
 
     charts: tuple[Chart, ...] = ()
     last: float = 1.0
     marks: tuple[Mark, ...] = ()
-    facts: tuple[tuple[str, str], ...] = ()
+    facts: tuple[Any, ...] = ()
     state: str = ""
     share: float | None = None
     title: str = ""

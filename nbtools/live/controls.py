@@ -37,7 +37,7 @@ class Looks:
         )
         for name, help in HELP.items():
             widget = getattr(self, name)
-            widget.set_trait("tooltip" if widget.has_trait("tooltip") else "description_tooltip", help)  # 8, or 7
+            entitle(widget, help)
             widget.observe(lambda _: changed(), names="value")
         self.box = HBox(
             [self.scale, self.smoothing, self.part],
@@ -50,6 +50,11 @@ class Looks:
         low, high = self.part.value
         low = min(low, 99)  # at least a hundredth of the run
         return Look(str(self.scale.value), SMOOTHING[str(self.smoothing.value)], low / 100, max(high, low + 1) / 100)
+
+
+def entitle(widget: Any, text: str) -> None:
+    """Give an input its name, for a screen reader and on hover."""
+    widget.set_trait("tooltip" if widget.has_trait("tooltip") else "description_tooltip", text)  # ipywidgets 8, or 7
 
 
 def changes(columns: Columns) -> str:

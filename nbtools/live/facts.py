@@ -3,10 +3,10 @@ reads."""
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from nbtools.data import batches_in
 from nbtools.live.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Picture
 from nbtools.live.columns import Columns, spent, taken
 from nbtools.measure import REASONS
-from nbtools.show import EMPTY, duration, header, number, written
+from nbtools.show import EMPTY, duration, header, number, percent, size
 from nbtools.train import Diverged, order
 
 IDLE = REASONS[0x1]
@@ -42,36 +42,30 @@ AGAIN = {
 }
 """What to do after a run has ended so, before it is said where its model is. it: what ran it."""
 
-ROW, GAP = 36, 18  # px: height of the facts in one row, between two of them
+CELLS = 7  # the state, and as many as `facts` returns
 STYLE = f"""
-.nbt-top{{container-type:inline-size;overflow:hidden}}
-.nbt-top>div{{height:{ROW}px;overflow:hidden;display:flex;flex-wrap:wrap;gap:0 {GAP}px;white-space:nowrap}}
-.nbt-top>div>div{{height:{ROW}px}}
-.nbt-top span,.nbt-top b{{display:block;line-height:18px;max-width:260px;overflow:hidden;text-overflow:ellipsis}}
-.nbt-top span{{font-size:11px;opacity:.65}}
+.nbt-top>div{{display:grid;grid-template-columns:repeat(auto-fill,minmax(126px,1fr));gap:0 18px;white-space:nowrap}}
+.nbt-top>div>div{{height:36px;overflow:hidden}}
+.nbt-top span,.nbt-top b{{display:block;line-height:18px;overflow:hidden;text-overflow:ellipsis}}
+.nbt-top span{{font-size:11px;opacity:.75}}
 .nbt-top b{{font-size:14px}}
 .nbt-top i{{display:inline-block;width:9px;height:9px;border-radius:5px;margin-right:6px}}
 .nbt-top>p{{height:4px;margin:5px 0 6px;border-radius:2px;background:rgba(128,128,128,.25);overflow:hidden}}
 .nbt-top>p>u{{display:block;height:4px;background:{BLUE}}}
-@container (max-width:960px){{.nbt-top>div{{height:{2 * ROW}px}}}}
-@container (max-width:480px){{.nbt-top>div{{height:{4 * ROW}px}}}}
 """
-"""As high for one fact as for all of them: what has no room, the least important, is left out."""
+"""Places of equal width, the last one for what is out of the ordinary: nothing moves when it comes."""
 
 
 @dataclass(frozen=True)
 class About:
     """What a history does not record about its run: its name, its planned length, and which metric is the main one
-    (`whole_accuracy`, or `-cer` where lower is better); warmup in epochs; what follows training, and is not in the time
-    left; what is kept on a second disk."""
+    (`whole_accuracy`, or `-cer` where lower is better); warmup in epochs."""
 
     title: str = ""
     epochs: int | None = None
     epoch_samples: int | None = None
     best: str = ""
     warmup: float = 0.0
-    then: str = ""
-    kept: str = ""
 
 
 def ended(error: BaseException | None, stopped: bool) -> str:
@@ -83,72 +77,76 @@ def ended(error: BaseException | None, stopped: bool) -> str:
     return DONE if error is None else FAILED
 
 
-def facts(columns: Columns, about: About, status: str, now: float | None = None) -> tuple[tuple[str, str], ...]:
-    """(label, value), the most important first; what will be known later has its place already. now: seconds since
-    1970."""
-    row = columns.ended
-    if row is None:
+class Fact(NamedTuple):
+    """What stands above the curves; more: what a hover adds."""
+
+    label: str
+    value: str
+    more: str = ""
+
+
+def facts(columns: Columns, about: About, status: str, now: float | None = None) -> tuple[Fact, ...]:
+    """Return epoch, time, best, speed and memory, in places that stay; after them what is out of the ordinary. now:
+    seconds since 1970."""
+    if columns.ended is None:
         return ()
-    total, epochs = steps(columns, about), f" of {about.epochs}" if about.epochs else ""
-    shown = [("step", f"{row['step']:,}{f' of {total:,}' if total else ''}"), ("epoch", f"{row['epoch'] + 1}{epochs}")]
-    shown.append(("took" if status in OVER else "elapsed", duration(spent(columns)[1][-1])))
-    if total and status not in OVER:
-        left = time_left(columns, about)
-        shown.append(("time left", duration(left) if left else EMPTY))
-        at = (time.time() if now is None else now) + (left or 0)
-        day = "%a " if left and left > 20 * 3600 else ""
-        ends = time.strftime(f"{day}%H:%M %Z", time.localtime(at)).strip()
-        shown.append(("training ends", ends if left and status != PAUSED else EMPTY))
-    if about.best:
-        found = best(columns, about.best)
-        shown.append(
-            (f"best {header(about.best.lstrip('-'))}", f"{number(found[0])} in epoch {found[1]}" if found else EMPTY)
-        )
-    shown += [("kept", about.kept)] * bool(about.kept)
-    readings = ((label, written(name, columns.newest(name))) for name, label in READINGS.items())
-    shown += [(label, value) for label, value in readings if value is not None]
-    shown += [("after training", about.then)] * bool(about.then and status not in OVER)
-    reasons = throttled(columns)
-    return (*shown, *[("GPU throttled by", reasons)] * bool(reasons))  # last: it comes and goes
+    memory = next((name for name in MEMORY if columns.newest(name) is not None), "memory")
+    shown = (
+        epoch(columns, about),
+        clock(columns, about, status, time.time() if now is None else now),
+        *([record(columns, about.best)] if about.best else []),
+        Fact("samples/s", number(mean_pace(columns) if status in OVER else columns.newest("samples_per_s") or 0.0)),
+        Fact(MEMORY[memory], size((columns.newest(memory) or 0.0) * 2**20)),
+    )
+    return (*shown, unusual(columns))
+
+
+def unusual(columns: Columns) -> Fact:
+    """Return what limits the run, if anything does."""
+    waiting, reasons = columns.newest("data_wait") or 0.0, throttled(columns)
+    if waiting > NOTABLE:
+        return Fact("waiting for data", percent(waiting))
+    return Fact("GPU throttled by", reasons) if reasons else Fact("", "")
+
+
+def epoch(columns: Columns, about: About) -> Fact:
+    row, total = columns.ended or {}, steps(columns, about)
+    of, step = f" of {about.epochs}" if about.epochs else "", f"step {row['step']:,}"
+    return Fact("epoch", f"{row['epoch'] + 1}{of}", f"{step} of {total:,}" if total else step)
+
+
+def clock(columns: Columns, about: About, status: str, now: float) -> Fact:
+    """Return how long the run took, or the time left."""
+    took = duration(spent(columns)[1][-1])
+    if status in OVER or not about.epochs:
+        return Fact("took" if status in OVER else "elapsed", took)
+    left = time_left(columns, about)
+    if not left:
+        return Fact("time left", EMPTY, f"{took} so far")
+    day = "%a " if left > 20 * 3600 else ""
+    ends = time.strftime(f"{day}%H:%M %Z", time.localtime(now + left)).strip()
+    return Fact("time left", duration(left), f"{took} so far" + ("" if status == PAUSED else f"; ends at {ends}"))
+
+
+def record(columns: Columns, metric: str) -> Fact:
+    """Return the best evaluation so far."""
+    so_far, name = best(columns, metric), f"best {header(metric.lstrip('-'))}"
+    return Fact(name, number(so_far[0]), f"in epoch {so_far[1]}") if so_far else Fact(name, EMPTY)
 
 
 def html(shown: Picture) -> str:
-    """Name and state, the facts, and a bar of the run's share that is done; a page needs STYLE once. All text is
-    escaped."""
+    """Return name and state, the facts, and a bar of the run's share that is done; a page needs STYLE once. All text
+    is escaped."""
     dot = f'<i style="background:{HUES.get(shown.state, GREY)}"></i>' if shown.state else ""
-    waiting = () if shown.facts else (("", "waiting for the first step"),)
+    cells = [(shown.title, shown.state, shown.title), *(shown.facts or [Fact("", "waiting for the first step")])]
+    cells += [Fact("", "")] * (CELLS - len(cells))
     each = [
-        f'<div style="min-width:{room(label, value)}ch"><span title="{escape(label)}">'
-        f"{escape(label) or '&#160;'}</span><b>{dot * (i == 0)}{escape(value)}</b></div>"
-        for i, (label, value) in enumerate([(shown.title, shown.state), *shown.facts, *waiting])
+        f'<div title="{escape(more or value)}"><span>{escape(label) or "&#160;"}</span>'
+        f"<b>{dot * (i == 0)}{escape(value)}</b></div>"
+        for i, (label, value, more) in enumerate(cells)
     ]
     bar = f'<p><u style="width:{100 * (shown.share or 0):.1f}%"></u></p>'
     return f'<div class="nbt"><div class="nbt-top"><div>{"".join(each)}</div>{bar}</div></div>'
-
-
-ROOM = {
-    **dict.fromkeys((STARTING, *HUES, STOPPED), 12),
-    "elapsed": 11,
-    "took": 11,
-    "time left": 15,
-    "training ends": 10,
-    "best": 17,
-    "kept": 22,
-    "samples/s": 7,
-    "waiting for data": 5,
-    "memory": 7,
-    "GPU memory": 7,
-    "GPU use": 5,
-    "power": 5,
-    "energy": 8,
-}
-"""Widths of a digit that a fact needs, whatever it comes to: by label, of the state by its value."""
-
-
-def room(label: str, value: str) -> int:
-    """Widths of a digit that a fact takes however long it becomes, so that those after it stay in their places."""
-    _, of, total = value.partition(" of ")
-    return 2 * len(total) + 4 if of else ROOM.get(value) or ROOM.get(re.sub("^best .*", "best", label), 0)
 
 
 def steps(columns: Columns, about: About) -> int | None:
@@ -160,16 +158,8 @@ def steps(columns: Columns, about: About) -> int | None:
     return row["step"] + batches_in(left % count, int(batch)) + left // count * batches_in(count, int(batch))
 
 
-READINGS = {
-    "samples_per_s": "samples/s",
-    "data_wait": "waiting for data",
-    "gpu_memory_reserved": "GPU memory",
-    "memory": "memory",
-    "gpu_utilisation": "GPU use",
-    "gpu_power": "power",
-    "gpu_energy": "energy",
-}
-"""Column → its label."""
+MEMORY = {"gpu_memory_reserved": "GPU memory", "memory": "memory"}  # the first that is known
+NOTABLE = 0.05  # share of the time that a run waits for data, above which it is shown
 
 
 def throttled(columns: Columns) -> str:
@@ -207,6 +197,13 @@ def time_left(columns: Columns, about: About) -> float | None:
     evaluations = columns.series("eval_time", "epoch")[1]
     ended = max(len(columns.series("step", "epoch")[0]), 1)
     return epochs * ((about.epoch_samples or 0) / pace + float(evaluations.sum()) / ended)
+
+
+def mean_pace(columns: Columns) -> float:
+    """Return the samples a second by the clock, without evaluations, of the whole run."""
+    steps, wall = columns.series("wall", "step")
+    seconds = wall[-1] - evaluated(columns, steps)[-1] if len(wall) else 0.0
+    return float(taken(columns)[1][-1] / seconds) if seconds > 0 else columns.newest("samples_per_s") or 0.0
 
 
 def recent_pace(columns: Columns) -> float | None:

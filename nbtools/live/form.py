@@ -34,6 +34,8 @@ from ipywidgets import (
 )
 
 from nbtools import show
+from nbtools.live.controls import entitle
+from nbtools.live.svg import SCRIPT
 
 IN_VIEW = ("network", "epochs", "batch_size", "lr", "amp", "clip_norm", "eval_every", "early_stop")
 """The settings that users change most, in this order; all other settings are under More."""
@@ -52,20 +54,21 @@ NAME, INPUT, NUMBER, SLIDER, NOTE = "166px", "280px", "84px", "120px", "260px"
 LINE, LINES, WORD = "20px", "36px", "88px"  # room for a message, for a question in two lines, and for Resume
 OPEN = "364px"  # height at most of the form above the curves, which stay in view: it scrolls, and shows half of "More"
 INSET = "6px"  # from a slider's edge to its track, in ipywidgets 7 and 8
-STYLE = """<style>
+STYLE = """
 .nbtools-form { container-type: inline-size }
 .nbtools-row { border-top: 1px solid rgba(128, 128, 128, .18) }
 .nbtools-line .widget-html-content > div, .nbtools-lines .widget-html-content > div {
   display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 1; overflow: hidden; overflow-wrap: anywhere }
 .nbtools-lines .widget-html-content > div { -webkit-line-clamp: 2 }
 .nbtools-knob { line-height: 18px }
+.nbtools-wrong input { outline: 2px solid #D55E00 }
 @container (max-width: 760px) {
   .nbtools-row > .widget-html { flex-basis: 100% !important; margin: 0 0 4px 184px !important }
 }
 @container (max-width: 480px) {
   .nbtools-row > .widget-html { margin-left: 2px !important }
 }
-</style>"""
+"""
 """Lines between rows; where the form is narrow, a note is below its input (184 px: NAME, gap and margins), which is
 below its name where it is narrower still. A host that drops it shows the same form, less neatly."""
 
@@ -117,6 +120,7 @@ class Form:
         self.asked: list[str] = []  # what has to be confirmed, or was refused
         self.brought: list[str] = []  # what a change brought with it
         self.changed = ""
+        self.unapplied = False  # whether a field holds what breaks a rule or has to be confirmed
         self.actions = {action: button("", partial(panel.click, action)) for action in BUTTONS}
         self.actions["pause"].layout.min_width = WORD
         self.pending = markup("line", LINE)
@@ -125,6 +129,8 @@ class Form:
 
         self.fields = {n: field(getattr(plan, n), rule, n in {*SPANS, *STRIP}) for n, rule in panel.rules.items()}
         self.sliders = {name: slider(getattr(plan, name), *span) for name, span in SPANS.items()}
+        for name, widget in [*self.fields.items(), *self.sliders.items()]:
+            entitle(widget, name)
         self.ranges = {name: (made.min, made.max) for name, made in self.sliders.items()}
         self.ticks = {name: HTML(layout=Layout(height="6px", margin="-6px 0 0", overflow="hidden")) for name in SPANS}
         self.captions = {name: HTML(layout=Layout(height="18px", margin="0 2px")) for name in STRIP}
@@ -158,7 +164,12 @@ class Form:
 
     def strip(self) -> HBox:
         layout = Layout(width="auto", margin="18px 2px 2px")
-        self.all = ToggleButton(description="All settings", icon="sliders", layout=layout)
+        self.all = ToggleButton(
+            description="All settings",
+            icon="sliders",
+            tooltip="Every setting of the plan, to change here",
+            layout=layout,
+        )
         self.all.observe(self.unfold, names="value")
         return bar([*map(self.knob, STRIP), self.all], grid_gap="4px 20px", align_items="flex-start")
 
@@ -167,7 +178,10 @@ class Form:
         parts = [rows.pop(name) for name in IN_VIEW if name in rows]
         more = Accordion(children=[VBox([*rows.values()])], selected_index=None, layout=Layout(margin="8px 0 0"))
         more.set_title(0, f"More: {len(rows)} settings")
-        style, top = HTML(STYLE, layout=Layout(display="none")), bar([*self.presets.values()], margin="0 0 6px")
+        style, top = (
+            HTML(f'<style onload="{escape(SCRIPT)}">{STYLE}</style>', layout=Layout(display="none")),
+            bar([*self.presets.values()], margin="0 0 6px"),
+        )
         form = VBox([style, top, *parts, more], layout=Layout(width="100%", max_width="1100px", flex="0 0 auto"))
         form.add_class("nbtools-form")
         return form
@@ -240,12 +254,14 @@ class Form:
                 help, reason = panel.rules[name].metadata.get("help", ""), panel.reason(name)
                 good = styled(HELP, help) + styled(MUTED, reason)
                 self.notes[name].value = styled(WRONG, bad[name]) if name in bad else good
+                (self.fields[name].add_class if name in bad else self.fields[name].remove_class)("nbtools-wrong")
             self.show_advised()
         for label, (preset, _) in panel.presets.items():
             self.presets[label].button_style = "primary" if preset == plan else ""
             self.presets[label].disabled = preset is None
         shown(self.confirm, applying("Apply", waiting, panel.question))
-        shown(self.decline, applying("Keep", waiting, plan))
+        shown(self.decline, applying("Keep", {**waiting, **wrong}, plan))
+        self.unapplied = bool(waiting or wrong)
         sentence, offers = panel.offers()
         for rule, made in self.offers.items():
             shown(made, f"{OFFERS[rule][0]}: {show.shown(offers[rule])}" if rule in offers else "")
@@ -293,7 +309,7 @@ class Form:
             resume = action == "pause" and paused
             made.description, made.icon, what = RESUME if resume else BUTTONS[action]
             made.button_style = "primary" if resume else ""
-            able = requests is not None and requests.able(action)
+            able = requests is not None and (requests.able(action) or (action == "undo" and self.unapplied))
             made.tooltip = what if able else f"{what} ({UNABLE.get(action, '') if requests else NO_RUN})"
             made.disabled = not able or "stop" in pending or action in pending
 
@@ -354,8 +370,8 @@ def slider(value: float, base: float, reach: int, step: float) -> FloatLogSlider
     look["layout"] = Layout(width=SLIDER, flex="0 0 auto", margin="0")
     if not base:
         return IntSlider(value=value, min=1, max=max(reach * int(value), 10), step=step, **look)
-    middle = round(math.log(value, base))
-    least = max(middle - reach, 0) if base == 2 else middle - reach  # no batch below one
+    middle = math.log(value, base) if base == 2 else round(math.log(value, base))  # halves and doubles of a batch
+    least = middle - (min(reach, math.floor(middle)) if base == 2 else reach)  # no batch below one
     return FloatLogSlider(value=value, base=base, min=least, max=middle + reach, step=step, **look)
 
 
@@ -379,8 +395,8 @@ def shown(button: Button, label: str) -> None:
 
 
 def styled(style: str, text: str, tip: bool = False) -> str:
-    """Escaped text in a style; tip: as a tooltip too, where there may be no room for all of it."""
-    title = f' title="{escape(text)}"' if tip else ""
+    """Escaped text in a style; tip: a state, read aloud when it changes, in full as a tooltip where room is short."""
+    title = f' role="status" title="{escape(text)}"' if tip else ""
     return f'<div style="{style}"{title}>{escape(text)}</div>' if text else ""
 
 

@@ -127,6 +127,7 @@ class Messages:
                 kernel._publish_status("idle", "shell")
             finally:
                 kernel.set_parent(*cell, channel="shell")
+                kernel._publish_status("busy", "shell")  # of the cell again, or the page shows an idle kernel
 
 
 class Queued:

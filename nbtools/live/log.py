@@ -4,14 +4,13 @@ a line after each epoch."""
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 from nbtools.data import Pack, choose
 from nbtools.live.columns import Columns
 from nbtools.live.facts import About, time_left
 from nbtools.measure import described, expected
 from nbtools.show import digits, duration, number, size
-from nbtools.train import Plan, Record, TrainState, call_of, length_of, shares
+from nbtools.train import Record, TrainState, length_of
 
 OPENING = "opening"  # marks the event with these lines, where the process that trains is not the one that shows them
 NAMES = {"train_loss": "train", "val_loss": "val"}
@@ -21,19 +20,13 @@ MEMORY = ("gpu_memory_peak", "gpu_memory_allocated", "memory")  # the first that
 
 
 def opening(state: TrainState, pack: Pack) -> list[str]:
-    """What a run starts with, or resumes with: how the network of an `nb.pack` is called, device, batch, lr, optimizer,
-    feed, how many steps it takes, and how long where that was measured."""
-    plan, count = state.plan, pack.splits["train"]
-    feed, why = choose(pack, plan, state.device)
-    network, takes = call_of(state.model), expected(state.task, pack, plan)
+    """Return what a run starts with, or resumes with: device, settings, how many steps it takes, and how long where
+    that was measured."""
+    plan, takes = state.plan, expected(state.task, pack, state.plan)
     rows = [
-        *([("network", network)] if network else []),
         ("GPU" if state.device.type == "cuda" else "device", described(state.device)),
-        ("batch", batch_of(plan, state.recovery.micro, state.ranks.world)),
-        ("lr", lr_of(plan)),
-        ("optimizer", optimizer_of(plan)),
-        ("feed", f"{feed}: {f'{plan.workers} processes' if feed == 'workers' else why}"),
-        ("length", length_of(plan, count)),
+        ("plan", settings(state, choose(pack, plan, state.device)[0])),
+        ("length", length_of(plan, pack.splits["train"])),
         *([("expected", takes)] if takes else []),
     ]
     if state.step:
@@ -41,28 +34,15 @@ def opening(state: TrainState, pack: Pack) -> list[str]:
     return [f"{name:<{INDENT}}{text}" for name, text in rows]
 
 
-def batch_of(plan: Plan, micro: int | None, processes: int = 1) -> str:
-    """The batch, the shares of the processes, and the forward passes that they take."""
-    own = [end - start for start, end in pairwise(shares(plan.batch_size, processes))]
-    text = f"{plan.batch_size} per step"
-    if processes > 1:
-        text += f": {' + '.join(map(str, own))} on {processes} processes"
-    if micro is not None and micro < max(own):
-        text += f", accumulated over {math.ceil(max(own) / micro)} forward passes of at most {micro}"
-    return text
-
-
-def lr_of(plan: Plan) -> str:
-    """The peak, what leads to it and what follows."""
-    epochs = f"{plan.warmup_epochs:g} epoch{'' if plan.warmup_epochs == 1 else 's'}"
-    lowest = f" to {digits(plan.min_lr)}" if plan.schedule != "constant" else ""
-    return f"{digits(plan.lr)}, {f'warmup over {epochs}, ' if plan.warmup_epochs else ''}{plan.schedule}{lowest}"
-
-
-def optimizer_of(plan: Plan) -> str:
-    clip = f", gradient norm at most {plan.clip_norm:g}" if plan.clip_norm is not None else ""
+def settings(state: TrainState, feed: str) -> str:
+    """Return the settings that matter most, the batch as it is computed."""
+    plan, micro, processes = state.plan, state.recovery.micro, state.ranks.world
+    largest = math.ceil(plan.batch_size / processes)
+    parts = f" in {math.ceil(largest / micro)} parts" if micro is not None and micro < largest else ""
+    on = f" on {processes} processes" if processes > 1 else ""
     precision = "float32" if plan.amp == "off" else plan.amp
-    return f"{plan.optimizer}, weight decay {plan.weight_decay:g}{clip}, {precision}"
+    batch, lr = f"batch {plan.batch_size}{on}{parts}", f"lr {digits(plan.lr)} ({plan.schedule})"
+    return ", ".join([batch, lr, plan.optimizer, precision, f"{feed} feed"])
 
 
 def line_of(record: Record, columns: Columns, about: About) -> str:

@@ -127,16 +127,20 @@ class Panel(show.Table):
     # -- what the widgets call
 
     def click(self, action: str) -> None:
-        if self.running:
+        """Request an action; Undo first takes back what is not applied yet."""
+        if action == "undo" and self.form.unapplied:
+            self.decline()
+        elif self.running:
             self.settle()
             self.requests.post("resume" if action == "pause" and self.requests.paused else action)
             self.form.show_run()
 
     def read(self, name: str, text: Any) -> None:
         """The user changed a field. Adopt the fields' values; one that breaks a rule stays in its field, and the plan
-        is unchanged."""
+        is unchanged. An empty field, as after Escape, gets the plan's value back."""
         with self.lock:
             self.sliding.pop(name, None)
+            text = self.form.holds(name, getattr(self.plan, name)) if text == "" else text
             self.form.hold(name, text)  # the run may have overwritten it since
             changed, wrong = self.changes()
             if not changed:  # what was asked about is typed no more
@@ -185,10 +189,10 @@ class Panel(show.Table):
                 self.form.show(self.want(self.question, sure=True))
 
     def decline(self) -> None:
-        """Keep the values in effect instead of what had to be confirmed."""
+        """Keep the values in effect instead of what breaks a rule or had to be confirmed."""
         with self.lock:
             self.question, self.asks = None, NOTHING
-            self.form.show(self.changes()[1])
+            self.form.show(NOTHING)
 
     # -- what they come to
 

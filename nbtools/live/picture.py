@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -75,9 +75,10 @@ def picture(columns: Columns, about: About | None = None, status: str = "", look
     about, end = about or About(), max((steps[-1] for steps, _ in columns.found.values()), default=0) or 1.0
     pen = Pen(look, look.first * end, look.last * end)
     scored = metrics if about.best.lstrip("-") in ("", "loss") else awaited
-    parts = (loss, scored, rate, speed, use, memory)
+    large = [chart for draw in (loss, scored) for chart in draw(columns, pen)]
+    small = [replace(chart, small=True) for draw in (rate, speed, use, memory) for chart in draw(columns, pen)]
     return Picture(
-        charts=tuple(chart for draw in parts for chart in draw(columns, pen)) if columns.ended else (),
+        charts=(*large, *small) if columns.ended else (),
         first=pen.first,
         last=pen.last,
         zoomed=not pen.whole,

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from nbtools.figures import Fonts
 
 DPI = 144  # two pixels a px, and 72 px an inch: a point of matplotlib is a px here
 GREY = "#7d7d7d"  # contrast 4.1 on white and 4.6 on the black of JupyterLab's dark theme
@@ -60,16 +59,16 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
     """Header, a grid of charts, and below them the samples."""
     from matplotlib.figure import Figure
 
-    from nbtools.figures import Fonts
-
-    facts, names = [f"{label} {value}" for label, value in shown.facts], list(filter(None, (shown.title, shown.state)))
+    facts, names = (
+        [f"{fact.label} {fact.value}" for fact in shown.facts if fact.label],
+        list(filter(None, (shown.title, shown.state))),
+    )
     lines = [" · ".join(part.replace(" ", "\xa0") for part in parts) for parts in (names, facts)]
     head = [line.strip(" ·") for part in lines for line in textwrap.wrap(part, WORDS)]
-    fonts = Fonts.of("✓ " + "".join(each.truth + each.predicted for each in previews), mono=True)
     across, high = (1, LINE) if samples.lines([each.image for each in previews]) else (SAMPLES, IMAGE)
     shapes = [each.image.shape for each in previews]
     high = min(high, max((shape[0] * WIDE / across / shape[1] for shape in shapes), default=0))
-    texts = [samples.block(each, int(WIDE / across / LETTER / SMALL) - 4, fonts.plain) for each in previews]
+    texts = [samples.block(each, int(WIDE / across / LETTER / SMALL) - 4) for each in previews]
     text = ROW * (max(map(len, texts), default=0) + 1)
     columns = max(1, min(CHARTS, len(shown.charts)))
     rows, below = math.ceil(len(shown.charts) / columns), math.ceil(len(previews) / across)
@@ -91,7 +90,7 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
     if previews:
         grid = figure.add_gridspec(below, across, top=bottom / tall, bottom=text / tall, hspace=text / high, **sides)
         for i, preview in enumerate(previews):
-            draw_sample(figure.add_subplot(grid[divmod(i, across)]), preview, texts[i], fonts)
+            draw_sample(figure.add_subplot(grid[divmod(i, across)]), preview, texts[i])
     stream = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a character without a font is a box: expected
@@ -100,11 +99,10 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
 
 
 def draw_header(figure: Figure, head: Sequence[str], tall: float) -> None:
-    from nbtools.figures import Fonts
+    from nbtools.figures import look
 
-    look = {"size": 13, "color": GREY, "family": Fonts.of("".join(head)).families, "parse_math": False}
     for i, words in enumerate(head):
-        figure.text(LEFT / WIDE, 1 - (22 + HEAD * i) / tall, words, **look)
+        figure.text(LEFT / WIDE, 1 - (22 + HEAD * i) / tall, words, color=GREY, **look(13))
 
 
 def draw_chart(axes: Axes, chart: Chart, shown: Picture, first: bool, over: float) -> None:
@@ -158,11 +156,14 @@ def draw_line(axes: Axes, line: Line) -> Any:
     return Line2D([], [], marker=marker, markersize=5, label=f"{line.name} {line.value}".strip(), **look)
 
 
-def draw_sample(axes: Axes, preview: samples.Preview, text: Sequence[str], fonts: Fonts) -> None:
+def draw_sample(axes: Axes, preview: samples.Preview, text: Sequence[str]) -> None:
+    from nbtools.figures import look
+
     colour = GREEN if preview.right else VERMILLION if preview.truth else GREY
-    look = {"size": SMALL, "family": fonts.families, "parse_math": False}
     place = {"xycoords": "axes fraction", "textcoords": "offset points"}
     axes.imshow(preview.image, cmap="gray", vmin=0, vmax=255)
     axes.set(xticks=[], yticks=[], anchor="NW", facecolor="none")
     axes.spines[:].set_visible(False)
-    axes.annotate("\n".join(text), (0, 0), (0, -4), va="top", color=colour, linespacing=1.3, **place, **look)
+    axes.annotate(
+        "\n".join(text), (0, 0), (0, -4), va="top", color=colour, linespacing=1.3, **place, **look(SMALL, mono=True)
+    )

@@ -1,6 +1,7 @@
 // Shows the values under the pointer in all charts of a live view, at the same place of their x axis. A frame replaces
 // the one before it up to four times a second, so the values are drawn again when one arrives. What is written is
-// text, never markup. Where a front end runs no scripts, the charts are as they are.
+// text, never markup. Where a front end runs no scripts, the charts are as they are. Escape empties a field of the
+// form, which its kernel then fills with the value that is in effect.
 (() => {
   if (window.nbtoolsPointer) return; // one for all live views of a page
   window.nbtoolsPointer = true;
@@ -59,6 +60,12 @@
   document.addEventListener('pointermove', (event) => {
     at = event.target.closest?.('.nbt-plot') ? [event.clientX, event.clientY] : null;
     if (at || document.querySelector('.nbt-at')) show();
+  });
+  document.addEventListener('keydown', (event) => {
+    const field = event.key === 'Escape' && event.target.closest?.('.nbtools-row, .nbtools-knob') && event.target;
+    if (field?.type !== 'text') return;
+    field.value = '';
+    for (const kind of ['input', 'change']) field.dispatchEvent(new Event(kind, { bubbles: true }));
   });
   document.documentElement.addEventListener('pointerleave', () => ((at = null), show()));
 })();

@@ -22,7 +22,6 @@ from nbtools.train import CONTROL, Plan, TrainState, checkpoint, doubts, listed
 
 ACTIONS = ("pause", "resume", "stop", "evaluate", "save", "profile", "best", "undo")
 REFUSED = "refused: "  # the start of a row of the history that answers a request the run cannot fulfil
-UNFINISHED = 2.0  # seconds in which a file that is not JSON may still be being written: `echo … > control.json`
 SENDING = 0.3  # seconds for zmq's thread to send what a kernel has flushed: nothing tells when it has
 
 
@@ -108,8 +107,8 @@ def send(
     if not path.parent.is_dir():
         raise TrainError(f"{folder}: does not exist, so no run can take a request; name the folder of a run")
     with disk.explained("sending a request", path):
-        with suppress(FileNotFoundError):  # the run takes it at any moment
-            waiting = read(path)[0] or {}
+        with suppress(FileNotFoundError, ValueError):  # the run takes it at any moment
+            waiting = disk.from_json(path.read_text())
         both = known([*known(waiting.pop("do", [])), *actions])
         forced = waiting.pop("force", False)
         if waiting:
@@ -125,7 +124,7 @@ def receive(folder: Path, requests: Requests) -> None:
     The file is removed either way.
     """
     path, plan = folder / CONTROL, requests.state.plan
-    if (settings := taken(path)) is None:
+    if (settings := take_file(path)) is None:
         return
     try:
         actions, force = known(settings.pop("do", [])), settings.pop("force", False)
@@ -133,43 +132,30 @@ def receive(folder: Path, requests: Requests) -> None:
             raise TrainError(f'"force" must be true or false, got {force!r}')
         wanted = plan.turn(**{n: plan.parse(n, v) if isinstance(v, str) else v for n, v in settings.items()})
         if asks := requests.want(wanted, sure=force):
-            anyway = f'add "force": true here, or --force to python -m nbtools control {folder} …'
-            raise TrainError(f"{'; '.join(asks.values())}; to apply it anyway {anyway}")
+            raise TrainError(f'{"; ".join(asks.values())}; to apply it anyway add "force": true')
     except NbtoolsError as error:
         raise type(error)(f"{path}: {error}") from None
     for action in actions:
         requests.post(action)
 
 
-def taken(path: Path) -> dict[str, Any] | None:
-    """Remove a control file and return what it requests; None if there is none, or it is still being written."""
+def take_file(path: Path) -> dict[str, Any] | None:
+    """Remove a control file and return what it requests; None if there is none, or `echo` has yet to fill it."""
     mine = path.with_name(f"{path.name}.part")
-    try:
-        if read(path)[0] is None and time.time() - path.lstat().st_mtime < UNFINISHED:
-            return None
-    except FileNotFoundError:
-        return None
     with disk.explained("taking a request", path):
+        try:
+            if not path.stat().st_size:
+                return None
+            disk.rename(path, mine)  # later requests are read the next time
+        except FileNotFoundError:
+            return None
+        text = mine.read_text(errors="replace")
         disk.remove(mine)
-        disk.rename(path, mine)  # later requests are read the next time
-        content, text = read(mine)
-        disk.remove(mine)
-    if content is None:
-        raise TrainError(f'{path} must be a JSON object such as {{"do": "pause", "lr": 1e-4}}, got {text[:40]!r}')
-    return content
-
-
-def read(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """Return (the JSON object in a file, None for anything else; its text). Raises FileNotFoundError."""
     try:
-        text = path.read_text(errors="replace")
-        return disk.from_json(text), text
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        return None, str(error.strerror)
+        return disk.from_json(text)
     except ValueError:
-        return None, text
+        example = f'{path} must be a JSON object such as {{"do": "pause", "lr": 1e-4}}'
+        raise TrainError(f"{example}, got {text[:40]!r}") from None
 
 
 def known(actions: Any) -> list[str]:

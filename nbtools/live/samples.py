@@ -4,14 +4,13 @@ the picture that stays."""
 from __future__ import annotations
 
 import base64
-import difflib
 import io
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby, zip_longest
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -64,13 +63,31 @@ class Preview:
 
     def pairs(self) -> list[tuple[str, str]]:
         """(character, what was read for it): "" if nothing was read, or nothing was to be read."""
-        if self.whole:
-            return [(self.truth, self.predicted)]
-        found = []
-        matcher = difflib.SequenceMatcher(None, self.truth, self.predicted, autojunk=False)
-        for _, a, b, c, d in matcher.get_opcodes():
-            found += zip_longest(self.truth[a:b], self.predicted[c:d], fillvalue="")
-        return found
+        if self.whole or len(self.truth) == len(self.predicted):
+            return [(self.truth, self.predicted)] if self.whole else [*zip(self.truth, self.predicted, strict=True)]
+        return aligned(self.truth, self.predicted)
+
+
+def aligned(truth: str, predicted: str) -> list[tuple[str, str]]:
+    """Return (character, what was read for it) of an alignment with the fewest edits."""
+    rows = [[*range(len(predicted) + 1)]]  # rows[i][j]: edits from truth[:i] to predicted[:j]
+    for i, a in enumerate(truth, 1):
+        row = [i]
+        for j, b in enumerate(predicted, 1):
+            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (a != b)))
+        rows.append(row)
+    i, j, pairs = len(truth), len(predicted), []
+    while i or j:
+        if i and j and rows[i][j] == rows[i - 1][j - 1] + (truth[i - 1] != predicted[j - 1]):
+            i, j = i - 1, j - 1
+            pairs.append((truth[i], predicted[j]))
+        elif i and rows[i][j] == rows[i - 1][j] + 1:
+            i -= 1
+            pairs.append((truth[i], ""))
+        else:
+            j -= 1
+            pairs.append(("", predicted[j]))
+    return pairs[::-1]
 
 
 class Previews:
@@ -250,6 +267,6 @@ def block(preview: Preview, room: int, write: Callable[[str], str] = plain) -> l
         lines = [each.ljust(LABEL) for each in (TRUTH, PREDICTED, "")]
         for pair, wide in row:
             for i, part in enumerate((*pair, "^" * wide if pair[0] != pair[1] else "")):
-                lines[i] += padded(part, wide, False)
+                lines[i] += padded(part, wide)
         found += [line.rstrip() for line in lines if line.strip()]
     return [*found[:-1], found[-1] + (" ✓" if preview.right else "")]

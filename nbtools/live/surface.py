@@ -35,15 +35,12 @@ MOMENT = 0.05  # seconds between two reads of the requests during a pause
 
 class Surface(View):
     """A View whose buttons and fields act on the run; GPU readings; `control.json`; Ctrl-C. Enter it while the run
-    lasts. then: what follows training."""
+    lasts."""
 
-    def __init__(
-        self, folder: Path, state: TrainState, pack: Pack, history: History, given: Any, show: bool, then: str = ""
-    ):
+    def __init__(self, folder: Path, state: TrainState, pack: Pack, history: History, given: Any, show: bool):
         if not isinstance(given, Panel) and getattr(given, "plan", None) is not state.plan:
             given = state.plan  # an Advice has reasons, which stand next to the fields
         super().__init__(folder, history, state.plan, pack.splits["train"], state.task.BEST, given, show)
-        self.about = dataclasses.replace(self.about, then=then)
         self.state = state
         self.previews = Previews(state, pack, checkpoint.read_index(folder).get("samples", FIRST))
         self.requests = Requests(
@@ -58,8 +55,6 @@ class Surface(View):
         self.next_steps: Callable[[], str] = str  # what to do when it has ended
         self.undoable: Callable[[], bool] = bool  # whether a change of settings is recent enough
         self.status = COMPILING if state.plan.compile else TRAINING
-        self.announced = ""
-        self.announce: Callable[[str], object] = lambda status: None  # for other processes
         self.entered = ExitStack()
         self.interrupts: FirstSignal | None = None
 
@@ -179,13 +174,6 @@ class Surface(View):
         if record.kind in ("epoch", "evaluation") and self.visible and self.previews.due():
             self.show_samples(self.samples())
         self.draw(self.status)
-
-    def draw(self, status: str = TRAINING) -> None:
-        """Draw a frame when it is due, and have other processes know what this one does."""
-        if status != self.announced:
-            self.announced = status
-            self.announce(status)
-        super().draw(status)
 
     def listen(self) -> bool:
         """Read clicks, control.json and the kernel's shutdown; whether something is pending, other than a change of

@@ -13,8 +13,8 @@ import numpy as np
 from nbtools.live.chart import NAMED, Chart, Line, Mark, Picture
 
 WIDTH, HEIGHT = 2000, 10_000  # units of a plot: whole numbers become text ten times as fast as formatted floats
-COLUMN, THREE, GAP = 225, 860, 22  # px: least width of a chart; of a page with three in a row; between two
-TALL, NAME, HEAD = 134, 13, 36  # px: heights of a plot, of a mark's name, of a title and its legend
+NARROW, GAP = 700, 22  # px: width of a page with one large chart in a row; between two
+TALL, SMALL, NAME, HEAD = 240, 84, 13, 36  # px: heights of a plot, a small one, a mark's name, a title with its legend
 BESIDE = 3  # lines that a legend names next to each other
 
 STYLE = f"""
@@ -24,10 +24,13 @@ STYLE = f"""
 .nbt summary{{display:list-item}}
 .jp-RenderedHTMLCommon>.nbtools-kept{{margin-right:-20px}}
 .nbt *{{box-sizing:content-box}}
-.nbt-grid{{display:grid;gap:0 {GAP}px;
- grid-template-columns:repeat(auto-fill,minmax(max(min(100%,{COLUMN}px),(100% - {2 * GAP + 1}px)/3,
- min((100% - {GAP + 1}px)/2,({THREE}px - 100%)*999)),1fr))}}
-.nbt-grid>div{{display:grid;grid-row:span 2;grid-template:subgrid/minmax(0,1fr);margin-bottom:10px}}
+.nbt-charts{{container-type:inline-size}}
+.nbt-grid{{display:grid;gap:0 {GAP}px;grid-template-columns:repeat(12,minmax(0,1fr))}}
+.nbt-grid>div{{display:grid;grid-column:span 6;grid-row:span 2;grid-template:subgrid/minmax(0,1fr);
+ margin-bottom:10px}}
+.nbt-grid>.nbt-small{{grid-column:span 3}}
+.nbt-small>.nbt-plot{{height:{SMALL}px}}
+@container (max-width:{NARROW}px){{.nbt-grid>div{{grid-column:span 12}}.nbt-grid>.nbt-small{{grid-column:span 6}}}}
 .nbt-head{{font-size:12px;white-space:nowrap;height:{HEAD}px;line-height:{HEAD // 2}px}}
 .nbt-head>b{{display:block;font-size:13px;overflow:hidden;text-overflow:ellipsis}}
 .nbt-head>b span{{font-weight:400;opacity:.65;font-size:12px}}
@@ -49,6 +52,7 @@ STYLE = f"""
 .nbt-left>div{{left:auto;right:6px}}
 .nbt-at i{{display:inline-block;width:7px;height:7px;border-radius:4px;margin-right:5px}}
 """
+SMALLER = ' class="nbt-small"'
 SCRIPT = Path(__file__).with_name("pointer.js").read_text("utf-8")
 
 
@@ -59,12 +63,12 @@ def head(*styles: str) -> str:
 
 
 def frame(shown: Picture) -> str:
-    """One live frame: the charts, in one to three columns; what pointer.js reads are their data-. All text is escaped.
-    A page needs `head` once."""
+    """One live frame: the charts, large ones two in a row, small ones four; what pointer.js reads are their data-. All
+    text is escaped. A page needs `head` once."""
     below = x_axis(shown)
     charts = "".join([panel(chart, shown, below, i == 0) for i, chart in enumerate(shown.charts)])
     axis = f'data-x="{escape(shown.x)}" data-first="{shown.first:.6g}" data-last="{shown.last:.6g}"'
-    return f'<div class="nbt"><div class="nbt-grid" {axis}>{charts}</div></div>'
+    return f'<div class="nbt nbt-charts"><div class="nbt-grid" {axis}>{charts}</div></div>'
 
 
 def panel(chart: Chart, shown: Picture, below: str, first: bool) -> str:
@@ -85,7 +89,7 @@ def panel(chart: Chart, shown: Picture, below: str, first: bool) -> str:
     log = ' data-log=""' if chart.scale.log else ""
     reach = f'data-low="{chart.scale.low:.6g}" data-high="{chart.scale.high:.6g}"{log}'
     return (
-        f'<div>{heading(chart)}<div class="nbt-plot" style="margin-top:{above}px" {reach}>'
+        f'<div{SMALLER * chart.small}>{heading(chart)}<div class="nbt-plot" style="margin-top:{above}px" {reach}>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(chart.alt)}">'
         f'<path d="{levels}" stroke="currentColor" stroke-opacity=".14"/>'
         f'<path d="M0 {HEIGHT}h{WIDTH}" stroke="currentColor" stroke-opacity=".5"/>'

@@ -32,7 +32,7 @@ from nbtools.live.picture import picture
 from nbtools.live.png import Still
 from nbtools.live.samples import Preview
 from nbtools.show import plural
-from nbtools.train import History, Plan, Record, kept_until
+from nbtools.train import History, Plan, Record
 
 PLOT_FILE = "plot.png"
 FRAME_EVERY, FRAME_COST = 0.25, 0.006
@@ -51,6 +51,7 @@ STILL = f"""<style>
 </style>"""
 """Makes JupyterLab 4 and the classic notebook show the log and the PNG after it only where the live view is not, and
 nothing where they would report that a widget's model was not found."""
+SAVED = '<div style="font-size:12px">Saved while it trained; run this cell again to continue.</div>'
 KEPT = escape(Path(__file__).with_name("kept.js").read_text("utf-8"))
 RECENT = 3  # messages shown with the live picture
 EPOCHS, LIVE_EPOCHS = 100, 5  # lines of the newest epochs that a notebook keeps, and that the live view shows
@@ -79,7 +80,6 @@ class View:
         self.panel: Panel | None = given if isinstance(given, Panel) else Panel(given) if drawn else None
         self.output = Output(self.redraw) if drawn else None
         self.events: list[str] = []
-        self.back: Record | None = None  # the last answer to Back to best
         self.next_still = time.monotonic() + STILL_EVERY
         self.fresh: Still | Exception | None = None  # a PNG, or why there is none, until it is shown
         self.drawing, self.ended = threading.Lock(), False  # the last picture replaces one that is still being drawn
@@ -114,7 +114,6 @@ class View:
             self.columns.follow(self.history)  # paid once a row, and not for the frame: a resumed run brings thousands
             start = time.thread_time()  # work of other processes on these cores is not a cost of drawing
             look = self.output.looks.look
-            self.about = dataclasses.replace(self.about, kept=kept_until(self.folder))
             news = (id(self.columns.seen), self.about, status, look)
             if not self.due or news != self.drawn:
                 made = picture(self.columns, self.about, status, look)
@@ -182,9 +181,6 @@ class View:
         if record.kind in ("event", "change"):
             what = record.values["what"]
             self.tell(what, passing=record.kind == "change")
-            self.back = record if record.values.get("asked") == "best" else self.back
-            if record.kind == "change" and self.back is not None and self.back.step == record.step and self.panel:
-                self.panel.form.tell(f"{self.back.values['what']}; {what}")  # both follow from one click
         if record.kind in ("epoch", "evaluation") and self.visible:
             self.log([line_of(record, self.columns.follow(self.history), self.about)])
         if self.bar.disable:
@@ -314,16 +310,18 @@ class Output:
         view's would make Jupyter draw all its widgets again."""
         from IPython.display import HTML, display
 
-        parts = HTML(f'{STILL}<div class="nbtools-still">{self.logged(EPOCHS)}</div>'), image
+        line = f'<div class="nbtools-still">{self.logged(EPOCHS)}{SAVED}</div>'
         known = bool(self.stills)
         self.stills = [f"{self.name}-style", f"{self.name}-still"]
-        for part, name in zip(parts, self.stills, strict=True):
+        for part, name in zip((HTML(STILL + line), image), self.stills, strict=True):
             display(part, display_id=name, update=known)
 
     def stay(self, image: Still | None, page: str) -> None:
         """Put the picture in the place of the view, and log and messages under it; page: the frame that replaces it
-        where scripts run. None: the last frame stays while the kernel lives."""
+        where scripts run. None: the last frame stays while the kernel lives. The view itself lives on with the last
+        frame, for a page that was closed before the end and is opened again."""
         from IPython.display import HTML, display
+        from ipywidgets import HTML as Markup
 
         if image is not None:
             display(image, display_id=self.name, update=True)
@@ -333,11 +331,14 @@ class Output:
             size = f'data-width="{width}" data-height="{height}"'
             display(HTML(f'<style onload="{KEPT}" {size} data-page="{escape(page)}"></style>'))
         self.lives = False
-        for text in filter(None, [self.text(EPOCHS), *map(wrapped, self.lines)]):
+        texts = [*filter(None, [self.text(EPOCHS), *map(wrapped, self.lines)])]
+        for text in texts:
             print(text)
         if image is not None:
             boxes = [widget for box in (self.looks.box, *self.choice.children) for widget in (*box.children, box)]
-            for widget in (*boxes, *self.view.children[1:], self.view):  # the first are the panel's
+            _, *parts = self.view.children  # the first are the panel's
+            self.view.children = [Markup(f'{page}<pre style="{LOG}">{escape(chr(10).join(texts))}</pre>')]
+            for widget in (*boxes, *parts):
                 close(widget)
 
 

@@ -8,5 +8,5 @@ from nbtools.measure.lr import lr_sweep
 from nbtools.measure.machine import REASONS, Gpu, Sampler, described, gpus, machine, nvml_index
 from nbtools.measure.profile import StepProfile, step_profile
 from nbtools.measure.receipt import Receipt, comparable, preset, receipt
-from nbtools.measure.timing import Stepper, Timing, timed, untouched
+from nbtools.measure.timing import Stepper, Timing, finish, timed, untouched
 from nbtools.measure.verdict import Verdict, verdict

@@ -242,7 +242,7 @@ def largest_first(pack: Pack) -> np.ndarray:
     column, since each pads the whole batch."""
     ids, first = pack.ids("train"), []
     sizes = np.zeros(len(ids))
-    for name in pack.ragged:
+    for name in pack.offsets:
         lengths, column = pack.lengths(name, ids), pack.columns[name]
         first.append(int(lengths.argmax()))
         sizes += lengths * np.dtype(column.dtype).itemsize * np.prod(column.shape, initial=1)

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from nbtools import disk, show
-from nbtools.data import auto_feed, cache, cores, open_feed
+from nbtools.data import cache, cores, open_feed
 from nbtools.errors import TrainError
 from nbtools.measure import memory
 from nbtools.measure.advisor import advise
@@ -62,7 +62,6 @@ class Check:
     machine: dict[str, str | None]
     side: int
     arithmetic: tuple[Arithmetic, ...]
-    feed: str
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -74,7 +73,7 @@ class Check:
             show.text(*self.gpus.table()) if self.gpus else self.gpus.missing,
             show.text(("machine", ""), list(self.machine.items())),
             show.text(("format", "trains here", products), [each.row() for each in self.arithmetic]),
-            f"Feed auto: {self.feed}.\nA plan for your data, measured: python -m nbtools advise TASK --data SOURCE",
+            "A plan for your data, measured: python -m nbtools advise TASK --data SOURCE",
         ]
         return "\n\n".join(filter(None, parts))
 
@@ -83,7 +82,7 @@ def check() -> Check:
     """Look at this machine, and multiply matrices for a fraction of a second."""
     device, found = devices.pick(), gpus()
     machine = parts_of(device, found)
-    return Check(found, machine, matrix_side(device), tuple(arithmetic(device)), auto_feed(device))
+    return Check(found, machine, matrix_side(device), tuple(arithmetic(device)))
 
 
 def parts_of(device: torch.device, found: Gpus) -> dict[str, str | None]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nbtools.data import Pack, batches_in, gather, on
+from nbtools.data import Pack, Padding, batches_in, gather, on
 from nbtools.errors import NbtoolsError
 from nbtools.measure.batch import BatchReport, find_batch
 from nbtools.measure.lr import LrTrial
@@ -166,7 +166,10 @@ class Choice:
         plan = self.plan.replace(batch_size=size, micro_batch_size=None, **EAGER)
         try:
             plain = self.still(plan)
-            batches = [on(self.device, gather(self.pack, ids)) for ids, _ in typical(self.pack, plan, BATCHES)]
+            batches = [
+                on(self.device, gather(self.pack, ids, Padding(self.pack, plan)))
+                for ids, _ in typical(self.pack, plan, BATCHES)
+            ]
             for number in range(STEPS):  # the gradients of first weights are mostly rounding in bf16
                 plain.step(batches[number % len(batches)])
             changed = self.still(plan.replace(**change))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nbtools.data import Feed, Pack, batches_in, in_order, lengths_of, open_feed, phase, tick, work
+from nbtools.data import Pack, batches_in, in_order, lengths_of, open_feed, phase, tick, work
 from nbtools.errors import TrainError
 from nbtools.measure.report import Report
 from nbtools.measure.timing import EAGER, Clock, Stepper, timed, untouched
@@ -227,15 +227,9 @@ class Trial:
         if not self.validation:
             return last
         state, plan = stepper.state, stepper.plan
-        batches = self.reading()(self.validation)
+        batches = self.feed(self.validation)
         losses = evaluation.losses(stepper.task, state.model, batches, plan, self.device)
         return losses if np.isfinite(losses).all() else None
-
-    def reading(self) -> Feed:
-        """Return the feed of the validation samples: as the pack has them, without a Dataset's transforms."""
-        if not self.pack.card.options.get("random"):
-            return self.feed
-        return open_feed(self.pack, self.plan.replace(feed="auto"), self.device)
 
 
 def choose_lr(trial: Trial, rule: float, recipe: bool) -> LrTrial:

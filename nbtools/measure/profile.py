@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from nbtools.data import Pack, choose, gather, in_order, lengths_of, on
+from nbtools.data import Pack, Padding, choose, gather, in_order, lengths_of, on
 from nbtools.errors import NbtoolsError
 from nbtools.measure import memory
 from nbtools.measure.machine import machine
@@ -144,7 +144,7 @@ def step_profile(
 def profile_of(run: Stepper) -> StepProfile:
     """Return what the turns of a plan showed, and what a step consists of; nothing is tried yet."""
     here, pack, plan, state = run.timing(), run.pack, run.plan, run.state
-    raw = on(run.device, gather(pack, typical(pack, plan)[0][0]))
+    raw = on(run.device, gather(pack, typical(pack, plan)[0][0], Padding(pack, plan)))
     device = (1 - here.waited) * min(1.0, here.device_s / max(here.step_s * (1 - here.waited), 1e-9))
     device = device if run.device.type == "cuda" else 1 - here.waited
     rate = matrix_rates(run.device, DTYPES.get(plan.amp, torch.float32))
@@ -284,9 +284,6 @@ def matrix_rates(device: torch.device, dtype: torch.dtype, seconds: float = 0.02
 
 
 def shapes(pack: Pack, plan: Plan) -> int:
-    """Return how many different lengths an epoch's batches have, in units of Plan.bucket where a task has that
-    setting."""
-    column, unit = pack.card.bucket_by, getattr(plan, "bucket", 1)
-    if column is None:
-        return 1
-    return len({-(-int(pack.lengths(column, ids).max(initial=0)) // unit) for ids in epoch_batches(pack, plan)})
+    """Return how many different shapes an epoch's batches have, as they are padded."""
+    lengths = Padding(pack, plan).of(pack, epoch_batches(pack, plan))
+    return len(set(zip(*lengths.values(), strict=True))) or 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nbtools.data import Pack, Resident, choose, cores, phase, require_shared_memory
+from nbtools.data import Pack, Resident, choose, cores, phase
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.measure import memory
 from nbtools.measure.machine import machine
@@ -215,7 +215,8 @@ class Course:
     def enter(self, name: str, plan: Plan) -> None:
         feed = None
         if choose(self.pack, plan, self.device)[0] == "resident":
-            self.shared = feed = self.shared or Resident(self.pack, self.device)
+            self.shared = self.shared or Resident(self.pack, self.device)
+            feed = self.shared.padded(plan)
 
         def warm() -> None:
             self.steppers[name] = Stepper(self.task, self.pack, plan, self.device, feed, self.clock).warm_up()
@@ -314,8 +315,6 @@ def preset(task: TaskLike, pack: Pack, name: str, /, **own: Any) -> tuple[Plan |
         pack = readable(task, pack, plan)
         fitted, changes = fitting(plan, pack, device)
         devices.require(fitted, device)
-        if fitted.feed == "workers":
-            require_shared_memory(pack, fitted)
     except NbtoolsError as error:
         return None, error.args[0]
     moved = fitted.changes_from(plan).items()

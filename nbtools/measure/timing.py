@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nbtools.data import Feed, Pack, Raw, batches_left, lengths_of, open_feed, tick
-from nbtools.train import Plan, Task, TaskLike, TrainState, bound, readable, require_sizes, train_step
+from nbtools.data import Feed, Pack, Padding, Raw, batches_left, lengths_of, open_feed, tick
+from nbtools.train import Plan, Task, TaskLike, TrainState, bound, clock, readable, require_sizes, train_step
 from nbtools.train import device as devices
 
 Clock = Callable[[], float]  # seconds since some moment; tests give one that they move by hand
@@ -145,7 +145,7 @@ class Stepper:
         if self.device.type == "cuda" and self.turns:
             steps, seconds = max(steps, round(seconds / self.turns[-1].seconds * self.turns[-1].steps)), 0.0
         finish(self.device)
-        start, watch = self.clock(), devices.Stopwatch(self.device, self.clock)
+        start, watch = self.clock(), clock.Stopwatch(self.device, self.clock)
         samples, host = 0, []
         while len(host) < steps or self.clock() - start < seconds:
             watch.begin()
@@ -157,7 +157,7 @@ class Stepper:
             watch.end()
             samples += len(raw["id"])
         finish(self.device)
-        took, (_, waited) = self.clock() - start, watch.peek()
+        took, (_, waited) = self.clock() - start, clock.seconds(watch.spans)
         self.turns.append(Turn(samples, took, waited, len(host), min(host)))
         tick()
         return self.turns[-1]
@@ -292,9 +292,10 @@ def typical(pack: Pack, plan: Plan, number: int = 1) -> list[tuple[np.ndarray, f
     whose padded length is nearest to the epoch's mean a sample, so that few stand for all."""
     batches, column = epoch_batches(pack, plan), pack.card.bucket_by
     whole = [ids for ids in batches if len(ids) == plan.batch_size] or batches
-    if column is None:
+    lengths = Padding(pack, plan).of(pack, batches)
+    if column not in lengths:
         return [(ids, len(ids)) for ids in whole[:number]]
-    padded = [(int(pack.lengths(column, ids).max()), ids) for ids in batches]
+    padded = list(zip(lengths[column], batches, strict=True))
     mean = sum(length * len(ids) for length, ids in padded) / sum(map(len, batches))
     like = [(length, ids) for length, ids in padded if len(ids) == len(whole[0])]
     like.sort(key=lambda each: abs(each[0] - mean))

@@ -1,18 +1,18 @@
 """Plan, Task, TrainState, the loop, evaluation, checkpoints, history."""
 
-from nbtools.train import checkpoint, device, evaluation
+from nbtools.train import checkpoint, clock, device, evaluation
 from nbtools.train.changes import adopt, caught_up, require_change
 from nbtools.train.checkpoint import CONTROL
-from nbtools.train.defaults import DATASET, Answer, items_of
+from nbtools.train.defaults import DATASET, Answer, Labels
 from nbtools.train.device import DTYPES, again
-from nbtools.train.evaluation import Sums, forward
-from nbtools.train.graph import MOST_GRAPHS, synchronizing, unrecordable
+from nbtools.train.evaluation import Sums, forward, rehearse
+from nbtools.train.graph import MOST_GRAPHS, unrecordable
 from nbtools.train.history import KEYS, History, Record
-from nbtools.train.keep import KEPT, Keeper, kept_note, kept_until
+from nbtools.train.keep import KEPT, Keeper, kept_note, kept_until, restore_kept
 from nbtools.train.loop import obey, train
 from nbtools.train.meter import Diverged
 from nbtools.train.metrics import Batch, Pair
-from nbtools.train.network import build, call_of
+from nbtools.train.network import build
 from nbtools.train.optimizer import LARGER, OPTIMIZERS, built_in
 from nbtools.train.own import classify, regress
 from nbtools.train.plan import (
@@ -31,22 +31,18 @@ from nbtools.train.plan import (
     require_sizes,
     require_training,
     shown,
-    times,
 )
-from nbtools.train.ranks import Alone, RankLost, Ranks, join, naming, shares
-from nbtools.train.rehearsal import rehearse
+from nbtools.train.ranks import RankLost, Ranks, join, naming, shares
 from nbtools.train.state import TrainState
 from nbtools.train.step import MAX_SKIPPED, gradients, release, train_step
 from nbtools.train.task import (
     Task,
     TaskLike,
     Tensors,
-    array_of,
     as_task,
     best_metric,
     bound,
     import_task,
-    meanings_of,
     objective,
     order,
     readable,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
-import torch
-
 from nbtools.errors import TrainError
 from nbtools.train.device import require
 from nbtools.train.history import Record
 from nbtools.train.optimizer import follow
 from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch
-from nbtools.train.state import TrainState, Wanted
+from nbtools.train.state import TrainState, Wanted, new_scaler
 
 
 def agree(state: TrainState, samples: int) -> Wanted:
@@ -24,14 +22,15 @@ def agree(state: TrainState, samples: int) -> Wanted:
     except TrainError:
         state.plan = state.applied
         raise
-    if ranks.world > 1:
-        plan = wanted.plan.to_dict() if wanted.plan is not state.applied else None
-        plan, evaluate, stopped = ranks.tell((plan, wanted.evaluate, wanted.stopped))
-        if not ranks.first:  # rank 0's may have changed meanwhile, and waits for the next call
-            state.plan = state.applied if plan is None else type(state.plan).from_dict(plan)
-            state.stopped = stopped
-            wanted = Wanted(state.plan, evaluate, stopped)
-    return wanted
+    if ranks.world == 1:
+        return wanted
+    plan = wanted.plan.to_dict() if wanted.plan is not state.applied else None
+    plan, evaluate, stopped = ranks.broadcast((plan, wanted.evaluate, wanted.stopped))
+    if ranks.first:
+        return wanted
+    state.plan = state.applied if plan is None else type(state.plan).from_dict(plan)
+    state.stopped = stopped
+    return Wanted(state.plan, evaluate, stopped)
 
 
 def changes(state: TrainState, samples: int) -> Generator[Record, None, Wanted]:
@@ -45,14 +44,16 @@ def changes(state: TrainState, samples: int) -> Generator[Record, None, Wanted]:
 
 def require_change(state: TrainState, new: Plan, epoch_size: int) -> None:
     """Raise TrainError for a plan that this run cannot adopt at this point."""
-    if new is not state.applied:
-        differing = new.changes_from(state.applied)
-        refuse_fixed(differing, new)
-        if not state.built_in and (unused := [name for name in ("weight_decay", "betas", "eps") if name in differing]):
-            rule = f"Plan.{unused[0]} does nothing to the task's own optimizer"
-            raise TrainError(f"{rule}, got {differing[unused[0]]}; set it where the optimizer is made, in another run")
-        require(new, state.device)
-        require_batch(new, epoch_size)
+    if new is state.applied:
+        return
+    differing = new.changes_from(state.applied)
+    refuse_fixed(differing, new)
+    for name in ("weight_decay", "betas", "eps"):
+        if name in differing and not state.built_in:
+            rule = f"Plan.{name} does nothing to the task's own optimizer, got {differing[name]}"
+            raise TrainError(f"{rule}; set it where the optimizer is made, in another run")
+    require(new, state.device)
+    require_batch(new, epoch_size)
 
 
 def adopt(state: TrainState, new: Plan, since: Plan | None = None) -> None:
@@ -61,8 +62,7 @@ def adopt(state: TrainState, new: Plan, since: Plan | None = None) -> None:
     if differing.keys() & {"micro_batch_size", "batch_size"}:
         state.recovery.micro = new.micro_batch_size
     if "amp" in differing:
-        state.scaler = torch.amp.GradScaler(state.device.type) if new.amp == "fp16" else None
-        state.unscaled = True
+        state.scaler, state.unscaled = new_scaler(new, state.device), True
     follow(state.optimizer, new)
     state.applied = new
 

@@ -1,20 +1,17 @@
-"""Checkpoints: name the file, write it under another name, sync, rename; read the newest intact one.
+"""Checkpoints: write under another name, sync, rename; read the newest intact one.
 
     run.json                   what the run is, and the names of its last and its best checkpoint
     0003-00000141.safetensors  weights, moments and random states, in epoch 3 after step 141
     0003-00000141.json         position, plan, and the SHA-256 of the tensors; written after them
 
-Others are deleted, but for the best one, OLDER ones before the last, and the anchor: the one from before a change of
-settings that is being watched.
+Others are deleted, but for the best one, OLDER ones before the last, and the anchor, from before a watched change.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -27,8 +24,8 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from nbtools import disk
-from nbtools.data import patient, present
-from nbtools.errors import ArchiveError, CheckpointError
+from nbtools.data import patient
+from nbtools.errors import CheckpointError
 from nbtools.train.state import TrainState, below
 
 VERSION = 2  # of a run folder
@@ -51,73 +48,35 @@ class Checkpoint:
 
 
 def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None:
-    """Write the state, and delete old checkpoints. rows: of the history, which a resume cuts to them; best: whether it
-    is the best evaluated so far. Raises DiskError; the older checkpoints are intact then."""
+    """Write the state, and delete old checkpoints. rows: of the history, which a resume cuts to them. Raises DiskError;
+    the older checkpoints are intact then."""
     publish(folder, snapshot(state, rows, best))
 
 
 def snapshot(state: TrainState, rows: int, best: bool = False) -> Checkpoint:
-    """Copy the state to host memory, which the next snapshot uses again."""
+    """Copy the state to host memory."""
     facts = {"rows": rows, "best": best, "plan": state.applied.to_dict(), "state": state.facts()}
-    return Checkpoint(f"{state.epoch:04d}-{state.step:08d}", copies(state), facts)
-
-
-def copies(state: TrainState) -> dict[str, Tensor]:
-    """Copy the state's tensors to `state.copies`, contiguous. This memory is kept, and pinned for a GPU: to fresh pages
-    a copy takes two to eight times as long."""
-    tensors, kept = state.tensors(), state.copies
-    for name, tensor in tensors.items():
-        if name not in kept or (kept[name].shape, kept[name].dtype) != (tensor.shape, tensor.dtype):
-            kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        kept[name].copy_(tensor)
-    return {name: kept[name] for name in tensors}
+    plain: dict[str, Any] = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
+    tensors = {name: tensor.detach().to(**plain) for name, tensor in state.tensors().items()}
+    return Checkpoint(f"{state.epoch:04d}-{state.step:08d}", tensors, facts)
 
 
 def publish(folder: Path, taken: Checkpoint) -> None:
     """Write a snapshot, and make it the last checkpoint."""
-    path, digest = folder / f"{taken.name}.safetensors", hashlib.sha256()
-    part = path.with_name(f"{path.name}.part")
+    path, data = folder / f"{taken.name}.safetensors", save_tensors(taken.tensors)
+    digest = hashlib.sha256(data).hexdigest()
     with disk.explained(f"saving checkpoint {taken.name}", folder):
-        try:
-            with part.open("wb") as file:
-                for piece in pieces(taken.tensors):
-                    digest.update(piece)
-                    file.write(piece)
-                os.fsync(file.fileno())
-            disk.rename(part, path)
-        finally:
-            part.unlink(missing_ok=True)  # where the disk is full
-        disk.write_atomic(
-            path.with_suffix(".json"), json.dumps({**taken.facts, "sha256": digest.hexdigest()}, indent=1)
-        )
+        for rows in folder.glob("*.csv"):  # on which it counts
+            disk.sync_path(rows)
+        disk.write_atomic(path, data, digest)
+        disk.write_atomic(path.with_suffix(".json"), json.dumps({**taken.facts, "sha256": digest}, indent=1))
     rewind(folder, taken.name, **({"best": taken.name} if taken.facts["best"] else {}))
 
 
-def pieces(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield a safetensors file in pieces: the same for the same contiguous tensors, in whatever order they come."""
-    # Hashing and writing the pieces release the interpreter's lock. The library's `save_file` holds it before 0.8: a
-    # step stands still for 0.25 s per 300 MB on an idle machine, for a second on a busy one. That of 0.8 makes files
-    # that their owner alone may read, and leaves unfinished ones behind under names of its own.
-    order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # wide ones first: aligned
-    header, end = {}, 0
-    for name, tensor in order:
-        entry = json.loads(save_tensors({"": tensor.new_empty(0)})[8:])[""]  # with the format's name of its dtype
-        header[name] = entry | {"shape": [*tensor.shape], "data_offsets": [end, end := end + tensor.nbytes]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in order:
-        yield tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
 def rewind(folder: Path, last: str, **entries: Any) -> None:
-    """Make a checkpoint the last; delete later ones, an anchor among them, and those too old. entries: others of the
-    index, which goes first: a run that is killed in between does not resume from a later one."""
-    anchor = entries.get("anchor") or read_index(folder).get("anchor")
-    if anchor and place(anchor["name"]) > place(last):
-        entries["anchor"] = None
-    index = mark(folder, last=last, **entries)
-    stay = {*named(index), *names(folder, last)[: 1 + OLDER]}
+    """Make a checkpoint the last; delete later ones and those too old. entries: others of the index, which goes first:
+    a run that is killed in between does not resume from a later one."""
+    stay = {*named(mark(folder, last=last, **entries)), *names(folder, last)[: 1 + OLDER]}
     with disk.explained(f"deleting checkpoints around {last}", folder):
         for path in folder.iterdir():
             if FILE.fullmatch(path.name) and (path.suffix == ".part" or path.stem not in stay):
@@ -137,37 +96,25 @@ def read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     try:
         with disk.explained("reading the index", path):
-            index = disk.from_json(path.read_text()) if path.exists() else {}
+            index = disk.from_json(path.read_text()) if disk.exists(path) else {}
     except ValueError as error:
         fix = "restore it from the kept copy, or delete it and train on"
         raise CheckpointError(f"{path}: {error}; {fix}") from None
     if index.get("version", VERSION) != VERSION:
-        made, fix = index.get("nbtools", "0.1"), "open it with that version, or train anew in another folder"
-        raise CheckpointError(f"{path}: this run was made by nbtools {made} in another format; {fix}")
+        made = f"{path}: this run was made by nbtools {index.get('nbtools', '0.1')} in another format"
+        raise CheckpointError(f"{made}; open it with that version, or train anew in another folder")
     return index
 
 
 def named(index: dict[str, Any]) -> set[str]:
     """Return the names of the checkpoints in an index."""
     anchor = index.get("anchor", {})
-    return {name for name in (index.get("last"), index.get("best"), anchor.get("name"), anchor.get("best")) if name}
+    return {index.get("last"), index.get("best"), anchor.get("name"), anchor.get("best")} - {None}
 
 
 def best_of(folder: Path) -> str | None:
     """Return the name of the best checkpoint; None before the first evaluation."""
     return read_index(folder).get("best")
-
-
-def stop_reason(folder: Path) -> str | None:
-    """Return why the run ended before its last epoch, as of the last checkpoint; None where it did not."""
-    name = read_index(folder).get("last")
-    return facts_of(folder, name)["state"]["stopped"] if name in names(folder) else None
-
-
-def last_and_best(folder: Path) -> dict[str, Any]:
-    """Return the last and the best checkpoint of a folder whose index was lost."""
-    every = names(folder)
-    return {"last": every[0], "best": next((n for n in every if facts_of(folder, n)["best"]), None)}
 
 
 def place(name: str) -> tuple[int, ...]:
@@ -184,22 +131,27 @@ def names(folder: Path, last: str | None = None) -> list[str]:
 def facts_of(folder: Path, name: str) -> dict[str, Any]:
     """Read the plain part of a checkpoint. Raises CheckpointError."""
     try:
-        return disk.from_json(patient((folder / f"{name}.json").read_text, folder))
+        return disk.from_json((folder / f"{name}.json").read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / name}.json: cannot be read ({error})") from None
 
 
+def stop_reason(folder: Path) -> str | None:
+    """Return why the run ended before its last epoch, as of the last checkpoint; None where it did not."""
+    name = read_index(folder).get("last")
+    return facts_of(folder, name)["state"]["stopped"] if name in names(folder) else None
+
+
 def read(folder: Path, name: str) -> Checkpoint:
-    """Read one checkpoint. Raises CheckpointError if it is missing or damaged, StageError if the disk on which it is
-    kept does not respond."""
+    """Read one checkpoint. Raises CheckpointError if it is missing or damaged."""
     path, facts = folder / f"{name}.safetensors", facts_of(folder, name)
     try:
-        data = patient(present(path).read_bytes, path)
+        data = patient(path.read_bytes, path)
         if hashlib.sha256(data).hexdigest() != facts["sha256"]:
-            raise CheckpointError(f"{path}: not as it was written, its hash differs; it is damaged")
+            raise ValueError("its hash is not that of what was written")
         return Checkpoint(name, load_tensors(data), facts)
-    except (ArchiveError, OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: damaged or missing ({error}); copy it from where the run is kept") from None
 
 
 def newest(folder: Path, last: str | None = None) -> Checkpoint:
@@ -207,7 +159,7 @@ def newest(folder: Path, last: str | None = None) -> Checkpoint:
     damage: list[str] = []
     for name in names(folder, last or read_index(folder).get("last")):
         try:
-            return replace(read(folder, name), complaints=tuple(f"{each}; {name} is used" for each in damage))
+            return replace(read(folder, name), complaints=tuple(f"{each}; {name} is used meanwhile" for each in damage))
         except CheckpointError as error:
             damage.append(str(error))
     fix = "no intact checkpoint; move this folder away to resume from where it is kept (keep=), or name another one"
@@ -224,9 +176,5 @@ def load(folder: Path, state: TrainState) -> Checkpoint:
 def weights(folder: Path) -> dict[str, Tensor]:
     """Read the best evaluated weights; the newest ones where nothing was evaluated. Raises CheckpointError."""
     best = best_of(folder)
-    try:
-        tensors = (newest(folder) if best is None else read(folder, best)).tensors
-    except CheckpointError as error:
-        fix = "copy it from where the run is kept, or train on to a better epoch"
-        raise CheckpointError(f"{error}; {fix}") if best else error from None
+    tensors = (newest(folder) if best is None else read(folder, best)).tensors
     return below(tensors, "ema.module.") or below(tensors, "model.")

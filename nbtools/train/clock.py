@@ -1,6 +1,7 @@
-"""A device that works behind the host's back: its own time, and numbers on their way to and from it.
+"""One stopwatch for the loop and for measurements, and numbers on their way from the device to the host.
 
-On CUDA the host only queues kernels, so events on the stream tell the time; elsewhere the host's clock is exact.
+A GPU works behind the host's back: the host only queues kernels. So time is read from CUDA events; elsewhere the host's
+clock is exact.
 """
 
 from __future__ import annotations
@@ -13,29 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Spans = list[list[Any]]  # [begin, got, end] of steps
+Spans = list[list[Any]]  # [begin, got, end] of each step
 
 
 class Stopwatch:
     """Time steps by the device: `begin` before a batch is fetched, `got` when it is there, `end` after the step.
 
-    Where the device is behind, a step begins as the one before ends, so spans add up to all of the device's time; where
-    it idles, a step begins as the host does, and what a watcher of the loop takes is left out. Waiting for data is
-    what the device waits. `wall`: seconds of the loop by the host's clock, without pauses.
+    Where the device is behind, a step begins as the one before it ends; where it idles, as the host begins it. `wall`:
+    seconds of the loop by the host's clock, without pauses.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] | None = None):
         self.device, self.clock = device, clock or perf_counter
-        self.spans: Spans = []  # of the steps since the last lap
-        self.spare: list[Any] = []  # events to use again
-        self.before = 0.0  # seconds of wall until the loop began
+        self.spans: Spans = []  # since the last lap
+        self.before = 0.0  # wall until the loop began
         self.since: float | None = None  # when it did
 
     def mark(self) -> Any:
         """Return this moment: an event on the device's stream, or the host's time."""
         if self.device.type != "cuda":
             return self.clock()
-        event = self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))  # not that of torch's current device, which may idle
         return event
 
@@ -48,14 +47,10 @@ class Stopwatch:
     def end(self) -> None:
         self.spans.append([*self.current, self.mark()])
 
-    def lap(self) -> Lap:
-        """Return the steps since the last lap."""
+    def lap(self) -> Spans:
+        """Return the spans since the last lap, which the device may still be at."""
         spans, self.spans = self.spans, []
-        return Lap(self, spans)
-
-    def peek(self) -> tuple[float, float]:
-        """Return what `lap().seconds()` would, and let the lap go on."""
-        return total(self.spans)
+        return spans
 
     def start(self) -> None:
         self.since = self.clock()
@@ -78,24 +73,9 @@ class Stopwatch:
                 self.since += self.clock() - start
 
 
-class Lap:
-    """Some steps, which the device may still be at. times: what `seconds` returns, where it is known."""
-
-    def __init__(self, watch: Stopwatch | None, spans: Spans, times: tuple[float, float] | None = None):
-        self.watch, self.spans, self.times = watch, spans, times
-
-    def seconds(self) -> tuple[float, float]:
-        """Return (seconds, seconds of them that waited for data). Waits for the steps."""
-        if self.times is None:
-            self.times = total(self.spans)
-            if self.watch is not None and self.watch.device.type == "cuda":
-                self.watch.spare += [event for span in self.spans for event in span]
-            self.spans = []
-        return self.times
-
-
-def total(spans: Spans) -> tuple[float, float]:
-    return sum(between(span[0], span[2]) for span in spans), sum(between(span[0], span[1]) for span in spans)
+def seconds(spans: Spans) -> tuple[float, float]:
+    """Return (seconds of steps, seconds of them that waited for data). Waits for the steps."""
+    return sum(between(begin, end) for begin, _, end in spans), sum(between(begin, got) for begin, got, _ in spans)
 
 
 def between(start: Any, end: Any) -> float:
@@ -107,8 +87,8 @@ def between(start: Any, end: Any) -> float:
 
 
 class Reading:
-    """A few sums on the device, and their way to the host: only who takes them before they arrive waits. `put` numbers
-    into `tensor`, `send`, and take `values` before the next ones. Made once, so that a step allocates nothing."""
+    """A few numbers on their way to the host: `put` them into `tensor`, `send`, and take `values`, which waits for
+    them."""
 
     def __init__(self, size: int, device: torch.device):
         self.tensor = self.host = torch.zeros(size, dtype=sum_dtype(device), device=device)
@@ -132,8 +112,7 @@ class Reading:
 
 
 def put(tensor: Tensor, *numbers: Tensor | float) -> None:
-    """Write numbers into a vector. `tensor[i] = 5` would copy 5 from the host and wait for the device
-    (pytorch#186482)."""
+    """Write numbers into a vector. `tensor[i] = 5` would wait for the device (pytorch#186482)."""
     for place, number in zip(tensor.unbind(), numbers, strict=True):
         place.copy_(number) if isinstance(number, Tensor) else place.fill_(number)
 

@@ -5,48 +5,80 @@ B samples, C channels, H × W pixels, L steps of the longest sequence, F feature
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, constant, inputs_of, is_image, tables
-from nbtools.errors import PackError, TrainError
+from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, constant
+from nbtools.errors import TrainError
 from nbtools.show import percent
-from nbtools.train.augment import MIXUP, augment, strengths
-from nbtools.train.metrics import Batch, logits_of, reshaped
+from nbtools.train.augment import MIXUP, augment, inside, strengths
+from nbtools.train.metrics import Batch, class_logits, logits_of, values_like
 
 DATASET = "dataset"  # the task in such a pack's card
 FEW = 8  # numbers of an answer that are shown
+PREPARED = "as `batch` makes it; default: channels first, bytes as 0 to 1, minus options' mean over its std"
+SURE = 0.5  # probability above which a label is answered
 
 
 def packed_dataset(card: Card | None) -> bool:
     """Return whether `nb.pack` wrote the pack, so that its card says what its columns are."""
-    return card is not None and card.task == DATASET and "forms" in card.options
+    return card is not None and "forms" in card.options
+
+
+def form_of(card: Card, name: str) -> Form:
+    """Return how a column was packed; its layout is `hwc`, `chw` or `hw` of images, "" of others."""
+    return Form.of(card.options["forms"][name])
+
+
+def images_of(card: Card) -> list[str]:
+    """Return the inputs that are images."""
+    return [name for name in card.options["inputs"] if form_of(card, name).layout]
+
+
+def shape_of(card: Card, name: str) -> tuple[int, ...]:
+    """Return the shape of a sample's column as the network takes it, without the length of a ragged one."""
+    shape, layout = card.columns[name].shape, form_of(card, name).layout
+    return (shape[2], *shape[:2]) if layout == "hwc" else (1, *shape) if layout == "hw" else tuple(shape)
 
 
 # -- batches
 
 
-def prepare(raw: Batch, card: Card, draws: Draws | None, names: Sequence[str] | Mapping[str, float]) -> Batch:
+def prepare(raw: Batch, card: Card, draws: Draws | None, names: Any) -> Batch:
     """Return the inputs of a raw batch as a network takes them: images (B, C, H, W) float32, of bytes from 0 to 1;
     augmented by name given draws; normalised by the card's mean and std. The padding of sequences stays 0."""
     inputs = card.options["inputs"]
     batch = raw | {name: as_input(raw[name], card, name) for name in inputs}
     if draws is not None and names:
-        batch = augment(batch, images_of(card), inputs, len(card.classes), draws, names)
+        batch = augment(batch, card, images_of(card), draws, names)
     for name in (name for name in inputs if name in card.options["mean"]):
         mean, std = scale_of(card, name, raw[name].device)
-        values = (batch[name].float() - mean) / std
+        batch[name] = (batch[name].float() - mean) / std
         if card.columns[name].kind == "ragged":
-            steps = torch.arange(values.shape[1], device=values.device)
-            inside = steps < raw[f"{name}_length"][:, None]  # (B, L)
-            values = values * inside.view(*inside.shape, *[1] * (values.dim() - 2))
-        batch[name] = values
+            batch[name] = batch[name] * inside(batch[name], raw[f"{name}_length"])
     return batch
+
+
+def require_augmentable(card: Card, names: Any) -> None:
+    """Raise TrainError for augmentations that the inputs do not take, or that would leave what belongs to an image,
+    such as a mask, as it is."""
+    wanted, inputs = strengths(names).keys(), card.options["inputs"]
+    moved, there = wanted & {"crop", "flip"}, ", ".join(f"{name} {card.columns[name]}" for name in inputs)
+    if wanted - {MIXUP} and not images_of(card):
+        raise TrainError(f"augment: {min(wanted - {MIXUP})} needs images, but the inputs are {there}; leave it out")
+    for name, column in card.columns.items():
+        axes = len(column.shape) + (column.kind == "ragged" and name == TARGET)  # maps (H, W), and lists of boxes
+        left = moved - ({"flip"} if name in card.options.get("points", {}) else set())
+        if left and axes >= 2 and name not in images_of(card):
+            rule = f"augment: {min(left)} would leave {'the target' if name == TARGET else name} ({column}) as it is"
+            raise TrainError(f"{rule}; augment both in a `batch` of your task")
+        if MIXUP in wanted and name in inputs and (column.kind == "ragged" or column.dtype[1] not in "uf"):
+            rule = "augment: mixup needs images or numbers of one shape"
+            raise TrainError(f"{rule}, but the inputs are {there}; leave it out")
 
 
 def as_input(values: Tensor, card: Card, name: str) -> Tensor:
@@ -68,66 +100,7 @@ def scale_of(card: Card, name: str, device: torch.device) -> tuple[Tensor, Tenso
     return mean, std
 
 
-def form_of(card: Card, name: str) -> Form:
-    """Return how a column was packed; its layout is `hwc`, `chw` or `hw` of images, "" of others."""
-    return Form.of(card.options["forms"][name])
-
-
-def images_of(card: Card) -> list[str]:
-    """Return the inputs that are images."""
-    return [name for name in card.options["inputs"] if form_of(card, name).layout]
-
-
-def shape_of(card: Card, name: str) -> tuple[int, ...]:
-    """Return the shape of a sample's column as the network takes it, without the length of a ragged one."""
-    shape, layout = card.columns[name].shape, form_of(card, name).layout
-    return (shape[2], *shape[:2]) if layout == "hwc" else (1, *shape) if layout == "hw" else tuple(shape)
-
-
-def require_augmentable(card: Card, names: Any) -> None:
-    """Raise TrainError for augmentations that the inputs do not take, or that would leave what belongs to an image,
-    such as a mask, as it is."""
-    wanted, inputs, images = strengths(names), card.options["inputs"], images_of(card)
-    pictured = wanted.keys() - {MIXUP}
-    there = ", ".join(f"{name} {card.columns[name]}" for name in inputs)
-    if pictured and not images:
-        raise TrainError(f"augment: {min(pictured)} needs images, but the inputs are {there}; leave it out")
-    for name, column in card.columns.items():
-        axes = len(column.shape) + (column.kind == "ragged" and name == TARGET)  # maps (H, W), and lists of boxes
-        moved = pictured - (set() if form_of(card, name).layout else {"colour"})
-        if name not in images and axes >= 2 and moved:
-            rule = f"augment: {min(moved)} would leave {'the target' if name == TARGET else name} ({column}) as it is"
-            raise TrainError(f"{rule}; augment both in a `batch` of your task")
-        if MIXUP in wanted and name in inputs and (column.kind == "ragged" or column.dtype[1] not in "uf"):
-            rule = "augment: mixup needs images or numbers of one shape"
-            raise TrainError(f"{rule}, but the inputs are {there}; leave it out")
-
-
-def expressions(card: Card) -> dict[str, tuple[tuple[()], str]]:
-    """Return for `Task.tensors` what `prepare` makes of every input in evaluation, as NumPy, and the lengths of ragged
-    ones; `options` are the card's."""
-    texts: dict[str, str] = {}
-    for name in card.options["inputs"]:
-        form = form_of(card, name)
-        text = name + {"hwc": ".transpose(0, 3, 1, 2)", "hw": "[:, None]"}.get(form.layout, "")
-        text += " / 255" * (form.unit == 255)
-        if name in card.options["mean"]:
-            text = "({} - {}) / {}".format(text, *moments(card, name))
-            if card.columns[name].kind == "ragged":
-                axes = ", None" * len(card.columns[name].shape)
-                text += f" * (np.arange({name}.shape[1]) < {name}_length[:, None])[:, :{axes}]"
-        texts[name] = text
-        texts |= {f"{name}_length": f"{name}_length"} if card.columns[name].kind == "ragged" else {}
-    return {name: ((), text) for name, text in texts.items()}
-
-
-def moments(card: Card, name: str) -> tuple[str, str]:
-    """Return mean and std as NumPy expressions."""
-    axes = "[:, None, None]" * bool(form_of(card, name).layout)
-    return f"np.array(options['mean']['{name}']){axes}", f"np.array(options['std']['{name}']){axes}"
-
-
-# -- answers and pictures
+# -- answers
 
 
 class Answer(NamedTuple):
@@ -140,26 +113,54 @@ class Answer(NamedTuple):
         return f"{self.name} ({percent(self.probability)})"
 
 
+class Labels(tuple[Answer, ...]):
+    """The labels of a sample, in the order of the classes."""
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self)) or "none"
+
+
 def answers(outputs: Any, card: Card) -> list[Any]:
-    """Return classes with their probability; values as numbers, lists of D numbers, or arrays of the targets' shape;
-    anything else row by row."""
+    """Return classes with their probability, or all labels above SURE with theirs; values as numbers, lists of D
+    numbers, or arrays of the targets' shape; of other packs, and maps of classes, the outputs row by row."""
     kind, outputs = card.options["kind"], logits_of(outputs)
-    if kind == "classes" and outputs.dim() == 2 and outputs.shape[1] == len(card.classes):
+    if kind == "values":
+        with suppress(TrainError):  # a Task's own outputs, such as a mean and a variance
+            values, layout = values_like(outputs, (len(outputs), *shape_of(card, TARGET))), form_of(card, TARGET).layout
+            values = values.permute(0, 2, 3, 1) if layout == "hwc" else values.squeeze(1) if layout == "hw" else values
+            return values.tolist() if values.dim() < 3 else list(values.cpu().numpy())
+    elif kind == "labels":
+        shares = class_logits(outputs, card).float().sigmoid().tolist()
+        pairs = [map(Answer, card.classes, row) for row in shares]
+        return [Labels(answer for answer in row if answer.probability > SURE) for row in pairs]
+    elif kind == "classes" and outputs.shape[1:] == (len(card.classes),):
         best = outputs.float().softmax(1).max(1)
         return [Answer(card.classes[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
-    if kind == "values" and (values := reshaped(outputs, (len(outputs), *shape_of(card, TARGET)))) is not None:
-        layout = form_of(card, TARGET).layout
-        values = values.permute(0, 2, 3, 1) if layout == "hwc" else values.squeeze(1) if layout == "hw" else values
-        return values.tolist() if values.dim() < 3 else list(values.cpu().numpy())
     return list(outputs)
+
+
+def as_text(answer: Any) -> str:
+    """Return an answer or a target as a short text: classes, a few numbers, or the shape of many."""
+    if isinstance(answer, Labels):
+        return ", ".join(label.name for label in answer) or "none"
+    values = np.asarray(answer.name if isinstance(answer, Answer) else answer)
+    if values.dtype.kind not in "biuf":
+        return str(values)
+    if values.size > FEW:
+        return f"{' × '.join(map(str, values.shape))} values"
+    return ", ".join(f"{value:.4g}" for value in values.reshape(-1))
 
 
 def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool]:
     """Return `Task.preview` of a sample; values stand next to the true ones, neither right nor wrong."""
-    sample, card, kind, text = pack.sample(i), pack.card, pack.card.options["kind"], as_text(answer)
-    truth = card.classes[int(sample[TARGET])] if kind == "classes" else ""
-    known = f" (true: {as_text(sample[TARGET])})" if kind == "values" else ""
-    return picture(sample, card), truth, f"{text}{known}", True
+    sample, kind, truth, text = pack.sample(i), pack.options["kind"], "", as_text(answer)
+    if kind == "classes":
+        truth = pack.classes[int(sample[TARGET])]
+    elif kind == "labels":
+        truth = ", ".join(pack.classes[k] for k in np.flatnonzero(sample[TARGET])) or "none"
+    elif kind == "values":
+        text += f" (true: {as_text(sample[TARGET])})"
+    return picture(sample, pack.card), truth, text, True
 
 
 def picture(sample: Sample, card: Card) -> np.ndarray:
@@ -170,47 +171,3 @@ def picture(sample: Sample, card: Card) -> np.ndarray:
         low, high = min(float(image.min()), 0.0), max(float(image.max()), 1.0)
         image = ((image - low) * (255 / (high - low))).round().astype(np.uint8)
     return image if image.ndim == 2 else image[..., :3] if image.shape[2] >= 3 else image[..., 0]
-
-
-def as_text(answer: Any) -> str:
-    """Return an answer or a target as a short text: a class, a few numbers, or the shape of many."""
-    values = np.asarray(answer.name if isinstance(answer, Answer) else answer)
-    if values.dtype.kind not in "biuf":
-        return str(values)
-    if values.size > FEW:
-        return f"{' × '.join(map(str, values.shape))} values"
-    return ", ".join(f"{value:.4g}" for value in values.reshape(-1))
-
-
-# -- items to predict
-
-
-def items_of(given: Any, card: Card) -> Sequence[Any]:
-    """Return what `run.predict` got, item by item: a file, an item (a dict, a tuple, an image, a number, a sample's
-    array), or several: a list, a Dataset, an array of them, or the rows of a DataFrame. Raises PackError."""
-    if hasattr(given, "iloc"):
-        if not card.options.get("encoding"):
-            raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
-        frame = given.to_frame().T.infer_objects() if given.ndim == 1 else given
-        table = next(tables([frame], (), None, card.options["encoding"]))
-        for row, (value, rule, fix) in table.odd.items():
-            raise PackError(f"row {row}: {rule}, got {value}; {fix}")
-        return [*table]
-    first = card.columns[card.options["inputs"][0]]
-    rank = len(first.shape) + (first.kind == "ragged")
-    if isinstance(given, (str, Path, dict, tuple)) or is_image(given) or getattr(given, "ndim", None) in (0, rank):
-        return [given]
-    return given if hasattr(given, "__getitem__") else list(given) if isinstance(given, Iterable) else [given]
-
-
-def sample_of(item: Any, card: Card) -> Sample:
-    """Return an item, or an image file, as packing would have stored its inputs. Raises PackError(value, rule, fix)."""
-    if isinstance(item, (str, Path)):
-        from PIL import Image
-
-        with Image.open(item) as image:
-            image.load()
-            return sample_of(image, card)
-    inputs, roles = card.options["inputs"], card.options["roles"]
-    values = inputs_of(item, inputs, roles["target"], roles["inputs"])
-    return {name: np.asarray(form_of(card, name).fit(name, values[name])) for name in inputs}

@@ -1,17 +1,15 @@
-"""The torch device: which one, what it can do, what is in use on it, and the switches that a plan asks for."""
+"""Where numbers meet the device: which one, the switches that a plan sets on it, precision, and memory."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import sys
+import resource
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache, partial
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,33 +18,25 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from nbtools.errors import TrainError
-from nbtools.train.clock import Lap, Reading, Stopwatch, between, put, sum_dtype  # noqa: F401  # of a device too
 from nbtools.train.plan import Plan
 
 # torch reads it once, at the process's first matrix product on CUDA, and without it refuses all of them under
 # Plan.deterministic (Context.cpp, alertCuBLASConfigNotDeterministic). It costs 24 MiB of workspace, on Hopper none.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-FULL = (  # torch's message in a plain RuntimeError when memory runs out
-    "DefaultCPUAllocator: can't allocate",
-    "DefaultCPUAllocator: not enough memory",
-    "CUDA error: out of memory",  # outside torch's allocator: a kernel's code, a pinned buffer
-    "MPS backend out of memory",
-    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN 8
-    "ALLOCATION_FAILED",  # cuDNN 9
-)
-ONEDNN = "could not create a primitive"  # all of its message when it gets no memory, on a CPU
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GRAPH_DEVICES = ("cuda",)
 FP16_DEVICES = ("cuda", "mps")  # on a CPU most of its kernels are not vectorised, or emulated: a step took 14 s
+FULL = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "ALLOCATION_FAILED")  # of a RuntimeError
 NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
 OWN_THREADS: list[int] = []  # the number before a plan asked for another; empty: none did
-# Tuning takes 0.5 s a convolution and shape on an H200 (BiSeNetV2: 70 of them, 40 s), where a step that binds the GPU
-# takes 1.4 to 2.3 ms a convolution (captcha guide: 8 of them; 11 ms at batch 256, 18 at 512). If tuning makes it 5 %
-# faster, which is a guess, that comes back after 0.5 / (0.05 × 0.002) steps.
+# Tuning takes 0.5 s a convolution and shape on an H200 (BiSeNetV2: 70, 40 s), where a step takes 1.4 to 2.3 ms for each
+# (captcha guide). If tuning makes it 5 % faster, which is a guess, that comes back after 0.5 / (0.05 × 0.002) steps.
 TUNING_PAYS = 5_000
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 T = TypeVar("T")
+
+
+# -- which one
 
 
 def world() -> int:
@@ -57,53 +47,39 @@ def world() -> int:
 def pick(name: str | None = None) -> torch.device:
     """Return the device of a name, else of the environment variable NBTOOLS_DEVICE; else CUDA, Apple's MPS, or the CPU.
     Each of several processes has a GPU of its own, cuda:LOCAL_RANK. Raises TrainError for one that is not here."""
-    field, local = "device", int(os.environ.get("LOCAL_RANK", 0))
-    if name is None:
-        field, name = "NBTOOLS_DEVICE", os.environ.get("NBTOOLS_DEVICE")
-        require_own(name, world())
-    if world() > 1 and (name == "cuda" or (not name and torch.cuda.is_available())):
-        if local >= (here := torch.cuda.device_count()):
-            fix = f"start at most {here} processes on this machine, or set NBTOOLS_DEVICE=cpu"
-            raise TrainError(f"process {local} of this machine has no GPU of its own, torch has {here}; {fix}")
+    field, name = "device" if name else "NBTOOLS_DEVICE", name or os.environ.get("NBTOOLS_DEVICE", "")
+    if world() > 1 and (name.startswith("cuda") or (not name and torch.cuda.is_available())):
+        local, here = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if local >= here or ":" in name:
+            rule = f"each process needs a GPU of its own: torch has {here} here, and NBTOOLS_DEVICE is {name!r}"
+            raise TrainError(f"{rule}; start at most {here} processes, or set NBTOOLS_DEVICE to cuda or cpu")
         return torch.device("cuda", local)
-    if name:
-        try:
-            return torch.empty(0, device=name).device
-        except (RuntimeError, AssertionError) as error:
-            rule = f"{field} must be a device that torch has here, such as cpu or cuda:0"
-            raise TrainError(f"{rule}, got {name!r}: {str(error).splitlines()[0]}") from None
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-
-
-def require_own(name: str | None, processes: int) -> None:
-    """Raise TrainError where NBTOOLS_DEVICE names one GPU for several processes."""
-    if processes > 1 and name and name.startswith("cuda:"):
-        rule = f"each of {processes} processes takes a GPU of its own, so NBTOOLS_DEVICE must not name one by number"
-        raise TrainError(f"{rule}, got {name!r}; set NBTOOLS_DEVICE=cuda, and choose GPUs with CUDA_VISIBLE_DEVICES")
+    if not name:
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        rule = f"{field} must be a device that torch has here, such as cpu or cuda:0"
+        raise TrainError(f"{rule}, got {name!r}: {str(error).splitlines()[0]}") from None
 
 
 def require(plan: Plan, device: torch.device, processes: int = 1) -> None:
     """Raise TrainError for a setting that the device cannot follow."""
-    kind = device.type
+    kind, rule = device.type, ""
     if plan.graph and processes > 1:
-        rule = "Plan.graph replays the CUDA graphs of one process"
-        raise TrainError(f"{rule}, but {processes} train together; set graph=False, or start one process")
-    if plan.sync_batchnorm and processes > 1 and kind != "cuda":
-        rule = f"Plan.sync_batchnorm needs CUDA: torch has no SyncBatchNorm on {kind}"
-        raise TrainError(f"{rule}; set sync_batchnorm=False, each process then normalises its share of a batch")
-    if plan.graph and kind not in GRAPH_DEVICES:
-        raise TrainError(f"Plan.graph replays CUDA graphs, but this device is {kind}; set graph=False")
-    if plan.amp == "fp16" and kind not in FP16_DEVICES:
-        rule = f"Plan.amp = fp16 needs a GPU, but this device is {kind}, where a step would take many times as long"
-        raise TrainError(f"{rule} as in float32; use amp=bf16 or amp=off")
-    if plan.amp == "bf16" and kind == "cuda" and reduced(device) != "bf16":
-        raise TrainError("Plan.amp = bf16 is only emulated on this GPU, slower than fp32; use amp=fp16")
+        rule = f"graph replays CUDA graphs of one process, but {processes} train together; set graph=False"
+    elif plan.graph and kind not in GRAPH_DEVICES:
+        rule = f"graph replays CUDA graphs, but this device is {kind}; set graph=False"
+    elif plan.sync_batchnorm and processes > 1 and kind != "cuda":
+        rule = f"sync_batchnorm needs CUDA: torch has none on {kind}; set sync_batchnorm=False"
+    elif plan.amp == "fp16" and kind not in FP16_DEVICES:
+        rule = f"amp = fp16 needs a GPU, but this device is {kind}; use amp=bf16 or amp=off"
+    if rule:
+        raise TrainError(f"Plan.{rule}")
 
 
 def reduced(device: torch.device) -> str:
-    """Return the Plan.amp that may be faster than float32 here, to be measured; "off" if none was tried (MPS)."""
+    """Return the Plan.amp that may be faster than float32 here, to be measured; "off" where none was tried (MPS)."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     return "bf16" if device.type == "cpu" else "off"
@@ -119,13 +95,13 @@ def tier(gigabytes: float, tiers: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return next(tier for tier in tiers if gigabytes >= NEARLY * tier[0])
 
 
-def prepare(plan: Plan, device: torch.device, many_shapes: bool = True) -> None:
-    """Set determinism, the number of threads, on CUDA TF32, on a CPU how malloc frees. cuDNN's autotuner is off
-    but for `autotuning`."""
+# -- switches
+
+
+def prepare(plan: Plan, device: torch.device) -> None:
+    """Set determinism, the number of threads, and on CUDA TF32; cuDNN's autotuner is off but for `autotuning`."""
     torch.use_deterministic_algorithms(plan.deterministic)
     use_threads(None if world() > 1 else plan.threads)  # torchrun and the ranks' shares of the cores set their own
-    if device.type == "cpu":
-        keep_freed()
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = False
         # The newer `fp32_precision` alone makes torch.get_float32_matmul_precision() raise, which inductor calls
@@ -148,36 +124,36 @@ def threads() -> int:
 
 @contextmanager
 def autotuning(device: torch.device, plan: Plan, times: int) -> Iterator[None]:
-    """Switch on cuDNN's autotuner for a training step, if the shape of its batch is still to come often enough to pay.
-
-    times: how often, 0 where that is not known. cuDNN keeps the algorithm that it first chose for a shape, tuned or
-    not, for the life of the process (run_single_conv, aten/src/ATen/native/cudnn/Conv_v8.cpp).
-    """
-    if device.type != "cuda" or times < TUNING_PAYS or plan.deterministic:  # which is fastest may differ by chance
-        yield
-        return
-    torch.backends.cudnn.benchmark = True
+    """Switch on cuDNN's autotuner for a training step whose shape is to come `times` more, if that pays. cuDNN keeps
+    the algorithm that it first chose for a shape, tuned or not, for the life of the process (Conv_v8.cpp)."""
+    pays = device.type == "cuda" and times >= TUNING_PAYS and not plan.deterministic
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, pays
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.benchmark = before
 
 
-def find_scale(scaler: torch.amp.GradScaler, parameters: Sequence[Tensor], differentiate: Callable[[], T]) -> T:
-    """Return what `differentiate` does, at the first of fp16's loss scales, each half the last, whose gradients are
-    finite, or after 16 of them.
+def again(part: nn.Module, *inputs: Any) -> Any:
+    """Return `part(*inputs)`, whose activations backward computes a second time instead of keeping them, without moving
+    the running averages of batch norm a second time."""
+    return checkpoint(part, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), still(part)))
 
-    differentiate: compute the gradients of that batch anew, scaled. From torch's 65,536 the sum over a line that CTC is
-    would overflow in its first five to eight steps, which the scaler throws away. Waits for the device.
-    """
-    for _ in range(16):
-        result = differentiate()
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norms = torch._foreach_norm(gradients, torch.inf)  # pyright: ignore[reportPrivateImportUsage]
-        if bool(torch.isfinite(torch.stack(norms)).all()):
-            return result
-        scaler.update(scaler.get_scale() / 2)
-    return differentiate()
+
+@contextmanager
+def still(part: nn.Module) -> Iterator[None]:
+    norms = [module for module in part.modules() if isinstance(module, _BatchNorm) and module.training]
+    kept = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:  # also where torch ends the second pass early, by an exception, since backward needs no more
+        for norm, momentum, counted in kept:
+            norm.momentum, norm.num_batches_tracked = momentum, counted
+
+
+# -- precision
 
 
 @contextmanager
@@ -191,17 +167,13 @@ def autocast(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[Non
             yield
 
 
-RECURRENT: WeakKeyDictionary[nn.Module, WeakSet[nn.RNNBase]] = WeakKeyDictionary()  # of a model: looking takes 100 µs
-
-
 @contextmanager
 def recurrent_in_float32(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[None]:
     """Inside, under bf16, the model's LSTM, GRU and RNN layers leave autocast: forward, backward and recomputation. On
-    CUDA autocast runs cuDNN's in fp16, whatever its dtype (`_cudnn_rnn_cast_reflatten` casts to kHalf,
-    aten/src/ATen/cudnn/AutocastRNN.cpp), and bf16 trains without the loss scaling that fp16 needs."""
-    if model not in RECURRENT:
-        RECURRENT[model] = WeakSet(layer for layer in model.modules() if isinstance(layer, nn.RNNBase))
-    layers = [*RECURRENT[model]] if plan.amp == "bf16" else []
+    CUDA autocast runs cuDNN's in fp16, whatever its dtype (`_cudnn_rnn_cast_reflatten`, AutocastRNN.cpp), and bf16
+    trains without the loss scaling that fp16 needs."""
+    modules = model.modules() if plan.amp == "bf16" else ()
+    layers = [layer for layer in modules if isinstance(layer, nn.RNNBase)]
     for layer in layers:
         layer.forward = partial(in_float32, layer.forward, device)
     try:
@@ -211,54 +183,46 @@ def recurrent_in_float32(plan: Plan, device: torch.device, model: nn.Module) -> 
             del layer.forward  # the instance's, so that the class's is back
 
 
-def in_float32(forward: Callable[..., Any], device: torch.device, *given: Any, **named: Any) -> Any:
+def in_float32(forward: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> Any:
     def widened(value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    given, named = tree_map(widened, (given, named))
+    args, kwargs = tree_map(widened, (args, kwargs))
     with torch.autocast(device.type, enabled=False):
-        return forward(*given, **named)
+        return forward(*args, **kwargs)
+
+
+def find_scale(scaler: torch.amp.GradScaler, parameters: Sequence[Tensor], differentiate: Callable[[], T]) -> T:
+    """Return what `differentiate` does, which computes the scaled gradients of a batch anew, at the first of fp16's
+    loss scales, each half the last, whose gradients are finite, or after 16 of them. Waits for the device."""
+    # From torch's 65,536 a sum such as CTC overflows in its first five to eight steps, which the scaler throws away.
+    for _ in range(16):
+        result = differentiate()
+        norms = [p.grad.norm(torch.inf) for p in parameters if p.grad is not None]
+        if bool(torch.isfinite(torch.stack(norms)).all()):
+            return result
+        scaler.update(scaler.get_scale() / 2)
+    return differentiate()
 
 
 def leave_modes() -> None:
     """Leave no_grad and autocast, which an interrupt leaves on if it comes while torch enters or leaves them: in
     autocast torch would go on with copies of weights that have changed since."""
     torch.set_grad_enabled(True)
-    for kind, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
+    for kind in ("cpu", "cuda"):
         torch.set_autocast_enabled(kind, False)
-        torch.set_autocast_dtype(kind, dtype)
     torch.autocast_increment_nesting()
     while torch.autocast_decrement_nesting() > 0:
         continue
     torch.clear_autocast_cache()
 
 
-def again(part: nn.Module, *inputs: Any) -> Any:
-    """Return `part(*inputs)`, whose activations backward computes a second time instead of keeping them, without moving
-    the running averages of batch norm a second time."""
-    norms, first = [m for m in part.modules() if isinstance(m, _BatchNorm) and m.training], True
-
-    def forward(*inputs: Any) -> Any:
-        nonlocal first
-        if first:
-            first = False
-            return part(*inputs)
-        kept = [(m, m.momentum, m.num_batches_tracked) for m in norms]
-        for m in norms:
-            m.momentum, m.num_batches_tracked = 0.0, None
-        try:
-            return part(*inputs)
-        finally:  # also where torch ends the second pass early, by an exception, since backward needs no more
-            for m, momentum, counted in kept:
-                m.momentum, m.num_batches_tracked = momentum, counted
-
-    return checkpoint(forward, *inputs, use_reentrant=False)
+# -- memory
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out: torch's own error, or what a CPU, MPS, cuBLAS and cuDNN raise instead."""
-    text = str(error)
-    full = isinstance(error, RuntimeError) and (text == ONEDNN or any(words in text for words in FULL))
+    full = isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
     return full or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
@@ -273,42 +237,20 @@ def within_memory(act: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def required(act: Callable[[], T], when: str = "before the first step") -> T:
-    """Return its result, at the second attempt with all memory that nothing uses. Raises TrainError where memory runs
-    out again: for what cannot be done in smaller parts."""
+    """Return its result, computed with all memory that nothing uses. Raises TrainError where memory runs out: for what
+    cannot be done in smaller parts."""
+    gc.collect()
     result, reason = within_memory(act)
-    if result is None:
-        gc.collect()
-        give_back(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
-        result, reason = within_memory(act)
     if result is None:
         rule = f"out of memory {when} ({reason})"
         raise TrainError(f"{rule}; use a smaller network, or free memory", entry="Out of memory")
     return result
 
 
-@cache
-def glibc() -> ctypes.CDLL | None:
-    """Return the C library, where it is glibc."""
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    return library if hasattr(library, "gnu_get_libc_version") else None
-
-
-@cache
-def keep_freed() -> None:
-    """Have malloc keep what tensors free: else it hands every large activation back to the system, and a CPU step
-    spends 5 % (small network) to 25 % (the guide's) of its time on page faults. The user's own MALLOC_… stay."""
-    library = glibc()
-    if library is not None and not any(name.startswith("MALLOC_") for name in os.environ):
-        library.mallopt(TRIM_THRESHOLD, 2**31 - 1)
-        any(library.mallopt(MMAP_THRESHOLD, size) for size in (2**30, 2**25))  # some allow no more
-
-
 def give_back(device: torch.device) -> None:
-    """Return free memory that is cached for the next step to the GPU or the system."""
+    """Return memory that is cached for the next step to the GPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif library := glibc():
-        library.malloc_trim(0)
 
 
 def memory(device: torch.device) -> dict[str, float]:
@@ -320,24 +262,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def resident() -> int:
-    """Return the bytes of this process in RAM now (Linux); elsewhere its peak."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * 4096
-    import resource
-
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
-
-
-@contextmanager
-def asserts_explained() -> Iterator[None]:
-    """Turn a kernel's assertion on a GPU, which is about an index, into a TrainError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "device-side assert" not in str(error):
-            raise
-        rule = "a label, token or other index was out of range on the GPU, which this process cannot use any more"
-        fix = "restart it, and run this again with NBTOOLS_DEVICE=cpu in the environment, which names it"
-        raise TrainError(f"{rule}; {fix}", entry="Device-side assert") from error
+    """Return the bytes of this process in RAM now (Linux), or its peak (macOS)."""
+    with suppress(FileNotFoundError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,23 +1,30 @@
-"""Evaluation: loss and metrics of a split as exact sums, never augmented, in eval mode. K classes."""
+"""Evaluation: loss and metrics of a split as exact sums, never augmented, in eval mode; and of a few samples before
+anything is trained or written. K classes."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from nbtools.data import SLOW, Feed, Pack, bar, in_order, lengths_of, open_feed
-from nbtools.errors import TrainError
-from nbtools.train.device import autocast, required, sum_dtype, within_memory
+from nbtools.data import SLOW, TARGET, Draws, Feed, Pack, bar, gather, in_order, lengths_of, open_feed
+from nbtools.errors import NbtoolsError, TrainError
+from nbtools.train.clock import sum_dtype
+from nbtools.train.device import autocast, out_of_memory, required, within_memory
+from nbtools.train.metrics import mean_average_precision
 from nbtools.train.metrics import score as score_batch
+from nbtools.train.network import set_training
 from nbtools.train.plan import Plan
-from nbtools.train.ranks import Alone
-from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, readable, set_training, summed
+from nbtools.train.ranks import Ranks
+from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, readable, spoken, summed
+
+REHEARSED = 8  # samples
 
 
 class Sums:
@@ -25,7 +32,7 @@ class Sums:
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
-        self.totals: dict[str, Tensor] = {}  # name → (2,) or (2, K) float64, float32 on MPS
+        self.totals: dict[str, Tensor] = {}  # name → (2,), (2, K) or (2, K, bins) float64, float32 on MPS
 
     def add(self, pairs: Mapping[str, Pair]) -> None:
         for name, pair in pairs.items():
@@ -35,26 +42,26 @@ class Sums:
             for total, value in zip(self.totals[name], pair, strict=True):
                 total += value
 
-    def add_up(self, ranks: Alone) -> None:
+    def add_up(self, ranks: Ranks) -> None:
         """Add the sums of all ranks, some of which may have had no batch."""
-        if ranks.world == 1:
-            return
-        there, self.totals = ranks.gather({name: total.cpu() for name, total in self.totals.items()}), {}
-        for name, total in itertools.chain.from_iterable(totals.items() for totals in there):
-            self.totals[name] = self.totals[name] + total if name in self.totals else total
+        if ranks.world > 1:
+            there, self.totals = ranks.gather({name: total.cpu() for name, total in self.totals.items()}), {}
+            for name, total in (pair for totals in there for pair in totals.items()):
+                self.totals[name] = self.totals[name] + total if name in self.totals else total
 
     def read(self) -> dict[str, float]:
         """Return name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those that
         were."""
-        if not self.totals:
-            return {}
-        flat = torch.cat([total.view(2, -1) for total in self.totals.values()], 1).tolist()
-        ratios = zip(*flat, strict=True)
-        values = {}
-        for name, total in self.totals.items():
-            counted = [n / d for n, d in itertools.islice(ratios, total[0].numel()) if d]
-            values[name] = sum(counted) / max(len(counted), 1)
-        return values
+        values = dict.fromkeys(self.totals, 0.0)
+        curves = {name: total for name, total in self.totals.items() if total.dim() == 3}
+        flat = {name: total.view(2, -1) for name, total in self.totals.items() if name not in curves}
+        sums, counts = torch.cat([*flat.values()], 1).tolist() if flat else ([], [])
+        start = 0
+        for name, total in flat.items():
+            end = start + total.shape[1]
+            ratios = [n / d for n, d in zip(sums[start:end], counts[start:end], strict=True) if d]
+            values[name], start = sum(ratios) / max(len(ratios), 1), end
+        return values | {name: mean_average_precision(*curve) for name, curve in curves.items()}
 
 
 @torch.no_grad()
@@ -71,45 +78,21 @@ def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, device: to
         set_training(model, training)
 
 
+def scores(
+    task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device, metrics: Any = None
+) -> dict[str, Pair]:
+    """Return loss and metrics of a batch, from one forward pass. metrics: others than the task's."""
+    batch, outputs = forward(task, model, raw, plan, device)
+    with torch.no_grad(), autocast(plan, device, model):
+        loss = summed(task.loss(lambda *_, **__: outputs, batch, plan), len(next(iter(raw.values()))))
+    return {"loss": loss, **score_batch(task.metrics if metrics is None else metrics, outputs, batch, task.card)}
+
+
 def losses(task: TaskLike, model: nn.Module, raws: Iterable[Batch], plan: Plan, device: torch.device) -> np.ndarray:
     """Return the loss of each raw batch, (n,) float64, one that is no number as infinite."""
-    values, task = [], as_task(task)
-    for raw in raws:
-        total, count = scores(task, model, raw, plan, device, metrics=())["loss"]
-        values.append(torch.as_tensor(total / max(float(count), 1.0), dtype=sum_dtype(device)))
+    pairs = [scores(as_task(task), model, raw, plan, device, metrics=())["loss"] for raw in raws]
+    values = [torch.as_tensor(total / max(float(count), 1.0), dtype=sum_dtype(device)) for total, count in pairs]
     return np.nan_to_num(torch.stack(values).cpu().numpy().astype(np.float64), nan=np.inf)
-
-
-def score_split(
-    task: TaskLike,
-    model: nn.Module,
-    pack: Pack,
-    plan: Plan,
-    split: str,
-    sums: Sums,
-    feed: Feed | None = None,
-    most: int | None = None,
-    ranks: Alone | None = None,
-) -> Iterator[int]:
-    """Add loss and metrics of a split to sums; yields after every batch how many samples it had. most: at most this
-    many samples, always the same ones, evenly spaced over the split. ranks: take turns with the others, batch by batch;
-    `Sums.add_up` follows. Raises TrainError if the split is empty."""
-    ids, ranks = pack.ids(split), ranks or Alone()
-    if not len(ids):
-        there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
-        raise TrainError(
-            f"{pack.folder}: the {split} split is empty; choose one that is not ({there}) with split=, or pack with "
-            f"{split}= a larger share, a folder for it, or more samples"
-        )
-    if most is not None and most < len(ids):
-        ids = ids[np.linspace(0, len(ids) - 1, most).round().astype(int)]
-    if pack.card.options.get("random"):  # without the Dataset's transforms of training: the reading that the pack keeps
-        feed, plan = None, plan.replace(feed="auto")
-    feed = feed or required(partial(open_feed, pack, plan, sums.device), "opening the pack")
-    batches = in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)
-    for raw in feed(batches[ranks.rank :: ranks.world]):
-        score(as_task(task), model, raw, plan, sums)
-        yield len(raw["id"])
 
 
 def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
@@ -128,20 +111,39 @@ def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> N
         score(task, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
 
 
-def scores(
-    task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device, metrics: Any = None
-) -> dict[str, Pair]:
-    """Return loss and metrics of a batch, from one forward pass. metrics: others than the task's."""
-    batch, outputs = forward(task, model, raw, plan, device)
-    with torch.no_grad(), autocast(plan, device, model):
-        loss = summed(task.loss(lambda *_, **__: outputs, batch, plan), len(next(iter(raw.values()))))
-    return {"loss": loss, **score_batch(task.metrics if metrics is None else metrics, outputs, batch, task.card)}
+def score_split(
+    task: TaskLike,
+    model: nn.Module,
+    pack: Pack,
+    plan: Plan,
+    split: str,
+    sums: Sums,
+    feed: Feed | None = None,
+    most: int | None = None,
+    ranks: Ranks | None = None,
+) -> Iterator[int]:
+    """Add loss and metrics of a split to sums; yields after every batch how many samples it had. most: at most this
+    many samples, always the same ones, evenly spaced over the split. ranks: take turns with the others, batch by batch;
+    `Sums.add_up` follows. Raises TrainError if the split is empty."""
+    ids, ranks = pack.ids(split), ranks or Ranks()
+    if not len(ids):
+        there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
+        fix = f"choose one that is not ({there}) with split=, or pack with {split}= a larger share"
+        raise TrainError(f"{pack.folder}: the {split} split is empty; {fix}")
+    if most is not None and most < len(ids):
+        ids = ids[np.linspace(0, len(ids) - 1, most).round().astype(int)]
+    feed = feed or required(partial(open_feed, pack, plan, sums.device), "opening the pack")
+    batches = in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)
+    for raw in feed(batches[ranks.rank :: ranks.world]):
+        score(as_task(task), model, raw, plan, sums)
+        yield len(raw["id"])
 
 
 def evaluate(
     task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str = "test", progress: bool = True
 ) -> dict[str, float]:
-    """Metric → value over a whole split, or what the network can read of it. Raises TrainError if that is empty."""
+    """Return metric → value over a whole split, or what the network can read of it. Raises TrainError if that is
+    empty."""
     sums, pack = Sums(next(model.parameters()).device), readable(task, pack, plan)
     shown = {"total": len(pack.ids(split)), "unit": " samples", "leave": False, "delay": SLOW, "disable": not progress}
     with bar(desc=f"evaluating the {split} split", **shown) as counted:
@@ -153,3 +155,54 @@ def evaluate(
 def is_partial(plan: Plan, samples: int) -> bool:
     """Return whether evaluations during training use fewer samples than the split has, or cheaper settings."""
     return plan.while_training() != plan or (plan.eval_samples or samples) < samples
+
+
+# -- before a run
+
+
+def rehearse(state: Any, pack: Pack) -> None:
+    """Raise TrainError, with shapes, if the network does not take the pack's samples, or loss and metrics what it
+    returns. No weight and no random state changes."""
+    task, plan, device, outputs = state.task, state.applied.while_training(), state.device, None
+    ids = pack.ids("train")
+    first = ids[:REHEARSED]
+    target = pack.arrays[TARGET] if pack.options.get("kind") == "classes" and TARGET in pack.arrays else np.zeros(())
+    if target.ndim == 1:  # a loss may not take the highest one
+        first = np.append(first, ids[np.argmax(target[ids])])
+    raw = {name: tensor.to(device) for name, tensor in gather(pack, first).items()}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            if task.card is not None:
+                if not {*state.model.parameters()}.isdisjoint(task.model(state.card, plan).parameters()):
+                    rule = f"{spoken(task)}: model returns the same network each time, and a later run goes on with it"
+                    raise TrainError(f"{rule}; make a new one in it, or pass it to nb.classify, which copies it")
+                task.batch(raw, plan, Draws(plan.seed, 0, raw["id"]))
+            batch, outputs = forward(task, state.model, raw, plan, device)
+            if device.type == "cuda":  # whose kernels end the process where a class is out of range
+                with suppress(RuntimeError):  # of a loss with tensors of its own on the GPU
+                    check_batch(task, *tree_map_only(Tensor, Tensor.cpu, (outputs, batch)), plan=plan)
+            with autocast(plan, device, state.model):
+                check_batch(task, outputs, batch, plan)
+    except NbtoolsError:
+        raise
+    except Exception as error:
+        if not out_of_memory(error):
+            columns = ", ".join(f"{name} {column}" for name, column in pack.columns.items())
+            part = f"the network or its `batch` does not take the pack's {columns}"
+            if outputs is not None:
+                part = f"the loss or a metric does not take outputs {shape(outputs)}, y {shape(raw.get(TARGET))}"
+            why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise TrainError(f"{spoken(task)}: {part}: {why}; change it") from error
+
+
+def check_batch(task: Any, outputs: Any, batch: Any, plan: Any) -> None:
+    loss = task.loss(lambda *_, **__: outputs, batch, plan)
+    if not isinstance(loss, Tensor) and not (isinstance(loss, tuple) and len(loss) == 2):
+        rule = "loss must return (sum, count), or a tensor: the mean, or a term per sample"
+        raise TrainError(f"{spoken(task)}: {rule}; got a {type(loss).__name__}")
+    if task.card is not None:
+        score_batch(task.metrics, outputs, batch, task.card)
+
+
+def shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else f"a {type(value).__name__}"

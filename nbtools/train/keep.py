@@ -1,48 +1,48 @@
-"""Keep a run on a second disk, usually Drive, while it trains.
+"""Keep a run on a second disk, usually Drive, while it trains: a run folder there that is always complete.
 
-One worker copies each finished checkpoint under its own name, reads it back, and then replaces latest.json
-(`nbtools.data.keeping`), which names it: what is there is complete or absent, whenever the machine is lost.
+One worker copies each finished checkpoint under its own name, reads it back, and then replaces run.json, which names
+it. Older checkpoints stay for a while: what is written to Drive may never reach it, and a run goes on from the newest
+one that is whole.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
-from uuid import uuid4
 
 from nbtools import disk
-from nbtools.data import EARLIER, LATER, LATEST, latest, remount, say
+from nbtools.data import bar, bring, patient, remount, say
 from nbtools.errors import CheckpointError
-from nbtools.train.checkpoint import CONTROL, FILE, INDEX, named, place
+from nbtools.train.checkpoint import CONTROL, FILE, INDEX, named, place, read_index
 
 KEPT = "kept.json"  # in the run's folder: where it is kept, and until which step
-PLOT = "plot.png"
+SMALL = (".json", ".csv", ".png")  # files of a run that are copied whole each time they have changed
+FORMER = "snapshots"  # a folder of nbtools 0.2
 PATIENCE = 30.0  # seconds at the end after which the user is told what is waited for
 
 
 class Keeper:
     """Copies a run to a second folder on a thread of its own; after an error there the next checkpoint is tried again.
 
-    complaints: said once where copies begin to fail, and once where they no longer do; requested, done: calls of
-    `keep`, and the last one whose copy is there.
+    complaints: said once where copies begin to fail, and at the end; requested, done: calls of `keep`, and the last one
+    whose copy is there; left: an interrupt ended the wait, and another call may keep its run there.
     """
 
     def __init__(self, source: Path, target: Path):
-        self.source, self.target, self.start = source, target, uuid4().hex
-        self.requested = self.done = 0
+        self.source, self.target = source, target
+        self.requested, self.done, self.left = 0, 0, False
         self.complaints: list[str] = []
         self.trouble: Exception | None = None  # since which nothing could be copied
-        self.foreign = False  # whether another session's run is there
-        self.left = False  # whether an interrupt ended the wait for the last copy
         with disk.explained("keeping a run", target):
-            self.known = latest(target)
-        before = kept_note(source)
-        self.note(before.get("step") if before.get("to") == str(target) else None)
+            self.before = read_index(target)
+            if disk.exists(target / FORMER):
+                raise CheckpointError(f"{target}: kept by nbtools 0.2, which 0.3 does not read; name another keep=")
+        note = kept_note(source)
+        self.note(note["step"] if note.get("to") == str(target) else None)
         self.queue: SimpleQueue[bool] = SimpleQueue()
         # A daemon: a process can end while a copy hangs, which it could not with a ThreadPoolExecutor.
         self.thread = Thread(target=self.work, name="nbtools-keeper", daemon=True)
@@ -59,59 +59,55 @@ class Keeper:
                 self.attempt()
 
     def attempt(self) -> None:
-        number, before = self.requested, self.trouble
+        number = self.requested
         try:
             self.copy()
             self.done, self.trouble = number, None
         except Exception as error:
             if isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source:
                 return  # pruned: a newer state is on its way
+            if self.trouble is None:
+                what = f"not kept ({error}); the run continues, and all of it is in {self.source}"
+                self.complaints.append(f"{self.target}: {what}")
             self.trouble = error
-        if before is None and self.trouble is not None:
-            what = f"not kept ({self.trouble}); the run continues, and all of it is in {self.source}"
-            self.complaints.append(f"{self.target}: {what}")
-        elif before is not None and self.trouble is None:
-            self.complaints.append(f"{self.target}: kept again, until {kept_until(self.source)}")
 
     def copy(self) -> None:
-        """Copy the checkpoints that the index names, replace latest.json, delete what neither it nor the one before it
-        names. Raises OSError, CheckpointError."""
-        index, before = json.loads((self.source / INDEX).read_text()), latest(self.target)
-        if self.foreign or (before != self.known and before.get("start") != self.start):
-            self.foreign = True
-            raise CheckpointError("another session has kept its run there since; to keep this one, name another keep=")
-        earlier: dict[str, Any] = before.get("checkpoints", {})
-        paths = [self.source / f"{name}{end}" for end in (".safetensors", ".json") for name in named(index)]
-        now = {path.name: self.bring(path, earlier.get(path.name)) for path in paths}
-        small = [path for path in self.source.iterdir() if path.suffix in (".json", ".csv")]
-        small = [path for path in small if path.name not in (CONTROL, KEPT, LATER) and not FILE.fullmatch(path.name)]
-        files = {path.name: path.read_text("utf-8", "replace") for path in small} | {INDEX: json.dumps(index, indent=1)}
-        made = {"version": 2, "start": self.start, "step": place(index["last"])[1], "files": files, "checkpoints": now}
-        if self.left:  # another call may keep its run there by now
-            raise InterruptedError("interrupted")
-        if before:
-            disk.write_atomic(self.target / EARLIER, json.dumps(before))
-        disk.write_atomic(self.target / LATEST, json.dumps(made))
-        self.note(made["step"])
+        """Copy what is new, run.json last; delete checkpoints there that are no longer here. Raises OSError,
+        CheckpointError."""
+        index = read_index(self.source)
+        self.require_own(index)
+        for path in self.source.iterdir():
+            if path.suffix in SMALL and path.name not in (CONTROL, INDEX, KEPT) and not FILE.fullmatch(path.name):
+                self.bring(path)
+        for name in named(index):
+            self.bring(self.source / f"{name}.json")
+        self.require_own(index)  # the copy may have taken long
+        disk.write_atomic(self.target / INDEX, json.dumps(index, indent=1))
+        self.note(place(index["last"])[1])
         for path in self.target.iterdir():
-            if FILE.fullmatch(path.name) and path.name not in {**earlier, **now}:
+            if FILE.fullmatch(path.name) and path.stem not in named(index) and not (self.source / path.name).exists():
                 path.unlink(missing_ok=True)
-        if (self.source / PLOT).exists():  # for whoever looks into the folder
-            disk.write_atomic(self.target / PLOT, (self.source / PLOT).read_bytes())
 
-    def bring(self, path: Path, there: Any) -> list[Any]:
-        """Copy a file of a checkpoint, unless it is there, and read it back; return its [bytes, SHA-256]."""
-        facts = path.with_suffix(".json").read_bytes()
-        digest = hashlib.sha256(facts).hexdigest() if path.suffix == ".json" else json.loads(facts)["sha256"]
-        now = [path.stat().st_size, digest]
-        if there != now or not disk.exists(self.target / path.name):
-            disk.write_atomic(self.target / path.name, path.read_bytes(), digest)
-        return now
+    def bring(self, path: Path) -> None:
+        """Copy a file that has changed; the facts of a checkpoint follow its tensors, whose hash they have."""
+        there, data = self.target / path.name, path.read_bytes()
+        if disk.exists(there) and there.read_bytes() == data:
+            return
+        if FILE.fullmatch(path.name):
+            tensors = path.with_suffix(".safetensors")
+            disk.write_atomic(self.target / tensors.name, tensors.read_bytes())
+        disk.write_atomic(there, data)
+
+    def require_own(self, index: dict[str, Any]) -> None:
+        """Raise CheckpointError unless what is there was there before, or is of this session, by the run's starts."""
+        there = read_index(self.target)
+        if self.left or (there != self.before and there.get("starts", []) != index.get("starts")):
+            rule = "another session has kept its run there since, or the disk was changed"
+            raise CheckpointError(f"{rule}; to keep this one, name another keep=")
 
     def note(self, step: int | None) -> None:
         with disk.explained("noting where a run is kept", self.source):
-            facts = {"to": str(self.target), "start": self.start, "step": step}
-            disk.write_atomic(self.source / KEPT, json.dumps(facts))
+            disk.write_atomic(self.source / KEPT, json.dumps({"to": str(self.target), "step": step}))
 
     def close(self, mount: bool = False, tell: Callable[[str], None] = say) -> None:
         """Wait until everything requested is copied, or cannot be; an interrupt ends that. mount: mount Drive anew if
@@ -121,26 +117,36 @@ class Keeper:
             self.thread.join(PATIENCE)
             if self.thread.is_alive():
                 tell(f"{self.target}: waiting for the last copy of {self.source}; interrupt to end the wait")
-            while self.thread.is_alive():
-                self.thread.join(1.0)
-            if self.done != self.requested and mount and not self.foreign:
+            self.thread.join()
+            if self.done != self.requested and mount:
                 remount(self.target)
                 self.attempt()
         except KeyboardInterrupt:
-            self.left, self.trouble = True, self.trouble or InterruptedError("interrupted")
-        if self.done != self.requested and not self.foreign:
-            why = self.trouble or "a file of it was deleted meanwhile"
-            here = f"Kept: {kept_until(self.source)}; all of it is in {self.source}"
-            fix = "run it again to copy the rest, before this machine is given back"
-            self.complaints.append(f"{self.target}: not kept to the end ({why}). {here}: {fix}")
+            self.left = True
+        if self.done != self.requested:
+            what = f"not kept to the end ({self.trouble or 'interrupted'}); kept: {kept_until(self.source)}"
+            fix = f"all of it is in {self.source}: run it again to copy the rest, before this machine is given back"
+            self.complaints.append(f"{self.target}: {what}; {fix}")
+
+
+def restore_kept(kept: Path, target: Path) -> None:
+    """Copy a kept run into a new folder `target`; weights that a call which was interrupted has copied are not copied
+    again. Raises StageError, DiskError."""
+    paths = patient(lambda: [*kept.iterdir()], kept)
+    sizes = {path: patient(path.stat, path).st_size for path in paths if path.suffix == ".safetensors"}
+    for path in paths:
+        if path.suffix in SMALL:
+            disk.write_atomic(target / path.name, patient(path.read_bytes, path))
+    disk.require_space(target, sum(sizes.values()))
+    with bar(total=sum(sizes.values()), desc=f"copy {target.name}", unit="B", unit_scale=True) as shown:
+        for path, size in sizes.items():
+            bring(path, target / path.name, size, target / f"{path.name}.part", shown.update)
 
 
 def kept_note(folder: Path) -> dict[str, Any]:
-    """Return where a run is kept: `to`, `start`, `step`; {} where it is kept nowhere."""
-    try:
-        return json.loads((folder / KEPT).read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
+    """Return where a run is kept, `to` and until which `step`; {} where it is kept nowhere."""
+    path = folder / KEPT
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def kept_until(folder: Path) -> str:

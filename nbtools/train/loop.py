@@ -35,28 +35,25 @@ from nbtools.train.task import TaskLike, best_metric, bound, order, readable
 def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> Generator[Record, None, None]:
     """Train until the plan's last epoch, `state.stopped`, or the caller leaves the `for`; calling it again continues.
 
-    Yields Record `step` after every step, with values on log steps only. Reading a value waits for the device, so on a
-    GPU they come later, in a second Record with that log step's number. Yields `evaluating` after every batch of an
-    evaluation, `epoch` after each epoch, `change` just before a changed plan is applied, `event` for anything else.
-    Replace `state.plan` to change settings from the next step on. Set `state.evaluate_next` for an evaluation before
-    the next step, which ends with a Record `evaluation` and changes nothing. feed: one that is open, to share it; None:
-    the plan's. Raises TrainError for a plan or a task that cannot train, Diverged where the loss is NaN or infinite:
-    who calls it may load a checkpoint and call it again.
-
-    On several ranks this is rank 0's; the others run `obey`, and take over its state when this begins.
+    Yields Records: `step` after every step, with values on log steps only, which on a GPU come later, in a second
+    Record with that step's number; `evaluating` after every batch of an evaluation; `epoch`; `change` just before a
+    changed plan is applied; `event` for anything else. Replace `state.plan` to change settings from the next step on;
+    set `state.evaluate_next` for an evaluation before it, which ends with a Record `evaluation` and changes nothing.
+    feed: one that is open, to share it. Raises TrainError for what cannot train, Diverged where the loss is NaN or
+    infinite: a checkpoint may be loaded, and this called again. On several ranks this is rank 0's; the others `obey`.
     """
     state.task = bound(task, state.card)
     pack = readable(task, pack, state.plan)
     require_sizes(pack, state.plan)
     prepare(state.plan, state.device)
-    feed = feed or required(partial(open_feed, pack, state.plan, state.device, state.events.append))
+    feed = feed or required(partial(open_feed, pack, state.plan, state.device))
     samples = pack.splits["train"]
     state.begin(len(pack))
     try:
         while not state.over_as(agree(state, samples)):
             yield from train_epoch(state, feed, pack)
-            values, wanted = {}, agree(state, samples).plan
-            if len(pack.ids("val")) and due(state, wanted):
+            values, last = {}, state.epoch + 1 >= agree(state, samples).plan.epochs
+            if len(pack.ids("val")) and (last or (state.epoch + 1) % state.applied.eval_every == 0):
                 values = yield from evaluate(state, feed, pack)
                 state.evaluate_next = False
                 judge(state, values, agree(state, samples).plan)
@@ -68,30 +65,30 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
 
 def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """Train on the rest of this epoch; a change of batch size regroups what is left of it."""
-    ids, position, meter = pack.ids("train"), state.position, state.meter
-    lengths, start = lengths_of(pack, ids), state.step
-    while True:
+    ids, meter, start = pack.ids("train"), state.meter, state.step
+    lengths, whole = lengths_of(pack, ids), False
+    while not whole:
         yield from between_steps(state, feed, pack)
         batches = rest_of_epoch(state, ids, lengths)
         stream = feed([state.ranks.share(batch) for batch in batches])
+        repeats = (state.applied.epochs - state.epoch) * len(batches) if lengths is None else 0
         for batch in batches:
             if state.has_requests():
                 yield from between_steps(state, feed, pack)
-                if state.applied.batch_size != position.segments[-1][0]:
+                if state.applied.batch_size != state.position.segments[-1][0]:
                     break
             meter.watch.begin()
             raw = next(stream)
             meter.watch.got()
-            step = careful_step if position.step < state.recovery.careful_until else train_step
-            with autotuning(state.device, state.applied, recurring(state, len(batch), len(ids), lengths)):
+            step = careful_step if state.step < state.recovery.careful_until else train_step
+            with autotuning(state.device, state.applied, repeats if len(batch) == state.applied.batch_size else 0):
                 loss_sum, count = step(state, raw, len(ids), len(batch))
             meter.add(loss_sum, count)
             meter.watch.end()
-            position.advance(len(batch))
+            state.position.advance(len(batch))
             yield from records(state, len(ids))
         else:
-            next(stream, None)  # exhausts it: an interrupt that comes while Python frees a generator is lost
-            break
+            whole = next(stream, None) is None  # exhausts it: an interrupt while Python frees a generator is lost
     yield from meter.rows()
     if state.lost():
         raise Diverged(f"the loss became non-finite in steps {start + 1} to {state.step}", (start, state.step))
@@ -105,43 +102,9 @@ def rest_of_epoch(state: TrainState, ids: np.ndarray, lengths: np.ndarray | None
     return batches_left(ids, lengths, plan.seed, position.epoch, position.segments)
 
 
-def records(state: TrainState, samples: int) -> Iterator[Record]:
-    """Yield what a step leaves: on a log step its figures, which may come later; events; its own record."""
-    meter, now = state.meter, state.record("step")
-    if state.step % log_interval(samples, state.applied.batch_size) == 0:
-        before = meter.rows()  # the last log step's, which may end the loop here
-        meter.log(state.record("step", readings(state)), state.scaler)
-        yield from before
-    while state.events:
-        yield state.record("event", {"what": state.events.pop(0)})
-    # Several ranks wait: they must all see at the same step that training diverged.
-    rows = meter.rows(wait=False) if state.ranks.world == 1 else []
-    yield from rows
-    if not rows or rows[0].step != now.step:
-        yield now
-
-
-def recurring(state: TrainState, size: int, samples: int, lengths: np.ndarray | None) -> int:
-    """Return how many batches of the shape of one of `size` samples are to come; 0 for a shape that may not recur."""
-    plan = state.applied
-    if size != plan.batch_size or lengths is not None:
-        return 0
-    return (plan.epochs - state.epoch) * (samples // plan.batch_size)
-
-
-def log_interval(samples: int, batch_size: int) -> int:
-    """Return the steps between log rows: ten rows an epoch, at most 50 steps apart. Steps and not seconds, so that
-    logs are reproducible."""
-    return min(50, max(1, math.ceil(samples / batch_size) // 10))
-
-
-def readings(state: TrainState) -> dict[str, Any]:
-    return {"lr": state.position.lr, "batch_size": state.applied.batch_size, **memory(state.device)}
-
-
 def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """Apply a changed plan and evaluate, until nothing more is requested. Returns early where the batch size changed:
-    the epoch is regrouped before anything else. An evaluation changes nothing in the run."""
+    the epoch is regrouped before anything else."""
     yield from state.meter.rows()
     segments = state.position.segments
     while True:
@@ -157,20 +120,35 @@ def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]
             yield state.record("event", {"what": what, "asked": "evaluate"})
 
 
+def records(state: TrainState, samples: int) -> Iterator[Record]:
+    """Yield what a step leaves: on a log step its figures, which may come later; events; its own record."""
+    meter, now = state.meter, state.record("step")
+    # Steps and not seconds, so that logs are reproducible: ten rows an epoch, at most 50 steps apart.
+    if state.step % min(50, max(1, math.ceil(samples / state.applied.batch_size) // 10)) == 0:
+        before = meter.rows()  # the last log step's, which may end the loop here
+        meter.log(state.record("step", readings(state)), state.scaler)
+        yield from before
+    while state.events:
+        yield state.record("event", {"what": state.events.pop(0)})
+    # Several ranks wait: they must all see at the same step that training diverged.
+    rows = meter.rows(wait=False) if state.ranks.world == 1 else []
+    yield from rows
+    if not rows or rows[0].step != now.step:
+        yield now
+
+
+def readings(state: TrainState) -> dict[str, Any]:
+    return {"lr": state.position.lr, "batch_size": state.applied.batch_size, **memory(state.device)}
+
+
 # -- the end of an epoch
-
-
-def due(state: TrainState, wanted: Plan) -> bool:
-    """Return whether this epoch ends with an evaluation: every `eval_every` epochs, and the last one."""
-    done = state.epoch + 1
-    return done % state.applied.eval_every == 0 or done >= wanted.epochs
 
 
 def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
     """Evaluate the validation split, or as many of its samples as the plan does during training; return loss and
     metrics."""
     start, sums, plan = perf_counter(), Sums(state.device), state.applied.while_training()
-    state.ranks.same(state.evaluated.buffers())
+    state.ranks.align(state.evaluated.buffers())
     for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed, plan.eval_samples, state.ranks):
         yield state.record("evaluating")
     sums.add_up(state.ranks)
@@ -180,22 +158,21 @@ def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
 
 def judge(state: TrainState, values: dict[str, Any], wanted: Plan) -> None:
     """Decide whether an evaluation is the best so far, and count those in which the metric did not improve; a plateau
-    and an early stop follow from it. A best value of another metric does not count."""
-    plan, (metric, sign) = state.applied, best_metric(state.task)
+    and an early stop follow from it."""
+    metric, sign = best_metric(state.task)
     if state.best.metric not in (None, metric):
-        state.best = Best(drops=state.best.drops)
+        state.best = Best(drops=state.best.drops)  # a best value of another metric does not count
     best = state.best
     if f"val_{metric}" not in values:
         named = ", ".join(name.removeprefix("val_") for name in values if name != "eval_time")
         raise TrainError(f"the task's BEST is {metric!r}, but its metrics are {named}; name one of them")
     value, loss = values[f"val_{metric}"], values["val_loss"]
-    state.improved = math.isfinite(value) and (
-        best.value is None or order(value, loss, sign) >= order(best.value, best.loss, sign)
-    )
+    beaten = best.value is None or order(value, loss, sign) >= order(best.value, best.loss, sign)
+    state.improved = math.isfinite(value) and beaten
     best.stale = 0 if state.improved and value != best.value else best.stale + 1  # a tie is saved, but no improvement
     if state.improved:
         best.metric, best.value, best.loss = metric, value, loss
-    if plan.schedule == "plateau" and best.stale and best.stale % plan.patience == 0:
+    if state.applied.schedule == "plateau" and best.stale and best.stale % state.applied.patience == 0:
         best.drops += 1
     early = wanted.early_stop  # one that was just turned off ends nothing
     if early is not None and best.stale >= early:
@@ -218,12 +195,12 @@ def obey(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None
     while True:
         try:
             if restart is None:
-                state.ranks.tell()
-            else:
-                take_over(state, restart)
-                restart = None
-                for _ in train(task, state, pack, feed):
-                    continue
+                state.ranks.broadcast()
+                continue
+            take_over(state, *restart.args)
+            restart = None
+            for _ in train(task, state, pack, feed):
+                continue
         except Restarted as restarted:
             restart = restarted.with_traceback(None)  # its frames hold the feed
         except Diverged:
@@ -232,9 +209,8 @@ def obey(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None
             return
 
 
-def take_over(state: TrainState, restart: Restarted) -> None:
+def take_over(state: TrainState, plan: dict[str, Any], facts: dict[str, Any], tensors: dict[str, Any]) -> None:
     """Make the state rank 0's."""
-    plan, facts, tensors = restart.args
     adopt(state, type(state.plan).from_dict(plan))  # first: a scaler takes over its saved state
     state.load(tensors, facts)
     state.plan = state.applied

@@ -1,4 +1,4 @@
-"""Metrics by name, and of functions, as sums that add up over batches. B samples, K classes."""
+"""Metrics by name, and of functions, as sums that add up over batches. B samples, K classes or labels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,24 +17,12 @@ from nbtools.errors import TrainError
 
 Batch = dict[str, Tensor]
 Pair = tuple[Tensor | float, Tensor | float]
-"""A metric's numerator and denominator, which add up; or two tensors (K,) of a mean over K classes, as mIoU is."""
-MEANINGS = {
-    "loss": "the loss that training minimises, averaged over the split",
-    "accuracy": "share of samples whose likeliest class is right",
-    "top5_accuracy": "share of samples whose class is among the five likeliest",
-    "balanced_accuracy": "accuracy of each class, averaged: rare classes count as much as frequent ones",
-    "f1": "harmonic mean of precision and recall of each class, averaged over the classes",
-    "mae": "mean distance from the true value",
-    "mse": "mean squared distance from the true value",
-    "train_loss": "mean over the samples of the epoch, each when it was trained on",
-    "data_wait": "share of the time that training waited for its next batch",
-    "epoch_time": "of training; evaluations are not in it",
-    "lr": "learning rate of the last step",
-}
-"""Metric, or another column of an epoch → what it says, in plain words; a task's own are in `Task.MEANINGS`."""
+"""A metric's numerator and denominator, which add up; (K,) each for a mean over K classes, as mIoU is; (K, BINS) each,
+of `binned`, for mean average precision."""
+BINS, WIDTH = 2048, 1 / 64  # logits from -16 to 16, between which average precision tells no finer than this
 
 
-# -- what a network returns
+# -- outputs
 
 
 def logits_of(outputs: Any) -> Tensor:
@@ -55,20 +44,14 @@ def class_logits(outputs: Any, card: Card) -> Tensor:
 
 
 def values_like(outputs: Any, shape: Sequence[int]) -> Tensor:
-    """Return the outputs in the targets' shape: (B, 1) and (B,) would be broadcast to (B, B). Raises TrainError."""
-    if (values := reshaped(logits_of(outputs), shape)) is None:
-        came = f"{tuple(shape)}, got {tuple(logits_of(outputs).shape)}"
-        rule = f"the network must return one value for each element of the target, {came}"
-        raise TrainError(f"{rule}; change its last layer")
-    return values
-
-
-def reshaped(values: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """Return values (B, …) in a shape that differs by axes of length 1 only, or whose flat rows (B, D) they are; None
-    for others, as it would mix up their axes."""
+    """Return outputs in the targets' shape, from which they may differ by axes of length 1, or as flat rows (B, D):
+    (B, 1) and (B,) would be broadcast to (B, B). Raises TrainError for other shapes."""
+    values, shape = logits_of(outputs), tuple(shape)
     alike = [n for n in values.shape if n != 1] == [n for n in shape if n != 1]
-    flat = values.dim() == 2 and values.shape == (shape[0], math.prod(shape[1:]))
-    return values.float().reshape(tuple(shape)) if alike or flat else None
+    if not alike and values.shape != (shape[0], math.prod(shape[1:])):
+        rule = f"the network must return one value for each element of the target, {shape}, got {tuple(values.shape)}"
+        raise TrainError(f"{rule}; change its last layer")
+    return values.float().reshape(shape)
 
 
 # -- metrics
@@ -80,21 +63,39 @@ def top(count: int, logits: Tensor, y: Tensor) -> Pair:
 
 
 def per_class(logits: Tensor, y: Tensor, f1: bool) -> Pair:
-    """Return, of each class, recall TP / (TP + FN) or F1, 2 TP / (2 TP + FP + FN), as two tensors (K,)."""
-    predicted, true = (F.one_hot(labels, logits.shape[1]) for labels in (logits.argmax(1), y))
+    """Return, of each class, recall TP / (TP + FN) or F1, 2 TP / (2 TP + FP + FN), as two tensors (K,). y: classes
+    (B,), or labels (B, K), of which those above 0.5 are predicted."""
+    count = logits.shape[1]
+    predicted, true = (logits > 0, y) if y.dim() > 1 else (F.one_hot(logits.argmax(1), count), F.one_hot(y, count))
     hits = (predicted * true).sum(0)
     return (2 * hits, predicted.sum(0) + true.sum(0)) if f1 else (hits, true.sum(0))
+
+
+def binned(logits: Tensor, y: Tensor) -> Pair:
+    """Return how many samples have each label, and how many there are, by the bin of their logit, (K, BINS) each."""
+    bins = (logits.float() / WIDTH + BINS // 2).long().clamp(0, BINS - 1).t()  # (K, B)
+    zeros, true = torch.zeros(len(bins), BINS, device=logits.device), y.t().float()
+    return zeros.scatter_add(1, bins, true), zeros.scatter_add(1, bins, torch.ones_like(true))
+
+
+def mean_average_precision(true: Tensor, all: Tensor) -> float:
+    """Return Σ (recall_n - recall_(n-1)) · precision_n, averaged over the labels that some sample has, from the sums of
+    `binned`; scikit-learn's definition."""
+    hits, chosen = (each.cpu().double().flip(1).cumsum(1) for each in (true, all))  # from the highest logit down
+    average = (true.cpu().flip(1) * hits / chosen.clamp(min=1)).sum(1) / hits[:, -1]
+    return float(average.nanmean().nan_to_num())  # 0 / 0 of a label that no sample has
 
 
 METRICS: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Pair]]] = {
     "accuracy": ("classes", "", partial(top, 1)),
     "top5_accuracy": ("classes", "", partial(top, 5)),
     "balanced_accuracy": ("classes", "", partial(per_class, f1=False)),
-    "f1": ("classes", "", partial(per_class, f1=True)),
+    "f1": ("classes or labels", "", partial(per_class, f1=True)),
+    "map": ("labels", "", binned),
     "mae": ("values", "-", lambda values, y: ((values - y).abs().sum(), y.numel())),
     "mse": ("values", "-", lambda values, y: ((values - y).square().sum(), y.numel())),
 }
-"""Name → what it is of, "-" where lower is better, (outputs, targets) → Pair."""
+"""Name → kinds of target, "-" where lower is better, (outputs, targets) → Pair."""
 
 
 def require_known(what: str, name: Any, known: Collection[str]) -> None:
@@ -119,11 +120,6 @@ def name_of(metric: Any) -> str:
     return metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)
 
 
-def best_of(metrics: Any) -> str:
-    """Return the first metric given by name, with "-" where lower is better, else "-loss"."""
-    return next((METRICS[name][1] + name for name in listed(metrics) if isinstance(name, str)), "-loss")
-
-
 def score(metrics: Any, outputs: Any, batch: Batch, card: Card | None) -> dict[str, Pair]:
     """Return metric → Pair, of names and of functions of (outputs, batch), which return a Pair or a mapping of them.
     Raises TrainError for anything else, and for a name that is taken."""
@@ -141,9 +137,9 @@ def score(metrics: Any, outputs: Any, batch: Batch, card: Card | None) -> dict[s
 
 
 def by_name(metric: str, outputs: Any, y: Tensor, card: Card | None) -> Pair:
-    kind, _, measure = METRICS[metric]
-    came = card.options.get("kind") if card is not None else "not of nb.pack"
-    if card is None or kind != came:
-        rule = f"metrics: {metric!r} is for {kind} of nb.pack, but the targets of the pack are {came}"
+    kinds, _, measure = METRICS[metric]
+    kind = card.options.get("kind", "none") if card is not None else "not of nb.pack"
+    if card is None or kind not in kinds:
+        rule = f"metrics: {metric!r} is for {kinds} of nb.pack, but the targets of the pack are {kind}"
         raise TrainError(f"{rule}; choose another, or write metrics(outputs, batch)")
-    return measure(class_logits(outputs, card) if kind == "classes" else values_like(outputs, y.shape), y)
+    return measure(values_like(outputs, y.shape) if kind == "values" else class_logits(outputs, card), y)

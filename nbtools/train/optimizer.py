@@ -34,38 +34,52 @@ OPTIMIZERS = {
     "sgd": Rule(SGD, lambda plan: {"momentum": plan.betas[0]}, ("momentum_buffer",), LINEAR, 0.025),
 }
 """The choices of `Plan.optimizer`."""
-LARGER = (  # batch times → lr times, epochs of warmup; each from, to
+LARGER = (
     (1, (1, 1), (0, 0)),
     (2, (1.5, 2), (3, 5)),
     (4, (2, 3), (5, 10)),
     (8, (2, 4), (10, 20)),
     (16, (3, 5), (20, 30)),
 )
-"""The table of the guide for very large batches: a rule of thumb, not measured by us. Advice takes the shortest warmup,
-and lr by the optimizer's own rule; for AdamW that lies within the table but for a doubled batch, times 1.41."""
+"""Batch times → lr times, epochs of warmup, each (from, to): a guide's rule of thumb, not measured by us. Advice takes
+the shortest warmup, and lr by the optimizer's own rule."""
 
 
 def build_optimizer(task: Any, model: nn.Module, plan: Any) -> Optimizer:
     """Return the optimizer of `task.optimizer`, each group with its `lr_scale`: the lr of a step is the plan's times
     that. Raises TrainError unless it holds exactly the trained parameters."""
-    optimizer = task.optimizer(parameter_groups(model, task.groups(model, plan), plan), plan)
+    groups = [{"lr_scale": 1.0, "decays": True, **group} for group in task.groups(model, plan)]
+    for group in groups:
+        group |= {"params": [*group["params"]], "lr": plan.lr * group["lr_scale"]}
+        group |= {} if group["decays"] else {"weight_decay": 0.0}
+    require_all(model, groups, "the task's groups")
+    optimizer = task.optimizer(groups, plan)
     if not isinstance(optimizer, Optimizer):
-        came = type(optimizer).__name__
-        raise TrainError(f"optimizer must return a torch.optim.Optimizer, got {came}; build it there")
-    require_all(model, optimizer.param_groups, "the optimizer's groups", "build it from the groups that it is given")
+        raise TrainError(f"optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    require_all(model, optimizer.param_groups, "the optimizer's groups")
     for group in optimizer.param_groups if not built_in(optimizer) else ():
         group["lr_scale"] = float(group["lr"]) / plan.lr
     return optimizer
 
 
-def build_schedule(task: Any, plan: Any) -> Callable[[float], float] | None:
+def require_all(model: nn.Module, groups: list[dict[str, Any]], of: str) -> None:
+    held = Counter(id(p) for group in groups for p in group["params"])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and held.pop(id(parameter), 0) != 1:
+            raise TrainError(f"{name} must be in exactly one of {of}; build them from the parameters that are given")
+    if held:
+        raise TrainError(f"{plural(len(held), 'parameter')} of {of}: frozen, or another network's; leave it out")
+
+
+def build_schedule(task: Any, plan: Any) -> Any:
     """Return the function of `task.schedule`, None for the plan's own schedule. Raises TrainError for anything but
     factors from 0 up."""
-    factor: Callable[[float], Any] | None = task.schedule(plan)
+    factor: Any = task.schedule if isinstance(task.schedule, type) else task.schedule(plan)
     if factor is None:
         return None
-    values = [factor(progress) for progress in (0.0, 0.5, 1.0)] if callable(factor) else [factor]
-    if not callable(factor) or not all(0 <= float(value) < math.inf for value in values):
+    valid = callable(factor) and not isinstance(factor, type)
+    values: list[Any] = [factor(progress) for progress in (0.0, 0.5, 1.0)] if valid else [factor]
+    if not valid or not all(0 <= float(value) < math.inf for value in values):
         rule = "schedule(plan) must return None or a function of progress, 0 to 1, that returns a factor ≥ 0 on lr"
         raise TrainError(f"{rule}, got {', '.join(map(repr, values))}; correct it")
     return factor
@@ -102,27 +116,7 @@ def allocate(optimizer: Optimizer, plan: Any) -> None:
     """Make the buffers that torch would make in the first step, where memory could run out between two of them. Fused
     SGD besides leaves its momentum uninitialised where the first step overflows in fp16 (torch 2.13)."""
     for parameter in (p for group in optimizer.param_groups if built_in(optimizer) for p in group["params"]):
-        state = optimizer.state[parameter]
         for name in OPTIMIZERS[plan.optimizer].buffers:
-            if name not in state:
+            if name not in optimizer.state[parameter]:
                 like = torch.zeros((), device=parameter.device) if name == "step" else torch.zeros_like(parameter)
-                state[name] = like
-
-
-def parameter_groups(model: nn.Module, groups: list[dict[str, Any]], plan: Any) -> list[dict[str, Any]]:
-    """Return a task's groups, completed, as any torch optimizer takes them. Raises TrainError unless each trained
-    parameter is in exactly one."""
-    groups = [{"lr_scale": 1.0, "decays": True, **group, "params": list(group["params"])} for group in groups]
-    for group in groups:
-        group |= {"lr": plan.lr * group["lr_scale"]} | ({} if group["decays"] else {"weight_decay": 0.0})
-    require_all(model, groups, "the task's groups", "correct groups(model, plan)")
-    return groups
-
-
-def require_all(model: nn.Module, groups: list[dict[str, Any]], of: str, fix: str) -> None:
-    count = Counter(id(p) for group in groups for p in group["params"])
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and count.pop(id(parameter), 0) != 1:
-            raise TrainError(f"{name} must be in exactly one of {of}; {fix}")
-    if count:
-        raise TrainError(f"{plural(len(count), 'parameter')} of {of}: frozen, or another network's; {fix}")
+                optimizer.state[parameter][name] = like

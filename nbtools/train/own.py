@@ -1,6 +1,6 @@
 """classify and regress: the tasks of one line, for a network and a pack of `nb.pack`.
 
-B samples, K classes, D values.
+B samples, K classes or labels, D values.
 """
 
 from __future__ import annotations
@@ -18,73 +18,47 @@ from torch.optim import Optimizer
 from nbtools.data import TARGET, Card, Draws
 from nbtools.errors import TrainError
 from nbtools.train.augment import strengths
-from nbtools.train.defaults import answers, as_input, expressions, form_of, moments, packed_dataset, scale_of, shape_of
-from nbtools.train.metrics import Batch, Pair, best_of, class_logits, listed, logits_of, score, values_like
+from nbtools.train.defaults import as_input, form_of, packed_dataset, scale_of, shape_of
+from nbtools.train.metrics import Batch, Pair, class_logits, listed, logits_of, score, values_like
 from nbtools.train.plan import Plan
-from nbtools.train.task import Task, Tensors, summed
+from nbtools.train.task import Task, summed
 
-Model = nn.Module | Callable[..., nn.Module]
-Loss = Callable[[Any, Tensor], Tensor | Pair]
 CROSS_ENTROPY = (nn.CrossEntropyLoss, nn.NLLLoss)
 LOGISTIC = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, F.binary_cross_entropy_with_logits)
 UNSCALED = (*LOGISTIC, nn.BCELoss, F.binary_cross_entropy, nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss)
 """Losses of probabilities, counts and signs: y means something as it is."""
-MADE = {"classes": "nb.classify(…)", "values": "nb.regress(…)"}
-OTHERWISE = {
-    "classes": "nb.regress is for values; floats become classes with astype(int), one-hot labels with argmax(1)",
-    "values": "nb.classify is for classes; whole numbers are values with nb.pack(…, classes=False), or as floats",
-}
+METRICS = {"classes": ("accuracy",), "labels": ("map", "f1"), "values": ("mae",)}
 
 
-def classify(
-    model: Model,
-    *,
-    metrics: Any = ("accuracy",),
-    augment: Collection[str] | Mapping[str, float] = (),
-    loss: Loss | None = None,
-    plan: Plan | None = None,
-    pretrained: bool = False,
-    optimizer: Any = None,
-    schedule: Callable[[Any], Any] | None = None,
-) -> Task:
-    """Return the task of naming the class of a sample: `nb.fit(nb.classify(net), nb.pack("pictures"))`.
+class classify(Task):
+    """The task of naming the class, or all labels, of a sample: `nb.fit(nb.classify(net), nb.pack("pictures"))`.
 
-    model: a module, of which each run trains a copy, or a function that makes one: of parameters called `classes` (how
-    many there are), `inputs` (features, or channels of an image), `card` and `plan`, as far as it has them. It returns
-    logits (B, K), as a tensor, `.logits` or ["out"]; its forward takes columns of the pack by name, else in order.
-    Frozen parameters stay frozen, and so do the statistics of norm layers that have no others. metrics: accuracy,
-    top5_accuracy, balanced_accuracy, f1, or functions of (outputs, batch) that return (sum, count); the first name
-    chooses the best checkpoint. augment: crop, flip, rotate, colour, erase, mixup; a mapping gives strengths. loss: of
-    (outputs, y), None: cross entropy; y is (B,) int64, with mixup (B, K) probabilities; it returns a term per sample,
-    their mean, or (sum, count); cross entropy with weights is divided by these. plan: the settings to start from.
-    pretrained: whether its weights are, for which advice starts from a lower lr; frozen parameters say so too.
-    optimizer: a class of torch.optim, or a functools.partial of one, called with (groups, lr=plan.lr), or a function
-    of (groups, plan). schedule: a function of plan that returns f(progress), the factor on plan.lr at 0 to 1 of the
-    planned epochs. Raises TrainError.
+    model: a module, of which each run trains a copy, or a function that makes one, of whichever it takes of `classes`
+    (how many), `inputs` (features, or channels of an image), `card` and `plan`. It returns logits (B, K), as a tensor,
+    `.logits` or ["out"]; its forward takes columns of the pack by name, else in order. metrics: accuracy (default),
+    top5_accuracy, balanced_accuracy, f1; of labels map and f1 (default: both); or functions of (outputs, batch) that
+    return (sum, count). The first name chooses the best checkpoint. augment: crop, flip, colour, mixup; a mapping gives
+    strengths. loss: of (outputs, y), returns a term per sample, their mean, or (sum, count); default: cross entropy, of
+    labels binary; y is (B,) int64, of labels and with mixup (B, K) float32. plan: the settings to start from.
+    pretrained: whether the weights are: advice then starts from a lower lr. optimizer: a class of torch.optim, or a
+    functools.partial of one, called with (groups, lr=plan.lr), or a function of (groups, plan). schedule: a function of
+    plan that returns f(progress), the factor on plan.lr at 0 to 1 of the planned epochs. Raises TrainError.
     """
-    return Own("classes", model, metrics, augment, loss, plan, pretrained, optimizer, schedule)
 
-
-def regress(model: Model, *, metrics: Any = ("mae",), **options: Any) -> Task:
-    """Return the task of predicting the values of a sample, (B,), (B, D) or arrays of any shape, of an `nb.pack`.
-
-    Its options are those of `classify`. The network returns values of the targets' shape, also (B, 1) for (B,), images
-    as (B, C, H, W). The targets are standardised: mean 0 and standard deviation 1 over the training split. Metrics
-    (mae, mse, or functions) and predictions are in the targets' own unit, images of bytes in 0…1. loss: of (outputs,
-    standardised y), both of y's shape; None: squared error. torch's losses of probabilities, counts and signs get y as
-    it is (BCE, BCEWithLogits, MultiLabelSoftMargin, KLDiv, PoissonNLL, SoftMargin); predictions by logits are
-    probabilities.
-    """
-    return Own("values", model, metrics, **options)
-
-
-class Own(Task):
-    """The task of `classify` or `regress`, by the kind of its targets: classes or values."""
-
+    kind = "classes"  # of the targets; labels are classes too
     card: Any = None
 
-    def __init__(  # of `classify`
-        self, kind, model, metrics, augment=(), loss=None, plan=None, pretrained=False, optimizer=None, schedule=None
+    def __init__(
+        self,
+        model: nn.Module | Callable[..., nn.Module],
+        *,
+        metrics: Any = None,
+        augment: Collection[str] | Mapping[str, float] = (),
+        loss: Callable[[Any, Tensor], Tensor | Pair] | None = None,
+        plan: Plan | None = None,
+        pretrained: bool = False,
+        optimizer: Any = None,
+        schedule: Callable[[Any], Any] | None = None,
     ):
         if not callable(model):
             raise TrainError(f"model must be a torch.nn.Module or a function that makes one, got {model!r}")
@@ -93,101 +67,104 @@ class Own(Task):
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             rule = f"loss {type(loss).__name__} has parameters, which are not trained"
             raise TrainError(f"{rule}; write a Task whose model holds them")
-        self.kind, self.made = kind, MADE[kind]
-        self.network, self.measured, self.given_loss, self.pretrained = model, listed(metrics), loss, pretrained
-        self.criterion: Any = summing(loss)
-        self.augment, self.PLAN, self.BEST = strengths(augment), plan or Plan(), best_of(metrics)
-        self.given = {"optimizer": optimizer, "schedule": schedule}
-        if schedule is not None and (not callable(schedule) or isinstance(schedule, type)):
-            rule = "schedule must be a function of the plan that returns f(progress), a factor on its lr"
-            raise TrainError(f"{rule}, got {getattr(schedule, '__name__', repr(schedule))}")
+        self.network, self.pretrained, self.PLAN = model, pretrained, plan or Plan()
+        self.chosen, self.augment = None if metrics is None else listed(metrics), strengths(augment)
+        self.given = {"loss": loss, "optimizer": optimizer, "schedule": schedule}
+        self.criterion: Any = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
+        if isinstance(loss, CROSS_ENTROPY) and loss.reduction == "mean":  # over the weights of a batch, see `terms`
+            self.criterion.reduction = "sum"
         hooks = {"optimizer": optimizer and maker_of(optimizer), "schedule": schedule}
         vars(self).update({name: hook for name, hook in hooks.items() if hook is not None})
-        self.__module__ = sys._getframe(2).f_globals.get("__name__", "__main__")  # where a run looks for its name
+        self.made = f"nb.{type(self).__name__}(…)"
+        self.__module__ = sys._getframe(1).f_globals.get("__name__", "__main__")  # where a run looks for its name
+
+    @property
+    def measured(self) -> Any:
+        kind = self.card.options["kind"] if self.card is not None else self.kind
+        return METRICS.get(kind, ()) if self.chosen is None else self.chosen
 
     def model(self, card: Card, plan: Any) -> nn.Module:
         came = card.options["kind"] if packed_dataset(card) else "not of nb.pack"
-        if came != self.kind:
+        if came != self.kind and (self.kind, came) != ("classes", "labels"):
             rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, and these are {came}"
-            raise TrainError(f"{rule}; {OTHERWISE[self.kind]}")
+            fix = "floats become classes with astype(int), and whole numbers values with nb.pack(…, classes=False)"
+            raise TrainError(f"{rule}; {fix}")
         if card.columns[TARGET].kind == "ragged":
             rule = "nb.regress needs targets of one shape, and these are sequences of any length"
             raise TrainError(f"{rule}; write a Task with model, loss, metrics and decode")
         network: Any = self.network
         if isinstance(network, nn.Module):
-            return network  # `build` copies it
+            return copy.deepcopy(network)
         first = card.options["inputs"][0]
         width = (shape_of(card, first) or (1,))[0 if form_of(card, first).layout else -1]
         offered = {"classes": len(card.classes), "inputs": width, "card": card, "plan": plan}
         parameters = inspect.signature(network).parameters.values()
-        needed = [
-            p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ]
-        if unknown := [name for name in needed if name not in offered]:
-            rule = f"the function that makes the network has the parameter {unknown[0]!r}"
-            raise TrainError(f"{rule}, but can get only {', '.join(offered)}; rename it, or give it a default")
+        for p in parameters:
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in offered:
+                rule = f"the function that makes the network has the parameter {p.name!r}"
+                raise TrainError(f"{rule}, but can get only {', '.join(offered)}; rename it, or give it a default")
         return network(**{p.name: offered[p.name] for p in parameters if p.name in offered})
 
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
-        if self.kind == "values" and TARGET in raw:
+        if TARGET in raw and self.card.options["kind"] != "classes":
             raw = {**raw, TARGET: as_input(raw[TARGET], self.card, TARGET).float()}
         return super().batch(raw, plan, draws)
 
     def loss(self, model: Any, batch: Batch, plan: Any) -> Pair:
         y, outputs = batch[TARGET], logits_of(model(batch))
-        if self.kind == "values":
-            if not is_of(self.given_loss, UNSCALED):
-                mean, std = scale_of(self.card, TARGET, y.device)
-                y = (y - mean) / std
-            outputs = values_like(outputs, y.shape)
         if self.criterion is not None:
             return terms(self.criterion, outputs, y)
-        if self.kind == "values":
-            return F.mse_loss(outputs, y, reduction="sum"), y.numel()
-        return F.cross_entropy(class_logits(outputs, self.card), y, reduction="sum"), len(y)
+        logits = class_logits(outputs, self.card)
+        if self.card.options["kind"] == "labels":
+            return F.binary_cross_entropy_with_logits(logits, y, reduction="sum"), y.numel()
+        return F.cross_entropy(logits, y, reduction="sum"), len(y)
 
-    def in_units(self, outputs: Any) -> Any:
-        """Return values in the targets' own unit; logits of classes as they are."""
-        if self.kind == "classes":
-            return outputs
+    def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
+        return score(self.measured, outputs, batch, self.card)
+
+
+class regress(classify):
+    """The task of predicting the values of a sample, (B,), (B, D) or arrays of any shape, of an `nb.pack`.
+
+    Its options are those of `classify`; metrics: mae (default), mse, or functions. The network returns values of the
+    targets' shape, also (B, 1) for (B,), images as (B, C, H, W). The loss (default: squared error) takes targets
+    standardised to mean 0 and standard deviation 1 over the training split, but torch's of probabilities, counts and
+    signs (BCE, BCEWithLogits, MultiLabelSoftMargin, KLDiv, PoissonNLL, SoftMargin) take them as they are. Metrics and
+    predictions are in the targets' own unit, images of bytes in 0…1; those of logits are probabilities.
+    """
+
+    kind = "values"
+
+    def loss(self, model: Any, batch: Batch, plan: Any) -> Pair:
+        y = batch[TARGET]
+        if not is_of(self.criterion, UNSCALED):
+            mean, std = scale_of(self.card, TARGET, y.device)
+            y = (y - mean) / std
+        outputs = values_like(model(batch), y.shape)
+        if self.criterion is not None:
+            return terms(self.criterion, outputs, y)
+        return F.mse_loss(outputs, y, reduction="sum"), y.numel()
+
+    def in_units(self, outputs: Any) -> Tensor:
+        """Return values in the targets' own unit."""
         values = logits_of(outputs)
         values = values_like(values, (len(values), *shape_of(self.card, TARGET)))
-        if is_of(self.given_loss, UNSCALED):
-            return values.sigmoid() if is_of(self.given_loss, LOGISTIC) else values
+        if is_of(self.criterion, UNSCALED):
+            return values.sigmoid() if is_of(self.criterion, LOGISTIC) else values
         mean, std = scale_of(self.card, TARGET, values.device)
         return values * std + mean
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
-        return score(self.measured, self.in_units(outputs), batch, self.card)
+        return super().metrics(self.in_units(outputs), batch)
 
     def decode(self, outputs: Any, card: Card) -> list[Any]:
-        return answers(self.in_units(outputs), card)
-
-    def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
-        if self.kind == "classes":
-            return expressions(card), {"output": ((), "a logit for each of the classes; their softmax: probabilities")}
-        (mean, std), scaled = moments(card, TARGET), not is_of(self.given_loss, UNSCALED)
-        text = f"output.reshape({(-1, *shape_of(card, TARGET))})" + f" * {std} + {mean}" * scaled
-        return expressions(card), {
-            "output": ((), f"1 / (1 + np.exp(-{text}))" if is_of(self.given_loss, LOGISTIC) else text)
-        }
-
-
-# -- what may be given
+        return super().decode(self.in_units(outputs), card)
 
 
 def is_of(loss: Any, kinds: tuple[Any, ...]) -> bool:
     """Return whether a loss is an instance of one of these classes, or one of these functions or a partial of it."""
     function = getattr(loss, "func", loss)
     return any(isinstance(loss, kind) if isinstance(kind, type) else function is kind for kind in kinds)
-
-
-def summing(loss: Any) -> Any:
-    """Return a copy of a loss module, as a sum where torch divides by the weights of a batch's classes."""
-    own: Any = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
-    if isinstance(loss, CROSS_ENTROPY) and loss.reduction == "mean":
-        own.reduction = "sum"
-    return own
 
 
 def terms(loss: Any, outputs: Tensor, y: Tensor) -> Pair:
@@ -210,7 +187,5 @@ def maker_of(optimizer: Any) -> Callable[[Any, Any], Any]:
     if callable(kind) and not isinstance(kind, type):
         return optimizer
     why = " with an lr, which is the plan's: pass plan=nb.Plan(lr=…)" if "lr" in given else ""
-    if isinstance(optimizer, Optimizer):
-        why = ", which holds the parameters of another network: pass its class"
     rule = "optimizer must be a class of torch.optim, a functools.partial of one, or a function of (groups, plan)"
     raise TrainError(f"{rule}, got {getattr(kind, '__name__', repr(kind).partition(' ')[0])}{why}")

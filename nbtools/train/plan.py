@@ -10,8 +10,6 @@ import dataclasses
 import difflib
 import json
 import math
-import operator
-import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +42,8 @@ def knob(
     live: bool = False,
     asks_beyond: float | None = None,
 ) -> Any:
-    """A Plan field: its default, one line of help, and the rule that a value must obey (≥ least, > above, ≤ most).
+    """Return a Plan field: its default, one line of help, and the rule that a value must obey (≥ least, > above,
+    ≤ most).
 
     live: for a task's own setting: a started run may change it, since neither model nor optimizer depends on it.
     asks_beyond: a value more than this many times the advised one may be a typo, and a run asks before applying it.
@@ -129,7 +128,8 @@ class Plan:
         if "lr" not in settings:
             lr *= lr_factor(resized.lr_rule, resized.batch_size / self.batch_size)
         micro = self.micro_batch_size and min(self.micro_batch_size, resized.batch_size)
-        new = resized.replace(**{"micro_batch_size": micro, "lr": lr, "min_lr": min(self.min_lr, lr), **settings})
+        follow = {"micro_batch_size": micro, "lr": lr, "min_lr": min(self.min_lr, lr)}
+        new = resized.replace(**{**follow, **settings})
         return new.marked(self._advised.difference(settings, new.changes_from(self)))
 
     def marked(self, advised: Iterable[str]) -> Self:
@@ -157,7 +157,8 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        require_known(cls, values)
+        for name in values:
+            require_known(cls, name)
         return cls(**values)
 
     def to_json(self) -> str:
@@ -165,29 +166,100 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Raises PlanError for text that is not a JSON object of settings."""
-        try:
-            values, why = json.loads(text), ""
-        except ValueError as error:
-            values, why = None, f" ({error})"
-        if not isinstance(values, dict):
-            raise PlanError(f"{cls.__qualname__} must be a JSON object of settings, got {text[:40]!r}{why}")
-        return cls.from_dict(values)
+        return cls.from_dict(json.loads(text))
 
     @classmethod
     def check(cls, name: str, value: Any) -> Any:
         """Return a value for one setting in its field's type. Raises PlanError naming field and rule."""
-        require_known(cls, [name])
-        return check(cls, name, value)
+        require_known(cls, name)
+        kind, count, optional = kinds(cls)[name]
+        where, rule = f"{cls.__qualname__}.{name}", cls.__dataclass_fields__[name].metadata
+        if value is None and optional:
+            return None
+        if count is None:
+            return check(where, value, kind, rule)
+        if not isinstance(value, (tuple, list)) or (count and count != len(value)):
+            raise PlanError(f"{where} must be {count or 'several'} values, got {value!r}")
+        return tuple(check(where, member, kind, rule) for member in value)
 
     @classmethod
     def parse(cls, name: str, text: str) -> Any:
         """Return the value that a user typed for one setting: `none`, `true`, `0.9,0.999`, `3e-4`. Raises PlanError."""
-        require_known(cls, [name])
-        return parse(cls, name, text)
+        require_known(cls, name)
+        kind, count, optional = kinds(cls)[name]
+        if text.lower() in ("none", "") and optional:
+            return None
+        try:
+            if count is not None:
+                return tuple(kind(part) for part in text.strip("()[] ").split(",") if part.strip())
+            return BOOLEANS[text.lower()] if kind is bool else kind(text)
+        except (ValueError, KeyError):
+            rule = WORDS[kind] if count is None else "numbers separated by commas"
+            raise PlanError(f"{cls.__qualname__}.{name} must be {rule}, got {text!r}") from None
 
 
-BASIC = frozenset(Plan.__dataclass_fields__)  # the settings of every plan
+# -- values
+
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+
+
+def require_known(plan: type[Plan], name: str) -> None:
+    """Raise PlanError for a setting that a plan does not have: it lists similar names, else all."""
+    known = [field.name for field in dataclasses.fields(plan)]
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known)}"
+        raise PlanError(f"{plan.__qualname__} has no setting {name!r}; {hint}")
+
+
+@cache
+def kinds(plan: type[Plan]) -> dict[str, tuple[type, int | None, bool]]:
+    """Return setting → (its type, or that of its members; how many members a tuple has, 0 for any number, None for a
+    single value; whether it may be None)."""
+    result = {}
+    for name, hint in typing.get_type_hints(plan).items():
+        members = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
+        kind, count = members[0], None
+        if typing.get_origin(kind) is tuple:
+            kind, *rest = typing.get_args(kind)
+            count = 0 if rest == [...] else 1 + len(rest)
+        result[name] = kind, count, len(members) > 1
+    return result
+
+
+def check(where: str, value: Any, kind: type, rule: Mapping[str, Any]) -> Any:
+    """Return one value in its type. where: `Plan.lr`; rule: of `knob`. Raises PlanError."""
+    if kind is float and type(value) is int:
+        value = float(value) if abs(value) < 2**1000 else math.inf
+    elif kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise PlanError(f"{where} must be {WORDS[kind]}, got {value!r}")
+    least, above, most = rule["least"], rule["above"], rule["most"]
+    for wrong, words in (
+        (kind is float and not math.isfinite(value), "finite"),
+        (rule["choices"] and value not in rule["choices"], f"one of {', '.join(map(str, rule['choices'] or ()))}"),
+        (least is not None and value < least, f"at least {least}"),
+        (above is not None and value <= above, f"greater than {above}"),
+        (most is not None and value > most, f"at most {most}"),
+    ):
+        if wrong:
+            raise PlanError(f"{where} must be {words}, got {value!r}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """Return a setting's value as text."""
+    return "none" if value is None else show.shown(value)
+
+
+def listed(changes: Mapping[str, str]) -> str:
+    """Return the changes of `changes_from` in a sentence."""
+    return ", ".join(f"{name} {change}" for name, change in changes.items())
+
+
+# -- the learning rate, and the length of a run
 
 
 def lr_factor(rule: str, k: float) -> float:
@@ -217,11 +289,38 @@ def lr_at(plan: Plan, progress: float, drops: int = 0, own: Callable[[float], fl
 def length_of(plan: Plan, samples: int) -> str:
     """Return how long a plan trains on so many samples: steps per epoch, in all, and with a rising lr."""
     per_epoch = batches_in(samples, plan.batch_size)
-    warmup = show.plural(math.ceil(plan.warmup_epochs * per_epoch), "step")
-    steps = f"{show.plural(plan.epochs * per_epoch, 'step')} in {show.plural(plan.epochs, 'epoch')}"
-    return (
-        f"{show.plural(samples, 'sample')} · {show.plural(per_epoch, 'step')} per epoch · {steps} · {warmup} of warmup"
+    parts = (
+        show.plural(samples, "sample"),
+        f"{show.plural(per_epoch, 'step')} per epoch",
+        f"{show.plural(plan.epochs * per_epoch, 'step')} in {show.plural(plan.epochs, 'epoch')}",
+        f"{show.plural(math.ceil(plan.warmup_epochs * per_epoch), 'step')} of warmup",
     )
+    return " · ".join(parts)
+
+
+def require_batch(plan: Plan, count: int) -> None:
+    """Raise TrainError where a train split of `count` samples is smaller than a batch."""
+    if plan.batch_size > count:
+        split = f"the train split ({show.plural(count, 'sample')})"
+        raise TrainError(f"Plan.batch_size {plan.batch_size} is larger than {split}; set it to at most {count}")
+
+
+def require_training(pack: Pack) -> None:
+    """Raise TrainError for a pack without samples to train on."""
+    count, bad = len(pack.ids("train")), pack.manifest["bad"]
+    if not count and pack.splits["test"] == len(pack):
+        rule = f"all {show.plural(len(pack), 'sample')} are test data, so there is nothing to train on"
+        raise TrainError(f"{pack.folder}: {rule}; evaluate a run on it, or pack the source again without test=1.0")
+    if count < 2:
+        rule = f"{pack.folder}: training needs at least 2 samples, the train split has {count}"
+        less = "pack more, or less of it as val and test"
+        raise TrainError(f"{rule}; {f'correct the {bad:,} that were left out, see pack.bad' if bad else less}")
+
+
+def require_sizes(pack: Pack, plan: Plan) -> None:
+    """Raise TrainError for a train split that is too small."""
+    require_training(pack)
+    require_batch(plan, len(pack.ids("train")))
 
 
 # -- what a run may change
@@ -229,7 +328,8 @@ def length_of(plan: Plan, samples: int) -> str:
 
 def fixed(plan: Plan) -> dict[str, str]:
     """Return the settings that a run cannot change while it trains, each with the reason."""
-    own = [f.name for f in dataclasses.fields(plan) if f.name not in BASIC and not f.metadata.get("live")]
+    basic = Plan.__dataclass_fields__
+    own = [f.name for f in dataclasses.fields(plan) if f.name not in basic and not f.metadata["live"]]
     return {
         **dict.fromkeys((*FIXED, *own), "fixed in a started run: its model and optimizer depend on it"),
         **dict.fromkeys(AT_START, "fixed while it trains: it takes effect at the start; stop, change it, and resume"),
@@ -244,30 +344,16 @@ def refuse_fixed(differing: Mapping[str, str], plan: Plan, resumed: bool = False
             raise TrainError(f"{rule}; keep the value, or start another run folder")
 
 
-def require_training(pack: Pack) -> None:
-    """Raise TrainError for a pack without samples to train on."""
-    count, bad = len(pack.ids("train")), pack.manifest["bad"]
-    if count < 2:
-        rule = f"{pack.folder}: training needs at least 2 samples, the train split has {count}"
-        fix = (
-            f"correct the {bad:,} that were left out, see pack.bad"
-            if bad
-            else "pack more, or less of it as val and test"
-        )
-        raise TrainError(f"{rule}; {fix}")
-
-
-def require_batch(plan: Plan, count: int) -> None:
-    """Raise TrainError where a train split of `count` samples is smaller than a batch."""
-    if plan.batch_size > count:
-        split = f"the train split ({show.plural(count, 'sample')})"
-        raise TrainError(f"Plan.batch_size {plan.batch_size} is larger than {split}; set it to at most {count}")
-
-
-def require_sizes(pack: Pack, plan: Plan) -> None:
-    """Raise TrainError for a train split that is too small."""
-    require_training(pack)
-    require_batch(plan, len(pack.ids("train")))
+def beyond(plan: Plan, advised: Plan) -> dict[str, str]:
+    """Return the settings that lie beyond `asks_beyond` times the advised value: setting → a sentence."""
+    sentences = {}
+    for field in dataclasses.fields(plan):
+        name, factor = field.name, field.metadata["asks_beyond"]
+        value, usual = getattr(plan, name), getattr(advised, name)
+        if factor is not None and usual and value > factor * usual * (1 + 1e-9):
+            times = f"{value / usual:,.0f}×"
+            sentences[name] = f"{name} {shown(value)} is {times} the advised {shown(usual)}"
+    return sentences
 
 
 def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:
@@ -278,105 +364,3 @@ def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:
     if len(changed) > MANY:
         sentences[""] = f"{len(changed)} settings change at once: {listed(changed)}"
     return sentences
-
-
-def beyond(plan: Plan, advised: Plan) -> dict[str, str]:
-    """Return the settings that lie beyond `asks_beyond` times the advised value: setting → a sentence."""
-    sentences = {}
-    for field in dataclasses.fields(plan):
-        name, factor = field.name, field.metadata.get("asks_beyond")
-        value, usual = getattr(plan, name), getattr(advised, name)
-        if factor is not None and usual and value > factor * usual * (1 + 1e-9):
-            sentences[name] = f"{name} {shown(value)} is {times(value / usual)} the advised {shown(usual)}"
-    return sentences
-
-
-def listed(changes: Mapping[str, str]) -> str:
-    """Return the changes of `changes_from` in a sentence."""
-    return ", ".join(f"{name} {change}" for name, change in changes.items())
-
-
-def times(ratio: float) -> str:
-    """Return a ratio as written in a sentence: 2.5×, 500,000×."""
-    return f"{ratio:,.0f}×" if ratio >= 10 else f"{ratio:.2g}×"
-
-
-def shown(value: Any) -> str:
-    """Return a setting's value as text."""
-    return "none" if value is None else show.shown(value)
-
-
-# -- values
-
-RULES = {"least": ("at least", operator.ge), "above": ("greater than", operator.gt), "most": ("at most", operator.le)}
-BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-
-
-def require_known(plan: type, names: Iterable[str]) -> None:
-    """Raise PlanError for a setting that a plan does not have: it lists similar names, else all."""
-    known = [field.name for field in dataclasses.fields(plan)]
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known)}"
-            raise PlanError(f"{plan.__qualname__} has no setting {name!r}; {hint}")
-
-
-@cache
-def kinds(plan: type) -> dict[str, tuple[type, int | None, bool]]:
-    """Return setting → (its type, or that of its members; how many members a tuple has, 0 for any number, None for a
-    single value; whether it may be None). Looking it up takes a hundred times as long as checking a value."""
-    result = {}
-    for name, hint in typing.get_type_hints(plan).items():
-        members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        kind, count = next(member for member in members if member is not type(None)), None
-        if typing.get_origin(kind) is tuple:
-            kind, *rest = typing.get_args(kind)
-            count = 0 if rest == [...] else 1 + len(rest)
-        result[name] = kind, count, type(None) in members
-    return result
-
-
-def parse(plan: type, name: str, text: str) -> Any:
-    """Return the value of a typed text, by a field's type."""
-    kind, count, optional = kinds(plan)[name]
-    if text.lower() in ("none", "") and optional:
-        return None
-    try:
-        if count is not None:
-            return tuple(kind(part) for part in text.strip("()[] ").split(",") if part.strip())
-        return BOOLEANS[text.lower()] if kind is bool else kind(text)
-    except (ValueError, KeyError):
-        rule = WORDS[kind] if count is None else "numbers separated by commas"
-        raise PlanError(f"{plan.__qualname__}.{name} must be {rule}, got {text!r}") from None
-
-
-def check(plan: type, name: str, value: Any) -> Any:
-    """Return the value in its field's type. Raises PlanError that names field, rule and value."""
-    kind, count, optional = kinds(plan)[name]
-    where, rule = f"{plan.__qualname__}.{name}", plan.__dataclass_fields__[name].metadata  # pyright: ignore
-    if value is None and optional:
-        return None
-    if count is None:
-        return check_one(where, value, kind, rule)
-    if not isinstance(value, (tuple, list)) or (count and count != len(value)):
-        raise PlanError(f"{where} must be {count or 'several'} values, got {value!r}")
-    return tuple(check_one(where, member, kind, rule) for member in value)
-
-
-def check_one(where: str, value: Any, kind: type, rule: Mapping[str, Any]) -> Any:
-    if kind is float and type(value) is int:
-        value = float(value)
-    elif kind is int and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise PlanError(f"{where} must be {WORDS[kind]}, got {value!r}")
-    if kind is float and not math.isfinite(value):
-        raise PlanError(f"{where} must be finite, got {value!r}")
-    if rule.get("choices") and value not in rule["choices"]:
-        raise PlanError(f"{where} must be one of {', '.join(map(str, rule['choices']))}, got {value!r}")
-    for word, (sign, holds) in RULES.items():
-        if rule.get(word) is not None and not holds(value, rule[word]):
-            raise PlanError(f"{where} must be {sign} {rule[word]}, got {value!r}")
-    return value

@@ -1,4 +1,4 @@
-"""Several processes that train one model: DistributedDataParallel (DDP) under torchrun.
+"""Several processes that train one model: torch's DistributedDataParallel (DDP) under torchrun.
 
 Every process, a rank, runs the same program on its share of each batch; DDP takes the mean of the gradients. Rank 0
 alone has the run folder, the history and what the user asks for: it broadcasts an object before every step, and the
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbtools.errors import TrainError
 from nbtools.train import device as devices
+from nbtools.train.clock import put
 
 TIMEOUT = 600.0  # seconds without an answer after which a rank counts as hung, unless NBTOOLS_TIMEOUT says otherwise
 GLOO = ("gloo", "pair closure")  # in its errors, which have no class of their own
@@ -44,62 +45,23 @@ class Ended(Exception):
     """Rank 0 ended the run."""
 
 
-class Alone:
-    """The only process of a run: what `Ranks` does, where there is nobody to do it with."""
+class Ranks:
+    """The processes of one run, as one of them sees them; without a device this is the only one. rank: from 0 to
+    world - 1; again: whether torchrun started it anew."""
 
-    rank, world, first, again = 0, 1, True, False
+    def __init__(self, device: torch.device | None = None):
+        self.rank, self.world, self.device = 0, 1, device
+        self.again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        if device is not None:
+            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+            self.control: Any = dist.new_group(backend="gloo", timeout=PAUSE)
+        self.first, self.ended = self.rank == 0, self.world == 1
 
-    def tell(self, what: Any = None) -> Any:
-        """Return rank 0's object, on every rank: all of them call it. Raises Restarted or Ended, on all others, where
-        rank 0 has left the loop that they are in."""
-        return what
-
-    def gather(self, what: T) -> list[T]:
-        """Return the objects of all ranks, in their order, on all of them. A rank that hangs counts as lost here."""
-        return [what]
-
-    def total(self, loss_sum: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor | float]:
-        """Return (loss sum, count) over all ranks, on the device."""
-        return loss_sum, count
-
-    def share(self, ids: np.ndarray) -> np.ndarray:
-        """Return this rank's share of a batch; where there is none, another's as padding, whose loss does not count."""
-        return ids
-
-    def counts(self, size: int) -> bool:
-        """Return whether this rank has samples of its own in a batch of so many."""
-        return True
-
-    def seed(self, *numbers: int) -> None:
-        """Give the ranks but the first random numbers that follow from these, so that no checkpoint keeps them; rank 0
-        draws those of a single process."""
-
-    def wrap(self, network: Any) -> Any:
-        """Return the network with gradients that are the mean over all ranks."""
-        return network
-
-    def no_sync(self, network: Any) -> AbstractContextManager[Any]:
-        """Return a context whose gradients stay each rank's own, for all micro-batches but the last."""
-        return nullcontext()
-
-    def same(self, buffers: Iterable[Tensor]) -> None:
-        """Give rank 0's buffers, such as BatchNorm's running averages, to all."""
-
-    def end(self) -> None:
-        """Let the others leave, on rank 0 after its last checkpoint: each process is alone from here."""
-
-
-class Ranks(Alone):
-    """The processes of one run, as one of them sees them. rank: from 0 to world - 1. again: whether torchrun started
-    some of them anew."""
-
-    def __init__(self, device: torch.device, restarts: int):
-        self.rank, self.world, self.device, self.ended = dist.get_rank(), dist.get_world_size(), device, False
-        self.first = self.rank == 0
-        self.control: Any = dist.new_group(backend="gloo", timeout=PAUSE)
-        self.again = max(self.gather(restarts)) > 0
-
-    def tell(self, what: Any = None) -> Any:
+    def broadcast(self, what: Any = None) -> Any:
+        """Return rank 0's object on every rank. Raises Restarted or Ended on the others, where rank 0 has left the loop
+        that they are in."""
+        if self.world == 1:
+            return what
         box = [what]
         dist.broadcast_object_list(box, 0, group=self.control)
         if not self.first and isinstance(box[0], (Restarted, Ended)):
@@ -109,27 +71,39 @@ class Ranks(Alone):
         return box[0]
 
     def gather(self, what: T) -> list[T]:
-        objects: list[Any] = [None] * self.world
-        dist.all_gather_object(objects, what)
+        """Return the objects of all ranks, in their order, on all of them."""
+        objects: list[Any] = [what] * self.world
+        if self.world > 1:
+            dist.all_gather_object(objects, what)
         return objects
 
     def total(self, loss_sum: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor | float]:
+        """Return (loss sum, count) over all ranks, on the device."""
+        if self.world == 1:
+            return loss_sum, count
         pair = torch.zeros(2, dtype=torch.float64, device=self.device)
-        devices.put(pair, loss_sum, count)
+        put(pair, loss_sum, count)
         dist.all_reduce(pair)
         return pair[0], pair[1]
 
     def share(self, ids: np.ndarray) -> np.ndarray:
-        return share(ids, self.rank, self.world)
+        """Return this rank's share of a batch; where there is none, the first as padding, whose loss does not count."""
+        cuts = [*pairwise(shares(len(ids), self.world))]
+        return ids[slice(*cuts[self.rank if self.counts(len(ids)) else 0])]
 
     def counts(self, size: int) -> bool:
+        """Return whether this rank has samples of its own in a batch of so many."""
         return self.rank < len(shares(size, self.world)) - 1
 
     def seed(self, *numbers: int) -> None:
+        """Give all ranks but the first random numbers that follow from these, so that no checkpoint keeps them."""
         if not self.first:
             torch.manual_seed(int(np.random.SeedSequence([*numbers, self.rank]).generate_state(1)[0]))
 
     def wrap(self, network: Any) -> Any:
+        """Return the network with gradients that are the mean over all ranks."""
+        if self.world == 1:
+            return network
         wrapped = WrappedNetwork(network, gradient_as_bucket_view=True, find_unused_parameters=True)
         wrapped.broadcast_buffers = False  # an argument until torch 2.12
         # Freed after the reducer, which would join gloo's threads while they may wait for Python's lock.
@@ -137,15 +111,18 @@ class Ranks(Alone):
         return wrapped
 
     def no_sync(self, network: Any) -> AbstractContextManager[Any]:
-        return network.no_sync()
+        """Return a context whose gradients stay each rank's own, for all micro-batches but the last."""
+        return network.no_sync() if self.world > 1 else nullcontext()
 
-    def same(self, buffers: Iterable[Tensor]) -> None:
-        for buffer in buffers:
+    def align(self, buffers: Iterable[Tensor]) -> None:
+        """Give rank 0's buffers, such as BatchNorm's running averages, to all."""
+        for buffer in buffers if self.world > 1 else ():
             dist.broadcast(buffer, 0)
 
     def end(self) -> None:
+        """Let the others leave, on rank 0 after its last checkpoint: each process is alone from here."""
         if not self.ended:
-            self.tell(Ended())
+            self.broadcast(Ended())
             self.leave()
 
     def leave(self) -> None:
@@ -165,43 +142,33 @@ class WrappedNetwork(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
 
-def join() -> Alone:
+def join() -> Ranks:
     """Meet the other processes that torchrun started, if this is not the only one. Stage and pack before: who
     comes first waits here. Raises TrainError where processes cannot share work, RankLost."""
     if devices.world() == 1:
-        return Alone()
-    device, shared = devices.pick(), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if device.type not in ("cuda", "cpu"):
-        rule = f"several processes train on CUDA or the CPU, got {device.type}"
-        raise TrainError(f"{rule}; start one, or set NBTOOLS_DEVICE=cpu")
-    if shared and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # whose counts of restarts differ
-        rule = "torchrun on several machines must start each attempt with a store of its own"
-        raise TrainError(f"{rule}; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where it is started")
-    limit = timedelta(seconds=float(os.environ.get("NBTOOLS_TIMEOUT", TIMEOUT)))
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # on this machine
-    store, rank, world = next(rendezvous("env://", timeout=limit))
-    # A store that torchrun keeps has the addresses of processes that died, or of an earlier run of these.
-    store = PrefixStore(f"nbtools/{restarts if shared else 0}/{next(JOINS)}", store)
-    given: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+        return Ranks()
+    device, backend = devices.pick(), {"backend": "gloo"}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world, **given)
-    return Ranks(device, restarts)
+        backend: dict[str, Any] = {"backend": "nccl", "device_id": device}
+    limit = timedelta(seconds=float(os.environ.get("NBTOOLS_TIMEOUT", TIMEOUT)))
+    store, rank, world = next(rendezvous("env://", timeout=limit))
+    store = PrefixStore(f"nbtools/{next(JOINS)}", store)  # an earlier run of these processes left its addresses there
+    dist.init_process_group(timeout=limit, store=store, rank=rank, world_size=world, **backend)
+    return Ranks(device)
 
 
 @contextmanager
 def naming() -> Iterator[None]:
-    """Turn an error of a process group into a sentence. Raises RankLost."""
+    """Turn an error of a process group into RankLost."""
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(words in str(error) for words in GLOO):
             raise
         limit = os.environ.get("NBTOOLS_TIMEOUT", f"{TIMEOUT:g}")
-        rule = f"another rank of this run ended, or did not answer for {limit} s (NBTOOLS_TIMEOUT)"
-        what = f"{rule}: {str(error).splitlines()[0]}"
-        raise RankLost(f"{what}; start again to resume from the last checkpoint") from error
+        what = f"another rank of this run ended, or did not answer for {limit} s (NBTOOLS_TIMEOUT): {error}"
+        raise RankLost(f"{what.splitlines()[0]}; start again to resume from the last checkpoint") from error
 
 
 def shares(size: int, world: int) -> list[int]:
@@ -209,10 +176,3 @@ def shares(size: int, world: int) -> list[int]:
     least two samples, which BatchNorm needs, so that a small batch has fewer than `world`."""
     count = max(min(world, size // 2), 1)
     return [size * i // count for i in range(count + 1)]
-
-
-def share(batch: np.ndarray, rank: int, world: int) -> np.ndarray:
-    """Return a rank's share of a batch of ids; where there is none, the first one as padding."""
-    cuts = [*pairwise(shares(len(batch), world))]
-    start, end = cuts[rank] if rank < len(cuts) else cuts[0]
-    return batch[start:end]

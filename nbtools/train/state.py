@@ -22,8 +22,10 @@ from nbtools.train.meter import Meter
 from nbtools.train.network import build
 from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, built_in
 from nbtools.train.plan import Plan
-from nbtools.train.ranks import Alone, Restarted
+from nbtools.train.ranks import Ranks, Restarted
 from nbtools.train.task import TaskLike, bound, readable, spoken
+
+OTHER_RUN = "for another network choose another run folder, run='runs/…'"
 
 
 @dataclass
@@ -84,48 +86,53 @@ class TrainState:
         pack: Pack | Card,
         plan: Plan,
         device: torch.device | str | None = None,
-        ranks: Alone | None = None,
+        ranks: Ranks | None = None,
     ):
         self.plan = self.applied = plan
-        self.ranks = ranks or Alone()
+        self.ranks = ranks or Ranks()
         self.card = readable(task, pack, plan).card if isinstance(pack, Pack) else pack
         self.task = bound(task, self.card)
         self.device = torch.device(device) if device is not None else devices.pick()
         devices.require(plan, self.device, self.ranks.world)
-        self.cuda_rng: Tensor | None = None
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(plan.seed)
-            self.model = model = build(self.task, self.card, plan).to(self.device)
-            self.capture_rng()
-        if plan.sync_batchnorm and self.ranks.world > 1:
-            self.model = model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        if plan.channels_last:
-            model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
-        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}  # of the trained parameters
+        self.model = self.new_model()
+        self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}  # of the trained ones
         self.parameters = list(self.names)
         if not self.parameters:
-            name = type(model).__name__
+            name = type(self.model).__name__
             raise TrainError(f"{name} has no parameter that requires a gradient; unfreeze what should be trained")
-        self.optimizer = build_optimizer(self.task, model, plan)
+        self.optimizer = build_optimizer(self.task, self.model, plan)
         self.built_in = built_in(self.optimizer)
         self.schedule = build_schedule(self.task, plan)
-        self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
+        self.scaler = new_scaler(plan, self.device)
         self.unscaled = True  # whether fp16 still has to find its scale
-        self.ema = AveragedModel(model, use_buffers=True) if plan.ema else None
-        self.network: Any = self.ranks.wrap(torch.compile(model) if plan.compile else model)  # what training calls
+        self.ema = AveragedModel(self.model, use_buffers=True) if plan.ema else None
+        network = torch.compile(self.model) if plan.compile else self.model
+        self.network: Any = self.ranks.wrap(network)  # what training calls
         self.position, self.best, self.recovery = Position(), Best(), Recovery(plan.micro_batch_size)
         self.meter = Meter(self.device)
         self.events: list[str] = []  # messages for the next yield
         self.graphs = Graphs(self.device, self.events) if plan.graph and self.built_in else None
         if plan.graph and not self.built_in:
             self.events.append("graph off: lr is a number of the task's own optimizer, not a tensor that a graph reads")
-        self.keys = Keys(0, self.device)  # of draws
-        self.draw_for(len(pack) if isinstance(pack, Pack) else sum(pack.splits.values()))
-        self.copies: dict[str, Tensor] = {}  # host memory that its checkpoints are copied to, see checkpoint.copies
+        count = len(pack) if isinstance(pack, Pack) else sum(pack.splits.values())
+        self.keys = Keys(count, self.device)  # of draws
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
         self.evaluate_next = False  # ask for an evaluation before the next step
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
         self.stopped: str | None = None  # why nothing is left to train before the last epoch
+
+    def new_model(self) -> nn.Module:
+        """Return the network with weights drawn from the plan's seed, and begin the run's own random state with it."""
+        self.cuda_rng: Tensor | None = None
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(self.plan.seed)
+            model = build(self.task, self.card, self.plan).to(self.device)
+            self.capture_rng()
+        if self.plan.sync_batchnorm and self.ranks.world > 1:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if self.plan.channels_last:
+            model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
+        return model
 
     def __repr__(self) -> str:
         done = f"{self.epoch:,} of {plural(self.plan.epochs, 'epoch')}"
@@ -150,18 +157,13 @@ class TrainState:
         return self.meter.watch
 
     @property
-    def scale(self) -> float:
-        """Return the scale of fp16's loss at the last log step; infinite without."""
-        return self.meter.scale
-
-    @property
     def evaluated(self) -> nn.Module:
         """Return the weights that evaluation and `run.model()` use: the moving average where the plan keeps one."""
         return self.ema.module if self.ema is not None else self.model
 
     @property
     def wanted(self) -> Wanted:
-        """Return what is asked for at this moment; each attribute is read once, since another thread may replace it."""
+        """Return what is asked for at this moment."""
         return Wanted(self.plan, self.evaluate_next, self.stopped)
 
     @property
@@ -175,7 +177,7 @@ class TrainState:
 
     def has_requests(self) -> bool:
         """Return whether something is to be done before the next step: on several ranks, whether rank 0 wants it."""
-        return self.ranks.tell(self.plan is not self.applied or self.evaluate_next)
+        return self.ranks.broadcast(self.plan is not self.applied or self.evaluate_next)
 
     def record(self, kind: str, values: dict[str, Any] | None = None) -> Record:
         """Return a record of this moment."""
@@ -186,10 +188,12 @@ class TrainState:
     def begin(self, samples: int) -> None:
         """Begin the loop, on a pack of so many samples: give the other ranks this state, torch this run's random
         numbers."""
-        self.draw_for(samples)
+        if samples > len(self.keys.table):  # of another pack than the one that it was made for
+            self.keys = Keys(samples, self.device)
+            self.forget_graphs()  # which read those of before
         if self.ranks.world > 1 and self.ranks.first:
             tensors = {name: tensor.detach().cpu() for name, tensor in self.tensors().items()}
-            self.ranks.tell(Restarted(self.applied.to_dict(), self.facts(), tensors))
+            self.ranks.broadcast(Restarted(self.applied.to_dict(), self.facts(), tensors))
         self.restore_rng()
         self.watch.start()
 
@@ -199,12 +203,9 @@ class TrainState:
         self.capture_rng()
         self.training = False
 
-    def draw_for(self, samples: int) -> None:
-        """Make random numbers for so many samples: a pack of which a part is read has more than its card counts."""
-        if samples > len(self.keys.table):
-            self.keys = Keys(samples, self.device)
-            if self.graphs is not None:
-                self.graphs.clear()  # which read those of before
+    def forget_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def capture_rng(self) -> None:
         self.rng = torch.get_rng_state()
@@ -229,9 +230,6 @@ class TrainState:
 
     def facts(self) -> dict[str, Any]:
         """Return the plain part of the state, for JSON. Waits for the device."""
-        plain = {
-            name: {k: v for k, v in kept.items() if not isinstance(v, Tensor)} for name, kept in self.kept_by_name()
-        }
         return {
             "position": asdict(self.position),
             "meter": self.meter.facts(),
@@ -240,8 +238,13 @@ class TrainState:
             "stopped": self.stopped,
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "lr_scales": [group["lr_scale"] for group in self.optimizer.param_groups],
-            "optimizer": {name: values for name, values in plain.items() if values},
+            "optimizer": {name: kept for name, kept in self.kept(tensors=False).items() if kept},
         }
+
+    def kept(self, tensors: bool) -> dict[str, dict[str, Any]]:
+        """Return what the optimizer keeps of each trained parameter, by its name: the tensors, or the rest."""
+        states = ((name, self.optimizer.state.get(parameter, {})) for parameter, name in self.names.items())
+        return {name: {k: v for k, v in state.items() if isinstance(v, Tensor) == tensors} for name, state in states}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors by name: model., ema., optimizer.<parameter>.<name>, and the random states."""
@@ -253,14 +256,10 @@ class TrainState:
         named |= {**self.moments(), "rng": self.rng}
         return named if self.cuda_rng is None else {**named, "cuda_rng": self.cuda_rng}
 
-    def kept_by_name(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return what the optimizer keeps of each trained parameter, by the parameter's name."""
-        return [(name, self.optimizer.state.get(parameter, {})) for parameter, name in self.names.items()]
-
     def moments(self) -> dict[str, Tensor]:
         """Return the tensors that the optimizer keeps: optimizer.<name of the parameter>.<key>."""
-        pairs = ((name, key, v) for name, kept in self.kept_by_name() for key, v in kept.items())
-        return {f"optimizer.{name}.{key}": v for name, key, v in pairs if isinstance(v, Tensor)}
+        pairs = self.kept(tensors=True).items()
+        return {f"optimizer.{name}.{key}": value for name, kept in pairs for key, value in kept.items()}
 
     def load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Load the saved state. Parameters that were not trained when it was saved start without moments, and an event
@@ -270,20 +269,15 @@ class TrainState:
             if self.ema is not None:
                 self.ema.load_state_dict(below(tensors, "ema."))
         except RuntimeError as error:
-            [came, *others] = str(error).splitlines()[1:] or [str(error)]
-            more = f" (and {len(others)} more)" if others else ""
-            raise CheckpointError(
-                f"the checkpoint has the weights of another network: {came.strip().rstrip('. ')}{more}; for another "
-                "network choose another run folder, run='runs/…', or use the run's own task and plan"
-            ) from None
+            first = [*str(error).splitlines()[1:], str(error)][0].strip().rstrip(". ")
+            raise CheckpointError(f"the checkpoint has the weights of another network: {first}; {OTHER_RUN}") from None
         self.load_moments(below(tensors, "optimizer."), facts["optimizer"])
         if not self.built_in:  # whose lr may have been another multiple of the plan's when it was built
             for group, scale in zip(self.optimizer.param_groups, facts["lr_scales"], strict=True):
                 group["lr_scale"] = scale
         self.position, self.best = Position(**facts["position"]), Best(**facts["best"])
         self.recovery, self.stopped = Recovery(**facts["recovery"]), facts["stopped"]
-        if self.graphs is not None:
-            self.graphs.clear()  # they update the moments that were there
+        self.forget_graphs()  # they update the moments that were there
         self.meter.load(facts["meter"])
         if self.scaler is not None and facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
@@ -298,29 +292,34 @@ class TrainState:
             moments.setdefault(name, {})[key] = tensor
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
-            on_host = () if group.get("fused") or group.get("capturable") else ("step",)  # as torch has it
+            counts_on_host = not (group.get("fused") or group.get("capturable"))  # as torch has it
             for parameter in group["params"]:
-                for key, value in moments.get(self.names[parameter], {}).items():
-                    moved = value if key in on_host else self.moment(self.names[parameter], parameter, value)
-                    self.optimizer.state[parameter][key] = moved
+                name = self.names[parameter]
+                for key, value in moments.get(name, {}).items():
+                    if isinstance(value, Tensor) and not (key == "step" and counts_on_host):
+                        value = self.moment(name, parameter, value)
+                    self.optimizer.state[parameter][key] = value
         allocate(self.optimizer, self.applied)
         fresh = [name for name in self.names.values() if name not in moments]
         if fresh and saved:
             more = f" and {len(fresh) - 3} more" if len(fresh) > 3 else ""
             self.events.append(f"newly trained, without moments from the checkpoint: {', '.join(fresh[:3])}{more}")
 
-    def moment(self, name: str, parameter: Tensor, saved: Any) -> Any:
-        """Return a saved value of a parameter's optimizer state, on the parameter's device and in its memory format.
-        Raises CheckpointError for another shape."""
-        if not isinstance(saved, Tensor):
-            return saved
+    def moment(self, name: str, parameter: Tensor, saved: Tensor) -> Tensor:
+        """Return a saved tensor of the optimizer on its parameter's device and in its memory format. Raises
+        CheckpointError for another shape."""
         if saved.shape == parameter.shape:
             return torch.empty_like(parameter, dtype=saved.dtype).copy_(saved)
         if saved.dim() and self.built_in:
             shapes = f"{tuple(saved.shape)}, but the parameter has {tuple(parameter.shape)}"
             rule = f"the checkpoint's optimizer state of {name} has the shape {shapes}"
-            raise CheckpointError(f"{rule}; for another network choose another run folder, run='runs/…'")
+            raise CheckpointError(f"{rule}; {OTHER_RUN}")
         return saved.to(parameter.device)
+
+
+def new_scaler(plan: Plan, device: torch.device) -> torch.amp.GradScaler | None:
+    """Return the scaler of the loss, which only fp16 needs."""
+    return torch.amp.GradScaler(device.type) if plan.amp == "fp16" else None
 
 
 def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
-"""One optimizer step: draw the batch, forward, backward, clip, update, average. The gradients are computed in smaller
-parts where memory runs out; after a loss that was no number, each step is checked before it counts."""
+"""One optimizer step: draw the batch, forward in autocast, backward, clip, `optimizer.step()`, average. Around it, one
+function halves the micro-batch when memory ends, and one skips a step whose loss or gradient is no number."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import math
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 
 from nbtools.data import Draws
 from nbtools.errors import TrainError
-from nbtools.train.device import DTYPES, autocast, find_scale, recurrent_in_float32, within_memory
+from nbtools.train.device import DTYPES, find_scale, give_back, recurrent_in_float32, within_memory
 from nbtools.train.meter import Diverged
+from nbtools.train.network import set_training
 from nbtools.train.plan import lr_at
 from nbtools.train.ranks import shares
 from nbtools.train.state import TrainState
-from nbtools.train.task import Batch, set_training, summed
+from nbtools.train.task import Batch, summed
 
 MAX_SKIPPED = 3  # steps with a non-finite loss that a run skips: more are no accident
 LossSum = tuple[Tensor, Tensor | float]  # sum of the loss, and of how many terms
@@ -42,8 +41,8 @@ def train_step(
     set_lr(state, size, epoch_size)
     if state.graphs is not None and state.graphs.follow(state.applied):
         state.keys.of(state.applied.seed, state.position.epoch)
-        sums, _ = within_memory(partial(state.graphs.step, raw, partial(whole_step, state), partial(written, state)))
-        if sums is not None:
+        step = partial(state.graphs.step, raw, partial(whole_step, state), partial(written, state))
+        if (sums := within_memory(step)[0]) is not None:
             return sums
         release(state)
     differentiate = partial(gradients_in_memory if halves else gradients, state, raw, size)
@@ -118,35 +117,32 @@ def update(state: TrainState) -> None:
         scaler.step(optimizer)
         scaler.update()
     if state.ema is not None:
-        average(state)
+        average(state, state.ema.module)
 
 
 def set_lr(state: TrainState, size: int, epoch_size: float) -> None:
     """Set the lr of a step of so many samples: that of its middle, so that a warmup rises and a cosine ends with 0."""
-    position, optimizer = state.position, state.optimizer
+    position, groups = state.position, state.optimizer.param_groups
     lr = lr_at(state.applied, (position.samples + size / 2) / epoch_size, state.best.drops, state.schedule)
-    for group in optimizer.param_groups:
+    for group in groups:
         if isinstance(group["lr"], Tensor):  # where a CUDA graph reads it
             group["lr"].fill_(lr * group["lr_scale"])
         else:
             group["lr"] = lr * group["lr_scale"]
-    position.lr = lr if state.built_in else float(optimizer.param_groups[0]["lr"])
+    position.lr = lr if state.built_in else float(groups[0]["lr"])
 
 
 @torch.no_grad()
-def average(state: TrainState) -> None:
+def average(state: TrainState, mean: nn.Module) -> None:
     """Update the moving average of weights and buffers; those that are not floats, such as counters, are copied.
-
-    `AveragedModel.update_parameters` copies its counter to the GPU in every step, and so makes the host wait.
-    """
-    assert state.ema is not None
-    pairs = [*zip(tensors(state.ema.module), tensors(state.model), strict=True)]
-    floats = [pair for pair in pairs if pair[0].is_floating_point()]
+    `AveragedModel.update_parameters` copies its counter to the GPU in every step, and so makes the host wait."""
     share = 1 - (state.applied.ema or 0) if state.step else 1.0  # the first average is the weights themselves
-    torch._foreach_lerp_(*map(list, zip(*floats, strict=True)), share)  # pyright: ignore
-    for mean, value in pairs:
-        if not mean.is_floating_point():
-            mean.copy_(value)
+    pairs = [*zip(tensors(mean), tensors(state.model), strict=True)]
+    averaged, values = zip(*(pair for pair in pairs if pair[0].is_floating_point()), strict=True)
+    torch._foreach_lerp_(averaged, values, share)  # pyright: ignore
+    for there, value in pairs:
+        if not there.is_floating_point():
+            there.copy_(value)
 
 
 def tensors(model: nn.Module) -> list[Tensor]:
@@ -159,7 +155,7 @@ def at_least_one(count: Tensor | float) -> Tensor | float:
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
-# -- parts of a batch, and memory that runs out
+# -- memory that runs out
 
 
 def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
@@ -177,31 +173,29 @@ def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
 
 
 def gradients_in_memory(state: TrainState, raw: Batch, size: int) -> LossSum:
-    """Compute `gradients` in parts that fit into memory. Nothing has been updated when it runs out, so nothing is
-    applied twice; only BatchNorm's running statistics may count some samples twice."""
+    """Compute `gradients`, where memory ends in micro-batches of half the size. Nothing has been updated then, so
+    nothing is applied twice; only BatchNorm's running statistics may count some samples twice. Raises TrainError where
+    there is no smaller micro-batch, or other ranks wait in their own pass."""
     state.capture_rng()
     while True:
         sums, reason = within_memory(partial(gradients, state, raw, size))
         if sums is not None:
             return sums
         release(state)
-        halve(state, size, reason)
+        state.recovery.micro = halved(state, min(state.recovery.micro or size, size), reason)
         state.restore_rng()
 
 
-def halve(state: TrainState, size: int, reason: str) -> None:
-    """Choose the next smaller micro-batch. Raises TrainError where there is none, or others wait in their own pass."""
-    ranks, now = state.ranks, min(state.recovery.micro or size, size)
-    norms = any(isinstance(layer, _BatchNorm) for layer in state.model.modules())
-    if ranks.world > 1:
-        rule = f"out of memory on rank {ranks.rank} of {ranks.world} ({reason}); set a smaller micro_batch_size"
-        raise TrainError(rule, entry="Out of memory")
-    if now // 2 < 1 + norms:
+def halved(state: TrainState, micro: int, reason: str) -> int:
+    ranks, norms = state.ranks, any(isinstance(layer, _BatchNorm) for layer in state.model.modules())
+    rule = f"on rank {ranks.rank} of {ranks.world} ({reason}); set a smaller micro_batch_size"
+    if ranks.world == 1:
+        if micro // 2 >= 1 + norms:
+            state.events.append(f"out of memory: micro batch {micro} → {micro // 2}; effective batch and lr unchanged")
+            return micro // 2
         few = "two samples at a time, and BatchNorm needs two" if norms else "one sample at a time"
-        rule = f"out of memory with {few} ({reason}); use a smaller network or samples"
-        raise TrainError(rule, entry="Out of memory")
-    state.recovery.micro = now // 2
-    state.events.append(f"out of memory: micro batch {now} → {now // 2}; effective batch and lr unchanged")
+        rule = f"with {few} ({reason}); use a smaller network or samples"
+    raise TrainError(f"out of memory {rule}", entry="Out of memory")
 
 
 def release(state: TrainState) -> None:
@@ -210,8 +204,7 @@ def release(state: TrainState) -> None:
     if state.graphs is not None:
         state.graphs.clear()
     gc.collect()
-    if state.device.type == "cuda":
-        torch.cuda.empty_cache()
+    give_back(state.device)
 
 
 def written(state: TrainState) -> list[Tensor]:
@@ -234,51 +227,35 @@ def careful_step(state: TrainState, raw: Batch, epoch_size: float, size: int | N
     if not bad:
         update(state)
         return loss_sum, count
-    what, ids = first_bad(state, raw, size, bad[0])
     for buffer, value in zip(state.model.buffers(), before, strict=True):
         buffer.copy_(value)
-    skip(state, what, ids)
+    state.optimizer.zero_grad()
+    skip(state, *first_bad(state, raw, size, bad[0]))
     return torch.zeros_like(loss_sum), 0
 
 
 def first_bad(state: TrainState, raw: Batch, size: int, after: str) -> tuple[str, list[int]]:
-    """Return the first tensor of this step that is not finite, and the samples to look at: of the batch, the weights,
-    the outputs of a layer, else what was not finite `after` backward. Several ranks agree on the earliest."""
-    task, plan, model = state.task, state.applied, state.model
-    bad: list[tuple[int, str]] = [(1, f"weight {name}") for name, p in model.named_parameters() if not finite(p)]
-
-    def look(name: str, out: Any) -> None:
-        if not all(map(finite, tree_leaves(out))):
-            bad.append((2, f"output of layer {name}"))
-
-    leaves = [(name, module) for name, module in model.named_modules() if name and not list(module.children())]
-    hooks = [m.register_forward_hook(lambda _m, _i, out, name=name: look(name, out)) for name, m in leaves]
-    try:
-        for part in micro_batches(state, raw, size):
-            batch = task.batch(part, plan, Draws(plan.seed, state.position.epoch, part["id"]))
-            bad += [(0, f"batch[{name!r}]") for name, tensor in batch.items() if not finite(tensor)]
-            with torch.no_grad(), autocast(plan, state.device, model):
-                task.loss(model, batch, plan)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    kind, what = min([*bad, (3, after)], key=itemgetter(0))
-    # Where a weight or a layer is the first that is bad, training has diverged, and any sample would do the same.
-    return min(state.ranks.gather((kind, what, raw["id"].tolist() if kind in (0, 3) else [])))[1:]
-
-
-def finite(tensor: Any) -> bool:
-    return not isinstance(tensor, Tensor) or not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    """Return the first tensor of this step that is not finite, and the samples to look at: those of the batch if it is
+    one of its tensors; else training has diverged, and any sample would do the same. Several ranks agree on one."""
+    plan = state.applied
+    bad = [(2, after, []), *((1, f"weight {name}", []) for name, p in state.model.named_parameters() if not finite(p))]
+    for part in micro_batches(state, raw, size):
+        batch = state.task.batch(part, plan, Draws(plan.seed, state.position.epoch, part["id"]))
+        bad += [(0, f"batch[{n!r}]", raw["id"].tolist()) for n, tensor in batch.items() if not finite(tensor)]
+    return min(state.ranks.gather(min(bad)))[1:]
 
 
 def skip(state: TrainState, what: str, ids: list[int]) -> None:
     """Report a step that is left out. Raises Diverged if that happens more often than by accident."""
-    state.optimizer.zero_grad()
-    state.recovery.skipped += 1
-    more = " …" if len(ids) > 16 else ""
+    more, fix = " …" if len(ids) > 16 else "", "; check these samples" if ids else ""
     samples = f" (sample ids {', '.join(map(str, ids[:16]))}{more})" if ids else ""
-    state.events.append(f"step {state.step + 1} skipped: {what} is not finite{samples}")
+    what = f"step {state.step + 1} skipped: {what} is not finite{samples}"
+    state.events.append(what)
+    state.recovery.skipped += 1
     if state.recovery.skipped > MAX_SKIPPED:
-        fix = "; check these samples" if ids else ""
-        message = f"more than {MAX_SKIPPED} steps had to be skipped, the last: {state.events[-1]}{fix}"
+        message = f"more than {MAX_SKIPPED} steps had to be skipped, the last: {what}{fix}"
         raise Diverged(message, (state.step, state.step))
+
+
+def finite(tensor: Any) -> bool:
+    return not isinstance(tensor, Tensor) or not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import toy
-from cuda_cases import CASES, LEAN, require_near, run
+from cuda_cases import CASES, LEAN, require_near, run, synchronizing
 from torch import nn
 
 import nbtools as nb
 from nbtools.data import gather, on
 from nbtools.measure import Stepper, check, find_batch, step_profile, untouched, verdict
-from nbtools.train import TrainState, checkpoint, step, synchronizing, train, train_step
+from nbtools.train import TrainState, checkpoint, step, train, train_step
 from nbtools.train import device as devices
 from nbtools.train.graph import uncapturable
 
@@ -83,7 +83,7 @@ def test_nothing_in_a_step_waits_for_the_device(name, amp, packs, device):
     case = CASES[name]
     with untouched(device):
         plan = case.plan.replace(amp=amp, ema=0.9, clip_norm=1.0)
-        stepper = Stepper(case.task, packs(name), plan, device, learning=True).warm_up(4)
+        stepper = Stepper(case.task, packs(name), plan, device, learning=True).warm_up()
         batches = [next(stepper.batches) for _ in range(3)]
         for raw in batches:  # uploads tables of their sizes, which stay
             stepper.step(raw)
@@ -167,8 +167,9 @@ def test_memory_is_predicted_and_given_back(name, packs, gpu):
     case, pack = CASES[name], packs(name, 240)
     with untouched(gpu):
         before = torch.cuda.memory_allocated(gpu)
-    rows = [row for row in find_batch(case.task, pack, case.plan, gpu, seconds=3).rows if row.memory]
-    (low, first), (middle, second), (high, third) = ((row.batch_size, row.memory) for row in (*rows[:2], rows[-1]))
+    rows = find_batch(case.task, pack, case.plan, gpu, seconds=3).rows
+    sizes = [(row.batch_size, row.memory) for row in rows if row.memory]
+    (low, first), (middle, second), (high, third) = *sizes[:2], sizes[-1]
     predicted = first + (second - first) * (high - low) / (middle - low)
     assert third == pytest.approx(predicted, rel=0.1, abs=2**26)
     with untouched(gpu):

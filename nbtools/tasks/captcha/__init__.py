@@ -18,7 +18,7 @@ from nbtools.tasks.captcha.task import (
     tensors,
 )
 from nbtools.tasks.captcha.visualize import preview, show
-from nbtools.tasks.common.labels import text_of
+from nbtools.tasks.common.lists import text_of
 
 __all__ = [
     "BASELINE",

@@ -15,19 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from nbtools.data import Card, Entry, Pack, Sample, Survey, build_pack
+from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, build_pack
 from nbtools.errors import PackError
 from nbtools.show import plural, sized
 from nbtools.tasks.captcha.ink import line_of
 from nbtools.tasks.captcha.networks import STRIDE
 from nbtools.tasks.common.ctc import needed_steps
-from nbtools.tasks.common.files import IMAGES, on_white, open_image, split_of, walk
-from nbtools.tasks.common.labels import characters, spell
+from nbtools.tasks.common.files import decode_image, split_of, walk
+from nbtools.tasks.common.lists import characters, spell
 from nbtools.tasks.common.report import Refused, Row
 
 CASES = {"keep": str, "lower": str.lower, "upper": str.upper}
 LAYOUTS = ("auto", "fixed", "lines")
-SURVEYED = 300  # files whose header is read to choose the layout
+SURVEYED = 300  # files that are looked at to choose the layout
 ALIKE = 0.9  # share of them with one size and one length of label that makes a fixed layout
 
 Problem = tuple[str, str, str]
@@ -111,8 +111,7 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
 def read(path: Path, options: Mapping[str, Any]) -> Sample:
     """One raw file → {"image": …} as the pack holds it. Raises Refused for what cannot be used."""
     lines = options["layout"] == "lines"
-    with open_image(path) as file:
-        image = np.asarray(on_white(file, "RGB" if lines else "L"))
+    image = np.asarray(decode_image(path, "RGB" if lines else "L"))
     if lines:
         return {"image": line_of(image, options["height"])}
     if image.shape != tuple(options["size"]):
@@ -157,10 +156,10 @@ def layout_of(folder: Path, texts: Mapping[str, str | None], layout: str, height
 
 
 def size_of(file: Path) -> tuple[int, int] | None:
-    """(height, width) from the header; None if it cannot be read, which packing explains."""
+    """(height, width); None if it cannot be read, which packing explains."""
     try:
-        with open_image(file) as image:
-            return image.height, image.width
+        image = decode_image(file)
+        return image.height, image.width
     except PackError:
         return None
 

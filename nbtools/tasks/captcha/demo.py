@@ -33,14 +33,11 @@ def demo(
     length: int | tuple[int, int] = 4,
     size: Size = (60, 160),
     seed: int = 0,
-    processes: int | None = None,
 ) -> Path:
     """Write `count` captchas into a folder; the same seed gives the same files, byte for byte.
 
     length: characters, or (fewest, most): the width then grows with the text, as the CTC network takes it.
     size: (height, width) in pixels; of four characters where the length varies.
-    processes: that draw, by default one per core for more than a few; 0: none but this one. Each captcha costs about
-    4 ms of CPU time.
     Raises PackError on an impossible request, MissingExtra without the captcha package, DiskError.
     """
     shortest, longest = (length, length) if isinstance(length, int) else length
@@ -49,12 +46,11 @@ def demo(
             "count must be a whole number of captchas, 1 or more": (whole(count, 1), count),
             "alphabet must be the characters to draw": (bool(alphabet), alphabet),
             "length must be 1 or more characters, or (fewest, most)": (1 <= shortest <= longest, length),
-            "processes must be a whole number, 0 or more": (processes is None or whole(processes, 0), processes),
         }
     )
     require_captcha()
     files = (file_of(n, alphabet, (shortest, longest), size, seed) for n in range(count))
-    return write_demo(folder, files, (".png",), processes)
+    return write_demo(folder, files, (".png",))
 
 
 def file_of(number: int, alphabet: str, length: tuple[int, int], size: Size, seed: int) -> File:

@@ -20,11 +20,10 @@ from nbtools.data import Card, Draws, Pack, constant, places
 from nbtools.errors import PlanError
 from nbtools.tasks.captcha.networks import Ctc, Guide, Small
 from nbtools.tasks.common import ctc
-from nbtools.tasks.common.labels import spell
+from nbtools.tasks.common.lists import spell
 from nbtools.tasks.common.metrics import MEANINGS as OF_TEXTS
 from nbtools.tasks.common.metrics import accuracy, text_metrics, whole_accuracy
-from nbtools.tasks.common.padding import bucket_knob, padded
-from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
+from nbtools.tasks.common.plans import THUMB, at_most, bucket_knob, epochs_for
 from nbtools.train import Batch, Pair, Tensors, knob
 from nbtools.train import Plan as BasePlan
 
@@ -175,7 +174,7 @@ def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
     if "image_length" not in raw:
         image = raw["image"].unsqueeze(1).float().div_(127.5).sub_(1)
         return {**raw, "image": jitter(image, draws, strength) if draws is not None and strength else image}
-    ink, lengths = padded(raw["image"], plan.bucket).transpose(1, 2).unsqueeze(1).float().div_(255), raw["image_length"]
+    ink, lengths = raw["image"].transpose(1, 2).unsqueeze(1).float().div_(255), raw["image_length"]
     if draws is not None and strength:
         ink, lengths = distort(ink, lengths, draws, strength)
     return {**raw, "image": ink.mul_(2).sub_(0.3), "image_length": lengths}

@@ -8,8 +8,8 @@ import numpy as np
 
 from nbtools.data import Pack
 from nbtools.figures import Sheet, gallery, judged
-from nbtools.tasks.common.labels import text_of
-from nbtools.tasks.common.mistakes import paired
+from nbtools.tasks.common.lists import text_of
+from nbtools.tasks.common.metrics import paired
 
 
 def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] | None = None) -> Sheet:

@@ -23,27 +23,25 @@ Outputs = tuple[Tensor, Tensor]
 
 
 def loss(outputs: Outputs, labels: Tensor, lengths: Tensor, reduction: str = "sum") -> Tensor:
-    """Sum over samples, or with reduction="none" of each (B,); fp32 and outside autocast, which does not list CTC: bf16
-    raises there, fp16 gives NaN.
+    """Return the sum over samples, or with reduction="none" of each (B,); fp32 and outside autocast, which does not
+    list CTC: bf16 raises there, fp16 gives NaN.
 
     Raises TrainError for deterministic training on CUDA: torch has no deterministic kernel (LossCTC.cu).
     """
     logits, steps = outputs
-    device = logits.device
-    if device.type == "cuda" and torch.is_grad_enabled() and torch.get_deterministic_debug_mode() == 2:
+    device = logits.device.type
+    if device == "cuda" and torch.is_grad_enabled() and torch.get_deterministic_debug_mode() == 2:
         raise TrainError(
             "Plan.deterministic is True, and CTC has no deterministic gradient on CUDA; set deterministic=False, "
             "or train on a CPU"
         )
-    with torch.autocast(device.type, enabled=False):
-        given = [logits.float().log_softmax(2), labels + 1, steps, lengths]
-        if device.type == "mps":  # has no CTC; untested
-            given = [tensor.cpu() for tensor in given]
-        return F.ctc_loss(*given, blank=BLANK, reduction=reduction).to(device)
+    with torch.autocast(device, enabled=False):
+        given = logits.float().log_softmax(2), labels + 1, steps, lengths
+        return F.ctc_loss(*given, blank=BLANK, reduction=reduction)
 
 
 def greedy(outputs: Outputs) -> list[list[int]]:
-    """The best class of every real time step, repeats merged, blanks dropped; places in classes."""
+    """Return the best class of every real time step, repeats merged, blanks dropped; places in classes."""
     logits, steps = outputs
     best = logits.argmax(2).t()  # (B, T)
     new = torch.ones_like(best, dtype=torch.bool)
@@ -56,19 +54,23 @@ def greedy(outputs: Outputs) -> list[list[int]]:
 
 
 def texts(labels: Tensor, lengths: Tensor) -> list[list[int]]:
-    """(B, N) and (B,) → the labels of each sample, without padding."""
+    """Return the labels of each sample, without padding."""
     return [row[:n] for row, n in zip(labels.tolist(), lengths.tolist(), strict=True)]
 
 
 def feasible(steps: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
-    """(B,) bool: whether CTC can spell labels (B, N) of these lengths in this many steps; else its loss is infinite."""
+    """Return (B,) bool: whether CTC can spell labels of these lengths in this many steps; else its loss is infinite."""
     real = torch.arange(1, labels.shape[1], device=labels.device) < lengths[:, None]
-    repeats = ((labels[:, 1:] == labels[:, :-1]) & real).sum(1)
-    return steps >= lengths + repeats
+    return steps >= lengths + ((labels[:, 1:] == labels[:, :-1]) & real).sum(1)
+
+
+def needed_steps(text: Sequence[Any]) -> int:
+    """Return the fewest steps in which CTC can spell a text: equal neighbours need a blank between them."""
+    return len(text) + sum(a == b for a, b in pairwise(text))
 
 
 def tensors(height: int, classes: int, image: str) -> tuple[Tensors, Tensors]:
-    """What a network of lines reads and returns; image: how that follows from the packed one (B, W, H)."""
+    """Return what a network of lines reads and returns; image: how that follows from the packed one (B, W, H)."""
     inputs = {"image": (("batch", 1, height, "width"), image), "image_length": (("batch",), "image_length")}
     logits = "argmax over the last axis, repeats merged, 0 dropped; k is classes[k - 1]"
     outputs = {
@@ -76,8 +78,3 @@ def tensors(height: int, classes: int, image: str) -> tuple[Tensors, Tensors]:
         "steps": (("batch",), "how many of the steps are a line's own"),
     }
     return inputs, outputs
-
-
-def needed_steps(text: Sequence[Any]) -> int:
-    """The fewest time steps in which CTC can spell a text: equal neighbours need a blank between them."""
-    return len(text) + sum(a == b for a, b in pairwise(text))

@@ -7,37 +7,31 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from nbtools import disk
-from nbtools.data import SLOW, bar, in_processes
+from nbtools.data import SLOW, bar, side_by_side
 from nbtools.errors import PackError
 from nbtools.tasks.common.files import walk
 
 LIST = ".nbtools-demo"  # names of the files that a demo wrote; hidden, so that packing skips it
 
-
 File = tuple[str, Callable[[], bytes]]
 """(name relative to the folder, what computes its content)."""
 
 
-def write_demo(
-    folder: str | Path, files: Iterable[File], suffixes: tuple[str, ...], processes: int | None = None
-) -> Path:
+def write_demo(folder: str | Path, files: Iterable[File], suffixes: tuple[str, ...]) -> Path:
     """Write files into a folder in place of those of an earlier demo; returns the folder.
 
-    The contents are computed by so many processes (0: by threads of this one; None: one per core if there are many),
-    and not fsynced: a demo is made anew in seconds. suffixes: of the files that a reader of the folder would take for
-    data. Other files in the folder of an earlier demo are kept. Raises PackError if the folder has such files and no
+    suffixes: of what a reader of the folder would take for data. Raises PackError if the folder has such files and no
     demo wrote it, or a foreign file has a name that is needed; DiskError.
     """
     folder, files = Path(folder), [*files]
     with disk.explained("writing demo data", folder):
         clear(folder, suffixes)
         with open(folder / LIST, "w", encoding="utf-8") as written:
-            contents = in_processes(lambda k: (files[k][0], files[k][1]()), range(len(files)), processes)
+            contents = side_by_side(lambda k: (files[k][0], files[k][1]()), range(len(files)))
             for name, data in bar(contents, "writing demo data", len(files), unit=" files", leave=False, delay=SLOW):
-                if (folder / name).exists():
-                    raise PackError(foreign(folder / name))
+                refuse([folder / name] if (folder / name).exists() else [])
                 written.write(f"{name}\n")
-                written.flush()  # before the file, so that the next demo knows what an interrupted one wrote
+                written.flush()  # before the file, so that the next demo removes what an interrupted one wrote
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 with open(folder / name, "xb", buffering=0) as file:
                     disk.write(file, data)
@@ -48,27 +42,28 @@ def clear(folder: Path, suffixes: tuple[str, ...]) -> None:
     """Make the folder, and remove the files of an earlier demo from it."""
     folder.mkdir(parents=True, exist_ok=True)
     there, listed = walk(folder), folder / LIST
-    if listed.exists():
-        for name in set(listed.read_text("utf-8").splitlines()).intersection(there):
-            disk.remove(folder / name)
-    elif strangers := [name for name in there if name.lower().endswith(suffixes)]:
-        raise PackError(foreign(folder / strangers[0]))
+    if not listed.exists():
+        refuse([folder / name for name in there if name.lower().endswith(suffixes)])
+        return
+    for name in set(listed.read_text("utf-8").splitlines()).intersection(there):
+        disk.remove(folder / name)
 
 
-def foreign(path: Path) -> str:
-    return (
-        f"{path} was not written by this demo, and would be mixed with it or lost: choose another folder, or empty "
-        "this one"
-    )
+def refuse(strangers: list[Path]) -> None:
+    for path in strangers[:1]:
+        raise PackError(
+            f"{path} was not written by this demo, and would be mixed with it or lost: choose another folder, or empty "
+            "this one"
+        )
 
 
 def require(rules: Mapping[str, tuple[bool, object]]) -> None:
-    """rules: `count must be 1 or more` → (whether it is kept, what came). Raises PackError with the first broken."""
+    """Raise PackError with the first broken of rules: `count must be 1 or more` → (whether it is kept, what came)."""
     for rule, (kept, value) in rules.items():
         if not kept:
             raise PackError(f"{rule}, got {value!r}")
 
 
 def whole(value: object, least: int, most: float = math.inf) -> bool:
-    """Whether a value of any type is a whole number in a range."""
+    """Return whether a value of any type is a whole number in a range."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

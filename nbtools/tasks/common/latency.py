@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from nbtools.errors import PlanError
-from nbtools.show import Table
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    import pandas as pd
 
 WARM = 3  # predictions before the clock counts: the first ones load libraries and choose kernels
 
 
-@dataclass(frozen=True)
-class Latency(Table):
-    """Seconds of n predictions, each of one sample alone. Shows as a table."""
-
-    device: str
-    sample: str
-    n: int
-    median: float
-    slowest: float  # the 95th percentile
-
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        times = (f"{1e3 * seconds:.2f} ms" for seconds in (self.median, self.slowest))
-        return ("device", "one sample", "predictions", "median", "95 %"), [
-            (self.device, self.sample, f"{self.n}", *times)
-        ]
-
-
 def measure_latency(
-    predict: Callable[[T], object], samples: Sequence[T] | np.ndarray, device: torch.device, about: str
-) -> Latency:
-    """Each sample predicted once, after a few to warm up. predict must wait for the device, as copying its answer to
-    the host does; about: what a sample is. Raises PlanError without samples."""
+    predict: Callable[[Any], object], samples: Sequence[Any] | np.ndarray, device: torch.device, about: str
+) -> pd.DataFrame:
+    """Return a row of device, one sample (what it is), predictions, and milliseconds: median and 95 %; each sample is
+    predicted once, after a few to warm up. predict must wait for the device. Raises PlanError without samples."""
+    import pandas as pd
+
     if not len(samples):
         raise PlanError("latency needs at least one sample, got none; take some of pack.ids('val')")
     seconds = []
@@ -48,5 +31,6 @@ def measure_latency(
         began = perf_counter()
         predict(sample)
         seconds.append(perf_counter() - began)
-    seconds = seconds[-len(samples) :]
-    return Latency(str(device), about, len(seconds), statistics.median(seconds), float(np.quantile(seconds, 0.95)))
+    median, slow = np.quantile(seconds[-len(samples) :], [0.5, 0.95])
+    row = {"device": str(device), "one sample": about, "predictions": len(samples), "median": median, "95 %": slow}
+    return pd.DataFrame([row]).assign(**{name: f"{1e3 * row[name]:.2f} ms" for name in ("median", "95 %")})

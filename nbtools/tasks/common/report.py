@@ -3,20 +3,16 @@ leaves out; a warning stays in."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
 
 from nbtools import show
 from nbtools.errors import PackError
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 ERROR, WARNING = "error", "warning"
-COLUMNS = ("severity", "file", "key", "rule", "value", "fix")
+COLUMNS = "severity", "file", "key", "rule", "value", "fix"
 ALIKE = 3  # rows that differ in file and value only; more of them are shown as one
 
 
@@ -33,14 +29,11 @@ class Row:
     file: str = ""
 
     def at(self, file: str) -> Self:
-        return dataclasses.replace(self, file=file)
-
-    def warned(self) -> Self:
-        return dataclasses.replace(self, severity=WARNING)
+        return replace(self, file=file)
 
     @property
     def reasons(self) -> tuple[str, str, str]:
-        """(value, rule, fix) as a pack's table has them, where there is no column for the key."""
+        """Return (value, rule, fix) as a pack's table has them, where there is no column for the key."""
         return self.value, self.rule if self.key in self.rule else f"{self.key}: {self.rule}", self.fix
 
 
@@ -57,9 +50,9 @@ class Refused(PackError):
 
 
 @dataclass(frozen=True)
-class Report:
-    """What was found in a data set; about: what was looked at, `4 clips`. Shows as a table in which many rows of a kind
-    are one. A task's own report has more fields."""
+class Report(show.Table):
+    """What is wrong with a data set; about: what was looked at, `4 clips`. Shows as a table in which many rows of a
+    kind are one: `a.npz and 199 more`. A task's own report has more fields."""
 
     rows: tuple[Row, ...]
     about: str
@@ -69,54 +62,31 @@ class Report:
         return sum(row.severity == ERROR for row in self.rows)
 
     @property
-    def warnings(self) -> int:
-        return len(self.rows) - self.errors
-
-    @property
     def ok(self) -> bool:
-        """Whether there is no error: warnings leave every sample in the pack."""
+        """Return whether there is no error: warnings leave every sample in the pack."""
         return self.errors == 0
 
-    @property
-    def table(self) -> pd.DataFrame:
-        """Every row: severity, file, key, rule, value, fix."""
-        import pandas as pd
-
-        return pd.DataFrame(listed(self.rows), columns=list(COLUMNS))
-
-    @property
-    def summary(self) -> str:
-        return f"{self.about}: {show.plural(self.errors, ERROR)} and {show.plural(self.warnings, WARNING)}"
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return {**dataclasses.asdict(self), "errors": self.errors, "warnings": self.warnings, "ok": self.ok}
+        """Return plain values, ready for JSON."""
+        return {**asdict(self), "errors": self.errors, "warnings": len(self.rows) - self.errors, "ok": self.ok}
 
-    def __str__(self) -> str:
-        return f"{show.text(COLUMNS, listed(gathered(self.rows)))}\n\n{self.summary}" if self.rows else self.summary
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        kinds: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+        for row in self.rows:
+            kinds[row.severity, row.key, row.rule, row.fix].append(row)
+        shown = [row for rows in kinds.values() for row in (rows if len(rows) <= ALIKE else [merged(rows)])]
+        return COLUMNS, [tuple(getattr(row, name) for name in COLUMNS) for row in shown]
 
-    def _repr_html_(self) -> str:
-        return show.html(COLUMNS, listed(gathered(self.rows)), self.summary)
+    def footer(self) -> str:
+        warnings = show.plural(len(self.rows) - self.errors, WARNING)
+        return f"{self.about}: {show.plural(self.errors, ERROR)} and {warnings}"
 
 
-def listed(rows: Iterable[Row]) -> list[list[str]]:
-    return [[getattr(row, name) for name in COLUMNS] for row in rows]
+def merged(rows: list[Row]) -> Row:
+    value = rows[0].value if len({row.value for row in rows}) == 1 else f"{rows[0].value}, …"
+    return replace(rows[0], value=value, file=f"{rows[0].file} and {len(rows) - 1:,} more")
 
 
 def ordered(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Errors first, then by file."""
+    """Return errors first, then by file."""
     return tuple(sorted(rows, key=lambda row: (row.severity != ERROR, row.file)))
-
-
-def gathered(rows: Sequence[Row]) -> Iterator[Row]:
-    """Rows with many of a kind made one: `a.npz and 199 more`."""
-    kinds: dict[tuple[str, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        kinds[row.severity, row.key, row.rule, row.fix].append(row)
-    for kind in kinds.values():
-        if len(kind) <= ALIKE:
-            yield from kind
-        else:
-            alike = len({row.value for row in kind}) == 1
-            value, file = kind[0].value, f"{kind[0].file} and {len(kind) - 1:,} more"
-            yield dataclasses.replace(kind[0], value=value if alike else f"{value}, …", file=file)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbtools.data import SPLITS, Pack
-from nbtools.tasks.common.metrics import levenshtein, text_metrics
-from nbtools.tasks.common.mistakes import paired
+from nbtools.tasks.common.metrics import levenshtein, paired, text_metrics
 from nbtools.tasks.hwdb.formats import UNKNOWN
 
 if TYPE_CHECKING:

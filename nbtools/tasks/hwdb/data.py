@@ -7,10 +7,9 @@ omits.
 
 from __future__ import annotations
 
-import io
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,24 +17,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from nbtools.data import (
-    Card,
-    Entry,
-    Pack,
-    Sample,
-    Survey,
-    build_pack,
-    is_all,
-    is_count,
-    position,
-    require_shares,
-    say,
-    split_of,
-)
+from nbtools.data import Card, Entry, Pack, Sample, Survey, build_pack, say
 from nbtools.errors import PackError
-from nbtools.show import plural, sized
-from nbtools.tasks.common import labels
-from nbtools.tasks.common.files import on_white, open_image, read_text
+from nbtools.show import sized
+from nbtools.tasks.common.files import decode_image
+from nbtools.tasks.common.lists import characters, read_text
 from nbtools.tasks.common.plans import THUMB
 from nbtools.tasks.hwdb.formats import SUFFIXES, UNKNOWN, refused
 from nbtools.tasks.hwdb.sources import contents_of, read_bytes, read_line
@@ -62,7 +48,7 @@ def pack(
     progress: bool = True,
 ) -> Pack:
     """The pack of pages (.dgrl) or of images of lines, from a folder, archive or link; a second call opens it, and
-    interrupted packing resumes. Archives stay one file each and are read in place.
+    interrupted packing resumes. Archives in a folder are staged.
 
     height: pixels that every line is scaled to; `auto`: by `height_for`, 128 for a GPU of 40 GB, 32 without one.
     classes: the characters to know, as a string, a list, or a file with one per line; all others are UNKNOWN. By
@@ -79,12 +65,9 @@ def pack(
             f"height must be a whole number of pixels from {HEIGHTS[0]} to {HEIGHTS[1]}, got {height!r}; "
             "128 is the reference's, 32 is for CPUs, auto chooses by the GPU"
         )
-    require_shares(val, test)
     options = {"height": height, "classes": None if classes is None else "".join(charset_of(classes))}
     found = partial(survey, progress=progress, why=why)
-    return build_pack(
-        source, "hwdb", options, found, read, val=val, test=test, into=into, progress=progress, in_place=True
-    )
+    return build_pack(source, "hwdb", options, found, read, val=val, test=test, into=into, progress=progress)
 
 
 def height_for(gigabytes: float) -> tuple[int, str]:
@@ -113,32 +96,29 @@ def survey(folder: Path, options: Mapping[str, Any], progress: bool = False, why
     else:
         classes = (*sorted(set().union(*(line.label for line in contents.lines)) - {UNKNOWN}), UNKNOWN)
     places = {character: place for place, character in enumerate(classes)}  # `in` a list reads half of 7,375
-    splits = split_lines(contents.lines, options["val"], options["test"])
     return Survey(
         [
-            Entry(line.name, split, np.array([places.get(c, places[UNKNOWN]) for c in line.label], np.int64))
-            for line, split in zip(contents.lines, splits, strict=True)
+            replace(line, label=np.array([places.get(c, places[UNKNOWN]) for c in line.label], np.int64))
+            for line in parted(contents.lines)
         ],
         classes,
         {"height": options["height"]},
         ragged=("image", "label"),
         bucket_by="image",
         bad=contents.bad,
-        drawn=True,
     )
 
 
 def read(path: Path, options: Mapping[str, Any]) -> Sample:
     """One line → {"image": …} as the pack holds it: an image file, or `page.dgrl#3`, a page's third line; either may
-    lie in an archive, `HWDB2.0Train.zip/001-P16.dgrl#3`. Raises Refused on what cannot be used."""
+    lie in an archive, `HWDB2.0Train.zip/HWDB2.0Train/001-P16.dgrl#3`. Raises Refused on what cannot be used."""
     page, _, number = path.name.rpartition("#")
     if page.lower().endswith(SUFFIXES) and number.isdecimal():
         grey = read_line(path.with_name(page), int(number))
     elif path.suffix.lower() in SUFFIXES:
         raise refused(path.suffix, "only single lines are read, not whole pages", f"name a line of it: {path.name}#1")
     else:
-        with open_image(io.BytesIO(read_bytes(path)), path.name) as image:
-            grey = np.asarray(on_white(image, "L"))
+        grey = np.asarray(decode_image(read_bytes(path), "L"))
     return {"image": ink_of(grey, options["height"])}
 
 
@@ -161,7 +141,7 @@ def charset_of(classes: str | Path | Iterable[str]) -> tuple[str, ...]:
     PackError for what is not a character, or comes twice."""
     if isinstance(classes, Path) or (isinstance(classes, str) and classes.endswith(".txt")):
         classes = characters_of(read_text(Path(classes), "name a file with one character per line"), Path(classes))
-    return (*(character for character in labels.characters(classes) if character != UNKNOWN), UNKNOWN)
+    return (*(character for character in characters(classes) if character != UNKNOWN), UNKNOWN)
 
 
 def characters_of(text: str, path: Path) -> list[str]:
@@ -178,30 +158,18 @@ def characters_of(text: str, path: Path) -> list[str]:
     return list(found)
 
 
-# Splits
+# Writers
 
 
-def split_lines(lines: Sequence[Entry], val: float, test: float) -> list[str]:
-    """The split of each line: what its source says, and the rest by whole writers, so that no hand is in two splits, or
-    by pages where there are fewer than three writers.
-
-    Where the source names only train lines all three splits are drawn from them; where it names a test set, val is
-    drawn from train. test=1.0: all are test. Raises PackError if nothing is left to train on.
-    """
-    if is_all(test):
-        return ["test"] * len(lines)
+def parted(lines: Sequence[Entry]) -> list[Entry]:
+    """The lines with their groups: by whole writers, so that no hand is in two splits, or by pages where there are
+    fewer than three of them to divide. Where the source names only train lines, all three splits come from these."""
     named = {line.split for line in lines} - {None}
-    if named <= {"train"}:
-        splits = ["train"] * len(lines)
-    else:
-        splits, test = [line.split or "train" for line in lines], 0
-    if "val" in named or "train" not in splits:
-        return splits
-    groups = [writer_of(line.name) for line in lines]
-    if len({group for group, split in zip(groups, splits, strict=True) if split == "train"}) < FEW:
-        groups = [line.name.partition("#")[0] for line in lines]
-    drawn = draw(Counter(group for group, split in zip(groups, splits, strict=True) if split == "train"), val, test)
-    return [drawn[group] if split == "train" else split for group, split in zip(groups, splits, strict=True)]
+    own = [None if named <= {"train"} else line.split or "train" for line in lines]
+    writers = [writer_of(line.name) for line in lines]
+    few = len({writer for writer, split in zip(writers, own, strict=True) if split in (None, "train")}) < FEW
+    groups = [line.name.partition("#")[0] if few else writer for line, writer in zip(lines, writers, strict=True)]
+    return [replace(line, split=s, group=g) for line, s, g in zip(lines, own, groups, strict=True)]
 
 
 def writer_of(name: str) -> str:
@@ -209,23 +177,3 @@ def writer_of(name: str) -> str:
     page, _, line = name.partition("#")
     match = WRITER.match(PurePosixPath(page).name) if line else None
     return f"writer {match[1]}" if match else page
-
-
-def draw(sizes: Mapping[str, int], val: float, test: float) -> dict[str, str]:
-    """Group → split, of groups with these numbers of lines: by each group's own hash, so that it does not move when
-    others are added. Where that gives a split none although a share was asked for, or too few for a whole number, it
-    takes groups from train, the smallest hashes first."""
-    order, shares = sorted(sizes, key=position), {"test": test, "val": val}
-    val, test = (0 if is_count(share) else share for share in (val, test))
-    result = {group: split_of(group, val, test) for group in order} | {order[-1]: "train"}
-    for split, share in shares.items():
-        rest = [group for group in order if result[group] == "train"]
-        missing = (share if is_count(share) else share > 0) - sum(sizes[g] for g in order if result[g] == split)
-        while missing > 0 and len(rest) > (not is_count(share)):
-            group = rest.pop(0)
-            result[group] = split
-            missing -= sizes[group]
-    if "train" not in result.values():
-        lines = plural(sum(sizes.values()), "line")
-        raise PackError(f"val={shares['val']} and test={shares['test']} leave none of {lines} to train on; lower them")
-    return result

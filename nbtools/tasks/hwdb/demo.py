@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from nbtools.data import say
 from nbtools.errors import PackError
-from nbtools.figures import best_of, system
+from nbtools.figures import chinese
 from nbtools.show import plural
 from nbtools.tasks.common.demo import require, whole, write_demo
 from nbtools.tasks.hwdb.formats import CODE, HEADER, LINE_BOX, SUFFIXES, code_of
@@ -145,8 +145,7 @@ def chosen_characters(characters: int | str) -> str:
 
 def atlas(characters: str, size: int, seed: int) -> tuple[np.ndarray, str]:
     """(N, S, S) uint8 soft ink of each character, 255 where the pen's middle goes; and what it was drawn with."""
-    had, path = best_of(system(), characters)
-    if path is None or len(had) < len(characters):
+    if (path := chinese()) is None:
         return soft([shape(character, size, seed) for character in characters]), "shapes from the seed"
     face = ImageFont.truetype(path, round(EM * size), layout_engine=ImageFont.Layout.BASIC)
     cells = []

@@ -23,8 +23,7 @@ import numpy as np
 from nbtools.data import drive_path
 from nbtools.errors import PackError
 from nbtools.show import plural
-from nbtools.tasks.common.files import read_text
-from nbtools.tasks.common.labels import characters
+from nbtools.tasks.common.lists import characters, read_text
 from nbtools.tasks.hwdb.formats import UNKNOWN
 
 ORDERS = (2, 8)

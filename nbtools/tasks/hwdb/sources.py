@@ -3,8 +3,8 @@
     pages   …Train/001-P16.dgrl …, as folders or as the archives they are published in
     lines   {train,val,test}/NAME.png, {train,val,test}_img_id_gt.txt with `name,text`, and perhaps chars_list.txt
 
-The source may be an archive or a folder with archives in it, which are read in place, so that 50,000 lines stay one
-file on disk. The name of a sample may lead through one: `HWDB2.0Train.zip/001-P16.dgrl#3` is the third line of a page.
+A folder may have archives in it, which are staged. The name of a sample may lead through one:
+`HWDB2.0Train.zip/HWDB2.0Train/001-P16.dgrl#3` is the third line of a page.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from nbtools import disk
-from nbtools.data import Entry, archive_index, bar, read_member, stage
-from nbtools.errors import ArchiveError, PackError
+from nbtools.data import IMAGES, Entry, bar, stage
+from nbtools.errors import PackError
 from nbtools.tasks.common import files
+from nbtools.tasks.common.lists import decode_text, read_rows, slashed
 from nbtools.tasks.common.report import Refused
 from nbtools.tasks.hwdb.formats import SUFFIXES, Bytes, lines_of, refused
 
@@ -53,7 +54,7 @@ class Contents:
 
 
 def contents_of(folder: Path, progress: bool = False) -> Contents:
-    """The contents of a folder or an archive; images are not read. Raises PackError if there is nothing to read."""
+    """The contents of a folder; images are not read. Raises PackError if there is nothing to read."""
     names = sorted(names_in(folder, progress))
     pages = [name for name in names if name.lower().endswith(SUFFIXES)]
     lists = [name for name in names if LIST.fullmatch(PurePosixPath(name).name)]
@@ -66,7 +67,7 @@ def contents_of(folder: Path, progress: bool = False) -> Contents:
         raise PackError(f"{folder}: {looked} is in it or its archives; {fix}")
     contents = of_pages(folder, pages, progress) if pages else of_lists(folder, lists, names)
     for name in closed:
-        rule = "an archive is read in place, but not within another one or next to a folder of its name"
+        rule = "an archive is not read within another one or next to a folder of its name"
         contents.refuse(name, "an archive", rule, "nothing, if that folder is complete; else unpack it")
     return contents
 
@@ -75,57 +76,44 @@ def contents_of(folder: Path, progress: bool = False) -> Contents:
 
 
 def names_in(folder: Path, progress: bool) -> Iterator[str]:
-    """Every file's name relative to the folder, with those in archives in place of the archives; hidden ones are left
-    out. folder: may also lead into an archive, where further archives stay closed."""
-    if not folder.is_dir():
-        yield from names_in_archive(*on_disk(folder))
-        return
+    """Yield every file's name relative to the folder, with those in archives in place of the archives; hidden ones are
+    left out."""
     names = files.walk(folder)
     folders = {above.as_posix() for name in names for above in PurePosixPath(name).parents}
     for name in names:
         if ARCHIVE.search(name) and ARCHIVE.sub("", name) not in folders:
-            yield from (f"{name}/{inner}" for inner in names_in_archive(*on_disk(folder / name, progress)))
+            yield from (
+                f"{name}/{inner}"
+                for inner in files.walk(unpacked(folder / name, (folder / name).stat().st_mtime_ns, progress))
+            )
         else:
             yield name
 
 
-def names_in_archive(archive: Path, top: str) -> list[str]:
-    """The files below one of its folders, "" for all of them."""
-    start = f"{top}/" if top else ""
-    names = (name.removeprefix(start) for name in archive_index(archive).files if name.startswith(start))
-    return [name for name in names if not files.is_hidden(name)]
+@lru_cache(maxsize=64)
+def unpacked(archive: Path, mtime: int, progress: bool = False) -> Path:
+    """Return the folder whose one folder holds the files of an archive."""
+    return stage(archive, progress=progress).parent
 
 
-def on_disk(path: Path, progress: bool = False) -> tuple[Path, str]:
-    """(file or folder on disk, name within it): "" if the path is all there, else of a file in an archive."""
-    for above in (path, *path.parents):
-        if above.is_file() and (above != path or ARCHIVE.search(path.name)):
-            inner = path.relative_to(above).as_posix()
-            return readable(above, above.stat().st_mtime_ns, progress), "" if inner == "." else inner
+def on_disk(path: Path) -> Path:
+    """Return where a file is, whose path may lead through an archive."""
+    for above in path.parents:
+        if above.is_file():
+            return unpacked(above, above.stat().st_mtime_ns) / path.relative_to(above)
         if above.exists():
             break
-    return path, ""
-
-
-@lru_cache(maxsize=64)
-def readable(archive: Path, mtime: int, progress: bool) -> Path:
-    """An archive on local disk whose files can be read in place: a compressed tar is unpacked into one tar."""
-    return stage(archive, extract=False, progress=progress)
+    return path
 
 
 def read_bytes(path: Path) -> bytes:
-    """All bytes of a file, on disk or in an archive. Raises Refused."""
-    file = path
+    """Return all bytes of a file. Raises Refused."""
     try:
-        file, name = on_disk(path)
-        return read_member(file, name) if name else file.read_bytes()
+        return on_disk(path).read_bytes()
     except OSError as error:
         if disk.is_away(error):
             raise
-        value = error.strerror or str(error)
-    except ArchiveError as error:
-        value = str(error).replace(str(file), file.name)
-    raise unreadable(value)
+        raise unreadable(error.strerror or str(error)) from None
 
 
 def unreadable(value: str) -> Refused:
@@ -136,23 +124,14 @@ def unreadable(value: str) -> Refused:
 
 
 def page_bytes(path: Path) -> Bytes:
-    """The bytes of a page: mapped from disk without reading them (a line is a tenth of it), or inflated from an
-    archive once for its lines. Raises Refused."""
-    file, name = on_disk(path)
-    if name:
-        return inflated(path, file.stat().st_mtime_ns)
+    """Return the bytes of a page, mapped without reading them: a line is a tenth of it. Raises Refused."""
     try:
-        with open(file, "rb") as opened:
+        with open(on_disk(path), "rb") as opened:
             return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         if disk.is_away(error):
             raise
         raise unreadable(getattr(error, "strerror", None) or "no bytes") from None
-
-
-@lru_cache(maxsize=8)
-def inflated(path: Path, mtime: int) -> bytes:
-    return read_bytes(path)  # about 3 MB
 
 
 def read_line(path: Path, number: int) -> np.ndarray:
@@ -190,16 +169,21 @@ def of_lists(folder: Path, lists: list[str], names: list[str]) -> Contents:
         word = LIST.fullmatch(path.name)[1]  # pyright: ignore[reportOptionalSubscript]: it was chosen by this
         images, named = images_of(name.removesuffix(path.name), word, names)
         candidates |= dict.fromkeys(images)
-        for number, line in enumerate(read_bytes(folder / name).removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        try:
+            text = decode_text(read_bytes(folder / name), name)
+            rows = read_rows(text, name, partial(is_row, named), whole=True)
+        except Refused as error:
+            contents.refuse(name, *error.args)
+            continue
+        for number, cells in rows:
             where = f"{name}:{number}"
             try:
-                if row := row_of(line.removesuffix(b"\r"), named):
-                    image, text = row
-                    if image in seen:
-                        rule = f"an image must be listed only once, and this one is in {seen[image]} already"
-                        raise refused(image, rule, "delete one of the rows")
-                    seen[image] = where
-                    contents.add(image, text, files.split_word(word))
+                image, text = row_of(cells, named)
+                if image in seen:
+                    rule = f"an image must be listed only once, and this one is in {seen[image]} already"
+                    raise refused(image, rule, "delete one of the rows")
+                seen[image] = where
+                contents.add(image, text, files.split_word(word))
             except Refused as error:
                 contents.refuse(where, *error.args)
     for name in candidates:
@@ -207,27 +191,26 @@ def of_lists(folder: Path, lists: list[str], names: list[str]) -> Contents:
             contents.refuse(name, "no text", "an image must be in a list", "add its row name,text, or delete it")
     if charsets := [name for name in names if PurePosixPath(name).name == CHARS_LIST]:
         nearest = min(charsets, key=lambda n: n.count("/"))
-        contents.characters = folder / nearest, files.decode_text(read_bytes(folder / nearest), nearest)
+        contents.characters = folder / nearest, decode_text(read_bytes(folder / nearest), nearest)
     return contents
 
 
-def row_of(line: bytes, named: Mapping[str, set[str]]) -> tuple[str, str] | None:
-    """(image, text) of a row, None of an empty one. The first comma ends the name; all others belong to the text, which
-    is taken verbatim, blanks and quotes too. named: as of `images_of`. Raises Refused."""
-    try:
-        row, comma, text = line.decode().partition(",")
-    except UnicodeDecodeError as error:
-        raise refused(error, "a list must be UTF-8", "save it as UTF-8") from None
-    if not line:
-        return None
-    if not comma or not row.strip():
-        raise refused(line.decode(), "a row must be name,text", "correct the row")
-    found = sorted(named.get(PurePosixPath(row.strip()).as_posix(), ()))
-    if not found:
-        raise refused(row, "the image of a row must exist", "copy it too, or correct the row")
-    if len(found) > 1:
-        raise refused(row, "a name must stand for one image, and there are two", "add its suffix")
-    return found[0], text
+def is_row(named: Mapping[str, set[str]], cells: list[str]) -> bool:
+    return len(cells) > 1 and slashed(cells[0]) in named
+
+
+def row_of(cells: list[str], named: Mapping[str, set[str]]) -> tuple[str, str]:
+    """(image, text) of a row. The first separator ends the name; all others belong to the text, which is taken
+    verbatim, blanks and quotes too. named: as of `images_of`. Raises Refused."""
+    name, *texts = cells
+    if not texts or not name:
+        raise refused(",".join(cells), "a row must be name,text", "correct the row")
+    images = sorted(named.get(slashed(name), ()))
+    if not images:
+        raise refused(name, "the image of a row must exist", "copy it too, or correct the row")
+    if len(images) > 1:
+        raise refused(name, "a name must stand for one image, and there are two", "add its suffix")
+    return images[0], ",".join(texts)
 
 
 def images_of(place: str, word: str, names: list[str]) -> tuple[list[str], dict[str, set[str]]]:
@@ -238,7 +221,7 @@ def images_of(place: str, word: str, names: list[str]) -> tuple[list[str], dict[
     its folder. place: that folder, "" or ending in "/"; word: train; names: of all files in the source.
     """
     own = re.compile(rf"{re.escape(place)}(?:{re.escape(word)}(?:\.[\w.]+)?/)+")
-    images = [name for name in names if name.startswith(place) and name.lower().endswith(files.IMAGES)]
+    images = [name for name in names if name.startswith(place) and name.lower().endswith(IMAGES)]
     images = list(filter(own.match, images)) or images
     named = defaultdict(set)
     for image in images:

@@ -18,11 +18,10 @@ from torch.nn import functional as F
 
 from nbtools.data import Card, Draws, Pack, constant, places
 from nbtools.tasks.common import ctc
-from nbtools.tasks.common.labels import spell
+from nbtools.tasks.common.lists import spell
 from nbtools.tasks.common.metrics import MEANINGS as OF_TEXTS
 from nbtools.tasks.common.metrics import text_metrics
-from nbtools.tasks.common.padding import bucket_knob, padded
-from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
+from nbtools.tasks.common.plans import THUMB, at_most, bucket_knob, epochs_for
 from nbtools.tasks.hwdb import networks
 from nbtools.tasks.hwdb.data import HCTR_HEIGHT
 from nbtools.train import Batch, Pair, Tensors, knob
@@ -147,10 +146,7 @@ def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
     That is 1 - g, where g = (grey / 255 - .5) / .5 of dark strokes on white paper is the guide's: sign and offset are
     absorbed by the first batch norm, so that paper, padding and what convolutions see around a picture are all 0.
     """
-    ink, lengths = (
-        padded(raw["image"], plan.bucket).transpose(1, 2).unsqueeze(1).contiguous() / 255,
-        raw["image_length"],
-    )
+    ink, lengths = raw["image"].transpose(1, 2).unsqueeze(1).contiguous() / 255, raw["image_length"]
     if draws is not None and plan.augment:
         image, lengths = augmented(ink, lengths, draws, plan.augment)
     else:

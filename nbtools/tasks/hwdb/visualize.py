@@ -13,9 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from nbtools.data import Pack
-from nbtools.figures import GREY, RIGHT, WIDE, WRONG, Fonts, Sheet, blank, canvas, finish, scaled
-from nbtools.tasks.common.labels import text_of
-from nbtools.tasks.common.mistakes import paired
+from nbtools.figures import GREY, RIGHT, WIDE, WRONG, Sheet, blank, canvas, chinese, finish, look, scaled
+from nbtools.show import columns
+from nbtools.tasks.common.lists import text_of
+from nbtools.tasks.common.metrics import paired
 from nbtools.tasks.hwdb.analysis import aligned, is_wrong
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 TALL, MARGIN = 72, 16  # px: of a line's image, at most; at the sides and between lines
 CELL, ROW, LABEL = 10, 24, 62  # px: half a Chinese character; a row of text; what stands before it
 SIZE = 12  # points of a letter, 16.7 px: a monospaced one is a cell wide
-NO_FONT = "No font here has {} of these: their code points are drawn (U+624B as 62 over 4B); fonts-noto-cjk has them"
+NO_FONT = "No font here has Chinese characters; install fonts-noto-cjk"
 
 
 def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] | None = None) -> Sheet:
@@ -36,17 +37,17 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     texts = [aligned(truth, read) for (_, truth), read in paired(lines, answers, "text")]
     if not lines:
         return blank()
-    fonts = Fonts.of("".join([*(truth for _, truth in lines), *answers]), mono=True)
+    lacks = chinese() is None and any(columns(text) > len(text) for text in [*(truth for _, truth in lines), *answers])
     sizes = [scaled(image, WIDE - 2 * MARGIN, TALL) for image, _ in lines]
     rows = 1 if predicted is None else 2
-    top = MARGIN + ROW * bool(fonts.missing)
+    top = MARGIN + ROW * lacks
     sheet, axes = canvas(WIDE, top + sum(height + rows * ROW + MARGIN for _, height in sizes))
-    note(axes, MARGIN, MARGIN, NO_FONT.format(len(fonts.missing)) if fonts.missing else "")
+    note(axes, MARGIN, MARGIN, NO_FONT if lacks else "")
     for (image, _), (width, height), pairs in zip(lines, sizes, texts, strict=True):
         place = (MARGIN, MARGIN + width, top + height, top)
         axes.imshow(image, cmap="gray", vmin=0, vmax=255, extent=place, aspect="auto")
         top += height + ROW
-        spell(axes, fonts, pairs, top - 6, predicted is not None)
+        spell(axes, pairs, top - 6, predicted is not None)
         top += (rows - 1) * ROW + MARGIN
     return sheet
 
@@ -61,27 +62,26 @@ def picture(pack: Pack, i: int) -> np.ndarray:
     return 255 - pack.sample(i)["image"].T
 
 
-def spell(axes: Axes, fonts: Fonts, pairs: list[tuple[str, str]], base: int, compared: bool) -> None:
+def spell(axes: Axes, pairs: list[tuple[str, str]], base: int, compared: bool) -> None:
     """The truth on a base line, and below it what was read; a text that is too long for the figure is drawn smaller."""
-    widths = [max(1 + (letter in fonts.wide) for letter in true + read) for true, read in pairs]
+    widths = [max(columns(true), columns(read)) for true, read in pairs]
     left = MARGIN + LABEL * compared
     unit = min(CELL, (WIDE - MARGIN - left) / max(sum(widths), 1))
+    font = look(SIZE * unit / CELL, mono=True)
     if compared:
         note(axes, MARGIN, base, "truth")
         note(axes, MARGIN, base + ROW, "predicted")
-    for (true, read), columns in zip(pairs, widths, strict=True):
+    for (true, read), wide in zip(pairs, widths, strict=True):
         wrong = is_wrong(true, read)
         sides = [(true, RIGHT if wrong else GREY), (read, WRONG if wrong else GREY)]
         for row, (letter, colour) in enumerate(sides[: 1 + compared]):
             if letter:
-                code = f"{ord(letter) >> 8:02X}\n{ord(letter) & 255:02X}"  # of what no font has, in two rows
-                text, size = (code, SIZE / 2) if letter in fonts.missing else (letter, SIZE)
-                axes.text(left, base + row * ROW, text, color=colour, linespacing=1, **fonts.look(size * unit / CELL))
+                axes.text(left, base + row * ROW, letter, color=colour, **font)
             else:
                 place = (left + 1, base + row * ROW - ROW + 8)
-                box = Rectangle(place, columns * unit - 2, ROW - 4, linewidth=0.8, edgecolor=colour, facecolor="none")
+                box = Rectangle(place, wide * unit - 2, ROW - 4, linewidth=0.8, edgecolor=colour, facecolor="none")
                 axes.add_patch(box)
-        left += columns * unit
+        left += wide * unit
 
 
 def confused(table: pd.DataFrame, count: int = 12) -> Sheet:
@@ -89,15 +89,11 @@ def confused(table: pd.DataFrame, count: int = 12) -> Sheet:
     table = table.head(count)
     if table.empty:
         return blank("Nothing was read wrong: the table of confusions is empty.")
-    fonts = Fonts.of("".join([*table.truth, *table.read]), mono=True)
-    names = [
-        f"{fonts.plain(true) or 'inserted'} → {fonts.plain(read) or 'missing'}"
-        for true, read in zip(table.truth, table.read, strict=True)
-    ]
+    names = [f"{true or 'inserted'} → {read or 'missing'}" for true, read in zip(table.truth, table.read, strict=True)]
     sheet = Sheet(figsize=(6, 0.6 + 0.28 * len(table)), layout="constrained")
     axes = sheet.add_subplot(xticks=[])
     axes.bar_label(axes.barh(range(len(table)), table.wrong, color=WRONG), padding=4, color=GREY)
-    axes.set_yticks(range(len(table)), names, **fonts.look(SIZE))
+    axes.set_yticks(range(len(table)), names, **look(SIZE, mono=True))
     axes.invert_yaxis()
     finish(axes)
     return sheet

@@ -1,13 +1,12 @@
 """The class table: which raw id, name and colour of the labels is which class, and which are ignored.
 
 It comes from names, a mapping id → name, or a text file, such as classes.txt: one name a line, ids from 0; or lines
-`id,name` or `id,name,r,g,b`.
+`id,name` or `id,name,r,g,b`, with any separator.
 """
 
 from __future__ import annotations
 
 import colorsys
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from nbtools.errors import PackError
-from nbtools.tasks.common.files import read_text
+from nbtools.tasks.common.lists import read_rows, read_text
 
 IGNORE = 255  # in packed labels
 UNKNOWN = 254  # in `Table.lookup` only: an id that is in no table
@@ -37,8 +36,6 @@ PALETTE: tuple[Colour, ...] = (
 )
 
 FILE = "classes.txt"
-HEADER = "id,name"
-LINE = re.compile(r"\s*(\d+)\s*,\s*([^,]+?)\s*(?:,\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*)?")
 
 
 @dataclass(frozen=True)
@@ -152,21 +149,24 @@ def parse_classes(classes: Given) -> list[Class]:
 
 def read_classes(text: str, file: str) -> Iterator[Class]:
     """The classes of a file, whose first line sets the form of all. Raises PackError naming the line that differs."""
-    lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip() and not line.startswith("#")]
-    if lines and lines[0][1].replace(" ", "").casefold().startswith(HEADER):
-        lines = lines[1:]
-    with_ids = bool(lines) and LINE.fullmatch(lines[0][1]) is not None
-    for k, (i, line) in enumerate(lines):
-        if not with_ids:
-            yield Class(k, line.strip())
-            continue
-        if (match := LINE.fullmatch(line)) is None:
-            raise PackError(f"{file}:{i}: a line must have the form of the first, {lines[0][1]!r}, got {line!r}")
-        raw, name, *rgb = match.groups()
-        colour = None if rgb[0] is None else (int(rgb[0]), int(rgb[1]), int(rgb[2]))
-        if colour and max(colour) > 255:
-            raise PackError(f"{file}:{i}: a colour must be three numbers from 0 to 255, got {', '.join(rgb)}")
-        yield Class(int(raw), name, colour)
+    lines = ["" if line.startswith("#") else line.strip() for line in text.splitlines()]
+    rows = read_rows("\n".join(lines), file, is_entry, heads=("id",))
+    if not rows or not is_entry(rows[0][1]):
+        yield from (Class(k, name) for k, name in enumerate(filter(None, lines)))
+        return
+    for i, cells in rows:
+        if not is_entry(cells):
+            rule = "a line must have the form of the first"
+            raise PackError(f"{file}:{i}: {rule}, {','.join(rows[0][1])!r}, got {','.join(cells)!r}")
+        rgb = [int(cell) for cell in cells[2:]]
+        if max(rgb, default=0) > 255:
+            raise PackError(f"{file}:{i}: a colour must be three numbers from 0 to 255, got {', '.join(cells[2:])}")
+        yield Class(int(cells[0]), cells[1], (rgb[0], rgb[1], rgb[2]) if rgb else None)
+
+
+def is_entry(cells: list[str]) -> bool:
+    """Whether cells are id, name, or id, name, r, g, b."""
+    return len(cells) in (2, 5) and all(cell.isdecimal() for cell in (cells[0], *cells[2:]))
 
 
 def colours(classes: Sequence[Class]) -> list[Colour]:

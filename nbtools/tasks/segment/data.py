@@ -23,12 +23,12 @@ from nbtools import disk
 from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
 from nbtools.errors import PackError
 from nbtools.show import percent, plural, sized
-from nbtools.tasks.common.files import UNREADABLE, open_image
+from nbtools.tasks.common.files import DAMAGED, decode_image
 from nbtools.tasks.common.report import ERROR, WARNING, Refused, Report, Row, ordered
 from nbtools.tasks.segment import cvat
 from nbtools.tasks.segment.classes import IGNORE, MOST_CLASSES, Class, Given, Table, class_table, parse_classes
 from nbtools.tasks.segment.folders import Contents, Labelled
-from nbtools.tasks.segment.images import Recipe, Size, ids_in, read_image, read_label, size_of
+from nbtools.tasks.segment.images import Recipe, header_size, ids_in, read_image, read_label
 from nbtools.tasks.segment.scores import distance_map
 
 MIXED = 384, 384  # pixels to which images of several sizes are scaled: the guide's
@@ -164,11 +164,6 @@ def unlabelled(contents: Contents) -> str:
     )
 
 
-def header_size(path: Path) -> Size | None:
-    with contextlib.suppress(PackError), open_image(path) as image:
-        return size_of(image)
-
-
 def found_ids(contents: Contents) -> list[int]:
     """The ids in all labels but 255. Raises PackError unless they can be classes."""
     files = {contents.folder / one.label for one in contents.labelled.values()}
@@ -299,13 +294,12 @@ def save(answer: np.ndarray, picture: str | Path, folder: str | Path, card: Card
     """
     picture, target = Path(picture), Path(folder) / f"{Path(picture).stem}.png"
     try:
-        with open_image(picture, key="image") as image:
-            size = size_of(image)
-        area = Recipe.of(card.options).area(size)
+        image = decode_image(picture)
     except Refused as refusal:
         raise Refused(refusal.row.at(picture.name)) from None
+    area = Recipe.of(card.options).area((image.height, image.width))
     inner = Image.fromarray(np.ascontiguousarray(answer[area]))
-    found = inner.resize((size[1], size[0]), Image.Resampling.NEAREST)
+    found = inner.resize(image.size, Image.Resampling.NEAREST)
     found.putpalette([value for colour in card.options["colours"] for value in colour])
     path = str(picture.resolve()).encode(errors="surrogateescape")
     own = f"nbtools answer {hashlib.blake2b(path, digest_size=8).hexdigest()}"  # by which the next one may replace it
@@ -314,7 +308,7 @@ def save(answer: np.ndarray, picture: str | Path, folder: str | Path, card: Card
     found.save(content, "png", pnginfo=comment)
     with disk.explained("writing a prediction", target):
         there = None
-        with contextlib.suppress(*UNREADABLE), Image.open(target) as image:
+        with contextlib.suppress(*DAMAGED), Image.open(target) as image:
             there = image.info.get("Comment")
         if target.exists() and there != own:
             raise PackError(

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
+from nbtools.data import IMAGES
 from nbtools.tasks.common.demo import File, require, whole, write_demo
-from nbtools.tasks.common.files import IMAGES
 
 CLASSES = {"background": (0, 0, 0), "striped": (86, 180, 233), "dotted": (240, 228, 66)}
 """Name → colour, in the order of the ids: Okabe and Ito's, without the blue and vermilion of right and wrong."""

@@ -2,7 +2,7 @@
 
     images/a.jpg  labels/a.png                     or masks/; train/, val/ and test/ above or below either
     train/a.png   trainannot/a.png                 CamVid's
-    train.txt     lines image,label                any names; a header is allowed
+    train.txt     lines image,label                any names and separator; a header is allowed
     annotations.xml                                CVAT for images, next to the images or images/; see `cvat`
 
 An image's label is the one that a list names, else the label image of its name, else its shapes in CVAT. Paths in a
@@ -11,6 +11,7 @@ list are relative to its folder or to one above it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os.path
 import re
@@ -19,9 +20,11 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from nbtools import disk
+from nbtools.data import IMAGES
 from nbtools.errors import PackError
 from nbtools.show import plural
-from nbtools.tasks.common.files import IMAGES, decode_text, walk
+from nbtools.tasks.common.files import walk
+from nbtools.tasks.common.lists import decode_text, read_rows, slashed
 from nbtools.tasks.common.report import WARNING, Refused, Row
 from nbtools.tasks.segment import cvat
 from nbtools.tasks.segment.classes import FILE
@@ -33,7 +36,6 @@ FOLDER = re.compile(
     re.I,
 )
 LIST = re.compile(r"(?:.*[^a-z])?(train|val|test)(?:ing|id|idation)?", re.I)
-HEADERS = ("image", "images", "file", "img", "image_path")
 
 
 @dataclass(frozen=True)
@@ -149,14 +151,12 @@ class Contents:
         match = LIST.fullmatch(path.stem)
         split = match[1].lower() if match else parse_path(name).split
         try:
-            text = decode_text((self.folder / name).read_bytes(), name)
+            rows = read_rows(decode_text((self.folder / name).read_bytes(), name), name, is_pair)
         except Refused as refusal:
             self.rows.append(refusal.row)
             return
-        for i, line in enumerate(text.splitlines(), 1):
-            given = cells(line)
-            if not line.strip() or (i == 1 and given[0].casefold() in HEADERS):
-                continue
+        for i, cells in rows:
+            given = (*cells, "")[:2]
             image, label = (self.find(cell, str(path.parent)) for cell in given)
             for key, cell, there in zip(("image", "label"), given, (image, label), strict=True):
                 if there is None:
@@ -168,7 +168,7 @@ class Contents:
     def find(self, path: str, folder: str) -> str | None:
         """The file that a path in a list of this folder names, relative to it or above, never outside the source."""
         bases = (folder, *map(str, PurePosixPath(folder).parents))
-        tries = (os.path.normpath("/".join((base, path.replace("\\", "/")))) for base in bases)
+        tries = (os.path.normpath("/".join((base, slashed(path)))) for base in bases)
         return next((name for name in tries if name in self.files), None)
 
     # CVAT
@@ -208,11 +208,11 @@ class Contents:
 
 def is_list(head: bytes) -> bool:
     """Whether a text file has a line of two images."""
-    lines = map(cells, head.decode("utf-8-sig", "replace").splitlines())
-    return any(all(cell.lower().endswith(IMAGES) for cell in line) for line in lines)
+    with contextlib.suppress(Refused):
+        return any(is_pair(cells) for _, cells in read_rows(head.decode("utf-8-sig", "replace"), "", is_pair))
+    return False
 
 
-def cells(line: str) -> tuple[str, str]:
-    """(image, label) of a line, apart at the first comma."""
-    image, _, label = (part.strip().strip('"') for part in line.partition(","))
-    return image, label
+def is_pair(cells: list[str]) -> bool:
+    """Whether a row is image, label."""
+    return len(cells) > 1 and all(cell.lower().endswith(IMAGES) for cell in cells[:2])

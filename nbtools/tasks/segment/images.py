@@ -1,7 +1,6 @@
 """Image files and label images → arrays at the packed size.
 
-Images are rotated according to their EXIF data, and decoded no larger than needed. Transparency is kept with 4
-channels; with 3 the image is drawn on white, as most viewers and converters show it.
+Transparency is kept with 4 channels; with 3 the image is drawn on white, as most viewers and converters show it.
 
 A label's pixel value is its id: grey images of 1 to 16 bits, and the index of a palette.
 """
@@ -15,15 +14,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from nbtools.show import plural, sized
-from nbtools.tasks.common.files import on_white, open_image
+from nbtools.tasks.common.files import DAMAGED, decode_image, on_white
 from nbtools.tasks.common.report import Refused, Row
 from nbtools.tasks.segment.classes import IGNORE, MOST_ID, UNKNOWN, Table
 
-ORIENTATION = 0x0112  # EXIF
-SIDEWAYS = 5  # orientations from here to 8 exchange width and height
+ORIENTATION = 0x0112  # the EXIF tag
 SHOWN = 6  # unknown ids in a message
 AGAIN = "export it as PNG of one channel, whose values are the ids"
 
@@ -64,38 +62,28 @@ class Recipe:
         return label
 
 
-def orientation(image: Image.Image) -> int:
-    """The remaining EXIF orientation, 1 to 8. A PNG may have it only after decoding, unless it comes first; a TIFF
-    is rotated by Pillow itself."""
-    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
-        return 1
-    turn = image.getexif().get(ORIENTATION, 1)
-    return turn if turn in range(1, 9) else 1
-
-
-def size_of(image: Image.Image) -> Size:
-    """(height, width) of the upright picture, from its header."""
-    width, height = image.size
-    return (width, height) if orientation(image) >= SIDEWAYS else (height, width)
-
-
 def read_image(path: Path, recipe: Recipe) -> tuple[np.ndarray, Size]:
     """(pixels (H, W, C) uint8, size of the whole upright picture). Raises Refused on what cannot be used."""
-    with open_image(path, key="image") as image:
-        size, turn = size_of(image), orientation(image)
-        pixels, area = np.zeros((*recipe.size, recipe.channels), np.uint8), recipe.area(size)
-        height, width, _ = pixels[area].shape
-        inner = (height, width) if turn >= SIDEWAYS else (width, height)
-        drafted = image.draft(None, inner) if image.format == "JPEG" else None  # type: ignore[arg-type]
-        box = drafted[1] if drafted else (0, 0, *image.size)
-        flat = flatten(image, recipe.channels)
-        if flat.size != inner or tuple(box[2:]) != flat.size:
-            method = Image.Resampling.BOX if inner[0] < image.width else Image.Resampling.BILINEAR
-            flat = flat.resize(inner, method, box=box)
-        flat.info.clear()  # conversions keep only some of it, and other tags may be damaged
-        flat.getexif()[ORIENTATION] = turn
-        pixels[area] = np.asarray(ImageOps.exif_transpose(flat))
+    size = header_size(path) or recipe.size  # of a damaged file, which is refused below
+    rows, columns = recipe.area(size)
+    image = flatten(decode_image(path, side=min(rows.stop - rows.start, columns.stop - columns.start)), recipe.channels)
+    scale = max(1, round(max(size) / max(image.size)))  # of a JPEG that was decoded smaller
+    if scale == 1:
+        size = image.height, image.width  # a PNG may say after its pixels that it lies on its side
+    pixels = np.zeros((*recipe.size, recipe.channels), np.uint8)
+    height, width, _ = pixels[area := recipe.area(size)].shape
+    if (height, width) != size:
+        method = Image.Resampling.BOX if width < image.width else Image.Resampling.BILINEAR
+        image = image.resize((width, height), method, (0, 0, size[1] / scale, size[0] / scale))
+    pixels[area] = np.asarray(image)
     return pixels, size
+
+
+def header_size(path: Path) -> Size | None:
+    """The size of the upright picture, without decoding it; None if it cannot be read."""
+    with contextlib.suppress(*DAMAGED), Image.open(path) as image:
+        turned = "exif" in image.info and image.getexif().get(ORIENTATION) in range(5, 9)
+        return image.size if turned else (image.height, image.width)
 
 
 def flatten(image: Image.Image, channels: int) -> Image.Image:
@@ -144,11 +132,11 @@ def count_ids(ids: np.ndarray) -> dict[int, int]:
 
 def read_ids(path: Path) -> np.ndarray:
     """(H, W) whole numbers."""
-    with open_image(path, key="label") as file:
-        if file.format in ("JPEG", "MPO"):
-            rule = "a label must be stored without loss: JPEG changes ids"
-            raise Refused(Row("label", rule, str(file.format), AGAIN))
-        ids = np.asarray(file)
-        if ids.ndim != 2 or ids.dtype.kind not in "biu":
-            raise Refused(Row("label", "a label must have one channel of ids", f"mode {file.mode}", AGAIN))
-        return ids.astype(np.uint8) if ids.dtype.kind == "b" else ids
+    image = decode_image(path, key="label")
+    if image.format in ("JPEG", "MPO") or path.suffix.lower() in (".jpg", ".jpeg"):
+        rule = "a label must be stored without loss: JPEG changes ids"
+        raise Refused(Row("label", rule, "JPEG", AGAIN))
+    ids = np.asarray(image)
+    if ids.ndim != 2 or ids.dtype.kind not in "biu":
+        raise Refused(Row("label", "a label must have one channel of ids", f"mode {image.mode}", AGAIN))
+    return ids.astype(np.uint8) if ids.dtype.kind == "b" else ids

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from nbtools.data import Card, Pack, collate
 from nbtools.errors import PlanError
 from nbtools.tasks import segment
-from nbtools.tasks.common.latency import Latency, measure_latency
+from nbtools.tasks.common.latency import measure_latency
 from nbtools.tasks.segment.augment import MEAN, SPREAD
 from nbtools.tasks.segment.networks import Outputs
 from nbtools.tasks.segment.plans import ALL_SCALES, Plan
@@ -171,7 +171,7 @@ def costs(
     return pd.DataFrame(rows, index, ["miou", "gain", "ms", "times", "pixels"])
 
 
-def latency(model: nn.Module, pack: Pack, plan: Plan, ids: Ids) -> Latency:
+def latency(model: nn.Module, pack: Pack, plan: Plan, ids: Ids) -> pd.DataFrame:
     """The time from one packed image to its class map, evaluated as the plan says; each id once, after a few to warm
     up. Raises PlanError without ids."""
     height, width, _ = pack.columns["image"].shape

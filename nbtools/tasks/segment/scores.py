@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from nbtools.data import Pack
 from nbtools.errors import MissingExtra, PackError
-from nbtools.tasks.common import mistakes
+from nbtools.tasks.common import metrics as mistakes
 from nbtools.tasks.segment.classes import IGNORE
 from nbtools.train import Pair, Sums
 

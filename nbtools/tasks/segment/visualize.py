@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 from PIL import Image
@@ -24,14 +23,15 @@ from nbtools.figures import (
     WIDE,
     WRITTEN,
     WRONG,
-    Fonts,
     Picture,
     Sheet,
     blank,
     confusion_figure,
     finish,
     gallery,
+    look,
     scaled,
+    shortened,
 )
 from nbtools.show import percent
 from nbtools.tasks.common.files import on_white
@@ -127,15 +127,14 @@ def figure(pack: Pack, panels: Sequence[Panel]) -> Sheet:
     seen = sorted({int(k) for _, label in panels if label is not None for k in np.unique(label)})
     names = ["ignored" if k == IGNORE else f"{k} {pack.classes[k]}" for k in seen]
     sheet = gallery([one for one, _ in panels], COLUMNS, below=MARGIN + ROW * math.ceil(len(seen) / NAMES))
-    fonts, colours = Fonts.of("".join(names)), colours_of(pack) / 255
+    colours = colours_of(pack) / 255
     patches = [Patch(facecolor="#c8c8c8" if k == IGNORE else colours[k], edgecolor=GREY) for k in seen]
-    texts = [fonts.shortened(name, SIZE, WIDE / NAMES - 50) for name in names]
-    font = FontProperties(family=fonts.families, size=SIZE)
+    texts = [shortened(name, SIZE, WIDE / NAMES - 50) for name in names]
     legend = sheet.axes[0].legend(
-        patches, texts, ncols=NAMES, loc="lower left", frameon=False, prop=font, borderpad=0, labelcolor=GREY
+        patches, texts, ncols=NAMES, loc="lower left", frameon=False, borderpad=0, labelcolor=GREY
     )
     for text in legend.get_texts():
-        text.set_parse_math(False)
+        text.set(**look(SIZE))
     return sheet
 
 
@@ -196,9 +195,8 @@ def balance(pack: Pack) -> Sheet:
         drawn = axes.barh(at, shares[row, ranked], 0.9 * tall, color=SHADES[SPLITS.index(split)], label=split)
         if classes <= WRITTEN:
             axes.bar_label(drawn, [f"{percent(x, 1)}" for x in shares[row, ranked]], fontsize=7, color=GREY, padding=2)
-    fonts = Fonts.of("".join(pack.classes))
-    names = [fonts.shortened(pack.classes[k], 8, 260) for k in ranked]
-    axes.set_yticks(range(classes), names, **fonts.look(8))
+    names = [shortened(pack.classes[k], 8, 260) for k in ranked]
+    axes.set_yticks(range(classes), names, **look(8))
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.margins(x=0.1)
     finish(axes)
@@ -210,4 +208,4 @@ def balance(pack: Pack) -> Sheet:
 def confused(table: pd.DataFrame) -> Sheet:
     """A table of `confusion`: each class's pixels by what they were predicted as; the numbers are per cent of the
     row."""
-    return confusion_figure(table, "per cent of each true class's pixels", percent=True)
+    return confusion_figure(table, "per cent of each true class's pixels")

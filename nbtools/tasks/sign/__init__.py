@@ -6,7 +6,7 @@ from nbtools.tasks.sign.demo import demo
 from nbtools.tasks.sign.features import features
 from nbtools.tasks.sign.networks import model
 from nbtools.tasks.sign.plans import BASELINE, PLAN, PRESETS, Plan, suggest, with_gru, with_network
-from nbtools.tasks.sign.task import BEST, MEANINGS, batch, decode, inputs, latency, loss, metrics, stream, tensors
+from nbtools.tasks.sign.task import BEST, MEANINGS, batch, decode, latency, loss, metrics, part, stream, tensors
 from nbtools.tasks.sign.visualize import (
     animate,
     by_class,
@@ -23,12 +23,9 @@ from nbtools.tasks.sign.visualize import (
 SMOKE = {"features": True}
 """Options of `demo` for the smoke test: clips that both networks read."""
 
-COLUMN_OPTIONS = {"x": ["kp_key"], "mask": ["kp_key"], "features": ["feature_key", "require_x2048"]}
-
 __all__ = [
     "BASELINE",
     "BEST",
-    "COLUMN_OPTIONS",
     "MEANINGS",
     "PLAN",
     "PRESETS",
@@ -45,7 +42,6 @@ __all__ = [
     "demo",
     "features",
     "grouped",
-    "inputs",
     "latency",
     "lengths",
     "loss",
@@ -53,6 +49,7 @@ __all__ = [
     "model",
     "pack",
     "pack_options",
+    "part",
     "preview",
     "read",
     "show",

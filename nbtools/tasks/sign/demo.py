@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nbtools.tasks.common.demo import File, require, whole, write_demo
-from nbtools.tasks.common.labels import csv_bytes
+from nbtools.tasks.common.lists import csv_bytes
 from nbtools.tasks.sign.clips import npz_bytes
 from nbtools.tasks.sign.keypoints import FACE, FACE_MESH, HANDS, LEFT, MIRROR, ORDER, POINTS, RIGHT
 

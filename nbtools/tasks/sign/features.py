@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import safetensors.torch
 import torch
+from PIL import Image, ImageSequence
 from torch import Tensor, nn
 
 from nbtools import disk
@@ -25,7 +26,7 @@ from nbtools.data import bar, stage, threaded
 from nbtools.errors import PackError
 from nbtools.show import plural, sized
 from nbtools.tasks.common.demo import require, whole
-from nbtools.tasks.common.files import open_image, split_of, walk
+from nbtools.tasks.common.files import DAMAGED, decode_image, split_of, walk
 from nbtools.tasks.common.report import Refused, Report, Row
 from nbtools.tasks.sign import task
 from nbtools.tasks.sign.clips import (
@@ -66,8 +67,7 @@ class Extracted(Report):
     ready: tuple[str, ...] = ()
     losses: tuple[float, ...] = ()
 
-    @property
-    def summary(self) -> str:
+    def footer(self) -> str:
         counts = f"{plural(len(self.written), 'clip')} got features, {len(self.ready):,} had them"
         return f"{self.about}: {counts}, {plural(len(self.rows), 'file')} could not be used"
 
@@ -241,13 +241,11 @@ def natural(name: str) -> list[str | int]:
 
 def is_animated(path: Path) -> bool:
     """Whether a file holds several images; False for one that cannot be read, which is reported when it is decoded."""
-    try:
-        with open_image(path) as image:
-            return path.suffix.lower() in FILMS and getattr(image, "is_animated", False)
-    except (Refused, OSError) as error:
-        if disk.is_away(error):
-            raise
+    if path.suffix.lower() not in FILMS:
         return False
+    with contextlib.suppress(*DAMAGED), Image.open(path) as image:
+        return getattr(image, "is_animated", False)
+    return False
 
 
 def batches_of(film: Film, size: int) -> Iterator[Tensor]:
@@ -269,10 +267,18 @@ def batches_of(film: Film, size: int) -> Iterator[Tensor]:
 
 def images_in(path: Path) -> Iterator[np.ndarray]:
     """(H, W, 3) uint8 of each image in a file."""
-    with open_image(path, key="frame") as image:
-        for index in range(getattr(image, "n_frames", 1)):
-            image.seek(index)
-            yield np.asarray(image.convert("RGB"))
+    if not is_animated(path):
+        yield np.asarray(decode_image(path, key="frame").convert("RGB"))
+        return
+    try:
+        with Image.open(path) as film:
+            for image in ImageSequence.Iterator(film):
+                yield np.asarray(image.convert("RGB"))
+    except DAMAGED as error:
+        if disk.is_away(error):
+            raise
+        fix = "delete it, or copy it again from its origin"
+        raise Refused(Row("frame", "the file must be a whole image", str(error), fix)) from None
 
 
 # Fine-tuning

@@ -6,7 +6,7 @@
     transformer_only/…  iv3_gru_only/…  test_15fps/…     the guide's: the first two train, the third validates
     labels_reference.csv                                 anywhere: the names of the ids
 
-A list is a CSV with the columns file, gloss and cat, ids from 0, and perhaps others. It covers the folder next to it
+A list is a CSV with any separator and the columns file, gloss and cat, ids from 0. It covers the folder next to it
 that its own name holds, else the clips below its folder that are of the split in its name (`labels_val.csv`), else all
 of these. A row names a clip by its path from there, or by any end of its path that no other clip has; `.npz` may be
 left out. The reference has the columns gloss_id, label, cat_id and category; without one, the guide's names of clips,
@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -28,7 +29,7 @@ from typing import TypeVar
 from nbtools import disk
 from nbtools.errors import PackError
 from nbtools.tasks.common.files import split_word, walk
-from nbtools.tasks.common.labels import csv_rows
+from nbtools.tasks.common.lists import decode_text, read_rows, slashed
 from nbtools.tasks.common.report import WARNING, Refused, Row
 
 CLIP, LABELS, REFERENCE = ".npz", "labels.csv", "labels_reference.csv"
@@ -181,7 +182,7 @@ def label_lists(folder: Path, names: Iterable[str], given: Collection[str] = ())
         last = PurePosixPath(name).name.lower()
         if last.endswith(".csv") and last != REFERENCE and name.partition("/")[0] not in given:
             data = (folder / name).read_bytes()
-            head = data.partition(b"\n")[0].decode("utf-8-sig", "replace").split(",")
+            head = re.split(r"[,;|\s]+", data.partition(b"\n")[0].decode("utf-8-sig", "replace"))
             if last == LABELS or name in stated or set(COLUMNS) <= set(folded(head)):
                 lists[name] = data
     return lists
@@ -194,13 +195,22 @@ def folded(cells: Iterable[str]) -> list[str]:
 def read_table(
     data: bytes, name: str, columns: Sequence[str], parse: Callable[..., T]
 ) -> tuple[list[tuple[str, T]], list[Row]]:
-    """([(`train/labels.csv:14`, parse(*cells of these columns)), …] of a CSV file's rows, what is wrong with these or
-    with the file); parse raises Refused."""
+    """([(`train/labels.csv:14`, parse(*cells of these columns)), …] of a table's rows, what is wrong with these or
+    with the file); parse raises Refused. Without a header the columns are in this order."""
     found, rows = [], []
+
+    def is_row(cells: list[str]) -> bool:
+        with suppress(Refused):
+            return len(cells) == len(columns) and bool(parse(*cells))
+        return False
+
     try:
-        table = list(csv_rows(data, name))
+        text = decode_text(data, name)
+        table = read_rows(text, name, lambda cells: is_row(cells) or set(columns) <= set(folded(cells)), heads=())
     except Refused as refusal:
         return [], [refusal.row]
+    if table and is_row(table[0][1]):
+        table.insert(0, (0, [*columns]))
     head = folded(table[0][1]) if table else []
     if wrong := [column for column in columns if head.count(column) != 1]:
         rule = f"a list must have the columns {', '.join(columns)}, each once"
@@ -209,9 +219,9 @@ def read_table(
     for line, cells in table[1:]:
         try:
             if len(cells) != len(head):
-                rule, fix = "a row must have as many cells as the first line", "quote a name that holds a comma"
+                rule, fix = "a row must have as many cells as the first line", "quote a name that holds the separator"
                 raise Refused(Row("", rule, f"{len(cells)} of {len(head)}", fix))
-            found.append((f"{name}:{line}", parse(*(cells[head.index(column)].strip() for column in columns))))
+            found.append((f"{name}:{line}", parse(*(cells[head.index(column)] for column in columns))))
         except Refused as refusal:
             rows.append(refusal.row.at(f"{name}:{line}"))
     return found, rows
@@ -270,7 +280,7 @@ def labelled(index: Mapping[str, list[str]], file: str, gloss: str, cat: str) ->
     """(a clip or its two halves, label) of a row. Raises Refused for an id that is none, and unless the file means one
     clip."""
     ids = id_in("gloss", gloss), id_in("cat", cat)
-    name = PurePosixPath(file.replace("\\", "/")).as_posix()
+    name = slashed(file)
     some = index.get(name[: -len(CLIP)] if name.lower().endswith(CLIP) else name, [])
     if not some:
         fix = "correct the name, copy the clip too, or delete the row"

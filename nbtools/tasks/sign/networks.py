@@ -7,13 +7,14 @@ C categories. Both return logits of gloss (B, G) and of category (B, C).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import functional as F
 
-from nbtools.data import Card, Pack
+from nbtools.data import Card, Column, Pack
 from nbtools.errors import PlanError
 from nbtools.tasks.sign.plans import Plan, network_of
 from nbtools.train import Batch, again
@@ -31,13 +32,7 @@ POWER = {"balanced": 1.0, "sqrt": 0.5}
 def model(card: Card | Pack, plan: Plan) -> Transformer | Gru:
     """The network of a plan for a data set. Raises PlanError if that lacks what it reads."""
     card = card.card if isinstance(card, Pack) else card
-    name = network_of(plan, card.columns)
-    column = card.columns.get(COLUMN[name])
-    if column is None:
-        raise PlanError(
-            f'Plan.network = "{name}" reads {COLUMN[name]!r}, and this data has {", ".join(sorted(card.columns))}; '
-            "choose another network, or pack clips that hold it (kp_key, feature_key)"
-        )
+    name, column = network_of(plan, card.columns), column_of(plan, card.columns)
     sizes = column.shape[-1], len(card.classes), len(card.options["categories"])
     if name == "gru":
         network: Transformer | Gru = Gru(*sizes, dropout=plan.dropout)
@@ -47,6 +42,17 @@ def model(card: Card | Pack, plan: Plan) -> Transformer | Gru:
     for label in LABELS:
         network.register_buffer(f"{label}_weights", class_weights(card, plan.class_weights, label), persistent=False)
     return network
+
+
+def column_of(plan: Plan, columns: Mapping[str, Column]) -> Column:
+    """The column that a plan's network reads. Raises PlanError where it is missing."""
+    name = network_of(plan, columns)
+    if COLUMN[name] not in columns:
+        raise PlanError(
+            f'Plan.network = "{name}" reads {COLUMN[name]!r}, and this data has {", ".join(sorted(columns))}; '
+            "choose another network, or pack clips that hold it (kp_key, feature_key)"
+        )
+    return columns[COLUMN[name]]
 
 
 def class_weights(card: Card, kind: str, label: str) -> Tensor | None:

@@ -8,8 +8,7 @@ from typing import Any
 
 from nbtools.data import Card, Pack
 from nbtools.errors import PlanError
-from nbtools.tasks.common.padding import bucket_knob
-from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
+from nbtools.tasks.common.plans import THUMB, at_most, bucket_knob, epochs_for
 from nbtools.train import Plan as BasePlan
 from nbtools.train import knob
 
@@ -97,21 +96,22 @@ GUIDE = BASELINE.replace(
     workers=8,
 )
 
-
-def small_gru(card: Card) -> Plan:
-    """The guide's settings for little memory. Raises PlanError for data without features."""
-    if "features" not in card.columns:
-        raise PlanError("the GRU reads features (X2048), and these clips have none; pack clips that hold them")
-    changes = {"network": "gru", "epochs": 40, "micro_batch_size": 16, "lr": 1e-4, "weight_decay": 0.0}
-    return GUIDE.replace(**changes, clip_norm=None, schedule="plateau", patience=3, early_stop=8)
-
-
 PRESETS = {
     "guide": GUIDE,
     "guide-gpus": GUIDE.replace(
         epochs=100, batch_size=128, micro_batch_size=64, lr=5e-5, schedule="plateau", early_stop=15
     ),
-    "guide-low-memory": small_gru,
+    "guide-low-memory": GUIDE.replace(
+        network="gru",
+        epochs=40,
+        micro_batch_size=16,
+        lr=1e-4,
+        weight_decay=0.0,
+        clip_norm=None,
+        schedule="plateau",
+        patience=3,
+        early_stop=8,
+    ),
     "guide-cpu": BASELINE.replace(epochs=30, batch_size=8, schedule="plateau"),
     "guide-quick": BASELINE.replace(epochs=10, batch_size=16),
 }
@@ -186,7 +186,7 @@ def for_gru(card: Card) -> dict[str, tuple[Any, str]]:
 
 def with_gru(plan: Plan, card: Card | Pack) -> Plan:
     """The plan for the GRU on the same data: the network, and the settings with which it learns better."""
-    card = card.part(["features"]).card if isinstance(card, Pack) else card
+    card = card.reading(["features"]).card if isinstance(card, Pack) else card
     return plan.replace(**{name: value for name, (value, _) in for_gru(card).items()})
 
 

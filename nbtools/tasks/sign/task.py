@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,14 @@ from torch.nn import functional as F
 from nbtools.data import Card, Draws, Pack, Sample, collate
 from nbtools.errors import PlanError
 from nbtools.tasks.common import metrics as measures
-from nbtools.tasks.common.latency import Latency, measure_latency
-from nbtools.tasks.common.padding import padded
+from nbtools.tasks.common.latency import measure_latency
 from nbtools.tasks.sign.keypoints import SPAN, Keypoints, prepared
-from nbtools.tasks.sign.networks import LABELS, POSITIONS, Outputs
+from nbtools.tasks.sign.networks import LABELS, Outputs, column_of
 from nbtools.tasks.sign.plans import Plan, network_of
 from nbtools.train import Batch, Pair, Tensors
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 BEST = "gloss_accuracy"
 MEANINGS = {
@@ -47,13 +50,11 @@ def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
     """
     kept = {name: raw[name] for name in ("label", "id") if name in raw}
     if network_of(plan, raw) == "gru":
-        return {**kept, "features": padded(raw["features"], plan.bucket), "features_length": raw["features_length"]}
+        return {**kept, "features": raw["features"], "features_length": raw["features_length"]}
     points = raw["x"].unflatten(2, (-1, 2))
     seen = raw["mask"].bool() if "mask" in raw else (points != 0).any(3)
     points, seen, lengths = prepared(Keypoints(points, seen, raw["x_length"]), plan, draws)
-    most = max(points.shape[1], POSITIONS)
-    x, mask = (padded(t, plan.bucket, most) for t in (points.flatten(2), seen))
-    return {**kept, "x": x, "mask": mask, "x_length": lengths}
+    return {**kept, "x": points.flatten(2), "mask": seen, "x_length": lengths}
 
 
 def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[Tensor, int]:
@@ -116,6 +117,20 @@ def inputs(plan: Plan, columns: Collection[str]) -> tuple[str, ...]:
     return ("features",) if network_of(plan, columns) == "gru" else ("x", "mask")
 
 
+def part(pack: Pack, plan: Plan) -> Pack:
+    """The pack as the plan's network reads it: without the other network's column, and the clips that have only that.
+    Raises PlanError for one without the network's own column."""
+    column_of(plan, pack.columns)
+    reads = inputs(plan, pack.columns)
+    made = pack.reading((*reads, "label"))
+    if made.columns.keys() == pack.columns.keys():
+        return made
+    options = {**made.options, "feature_key" if "x" in reads else "kp_key": None}
+    if "x" in reads:
+        options.pop("require_x2048", None)
+    return replace(made, card=replace(made.card, options=options))
+
+
 def tensors(card: Card | Pack, plan: Plan) -> tuple[Tensors, Tensors]:
     """What the network reads and returns, for files that leave nbtools."""
     if network_of(plan, card.columns) == "gru":
@@ -149,7 +164,7 @@ def stream(
         yield replace(answer(model, card, plan, part), frame=end)
 
 
-def latency(model: nn.Module, card: Card | Pack, plan: Plan, clips: Sequence[Sample]) -> Latency:
+def latency(model: nn.Module, card: Card | Pack, plan: Plan, clips: Sequence[Sample]) -> pd.DataFrame:
     """How long a model takes for single clips, from arrays to the answer. Raises PlanError without clips."""
     frames = statistics.median([len(clip[inputs(plan, clip)[0]]) for clip in clips] or [0])
     device = next(model.parameters()).device

@@ -22,8 +22,8 @@ from nbtools.data import SPLITS, Card, Pack, Sample
 from nbtools.errors import PackError
 from nbtools.figures import GREY, RIGHT, Sheet, finish, gallery, judged
 from nbtools.show import plural
-from nbtools.tasks.common.mistakes import confusion as confusion_table
-from nbtools.tasks.common.mistakes import counts_of, most_confused, paired
+from nbtools.tasks.common.metrics import confusion as confusion_table
+from nbtools.tasks.common.metrics import counts_of, most_confused, paired
 from nbtools.tasks.sign.keypoints import FACE, FACE_MESH, LEFT, POINTS
 from nbtools.tasks.sign.keypoints import RIGHT as RIGHT_HAND
 

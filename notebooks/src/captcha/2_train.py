@@ -53,10 +53,8 @@ pack
 
 # %% [markdown]
 # ## The plan
-# Measured here, on your data: which batch size is the fastest that fits, what a step spends its time on, and which
-# single change is worth making. It takes about a minute the first time and is kept next to the pack. Every field has
-# its reason next to it; where nothing was measured, the reason names the rule of thumb. Above the table: how many steps
-# that is, of these how many of warmup, how long they take at the measured speed, and what limits it.
+# Measured here, on your data, in about a minute, and kept next to the pack. Every field has its reason next to it;
+# where nothing was measured, the reason names the rule of thumb.
 
 # %%
 advice = nb.advise(captcha, pack, measure=MEASURE)
@@ -68,19 +66,17 @@ advice
 
 # %%
 panel = nb.Panel(advice)
+panel.put(panel.plan.replace(**CHANGES))
 panel
 
 # %% [markdown]
 # ## Train
-# The panel now acts on the run: *Pause*, *Evaluate now*, *Save now*, and lr, batch size, mixed precision and more take
-# effect at the next step, each with a mark in the picture. *Stop*, or the notebook's own stop button, finishes the
-# step, saves, and returns the run; running this cell again resumes it.
+# What you change takes effect at the next step, with a mark in the picture. *Stop*, or the notebook's own stop button,
+# saves and returns the run; running this cell again resumes it.
 #
-# Before the first step the cell states machine, batch, lr and steps, and after each epoch losses, lr, speed, memory and
-# the time left; the lines stay in its output.
+# A line for each epoch stays in the cell's output.
 
 # %%
-panel.put(panel.plan.replace(**CHANGES))
 run = nb.fit(captcha, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu=RELEASE_GPU)
 
 # %% [markdown]
@@ -98,4 +94,7 @@ run.summary()
 run.receipt or print("Not measured: set MEASURE = True, then run the settings and the training cell again")
 
 # %% [markdown]
-# Next: `3_evaluate`.
+# Next: again with another lr, in a folder of its own, and which of the two is better; then `3_evaluate`.
+#
+#     again = nb.fit(captcha, pack, panel.plan.replace(lr=panel.plan.lr / 2))
+#     nb.compare(run, again)

@@ -68,6 +68,7 @@ advice
 
 # %%
 panel = nb.Panel(advice)
+panel.put(panel.plan.replace(**CHANGES))
 panel
 
 # %% [markdown]
@@ -76,11 +77,9 @@ panel
 # panel acts on the run; *Stop*, or the notebook's own stop button, finishes the step, saves, and returns the run;
 # running this cell again resumes it.
 #
-# Before the first step the cell states machine, batch, lr and steps, and after each epoch losses, lr, speed, memory and
-# the time left; the lines stay in its output.
+# A line for each epoch stays in the cell's output.
 
 # %%
-panel.put(panel.plan.replace(**CHANGES))
 run = nb.fit(hwdb, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu=RELEASE_GPU)
 
 # %% [markdown]
@@ -100,4 +99,7 @@ run.summary()
 run.receipt or print("Not measured: set MEASURE = True, then run the settings and the training cell again")
 
 # %% [markdown]
-# Next: `3_evaluate`.
+# Next: again with another lr, in a folder of its own, and which of the two is better; then `3_evaluate`.
+#
+#     again = nb.fit(hwdb, pack, panel.plan.replace(lr=panel.plan.lr / 2))
+#     nb.compare(run, again)

@@ -67,6 +67,7 @@ advice
 
 # %%
 panel = nb.Panel(advice)
+panel.put(panel.plan.replace(**CHANGES))
 panel
 
 # %% [markdown]
@@ -74,7 +75,6 @@ panel
 # The same images after augmentation: scaled, cropped, mirrored, in other colours. Labels are never mixed.
 
 # %%
-panel.put(panel.plan.replace(**CHANGES))
 segment.training_views(pack, pack.ids("train")[:3], panel.plan)
 
 # %% [markdown]
@@ -82,8 +82,7 @@ segment.training_views(pack, pack.ids("train")[:3], panel.plan)
 # Evaluations during training are single passes; several scales and mirror images, if the plan asks for them, are left
 # to the end.
 #
-# Before the first step the cell states machine, batch, lr and steps, and after each epoch losses, lr, speed, memory and
-# the time left; the lines stay in its output.
+# A line for each epoch stays in the cell's output.
 
 # %%
 run = nb.fit(segment, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu=RELEASE_GPU)
@@ -103,4 +102,7 @@ run.summary()
 run.receipt or print("Not measured: set MEASURE = True, then run the settings and the training cell again")
 
 # %% [markdown]
-# Next: `3_evaluate`.
+# Next: again with another lr, in a folder of its own, and which of the two is better; then `3_evaluate`.
+#
+#     again = nb.fit(segment, pack, panel.plan.replace(lr=panel.plan.lr / 2))
+#     nb.compare(run, again)

@@ -68,7 +68,7 @@ advice
 
 # %%
 panel = nb.Panel(advice)
-panel.put(panel.plan.replace(epochs=round(MORE * panel.plan.epochs)))
+panel.put(panel.plan.replace(epochs=round(MORE * panel.plan.epochs)).replace(**CHANGES))
 panel
 
 # %% [markdown]
@@ -76,11 +76,9 @@ panel
 # It reads the whole clip at once, every frame attending to all others, and averages over the valid
 # frames.
 #
-# Before the first step the cell states machine, batch, lr and steps, and after each epoch losses, lr, speed, memory and
-# the time left; the lines stay in its output.
+# A line for each epoch stays in the cell's output.
 
 # %%
-panel.put(panel.plan.replace(**CHANGES))
 places = {"run": f"{RUNS}/sign", "keep": KEEP and f"{KEEP}/sign"}
 run = nb.fit(sign, pack, panel, **places, receipt=MEASURE, release_gpu=RELEASE_GPU and not both)
 
@@ -100,11 +98,9 @@ else:
 
 # %% [markdown]
 # ## Side by side
-# Every run stays in its folder. `nb.runs` lists them, newest first, with state, best value, time, and the tags and
-# notes that you give them.
+# Every run stays in its folder. `nb.runs` lists them, newest first, with state, best value and time.
 
 # %%
-run.tags = ["first"]
 nb.runs(RUNS)
 
 # %% [markdown]
@@ -122,4 +118,7 @@ nb.compare(*runs)
 run.receipt or print("Not measured: set MEASURE = True, then run the settings and the training cell again")
 
 # %% [markdown]
-# Next: `3_evaluate`.
+# Next: again with another lr, in a folder of its own, and which of the two is better; then `3_evaluate`.
+#
+#     again = nb.fit(sign, pack, panel.plan.replace(lr=panel.plan.lr / 2))
+#     nb.compare(*runs, again)

@@ -1,0 +1,128 @@
+"""Which samples train, validate and test: by a hash of each, so that it has the same split on every machine.
+
+What stays in one split is a unit: a sample, or a group of them. Drawn by name, each unit's own hash decides, so that
+none moves when others are added; drawn by class or content, shares are exact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import mode
+
+import numpy as np
+
+from nbtools.errors import PackError
+from nbtools.show import plural
+
+SPLITS = ("train", "val", "test")
+MOST = 0.7  # classes a sample: with more, the target is hardly a class
+USES = {"train": "can be learned", "val": "chooses the best checkpoint or stops early", "test": "tests it at the end"}
+Units = list[list[int]]
+
+
+def position(data: str | bytes, seed: int = 0) -> float:
+    """Return the place in [0, 1) of a name, or of what a sample holds."""
+    data = data.encode(errors="surrogateescape") if isinstance(data, str) else data  # file names need not be UTF-8
+    key = str(seed).encode() if seed else b""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7, key=key).digest(), "big") / 2**56
+
+
+def assign(
+    given: Sequence[str | None],
+    places: Sequence[float],
+    groups: Sequence[str | None],
+    labels: Sequence[str] | None,
+    shares: tuple[float, float],
+    exact: bool,
+) -> list[str]:
+    """Return the split of every sample: the given one, else by its place in [0, 1) and the shares of val and test.
+
+    A source with a train split but no val split gives its val share from train, and one with any split of its own has
+    no other test split. test=1.0: all are test. labels: classes, which are divided alike. Raises PackError where whole
+    numbers leave nothing to train on.
+    """
+    val, test = shares
+    if is_all(test):
+        return ["test"] * len(given)
+    own = set(given) - {None}
+    divided = "train" if "train" in own and "val" not in own else None
+    units = units_of((i for i, split in enumerate(given) if split == divided), places, groups)
+    units = units if labels is None else interleave(units, labels)
+    result = [split or "train" for split in given]
+    for unit, split in zip(units, draw(units, places, val, 0 if own else test, exact), strict=True):
+        for i in unit:
+            result[i] = split
+    return result
+
+
+def draw(units: Units, places: Sequence[float], val: float, test: float, exact: bool) -> list[str]:
+    """Return the split of each unit. A share above 0 gets one at least, and the last one always trains."""
+    exact = exact or is_count(val) or is_count(test)
+    first = (places[unit[0]] for unit in units)
+    splits = ["train" if exact or x >= test + val else "test" if x < test else "val" for x in first]
+    splits[-1:] = ["train" for _ in splits[-1:]]
+    total = sum(map(len, units))
+    for split, share in (("test", test), ("val", val)):
+        wanted = share if is_count(share) else max(1, exact * round(share * total)) if share else 0
+        missing = wanted - sum(len(unit) for unit, one in zip(units, splits, strict=True) if one == split)
+        for k, unit in enumerate(units[:-1]):
+            if missing > 0 and splits[k] == "train":
+                splits[k], missing = split, missing - len(unit)
+        if missing > 0 and is_count(share) and units:
+            left = f"leave none of {plural(total, 'sample')} to train on"
+            raise PackError(f"val={val} and test={test} {left}; lower them")
+    return splits
+
+
+def units_of(ids: Iterable[int], places: Sequence[float], groups: Sequence[str | None]) -> Units:
+    """Return the samples that stay together, in the order of their places."""
+    units: dict[int | str, list[int]] = {}
+    for i in ids:
+        units.setdefault(groups[i] or i, []).append(i)
+    return sorted(units.values(), key=lambda unit: places[unit[0]])
+
+
+def interleave(units: Units, labels: Sequence[str]) -> Units:
+    """Order units so that any first part of them has the same share of each class, in each class as before."""
+    classes = [mode(labels[i] for i in unit) for unit in units]
+    sizes, before, middles = Counter(classes), Counter[str](), []
+    for label in classes:
+        middles.append((before[label] + 0.5) / sizes[label])
+        before[label] += 1
+    return [units[k] for k in np.argsort(middles, kind="stable")]
+
+
+def remarks(splits: Sequence[str], labels: Sequence[str] | None, drawn: Iterable[str]) -> list[str]:
+    """Return what whoever trains on these samples should hear, a sentence each. labels: their classes; drawn: the
+    splits that should have some."""
+    lines = [f"no sample is in {split}, so nothing {USES[split]}" for split in drawn if split not in splits]
+    classes = Counter(labels or ())
+    if len(classes) > max(MOST * len(splits), 10):
+        return [*lines, f"{len(classes):,} classes for {len(splits):,} samples: is the target a class at all?"]
+    for split, so in (("train", "it cannot be learned"), ("val", "no evaluation sees it")):
+        seen = {label for label, one in zip(labels or (), splits, strict=False) if one == split}
+        if (lacking := sorted(classes.keys() - seen)) and seen:
+            some = ", ".join(lacking[:5]) + " …" * (len(lacking) > 5)
+            lines.append(f"{plural(len(lacking), 'class')} without a {split} sample ({some}): {so}")
+    return lines
+
+
+def require_shares(val: float, test: float) -> None:
+    """Raise PackError unless these can be the validation's and the test's part of a source."""
+    numbers = all(isinstance(share, (int, float)) and share >= 0 for share in (val, test))
+    if not numbers or not (is_all(test) or sum(share for share in (val, test) if not is_count(share)) < 1):
+        raise PackError(
+            f"val and test must be whole numbers of samples, or shares ≥ 0 and below 1, got {val}, {test}; "
+            "their sum leaves samples to train on, but for test=1.0, which makes all of them test"
+        )
+
+
+def is_count(share: float) -> bool:
+    return isinstance(share, int) and share >= 1
+
+
+def is_all(share: float) -> bool:
+    """Return whether a split takes every sample; the whole number 1 is one sample."""
+    return isinstance(share, float) and share == 1

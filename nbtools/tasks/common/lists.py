@@ -1,0 +1,119 @@
+"""The lists and tables that come with data, as people and programs write them: any separator, quotes of CSV, a header
+or none, UTF-8 or Excel's UTF-16; and texts as places in a list of characters."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from nbtools import disk
+from nbtools.data import Pack
+from nbtools.errors import PackError
+from nbtools.tasks.common.report import Refused, Row
+
+SEPARATORS = (",", ";", "\t", "|", " ")
+JUDGED = 100  # rows that decide on the separator
+HEADS = ("file", "filename", "id", "image", "images", "image_path", "img", "name", "path")  # first cells of headers
+
+Rows = list[tuple[int, list[str]]]
+
+
+def read_rows(
+    text: str, file: str, fits: Callable[[list[str]], bool], heads: Collection[str] = HEADS, whole: bool = False
+) -> Rows:
+    """Return (line number, cells) of each row that is not empty, cut at the separator with which most rows fit: comma,
+    semicolon, tab, bar or blanks; at the comma if none does. A first row that does not fit and begins with one of
+    `heads` is a header, and left out.
+
+    whole: where rows fit so, all after the first separator is one cell, taken as it is. Raises Refused for no CSV.
+    """
+    ways: list[Callable[[], Iterator[tuple[int, list[str]]]]]
+    ways = [partial(first_cut, text, separator) for separator in SEPARATORS if whole]
+    ways += [partial(csv_rows, text, separator, file) for separator in SEPARATORS]
+    rows = list(max(ways, key=lambda way: sum(fits(cells) for _, cells in islice(way(), JUDGED)))())
+    headed = bool(rows) and not fits(rows[0][1]) and rows[0][1][0].casefold() in heads
+    return rows[headed:]
+
+
+def csv_rows(text: str, separator: str, file: str) -> Iterator[tuple[int, list[str]]]:
+    lines = io.StringIO(text, newline="")
+    plain = (f"{' '.join(line.split())}\n" for line in lines) if separator == " " else lines
+    reader = csv.reader(plain, delimiter=separator, skipinitialspace=True)
+    try:
+        for cells in reader:
+            if any(cell.strip() for cell in cells):
+                yield reader.line_num, [cell.strip() for cell in cells]
+    except csv.Error as error:
+        fix = "save it as CSV in UTF-8, with commas"
+        raise Refused(Row("", "the file must be CSV", str(error)[:80], fix, file=file)) from None
+
+
+def first_cut(text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            first, *rest = line.removesuffix("\r").split(None if separator == " " else separator, 1)
+            yield number, [first.strip(), *rest]
+
+
+def slashed(path: str) -> str:
+    """Return a path of a list as names of files have it: with slashes, whatever system wrote it."""
+    return path.strip().replace("\\", "/").removeprefix("./")
+
+
+def csv_bytes(head: Iterable[object], rows: Iterable[Iterable[object]]) -> bytes:
+    """Return a CSV file with a header."""
+    content = io.StringIO(newline="")
+    csv.writer(content, lineterminator="\n").writerows([head, *rows])
+    return content.getvalue().encode()
+
+
+def read_text(path: Path, fix: str) -> str:
+    """Return the text of a file that the caller names. Raises Refused for one that cannot be read, with this fix, or is
+    no text."""
+    try:
+        return decode_text(path.read_bytes(), str(path))
+    except OSError as error:
+        if disk.is_away(error):
+            raise
+        value = error.strerror or str(error)
+        raise Refused(Row("", "the file must be readable", value, fix, file=str(path))) from None
+
+
+def decode_text(data: bytes, file: str) -> str:
+    """Return text of UTF-8, or of UTF-16 with a byte order mark. Raises Refused naming the first byte that is none."""
+    try:
+        return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        value = f"byte {error.object[error.start]:#04x} at offset {error.start:,}"
+        raise Refused(
+            Row("", "the file must be UTF-8 text", value, "save it as UTF-8; it may be GB18030", file=file)
+        ) from None
+
+
+# -- characters
+
+
+def characters(classes: Iterable[str], option: str = "classes") -> tuple[str, ...]:
+    """Return the classes of a recogniser of text. Raises PackError naming the option unless each is one character."""
+    listed = list(classes) if isinstance(classes, Iterable) else [classes]
+    wrong = [c for c in listed if not isinstance(c, str) or len(c) != 1]
+    wrong += [c for c, count in Counter(listed).items() if count > 1] if not wrong else []
+    if wrong or not listed:
+        came = repr(wrong[0]) if wrong else "none"
+        raise PackError(f"{option} must be single characters, each once, got {came}; give a string or a list of them")
+    return tuple(listed)
+
+
+def spell(classes: Sequence[str], places: Iterable[int]) -> str:
+    """Return the text of a row of places in the classes."""
+    return "".join(classes[place] for place in places)
+
+
+def text_of(pack: Pack, i: int) -> str:
+    """Return the text of sample i of a pack whose column `label` holds places in its classes."""
+    return spell(pack.classes, pack.sample(i)["label"])

@@ -1,0 +1,200 @@
+"""Splits: the same on every machine, stratified, by content; what is wrong with them is said; folds."""
+
+import os
+import pickle
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from packs import pack_of
+
+from nbtools.data import SPLITS, Entry, Pack, Survey, build_pack
+from nbtools.errors import PackError
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def drawn(
+    place, count=50, *, order=None, val=0.1, test=0.1, seed=0, split=None, group=None, classes="", **survey
+) -> Pack:
+    """Samples x = (i, i); sample i is of class `classes[i % len(classes)]`."""
+    folder = place / f"raw {len(os.listdir(place))}"
+    folder.mkdir()
+    (folder / "made").write_text("from arrays")
+    entries = [Entry(f"{n}", split and split(i), group=group and group(i)) for n, i in enumerate(order or range(count))]
+    numbers = dict(zip((entry.name for entry in entries), order or range(count), strict=True))
+    if classes:
+        survey["named"] = "y"
+
+    def read(path, options) -> Any:
+        i = numbers[path.name]
+        return {"x": np.full(2, i, np.float32)} | ({"y": classes[i % len(classes)]} if classes else {})
+
+    found = Survey(entries, **survey)
+    more = {"val": val, "test": test, "seed": seed, "into": folder.with_name(f"{folder.name} pack")}
+    return build_pack(folder, "plain", {}, lambda *_: found, read, **more)
+
+
+def rows(made: Pack, split: str) -> set[float]:
+    return {float(made.sample(int(i))["x"][0]) for i in made.ids(split)}
+
+
+# By name
+
+
+GOLDEN = {"0.png": "train", "1.png": "test", "3.png": "val", "6.png": "test", "句.png": "train"}
+
+
+def test_a_name_has_the_same_split_on_every_machine_and_whatever_comes_with_it(place):
+    made = [
+        pack_of({name: {"x": np.zeros(1)} for name in names}, place / str(len(names)), split=None, val=0.1, test=0.1)
+        for names in (list(GOLDEN), [*GOLDEN, *(f"{i:03}_x.png" for i in range(500))])
+    ]
+    for pack in made:
+        assert [SPLITS[i] for i in pack.split[:5]] == list(GOLDEN.values())
+    assert [made[1].splits[split] / 505 for split in SPLITS] == pytest.approx([0.8, 0.1, 0.1], abs=0.04)
+
+
+def test_whole_numbers_are_exact_counts_and_a_share_stands_next_to_one(place):
+    assert drawn(place, val=7, test=11).splits == {"train": 32, "val": 7, "test": 11}
+    assert drawn(place, val=5, test=0.1).splits == {"train": 40, "val": 5, "test": 5}
+    with pytest.raises(PackError, match="val=30 and test=20 leave none of 50 samples to train on; lower them"):
+        drawn(place, val=30, test=20)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 15])
+@pytest.mark.parametrize("survey", [{}, {"by_content": True}, {"classes": "ab", "stratified": True}])
+def test_a_share_gives_at_least_one_sample_and_never_all(place, count, survey):
+    splits = drawn(place, count, val=0.01, test=0, **survey).splits
+    assert splits == {"train": count - (count > 1), "val": int(count > 1), "test": 0}
+    splits = drawn(place, count, val=0, test=0.98, **survey).splits
+    assert splits["train"] >= 1
+    assert splits["test"] >= (count > 1)
+
+
+def test_a_source_may_be_all_test_or_all_train(place):
+    own: Any = {"split": lambda i: "val" if i % 2 else "train"}
+    assert drawn(place, test=1.0, **own).splits == {"train": 0, "val": 0, "test": 50}
+    whole = drawn(place, val=0, test=0)
+    assert whole.splits == {"train": 50, "val": 0, "test": 0}
+    with pytest.raises(PackError, match=r"is a pack, and its splits are fixed; pass the raw source, which test=1\.0"):
+        build_pack(whole.folder, "plain", {}, lambda *_: Survey([]), lambda *_: {}, test=1.0)
+    assert drawn(place, test=1).splits["test"] == 1, "a whole number is a count"
+
+
+@pytest.mark.parametrize("shares", [(-0.1, 0.1), (0.5, 0.5), (0.1, 1.5), ("x", 0.1), (0.1, float("nan")), (1.0, 0.0)])
+def test_shares_that_leave_no_training_data_are_refused(place, shares):
+    with pytest.raises(PackError, match=r"whole numbers of samples, or shares ≥ 0 and below 1, .*but for test=1\.0"):
+        drawn(place, val=shares[0], test=shares[1])
+
+
+def test_the_sources_own_splits_are_kept_and_unknown_ones_refused(place):
+    made = drawn(place, split=lambda i: SPLITS[i % 3])
+    assert [SPLITS[k] for k in made.split] == [SPLITS[i % 3] for i in range(50)]
+    made = drawn(place, split=lambda i: "test" if i < 10 else "train", val=25)
+    assert made.splits == {"train": 15, "val": 25, "test": 10}, "val is taken from train where there is none"
+    with pytest.raises(PackError, match="split must be one of train, val, test, got 'dev'"):
+        made.ids("dev")
+    with pytest.raises(PackError, match="7: split must be one of train, val, test, or None, got 'raw'"):
+        drawn(place, split=lambda i: "raw" if i == 7 else None)
+
+
+# By content, class and group
+
+
+def test_a_table_in_another_order_has_its_rows_in_the_same_splits(place):
+    first, other = drawn(place, 200, by_content=True), drawn(place, 200, by_content=True, order=[*range(199, -1, -1)])
+    assert first.splits == other.splits == {"train": 160, "val": 20, "test": 20}
+    assert all(rows(first, split) == rows(other, split) for split in SPLITS)
+    less = drawn(place, by_content=True, order=[i for i in range(200) if i != 77])
+    assert len(rows(less, "test") - rows(first, "test")) <= 1, "a dropped row moves no more than the border"
+    assert rows(drawn(place, 200, by_content=True, seed=1), "test") != rows(first, "test")
+
+
+def test_each_class_is_divided_by_the_shares(place):
+    rare = "a" * 13 + "b" * 6 + "c"
+    made = drawn(place, 200, val=0.1, test=0.2, classes=rare, by_content=True, stratified=True)
+    assert made.splits == {"train": 140, "val": 20, "test": 40}
+    counts = {split: Counter(made.classes[made.arrays["y"][i]] for i in made.ids(split)) for split in SPLITS}
+    assert counts["test"] == {"a": 26, "b": 12, "c": 2}
+    assert counts["val"] == {"a": 13, "b": 6, "c": 1}
+    few = drawn(place, 40, classes="abcdefgh", by_content=True, stratified=True)
+    assert few.splits == {"train": 32, "val": 4, "test": 4}, "exact also where a class has too few for a whole sample"
+    assert not [line for line in few.remarks if "train" in line]
+
+
+def test_a_group_stays_in_one_split_and_in_one_fold(place):
+    surveys: Any = ({}, {"by_content": True}, {"classes": "ab", "stratified": True})
+    for survey in surveys:
+        made = drawn(place, 120, val=0.2, test=0.2, group=lambda i: f"patient {i // 6}", **survey)
+        assert min(made.splits.values()) >= 12
+        for pack in (made, *made.folds(3)):
+            of = [pack.split[i] for i in range(0, 120, 6)]
+            assert np.array_equal(np.repeat(of, 6), pack.split)
+
+
+# Remarks
+
+
+def test_what_is_wrong_with_the_splits_is_said_once_and_kept(place, capsys):
+    made = drawn(place, 40, val=0, test=0.1, classes="a" * 39 + "b", split=lambda i: "test" if i == 39 else "train")
+    assert made.remarks == ["1 class without a train sample (b): it cannot be learned"]
+    assert made.remarks[0] in capsys.readouterr().err
+    assert made.remarks[0] in str(made)
+    assert Pack.open(made.folder).remarks == made.remarks
+    for made, remark in (
+        (drawn(place, 1), "no sample is in val, so nothing chooses the best checkpoint or stops early"),
+        (drawn(place, 30, classes="a" * 29 + "b", val=1), "1 class without a val sample (b): no evaluation sees it"),
+        (
+            drawn(place, 30, classes="abcdefghijklmnopqrstuvwxyz"),
+            "26 classes for 30 samples: is the target a class at all?",
+        ),
+    ):
+        assert remark in made.remarks
+    assert not drawn(place, 40, classes="ab", stratified=True).remarks
+    assert not drawn(place, 40, test=1.0).remarks
+
+
+def test_a_split_of_which_most_is_refused_is_said(place):
+    def check(entry, sample):
+        if sample["x"][0] < 8:
+            raise PackError("small", "x must be 8 or more", "leave it out")
+
+    made = drawn(place, 40, check=check, split=lambda i: "val" if i < 10 else "train")
+    assert made.remarks == ["8 of 10 samples of the val split cannot be used, see pack.bad"]
+
+
+# Folds
+
+
+def test_folds_validate_each_sample_once_share_the_arrays_and_keep_the_test_split(place):
+    made = drawn(place, 63, test=0.2, classes="aab", by_content=True, stratified=True)
+    folds = made.folds(5)
+    assert len({fold.card.digest for fold in (made, *folds)}) == 6
+    val = np.concatenate([fold.ids("val") for fold in folds])
+    assert sorted(val) == sorted({*range(63)} - {*made.ids("test").tolist()})
+    for fold in folds:
+        assert np.array_equal(fold.ids("test"), made.ids("test"))
+        assert fold.splits == {"train": 50 - fold.splits["val"], "val": 10, "test": 13}
+        assert Counter(fold.arrays["y"][fold.ids("val")].tolist()) == {
+            0: pytest.approx(7, abs=1),
+            1: pytest.approx(3, abs=1),
+        }
+        assert fold.folder == made.folder
+        assert fold.raw[3]["x"].tolist() == made.sample(3)["x"].tolist()
+        again = pickle.loads(pickle.dumps(replace(fold, raw=None)))
+        assert (again.card, again.split.tolist()) == (fold.card, fold.split.tolist()), "as nb.launch passes it on"
+    assert [fold.card for fold in made.folds(5)] == [fold.card for fold in folds]
+    with pytest.raises(PackError, match="a fold shares the files of the pack that was divided; keep that one"):
+        folds[0].keep(place / "kept")
+    assert made.folds(5, seed=1)[0].ids("val").tolist() != folds[0].ids("val").tolist()
+    wrong: Any = (1, 51, 2.5)
+    for k in wrong:
+        with pytest.raises(PackError, match=f"folds must be 2 to 50, as many as samples or groups at most, got {k}"):
+            made.folds(k)
