@@ -25,7 +25,7 @@ from nbtools.measure.report import Report
 from nbtools.measure.timing import Clock, Stepper, Timing, epoch_batches, finish, in_turns, trace, typical, untouched
 from nbtools.measure.timing import busy as busy_seconds
 from nbtools.show import percent, size, timing
-from nbtools.train import DTYPES, MOST_GRAPHS, Plan, Sums, TaskLike, evaluation, gradients, unrecordable
+from nbtools.train import DTYPES, MOST_GRAPHS, Plan, Sums, TaskLike, evaluation, gradients, synchronizing, unrecordable
 from nbtools.train import device as devices
 
 SECONDS = 3.0  # of the turns of the plan; all changes together get as long again
@@ -62,7 +62,8 @@ class StepProfile(Report):
     works; together 1. products: the share of the device's part that matrix products, convolutions and attention would
     need at the rate of a large product in the plan's precision. kernels: (name, share of the device's time), the
     longest ones. evaluation_s: seconds of one evaluation. memory: MiB: step, beyond what is held; held: weights,
-    gradients and optimizer. shapes: of batches. took: seconds of measuring.
+    gradients and optimizer. shapes: of batches. waits: `file:line` at which the host waits for the GPU in a step. took:
+    seconds of measuring.
     """
 
     timing: Timing
@@ -77,6 +78,7 @@ class StepProfile(Report):
     evaluation_s: float
     memory: dict[str, float]
     shapes: int
+    waits: tuple[str, ...]
     trials: tuple[Trial, ...]
     machine: dict[str, str]
     took: float
@@ -103,6 +105,7 @@ class StepProfile(Report):
             ("longest kernels", kernels),
             ("an evaluation", timing(self.evaluation_s)),
             ("memory", ", ".join(f"{name} {size(mib * 2**20)}" for name, mib in self.memory.items())),
+            *(("host waits at", line) for line in self.waits),
             *(("tried", str(trial)) for trial in self.trials),
         ]
         return ("step", "measured"), rows
@@ -164,6 +167,7 @@ def profile_of(run: Stepper) -> StepProfile:
         evaluation_s=evaluation_seconds(run),
         memory={"step": used / 2**20, "held": held / 2**20},
         shapes=shapes(pack, plan),
+        waits=tuple(synchronizing(lambda: run.step(raw))[1]),
         trials=(),
         machine=machine(),
         took=0.0,

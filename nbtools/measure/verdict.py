@@ -69,7 +69,8 @@ def because(profile: StepProfile, bound: str) -> str:
     if bound == "data":
         return f"Loading data is the limit: training waits for it {percent(profile.wait)} {step}."
     if bound == "launch":
-        return f"Kernel launches are the limit: the {device} waits for them {percent(profile.host)} {step}."
+        waits = f" The host waits for it at {profile.waits[0]}; do without that line." if profile.waits else ""
+        return f"Kernel launches are the limit: the {device} waits for them {percent(profile.host)} {step}.{waits}"
     if bound == "compute":
         return f"The {device} is the limit: busy {percent(profile.device)} {step}."
     products = profile.products * profile.device

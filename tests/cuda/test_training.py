@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import toy
-from cuda_cases import CASES, LEAN, require_near, run, synchronizing
+from cuda_cases import CASES, LEAN, require_near, run
 from torch import nn
 
 import nbtools as nb
 from nbtools.data import gather, on
 from nbtools.measure import Stepper, check, find_batch, step_profile, untouched, verdict
-from nbtools.train import TrainState, checkpoint, step, train, train_step
+from nbtools.train import TrainState, checkpoint, step, synchronizing, train, train_step
 from nbtools.train import device as devices
 from nbtools.train.graph import uncapturable
 
