@@ -189,4 +189,5 @@ def first_losses(case: Case, pack: nb.Pack, device: torch.device, steps: int, **
     with untouched(device):
         stepper = Stepper(case.task, pack, case.plan.replace(**changes), device, learning=True)
         without_dropout(stepper.state.model)
-        return [stepper.mean_loss() for _ in range(steps)], stepper.state
+        sums = (stepper.step(next(stepper.batches)) for _ in range(steps))
+        return [float(total) / float(count) for total, count in sums], stepper.state
