@@ -1,5 +1,6 @@
 """Clips of signs become a pack, and one table says what is wrong with a folder of them before that."""
 
+import contextlib
 import json
 import os
 import tarfile
@@ -8,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import nbtools as nb
 from nbtools.data import Pack
@@ -71,9 +70,6 @@ def checked(source: Path, **more):
     return nb.validate(sign, source, progress=False, **more)
 
 
-# The pack
-
-
 def test_clips_in_the_exact_format_pass_and_are_packed_as_they_are_from_a_folder_or_an_archive(tmp_path):
     source = corpus(tmp_path / "raw")
     report = checked(source, require_x2048=True)
@@ -109,12 +105,10 @@ def test_ids_are_the_classes_until_a_reference_names_them(tmp_path):
     listed(source / "val" / "labels.csv", "c,0,0", "d,4,1")
     assert packed(source).classes == ["HELLO", "RED", "BLUE", "3", "4"]
     assert len(packed(source, glosses=105, categories=10).classes) == 105
-    for glosses, said in (
-        (3, "glosses must be above the largest id, 4"),
-        (list("abcde"), "id 0 must be 'a', and .*'HE"),
-    ):
-        with pytest.raises(PackError, match=said):
-            packed(source, glosses=glosses)
+    with pytest.raises(PackError, match="glosses must be above the largest id, 4"):
+        packed(source, glosses=3)
+    with pytest.raises(PackError, match="id 0 must be 'a', and the source calls it 'HELLO'"):
+        packed(source, glosses=list("abcde"))
     listed(source / "labels_reference.csv", "x,HELLO", head="gloss_id,label")
     with pytest.raises(PackError, match=r"labels_reference\.csv: the first line must have the columns gloss_id"):
         packed(source)
@@ -177,9 +171,6 @@ def test_clips_without_labels_are_validated_and_read_and_a_pack_says_what_can_be
             act(tmp_path / "raw")
 
 
-# Lists of labels
-
-
 @pytest.mark.parametrize(
     "lines",
     [
@@ -190,7 +181,6 @@ def test_clips_without_labels_are_validated_and_read_and_a_pack_says_what_can_be
         (" Signer,CAT,file,gloss,occluded\r", "S0,0,a,0,1\r", "S1,1,b,1,0\r"),
         ("file;gloss;cat;notes", "a;0;0;", '"b";1;1;"a, b; c"'),
         ("gloss\tfile\tcat", "0\ttrain/a.npz\t0", "1\ttrain\\b.npz\t1"),
-        ("file gloss  cat", "a 0 0", "b  1 1"),
         ("file|gloss|cat", "a|0|0", "b|1|1"),
     ],
 )
@@ -244,23 +234,13 @@ def test_a_damaged_list_gives_its_row_and_each_clip_without_a_label_has_one(tmp_
     for file, (kind, rule, value) in causes.items():
         [row] = [row for row in report.rows if row.file == file]
         assert (row.severity, rule in row.rule, value in row.value, bool(row.fix)) == (ERROR, True, True, True), kind
-    others = [row for row in report.rows if row.file not in causes]
-    assert {row.rule for row in others} == {"a clip must have a label"}
+    assert {row.rule for row in report.rows if row.file not in causes} == {"a clip must have a label"}
     made = packed(source)
     assert sorted(made.bad["file"]) == sorted(row.file for row in report.rows)
-    left_out = [row.file for row in report.rows if row.file.endswith("npz")]
-    assert sorted([*made.names, *left_out]) == [f"{i:02}/{name}.npz" for i in range(len(LISTS)) for name in "ab"]
-
-
-# Clips: a damage gives its row and no other, and the pack leaves out just what is an error
 
 
 def changed(**arrays_: Any):
     return lambda path: clip(path, **arrays_)
-
-
-def replaced(data: bytes):
-    return lambda path: path.write_bytes(data)
 
 
 def with_value(value: float):
@@ -290,8 +270,13 @@ REFUSED = {
     "times have other frames": (changed(timestamps_ms=TIMES[1:]), "timestamps_ms", "timestamps_ms must be (5)", "(4,)"),
     "times go back": (changed(timestamps_ms=TIMES[::-1]), "timestamps_ms", "times must increase", "frame 0 has 133"),
     "X is pickled": (changed(X=X.astype(object)), "", "a whole .npz archive", "Object arrays"),
-    "the file is empty": (replaced(b""), "", "a whole .npz archive", "not a zip file"),
-    "the file is a web page": (replaced(b"<!DOCTYPE html>"), "", "a whole .npz archive", "not a zip file"),
+    "the file is empty": (lambda path: path.write_bytes(b""), "", "a whole .npz archive", "not a zip file"),
+    "the file is a web page": (
+        lambda path: path.write_bytes(b"<!DOCTYPE>"),
+        "",
+        "a whole .npz archive",
+        "not a zip file",
+    ),
 }
 
 
@@ -302,8 +287,7 @@ def test_a_damaged_clip_gives_its_row_and_no_other(tmp_path, severity, kinds):
         damage(clip(source / f"{i:02}.npz", without=("X2048",)))
     clip(source / "99.npz", seed=1, frames=7)
     listed(source / "labels.csv", *(f"{path.stem},0,0" for path in sorted(source.iterdir())))
-    report = checked(source, feature_key=None)
-    rows = report.rows
+    rows = checked(source, feature_key=None).rows
     assert [row.file for row in rows] == [f"{i:02}.npz" for i in range(len(kinds))]
     for row, (kind, (_, key, rule, value)) in zip(rows, kinds.items(), strict=True):
         assert (row.severity, row.key, rule in row.rule, value in row.value) == (severity, key, True, True), (kind, row)
@@ -314,53 +298,28 @@ def test_a_damaged_clip_gives_its_row_and_no_other(tmp_path, severity, kinds):
     assert len(made) == len(kinds) + 1 - len(wrong)
 
 
-@pytest.fixture(scope="module")
-def wholes(tmp_path_factory):
-    """A clip compressed, and one stored, whose header of X lies in the first 192 bytes, before any checksum."""
-    path = tmp_path_factory.mktemp("whole") / "a.npz"
-    compressed = clip(path, frames=2, without=("X2048",)).read_bytes()
-    np.savez(path, **{key: value for key, value in arrays(frames=8).items() if key != "X2048"})
-    return (compressed, len(compressed), 2), (path.read_bytes(), 192, 8)
-
-
-@pytest.mark.filterwarnings("default")  # of NumPy, for headers that it takes for those of older versions
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(st.data())
-def test_a_damaged_clip_is_refused_or_has_the_right_form(tmp_path, wholes, data):
+def test_a_clip_with_damaged_bytes_is_refused_or_has_the_right_form(tmp_path):
     """A checksum guards the numbers, but not the names around them."""
-    whole, within, frames = data.draw(st.sampled_from(wholes))
-    damaged = bytearray(whole)
-    for place, value in data.draw(st.lists(st.tuples(st.integers(0, within - 1), st.integers(0, 127)), max_size=5)):
-        damaged[place] = value
-    path = tmp_path / "a.npz"
-    path.write_bytes(damaged[: data.draw(st.none() | st.integers(0, len(damaged)))])
-    reasons: tuple = ()
-    try:
-        shape = sign.read(path, KEYPOINTS)["x"].shape
-    except PackError as error:
-        shape, reasons = (), error.args
-    assert shape == (frames, 156) or len(reasons) == 3, "value, rule and fix"
-
-
-# Real clips
+    whole, draw, path = clip(tmp_path / "a.npz", frames=2).read_bytes(), np.random.default_rng(0), tmp_path / "a.npz"
+    shapes = []
+    for _ in range(100):
+        damaged = bytearray(whole)
+        for place in draw.integers(len(whole), size=3):
+            damaged[place] = draw.integers(256)
+        path.write_bytes(damaged[: draw.integers(len(whole)) if draw.random() < 0.3 else None])
+        with contextlib.suppress(PackError):
+            shapes.append(sign.read(path, KEYPOINTS)["x"].shape)
+    assert len(shapes) < 80
+    assert set(shapes) <= {(2, 156)}
 
 
 @pytest.mark.real
 @pytest.mark.skipif(not DATA, reason="NBTOOLS_REAL_DATA names no folder of real data")
 def test_real_clips_pass_and_are_read_and_packed():
-    folder = nb.stage(Path(DATA) / "fsl-clips.tar", progress=False)
-    report = checked(folder, require_x2048=True)
+    report = checked(nb.stage(Path(DATA) / "fsl-clips.tar", progress=False), require_x2048=True)
     assert [(row.severity, row.value) for row in report.rows] == [(WARNING, "no labels.csv")]
-    for path in folder.glob("*.npz"):
-        with np.load(path, allow_pickle=False) as raw:
-            found = sign.read(path, {"kp_key": "X", "feature_key": "X2048"})
-            for column, key in (("x", "X"), ("mask", "mask"), ("features", "X2048")):
-                np.testing.assert_array_equal(found[column], raw[key])
     source = nb.stage(Path(DATA) / "isl-keypoints.tar", progress=False)
-    report = checked(source)
-    assert (report.about, report.errors) == ("200 clips, 200 with a label", 0)
+    assert (checked(source).about, checked(source).errors) == ("200 clips, 200 with a label", 0)
     made = packed(source)
     assert (made.splits, len(made.bad)) == ({"train": 160, "val": 40, "test": 0}, 0)
     assert (len(made.classes), len(made.options["categories"])) == (10, 3)
-    with pytest.raises(PackError, match="0 of 200 files can be used"):
-        packed(source, require_x2048=True)

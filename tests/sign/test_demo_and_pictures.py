@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,12 +36,11 @@ def files(folder):
 
 
 def test_the_same_seed_gives_the_same_bytes_and_few_clips_are_the_first_of_many(tmp_path):
-    asked = {"a": (23, 0), "b": (23, 0), "c": (40, 0), "d": (23, 1)}
-    few, again, many, other = (files(sign.demo(tmp_path / n, count, seed=seed)) for n, (count, seed) in asked.items())
+    asked = enumerate([(23, 0), (23, 0), (40, 0), (23, 1)])
+    few, again, many, other = (files(sign.demo(tmp_path / str(n), count, seed=seed)) for n, (count, seed) in asked)
     assert few == again
-    there = {name for name in few if name.endswith(".npz")}
-    assert len(there) == 23
-    assert all(many[name] == few[name] != other[name] for name in there)
+    there = [name for name in few if name.endswith(".npz")]
+    assert len(there) == sum(many[name] == few[name] != other[name] for name in there) == 23
 
 
 def test_clips_are_in_the_guides_format_and_the_validator_finds_nothing(tmp_path):
@@ -62,8 +62,8 @@ def signers_of(folder):
     signers = []
     for path in sorted(folder.glob("*.npz")):
         with np.load(path) as clip:
-            signers.append(int(re.findall(r"signer (\d+)", json.loads(str(clip["meta"]))["video"])[0]))
-    return np.array(signers)
+            signers.append(re.findall(r"signer (\d+)", json.loads(clip["meta"].item())["video"])[0])
+    return signers
 
 
 def test_val_signers_never_train_and_every_gloss_comes_equally_often(clips, packed):
@@ -80,9 +80,7 @@ def test_val_signers_never_train_and_every_gloss_comes_equally_often(clips, pack
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"count": 0}, "count must be 1 clip or more, got 0"),
         ({"glosses": 3}, "glosses must be at least one a category, 4, got 3"),
-        ({"categories": 11}, "categories must be 1 to 10, got 11"),
         ({"frames": (30, 20)}, r"frames must be \(fewest, most\), from 10 to 3,000, got \(30, 20\)"),
     ],
 )
@@ -132,7 +130,8 @@ def test_show_has_a_strip_of_each_clip_with_gloss_category_and_what_is_wrong(pac
 
 
 def test_an_animation_is_a_png_with_every_frame_at_30_a_second(packed):
-    count, movie = len(packed.sample(2)["x"]), sign.animate(packed, 2, size=64)
+    movie: Any = sign.animate(packed, 2, size=64)
+    count = len(packed.sample(2)["x"])
     shown, about = DisplayFormatter().format(movie)
     assert about["image/png"]["alt"] == f"{sign.text_of(packed, 2)}, {count} frames"
     assert shown["image/png"]

@@ -41,32 +41,21 @@ def filmed(folder: Path, frames: int = 3, seed: int = 0) -> list[Image.Image]:
 
 
 def keypoints(path: Path, frames: int = 3) -> dict[str, np.ndarray]:
-    draw = np.random.default_rng(frames)
-    arrays = {
-        "X": draw.random((frames, 156), np.float32),
-        "mask": draw.random((frames, 78)) < 0.9,
-        "timestamps_ms": np.arange(frames) * 33,
-        "meta": np.array('{"video": "1.MOV"}'),
-    }
+    arrays = {"X": np.full((frames, 156), 0.5, np.float32), "mask": np.ones((frames, 78), bool)}
+    arrays |= {"timestamps_ms": np.arange(frames) * 33, "meta": np.array('{"video": "1.MOV"}')}
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(path, **arrays)
     return arrays
 
 
-def corpus(folder: Path, glosses: int = 2, takes: int = 2) -> Path:
-    """Clips whose frames are of the gloss's own colour, in train and val."""
+def corpus(folder: Path, takes: int = 2) -> Path:
+    """Clips of two glosses in train and val, of 3 and 4 frames."""
     for split in ("train", "val"):
-        rows = ["file,gloss,cat"]
-        for gloss in range(glosses):
-            for take in range(takes):
-                name = f"{split}_{gloss}_{take}"
-                (folder / split / name).mkdir(parents=True)
-                for frame in range(3 + take):
-                    shade = 20 * take + 10 * frame + 100 * (split == "val")
-                    colour = (200, shade, 0) if gloss else (0, shade, 200)
-                    Image.new("RGB", (W, H), colour).save(folder / split / name / f"{frame}.png")
-                rows.append(f"{name},{gloss},{gloss}")
-        (folder / split / "labels.csv").write_text("\n".join(rows) + "\n")
+        names = [f"{split}_{gloss}_{take}" for gloss in range(2) for take in range(takes)]
+        for seed, name in enumerate(names):
+            filmed(folder / split / name, frames=3 + seed % takes, seed=seed)
+        rows = [f"{name},{gloss},{gloss}" for name in names for gloss in name.split("_")[1]]
+        (folder / split / "labels.csv").write_text("\n".join(["file,gloss,cat", *rows]) + "\n")
     return folder
 
 
@@ -83,8 +72,7 @@ def slowly(net: nn.Module, images: Sequence[Image.Image]) -> np.ndarray:
     """Frame by frame: squeezed to 299 × 299, ImageNet's mean and deviation."""
     rows = []
     for image in images:
-        x = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255
-        x = F.interpolate(x, (299, 299), mode="bilinear", align_corners=False)
+        x = F.interpolate(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255, (299, 299), mode="bilinear")
         for channel, (mean, std) in enumerate(zip((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), strict=True)):
             x[:, channel] = (x[:, channel] - mean) / std
         with torch.no_grad():
@@ -119,29 +107,18 @@ def test_features_come_to_what_a_clip_has_with_its_labels_and_the_pack_takes_the
     np.testing.assert_array_equal(sample["features"], held(into / "val" / "val_1_1.npz"))
 
 
-class Interrupted(nn.Module):
-    """Stops like Ctrl-C at its n-th batch."""
-
-    def __init__(self, inner: nn.Module, at: int):
-        super().__init__()
-        self.inner, self.left = inner, at
-
-    def forward(self, x):
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-        return self.inner(x)
-
-    def state_dict(self, *args, **more):
-        return self.inner.state_dict(*args, **more)
-
-
 def test_an_interrupted_extraction_resumes_and_leaves_nothing_half_written(tmp_path):
     for k in range(3):
         filmed(tmp_path / "raw" / f"clip_{k}", seed=k)
-    into = tmp_path / "clips"
+    into, stopping = tmp_path / "clips", network()
+
+    def stop(*_):
+        if (into / "clip_0.npz").exists():
+            raise KeyboardInterrupt
+
+    stopping.register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        made(tmp_path / "raw", into, network=Interrupted(network(), at=2))
+        made(tmp_path / "raw", into, network=stopping)
     assert [path.name for path in into.glob("*.npz")] == ["clip_0.npz"]
     assert made(tmp_path / "raw", into).about.endswith("2 clips got features, 1 had them")
     made(tmp_path / "raw", tmp_path / "whole")

@@ -4,7 +4,6 @@ data/processed/{transformer_only,iv3_gru_only,test_15fps}/CLIP.npz, each with a 
 """
 
 import csv
-import json
 import pkgutil
 import subprocess
 import sys
@@ -14,22 +13,19 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
 import nbtools as nb
 import nbtools.tasks
 from nbtools.__main__ import main
-from nbtools.data import Pack, open_feed
+from nbtools.data import Pack
 from nbtools.errors import PackError, TrainError
 from nbtools.tasks import sign
-from nbtools.train import device
 
 pytestmark = pytest.mark.usefixtures("one_cache")
 
 KEYPOINTS, FEATURES, VALIDATION = "transformer_only", "iv3_gru_only", "test_15fps"
 NETWORKS = {"transformer": "x", "gru": "features"}
 COLUMNS = ["epoch", "train_loss", "val_loss", "val_gloss_acc", "val_cat_acc", "lr", "epoch_time"]
-ON_A_GPU = ["gpu_memory_allocated", "gpu_memory_reserved"]
 TASKS = sorted({module.name for module in pkgutil.iter_modules(nbtools.tasks.__path__)} - {"common"})
 
 
@@ -95,10 +91,6 @@ def test_each_network_trains_on_what_it_can_read_and_says_what_it_cannot(process
     assert (len(lengths), lengths.min() > 0, part.card.bucket_by) == (20, True, NETWORKS[network])
     assert run.card == part.card
     assert part.bytes < made.bytes
-    for feed in ("resident", "streamed", "workers"):
-        [raw] = open_feed(part, sign.PLAN.replace(feed=feed, workers=0), torch.device("cpu"))([part.ids("train")])
-        read = {"transformer": {"x", "mask"}, "gru": {"features"}}[network]
-        assert {name for name in raw if not name.endswith("_length")} == {"label", "id", *read}
     assert fitted(made, network, tmp_path / "run").history.rows == run.history.rows, "it resumes with the same pack"
     assert len(run.predict_pack(made, part.ids("train"))) == 20
     missing = sorted(set(made.ids("train")) - set(part.ids("train")))[0]
@@ -117,6 +109,7 @@ def test_the_advice_is_for_the_clips_that_are_read(processed):
         nb.advise(sign, pack, measure=False).plan for pack in (packed(processed), packed(processed, kp_key=None))
     )
     assert isinstance(advice, sign.Plan)
+    assert isinstance(other, sign.Plan)
     assert (advice.network, other.network) == ("transformer", "gru")
     assert advice.batch_size == 16
     assert sign.with_network(advice, packed(processed), "gru").batch_size == other.batch_size == 20, (
@@ -159,8 +152,6 @@ def test_the_column_names_of_the_log_are_the_scripts_but_for_two(processed, tmp_
     rows = train(processed, tmp_path / "run", "--epochs", "2")
     rows = rows.rename(columns={"val_gloss_accuracy": "val_gloss_acc", "val_cat_accuracy": "val_cat_acc"})
     assert set(COLUMNS) <= set(rows.columns)
-    if device.pick().type == "cuda":
-        assert set(ON_A_GPU) <= set(rows.columns)
     assert rows["epoch"].tolist() == [0, 1]
 
 
@@ -169,11 +160,6 @@ def test_a_plateau_lowers_the_lr_and_an_early_stop_stops(processed, tmp_path):
     rows = train(processed, tmp_path / "run", "--epochs", "9", *flat, "--early-stop", "4")
     assert len(rows) < 9
     assert rows["lr"].iloc[-1] < 0.2 * rows["lr"].iloc[0]
-
-
-def test_the_guides_settings_stay_whatever_network_is_asked_for(processed, tmp_path):
-    train(processed, tmp_path / "run", "--from", "baseline", "--epochs", "1", "--batch-size", "16", "--lr-rule", "none")
-    assert json.loads((tmp_path / "run" / "plan.json").read_text())["lr"] == sign.BASELINE.lr
 
 
 def test_the_keys_choose_what_is_read(processed, tmp_path, capsys):

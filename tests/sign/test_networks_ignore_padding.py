@@ -62,19 +62,15 @@ def test_the_networks_are_the_guides():
 def test_a_layer_is_torchs_pre_ln_encoder_layer():
     ours: Any = small().layers[0]
     theirs = nn.TransformerEncoderLayer(32, 8, 128, 0.0, batch_first=True, norm_first=True)
-    copies = {
-        theirs.self_attn.in_proj_weight: ours.attention.qkv.weight,
-        theirs.self_attn.in_proj_bias: ours.attention.qkv.bias,
-        theirs.self_attn.out_proj.weight: ours.attention.out.weight,
-        theirs.self_attn.out_proj.bias: ours.attention.out.bias,
-        theirs.linear1.weight: ours.feed[1].weight,
-        theirs.linear1.bias: ours.feed[1].bias,
-        theirs.linear2.weight: ours.feed[4].weight,
-        theirs.linear2.bias: ours.feed[4].bias,
-    }
     with torch.no_grad():
-        for to, weight in copies.items():
-            to.copy_(weight)
+        theirs.self_attn.in_proj_weight.copy_(ours.attention.qkv.weight)
+        theirs.self_attn.in_proj_bias.copy_(ours.attention.qkv.bias)
+    for to, module in (
+        ("self_attn.out_proj", ours.attention.out),
+        ("linear1", ours.feed[1]),
+        ("linear2", ours.feed[4]),
+    ):
+        theirs.get_submodule(to).load_state_dict(module.state_dict())
     x, keys = torch.randn(2, 9, 32), torch.tensor([[True] * 9, [True] * 5 + [False] * 4])
     found = ours.eval()(x, keys[:, None, None])
     expected = theirs.train()(x, src_key_padding_mask=~keys)  # in eval mode it takes another path and zeroes padding
