@@ -179,7 +179,7 @@ def test_a_backbone_is_frozen_or_fine_tuned_and_makes_the_features_with_what_it_
     """Batch norm keeps the statistics of the pretraining."""
     source, backbone, into = corpus(tmp_path / "raw"), network(), tmp_path / "clips"
     before = {name: tensor.clone() for name, tensor in backbone.state_dict().items()}
-    made(source, into, network=backbone, finetune=epochs, lr=5e-3)
+    made(source, into, network=backbone, finetune=epochs)
     changed = {name for name, tensor in backbone.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == (WEIGHTS if epochs else set())
     assert (into / TUNED).exists() == bool(epochs)
@@ -208,7 +208,7 @@ def test_a_torchvision_that_does_not_import_is_a_sentence_and_ready_features_nee
 
 def test_the_own_network_is_torchvisions_before_its_classifier_and_random_weights_give_features():
     models = pytest.importorskip("torchvision.models", exc_type=ImportError)
-    own = inception(None, 0).eval()
+    own = inception(None).eval()
     whole = models.inception_v3(weights=None, init_weights=False, transform_input=True).eval()
     whole.load_state_dict(own.state_dict(), strict=False)
     frames, kept = torch.rand(2, 3, 299, 299), {}

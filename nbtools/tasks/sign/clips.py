@@ -39,32 +39,30 @@ AGAIN = "extract the clip again, or delete it"
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open a clip; nothing is unpickled. Raises Refused for damage, OSError if it cannot be opened."""
+    """Open a clip; nothing is unpickled. Raises Refused for what cannot be opened, and for damage."""
     try:
         with open(path, "rb") as file, np.lib.npyio.NpzFile(file) as npz:
             yield npz
-    except (Refused, OSError):
+    except Refused:
         raise
     except Exception as error:  # zipfile, its decompressors and NumPy's parser of headers raise whatever they encounter
-        value = str(error) or type(error).__name__
+        if disk.is_away(error):
+            raise
+        value = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise Refused(Row("", "a clip must be a whole .npz archive", value, AGAIN)) from None
 
 
 def arrays_in(path: Path) -> list[str]:
     """Return the names of a clip's arrays; none if it cannot be read."""
-    try:
-        with opened(path) as npz:
-            return npz.files
-    except (Refused, OSError) as error:
-        if disk.is_away(error):
-            raise
-        return []
+    with contextlib.suppress(Refused), opened(path) as npz:
+        return npz.files
+    return []
 
 
 def read_clip(path: Path, options: Mapping[str, Any]) -> tuple[Sample, list[Row]]:
     """Return a clip's columns, of x, mask and features those that it has, and warnings.
 
-    options: kp_key, feature_key, require_x2048. Raises Refused with the first error, OSError if it cannot be opened.
+    options: kp_key, feature_key, require_x2048. Raises Refused with the first error.
     """
     sample, warnings, frames = {}, [], "T"
     with opened(path) as npz:

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,20 +29,13 @@ from nbtools.show import plural
 from nbtools.tasks.common.files import split_word, walk
 from nbtools.tasks.common.lists import decode_text, read_rows, slashed
 from nbtools.tasks.common.report import ERROR, WARNING, Refused, Report, Row, ordered
-from nbtools.tasks.sign.clips import FEATURES, KEYS, WIDTH, arrays_in, read_clip
-from nbtools.tasks.sign.keypoints import POINTS
+from nbtools.tasks.sign.clips import FORMS, KEYS, arrays_in, read_clip
 
 SUFFIX, LABELS, REFERENCE = ".npz", "labels.csv", "labels_reference.csv"
 GUIDE = {"transformer_only": "train", "iv3_gru_only": "train", "test_15fps": "val"}  # it has no test split
 ID = re.compile("[0-9]{1,4}")  # a mistyped id must not make a network of a billion outputs
-NONE: Sample = {  # the columns of a clip that lacks them
-    "x": np.zeros((0, WIDTH), np.float32),
-    "mask": np.zeros((0, POINTS), bool),
-    "features": np.zeros((0, FEATURES), np.float32),
-}
 
 Ids = tuple[int, int]  # (gloss, category)
-Classes = int | Sequence[str] | None
 
 
 def pack(
@@ -76,19 +69,21 @@ def pack_options(card: Card) -> dict[str, Any]:
 
 def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
     """Return the clips with a label that can be used, and what is wrong with the others."""
-    known = labels_of(folder, options.get("glosses"), options.get("categories"))
-    errors = [row for row in known.rows if row.severity == ERROR]
-    if not known.labels:
+    clips, labels, rows = labels_of(folder)
+    errors = [row for row in rows if row.severity == ERROR]
+    if not labels:
         first = f" The first error: {Refused(errors[0])}" if errors else ""
         fix = f"write {LABELS} with the columns file,gloss,cat; run.predict(files) reads clips without labels"
-        raise PackError(f"{folder}: {plural(len(known.clips), 'clip')} and no label; {fix}.{first}")
-    labels = {clip: np.array(known.labels[clip], np.int64) for clip in known.clips if clip in known.labels}
-    entries = [Entry(clip, split_in(clip), label) for clip, label in labels.items()]
-    keys = keys_of(options, folder, known.clips)
-    by = "features" if keys["kp_key"] is None else "x"
-    bad = [(row.file, *row.reasons) for row in errors]
-    made = {**keys, "categories": known.categories}
-    return Survey(entries, known.classes, made, ragged=("x", "mask", "features"), bucket_by=by, bad=bad)
+        raise PackError(f"{folder}: {plural(len(clips), 'clip')} and no label; {fix}.{first}")
+    entries = [Entry(clip, split_in(clip), np.array(labels[clip], np.int64)) for clip in clips if clip in labels]
+    keys, known = keys_of(options, folder, clips), read_reference(folder)
+    glosses, categories = (
+        names_of(option, options[option], max(label[k] for label in labels.values()), known[k])
+        for k, option in enumerate(("glosses", "categories"))
+    )
+    by, bad = "features" if keys["kp_key"] is None else "x", [(row.file, *row.reasons) for row in errors]
+    made = {**keys, "categories": categories}
+    return Survey(entries, glosses, made, ragged=("x", "mask", "features"), bucket_by=by, bad=bad)
 
 
 def keys_of(options: Mapping[str, Any], folder: Path, clips: Sequence[str]) -> dict[str, Any]:
@@ -107,7 +102,8 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
     Raises Refused with the first error that `validate` reports."""
     clip = read_clip(Path(path), options)[0]
     keys = {"x": options["kp_key"], "mask": options["kp_key"], "features": options["feature_key"]}
-    return {column: clip.get(column, NONE[column]) for column, key in keys.items() if key is not None}
+    empty = {column: np.zeros((0, *FORMS[column][0]), FORMS[column][1]) for column, key in keys.items() if key}
+    return {column: clip.get(column, none) for column, none in empty.items()}
 
 
 # -- what is wrong
@@ -119,78 +115,56 @@ def validate(
     kp_key: str | None = "X",
     feature_key: str | None = "X2048",
     require_x2048: bool = False,
-    glosses: int | Sequence[str] | None = None,
-    categories: int | Sequence[str] | None = None,
     progress: bool = True,
 ) -> Report:
-    """Check every clip and every label of a folder, archive or link. Options as for `pack`: an error is what a pack
-    with the same ones leaves out. require_x2048: it is an error not to have features. Raises PackError if there is no
-    clip, and for what `pack` refuses."""
+    """Check every clip and every label of a folder, archive or link. An error is what a pack with the same keys leaves
+    out; require_x2048: so is a clip without features. Raises PackError if there is no clip, and for a key that none
+    has."""
     folder = stage(source, progress=progress)
-    known = labels_of(folder, glosses, categories)
-    keys = keys_of({"kp_key": kp_key, "feature_key": feature_key}, folder, known.clips)
+    clips, labels, rows = labels_of(folder)
+    keys = keys_of({"kp_key": kp_key, "feature_key": feature_key}, folder, clips)
     if require_x2048:
         keys |= {"feature_key": feature_key, "require_x2048": True}
-    check = partial(checked, folder, keys)
-    broken = bar(side_by_side(check, known.clips), "validating", len(known.clips), leave=False, disable=not progress)
-    rows = [row.at(clip) for clip, some in zip(known.clips, broken, strict=True) for row in some]
-    about = f"{plural(len(known.clips), 'clip')}, {len(known.labels):,} with a label"
-    return Report(ordered([*known.rows, *rows]), about)
+    broken = side_by_side(partial(broken_in, folder, keys), clips)
+    broken = bar(broken, "validating", len(clips), leave=False, disable=not progress)
+    rows += [row.at(clip) for clip, some in zip(clips, broken, strict=True) for row in some]
+    return Report(ordered(rows), f"{plural(len(clips), 'clip')}, {len(labels):,} with a label")
 
 
-def checked(folder: Path, options: Mapping[str, Any], clip: str) -> list[Row]:
+def broken_in(folder: Path, options: Mapping[str, Any], clip: str) -> list[Row]:
     try:
         return read_clip(folder / clip, options)[1]
     except Refused as refusal:
         return [refusal.row]
-    except OSError as error:
-        if disk.is_away(error):
-            raise
-        return [Row("", "the file must be readable", error.strerror or str(error), "copy the file again")]
 
 
 # -- lists of labels
 
 
-class Labels(NamedTuple):
-    """The clips of a folder, relative to it, and the labels of those that have one that can be used."""
-
-    clips: list[str]
-    labels: dict[str, Ids]
-    rows: list[Row]
-    classes: list[str]
-    categories: list[str]
-
-
-def labels_of(folder: Path, glosses: Classes, categories: Classes) -> Labels:
-    """Return what lists say, without a look at clips. Raises PackError if there is no clip and for an id beyond the
-    classes, DiskError for a list that cannot be opened."""
+def labels_of(folder: Path) -> tuple[list[str], dict[str, Ids], list[Row]]:
+    """Return the clips of a folder, relative to it, the labels that can be used, and what is wrong with the lists.
+    Raises PackError if there is no clip, DiskError for a list that cannot be opened."""
     names = walk(folder)
     clips = [name for name in names if name.lower().endswith(SUFFIX)]
     if not clips:
         there = f"it has {', '.join(names[:3])}" if names else "it is empty"
         raise PackError(f"{folder}: no clips ({SUFFIX}); {there}. Give the folder that holds train/ and val/")
     with disk.explained(f"reading the labels of {folder}", folder):
-        labels, rows = read_lists(folder, names, clips)
-        titles = read_reference(folder, names)
+        labels, rows = read_lists(folder, clips)
     if not labels and not rows:
-        rows = [Row("", "clips should have labels", f"no {LABELS}", "to predict, nothing", WARNING, LABELS)]
-    else:
-        bare, fix = (clip for clip in clips if clip not in labels), f"write its row into {LABELS}"
-        rows += [Row("", "a clip must have a label", "no row that can be used", fix, file=clip) for clip in bare]
-    ids = [[*(label[k] for label in labels.values()), *titles[k]] for k in range(2)]
-    classes = names_of("glosses", glosses, ids[0], titles[0]), names_of("categories", categories, ids[1], titles[1])
-    return Labels(clips, labels, rows, *classes)
+        return clips, {}, [Row("", "clips should have labels", f"no {LABELS}", "to predict, nothing", WARNING, LABELS)]
+    bare, fix = (clip for clip in clips if clip not in labels), f"write its row into {LABELS}"
+    rows += [Row("", "a clip must have a label", "no row that can be used", fix, file=clip) for clip in bare]
+    return clips, labels, rows
 
 
-def names_of(option: str, wanted: Classes, ids: Sequence[int], known: Mapping[int, str]) -> list[str]:
+def names_of(option: str, wanted: int | Sequence[str] | None, most: int, known: Mapping[int, str]) -> list[str]:
     """Return the classes: as wanted, else those up to the largest id. Raises PackError if they are too few, or not
     those that the source itself names."""
-    most = max(ids, default=-1)
-    count = most + 1 if wanted is None else wanted if isinstance(wanted, int) else len(wanted)
+    count = max(most, *known, -1) + 1 if wanted is None else wanted if isinstance(wanted, int) else len(wanted)
     if count <= most:
-        fix = f"give {most + 1} or more, or correct the labels"
-        raise PackError(f"{option} must be above the largest id, {most}, since ids are from 0, got {count}; {fix}")
+        rule = f"{option} must be above the largest id, {most}, since ids are from 0, got {count}"
+        raise PackError(f"{rule}; give {most + 1} or more, or correct the labels")
     if wanted is None or isinstance(wanted, int):
         return [known.get(i, str(i)) for i in range(count)]
     for i, title in enumerate(wanted):
@@ -206,15 +180,15 @@ def split_in(clip: str) -> str | None:
     return next(filter(None, named), None)
 
 
-def read_lists(folder: Path, names: Sequence[str], clips: Sequence[str]) -> tuple[dict[str, Ids], list[Row]]:
+def read_lists(folder: Path, clips: Sequence[str]) -> tuple[dict[str, Ids], list[Row]]:
     """Return (clip → its label, what is wrong with the lists). A clip with contradictory labels has none."""
     given: dict[str, dict[Ids, str]] = defaultdict(dict)  # clip → label → the first row that says so
     rows: list[Row] = []
-    for name in (name for name in names if name.lower().endswith(".csv") and not is_named(name, REFERENCE)):
+    for name in tables_in(folder):
         try:
             table = read_table(folder, name, ("file", "gloss", "cat"))
         except Refused as refusal:  # perhaps the log of a training
-            rows += [refusal.row] if is_named(name, LABELS) else []
+            rows += [refusal.row] if Path(name).name.lower() == LABELS else []
             continue
         ends = ends_of(clips, name[: name.rfind("/") + 1])
         for where, (file, *ids) in table:
@@ -229,8 +203,10 @@ def read_lists(folder: Path, names: Sequence[str], clips: Sequence[str]) -> tupl
     return {clip: next(iter(labels)) for clip, labels in given.items() if len(labels) == 1}, rows
 
 
-def is_named(name: str, file: str) -> bool:
-    return PurePosixPath(name).name.lower() == file
+def tables_in(folder: Path, reference: bool = False) -> list[str]:
+    """Return the lists of labels below a folder, and perhaps other tables; or the references."""
+    names = (name for name in walk(folder) if name.lower().endswith(".csv"))
+    return [name for name in names if (Path(name).name.lower() == REFERENCE) == reference]
 
 
 def ends_of(clips: Sequence[str], above: str) -> dict[str, list[str]]:
@@ -272,10 +248,10 @@ def read_table(folder: Path, name: str, columns: Sequence[str]) -> list[tuple[st
     return [(f"{name}:{line}", [cells[p] if p < len(cells) else "" for p in places]) for line, cells in rows[1:]]
 
 
-def read_reference(folder: Path, names: Sequence[str]) -> tuple[dict[int, str], dict[int, str]]:
+def read_reference(folder: Path) -> tuple[dict[int, str], dict[int, str]]:
     """Return the names of glosses and of categories by id. Raises Refused for a reference that cannot be read."""
     glosses, categories = {}, {}
-    for name in (name for name in names if is_named(name, REFERENCE)):
+    for name in tables_in(folder, reference=True):
         for _, (gloss, label, cat, title) in read_table(folder, name, ("gloss_id", "label", "cat_id", "category")):
             glosses[id_in("gloss_id", gloss)], categories[id_in("cat_id", cat)] = label, title
     return glosses, categories

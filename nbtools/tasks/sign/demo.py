@@ -24,6 +24,7 @@ from nbtools.tasks.sign.keypoints import FACE, HANDS, LEFT, MIRROR, ORDER, POINT
 
 TAKES, HELD = 10, 5  # clips of a signer; every fifth signer is a val signer
 SIGNER, GLOSS, CLIP, TURN, BACKBONE = range(5)  # streams of random numbers
+REFERENCE, LIST = ("gloss_id", "label", "cat_id", "category"), ("file", "gloss", "cat")  # columns
 FPS, GRAIN, SHAKE = 30, 2**13, 0.01  # GRAIN: steps of a coordinate, or files are twice as large; SHAKE: shoulder widths
 
 CATEGORIES = ["greeting", "survival", "number", "calendar", "days"]  # the guide's
@@ -70,10 +71,9 @@ def demo(
 ) -> Path:
     """Write `count` clips of invented signs below train/ and val/, with lists of labels; return the folder.
 
-    frames: fewest and most of a clip; the guide's have about 122, at 30 a second. features: also write X2048, what a
-    frozen image network might make of the frames.
-    The same seed gives the same files, byte for byte, and 100 clips are the first of 1,000. Every gloss is in train as
-    soon as there are as many train clips as glosses. An earlier demo in the folder is replaced.
+    frames: fewest and most of a clip; the guide's have about 122. features: also write X2048, what a frozen image
+    network might make of the frames. The same seed gives the same files, and 100 clips are the first of 1,000. An
+    earlier demo in the folder is replaced.
     Raises PackError on an impossible request and where a clip that no demo wrote would be lost, DiskError.
     """
     require(
@@ -86,8 +86,7 @@ def demo(
     )
     signs = [sign_of(n % categories, n // categories, seed) for n in range(glosses)]
     named = [(i, sign.name, sign.category, CATEGORIES[sign.category]) for i, sign in enumerate(signs)]
-    head = ("gloss_id", "label", "cat_id", "category")
-    files: list[File] = [("labels_reference.csv", partial(csv_bytes, head, named))]
+    files: list[File] = [("labels_reference.csv", partial(csv_bytes, REFERENCE, named))]
     rows: dict[str, list[tuple]] = {"train": [], "val": []}
     for number in range(count):
         split, name = "val" if number // TAKES % HELD == 1 else "train", f"clip_{number:05}"
@@ -95,8 +94,7 @@ def demo(
         gloss = int(np.random.default_rng([seed, TURN, split == "val", turn]).permutation(glosses)[place])
         rows[split].append((name, gloss, signs[gloss].category))
         files.append((f"{split}/{name}.npz", partial(clip_bytes, signs[gloss], number, frames, features, seed)))
-    head = ("file", "gloss", "cat")
-    files += [(f"{split}/labels.csv", partial(csv_bytes, head, some)) for split, some in rows.items()]
+    files += [(f"{split}/labels.csv", partial(csv_bytes, LIST, some)) for split, some in rows.items()]
     return write_demo(folder, files, (".npz",))
 
 
@@ -113,16 +111,32 @@ def sign_of(category: int, number: int, seed: int) -> Sign:
 
 
 def clip_bytes(sign: Sign, number: int, frames: tuple[int, int], features: bool, seed: int) -> bytes:
-    """Return the file of clip `number`. A signer is the numbers that `person` draws, the same for each of their clips:
-    where they stand, pace, size of movements, habits, the hand they sign with."""
+    """Return the file of clip `number`."""
     signer, rng = number // TAKES, np.random.default_rng([seed, CLIP, number])
-    person = np.random.default_rng([seed, SIGNER, signer])
+    points, width, left_handed = perform(sign, np.random.default_rng([seed, SIGNER, signer]), frames, rng)
+    x = points + width * SHAKE * rng.standard_normal(points.shape)
+    x = np.round(x * GRAIN).astype(np.float32) / GRAIN
+    seen = detected(x, None if sign.both else HANDS[int(left_handed)], rng)
+    times = np.round(np.arange(len(x)) * 1000 / FPS + rng.uniform(-3, 3, len(x))).astype(np.int64)
+    arrays: dict[str, Any] = {"X": np.where(seen[..., None], x, np.float32(0)).reshape(len(x), -1)}
+    arrays |= {"X2048": looked_at(points, rng)} if features else {}
+    meta = np.array(json.dumps({"video": f"nbtools demo, signer {signer}, {number}.MOV", "order": ORDER}))
+    arrays |= {"mask": seen, "timestamps_ms": times - times[0], "meta": meta}
+    content, save = io.BytesIO(), np.savez if features else np.savez_compressed  # which takes too long for features
+    save(content, **arrays)
+    return content.getvalue()
+
+
+def perform(
+    sign: Sign, person: np.random.Generator, frames: tuple[int, int], rng: np.random.Generator
+) -> tuple[np.ndarray, float, bool]:
+    """Return (points (T, P, 2) of a clip, the signer's width, whether they are left-handed). A signer is the numbers
+    that `person` draws: where they stand, pace, size of movements, habits, the hand they sign with."""
     pace, left_handed = person.random(), person.random() < 0.12
     middle, width = person.uniform((0.44, 0.47), (0.56, 0.58)), person.uniform(0.20, 0.28)
     hand, size, rest = person.uniform(0.56, 0.68), person.uniform(0.8, 1.2), np.array(HANGING)
     rest[:2] += person.normal(0, 0.1, 2)
     habit = person.normal(0, 0.07, (len(CATEGORIES), 2))[sign.category]
-
     postures, centre = sign.postures.copy(), sign.postures[:, :2].mean(0)
     postures[:, :2] = centre + size * (postures[:, :2] - centre) + habit + rng.normal(0, 0.04, 2)
     postures[:, 2] += rng.normal(0, 0.08)
@@ -131,19 +145,7 @@ def clip_bytes(sign: Sign, number: int, frames: tuple[int, int], features: bool,
     if left_handed:
         stations = stations[:, MIRROR] * (-1, 1)
     count = round(frames[0] + (frames[1] - frames[0]) * (0.7 * pace + 0.3 * rng.random()))
-    points = middle + width * between(stations.repeat(2, 0), count, rng)
-
-    x = points + width * SHAKE * rng.standard_normal(points.shape)
-    x = np.round(x * GRAIN).astype(np.float32) / GRAIN
-    seen = detected(x, None if sign.both else HANDS[int(left_handed)], rng)
-    times = np.round(np.arange(count) * 1000 / FPS + rng.uniform(-3, 3, count)).astype(np.int64)
-    arrays: dict[str, Any] = {"X": np.where(seen[..., None], x, np.float32(0)).reshape(count, -1)}
-    arrays |= {"X2048": looked_at(points, rng)} if features else {}
-    meta = np.array(json.dumps({"video": f"nbtools demo, signer {signer}, {number}.MOV", "order": ORDER}))
-    arrays |= {"mask": seen, "timestamps_ms": times - times[0], "meta": meta}
-    content, save = io.BytesIO(), np.savez if features else np.savez_compressed  # which takes too long for features
-    save(content, **arrays)
-    return content.getvalue()
+    return middle + width * between(stations.repeat(2, 0), count, rng), width, left_handed
 
 
 def skeletons(main: np.ndarray, other: np.ndarray, size: float) -> np.ndarray:

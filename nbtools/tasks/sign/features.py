@@ -37,7 +37,7 @@ FRAMES = (".jpg", ".jpeg", ".png", ".bmp")
 SIDE, MEAN, STD = 299, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # InceptionV3's pixels; ImageNet's colours
 KEY, IMAGENET = "X2048", "imagenet"
 TUNED, MADE_BY = "backbone.safetensors", "backbone.txt"
-CLIPS_A_STEP = 8  # of fine-tuning
+LR, CLIPS_A_STEP = 1e-4, 8  # of fine-tuning
 FASTER = 10  # times the backbone's lr is the GRU's, which begins with nothing
 
 Film = list[Path]  # the frames of a clip, in order
@@ -51,45 +51,42 @@ def features(
     weights: str | None = IMAGENET,
     network: nn.Module | None = None,
     finetune: int = 0,
-    lr: float = 1e-4,
     batch_size: int = 32,
-    seed: int = 0,
     progress: bool = True,
 ) -> Report:
     """Write features (T, D) float32 of every folder of frames below a folder, archive or link into `into/CLIP.npz`,
-    next to the arrays that are there, and copy the lists of labels. Return what could not be used. A second call does
-    what is left; where all clips have features no network is built.
+    next to the arrays that are there, with the lists of labels. Return what could not be used. Clips that have features
+    are skipped; where all have them no network is built.
 
     weights: "imagenet", or None for random ones. network: your own in place of InceptionV3, from normalised frames
-    (N, 3, 299, 299) to (N, D). batch_size: frames at once.
-    finetune: epochs in which the backbone is trained first, with lr, on the labelled clips below train/; it is kept as
-    `into/backbone.safetensors` and loaded from there the next time.
+    (N, 3, 299, 299) to (N, D). finetune: epochs in which it is trained first, on the labelled clips below train/; it is
+    kept as `into/backbone.safetensors`. batch_size: frames at once.
     Raises PackError, MissingExtra without torchvision, StageError if the weights' download fails, DiskError.
     """
     folder, into = stage(source, progress=progress), Path(into)
     films, bad = find_films(folder), []
     todo = [name for name in films if not (into / name).is_file() or KEY not in arrays_in(into / name)]
     if todo:
-        tuned = into / TUNED if finetune else None
-        network = network or inception(None if tuned and tuned.is_file() else weights, seed)
-        network.to(devices.pick()).eval()
-        if tuned and tuned.is_file():
-            network.load_state_dict(safetensors.torch.load_file(tuned))
-        elif tuned:
-            refuse_mixture(into, b"")
-            train_backbone(network, train_clips(folder, films), finetune, lr, batch_size, seed, progress)
-            write(tuned, weights_of(network))
+        network = (network or inception(weights)).to(devices.pick()).eval()
+        if finetune:
+            tune(network, into / TUNED, train_clips(folder, films), finetune, batch_size, progress)
         refuse_mixture(into, weights_of(network))
-        for name in walk(folder):
-            if name.lower().endswith(".csv") and not (into / name).exists():
-                write(into / name, (folder / name).read_bytes())
-        for name in bar(todo, "features", disable=not progress, leave=False):
-            try:
-                write_features(into / name, films[name], network, batch_size)
-            except Refused as refusal:
-                bad.append(refusal.row if refusal.row.file else refusal.row.at(name))
+        for name in (name for name in walk(folder) if name.lower().endswith(".csv") and not (into / name).exists()):
+            write(into / name, (folder / name).read_bytes())
+        bad = extract(network, {name: films[name] for name in todo}, into, batch_size, progress)
     about = f"{into}: {plural(len(todo) - len(bad), 'clip')} got features, {len(films) - len(todo):,} had them"
     return Report(tuple(bad), about)
+
+
+def extract(network: nn.Module, films: dict[str, Film], into: Path, batch_size: int, progress: bool) -> list[Row]:
+    """Write the features of clips; return what could not be used."""
+    bad = []
+    for name, film in bar(films.items(), "features", disable=not progress, leave=False):
+        try:
+            write_features(into / name, film, network, batch_size)
+        except Refused as refusal:
+            bad.append(refusal.row if refusal.row.file else refusal.row.at(name))
+    return bad
 
 
 def write_features(path: Path, film: Film, network: nn.Module, batch_size: int) -> None:
@@ -174,7 +171,7 @@ def normalised(frames: Tensor, network: nn.Module) -> Tensor:
     return (F.interpolate(frames.to(device).float() / 255, (SIDE, SIDE), mode="bilinear") - mean) / std
 
 
-def inception(weights: str | None, seed: int) -> nn.Module:
+def inception(weights: str | None) -> nn.Module:
     """Return torchvision's InceptionV3 up to its pooled features (N, D); its weights of ImageNet are 104 MB, downloaded
     once. Raises MissingExtra, StageError."""
     try:
@@ -186,7 +183,7 @@ def inception(weights: str | None, seed: int) -> nn.Module:
         ) from error
     published = models.Inception_V3_Weights.IMAGENET1K_V1 if weights == IMAGENET else None
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(0)
         try:
             network = models.inception_v3(weights=published, init_weights=False, transform_input=True)
         except OSError as error:
@@ -207,24 +204,27 @@ def weights_of(network: nn.Module) -> bytes:
 
 def train_clips(folder: Path, films: dict[str, Film]) -> Clips:
     """Return frames and label of the clips in train folders that have one. Raises PackError if there are none."""
-    labels, _ = read_lists(folder, walk(folder), [*films])
-    chosen = [(film, labels[name]) for name, film in films.items() if name in labels and split_of(name) == "train"]
-    if not chosen:
+    labels, _ = read_lists(folder, [*films])
+    clips = [(film, labels[name]) for name, film in films.items() if name in labels and split_of(name) == "train"]
+    if not clips:
         rule = "finetune trains on clips with a label below a folder train/, and there are none"
         raise PackError(f"{folder}: {rule}; sort clips into train/ and val/, with a labels.csv each")
-    return chosen
+    return clips
 
 
-def train_backbone(
-    network: nn.Module, clips: Clips, epochs: int, lr: float, batch_size: int, seed: int, progress: bool
-) -> None:
-    """Train the backbone in place, end to end with a GRU that is then dropped. Batch norms keep their statistics: the
-    frames of a clip are near copies of each other, and would spoil them."""
+def tune(network: nn.Module, path: Path, clips: Clips, epochs: int, batch_size: int, progress: bool) -> None:
+    """Train a backbone in place, end to end with a GRU that is then dropped, and write it; or take what an earlier call
+    wrote. Batch norms keep their statistics: the frames of a clip are near copies of each other, and would spoil them.
+    """
+    if path.is_file():
+        network.load_state_dict(safetensors.torch.load_file(path))
+        return
+    refuse_mixture(path.parent, b"")
     device = next(network.parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         gru = Gru(FEATURES, *(max(ids[k] for _, ids in clips) + 1 for k in range(2))).to(device)
-        groups = [{"params": network.parameters(), "lr": lr}, {"params": gru.parameters(), "lr": lr * FASTER}]
+        groups = [{"params": network.parameters(), "lr": LR}, {"params": gru.parameters(), "lr": LR * FASTER}]
         optimizer = torch.optim.AdamW(groups)
         for module in network.modules():
             module.train(not isinstance(module, _BatchNorm))
@@ -235,6 +235,7 @@ def train_backbone(
                     (clip_loss(network, gru, film, ids, batch_size) / len(step)).backward()
                 optimizer.step()
     network.eval()
+    write(path, weights_of(network))
 
 
 def clip_loss(network: nn.Module, gru: Gru, film: Film, ids: Ids, batch_size: int) -> Tensor:

@@ -52,7 +52,7 @@ folder
 # pack; one with a warning stays in. The same in a terminal: `python -m nbtools validate sign FOLDER`.
 
 # %%
-nb.validate(sign, folder, **OPTIONS)
+nb.validate(sign, folder, **{name: OPTIONS[name] for name in OPTIONS if name.endswith("_key")})
 
 # %% [markdown]
 # ## Pack
