@@ -128,7 +128,7 @@ class Visit:
         output = self.output
         until(lambda: output.locator(".nbt-grid").count(), "the last frame")
         self.seen.facts["picture"] = [each.is_visible() for each in output.locator(PICTURE).all()]
-        self.seen.texts["kept"] = output.locator(".nbtools-kept").inner_text()
+        self.seen.texts["kept"] = output.inner_text()
         self.notebook.point(1)
         self.seen.facts["still pointed"] = until(
             lambda: (found := self.notebook.pointed()) and all(found) and found, "values under the pointer"
@@ -310,7 +310,7 @@ def late(waits: list[float]) -> float:
 def test_every_interaction_takes_effect_within_a_quarter_of_a_second_and_the_step_under_way(seen):
     """At the median where other tests run beside, at the 95th percentile alone on the machine."""
     waits = [act.beyond for act in seen.acts]
-    assert len(waits) == (21 if seen.thorough else 12), "rounds of nine, amp, all as advised, and Stop"
+    assert len(waits) == (19 if seen.thorough else 11), "rounds of eight, amp, all as advised, and Stop"
     assert all(act.came for act in seen.acts)
     found = late(waits) if seen.thorough else statistics.median(waits)
     assert found <= PROMISED, sorted(seen.acts, key=lambda act: -act.beyond)[:5]
@@ -381,10 +381,9 @@ def test_a_page_that_was_closed_while_it_trained_shows_how_the_run_ended(seen):
 def test_when_the_run_has_stopped_its_charts_stay_and_a_line_says_what_to_do(seen):
     assert seen.facts["picture"] == [False], "the picture for other readers is hidden"
     said = seen.texts["kept"]
-    assert re.search(
-        r"run this cell again to continue; the (best model so far is .* next: |newest weights are in )", said
-    )
-    assert len(seen.facts["still pointed"]) == 6
+    assert re.search(r"stopped by you after step \d+; run it again to continue", said)
+    assert re.search(r"the\s+(best\s+model\s+so\s+far\s+is|newest\s+weights\s+are\s+in)", said)
+    assert len(seen.facts["still pointed"]) == 3
     assert all(re.search(r"\d", values) for values in seen.facts["still pointed"])
 
 
@@ -403,7 +402,7 @@ def test_names_labels_and_what_users_type_are_text_and_never_markup(seen):
 def test_values_under_the_pointer_are_in_every_chart_and_follow_the_frames(seen):
     for found in seen.facts["pointed"]:
         drawn = [values for values in found if values]  # there may be no metrics yet
-        assert len(drawn) >= max(4, len(found) - 1)
+        assert len(drawn) >= max(2, len(found) - 1)
         assert all(re.search(r"\d", values) for values in drawn), found
         assert re.match(r"step \d+\n", found[0]), "where the pointer is"
 

@@ -1,5 +1,5 @@
-"""Requests to a run: panel, form, terminal, control.json and signals put their wish into one `Requests`, which the body
-of the loop reads between two steps."""
+"""Requests to a run: panel, terminal, control.json and signals put their wish into one `Requests`, which the body of
+the loop reads between two steps."""
 
 from __future__ import annotations
 
@@ -161,9 +161,8 @@ def take_file(path: Path) -> dict[str, Any] | None:
 def known(actions: Any) -> list[str]:
     """Return one action or several as a list. Raises TrainError for an unknown one."""
     actions = actions if isinstance(actions, list) else [actions]
-    for action in actions:
-        if action not in ACTIONS:
-            raise TrainError(f"a request must be one of {', '.join(ACTIONS)}, got {action!r}; name one of these")
+    if unknown := [action for action in actions if action not in ACTIONS]:
+        raise TrainError(f"a request must be one of {', '.join(ACTIONS)}, got {unknown[0]!r}; name one of these")
     return actions
 
 
