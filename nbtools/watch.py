@@ -90,8 +90,7 @@ class Remote:
     def send(self) -> None:
         """Send what was requested since the last call, once the run has taken that; until then an action is pending."""
         requests, (plan, paused) = self.requests, self.asked
-        requests.unread = (self.run.folder / CONTROL).exists()
-        if requests.unread or not self.run.folder.is_dir():
+        if (self.run.folder / CONTROL).exists() or not self.run.folder.is_dir():
             return
         requests.pending -= self.sent
         self.sent = set(requests.pending)

@@ -1,7 +1,7 @@
 """The live surface in a real browser: one visit to a training notebook in each of two generations of Jupyter.
 `make full` visits each once more, alone on the machine, so that its clock counts, and opens its file in the other way.
 
-A visit does everything in one run of captchas: ten interactions, a typo that is undone, a pause in which the cell is
+A visit does everything in one run of captchas: nine interactions, a typo that is undone, a pause in which the cell is
 run again and the page loaded anew, a stop, an interrupt, a look at the saved files without their kernel. It keeps what
 it saw; the claims below are about that. Screenshots and times stay in `browser.SHOTS`.
 """
@@ -102,6 +102,7 @@ class Visit:
         notebook.shot(f"{self.name}-running", FIT)
         seen.texts["live"] = self.output.inner_text()
         self.point()
+        self.zoomed()
         notebook.remember_places("Stop")
         self.hack()
         self.typo()
@@ -127,6 +128,7 @@ class Visit:
         """What stays of the view: its charts in the place of the picture, and what to do next."""
         output = self.output
         until(lambda: output.locator(".nbt-grid").count(), "the last frame")
+        until(lambda: "next: " in output.inner_text() or "weights are in" in output.inner_text(), "the last line")
         self.seen.facts["picture"] = [each.is_visible() for each in output.locator(PICTURE).all()]
         self.seen.texts["kept"] = output.inner_text()
         self.notebook.point(1)
@@ -147,6 +149,27 @@ class Visit:
         first = until(notebook.pointed, "charts")
         until(lambda: notebook.pointed()[0] != first[0], "a later step in the middle of the axis")
         seen.facts["pointed"] = [first, notebook.pointed()]
+        notebook.page.mouse.move(0, 0)
+
+    def zoomed(self) -> None:
+        """Drag over a chart, hide a curve, and take both back, while frames come."""
+        notebook, seen, key = self.notebook, self.seen, self.output.locator(".nbt-key span").first
+        box = self.output.evaluate("""output => {
+            const {x, y, width} = output.querySelector('.nbt-plot').getBoundingClientRect(); return [x, y, width] }""")
+        notebook.page.mouse.move(box[0] + 0.2 * box[2], box[1] + 20)
+        notebook.page.mouse.down()
+        notebook.page.mouse.move(box[0] + 0.6 * box[2], box[1] + 30, steps=4)
+        notebook.page.mouse.up()
+        until(lambda: self.output.locator(".nbt-zoom").count() == notebook.frames(), "all charts zoomed")
+        steps = len(self.log.steps())
+        until(lambda: len(self.log.steps()) > steps + 8, "later frames")
+        seen.facts["zoomed"] = self.output.locator(".nbt-zoom").count()
+        key.click()
+        until(lambda: self.output.locator("g.nbt-off").count(), "a hidden curve")
+        key.click()
+        until(lambda: not self.output.locator("g.nbt-off").count(), "the curve")
+        notebook.page.mouse.dblclick(box[0] + 0.5 * box[2], box[1] + 30)
+        until(lambda: not self.output.locator(".nbt-zoom").count(), "the whole run")
         notebook.page.mouse.move(0, 0)
 
     def hack(self) -> None:
@@ -405,6 +428,10 @@ def test_values_under_the_pointer_are_in_every_chart_and_follow_the_frames(seen)
         assert len(drawn) >= max(2, len(found) - 1)
         assert all(re.search(r"\d", values) for values in drawn), found
         assert re.match(r"step \d+\n", found[0]), "where the pointer is"
+
+
+def test_a_drag_zooms_all_charts_also_those_of_later_frames_and_a_double_click_goes_back(seen):
+    assert seen.facts["zoomed"] == 3
 
 
 def test_nothing_above_the_curves_changes_its_height_whatever_is_asked_refused_or_said(seen):

@@ -26,6 +26,7 @@ HUES = {TRAINING: BLUE, EVALUATING: SKY, COMPILING: PURPLE, MEASURING: PURPLE, P
 HUES |= {DIVERGED: VERMILLION, FAILED: VERMILLION}
 GREY = "#7d7d7d"  # of any other state
 OPENING = "opening"  # marks the event with these lines, where the process that trains is not the one that shows them
+LAST = 200  # logged steps, evaluations between them included, whose pace says how much time is left
 NOTABLE = 0.05  # share of the time that a run waits for data, above which it is shown
 STYLE = f"""
 .nbt-top>div{{display:grid;grid-template-columns:repeat(auto-fill,minmax(118px,1fr));gap:0 18px;white-space:nowrap}}
@@ -150,39 +151,22 @@ def best(columns: Columns, metric: str) -> tuple[float, int] | None:
 
 
 def time_left(columns: Columns, about: About) -> float | None:
-    """Return seconds to the end of the run: the samples left at the recent pace, and as many evaluations as so far."""
-    total, pace = (about.epochs or 0) * (about.epoch_samples or 0), recent_pace(columns)
+    """Return seconds to the end of the run, at the pace of the last logged steps since the last change."""
+    total = (about.epochs or 0) * (about.epoch_samples or 0)
+    at, wall = columns.series("wall", "step")
+    samples, changed = np.interp(at, *columns.samples()), columns.changes[-1]["step"] if columns.changes else 0
+    recent = (np.flatnonzero(at > changed) if (at > changed).any() else np.arange(len(at)))[-LAST:]
+    took = wall[recent[-1]] - wall[recent[0]] if len(recent) > 1 else 0.0
+    pace = (samples[recent[-1]] - samples[recent[0]]) / took if took > 0 else columns.newest("samples_per_s")
     if columns.ended is None or not total or not pace:
         return None
-    epochs = (1 - min(1.0, columns.ended["samples"] / total)) * (about.epochs or 0)
-    seconds = float(columns.series("eval_time", "epoch")[1].sum())
-    done = max(len(columns.series("step", "epoch")[0]), 1)
-    return epochs * ((about.epoch_samples or 0) / pace + seconds / done)
+    return float(max(total - columns.ended["samples"], 0) / pace)
 
 
 def mean_pace(columns: Columns) -> float:
-    """Return the samples a second of the whole run by the clock, without evaluations."""
-    seconds = columns.seconds()[1][-1] - columns.series("eval_time", "epoch", "evaluation")[1].sum()
+    """Return the samples a second of the whole run by the clock."""
+    seconds = columns.seconds()[1][-1]
     return float(columns.samples()[1][-1] / seconds) if seconds > 0 else columns.newest("samples_per_s") or 0.0
-
-
-def recent_pace(columns: Columns) -> float | None:
-    """Return the samples a second by the clock, without evaluations, over the last logged steps, those after the last
-    change; from a single one its own speed."""
-    at, wall = columns.series("wall", "step")
-    samples, seconds = np.interp(at, *columns.samples()), wall - evaluating(columns, at)
-    changed = columns.changes[-1]["step"] if columns.changes else 0
-    recent = (np.flatnonzero(at > changed) if (at > changed).any() else np.arange(len(at)))[-40:]
-    took = seconds[recent[-1]] - seconds[recent[0]] if len(recent) > 1 else 0.0
-    if took <= 0:
-        return columns.newest("samples_per_s") or None
-    return float((samples[recent[-1]] - samples[recent[0]]) / took)
-
-
-def evaluating(columns: Columns, at: np.ndarray) -> np.ndarray:
-    """Return the seconds of the evaluations before each of the steps."""
-    ends, seconds = columns.series("eval_time", "epoch", "evaluation")
-    return np.concatenate(([0.0], np.cumsum(seconds)))[np.searchsorted(ends, at, side="left")]
 
 
 # -- lines of text

@@ -16,20 +16,8 @@ from functools import partial
 from html import escape
 from typing import Any
 
-from ipywidgets import (
-    HTML,
-    Accordion,
-    Button,
-    Checkbox,
-    Dropdown,
-    FloatLogSlider,
-    HBox,
-    IntSlider,
-    Layout,
-    Text,
-    ToggleButton,
-    VBox,
-)
+import ipywidgets as widgets
+from ipywidgets import HTML, Button, FloatLogSlider, HBox, IntSlider, Layout, Text, VBox
 
 from nbtools import show
 from nbtools.live.svg import SCRIPT
@@ -43,7 +31,7 @@ linear one from 1 to so many times the value."""
 HELP = "font-size:12px;line-height:16px"
 MUTED = f"{HELP};opacity:.75"
 WRONG = f"{HELP};color:#C65300;font-weight:600"  # contrast 4.5 on white and 4.6 on black
-NAME, INPUT, NUMBER, SLIDER, NOTE = "166px", "280px", "84px", "120px", "260px"
+NAME, INPUT, NUMBER, SLIDER, NOTE = "166px", "280px", "84px", "96px", "260px"
 LINE, LINES, OPEN = "20px", "48px", "364px"  # a message; a question; the form above the curves, which scrolls
 STYLE = """
 .nbtools-form { container-type: inline-size }
@@ -58,13 +46,8 @@ STYLE = """
   line-height: 16px; min-width: 0; visibility: hidden; background: rgba(128, 128, 128, .25); z-index: 2 }
 .nbtools-slider:is(:active, :focus-within) .widget-readout { visibility: visible }
 .nbtools-form :focus-visible, .nbtools-knob :focus-visible { outline: 2px solid #0072B2 }
-@container (max-width: 760px) {
-  .nbtools-row > .widget-html:last-child { flex-basis: 100% !important; margin: 0 0 4px 184px !important }
-}
-@container (max-width: 480px) { .nbtools-row > .widget-html:last-child { margin-left: 2px !important } }
+@container (max-width: 760px) { .nbtools-row > .widget-html:last-child { flex-basis: 100% !important } }
 """
-"""Where the form is narrow, a note is below its input (184 px: NAME, gap and margins), which is below its name where it
-is narrower still. A host that drops it shows the same form, less neatly."""
 BUTTONS = {
     "pause": ("Pause", "pause", "Pause after this step; the run stays in memory until Resume"),
     "stop": ("Stop", "stop", "Finish the step, save a checkpoint and return the run; run the cell again to continue"),
@@ -76,18 +59,9 @@ BUTTONS = {
 }
 """action → label, icon (a name that Font Awesome 4 to 6 know), tooltip."""
 RESUME = ("Resume", "play", "Continue with the next step")
-PENDING = {
-    "stop": "stopping after this step: saving, then the run is returned …",
-    "evaluate": "evaluating after this step …",
-    "save": "saving after this step …",
-    "profile": "measuring what a step consists of, for a few seconds …",
-    "best": "going back to the best checkpoint after this step …",
-    "undo": "undoing the last change after this step …",
-}
-PAUSED, PAUSING = "paused between two steps: change what you like, then Resume", "pausing after this step …"
+PAUSED = "paused between two steps: change what you like, then Resume"
 ELSEWHERE = "It trains: these settings are in the cell below, next to its curves."
 OTHER = "Other settings …"
-SLOW = 1.0  # seconds per step; from here on the panel announces that clicks are read when a step ends
 
 
 class Form:
@@ -113,7 +87,7 @@ class Form:
             for name, widget in made.items():
                 entitle(widget, name)
                 widget.observe(partial(self.by_user, changed, name), names="value")
-        self.menu = Dropdown(options=[OTHER, *panel.presets], layout=Layout(width="280px", margin="2px 0 6px"))
+        self.menu = widgets.Dropdown(options=[OTHER, *panel.presets], layout=Layout(width="280px", margin="2px 0 6px"))
         entitle(self.menu, "Other settings: whole plans to take over")
         self.menu.observe(partial(self.by_user, lambda _, label: panel.choose(label), ""), names="value")
         self.make = button("", panel.accept, "Takes effect at the next step", "arrow-right")
@@ -127,13 +101,17 @@ class Form:
         asking = HBox([self.notice, *answers], layout=Layout(height=LINES, grid_gap="8px", align_items="flex-start"))
         rows = {name: self.row(name, rule) for name, rule in self.panel.rules.items()}
         parts = [rows.pop(name) for name in IN_VIEW if name in rows]
-        more = Accordion(children=[VBox([*rows.values()])], selected_index=None, layout=Layout(margin="8px 0 0"))
+        more = widgets.Accordion(
+            children=[VBox([*rows.values()])], selected_index=None, layout=Layout(margin="8px 0 0")
+        )
         more.set_title(0, f"More: {len(rows)} settings")
         style = HTML(f'<style onload="{escape(SCRIPT)}">{STYLE}</style>', layout=Layout(display="none"))
         form = VBox([style, self.menu, *parts, more], layout=Layout(width="100%", max_width="1100px", flex="0 0 auto"))
         form.add_class("nbtools-form")
         fold = column([form], display="none", max_height=OPEN, overflow="auto")
-        every = ToggleButton(description="All settings", icon="sliders", layout=Layout(width="auto", margin="2px 0"))
+        every = widgets.ToggleButton(
+            description="All settings", icon="sliders", layout=Layout(width="auto", margin="2px 0")
+        )
         every.observe(lambda change: setattr(fold.layout, "display", "flex" if change.new else "none"), names="value")
         knobs = [VBox([self.captions[name], HBox(self.inputs(name))]) for name in STRIP]
         for knob in knobs:
@@ -146,9 +124,10 @@ class Form:
         self.whole = column([self.own, self.before])
 
     def row(self, name: str, rule: Field[Any]) -> HBox:
-        unit, help = rule.metadata.get("unit", ""), rule.metadata.get("help", "")
-        title = f"{name} ({unit})" if unit and unit not in f"{name} {help}" else name
-        label = HTML(styled("", title), layout=Layout(width=NAME, flex="0 0 auto", margin="2px"))
+        unit = rule.metadata.get("unit", "")
+        label = HTML(
+            styled("", f"{name} ({unit})" if unit else name), layout=Layout(width=NAME, flex="0 0 auto", margin="2px")
+        )
         row = bar([label, HBox(self.inputs(name), layout=Layout(width=INPUT, flex="0 0 auto")), self.notes[name]])
         row.layout.padding = "2px 0"
         row.add_class("nbtools-row")
@@ -231,14 +210,12 @@ class Form:
         """Show what is pending in the run, if one is in progress. An unchanged value sends nothing."""
         requests = self.panel.requests if self.panel.running else None
         paused, pending = (requests.paused, requests.pending) if requests else (False, ())
-        messages = [sentence for action, sentence in PENDING.items() if action in pending]
+        messages = [f"{BUTTONS[action][0]}: after this step …" for action in BUTTONS if action in pending]
         if requests is not None:
             if paused and not requests.stop:
-                messages.insert(0, PAUSING if requests.unread else PAUSED)
+                messages.insert(0, PAUSED)
             if requests.change:
                 messages.append(f"after this step: {requests.change}")
-            if not messages and requests.pace >= SLOW:
-                messages.append(f"the last step took {requests.pace:.0f} s; requests are read between steps")
         self.pending.value = styled(HELP, " · ".join(messages), tip=True) or styled(MUTED, self.told, tip=True)
         self.own.layout.display, self.before.layout.display = ("flex", "none") if requests else ("none", "flex")
         for action, made in self.actions.items():
@@ -260,9 +237,9 @@ def field(value: Any, rule: Field[Any], narrow: bool) -> Any:
     complete."""
     layout = Layout(width=NUMBER if narrow else INPUT, flex="0 0 auto", margin="2px 0")
     if isinstance(rule.default, bool):
-        return Checkbox(value=value, indent=False, layout=layout)
+        return widgets.Checkbox(value=value, indent=False, layout=layout)
     if rule.metadata.get("choices"):
-        return Dropdown(options=list(rule.metadata["choices"]), value=value, layout=layout)
+        return widgets.Dropdown(options=list(rule.metadata["choices"]), value=value, layout=layout)
     return Text(value=written(value), continuous_update=False, layout=layout)
 
 

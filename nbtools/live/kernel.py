@@ -1,9 +1,8 @@
 """Widget messages of the kernel whose cell is running, handled between two steps of that cell.
 
 A kernel runs one request after another: while a training cell runs, the clicks on its own panel wait until it ends.
-Here the cell itself has the pending `comm_*` messages handled, and leaves every other request in its place and order,
-so that *Run all*, a cell queued meanwhile and completion behave as usual. No thread, no nested event loop, no server.
-It relies on private attributes of ipykernel, read in the sources of 6.17.1, 7.3.0 and 7.4.0; where they are not as
+Here the cell itself has the pending `comm_*` messages handled, and every other request keeps its place and order. It
+relies on private attributes of ipykernel, read in the sources of 6.17.1, 7.3.0 and 7.4.0; where they are not as
 expected `Messages.trouble` explains it, and the cell continues without.
 """
 
@@ -33,17 +32,9 @@ class Unknown(Exception):
 
 
 class Messages:
-    """The widget messages pending for the running cell:
-
-        with Messages() as messages:
-            for batch in batches:
-                step(batch)
-                messages.handle()
-
-    An event takes effect within PERIOD seconds and one step. A call costs a clock read (0.2 µs) and, once per PERIOD,
-    a poll of the kernel's socket (3 µs in a tight loop, about 60 µs between two steps of torch). Without a kernel,
-    or with an unknown one, nothing happens. trouble: why widgets react only after the cell has ended, for the user.
-    """
+    """The widget messages pending for the running cell: enter it, and call `handle` between steps. A call costs a clock
+    read (0.2 µs) and, once per PERIOD, a poll of the kernel's socket (3 to 60 µs). trouble: why widgets react only
+    after the cell has ended, for the user."""
 
     trouble: str | None = None
 
@@ -72,8 +63,7 @@ class Messages:
                 box.close()
 
     def handle(self) -> int:
-        """Handle the pending widget messages, at most once per PERIOD; return their number. An exception in a callback
-        is printed, KeyboardInterrupt raised once everything is back in its place."""
+        """Handle the pending widget messages, at most once per PERIOD; return their number."""
         if time.perf_counter() < self._due:
             return 0
         if closing(self._kernel):
@@ -97,10 +87,8 @@ class Messages:
         return count
 
     def _answer(self, message: list, box: "Queued | Received", interrupt: HeldInterrupt) -> None:
-        """Do what Kernel.dispatch_shell does, for one comm message in the middle of a cell. Frontends wait for the busy
-        and idle of each message before they send a slider's next value, and recognise the echo of their own change by
-        its parent header. ipykernel 6 has one buffer of printed text for all parents, so it is flushed at each
-        change."""
+        """Do what Kernel.dispatch_shell does. Frontends wait for busy and idle before they send a slider's next value,
+        and recognise an echo by its parent; ipykernel 6 has one buffer of printed text for all parents."""
         kernel = self._kernel
         idents, frames = kernel.session.feed_identities(message, copy=False)
         msg = kernel.session.deserialize(frames, content=True, copy=False)
@@ -134,7 +122,7 @@ class Queued:
         return bool(self._stream.socket.get(EVENTS) & POLLIN) or self._queue.qsize() != self._waiting
 
     def fetch(self) -> None:
-        """Take the comm messages out. The queue is walked only when something arrived: each read checks a signature."""
+        """Take the comm messages out, when something arrived: each read checks a signature."""
         self._stream.flush(POLLIN)
         for _ in range(self._queue.qsize() if self._queue.qsize() != self._waiting else 0):
             _, dispatch, arguments = item = self._queue.get_nowait()
@@ -158,12 +146,8 @@ class Queued:
 
 
 class Received:
-    """ipykernel 7: a stream hands each request to a separate task, which then waits for the running cell's lock.
-
-    A task cannot be taken back, so while the cell runs we replace the stream's receiver: it keeps the requests, and at
-    the end the kernel's own receiver gets them in the order of arrival. What became a task before, in the few turns of
-    the event loop between two cells of *Run all*, is out of reach and waits for the end of the cell.
-    """
+    """ipykernel 7: a stream hands each request to a task, which cannot be taken back and waits for the cell's lock. So
+    while the cell runs another receiver keeps the requests, and the kernel's own gets them at the end, in order."""
 
     def __init__(self, kernel: Any, stream: Any, replies: Any) -> None:
         self.comms: deque[list] = deque()
@@ -185,7 +169,7 @@ class Received:
         done(handler(self._replies, idents, message))
 
     def close(self) -> None:
-        """Give the stream back. Tasks are made at once, so that nothing read later can overtake what was kept."""
+        """Give the stream back; tasks are made at once, so that nothing read later overtakes what was kept."""
         self._stream.on_recv(self._receiver, copy=False)
         for message in [*self.comms, *self._kept]:
             result = self._receiver(message)
@@ -200,14 +184,12 @@ def running_kernel() -> Any:
 
 
 def closing(kernel: Any) -> bool:
-    """Return whether a kernel was asked to shut down. Its other threads then close the shell's sockets, in ipykernel 7
-    while the cell still runs, and using a socket that another thread closes may end the process."""
+    """Return whether a kernel was asked to shut down: using a socket that its threads close may end the process."""
     return bool(getattr(getattr(kernel, "shell", None), "exit_now", False))
 
 
 def inbox(kernel: Any) -> Queued | Received | None:
-    """Return where the messages for this cell are; None without a kernel, and off the main thread, where no cells run.
-    Raises Unknown, or whatever an unexpected kernel causes."""
+    """Return where the messages for this cell are; None without a kernel, and off the main thread."""
     if kernel is None or threading.current_thread() is not threading.main_thread():
         return None
     lacking = [name for name in NEEDED if not hasattr(kernel, name)]

@@ -15,7 +15,6 @@ from uuid import uuid4
 from nbtools.live import facts, samples, svg
 from nbtools.live.columns import XS
 from nbtools.live.facts import fitting
-from nbtools.live.form import entitle
 from nbtools.live.plot import SCALES, Look
 from nbtools.live.png import Still
 from nbtools.live.samples import FIRST, WORST
@@ -55,6 +54,8 @@ class Output:
     def __init__(self, changed: Callable[[], None]) -> None:
         from ipywidgets import HTML, Accordion, Dropdown, HBox, Layout
 
+        from nbtools.live.form import entitle  # which imports ipywidgets
+
         self.name, self.lives, self.log = uuid4().hex, False, list[list[str]]()
         self.stills: list[str] = []  # display ids of what replaces the view when the kernel is gone
         made = [HTML(layout=Layout(width="100%", margin="0")) for _ in range(5)]  # apart: frames send no images again
@@ -75,25 +76,16 @@ class Output:
     def look(self) -> Look:
         return Look(str(self.x.value), str(self.scale.value), SMOOTHING[str(self.smoothing.value)])
 
-    def offer(self, which: str | Sequence[int], chosen: Callable[[str | list[int]], object]) -> None:
-        """Offer a choice of samples. chosen: called with it after each change."""
-        from ipywidgets import Dropdown, Layout, Text
+    def offer(self, which: str | Sequence[int], chosen: Callable[[str], object]) -> None:
+        """Offer the first and the worst samples, and those that the user named. chosen: called after a change."""
+        from ipywidgets import Dropdown, Layout
 
-        given, style = not isinstance(which, str), {"description_width": "initial"}
-        options, value = [("the first", FIRST), ("the worst", WORST), ("chosen", "")], "" if given else which
+        named = [("chosen", "")] if not isinstance(which, str) else []
+        options = [("the first", FIRST), ("the worst", WORST), *named]
+        value, style = which if isinstance(which, str) else "", {"description_width": "initial"}
         kind = Dropdown(options=options, value=value, description="samples", style=style, layout=Layout(width="auto"))
-        ids = Text(value=", ".join(map(str, which)) if given else "", placeholder="ids, as 12, 40, 77")
-        ids.continuous_update, ids.layout.visibility = False, "visible" if given else "hidden"
-
-        def read(_: Any) -> None:
-            ids.layout.visibility = "hidden" if kind.value else "visible"
-            numbers = [int(word) for word in ids.value.replace(",", " ").split() if word.isdecimal()]
-            if kind.value or numbers:
-                chosen(str(kind.value) or numbers)
-
-        for widget in (kind, ids):
-            widget.observe(read, names="value")
-        self.choice.children = [kind, ids]
+        kind.observe(lambda change: change.new and chosen(change.new), names="value")
+        self.choice.children = [kind]
 
     def live(self, controls: Any, text: str) -> None:
         """Display the view. text: for readers without widgets."""

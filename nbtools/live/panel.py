@@ -19,19 +19,17 @@ from nbtools import show
 from nbtools.errors import NbtoolsError, PlanError
 from nbtools.live.requests import Plans, Requests
 from nbtools.measure import explained
-from nbtools.train import Plan, fixed, listed, lr_factor
+from nbtools.train import Plan, fixed, listed
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 RESTS = 0.4  # seconds until a slider that was moved rests: several presses of a key are one change of a run
-RULES = {"sqrt": "√ rule", "linear": "linear"}  # of lr for another batch, see Plan.turn
 
 
 class Panel(show.Table):
     """The plan of an Advice, or a Plan, as a form to read and change, before and during the run.
 
-    `plan` is always valid: if a value breaks a rule, the rule is shown next to its field and nothing changes. A
-    change of batch size adjusts lr by the plan's lr_rule, and names the lr of the other rules. Works without a front
-    end: `panel.fields["lr"].value = "3e-4"`.
+    `plan` is always valid: if a value breaks a rule, the rule is shown next to its field and nothing changes. A change
+    of batch size adjusts lr by the plan's lr_rule. Works without a front end: `panel.fields["lr"].value = "3e-4"`.
     """
 
     def __init__(self, advice: Any):
@@ -83,8 +81,7 @@ class Panel(show.Table):
                 self.show(f"This run goes on with what it had applied: {listed(changes)}")
 
     def begin(self, requests: Requests) -> None:
-        """A run starts: changes and clicks are posted to its requests, including changes that another thread made here
-        meanwhile."""
+        """A run starts: changes and clicks are posted to its requests, also those that were made here meanwhile."""
         with self.lock:
             late, note, self.requests, self.running = self.plan, self.note, requests, True
             self.fixed = fixed(self.plan)
@@ -128,8 +125,8 @@ class Panel(show.Table):
             self.form.show_run()
 
     def read(self, name: str, text: Any) -> None:
-        """The user changed a field. Adopt its value; one that breaks a rule stays in its field, and the plan is
-        unchanged. An empty field, as after Escape, gets the plan's value back."""
+        """Adopt what the user put into a field, else keep it there with the reason; empty, as after Escape, the field
+        gets the plan's value back."""
         with self.lock:
             self.sliding.pop(name, None)
             self.form.hold(name, text)  # the run may have overwritten it since
@@ -215,16 +212,14 @@ class Panel(show.Table):
             self.show(self.note)
 
     def want(self, new: Plan, sure: bool = False) -> None:
-        """Make this plan wanted, or, during a run, the one to confirm, unless the user is sure. Raises NbtoolsError for
-        one that a rule refuses."""
-        changes, old = new.changes_from(self.plan), self.plan
+        """Make this plan wanted, or, during a run, the one to confirm, unless the user is sure. Raises NbtoolsError."""
+        changes = new.changes_from(self.plan)
         self.note, self.asked, self.asks = "", {}, {}
         self.asks = self.requests.want(new, sure or not self.running)
         if self.asks:
             self.asked = {name: getattr(new, name) for name in changes}
         elif changes:
             self.sentence, self.proposed = "", {}  # older than this change
-            self.note = resized(old, new) if "batch_size" in changes else ""
 
     def show(self, note: str) -> None:
         self.note = note
@@ -261,14 +256,6 @@ def presets(advice: Any, plan: Plan) -> dict[str, Plan]:
         named[f"the guide's {' '.join(rest) or 'optimised'}"] = preset
     named["the largest batch"] = getattr(advice, "largest", None)
     return {name: preset for name, preset in named.items() if preset is not None}
-
-
-def resized(old: Plan, new: Plan) -> str:
-    """Return what another batch size did to lr, and the lr of the other rules."""
-    k, did = new.batch_size / old.batch_size, f"lr {show.shown(old.lr)} → {show.shown(new.lr)} by its rule"
-    others = [f"{RULES[rule]}: {old.lr * lr_factor(rule, k):.3g}" for rule in RULES if rule != new.lr_rule]
-    did = f"lr stays {show.shown(old.lr)}" if new.lr == old.lr else did
-    return f"batch {old.batch_size} → {new.batch_size}: {did} ({', '.join(others)})"
 
 
 def blamed(error: Exception, changed: Iterable[str]) -> str:

@@ -46,8 +46,13 @@ class Scale:
 
     def ticks(self) -> tuple[list[float], list[str]]:
         """Return (values, labels) from low to high."""
-        values = log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high)
-        return values, tick_labels(values, self.log)
+        from matplotlib.ticker import LogLocator, MaxNLocator
+
+        values = MaxNLocator(TICKS, steps=[1, 2, 2.5, 5, 10]).tick_values(self.low, self.high)
+        if self.log and self.high > 10 * self.low:
+            values = LogLocator(numticks=TICKS + 1).tick_values(self.low, self.high)
+        inside = [float(value) for value in values if self.low <= value <= self.high]
+        return inside, tick_labels(inside, self.log)
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class Picture:
 
     def ticks(self) -> tuple[list[float], list[str]]:
         """Return (values, labels) of the x axis; a half step or sample is none."""
-        values = [x for x in ticks(self.axis.low, self.axis.high) if self.x == "minutes" or x == int(x)]
+        values = [x for x in self.axis.ticks()[0] if self.x == "minutes" or x == int(x)]
         return values, tick_labels(values)
 
 
@@ -176,7 +181,7 @@ def metrics(columns: Columns, look: Look) -> Iterator[Chart]:
         line = Line(header(name.removeprefix("val_")), *each, colour, value, points=True)
         (shares if np.abs(y).min() <= 1 else others).append(line)
     if shares:
-        yield Chart("validation metrics", tuple(shares), below_one(*extent(line.y for line in shares)))
+        yield Chart("validation metrics", tuple(shares), airy(*extent(line.y for line in shares)))
     for line in others:
         yield Chart(line.name, (line,), airy(*extent([line.y])))
 
@@ -237,33 +242,6 @@ def airy(low: float, high: float, log: bool = False) -> Scale:
     return Scale(max(0.0, low - air) if low >= 0 else low - air, high + air)
 
 
-def below_one(low: float, high: float) -> Scale:
-    """Return the scale of shares, without air above 1."""
-    scale = airy(low, high)
-    return Scale(scale.low, min(scale.high, 1.0)) if high <= 1 else scale
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """Return round numbers from low to high: 1, 2, 2.5 or 5 times a power of ten apart."""
-    span = high - low
-    if not span > 0 or not math.isfinite(span):
-        return [low]
-    power = 10 ** math.floor(math.log10(span / TICKS))
-    step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power * TICKS >= span * 0.999)
-    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """Return powers of ten, where there is room 1, 2 and 5 times each; on less than a decade, as on any axis."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    values: list[float] = []
-    for factors in ((1, 2, 5), (1,)):
-        values = [s * 10.0**p for p in powers for s in factors if low <= s * 10.0**p <= high]
-        if len(values) <= TICKS + 1:
-            break
-    return values[:: math.ceil(len(values) / (TICKS + 1))] if len(values) > 1 else ticks(low, high)
-
-
 def tick_labels(values: Sequence[float], log: bool = False) -> list[str]:
     """Return labels of one axis with equal decimals; thousands as 2k, 2.5M."""
     if log:
@@ -282,17 +260,10 @@ def tick_labels(values: Sequence[float], log: bool = False) -> list[str]:
 
 
 def calmed(x: np.ndarray, y: np.ndarray, part: float) -> Series:
-    """Return at most POINTS means, each then averaged with its neighbours over a part of the line: a mean of both sides
-    does not lag."""
-    if not part:
-        return thinned(x, y)
-    size = math.ceil(len(x) / POINTS)
-    starts = np.arange(0, len(x), size)
-    counts = np.append(starts[1:], len(x)) - starts
-    x, y = np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts
-    half = int(len(y) * part / 2)
-    around, inside = np.ones(2 * half + 1), slice(half, half + len(y))
-    return x, np.convolve(y, around)[inside] / np.convolve(np.ones(len(y)), around)[inside]
+    """Return means of a part of the line around each point: a mean of both sides does not lag."""
+    half, total, at = int(len(y) * part / 2), np.concatenate(([0.0], np.cumsum(y))), np.arange(len(y))
+    first, last = np.maximum(at - half, 0), np.minimum(at + half + 1, len(y))
+    return thinned(x, (total[last] - total[first]) / (last - first))
 
 
 def thinned(x: np.ndarray, y: np.ndarray) -> Series:

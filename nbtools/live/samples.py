@@ -88,12 +88,11 @@ class Previews:
     """A few samples of the validation split with the network's current answers; none if the task has no `preview`.
 
     which: first, the same ones each time, evenly spaced over the split; worst, those of the highest loss in the last
-    evaluation; or ids of the pack, see `chosen`. wanted: what the user has chosen since.
+    evaluation; or ids of the pack, see `chosen`.
     """
 
     def __init__(self, state: TrainState, pack: Pack, which: str | Sequence[int] = FIRST):
         self.state, self.pack, self.which = state, pack, which
-        self.wanted: str | Sequence[int] | None = None
         ids = pack.ids("val") if len(pack.ids("val")) else pack.ids("train")
         self.ids = [int(i) for i in ids] if state.task.preview is not None else []
         self.next = 0.0

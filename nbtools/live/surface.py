@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,23 +16,13 @@ from typing import Any, Self
 from torch.distributed import is_torchelastic_launched
 
 from nbtools.data import Pack
-from nbtools.errors import NbtoolsError, TrainError
-from nbtools.live import requests
-from nbtools.live.facts import (
-    COMPILING,
-    DONE,
-    EVALUATING,
-    MEASURING,
-    OPENING,
-    PAUSED,
-    TRAINING,
-    ended,
-    opening,
-)
+from nbtools.errors import NbtoolsError
+from nbtools.live import facts, requests
+from nbtools.live.facts import COMPILING, EVALUATING, TRAINING
 from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.panel import Panel
 from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised
-from nbtools.live.samples import FIRST, Preview, Previews, chosen
+from nbtools.live.samples import FIRST, Preview, Previews
 from nbtools.live.view import PLOT_FILE, View
 from nbtools.measure import Sampler, nvml_index
 from nbtools.train import History, Record, TrainState, checkpoint, require_change
@@ -57,6 +47,7 @@ class Surface(View):
         self.messages = Messages()
         self.sampler: Sampler | None = None
         self.energy = next((row["gpu_energy"] for row in reversed(history.rows) if "gpu_energy" in row), 0.0)
+        self.wanted = ""  # samples: a callback, which may run on another thread, sets a value only
         self.looked = self.shown = 0.0
         self.seconds = 0.0  # of the run, at the last record
         self.looking = False  # at a requested evaluation: a pause lets it end
@@ -78,8 +69,8 @@ class Surface(View):
             if not self.state.over:
                 self.open()
             if self.output is not None and self.previews.ids:
-                self.output.offer(self.previews.which, self.choose)
-            self.start(DONE if self.state.over else self.status)
+                self.output.offer(self.previews.which, partial(setattr, self, "wanted"))
+            self.start(facts.DONE if self.state.over else self.status)
             if self.state.step and not self.state.over and self.visible:
                 self.show_samples(self.samples())
             self.entered = stack.pop_all()
@@ -88,7 +79,7 @@ class Surface(View):
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self.entered:  # until the picture is there Ctrl-C is a request
             stopped = self.requests.stop and not self.state.over
-            status, path = ended(error, stopped), self.folder / PLOT_FILE
+            status, path = facts.ended(error, stopped), self.folder / PLOT_FILE
             if error is None:
                 self.finish(self.samples(), status, path)
                 return
@@ -100,11 +91,11 @@ class Surface(View):
 
     def open(self) -> None:
         """Show what the run starts with; under torchrun, where another process draws the run, through the history."""
-        lines = opening(self.state, self.previews.pack)
+        lines = facts.opening(self.state, self.previews.pack)
         if self.visible:
             self.log([[line] for line in lines])
         elif is_torchelastic_launched():
-            self.record("\t".join(lines), OPENING)
+            self.record("\t".join(lines), facts.OPENING)
 
     def record(self, what: str, asked: str = "") -> None:
         """Write an event to the history, for whoever watches the run from elsewhere."""
@@ -123,22 +114,13 @@ class Surface(View):
             self.tell(f"no samples are shown: {type(error).__name__}: {error}")
             return []
 
-    def choose(self, which: str | Sequence[int]) -> None:
-        """Request other samples: as a widget's callback, which may run on another thread, it sets a value only."""
-        self.previews.wanted = which
-
     def show_chosen(self) -> None:
         """Show the samples that were requested, if any, and keep the choice in the run's folder for when it resumes."""
-        which, self.previews.wanted = self.previews.wanted, None
-        if which is None or which == self.previews.which:
-            return
-        try:
-            self.previews.which = chosen(which, self.previews.pack)
-        except TrainError as error:
-            self.tell(str(error))
-            return
-        checkpoint.mark(self.folder, samples=which)
-        self.show_samples(self.samples())
+        which, self.wanted = self.wanted, ""
+        if which and which != self.previews.which:
+            self.previews.which = which
+            checkpoint.mark(self.folder, samples=which)
+            self.show_samples(self.samples())
 
     # -- records and requests
 
@@ -218,9 +200,9 @@ class Surface(View):
     def measure(self) -> None:
         """Show that training waits for a measurement, which is about to begin."""
         self.due = 0.0
-        self.draw(MEASURING)
+        self.draw(facts.MEASURING)
 
     def hold(self) -> None:
         """Wait a moment during a pause."""
-        self.draw(PAUSED)
+        self.draw(facts.PAUSED)
         sleep(MOMENT)

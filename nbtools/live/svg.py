@@ -32,6 +32,7 @@ STYLE = f"""
 .nbt-key{{display:flex;flex-wrap:wrap;gap:0 12px;font-size:11px}}
 .nbt-key span{{display:flex;align-items:center;min-width:0;cursor:pointer;user-select:none}}
 .nbt-key .nbt-off{{opacity:.4;text-decoration:line-through}}
+.nbt-plot .nbt-off{{display:none}}
 .nbt-key i{{font-style:normal;opacity:.75;margin:0 4px;overflow:hidden;text-overflow:ellipsis}}
 .nbt .nbt-key svg{{width:14px;height:8px;flex:none;overflow:visible}}
 .nbt-plot{{position:relative;align-self:end;height:{TALL}px;margin:5px 14px 22px 46px;user-select:none}}
@@ -107,7 +108,8 @@ def heading(chart: Chart) -> str:
         if line.points:
             path += f'<path d="M8 4h.1" stroke="{line.colour}" stroke-width="6" stroke-linecap="round"/>'
         text = f"<i>{escape(line.name)}</i><b>{escape(line.value)}</b>"
-        key.append(f'<span title="{escape(line.name)}"><svg viewBox="0 0 16 8">{path}</svg>{text}</span>')
+        name = escape(line.name)
+        key.append(f'<span title="{name}" data-name="{name}"><svg viewBox="0 0 16 8">{path}</svg>{text}</span>')
     title = f"<b>{escape(chart.title)}{about}</b>"
     return f'<div class="nbt-head">{title}<div class="nbt-key">{"".join(key)}</div></div>'
 

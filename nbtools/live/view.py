@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,11 @@ class View:
         drawn = show and self.notebook
         self.panel: Panel | None = given if isinstance(given, Panel) else Panel(given) if drawn else None
         self.output = Output(self.redraw) if drawn else None
-        self.fresh: Still | Exception | None = None  # a PNG, or why there is none, until it is shown
+        self.fresh: Still | None = None  # a PNG, until it is shown
         self.drawing, self.ended = threading.Lock(), False  # the last picture replaces one that is still being drawn
-        self.bar = bar(
-            total=count * self.epochs(plan),
-            initial=history.rows[-1]["samples"] if history.rows else 0,
-            unit=" samples",
-            disable=not show or self.notebook,
-            mininterval=0.5,
-            dynamic_ncols=True,
-        )
+        done, hidden = history.rows[-1]["samples"] if history.rows else 0, not show or self.notebook
+        options: Any = {"unit": " samples", "disable": hidden, "mininterval": 0.5, "dynamic_ncols": True}
+        self.bar = bar(total=count * self.epochs(plan), initial=done, **options)
 
     def epochs(self, plan: Plan) -> int:
         """Return how many epochs to show: those of the plan, or those that have begun where these are more."""
@@ -164,39 +160,30 @@ class View:
         return lambda: Still(png.draw(made, said, cards), alt)
 
     def keep_still(self) -> Callable[[], None]:
-        """Return what draws the picture of now, if it is due, and writes it to the run folder, in another thread.
-        `show_still` then says how it went."""
+        """Return what draws the picture of now, if it is due, and writes it to the run folder, in another thread; one
+        that fails is left out, since the last one will say why."""
         if time.monotonic() < self.next_still:
             return lambda: None
         self.next_still = math.inf
         try:
             draw = self.still(TRAINING)
-        except Exception as error:
-            self.fresh = error
+        except Exception:
             return lambda: None
 
         def keep() -> None:
             start = time.thread_time()
-            with self.drawing:
-                if self.ended:
-                    return
-                try:
+            with self.drawing, suppress(Exception):
+                if not self.ended:
                     self.fresh = draw()
                     disk.write_atomic(self.folder / PLOT_FILE, self.fresh.image)
-                except Exception as error:
-                    self.fresh = error
-                    return
             self.next_still = time.monotonic() + max(STILL_EVERY, (time.thread_time() - start) / STILL_COST)
 
         return keep
 
     def show_still(self) -> None:
-        """Put the last drawn PNG into the output, for readers of the notebook when this kernel is gone. If drawing
-        failed, a message says so, and the run continues without."""
+        """Put the last drawn PNG into the output, for readers of the notebook when this kernel is gone."""
         fresh, self.fresh = self.fresh, None
-        if isinstance(fresh, Exception):
-            self.tell(f"no picture until the end: {type(fresh).__name__}: {fresh}")
-        elif fresh is not None and self.output is not None and self.output.lives:
+        if fresh is not None and self.output is not None and self.output.lives:
             self.output.still(fresh)
 
     def finish(self, previews: list[Preview], status: str, path: Path | None = None) -> None:
