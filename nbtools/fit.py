@@ -29,6 +29,9 @@ from nbtools.show import number, plural
 from nbtools.train import Plan, Ranks, Task, TaskLike, TrainState, checkpoint, evaluation
 from nbtools.train import device as devices
 
+COLD_STEPS = 10  # after which a start is over
+RECEIPT_S, RECEIPT_SHARE = 36.0, 0.1  # seconds that the receipt may take, or this share of the run if that is more
+
 
 @contextmanager
 def letting_go() -> Iterator[None]:
@@ -80,7 +83,7 @@ def fit(
     machine. samples: to show: "first", "worst" or up to eight ids. callbacks: f(record, run); "stop" stops the run.
     log: "tensorboard". fresh: start over. Raises TrainError, PlanError, CheckpointError; the checkpoints stay intact.
     """
-    task, watchers = train.as_task(task), callbacks_of(callbacks, log)
+    begun, task, watchers = monotonic(), train.as_task(task), callbacks_of(callbacks, log)
     folder, kept = places(run, keep, release_gpu)
     require_pack(task, pack)
     ranks = train.join()
@@ -93,6 +96,7 @@ def fit(
         forget(folder)
         restore(folder, kept, fresh)
         job = prepare(task, pack, called(plan), folder, fresh, ranks, progress, samples)
+        job.begun = None if job.state.step else begun
         interrupted = carry_out(job, kept, receipt, watchers)
         result, kept_all = job.result(), job.kept_all
         del job
@@ -227,6 +231,9 @@ def follow(job: Job, callbacks: Sequence[Callback]) -> None:
     with closing(guard.records()) as records:
         for record in records:
             record = surface.measured(record)
+            if job.begun is not None and record.kind == "step" and state.step == COLD_STEPS:
+                measure.finish(state.device)
+                job.cold_start = monotonic() - job.begun
             job.history.append(record)
             surface.update(record)
             job.write_plan()
@@ -296,7 +303,10 @@ def finish(job: Job, receipt: bool) -> None:
         if state.ranks.world > 1:
             surface.report(f"the receipt measures one of {state.ranks.world} processes, with its share of the batch")
         with optional("no receipt", surface.report), work("measuring the receipt", surface.progress):
-            made = measure.receipt(job.task, job.pack, one_share(state), state.device)
+            most = max(RECEIPT_S, RECEIPT_SHARE * state.watch.wall)
+            made = measure.receipt(
+                job.task, job.pack, one_share(state), state.device, most=most, cold_start=job.cold_start
+            )
             disk.write_atomic(path, made.to_json())
             diagnose(job, surface.report)
 

@@ -251,6 +251,8 @@ class Job:
         self.surface, self.history = surface, surface.history
         self.keeper: Keeper | None = None
         self.saved, self.cost = monotonic(), 0.0  # when the state was last copied, and the seconds it took to write
+        self.begun: float | None = None  # when `fit` was called, for a run that starts here
+        self.cold_start: float | None = None  # seconds from then to the tenth step
         self.writer = ThreadPoolExecutor(1, "nbtools-writer")
         self.writing: Future[float] | None = None  # the last checkpoint, until it is written
         self.place, self.plan = (state.epoch, state.step), state.applied  # as saved
