@@ -21,7 +21,7 @@ from nbtools.train import checkpoint
 if TYPE_CHECKING:
     import pandas as pd
 
-MOST = 8  # runs of a folder that are compared: the curves of more hide one another
+MOST = 8  # runs of a folder that are compared
 
 
 def runs(folder: str | Path = "runs") -> pd.DataFrame:
@@ -32,8 +32,6 @@ def runs(folder: str | Path = "runs") -> pd.DataFrame:
 
     folder = Path(folder)
     opened = {run.folder.relative_to(folder).as_posix(): run for run in open_runs(folder)}
-    if not opened:
-        say(f"{folder} has no runs in it")
     rows = [{**outcome(run), "changed": f"{last_change(run):%Y-%m-%d %H:%M}"} for run in opened.values()]
     return pd.DataFrame(rows, pd.Index(opened, name="run"))
 
@@ -63,8 +61,7 @@ def outcome(run: Run) -> dict[str, Any]:
     last = epochs[-1] if epochs else {}
     score = {f"best_{metric}": best.get(f"val_{metric}"), "best_epoch": best.get("epoch")}
     speed = {"minutes": last.get("wall", 0) / 60, "samples_per_s": last.get("samples_per_s")}
-    memory = max((row[name] for row in epochs for name in row if "memory" in name), default=None)
-    return {"state": run.state, **score, "epochs": len(epochs), **speed, "memory_mib": memory}
+    return {"state": run.state, **score, "epochs": len(epochs), **speed}
 
 
 def compare(*runs: Run | str | Path) -> Comparison:
@@ -81,19 +78,15 @@ def compare(*runs: Run | str | Path) -> Comparison:
     if not every:
         raise TrainError("compare needs at least one run, got none; give it runs, run folders or a folder of runs")
     named = {str(run.folder): run for run in every}
-    return Comparison(named, *judge(named))
+    return Comparison(named, judge(named))
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Runs by their names; shows as a sentence about the best and a table.
-
-    best: by the metric that chooses checkpoints, None where chance may explain the difference. conclusion: which it is
-    and by how much, or why none is.
-    """
+    """Runs by their names; shows as a sentence about the best and a table. conclusion: which is the best and by how
+    much, or why none is."""
 
     runs: Mapping[str, Run]
-    best: Run | None
     conclusion: str
 
     @cached_property
@@ -116,27 +109,24 @@ class Comparison:
         return note(self.conclusion) + self.frame.T.to_html()
 
 
-def judge(runs: Mapping[str, Run]) -> tuple[Run | None, str]:
-    """Return (the best run, the conclusion); None where none is better by more than chance, see `alike`."""
+def judge(runs: Mapping[str, Run]) -> str:
+    """Return which run is the best and by how much; or that none is, also where chance may explain it, see `alike`."""
     values = {name: run.best[f"val_{run.metric[0]}"] for name, run in runs.items() if run.best}
-    if len(runs) < 2:
-        return None, ""
     if len({(run.metric, run.card.digest) for run in runs.values()}) > 1:
-        return None, "No best run: they are of different tasks, or validated on different data."
+        return "No best run: they are of different tasks, or validated on different data."
     if len(values) < 2:
-        return None, "No best run: fewer than two have been evaluated."
+        return "No best run: fewer than two have been evaluated."
     metric, sign = next(iter(runs.values())).metric
     best, *others = sorted(values, key=lambda name: -sign * values[name])
     count = min(min(run.plan.eval_samples or math.inf, run.card.splits["val"]) for run in runs.values())
     share = metric != "loss" and all(0 <= value <= 1 for value in values.values())
     by = "validation loss" if metric == "loss" else header(metric)
-    level = [name for name in others if alike(values[best], values[name], count, share)]
-    if level:
+    if level := [name for name in others if alike(values[best], values[name], count, share)]:
         list_of = ", ".join(f"{name} {number(values[name])}" for name in (best, *level))
         why = f"on {plural(int(count), 'validation sample')}, chance alone can make such a difference"
-        return None, f"No clear winner by {by}: {list_of}; {why}."
+        return f"No clear winner by {by}: {list_of}; {why}."
     apart = f"{number(abs(values[best] - values[others[0]]))} {'above' if sign > 0 else 'below'} {others[0]}"
-    return runs[best], f"{best} is the best: {by} {number(values[best])}, {apart}."
+    return f"{best} is the best: {by} {number(values[best])}, {apart}."
 
 
 def alike(best: float, other: float, count: float, share: bool) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 
 import nbtools as nb
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.folder import only_one
+from nbtools.run import lock
 from nbtools.measure import Advice
 from nbtools.train import Keeper, Task, checkpoint
 
@@ -147,7 +147,7 @@ def test_without_a_plan_what_the_task_gives_for_a_start_is_another_run(pack, mon
 
 def test_a_run_that_another_process_holds_is_refused_without_a_name_too(pack):
     run = fit(pack, PLAN)
-    with only_one(run.folder), pytest.raises(TrainError, match="another process"):
+    with lock(run.folder), pytest.raises(TrainError, match="another process"):
         fit(pack, PLAN)
 
 
