@@ -25,12 +25,11 @@ from typing import Any, NoReturn
 
 import nbtools as nb
 from nbtools import disk, measure, tasks
-from nbtools.errors import CheckpointError, NbtoolsError
+from nbtools.errors import CheckpointError, NbtoolsError, sentence
 from nbtools.identity import former_run
 from nbtools.launch import reporting
 from nbtools.live import advised, send
 from nbtools.run import busy
-from nbtools.show import plural
 from nbtools.train import Task, as_task, doubts
 
 Options = Mapping[str, Any]
@@ -98,17 +97,16 @@ def predict(run: Path, files: list[Path], *, csv: Path | None = None, into: Path
     import pandas as pd
 
     opened, loose = nb.Run.open(run), [file for file in files if not file.is_dir()]
-    rows = list(zip(loose, map(str, loose), opened.predict(loose), strict=True)) if loose else []
+    rows = list(zip(loose, map(str, loose), opened.predict(loose), strict=True))
     for folder in filter(Path.is_dir, files):
         rows += [(folder / name, name, answer) for name, answer in opened.predict(folder).items()]
     if (save := opened.task.save) is not None:
         rows = [(file, name, save(answer, file, into, opened.card)) for file, name, answer in rows]
-    print(f"{plural(len(rows), 'file')} predicted by {opened}", file=sys.stderr)
+    table = pd.DataFrame(rows, columns=["file", "name", "prediction"]).astype(str)
     if csv is None:
-        return "\n".join(f"{file}\t{answer}" for file, _, answer in rows)
-    table = pd.DataFrame([(name, str(answer)) for _, name, answer in rows], columns=["name", "prediction"])
+        return table[["file", "prediction"]].to_csv(sep="\t", header=False, index=False).strip()
     with disk.explained("writing predictions", csv):
-        return disk.write_atomic(csv, table.to_csv(index=False))
+        return disk.write_atomic(csv, table[["name", "prediction"]].to_csv(index=False))
 
 
 def runs(folder: Path) -> Any:
@@ -165,12 +163,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     try:
         given = vars(parser(words).parse_args(words))
-        act = given.pop("act")
-        if words[0] in HOOKS:
-            del given["task"]
+        act: Any = given.pop("act")
+        task: Any = given.pop("task") if words[0] in HOOKS else given.get("task")
         for name in [name for name in given if "." in name]:  # of_pack.val: an entry of the argument of_pack
-            of, field = name.split(".")
-            given[of][field] = given.pop(name)
+            (of, field), value = name.split("."), given.pop(name)
+            typed = of == "of_plan" and isinstance(value, str)
+            given[of][field] = type(task.PLAN).parse(field, value) if typed else value
         value = reporting(partial(act, **given))
     except NbtoolsError as error:
         print(f"nbtools: {error}", file=sys.stderr)
@@ -205,7 +203,7 @@ class Parser(argparse.ArgumentParser):
             message += nearest(wrong[1], self.names)
         elif wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             message += nearest(wrong[1], re.findall(r"\w+", wrong[2]))
-        self.exit(2, f"nbtools: {message}. See {self.prog} --help\n")
+        self.exit(2, f"nbtools: {sentence(message)} See {self.prog} --help\n")
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -248,26 +246,34 @@ def add_arguments(one: Parser, task: Task, act: Any, of_task: bool) -> None:
     one.set_defaults(act=act)
     if of_task:
         one.add_argument("task", type=find_task, metavar="TASK", help=f"{', '.join(BUILT_IN)}, or MODULE:NAME")
-    for name, each in inspect.signature(act, eval_str=True).parameters.items():
+    for name, each in parameters(act).items():
         if name.startswith("of_"):
             one.set_defaults(**{name: {}})
             plan = type(task.PLAN) if name == "of_plan" else None
-            for key, option in inspect.signature(plan or getattr(task, name[3:]), eval_str=True).parameters.items():
+            for key, option in parameters(plan or getattr(task, name[3:])).items():
                 if plan or not (option.default is EMPTY or key in UNTYPED):
                     add(one, f"{name}.{key}", option, plan)
         elif name == "data" or name not in UNTYPED:
             add(one, name, each)
 
 
+def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function, eval_str=True).parameters
+    except NameError:  # of a type that is imported for type checkers only
+        return inspect.signature(function).parameters
+
+
 def add(one: Parser, dest: str, each: inspect.Parameter, plan: Any = None) -> None:
-    """Add a parameter. plan: the class of which it is a field, which parses and explains it."""
+    """Add a parameter. plan: the class of which it is a field, which explains it, and parses it later."""
     name, default, flag = each.name, each.default, f"--{each.name.replace('_', '-')}"
-    kind = inspect.formatannotation(each.annotation)
+    guess = str if default in (None, EMPTY) else type(default)
+    kind = inspect.formatannotation(guess if each.annotation is EMPTY else each.annotation).strip("'")
     rule = plan.__dataclass_fields__[name].metadata if plan else {}
     about = rule.get("help") or ("" if default in (EMPTY, None) else f"default {default}")
     about += f" ({', '.join(map(str, rule['choices']))})" if rule.get("choices") else ""
     how: dict[str, Any] = {"default": argparse.SUPPRESS, "help": about.replace("%", "%%")}
-    parse = partial(plan.parse, name) if plan else partial(read, flag, kind)
+    parse = str if plan else partial(read, flag, kind)
     if kind == "bool":
         one.add_argument(flag, dest=dest, action=argparse.BooleanOptionalAction, **how)
     elif each.kind is each.KEYWORD_ONLY or (default is not EMPTY and name != "data"):

@@ -17,8 +17,7 @@ from nbtools.show import size
 
 PIECE = 1 << 18  # bytes that are unpacked at once: they stay in the processor's cache
 MANY = 64  # above this many files one sync() of everything is cheaper than an fsync each (50,000 images: minutes)
-AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)
-"""Errors of a disk that stopped responding, which say nothing about a file: Drive gives the first two after a while."""
+AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)  # Drive gives the first two after a while
 MOUNTS = Path("/proc/self/mounts")  # Linux
 MAKE_ROOM = "Free some space, or choose another disk."
 
@@ -139,7 +138,7 @@ def is_slow(path: Path) -> bool:
 
 
 def is_away(error: BaseException) -> bool:
-    """Return whether an error says that a disk stopped responding, and not what a file is like."""
+    """Return whether a disk stopped responding, which says nothing about a file."""
     return isinstance(error, OSError) and error.errno in AWAY
 
 
@@ -173,29 +172,14 @@ class Lock:
         except BlockingIOError:
             os.close(self.descriptor)
             raise self.busy or BlockingIOError from None
-        OWNED.add(self.descriptor)
         return self
 
     def __exit__(self, *_) -> None:
-        if self.descriptor in OWNED:  # else this is a fork of the owner
-            OWNED.discard(self.descriptor)
-            fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # at once: a new fork has not closed its own yet
-            os.close(self.descriptor)
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # at once: a fork has not closed its own yet
+        os.close(self.descriptor)
 
     def held(self) -> bool:
         """Return whether somebody has it now; only of one with `busy`. Raises DiskError where that is unknown."""
         with explained("looking whether a lock is held", self.path), suppress(NbtoolsError), self:
             return False
         return True
-
-
-OWNED: set[int] = set()  # descriptors of the locks that this process holds
-
-
-def close_in_fork() -> None:
-    """Close the locks in a fork: a killed owner's workers live on for a moment, in which it can be started again."""
-    while OWNED:
-        os.close(OWNED.pop())
-
-
-os.register_at_fork(after_in_child=close_in_fork)

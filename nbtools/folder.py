@@ -38,8 +38,16 @@ def restore(folder: Path, kept: Path | None, fresh: bool) -> None:
         raise CheckpointError(f"{kept} is the folder of a run itself; name another one with keep=")
     if fresh:
         raise CheckpointError(f"{kept} holds a run, which fresh=True does not replace; name another keep=")
-    if (ours := checkpoint.read_index(folder)) and not further(folder, ours, kept, theirs):
-        return
+    if ours := checkpoint.read_index(folder):
+        if ours["id"] != theirs["id"]:
+            raise CheckpointError(f"{kept} holds a different run than {folder}; name another keep=, or another run=")
+        if continues(ours, theirs):
+            return
+        if not continues(theirs, ours):
+            here, there = (f"{checkpoint.place(each['last'])[1]:,}" for each in (ours, theirs))
+            rule = f"{folder} (step {here}) and {kept} (step {there}) were trained apart"
+            raise CheckpointError(f"{rule}; name another keep=, or another run= to go on from the kept one")
+        say(f"{kept} is further than {folder}, and is taken over")
     with disk.explained(f"restoring {folder} from {kept}", folder):
         if not ours and folder.exists() and [*folder.iterdir()]:
             raise CheckpointError(f"{folder} holds files but no run, and {kept} holds one; name a new folder with run=")
@@ -49,22 +57,8 @@ def restore(folder: Path, kept: Path | None, fresh: bool) -> None:
         disk.publish_folder(part, folder)
 
 
-def further(folder: Path, ours: Mapping[str, Any], kept: Path, theirs: Mapping[str, Any]) -> bool:
-    """Return whether the kept run is further than the local one. Raises CheckpointError where they lie side by side."""
-    if ours["id"] != theirs["id"]:
-        raise CheckpointError(f"{kept} holds a different run than {folder}; name another keep=, or another run=")
-    if continues(ours, theirs):
-        return False
-    if not continues(theirs, ours):
-        here, there = (f"{checkpoint.place(each['last'])[1]:,}" for each in (ours, theirs))
-        rule = f"{folder} (step {here}) and {kept} (step {there}) were trained apart, and neither continues the other"
-        raise CheckpointError(f"{rule}; name another keep=, or another run= to go on from the kept one")
-    say(f"{kept} is further than {folder}, and is taken over")
-    return True
-
-
 def continues(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> bool:
-    """Return whether one copy of a run went on from where the other had ended, or later, by their starts."""
+    """Return whether a copy of a run went on from where the other had ended, or later: by their starts' first steps."""
     last, end = (checkpoint.place(each["last"])[1] for each in (longer, shorter))
     shared = [start for start in shorter["starts"] if start[1] < end]
     later = [start[1] for start in longer["starts"][len(shared) :] if start[1] < last]
@@ -144,8 +138,7 @@ class Job:
         self.surface, self.history = surface, surface.history
         self.keeper: Keeper | None = None
         self.saved, self.cost = monotonic(), 0.0  # when the state was last copied, and the seconds it took to write
-        self.writer = ThreadPoolExecutor(1, "nbtools-writer")
-        self.writing: Future[float] | None = None  # the last checkpoint, until it is written
+        self.writer, self.writing = ThreadPoolExecutor(1, "nbtools-writer"), None  # the last checkpoint, until written
         self.place, self.plan = (state.epoch, state.step), state.applied  # as saved
 
     def result(self) -> Run:

@@ -7,10 +7,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +21,8 @@ from nbtools.errors import NbtoolsError, PlanError, TrainError
 from nbtools.train import Plan, Task, checkpoint
 
 RUNS = Path("runs")
-ADVICE = "this run keeps what it has applied so far; the advice would be "
+PLAIN, VARYING = (int, float, str, tuple, type(None)), ("training", "process_group")  # settings of a module; not these
+FREE = {"lr", "batch_size"}  # what advice chooses where a call gives neither
 
 
 def identity(task: Task, card: Card, model: nn.Module, plan: Plan) -> dict[str, list[str]]:
@@ -40,7 +40,7 @@ def identity(task: Task, card: Card, model: nn.Module, plan: Plan) -> dict[str, 
     }
     if ":" not in name:  # else the name of a variable, which may change
         parts["task"] = [name]
-    if task.card is not None and not plan.given().keys() & {"lr", "batch_size"}:
+    if task.card is not None and not plan.given().keys() & FREE:
         parts["recipe"] = [f"lr {task.PLAN.lr}, batch size {task.PLAN.batch_size}"]
     return parts
 
@@ -50,17 +50,12 @@ def structure(model: nn.Module, values: bool = False) -> Iterator[str]:
     for name, module in model.named_modules():
         # SyncBatchNorm takes the place of BatchNorm in several processes, and the run stays the same
         kind = "BatchNorm" if isinstance(module, _BatchNorm) else type(module).__name__
-        settings = [f"{n}={value}" for n, value in vars(module).items() if is_setting(n, value)]
+        plain = [(n, v) for n, v in vars(module).items() if isinstance(v, PLAIN) and n not in VARYING and n[0] != "_"]
+        settings = [f"{n}={value}" for n, value in plain]
         yield f"{name}: {kind}({', '.join(settings)})".removeprefix(": ")
     for name, tensor in model.state_dict().items():
         digest = hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()[:12] if values else ""
         yield f"{name} {[*tensor.shape]} {digest}".strip()
-
-
-def is_setting(name: str, value: Any) -> bool:
-    members = value if isinstance(value, tuple) else (value,)
-    plain = all(member is None or isinstance(member, (int, float, str)) for member in members)
-    return plain and not name.startswith("_") and name not in ("training", "process_group")
 
 
 def differences(before: Mapping[str, list[str]], now: Mapping[str, list[str]]) -> list[str]:
@@ -73,8 +68,7 @@ def differences(before: Mapping[str, list[str]], now: Mapping[str, list[str]]) -
     return phrases
 
 
-@dataclass(frozen=True)
-class Former:
+class Former(NamedTuple):
     """The run in a folder: its index and plan, (epoch, step), whether it has ended, drops of lr on a plateau."""
 
     folder: Path
@@ -105,19 +99,22 @@ def plan_for(task: Task, pack: Pack, plan: Any, measured: bool = False) -> Plan:
     plan, kind = getattr(plan, "plan", plan), type(task.PLAN)
     if not isinstance(plan, kind):
         rule = f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one)"
-        fix = f"use {train.spoken(task)}.PLAN, with .replace(...) for your changes"
-        raise PlanError(f"{rule}, got {type(plan).__qualname__}; {fix}")
+        raise PlanError(f"{rule}, got {type(plan).__qualname__}; use {train.spoken(task)}.PLAN.replace(...)")
     return plan
 
 
 def settle(task: Task, pack: Pack, plan: Any, folder: Path, fresh: bool) -> tuple[Plan, Plan, list[str]]:
     """Return (the plan to train with, the one that counts as given, what to say). Raises TrainError, see `decide`."""
-    former = None if fresh else former_run(task, folder)
-    given = plan_for(task, pack, plan, measured=former is None)
-    if former is None:
-        return given, given, []
-    new, messages = decide(former, given)
-    return new, given, messages if plan is not None else [one for one in messages if ADVICE not in one]
+    if fresh or (former := former_run(task, folder)) is None:
+        plan = plan_for(task, pack, plan, measured=True)
+        return plan, plan, []
+    if plan is None:  # the run's own, with what the task gives where no call ever gave a plan
+        plan = former.applied.marked(former.applied.to_dict())
+        if not former.index["given"].keys() & FREE:
+            plan = plan.replace(**plan_for(task, pack, None).given())
+    plan = plan_for(task, pack, plan)
+    new, messages = decide(former, plan)
+    return new, plan, messages
 
 
 def decide(former: Former, plan: Plan) -> tuple[Plan, list[str]]:
@@ -141,7 +138,7 @@ def decide(former: Former, plan: Plan) -> tuple[Plan, list[str]]:
         now, then = (train.shown(train.lr_at(each, former.place[0], former.drops)) for each in (new, old))
         messages = [f"{train.listed(moved)}: lr goes on at {now}, where it had come to {then}"]
     if (moved or not former.over) and (advice := plan.changes_from(new)):
-        messages.append(f"{ADVICE}{train.listed(advice)}")
+        messages.append(f"this run keeps what it has applied so far; the advice would be {train.listed(advice)}")
     return plan if new == plan else new.marked(new.to_dict().keys() - given.keys()), messages
 
 

@@ -283,18 +283,6 @@ def test_fresh_does_not_replace_a_kept_run(pack):
     assert epochs(nb.Run.open("kept", task())) == 2
 
 
-def test_what_another_session_keeps_meanwhile_is_not_overwritten_and_that_is_said(pack):
-    fit(pack, PLAN, "pc", keep="kept")
-    keeper = Keeper(Path("pc"), Path("kept"))
-    fit(pack, PLAN.replace(epochs=4), "colab", keep="kept")
-    for _ in range(2):
-        keeper.keep()
-    keeper.close()
-    assert ["another session" in complaint for complaint in keeper.complaints] == [True, True]
-    assert keeper.done < keeper.requested
-    assert epochs(nb.Run.open("kept", task())) == 4
-
-
 # -- what is said and recorded
 
 
@@ -310,17 +298,3 @@ def test_whoever_looks_at_a_run_that_begins_sees_a_whole_one_or_none(pack, monke
     fit(pack, PLAN, "r")
     fit(pack, PLAN.replace(lr=0.1), "r", fresh=True)
     assert {opened[0], opened[-1]} == {0.01, 0.1}
-
-
-def test_remarks_of_a_pack_are_said_at_the_start_of_a_run(pack, capsys, monkeypatch):
-    monkeypatch.setattr(type(pack), "remarks", ["the split is stratified by class"])
-    run = fit(pack, PLAN, progress=True)
-    assert run.events[0] == "the split is stratified by class"
-    assert "the split is stratified by class" in capsys.readouterr().err
-
-
-def test_run_json_says_enough_to_list_a_run_whose_task_has_no_name(pack):
-    index = facts(fit(pack, PLAN, "r", task(metrics=["f1", "accuracy"])).folder)
-    assert index["metric"] == "f1", "which chooses the best checkpoint; -loss where lower is better"
-    assert index["identity"]["metrics"] == ["f1", "accuracy"]
-    assert index["applied"] == PLAN.to_dict() | {"betas": [*PLAN.betas]}

@@ -197,7 +197,7 @@ def test_train_and_validation_are_named_apart_with_lists_of_their_own(processed,
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     assert nb.validate(sign, train, **options, progress=False).labelled == 30
     assert main(["validate", "sign", str(train), *words]) == 0
-    settings = ["--network", network, "--from", "baseline", "--epochs", "1", "--batch-size", "8", "--feed", "auto"]
+    settings = ["--network", network, "--epochs", "1", "--batch-size", "8", "--feed", "auto"]
     run = tmp_path / "run"
     assert main(["train", "sign", "--data", str(train), *words, "--run", str(run), *settings, "--no-receipt"]) == 0
     card = nb.Run.open(run).card

@@ -70,12 +70,6 @@ def test_a_plateau_lowers_the_lr_and_an_early_stop_stops(data, tmp_path):
     assert found["lr"].iloc[-1] < 0.2 * found["lr"].iloc[0]
 
 
-def test_the_guides_settings_stay_whatever_network_is_asked_for(data, tmp_path):
-    more = ["--from", "baseline", "--epochs", "1", "--batch-size", "16", "--lr-rule", "none"]
-    assert train(data, tmp_path / "run", *more) == 0
-    assert plan_of(tmp_path / "run")["lr"] == sign.BASELINE.lr
-
-
 def test_the_keys_choose_what_is_read(data, tmp_path, capsys):
     assert main(["pack", "sign", str(data), "--feature-key", "none", "--into", str(tmp_path / "keypoints")]) == 0
     assert "features" not in capsys.readouterr().out

@@ -84,7 +84,7 @@ class Panel(show.Table):
         """label → (plan, description); None: there is none, and why."""
         found: dict[str, tuple[Plan | None, str]] = {"Baseline": self.baseline}
         for name, (plan, why) in self.own_presets.items():
-            found[name] = plan, "; here ".join(filter(None, [f"As in train --from {name}", why])) if plan else why
+            found[name] = plan, "; here ".join(filter(None, [f'PRESETS["{name}"]', why])) if plan else why
         found |= {"As advised": (self.advised, "Every setting as advised"), "Largest batch": self.largest}
         return {label: (plan, why) for label, (plan, why) in found.items() if plan is not None or why}
 
