@@ -32,7 +32,7 @@ def runs(folder: str | Path = "runs") -> pd.DataFrame:
 
     folder = Path(folder)
     opened = {run.folder.relative_to(folder).as_posix(): run for run in open_runs(folder)}
-    rows = [{**outcome(run), "changed": f"{last_change(run):%Y-%m-%d %H:%M}"} for run in opened.values()]
+    rows = [{**outcome(run), "changed": datetime.fromtimestamp(last_change(run))} for run in opened.values()]
     return pd.DataFrame(rows, pd.Index(opened, name="run"))
 
 
@@ -50,9 +50,8 @@ def open_runs(folder: Path) -> list[Run]:
     return sorted(opened, key=last_change, reverse=True)
 
 
-def last_change(run: Run) -> datetime:
-    """Return when a run last went on."""
-    return datetime.fromtimestamp((run.folder / checkpoint.INDEX).stat().st_mtime)
+def last_change(run: Run) -> float:
+    return (run.folder / checkpoint.INDEX).stat().st_mtime
 
 
 def outcome(run: Run) -> dict[str, Any]:
@@ -130,11 +129,8 @@ def judge(runs: Mapping[str, Run]) -> str:
 
 
 def alike(best: float, other: float, count: float, share: bool) -> bool:
-    """Return whether chance can make such a difference over so many samples, by a rule of thumb.
-
-    share: of metrics from 0 to 1, two standard errors of the difference of two shares, which no mean of such numbers
-    exceeds. Else, of a loss that varies between samples by as much as its mean, 1 / √count of it and at least 2 %.
-    """
+    """Return whether chance can make such a difference, by a rule of thumb: for a share two standard errors of the
+    difference of two, else 1 / √count of the value, as of a loss that varies by as much as its mean, at least 2 %."""
     middle, count = (best + other) / 2, max(count, 1)
     limit = 2 * math.sqrt(2 * middle * (1 - middle) / count) if share else max(0.02, count**-0.5) * abs(best)
     return abs(best - other) <= limit

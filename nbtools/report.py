@@ -25,19 +25,15 @@ if TYPE_CHECKING:
     from nbtools.run import Run
 
 CONFUSED, SHOWN = 20, 12  # classes of the figure; worst samples that are shown
-Scores = tuple[str, pd.DataFrame, Any, str, Any]
-"""(sentence, table, counts, name of each sample's score, the scores)."""
+Scores = tuple[str, pd.DataFrame, Any, str, Any]  # (sentence, table, counts, name of the samples' scores, scores)
 
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """Where a run is right and wrong: shows as a sentence, a table, figures, and the worst samples.
-
-    table: of classes precision, recall, F1 and support, with their means; of segmentation also IoU, support in pixels;
-    of texts which character was read as which, how often ("": a missing or an extra one). counts: truth (rows) by
-    answer; None of sets of labels. worst: every sample, the worst first: by the probability of its class, the CER of
-    its text or its mean IoU.
-    """
+    """Where a run is right and wrong. table: of classes precision, recall, F1 and support; of segmentation also IoU,
+    support in pixels; of texts which character was read as which ("": a missing or an extra one). counts: truth (rows)
+    by answer; None of sets of labels. worst: every sample, the worst first: by the probability of its class, the CER
+    of its text or its mean IoU."""
 
     about: str
     table: pd.DataFrame
@@ -80,7 +76,9 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
     if not (ids := list(map(int, pack.ids(split)))):
         raise PackError(f"{pack.folder}: the {split} split is empty; name another one with split=")
     answers, shares = run.answers(pack.sample(i) for i in ids)
-    answers, truths = [plain(answer) for answer in answers], [right_answer(run, pack, i) for i in ids]
+    answers = [tuple(one.name for one in each) if isinstance(each, Labels) else each for each in answers]
+    answers = [each.name if isinstance(each, Answer) else each for each in answers]  # without its probability
+    truths = [right_answer(run, pack, i) for i in ids]
     about, table, counts, name, score = compare_answers(run, pack, truths, answers)
     if name == "right" and shares:
         score = [share[pack.classes.index(truth)] for share, truth in zip(shares, truths, strict=True)]
@@ -89,13 +87,6 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
     worst = worst if np.ndim(answers[0]) > 1 else worst.assign(truth=truths, answer=answers)
     worst = worst.sort_values(name, ascending=name != "CER", kind="stable")
     return Report(f"{plural(len(ids), 'sample')} of the {split} split: {about}", table, counts, worst, run, pack)
-
-
-def plain(answer: Any) -> Any:
-    """Return an answer without its probability: the name of a class, a tuple of the names of labels, or what it is."""
-    if isinstance(answer, Labels):
-        return tuple(one.name for one in answer)
-    return answer.name if isinstance(answer, Answer) else answer
 
 
 def right_answer(run: Run, pack: Pack, i: int) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -105,15 +104,11 @@ class Run:
 
     @property
     def best(self) -> dict[str, Any]:
-        """The best epoch, from 1, with its losses, metrics (val_…), lr, seconds and MiB; {} before an evaluation. It is
-        that of the weights that `model` returns, once there are any."""
-        (metric, sign), name = self.metric, self.index.get("best")
-        rows = [row for row in self.history.of("epoch") if math.isfinite(row.get(f"val_{metric}", math.nan))]
-        rows = [row for row in rows if name and row["step"] == checkpoint.place(name)[1]] or rows
-        if not rows:
-            return {}
-        best = max(reversed(rows), key=lambda row: train.order(row[f"val_{metric}"], row.get("val_loss"), sign))
-        return {**best, "epoch": best["epoch"] + 1}
+        """The epoch, from 1, of the weights that `model` returns, with its losses, metrics (val_…), lr, seconds and
+        MiB; {} before an evaluation."""
+        epoch, step = checkpoint.place(self.index.get("best", "0-0"))
+        rows = [row for row in self.history.of("epoch") if row["step"] == step]
+        return {**rows[-1], "epoch": epoch} if rows else {}
 
     @property
     def reached(self) -> str:

@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from test_export import packs  # noqa: F401
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbtools.data import Card, Column, Draws, Keys
+from nbtools.data import Draws, Keys, collate
 from nbtools.tasks import captcha, hwdb, segment, sign
 from nbtools.tasks.common import ctc
-from nbtools.train import Batch
 
-B, LETTERS = 6, "0123456789"
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")  # and an index of booleans
 
 
@@ -46,74 +43,28 @@ class Made(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def labels(classes: int, *shape: int) -> torch.Tensor:
-    return torch.randint(classes, shape)
-
-
-def ragged(width: int, *shape: int, count: int = B) -> torch.Tensor:
-    return torch.linspace(width // 2, width, count).long()
-
-
-def of_images() -> tuple[Card, Batch]:
-    card = Card("captcha", list(LETTERS), {"layout": "fixed", "size": [60, 160], "length": 4}, {}, {"train": 100})
-    return card, {"image": labels(256, B, 60, 160).byte(), "label": labels(10, B, 4)}
-
-
-def of_lines(task: str, height: int) -> tuple[Card, Batch]:
-    card = Card(task, list(LETTERS), {"layout": "lines", "height": height}, {}, {"train": 100}, "image")
-    image, length = labels(256, B, 200, height).byte(), ragged(200)
-    image *= torch.arange(200)[:, None] < length[:, None, None]
-    return card, {
-        "image": image,
-        "image_length": length,
-        "label": labels(10, B, 3),
-        "label_length": torch.tensor([3, 2, 3, 1, 3, 2]),
-    }
-
-
-def of_clips() -> tuple[Card, Batch]:
-    columns = {"x": Column("ragged", "<f4", (156,)), "mask": Column("ragged", "|b1", (78,))}
-    counts = {"gloss": [10] * 10, "category": [50] * 2}
-    columns |= {"features": Column("ragged", "<f4", (2048,))}
-    card = Card("sign", list(LETTERS), {"categories": list("ab")}, columns, {"train": 100}, "x", counts=counts)
-    raw = {"x": torch.rand(B, 40, 156), "mask": torch.rand(B, 40, 78) < 0.9, "features": torch.rand(B, 40, 2048)}
-    raw |= {f"{name}_length": ragged(40) for name in columns}
-    return card, raw | {"label": torch.stack([labels(10, B), labels(2, B)], 1)}
-
-
-def of_scenes() -> tuple[Card, Batch]:
-    card = Card(
-        "segment", list("abc"), {"size": [96, 128]}, {"image": Column("fixed", "|u1", (96, 128, 3))}, {"train": 100}
-    )
-    raw = {"image": labels(256, B, 96, 128, 3), "label": labels(3, B, 96, 128), "distance": labels(256, B, 96, 128)}
-    return card, {name: values.byte() for name, values in raw.items()}
-
-
+CLIPS = {"time_warp": 0.5, "time_crop": 0.2, "mirror": 0.5, "move": 1.0, "drop_points": 0.1, "drop_hand": 0.2}
 WEIGHED = {"class_weights": "balanced", "label_smoothing": 0.1, "bucket": 8}
-HIDING = {"move": 1.0, "drop_points": 0.1, "drop_hand": 0.2}
-CROPS = {"crop": 64, "scale_low": 0.25, "scale_high": 2.0, "flip": 0.5, "jitter": 0.4}
-
-
-CLIPS = {"time_warp": 0.5, "time_crop": 0.2, "mirror": 0.5}
-CASES: dict[str, tuple[Any, Callable[[], tuple[Card, Batch]], dict[str, Any]]] = {
-    "captcha": (captcha, of_images, {"network": "small", "loss": "cross_entropy", "augment": 0.3}),
-    "lines": (captcha, partial(of_lines, "captcha", 32), {"augment": 1.3}),
-    "hwdb": (hwdb, partial(of_lines, "hwdb", 32), {"network": "slim", "augment": 1.0}),
-    "sign": (sign, of_clips, CLIPS | HIDING | WEIGHED),
-    "segment": (segment, of_scenes, {"network": "slim", **CROPS}),
+CROPS = {"crop": 32, "scale_low": 0.25, "scale_high": 2.0, "flip": 0.5, "jitter": 0.4}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "captcha": (captcha, {"network": "small", "loss": "cross_entropy", "augment": 0.3}),
+    "lines": (captcha, {"network": "ctc", "augment": 1.3}),
+    "hwdb": (hwdb, {"network": "slim", "augment": 1.0}),
+    "sign": (sign, CLIPS | WEIGHED),
+    "segment": (segment, {"network": "slim", **CROPS}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_batch_forward_loss_and_backward_stay_on_the_device_of_the_samples(name, monkeypatch):
+def test_batch_forward_loss_and_backward_stay_on_the_device_of_the_samples(name, packs, monkeypatch):  # noqa: F811
     """The first step may send what then stays there. CTC itself is left out: it reads lengths."""
     monkeypatch.setattr(ctc, "loss", lambda outputs, *_, reduction="sum": outputs[0].sum((0, 2)))
-    task, data, settings = CASES[name]
-    card, raw = data()
-    plan = task.Plan(batch_size=B, **settings)
-    model = task.model(card, plan).to("meta").train()
-    there = {key: values.to("meta") for key, values in {**raw, "id": torch.arange(B)}.items()}
-    keys = Keys(B, torch.device("meta"))
+    (task, settings), pack = CASES[name], packs(name)
+    ids = pack.ids("train")[:6]
+    raw = collate([pack.sample(int(i)) for i in ids], pack.columns) | {"id": torch.arange(6)}
+    plan = task.Plan(batch_size=6, **settings)
+    model = task.model(pack.card, plan).to("meta").train()
+    there, keys = {key: values.to("meta") for key, values in raw.items()}, Keys(6, torch.device("meta"))
     task.loss(model, task.batch(there, plan, Draws(0, 0, there["id"], keys)), plan)
     with Waits() as waits, Made() as made:
         batch = task.batch(there, plan, Draws(0, 1, there["id"], keys))

@@ -85,7 +85,7 @@ def test_the_smoke_test_needs_no_data(capsys):
 @pytest.mark.parametrize("command", ["demo", "pack", "advise", "train", "evaluate", "validate", "features"])
 def test_no_option_is_there_twice(command, capsys):
     """The script stopped at its start: two of its options had one name."""
-    for task in TASKS:
+    for task in TASKS if command not in ("validate", "features") else ["sign"]:
         with pytest.raises(SystemExit) as end:
             main([command, task, "--help"])
         assert end.value.code == 0
