@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from nbtools.live import FirstSignal, Panel, Surface, chosen, running_kernel
 from nbtools.run import RECEIPT, VERDICT, Run, lock, what_next
 from nbtools.train import Plan, Ranks, Task, TaskLike, TrainState, checkpoint
 from nbtools.train import device as devices
+
+COLD_STEPS = 10  # after which a start is over
+RECEIPT_S, RECEIPT_SHARE = 36.0, 0.1  # seconds that the receipt may take, or this share of the run if that is more
 
 
 @contextmanager
@@ -76,7 +80,7 @@ def fit(
     machine. samples: to show: "first", "worst" or up to eight ids. callbacks: f(record, run); "stop" stops the run.
     log: "tensorboard". fresh: start over. Raises TrainError, PlanError, CheckpointError; the checkpoints stay intact.
     """
-    task, watchers = train.as_task(task), callbacks_of(callbacks, log)
+    begun, task, watchers = monotonic(), train.as_task(task), callbacks_of(callbacks, log)
     ranks = train.join()
     if not ranks.first:
         return follower(task, pack, ranks)
@@ -85,6 +89,7 @@ def fit(
     with lock(folder):
         restore(folder, kept, fresh)
         job = prepare(task, pack, called(plan), folder, fresh, ranks, progress, samples)
+        job.begun = 0.0 if job.state.step else begun
         interrupted = carry_out(job, kept, receipt, watchers)
         result, kept_all = job.result(), job.kept_all
         del job
@@ -191,6 +196,9 @@ def follow(job: Job, callbacks: Sequence[Callback]) -> None:
     with closing(guard.records()) as records:
         for record in records:
             record = surface.measured(record)
+            if job.begun and record.kind == "step" and state.step == COLD_STEPS:
+                measure.finish(state.device)
+                job.cold_start = monotonic() - job.begun
             job.history.append(record)
             surface.update(record)
             job.write_plan()
@@ -244,8 +252,10 @@ def finish(job: Job, receipt: bool) -> None:
     if receipt and not surface.requests.stop and not path.exists():
         if state.ranks.world > 1:
             surface.report(f"the receipt measures one of {state.ranks.world} processes, with its share of the batch")
+        most, cold = max(RECEIPT_S, RECEIPT_SHARE * state.watch.wall), job.cold_start or None
         with optional("no receipt", surface), work("measuring the receipt", surface.progress):
-            made = measure.receipt(job.task, job.pack, one_share(state), state.device)
+            plan = one_share(state)
+            made = measure.receipt(job.task, job.pack, plan, state.device, most=most, cold_start=cold)
             disk.write_atomic(path, made.to_json())
             diagnose(job, surface.report)
 

@@ -139,6 +139,7 @@ class Job:
         self.keeper: Keeper | None = None
         self.saved, self.cost = monotonic(), 0.0  # when the state was last copied, and the seconds it took to write
         self.writer, self.writing = ThreadPoolExecutor(1, "nbtools-writer"), None  # the last checkpoint, until written
+        self.begun, self.cold_start = 0.0, 0.0  # when `fit` was called for a new run; from then to the tenth step
         self.place, self.plan = (state.epoch, state.step), state.applied  # as saved
 
     def result(self) -> Run:

@@ -141,12 +141,12 @@ def test_a_receipt_measures_the_guides_settings_next_to_its_before(pack):
     small, large = (0.1 / batch + 0.001 + 0.001 for batch in (16, 64))
     assert found.guide is not None
     assert found.guide.total == pytest.approx(small / large, rel=0.1)  # 128 to train on, or nearly
-    assert found.guide.rate.rounds == found.after.rounds
-    assert found.guide.rate.plan["hidden"] == 24, "the run's own network"
-    assert [rung.name for rung in found.rungs] == ["baseline", "+ packed feed", "+ clipping"]
+    assert found.guide.timing.turns == found.after.turns
+    assert found.guide.timing.plan["hidden"] == 24, "the run's own network"
+    assert [rung.name for rung in found.rungs] == ["baseline", "+ packed feed", "+ other settings"]
     assert found.rungs[-1].total == found.ratio, "the guide's settings are no rung"
     _, rows = found.table()
-    assert [row[0] for row in rows] == ["baseline", "guide's optimised", "+ packed feed", "+ clipping"]
+    assert [row[0] for row in rows] == ["baseline", "guide's optimised", "+ packed feed", "+ other settings"]
     assert rows[1][2:4] == (None, found.guide.over_baseline())
     assert "batch_size 16 → 64" in rows[1][5]
     again = Receipt.from_dict(json.loads(found.to_json()))
@@ -156,7 +156,7 @@ def test_a_receipt_measures_the_guides_settings_next_to_its_before(pack):
 @pytest.mark.parametrize(
     ("settings", "more", "note"),
     [
-        (LARGE, {"fixed": 1.0}, "were not measured: 7 steps of 64 samples would take about "),
+        (LARGE, {"fixed": 10.0}, "were not measured: their turns would take about "),
         (LARGE, {"most": 32}, "Memory ran out with the guide's optimised settings: measured in passes of 32 samples"),
     ],
 )

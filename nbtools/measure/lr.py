@@ -1,5 +1,5 @@
-"""The lr trial: a few learning rates around the rule's, each trained for some steps from the same weights on the same
-batches, under the plan's whole schedule compressed into these steps; the one with the lowest validation loss wins.
+"""The learning rate: a few around a first one, each trained for some steps from the same weights on the same batches,
+under the plan's whole schedule compressed into these steps; the one with the lowest validation loss wins.
 
 The steps are as many as the time allows, up to the planned ones: fewer favour a higher lr than a whole training does
 (on four small problems 100 steps chose up to 9 times the lr of 500 to 1,500 steps, for up to 0.09 less accuracy).
@@ -8,20 +8,26 @@ The steps are as many as the time allows, up to the planned ones: fewer favour a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from nbtools.data import Pack, in_order, lengths_of, open_feed, tick
+from nbtools.data import Pack, batches_in, in_order, lengths_of, open_feed, phase, tick, work
+from nbtools.errors import TrainError
 from nbtools.measure.report import Report
-from nbtools.measure.stepper import EAGER, Clock, Stepper, untouched
+from nbtools.measure.timing import EAGER, Clock, Stepper, timed, untouched
 from nbtools.show import digits, number, plural
 from nbtools.train import Plan, TaskLike, evaluation, readable
+from nbtools.train import device as devices
 
-FACTORS = (1.0, 3.0, 1 / 3, 9.0, 1 / 9)  # of the rule's lr, in the order in which they are tried
+if TYPE_CHECKING:
+    from nbtools.figures import Sheet
+
+FACTORS = (1.0, 3.0, 1 / 3, 9.0, 1 / 9)  # of the first lr, in the order in which they are tried
 LEAST_VALUES = 3  # below which nothing is chosen: the machine is busy
 MORE = 2  # values beyond these, where the best one lies at an end
 LEAST_STEPS, SHARE_OF_STEPS = 100, 0.02  # of each value: at least so many, else a share of the planned ones
@@ -44,10 +50,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class LrTrial(Report):
-    """What an lr trial measured. Shows as a table.
+    """What trying learning rates gave. Shows as a table.
 
-    rule: the lr that the rule or the task's recipe gives; lr: the chosen one, None if none could be tried; reason: one
-    sentence; candidates: by rising lr; steps: of each; seconds: of all.
+    rule: the lr that the values lie around; lr: the chosen one, None if none could be tried; reason: one sentence;
+    candidates: by rising lr; steps: of each; seconds: of all.
     """
 
     rule: float
@@ -68,6 +74,41 @@ class LrTrial(Report):
             rows.append((digits(each.lr), loss, noise, "chosen" if each.lr == self.lr else ""))
         return ("lr", "loss", "above the lowest", ""), rows
 
+    def figure(self) -> Sheet:
+        """Return the loss over lr with its noise, the chosen lr dashed."""
+        from nbtools.figures import Sheet
+
+        figure = Sheet(figsize=(5.6, 2.8), dpi=200, layout="constrained")
+        axes = figure.add_subplot(xlabel="learning rate", ylabel="loss", xscale="log")
+        rows = [each for each in self.candidates if each.loss is not None]
+        axes.errorbar([r.lr for r in rows], [r.loss or 0.0 for r in rows], [r.noise or 0.0 for r in rows], marker="o")
+        if self.lr is not None:
+            axes.axvline(self.lr, color="C1", linestyle="--")
+        return figure
+
+
+def lr_sweep(
+    task: TaskLike,
+    pack: Pack,
+    plan: Plan,
+    lrs: Sequence[float] | None = None,
+    device: torch.device | str | None = None,
+    seconds: float = 60.0,
+) -> LrTrial:
+    """Try learning rates for about `seconds`, and say which one is the best: the plan's times 1/9, 1/3, 1, 3 and 9, and
+    beyond the end at which the best one lies; or those given.
+
+    The caller's model, random state and GPU memory are unchanged. Raises TrainError for an impossible lr, or if
+    training cannot start.
+    """
+    if wrong := [lr for lr in lrs or () if not 0 < lr < math.inf]:
+        raise TrainError(f"lr_sweep: every lr must be greater than 0 and finite, got {wrong[0]!r}")
+    where = torch.device(device) if device is not None else devices.pick()
+    with work("trying learning rates", values=seconds):
+        step_s = timed(task, pack, plan.replace(**EAGER, ema=None), where, seconds=0.5).step_s
+        phase("values", seconds)
+        return compare_lrs(task, pack, plan, where, step_s, seconds, lrs=lrs)
+
 
 def lr_trial(
     task: TaskLike,
@@ -78,30 +119,45 @@ def lr_trial(
     recipe: bool = False,
     clock: Clock | None = None,
 ) -> LrTrial:
-    """Try lrs around the plan's own on separate models; model, random state and memory of the caller stay as they are.
-
-    training_s: seconds that the plan's steps are expected to take; a trial may take a tenth of them, at least 15 and
-    at most 120. Where that does not allow 100 steps for each of five values, there is none: lr is None, and the reason
-    says so. recipe: whether the plan's lr is one that the task is known to need, which wins where others are no better.
-    """
-    pack, clock = readable(task, pack, plan), clock or perf_counter
-    planned = plan.epochs * math.ceil(pack.splits["train"] / plan.batch_size)
+    """Try lrs around the plan's own, in at most a tenth of the `training_s` seconds that its steps are expected to
+    take, at least 15 s and at most 120. recipe: whether the plan's lr is one that the task is known to need, which wins
+    where others are no better."""
+    planned = plan.epochs * batches_in(readable(task, pack, plan).splits["train"], plan.batch_size)
     seconds = min(max(LEAST_S, SHARE * training_s), MOST_S)
-    each = training_s / planned  # seconds a step
-    fitting = int(seconds / (len(FACTORS) * max(each, 1e-9)))
+    return compare_lrs(task, pack, plan, device, training_s / planned, seconds, recipe, clock)
+
+
+def compare_lrs(
+    task: TaskLike,
+    pack: Pack,
+    plan: Plan,
+    device: torch.device,
+    step_s: float,
+    seconds: float,
+    recipe: bool = False,
+    clock: Clock | None = None,
+    lrs: Sequence[float] | None = None,
+) -> LrTrial:
+    """Return what the values gave within so many seconds; where these do not allow 100 steps for each value, there is
+    no trial: lr is None, and the reason says so. Nothing outside changes."""
+    pack, clock = readable(task, pack, plan), clock or perf_counter
+    planned = plan.epochs * batches_in(pack.splits["train"], plan.batch_size)
+    count = len(lrs or FACTORS)
+    fitting = int(seconds / (count * max(step_s, 1e-9)))
     if fitting < LEAST_STEPS:
-        need = f"{len(FACTORS)} values of {LEAST_STEPS} steps need {len(FACTORS) * LEAST_STEPS * each:.0f} s"
+        need = f"{count} values of {LEAST_STEPS} steps need {count * LEAST_STEPS * step_s:.0f} s"
         return LrTrial(plan.lr, None, f"no trial of other learning rates: {need}, and a trial may take {seconds:.0f} s")
-    steps = min(max(fitting * len(FACTORS) // (len(FACTORS) + MORE), LEAST_STEPS), max(planned, LEAST_STEPS))
+    room = count if lrs else count + MORE
+    steps = min(max(fitting * count // room, LEAST_STEPS), max(planned, LEAST_STEPS))
     with untouched(device):
         trial = Trial(task, pack, plan.replace(**EAGER, ema=None), device, steps, clock, clock() + seconds)
-        trial.run()
+        trial.run(lrs)
     return choose_lr(trial, plan.lr, recipe)
 
 
 class Trial:
-    """The candidates so far: losses: lr → the paired losses of its score, None where it diverged. over: the time at
-    which no further value begins."""
+    """The values so far: losses: lr → the paired losses of its score, None where it diverged. over: the time at which
+    no further value begins."""
 
     def __init__(
         self, task: TaskLike, pack: Pack, plan: Plan, device: torch.device, steps: int, clock: Clock, over: float
@@ -117,24 +173,24 @@ class Trial:
         size = min(max(1, len(ids) // CHUNKS), plan.batch_size)
         self.validation = in_order(ids, lengths_of(pack, ids), size) if len(ids) else []
 
-    def run(self) -> None:
-        """Try the values in turn, and beyond the end at which the lowest loss lies, while there is time; smaller ones
-        where all diverged."""
-        for factor in FACTORS:
-            self.attempt(self.plan.lr * factor)
-        for _ in range(MORE):
-            lrs, best = sorted(self.losses), self.lowest
-            if not lrs:
+    def run(self, lrs: Sequence[float] | None = None) -> None:
+        """Try the values in turn; without given ones also beyond the end at which the lowest loss lies, while there is
+        time, and smaller ones where all diverged."""
+        for lr in lrs or [self.plan.lr * factor for factor in FACTORS]:
+            self.attempt(lr)
+        for _ in range(0 if lrs else MORE):
+            tried, best = sorted(self.losses), self.lowest
+            if not tried:
                 break
-            if best == lrs[-1]:
-                self.attempt(3 * lrs[-1])
-            elif best is None or best == lrs[0]:
-                self.attempt(lrs[0] / 3)
+            if best == tried[-1]:
+                self.attempt(3 * tried[-1])
+            elif best is None or best == tried[0]:
+                self.attempt(tried[0] / 3)
         self.took = self.clock() - self.begun
 
     @property
     def lowest(self) -> float | None:
-        """The lr with the lowest loss."""
+        """Return the lr with the lowest loss."""
         finite = {lr: float(losses.mean()) for lr, losses in self.losses.items() if losses is not None}
         return min(finite, key=finite.__getitem__, default=None)
 
@@ -163,8 +219,8 @@ class Trial:
                     return
 
     def score(self, stepper: Stepper, training: list[torch.Tensor]) -> np.ndarray | None:
-        """The losses that are compared, each of the same samples for all values: of parts of the validation samples, or
-        of the last steps; None if one is no number."""
+        """Return the losses that are compared, each of the same samples for all values: of parts of the validation
+        samples, or of the last steps; None if one is no number."""
         last = torch.stack(training[-max(1, int(TAIL * self.steps)) :]).double().cpu().numpy()
         if stepper.lost or not np.isfinite(last).all():
             return None
