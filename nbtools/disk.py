@@ -120,7 +120,8 @@ def sha256(path: Path) -> str:
 def free_bytes(path: Path) -> int:
     """Return the bytes free on the disk that holds `path`, which need not exist yet."""
     path = Path(path).absolute()
-    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+    disk = os.statvfs(next(place for place in (path, *path.parents) if place.exists()))
+    return disk.f_bavail * disk.f_frsize
 
 
 def require_space(path: Path, need: int) -> None:
@@ -151,8 +152,10 @@ def explained(doing: str, path: Path) -> Iterator[None]:
         reason, fix = error.strerror or str(error), "Try again; if it happens again, choose another disk."
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             reason, fix = f"the disk is full ({size(free_bytes(path))} free)", MAKE_ROOM
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             fix = "Choose another folder, or change its permissions."
+        elif error.errno in (errno.ENOTDIR, errno.EEXIST):
+            reason, fix = "a file is where a folder should be", "Move it, or choose another folder."
         entry = "Drive errors 5 and 107" if is_away(error) else ""
         raise DiskError(f"{doing}: {error.filename or path}: {reason}. {fix}", entry=entry) from error
 
