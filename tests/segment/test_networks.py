@@ -65,18 +65,6 @@ def test_logits_have_the_size_of_any_image_and_strides_round_up(kind, channels, 
         assert found.shape[2:] == (size if kind == "bisenetv2" else tuple(math.ceil(n / (4 * 2**i)) for n in size))
 
 
-@pytest.mark.parametrize("kind", SIZES)
-def test_an_image_in_a_batch_gets_the_logits_that_it_gets_alone(kind):
-    network, batch = small(kind), batch_of(3)
-    assert len(network(batch_of(4, seed=1))[1]) == 4  # and running averages of something
-    network.eval()
-    with torch.no_grad():
-        together, auxiliary = network(batch)
-        for b in range(3):
-            assert torch.allclose(network({"image": batch["image"][b : b + 1]})[0], together[b : b + 1], atol=1e-5)
-    assert auxiliary == ()
-
-
 def test_a_micro_batch_of_one_image_trains_and_its_pooled_norms_keep_their_averages():
     network = small()
     pooled = [m for m in network.context.pooled.modules() if isinstance(m, Norm)]

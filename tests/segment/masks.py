@@ -13,6 +13,7 @@ from nbtools.tasks.common.report import ERROR, Row
 
 H, W = 36, 48
 NAMES = ["ground", "shirt", "shoe"]
+Content = np.ndarray | Image.Image | bytes | str
 
 
 def ids(seed: int = 0, height: int = H, width: int = W) -> np.ndarray:
@@ -29,54 +30,51 @@ def photo(seed: int = 0, height: int = H, width: int = W, channels: int = 3) -> 
     return np.random.default_rng(seed).integers(0, 256, (height, width, channels), np.uint8)
 
 
-def saved(path: Path, content: np.ndarray | Image.Image | bytes | str, **more) -> Path:
+def saved(path: Path, content: Content, **more) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(content, bytes | str):
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    if isinstance(content, str | bytes):
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     else:
-        (content if isinstance(content, Image.Image) else Image.fromarray(content)).save(path, **more)
+        (Image.fromarray(content) if isinstance(content, np.ndarray) else content).save(path, **more)
     return path
 
 
-def tree(folder: Path, files: Mapping[str, np.ndarray | Image.Image | bytes | str]) -> Path:
+def tree(folder: Path, files: Mapping[str, Content]) -> Path:
     for name, content in files.items():
         saved(folder / name, content)
     return folder
 
 
-def corpus(folder: Path, count: int = 4) -> Path:
-    """images/ and labels/: the first half trains, the last image tests."""
-    for k in range(count):
-        split = "train" if k < count // 2 else "test" if k == count - 1 else "val"
+def corpus(folder: Path) -> Path:
+    """Four images and labels: two train, one validates, the last tests."""
+    for k, split in enumerate(("train", "train", "val", "test")):
         tree(folder, {f"images/{split}/{k}.png": photo(k), f"labels/{split}/{k}.png": ids(k)})
     return folder
 
 
-def labelled(folder: Path, label: np.ndarray | Image.Image, name: str = "a.png", **more) -> Path:
-    """A folder of one image with such a label, and a good one next to it."""
-    tree(folder, {"images/a.png": photo(), "images/b.png": photo(), "labels/b.png": ids()})
-    saved(folder / "labels" / name, label, **more)
-    return folder
-
-
-def pair(folder: Path, image: np.ndarray | Image.Image, label: np.ndarray, name: str = "a.png", **more) -> Path:
+def pair(folder: Path, image: Content, label: Content, name: str = "a.png", mask: str = "a.png", **more) -> Path:
     """A folder of one image with its label."""
     saved(folder / "images" / name, image, **more)
-    saved(folder / "labels" / "a.png", label)
+    saved(folder / "labels" / mask, label)
     return folder
 
 
-def xml(folder: Path, shapes: str, labels: str = "shirt shoe", size: tuple[int, int] = (H, W), head: str = "") -> Path:
+def labelled(folder: Path, label: Content, mask: str = "a.png") -> Path:
+    """A folder of one image with such a label, and a good one next to it."""
+    tree(folder, {"images/b.png": photo(), "labels/b.png": ids()})
+    return pair(folder, photo(), label, mask=mask)
+
+
+def xml(folder: Path, shapes: str, labels: str = "shirt shoe", size: tuple[int, int] = (H, W)) -> Path:
     """CVAT's file with one image, next to it."""
     saved(folder / "a.png", photo())
-    found = "".join(
-        f"<label><name>{name}</name><color>#0000{k:02x}</color></label>" for k, name in enumerate(labels.split(), 1)
-    )
-    (folder / "annotations.xml").write_text(
-        f'<?xml version="1.0" encoding="utf-8"?>{head}<annotations><version>1.1</version><meta><task><labels>{found}'
+    named = "".join(f"<label><name>{name}</name><color>#00ff00</color></label>" for name in labels.split())
+    text = (
+        f'<?xml version="1.0" encoding="utf-8"?><annotations><version>1.1</version><meta><task><labels>{named}'
         f'</labels></task></meta><image id="0" name="a.png" width="{size[1]}" height="{size[0]}">{shapes}</image>'
         "</annotations>"
     )
+    saved(folder / "annotations.xml", text)
     return folder
 
 

@@ -1,7 +1,6 @@
 """The task through the real loop: batches, loss and plans, and the faults of the guide's scripts."""
 
 import itertools
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +14,8 @@ from nbtools.data import Card, Draws, collate
 from nbtools.data.pack import Column
 from nbtools.errors import PlanError
 from nbtools.measure import Machine, decide
-from nbtools.run import Run
 from nbtools.tasks import segment
-from nbtools.tasks.segment import BASELINE, Plan
+from nbtools.tasks.segment import Plan
 from nbtools.train import TrainState, evaluation
 from nbtools.train import train as train_loop
 from nbtools.train.plan import lr_at
@@ -27,31 +25,19 @@ AUGMENT: dict[str, Any] = {"scale_low": 0.5, "scale_high": 2.0, "flip": 0.5, "ji
 SLIM: dict[str, Any] = {"network": "slim", "batch_size": 8, "optimizer": "sgd", "lr": 2e-2}
 
 
-def samples(count):
-    """A coloured box and a coloured band on noise, the class of each pixel, and its distance to a boundary."""
-    rng, found = np.random.default_rng(0), []
+def make_pack(folder, count=24):
+    """Coloured boxes and bands on noise, every sixth for validation."""
+    rng, samples = np.random.default_rng(0), []
     for _ in range(count):
         label = np.zeros((HEIGHT, WIDTH), np.uint8)
         y, x = rng.integers(0, 14), rng.integers(0, 24)
-        label[y : y + 14, x : x + 18] = 1
-        label[-8:] = 2
-        image = rng.integers(60, 120, (HEIGHT, WIDTH, 3))
-        image[label == 1] += (90, 0, 0)
-        image[label == 2] += (0, 0, 90)
+        label[y : y + 14, x : x + 18], label[-8:] = 1, 2
+        image = rng.integers(60, 120, (HEIGHT, WIDTH, 3)) + np.array([[0, 0, 0], [90, 0, 0], [0, 0, 90]])[label]
         label[:, -2:] = IGNORE
-        distance = segment.distance_map(label)
-        found.append({"image": image.astype(np.uint8), "label": label, "distance": distance})
-    return found
-
-
-def make_pack(folder, count=24, ignored=()):
-    """A pack of such samples, every sixth for validation; `ignored` have no label."""
-    found = samples(count)
-    for i in ignored:
-        found[i]["label"][:] = IGNORE
+        samples.append({"image": image.astype(np.uint8), "label": label, "distance": segment.distance_map(label)})
     splits = ["val" if i % 6 == 5 else "train" for i in range(count)]
     options = {"size": [HEIGHT, WIDTH], "channels": 3}
-    return pack_of(found, folder, task="segment", split=splits, options=options, classes=["ground", "box", "band"])
+    return pack_of(samples, folder, task="segment", split=splits, options=options, classes=["ground", "box", "band"])
 
 
 def task_of(**more: Any) -> Any:
@@ -68,30 +54,17 @@ def raw_batch(pack, ids):
     return {**collate([pack.sample(i) for i in ids], pack.columns), "id": torch.tensor(list(ids))}
 
 
-def trained(pack, plan, task: Any = segment):
-    """(state, its records) of a whole run."""
-    state = TrainState(task, pack, plan, "cpu")
-    return state, list(train_loop(task, state, pack))
-
-
-# Learning
-
-
 def test_one_batch_is_overfitted_by_the_loop(tmp_path):
     pack = make_pack(tmp_path, 12)
     plan = Plan(**{**SLIM, "epochs": 30, "batch_size": 10, "optimizer": "adamw", "lr": 1e-2, "eval_every": 30})
-    state, records = trained(pack, plan.replace(head_lr=1.0, schedule="poly"))
+    state = TrainState(segment, pack, plan.replace(head_lr=1.0, schedule="poly"), "cpu")
+    records = list(train_loop(segment, state, pack))
     assert evaluation.evaluate(segment, state.model, pack, plan, "train")["miou"] > 0.85
     loss = [r.values["train_loss"] for r in records if r.kind == "epoch"]
     assert loss[-1] < 0.3 * loss[0]
     raw = raw_batch(pack, pack.ids("train")[:4])
     answers = segment.decode(state.model.eval()(segment.batch(raw, plan, None)), pack)
     assert [(a.shape, a.dtype) for a in answers] == [((HEIGHT, WIDTH), np.dtype(np.uint8))] * 4
-    truth = raw["label"].numpy()
-    assert np.mean([(a == t)[t < CLASSES].mean() for a, t in zip(answers, truth, strict=True)]) > 0.95
-
-
-# Batches
 
 
 def test_training_and_prediction_see_the_same_tensor(pack):
@@ -101,12 +74,10 @@ def test_training_and_prediction_see_the_same_tensor(pack):
     assert torch.equal(trained["image"], predicted["image"])
     expected = (raw["image"].permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.25
     torch.testing.assert_close(trained["image"], expected, atol=1e-6, rtol=0)
-    assert trained["label"].dtype == torch.int64
     assert torch.equal(trained["distance"], raw["distance"] / 8)
     assert segment.batch({"image": raw["image"]}, Plan(), None).keys() == {"image"}, "images alone are a batch too"
     cropped = segment.batch(raw, Plan(crop=128), Draws(0, 0, raw["id"]))
     outside = cropped["label"] == IGNORE
-    assert outside.float().mean() > 0.5
     assert (cropped["image"].movedim(1, 3)[outside] == 0).float().mean() > 0.9
 
 
@@ -119,10 +90,10 @@ def watched(pack):
     evaluated, rows = [], []
 
     def batch(raw, plan, draws):
-        found = segment.batch(raw, plan, draws)
+        made = segment.batch(raw, plan, draws)
         if draws is None:
-            evaluated.append((raw["id"], found))
-        return found
+            evaluated.append((raw["id"], made))
+        return made
 
     more = {"epochs": 3, "batch_size": 4, "schedule": "poly", "warmup_epochs": 1.2, "crop": 32}
     plan, task = Plan(**{**SLIM, **AUGMENT, **more}), task_of(batch=batch)
@@ -139,13 +110,12 @@ def watched(pack):
 def test_warmup_ends_and_the_schedule_moves_at_every_step(watched):
     """The guide stepped its schedule once an epoch, and 1,000 epochs of warmup never ended."""
     plan, rows, _ = watched
-    steps = [row for row in rows if row[0] == "step"]
-    rates = [lr for _, lr, *_ in steps]
+    rates = [lr for kind, lr, *_ in rows if kind == "step"]
     assert rates == pytest.approx([lr_at(plan, (n + 0.5) / 5) for n in range(15)])
     assert rates[:6] == sorted(rates[:6])
     assert rates[6:] == sorted(rates[6:], reverse=True)
     assert len(set(rates)) == 15
-    assert all(lrs == {1.0, 10.0} for _, _, lrs, *_ in steps)
+    assert all(lrs == {1.0, 10.0} for _, _, lrs, *_ in rows)
 
 
 def test_batch_norm_keeps_learning_after_an_evaluation(watched):
@@ -161,82 +131,21 @@ def test_validation_is_neither_augmented_nor_cropped_nor_shuffled(watched, pack)
     evaluated = watched[2]
     ids = torch.cat([i for i, _ in evaluated])
     assert ids.tolist() == pack.ids("val").tolist() * 3
-    images, labels = (torch.cat([found[name] for _, found in evaluated]) for name in ("image", "label"))
+    images, labels = (torch.cat([made[name] for _, made in evaluated]) for name in ("image", "label"))
     raw = raw_batch(pack, ids.tolist())
     assert torch.equal(images, (raw["image"].permute(0, 3, 1, 2).float() - 127.5) / 63.75)
     assert torch.equal(labels, raw["label"].long())
 
 
-def test_batches_without_a_valid_pixel_are_trained_on_without_nan(tmp_path):
-    pack = make_pack(tmp_path, 12, ignored=[i for i in range(12) if i not in (0, 6)])
-    counts = []
-
-    def loss(model, batch, plan):
-        found = segment.loss(model, batch, plan)
-        counts.append(int(found[1]))
-        return found
-
-    plan = Plan(**{**SLIM, **AUGMENT, "epochs": 2, "batch_size": 2})
-    state, records = trained(pack, plan, task_of(loss=loss))
-    assert 0 in counts
-    assert any(counts)
-    assert not [r for r in records if r.kind == "event"]
-    assert all(math.isfinite(value) for r in records for value in r.values.values() if isinstance(value, float))
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in state.model.state_dict().values())
-
-
-def test_resumed_in_the_middle_of_an_epoch_a_run_is_the_same_bit_for_bit(pack):
-    more = {"epochs": 2, "batch_size": 6, "schedule": "poly", "warmup_epochs": 0.5, "dropout": 0.1, "eval_every": 2}
-    plan = Plan(**{**SLIM, **AUGMENT, **more})
-    whole, _ = trained(pack, plan)
-    state = TrainState(segment, pack, plan, "cpu")
-    for record in train_loop(segment, state, pack):
-        if record.kind == "step" and record.step == 6:
-            tensors = {name: tensor.clone() for name, tensor in state.tensors().items()}
-            facts = state.facts()
-            break
-    again = TrainState(segment, pack, plan.replace(seed=1), "cpu")
-    again.plan = again.applied = plan
-    again.load(tensors, facts)
-    list(train_loop(segment, again, pack))
-    ours, theirs = again.tensors(), whole.tensors()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert (again.step, again.best) == (whole.step, whole.best)
-
-
-def test_a_run_predicts_with_the_scales_and_mirror_images_of_its_plan(pack, tmp_path, monkeypatch):
-    plan = Plan(network="slim", eval_scales=(0.5, 1.0), eval_flip=True)
-    torch.manual_seed(0)
-    model, raw = segment.model(pack, plan).eval(), raw_batch(pack, pack.ids("val")[:1])
-    nn.init.normal_(dict(model.named_parameters())["head.classify.weight"])
-    run = Run(tmp_path, segment, pack.card, plan)
-    monkeypatch.setattr(run, "model", lambda: model)
-    [answer] = run.predict_pack(pack, pack.ids("val")[:1])
-    with torch.no_grad():
-        batch = segment.batch(raw, plan, None)
-        assert np.array_equal(answer, segment.decode(segment.infer(model, batch, plan), pack)[0])
-        assert not np.array_equal(answer, segment.decode(model(batch), pack)[0])
-
-
 # Plans
 
 
-def test_the_baseline_is_the_guides():
+def test_the_baseline_is_the_guides_with_all_scales_at_every_evaluation():
     guide = {"batch_size": 32, "optimizer": "sgd", "schedule": "poly", "amp": "off", "feed": "workers", "workers": 0}
-    guide |= {"eval_every": 5, "eval_full": True, "eval_flip": True, "eval_scales": (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)}
     guide |= {"crop": 384, "scale_low": 0.25, "scale_high": 2.0, "jitter": 0.4, "head_lr": 10.0, "lr": 5e-3}
-    guide |= {"ohem_threshold": 0.7, "ohem_least": 1 / 16, "edge_factor": 2.0, "edge_weight": 10.0, "edge_width": 2.0}
-    assert {name: getattr(BASELINE, name) for name in guide} == guide
-    assert BASELINE.while_training() == BASELINE
-    assert BASELINE.betas[0] == 0.9
-
-
-def card_of(size, train, channels=3):
-    pixels = Column("fixed", "|u1", (*size, channels)), Column("fixed", "|u1", tuple(size))
-    columns = {"image": pixels[0], "label": pixels[1], "distance": pixels[1]}
-    options = {"size": list(size), "channels": channels}
-    return Card("segment", list("abc"), options, columns, {"train": train, "val": 1, "test": 0})
+    assert {name: getattr(segment.BASELINE, name) for name in guide} == guide
+    assert segment.BASELINE.while_training().eval_scales == (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
+    assert segment.PLAN.while_training().eval_scales == (1.0,)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +153,9 @@ def card_of(size, train, channels=3):
     [("cuda", (1024, 2048), 2975), ("cuda", (360, 480), 3), ("mps", (40, 33), 500), ("cpu", (120, 160), 80)],
 )
 def test_advice_fits_the_data_and_gives_every_number_a_reason(accelerator, size, train):
-    card = card_of(size, train, 4)
+    columns = {"image": Column("fixed", "|u1", (*size, 4)), "label": Column("fixed", "|u1", size)}
+    options = {"size": list(size), "channels": 4}
+    card = Card("segment", list("abc"), options, columns, {"train": train, "val": 1, "test": 0})
     advice = decide(segment, card, Machine(accelerator, "x", 40 if accelerator == "cuda" else 0, 1, 2, (8, 0)))
     plan = advice.plan
     assert isinstance(plan, Plan)
@@ -259,10 +170,6 @@ def test_advice_fits_the_data_and_gives_every_number_a_reason(accelerator, size,
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"crop": 16}, r"Plan\.crop must be"),
-        ({"ohem_threshold": 0.0}, r"Plan\.ohem_threshold must be"),
-        ({"eval_scales": (1.0, 0.0)}, r"Plan\.eval_scales must be"),
-        ({"network": "unet"}, r"Plan\.network must be"),
         ({"scale_high": 0.5}, r"Plan\.scale_low must be at most scale_high \(0\.5\), got 1; lower it or raise"),
         ({"eval_scales": ()}, r"Plan\.eval_scales must name at least one zoom, got none"),
     ],
