@@ -10,7 +10,6 @@ import toy
 from simulated import Job
 
 import nbtools as nb
-from nbtools.__main__ import main
 from nbtools.data import Card, Column, cores
 from nbtools.errors import PlanError
 from nbtools.measure import Receipt, preset, receipt
@@ -119,32 +118,6 @@ def test_the_panel_offers_the_presets_between_before_and_advice(pack):
     panel.form.menu.value = "the guide's optimised"
     assert panel.plan == here
     assert "the guide's features" not in panel.presets, "the network reads features, and this data has none"
-
-
-# -- the terminal
-
-
-@pytest.fixture
-def train(tmp_path, monkeypatch):
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(toy, "PRESETS", PRESETS, raising=False)
-    words = ["train", "toy", "--data", str(toy.demo(tmp_path / "raw", 60)), "--run", str(tmp_path / "run")]
-    return lambda *more: main([*words, "--no-receipt", "--epochs", "1", *more])
-
-
-def test_the_terminal_trains_from_a_preset_and_tells_what_differs(train, tmp_path, capsys):
-    assert train("--from", "guide", "--workers", "0") == 0
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert (plan["lr"], plan["amp"], plan["feed"]) == (0.1, "off", "workers")
-    assert "guide: batch_size 10000 → " in capsys.readouterr().err
-
-
-def test_the_terminal_refuses_a_preset_that_cannot_train_and_one_that_is_none(train, capsys):
-    assert train("--from", "guide-features") == 1
-    err = capsys.readouterr().err
-    assert "--from guide-features cannot train here: the network reads features, and this data has none" in err
-    assert train("--from", "guide-nothing") == 1
-    assert "guide-as-it-is" in capsys.readouterr().err
 
 
 # -- the receipt
