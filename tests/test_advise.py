@@ -344,17 +344,6 @@ def test_advice_says_how_long_training_takes_and_how_long_with_the_baseline(tmp_
     assert found[0] in nb.Panel(advice).form.proposal
 
 
-@pytest.mark.parametrize(("scoring", "every"), [(0.001, 1), (1.0, 3)])
-def test_evaluations_take_at_most_a_tenth_of_the_training(tmp_path, scoring, every):
-    """An epoch's steps take seconds, an evaluation four batches."""
-    job = Turned(fixed=0.1, scoring=scoring)
-    advice = measured(job, toy.make_pack(tmp_path, count=600))
-    assert (advice.plan.eval_every >= every) if every > 1 else (advice.plan.eval_every == 1)
-    evaluations, steps = advice.profile.evaluation_s / advice.plan.eval_every, advice.profile.steps_s
-    assert evaluations <= 0.1 * steps or advice.plan.eval_every == advice.plan.epochs
-    assert ("evaluations take at most 10%" in advice.reasons.get("eval_every", "")) == (every > 1)
-
-
 def seconds(text: str) -> float:
     parts = re.findall(r"([\d.]+) (min|s)\b", text)
     return sum(float(number) * {"min": 60, "s": 1}[unit] for number, unit in parts)

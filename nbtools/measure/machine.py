@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -302,15 +301,18 @@ def cpu_time() -> tuple[int, int] | None:
     return (sum(ticks) - ticks[3] - ticks[4], sum(ticks)) if len(ticks) == 8 else None
 
 
-@contextlib.contextmanager
-def others_share() -> Iterator[SimpleNamespace]:
-    """Yield an object whose `share` is then the share of the processor that other programs took inside, 0–1."""
-    before, own, result = cpu_time(), time.process_time(), SimpleNamespace(share=0.0)
-    yield result
-    now = cpu_time()
-    if before and now and now[1] > before[1]:
+def others_share() -> Callable[[], float]:
+    """Return what tells the share of the processor that other programs took since, 0–1."""
+    before, own = cpu_time(), time.process_time()
+
+    def share() -> float:
+        now = cpu_time()
+        if not before or not now or now[1] == before[1]:
+            return 0.0
         busy = (now[0] - before[0]) - (time.process_time() - own) * os.sysconf("SC_CLK_TCK")
-        result.share = min(max(busy / (now[1] - before[1]), 0.0), 1.0)
+        return min(max(busy / (now[1] - before[1]), 0.0), 1.0)
+
+    return share
 
 
 class Sampler:
