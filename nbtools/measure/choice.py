@@ -121,7 +121,9 @@ class Choice:
                 break
             whys[change] = why
             del faster[change]
-        if len(costs) + len(whys) > 1:
+        if self.left(share) < 0 and len(costs) < 2:
+            self.evidence["amp"] = "no other one was tried: the machine is busy, and the time was over"
+        elif len(costs) + len(whys) > 1:
             tried = [f"{named(change)} {costs[()] / costs[change]:.2f}×" for change in costs if change]
             tried += [f"{named(change)} {why}" for change, why in whys.items()]
             how = "the GPU's time" if self.device.type == "cuda" else "the processor's time on one thread"

@@ -28,15 +28,6 @@ from nbtools.train import device as devices
 
 MIB = 2**20
 PERIOD = 1.0  # seconds between two readings
-INSTRUCTIONS = {  # flags in /proc/cpuinfo
-    "avx2": "AVX2",
-    "avx512f": "AVX-512",
-    "avx512_bf16": "AVX-512 BF16",
-    "amx_bf16": "AMX BF16",
-    "asimd": "NEON",
-    "sve": "SVE",
-    "bf16": "BF16",
-}
 REASONS = {  # nvml.h, nvmlClocksEventReason*
     0x1: "idle",
     0x2: "clocks set by an application",
@@ -285,13 +276,6 @@ def cpu_name() -> str:
             if line.lower().startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def instructions() -> tuple[str, ...]:
-    """The processor's vector and matrix instructions that matter to training, where Linux lists them."""
-    listed = {line.partition(":")[0].strip(): line for line in memory.read(Path("/proc/cpuinfo"))}
-    flags = (listed.get("flags") or listed.get("Features") or "").split()
-    return tuple(name for flag, name in INSTRUCTIONS.items() if flag in flags)
 
 
 def cpu_time() -> tuple[int, int] | None:
