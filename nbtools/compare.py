@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtools import disk
+from nbtools import disk, live
 from nbtools.data import patient, say
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.run import Run
@@ -86,7 +86,7 @@ def compare(*runs: Run | str | Path) -> Comparison:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Runs by their names; shows as a sentence about the best and a table.
+    """Runs by their names; shows as a sentence about the best, charts as those of the live view, and a table.
 
     best: by the metric that chooses checkpoints, None where chance may explain the difference. conclusion: which it is
     and by how much, or why none is.
@@ -113,7 +113,9 @@ class Comparison:
         return f"{self.conclusion}\n\n{self.frame.T.to_string()}".strip()
 
     def _repr_html_(self) -> str:
-        return note(self.conclusion) + self.frame.T.to_html()
+        metric = next(iter(self.runs.values())).metric[0]
+        charts = live.compared({name: live.Columns(run.history) for name, run in self.runs.items()}, metric)
+        return note(self.conclusion) + live.page(charts) + self.frame.T.to_html()
 
 
 def judge(runs: Mapping[str, Run]) -> tuple[Run | None, str]:

@@ -1,5 +1,6 @@
 """Runs next to each other: what came out, what differs, and which is the best where chance does not explain it."""
 
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,8 @@ def test_a_row_a_run_has_its_outcome_and_the_settings_that_differ_and_a_notebook
     assert "<img" not in page
     assert "&lt;img src=x onerror=" in page
     assert compared.conclusion in str(compared)
+    for title in ("validation loss", "accuracy", "learning rate"):
+        assert re.search(f"<b>{title}.*?<svg .*?data-name=", page), "the charts of the live view"
 
 
 @pytest.fixture

@@ -109,16 +109,16 @@ def test_a_preset_that_cannot_train_here_says_why(pack):
 
 def test_the_panel_offers_the_presets_between_before_and_advice(pack):
     panel = nb.Panel(nb.advise(guided(), pack, measure=False))
-    assert list(panel.form.presets)[:5] == ["Baseline", *PRESETS, "As advised"]
+    assert list(panel.presets)[:4] == [
+        "as advised",
+        "the guide's before",
+        "the guide's optimised",
+        "the guide's as it is",
+    ]
     here, _ = preset(guided(), pack, "guide")
-    labels = [button.description for button in panel.form.presets.values()]
-    assert labels[:5] == ["Baseline", "Guide", "Guide, as it is", "Guide, features", "As advised"]
-    panel.form.presets["guide"].click()
+    panel.form.menu.value = "the guide's optimised"
     assert panel.plan == here
-    assert panel.form.presets["guide"].button_style == "primary"
-    assert "As in train --from guide; here batch_size 10000 → " in str(panel.form.presets["guide"].tooltip)
-    refused = panel.form.presets["guide-features"]
-    assert (refused.disabled, refused.tooltip) == (True, "the network reads features, and this data has none")
+    assert "the guide's features" not in panel.presets, "the network reads features, and this data has none"
 
 
 # -- the terminal
