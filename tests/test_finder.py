@@ -68,12 +68,12 @@ def test_a_search_ends_in_time_and_says_what_ended_it(toys):
         assert why in asked.footer()
 
 
-@pytest.mark.parametrize(("most", "largest"), [(5, 4), (63, 48)])
+@pytest.mark.parametrize(("most", "largest"), [(5, 4), (63, 32)])
 def test_what_does_not_fit_is_never_chosen(most, largest, toys):
     report = found(toys, Job(fixed=0.1, most=most))
     assert report.batch_size == largest
-    assert all(row.fits == (row.batch_size <= most) for row in report.rows)
-    assert any(not row.fits for row in report.rows)
+    assert all((not row.reason) == (row.batch_size <= most) for row in report.rows)
+    assert any(row.reason for row in report.rows)
     assert "does not fit" in report.footer()
     assert "memory" in report.footer()
 
@@ -89,12 +89,9 @@ class WithoutBatchNorm(Job):
 def test_one_sample_is_tried_where_two_do_not_fit_but_not_with_batch_norm(toys):
     report = found(toys, WithoutBatchNorm(most=1))
     assert report.batch_size == 1
-    assert "two samples do not fit" in report.footer()
+    assert "2 does not fit" in report.footer()
     with pytest.raises(TrainError, match="two samples do not fit, and BatchNorm cannot train on one"):
         found(toys, Job(most=1))
-    job = Job(fixed=0.1)
-    found(toys, job)
-    assert min(size for _, size in job.passes) == 2
 
 
 @pytest.mark.parametrize("kind", [Job, WithoutBatchNorm])

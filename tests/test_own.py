@@ -24,7 +24,7 @@ import nbtools as nb
 from nbtools.__main__ import main
 from nbtools.data import Card
 from nbtools.errors import PackError, TrainError
-from nbtools.train import Sums
+from nbtools.train import Sums, bound
 from nbtools.train.metrics import score
 
 pytestmark = pytest.mark.usefixtures("one_cache")
@@ -260,6 +260,25 @@ def test_values_of_any_shape_are_targets_in_their_own_unit(tmp_path, name):
     assert nb.evaluate(run, pack) == pytest.approx({"loss": 0, "mae": 0}, abs=1e-4)
     for answer, array in zip(run.predict([x for x, _ in data[:3]]), arrays, strict=False):
         np.testing.assert_allclose(answer, array / unit, rtol=1e-4, atol=1e-4)
+
+
+class Pixels(nb.Task):
+    def model(self, card, plan):
+        return nn.Conv2d(3, 2, 3, padding=1)
+
+    def loss(self, model, batch, plan):
+        return F.cross_entropy(model(batch), batch["y"].long())
+
+
+def test_a_class_of_each_pixel_is_a_task_of_four_lines_to_which_classify_points(tmp_path):
+    images = np.random.default_rng(0).integers(0, 255, (30, 8, 8, 3), dtype=np.uint8)
+    pack = nb.pack([(x, (x[..., 0] > 128).astype(np.uint8)) for x in images], into=tmp_path / "pack", progress=False)
+    with pytest.raises(TrainError, match=r"for a class of each pixel write a Task, whose loss takes cross entropy of"):
+        fitted(nb.classify(Pixels().model(None, None)), pack, tmp_path / "run")
+    run = fitted(Pixels(), pack, tmp_path / "run", epochs=8, batch_size=8, lr=0.05)
+    assert run.best["val_loss"] < 0.4
+    assert run.predict([images[0]])[0].shape == (2, 8, 8)
+    assert bound(Pixels(), pack.card).preview is None, "a line of text says nothing of a map"
 
 
 # -- several labels a sample

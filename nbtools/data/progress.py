@@ -56,7 +56,8 @@ def phase(name: str, seconds: float | None = None) -> None:
 def tick() -> None:
     """Draw the bar of the work that is shown, and call what `meanwhile` was given."""
     for shown, _, start in ongoing:
-        shown.n = min(monotonic() - start, 0.95 * shown.total)
+        shown.n = spent = monotonic() - start
+        shown.total = max(shown.total, 1.1 * spent + 0.5)  # an estimate that is exceeded grows
         shown.update(0)
     for act in attending:
         act()

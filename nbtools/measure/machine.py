@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from nbtools.measure import memory
 from nbtools.train import device as devices
 
 MIB = 2**20
-PERIOD, FIRST = 1.0, 0.1  # seconds between two readings, and before the first share of the processor
+PERIOD = 1.0  # seconds between two readings
 INSTRUCTIONS = {  # flags in /proc/cpuinfo
     "avx2": "AVX2",
     "avx512f": "AVX-512",
@@ -301,28 +302,15 @@ def cpu_time() -> tuple[int, int] | None:
     return (sum(ticks) - ticks[3] - ticks[4], sum(ticks)) if len(ticks) == 8 else None
 
 
-def follow(show: Callable[[str], object]) -> NoReturn:
-    """Show the GPUs, and how much of processor and RAM is in use, once a second until an interrupt."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(Unavailable):
-            stack.enter_context(opened())  # a driver that nobody uses takes a second to start
-        before, pause = cpu_time(), FIRST
-        while True:
-            time.sleep(pause)
-            now, pause = cpu_time(), PERIOD
-            found = gpus()
-            show("\n".join([str(found) if found else found.missing, in_use(before, now)]))
-            before = now
-
-
-def in_use(before: tuple[int, int] | None, now: tuple[int, int] | None) -> str:
-    """`CPU: 97 % of 2 cores; RAM: 6.1 of 7.8 GB in use`, of the time between two readings of `cpu_time`."""
-    share = (now[0] - before[0]) / max(now[1] - before[1], 1) if before and now else None
-    shown = show.EMPTY if share is None else show.percent(share)
-    parts = [f"CPU: {shown} of {show.plural(os.cpu_count() or 1, 'core')}"]
-    if (room := memory.ram()) and (most := memory.ram_in_all()):
-        parts.append(f"RAM: {pair(most - room.bytes, most, show.size)}")
-    return f"{'; '.join(parts)} in use"
+@contextlib.contextmanager
+def others_share() -> Iterator[SimpleNamespace]:
+    """Yield an object whose `share` is then the share of the processor that other programs took inside, 0–1."""
+    before, own, result = cpu_time(), time.process_time(), SimpleNamespace(share=0.0)
+    yield result
+    now = cpu_time()
+    if before and now and now[1] > before[1]:
+        busy = (now[0] - before[0]) - (time.process_time() - own) * os.sysconf("SC_CLK_TCK")
+        result.share = min(max(busy / (now[1] - before[1]), 0.0), 1.0)
 
 
 class Sampler:

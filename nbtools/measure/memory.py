@@ -1,23 +1,18 @@
-"""How much memory a train step takes, and how much there is.
-
-On CUDA the allocator knows its peak. On a CPU every tensor that an operation makes is followed until it dies: what
-autograd saves for backward is most of that, but not all (of the guide's captcha network at batch 128, 87 %).
-"""
+"""How much memory a train step takes, and how much there is."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from nbtools.train import TrainState
+from nbtools.train import device as devices
 
 HEADROOM = 0.1  # of what is free: sizes that fit once fail later, in fragments and to other processes
 HEADROOM_RAM = 0.2  # glibc's malloc keeps freed memory: processes grew by 14–19 % more than was in use
@@ -28,55 +23,21 @@ CGROUPS = {  # limit, in use, the line of memory.stat with what the kernel can d
 
 
 def peak(device: torch.device, act: Callable[[], Any]) -> int:
-    """Peak bytes that `act` takes, above those in use before. On CUDA the allocator's peak starts anew."""
-    if device.type != "cuda":
-        with Live() as live:
-            act()
-        return live.most
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    """Return the peak bytes that `act` takes, above those in use before: by torch's allocator on CUDA, whose statistics
+    begin anew; by what the process holds at most on Linux; 0 elsewhere."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        act()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    before = devices.resident()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     act()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-class Live(TorchDispatchMode):
-    """Bytes of the tensors that operations made and that are still alive; their most. About 10 µs per operation.
-
-    A storage counts once, however many views it has; what the operations were given from outside does not count.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, int] = {}  # address of the storage → its bytes
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for storage in storages((args, kwargs)):
-            self.see(storage, 0)
-        out = func(*args, **(kwargs or {}))
-        for storage in storages(out):
-            self.see(storage, storage.nbytes())
-        return out
-
-    def see(self, storage: torch.UntypedStorage, size: int) -> None:
-        key = storage._cdata
-        if key in self.alive:
-            return
-        self.alive[key] = size
-        self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self.gone, key).atexit = False
-
-    def gone(self, key: int) -> None:
-        self.now -= self.alive.pop(key, 0)
-
-
-def storages(tree: object) -> Iterator[torch.UntypedStorage]:
-    for leaf in tree_iter(tree):
-        if type(leaf) in (Tensor, torch.nn.Parameter) and leaf.layout == torch.strided:
-            yield leaf.untyped_storage()
+    most = [int(line.split()[1]) * 1024 for line in read(Path("/proc/self/status")) if line.startswith("VmHWM:")]
+    return max(0, *(mark - before for mark in most)) if most else 0
 
 
 def held(state: TrainState) -> int:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from nbtools.data import Card, Draws, Pack, Sample, options_like, pack, sample_of
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.train.augment import strengths
-from nbtools.train.defaults import PREPARED, answers, images_of, packed_dataset, prepare, preview
+from nbtools.train.defaults import PREPARED, answers, few_values, images_of, packed_dataset, prepare, preview
 from nbtools.train.metrics import METRICS, Batch, Pair, listed, name_of
 from nbtools.train.optimizer import plan_optimizer
 from nbtools.train.plan import Plan
@@ -186,7 +186,7 @@ def bound(task: TaskLike, card: Card) -> Task:
         return task
     own = copy.copy(task)
     vars(own).update(card=card, _name=task_name(task))
-    if own.preview is None and images_of(card):
+    if own.preview is None and images_of(card) and few_values(card):
         own.preview = preview
     return own
 
