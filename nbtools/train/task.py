@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nbtools.data import Card, Draws, Pack, Sample, pack, sample_of
+from nbtools.data import Card, Draws, Pack, Sample, options_like, pack, sample_of
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.train.augment import strengths
 from nbtools.train.defaults import PREPARED, answers, few_values, images_of, packed_dataset, prepare, preview
@@ -130,7 +130,7 @@ class Task:
 
     def pack_options(self, card: Card) -> Mapping[str, Any]:
         """Return options of `pack` with which another source has the classes and the preprocessing of a card."""
-        return {"like": card} if packed_dataset(card) else {}
+        return options_like(card) if packed_dataset(card) else {}
 
     def read(self, path: Any, options: Any) -> Sample:
         """Return the arrays of one raw file; with `nb.pack` of an image file, or of an item in its place."""

@@ -30,7 +30,7 @@ from nbtools.tasks.hwdb.formats import SUFFIXES, Bytes, lines_of, refused
 
 CHARS_LIST = "chars_list.txt"
 LIST = re.compile(r"(.*)_img_id_gt\.txt", re.I)
-ARCHIVE = re.compile(r"\.(tar|tar\.gz|tgz|tar\.xz|txz|tar\.bz2|tbz2?|zip)$", re.I)
+ARCHIVE = re.compile(r"\.(tar|tar\.gz|tgz|tar\.xz|txz|zip)$", re.I)
 
 
 @dataclass
