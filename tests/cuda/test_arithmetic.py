@@ -10,6 +10,8 @@ from cuda_cases import CASES, LEAN, first_losses, one_pass, require_close, requi
 
 import nbtools as nb
 from nbtools.measure import Stepper
+from nbtools.tasks.common import cudnn_ctc
+from nbtools.train import synchronizing
 
 pytestmark = pytest.mark.cuda
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,3 +95,25 @@ def test_a_gpu_takes_a_fused_kernel_for_attention_with_mask_and_dropout(packs, g
         stepper.step(next(stepper.batches))
     names = {event.name for event in profile.events() or ()}
     assert any(name.startswith("aten::_scaled_dot_product_") and "math" not in name for name in names), names
+
+
+@pytest.mark.parametrize(("steps", "size", "classes"), [(40, 128, 37), (60, 64, 7374), (480, 32, 500)])
+def test_ctc_by_cudnn_is_torchs_own_with_the_same_bits_each_time_and_without_a_wait(gpu, steps, size, classes):
+    assert cudnn_ctc.agrees(gpu)
+    torch.manual_seed(0)
+    logits = torch.randn(steps, size, classes, device=gpu, requires_grad=True)
+    labels, lengths = torch.randint(classes - 1, (size, 12), device=gpu), torch.randint(1, 13, (size,), device=gpu)
+    own = torch.randint(24, steps + 1, (size,), device=gpu)
+    fits = torch.ones(size, dtype=torch.bool, device=gpu)
+
+    def once():
+        each = cudnn_ctc.losses(logits, labels, own, lengths, fits)
+        return each.detach(), torch.autograd.grad(each.sum(), logits)[0]
+
+    once()
+    (first, second), waits = synchronizing(lambda: [once() for _ in range(2)])
+    assert waits == []
+    assert all(map(torch.equal, first, second))
+    expected = torch.nn.functional.ctc_loss(logits.log_softmax(2), labels + 1, own, lengths, reduction="none")
+    torch.testing.assert_close(first[0], expected.detach(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(first[1], torch.autograd.grad(expected.sum(), logits)[0], rtol=1e-3, atol=1e-3)
