@@ -175,14 +175,29 @@ class Lock:
         except BlockingIOError:
             os.close(self.descriptor)
             raise self.busy or BlockingIOError from None
+        HELD.add(self)
         return self
 
     def __exit__(self, *_) -> None:
-        fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # at once: a fork has not closed its own yet
-        os.close(self.descriptor)
+        if self in HELD:  # else this is a fork of the owner
+            HELD.discard(self)
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # at once: a new fork has not closed its own yet
+            os.close(self.descriptor)
 
     def held(self) -> bool:
         """Return whether somebody has it now; only of one with `busy`. Raises DiskError where that is unknown."""
         with explained("looking whether a lock is held", self.path), suppress(NbtoolsError), self:
             return False
         return True
+
+
+HELD: set[Lock] = set()
+
+
+def close_in_fork() -> None:
+    """Close the locks in a fork: a killed owner's workers live on for seconds, in which it may be started again."""
+    while HELD:
+        os.close(HELD.pop().descriptor)
+
+
+os.register_at_fork(after_in_child=close_in_fork)

@@ -86,7 +86,8 @@ def fit(
         return follower(task, pack, ranks)
     fresh = fresh and not ranks.again
     folder, kept, plan = opening(task, pack, plan, run, keep, fresh)
-    with lock(folder):
+    with lock(folder), leaving_no_empty(folder):
+        forget(folder)
         restore(folder, kept, fresh)
         job = prepare(task, pack, called(plan), folder, fresh, ranks, progress, samples)
         job.begun = 0.0 if job.state.step else begun
@@ -108,8 +109,7 @@ def called(plan: Any) -> Any:
 
 
 def opening(task: Task, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool) -> tuple[Path, Path | None, Any]:
-    """Return (folder, kept folder, plan) of a call, and remove requests that were meant for an earlier run. Raises
-    PackError, and CheckpointError if a run would be lost."""
+    """Return (folder, kept folder, plan) of a call. Raises PackError, and CheckpointError if a run would be lost."""
     if not isinstance(pack, Pack):
         makes = f"{train.spoken(task)}.pack(source), or nb.pack(data)"
         raise PackError(f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {makes}")
@@ -120,10 +120,25 @@ def opening(task: Task, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool) 
         raise CheckpointError(f"{rule}, and copied to Drive by keep={str(run)!r}")
     kept = None if keep is None else place_to_keep(keep)
     folder = own_folder(task, pack, plan := called(plan), fresh) if run is None else Path(run)
-    if not is_torchelastic_launched():  # `launch` has done so for its ranks
+    return folder, kept, plan
+
+
+@contextmanager
+def leaving_no_empty(folder: Path) -> Iterator[None]:
+    """Remove the folder of a call that is refused before anything is written into it."""
+    try:
+        yield
+    except NbtoolsError:
+        with suppress(OSError):
+            folder.rmdir()
+        raise
+
+
+def forget(folder: Path) -> None:
+    """Remove requests that were meant for an earlier run; `launch` has done so for its ranks."""
+    if not is_torchelastic_launched():
         with disk.explained("starting a run", folder):
             disk.remove(folder / train.CONTROL)
-    return folder, kept, plan
 
 
 def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:

@@ -75,13 +75,13 @@ class Run:
     def receipt(self) -> Receipt | None:
         """Return how much faster it was than the task's baseline, on the machine that trained; None if not measured."""
         path = self.folder / RECEIPT
-        return Receipt.from_dict(read_json(path)) if path.exists() else None
+        return Receipt.from_dict(read_json(path, "delete it")) if path.exists() else None
 
     @property
     def verdict(self) -> Verdict | None:
         """Return what this run is bound by, and the one change worth making; None if it was not measured."""
         path = self.folder / VERDICT
-        return Verdict.from_dict(read_json(path)) if path.exists() else None
+        return Verdict.from_dict(read_json(path, "delete it")) if path.exists() else None
 
     @property
     def state(self) -> str:
@@ -281,13 +281,13 @@ def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:
         return train.as_task(task).validate(source, **options)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, fix: str = "copy the whole run folder again") -> dict[str, Any]:
     """Return a JSON file of a run. Raises CheckpointError if it is missing or damaged."""
     try:
         return disk.from_json(path.read_text())
     except (FileNotFoundError, ValueError) as error:
         why = "missing" if isinstance(error, FileNotFoundError) else f"damaged, {error}"
-        raise CheckpointError(f"{path} is {why}; copy the whole run folder again") from None
+        raise CheckpointError(f"{path} is {why}; {fix}") from None
 
 
 def what_next(run: Run, over: bool) -> str:

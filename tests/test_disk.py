@@ -3,6 +3,8 @@
 import errno
 import multiprocessing
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,24 @@ def test_only_one_process_is_inside_a_lock(tmp_path):
     for worker in workers:
         worker.join()
     assert file.read_text() == "200"
+
+
+def own_and_be_killed(path, left):
+    """Take a lock, leave a fork that lives on, and be killed."""
+    with disk.Lock(path):
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        process.start()
+        left.send(process.pid)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_fork_of_its_owner_does_not_hold_a_lock(tmp_path):
+    """The workers of a run that is killed live on for seconds, in which it can be started again."""
+    context, path = multiprocessing.get_context("fork"), tmp_path / "x"
+    here, there = context.Pipe(duplex=False)
+    owner = context.Process(target=own_and_be_killed, args=(path, there))
+    owner.start()
+    left = here.recv()
+    owner.join()
+    assert not disk.Lock(path, busy=errors.TrainError("held")).held()
+    os.kill(left, signal.SIGKILL)

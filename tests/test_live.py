@@ -128,7 +128,7 @@ class Visit:
         """What stays of the view: its charts in the place of the picture, and what to do next."""
         output = self.output
         until(lambda: output.locator(".nbt-grid").count(), "the last frame")
-        until(lambda: "next: " in output.inner_text() or "weights are in" in output.inner_text(), "the last line")
+        until(lambda: "next:" in output.inner_text() or "weights are in" in output.inner_text(), "the last line")
         self.seen.facts["picture"] = [each.is_visible() for each in output.locator(PICTURE).all()]
         self.seen.texts["kept"] = output.inner_text()
         self.notebook.point(1)

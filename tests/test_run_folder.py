@@ -147,8 +147,16 @@ def test_without_a_plan_what_the_task_gives_for_a_start_is_another_run(pack, mon
 
 def test_a_run_that_another_process_holds_is_refused_without_a_name_too(pack):
     run = fit(pack, PLAN)
+    (run.folder / "control.json").write_text("{}")
     with lock(run.folder), pytest.raises(TrainError, match="another process"):
         fit(pack, PLAN)
+    assert (run.folder / "control.json").exists(), "a request to the process that trains"
+
+
+def test_a_refused_call_without_a_name_leaves_no_folder(pack):
+    with pytest.raises(TrainError, match="larger than the train split"):
+        fit(pack, PLAN.replace(batch_size=10**6))
+    assert list(Path("runs").iterdir()) == []
 
 
 def test_layers_that_are_unfrozen_train_on_in_the_named_folder_and_are_said(pack):

@@ -5,6 +5,7 @@
   const states = (window.nbtoolsCharts = new WeakMap()); // what a frame is put into → {zoom: [first, last, x], hidden}
   const [WIDTH, HEIGHT] = [2000, 10000];
   let at = null; // the pointer's place in the window
+  let pressed = 0; // when a chart was
   let from = null; // the share of a chart's width where a drag began
   const part = (parent, name, words = '', look = '') =>
     parent.appendChild(Object.assign(document.createElement(name), { textContent: words, className: look }));
@@ -87,14 +88,18 @@
     at = plot ? [event.clientX, event.clientY] : null;
     if (at || document.querySelector('.nbt-at')) show();
   });
-  on('pointerdown', '.nbt-plot', (plot, event) => (from = plot && !event.button ? share(plot, event.clientX) : null));
+  // Presses and no clicks, which are lost where a frame replaces what is under the pointer before it is released.
+  on('pointerdown', '.nbt-plot', (plot, event) => {
+    from = plot && !event.button ? share(plot, event.clientX) : null;
+    if (plot && event.timeStamp - pressed < 400) zoom(plot, null);
+    pressed = plot ? event.timeStamp : 0;
+  });
   on('pointerup', '.nbt-plot', (plot, event) => {
     const ends = plot && from !== null ? [from, share(plot, event.clientX)].sort((a, b) => a - b) : [0, 0];
     from = null;
     if (ends[1] - ends[0] > 0.02) zoom(plot, ends);
   });
-  on('dblclick', '.nbt-plot', (plot) => plot && zoom(plot, null));
-  on('click', '.nbt-key span', (key) => {
+  on('pointerdown', '.nbt-key span', (key) => {
     if (!key) return;
     const { hidden } = stateOf(key.closest('.nbt-grid'));
     hidden.delete(key.dataset.name) || hidden.add(key.dataset.name);

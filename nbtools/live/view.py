@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+import sys
 import textwrap
 import threading
 import time
@@ -120,7 +121,7 @@ class View:
         if self.output is not None:
             self.output.write(lines)
         elif not self.bar.disable:
-            room = shutil.get_terminal_size((output.WIDTH + 1, 24)).columns - 1
+            room = shutil.get_terminal_size().columns - 1 if sys.stderr.isatty() else sys.maxsize
             say("\n".join(fitting(fields, room) for fields in lines))
 
     def show_samples(self, previews: Sequence[Preview]) -> None:

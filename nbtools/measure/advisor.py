@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,9 +16,9 @@ from nbtools import disk
 from nbtools.data import Pack, choose, phase, work
 from nbtools.errors import DiskError
 from nbtools.measure.advice import THUMB, Advice, decide, enough, epochs_for_few, has_recipe, inspect
-from nbtools.measure.choice import BATCH, GRAPHS, GUARD, PRECISION, Choice
-from nbtools.measure.lr import LEAST_S, lr_trial
-from nbtools.measure.machine import machine, others_share
+from nbtools.measure.choice import LEAST, Choice
+from nbtools.measure.lr import LEAST_S, LrTrial, lr_trial
+from nbtools.measure.machine import machine
 from nbtools.measure.profile import StepProfile
 from nbtools.measure.receipt import SILENT, comparable, preset
 from nbtools.measure.timing import Clock, untouched
@@ -40,12 +39,10 @@ from nbtools.train import (
 )
 from nbtools.train import device as devices
 
-VERSION = 10  # of what is measured: what an older version advised is measured again
+VERSION = 11  # of what is measured: what an older version advised is measured again
 KEPT = 8  # kept results next to a pack, for instance of other machines
-SHARE, LEAST, MOST = 1 / 90, 12.0, 60.0  # of the training that is expected, seconds: what measuring may take (ours)
+PHASES = ("precision", "batch size", "graphs", "the plan beside others", "learning rate")
 LONG_S = 600.0  # seconds of training beyond which a small data set gets no more epochs
-EVALUATING = 0.1  # of the training that evaluations may take
-BUSY = 0.1  # of the processor that other programs take, from which it is said
 
 
 def advise(
@@ -84,10 +81,7 @@ def known_or_measured(
     if not measure:
         return thumb
     require_training(pack)
-    likely = seconds or LEAST
-    parts = {"precision": PRECISION, "batch size": BATCH, "graphs": GRAPHS, "the plan beside others": GUARD}
-    phases = {name: share * likely for name, share in parts.items()} | {"learning rate": LEAST_S}
-    with work(f"measuring {spoken(task).rpartition('.')[2]} on this machine", **phases):
+    with work(f"measuring {spoken(task).rpartition('.')[2]} on this machine", **dict.fromkeys(PHASES, LEAST / 4)):
         made = measured(task, pack, thumb, seconds, compiling, clock)
     unsaved = keep(path, label(task, pack, thumb, compiling), made)
     return dataclasses.replace(made, note=f"{made.note}{unsaved}")
@@ -128,32 +122,34 @@ def measured(
     baseline; last the learning rate."""
     device, start = devices.pick(), perf_counter()
     own, chosen = task.suggest(pack.card, device.type), {}
-    with untouched(device), others_share() as others:
-        choice = Choice(task, pack, thumb.plan, device, own, clock)
-        seconds = seconds or min(max(SHARE * choice.training_s(), LEAST), MOST)
-        phase("precision", PRECISION * seconds)
-        choice.precision_and_layout(PRECISION * seconds)
+    with untouched(device):
+        choice = Choice(task, pack, thumb.plan, device, own, seconds, clock)
+        phase("precision", 0.5 * choice.seconds)
+        choice.precision_and_layout(0.5)
         fastest = "of those that learn the same the fastest, measured here"
-        chosen |= {name: (getattr(choice.plan, name), fastest) for name in choice.evidence}
+        changed = choice.plan.changes_from(thumb.plan).keys() & {"amp", "channels_last"}
+        chosen |= {name: (getattr(choice.plan, name), fastest) for name in changed}
         if "batch_size" not in own or device.type == "cuda":  # of a GPU the memory has to be known in any case
-            phase("batch size", BATCH * seconds)
-            chosen |= batch_size(choice, "batch_size" in own, BATCH * seconds, pack)
+            phase("batch size", 0.25 * choice.seconds)
+            chosen |= choice.batch_size(0.75, enough(pack.card))
         choice.plan = by_rules(task, pack, chosen).plan
-        phase("graphs", GRAPHS * seconds)
-        for name in choice.graph_and_compiler(GRAPHS * seconds, compiling):
-            chosen[name] = getattr(choice.plan, name), "faster here, measured in turns"
-        phase("the plan beside others", GUARD * seconds)
+        phase("graphs", 0.1 * choice.seconds)
+        choice.graph_and_compiler(0.8, compiling)
+        phase("the plan beside others", 0.2 * choice.seconds)
         baseline = comparable(task.BASELINE, choice.plan, pack, device)[0]
-        profile = choice.guard({"rules": thumb.plan, "baseline": baseline}, GUARD * seconds)
-        if choice.plan == thumb.plan:
-            chosen = {}
+        contended = choice.others() if choice.contended else 0.0
+        profile = choice.guard({"rules": thumb.plan, "baseline": baseline})
+        used = ("compile", "graph") if choice.plan != thumb.plan else ()
+        chosen = chosen if choice.plan != thumb.plan else {}
+        chosen |= {name: (True, "faster here, measured in turns") for name in used if getattr(choice.plan, name)}
         phase("learning rate", LEAST_S)
-        chosen |= epochs_and_lr(choice, chosen, profile, recipe="lr" in own or has_recipe(task, "lr"))
-    advice = by_rules(task, pack, {**chosen, **evaluations(choice, chosen, profile)})
+        chosen |= (more := epochs_and_lr(choice, chosen, profile))[0]
+    advice = by_rules(task, pack, chosen)
     took = perf_counter() - start
     note = f"Measured on {', '.join(machine().values())} in {took:.0f} s, except where a {THUMB} is named."
-    if others.share > BUSY:
-        note += f" Other programs took {percent(others.share)} of the processor meanwhile: times are of such a machine."
+    if contended:
+        note += f" Other programs took {percent(contended)} of the processor: settings were compared by its time on one"
+        note += " thread, not by the wall, and times are of such a machine."
     return dataclasses.replace(
         advice,
         note=note,
@@ -161,33 +157,15 @@ def measured(
         timings=choice.timings,
         ratios=choice.ratios,
         batches=choice.batches,
-        lr_trial=choice.lr_trial,
+        lr_trial=more[1],
         profile=profile,
         verdict=verdict(profile, advice.plan),
     )
 
 
-def batch_size(choice: Choice, own: bool, seconds: float, pack: Pack) -> dict[str, tuple[Any, str]]:
-    """Search for a batch size. own: whether the task suggests one itself, which stands."""
-    plan, report = choice.plan, choice.batch_size(seconds, enough(pack.card))
-    chosen: dict[str, tuple[Any, str]] = {}
-    why = report.why
-    reached = report.complete or any(row.rates for row in report.rows if row.batch_size >= plan.batch_size)
-    if own and plan.batch_size != report.batch_size:
-        why += f"; {plan.batch_size} is kept because the task is known to need it"
-    elif not own and reached:
-        chosen["batch_size"] = report.batch_size, "the smallest that is nearly as fast as the fastest"
-    elif not own:
-        why += f"; {plan.batch_size} is kept because there was no time to try it"
-    if report.micro_batch_size is not None:
-        chosen["micro_batch_size"] = report.micro_batch_size, "the whole batch does not fit at once"
-    choice.evidence["batch_size"] = why
-    return chosen
-
-
 def epochs_and_lr(
-    choice: Choice, chosen: dict[str, tuple[Any, str]], profile: StepProfile, recipe: bool
-) -> dict[str, tuple[Any, str]]:
+    choice: Choice, chosen: dict[str, tuple[Any, str]], profile: StepProfile
+) -> tuple[dict[str, tuple[Any, str]], LrTrial]:
     """Choose the epochs of a small data set by the speed, and lr by a trial."""
     task, pack, plan = choice.task, choice.pack, by_rules(choice.task, choice.pack, chosen).plan
     few, more = epochs_for_few(pack.card, plan.batch_size), {}
@@ -195,25 +173,13 @@ def epochs_and_lr(
         epochs = max(int(LONG_S / profile.steps_s), Plan().epochs)
         more["epochs"] = epochs, f"about {LONG_S / 60:.0f} minutes at the measured speed, or the default"
         plan = by_rules(task, pack, {**chosen, **more}).plan
+    recipe = "lr" in choice.fixed or has_recipe(task, "lr")
     trial = lr_trial(task, pack, plan, choice.device, plan.epochs * profile.steps_s, recipe, choice.given_clock)
-    choice.lr_trial = trial
-    if trial.lr is None:
-        choice.evidence["lr"] = trial.reason
-    else:
+    choice.evidence["lr"] = trial.reason
+    if trial.lr is not None:
         more["lr"] = trial.lr, trial.reason
         choice.evidence["lr"] = f"the trial began at the rule's {digits(trial.rule)} and took {trial.seconds:.0f} s"
-    return more
-
-
-def evaluations(choice: Choice, chosen: dict[str, tuple[Any, str]], profile: StepProfile) -> dict[str, tuple[Any, str]]:
-    """Evaluate, and save the best, so seldom that it takes at most a tenth of the training."""
-    task, plan = choice.task, by_rules(choice.task, choice.pack, chosen).plan
-    every = min(math.ceil(profile.evaluation_s / (EVALUATING * profile.steps_s)), plan.epochs)
-    if every <= plan.eval_every or "eval_every" in choice.fixed or has_recipe(task, "eval_every"):
-        return {}
-    took, epoch = digits(profile.evaluation_s), digits(profile.steps_s)
-    choice.evidence["eval_every"] = f"an evaluation takes {took} s, an epoch's steps {epoch} s"
-    return {"eval_every": (every, f"evaluations take at most {EVALUATING:.0%} of the training then")}
+    return more, trial
 
 
 # -- kept next to the pack

@@ -6,12 +6,10 @@ doubled until throughput no longer rises, or memory, data or time runs out; thos
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
-from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,10 +23,11 @@ from nbtools.show import percent, size
 from nbtools.train import Plan, TaskLike, readable, release
 from nbtools.train import device as devices
 
-WITHIN, NEAR = 0.95, 0.75  # of the best throughput: is chosen; gets turns
-RISING = 1.03  # a doubling that gives less than this twice in a row is flat
+WITHIN, NEAR, RISING = 0.95, 0.75, 1.03  # of the best throughput: is chosen; gets turns; of the last: still rises
 FIRST, LOOKS, ROUNDS = 8, 3, 8  # the first size; turns of each at first sight, of which the best counts; later ones
 CLIMB = 0.5  # of the time at most for doubling
+T = TypeVar("T")
+LATE, FLAT = "time ran out", "throughput no longer rises"
 
 
 @dataclass
@@ -51,8 +50,7 @@ class BatchReport(Report):
     """A batch size and its evidence. Shows as a table.
 
     micro_batch_size: samples a forward pass for the plan's own batch size where that does not fit at once, else None.
-    why: what was measured, in a few words; ended: why no larger size was tried; complete: whether that was not the
-    time.
+    why: what was measured, in a few words; ended: why no larger size was tried.
     """
 
     batch_size: int
@@ -60,11 +58,9 @@ class BatchReport(Report):
     rows: tuple[Row, ...]
     why: str
     ended: str
-    complete: bool
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-        best = max(row.samples_per_s for row in self.rows)
-        rows = []
+        best, rows = max(row.samples_per_s for row in self.rows), []
         for row in self.rows:
             note = f"does not fit: {row.reason}" if row.reason else "chosen" * (row.batch_size == self.batch_size)
             speed: tuple[str | None, ...] = (None, None)
@@ -101,97 +97,85 @@ def find_batch(
         room = memory.room(device)
         whole = plan.replace(micro_batch_size=None, batch_size=min(plan.batch_size, train), **EAGER)
         stepper = devices.required(lambda: Stepper(task, pack, whole, device, clock=clock, halves=False))
-        search = Search(stepper, room, cap, seconds)
+        search = Search(stepper, room, seconds)
         try:
-            search.climb()
+            ended = search.climb(*cap)
         except TrainError as error:  # its traceback would keep the model's memory for as long as a notebook shows it
             refused = error.with_traceback(None)
         else:
-            return search.report(plan)
+            return report(search.rows, ended, plan.batch_size)
     raise refused
 
 
 class Search:
-    """Rows by batch size. cap: (largest size, why)."""
+    """Rows by batch size, in the order in which they were tried."""
 
-    def __init__(self, stepper: Stepper, room: memory.Room | None, cap: tuple[int, str], seconds: float):
-        self.stepper, self.room, self.cap, self.seconds = stepper, room, cap, seconds
+    def __init__(self, stepper: Stepper, room: memory.Room | None, seconds: float):
+        self.stepper, self.room, self.seconds = stepper, room, seconds
         self.slice = min(0.2, max(0.01, seconds / 250))  # seconds of a turn
         self.rows: dict[int, Row] = {}
-        self.order = largest_first(stepper.pack)
-        self.start = perf_counter(), stepper.clock()
+        self.order, self.start = largest_first(stepper.pack), stepper.clock()
 
-    def elapsed(self) -> float:
-        return max(perf_counter() - self.start[0], self.stepper.clock() - self.start[1])
-
-    def climb(self) -> None:
-        """Double from the first size that fits, then time those near the best in turns."""
-        sizes = [min(FIRST, self.cap[0])]
-        while (row := self.probe(sizes[0])).reason:
-            if sizes[0] == 1:
+    def climb(self, cap: int, why: str) -> str:
+        """Double from the first size that fits up to `cap`, then time those near the best in turns; return why no
+        larger one was tried."""
+        now, best, flat, late = min(FIRST, cap), 0.0, 0, False
+        while (row := self.probe(now)).reason:
+            if now == 1:
+                fix = "use a smaller network or smaller samples, Plan.amp or Plan.checkpoint_activations"
                 rule = f"not even one sample fits ({row.reason})"
-                fix = (
-                    "use a smaller network or smaller samples, Plan.amp or Plan.checkpoint_activations, or free memory"
-                )
-                raise TrainError(f"{rule}: {fix}", entry="Out of memory")
-            sizes = [sizes[0] // 2]
-        best, flat, self.ended, now = 0.0, 0, "", sizes[0]
+                raise TrainError(f"{rule}: {fix}, or free memory", entry="Out of memory")
+            now //= 2
         while True:
             row = self.rows.get(now) or self.probe(now)
             for _ in range(LOOKS):
                 self.time(row)
             if row.reason:
-                self.ended = f"{now} does not fit: {row.reason}"
+                why = f"{now} does not fit: {row.reason}"
                 break
             flat, best = (0 if max(row.rates) >= RISING * best else flat + 1), max(best, *row.rates)
-            late = self.elapsed() + 2 * LOOKS * now / max(row.rates) > CLIMB * self.seconds
-            if now == self.cap[0] or flat == 2 or late:
-                self.ended = "throughput no longer rises" if flat == 2 else "time ran out" if late else self.cap[1]
+            late = self.left(CLIMB) < 2 * LOOKS * now / max(row.rates)
+            if flat == 2 or late or now == cap:
+                why = FLAT if flat == 2 else LATE if late else why
                 break
-            now = min(2 * now, self.cap[0])
+            now = min(2 * now, cap)
         self.take_turns([row for row in self.rows.values() if row.rates and max(row.rates) >= NEAR * best])
+        return why
+
+    def left(self, share: float = 1.0) -> float:
+        return self.start + share * self.seconds - self.stepper.clock()
 
     def take_turns(self, rows: list[Row]) -> None:
-        for row in rows:
-            row.rates = [max(row.rates)]
-        for number in range(ROUNDS):
-            if len(rows) < 2 or (number and self.elapsed() > self.seconds):
-                return
+        for number in range(ROUNDS if len(rows) > 1 else 0):
+            if number and self.left() < 0:
+                break
             for row in rows:
-                row.rates = row.rates[1:] if not number else row.rates
+                row.rates = row.rates if number else []
                 self.time(row)
 
     def probe(self, now: int) -> Row:
-        """Try a size with its largest samples, unless it is certain not to fit."""
+        """Take the largest samples for two steps, of which the first may tune kernels; not where the half shows that
+        the system would end the process."""
         row = self.rows[now] = Row(now)
-        half = self.rows.get(now // 2)
-        if half is not None and self.stepper.device.type == "cpu":  # where the system would end the process
-            row.reason = self.too_much(2 * (half.memory or 0))
-        row.memory, row.reason = (None, row.reason) if row.reason else self.peak(now)
-        row.reason = row.reason or self.too_much(row.memory or 0)
+        if self.stepper.device.type == "cpu" and now // 2 in self.rows:
+            row.reason = self.too_much(2 * (self.rows[now // 2].memory or 0))
+        if not row.reason:
+            device, state = self.stepper.device, self.stepper.state
+
+            def peak() -> int:
+                taken = [memory.peak(device, lambda: self.step(self.order[:now])) for _ in range(2)]
+                return taken[1] + memory.held(state)
+
+            row.memory, row.reason = self.within_memory(peak)
+            row.reason = row.reason or self.too_much(row.memory or 0)
         return row
-
-    def peak(self, now: int) -> tuple[int | None, str]:
-        """Return (bytes of the second step of this size, ""), or (None, why): the first may tune kernels."""
-
-        def steps() -> int:
-            for _ in range(2):
-                taken = memory.peak(self.stepper.device, lambda: self.step(self.order[:now]))
-            return taken + memory.held(self.stepper.state)
-
-        return self.within_memory(steps)
 
     def step(self, ids: np.ndarray) -> None:
         for raw in self.stepper.feed([ids]):
             self.stepper.step(raw)
 
-    def within_memory(self, act: Callable[[], Any]) -> tuple[Any, str]:
-        try:
-            result, reason = devices.within_memory(act)
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            return None, "two samples do not fit, and BatchNorm cannot train on one"
+    def within_memory(self, act: Callable[[], T]) -> tuple[T | None, str]:
+        result, reason = devices.within_memory(act)
         if reason:
             release(self.stepper.state)
         return result, reason
@@ -204,37 +188,38 @@ class Search:
 
     def time(self, row: Row) -> None:
         """Add the samples/s of one turn, or why it ran out of memory."""
-        if row.reason or (row.rates and row.batch_size / row.rates[-1] > self.seconds / 10):
+        step_s = row.batch_size / row.rates[-1] if row.rates else 0.0
+        if row.reason or step_s > self.seconds / 10:
             return
         loads = typical(self.stepper.pack, self.stepper.plan.replace(batch_size=row.batch_size), 4)
-        steps = max(1, math.ceil(self.slice * max(row.rates, default=0.0) / row.batch_size))
+        chosen = [loads[k % len(loads)] for k in range(max(1, round(self.slice / step_s) if step_s else 1))]
+        stepper = self.stepper
 
         def turn() -> float:
             self.step(loads[0][0])
-            chosen, device = [loads[k % len(loads)] for k in range(steps)], self.stepper.device
-            finish(device)
-            start = self.stepper.clock()
-            for raw in self.stepper.feed([ids for ids, _ in chosen]):
-                self.stepper.step(raw)
-            finish(device)
-            return sum(samples for _, samples in chosen) / max(self.stepper.clock() - start, 1e-9)
+            finish(stepper.device)
+            start = stepper.clock()
+            for raw in stepper.feed([ids for ids, _ in chosen]):
+                stepper.step(raw)
+            finish(stepper.device)
+            return sum(samples for _, samples in chosen) / max(stepper.clock() - start, 1e-9)
 
         rate, row.reason = self.within_memory(turn)
         row.rates += [] if rate is None else [rate]
 
-    def report(self, plan: Plan) -> BatchReport:
-        rows = [self.rows[key] for key in sorted(self.rows)]
-        best = max(rows, key=lambda row: row.samples_per_s)
-        if not best.rates:
-            raise TrainError(f"memory ran out while measuring ({self.ended}); free memory", entry="Out of memory")
-        row = next(row for row in rows if row.samples_per_s >= WITHIN * best.samples_per_s and not row.reason)
-        why = f"{row.batch_size} is the fastest"
-        if row is not best:
-            why = f"{row.batch_size} is nearly as fast as the fastest ({best.batch_size})"
-        fitting = max(each.batch_size for each in rows if not each.reason)
-        full = any(each.reason for each in rows) and plan.batch_size > fitting
-        complete = self.ended != "time ran out"
-        return BatchReport(row.batch_size, fitting if full else None, tuple(rows), why, self.ended, complete)
+
+def report(by_size: dict[int, Row], ended: str, wanted: int) -> BatchReport:
+    rows = [by_size[key] for key in sorted(by_size)]
+    best = max(rows, key=lambda row: row.samples_per_s)
+    if not best.rates:
+        raise TrainError(f"memory ran out while measuring ({ended}); free memory", entry="Out of memory")
+    row = next(row for row in rows if row.samples_per_s >= WITHIN * best.samples_per_s and not row.reason)
+    why = f"{row.batch_size} is the fastest"
+    if row is not best:
+        why = f"{row.batch_size} is nearly as fast as the fastest ({best.batch_size})"
+    fitting = max(each.batch_size for each in rows if not each.reason)
+    full = any(each.reason for each in rows) and wanted > fitting
+    return BatchReport(row.batch_size, fitting if full else None, tuple(rows), why, ended)
 
 
 def largest_first(pack: Pack) -> np.ndarray:

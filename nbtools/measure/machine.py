@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,15 +28,6 @@ from nbtools.train import device as devices
 
 MIB = 2**20
 PERIOD = 1.0  # seconds between two readings
-INSTRUCTIONS = {  # flags in /proc/cpuinfo
-    "avx2": "AVX2",
-    "avx512f": "AVX-512",
-    "avx512_bf16": "AVX-512 BF16",
-    "amx_bf16": "AMX BF16",
-    "asimd": "NEON",
-    "sve": "SVE",
-    "bf16": "BF16",
-}
 REASONS = {  # nvml.h, nvmlClocksEventReason*
     0x1: "idle",
     0x2: "clocks set by an application",
@@ -288,13 +278,6 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def instructions() -> tuple[str, ...]:
-    """The processor's vector and matrix instructions that matter to training, where Linux lists them."""
-    listed = {line.partition(":")[0].strip(): line for line in memory.read(Path("/proc/cpuinfo"))}
-    flags = (listed.get("flags") or listed.get("Features") or "").split()
-    return tuple(name for flag, name in INSTRUCTIONS.items() if flag in flags)
-
-
 def cpu_time() -> tuple[int, int] | None:
     """(ticks in use, ticks in all) of all cores since the machine started; None where the system does not say."""
     first, *_ = [*memory.read(Path("/proc/stat")), ""]
@@ -302,15 +285,18 @@ def cpu_time() -> tuple[int, int] | None:
     return (sum(ticks) - ticks[3] - ticks[4], sum(ticks)) if len(ticks) == 8 else None
 
 
-@contextlib.contextmanager
-def others_share() -> Iterator[SimpleNamespace]:
-    """Yield an object whose `share` is then the share of the processor that other programs took inside, 0–1."""
-    before, own, result = cpu_time(), time.process_time(), SimpleNamespace(share=0.0)
-    yield result
-    now = cpu_time()
-    if before and now and now[1] > before[1]:
+def others_share() -> Callable[[], float]:
+    """Return what tells the share of the processor that other programs took since, 0–1."""
+    before, own = cpu_time(), time.process_time()
+
+    def share() -> float:
+        now = cpu_time()
+        if not before or not now or now[1] == before[1]:
+            return 0.0
         busy = (now[0] - before[0]) - (time.process_time() - own) * os.sysconf("SC_CLK_TCK")
-        result.share = min(max(busy / (now[1] - before[1]), 0.0), 1.0)
+        return min(max(busy / (now[1] - before[1]), 0.0), 1.0)
+
+    return share
 
 
 class Sampler:

@@ -2,12 +2,8 @@
 
     timing = timed(task, pack, plan)                  # a Timing: samples/s, and what a step consists of
 
-    with untouched(device):                           # plans side by side: a machine's speed changes meanwhile
-        steppers = [Stepper(task, pack, plan, device).warm_up() for plan in plans]
-        in_turns(steppers, seconds=3.0)
-        ratios = steppers[1].over(steppers[0])
-
-A step takes the longer of what the host launches and what the device computes; on a CPU both are one.
+A step takes the longer of what the host launches and what the device computes; on a CPU both are one. Plans that are
+compared take turns, since a machine's speed changes meanwhile.
 """
 
 from __future__ import annotations
@@ -172,10 +168,10 @@ class Stepper:
             self.turns.pop()
         return self.advance(seconds, max(1, self.lanes))
 
-    def warm_up(self) -> Self:
+    def warm_up(self, most: int = MOST_WARMING) -> Self:
         """Train until steps take as long as the ones before; what they took beyond that is `cold_s`."""
         times = [self.advance().seconds]
-        while len(times) < MOST_WARMING and sum(times) < MOST_WARMING_S:
+        while len(times) < most and sum(times) < MOST_WARMING_S:
             times.append(self.advance().seconds)
             steady = abs(times[-1] - times[-2]) < STEADY * times[-1]
             if steady and (len(times) > 2 or times[-1] > LONG):
@@ -189,14 +185,10 @@ class Stepper:
         """Return whether the last loss is not a number. Waits for the device."""
         return not math.isfinite(float(self.loss))
 
-    @property
-    def host_s(self) -> float:
-        return min(turn.host_s for turn in self.turns)
-
     def device_s(self) -> float:
         """Return the seconds that the device works for a step: on CUDA by a trace, elsewhere the fastest step's."""
         if self.device.type != "cuda":
-            return self.host_s
+            return min(turn.host_s for turn in self.turns)
         return busy(trace(self)) / TRACED or median(turn.seconds / turn.steps for turn in self.turns)
 
     def over(self, other: Stepper) -> list[float]:
@@ -207,8 +199,8 @@ class Stepper:
         """Return what its turns showed."""
         speeds = [turn.samples_per_s for turn in self.turns]
         waited = median(turn.waited / max(turn.seconds, 1e-9) for turn in self.turns)
-        spread = median(speeds), min(speeds), max(speeds), len(speeds)
-        return Timing(self.plan.to_dict(), *spread, waited, self.device_s(), self.host_s, self.cold_s)
+        spread, host = (median(speeds), min(speeds), max(speeds), len(speeds)), min(turn.host_s for turn in self.turns)
+        return Timing(self.plan.to_dict(), *spread, waited, self.device_s(), host, self.cold_s)
 
     def close(self) -> None:
         """End the feed's workers."""
@@ -234,12 +226,12 @@ def timed(
         return stepper.timing()
 
 
-def in_turns(steppers: Sequence[Stepper], seconds: float, rounds: int = ROUNDS) -> None:
+def in_turns(steppers: Sequence[Stepper], seconds: float) -> None:
     """Train each for a while, round after round, for about `seconds` in all: at least three rounds, but one where these
     would take more than twice as long."""
     clock = steppers[0].clock
-    start, each = clock(), seconds / rounds / len(steppers)
-    for number in range(rounds):
+    start, each = clock(), seconds / ROUNDS / len(steppers)
+    for number in range(ROUNDS):
         if number and clock() - start > seconds * (1 if number >= LEAST_ROUNDS else 2):
             break
         for stepper in steppers:
@@ -312,12 +304,11 @@ def finish(device: torch.device) -> None:
 
 @contextmanager
 def untouched(device: torch.device) -> Iterator[None]:
-    """Training inside changes nothing outside: the random states of torch, NumPy and Python, threads, determinism,
-    cuDNN's and TF32's switches; what was created inside is freed, its memory returned."""
+    """Training inside changes nothing outside: random states, threads, determinism, cuDNN's and TF32's switches; what
+    was created inside is freed, its memory returned."""
     numbers, backends = (random.getstate(), np.random.get_state()), torch.backends
     threads = torch.get_num_threads() if devices.OWN_THREADS else None
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warns, benchmark = torch.is_deterministic_algorithms_warn_only_enabled(), backends.cudnn.benchmark
+    modes = torch.get_deterministic_debug_mode(), backends.cudnn.benchmark
     precision = None
     with suppress(RuntimeError):  # torch does not tell it where the user set `fp32_precision` (torch ≥ 2.9)
         precision = torch.get_float32_matmul_precision()
@@ -330,8 +321,8 @@ def untouched(device: torch.device) -> Iterator[None]:
             random.setstate(numbers[0])
             np.random.set_state(numbers[1])
             devices.use_threads(threads)
-            torch.use_deterministic_algorithms(deterministic, warn_only=warns)
-            backends.cudnn.benchmark = benchmark
+            torch.set_deterministic_debug_mode(modes[0])
+            backends.cudnn.benchmark = modes[1]
             if precision is not None:
                 torch.set_float32_matmul_precision(precision)
             gc.collect()

@@ -124,6 +124,21 @@ def test_augmentation_changes_a_line_in_any_batch_alike_and_evaluation_never(lin
     assert (a["image_length"] <= a["image"].shape[3]).all()
 
 
+def test_augmentation_changes_a_fixed_captcha_in_any_batch_alike_and_evaluation_never(fixed):
+    plan, together, alone = captcha.Plan(augment=0.3), raw_batch(fixed, range(5)), raw_batch(fixed, [3])
+    plain, a, b = (
+        captcha.batch(raw, plan, draws)["image"]
+        for raw, draws in (
+            (together, None),
+            (together, Draws(1, 2, together["id"])),
+            (alone, Draws(1, 2, alone["id"])),
+        )
+    )
+    assert torch.equal(plain, captcha.batch(together, captcha.Plan(), None)["image"])
+    assert (a - plain).abs().mean() > 0.02
+    assert torch.allclose(a[3], b[0], atol=2e-3)
+
+
 @pytest.mark.parametrize("layout", ["fixed", "lines"])
 @pytest.mark.parametrize("accelerator", ["cuda", "cpu"])
 def test_advice_fits_the_layout_and_gives_every_number_a_reason(layout, accelerator):

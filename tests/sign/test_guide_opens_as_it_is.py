@@ -4,6 +4,7 @@ data/processed/{transformer_only,iv3_gru_only,test_15fps}/CLIP.npz, each with a 
 """
 
 import csv
+import importlib
 import pkgutil
 import subprocess
 import sys
@@ -178,6 +179,11 @@ def test_the_smoke_test_needs_no_data(capsys):
 def test_no_option_is_there_twice(command, capsys):
     """The script stopped at its start: two of its options had one name."""
     for task in TASKS:
+        if not hasattr(importlib.import_module(f"nbtools.tasks.{task}"), command) and command in (
+            "validate",
+            "features",
+        ):
+            continue
         with pytest.raises(SystemExit) as end:
             main([command, task, "--help"])
         assert end.value.code == 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nbtools.errors import TrainError
+from nbtools.tasks.common import cudnn_ctc
 from nbtools.train import Tensors
 
 BLANK = 0
@@ -26,9 +27,13 @@ def loss(outputs: Outputs, labels: Tensor, lengths: Tensor, reduction: str = "su
     """Return the sum over samples, or with reduction="none" of each (B,); fp32 and outside autocast, which does not
     list CTC: bf16 raises there, fp16 gives NaN.
 
-    Raises TrainError for deterministic training on CUDA: torch has no deterministic kernel (LossCTC.cu).
+    Raises TrainError for deterministic training on CUDA where cuDNN cannot be used: torch has no deterministic kernel
+    (LossCTC.cu).
     """
     logits, steps = outputs
+    if cudnn_ctc.able(logits, labels):
+        each = cudnn_ctc.losses(logits, labels, steps, lengths, feasible(steps, labels, lengths))
+        return each if reduction == "none" else each.sum()
     device = logits.device.type
     if device == "cuda" and torch.is_grad_enabled() and torch.get_deterministic_debug_mode() == 2:
         raise TrainError(
