@@ -166,6 +166,16 @@ def test_an_error_of_the_streams_thread_reaches_the_consumer_and_workers_need_so
         open_feed(dataclasses.replace(pack, raw=None), Plan(feed="workers"), CPU)
 
 
+def test_an_error_of_the_dataset_in_a_worker_is_not_taken_for_its_death(pack):
+    class Broken(torch.utils.data.Dataset):
+        def __getitem__(self, i):
+            raise RuntimeError("no such film")
+
+    broken = dataclasses.replace(pack, raw=Broken())
+    with pytest.raises(RuntimeError, match="no such film"):
+        next(iter(open_feed(broken, Plan(feed="workers", workers=1), CPU)([np.array([0, 1])])))
+
+
 def test_an_interrupt_that_reaches_the_workers_too_ends_none_of_them(pack):
     """As a notebook's does, and a terminal's: it goes to the whole process group."""
     batches = batches_left(pack.ids("train"), None, 0, 0, [[3, 0]])

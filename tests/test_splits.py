@@ -90,7 +90,7 @@ def test_a_source_may_be_all_test_or_all_train(place):
 
 @pytest.mark.parametrize("shares", [(-0.1, 0.1), (0.5, 0.5), (0.1, 1.5), ("x", 0.1), (0.1, float("nan")), (1.0, 0.0)])
 def test_shares_that_leave_no_training_data_are_refused(place, shares):
-    with pytest.raises(PackError, match=r"whole numbers of samples, or shares ≥ 0 that leave .* or test=1\.0"):
+    with pytest.raises(PackError, match=r"whole numbers of samples, or shares ≥ 0 and below 1, .* test=1\.0"):
         drawn(place, val=shares[0], test=shares[1])
 
 

@@ -2,8 +2,8 @@
 
 from nbtools.data.build import Entry, Survey, build_pack
 from nbtools.data.dataset import items_of, options_like, pack, sample_of
-from nbtools.data.draws import STAYING, Draws, Keys, constant, places
-from nbtools.data.drive import drive_path, kept, on_colab, place_to_keep, release_runtime, remount
+from nbtools.data.draws import Draws, Keys, constant, places
+from nbtools.data.drive import drive_path, kept, place_to_keep, release_runtime, remount
 from nbtools.data.feed import (
     Feed,
     Padding,
@@ -21,7 +21,7 @@ from nbtools.data.feed import (
 )
 from nbtools.data.fetch import bring, cache, patient
 from nbtools.data.forms import IMAGES, TARGET, Form, open_image
-from nbtools.data.pack import SPLITS, Card, Column, Pack, Sample, is_pack
+from nbtools.data.pack import SPLITS, Card, Column, Pack, Sample
 from nbtools.data.parallel import cores, side_by_side, threaded
 from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
 from nbtools.data.stage import cached, stage

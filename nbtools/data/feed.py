@@ -303,9 +303,10 @@ class Workers:
                 yield on(self.device, raw)
         except GeneratorExit:  # the caller left early: the next call drops what is on its way
             pass
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
+        except (RuntimeError, ConnectionError, EOFError) as error:  # of a worker that dies as it hands over a batch
+            text = str(error)
+            if text.startswith("Caught ") or (isinstance(error, RuntimeError) and "DataLoader worker (pid" not in text):
+                raise  # what the Dataset raised
             rule = "a worker process of the DataLoader died, as where memory or shared memory (/dev/shm) runs out"
             fix = "set fewer workers or a smaller prefetch, and run it again to resume"
             raise TrainError(f"{rule}; {fix}", entry="The loader hangs") from error

@@ -109,8 +109,8 @@ def require_shares(val: float, test: float) -> None:
     """Raise PackError unless these can be the validation's and the test's part of a source."""
     numbers = all(isinstance(share, (int, float)) and share >= 0 for share in (val, test))
     if not numbers or not (is_all(test) or sum(share for share in (val, test) if not is_count(share)) < 1):
-        rule = "val and test must be whole numbers of samples, or shares ≥ 0 that leave samples to train on"
-        raise PackError(f"{rule}, or test=1.0, which makes all of them test; got {val}, {test}")
+        rule = "val and test must be whole numbers of samples, or shares ≥ 0 and below 1"
+        raise PackError(f"{rule}, got {val}, {test}; leave samples to train on, or make all of them test: test=1.0")
 
 
 def is_count(share: float) -> bool:
