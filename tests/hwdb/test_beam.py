@@ -32,29 +32,22 @@ class Slow:
         self.counts = [dict(counts) for counts in seen]
         for n in range(1, order):
             contexts = Counter(gram[1:] for gram in seen[n + 1])
-            opening = {gram: count for gram, count in seen[n].items() if gram[0] == END and n > 1}
-            self.counts[n] = {gram: opening.get(gram, contexts[gram]) for gram in seen[n]}
+            at_start = n > 1
+            self.counts[n] = {g: seen[n][g] if at_start and g[0] == END else contexts[g] for g in seen[n]}
         self.discounts = [self.estimate(counts.values()) for counts in self.counts]
-        self.followers = defaultdict(list)
-        for n in range(1, order + 1):
-            for gram in self.counts[n]:
-                self.followers[gram[:-1], n].append(gram)
 
     @staticmethod
     def estimate(counts):
         n = [0, *(sum(count == k for count in counts) for k in (1, 2, 3, 4))]
-        if min(n[1:]) > 0:
-            y = n[1] / (n[1] + 2 * n[2])
-            discounts = [k - (k + 1) * y * n[k + 1] / n[k] for k in (1, 2, 3)]
-            if min(discounts) > 0:
-                return [0, *discounts]
-        return [0, 0.5, 1.0, 1.5]
+        y = n[1] / max(n[1] + 2 * n[2], 1)
+        discounts = [k - (k + 1) * y * n[k + 1] / max(n[k], 1) for k in (1, 2, 3)]
+        return [0, *(discounts if min(n[1:] + discounts) > 0 else FALLBACK)]
 
     def probability(self, context, symbol):
         """P(symbol | context)."""
         n = len(context) + 1
         lower = self.probability(context[1:], symbol) if context else 1 / len(self.symbols)
-        grams = self.followers[context, n]
+        grams = [gram for gram in self.counts[n] if gram[:-1] == context]
         if not grams:
             return lower
         counts, discounts = self.counts[n], self.discounts[n]
@@ -241,9 +234,9 @@ def test_tuning_finds_the_weights_that_read_best_and_a_language_model_helps(draw
     lm = NGram.train(texts[:30], classes, 2)
     peaks = peaks_of(Spelling(), pack, hwdb.Plan(amp="bf16"), np.arange(30, 60))
     cers = tune(peaks, texts[30:], classes, lm, alphas=(0.0, 0.5, 1.0), betas=(0.0, 1.0))
-    for alpha, beta in itertools.product((0.0, 0.5, 1.0), (0.0, 1.0)):
-        assert cers[alpha, beta] == hwdb.scores(texts[30:], search(peaks, classes, lm, 10, alpha, beta))["cer"]
-    assert float(cers.min()) < 0.7 * cers[0.0, 0.0]
+    for pair in itertools.product((0.0, 0.5, 1.0), (0.0, 1.0)):
+        assert cers.to_dict()[pair] == hwdb.scores(texts[30:], search(peaks, classes, lm, 10, *pair))["cer"]
+    assert min(cers.to_dict().values()) < 0.7 * cers.to_dict()[0.0, 0.0]
 
 
 def test_scores_of_texts_are_those_of_an_evaluation():

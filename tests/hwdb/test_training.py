@@ -153,8 +153,7 @@ def test_mask_and_relu_in_one_pass_have_the_bits_of_two_forward_and_backward(dty
         assert torch.equal(plain.contiguous().view(bits), fused.contiguous().view(bits))
 
 
-@pytest.mark.parametrize("name", ["hctr", "slim"])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("name", "layout"), [("hctr", torch.channels_last), ("slim", torch.contiguous_format)])
 def test_a_network_has_the_bits_of_its_compiled_self_which_masks_plainly_also_recomputed(name, layout):
     results = []
     for compiled, recompute in ((True, False), (False, False), (False, True)):
@@ -175,20 +174,14 @@ def test_a_network_has_the_bits_of_its_compiled_self_which_masks_plainly_also_re
 def test_each_line_keeps_its_own_length_image_and_text_and_padding_is_paper(lines):
     """The guide gave each line the padded length, repeated its last column, cut the widest lines, and with them a
     proportional part of their texts."""
-    plan, network, seen = hwdb.Plan(batch_size=3, feed="resident"), networks.build("slim", 32, 10).eval(), []
-    for raw in open_feed(lines, plan, CPU)([np.array([0, 5, 3]), np.array([4, 1])]):
-        batch = hwdb.batch(raw, plan, None)
-        _, steps = network(batch)
-        for b, i in enumerate(batch["id"].tolist()):
-            length, label = int(batch["image_length"][b]), batch["label"][b, : batch["label_length"][b]]
-            image, ink = batch["image"][b, 0], torch.from_numpy(lines.sample(i)["image"].T.astype(np.float32))
-            guides = ((255 - ink) / 255 - 0.5) / 0.5  # of the paper-white scan
-            torch.testing.assert_close(image[:, :length], 1 - guides)
-            assert not image[:, length:].any()
-            assert int(steps[b]) == 10 * len(label)
-            assert label.tolist() == lines.sample(i)["label"].tolist()
-            seen.append(i)
-    assert sorted(seen) == [0, 1, 3, 4, 5]
+    [raw] = open_feed(lines, hwdb.Plan(feed="resident"), CPU)([np.array([0, 5, 3])])
+    batch = hwdb.batch(raw, hwdb.Plan(), None)
+    for b, i in enumerate(batch["id"].tolist()):
+        length, sample = int(batch["image_length"][b]), lines.sample(i)
+        guides = ((255 - torch.from_numpy(sample["image"].T.astype(np.float32))) / 255 - 0.5) / 0.5  # of the white scan
+        torch.testing.assert_close(batch["image"][b, 0, :, :length], 1 - guides)
+        assert not batch["image"][b, ..., length:].any()
+        assert batch["label"][b, : batch["label_length"][b]].tolist() == sample["label"].tolist()
 
 
 def varied(pack, ids, strength=1.0, epoch=0):
@@ -198,10 +191,10 @@ def varied(pack, ids, strength=1.0, epoch=0):
 
 def test_augmentation_changes_lines_and_evaluation_never_does(lines):
     plain = hwdb.batch(raw_of(lines, range(8)), hwdb.Plan(augment=1.0), None)["image"]
-    changed = varied(lines, range(8))["image"][..., : plain.shape[3]]
-    assert all((a - b).abs().mean() > 0.05 for a, b in zip(changed, plain, strict=True))
+    first, second = (varied(lines, range(8), epoch=epoch)["image"] for epoch in (0, 1))
+    assert all((a - b).abs().mean() > 0.05 for a, b in zip(first[..., : plain.shape[3]], plain, strict=True))
+    assert not torch.equal(first, second)
     assert torch.equal(varied(lines, range(8), 0.0)["image"], plain)
-    assert not torch.equal(varied(lines, range(8), epoch=1)["image"], varied(lines, range(8))["image"])
 
 
 def test_augmentation_shortens_no_line_hides_little_and_does_not_depend_on_the_batch(lines):
@@ -237,18 +230,6 @@ def alone_in_float64(logits, steps, b):
     log_probs = logits[: steps[b], b].double().log_softmax(1)
     text = torch.tensor(TEXTS[b], dtype=torch.long) + 1
     return F.ctc_loss(log_probs, text, torch.tensor(int(steps[b])), torch.tensor(len(text)), reduction="sum")
-
-
-def test_the_loss_and_its_gradient_are_those_of_each_line_alone_in_float64():
-    logits, steps, batch = answers()
-    given, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    total, count = hwdb.loss(lambda _: (given, steps), batch, hwdb.PLAN)
-    wanted = torch.stack([alone_in_float64(exact, steps, b) for b in range(len(TEXTS))]).sum()
-    total.backward()
-    wanted.backward()
-    assert count == len(TEXTS)
-    assert abs(total.item() / wanted.item() - 1) < 1e-5
-    torch.testing.assert_close(given.grad, exact.grad, rtol=1e-4, atol=1e-6, check_dtype=False)
 
 
 def test_a_line_without_room_for_its_text_is_left_out_and_counted():

@@ -3,11 +3,9 @@
     pages   …Train/001-P16.dgrl …, cut into lines, or the older .dgr, cut into characters (which it calls words)
     lines   {train,val,test}/NAME.png, {train,val,test}_img_id_gt.txt with `name,text`, and perhaps chars_list.txt
 
-A pack has two ragged columns: image (W, height) uint8, a line's ink on its side (0 paper, as padding is, 255 the
-darkest), and label (N,) int64, places in the classes. The last class is always UNKNOWN: characters that were illegible
-on the page, and those that a given list of classes omits.
-
-A page is little-endian (nlpr.ia.ac.cn/databases/handwriting/Offline_database.html):
+A pack has two ragged columns: image (W, height) uint8, a line's ink on its side (0 paper, as padding is), and label
+(N,) int64, places in the classes. The last class is always UNKNOWN: illegible characters, and those that a given list
+of classes omits. A page is little-endian (nlpr.ia.ac.cn/databases/handwriting/Offline_database.html):
 
     header  int32 its size, 36 + len(illustration); char[8] "DGRL" or "DGR"; illustration; char[20] code type;
             int16 bytes of a code (2); int16 bits a pixel (1 or 8)
@@ -133,8 +131,7 @@ def survey(folder: Path, options: Mapping[str, Any], progress: bool = False, why
 
 
 def items_of(folder: Path, names: Sequence[str], progress: bool) -> list[Entry | Problem]:
-    """Return the lines in the files of a folder, with their texts as labels, and what cannot be used; no image is read.
-    Raises PackError if there is nothing to read, or where a line may be there twice."""
+    """Return the lines in the files of a folder, their texts as labels, and what cannot be used; no image is read."""
     pages = [name for name in names if name.lower().endswith(SUFFIXES)]
     lists = [name for name in names if LIST.fullmatch(PurePosixPath(name).name)]
     closed = [name for name in names if name.lower().endswith(ARCHIVES)]
@@ -187,8 +184,7 @@ def charset_of(classes: str | Path | Iterable[str]) -> tuple[str, ...]:
 
 
 def groups_of(names: Sequence[str], splits: Sequence[str | None]) -> list[str]:
-    """Return the group of each line: its writer, so that no hand is in two splits, or its page or image where no name
-    tells, or there are fewer writers than splits to divide."""
+    """Return each line's writer, so that no hand is in two splits; its page, if that is untold or there are too few."""
     pages, writers = [name.partition("#")[0] for name in names], [WRITER.match(name) for name in names]
     hands = [f"writer {match[1]}" if match else page for match, page in zip(writers, pages, strict=True)]
     divided = {hand for hand, split in zip(hands, splits, strict=True) if split in (None, "train")}
@@ -217,10 +213,9 @@ def listed(folder: Path, lists: Sequence[str], names: Sequence[str]) -> list[Ent
 
 
 def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str, str]) -> Iterator[Entry | Problem]:
-    """Yield the lines of a list, whose rows name images beside it or in the folder of its name, with or without suffix.
-    The first separator ends a name; all others belong to the text. used: image → its row, so far."""
+    """Yield the lines of a list, whose rows name images beside it or in the folder of its name; used: image → row."""
     own, text = name[: -len("_img_id_gt.txt")], decode_text((folder / name).read_bytes(), name)
-    known = {}
+    known = {}  # with and without suffix
     for above in (own[: own.rfind("/") + 1], f"{own}/"):
         inside = [(image.removeprefix(above), image) for image in images if image.startswith(above)]
         known |= {cell.rpartition(".")[0]: image for cell, image in inside} | dict(inside)
@@ -241,8 +236,7 @@ def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str
 
 
 class Line(NamedTuple):
-    """A line of a page: its codes, the bits of a pixel, and the bitmap of the line, or those of its words, as (top,
-    left, width, rows of bytes); no pixel is read yet."""
+    """A line of a page: codes; bits a pixel; its bitmap or its words': top, left, width, rows of bytes, yet unread."""
 
     codes: bytes
     bits: int
@@ -250,8 +244,7 @@ class Line(NamedTuple):
 
 
 def lines_in(folder: Path, name: str) -> list[Entry | Problem]:
-    """Return the lines of a page with their texts, and what cannot be used: a bad code spoils only its line, a damaged
-    file what follows."""
+    """Return the lines of a page and what cannot be used: a bad code spoils its line, damage what follows."""
     items: list[Entry | Problem] = []
     try:
         for number, line in enumerate(lines_of(page_bytes(folder / name), name), 1):
@@ -271,8 +264,7 @@ def page_bytes(path: Path) -> memoryview:
 
 
 def lines_of(data: bytes | memoryview, name: str) -> Iterator[Line]:
-    """Yield the lines of a page in order, by reading only the numbers between the bitmaps; name: the file's, which says
-    the format. Raises Refused where the file stops making sense, and on bytes after the last line."""
+    """Yield the lines of a page, of whose format its name tells. Raises Refused where the file stops making sense."""
     kind, page = "DGR" if name.lower().endswith(".dgr") else "DGRL", Reader(data)
     size, magic = page.numbers("<i8s", "the header")
     page.require(magic.split(b"\0")[0] == kind.encode(), f"a .{kind.lower()} file must say {kind}", repr(magic))

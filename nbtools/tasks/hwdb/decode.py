@@ -2,9 +2,8 @@
 
 CTC sums over all alignments of a text; greedy decoding takes the single best one. A beam holds the `width` best texts
 so far, each with the probability of all its alignments that end in a blank and of those that end in its last character
-(Hannun et al. 2014, arXiv 1408.2873; Graves & Jaitly 2014). A text is ranked by log P(CTC) + alpha · log P(LM) +
-beta · its length. A search uses only the *peaks* of an output, the few likely classes of each time step: a
-hundredth of it. Many lines go through their frames together, in numpy.
+(Hannun et al. 2014, arXiv 1408.2873). A text is ranked by log P(CTC) + alpha · log P(LM) + beta · its length. A search
+uses only the *peaks* of an output, the few likely classes of each time step; many lines go through them together.
 
 B lines, T time steps, C = 1 + classes, blank 0; F frames in which more than a blank is likely, K candidates, W beams.
 """
@@ -53,11 +52,9 @@ Batches = list[tuple[np.ndarray, Peaks]]
 @torch.no_grad()
 def find_peaks(logits: Tensor, steps: Tensor, candidates: int = CANDIDATES, least: float = LEAST) -> Peaks:
     """Return the best classes of each frame: at most `candidates`, none less probable than `least`; frames without any
-    are left out, as blanks.
+    are left out, as blanks. The search is exact where candidates, least and width leave nothing out.
 
-    What is left out counts as impossible, so no text's probability is off by more than what was left out, summed over
-    the frames; the search is exact where candidates, least and width leave nothing out. logits (T, B, C): of any float
-    type, on any device; only the best ones leave it. steps (B,) of each line. Raises NbtoolsError where they are NaN.
+    logits (T, B, C): of any float type, on any device; steps (B,) of each line. Raises NbtoolsError where they are NaN.
     """
     parts = []
     for frame in logits:  # (B, C): one at a time stays in a CPU's cache
@@ -79,11 +76,8 @@ def find_peaks(logits: Tensor, steps: Tensor, candidates: int = CANDIDATES, leas
 
 
 def peaks_of(model: nn.Module, pack: Pack, plan: Any, ids: Sequence[int] | np.ndarray, batch_size: int = 64) -> Batches:
-    """Return the peaks of lines of a pack: read by the network once, for any number of searches.
-
-    As in evaluation: never augmented, in the plan's precision, in eval mode, which is restored afterwards. Lines of
-    similar widths share a batch. About 10 kB per line of 7,375 classes, where the network's answer takes 2 MB.
-    """
+    """Return the peaks of lines of a pack: read by the network once, for any number of searches; as in evaluation never
+    augmented, in the plan's precision. About 10 kB per line of 7,375 classes, where the network's answer takes 2 MB."""
     ids, device, batches = np.asarray(ids), next(model.parameters()).device, []
     for lines in in_order(np.arange(len(ids)), lengths_of(pack, ids), batch_size):
         _, (logits, steps) = forward(task, model, on(device, gather(pack, ids[lines])), plan, device)

@@ -132,8 +132,7 @@ def pool() -> str:
 
 
 def glyph(character: str, size: int, seed: int, font: Path | None) -> Image.Image:
-    """Return (S, S) L, ink 255: a character by a font; without one four to six strokes in the places of a 3 × 3 grid,
-    by the seed and the code point alone."""
+    """Return (S, S) L, ink 255: a character by a font; without one strokes in a 3 × 3 grid, by seed and code point."""
     scale = 1 if font else 4  # strokes are drawn large and reduced, since Pillow's lines have hard edges
     cell = Image.new("L", (scale * size, scale * size))
     pen, rng = ImageDraw.Draw(cell), np.random.default_rng([seed, ord(character)])
@@ -182,11 +181,8 @@ class Language:
 
 class Writer:
     """One hand; variation: 0 as printed, 1 as people write. matrix (2, 2): from where a pixel's ink comes; habits
-    (N, 3, K, K): bend across, down, pressure; level: of the soft stroke from which on there is ink, low for a thick
-    pen; gap: between characters, in cells.
-
-    A few cosines a character make bend and pressure: an elastic deformation without a random number a pixel.
-    """
+    (N, 3, K, K): bend across, down, pressure, each of a few cosines; level: of the soft stroke from which on there is
+    ink, low for a thick pen; gap: between characters, in cells."""
 
     def __init__(self, seed: int, number: int, count: int, variation: float = 1.0):
         rng = np.random.default_rng([seed, HAND, number])

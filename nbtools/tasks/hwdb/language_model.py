@@ -87,8 +87,7 @@ class NGram:
 
 
 def count_arcs(symbols: np.ndarray, order: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
-    """Return keys, shorter and the counts of all arcs up to an order, and where each order starts among them. An order
-    is one sort of (state before, symbol): a text of N symbols costs `order` sorts of N numbers."""
+    """Return keys, shorter and counts of all arcs up to an order, and where each order starts: a sort an order."""
     keys, shorter, starts = [np.arange(size)], [np.full(size, -1)], [0, size]
     counts = [np.bincount(symbols[1:], minlength=size)]
     arcs = symbols  # (N,) the arc of this order that ends at each position, -1 where a boundary is inside of it
@@ -110,15 +109,14 @@ def count_arcs(symbols: np.ndarray, order: int, size: int) -> tuple[np.ndarray, 
 def smooth(
     keys: np.ndarray, shorter: np.ndarray, counts: np.ndarray, starts: list[int], size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return log_probs (arcs,) and back_off (states,), float32. Below the highest order an arc counts the contexts that
-    it was seen in; at the start of a line, where nothing can come before it, how often it was seen."""
+    """Return log_probs (arcs,) and back_off (states,), float32."""
     probs, back_off = np.full(len(keys), 1 / size), np.zeros(starts[-2] + 1)
     opening = np.zeros(len(keys), bool)
     for n, (start, stop) in enumerate(pairwise(starts), 1):
         contexts, count = keys[start:stop] // size, counts[start:stop]
         if n > 1:
             opening[start:stop] = (contexts == size) | opening[contexts - 1]
-        if stop < len(keys):
+        if stop < len(keys):  # counts the contexts it was seen in, or where nothing comes before it, how often
             longer = shorter[stop : starts[n + 1]] - start
             count = np.where(opening[start:stop], count, np.bincount(longer, minlength=stop - start))
         discount = discounts(count)[np.minimum(count, 3)]

@@ -44,11 +44,10 @@ def build(name: str, height: int, classes: int) -> Hctr | Slim:
 
 class Hctr(nn.Module):
     """The reference's network for handwritten Chinese lines: a stem and four stages of squeeze-and-excitation blocks,
-    each halved in both directions, no recurrent layer. 53,104,143 parameters for 7,374 classes on lines 128 pixels
-    high, 25 M of them in the third stage, 15 M in the linear layer.
+    each halved in both directions, no recurrent layer; 53.1 M parameters for 7,374 classes on lines 128 pixels high.
 
-    Pools round up, so that the last odd column is read: T = ⌈W / 32⌉. width scales the channels. Source: Intel's
-    handwritten-chinese-ocr-samples, whose convolutions also have biases, which the batch norm after them cancels.
+    T = ⌈W / 32⌉: pools round up. width scales the channels. Source: Intel's handwritten-chinese-ocr-samples, whose
+    convolutions also have biases, which the batch norm after them cancels.
     """
 
     least_height = 64  # in lower lines a character, about as wide as high, gets one step, too few for CTC
@@ -75,10 +74,7 @@ class Hctr(nn.Module):
 
 class Slim(nn.Module):
     """For small sets and CPUs: strides in place of full-resolution layers, the height folded into channels, context
-    along time by convolutions; T = ⌈W / 4⌉.
-
-    A time step sees about 100 pixels of the line: its character and the neighbours. width scales the channels.
-    """
+    along time by convolutions; T = ⌈W / 4⌉. A step sees about 100 pixels: its character and the neighbours."""
 
     least_height = 16
     recompute = False
@@ -116,8 +112,7 @@ def beyond(lengths: Tensor, width: int) -> Tensor:
 
 
 def run(parts: Iterable[nn.Module], x: Tensor, padding: Tensor, recompute: bool) -> Tensor:
-    """Apply parts of one width in turn. recompute keeps only what lies between them; backward computes the rest
-    again."""
+    """Apply parts of one width in turn; recompute: backward computes again what is within them."""
     for part in parts:
         x = again(part, x, padding) if recompute else part(x, padding)
     return x
@@ -142,8 +137,7 @@ class MaskedReLU(torch.autograd.Function):
 
 
 class ConvNorm(nn.Module):
-    """Convolution, batch norm, padding set to zero, ReLU. Odd square kernels keep the size, strides divide it, rounding
-    up; `padding` has the width of the result. The convolution has no bias: batch norm has one."""
+    """Convolution (a stride divides the size, rounding up), batch norm, padding of the result set to zero, ReLU."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int | Size = 3, stride: int | Size = 1, relu: bool = True):
         super().__init__()
@@ -161,8 +155,7 @@ class ConvNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions around a shortcut; of hctr with squeeze and excitation, dropout, and a 1 × 1 convolution where
-    the channels change."""
+    """Two convolutions around a shortcut; of hctr with squeeze and excitation and dropout."""
 
     def __init__(self, width: int, inputs: int | None = None, excite: bool = False):
         super().__init__()

@@ -189,8 +189,7 @@ def augmented(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tu
 
 
 def bent(ink: Tensor, lengths: Tensor, drawn: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return lines stretched, slanted, scaled, shifted and turned a little, for the columns x (W,) and rows y (H, 1); a
-    turn moves a line's ends by at most 6 % of its height up or down, however long it is."""
+    """Return lines stretched, slanted, scaled, shifted and turned a little, for columns x (W,) and rows y (H, 1)."""
     height, width = ink.shape[2:]
     drawn = drawn[..., None, None]
     (_, slant, _, rise, turn), (stretch, _, size, *_) = drawn.unbind(1), (1 + drawn).unbind(1)  # each (B, 1, 1)
@@ -205,8 +204,7 @@ def bent(ink: Tensor, lengths: Tensor, drawn: Tensor, x: Tensor, y: Tensor) -> t
 
 
 def thickened(ink: Tensor, amount: Tensor) -> Tensor:
-    """Make strokes a pixel wider where the amount (B, 1, 1, 1) is positive, thinner where it is negative: interpolated
-    by that amount towards the 3 × 3 maximum or minimum. Padding and what lies outside of the picture are paper."""
+    """Make strokes a pixel wider or thinner, by an amount (B, 1, 1, 1) towards the 3 × 3 maximum or minimum."""
     signed = ink * amount.sign()
     most = F.max_pool2d(F.pad(signed, (1, 1, 1, 1)), 3, 1)
     return most.sub_(signed).mul_(amount).add_(ink)
@@ -214,8 +212,7 @@ def thickened(ink: Tensor, amount: Tensor) -> Tensor:
 
 def covered(x: Tensor, y: Tensor, lengths: Tensor, spots: Tensor) -> Tensor:
     """Return (B, 1, H, W) bool: what lies beyond the lengths (B, 1), and spots (B, SPOTS, 6) of paper: rectangles of up
-    to a quarter of the height, and strips of up to a tenth across all of it; no character, which is about as wide as
-    high, is covered whole."""
+    to a quarter of the height, and strips across all of it of up to a tenth; no character is covered whole."""
     top, high = spots[..., 1], spots[..., 3]
     left = spots[..., 0::4] * lengths[..., None]  # (B, SPOTS, 2): of rectangle and strip
     right, bottom = left + spots[..., 2::3], top + high
