@@ -22,17 +22,18 @@ unexport PYTHONDONTWRITEBYTECODE
 # tests are in files of few, and would leave a core idle at the end.
 PARALLEL = OMP_NUM_THREADS=1 $1/bin/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
     -m 'not alone and not full'
+FILES = $(wildcard $(foreach name,$1,tests/test_$(name).py tests/*/test_$(name).py tests/$(name)))
 QUICK := layers project plan draws history loop task memory guard requests pack captcha
 
 quick: .venv/ready  ## in less than a minute: whether a change broke something
 	@$(BIN)/ruff check -q $(CODE)
-	@$(call PARALLEL,.venv) $(QUICK:%=tests/test_%.py)
+	@$(call PARALLEL,.venv) $(call FILES,$(QUICK))
 
 # Those that read a clock come last, one at a time; pytest would import all others too before it leaves them out.
 test: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## every test but the longest
 	@result=0; \
 	$(call PARALLEL,.venv) || result=$$?; \
-	$(BIN)/python -m pytest -q -m 'alone and not full' $$(grep -l mark.alone tests/test_*.py) || result=$$?; \
+	$(BIN)/python -m pytest -q -m 'alone and not full' $$(grep -rl mark.alone tests --include='test_*.py') || result=$$?; \
 	exit $$result
 
 full: test  ## make test, and what takes too long for every change
@@ -44,7 +45,7 @@ STACKED := $(QUICK) stage show plot panel resume notebooks
 .PRECIOUS: .venv-%/ready .venv-own-%/ready  # else make removes what only a pattern asks for
 
 quick-%: .venv-%/ready  ## the same and notebooks with the packages of tests/stacks/STACK.txt over .venv: colab
-	@$(call PARALLEL,.venv-$*) $(STACKED:%=tests/test_%.py)
+	@$(call PARALLEL,.venv-$*) $(call FILES,$(STACKED))
 
 test-%: .venv-own-%/ready  ## all but clocks on a Python and torch of its own: colab, 3.12 or oldest
 	@result=0; \

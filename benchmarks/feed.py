@@ -5,9 +5,7 @@
 CPU time of the whole process, its threads and its workers, an image. Two data sets of `captcha.demo`: 60×160 captchas,
 and lines of 4 to 8 characters. Same batches of 64 in the same order for all; for captchas also the same bytes, which is
 checked first. A DataLoader does the least that serves: decode, make grey, scale lines to the pack's height, stack or
-pad. (The pack's lines are cut to their ink besides; `task_reader` is a DataLoader that does that at each access.)
-
-Beside it: what converting a batch to floats takes (task.batch), what augmenting adds, and what a training step does.
+pad. (The pack's lines are cut to their ink besides.)
 """
 
 from __future__ import annotations
@@ -21,24 +19,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import process_time
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.paired import Figure, Receipt, above, in_turns, on_one_core, times
-from nbtools import TrainState, train
-from nbtools.data import Draws, Feed, Pack, Resident, batches_left, collate, lengths_of
+from benchmarks.paired import Figure, Receipt, in_turns, on_one_core, times
+from nbtools.data import Feed, Pack, Resident, batches_left, collate, lengths_of
 from nbtools.data.feed import Streamed
 from nbtools.tasks import captcha
-from nbtools.train import Task
 
 ROUNDS, COUNT, BATCH = 9, 1600, 64
 PASSES = 5  # over the data, a round, of what takes microseconds an image
 CPU = torch.device("cpu")
-TASK = cast(Task, captcha)
 
 
 class Pngs(Dataset):
@@ -85,9 +80,7 @@ class Case:
 def prepare(name: str, folder: Path, count: int, **demo: Any) -> Case:
     source = captcha.demo(folder / name, count, **demo)
     pack = captcha.pack(source, into=folder / f"{name}.pack", progress=False)
-    plan = captcha.PLAN.replace(batch_size=BATCH, amp="off", channels_last=False, epochs=10**6, warmup_epochs=0)
-    advised = {field: value for field, (value, _) in captcha.suggest(pack.card, "cpu").items()}
-    return Case(name, pack, source, plan.replace(**{f: advised[f] for f in ("network", "augment")}))
+    return Case(name, pack, source, captcha.PLAN.replace(batch_size=BATCH))
 
 
 def cpu_time() -> float:
@@ -105,7 +98,7 @@ def cost(read: Callable[[], Iterable[dict[str, Any]]], passes: int = 1) -> float
     return (cpu_time() - start) / images * 1e6
 
 
-def same(case: Case, feeds: Sequence[Feed]) -> None:
+def require_equal(case: Case, feeds: Sequence[Feed]) -> None:
     """Raise SystemExit where feeds and files do not give the same bytes."""
     dataset = case.pack.raw if case.pack.options["layout"] == "lines" else case.pngs()
     assert dataset is not None
@@ -117,46 +110,23 @@ def same(case: Case, feeds: Sequence[Feed]) -> None:
 
 
 def contestants(case: Case) -> dict[str, Callable[[], float]]:
-    """name → CPU-µs an image of one round."""
+    """Return name → CPU-µs an image of one round."""
     resident, streamed = Resident(case.pack, CPU), Streamed(case.pack, CPU, case.plan)
-    same(case, (resident, streamed))
-    steps = train(TASK, TrainState(TASK, case.pack, case.plan, CPU), case.pack)
-
-    def converted(draws: bool) -> Iterable[dict[str, Any]]:
-        for raw in resident(case.batches()):
-            yield captcha.batch(raw, case.plan, Draws(0, 0, raw["id"]) if draws else None)
-
-    def trained() -> float:
-        start = cpu_time()
-        next(steps)
-        return (cpu_time() - start) / BATCH * 1e6
-
-    found = {
+    require_equal(case, (resident, streamed))
+    return {
         **{f"dataloader_{w}": partial(cost, lambda w=w: case.loaded(case.pngs(), w)) for w in (0, 2)},
         "packed": partial(cost, lambda: resident(case.batches()), PASSES),
         "streamed": partial(cost, lambda: streamed(case.batches()), PASSES),
-        "converted": partial(cost, partial(converted, False)),
-        "augmented": partial(cost, partial(converted, True)),
-        "train_step": trained,
     }
-    if case.pack.options["layout"] == "lines" and case.pack.raw is not None:
-        found["task_reader"] = partial(cost, partial(case.loaded, case.pack.raw, 0))
-    return found
 
 
-def figures(name: str, found: dict[str, list[float]]) -> list[Figure]:
-    """All that one data set showed, the ratio last: the better DataLoader's cost over the pack's."""
-    unit, best = "CPU-µs/image", [min(pair) for pair in zip(found["dataloader_0"], found["dataloader_2"], strict=True)]
-    parts = {
-        "conversion": above(found, "converted", "packed"),
-        "augmentation": above(found, "augmented", "converted"),
-    }
-    share = [100 * (c + a) / t for c, a, t in zip(*parts.values(), found["train_step"], strict=True)]
+def figures(name: str, costs: dict[str, list[float]]) -> list[Figure]:
+    """Return all that one data set showed, the ratio last: the better DataLoader's cost over the pack's."""
+    best = [min(pair) for pair in zip(costs["dataloader_0"], costs["dataloader_2"], strict=True)]
     return [
-        *(Figure.of(f"{name}_{way}", unit, values) for way, values in {**found, **parts}.items()),
-        Figure.of(f"{name}_conversion_and_augmentation", "% of a training step", share),
-        Figure.of(f"{name}_streamed_ratio", "×", times({**found, "best": best}, "best", "streamed")),
-        Figure.of(f"{name}_feed_ratio", "×", times({**found, "best": best}, "best", "packed")),
+        *(Figure.of(f"{name}_{way}", "CPU-µs/image", values) for way, values in costs.items()),
+        Figure.of(f"{name}_streamed_ratio", "×", times({**costs, "best": best}, "best", "streamed")),
+        Figure.of(f"{name}_feed_ratio", "×", times({**costs, "best": best}, "best", "packed")),
     ]
 
 

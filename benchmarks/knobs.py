@@ -1,18 +1,20 @@
-"""The advised plan against each single change of a setting for speed, on every task's demo and on a task of one's own:
-is anything missed?
+"""The advised plan against every change of one or two settings for speed, on every task's demo and on a task of one's
+own: is anything missed?
 
-    python -m benchmarks.knobs [--task captcha] [--rounds 7] [--quick]
+    python -m benchmarks.knobs [--task captcha] [--rounds 7] [--most 12] [--quick]
 
-Each change is trained in turns with the plan, in one process on one thread: the other precisions, the other layout, the
-other feeds, twice and half the batch, compiled. A ratio is of samples/s within a round, once compiled; what the device
-refuses is listed as refused. Where mixed precision is advised, five seeds train 50 steps in it and in float32: the
-difference of their mean losses over the spread of float32's seeds says whether it learns the same.
+Precision × layout × {eager, graph} × batch {½, 1, 2}, as far as at most two of them differ from the plan; the other
+feeds; and the plan compiled. Each is trained in turns with the plan, in one process, on a CPU on one thread; a ratio is
+of samples/s within a round, once compiled; what the device refuses is listed as refused. Where mixed precision is
+advised, five seeds train 50 steps in it and in float32: the difference of their mean losses over the spread of
+float32's seeds says whether it learns the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import statistics
 import tempfile
@@ -29,83 +31,87 @@ from benchmarks.your_own import in_memory, network
 from nbtools import measure
 from nbtools.data import Pack, cores, open_feed
 from nbtools.errors import NbtoolsError
-from nbtools.train import Plan
+from nbtools.train import Plan, device
 
 OWN = "own"  # classes of small images, and a network of few layers
 COUNTS = {"captcha": 2000, "hwdb": 400, "sign": 240, "segment": 160, OWN: 16000}
 """Samples of each: with fewer, an epoch would have too few steps for the batches that are fast on small images."""
-ROUNDS, SECONDS, ADVISING = 7, 0.5, 20.0
+ROUNDS, SECONDS = 7, 0.5
 STEPS, LAST, WARMUP, SEEDS = 50, 10, 10, (0, 1, 2, 3, 4)
-PRECISIONS, FEEDS = ("off", "bf16", "fp16"), ("resident", "streamed", "workers")
+FEEDS = ("resident", "streamed", "workers")
 
 
-def single_changes(plan: Plan, feed: str, train: int) -> dict[str, dict[str, Any]]:
-    """Name → knobs that differ from the plan. feed: the one it has; train: samples there are."""
-    found: dict[str, dict[str, Any]] = {f"amp={amp}": {"amp": amp} for amp in PRECISIONS if amp != plan.amp}
-    found[f"channels_last={not plan.channels_last}"] = {"channels_last": not plan.channels_last}
-    for name in FEEDS:
-        if name != feed:
-            found[f"feed={name}"] = {"feed": name, **({"workers": cores()} if name == "workers" else {})}
-    if 2 * plan.batch_size <= train:
-        found["batch × 2"] = {"batch_size": 2 * plan.batch_size}
-    if plan.batch_size >= 4:
-        found["batch ÷ 2"] = {"batch_size": plan.batch_size // 2}
-    return {**found, "compile=True": {"compile": True}}
+def corners(plan: Plan, feed: str, train: int, cuda: bool) -> dict[str, dict[str, Any]]:
+    """Return name → settings that differ from the plan, first what differs in one. feed: the one that it has; train:
+    samples there are."""
+    half, double = max(plan.batch_size // 2, 2), min(2 * plan.batch_size, train)
+    values: dict[str, dict[Any, str]] = {
+        "amp": {amp: f"amp={amp}" for amp in ("off", "bf16", "fp16")},
+        "channels_last": {each: f"channels_last={each}" for each in (False, True)},
+        "graph": {each: f"graph={each}" for each in ((False, True) if cuda else (plan.graph,))},
+        "batch_size": {half: "batch ÷ 2", plan.batch_size: "batch", double: "batch × 2"},
+    }
+    made: dict[str, dict[str, Any]] = {}
+    for row in itertools.product(*values.values()):
+        changes = {name: value for name, value in zip(values, row, strict=True) if value != getattr(plan, name)}
+        if 1 <= len(changes) <= 2:
+            made[", ".join(values[name][value] for name, value in changes.items())] = changes
+    singles = {f"feed={name}": {"feed": name} for name in FEEDS if name != feed}
+    singles = {name: {**each, "workers": cores()} if "workers" in name else each for name, each in singles.items()}
+    return dict(sorted({**made, **singles, "compile=True": {"compile": True}}.items(), key=lambda each: len(each[1])))
 
 
 class Turns:
     """A plan in training; each call trains for a while and returns samples/s, `cpu` keeps those of the CPU's time (of
     this process: not of DataLoader workers)."""
 
-    def __init__(self, task: Any, pack: Pack, plan: Plan, device: torch.device, seconds: float):
-        self.stepper, self.seconds = measure.Stepper(task, pack, plan, device), seconds
-        self.stepper.advance(steps=3)
-        self.steps = 2 + 2 * self.stepper.ahead
+    def __init__(self, task: Any, pack: Pack, plan: Plan, seconds: float):
+        self.stepper, self.seconds = measure.Stepper(task, pack, plan, device.pick()).warm_up(), seconds
+        self.stepper.advance(steps=8 if plan.graph else 1)  # each shape is recorded at its third batch
         self.cpu: list[float] = []
 
     def __call__(self) -> float:
         began = process_time()
-        turn = self.stepper.advance(self.seconds, self.steps)
+        turn = self.stepper.turn(self.seconds)
         self.cpu.append(turn.samples / (process_time() - began))
         return turn.samples_per_s
 
 
 def changed(
-    name: str, task: Any, pack: Pack, plan: Plan, rounds: int, seconds: float
+    name: str, task: Any, pack: Pack, plan: Plan, options: argparse.Namespace, seconds: float
 ) -> tuple[list[Figure], dict[str, str]]:
-    """(the ratio of every change to the plan, change → why the device refuses it)."""
-    device = nb.TrainState(task, pack, plan).device
-    turns, refused = {"advised": Turns(task, pack, plan, device, seconds)}, {}
-    for change, knobs in single_changes(plan, open_feed(pack, plan, device).name, pack.splits["train"]).items():
+    """Return (the ratio of every change to the plan, change → why the device refuses it)."""
+    cuda, advised = device.pick().type == "cuda", Turns(task, pack, plan, seconds)
+    feed, figures, refused = open_feed(pack, plan, device.pick()).name, list[Figure](), dict[str, str]()
+    changes = corners(plan, feed, pack.splits["train"], cuda)
+    for change, settings in itertools.islice(changes.items(), options.most):
+        advised.cpu.clear()
         try:
-            turns[change] = Turns(task, pack, plan.replace(**knobs), device, seconds)
+            other = Turns(task, pack, plan.replace(**settings), seconds)
         except NbtoolsError as error:
             refused[change] = str(error)
-    found = in_turns(turns, rounds)
-    cpu = {change: turn.cpu for change, turn in turns.items()}
-    figures = [Figure.of(f"{name}: advised", "samples/s", found["advised"])]
-    for change in list(turns)[1:]:
+            continue
+        found = in_turns({"advised": advised, change: other}, options.rounds)
         figures.append(Figure.of(f"{name}: {change}", "×", times(found, change, "advised")))
-        if "workers" not in change:
+        if not cuda and "workers" not in change:
+            cpu = {"advised": advised.cpu, change: other.cpu}
             figures.append(Figure.of(f"{name}: {change}, CPU time", "×", times(cpu, change, "advised")))
-    return figures, refused
+        other.stepper.close()
+        print(figures[-1], flush=True)
+    return [Figure.of(f"{name}: advised", "samples/s", found["advised"]), *figures], refused
 
 
 def learned(name: str, task: Any, pack: Pack, plan: Plan, steps: int) -> list[Figure]:
-    """Losses at the end of a short run in the advised precision and in float32, a value each seed."""
+    """Return losses at the end of a short run in the advised precision and in float32, a value each seed."""
     if plan.amp == "off":
         return []
-    device = nb.TrainState(task, pack, plan).device
     epoch = math.ceil(pack.splits["train"] / plan.batch_size)
-    short = plan.replace(
-        epochs=math.ceil(steps / epoch), warmup_epochs=min(WARMUP, steps) / epoch / 2, eval_every=10**6, early_stop=None
-    )
-    losses: dict[str, list[float]] = {}
-    for amp in (plan.amp, "off"):
-        runs = [
-            measure.first_losses(task, pack, short.replace(amp=amp, seed=seed), device, steps=steps) for seed in SEEDS
-        ]
-        losses[amp] = [statistics.mean(run[-LAST:]) for run in runs]
+    short = plan.replace(epochs=math.ceil(steps / epoch), warmup_epochs=min(WARMUP, steps) / epoch / 2)
+    losses: dict[str, list[float]] = {plan.amp: [], "off": []}
+    for amp, seed in itertools.product(losses, SEEDS):
+        run = measure.Stepper(task, pack, short.replace(amp=amp, seed=seed), device.pick(), learning=True)
+        sums = [run.step(next(run.batches)) for _ in range(steps)][-LAST:]
+        losses[amp].append(statistics.mean(float(total) / max(float(count), 1) for total, count in sums))
     far = abs(statistics.mean(losses[plan.amp]) - statistics.mean(losses["off"]))
     spread = max(losses["off"]) - min(losses["off"])
     return [
@@ -124,23 +130,28 @@ def opened(name: str, folder: Path, count: int) -> tuple[Any, Pack]:
 
 
 def judged(name: str, folder: Path, count: int, options: argparse.Namespace) -> tuple[list[Figure], dict[str, Any]]:
-    """(figures, conditions) of a task."""
+    """Return (figures, conditions) of a task."""
     task, pack = opened(name, folder, count)
-    advice = nb.advise(task, pack, seconds=0.5 if options.quick else ADVISING)
-    plan = advice.plan.replace(compile=False, graph=False)
-    with measure.untouched(torch.device("cpu")):
-        figures, refused = changed(name, task, pack, plan, options.rounds, 0.05 if options.quick else SECONDS)
-        figures += learned(name, task, pack, plan, 4 if options.quick else STEPS)
-    print("\n".join(map(str, figures)), flush=True)
+    advice = nb.advise(task, pack, seconds=0.5 if options.quick else None)
+    plan = advice.plan.replace(compile=False)
+    with measure.untouched(device.pick()):
+        figures, refused = changed(name, task, pack, plan, options, 0.05 if options.quick else SECONDS)
+        figures += learned(name, task, pack, plan.replace(graph=False), 4 if options.quick else STEPS)
     default = task.PLAN.to_dict()
-    knobs = {k: v for k, v in plan.to_dict().items() if v != default[k]}
-    return figures, {"samples": count, "advised": {"amp": plan.amp, **knobs}, "refused": refused, "note": advice.note}
+    settings = {k: v for k, v in plan.to_dict().items() if v != default[k]}
+    return figures, {
+        "samples": count,
+        "advised": {"amp": plan.amp, **settings},
+        "refused": refused,
+        "note": advice.note,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="the advised plan against every single change of a setting for speed")
+    parser = argparse.ArgumentParser(description="the advised plan against changes of one or two settings for speed")
     parser.add_argument("--task", choices=list(COUNTS), help="this one only")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--most", type=int, help="changes to try of each task, single ones first; else all")
     parser.add_argument("--quick", action="store_true", help="in seconds, to see that it runs; writes no receipt")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -158,7 +169,7 @@ def main() -> None:
             if not options.quick:
                 Receipt(headline, tuple(figures), conditions, measure.machine()).write()
     fastest = max(best, key=lambda figure: figure.value)
-    print(f"fastest single change: {fastest.name}\n{dataclasses.replace(fastest, name='knobs_gain')}")
+    print(f"fastest change: {fastest.name}\n{dataclasses.replace(fastest, name='knobs_gain')}")
 
 
 if __name__ == "__main__":

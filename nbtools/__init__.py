@@ -22,34 +22,6 @@ from nbtools.watch import watch
 
 __version__ = VERSION
 
-__all__ = [
-    "Advice",
-    "Gpu",
-    "History",
-    "NbtoolsError",
-    "Pack",
-    "Panel",
-    "Plan",
-    "Record",
-    "Run",
-    "Task",
-    "TrainState",
-    "advise",
-    "cached",
-    "classify",
-    "compare",
-    "evaluate",
-    "fit",
-    "gpus",
-    "kept",
-    "knob",
-    "launch",
-    "lr_sweep",
-    "pack",
-    "regress",
-    "runs",
-    "stage",
-    "train",
-    "validate",
-    "watch",
-]
+__all__ = ["Advice", "Gpu", "History", "NbtoolsError", "Pack", "Panel", "Plan", "Record", "Run", "Task", "TrainState"]
+__all__ += ["advise", "cached", "classify", "compare", "evaluate", "fit", "gpus", "kept", "knob", "launch", "lr_sweep"]
+__all__ += ["pack", "regress", "runs", "stage", "train", "validate", "watch"]

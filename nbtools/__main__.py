@@ -1,149 +1,94 @@
 """The terminal: `nbtools COMMAND`, or `python -m nbtools COMMAND`.
 
-A command is a function of COMMANDS: its docstring is the help, its parameters are the arguments, keyword-only ones the
-options; `of_pack: Options` are those of the task's `pack`, `of_plan` the fields of its Plan. Results go to stdout, all
-else to stderr.
+A command is a function of COMMANDS: its docstring is the help, its parameters are the arguments, those with a default
+or a keyword the options; `of_pack: Options` are those of the task's `pack`, `of_plan` the fields of its Plan. Results
+go to stdout, all else to stderr.
 """
 
 from __future__ import annotations
 
+import argparse
+import difflib
+import importlib
 import inspect
-import io
 import json
 import os
+import pkgutil
+import re
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
-
-from torch.distributed import is_torchelastic_launched
+from typing import Any, NoReturn
 
 import nbtools as nb
-from nbtools import disk, measure
-from nbtools.data import say
-from nbtools.errors import CheckpointError, NbtoolsError
+from nbtools import disk, measure, tasks
+from nbtools.errors import CheckpointError, NbtoolsError, sentence
 from nbtools.identity import former_run
-from nbtools.launch import reporting, require_processes
+from nbtools.launch import reporting
 from nbtools.live import advised, send
-from nbtools.options import Options, Parser, add_arguments, find_task, nearest
 from nbtools.run import busy
-from nbtools.show import plural
-from nbtools.train import Task, doubts, listed, unread
+from nbtools.train import Task, as_task, doubts
 
-BASES = ("advised", "measured", "plan", "baseline")
+Options = Mapping[str, Any]
+EMPTY = inspect.Parameter.empty
+BUILT_IN = tuple(module.name for module in pkgutil.iter_modules(tasks.__path__) if module.name != "common")
+UNTYPED = ("data", "train", "like", "network", "progress", "folds", "text")  # arguments that no text is given for
 CODES = "exit codes: 0 done, 1 refused, failed, or a report with errors, 2 not a valid command line, 130 stopped by you"
-
-
-def gpus() -> Any:
-    """Check this machine: GPUs, versions, memory, precisions and how fast matrix products are in each."""
-    return measure.check()
-
-
-def demo(task: Task, folder: Path, *, of_demo: Options) -> Any:
-    """Write a small data set in the task's raw format."""
-    return task.demo(folder, **of_demo)
-
-
-def stage(source: str, *, into: Path | None = None, sha256: str | None = None) -> Any:
-    """Fetch a data set to local disk: a folder, an archive, drive:…, a Google Drive link, https://…"""
-    return nb.stage(source, into, sha256=sha256)
-
-
-def pack(task: Task, data: str, *, of_pack: Options) -> Any:
-    """Decode a data set once. DATA: what `stage` fetches, or a pack."""
-    made = task.pack(data, **of_pack)
-    if len(made.bad):
-        say(f"{plural(len(made.bad), 'file')} left out, listed in {made.folder / 'bad.csv'}")
-    return made
 
 
 def advise(task: Task, *, data: str, measure: bool = True, compile: bool = False, of_pack: Options) -> Any:
     """Propose a plan for this machine and data, with reasons. --no-measure: by rules of thumb and earlier measurements
     only; --compile: try compiled steps too, for a minute or two more."""
-    return nb.advise(task, pack(task, data, of_pack=of_pack), measure=measure, compiling=compile)
+    return nb.advise(task, task.pack(data, **of_pack), measure=measure, compiling=compile)
 
 
 def train(
     task: Task,
     *,
-    data: str | None = None,
+    data: str = "",
     run: Path | None = None,
     keep: str | None = None,
-    from_: str = "advised",
     fresh: bool = False,
     processes: int = 1,
+    measured: bool = False,
     receipt: bool = True,
     smoke_test: bool = False,
     of_plan: Options,
     of_pack: Options,
 ) -> Any:
     """Train, or resume a started run: that of --run, else the newest with the same settings; more epochs extend a
-    finished one. --keep: a second folder for copies, drive:…; --from: where settings that are not given come from: by
-    rules (advised), measured now, the task's own plan, its baseline, or one of its presets; --fresh: start over in that
-    folder; --processes: at most one a GPU; --no-receipt: do not measure the receipt at the end; --smoke-test: no data,
-    one step on demo samples, saved and loaded."""
-    if processes != 1:
-        require_processes(processes)
+    finished one. --keep: a second folder for copies, drive:…; --fresh: start over in that folder; --processes: at most
+    one a GPU; --measured: measure the advised plan first; --no-receipt: do not measure the receipt at the end;
+    --smoke-test: no data, one step on demo samples, saved and loaded."""
     if smoke_test:
         return measure.smoke_test(task, **of_plan)
-    if data is None:
+    if not data:
         raise NbtoolsError("name the data: --data SOURCE")
-    rank = int(os.environ.get("RANK", 0))
-    with redirect_stderr(io.StringIO()) if rank else nullcontext():  # under torchrun every rank packs, and one tells
-        made = pack(task, data, of_pack=of_pack)
-    plan = partial(plan_of, task, made, from_, None if fresh else run, of_plan)
+    made = task.pack(data, **of_pack)
+    plan = partial(plan_of, task, made, None if fresh else run, measured, of_plan)
     act = nb.fit if processes == 1 else partial(nb.launch, processes=processes)
-    try:
-        done = act(task, made, plan, run, keep, receipt=receipt, fresh=fresh)
-    except KeyboardInterrupt as error:  # its lines come all the same where a run was saved
-        if (done := vars(error).get("run")) is None:
-            raise
-    return None if rank else done
+    return act(task, made, plan, run, keep, receipt=receipt, fresh=fresh)
 
 
-def plan_of(task: Task, pack: nb.Pack, base: str, folder: Path | None, given: Options) -> nb.Plan:
-    """Return the plan of the run in a folder, else the one that --from names, with the given settings; say what follows
-    from them, as lr from a batch size by `Plan.lr_rule`."""
-    former = former_run(task, folder) if folder else None
-    plan = former.applied.marked(former.applied.to_dict()) if former else base_plan(task, pack, base, given)
-    follows: dict[str, Any] = {}
-    if not former and (share := given.get("epochs", plan.epochs) / plan.epochs) < 1:
-        follows = {"warmup_epochs": round(plan.warmup_epochs * share, 2)}
-    new = plan.turn(**{**follows, **given})
-    if moved := {name: change for name, change in new.changes_from(plan).items() if name not in given}:
-        say(f"from the given settings follows {listed(moved)}")
-    return new
+def plan_of(task: Task, pack: nb.Pack, folder: Path | None, measured: bool, given: Options) -> nb.Plan:
+    """Return the plan of the run in a folder, else the advised one for the given network, with the given settings; a
+    warmup becomes shorter with fewer epochs."""
+    if folder and (former := former_run(task, folder)):
+        return former.applied.marked(former.applied.to_dict()).turn(**given)
+    plan = nb.advise(task, pack, measure=measured).plan
+    plan = task.with_network(plan, pack, given["network"]) if "network" in given else plan
+    share = min(1.0, given.get("epochs", plan.epochs) / plan.epochs)
+    return plan.turn(**{"warmup_epochs": round(plan.warmup_epochs * share, 2), **given})
 
 
-def base_plan(task: Task, pack: nb.Pack, base: str, given: Options) -> nb.Plan:
-    """Return the plan that --from names; an advised one is for the given network. Raises NbtoolsError for one that
-    cannot train here."""
-    names = (*BASES, *task.PRESETS)
-    if base not in names:
-        raise NbtoolsError(f"--from must be one of {', '.join(names)}, got {base!r}{nearest(base, names)}")
-    if base in ("advised", "measured"):
-        plan = nb.advise(task, pack, measure=base == "measured").plan
-        return task.with_network(plan, pack, given["network"]) if "network" in given else plan
-    if base in BASES:
-        return task.PLAN if base == "plan" else task.BASELINE
-    plan, why = measure.preset(task, pack, base)
-    if plan is None:
-        raise NbtoolsError(f"--from {base} cannot train here: {why}")
-    if why:
-        say(f"{base}: {why}")
-    return plan
-
-
-def evaluate(task: Task, *, data: str, run: Path, split: str = "test", of_evaluation: Options, of_pack: Options) -> Any:
+def evaluate(task: Task, *, data: str, run: Path, split: str = "test", of_plan: Options, of_pack: Options) -> Any:
     """Compute the metrics of a run on a split (train, val or test) of data that is packed with its classes; --test 1.0:
     all of the data. Ends with JSON."""
-    opened: Any = nb.Run.open(run, task)
-    made = pack(opened, data, of_pack=of_pack)  # with its classes
-    if limits := unread(task, made, opened.plan):
-        print(limits, file=sys.stderr)
-    return nb.evaluate(opened, made, split, **of_evaluation)
+    opened = nb.Run.open(run, task)
+    return nb.evaluate(opened, opened.pack(data, **of_pack), split, **of_plan)
 
 
 def predict(run: Path, files: list[Path], *, csv: Path | None = None, into: Path = Path("predictions")) -> Any:
@@ -152,36 +97,19 @@ def predict(run: Path, files: list[Path], *, csv: Path | None = None, into: Path
     import pandas as pd
 
     opened, loose = nb.Run.open(run), [file for file in files if not file.is_dir()]
-    rows = list(zip(loose, map(str, loose), opened.predict(loose), strict=True)) if loose else []
+    rows = list(zip(loose, map(str, loose), opened.predict(loose), strict=True))
     for folder in filter(Path.is_dir, files):
         rows += [(folder / name, name, answer) for name, answer in opened.predict(folder).items()]
     if (save := opened.task.save) is not None:
         rows = [(file, name, save(answer, file, into, opened.card)) for file, name, answer in rows]
-    print(f"{plural(len(rows), 'file')} predicted by {opened}", file=sys.stderr)
-    table = pd.DataFrame(rows, columns=["file", "name", "prediction"])
+    table = pd.DataFrame(rows, columns=["file", "name", "prediction"]).astype(str)
     if csv is None:
-        return table[["file", "prediction"]].astype({"file": str})
+        return table[["file", "prediction"]].to_csv(sep="\t", header=False, index=False).strip()
     with disk.explained("writing predictions", csv):
-        return disk.write_atomic(csv, table[["name", "prediction"]].astype(str).to_csv(index=False))
+        return disk.write_atomic(csv, table[["name", "prediction"]].to_csv(index=False))
 
 
-def validate(task: Task, source: str, *, of_validate: Options) -> Any:
-    """Report what is wrong with a data set."""
-    return nb.validate(task, source, **of_validate)
-
-
-def features(task: Task, source: str, into: Path, *, of_features: Options) -> Any:
-    """Make features of filmed clips with a pretrained network, and add them to the clips in INTO."""
-    return task.features(source, into, **of_features)
-
-
-def cache(*, free: str | None = None) -> Any:
-    """List what stage and pack left on this disk. --free 20GB: delete what was used least recently until so much is
-    free."""
-    return nb.cached(free)
-
-
-def runs(folder: Path = Path("runs")) -> Any:
+def runs(folder: Path) -> Any:
     """List the runs in a folder and its subfolders, newest first."""
     return nb.runs(folder).reset_index()
 
@@ -214,15 +142,18 @@ def control(run: Path, requests: list[str]) -> None:
 def export(run: Path, path: Path, *, pack: Path | None = None) -> Any:
     """Write a run's best weights as safetensors with a JSON card, or the network itself if PATH ends in .onnx. --pack:
     the pack on whose samples its outputs are compared with torch's."""
-    with redirect_stdout(sys.stderr):
-        return nb.Run.open(run).export(path, pack and nb.Pack.open(pack))
+    return nb.Run.open(run).export(path, pack and nb.Pack.open(pack))
 
 
-COMMANDS = [gpus, demo, stage, pack, advise, train, evaluate, predict, validate, features, cache, runs, compare, watch]
-COMMANDS += [control, export]
-
-
-# -- the command line
+OWN = (advise, train, evaluate, predict, runs, compare, watch, control, export)
+COMMANDS = {"gpus": measure.check, "stage": nb.stage, "cache": nb.cached, **{act.__name__: act for act in OWN}}
+HOOKS = {
+    "demo": "Write a small data set in the task's raw format.",
+    "pack": "Decode a data set once. SOURCE: what `stage` fetches, or a pack.",
+    "validate": "Report what is wrong with a data set.",
+    "features": "Make features of filmed clips with a pretrained network, and add them to the clips in INTO.",
+}
+"""Commands that are functions of a task."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -232,54 +163,139 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     try:
         given = vars(parser(words).parse_args(words))
-        act = given.pop("act")
+        act: Any = given.pop("act")
+        task: Any = given.pop("task") if words[0] in HOOKS else given.get("task")
         for name in [name for name in given if "." in name]:  # of_pack.val: an entry of the argument of_pack
-            of, field = name.split(".")
-            given[of][field] = given.pop(name)
-        if (value := reporting(partial(act, **given))) is not None:
-            print(text(value), flush=True)
+            (of, field), value = name.split("."), given.pop(name)
+            typed = of == "of_plan" and isinstance(value, str)
+            given[of][field] = type(task.PLAN).parse(field, value) if typed else value
+        value = reporting(partial(act, **given))
     except NbtoolsError as error:
         print(f"nbtools: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("nbtools: stopped by you", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # as by `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
-        return 141
-    stopped = isinstance(value, nb.Run) and value.state == "stopped" and not is_torchelastic_launched()
-    return 130 if stopped else int(getattr(value, "ok", True) is False)  # torchrun would start it again
+    by_torchrun = "RANK" in os.environ  # which would start a stopped run again
+    if value is not None and os.environ.get("RANK", "0") == "0":
+        print(text(value), flush=True)
+    stopped = isinstance(value, nb.Run) and value.state == "stopped" and not by_torchrun
+    return 130 if stopped else int(getattr(value, "ok", True) is False)
 
 
 def text(value: Any) -> str:
-    """Return a result as lines for a person."""
+    """Return a result as lines for a person; metrics as JSON."""
     if isinstance(value, nb.Run):
         parts = value.summary().to_string(), value.receipt or "no receipt", value.verdict or "no verdict", value
         return "\n".join(map(str, parts))
     if hasattr(value, "to_string"):
-        lines = "prediction" in value  # one a file, for scripts
-        return value.to_csv(sep="\t", header=False, index=False).strip() if lines else value.to_string(index=False)
+        return value.to_string(index=False)
     return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that answers a mistake in one line, with the option or command nearest to a mistyped one."""
+
+    names: Iterable[str] = ()  # of the options of the command
+
+    def error(self, message: str) -> NoReturn:
+        if wrong := re.search(r"unrecognized arguments: ([^\s=]+)", message):
+            message += nearest(wrong[1], self.names)
+        elif wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += nearest(wrong[1], re.findall(r"\w+", wrong[2]))
+        self.exit(2, f"nbtools: {sentence(message)} See {self.prog} --help\n")
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence that names the word nearest to a mistyped one."""
+    near = difflib.get_close_matches(name, list(names), 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def parser(words: Sequence[str]) -> Parser:
     """Return the parser of a command line, with the options of the task that its second word names."""
-    about = "Train in notebooks and terminals without wasting the GPU."
-    top = Parser(prog="python -m nbtools", description=about, epilog=CODES, allow_abbrev=False)
+    top = Parser(prog="python -m nbtools", description=nb.__doc__, epilog=CODES, allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"nbtools {nb.__version__}")
-    commands = top.add_subparsers(metavar="COMMAND", required=True)
-    for act in COMMANDS:
-        about, task = " ".join((act.__doc__ or "").split()), Task()
-        one = commands.add_parser(
-            act.__name__, help=about.split(". ")[0], description=about, conflict_handler="resolve", allow_abbrev=False
-        )
-        one.set_defaults(act=act)
-        if words[:1] == [act.__name__]:
-            if "task" in inspect.signature(act).parameters and words[1:2] not in (["-h"], ["--help"]):
-                task = find_task("".join(words[1:2]))  # its options are known before the line is parsed
+    commands, (command, second, *_) = top.add_subparsers(metavar="COMMAND", required=True), [*words, "", ""]
+    for name in (*HOOKS, *COMMANDS):
+        about = " ".join((HOOKS.get(name) or COMMANDS[name].__doc__ or "").split())
+        shown: dict[str, Any] = {"help": about.split(". ")[0], "description": about}
+        one = commands.add_parser(name, **shown, conflict_handler="resolve", allow_abbrev=False)
+        if command == name:
+            of_task = name in HOOKS or "task" in inspect.signature(COMMANDS[name]).parameters
+            task = find_task(second) if of_task and second not in ("-h", "--help") else Task()
+            add_arguments(one, task, COMMANDS.get(name) or getattr(task, name), of_task)
             top.names = one._option_string_actions
-        add_arguments(one, act, task)
     return top
+
+
+def find_task(name: str) -> Task:
+    """Import a built-in task by its short name, or any module, or `module:Name` in it. Raises NbtoolsError."""
+    module, _, attribute = name.partition(":")
+    try:
+        made = importlib.import_module(f"nbtools.tasks.{name}" if name in BUILT_IN else module)
+        return as_task(attrgetter(attribute)(made) if attribute else made)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        own = f"or your own that can be imported from here, a module or MODULE:NAME ({error})"
+        message = f"no task {name!r}: use {', '.join(BUILT_IN)}, {own}{nearest(name, BUILT_IN)}"
+    raise NbtoolsError(message)
+
+
+def add_arguments(one: Parser, task: Task, act: Any, of_task: bool) -> None:
+    """Add what a command takes. of_…: the fields of the task's plan, or what its function of that name takes."""
+    one.set_defaults(act=act)
+    if of_task:
+        one.add_argument("task", type=find_task, metavar="TASK", help=f"{', '.join(BUILT_IN)}, or MODULE:NAME")
+    for name, each in parameters(act).items():
+        if name.startswith("of_"):
+            one.set_defaults(**{name: {}})
+            plan = type(task.PLAN) if name == "of_plan" else None
+            for key, option in parameters(plan or getattr(task, name[3:])).items():
+                if plan or not (option.default is EMPTY or key in UNTYPED):
+                    add(one, f"{name}.{key}", option, plan)
+        elif name == "data" or name not in UNTYPED:
+            add(one, name, each)
+
+
+def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function, eval_str=True).parameters
+    except NameError:  # of a type that is imported for type checkers only
+        return inspect.signature(function).parameters
+
+
+def add(one: Parser, dest: str, each: inspect.Parameter, plan: Any = None) -> None:
+    """Add a parameter. plan: the class of which it is a field, which explains it, and parses it later."""
+    name, default, flag = each.name, each.default, f"--{each.name.replace('_', '-')}"
+    guess = str if default in (None, EMPTY) else type(default)
+    kind = inspect.formatannotation(guess if each.annotation is EMPTY else each.annotation).strip("'")
+    rule = plan.__dataclass_fields__[name].metadata if plan else {}
+    about = rule.get("help") or ("" if default in (EMPTY, None) else f"default {default}")
+    about += f" ({', '.join(map(str, rule['choices']))})" if rule.get("choices") else ""
+    how: dict[str, Any] = {"default": argparse.SUPPRESS, "help": about.replace("%", "%%")}
+    parse = str if plan else partial(read, flag, kind)
+    if kind == "bool":
+        one.add_argument(flag, dest=dest, action=argparse.BooleanOptionalAction, **how)
+    elif each.kind is each.KEYWORD_ONLY or (default is not EMPTY and name != "data"):
+        one.add_argument(flag, dest=dest, type=parse, required=default is EMPTY, metavar="VALUE", **how)
+    elif name != "task":
+        one.add_argument(name, type=parse, metavar=name.upper(), nargs="+" if kind.startswith("list[") else None)
+
+
+def read(flag: str, kind: str, text: str) -> Any:
+    """Return a text as a value of a type, such as `int | tuple[int, int] | None`. Raises NbtoolsError."""
+    several = re.search(r"(?:tuple|Sequence|Iterable)\[(.*?)\]", kind)
+    if "None" in kind and text.lower() == "none":
+        return None
+    if several and "," in text:
+        return tuple(read(flag, several[1], part.strip()) for part in text.split(","))
+    for number, kinds in ((int, "int|float"), (float, "float")):  # val=100 are 100 samples
+        with suppress(ValueError):
+            if re.search(kinds, kind):
+                return number(text)
+    if "str" in kind or "Path" in kind:
+        return text if "str" in kind else Path(text)
+    raise NbtoolsError(f"{flag} must be {kind}, got {text!r}")
 
 
 if __name__ == "__main__":

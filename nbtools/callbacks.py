@@ -16,30 +16,26 @@ def callbacks_of(functions: Sequence[Callback], log: str | None) -> list[Callbac
         raise TrainError(f"callbacks must be a list of functions f(record, run), got {functions!r}; pass [f]")
     if log not in (None, "tensorboard"):
         raise TrainError(f'log must be "tensorboard" or None, got {log!r}; any other logger is a function in callbacks')
-    return [*functions] if log is None else [*functions, TensorBoard()]
+    return [*functions, *([] if log is None else [tensorboard()])]
 
 
-class TensorBoard:
-    """Write the numbers of a run's rows into its folder, by global step."""
+def tensorboard() -> Callback:
+    """Return what writes the numbers of a run's rows into its folder, by global step."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingExtra(f'log="tensorboard" needs tensorboard ({error}): pip install "nbtools[log]"') from None
+    writer, last = None, 0
 
-    def __init__(self) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingExtra(f'log="tensorboard" needs tensorboard ({error}): pip install "nbtools[log]"') from None
-        self.make, self.writer, self.step = SummaryWriter, None, 0
-
-    def __call__(self, record: Record, run: Run) -> None:
-        if self.writer is None or record.step < self.step:  # the run begins, or went back: rows are repeated
-            self.close()
+    def write(record: Record, run: Run) -> None:
+        nonlocal writer, last
+        if writer is None or record.step < last:  # the run begins, or went back: rows are repeated
             before = [row["step"] for row in run.history.rows[:-1]]
-            self.writer = self.make(str(run.folder), purge_step=before[-1] + 1 if before else 0)
-        self.step = record.step
+            writer = SummaryWriter(str(run.folder), purge_step=before[-1] + 1 if before else 0)
+        last = record.step
         for name, value in record.values.items():
             if isinstance(value, (int, float)):
-                self.writer.add_scalar(f"{record.kind}/{name}", value, record.step)
-        self.writer.flush()  # a run that is killed repeats only what is beyond its checkpoint
+                writer.add_scalar(f"{record.kind}/{name}", value, record.step)
+        writer.flush()  # a run that is killed repeats only what is beyond its checkpoint
 
-    def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
+    return write

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtools import disk
+from nbtools import disk, live
 from nbtools.data import patient, say
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.run import Run
@@ -21,7 +21,7 @@ from nbtools.train import checkpoint
 if TYPE_CHECKING:
     import pandas as pd
 
-MOST = 8  # runs of a folder that are compared: the curves of more hide one another
+MOST = 8  # runs of a folder that are compared
 
 
 def runs(folder: str | Path = "runs") -> pd.DataFrame:
@@ -32,9 +32,7 @@ def runs(folder: str | Path = "runs") -> pd.DataFrame:
 
     folder = Path(folder)
     opened = {run.folder.relative_to(folder).as_posix(): run for run in open_runs(folder)}
-    if not opened:
-        say(f"{folder} has no runs in it")
-    rows = [{**outcome(run), "changed": f"{last_change(run):%Y-%m-%d %H:%M}"} for run in opened.values()]
+    rows = [{**outcome(run), "changed": datetime.fromtimestamp(last_change(run))} for run in opened.values()]
     return pd.DataFrame(rows, pd.Index(opened, name="run"))
 
 
@@ -52,9 +50,8 @@ def open_runs(folder: Path) -> list[Run]:
     return sorted(opened, key=last_change, reverse=True)
 
 
-def last_change(run: Run) -> datetime:
-    """Return when a run last went on."""
-    return datetime.fromtimestamp((run.folder / checkpoint.INDEX).stat().st_mtime)
+def last_change(run: Run) -> float:
+    return (run.folder / checkpoint.INDEX).stat().st_mtime
 
 
 def outcome(run: Run) -> dict[str, Any]:
@@ -63,8 +60,7 @@ def outcome(run: Run) -> dict[str, Any]:
     last = epochs[-1] if epochs else {}
     score = {f"best_{metric}": best.get(f"val_{metric}"), "best_epoch": best.get("epoch")}
     speed = {"minutes": last.get("wall", 0) / 60, "samples_per_s": last.get("samples_per_s")}
-    memory = max((row[name] for row in epochs for name in row if "memory" in name), default=None)
-    return {"state": run.state, **score, "epochs": len(epochs), **speed, "memory_mib": memory}
+    return {"state": run.state, **score, "epochs": len(epochs), **speed}
 
 
 def compare(*runs: Run | str | Path) -> Comparison:
@@ -81,19 +77,17 @@ def compare(*runs: Run | str | Path) -> Comparison:
     if not every:
         raise TrainError("compare needs at least one run, got none; give it runs, run folders or a folder of runs")
     named = {str(run.folder): run for run in every}
-    return Comparison(named, *judge(named))
+    return Comparison(named, judge(named))
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Runs by their names; shows as a sentence about the best and a table.
+    """Runs by their names; shows as a sentence about the best, charts as those of the live view, and a table.
 
-    best: by the metric that chooses checkpoints, None where chance may explain the difference. conclusion: which it is
-    and by how much, or why none is.
+    conclusion: which is the best and by how much, or why none is.
     """
 
     runs: Mapping[str, Run]
-    best: Run | None
     conclusion: str
 
     @cached_property
@@ -113,38 +107,34 @@ class Comparison:
         return f"{self.conclusion}\n\n{self.frame.T.to_string()}".strip()
 
     def _repr_html_(self) -> str:
-        return note(self.conclusion) + self.frame.T.to_html()
+        metric = next(iter(self.runs.values())).metric[0]
+        charts = live.compared({name: live.Columns(run.history) for name, run in self.runs.items()}, metric)
+        return note(self.conclusion) + live.page(charts) + self.frame.T.to_html()
 
 
-def judge(runs: Mapping[str, Run]) -> tuple[Run | None, str]:
-    """Return (the best run, the conclusion); None where none is better by more than chance, see `alike`."""
+def judge(runs: Mapping[str, Run]) -> str:
+    """Return which run is the best and by how much; or that none is, also where chance may explain it, see `alike`."""
     values = {name: run.best[f"val_{run.metric[0]}"] for name, run in runs.items() if run.best}
-    if len(runs) < 2:
-        return None, ""
     if len({(run.metric, run.card.digest) for run in runs.values()}) > 1:
-        return None, "No best run: they are of different tasks, or validated on different data."
+        return "No best run: they are of different tasks, or validated on different data."
     if len(values) < 2:
-        return None, "No best run: fewer than two have been evaluated."
+        return "No best run: fewer than two have been evaluated."
     metric, sign = next(iter(runs.values())).metric
     best, *others = sorted(values, key=lambda name: -sign * values[name])
     count = min(min(run.plan.eval_samples or math.inf, run.card.splits["val"]) for run in runs.values())
     share = metric != "loss" and all(0 <= value <= 1 for value in values.values())
     by = "validation loss" if metric == "loss" else header(metric)
-    level = [name for name in others if alike(values[best], values[name], count, share)]
-    if level:
+    if level := [name for name in others if alike(values[best], values[name], count, share)]:
         list_of = ", ".join(f"{name} {number(values[name])}" for name in (best, *level))
         why = f"on {plural(int(count), 'validation sample')}, chance alone can make such a difference"
-        return None, f"No clear winner by {by}: {list_of}; {why}."
+        return f"No clear winner by {by}: {list_of}; {why}."
     apart = f"{number(abs(values[best] - values[others[0]]))} {'above' if sign > 0 else 'below'} {others[0]}"
-    return runs[best], f"{best} is the best: {by} {number(values[best])}, {apart}."
+    return f"{best} is the best: {by} {number(values[best])}, {apart}."
 
 
 def alike(best: float, other: float, count: float, share: bool) -> bool:
-    """Return whether chance can make such a difference over so many samples, by a rule of thumb.
-
-    share: of metrics from 0 to 1, two standard errors of the difference of two shares, which no mean of such numbers
-    exceeds. Else, of a loss that varies between samples by as much as its mean, 1 / √count of it and at least 2 %.
-    """
+    """Return whether chance can make such a difference, by a rule of thumb: for a share two standard errors of the
+    difference of two, else 1 / √count of the value, as of a loss that varies by as much as its mean, at least 2 %."""
     middle, count = (best + other) / 2, max(count, 1)
     limit = 2 * math.sqrt(2 * middle * (1 - middle) / count) if share else max(0.02, count**-0.5) * abs(best)
     return abs(best - other) <= limit

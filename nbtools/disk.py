@@ -12,13 +12,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from nbtools.errors import DiskError
+from nbtools.errors import DiskError, NbtoolsError
 from nbtools.show import size
 
 PIECE = 1 << 18  # bytes that are unpacked at once: they stay in the processor's cache
 MANY = 64  # above this many files one sync() of everything is cheaper than an fsync each (50,000 images: minutes)
-AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)
-"""Errors of a disk that stopped responding, which say nothing about a file: Drive gives the first two after a while."""
+AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)  # Drive gives the first two after a while
 MOUNTS = Path("/proc/self/mounts")  # Linux
 MAKE_ROOM = "Free some space, or choose another disk."
 
@@ -48,7 +47,7 @@ def rename(source: Path, target: Path) -> None:
     sync_path(target.parent)
 
 
-def publish_folder(part: Path, target: Path) -> Path:
+def publish_folder(part: Path, target: Path) -> None:
     """Give a finished folder its name, once all that is in it is durable; `target` is absent or an empty folder."""
     paths = [part, *part.rglob("*")]
     if len(paths) > MANY:
@@ -57,7 +56,6 @@ def publish_folder(part: Path, target: Path) -> Path:
         for path in paths:
             sync_path(path)
     rename(part, target)
-    return target
 
 
 def write_atomic(path: Path, data: bytes | memoryview | str, digest: str = "") -> Path:
@@ -67,11 +65,8 @@ def write_atomic(path: Path, data: bytes | memoryview | str, digest: str = "") -
     data = data.encode() if isinstance(data, str) else data
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(part, "wb", buffering=0) as file:
-            write(file, data)
-            os.fsync(file.fileno())
-            with suppress(OSError, AttributeError):  # so that it is read from the disk, where the system can
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        part.write_bytes(data)
+        sync_path(part)
         if sha256(part) != (digest or hashlib.sha256(data).hexdigest()):
             raise OSError(errno.EIO, "reads back differently from what was written", os.fspath(path))
         rename(part, path)
@@ -144,7 +139,7 @@ def is_slow(path: Path) -> bool:
 
 
 def is_away(error: BaseException) -> bool:
-    """Return whether an error says that a disk stopped responding, and not what a file is like."""
+    """Return whether a disk stopped responding, which says nothing about a file."""
     return isinstance(error, OSError) and error.errno in AWAY
 
 
@@ -165,27 +160,21 @@ def explained(doing: str, path: Path) -> Iterator[None]:
         raise DiskError(f"{doing}: {error.filename or path}: {reason}. {fix}", entry=entry) from error
 
 
-HELD: "set[Lock]" = set()  # those that this process holds
-
-
 class Lock:
-    """Let one process or thread in at a time; others wait, or with wait=False raise BlockingIOError.
+    """Let one process or thread in at a time; others wait, or raise `busy`. The system releases it when its owner dies.
+    The file stays, on a local disk: deleting it would let two owners in."""
 
-    The system releases it when its owner dies. The file stays: deleting it would let two owners in. It belongs on a
-    local disk, never on Drive.
-    """
-
-    def __init__(self, path: Path, wait: bool = True) -> None:
-        self.path, self.wait, self.descriptor = path, wait, -1
+    def __init__(self, path: Path, busy: NbtoolsError | None = None) -> None:
+        self.path, self.busy, self.descriptor = path, busy, -1
 
     def __enter__(self) -> "Lock":
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | (0 if self.wait else fcntl.LOCK_NB))
-        except BaseException:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | (0 if self.busy is None else fcntl.LOCK_NB))
+        except BlockingIOError:
             os.close(self.descriptor)
-            raise
+            raise self.busy or BlockingIOError from None
         HELD.add(self)
         return self
 
@@ -196,14 +185,17 @@ class Lock:
             os.close(self.descriptor)
 
     def held(self) -> bool:
-        """Return whether somebody has it now; only with wait=False. Raises DiskError where that is unknown."""
-        with explained("looking whether a lock is held", self.path), suppress(BlockingIOError), self:
+        """Return whether somebody has it now; only of one with `busy`. Raises DiskError where that is unknown."""
+        with explained("looking whether a lock is held", self.path), suppress(NbtoolsError), self:
             return False
         return True
 
 
+HELD: set[Lock] = set()
+
+
 def close_in_fork() -> None:
-    """Close the locks in a fork: a killed owner's workers live on for a moment, in which it can be started again."""
+    """Close the locks in a fork: a killed owner's workers live on for seconds, in which it may be started again."""
     while HELD:
         os.close(HELD.pop().descriptor)
 

@@ -48,11 +48,7 @@ class CheckpointError(NbtoolsError):
 
 
 class TrainError(NbtoolsError):
-    """Training cannot start or continue."""
-
-
-class ExportError(NbtoolsError):
-    """A network cannot be exported, or answers differently once it is."""
+    """Training cannot start or continue, or a network cannot be exported."""
 
 
 class MissingExtra(NbtoolsError, ImportError):

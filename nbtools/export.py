@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from nbtools import disk
-from nbtools.data import Pack, collate
-from nbtools.errors import ExportError, MissingExtra
+from nbtools.data import Pack, collate, say
+from nbtools.errors import MissingExtra, TrainError
 from nbtools.train import checkpoint, spoken
 
 if TYPE_CHECKING:
@@ -37,9 +37,8 @@ def write_weights(run: Run, path: Path) -> Path:
     """Write the weights as safetensors with their card; return their path."""
     if path.suffix != ".safetensors":
         path = path.with_name(f"{path.name}.safetensors")  # with_suffix would cut model-v1.2
-    return write(
-        run, path, save({name: tensor.contiguous() for name, tensor in checkpoint.weights(run.folder).items()})
-    )
+    weights = {name: tensor.contiguous() for name, tensor in checkpoint.weights(run.folder).items()}
+    return write(run, path, save(weights))
 
 
 def write(run: Run, path: Path, content: bytes) -> Path:
@@ -53,11 +52,8 @@ def write(run: Run, path: Path, content: bytes) -> Path:
 
 
 def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
-    """Write the network, and print how its answers compare with torch's on samples of a pack.
-
-    Raises MissingExtra without onnx and onnxruntime, ExportError for a network that cannot be exported or whose answers
-    differ by more than TOLERANCE.
-    """
+    """Write the network, and say how its answers compare with torch's on samples of a pack. Raises MissingExtra, and
+    TrainError for a network that cannot be exported or whose answers differ by more than TOLERANCE."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
@@ -67,17 +63,17 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
     inputs, outputs = run.task.tensors(run.card, run.plan)
     if not inputs:
         missing = f"{spoken(run.task)} has no tensors(card, plan), which says what an ONNX file reads and returns"
-        raise ExportError(f"{missing}; define it, or leave .onnx out: {INSTEAD}")
+        raise TrainError(f"{missing}; define it, or leave .onnx out: {INSTEAD}")
     graph, batches = Graph(run.model("cpu"), list(inputs)), samples(run, pack, list(inputs))
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
             content = to_onnx(run, graph, batches[-1], inputs, outputs)
             compared = compare(graph, content, batches)
     except Exception as error:  # exporters raise all kinds
-        cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX"
         why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ExportError(f"{cannot}: {why}; nothing was written. {INSTEAD}") from None
-    print(f"{write(run, path, content)}: {compared}")
+        cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX: {why}"
+        raise TrainError(f"{cannot}; nothing was written. {INSTEAD}") from None
+    say(f"{write(run, path, content)}: {compared}")
     return path
 
 
@@ -96,12 +92,12 @@ class Graph(nn.Module):
 
 def samples(run: Run, pack: Pack, names: list[str]) -> list[Batch]:
     """Return the network's input for batches of samples from all over a split."""
-    pack, batches = run.readable(pack), []
+    pack = run.readable(pack)
     ids = next(filter(len, map(pack.ids, ("val", "test", "train"))))
-    for part in np.split(ids[np.linspace(0, len(ids) - 1, SAMPLES).round().astype(int)], (1, 3)):
-        batch = run.task.batch(collate([pack.sample(int(i)) for i in part], pack.columns), run.plan, None)
-        batches.append(tuple(batch[name] for name in names))
-    return batches
+    parts = np.split(ids[np.linspace(0, len(ids) - 1, SAMPLES).round().astype(int)], (1, 3))
+    raws = (collate([pack.sample(int(i)) for i in part], pack.columns) for part in parts)
+    batches = (run.task.batch(raw, run.plan, None) for raw in raws)
+    return [tuple(batch[name] for name in names) for batch in batches]
 
 
 def to_onnx(run: Run, graph: Graph, batch: Batch, inputs: Any, outputs: Any) -> bytes:
@@ -120,7 +116,7 @@ def to_onnx(run: Run, graph: Graph, batch: Batch, inputs: Any, outputs: Any) -> 
 
 def compare(graph: Graph, content: bytes, batches: list[Batch]) -> str:
     """Return how a file's outputs compare with torch's: their largest difference, relative to the largest value where
-    that is above 1. Raises ExportError for one above TOLERANCE."""
+    that is above 1. Raises TrainError for one above TOLERANCE."""
     import onnxruntime
 
     session, worst = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"]), 0.0
@@ -132,7 +128,6 @@ def compare(graph: Graph, content: bytes, batches: list[Batch]) -> str:
         for ours, theirs in pairs:
             apart = (ours.double() - theirs).abs().nan_to_num(math.inf) / max(1.0, float(ours.abs().max()))
             worst = max(worst, float(apart.max()))
-    pair = f"on {SAMPLES} samples its outputs in onnxruntime {onnxruntime.__version__} differ from torch's"
     if worst > TOLERANCE:
-        raise ExportError(f"{pair} by up to {worst:.2g}, and at most {TOLERANCE:g} is allowed")
-    return f"{pair} by at most {worst:.1g}"
+        raise TrainError(f"on {SAMPLES} samples its outputs differ from torch's by {worst:.2g}, above {TOLERANCE:g}")
+    return f"on {SAMPLES} samples its outputs in onnxruntime differ from torch's by at most {worst:.1g}"

@@ -17,27 +17,29 @@ import torch
 from torch.distributed import is_torchelastic_launched
 
 from nbtools import disk, measure, train
-from nbtools.callbacks import Callback, TensorBoard, callbacks_of
-from nbtools.data import Pack, meanwhile, on_colab, place_to_keep, release_runtime, say, work
+from nbtools.callbacks import Callback, callbacks_of
+from nbtools.data import Pack, meanwhile, place_to_keep, release_runtime, say, work
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, ctrl_c
-from nbtools.folder import Job, begin, only_one, own_folder, restore, settle
+from nbtools.folder import Job, begin, restore
 from nbtools.guard import NOTHING, Guard
-from nbtools.identity import former_run
+from nbtools.identity import former_run, own_folder, settle
 from nbtools.live import FirstSignal, Panel, Surface, chosen, running_kernel
-from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run, what_next
-from nbtools.show import number, plural
-from nbtools.train import Plan, Ranks, Task, TaskLike, TrainState, checkpoint, evaluation
+from nbtools.run import RECEIPT, VERDICT, Run, lock, what_next
+from nbtools.train import Plan, Ranks, Task, TaskLike, TrainState, checkpoint
 from nbtools.train import device as devices
+
+COLD_STEPS = 10  # after which a start is over
+RECEIPT_S, RECEIPT_SHARE = 36.0, 0.1  # seconds that the receipt may take, or this share of the run if that is more
 
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Leave no_grad and autocast after an error, and in a notebook no memory: IPython keeps a traceback until the next
-    one, and with it the variables of its frames, such as a model."""
+    """Leave no_grad and autocast after an error, and in a notebook no memory."""
     try:
         yield
     except BaseException as error:
         devices.leave_modes()
+        # IPython keeps a traceback until the next one, and with it the variables of its frames, such as a model.
         cause: BaseException | None = error if running_kernel() is not None else None
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
@@ -47,12 +49,10 @@ def letting_go() -> Iterator[None]:
         raise
 
 
-def release(machine: bool = False) -> None:
-    """Free memory that nothing uses; give Colab its machine back."""
+def release() -> None:
+    """Free memory that nothing uses."""
     gc.collect()
     devices.give_back(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
-    if machine:
-        release_runtime()
 
 
 @letting_go()
@@ -80,30 +80,27 @@ def fit(
     machine. samples: to show: "first", "worst" or up to eight ids. callbacks: f(record, run); "stop" stops the run.
     log: "tensorboard". fresh: start over. Raises TrainError, PlanError, CheckpointError; the checkpoints stay intact.
     """
-    task, watchers = train.as_task(task), callbacks_of(callbacks, log)
-    folder, kept = places(run, keep, release_gpu)
-    require_pack(task, pack)
+    begun, task, watchers = monotonic(), train.as_task(task), callbacks_of(callbacks, log)
     ranks = train.join()
     if not ranks.first:
         return follower(task, pack, ranks)
     fresh = fresh and not ranks.again
-    if folder is None:
-        folder = own_folder(task, pack, plan := called(plan), fresh)
-    with only_one(folder):
+    folder, kept, plan = opening(task, pack, plan, run, keep, fresh)
+    with lock(folder), leaving_no_empty(folder):
         forget(folder)
         restore(folder, kept, fresh)
         job = prepare(task, pack, called(plan), folder, fresh, ranks, progress, samples)
+        job.begun = 0.0 if job.state.step else begun
         interrupted = carry_out(job, kept, receipt, watchers)
         result, kept_all = job.result(), job.kept_all
         del job
     if release_gpu:
-        release(machine=kept_all)
+        release()
+        if kept_all and str(keep).startswith("drive:"):
+            release_runtime()
     if interrupted and running_kernel() is None and not is_torchelastic_launched():
         raise ctrl_c(result)
     return result
-
-
-# -- before it trains
 
 
 def called(plan: Any) -> Any:
@@ -111,24 +108,30 @@ def called(plan: Any) -> Any:
     return plan() if callable(plan) and not isinstance(plan, type) else plan
 
 
-def places(run: str | Path | None, keep: str | Path | None, release_gpu: bool) -> tuple[Path | None, Path | None]:
-    """Return (folder, kept folder). Raises CheckpointError if a run would be lost."""
-    if run is None and keep is not None:
-        rule = f"keep={str(keep)!r} needs run=, the local folder of the run that is kept there"
-        raise CheckpointError(f"{rule}; name one, run='runs/…'")
-    if str(run).startswith("drive:"):
-        rule = f"run={str(run)!r}: a run is written to local disk"
-        raise CheckpointError(f"{rule}, and copied to Drive by keep={str(run)!r}")
-    if release_gpu and on_colab() and not str(keep).startswith("drive:"):
-        rule = "release_gpu=True gives this Colab machine back at the end, with the run on its disk"
-        raise CheckpointError(f"{rule}; name a folder on Drive: keep='drive:runs/…', got keep={str(keep)!r}")
-    return run if run is None else Path(run), keep if keep is None else place_to_keep(keep)
-
-
-def require_pack(task: Task, pack: Any) -> None:
+def opening(task: Task, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool) -> tuple[Path, Path | None, Any]:
+    """Return (folder, kept folder, plan) of a call. Raises PackError, and CheckpointError if a run would be lost."""
     if not isinstance(pack, Pack):
         makes = f"{train.spoken(task)}.pack(source), or nb.pack(data)"
         raise PackError(f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {makes}")
+    if run is None and keep is not None:
+        raise CheckpointError(f"keep={str(keep)!r} needs run=, the local folder of the run; name one, run='runs/…'")
+    if str(run).startswith("drive:"):
+        rule = f"run={str(run)!r}: a run is written to local disk"
+        raise CheckpointError(f"{rule}, and copied to Drive by keep={str(run)!r}")
+    kept = None if keep is None else place_to_keep(keep)
+    folder = own_folder(task, pack, plan := called(plan), fresh) if run is None else Path(run)
+    return folder, kept, plan
+
+
+@contextmanager
+def leaving_no_empty(folder: Path) -> Iterator[None]:
+    """Remove the folder of a call that is refused before anything is written into it."""
+    try:
+        yield
+    except NbtoolsError:
+        with suppress(OSError):
+            folder.rmdir()
+        raise
 
 
 def forget(folder: Path) -> None:
@@ -174,49 +177,30 @@ def prepare(
     elif state.over:
         more = "it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
         messages.append(f"{Run.open(folder, task)}; {more}")
-    introduce(surface, getattr(pack, "remarks", ()), [unread, *messages, *complaints])
+    for message in filter(None, [unread, *messages, *complaints]):
+        surface.report(message)
+        if not progress and not is_torchelastic_launched():
+            say(message)
     return Job(pack, folder, state, surface)
-
-
-def introduce(surface: Surface, remarks: Sequence[str], notes: Sequence[str | None]) -> None:
-    """Say what a run begins with; the notes, of what it does otherwise than the call reads, in any case."""
-    for remark in remarks:
-        surface.report(remark)
-    for note in [*train.beyond(surface.state.plan, surface.requests.advised).values(), *filter(None, notes)]:
-        surface.report(note)
-        if not surface.progress and not is_torchelastic_launched():
-            say(note)
-
-
-# -- while it trains
 
 
 def carry_out(job: Job, kept: Path | None, receipt: bool, callbacks: Sequence[Callback]) -> bool:
     """Train to the end, or to a stop, then measure what is left to the end; return whether Ctrl-C ended any of it."""
     job.keeper = None if kept is None else train.Keeper(job.folder, kept)
     surface, alone = job.surface, not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
-    stop = partial(surface.requests.post, "stop", by="SIGTERM")
-    with FirstSignal(signal.SIGTERM, stop, later=alone) as sigterm:
+    stop = surface.requests.post
+    with FirstSignal(signal.SIGTERM, partial(stop, "stop", by="SIGTERM"), later=alone):
         try:
             with surface:
                 follow(job, callbacks)
             job.state.ranks.end()
-            sigterm.call = interrupt  # everything is saved
-            with FirstSignal(signal.SIGINT, interrupt) as sigint:
+            with FirstSignal(signal.SIGINT, partial(stop, "stop")) as sigint:
                 finish(job, receipt)
-            sigterm.call = stop  # the last copy, which `close` waits for, is worth the seconds
             if surface.notebook:
                 surface.tell(surface.next_steps())
         finally:
             job.close()
-            for logger in callbacks:
-                if isinstance(logger, TensorBoard):
-                    logger.close()
     return sigint.came or (surface.interrupts is not None and surface.interrupts.came)
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 def follow(job: Job, callbacks: Sequence[Callback]) -> None:
@@ -227,6 +211,9 @@ def follow(job: Job, callbacks: Sequence[Callback]) -> None:
     with closing(guard.records()) as records:
         for record in records:
             record = surface.measured(record)
+            if job.begun and record.kind == "step" and state.step == COLD_STEPS:
+                measure.finish(state.device)
+                job.cold_start = monotonic() - job.begun
             job.history.append(record)
             surface.update(record)
             job.write_plan()
@@ -244,11 +231,10 @@ def follow(job: Job, callbacks: Sequence[Callback]) -> None:
 
 
 def act(job: Job, guard: Guard) -> bool:
-    """Do what is requested, and hold the run while it is paused; return whether it is to stop. The guard goes back,
-    once the loop goes on: what it cannot go back to is refused here, or a paused run would take a step for it."""
+    """Do what is requested, and hold the run while it is paused; return whether it is to stop."""
     state, surface, requests = job.state, job.surface, job.surface.requests
     while True:
-        for action in NOTHING:
+        for action in NOTHING:  # the guard goes back once the loop goes on, for which a paused run would take a step
             if action in requests.pending and not guard.able(action):
                 requests.take(action)
         if requests.take("save"):
@@ -262,7 +248,7 @@ def act(job: Job, guard: Guard) -> bool:
             return True
         if requests.take("profile"):
             surface.measure()
-            with meanwhile(partial(attend, surface)), state.watch.paused():
+            with state.watch.paused(), optional("not measured", surface):
                 diagnose(job, partial(surface.answer, asked="profile"))
         if requests.take("evaluate"):
             state.evaluate_next = surface.looking = not state.over
@@ -273,58 +259,38 @@ def act(job: Job, guard: Guard) -> bool:
             surface.listen()
 
 
-def attend(surface: Surface) -> None:
-    """Read clicks while something is measured. Raises KeyboardInterrupt where one asks for a stop."""
-    surface.listen()
-    if surface.requests.stop:
-        interrupt()
-
-
-# -- once it is trained and saved
-
-
 def finish(job: Job, receipt: bool) -> None:
-    """Report why the run stopped early; evaluate what training left to its end; measure the receipt."""
+    """Report why the run stopped early; measure the receipt."""
     state, surface, path = job.state, job.surface, job.folder / RECEIPT
     if state.stopped:
         surface.report(f"{state.stopped}; to continue, give more epochs")
-    if surface.requests.stop:
-        return
-    if state.over and evaluation.is_partial(state.plan, job.pack.splits["val"]):
-        evaluate_all(job)
-    if receipt and not path.exists():
+    if receipt and not surface.requests.stop and not path.exists():
         if state.ranks.world > 1:
             surface.report(f"the receipt measures one of {state.ranks.world} processes, with its share of the batch")
-        with optional("no receipt", surface.report), work("measuring the receipt", surface.progress):
-            made = measure.receipt(job.task, job.pack, one_share(state), state.device)
+        most, cold = max(RECEIPT_S, RECEIPT_SHARE * state.watch.wall), job.cold_start or None
+        with optional("no receipt", surface), work("measuring the receipt", surface.progress):
+            plan = one_share(state)
+            made = measure.receipt(job.task, job.pack, plan, state.device, most=most, cold_start=cold)
             disk.write_atomic(path, made.to_json())
             diagnose(job, surface.report)
 
 
 @contextmanager
-def optional(missing: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """Turn the failure of a measurement after the run is saved, such as out of memory, into a message."""
+def optional(missing: str, surface: Surface) -> Iterator[None]:
+    """Turn the failure of a measurement, such as out of memory, into a message; a request to stop ends it."""
+
+    def attend() -> None:
+        surface.listen()
+        if surface.requests.stop:
+            raise KeyboardInterrupt
+
     try:
-        yield
+        with meanwhile(attend):
+            yield
     except (NbtoolsError, OSError, RuntimeError) as error:
-        tell(f"{missing}: {type(error).__name__}: {error}")
+        surface.report(f"{missing}: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
-        tell(f"{missing}: interrupted; run it again to get it")
-
-
-def evaluate_all(job: Job) -> None:
-    """Evaluate the best weights on the whole validation split, with all scales and other costly options."""
-    run, count, start = Run.open(job.folder, job.task), job.pack.splits["val"], monotonic()
-    about = {"epoch": run.best.get("epoch"), "plan": json.loads(run.plan.to_json())}
-    if not count or about.items() <= run.stored(EVALUATION).items():
-        return
-    with optional("no final evaluation", job.surface.report):
-        model, progress = run.model(job.state.device), job.surface.progress
-        values = evaluation.evaluate(job.task, model, job.pack, job.state.plan, "val", progress)
-        seconds = monotonic() - start
-        disk.write_atomic(job.folder / EVALUATION, json.dumps({**about, "values": values, "seconds": seconds}))
-        shown = ", ".join(f"{name} {number(value)}" for name, value in values.items())
-        job.surface.report(f"all {plural(count, 'validation sample')}, in {seconds:.0f} s: {shown}")
+        surface.report(f"{missing}: interrupted; run it again to get it")
 
 
 def one_share(state: TrainState) -> Plan:
@@ -337,11 +303,9 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
     state, surface, plan = job.state, job.surface, one_share(job.state)
     kept = {**train.fixed(plan), **({"batch_size": "the share of one process"} if state.ranks.world > 1 else {})}
-    with optional("not measured", tell):
-        profile = measure.step_profile(job.task, job.pack, plan, state.device, fixed=kept)
-        verdict = measure.verdict(profile, plan, fixed=kept)
-        content = {"profile": profile.to_dict(), "verdict": verdict.to_dict()}
-        disk.write_atomic(job.folder / VERDICT, json.dumps(content))
-        if surface.panel is not None:
-            surface.panel.propose(verdict.sentence, verdict.change)
-        tell(verdict.sentence)
+    profile = measure.step_profile(job.task, job.pack, plan, state.device, fixed=kept)
+    verdict = measure.verdict(profile, plan, fixed=kept)
+    disk.write_atomic(job.folder / VERDICT, json.dumps(verdict.to_dict()))
+    if surface.panel is not None:
+        surface.panel.propose(verdict.sentence, verdict.change)
+    tell(verdict.sentence)

@@ -1,181 +1,68 @@
-"""The folder of a run: which one a call means, held by one process; started, resumed or taken over from where it is
-kept; and the Job that saves the run in it."""
+"""The folder of a run: held by one process; started, resumed or taken over from where it is kept; saved while it
+trains."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from itertools import count
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
 from typing import Any
 from uuid import uuid4
 
-import torch
-
-from nbtools import disk, measure, train
-from nbtools.data import Pack, cache, patient, say
-from nbtools.errors import CheckpointError, NbtoolsError, PlanError, TrainError
-from nbtools.identity import decide, differences, former_run, given_by, identity
+from nbtools import disk, train
+from nbtools.data import Pack, patient, say
+from nbtools.errors import CheckpointError
+from nbtools.identity import differences, former_run, identity
 from nbtools.live import Surface
-from nbtools.run import CARD, EVALUATION, HISTORY, PLAN, RECEIPT, VERDICT, Run, lock
-from nbtools.train import KEPT, History, Keeper, Plan, Record, Task, TrainState, checkpoint
+from nbtools.run import CARD, HISTORY, PLAN, RECEIPT, VERDICT, Run
+from nbtools.train import KEPT, History, Keeper, Plan, Record, TrainState, checkpoint
 from nbtools.version import VERSION
 
-RUNS = Path("runs")
-LEFT = (HISTORY, RECEIPT, VERDICT, EVALUATION, "plot.png")  # what an earlier run leaves besides its checkpoints
+LEFT = (HISTORY, RECEIPT, VERDICT, "plot.png")  # what an earlier run leaves besides its checkpoints
 OURS = (checkpoint.INDEX, PLAN, CARD, KEPT, *LEFT)
 EVENTS = "events.out.tfevents"  # how TensorBoard's files begin
+Checkpoint = checkpoint.Checkpoint
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.01  # of the time that checkpoints may take
 
 
-# -- what a call means
-
-
-def plan_for(task: Task, pack: Pack, plan: Any, measured: bool = False) -> Plan:
-    """Return the plan of a call, where it gives none the advised one. Raises PlanError for that of another task."""
-    plan = measure.advise(task, pack, measure=measured) if plan is None else plan
-    plan, kind = getattr(plan, "plan", plan), type(task.PLAN)
-    if not isinstance(plan, kind):
-        rule = f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one)"
-        fix = f"use {train.spoken(task)}.PLAN, with .replace(...) for your changes"
-        raise PlanError(f"{rule}, got {type(plan).__qualname__}; {fix}")
-    return plan
-
-
-def settle(task: Task, pack: Pack, plan: Any, folder: Path, fresh: bool) -> tuple[Plan, Plan, list[str]]:
-    """Return (the plan to train with, the plan that counts as given, what to say). Raises TrainError where the run in
-    the folder refuses a change."""
-    former = None if fresh else former_run(task, folder)
-    if former is None:
-        plan = plan_for(task, pack, plan, measured=True)
-        return plan, plan, []
-    if plan is None:  # the run's own, with what the task gives unless a call gave the run its lr or batch size
-        plan = former.applied.marked(former.applied.to_dict())
-        if not former.index["given"].keys() & {"lr", "batch_size"}:
-            plan = plan.replace(**plan_for(task, pack, None).given())
-    plan = plan_for(task, pack, plan)
-    new, messages = decide(former, plan)
-    return new, plan, messages
-
-
-def own_folder(task: Task, pack: Pack, plan: Any, fresh: bool) -> Path:
-    """Return the folder of a call without `run=`: that of the newest run below `runs/` that the call resumes, extends
-    or returns, else a new one."""
-    panel, plan = getattr(plan, "id", None), plan_for(task, pack, plan)
-    card = train.readable(task, pack, plan).card
-    bound, name = train.bound(task, card), train.task_name(task)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(plan.seed)
-        network = train.build(bound, card, plan)
-    now = identity(bound, card, network, plan)
-    indices = sorted(RUNS.glob(f"*/{checkpoint.INDEX}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in [] if fresh else indices:
-        with suppress(NbtoolsError):  # another kind of run, or one that refuses this call
-            if matches(task, plan, panel, now, path.parent):
-                return path.parent
-    return new_folder(type(network).__name__ if ":" in name else name.rpartition(".")[2])
-
-
-def matches(task: Task, plan: Plan, panel: str | None, now: Mapping[str, list[str]], folder: Path) -> bool:
-    """Return whether a call without `run=` means this run. Raises TrainError where the run refuses the call."""
-    index, former = checkpoint.read_index(folder), former_run(task, folder)
-    theirs, given, before = index["identity"], given_by(plan), index["given"]
-    if differences(theirs, now) or theirs["trained"] != now["trained"]:
-        return False
-    if former is not None:
-        decide(former, plan)
-        if former.over and plan.epochs > former.applied.epochs:
-            given, before = ({**values, "epochs": 0} for values in (given, before))
-    return given == before or (panel is not None and panel == index.get("panel"))
-
-
-def new_folder(name: str) -> Path:
-    """Make the folder of a run with the next free number; two processes never get the same."""
-    short = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-") or "run"
-    with disk.explained("making a run folder", RUNS):
-        RUNS.mkdir(parents=True, exist_ok=True)
-        for number in count(1):
-            with suppress(FileExistsError):
-                (folder := RUNS / f"{short}-{number}").mkdir()
-                return folder
-    raise AssertionError
-
-
-@contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Hold the run folder's lock. Raises TrainError where another process trains in it. An empty folder goes where the
-    block fails."""
-    with ExitStack() as stack:
-        with disk.explained("locking a run", cache()):
-            try:
-                stack.enter_context(lock(folder))
-            except BlockingIOError:
-                rule = f"{folder}: another process is training this run"
-                raise TrainError(f"{rule}; stop it, or name another run folder") from None
-        try:
-            yield
-        except BaseException:
-            with suppress(OSError):
-                folder.rmdir()
-            raise
-
-
-# -- keep=
-
-
-def restore(folder: Path, kept: Path | None, fresh: bool = False) -> None:
+def restore(folder: Path, kept: Path | None, fresh: bool) -> None:
     """Take over the kept run where the local folder is missing, as after a lost session, or behind. Raises
     CheckpointError if that would mix two runs, or replace files that belong to no run."""
     theirs = {} if kept is None else patient(lambda: checkpoint.read_index(kept), kept)
-    ours = checkpoint.read_index(folder)
     if kept is None or not theirs:
         return
     if kept.resolve() == folder.resolve():
         raise CheckpointError(f"{kept} is the folder of a run itself; name another one with keep=")
     if fresh:
         raise CheckpointError(f"{kept} holds a run, which fresh=True does not replace; name another keep=")
-    if ours and not further(folder, ours, kept, theirs):
-        return
+    if ours := checkpoint.read_index(folder):
+        if ours["id"] != theirs["id"]:
+            raise CheckpointError(f"{kept} holds a different run than {folder}; name another keep=, or another run=")
+        if continues(ours, theirs):
+            return
+        if not continues(theirs, ours):
+            here, there = (f"{checkpoint.place(each['last'])[1]:,}" for each in (ours, theirs))
+            rule = f"{folder} (step {here}) and {kept} (step {there}) were trained apart"
+            raise CheckpointError(f"{rule}; name another keep=, or another run= to go on from the kept one")
+        say(f"{kept} is further than {folder}, and is taken over")
     with disk.explained(f"restoring {folder} from {kept}", folder):
         if not ours and folder.exists() and [*folder.iterdir()]:
-            rule = f"{folder} holds files but no run, and {kept} holds a run"
-            raise CheckpointError(f"{rule}; name a new folder with run=")
+            raise CheckpointError(f"{folder} holds files but no run, and {kept} holds one; name a new folder with run=")
         part = folder.with_name(f"{folder.name}.part")
         train.restore_kept(kept, part)
         disk.remove(folder)
         disk.publish_folder(part, folder)
 
 
-def further(folder: Path, ours: Mapping[str, Any], kept: Path, theirs: Mapping[str, Any]) -> bool:
-    """Return whether the kept run is further than the local one. Raises CheckpointError where neither continues the
-    other."""
-    if ours["id"] != theirs["id"]:
-        raise CheckpointError(f"{kept} holds a different run than {folder}; name another keep=, or another run=")
-    if continues(ours, theirs):
-        return False
-    if not continues(theirs, ours):
-        here, there = (f"{checkpoint.place(each['last'])[1]:,}" for each in (ours, theirs))
-        rule = f"{folder} (step {here}) and {kept} (step {there}) were trained apart, and neither continues the other"
-        raise CheckpointError(f"{rule}; name another keep=, or another run= to go on from the kept one")
-    say(f"{kept} is further than {folder}, and is taken over")
-    return True
-
-
 def continues(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> bool:
-    """Return whether one copy of a run went on from where the other one had ended, or from later: by their starts, each
-    with its first step."""
+    """Return whether a copy of a run went on from where the other had ended, or later: by their starts' first steps."""
     last, end = (checkpoint.place(each["last"])[1] for each in (longer, shorter))
     shared = [start for start in shorter["starts"] if start[1] < end]
     later = [start[1] for start in longer["starts"][len(shared) :] if start[1] < last]
     return longer["starts"][: len(shared)] == shared and min([*later, last]) >= end
-
-
-# -- start or resume
 
 
 def begin(
@@ -190,14 +77,20 @@ def begin(
         rule = f"{folder} holds another run ({'; '.join(differing)})"
         raise CheckpointError(f"{rule}; name another run= for this one, or start over with fresh=True")
     with disk.explained("resuming a run" if resumes else "starting a run", folder):
-        for part in folder.glob("*.part"):
-            if part.name.rsplit(".", 2)[0] in OURS:  # of a killed process; control.json's writers may be at it
-                disk.remove(part)
-        if not resumes:
-            disk.remove(folder / checkpoint.INDEX)  # without it the folder holds no run, with it a whole one
+        clear(folder, resumes)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
         disk.write_atomic(folder / PLAN, state.applied.to_json())
-        history, notes = resume(folder, state) if resumes else start(folder, index.get("id", uuid4().hex), state)
+        if not resumes:
+            checkpoint.mark(folder, version=checkpoint.VERSION, nbtools=VERSION, id=index.get("id", uuid4().hex))
+            checkpoint.save(folder, state, rows=0)
+        history, notes = History(folder / HISTORY), []
+        if resumes:
+            saved, changes = resume(folder, state, history)
+            notes = [*saved.complaints]
+            if changes and state.stopped:
+                state.stopped, state.best.stale = None, 0  # asked to continue: an early stop counts anew from here
+            for record in changes:
+                history.append(record)
     advised = getattr(plan, "advised", getattr(plan, "plan", None))
     checkpoint.mark(
         folder,
@@ -214,32 +107,26 @@ def begin(
     return history, notes
 
 
-def start(folder: Path, name: str, state: TrainState) -> tuple[History, list[str]]:
-    """Write a new run, in place of one that is there; files of others stay. name: what identifies it and its copies."""
-    for path in folder.glob("*"):
-        if path.name in LEFT or path.name.startswith(EVENTS) or checkpoint.FILE.fullmatch(path.name):
+def clear(folder: Path, resumes: bool) -> None:
+    """Remove what a killed process left half-written, and a run in whose place a new one starts; files of others stay.
+    control.json's writers may be at it."""
+    for path in [folder / checkpoint.INDEX, *folder.glob("*")]:  # without its index the folder holds no run
+        name = path.name
+        ours = name in (checkpoint.INDEX, *LEFT) or name.startswith(EVENTS) or checkpoint.FILE.fullmatch(name)
+        if (name.endswith(".part") and name.rsplit(".", 2)[0] in OURS) or (ours and not resumes):
             disk.remove(path)
-    checkpoint.mark(folder, version=checkpoint.VERSION, nbtools=VERSION, id=name)
-    checkpoint.save(folder, state, rows=0)
-    return History(folder / HISTORY), []
 
 
-def resume(folder: Path, state: TrainState) -> tuple[History, list[str]]:
-    """Load the last checkpoint, and record what the state's plan has otherwise."""
-    saved, new = checkpoint.newest(folder), state.plan
-    old = type(new).from_dict(saved.facts["plan"])  # plan.json may be ahead of the checkpoint
+def resume(folder: Path, state: TrainState, history: History) -> tuple[Checkpoint, list[Record]]:
+    """Load the last checkpoint and cut the history to it; return it, and the row of what the wanted plan has otherwise,
+    which is still to come."""
+    saved = checkpoint.newest(folder)
+    old = type(state.plan).from_dict(saved.facts["plan"])  # plan.json may be ahead of the checkpoint
+    train.adopt(state, state.plan)  # first: a scaler takes over its saved state
     state.load(saved.tensors, saved.facts["state"])
     checkpoint.rewind(folder, saved.name)  # before rows go: a run killed between them resumes with all of its rows
-    history = History(folder / HISTORY)
     history.cut(saved.facts["rows"])
-    if new != old and state.stopped:
-        state.stopped, state.best.stale = None, 0  # asked to continue: an early stop counts anew from here
-    for record in train.caught_up(state, old):
-        history.append(record)
-    return history, [*saved.complaints]
-
-
-# -- while it trains
+    return saved, [*train.caught_up(state, old)]
 
 
 class Job:
@@ -251,8 +138,8 @@ class Job:
         self.surface, self.history = surface, surface.history
         self.keeper: Keeper | None = None
         self.saved, self.cost = monotonic(), 0.0  # when the state was last copied, and the seconds it took to write
-        self.writer = ThreadPoolExecutor(1, "nbtools-writer")
-        self.writing: Future[float] | None = None  # the last checkpoint, until it is written
+        self.writer, self.writing = ThreadPoolExecutor(1, "nbtools-writer"), None  # the last checkpoint, until written
+        self.begun, self.cold_start = 0.0, 0.0  # when `fit` was called for a new run; from then to the tenth step
         self.place, self.plan = (state.epoch, state.step), state.applied  # as saved
 
     def result(self) -> Run:
@@ -287,7 +174,7 @@ class Job:
         self.writing = self.writer.submit(self.write, taken, draw)
         return True
 
-    def write(self, taken: checkpoint.Checkpoint, draw: Callable[[], None]) -> float:
+    def write(self, taken: Checkpoint, draw: Callable[[], None]) -> float:
         """Write a copied state and the picture of that moment; return the seconds. Called in the writer's thread."""
         began = monotonic()
         checkpoint.publish(self.folder, taken)

@@ -9,7 +9,7 @@ from collections.abc import Generator
 from typing import Any
 
 from nbtools import train
-from nbtools.folder import Job
+from nbtools.folder import Job, resume
 from nbtools.live import REFUSED
 from nbtools.show import header, number
 from nbtools.train import Diverged, Plan, Record, checkpoint
@@ -29,27 +29,19 @@ class Guard:
     watched, the `plan` and the `best` checkpoint of then; in the index too, so that a killed run stays on watch."""
 
     def __init__(self, job: Job):
-        self.job, self.state, self.retries, self.careful_until = job, job.state, 0, 0
-        index = checkpoint.read_index(job.folder)
+        self.job, self.state, self.folder, self.retries, self.careful_until = job, job.state, job.folder, 0, 0
+        index = checkpoint.read_index(self.folder)
         self.anchor: dict[str, Any] | None = index.get("anchor")
         if index.get("ended") != "diverged":  # else the settings of that time are not worth going back to
-            self.watch(self.plan_of(checkpoint.facts_of(job.folder, index["last"])), index["last"])
-        checkpoint.mark(job.folder, ended=None)
+            self.watch(self.plan_of(checkpoint.facts_of(self.folder, index["last"])), index["last"])
+        checkpoint.mark(self.folder, ended=None)
         job.surface.undoable = lambda: self.anchor is not None
 
     def records(self) -> Generator[Record, None, None]:
         """Yield the records of the loop, through every return to a checkpoint."""
         while why := (yield from self.stretch()):
             self.job.wait()
-            if why == "best":
-                yield from self.resume(*self.best(), mark="", asked="best")
-            elif self.anchor is None:
-                yield from self.resume(*self.last(why), mark="diverged, ")
-            elif why == "undo":
-                yield from self.resume(*self.before("{} undone"), mark="undone, ", asked="undo")
-            else:
-                what = "Training diverged after {}, which was undone"
-                yield from self.resume(*self.before(what), mark="diverged, ")
+            yield from self.back(why)
 
     def stretch(self) -> Generator[Record, None, Any]:
         """Train to the end, and return None, or until the run is to go back, and return why."""
@@ -82,17 +74,15 @@ class Guard:
             surface.answer(f"{REFUSED}{NOTHING[action]}", action)
         return False
 
-    # -- whether a change made it diverge
-
     def watch(self, old: Plan, name: str = "") -> None:
         """Watch the change from a plan to the wanted one. name: of a checkpoint from before it; "": of now."""
         if self.state.plan != old and (self.anchor is None or len(self.losses()[1]) >= WATCHED):
             if not name:
                 self.job.save()
             self.job.wait()
-            index = checkpoint.read_index(self.job.folder)
+            index = checkpoint.read_index(self.folder)
             self.anchor = {"name": name or index["last"], "plan": old.to_dict(), "best": index.get("best")}
-            checkpoint.mark(self.job.folder, anchor=self.anchor)
+            checkpoint.mark(self.folder, anchor=self.anchor)
 
     def losses(self) -> tuple[list[float], list[float]]:
         """Return the losses of log steps before the watched changes, and since."""
@@ -113,58 +103,52 @@ class Guard:
                 return True
         if len(since) + 1 >= 2 * WATCHED:
             self.anchor = None
-            checkpoint.mark(self.job.folder, anchor=None)
+            checkpoint.mark(self.folder, anchor=None)
         return False
 
-    # -- the ways back: each returns a checkpoint and what to say
+    def back(self, why: Any) -> Generator[Record, None, None]:
+        """Resume from the checkpoint that is meant, with the wanted plan; a row says so."""
+        job, state, anchor, index = self.job, self.state, self.anchor, checkpoint.read_index(self.folder)
+        asked, mark, name, what, after = {}, "diverged, ", index["last"], "", ""
+        if why == "best":
+            asked, mark, name = {"asked": why}, "", index["best"]
+            value = f"{header(train.best_metric(job.task)[0])} {number(state.best.value or 0.0)}"
+            after = f", the best checkpoint: {value} after epoch {checkpoint.place(name)[0]}"
+            if anchor and checkpoint.place(anchor["name"]) > checkpoint.place(name):
+                self.anchor = None
+        elif anchor is None:
+            what, after = self.reason(why, checkpoint.place(name)[1]), ", checking each step from there"
+        else:  # to before the watched changes; what was wanted since is void
+            self.anchor, state.plan, name = None, self.plan_of(anchor), anchor["name"]
+            index["best"] = anchor["best"]
+            changes = train.listed(state.applied.changes_from(state.plan)) or "a change"
+            what = f"Training diverged after {changes}, which was undone; "
+            if why == "undo":
+                asked, mark, what = {"asked": why}, "undone, ", f"{changes} undone; "
+        checkpoint.rewind(self.folder, name, anchor=self.anchor, best=index.get("best"))
+        saved, changes = resume(self.folder, state, job.history)
+        state.improved, state.recovery.careful_until = False, max(state.recovery.careful_until, self.careful_until)
+        state.events.clear()
+        job.place = state.epoch, state.step
+        self.watch(self.plan_of(saved.facts), saved.name)
+        what, step = f"{what}back at step {state.step:,}{after}", f"{mark}back to step {state.step:,}"
+        yield state.record("event", {"what": what, "mark": step, **asked})
+        yield from changes
+        if job.keeper is not None:
+            job.keeper.keep()
 
-    def best(self) -> tuple[checkpoint.Checkpoint, str]:
-        saved = checkpoint.read(self.job.folder, checkpoint.read_index(self.job.folder)["best"])
-        best = f"{header(train.best_metric(self.job.task)[0])} {number(self.state.best.value or 0.0)}"
-        return saved, f"back at step {{}}, the best checkpoint: {best} after epoch {checkpoint.place(saved.name)[0]}"
-
-    def before(self, what: str) -> tuple[checkpoint.Checkpoint, str]:
-        """Go back to before the watched changes; what was wanted since is void."""
-        anchor, self.anchor = self.anchor or {}, None
-        self.state.plan = self.plan_of(anchor)
-        checkpoint.mark(self.job.folder, best=anchor["best"])
-        changes = train.listed(self.state.applied.changes_from(self.state.plan)) or "a change"
-        return checkpoint.newest(self.job.folder, anchor["name"]), f"{what.format(changes)}; back at step {{}}"
-
-    def last(self, trouble: Any) -> tuple[checkpoint.Checkpoint, str]:
-        """Go back to the last checkpoint, and check each step. Raises Diverged if that would not help."""
-        saved, reason, setting = checkpoint.newest(self.job.folder), trouble.args[0], trouble.setting
+    def reason(self, trouble: Diverged, step: int) -> str:
+        """Return why the run goes back to its last checkpoint. Raises Diverged if that would not help."""
+        reason, setting, plan = trouble.args[0], trouble.setting, self.state.plan
         self.retries, self.careful_until = self.retries + 1, trouble.steps[1] + 1
         if self.retries <= RETRIES and setting == "lr":
-            return saved, f"{reason}; back at step {{}}, checking each step from there"
-        plan, step = self.state.plan, checkpoint.place(saved.name)[1]
+            return f"{reason}; "
         lower = train.shown(min(self.job.surface.requests.advised.lr, plan.lr / 10))
         fix = f"lower lr, in the panel or by plan.replace(lr={lower}), set clip_norm or amp=off"
         if setting == "amp":
             fix = "set amp=off, or amp=bf16 on a GPU that has it, which needs no scale"
         what = f"Training diverged at {setting} {train.shown(getattr(plan, setting))}: {reason}. To continue from step"
         raise Diverged(f"{what} {step:,}, {fix}, and run it again.", trouble.steps, setting)
-
-    def resume(
-        self, saved: checkpoint.Checkpoint, what: str, mark: str, asked: str = ""
-    ) -> Generator[Record, None, None]:
-        """Resume from a checkpoint with the wanted plan; a row says so, with the step in `what`."""
-        job, state, old = self.job, self.state, self.plan_of(saved.facts)
-        if self.anchor is not None and checkpoint.place(self.anchor["name"]) > checkpoint.place(saved.name):
-            self.anchor = None
-        train.adopt(state, state.plan)  # first: a scaler takes over its saved state
-        state.load(saved.tensors, saved.facts["state"])
-        state.improved, state.recovery.careful_until = False, max(state.recovery.careful_until, self.careful_until)
-        state.events.clear()
-        job.place = state.epoch, state.step
-        checkpoint.rewind(job.folder, saved.name, anchor=self.anchor)
-        job.history.cut(saved.facts["rows"])  # after the index: a run killed between them resumes with all of its rows
-        self.watch(old, saved.name)
-        values = {"what": what.format(f"{state.step:,}"), "mark": f"{mark}back to step {state.step:,}"}
-        yield state.record("event", {**values, **({"asked": asked} if asked else {})})
-        yield from train.caught_up(state, old)
-        if job.keeper is not None:
-            job.keeper.keep()
 
     def plan_of(self, facts: dict[str, Any]) -> Plan:
         return type(self.state.plan).from_dict(facts["plan"])

@@ -16,22 +16,20 @@ from functools import partial
 from pathlib import Path
 from time import sleep
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed import is_torchelastic_launched
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from nbtools import errors
 from nbtools.data import Pack, cores, say
 from nbtools.errors import NbtoolsError, TrainError
-from nbtools.fit import called, fit, forget, places, require_pack
-from nbtools.folder import own_folder
+from nbtools.fit import called, fit, opening
 from nbtools.live import FirstSignal, running_kernel
 from nbtools.run import Run
-from nbtools.show import plural
 from nbtools.train import RankLost, TaskLike, as_task, checkpoint, import_task, task_name
 from nbtools.watch import MOMENT, Remote
 
-T = TypeVar("T")
 CODE = """
 import ctypes, sys
 if sys.platform == "linux":
@@ -61,19 +59,15 @@ def launch(
     size is that of all processes together. processes: at most one a GPU. restarts: how often all processes start again
     from the last checkpoint when one is lost. Raises TrainError with the error of the process that failed first.
     """
-    task = as_task(task)
-    require_pack(task, pack)
-    require_processes(processes)
-    name, (folder, kept), plan = importable(task), places(run, keep, release_gpu=False), called(plan)
-    folder = folder or own_folder(task, pack, plan, fresh)
-    forget(folder)
+    task, name = as_task(task), task_name(task)
+    require_launchable(name, processes)
+    folder, kept, plan = opening(task, pack, called(plan), run, keep, fresh)
     parts = {part: getattr(plan, part, None) for part in ("advised", "id")}  # what a rank reads of a Panel
     call = plan and SimpleNamespace(plan=getattr(plan, "plan", plan), **parts)
-    job = name, pack, call, folder, kept, receipt, fresh
     if progress:
-        say(f"starting {plural(processes, 'process')} under torchrun …")
+        say(f"starting {processes} processes under torchrun …")
     events, interrupted = [], False
-    with started(job, processes, restarts) as torchrun:
+    with started((name, pack, call, folder, kept, receipt, fresh), processes, restarts) as torchrun:
         while torchrun.poll() is None and not checkpoint.read_index(folder):
             sleep(MOMENT)
         if checkpoint.read_index(folder):
@@ -88,28 +82,22 @@ def launch(
     return result
 
 
-def require_processes(count: int) -> None:
-    """Raise TrainError for a number of processes that cannot start here."""
+def require_launchable(name: str, processes: int) -> None:
+    """Raise TrainError for a task that no other process can import, and for processes that cannot start here."""
     if is_torchelastic_launched():
-        rule = f"processes (--processes) starts torchrun, got {count} in a process that torchrun started"
+        rule = f"processes (--processes) starts torchrun, got {processes} in a process that torchrun started"
         raise TrainError(f"{rule}; leave it out")
-    if count < 1:
-        raise TrainError(f"processes (--processes) must be at least 1, got {count}; start one for each GPU")
-
-
-def importable(task: TaskLike) -> str:
-    """Return the name from which other processes import a task. Raises TrainError for one that they cannot import."""
-    name = task_name(task)
+    if processes < 1:
+        raise TrainError(f"processes (--processes) must be at least 1, got {processes}; start one for each GPU")
     if name.startswith("__main__:") or name.endswith(":"):
         fix = "write it to a file next to the notebook (%%writefile my_task.py), import that, and pass it"
         raise TrainError(f"nb.launch needs a task that other processes can import, got {name!r}; {fix}")
-    return name
 
 
 @contextmanager
 def started(job: tuple[Any, ...], processes: int, restarts: int) -> Iterator[subprocess.Popen[Any]]:
-    """Run torchrun in a session of its own, which Ctrl-C does not reach; all its processes end with the block. job: see
-    `rank`. Raises TrainError where they fail."""
+    """Run torchrun in a session of its own, which Ctrl-C does not reach; all its processes end with the block. Raises
+    TrainError where they fail."""
     options = f"--standalone --nproc-per-node {processes} --max-restarts {restarts} --redirects 3 --no-python".split()
     env = {
         "OMP_NUM_THREADS": str(max(1, cores() // processes)),
@@ -135,24 +123,18 @@ def started(job: tuple[Any, ...], processes: int, restarts: int) -> Iterator[sub
 
 
 def rank() -> None:
-    """Call `fit` in a process of torchrun's. sys.argv: the file of a job: the task's name, the pack with its
-    source files, and what `fit` gets."""
+    """Call `fit` in a process of torchrun's. sys.argv: the file of a job, see `launch`."""
     task, pack, plan, run, keep, receipt, fresh = pickle.loads(Path(sys.argv[1]).read_bytes())
-
-    def act() -> None:
-        fit(import_task(task, "nb.launch"), pack, plan, run, keep, receipt, progress=False, fresh=fresh)
-
-    reporting(act)
+    make = partial(import_task, task, "nb.launch")
+    reporting(lambda: fit(make(), pack, plan, run, keep, receipt, progress=False, fresh=fresh))
     os._exit(0)  # gloo's threads may crash a process that tidies up, and torchrun would start a finished run again
 
 
-def reporting(act: Callable[[], T]) -> T | None:
+def reporting(act: Callable[[], Any]) -> Any:
     """Run it; under torchrun its error is kept for whoever asks for the root cause. An error that nbtools raised on
     purpose would come again: torchrun, which has no exit code for that, is asked to end."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return act()
-    from torch.distributed.elastic.multiprocessing.errors import record  # takes its time
-
     try:
         return record(act)()
     except NbtoolsError as error:

@@ -1,4 +1,4 @@
-"""Where a run is right and wrong on a split, by class, character, pixel or value. Imported by `Run.report` alone.
+"""Where a run is right and wrong on a split, by class, character or pixel. Imported by `Run.report` alone.
 
 Answers are those of `Task.decode`; the right ones `Task.text_of`, else the column `y` of an `nb.pack`, or `label`.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -25,17 +25,15 @@ if TYPE_CHECKING:
     from nbtools.run import Run
 
 CONFUSED, SHOWN = 20, 12  # classes of the figure; worst samples that are shown
+Scores = tuple[str, pd.DataFrame, Any, str, Any]  # (sentence, table, counts, name of the samples' scores, scores)
 
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """Where a run is right and wrong: shows as a sentence, a table, figures, and the worst samples.
-
-    table: of classes precision, recall, F1 and support, with their means; of segmentation also IoU, support in pixels;
-    of texts which character was read as which, how often ("": a missing or an extra one); of values MAE and RMSE.
-    counts: truth (rows) by answer; None of values and of sets of labels. worst: every sample, the worst first: by the
-    probability of its class, the CER of its text, its mean IoU or its error.
-    """
+    """Where a run is right and wrong. table: of classes precision, recall, F1 and support; of segmentation also IoU,
+    support in pixels; of texts which character was read as which ("": a missing or an extra one). counts: truth (rows)
+    by answer; None of sets of labels. worst: every sample, the worst first: by the probability of its class, the CER
+    of its text or its mean IoU."""
 
     about: str
     table: pd.DataFrame
@@ -72,40 +70,23 @@ class Report:
         return note(self.about) + self.table.to_html() + drawn + self.worst.head(SHOWN).to_html()
 
 
-class Scores(NamedTuple):
-    """What comparing answers with the truth gives. quality: of each sample; rising: whether the worst has the least."""
-
-    about: str
-    table: pd.DataFrame
-    counts: pd.DataFrame | None
-    name: str
-    quality: Any
-    rising: bool = True
-
-
 def make_report(run: Run, pack: Pack, split: str) -> Report:
     """Return the report of a run on a split of a pack that it can read. Raises PackError for an empty split, TrainError
     where answers cannot be compared."""
     if not (ids := list(map(int, pack.ids(split)))):
         raise PackError(f"{pack.folder}: the {split} split is empty; name another one with split=")
     answers, shares = run.answers(pack.sample(i) for i in ids)
-    answers, truths = [plain(answer) for answer in answers], [right_answer(run, pack, i) for i in ids]
-    scores = compare_answers(run, pack, truths, answers)
-    if scores.name == "right" and shares:
-        of_truth = [share[pack.classes.index(truth)] for share, truth in zip(shares, truths, strict=True)]
-        scores = scores._replace(name="probability", quality=of_truth)
-    worst = pd.DataFrame({"file": [pack.names[i] for i in ids], scores.name: scores.quality}, pd.Index(ids, name="id"))
+    answers = [tuple(one.name for one in each) if isinstance(each, Labels) else each for each in answers]
+    answers = [each.name if isinstance(each, Answer) else each for each in answers]  # without its probability
+    truths = [right_answer(run, pack, i) for i in ids]
+    about, table, counts, name, score = compare_answers(run, pack, truths, answers)
+    if name == "right" and shares:
+        score = [share[pack.classes.index(truth)] for share, truth in zip(shares, truths, strict=True)]
+        name = "probability"
+    worst = pd.DataFrame({"file": [pack.names[i] for i in ids], name: score}, pd.Index(ids, name="id"))
     worst = worst if np.ndim(answers[0]) > 1 else worst.assign(truth=truths, answer=answers)
-    worst = worst.sort_values(scores.name, ascending=scores.rising, kind="stable")
-    about = f"{plural(len(ids), 'sample')} of the {split} split: {scores.about}"
-    return Report(about, scores.table, scores.counts, worst, run, pack)
-
-
-def plain(answer: Any) -> Any:
-    """Return an answer without its probability: the name of a class, a tuple of the names of labels, or what it is."""
-    if isinstance(answer, Labels):
-        return tuple(one.name for one in answer)
-    return answer.name if isinstance(answer, Answer) else answer
+    worst = worst.sort_values(name, ascending=name != "CER", kind="stable")
+    return Report(f"{plural(len(ids), 'sample')} of the {split} split: {about}", table, counts, worst, run, pack)
 
 
 def right_answer(run: Run, pack: Pack, i: int) -> Any:
@@ -119,36 +100,31 @@ def right_answer(run: Run, pack: Pack, i: int) -> Any:
 
 
 def compare_answers(run: Run, pack: Pack, truths: list[Any], answers: list[Any]) -> Scores:
-    """Compare answers that are classes, sets of labels, texts, class maps or values. Raises TrainError for others."""
+    """Compare answers that are classes, sets of labels, texts or class maps. Raises TrainError for others."""
     truth, answer, classes = truths[0], answers[0], pack.classes
     if isinstance(truth, tuple) and isinstance(answer, tuple):
         return of_labels(truths, answers, classes)
     if isinstance(truth, str) and isinstance(answer, str):
         return of_classes(truths, answers, classes) if truth in classes else of_texts(truths, answers)
-    if isinstance(answer, np.ndarray | float | int) and np.shape(answer) == np.shape(truth):
-        if np.asarray(answer).dtype.kind in "iu":
-            return of_maps(truths, answers, classes or [*map(str, range(1 + int(max(map(np.max, answers)))))])
-        form = pack.options.get("forms", {}).get(TARGET, {})
-        scale = 255 if np.asarray(truth).dtype == np.uint8 and form["layout"] else 1  # of images
-        return of_values(np.array(truths, np.float64) / scale, np.array(answers, np.float64))
-    missing = f"{spoken(run.task)} has no text_of(pack, i), the right answer of a sample as text"
-    raise TrainError(f"{missing}, with which a report compares what decode answers; define it")
+    if np.ndim(answer) == 2 and np.shape(answer) == np.shape(truth) and answer.dtype.kind in "iu":
+        return of_maps(truths, answers, classes or [*map(str, range(1 + int(max(map(np.max, answers)))))])
+    rule = "a report compares classes, labels, texts and class maps; of a task of its own define text_of(pack, i)"
+    raise TrainError(f"{spoken(run.task)} answers with {type(answer).__name__}: {rule}, the right answer as text")
 
 
 def of_classes(truths: Sequence[str], answers: Sequence[str], classes: Sequence[str]) -> Scores:
     counts, right = count_pairs(truths, answers, classes), np.array(truths) == np.array(answers)
     table = by_class(counts).drop(columns="IoU")
     about = f"accuracy {number(right.mean())}, mean F1 {number(table.F1['macro mean'])}"
-    return Scores(about, table, counts, "right", right)
+    return about, table, counts, "right", right
 
 
 def of_labels(truths: Sequence[tuple[str, ...]], answers: Sequence[tuple[str, ...]], classes: Sequence[str]) -> Scores:
     """Compare sets of labels, each label by itself."""
     true, read = (np.array([[name in each for name in classes] for each in sets]) for sets in (truths, answers))
-    names = pd.Index(classes)
-    right, support, count = (pd.Series(each.sum(0), names) for each in (true & read, true, read))
+    right, support, count = (pd.Series(each.sum(0), pd.Index(classes)) for each in (true & read, true, read))
     table = class_scores(right, support, count).drop(columns="IoU").drop(index="weighted mean")
-    return Scores(f"mean F1 {number(table.F1['macro mean'])}", table, None, "labels right", (true == read).mean(1))
+    return f"mean F1 {number(table.F1['macro mean'])}", table, None, "labels right", (true == read).mean(1)
 
 
 def of_maps(truths: Sequence[np.ndarray], answers: Sequence[np.ndarray], classes: Sequence[str]) -> Scores:
@@ -157,7 +133,7 @@ def of_maps(truths: Sequence[np.ndarray], answers: Sequence[np.ndarray], classes
     names = dict(enumerate(classes))
     total = sum(each[1:], each[0]).rename(index=names, columns=names)
     table, ious = by_class(total), [by_class(one).IoU["macro mean"] for one in each]
-    return Scores(f"mean IoU {number(table.IoU['macro mean'])}", table, total, "IoU", ious)
+    return f"mean IoU {number(table.IoU['macro mean'])}", table, total, "IoU", ious
 
 
 def of_texts(truths: Sequence[str], answers: Sequence[str]) -> Scores:
@@ -168,15 +144,7 @@ def of_texts(truths: Sequence[str], answers: Sequence[str]) -> Scores:
     table = every[every.truth != every.answer].value_counts().reset_index()
     counts = count_pairs(every.truth, every.answer, sorted({*every.truth, *every.answer}))
     about = f"CER {number(wrong.sum() / max(lengths.sum(), 1))}, {number((wrong == 0).mean())} of them without an error"
-    return Scores(about, table, counts, "CER", wrong / lengths.clip(1), rising=False)
-
-
-def of_values(truths: np.ndarray, answers: np.ndarray) -> Scores:
-    """Compare numbers, or arrays of one shape (N, …), in the targets' unit."""
-    apart = (answers - truths).reshape(len(truths), -1)
-    table = pd.DataFrame({"MAE": [abs(apart).mean()], "RMSE": [np.sqrt(np.square(apart).mean())]}, ["all"])
-    about = ", ".join(f"{name} {number(float(value))}" for name, value in table.iloc[0].items())
-    return Scores(about, table, None, "error", np.sqrt(np.square(apart).mean(1)), rising=False)
+    return about, table, counts, "CER", wrong / lengths.clip(1)
 
 
 def count_pairs(truths: Any, answers: Any, names: Sequence[Any]) -> pd.DataFrame:
@@ -207,8 +175,7 @@ def align(truth: str, answer: str) -> list[tuple[str, str]]:
     try:
         from rapidfuzz.distance import Levenshtein
     except ImportError:
-        missing = "a report on texts needs the package rapidfuzz"
-        raise MissingExtra(f"{missing}: pip install rapidfuzz, or nbtools[text]") from None
+        raise MissingExtra("a report on texts needs rapidfuzz: pip install rapidfuzz, or nbtools[text]") from None
     steps = Levenshtein.opcodes(truth, answer)
     ranges = [(truth[s.src_start : s.src_end], answer[s.dest_start : s.dest_end]) for s in steps]
     return [pair for true, read in ranges for pair in zip_longest(true, read, fillvalue="")]

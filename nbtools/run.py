@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 
     from nbtools.report import Report
 
-PLAN, CARD, HISTORY = "plan.json", "card.json", "history.csv"
-RECEIPT, VERDICT, EVALUATION = "receipt.json", "verdict.json", "evaluation.json"
+PLAN, CARD, HISTORY, RECEIPT, VERDICT = "plan.json", "card.json", "history.csv", "receipt.json", "verdict.json"
 SUMMARY = ("lr", "epoch_time", "samples_per_s", "data_wait", "batch_size")  # after losses and metrics
 FREE = {"classes", "category_of", "mean", "std", "roles", "stored"}  # options that follow from the data
 
@@ -68,36 +66,22 @@ class Run:
         """The content of `run.json`."""
         return checkpoint.read_index(self.folder)
 
-    # -- what it reached
-
     @cached_property
     def history(self) -> History:
         """Every row that was logged; `.frame("epoch")` is a DataFrame."""
         return History(self.folder / HISTORY)
 
-    def stored(self, name: str) -> dict[str, Any]:
-        """Return a JSON file of the folder; {} if there is none."""
-        path = self.folder / name
-        return read_json(path, "delete it") if path.exists() else {}
-
     @property
     def receipt(self) -> Receipt | None:
         """Return how much faster it was than the task's baseline, on the machine that trained; None if not measured."""
-        values = self.stored(RECEIPT)
-        return Receipt.from_dict(values) if values else None
+        path = self.folder / RECEIPT
+        return Receipt.from_dict(read_json(path)) if path.exists() else None
 
     @property
     def verdict(self) -> Verdict | None:
         """Return what this run is bound by, and the one change worth making; None if it was not measured."""
-        values = self.stored(VERDICT)
-        return Verdict.from_dict(values["verdict"]) if values else None
-
-    @property
-    def final(self) -> dict[str, Any]:
-        """The best weights on the whole validation split, where evaluations during training did less: values (metric →
-        value), seconds, epoch, plan; {} if they did not, or if other weights have become the best since."""
-        values = self.stored(EVALUATION)
-        return values if values and values["epoch"] == self.best.get("epoch") else {}
+        path = self.folder / VERDICT
+        return Verdict.from_dict(read_json(path)) if path.exists() else None
 
     @property
     def state(self) -> str:
@@ -120,15 +104,11 @@ class Run:
 
     @property
     def best(self) -> dict[str, Any]:
-        """The best epoch, from 1, with its losses, metrics (val_…), lr, seconds and MiB; {} before an evaluation. It is
-        that of the weights that `model` returns, once there are any."""
-        (metric, sign), name = self.metric, self.index.get("best")
-        rows = [row for row in self.history.of("epoch") if math.isfinite(row.get(f"val_{metric}", math.nan))]
-        rows = [row for row in rows if name and row["step"] == checkpoint.place(name)[1]] or rows
-        if not rows:
-            return {}
-        best = max(reversed(rows), key=lambda row: train.order(row[f"val_{metric}"], row.get("val_loss"), sign))
-        return {**best, "epoch": best["epoch"] + 1}
+        """The epoch, from 1, of the weights that `model` returns, with its losses, metrics (val_…), lr, seconds and
+        MiB; {} before an evaluation."""
+        epoch, step = checkpoint.place(self.index.get("best", "0-0"))
+        rows = [row for row in self.history.of("epoch") if row["step"] == step]
+        return {**rows[-1], "epoch": epoch} if rows else {}
 
     @property
     def reached(self) -> str:
@@ -148,8 +128,6 @@ class Run:
         done = len(self.history.of("epoch"))
         best = f", best {self.reached}" if self.reached else ""
         return f"Run {self.folder}: {done} of {plural(max(done, self.plan.epochs), 'epoch')}{best}"
-
-    # -- its network
 
     def model(self, device: torch.device | str | None = None) -> nn.Module:
         """Return the network with the weights that were best on the validation split, in eval mode, on a GPU if any."""
@@ -210,15 +188,10 @@ class Run:
     def export(self, path: str | Path, pack: Pack | None = None) -> Path:
         """Write the best weights as safetensors with a JSON card of all that is needed to use them; to a path that ends
         in `.onnx` the network itself, if its answers are torch's on samples of `pack` (None: that of its training).
-
-        Raises ExportError if they differ or it cannot be exported, MissingExtra without nbtools[onnx], PackError if the
-        pack is gone; nothing is written then.
-        """
+        Raises TrainError if they differ or it cannot be exported, MissingExtra, and PackError if the pack is gone."""
         if (path := Path(path)).suffix != ".onnx":
             return write_weights(self, path)
         return write_onnx(self, path, pack or Pack.open(self.index.get("pack", "")))
-
-    # -- samples → answers
 
     def answers(self, samples: Iterable[Sample], size: int = 64) -> tuple[list[Any], list[list[float]]]:
         """Return the answers to samples, and of those that are classes the probability of every class. size: samples a
@@ -308,14 +281,13 @@ def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:
         return train.as_task(task).validate(source, **options)
 
 
-def read_json(path: Path, fix: str = "copy the whole run folder again") -> dict[str, Any]:
-    """Return a JSON file of a run. Raises CheckpointError with what to do (fix) if it is missing or damaged."""
-    if not path.exists():
-        raise CheckpointError(f"{path} is missing; {fix}")
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON file of a run. Raises CheckpointError if it is missing or damaged."""
     try:
         return disk.from_json(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged, {error}; {fix}") from None
+    except (FileNotFoundError, ValueError) as error:
+        why = "missing" if isinstance(error, FileNotFoundError) else f"damaged, {error}"
+        raise CheckpointError(f"{path} is {why}; copy the whole run folder again") from None
 
 
 def what_next(run: Run, over: bool) -> str:
@@ -333,6 +305,7 @@ def busy(folder: Path) -> bool:
 
 
 def lock(folder: Path) -> disk.Lock:
-    """Return the lock of whoever trains in a run folder."""
+    """Return the lock of whoever trains in a run folder, which raises TrainError where another process does."""
     key = hashlib.blake2b(str(folder.resolve()).encode(errors="surrogateescape"), digest_size=8).hexdigest()
-    return disk.Lock(cache() / "locks" / f"run-{key}.lock", wait=False)
+    busy = TrainError(f"{folder}: another process is training this run; stop it, or name another run folder")
+    return disk.Lock(cache() / "locks" / f"run-{key}.lock", busy)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 EMPTY = "–"  # a cell of what is not known
+HEADERS = {"data_wait": "waiting for data", "minutes": "time", "samples_per_s": "samples/s"}
 Rows = Sequence[Sequence[Any]]
 
 
@@ -16,7 +17,6 @@ class Table:
     """The base of results that show as a sentence, a table and a remark; each of them may be empty."""
 
     def caption(self) -> str:
-        """Return the result in one sentence."""
         return ""
 
     def table(self) -> tuple[Sequence[str], Rows]:
@@ -24,7 +24,6 @@ class Table:
         return (), ()
 
     def footer(self) -> str:
-        """Return what the figures depend on, such as the machine."""
         return ""
 
     def __str__(self) -> str:
@@ -79,7 +78,9 @@ def plain(line: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in line)
 
 
-# -- values as text
+def header(name: str) -> str:
+    """Return the name of a column or metric as a user reads it: `whole accuracy`."""
+    return HEADERS.get(name, name.replace("_", " "))
 
 
 def shown(value: Any) -> str:
@@ -156,11 +157,3 @@ def duration(seconds: float) -> str:
     if whole < 48 * 3600:
         return f"{whole // 3600} h {whole % 3600 // 60:02} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
-
-
-HEADERS = {"data_wait": "waiting for data", "minutes": "time", "samples_per_s": "samples/s"}
-
-
-def header(name: str) -> str:
-    """Return the name of a column or metric as a user reads it: `whole accuracy`."""
-    return HEADERS.get(name, name.replace("_", " "))

@@ -79,17 +79,18 @@ class Remote:
             self.read()
 
     def finish(self) -> None:
-        """Draw how the run ended, and what to do next where it has."""
+        """Draw how the run ended, and say what to do next where it has."""
         run = Run(self.run.folder, self.run.known, self.run.card, self.plans.plan)
         over = run.state in live.OVER and checkpoint.read_index(run.folder)  # else it goes on, or did not begin
-        next_steps = live.AGAIN.get(run.state, "").format(it="it") + what_next(run, run.state == live.DONE)
-        self.view.finish([], run.state, note=next_steps if over else "")
+        next_steps = what_next(run, run.state == live.DONE)
+        self.view.finish([], run.state)
+        if over:
+            self.view.tell(next_steps)
 
     def send(self) -> None:
         """Send what was requested since the last call, once the run has taken that; until then an action is pending."""
         requests, (plan, paused) = self.requests, self.asked
-        requests.unread = (self.run.folder / CONTROL).exists()
-        if requests.unread or not self.run.folder.is_dir():
+        if (self.run.folder / CONTROL).exists() or not self.run.folder.is_dir():
             return
         requests.pending -= self.sent
         self.sent = set(requests.pending)
@@ -108,7 +109,7 @@ class Remote:
         for row in self.history.rows[len([*equal]) :]:
             values = {name: value for name, value in row.items() if name not in KEYS}
             if values.get("asked") == live.OPENING:
-                self.view.log(values["what"].split("\t"), opening=True)
+                self.view.log([[line] for line in values["what"].split("\t")])
             else:
                 self.take(Record(row["kind"], row["epoch"], row["step"], row["samples"], values))
         self.shown = len(self.history)

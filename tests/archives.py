@@ -1,6 +1,5 @@
 """Archives made in memory, and a disk that fails, for the tests of staging, archives and packs."""
 
-import bz2
 import errno
 import gzip
 import io
@@ -22,7 +21,7 @@ from typing import Any
 
 from nbtools import errors
 
-PACKERS = {"tar": bytes, "tar.gz": gzip.compress, "tar.xz": lzma.compress, "tar.bz2": bz2.compress}
+PACKERS = {"tar": bytes, "tar.gz": gzip.compress, "tar.xz": lzma.compress}
 FORMS = (*PACKERS, "zip")
 Members = dict[str, bytes] | list[tuple[str, bytes] | tarfile.TarInfo]
 

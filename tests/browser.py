@@ -101,7 +101,7 @@ class Notebook:
         """What is next to a setting's name in the strip; for others their row of the form."""
         output, name = self.output(self.at), re.compile(rf"^{setting}( \(.*\))?$")
         knob = output.locator(".nbtools-knob:visible").filter(has=self.page.locator("b").filter(has_text=name))
-        named = self.page.locator(".widget-label").filter(has_text=name)
+        named = self.page.locator(".widget-html-content").filter(has_text=name)
         return knob.or_(output.locator(".nbtools-row:visible").filter(has=named)).first
 
     def line(self) -> str:
@@ -259,5 +259,6 @@ def parsed(path: Path) -> dict[str, Any] | None:
 
 
 def text(notebook: dict[str, Any], cell: int) -> str:
-    """What a cell printed."""
-    return "".join("".join(output.get("text", "")) for output in notebook["cells"][cell]["outputs"])
+    """What a cell printed, and the log of a run."""
+    outputs = notebook["cells"][cell]["outputs"]
+    return "\n".join("".join(o.get("text", "") or o.get("data", {}).get("text/plain", "")) for o in outputs)

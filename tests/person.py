@@ -104,11 +104,6 @@ class Person:
         before = self.now(knob)
         self.turned(f"{knob} {key}", lambda: self.notebook.slide(knob, key) + RESTS, lambda row: row[knob] != before)
 
-    def took_offer(self) -> None:
-        """The lr that a rule offers after a change of batch size."""
-        before, offer = self.now("lr"), self.notebook.button(r"linear: \S+")  # √ is the rule of the plan itself
-        self.turned("lr by rule", lambda: self.notebook.acting(offer.click), lambda row: row["lr"] != before)
-
     def paused(self, meanwhile: Callable[[], None]) -> None:
         """Pause and Resume."""
         clicked = self.notebook.click("Pause")
@@ -140,9 +135,10 @@ class Person:
 
     def advised(self) -> float:
         """All that was advised: more than three changes, which are asked about once more."""
-        self.notebook.click("As advised")
+        menu = self.notebook.output(self.cell).locator("select:visible").filter(has_text="as advised")
+        menu.select_option("as advised")
         lr = self.now("lr")
-        question = self.notebook.button(r"Apply \d+ changes: .*")
+        question = self.notebook.button(r"Apply \d+ changes")
         until(question.is_visible, "the question")
         assert self.now("lr") == lr, "nothing is applied before the second click"
         return self.notebook.acting(question.click)
@@ -153,14 +149,13 @@ class Person:
         self.noted("Stop", clicked, self.log.steps()[-1]["time"])
 
     def act(self, look: Callable[[], None], rounds: int) -> None:
-        """Rounds of nine, amp in the first, and all that was advised at the end. look: in the first pause."""
+        """Rounds of eight, amp in the first, and all that was advised at the end. look: in the first pause."""
         typed = (("weight_decay", "0.001", 0.001), ("clip_norm", "0.5", 0.5))
         for turn in range(rounds):
             self.typed("lr", f"{turn + 1}e-4", float(f"{turn + 1}e-4"))  # what the rules offer stays below 10× advised
             self.typed(*typed[turn])
             self.paused(look if turn == 0 else lambda: None)
             self.typed("batch_size", str(20 + 4 * turn), 20 + 4 * turn)
-            self.took_offer()
             self.slid("lr", "ArrowLeft")
             self.slid("batch_size", "ArrowLeft")
             self.saved() if turn else self.evaluated()

@@ -81,3 +81,10 @@ class Tape:
             raise RuntimeError(f"CUDA error: {REFUSED}")
         self.captured += 1
         return recording.replay, found
+
+
+def synchronizing(act: Callable[[], T]) -> tuple[T, list[str]]:
+    """As that of `nbtools.train` on a GPU."""
+    with Recording() as recording:
+        result = act()
+    return result, recording.waits

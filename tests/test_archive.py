@@ -149,19 +149,6 @@ def test_names_that_differ_by_case_alone_are_kept_where_the_disk_can(tmp_path, f
     assert extracted(tmp_path, archived(files, form)) == files
 
 
-def test_no_file_is_overwritten_where_the_disk_ignores_case(monkeypatch):
-    there: set[str] = set()
-
-    def opened(path, *how):
-        name = str(path).casefold()
-        if "xb" in how and (name in there or there.add(name)):
-            raise FileExistsError
-        return open(path, *how)
-
-    monkeypatch.setattr(archive, "open", opened, raising=False)
-    assert_refused(archived(ALIKE[0], "zip"), "has the name of another entry, on this disk, which ignores case")
-
-
 def special(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, link
@@ -194,7 +181,6 @@ HOSTILE = {name: tar_bytes([special("some-dir", tarfile.DIRTYPE), *members]) for
     "zip nothing announced": zip_bytes(("a", LONG)).replace(struct.pack("<I", 1000), bytes(4)),
     "zip less than announced": zip_bytes(("a", LONG)).replace(struct.pack("<I", 1000), struct.pack("<I", 90_000)),
     "zip checksum": STORED.replace(b"content", b"CONTENT"),
-    "zip encrypted": STORED.replace(b"PK\1\2\x14\x03\x14\0\0\0", b"PK\1\2\x14\x03\x14\0\1\0"),
     "zip of a method that nothing bounds": zip_bytes(("a", LONG), method=zipfile.ZIP_BZIP2),
 }
 
@@ -216,7 +202,6 @@ EMPTY = {
     "0": bytes(10240),
     "zip": zip_bytes(),
     "gz": gzip.compress(b""),
-    "bz": b"BZh9",
 }
 
 
@@ -233,10 +218,10 @@ def test_every_truncation_is_refused(form):
         assert_refused(data[:cut])
 
 
-@pytest.mark.parametrize("form", ["tar.gz", "tar.xz", "tar.bz2"])
+@pytest.mark.parametrize("form", ["tar.gz", "tar.xz"])
 def test_a_wrong_checksum_behind_the_last_file_is_noticed(form):
     data = bytearray(WHOLE[form])
-    data[{"tar.gz": -8, "tar.xz": -30, "tar.bz2": -3}[form]] ^= 0x10
+    data[{"tar.gz": -8, "tar.xz": -30}[form]] ^= 0x10
     assert_refused(bytes(data), "damaged")
 
 

@@ -1,17 +1,18 @@
-"""Runs next to each other: what came out, what differs, and which is the best where chance does not explain it."""
+"""Runs next to each other: what came out, what differs, and which is the best where chance does not explain it; also of
+a task without a name, and the folder of runs that they lie in."""
 
+import re
 import shutil
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import own
 import pytest
 import toy
 from acting import QUIET
 
 import nbtools as nb
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.run import Run
+from nbtools.run import Run, lock
 from nbtools.train import History, Record, checkpoint
 
 EVIL = '<img src=x onerror="alert(1)">'
@@ -22,11 +23,8 @@ def runs(tmp_path_factory):
     """Two short runs that differ in batch size and epochs."""
     folder = tmp_path_factory.mktemp("compare")
     pack, plan = toy.make_pack(folder), toy.PLAN.replace(lr=1e-3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nbtools.live.png.draw", lambda *_: b"")
-        slow = nb.fit(toy, pack, plan, folder / "runs" / "slow", **QUIET)
-        wide = nb.fit(toy, pack, plan.replace(batch_size=32, epochs=2), folder / "runs" / EVIL, **QUIET)
-    return slow, wide
+    slow = nb.fit(toy, pack, plan, folder / "runs" / "slow", **QUIET)
+    return slow, nb.fit(toy, pack, plan.replace(batch_size=32, epochs=2), folder / "runs" / EVIL, **QUIET)
 
 
 def test_a_row_a_run_has_its_outcome_and_the_settings_that_differ_and_a_notebook_shows_it_escaped(runs):
@@ -38,63 +36,100 @@ def test_a_row_a_run_has_its_outcome_and_the_settings_that_differ_and_a_notebook
     assert list(frame["epochs"]) == list(frame["plan.epochs"]) == [3, 2]
     assert list(frame["plan.batch_size"]) == [16, 32]
     assert "plan.lr" not in frame.columns  # the same in both
-    assert nb.compare(*(run.folder for run in runs)).frame.equals(frame)
     page = compared._repr_html_()
     assert "<img" not in page
     assert "&lt;img src=x onerror=" in page
     assert compared.conclusion in str(compared)
+    for title in ("validation loss", "accuracy", "learning rate"):
+        assert re.search(f"<b>{title}.*?<svg .*?data-name=", page), "the charts of the live view"
 
 
-@pytest.fixture
-def reached(runs, tmp_path):
-    """Copies of a run with one evaluation of this accuracy and loss each, the first the oldest."""
-
-    def make(*values: tuple[float, float]) -> Path:
-        for k, (accuracy, loss) in enumerate(values):
-            folder = shutil.copytree(runs[0].folder, tmp_path / "runs" / f"run-{k}")
-            checkpoint.mark(folder, id=folder.name)  # a run of its own
-            (folder / "history.csv").unlink()
-            row = {"epoch_time": 14.0, "wall": 15.5, "val_accuracy": accuracy, "val_loss": loss}
-            History(folder / "history.csv").append(Record("epoch", 0, 10, 100, row))
-        return tmp_path / "runs"
-
-    return make
+def reached(folder, run, *values: tuple[float, float]) -> list[Any]:
+    """Copies of a run with one evaluation of this accuracy and loss each."""
+    for k, (accuracy, loss) in enumerate(values):
+        copy = shutil.copytree(run.folder, folder / f"run-{k}")
+        checkpoint.mark(copy, id=copy.name, best="0001-00000010")  # a run of its own
+        (copy / "history.csv").unlink()
+        row = {"epoch_time": 14.0, "wall": 15.5, "val_accuracy": accuracy, "val_loss": loss}
+        History(copy / "history.csv").append(Record("epoch", 0, 10, 100, row))
+    return [folder / f"run-{k}" for k in range(len(values))]
 
 
 @pytest.mark.parametrize(
-    ("values", "best", "said"),
+    ("values", "said"),
     [
-        ([(0.5, 1.0), (0.9, 0.9)], 1, "run-1 is the best: accuracy 0.900, 0.400 above "),
-        ([(0.9, 1.0), (0.91, 0.2)], None, "run-0 0.900; on 48 validation samples, chance alone can make such"),
-        ([(30.0, 1.0), (45.0, 0.2)], 1, "run-1 is the best: accuracy 45.0, 15.0 above "),
+        ([(0.5, 1.0), (0.9, 0.9)], "run-1 is the best: accuracy 0.900, 0.400 above "),
+        ([(0.9, 1.0), (0.91, 0.2)], "run-0 0.900; on 48 validation samples, chance alone can make such"),
+        ([(30.0, 1.0), (45.0, 0.2)], "run-1 is the best: accuracy 45.0, 15.0 above "),
     ],
 )
-def test_the_best_run_is_named_where_more_than_chance_sets_it_apart(reached, values, best, said):
-    folder = reached(*values)
-    compared = nb.compare(folder / "run-0", folder / "run-1")
-    assert said in compared.conclusion
-    assert compared.best is (None if best is None else compared.runs[str(folder / f"run-{best}")])
+def test_the_best_run_is_named_where_more_than_chance_sets_it_apart(runs, tmp_path, values, said):
+    assert said in nb.compare(*reached(tmp_path, runs[0], *values)).conclusion
 
 
-def test_an_error_rate_of_zero_is_the_best_only_where_the_other_is_further_off_than_chance(reached):
-    folder = reached((0.02, 1.0), (0.0, 1.0))
-    errors: Any = SimpleNamespace(**{**vars(toy), "BEST": "-accuracy"})
-    rates = [Run.open(folder / name, errors) for name in ("run-0", "run-1")]
-    assert nb.compare(*rates).conclusion.startswith("No clear winner by accuracy: ")
-
-
-def test_no_run_is_the_best_of_different_data_or_alone_or_before_both_have_been_evaluated(runs, tmp_path):
+def test_no_run_is_the_best_of_different_data_or_before_both_have_been_evaluated(runs, tmp_path):
     plan = toy.PLAN.replace(epochs=1)
     other = nb.fit(toy, toy.make_pack(tmp_path / "other", count=120), plan, tmp_path / "b", **QUIET)
     assert "of different tasks, or validated on different data" in nb.compare(runs[0], other).conclusion
-    assert nb.compare(runs[0]).conclusion == ""
     compared = nb.compare(runs[0], Run(tmp_path / "empty", toy, runs[0].card, runs[0].plan))
     assert compared.conclusion == "No best run: fewer than two have been evaluated."
 
 
-def test_a_folder_stands_for_the_newest_eight_runs_in_it_and_what_cannot_be_compared_is_refused(reached, tmp_path):
+def test_a_folder_is_a_table_of_runs_and_stands_for_the_newest_eight(runs, tmp_path, capsys):
     with pytest.raises(TrainError, match="at least one run, got none; give it"):
         nb.compare(tmp_path)
-    with pytest.raises(CheckpointError, match="no such folder"):
-        nb.compare(tmp_path / "nowhere")
-    assert len(nb.compare(reached(*[(0.5, 1.0)] * 9)).runs) == 8
+    for act in (nb.compare, nb.runs):
+        with pytest.raises(CheckpointError, match="no such folder"):
+            act(tmp_path / "nowhere")
+    every = reached(tmp_path / "runs", runs[0], *[(0.5, 1.0)] * 9)
+    assert len(nb.compare(tmp_path / "runs").runs) == 8
+    (every[0] / "card.json").unlink()
+    frame = nb.runs(tmp_path)
+    assert sorted(frame.index) == [f"runs/run-{k}" for k in range(1, 9)]
+    assert re.search(r"left out: .*run-0/card\.json is missing; copy the whole run", capsys.readouterr().err)
+    row = frame.loc["runs/run-1"]
+    assert (row["best_accuracy"], row["epochs"], row["minutes"]) == (0.5, 1, pytest.approx(15.5 / 60))
+
+
+def test_a_run_of_a_task_without_a_name_is_compared_and_asks_for_it_where_the_network_is_needed(tmp_path):
+    """`nb.fit(nb.classify(net), pack)` in one line."""
+    pack = own.packed("images", tmp_path)
+    for seed in range(2):
+        nb.fit(nb.classify(own.Small), pack, own.PLAN.replace(seed=seed), tmp_path / "runs" / str(seed), **QUIET)
+    assert list(nb.runs(tmp_path / "runs")["state"]) == ["done", "done"]
+    compared = nb.compare(tmp_path / "runs")
+    assert "accuracy" in compared.conclusion
+    assert list(compared.frame["plan.seed"]) == [0, 1]
+    opened = nb.Run.open(tmp_path / "runs" / "0")
+    assert opened.best["val_accuracy"] == max(opened.summary()["val_accuracy"])
+    for need in (lambda: opened.predict([pack.raw[0]]), opened.model, lambda: nb.evaluate(opened, pack)):
+        with pytest.raises(CheckpointError, match=r"has no name there to open it by; pass task= with the same one"):
+            need()
+    again = nb.Run.open(opened.folder, nb.classify(own.Small))
+    assert nb.evaluate(again, pack, "val")["accuracy"] == pytest.approx(opened.best["val_accuracy"])
+
+
+def test_the_state_of_a_run_is_read_off_its_folder(runs, tmp_path):
+    folder = shutil.copytree(runs[0].folder, tmp_path / "run")
+    opened = nb.Run.open(folder)
+    assert opened.state == "done"
+    with lock(folder):
+        assert opened.state == "training"
+    (folder / "plan.json").write_text(opened.plan.replace(epochs=9).to_json())
+    assert nb.Run.open(folder).state == "interrupted"
+    opened.history.append(Record("event", 4, 99, 999, {"what": "stopped", "asked": "stop"}))
+    assert nb.Run.open(folder).state == "stopped"
+
+
+def test_samples_can_be_chosen_in_the_call_and_what_is_none_is_refused(pack, tmp_path, capsys):
+    plan = toy.PLAN.replace(epochs=1)
+    for epochs, chosen in ((1, {"samples": (7, 3)}), (2, {})):
+        nb.fit(toy, pack, plan.replace(epochs=epochs), tmp_path / "run", receipt=False, **chosen)
+        truths = re.findall(r"^truth +(\w)", capsys.readouterr().err, re.M)[:2]
+        assert truths == ["abcd"[int(pack.sample(i)["label"][0])] for i in (7, 3)]
+    lacking = rf"sample {len(pack)} is not in the pack; choose ids from 0 to {len(pack) - 1}"
+    wrong: Any
+    for wrong in ("last", ["a.png"], 5, [], [3, len(pack)]):
+        with pytest.raises(TrainError, match=rf"samples must be 'first', 'worst' or a list of ids|{lacking}"):
+            nb.fit(toy, pack, plan, tmp_path / "other", samples=wrong, **QUIET)
+        assert not (tmp_path / "other").exists(), "refused before anything is written"

@@ -82,9 +82,10 @@ MEASURED = {
 def test_means_and_deviations_are_those_of_the_training_split_or_without_a_copy_of_64_items(name, store):
     x, axes, unit = MEASURED[name]
     made = pack([(one, i / 2) for i, one in enumerate(x)], val=5, test=5, store=store)
-    chosen = [int(made.names[i].split()[1]) for i in (made.ids("train") if store else range(40))]
+    train = [int(made.names[i].split()[1]) for i in made.ids("train")]
     join = np.concatenate if name == "sequences" else np.stack
-    for column, values in (("x", join([x[i] for i in chosen]).astype(float) / unit), ("y", np.array(chosen) / 2)):
+    chosen = join([x[i] for i in (train if store else range(40))])
+    for column, values in (("x", chosen.astype(float) / unit), ("y", np.array(train) / 2)):
         axis = axes if column == "x" else 0
         std = np.atleast_1d(values.std(axis))
         np.testing.assert_allclose(made.options["mean"][column], np.atleast_1d(values.mean(axis)), rtol=1e-9, atol=1e-9)
@@ -96,7 +97,7 @@ def test_means_and_deviations_are_those_of_the_training_split_or_without_a_copy_
 NAMES = {"label": SimpleNamespace(names=["no", "yes"])}  # as a Hugging Face Dataset has them
 LABELLED = Items(lambda i: {"image": image("L"), "label": i % 2}, features=NAMES)
 MODES = ["P", "L", "1", "RGB", "RGBA", "CMYK", "LA"]
-KINDS = frame(b=pd.Categorical(["u", "v"] * 10, ["u", "v", "w"]), d=[True, False] * 10, e=pd.array(range(20), "Int64"))
+KINDS = frame(d=[True, False] * 10, e=pd.array(range(20), "Int64"), f=pd.array([True, False] * 10, "boolean"))
 NUMBERED = Subset(Items(lambda i: (0.5, i % 2), classes=["cat", "dog", "eel"]), range(20))
 PACKED = {
     # its columns, and classes: (data, options of pack)
@@ -112,7 +113,7 @@ PACKED = {
     "x float32 (), y int64 (): c b a": (Items(lambda i: (0.5, "ab"[i % 2])), {"classes": "cba"}),
     "x uint8 (4, 5, 3), y int64 (): 0": (Items(lambda i: (image(MODES[i % 7]), 0)), {}),
     "x uint8 (6, 7, 3), y int64 (): 0": (Items(lambda i: (image(size=(5 + i, 4)), 0)), {"size": (6, 7)}),
-    "x float32 (6), y int64 (): 0 1": (KINDS, {}),
+    "x float32 (4), y int64 (): 0 1": (KINDS, {}),
     "x float32 (2), y float32 (2)": (frame(p=1.5, q=np.arange(20)), {"target": ["p", "q"]}),
 }
 
@@ -190,22 +191,15 @@ def test_a_number_that_is_no_class_is_never_taken_for_the_place_of_one():
     assert [made.arrays["x"][k] % 4 for k in range(3)] == [0, 1, 2]
 
 
-def test_what_a_table_lacks_is_a_row_that_names_its_column_also_in_splits_encoded_as_that_for_training():
-    data = frame(b="u", c=pd.Categorical([10, 20] * 10), d=pd.array([True, False] * 10, "boolean"))
-    data["y"] = pd.array([0, 1] * 10, "Int64")
-    for row, name in enumerate("bdy"):
-        data.loc[row, name] = None
-    data.loc[3, "a"] = np.inf
-    other = frame(b="u", c=pd.Categorical([20] * 20), d=True).iloc[:4].astype({"a": object})
-    other.loc[0, "b"], other.loc[1, "a"] = "v", "many"
-    made = pack(train=data, val=other, test=0)
-    assert made.options["encoding"] == {"a": "number", "b": ["u"], "c": ["10", "20"], "d": "number"}
-    rules = dict(made.bad[["file", "rule"]].to_numpy().tolist())
-    assert rules["train/row 0"] == rules["val/row 0"] == "b must be one of u, as in the training data"
-    assert (rules["train/row 1"], rules["val/row 1"]) == ("d must be a number", "a must be a number")
-    assert rules["train/row 2"].startswith("every sample must have a class")
-    assert rules["train/row 3"] == "all numbers of x must be finite"
-    assert made.sample(16)["x"].tolist() == [2, 1, 0, 1, 1]
+def test_what_a_table_lacks_is_a_row_of_the_table_of_bad_samples():
+    data = frame(d=pd.array([True, False] * 10, "boolean"), y=pd.array([0, 1] * 10, "Int64"))
+    data.loc[0, "a"], data.loc[1, "d"], data.loc[2, "y"], data.loc[3, "a"] = None, None, None, np.inf
+    made = pack(train=data, val=frame(d=True).iloc[:4], test=0)
+    assert made.bad.file.tolist() == [f"train/row {i}" for i in range(4)]
+    assert made.bad.rule[2].startswith("every sample must have a class")
+    assert made.sample(16)["x"].tolist() == [0, 1]
+    with pytest.raises(nb.NbtoolsError, match=r"not numeric: b, c; pass .*get_dummies"):
+        pack(frame(b="u", c=pd.Categorical([10, 20] * 10)))
 
 
 # Folders
@@ -307,7 +301,7 @@ def test_masks_and_boxes_are_resized_with_their_image(resize, size):
     palette.frombytes(mask.tobytes())
     items = [{"image": picture, "mask": Image.fromarray(mask), "box": box}] * 20
     boxed = pack(items, target="box", inputs=["image"], points="target", size=size, resize=resize)
-    masks = [pack([(picture, one)] * 20, size=size, resize=resize) for one in (palette, mask.astype(np.int64))]
+    masks = [pack([(picture, one)] * 20, size=size, resize=resize) for one in (palette, Image.fromarray(mask))]
     x1, y1, x2, y2 = boxed.sample(0)["y"].round().astype(int)
     for sample in (made.sample(0) for made in masks):
         assert set(np.unique(sample["y"])) <= {0, 15, 255}
@@ -316,7 +310,7 @@ def test_masks_and_boxes_are_resized_with_their_image(resize, size):
         assert np.abs([columns.min() - x1, rows.min() - y1, columns.max() + 1 - x2, rows.max() + 1 - y2]).max() <= 1
         assert ((sample["y"] == 15) != bright).mean() < 0.02
     assert boxed.options["points"] == {"y": ["image", "boxes"]}
-    assert boxed.options["forms"]["image"]["resize"] == resize
+    assert boxed.options["resize"] == [*size, resize]
 
 
 def test_images_are_cropped_for_classes_and_squashed_for_what_must_not_be_cut_off_and_it_is_said(capsys):
@@ -351,7 +345,7 @@ LABELS = {
     "a separator": ({"tags": ["sea  sky", "sea", "", "sky"] * 5}, {"target": "tags", "sep": " "}),
     "lists": ({"tags": [["sea", "sky"], ["sea"], [], ["sky"]] * 5}, {"target": "tags"}),
     "columns": ({"sea": [1, 1, 0, 0] * 5, "sky": [True, False, False, True] * 5}, {"target": ["sea", "sky"]}),
-    "items": ([(0.5, ["sky", "sea"]), (1.5, ["sea"]), (2.5, []), (3.5, {"sky"})] * 5, {"classes": ["sea", "sky"]}),
+    "items": ([(0.5, ["sky", "sea"]), (1.5, ["sea"]), (2.5, []), (3.5, {"sky"})] * 5, {}),
     "arrays": ([(0.5, np.array(y)) for y in [[1, 1], [1, 0], [0, 0], [0, 1]] * 5], {"classes": ["sea", "sky"]}),
 }
 
@@ -389,14 +383,16 @@ def test_texts_become_what_a_function_makes_of_them_in_predictions_too():
 # A pack like another one; identity; no copy
 
 
-def test_a_pack_like_another_has_its_columns_classes_and_preprocessing():
-    made = pack(pd.DataFrame({"a": ["u", "v"] * 10, "price": np.arange(20) + 0.5}), target="price")
-    again = pack(pd.DataFrame({"price": [3, 4, 5], "b": 1, "a": ["v", "v", "w"]}), test=1.0, like=made.card)
-    assert (again.columns, again.bad.file.tolist(), again.splits["test"]) == (made.columns, ["row 2"], 2)
-    made = pack(Items(lambda i: (image("RGB"), "ab"[i % 2])), size=(6, 7))
-    again = pack([(image("L", (9, 9)), "b"), (np.zeros((5, 4), np.uint8), "a")], test=1.0, like=made.card)
-    assert (again.columns, again.classes, again.splits["test"]) == (made.columns, made.classes, 2)
-    assert same(again)
+def test_a_task_packs_another_source_with_the_classes_and_preprocessing_of_a_card():
+    train = [(image(), "ab"[i % 2]) for i in range(20)]
+    for data, more, options in (
+        (train, [(image(size=(9, 9)), "b"), (image(), "c")], {"size": (6, 7)}),
+        (frame(price=np.arange(20) + 0.5), frame(price=3).iloc[:1], {"target": "price", "inputs": ["a"]}),
+    ):
+        made = pack(data, **options)
+        again = pack(more, test=1.0, **nb.Task().pack_options(made.card))
+        assert (again.columns, again.classes, len(again)) == (made.columns, made.classes, 1)
+        assert {**made.options, "mean": 0, "std": 0} == {**again.options, "mean": 0, "std": 0}
 
 
 def test_splits_given_share_their_classes():

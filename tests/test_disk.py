@@ -12,25 +12,20 @@ import pytest
 from nbtools import disk, errors
 
 
-def test_write_atomic_replaces_the_whole_content_and_leaves_no_part(tmp_path):
-    path = tmp_path / "new" / "run.json"
-    disk.write_atomic(path, "a longer first text")
-    disk.write_atomic(path, b"second")
-    assert path.read_bytes() == b"second"
-    assert os.listdir(path.parent) == ["run.json"]
-
-
-@pytest.mark.parametrize("operation", ["builtins.open", "os.fsync", "os.replace"])
-def test_write_atomic_keeps_the_old_content_when_an_operation_fails(tmp_path, monkeypatch, operation):
+@pytest.mark.parametrize("operation", ["", "pathlib.Path.write_bytes", "os.fsync", "os.replace"])
+def test_write_atomic_replaces_the_whole_content_or_keeps_the_old_and_leaves_no_part(tmp_path, monkeypatch, operation):
     def failing(*_, **more):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    path = disk.write_atomic(tmp_path / "run.json", "old")
-    monkeypatch.setattr(operation, failing)
-    with pytest.raises(OSError, match="Input/output error"):
-        disk.write_atomic(path, "new")
-    assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["run.json"]
+    path = disk.write_atomic(tmp_path / "new" / "run.json", "a longer first text")
+    if operation:
+        monkeypatch.setattr(operation, failing)
+        with pytest.raises(OSError, match="Input/output error"):
+            disk.write_atomic(path, "new")
+    else:
+        disk.write_atomic(path, b"new")
+    assert path.read_text() == ("a longer first text" if operation else "new")
+    assert os.listdir(path.parent) == ["run.json"]
 
 
 @pytest.mark.parametrize("count", [3, disk.MANY + 1])
@@ -41,7 +36,6 @@ def test_a_folder_is_published_at_once_and_never_over_a_filled_one(tmp_path, cou
         (part / "sub" / str(number)).write_text(str(number))
     disk.publish_folder(part, tmp_path / "data")
     assert os.listdir(tmp_path) == ["data"]
-    assert len(os.listdir(tmp_path / "data" / "sub")) == count
     part.mkdir(parents=True, exist_ok=True)
     with pytest.raises(OSError, match="not empty"):
         disk.publish_folder(part, tmp_path / "data")
@@ -95,12 +89,12 @@ def own_and_be_killed(path, left):
 
 
 def test_a_fork_of_its_owner_does_not_hold_a_lock(tmp_path):
-    """The workers of a run that is killed live on for a moment, in which it can be started again."""
+    """The workers of a run that is killed live on for seconds, in which it can be started again."""
     context, path = multiprocessing.get_context("fork"), tmp_path / "x"
-    told, tell = context.Pipe(duplex=False)
-    owner = context.Process(target=own_and_be_killed, args=(path, tell))
+    here, there = context.Pipe(duplex=False)
+    owner = context.Process(target=own_and_be_killed, args=(path, there))
     owner.start()
-    left = told.recv()
+    left = here.recv()
     owner.join()
-    assert not disk.Lock(path, wait=False).held()
+    assert not disk.Lock(path, busy=errors.TrainError("held")).held()
     os.kill(left, signal.SIGKILL)

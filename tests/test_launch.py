@@ -184,7 +184,7 @@ def test_after_a_rank_is_lost_all_start_again_and_the_run_becomes_the_one_withou
 def begun(by_hand: bool, *more: str, steps: int = 0) -> Iterator[subprocess.Popen[str]]:
     """Two processes that train, by --processes or by torchrun, once both have begun so many steps. Ended with the
     test."""
-    train = ["-m", "nbtools", "train", "crew", "--data", "raw", "--run", "run", "--from", "plan", "--no-receipt", *more]
+    train = ["-m", "nbtools", "train", "crew", "--data", "raw", "--run", "run", "--no-receipt", *more]
     torchrun = [
         "-m",
         "torch.distributed.run",

@@ -24,7 +24,7 @@ import nbtools as nb
 from nbtools.__main__ import main
 from nbtools.data import Card
 from nbtools.errors import PackError, TrainError
-from nbtools.train import Sums
+from nbtools.train import Sums, bound
 from nbtools.train.metrics import score
 
 pytestmark = pytest.mark.usefixtures("one_cache")
@@ -262,6 +262,25 @@ def test_values_of_any_shape_are_targets_in_their_own_unit(tmp_path, name):
         np.testing.assert_allclose(answer, array / unit, rtol=1e-4, atol=1e-4)
 
 
+class Pixels(nb.Task):
+    def model(self, card, plan):
+        return nn.Conv2d(3, 2, 3, padding=1)
+
+    def loss(self, model, batch, plan):
+        return F.cross_entropy(model(batch), batch["y"].long())
+
+
+def test_a_class_of_each_pixel_is_a_task_of_four_lines_to_which_classify_points(tmp_path):
+    images = np.random.default_rng(0).integers(0, 255, (30, 8, 8, 3), dtype=np.uint8)
+    pack = nb.pack([(x, (x[..., 0] > 128).astype(np.uint8)) for x in images], into=tmp_path / "pack", progress=False)
+    with pytest.raises(TrainError, match=r"for a class of each pixel write a Task, whose loss takes cross entropy of"):
+        fitted(nb.classify(Pixels().model(None, None)), pack, tmp_path / "run")
+    run = fitted(Pixels(), pack, tmp_path / "run", epochs=8, batch_size=8, lr=0.05)
+    assert run.best["val_loss"] < 0.4
+    assert run.predict([images[0]])[0].shape == (2, 8, 8)
+    assert bound(Pixels(), pack.card).preview is None, "a line of text says nothing of a map"
+
+
 # -- several labels a sample
 
 
@@ -478,26 +497,18 @@ def test_items_of_a_dataset_are_predicted_like_the_packs_samples(tmp_path, packs
         run.predict(pd.DataFrame({"x": [1]}))
 
 
-def houses(count: int) -> pd.DataFrame:
-    """Prices about 275,000 with a standard deviation of about 110,000."""
-    rng = np.random.default_rng(0)
-    frame = pd.DataFrame({"area": rng.uniform(30, 200, count), "town": rng.choice(["Ghent", "Lille"], count)})
-    frame["price"] = frame["area"] * 2000 + (frame["town"] == "Lille") * 90_000
-    return frame
-
-
-def test_rows_of_a_dataframe_are_predicted_by_the_encoding_of_training(tmp_path):
-    frame = houses(120)
+def test_rows_of_a_dataframe_are_predicted_by_the_names_of_their_columns(tmp_path):
+    frame = pd.DataFrame([x for x, _ in own.rows(120)], columns=list("abcd")).assign(
+        price=[y for _, y in own.rows(120)]
+    )
     pack = nb.pack(frame, target="price", into=tmp_path / "pack", progress=False)
-    run = fitted(nb.regress(own.line), pack, tmp_path / "run", epochs=4, batch_size=8)
-    places = [int(name.removeprefix("row ")) for name in pack.names[:5]]
-    rows = frame.iloc[places]
+    run = fitted(nb.regress(own.line), pack, tmp_path / "run", epochs=1)
+    rows = frame.iloc[[int(name.removeprefix("row ")) for name in pack.names[:5]]]
     expected = run.predict_pack(pack, range(5))
-    assert run.predict(rows) == pytest.approx(expected)
-    assert run.predict(rows[["town", "area"]]) == pytest.approx(expected), "by name, and without the target"
+    assert run.predict(rows[["d", "b", "a", "c"]]) == pytest.approx(expected), "also without the target"
     assert run.predict(rows.iloc[0]) == pytest.approx(expected[:1])
-    with pytest.raises(PackError, match=r"row 1: town must be one of Ghent, Lille, .*, got Namur"):
-        run.predict(pd.DataFrame({"area": [50, 60], "town": ["Lille", "Namur"]}))
+    with pytest.raises(PackError, match="the table has no column 'b'; its columns are a"):
+        run.predict(rows[["a"]])
 
 
 MODULE = """

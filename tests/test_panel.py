@@ -69,8 +69,7 @@ def widgets(made):
             for child in getattr(widget, "children", ()):
                 yield from below(child)
 
-    for whole in (made.form.whole, made.form.controls):
-        yield from below(whole)
+    yield from below(made.form.controls if made.running else made.form.whole)
 
 
 def buttons(made) -> dict[str, Any]:
@@ -147,18 +146,18 @@ def test_a_value_that_breaks_a_rule_shows_the_rule_and_changes_nothing(name, tex
     assert "<img" not in page(made)
 
 
-def test_presets_and_reset_bring_whole_plans_back_even_over_a_wrong_value():
+def test_the_menu_of_other_settings_and_reset_bring_whole_plans_back_even_over_a_wrong_value():
     baseline, largest = Plan(epochs=150, feed="workers", optimizer="adam"), Plan(batch_size=1024, lr=4e-3)
     made = panel(baseline=baseline, largest=largest, largest_reason="batch 1024", epochs=5)
+    assert made.form.menu.value == "as advised"
     made.fields["lr"].value = "no"
-    for label, plan in (("Baseline", baseline), ("Largest batch", largest)):
-        buttons(made)[label].click()
+    for label, plan in (("the guide's before", baseline), ("the largest batch", largest)):
+        made.form.menu.value = label
         assert made.plan == plan
         assert (made.fields["epochs"].value, made.fields["lr"].value) == (f"{plan.epochs}", f"{plan.lr}")
     made.reset()
-    assert made.plan == made.advised
-    button = buttons(panel(largest_reason="64 is the largest allowed"))["Largest batch"]
-    assert (button.disabled, button.tooltip) == (True, "64 is the largest allowed")
+    assert (made.plan, made.form.menu.value) == (made.advised, "as advised")
+    assert "the largest batch" not in panel(largest_reason="64 is the largest allowed").form.menu.options
 
 
 def test_reasons_and_help_stand_next_to_the_fields_also_without_a_kernel_and_are_escaped():
@@ -184,46 +183,47 @@ def test_a_slider_moves_its_field_to_two_digits_or_a_power_of_two_and_follows_it
     assert made.form.sliders["lr"].value == pytest.approx(1.2345e-7)
 
 
-def test_another_batch_size_offers_lr_by_rule_with_its_number_before_it_is_taken():
-    made = panel(lr=1e-3, batch_size=64)
-    made.fields["batch_size"].value = "128"
-    made.fields["batch_size"].value = "256"
-    assert "batch 64 → 256: lr stays 0.001" in words(made)
-    assert {"√ rule: 0.002", "linear: 0.004"} <= buttons(made).keys(), "counted from the lr that was chosen"
-    assert made.plan.lr == 1e-3
-    buttons(made)["√ rule: 0.002"].click()
-    assert (made.plan.lr, made.fields["lr"].value) == (0.002, "0.002")
-    assert not [label for label in buttons(made) if "rule:" in label]
-
-
 # During a run
 
 ACTIONS = {
-    "Evaluate now": ("evaluate", "evaluating after this step"),
-    "Save now": ("save", "saving after this step"),
-    "Stop": ("stop", "stopping after this step"),
-    "What limits it?": ("profile", "measuring what a step consists of"),
-    "Back to best": ("best", "going back to the best checkpoint after this step"),
-    "Undo": ("undo", "undoing the last change after this step"),
+    "Evaluate now": "evaluate",
+    "Save now": "save",
+    "Stop": "stop",
+    "What limits it?": "profile",
+    "Back to best": "best",
+    "Undo": "undo",
 }
 
 
-def test_without_a_run_every_button_is_disabled_and_says_what_it_would_do():
+def test_while_it_trains_the_panels_cell_has_the_buttons_and_points_to_the_settings():
     made = panel()
     for _ in range(2):  # before a run, and after one
-        found = {label: one for label, one in buttons(made).items() if label in {"Pause", *ACTIONS}}
-        assert len(found) == 7
-        assert all(button.disabled and "no run is in progress" in button.tooltip for button in found.values())
+        assert (made.form.own.layout.display, made.form.before.layout.display) == ("none", "flex")
         requests = running(made)
+        assert (made.form.own.layout.display, made.form.before.layout.display) == ("flex", "none")
+        assert "in the cell below" in made.form.own.children[-1].value
         made.end()
     made.fields["lr"].value = "1000"
     assert made.plan.lr == 1000, "without a run nothing is asked"
     assert (requests.state.plan, requests.pending) == (Plan(), set())
 
 
+def test_a_resumed_run_shows_the_plan_it_had_applied_and_says_so():
+    made = panel(lr=0.002)
+    made.adopt(Plan(lr=0.001))
+    requests = Requests(Plans(made.plan, made.plan), Plan(lr=0.002))
+    made.begin(requests)
+    assert made.fields["lr"].value == "0.001"
+    assert "This run goes on with what it had applied: lr 0.002 → 0.001" in words(made)
+    made.refresh()
+    assert "goes on with" in words(made), "until something is changed"
+    made.fields["clip_norm"].value = "2"
+    assert "goes on with" not in words(made)
+
+
 @pytest.mark.parametrize("label", ACTIONS)
 def test_a_button_posts_a_request_and_shows_it_until_the_run_has_answered(label):
-    action, message = ACTIONS[label]
+    action, message = ACTIONS[label], f"{label}: after this step …"
     able: set[str] = set()
     made = panel()
     requests = running(made, able=able.__contains__)
@@ -296,10 +296,10 @@ def test_what_a_started_run_keeps_is_disabled_with_the_reason_until_it_ends():
 def test_a_preset_during_a_run_changes_what_may_change_and_says_what_it_kept():
     made = panel(baseline=Plan(optimizer="adam", feed="workers", lr=2e-4), largest=Plan(batch_size=1024, lr=4e-3))
     requests = running(made, samples=300)
-    buttons(made)["Baseline"].click()
+    made.form.menu.value = "the guide's before"
     assert made.plan == requests.state.plan == Plan(lr=2e-4)
     assert "kept: optimizer, feed (fixed in a started run)" in words(made)
-    buttons(made)["Largest batch"].click()
+    made.form.menu.value = "the largest batch"
     assert requests.state.plan == Plan(lr=2e-4), "refused, as a whole"
     assert "Not applied: batch_size" in words(made)
 
@@ -309,13 +309,13 @@ def test_more_than_three_settings_at_once_are_asked_about_together():
     largest = Plan(batch_size=1024, lr=4e-3, warmup_epochs=2.0, amp="bf16")
     made = panel(largest=largest)
     requests = running(made)
-    buttons(made)["Largest batch"].click()
+    made.form.menu.value = "the largest batch"
     assert requests.state.plan == made.advised
     assert "4 settings change at once: batch_size 64 → 1024, lr 0.001 → 0.004" in words(made)
-    buttons(made)["Apply 4 changes: batch_size, lr, warmup_epochs, amp"].click()
+    buttons(made)["Apply 4 changes"].click()
     assert requests.state.plan == largest
     made.end()
-    buttons(made)["As advised"].click()
+    made.form.menu.value = "as advised"
     assert made.plan == made.advised, "without a run nothing is asked"
 
 

@@ -19,31 +19,30 @@ from matplotlib.text import Text
 from PIL import Image
 
 import nbtools as nb
-from nbtools.live import Columns, facts, png, samples, svg
+from nbtools.live import Columns, facts, output, png, samples, svg
 from nbtools.live.facts import About
-from nbtools.live.picture import picture
+from nbtools.live.plot import Look, picture
 from nbtools.live.samples import Preview
-from nbtools.show import columns
-from nbtools.train import History, Record
+from nbtools.train import History, Record, evaluation
 
 pytestmark = pytest.mark.drawn
 
 EVIL = '</svg><img src=x onerror="alert(1)">&'
 GPU = {"gpu_memory_allocated": 1200.0, "gpu_memory_reserved": 2300.0}
 BUSY = {**GPU, "gpu_memory_used": 2900, "gpu_utilisation": 96, "gpu_power": 283.4, "gpu_energy": 12.345}
+STEPS = Look()
 ABOUT = About("captcha", epochs=8, epoch_samples=50 * 64, best="whole_accuracy")
 CAPTCHA, LINE = np.zeros((60, 160), np.uint8), np.zeros((48, 800), np.uint8)
 
 
-def shown(found, about=ABOUT, status=""):
+def shown(found, about=ABOUT, look=STEPS):
     """A history as both the live view and the PNG draw it."""
-    return picture(Columns(found), about, status)
+    return picture(Columns(found), about.best, look)
 
 
-def page(found, about=ABOUT, status=""):
+def page(found, about=ABOUT, status="", look=STEPS):
     """What a notebook shows of it: facts and charts."""
-    made = shown(found, about, status)
-    return f"<div>{facts.html(made)}{svg.frame(made)}</div>"
+    return f"<div>{facts.html(Columns(found), about, status)}{svg.frame(shown(found, about, look))}</div>"
 
 
 def texts(page):
@@ -78,8 +77,8 @@ COMMON = (
     *("samples/s 640", "time left", "best whole accuracy 1.00"),
 )
 OWN = {
-    "CPU": (None, ("memory MB", "memory 734 MB")),
-    "GPU": (BUSY, ("GPU memory 2.4 GB", "allocated 1.3 reserved 2.4 device 3.0")),
+    "CPU": (None, ("memory 734 MB",)),
+    "GPU": ({**BUSY, "data_wait": 0.06}, ("GPU memory 2.4 GB", "waiting for data 6 %")),
 }
 
 
@@ -88,7 +87,22 @@ def test_it_shows_losses_metric_rate_speed_waiting_memory_changes_and_the_facts(
     memory, own = OWN[machine]
     said = texts(page(history(memory=memory, change="lr 1 → 2"), status="evaluating"))
     assert [part for part in (*COMMON, *own) if part not in said] == []
-    assert ("GPU" in said) == (machine == "GPU")
+    assert ("GPU" in said) == ("waiting for data" in said) == (machine == "GPU")
+
+
+def test_the_x_axis_is_steps_samples_or_minutes():
+    found = history()
+    for row in found.rows:
+        row["wall"] = row["step"] * 0.6
+    for x, last in (("step", "200"), ("samples", "12800"), ("minutes", "2")):
+        made = svg.frame(shown(found, look=Look(x)))
+        assert f'data-x="{x}" data-first="0" data-last="{last}"' in made
+
+
+def test_of_a_line_of_the_log_as_many_fields_stay_as_the_cell_has_room_for():
+    made = output.log_html([["epoch 1", "train <b>"], ["a message"]])
+    assert "<span>epoch 1</span><span>train &lt;b&gt;</span>" in made
+    assert made.count("nbt-line") == 1, "a message breaks where it needs to"
 
 
 def test_an_evaluation_between_epochs_is_never_the_best_one_and_of_an_error_rate_the_least_is():
@@ -136,7 +150,7 @@ def test_text_from_a_run_never_becomes_markup():
     found = history(metric=EVIL, change=EVIL, memory={**BUSY, "gpu_throttle": EVIL})
     made = page(found, About(EVIL, best=EVIL), EVIL)
     assert "<img" not in made
-    assert texts(made).count(" ".join(EVIL.split())) >= 5
+    assert texts(made).count(" ".join(EVIL.split())) >= 4
     shown_samples = samples.html([Preview(CAPTCHA, EVIL, "")])
     assert escape(EVIL) in shown_samples
     assert [item.get("onerror") for item in ET.fromstring(shown_samples).iter("img")] == [None]
@@ -149,7 +163,7 @@ def test_a_frame_takes_about_two_milliseconds_however_long_the_run(steps):
     times = []
     for _ in range(20):
         start = time.thread_time()
-        made = svg.frame(picture(grown, ABOUT))
+        made = svg.frame(picture(grown, ABOUT.best)) + facts.html(grown, ABOUT, "training")
         times.append(time.thread_time() - start)
     assert min(times) < 0.010
     assert len(made) < 40_000
@@ -176,18 +190,9 @@ def test_the_png_says_the_same_on_a_transparent_ground_and_leaves_pyplot_alone(d
 
     before = dict(matplotlib.rcParams)
     made = shown(history(metric="$cer", change="$lr", memory=BUSY), About("50 $ and $", best="-$cer"))
-    image = Image.open(io.BytesIO(png.draw(made)))
+    image = Image.open(io.BytesIO(png.draw(made, ["50 $ and $ done", "samples/s 640"])))
     said = "\n".join(drawn)
-    for part in (
-        "50 $ and $",
-        "$lr",
-        "$cer",
-        "learning rate",
-        "validation",
-        "samples/s",
-        "allocated",
-        "GPU memory 2.4 GB",
-    ):
+    for part in ("50 $ and $", "$lr", "$cer", "learning rate", "validation", "samples/s 640"):
         assert part in said
     assert image.getchannel("A").getextrema() == (0, 255)
     assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 100
@@ -201,7 +206,7 @@ def test_a_notebook_shows_the_png_at_half_its_pixels_with_what_it_shows_in_words
     with Image.open(io.BytesIO(base64.b64decode(data["image/png"]))) as image:
         assert about["image/png"] == {"width": image.width // 2, "height": image.height // 2, "alt": made.alt}
     assert data["text/plain"] == made.alt
-    assert re.match(r"captcha; loss: train \S+, validation \S+; ", made.alt)
+    assert re.match(r"loss: train \S+, validation \S+; validation metrics: ", made.alt)
 
 
 def test_the_png_of_a_run_lies_in_its_folder_with_samples_below_the_charts(pack, tmp_path):
@@ -211,10 +216,9 @@ def test_the_png_of_a_run_lies_in_its_folder_with_samples_below_the_charts(pack,
         assert image.height > without.height + 100
 
 
-def test_in_the_png_a_long_text_is_broken_and_a_letter_without_a_font_warns_of_nothing(drawn):
-    png.draw(shown(history()), [Preview(CAPTCHA, "手a", "手b"), Preview(CAPTCHA, "ab" * 40, "ab" * 40)])
-    _, long = [text.split("\n") for text in drawn if text.startswith("truth")]
-    assert "".join(line[10:] for line in long if line.startswith("truth")) == "ab" * 40
+def test_in_the_png_a_long_text_is_cut_and_a_letter_without_a_font_warns_of_nothing(drawn):
+    png.draw(shown(history()), [], [Preview(CAPTCHA, "手a", "手b"), Preview(CAPTCHA, "ab" * 40, "ab" * 40)])
+    assert any(re.fullmatch(r"truth     (ab)+a?…\npredicted (ab)+a?… ✓", text) for text in drawn)
 
 
 # Samples
@@ -238,13 +242,25 @@ def test_what_was_not_read_and_what_was_misread_are_underlined_and_a_right_answe
     assert said.replace(" ", "") in marked.replace(" ", "")
 
 
-def test_in_a_terminal_wrong_characters_are_marked_below_truth_and_prediction():
-    said = samples.text([Preview(LINE, "手写中文ab", "手与文cab")], 80)
-    assert said == ["truth     手写中文ab", "predicted 手与文c ab", "            ^^^^^^"]
-    assert samples.text([Preview(LINE, "手写", "手写")], 80) == ["truth     手写", "predicted 手写 ✓"]
-    assert samples.text([Preview(LINE, "a", "\x1b[2Ja")], 60)[1] == r"predicted \x1b[2Ja", "no command to the terminal"
-    long = samples.text([Preview(LINE, "手写" * 30, "手写" * 30)], 60)
-    assert max(map(columns, long)) <= 60
-    assert "".join(line[10:] for line in long if line.startswith("truth")) == "手写" * 30
-    name = samples.text([Preview(LINE, "number 1a", "number 1b", whole=True)], 80)
-    assert name[-1] == "          ^^^^^^^^^", "a name is wrong as a whole, however many letters it shares"
+def test_the_worst_samples_are_those_of_the_last_evaluations_worst_batches(pack):
+    state = nb.TrainState(toy, pack, toy.PLAN.replace(epochs=1, batch_size=8))
+    for _ in nb.train(toy, state, pack):
+        continue
+    batches = state.last_evaluation
+    assert sorted(i for ids, _ in batches for i in ids.tolist()) == sorted(pack.ids("val"))
+    worst, *_, best = evaluation.worst_first(batches)
+    means = {i: float(total) / float(count) for ids, (total, count) in batches for i in ids.tolist()}
+    assert (means[worst], means[best]) == (max(means.values()), min(means.values()))
+    assert set(samples.Previews(state, pack, "worst").worst()) <= set(evaluation.worst_first(batches)[: samples.POOL])
+
+
+def test_in_a_terminal_a_sample_is_its_truth_and_prediction_in_lines_that_fit():
+    assert samples.text(Preview(LINE, "手写", "手写"), 80) == ["truth     手写", "predicted 手写 ✓"]
+    assert samples.text(Preview(LINE, "a", "\x1b[2Ja"), 60)[1] == r"predicted \x1b[2Ja", "no command to the terminal"
+    assert max(map(len, samples.text(Preview(LINE, "ab" * 60, "ab" * 60), 60))) <= 60
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_name_is_wrong_as_a_whole_however_many_letters_it_shares(whole):
+    made = samples.html([Preview(CAPTCHA, "number 1a", "number 1b", whole)])
+    assert ("<u>number 1b</u>" in made) == whole

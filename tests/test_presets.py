@@ -10,7 +10,6 @@ import toy
 from simulated import Job
 
 import nbtools as nb
-from nbtools.__main__ import main
 from nbtools.data import Card, Column, cores
 from nbtools.errors import PlanError
 from nbtools.measure import Receipt, preset, receipt
@@ -109,42 +108,16 @@ def test_a_preset_that_cannot_train_here_says_why(pack):
 
 def test_the_panel_offers_the_presets_between_before_and_advice(pack):
     panel = nb.Panel(nb.advise(guided(), pack, measure=False))
-    assert list(panel.form.presets)[:5] == ["Baseline", *PRESETS, "As advised"]
+    assert list(panel.presets)[:4] == [
+        "as advised",
+        "the guide's before",
+        "the guide's optimised",
+        "the guide's as it is",
+    ]
     here, _ = preset(guided(), pack, "guide")
-    labels = [button.description for button in panel.form.presets.values()]
-    assert labels[:5] == ["Baseline", "Guide", "Guide, as it is", "Guide, features", "As advised"]
-    panel.form.presets["guide"].click()
+    panel.form.menu.value = "the guide's optimised"
     assert panel.plan == here
-    assert panel.form.presets["guide"].button_style == "primary"
-    assert "As in train --from guide; here batch_size 10000 → " in str(panel.form.presets["guide"].tooltip)
-    refused = panel.form.presets["guide-features"]
-    assert (refused.disabled, refused.tooltip) == (True, "the network reads features, and this data has none")
-
-
-# -- the terminal
-
-
-@pytest.fixture
-def train(tmp_path, monkeypatch):
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(toy, "PRESETS", PRESETS, raising=False)
-    words = ["train", "toy", "--data", str(toy.demo(tmp_path / "raw", 60)), "--run", str(tmp_path / "run")]
-    return lambda *more: main([*words, "--no-receipt", "--epochs", "1", *more])
-
-
-def test_the_terminal_trains_from_a_preset_and_tells_what_differs(train, tmp_path, capsys):
-    assert train("--from", "guide", "--workers", "0") == 0
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert (plan["lr"], plan["amp"], plan["feed"]) == (0.1, "off", "workers")
-    assert "guide: batch_size 10000 → " in capsys.readouterr().err
-
-
-def test_the_terminal_refuses_a_preset_that_cannot_train_and_one_that_is_none(train, capsys):
-    assert train("--from", "guide-features") == 1
-    err = capsys.readouterr().err
-    assert "--from guide-features cannot train here: the network reads features, and this data has none" in err
-    assert train("--from", "guide-nothing") == 1
-    assert "guide-as-it-is" in capsys.readouterr().err
+    assert "the guide's features" not in panel.presets, "the network reads features, and this data has none"
 
 
 # -- the receipt
@@ -168,12 +141,12 @@ def test_a_receipt_measures_the_guides_settings_next_to_its_before(pack):
     small, large = (0.1 / batch + 0.001 + 0.001 for batch in (16, 64))
     assert found.guide is not None
     assert found.guide.total == pytest.approx(small / large, rel=0.1)  # 128 to train on, or nearly
-    assert found.guide.rate.rounds == found.after.rounds
-    assert found.guide.rate.plan["hidden"] == 24, "the run's own network"
-    assert [rung.name for rung in found.rungs] == ["baseline", "+ packed feed", "+ clipping"]
+    assert found.guide.timing.turns == found.after.turns
+    assert found.guide.timing.plan["hidden"] == 24, "the run's own network"
+    assert [rung.name for rung in found.rungs] == ["baseline", "+ packed feed", "+ other settings"]
     assert found.rungs[-1].total == found.ratio, "the guide's settings are no rung"
     _, rows = found.table()
-    assert [row[0] for row in rows] == ["baseline", "guide's optimised", "+ packed feed", "+ clipping"]
+    assert [row[0] for row in rows] == ["baseline", "guide's optimised", "+ packed feed", "+ other settings"]
     assert rows[1][2:4] == (None, found.guide.over_baseline())
     assert "batch_size 16 → 64" in rows[1][5]
     again = Receipt.from_dict(json.loads(found.to_json()))
@@ -183,7 +156,7 @@ def test_a_receipt_measures_the_guides_settings_next_to_its_before(pack):
 @pytest.mark.parametrize(
     ("settings", "more", "note"),
     [
-        (LARGE, {"fixed": 1.0}, "were not measured: 7 steps of 64 samples would take about "),
+        (LARGE, {"fixed": 10.0}, "were not measured: their turns would take about "),
         (LARGE, {"most": 32}, "Memory ran out with the guide's optimised settings: measured in passes of 32 samples"),
     ],
 )

@@ -51,15 +51,15 @@ def test_the_rungs_are_the_groups_of_settings_in_which_the_plans_differ_and_each
     assert math.prod(expected.values()) == pytest.approx(found.ratio, rel=0.01 if counts else 0.2)
     assert math.prod(rung.factor for rung in found.rungs) == pytest.approx(found.ratio)
     assert found.rungs[-1].total == found.ratio
-    assert found.before.data_wait == pytest.approx(0.8 / (0.8 + small))
-    assert found.after.data_wait == 0
-    plans = [rung.rate.plan for rung in found.rungs]
+    assert found.before.waited == pytest.approx(0.8 / (0.8 + small))
+    assert found.after.waited == 0
+    plans = [rung.timing.plan for rung in found.rungs]
     assert [plan["feed"] for plan in plans] == ["workers", "auto", "auto", "auto", "auto"]
     assert [plan["batch_size"] for plan in plans] == [16, 16, 64, 64, 64]
     assert [plan["amp"] for plan in plans] == ["off", "off", "off", "bf16", "bf16"]
     assert [plan["hidden"] for plan in plans] == [24] * 5, "a smaller network is no speed-up"
     assert [list(rung.changes) for rung in found.rungs] == [[], ["feed"], ["batch_size"], ["amp"], ["channels_last"]]
-    assert found.rungs[-1].rate == found.after
+    assert found.rungs[-1].timing == found.after
     assert found.after.plan == FASTER.to_dict()
 
 
@@ -73,16 +73,16 @@ def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors(found):
     headers, rows = found.table()
     assert headers[1:4] == ("samples/s", "vs previous row", "vs baseline")
     assert [row[0] for row in rows] == [rung.name for rung in found.rungs]
-    assert rows[1][2].startswith(f"{found.rungs[1].factor:.2f}× (")
+    assert rows[1][2] == f"{found.rungs[1].factor:.2f}×"
     assert rows[2][5] == "batch_size 16 → 64"
-    assert f"{found.ratio:.2f}× the baseline's samples/s on this machine ({found.ratio_least:.2f}–" in str(found)
+    assert f"{found.ratio:.2f}× the baseline's samples/s on this machine ({found.rungs[-1].least:.2f}–" in str(found)
     assert "No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not" in str(found)
 
 
 def test_where_a_step_is_slow_only_the_ends_are_measured_and_it_is_said(pack):
     found = measured(Job(fixed=9.0), pack, FASTER)
     assert [rung.name for rung in found.rungs] == ["baseline", "this run"]
-    assert found.rungs[-1].rate == found.after
+    assert found.rungs[-1].timing == found.after
     assert list(found.rungs[1].changes) == ["batch_size", "amp", "channels_last", "feed"]
     assert "A step takes 9.0 s: only the first and last rows were measured" in str(found)
 

@@ -1,10 +1,5 @@
 """Interrupted anywhere and run again: the same losses and the same weights, bit for bit, as never interrupted (CPU)."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import toy
-from acting import QUIET, interrupted
+from acting import QUIET
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from nbtools.errors import TrainError
 from nbtools.fit import fit
-from nbtools.run import Run
 from nbtools.train import History, TrainState, checkpoint, train
 
 TIMES = ("samples_per_s", "data_wait", "memory", "epoch_time", "eval_time", "wall")  # what a clock decides
@@ -57,12 +51,6 @@ def ragged(tmp_path_factory):
     return toy.make_pack(tmp_path_factory.mktemp("ragged"), count=120, ragged=True)
 
 
-@pytest.fixture(scope="module")
-def whole(pack, tmp_path_factory):
-    """A run that nothing interrupted."""
-    return fit(toy, pack, toy.PLAN, tmp_path_factory.mktemp("whole") / "run", **QUIET)
-
-
 def log(history):
     """Rows without what a clock decides, and without changes: a resumed run may begin with one."""
     rows = [row for row in history.rows if row["kind"] != "change"]
@@ -74,12 +62,6 @@ def same(a: TrainState, b: TrainState):
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert torch.equal(ours[name], theirs[name]), name
-
-
-def same_run(a: Run, b: Run):
-    assert log(a.history) == log(b.history)
-    theirs = b.model().state_dict()
-    assert all(torch.equal(value, theirs[name]) for name, value in a.model().state_dict().items())
 
 
 def trained(pack, task, plan, sizes, stops=()) -> tuple[TrainState, History]:
@@ -126,59 +108,6 @@ def test_interrupted_after_any_records_equals_uninterrupted(pack, ragged, uninte
     expected, rows = uninterrupted(name)
     assert log(history) == log(rows)
     same(state, expected)
-
-
-def interrupting(*calls: int) -> Any:
-    """The toy task, which sends SIGINT in these batches."""
-    made = []
-
-    def batch(raw, plan, draws):
-        made.append(1)
-        for _ in range(calls.count(len(made))):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.01)
-        return toy.batch(raw, plan, draws)
-
-    return toy.with_(batch=batch)
-
-
-def test_an_interrupt_finishes_the_step_saves_and_running_again_goes_on(tmp_path, pack, whole):
-    handler, task = (
-        signal.getsignal(signal.SIGINT),
-        interrupting(5, 11, 13, 21),
-    )  # the first batch of each run is tried out
-    for _ in range(4):
-        run = interrupted(lambda: fit(task, pack, toy.PLAN, tmp_path / "run", **QUIET))
-        assert signal.getsignal(signal.SIGINT) is handler
-        assert any("stopped by you" in told for told in run.events)
-    same_run(fit(task, pack, toy.PLAN, tmp_path / "run", **QUIET), whole)
-
-
-KILLED = """
-import sys; sys.path.insert(0, {tests!r})
-import toy
-from nbtools.fit import fit
-from nbtools.data import Pack
-sys.modules["nbtools.folder"].SAVE_EVERY, sys.modules["nbtools.folder"].SAVE_SHARE = 0.0, float("inf")
-print("ready", flush=True)
-fit(toy, Pack.open({pack!r}), toy.PLAN.replace(epochs=10), {run!r}, receipt=False, progress=False)
-"""
-
-
-def test_killed_at_any_moment_and_run_again_equals_uninterrupted(tmp_path):
-    """SIGKILL in the middle of steps and of writing checkpoints, which here follow every step."""
-    pack, plan = toy.make_pack(tmp_path, count=120), toy.PLAN.replace(epochs=10)
-    code = KILLED.format(tests=str(Path(toy.__file__).parent), pack=str(pack.folder), run=str(tmp_path / "run"))
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(toy.__file__).parents[1])
-    assert child.stdout is not None
-    assert child.stdout.readline() == b"ready\n"
-    history = tmp_path / "run" / "history.csv"
-    while not history.exists() or len(history.read_text().splitlines()) < 12:  # in the midst of steps and saves
-        time.sleep(0.02)
-    child.kill()
-    assert child.wait() == -signal.SIGKILL
-    child.stdout.close()
-    same_run(fit(toy, pack, plan, tmp_path / "run", **QUIET), fit(toy, pack, plan, tmp_path / "whole", **QUIET))
 
 
 def overflowing(pack, epoch: int, before=lambda: None) -> tuple[Any, int]:

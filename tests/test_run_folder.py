@@ -12,9 +12,9 @@ from torch import nn
 
 import nbtools as nb
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.folder import only_one
 from nbtools.measure import Advice
-from nbtools.train import Keeper, Task, checkpoint
+from nbtools.run import lock
+from nbtools.train import Task, checkpoint
 
 QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 PLAN = nb.Plan(epochs=2, batch_size=16, lr=1e-2, schedule="constant")
@@ -147,8 +147,16 @@ def test_without_a_plan_what_the_task_gives_for_a_start_is_another_run(pack, mon
 
 def test_a_run_that_another_process_holds_is_refused_without_a_name_too(pack):
     run = fit(pack, PLAN)
-    with only_one(run.folder), pytest.raises(TrainError, match="another process"):
+    (run.folder / "control.json").write_text("{}")
+    with lock(run.folder), pytest.raises(TrainError, match="another process"):
         fit(pack, PLAN)
+    assert (run.folder / "control.json").exists(), "a request to the process that trains"
+
+
+def test_a_refused_call_without_a_name_leaves_no_folder(pack):
+    with pytest.raises(TrainError, match="larger than the train split"):
+        fit(pack, PLAN.replace(batch_size=10**6))
+    assert list(Path("runs").iterdir()) == []
 
 
 def test_layers_that_are_unfrozen_train_on_in_the_named_folder_and_are_said(pack):
@@ -244,11 +252,6 @@ def test_fresh_starts_over_and_leaves_other_files_alone(pack):
 # -- keep=
 
 
-def test_keep_needs_a_named_run(pack):
-    with pytest.raises(CheckpointError, match="needs run="):
-        fit(pack, PLAN, keep="kept")
-
-
 def test_a_lost_folder_comes_back_and_a_kept_run_that_is_further_is_taken_over(pack):
     fit(pack, PLAN, "pc", keep="kept")
     fit(pack, PLAN.replace(epochs=4), "colab", keep="kept")
@@ -271,28 +274,12 @@ def test_neither_two_runs_nor_the_files_of_others_are_mixed_with_a_kept_run(pack
     for folder, words in refused.items():
         with pytest.raises(CheckpointError, match=words):
             fit(pack, PLAN, folder, keep="kept")
-    with pytest.raises(CheckpointError, match="is the folder of a run itself; name another one with keep="):
-        fit(pack, PLAN, "other", keep="./other")
-    assert Path("mine/thesis.txt").read_text() == "mine"
-
-
-def test_fresh_does_not_replace_a_kept_run(pack):
-    fit(pack, PLAN, "r", keep="kept")
-    with pytest.raises(CheckpointError, match="another keep="):
+    with pytest.raises(CheckpointError, match="which fresh=True does not replace; name another keep="):
         fit(pack, PLAN, "r", keep="kept", fresh=True)
+    with pytest.raises(CheckpointError, match="needs run="):
+        fit(pack, PLAN, keep="kept")
+    assert Path("mine/thesis.txt").read_text() == "mine"
     assert epochs(nb.Run.open("kept", task())) == 2
-
-
-def test_what_another_session_keeps_meanwhile_is_not_overwritten_and_that_is_said(pack):
-    fit(pack, PLAN, "pc", keep="kept")
-    keeper = Keeper(Path("pc"), Path("kept"))
-    fit(pack, PLAN.replace(epochs=4), "colab", keep="kept")
-    for _ in range(2):
-        keeper.keep()
-    keeper.close()
-    assert ["another session" in complaint for complaint in keeper.complaints] == [True, True]
-    assert keeper.done < keeper.requested
-    assert epochs(nb.Run.open("kept", task())) == 4
 
 
 # -- what is said and recorded
@@ -310,17 +297,3 @@ def test_whoever_looks_at_a_run_that_begins_sees_a_whole_one_or_none(pack, monke
     fit(pack, PLAN, "r")
     fit(pack, PLAN.replace(lr=0.1), "r", fresh=True)
     assert {opened[0], opened[-1]} == {0.01, 0.1}
-
-
-def test_remarks_of_a_pack_are_said_at_the_start_of_a_run(pack, capsys, monkeypatch):
-    monkeypatch.setattr(type(pack), "remarks", ["the split is stratified by class"])
-    run = fit(pack, PLAN, progress=True)
-    assert run.events[0] == "the split is stratified by class"
-    assert "the split is stratified by class" in capsys.readouterr().err
-
-
-def test_run_json_says_enough_to_list_a_run_whose_task_has_no_name(pack):
-    index = facts(fit(pack, PLAN, "r", task(metrics=["f1", "accuracy"])).folder)
-    assert index["metric"] == "f1", "which chooses the best checkpoint; -loss where lower is better"
-    assert index["identity"]["metrics"] == ["f1", "accuracy"]
-    assert index["applied"] == PLAN.to_dict() | {"betas": [*PLAN.betas]}

@@ -139,7 +139,7 @@ def test_sigterm_ends_the_receipt_which_can_be_had_later(tmp_path, terminated):
     task = acting({steps + 1: partial(os.kill, os.getpid(), signal.SIGTERM)})
     run = nb.fit(task, pack, PLAN, tmp_path / "run", progress=False)
     assert run.events[-1] == "no receipt: interrupted; run it again to get it"
-    assert (run.receipt, len(task.seen), len(run.summary())) == (None, steps + 1, PLAN.epochs)
+    assert (run.receipt, len(run.summary())) == (None, PLAN.epochs)
     assert terminated == [(signal.SIGTERM, True)]
 
 
@@ -149,7 +149,7 @@ def test_kill_ends_training_in_a_terminal_with_nothing_lost(tmp_path):
     paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths, "NBTOOLS_CACHE": str(tmp_path / "cache")}
     process = subprocess.Popen(
-        [*command, "--no-receipt", "--epochs", "100000", "--from", "plan"],
+        [*command, "--no-receipt", "--epochs", "100000"],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -25,7 +25,7 @@ from archives import archived, ended_at, forked, kill, put, tar_bytes, tree, zip
 import nbtools as nb
 from nbtools import errors
 from nbtools.__main__ import main
-from nbtools.data import cache, drive, drive_path, place_to_keep, release_runtime, sources, transfer
+from nbtools.data import cache, drive, drive_path, fetch, place_to_keep, release_runtime
 
 pytestmark = [
     pytest.mark.usefixtures("place"),
@@ -112,20 +112,6 @@ def test_the_hash_that_is_given_must_match_also_on_the_second_call(place, capsys
     assert f"its SHA-256 is {digest}, not abc" in capsys.readouterr().err
 
 
-def test_the_hash_in_a_file_next_to_an_archive_must_match(place):
-    put(place / "drive" / "digits.tar", TAR)
-    note, digest = place / "drive" / "digits.tar.sha256", hashlib.sha256(TAR).hexdigest()
-    put(note, b"0" * 64 + b" *digits.tar")
-    with pytest.raises(errors.ArchiveError, match=f"its SHA-256 is {digest}, not 000"):
-        stage("drive:digits.tar")
-    assert published(cache()) == []
-    put(note, f"{digest.upper()}  digits.tar".encode())
-    assert tree(stage("drive:digits.tar")) == INSIDE
-    put(note, b"not a hash")
-    with pytest.raises(errors.StageError, match=r"digits\.tar\.sha256: must begin with 64 hexadecimal digits"):
-        stage("drive:digits.tar")
-
-
 # Whole or not at all
 
 
@@ -158,7 +144,7 @@ def reads(patch, act):
 
     with patch.context() as one:
         for name, value in {"FileIO": Mounted, "PAUSE": 0.001}.items():
-            one.setattr(transfer, name, value)
+            one.setattr(fetch, name, value)
         yield count
 
 
@@ -211,9 +197,8 @@ def stage_with_error(nth: int, source: str, into: Path) -> None:
 
 @pytest.mark.parametrize("source", ["drive:digits.tar", "drive:folder"])
 def test_one_error_wherever_a_mount_is_looked_at_ends_nothing(place, monkeypatch, source):
-    monkeypatch.setattr(transfer, "PAUSE", 0.001)
+    monkeypatch.setattr(fetch, "PAUSE", 0.001)
     put(place / "drive" / "digits.tar", TAR)
-    put(place / "drive" / "digits.tar.sha256", hashlib.sha256(TAR).hexdigest().encode())
     for name in "abc":
         put(place / "drive" / "folder" / name / "x", name.encode() * 5000)
     for nth in range(1, 100):
@@ -222,7 +207,7 @@ def test_one_error_wherever_a_mount_is_looked_at_ends_nothing(place, monkeypatch
         if process.exitcode == 3:
             break
         assert process.exitcode == 0, nth
-    assert 3 < nth < 99
+    assert 2 < nth < 99
 
 
 @pytest.mark.parametrize("source", ["drive:digits.tar", "drive:folder"])
@@ -270,9 +255,6 @@ REFUSED = {
     "without its end": ("half.tar", TAR.rstrip(b"\0") + bytes(600), "truncated"),
     "not an archive": ("notes.txt", b"hello world", "not an archive: it begins with b'hello world'"),
     "empty archive": ("nothing.tar", bytes(10240), "holds no files"),
-    "quota page": ("digits.tar.gz", QUOTA.encode(), "Sie können .* nicht .* Zu viele.*quota.*Make a copy"),
-    "sign-in page": ("digits.zip", SIGN_IN.encode(), "'Connexion'.* no permission .*Anyone with the link"),
-    "some page": ("digits.zip", b"\n<html><title>Hi</title>", r"a web page \('Hi'\) arrived"),
     "hostile": ("digits.zip", zip_bytes(("../evil", b"x")), r"entry '\.\./evil'"),
     "empty folder": ("raw", "folder", "raw holds no files"),
 }
@@ -376,7 +358,7 @@ def test_the_machine_is_given_back_after_drive_is_written_out_and_kept_where_it_
     release_runtime()
     assert colab.calls == ["flush", "unassign"]
     colab.calls, colab.errors = [], {"flush": ValueError("unmount failed")}
-    with pytest.raises(errors.StageError, match=r"machine is kept: .*ValueError: unmount failed"):
+    with pytest.raises(errors.StageError, match=r"machine is kept: .*unmount failed"):
         release_runtime()
     monkeypatch.delitem(sys.modules, "google.colab")
     release_runtime()
@@ -473,9 +455,9 @@ def web(monkeypatch):
     Web.data, Web.drop, Web.ranges, Web.status, Web.requests = TAR, None, True, 200, []
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for name, value in {"OPENER": direct, "PAUSE": 0.001}.items():
-        monkeypatch.setattr(transfer, name, value)
-    monkeypatch.setattr(sources, "SITE", address)
-    monkeypatch.setattr(sources, "HOSTS", (*sources.HOSTS, "127.0.0.1"))
+        monkeypatch.setattr(fetch, name, value)
+    monkeypatch.setattr(fetch, "SITE", address)
+    monkeypatch.setattr(fetch, "HOSTS", (*fetch.HOSTS, "127.0.0.1"))
     yield address
     server.shutdown()
     thread.join()
@@ -485,7 +467,7 @@ def web(monkeypatch):
 @pytest.fixture
 def site(web, monkeypatch):
     """The address of a plain server, which no link to Drive has."""
-    monkeypatch.setattr(sources, "HOSTS", sources.HOSTS[:-1])
+    monkeypatch.setattr(fetch, "HOSTS", fetch.HOSTS[:-1])
     return web
 
 
@@ -512,8 +494,8 @@ def test_dropped_connections_are_resumed_in_this_call_and_in_the_next(site):
 @pytest.mark.parametrize(
     ("address", "status", "words"),
     [
-        ("{web}/x?id=quota", 200, "quota"),
-        ("{web}/sign-in", 200, "HTTP 403 Forbidden.*permission"),
+        ("{web}/x?id=quota", 200, "Sie können .* nicht .* Zu viele.*quota.*Make a copy"),
+        ("{web}/sign-in", 200, "HTTP 403 Forbidden.*'Connexion'.* no permission .*Anyone with the link"),
         ("{web}/missing.tar", 200, "HTTP 404 Not Found"),
         ("{web}/digits.tar", 503, "HTTP 503 Service Unavailable"),
         ("http://127.0.0.1:1/digits.tar", 200, "cannot be downloaded: .*refused"),

@@ -179,7 +179,7 @@ def test_waiting_for_data_is_what_the_device_waits(pack, simulated, loading, sha
 
 def test_measurements_and_rows_agree(pack, simulated, monkeypatch):
     where, task = simulated(kernels=0.011, launch=0.0067, loading=0.004)
-    monkeypatch.setattr("nbtools.measure.stepper.finish", lambda *_: where.wait())
+    monkeypatch.setattr("nbtools.measure.timing.finish", lambda *_: where.wait())
     plan = toy.PLAN.replace(epochs=1, batch_size=BATCH)
     stepper = Stepper(task, pack, plan, torch.device("cpu"), feed=feed_of(pack, where), clock=where.clock)
     turn = stepper.warm_up().advance(steps=20)

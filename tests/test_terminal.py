@@ -1,25 +1,21 @@
-"""The terminal does what the notebook does, with every setting as an option: help, JSON, exit codes, readable logs, and
-mistakes that are answered in a sentence."""
+"""The terminal does what the notebook does, with every setting as an option: help, JSON, exit codes, and mistakes that
+are answered in a sentence."""
 
 import dataclasses
-import inspect
-import io
 import json
 import os
 import shutil
 import signal
 import tomllib
 from collections.abc import Iterable, Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import toy
 
 import nbtools as nb
-from nbtools.__main__ import COMMANDS, main
+from nbtools.__main__ import COMMANDS, HOOKS, main
 from nbtools.train import knob
 
 ROOT = Path(__file__).parent.parent
@@ -42,17 +38,12 @@ def train(data, tmp_path):
     return lambda *more: main([*words, "--epochs", "1", *more])
 
 
-def help_of(*words: str) -> str:
-    with redirect_stdout(io.StringIO()) as text, pytest.raises(SystemExit, match="0"):
-        main([*words, "--help"])
-    return text.getvalue()
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda act: act.__name__)
-def test_the_help_of_a_command_shows_what_it_takes(command):
-    shown = help_of(command.__name__, *(["sign"] if "task" in inspect.signature(command).parameters else []))
-    assert shown.startswith(f"usage: python -m nbtools {command.__name__} [-h]")
-    assert " ".join((command.__doc__ or "").split()) in " ".join(shown.split())
+@pytest.mark.parametrize("command", [*COMMANDS, *HOOKS])
+def test_the_help_of_a_command_shows_what_it_takes(command, capsys):
+    of_task = command in (*HOOKS, "advise", "train", "evaluate")
+    with pytest.raises(SystemExit, match="0"):
+        main([command, *(["sign"] if of_task else []), "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: python -m nbtools {command} [-h]")
 
 
 def test_the_version_is_one_line_and_the_command_nbtools_is_this_module(capsys):
@@ -61,13 +52,6 @@ def test_the_version_is_one_line_and_the_command_nbtools_is_this_module(capsys):
     assert capsys.readouterr().out == f"nbtools {nb.__version__}\n"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"nbtools": f"{main.__module__}:{main.__name__}"}
-
-
-def test_a_report_with_errors_is_exit_code_one(tmp_path, capsys):
-    assert main(["demo", "sign", str(tmp_path / "clips"), "--count", "4"]) == 0
-    next((tmp_path / "clips").rglob("*.npz")).write_bytes(b"cut off")
-    assert main(["validate", "sign", str(tmp_path / "clips")]) == 1
-    assert ".npz" in capsys.readouterr().out
 
 
 def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, tmp_path, monkeypatch):
@@ -94,8 +78,7 @@ def test_gpus_checks_the_machine_as_it_is(capsys):
 def test_runs_are_listed_and_compared_and_a_folder_is_predicted_into_a_csv_file(train, data, tmp_path, capsys):
     runs, other = tmp_path / "runs", str(tmp_path / "runs" / "other")
     assert train() == 0
-    words = ["--from", "plan", "--epochs", "1", "--no-receipt", "--run", other]
-    assert main(["train", "toy", "--data", str(data), *words]) == 0
+    shutil.copytree(runs / "toy", other)
     assert main(["watch", str(runs / "tyo")]) == 1
     assert "tyo: no such folder; nb.runs lists those of a folder" in capsys.readouterr().err
     assert main(["runs", str(runs)]) == 0
@@ -110,12 +93,7 @@ def test_runs_are_listed_and_compared_and_a_folder_is_predicted_into_a_csv_file(
     assert main(["predict", other, str(folder), "--csv", str(table)]) == 0
     rows = [f"{first.name},{answers[0]}", f"more/{second.name},{answers[1]}"]
     assert table.read_text().splitlines() == ["name,prediction", *rows]
-    out, err = capsys.readouterr()
-    assert (out, "2 files predicted by Run" in err) == (f"{table}\n", True)
-
-
-def planned(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "runs" / "toy" / "plan.json").read_text())
+    assert capsys.readouterr().out == f"{table}\n"
 
 
 def test_demo_pack_advise_train_evaluate_predict_in_a_row(tmp_path, capsys):
@@ -127,10 +105,10 @@ def test_demo_pack_advise_train_evaluate_predict_in_a_row(tmp_path, capsys):
     assert "rule of thumb" in capsys.readouterr().out
     train = ["train", "toy", "--data", str(raw), "--run", str(run), "--no-receipt", "--batch-size", "8"]
     assert main([*train, "--epochs", "2", "--hidden", "24", "--no-compile", "--betas", "0.8,0.99"]) == 0
-    plan = planned(tmp_path)
+    plan = json.loads((run / "plan.json").read_text())
     assert (plan["epochs"], plan["hidden"], plan["batch_size"], plan["betas"]) == (2, 24, 8, [0.8, 0.99])
     assert main([*train, "--epochs", "3"]) == 0  # resumes, with the settings it had
-    assert planned(tmp_path)["hidden"] == 24
+    assert json.loads((run / "plan.json").read_text())["hidden"] == 24
     assert "3 of 3 epochs" in capsys.readouterr().out
     assert main(["evaluate", "toy", "--data", str(raw), "--run", str(run), "--split", "val"]) == 0
     assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == {"loss", "accuracy"}
@@ -155,51 +133,35 @@ def test_every_setting_of_the_plan_is_an_option_and_percent_signs_are_text(monke
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--batch-size", "x"], "--batch-size must be int, got 'x'"),
-        (
-            ["--from", "basline"],
-            "--from must be one of advised, measured, plan, baseline, got 'basline'; did you mean base",
-        ),
-        (["--amp", "fp8"], "Plan.amp must be one of off, bf16, fp16, got 'fp8'"),
-        (["--batch-size", "5000"], "larger than the train split"),
-        (["--processes", "0"], "processes (--processes) must be at least 1, got 0"),
-    ],
-)
-def test_a_bad_option_is_one_sentence_and_starts_nothing(train, tmp_path, capsys, words, sentence):
-    assert train(*words) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("nbtools: ")
-    assert sentence in last
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
     ("typed", "code", "sentence"),
     [
-        (
-            "train sign --batch-siz 4",
-            2,
-            "unrecognized arguments: --batch-siz 4; did you mean --batch-size? See python -m",
-        ),
+        ("train toy --data {} --batch-size x", 1, "Plan.batch_size must be a whole number, got 'x'"),
+        ("train toy --data {} --amp fp8", 1, "Plan.amp must be one of off, bf16, fp16, got 'fp8'"),
+        ("train toy --data {} --batch-size 5000", 1, "larger than the train split"),
+        ("train toy --data {} --processes 0", 1, "processes (--processes) must be at least 1, got 0"),
+        ("demo toy x --count x", 1, "--count must be int, got 'x'"),
+        ("train sign --batch-siz 4", 2, "unrecognized arguments: --batch-siz 4; did you mean --batch-size?"),
         ("trian sign", 2, "; did you mean train? See python -m nbtools --help"),
         ("gpus now", 2, "unrecognized arguments: now. See python -m nbtools"),
         ("evaluate toy --run r", 2, "the following arguments are required: --data"),
-        ("pack nosuchtask x", 1, "no task 'nosuchtask': use captcha"),
-        ("pack captch x", 1, "did you mean captcha?"),
+        ("pack captch x", 1, "no task 'captch': use captcha"),
         ("pack toy no/such/folder", 1, "no/such/folder"),
         ("train toy", 1, "name the data: --data SOURCE"),
         ("validate toy anything", 1, "has no validate; define it"),
     ],
 )
-def test_what_is_asked_for_wrongly_is_answered_in_a_sentence_with_the_nearest_word(typed, code, sentence, capsys):
+def test_a_mistake_is_one_sentence_with_the_nearest_word_and_starts_nothing(
+    data, tmp_path, monkeypatch, capsys, typed, code, sentence
+):
+    monkeypatch.chdir(tmp_path)
     try:
-        ended = main(typed.split())
+        ended = main(typed.format(data).split())
     except SystemExit as end:  # argparse
         ended = end.code
     out, err = capsys.readouterr()
-    assert (ended, out, sentence in err) == (code, "", True)
+    last = err.splitlines()[-1]
+    assert (ended, out, sentence in last, last.startswith("nbtools: ")) == (code, "", True, True)
+    assert not list(tmp_path.glob("runs/*/*"))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +171,6 @@ def test_what_is_asked_for_wrongly_is_answered_in_a_sentence_with_the_nearest_wo
         (int, "-3", -3),
         (float, "1e-3", 0.001),
         (str | None, "None", None),
-        (str | int, "0123", "0123"),
         (int | tuple[int, int] | None, "4, 8", (4, 8)),
         (tuple[float, ...], "1,0.5", (1, 0.5)),
         (int | str | Iterable[int | str] | None, "7,sky", (7, "sky")),
@@ -217,15 +178,13 @@ def test_what_is_asked_for_wrongly_is_answered_in_a_sentence_with_the_nearest_wo
     ],
 )
 def test_an_option_is_read_by_its_annotation_and_a_boolean_one_is_a_bare_flag(kind, text, value, monkeypatch, capsys):
-    def demo(folder, *, one_more=1, twice=False, thrice=True):
+    def demo(folder: str, *, one_more=1, twice: bool = False, thrice: bool = True):
         return repr((one_more, twice, thrice))
 
     demo.__annotations__["one_more"] = kind
     monkeypatch.setattr(toy, "demo", demo)
     assert main(["demo", "toy", "x", "--one-more", text, "--twice", "--no-thrice"]) == 0
     assert capsys.readouterr().out == f"{(value, True, False)!r}\n"
-    assert main(["demo", "toy", "x"]) == 0
-    assert capsys.readouterr().out == "(1, False, True)\n"
 
 
 def test_the_smoke_test_needs_no_data_and_takes_settings(capsys):

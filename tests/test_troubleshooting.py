@@ -31,11 +31,11 @@ def test_every_option_and_preset_of_the_page_is_one():
     for name, value in re.findall(r"(?<=[` ])--([a-z][\w-]*) ?([\w.-]*)", TEXT):
         field = name.replace("-", "_")
         fitting = [plan for plan in plans if hasattr(plan, field)]
-        others = {"data", "why", "keep", "processes", "label", "kp_key", "feature_key", "smoke_test", "from"}
+        others = {"data", "why", "keep", "processes", "label", "kp_key", "feature_key", "smoke_test", "measured"}
         assert fitting or field in others, name
         assert not value or not fitting or any(takes(plan, field, value) for plan in fitting), name
-    presets = {"measured", *(name for task in (captcha, hwdb, segment, sign) for name in task.PRESETS)}
-    assert set(re.findall(r"--from ([\w.-]+)", TEXT)) <= presets
+    presets = {name for task in (captcha, hwdb, segment, sign) for name in task.PRESETS}
+    assert set(re.findall(r'\["([\w.-]+)"\]', TEXT)) <= presets
 
 
 def takes(plan: nb.Plan, field: str, value: str) -> bool:

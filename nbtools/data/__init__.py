@@ -1,8 +1,7 @@
 """A source anywhere → local disk → Pack → batches on the device."""
 
 from nbtools.data.build import Entry, Survey, build_pack
-from nbtools.data.cached import cached
-from nbtools.data.dataset import items_of, pack, sample_of
+from nbtools.data.dataset import items_of, options_like, pack, sample_of
 from nbtools.data.draws import STAYING, Draws, Keys, constant, places
 from nbtools.data.drive import drive_path, kept, on_colab, place_to_keep, release_runtime, remount
 from nbtools.data.feed import (
@@ -20,12 +19,9 @@ from nbtools.data.feed import (
     on,
     open_feed,
 )
-from nbtools.data.forms import Form
-from nbtools.data.images import IMAGES, open_image
-from nbtools.data.items import TARGET
+from nbtools.data.fetch import bring, cache, patient
+from nbtools.data.forms import IMAGES, TARGET, Form, open_image
 from nbtools.data.pack import SPLITS, Card, Column, Pack, Sample, is_pack
 from nbtools.data.parallel import cores, side_by_side, threaded
 from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
-from nbtools.data.sources import cache
-from nbtools.data.stage import stage
-from nbtools.data.transfer import bring, patient
+from nbtools.data.stage import cached, stage

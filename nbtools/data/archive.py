@@ -1,15 +1,13 @@
-"""Archives: unpacked safely, and written as the one plain tar that a pack is kept as.
+"""Archives, unpacked safely.
 
 `extractall` of tarfile, even with `filter="data"`, was escaped on 3.11.7, 3.12.1 and 3.13.0 by a dangling link and a
 hard link; truncated tars pass in silence. So every entry is checked before anything is written; only plain files are
 read, each is created anew below a new folder, and the unpacked size has a limit.
 """
 
-import bz2
 import contextlib
 import errno
 import gzip
-import hashlib
 import lzma
 import re
 import stat
@@ -17,28 +15,25 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, NamedTuple
 
-from tqdm import tqdm
-
 from nbtools import disk, show
-from nbtools.data.progress import moving, say
+from nbtools.data.progress import bar, say
 from nbtools.errors import ArchiveError, DiskError
 
-CHUNK = 1 << 20
-MAGIC = {b"\x1f\x8b": "tar.gz", b"\xfd7zXZ\0": "tar.xz", b"BZh": "tar.bz2", b"PK\3\4": "zip", b"PK\5\6": "zip"}
-OPENERS: dict[str | None, Callable] = {"tar.gz": gzip.open, "tar.xz": lzma.open, "tar.bz2": bz2.open}
+MAGIC = {b"\x1f\x8b": "tar.gz", b"\xfd7zXZ\0": "tar.xz", b"PK\3\4": "zip", b"PK\5\6": "zip"}
+OPENERS: dict[str | None, Callable] = {"tar.gz": gzip.open, "tar.xz": lzma.open}
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # of bzip2 and lzma, a read of zipfile has no bound
 ENTRIES = 5_000_000  # more than this is an attack on memory
 RATIO, FLOOR = 200, 100_000_000  # bytes unpacked: at most this many times the archive (deflate can 1,032), or the floor
 LITTER = re.compile(r"(^|/)(__MACOSX|\.DS_Store|\._[^/]*)(/|$)")  # of macOS
-COPY = "Copy or download it again"
 PLAIN = "only plain files and folders are read"
+BYTES = {"unit": "B", "unit_scale": True}  # of bars
 
 
 class Entry(NamedTuple):
@@ -51,7 +46,7 @@ class Entry(NamedTuple):
 
 
 def kind(path: Path) -> str | None:
-    """Return `tar`, `tar.gz`, `tar.xz`, `tar.bz2` or `zip` by the first bytes, whatever the name says; else None."""
+    """Return `tar`, `tar.gz`, `tar.xz` or `zip` by the first bytes, whatever the name says; else None."""
     with open(path, "rb") as file:
         head = file.read(tarfile.BLOCKSIZE)
     for magic, name in MAGIC.items():
@@ -70,34 +65,33 @@ def unpack(path: Path, folder: Path, text: str, progress: bool) -> None:
     caller unpacks into a `.part` and publishes afterwards.
     """
     with explained(text) as where:
-        if opener := OPENERS.get(kind(path)):
-            disk.require_space(folder, path.stat().st_size)
+        if opener := OPENERS.get(form := kind(path)):
             plain = folder.with_name(f"{folder.name}.tar")
-            with open(path, "rb") as raw, opener(raw) as packed:
-                inflate(raw, packed, plain, moving(path.stat().st_size, f"unpack {path.name}", progress))
+            inflate(path, opener, plain, progress)
             unpack(plain, folder, text, progress)
             disk.remove(plain)
             return
-        if (form := kind(path)) not in ("tar", "zip"):
+        if form is None:
             raise ArchiveError("is neither a tar nor a zip")
         with open(path, "rb") as file:
-            entries = (in_zip if form == "zip" else in_tar)(file, where)
-            files = checked(entries, most(path), text, where)
+            entries = list(islice((in_zip if form == "zip" else in_tar)(file, where), ENTRIES + 1))
+            files = checked(entries, max(FLOOR, RATIO * path.stat().st_size), text, where)
             size = sum(entry.size for entry in files.values())
             disk.require_space(folder, size)
-            with moving(size, f"unpack {folder.name}", progress) as shown:
+            with bar(total=size, desc=f"unpack {folder.name}", disable=not progress, **BYTES) as shown:
                 for name, entry in files.items():
                     where.entry = name
                     extract(entry, folder / name, shown.update)
 
 
-def inflate(raw: IO[bytes], packed: IO[bytes], plain: Path, shown: tqdm) -> None:
-    """Write what is compressed in `raw`, within the limit, to the end, where gzip, xz and bzip2 compare checksums."""
-    limit = most(Path(raw.name))
-    with shown, open(plain, "wb", 0) as whole:
-        while data := packed.read(CHUNK):
+def inflate(path: Path, opener: Callable, plain: Path, progress: bool) -> None:
+    """Write what is compressed, within the limit, to the end, where gzip and xz compare checksums."""
+    size = path.stat().st_size
+    shown = bar(total=size, desc=f"unpack {path.name}", disable=not progress, **BYTES)
+    with shown, open(path, "rb") as raw, opener(raw) as packed, open(plain, "wb", 0) as whole:
+        while data := packed.read(1 << 20):
             disk.write(whole, data)
-            require_below(whole.tell(), limit)
+            require_below(whole.tell(), max(FLOOR, RATIO * size))
             shown.update(raw.tell() - shown.n)
 
 
@@ -106,21 +100,17 @@ def extract(entry: Entry, target: Path, progress: Callable[[int], object]) -> No
     assert entry.open
     target.parent.mkdir(parents=True, exist_ok=True)
     stream, rest = entry.open(), entry.size
-    try:
-        with open(target, "xb", 0) as file:
-            while rest and (data := stream.read(min(disk.PIECE, rest))):
-                disk.write(file, data)
-                progress(len(data))
-                rest -= len(data)
-    except FileExistsError:
-        raise ArchiveError("has the name of another entry, on this disk, which ignores case") from None
+    with open(target, "xb", 0) as file:
+        while rest and (data := stream.read(min(disk.PIECE, rest))):
+            disk.write(file, data)
+            progress(len(data))
+            rest -= len(data)
     if rest:
-        raise ArchiveError(f"is damaged: {rest} of {entry.size} bytes are missing. {COPY}")
+        raise ArchiveError(f"is damaged: {rest} of {entry.size} bytes are missing")
 
 
-def checked(entries: Iterable[Entry], limit: int, text: str, where: SimpleNamespace) -> dict[str, Entry]:
+def checked(entries: list[Entry], limit: int, text: str, where: SimpleNamespace) -> dict[str, Entry]:
     """Return relative path → entry of all files. Raises ArchiveError."""
-    entries = list(islice(entries, ENTRIES + 1))
     if len(entries) > ENTRIES:
         raise ArchiveError(f"comes after {ENTRIES} entries, which are too many. Combine small files into fewer")
     require_below(sum(entry.size for entry in entries), limit)
@@ -144,6 +134,20 @@ def checked(entries: Iterable[Entry], limit: int, text: str, where: SimpleNamesp
     return files
 
 
+def safe_parts(name: str) -> tuple[str, ...]:
+    """Return the components of a relative POSIX name; raise ArchiveError for one that could lead outside its folder."""
+    if name.startswith("/") or re.search(r"\\|\0|^[A-Za-z]:", name) or ".." in name.split("/"):
+        rule = "has a name that is absolute, or holds `..`, a backslash, a drive letter or NUL"
+        raise ArchiveError(f"{rule}. Make the archive again with relative names")
+    return tuple(part for part in name.split("/") if part not in ("", "."))
+
+
+def require_below(size: int, limit: int) -> None:
+    if size > limit:
+        bomb = f"unpacks to more than {show.size(limit)}, like a decompression bomb"
+        raise ArchiveError(f"{bomb}. If it is yours, make it a plain tar")
+
+
 def in_tar(file: IO[bytes], where: SimpleNamespace) -> Iterator[Entry]:
     tar, end = tarfile.TarFile(fileobj=file, encoding="utf-8"), -1
     while (member := tar.next()) is not None:
@@ -159,7 +163,7 @@ def in_tar(file: IO[bytes], where: SimpleNamespace) -> Iterator[Entry]:
         yield Entry(name, member.size, partial(at, file, member.offset_data)) if is_file else Entry(name, 0, None)
     where.entry = ""
     if at(file, tar.offset).read(2 * tarfile.BLOCKSIZE) != bytes(2 * tarfile.BLOCKSIZE):  # else tarfile is silent
-        raise ArchiveError(f"ends before its end-of-archive marker: it is truncated or damaged. {COPY}")
+        raise ArchiveError("ends before its end-of-archive marker: it is truncated or damaged")
 
 
 def at(file: IO[bytes], start: int) -> IO[bytes]:
@@ -171,8 +175,8 @@ def in_zip(file: IO[bytes], where: SimpleNamespace) -> Iterator[Entry]:
     archive = zipfile.ZipFile(file)
     for info in archive.infolist():
         where.entry = info.filename
-        if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR) or info.flag_bits & 1:
-            raise ArchiveError(f"is a link, a device or encrypted: {PLAIN}")
+        if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
+            raise ArchiveError(f"is a link or a device: {PLAIN}")
         if info.compress_type not in METHODS or (info.CRC and not info.file_size):
             raise ArchiveError("is damaged, or neither stored nor deflated. Make the zip again with the usual settings")
         yield Entry(marked_name(info), info.file_size, partial(archive.open, info))
@@ -219,25 +223,6 @@ def code_page(raw: bytes) -> str:
     return "cp437"
 
 
-def safe_parts(name: str) -> tuple[str, ...]:
-    """Return the components of a relative POSIX name; raise ArchiveError for one that could lead outside its folder."""
-    if name.startswith("/") or re.search(r"\\|\0|^[A-Za-z]:", name) or ".." in name.split("/"):
-        rule = "has a name that is absolute, or holds `..`, a backslash, a drive letter or NUL"
-        raise ArchiveError(f"{rule}. Make the archive again with relative names")
-    return tuple(part for part in name.split("/") if part not in ("", "."))
-
-
-def most(path: Path) -> int:
-    """Return the bytes that an archive may unpack to."""
-    return max(FLOOR, RATIO * path.stat().st_size)
-
-
-def require_below(size: int, limit: int) -> None:
-    if size > limit:
-        bomb = f"unpacks to more than {show.size(limit)}, like a decompression bomb"
-        raise ArchiveError(f"{bomb}. If it is yours, make it a plain tar")
-
-
 @contextlib.contextmanager
 def explained(text: str) -> Iterator[SimpleNamespace]:
     """Put the archive and the entry noted in what this yields into whatever goes wrong inside; a disk's errors pass."""
@@ -245,58 +230,14 @@ def explained(text: str) -> Iterator[SimpleNamespace]:
     try:
         yield where
         return
+    except DiskError:
+        raise
     except ArchiveError as error:
         if str(error).startswith(f"{text}: "):  # of the plain tar within
             raise
         reason = str(error)
-    except DiskError:
-        raise
     except Exception as error:  # readers let nearly anything escape on damaged input, as mutation shows
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL, errno.ENAMETOOLONG, errno.EILSEQ):
             raise  # None: a decompressor's
-        reason = f"is damaged: {type(error).__name__}: {error}. {COPY}"
+        reason = f"is damaged: {type(error).__name__}: {error}. Copy or download it again"
     raise ArchiveError(f"{text}: {f'entry {where.entry!r} ' if where.entry else ''}{reason}.") from None
-
-
-def read_member(path: Path, name: str) -> bytes:
-    """Return a file of a plain tar, whole. Raises ArchiveError where it is damaged or absent."""
-    with explained(str(path)), tarfile.open(path, "r:") as tar:
-        content = tar.extractfile(name)
-        assert content, "a folder"
-        return content.read()
-
-
-def write(files: Mapping[str, Path], path: Path, ready: Callable[[], None] = lambda: None) -> str:
-    """Put files (name → where) into one plain tar, atomically, and read it back → its SHA-256. The same bytes whenever
-    names and contents are the same. ready: called once it is whole, before it gets its name."""
-    part = path.with_name(path.name + ".part")
-    with disk.explained(f"writing {path.name}", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(part, "wb") as file, tarfile.open(fileobj=(summed := Summed(file)), mode="w|") as tar:  # pyright: ignore
-                for name, source in sorted(files.items()):
-                    info = tarfile.TarInfo(name)  # mtime, owner, mode: the defaults
-                    info.size = source.stat().st_size
-                    with open(source, "rb") as content:
-                        tar.addfile(info, content)
-            if disk.sha256(part) != summed.digest.hexdigest():
-                raise OSError(errno.EIO, "reads back differently from what was written", str(part))
-            ready()
-            disk.sync_path(part)
-            disk.rename(part, path)
-        except BaseException:  # also where the user interrupts: a full Drive has no room for it
-            with contextlib.suppress(OSError):  # the disk that failed may refuse this too: the first error counts
-                disk.remove(part)
-            raise
-    return summed.digest.hexdigest()
-
-
-class Summed:
-    """A file that is only written to, and the SHA-256 of that."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.digest = file, hashlib.sha256()
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        return self.file.write(data)

@@ -11,13 +11,12 @@ import csv
 import dataclasses
 import hashlib
 import json
-import os
 import re
 import struct
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,11 +27,10 @@ from torch.utils.data import Dataset
 
 from nbtools import disk
 from nbtools.data import splits
-from nbtools.data.cached import touch
-from nbtools.data.pack import FORMAT, MANIFEST, Card, Column, Pack, Reader, Sample, class_names, is_pack, memory_map
+from nbtools.data.fetch import cache, listing
+from nbtools.data.pack import FORMAT, MANIFEST, Card, Column, Pack, Sample, class_names, is_pack, memory_map, touch
 from nbtools.data.parallel import side_by_side
 from nbtools.data.progress import say
-from nbtools.data.sources import cache, listing
 from nbtools.data.stage import stage
 from nbtools.data.writer import JOURNAL, Problem, Writer
 from nbtools.errors import PackError
@@ -41,7 +39,7 @@ from nbtools.version import VERSION
 
 Options = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]  # columns, and the offsets of ragged ones
-Draw = tuple[float, float, int]  # val, test, seed
+Reader = Callable[[Path, Options], Sample]
 
 DAMAGED = (OSError, ValueError, EOFError, SyntaxError, zlib.error, struct.error, zipfile.BadZipFile)
 """What Pillow, NumPy and the like raise on damaged files."""
@@ -50,53 +48,32 @@ READABLE = "the file must be readable"
 
 @dataclass(frozen=True)
 class Entry:
-    """One sample to read. name: its file, relative to the source; split: the source's own, None if it has none.
+    """One sample to read."""
 
-    label: a number or an array of numbers, which becomes the column `label`; None where `read` gives it, or there is
-    none. group: samples of one group stay in one split.
-    """
-
-    name: str
-    split: str | None = None
-    label: Any = None
-    group: str | None = None
+    name: str  # its file, relative to the source
+    split: str | None = None  # the source's own
+    label: Any = None  # a number or an array of numbers, which becomes the column `label`; None where `read` gives it
+    group: str | None = None  # samples of one group stay in one split
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What a task finds in a source without decoding it.
+    """What a task finds in a source without decoding it. Entries without a split get theirs by a hash of their group or
+    name, or with by_content of their arrays."""
 
-    entries: the samples to read, in the pack's order. Those without a split get theirs by a hash of their group or
-    name, or with by_content of their arrays; stratified: each class is divided by the shares.
-    options: what `read` and `run.predict` need.
-    ragged: columns whose samples differ in their first dimension; bucket_by: the one whose length groups batches.
-    bad: (file, value, rule, fix) of each file that cannot be used.
-    check: raises PackError(value, rule, fix) for a decoded sample that has to be left out; called by several threads.
-    count: (columns, ids of training samples) → the samples of each class, by what they are classes of.
-    named: a column that `read` gives as one text a sample, the name of its class; the pack stores its index in
-    `classes`, which are then those that occur, sorted, numbers by value.
-    learn: (columns and offsets, ids of training samples) → more options, such as means.
-    elsewhere: columns that `read` leaves out here, since the pack is not to store them.
-    """
-
-    entries: Sequence[Entry]
+    entries: Sequence[Entry]  # in the pack's order
     classes: Sequence[str] = ()
-    options: Options = field(default_factory=dict)
-    ragged: Collection[str] = ()
-    bucket_by: str | None = None
-    bad: Sequence[Problem] = ()
+    options: Options = field(default_factory=dict)  # what `read` and `run.predict` need
+    ragged: Collection[str] = ()  # columns whose samples differ in their first dimension
+    bucket_by: str | None = None  # the ragged column whose length groups batches
+    bad: Sequence[Problem] = ()  # (file, value, rule, fix) of each file that cannot be used
     by_content: bool = False
-    stratified: bool = False
-    check: Callable[[Entry, Sample], None] | None = None
-    count: Callable[[Arrays, np.ndarray], dict[str, list[int]]] | None = None
-    named: str | None = None
-    learn: Callable[[Arrays, np.ndarray], dict[str, Any]] | None = None
-    elsewhere: Mapping[str, Column] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if wrong := [entry for entry in self.entries if entry.split not in (None, *splits.SPLITS)]:
-            name, split = wrong[0].name, wrong[0].split
-            raise PackError(f"{name}: split must be one of {', '.join(splits.SPLITS)}, or None, got {split!r}")
+    stratified: bool = False  # each class is divided by the shares
+    check: Callable[[Entry, Sample], None] | None = None  # raises PackError(value, rule, fix)
+    count: Callable[[Arrays, np.ndarray], dict[str, list[int]]] | None = None  # (…, training ids) → samples a class
+    named: str | None = None  # a column that `read` gives as the name of a class; None of `classes`: those that occur
+    learn: Callable[[Arrays, np.ndarray], dict[str, Any]] | None = None  # (…, training ids) → more options, as means
+    elsewhere: Mapping[str, Column] = field(default_factory=dict)  # columns that are not to be stored
 
 
 def build_pack(
@@ -115,16 +92,14 @@ def build_pack(
 ) -> Pack:
     """Return the pack of a source, opened where it is finished.
 
-    source: anything `stage` takes, or a pack (a folder, or the one file that `Pack.keep` wrote). options: what was
-    requested, as plain JSON values; with val, test, seed and the source's files it identifies the pack.
-    survey: `survey(folder, {**options, "val": val, "test": test})`, called for a pack that is made anew.
-    read: `read(path, options)` → the arrays of one sample, called by threads and forked processes, and later for the
-    raw files. It refuses a file by PackError(value, rule, fix); what decoders raise on damage counts as that too.
-    reader: where that takes the rest of the source, `reader(folder)` returns what to call in place of `read`.
-    val, test: shares of the samples without a split of their own, or whole numbers for exactly that many; test=1.0
-    makes all of them test, also those with a split of their own: a source to evaluate on. seed: of the draw.
-    into: a folder for the pack alone; by default one under the cache, named by what identifies it.
-    Raises PackError if nothing can be packed, DiskError if it cannot be written; nothing is published then.
+    source: anything `stage` takes, or a pack. options: what was requested, as plain JSON values; with val, test, seed
+    and the source's files it identifies the pack. survey: `survey(folder, {**options, "val": val, "test": test})`.
+    read: `read(path, options)` → the arrays of one sample, called by forked processes, and later for the raw files. It
+    refuses a file by PackError(value, rule, fix); what decoders raise on damage counts as that too. reader: where that
+    takes the rest of the source, `reader(folder)` returns what to call in place of `read`. val, test: shares of the
+    samples without a split of their own, or whole numbers for exactly that many; test=1.0 makes all of them test.
+    into: a folder for the pack alone; by default one under the cache. Raises PackError if nothing can be packed,
+    DiskError if it cannot be written.
     """
     splits.require_shares(val, test)
     folder = stage(source, progress=progress)
@@ -141,11 +116,10 @@ def build_pack(
     read = reader(folder) if reader else read
 
     def samples(inventory: Survey, done: int) -> Generator[Sample | Problem, None, None]:
-        work = partial(decode, survey=inventory, read=read, folder=folder)
-        return side_by_side(work, inventory.entries[done:])
+        return side_by_side(partial(decode, inventory, read, folder), inventory.entries[done:])
 
-    draw: Any = {"val": val, "test": test, "seed": seed}
-    pack = make_pack(task, made, into, lambda: survey(folder, given), samples, **draw, progress=progress)
+    draw = (val, test, seed)
+    pack = make_pack(task, made, into, lambda: survey(folder, given), samples, draw, progress)
     return dataclasses.replace(pack, raw=RawFiles(pack, folder, read))
 
 
@@ -155,23 +129,17 @@ def make_pack(
     into: str | Path | None,
     survey: Callable[[], Survey],
     samples: Callable[[Survey, int], Generator[Sample | Problem, None, None]],
-    *,
-    val: float,
-    test: float,
-    seed: int = 0,
-    progress: bool = True,
+    draw: tuple[float, float, int],
+    progress: bool,
 ) -> Pack:
     """Return the pack with a key: the finished one, or a new one, without its source.
-
-    made: what the manifest records of the source: `key`, which says of what files and options it is made, and `source`.
-    samples: (survey, number of entries done) → what became of each entry from there on, in order. The rest as for
-    `build_pack`.
+    made: what the manifest records: `key`, which says of what files and options it is made, and `source`. samples:
+    (survey, number of entries done) → what became of each entry from there on, in order; draw: val, test and seed.
     """
     target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{made['key']}").absolute()
     touch(target)
     name = hashlib.blake2b(str(target).encode(errors="surrogateescape"), digest_size=8).hexdigest()
-    lock = disk.Lock(cache() / "locks" / f"pack-{name}.lock")
-    with disk.explained(f"packing {made['source']}", target), lock:
+    with disk.explained(f"packing {made['source']}", target), disk.Lock(cache() / "locks" / f"pack-{name}.lock"):
         if is_finished(target, task, made["key"]):
             return Pack.open(target)
         part = target.with_name(f"{target.name}.part")
@@ -181,7 +149,7 @@ def make_pack(
             with contextlib.closing(writer), contextlib.closing(samples(inventory, writer.done)) as stream:
                 writer.write([entry.name for entry in inventory.entries], stream, progress)
                 writer.finish()
-            finish(writer, inventory, task, made, (val, test, seed))
+            finish(writer, inventory, task, made, draw)
         except PackError:
             disk.remove(part)  # the data's fault: there is nothing to resume
             raise
@@ -199,7 +167,7 @@ def is_finished(target: Path, task: str, key: str) -> bool:
         if of_task(Pack.open(target), task).manifest.get("key") == key:
             return True
         raise PackError(f"{target} holds a pack of other files or options; delete it, or choose another folder")
-    if target.exists() and not (target.is_dir() and not os.listdir(target)):
+    if target.exists() and any(target.iterdir()):
         raise PackError(f"{target} is not a pack, and not empty; choose a new folder for the pack")
     return False
 
@@ -214,10 +182,8 @@ def of_task(pack: Pack, task: str) -> Pack:
 def fingerprint(task: str, folder: Path, given: Options) -> str:
     """Return a key of the files (relative name, size, time of change) and of what is to be made of them."""
     text = json.dumps([FORMAT, task, str(folder.resolve()), given], sort_keys=True)
-    digest = hashlib.blake2b(text.encode(), digest_size=8)
     files = "".join(f"{name}\0{size}\0{mtime}\n" for name, (size, mtime) in sorted(listing(folder).items()))
-    digest.update(files.encode(errors="surrogateescape"))
-    return digest.hexdigest()
+    return hashlib.blake2b((text + files).encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
 def source_of(pack: Pack) -> Path | None:
@@ -229,10 +195,10 @@ def source_of(pack: Pack) -> Path | None:
     return None
 
 
-# -- reading
+# -- one sample
 
 
-def decode(entry: Entry, survey: Survey, read: Reader, folder: Path) -> Sample | Problem:
+def decode(survey: Survey, read: Reader, folder: Path, entry: Entry) -> Sample | Problem:
     """Return a sample with its label, or its row of the table of bad samples."""
     try:
         sample = read(folder / entry.name, survey.options)
@@ -276,7 +242,7 @@ class RawFiles(Dataset):
 # -- what all samples together decide
 
 
-def finish(writer: Writer, survey: Survey, task: str, made: Mapping[str, Any], draw: Draw) -> None:
+def finish(writer: Writer, survey: Survey, task: str, made: Mapping[str, Any], draw: tuple[float, float, int]) -> None:
     """Write classes, names, splits and the manifest beside what a Writer wrote: the folder is then a whole pack."""
     folder, columns, bad = writer.folder, dict(writer.columns), [*survey.bad, *writer.bad]
     entries = [survey.entries[i] for i in writer.kept]
@@ -287,7 +253,11 @@ def finish(writer: Writer, survey: Survey, task: str, made: Mapping[str, Any], d
         index = {name: i for i, name in enumerate(classes)}
         np.save(folder / f"{survey.named}.npy", np.array([index[name] for name in writer.classes], np.int64))
         columns[survey.named] = Column("fixed", "<i8", ())
-    write_tables(folder, entries, bad)
+    (folder / "names.json").write_text(json.dumps([entry.name for entry in entries]))
+    if any(entry.group for entry in entries):
+        (folder / "groups.json").write_text(json.dumps([entry.group for entry in entries]))
+    with open(folder / "bad.csv", "w", encoding="utf-8-sig", errors="backslashreplace", newline="") as file:
+        csv.writer(file).writerows([("file", "value", "rule", "fix"), *bad])
     arrays = {path.stem: memory_map(path) for path in folder.glob("*.npy")}
     label = survey.named or ("label" if classes and str(columns.get("label")) in ("int64 ()", "int64 (1)") else None)
     labels = None if label is None else class_names(arrays[label], classes)
@@ -295,13 +265,12 @@ def finish(writer: Writer, survey: Survey, task: str, made: Mapping[str, Any], d
     arrays["split"] = np.array([splits.SPLITS.index(one) for one in split], np.uint8)
     np.save(folder / "split.npy", arrays["split"])
     train = np.flatnonzero(arrays["split"] == 0)
-    options = {**survey.options, **(survey.learn(arrays, train) if survey.learn else {})}
-    paths = sorted(path for path in folder.iterdir() if path.name not in (JOURNAL, MANIFEST))
-    files = {path.name: {"size": path.stat().st_size, "sha256": disk.sha256(path)} for path in paths}
+    files = {path.name: {"size": path.stat().st_size, "sha256": disk.sha256(path)} for path in sorted(folder.iterdir())}
+    files.pop(JOURNAL, None)
     card = Card(
         task,
         classes,
-        options,
+        {**survey.options, **(survey.learn(arrays, train) if survey.learn else {})},
         {**columns, **survey.elsewhere},
         {one: split.count(one) for one in splits.SPLITS},
         survey.bucket_by,
@@ -313,34 +282,24 @@ def finish(writer: Writer, survey: Survey, task: str, made: Mapping[str, Any], d
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-def write_tables(folder: Path, entries: Sequence[Entry], bad: Sequence[Problem]) -> None:
-    (folder / "names.json").write_text(json.dumps([entry.name for entry in entries]))
-    if any(entry.group for entry in entries):
-        (folder / "groups.json").write_text(json.dumps([entry.group for entry in entries]))
-    with open(folder / "bad.csv", "w", encoding="utf-8-sig", errors="backslashreplace", newline="") as file:
-        csv.writer(file).writerows([("file", "value", "rule", "fix"), *bad])
-
-
-def split_entries(entries: Sequence[Entry], survey: Survey, arrays: Arrays, labels: Any, draw: Draw) -> list[str]:
+def split_entries(entries: Sequence[Entry], survey: Survey, arrays: Arrays, labels: Any, draw: Any) -> list[str]:
     """Return the split of every sample."""
-    val, test, seed = draw
     given, groups = [entry.split for entry in entries], [entry.group for entry in entries]
-    texts = contents(arrays, survey.named, len(entries)) if survey.by_content else (entry.name for entry in entries)
-    places = [splits.position(group or text, seed) for group, text in zip(groups, texts, strict=True)]
-    mix, exact = labels if survey.stratified else None, survey.stratified or survey.by_content
-    return splits.assign(given, places, groups, mix, (val, test), exact)
+    columns = sorted(name for name in arrays if name != survey.named and not name.endswith(".offsets"))
+
+    def content(i: int) -> bytes:
+        """Return what a sample holds, but for its class."""
+        ends = {name: arrays.get(f"{name}.offsets") for name in columns}
+        rows = {name: i if end is None else slice(end[i], end[i + 1]) for name, end in ends.items()}
+        return b"".join(arrays[name][row].tobytes() for name, row in rows.items())
+
+    texts = (content(i) if survey.by_content else entry.name for i, entry in enumerate(entries))
+    places = [splits.position(group or text, draw[2]) for group, text in zip(groups, texts, strict=True)]
+    exact = survey.stratified or survey.by_content
+    return splits.assign(given, places, groups, labels if survey.stratified else None, draw[:2], exact)
 
 
-def contents(arrays: Arrays, named: str | None, count: int) -> Iterator[bytes]:
-    """Yield what each sample holds, but for its class."""
-    columns = sorted(name for name in arrays if name != named and not name.endswith(".offsets"))
-    ends = {name: arrays.get(f"{name}.offsets") for name in columns}
-    for i in range(count):
-        places = {name: i if end is None else slice(end[i], end[i + 1]) for name, end in ends.items()}
-        yield b"".join(arrays[name][place].tobytes() for name, place in places.items())
-
-
-def remarks(entries: Sequence[Entry], survey: Survey, split: list[str], labels: Any, draw: Draw) -> list[str]:
+def remarks(entries: Sequence[Entry], survey: Survey, split: list[str], labels: Any, draw: Any) -> list[str]:
     """Return what is to be said of the splits."""
     val, test, _ = draw
     every, kept = (Counter(entry.split for entry in some) for some in (survey.entries, entries))

@@ -6,23 +6,20 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 from torch.utils.data import DataLoader
 
 from nbtools.data.build import make_pack, of_task
-from nbtools.data.folders import image_folders, split_word
-from nbtools.data.forms import forms_in
-from nbtools.data.images import RESIZES, is_image, open_image
-from nbtools.data.items import decoded, inputs_of
+from nbtools.data.forms import RESIZES, TARGET, forms_in, is_image, open_image, plain, resolve, upright
+from nbtools.data.items import Items, RawItems, named, parts_of
 from nbtools.data.pack import SPLITS, Card, Pack, Sample, is_pack
 from nbtools.data.progress import say
-from nbtools.data.reading import Items, Options, RawItems, sentence
-from nbtools.data.sources import cache
 from nbtools.data.splits import require_shares
 from nbtools.data.stage import stage
-from nbtools.data.table import Table, encoding_of, is_table, read_table, roles_of
+from nbtools.data.tables import Part, image_folders, is_table, read_table, roles_of, rows_of, split_word
 from nbtools.errors import PackError
 
 TASK = "dataset"
@@ -50,7 +47,6 @@ def pack(
     points: Any = None,
     text: Any = None,
     store: bool = True,
-    like: Card | None = None,
     into: str | Path | None = None,
     progress: bool = True,
 ) -> Any:
@@ -66,29 +62,42 @@ def pack(
     size: (H, W) of PIL images, masks as targets (by nearest ids) and points. resize: crop (the default for classes),
     pad, squash. points: columns, "target" for y, of (…, 2) x, y or (…, 4) x1, y1, x2, y2 in pixels. mean, std: per
     channel of images in 0…1; by default those of the training split, with store=False of 64 items: then no copy is
-    made, and each epoch reads the Dataset. like: the card of a pack whose preprocessing this one gets. into: a folder
-    for the pack; by default in the cache, named by options and data, of other Datasets by 64 items.
+    made, and each epoch reads the Dataset. into: a folder for the pack; by default in the cache, named by options and
+    data, of other Datasets by 64 items.
     Items that cannot be used are rows of `pack.bad`. Raises PackError, DiskError or StageError.
     """
     if isinstance(data, str | Path) and not is_table(data) and is_pack(folder := stage(data, progress=progress)):
         return of_task(Pack.open(folder), TASK)
-    options = Options(target, inputs, image, sep, classes, size, resize, mean, std, points, text, store)
-    options = options if like is None else options.alike(like)
-    parts, val, test = divided(data, train, val, test)
-    items = Items(opened(parts, options, root, groups, like, progress), options, like, groups)
-    pack = pack_of(items, like, into, progress, val=val, test=test, seed=seed)
+    given = {"target": target, "inputs": inputs, "image": image, "sep": sep, "classes": classes, "resize": resize}
+    given |= {"mean": mean, "std": std, "points": points, "text": text, "store": store}
+    options = SimpleNamespace(**given, size=size_of(size, resize), key=(target, inputs), columns=None, source="")
+    shares, val, test = divided(data, train, val, test)
+    parts, groups = opened(shares, options, root, groups, progress)
+    items, draw = Items(parts, options, groups), (val, test, seed)
+    made = {"key": items.key(draw), "source": options.source}
+    if progress and items.resize and not resize:
+        height, width, how = items.resize
+        say(f"images become {height} × {width} by resize={how!r}; there are {', '.join(RESIZES)}")
+    pack = make_pack(TASK, made, into, items.survey, items.read, draw, progress)
+    pack = dataclasses.replace(pack, raw=RawItems(items, pack))
     return pack.folds(folds, seed) if folds else pack
 
 
-def pack_of(items: Items, like: Card | None, into: Any, progress: bool, **draw: Any) -> Pack:
-    """Return the pack of items, finished or made; draw: val, test and seed."""
-    made = {"key": items.key([draw, like and like.to_dict()]), "source": items.source}
-    into = Path(into if into is not None else cache() / "packs" / f"{TASK}-{made['key']}")
-    if progress and items.options.size and not items.options.resize:
-        (height, width), how = items.options.size, max(form.resize for form in items.forms.values())
-        say(f"images become {height} × {width} by resize={how!r}; there are {', '.join(RESIZES)}")
-    pack = make_pack(TASK, made, into, items.survey, items.read, **draw, progress=progress)
-    return dataclasses.replace(pack, raw=RawItems(items, pack))
+def size_of(size: Any, resize: str | None) -> list[int] | None:
+    """Return [height, width]. Raises PackError for what is none, and for a resize without one."""
+    pair = [size, size] if isinstance(size, int) else size
+    if pair is not None and (not isinstance(pair, list | tuple) or len(pair) != 2 or min(pair) < 1):
+        raise PackError(f"size must be one number of pixels or (height, width), got {size!r}")
+    if resize is not None and (resize not in RESIZES or pair is None):
+        raise PackError(f"resize must be one of {', '.join(RESIZES)}, with a size=, got {resize!r}, size={size}")
+    return pair and [*pair]
+
+
+def options_like(card: Card) -> dict[str, Any]:
+    """Return options of `pack` with which another source has the classes and the preprocessing of a card."""
+    roles = {name: value for name, value in card.options["roles"].items() if name != "key"}
+    classes = {"values": False, "none": None}.get(card.options["kind"], card.classes)
+    return {**roles, "classes": classes, "text": resolve(card.options["text"]) if card.options["text"] else None}
 
 
 # -- what is given
@@ -112,28 +121,35 @@ def divided(data: Any, train: Any, val: Any, test: Any) -> tuple[dict[str | None
     return parts, val, test
 
 
-def opened(
-    given: Mapping[str | None, Any], options: Options, root: Any, groups: Any, like: Card | None, progress: bool
-) -> list[tuple[str | None, Any]]:
-    """Return (split, Dataset) of each part. Raises PackError for what has no items to ask for."""
-    parts: list[tuple[str | None, Any]] = []
-    goals, encoding = [], like.options["encoding"] if like else {}
+def opened(given: Mapping[str | None, Any], options: Any, root: Any, groups: Any, progress: bool) -> tuple[Any, Any]:
+    """Return the parts, and the groups, of a column its values. Raises PackError for what has no items to ask for."""
+    parts, values, roles = list[Part](), [], None
     for split, data in given.items():
-        path = isinstance(data, str | Path)
+        path, front = isinstance(data, str | Path), f"{split}/" * bool(split)
         if is_table(data):
             frame = read_table(data)
-            if not parts:  # the first is that of training; the others are encoded alike
-                goals, chosen = roles_of(frame, options.target, options.inputs, options.image, groups)
-                encoding = encoding or encoding_of(frame, chosen, options.image, options.text is not None)
+            roles = roles or roles_of(frame, options, groups)  # the first is that of training
             folder = stage(root) if root is not None else Path(data).parent if path else Path()
-            parts.append((split, Table(frame, encoding, goals, folder, options.sep)))
+            rows = rows_of(frame, *roles, options, folder)
+            parts.append((split, rows, [f"{front}row {i}" for i in range(len(rows))]))
+            values += frame[groups].tolist() if isinstance(groups, str) and groups in frame else []
+            options.key, options.columns = (TARGET if roles[0] else None, None), roles[1]
+            if (
+                options.classes is None
+                and len(roles[0]) > 1
+                and bool(frame[roles[0]].isin((0, 1, None)).to_numpy().all())
+            ):
+                options.classes = roles[0]
         elif path:
-            parts += image_folders(stage(data, progress=progress), split, like is not None, progress)
+            parts += image_folders(stage(data, progress=progress), split, options.classes is not None, progress)
+            options.key = (TARGET, None)
         else:
-            parts.append((split, map_style(data)))
+            data = map_style(data)
+            parts.append((split, data, [f"{front}item {i}" for i in range(len(data))]))
         if options.sep is not None and not is_table(data):
             raise PackError(f"sep divides texts of a table, got {type(data).__name__}; return a list of labels instead")
-    return parts
+        options.source = " + ".join(filter(None, [options.source, str(data) if path else type(data).__name__]))
+    return parts, values if isinstance(groups, str) else groups
 
 
 def map_style(data: Any) -> Any:
@@ -157,7 +173,11 @@ def items_of(given: Any, card: Card) -> Sequence[Any]:
     """Return what `run.predict` got, item by item: a file, a text, an item (a dict, a tuple, an image, a number, a
     sample's array), or several: a list, a Dataset, an array of them, or the rows of a DataFrame. Raises PackError."""
     if hasattr(given, "iloc"):
-        return rows_of(given, card)
+        if card.options["columns"] is None:
+            raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
+        frame = given.to_frame().T.infer_objects() if given.ndim == 1 else given
+        options = SimpleNamespace(**card.options["roles"], text=card.options["text"])
+        return rows_of(frame, (), card.options["columns"], options, Path())
     first = card.columns[card.options["inputs"][0]]
     rank = len(first.shape) + (first.kind == "ragged")
     if isinstance(given, (str, Path, dict, tuple)) or is_image(given) or getattr(given, "ndim", None) in (0, rank):
@@ -165,25 +185,25 @@ def items_of(given: Any, card: Card) -> Sequence[Any]:
     return given if hasattr(given, "__getitem__") else list(given) if isinstance(given, Iterable) else [given]
 
 
-def rows_of(frame: Any, card: Card) -> list[Any]:
-    """Return the items of the rows of a DataFrame, or of one, encoded as in training."""
-    if not card.options["encoding"]:
-        raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
-    frame = frame.to_frame().T.infer_objects() if frame.ndim == 1 else frame
-    table, rows = Table(frame.rename(columns=str), card.options["encoding"], (), Path(), None), []
-    for i in range(len(table)):
-        try:
-            rows.append(table[i])
-        except PackError as error:
-            raise PackError(f"row {i}: {sentence(error)}") from None
-    return rows
-
-
 def sample_of(item: Any, card: Card) -> Sample:
     """Return an item, or an image file, as packing would have stored its inputs. Raises PackError(value, rule, fix)."""
-    forms, text, roles = forms_in(card.options), card.options["text"], card.options["roles"]
-    values = inputs_of(item, card.options["inputs"], roles["key"], roles["inputs"])
-    for name, value in values.items():
+    forms, resize, text = forms_in(card.options), card.options["resize"], card.options["text"]
+    roles, sample = card.options["roles"], {}
+    for name, value in inputs_of(item, card.options["inputs"], roles["key"], roles["inputs"]).items():
         file = isinstance(value, str | Path) and (forms[name].kind == "image" or not text)
-        values[name] = open_image(value) if file else decoded(value, text)
-    return {name: np.asarray(forms[name].fit(name, value)) for name, value in values.items()}
+        image: Any = open_image(value) if file else value
+        value = upright(image) if is_image(image) else image
+        sample[name] = np.asarray(forms[name].fit(name, plain(name, value, resize, text)))
+    return sample
+
+
+def inputs_of(item: Any, columns: Sequence[str], target: Any, inputs: Sequence[Any] | None) -> dict[str, Any]:
+    """Return input column → value of an item to predict: as the Dataset returns it, or without its target; else a dict
+    by the columns, or values in their order. Raises PackError(value, rule, fix)."""
+    parts = {key: value for key, value in parts_of(item).items() if key != target}
+    values = named(parts, None, inputs if parts.keys() >= {*(inputs or ())} else None)
+    if not values.keys() >= {*columns} and not isinstance(item, Mapping):
+        values = dict(zip(columns, parts_of(item).values(), strict=False))
+    if not values.keys() >= {*columns}:
+        raise PackError(", ".join(values), f"an item must have {', '.join(columns)}", "add what is missing")
+    return {name: values[name] for name in columns}

@@ -1,8 +1,8 @@
 """Draws: random numbers per sample, independent of the batch, device or order in which the sample comes.
 
-The n-th number of a sample is a hash of (seed, epoch, sample id, n) in whole-number tensor operations, so that CPU and
-GPU give the same bits, and augmentation built on it resumes exactly and survives a change of batch size. The hash is
-PCG's output permutation RXS-M-XS 32 (O'Neill 2014) in chained form (Jarzynski & Olano 2020). B samples.
+The n-th number of a sample is a hash of (seed, epoch, sample id, n) in whole-number tensor operations: CPU and GPU give
+the same bits, and augmentation resumes exactly and survives a change of batch size. The hash is PCG's output
+permutation RXS-M-XS 32 (O'Neill 2014) in chained form (Jarzynski & Olano 2020). B samples.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ def mix(x: Any) -> Any:
     return (word >> 22) ^ word
 
 
-# These stay on the device: a copy in every step would make the host wait, and a CUDA graph reads them where they lie.
-
-
-@lru_cache(STAYING)
+@lru_cache(STAYING)  # a copy in every step would make the host wait, and a CUDA graph reads it where it lies
 def constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a tensor of these values. Not to be modified."""
     return torch.tensor(values, dtype=dtype, device=device)

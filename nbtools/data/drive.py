@@ -24,21 +24,21 @@ def drive_path(path: str | Path) -> Path:
             return place
     while not parent.is_dir():
         parent = parent.parent
-    names = sorted(entry.name for entry in parent.iterdir())
-    near = difflib.get_close_matches(place.relative_to(parent).parts[0], names, n=3, cutoff=0.5) or names[:5]
-    there = f"{parent} has {', '.join(near)}" if near else f"{parent} is empty"
+    names = sorted(os.listdir(parent))
+    near = difflib.get_close_matches(place.relative_to(parent).parts[0], names, cutoff=0.5) or names[:5]
+    there = f"{parent} has {', '.join(near) or 'nothing'}"
     raise StageError(f"{path}: there is no {place}. {there}.", entry="Keys, columns and paths")
 
 
 def kept(place: str, instead: str = "demo data") -> Path | None:
     """Return what a notebook kept at a `drive:` place; None, and a sentence with what is used instead, if nothing is
     there yet or access to Drive was declined. Raises StageError or DiskError if Drive cannot be read."""
+    reason = f"Nothing is kept at {place} yet"
     try:
         with disk.explained(f"looking at {place}", Path(place)):
             path = local(place)
-            if disk.exists(path) and not (path.is_dir() and not any(path.iterdir())):
+            if disk.exists(path) and not (path.is_dir() and not os.listdir(path)):
                 return path
-        reason = f"Nothing is kept at {place} yet"
     except DriveRefused as refusal:
         reason = str(refusal)
     say(f"{reason}: using {instead} instead.")
@@ -54,10 +54,10 @@ def place_to_keep(where: str | Path) -> Path | None:
         with disk.explained(f"creating the folder of {where}", Path(where)):
             place = local(str(where))
             place.parent.mkdir(parents=True, exist_ok=True)
+            return place
     except DriveRefused as refusal:
         say(f"{refusal}: nothing is kept at {where}, and the work of this session is lost with the machine.")
         return None
-    return place
 
 
 def local(text: str) -> Path:
@@ -67,27 +67,27 @@ def local(text: str) -> Path:
     inside = PurePosixPath(text.removeprefix("drive:").lstrip("/"))
     if ".." in inside.parts:
         raise StageError(f"{text}: a drive: path stays inside My Drive and holds no `..`.")
-    return root() / inside
+    folder = os.environ.get("NBTOOLS_DRIVE")
+    return (Path(folder).absolute() if folder else mounted()) / inside
 
 
-def root() -> Path:
-    """Return the folder that is My Drive; on Colab it is mounted first, which asks for access."""
+def mounted() -> Path:
+    """Return Colab's My Drive; it is mounted first, which asks for access."""
     global _declined
-    if folder := os.environ.get("NBTOOLS_DRIVE"):
-        return Path(folder).absolute()
     reason = "it does not respond"
     for force in (False, True):  # a stale mount needs the second try
-        if answers() or _declined:
-            break
+        if answers():
+            return MOUNT / "MyDrive"
         try:
-            mount(force)
+            if not _declined:
+                mount(force)
         except ImportError:
             fix = "Set NBTOOLS_DRIVE to a folder to use instead"
             raise StageError(f"drive: is Colab's Drive, and this is not Colab. {fix}.") from None
         except Exception as error:  # ValueError, RuntimeError or Colab's own MessageError, by version
             _declined = type(error).__name__ == "MessageError"  # the browser's answer, when access is not granted
             reason = f"{type(error).__name__}: {error}"
-    if answers(empty=True):
+    if answers():
         return MOUNT / "MyDrive"
     if _declined:
         raise DriveRefused("Access to Drive was declined in Colab's dialog (restart the session to be asked again)")
@@ -100,11 +100,10 @@ def mount(force: bool) -> None:
     drive.mount(str(MOUNT), force_remount=force)
 
 
-def answers(empty: bool = False) -> bool:
-    """Return whether Drive can be read: a folder MyDrive may remain when the mount is gone. empty: so may an empty
-    Drive, as of a new account."""
+def answers() -> bool:
+    """Return whether Drive can be read: a folder MyDrive may remain when the mount is gone."""
     try:
-        return os.path.ismount(MOUNT) and (bool(os.listdir(MOUNT / "MyDrive")) or empty)
+        return os.path.ismount(MOUNT) and os.listdir(MOUNT / "MyDrive") is not None
     except OSError:
         return False
 
@@ -136,8 +135,6 @@ def release_runtime() -> None:
         if answers():
             drive.flush_and_unmount()
     except Exception as error:
-        raise StageError(
-            f"The machine is kept: Drive could not be flushed ({type(error).__name__}: {error}). Check the kept "
-            "folder on Drive, then release the machine with Runtime, Disconnect and delete runtime."
-        ) from None
+        fix = "Check the kept folder on Drive, then choose Runtime, Disconnect and delete runtime"
+        raise StageError(f"The machine is kept: Drive could not be flushed ({error}). {fix}.") from None
     runtime.unassign()

@@ -34,17 +34,12 @@ MEGABATCH = 32  # batches sorted by length together: about 2.5 % padding in simu
 RESIDENT_SHARE = 0.3  # of free GPU memory that a pack may take to live there
 
 
-# -- which samples make a batch
-
-
 def batches_left(
     ids: np.ndarray, lengths: np.ndarray | None, seed: int, epoch: int, segments: Segments
 ) -> list[np.ndarray]:
-    """Return what remains of an epoch: batches of ids in order, after the given position.
-
-    A change of batch size is a new segment: it regroups what the earlier ones left, so every id still comes exactly
-    once. lengths (same order as ids) groups samples of like length; None if all are equal.
-    """
+    """Return what remains of an epoch: batches of ids in order, after the given position. A change of batch size is a
+    new segment: it regroups what the earlier ones left, so every id still comes exactly once. lengths (same order as
+    ids) groups samples of like length; None if all are equal."""
     left = np.random.default_rng([seed, epoch]).permutation(len(ids))
     batches: list[np.ndarray] = []
     for k, (batch_size, done) in enumerate(segments):
@@ -55,9 +50,7 @@ def batches_left(
     return [ids[batch] for batch in batches]
 
 
-def grouped(
-    order: np.ndarray, lengths: np.ndarray | None, batch_size: int, rng: np.random.Generator
-) -> list[np.ndarray]:
+def grouped(order: np.ndarray, lengths: Any, batch_size: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Return positions cut into batches: by length within megabatches, whose batches are then shuffled."""
     if lengths is None:
         return split(order, batch_size)
@@ -89,9 +82,6 @@ def lengths_of(pack: Pack, ids: np.ndarray) -> np.ndarray | None:
     """Return the lengths that batches are grouped by; None where every sample has the same, or nobody has read them."""
     by = pack.card.bucket_by
     return pack.lengths(by, ids) if by in pack.offsets else None
-
-
-# -- what a batch holds
 
 
 class Padding:
@@ -146,9 +136,6 @@ def gather(pack: Pack, ids: np.ndarray, padding: Padding | None = None) -> Raw:
 
 def on(device: torch.device, raw: Raw) -> Raw:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in raw.items()}
-
-
-# -- the batch on the device
 
 
 class Feed(Protocol):
@@ -278,10 +265,8 @@ class Workers:
 
     def __init__(self, pack: Pack, device: torch.device, plan: Plan):
         if pack.raw is None:
-            raise TrainError(
-                'Plan.feed = "workers" reads the source files, but they are not here: the pack was opened without '
-                'them; stage the source again, or choose feed="auto"'
-            )
+            rule = 'Plan.feed = "workers" reads the source files, but the pack was opened without them'
+            raise TrainError(f'{rule}; stage the source again, or choose feed="auto"')
         self.pack, self.device, self.plan, self.padding = pack, device, plan, Padding(pack, plan)
         self.idle: list[DataLoader] = []
 
@@ -289,6 +274,7 @@ class Workers:
         """Return a loader whose workers start with the first batch. What a Dataset draws at random depends on that and
         the plan's seed: a resumed run does not repeat its beginning, and dropout's stream is left alone."""
         many, cuda = self.plan.workers > 0, self.device.type == "cuda"
+        seed = int(np.random.default_rng([self.plan.seed, *first]).integers(2**63))
         return DataLoader(
             self.pack.raw,
             batch_sampler=[],
@@ -298,9 +284,7 @@ class Workers:
             prefetch_factor=self.plan.prefetch if many else None,
             persistent_workers=many,
             worker_init_fn=ignore_signals,
-            generator=torch.Generator().manual_seed(
-                int(np.random.default_rng([self.plan.seed, *first]).integers(2**63))
-            ),
+            generator=torch.Generator().manual_seed(seed),
             multiprocessing_context="forkserver" if many and cuda else None,  # fork + CUDA deadlocks
         )
 
@@ -309,31 +293,23 @@ class Workers:
             return
         loader: Any = self.idle.pop() if self.idle else self.open(batches[0])
         loader.batch_sampler[:] = [batch.tolist() for batch in batches]
+        handler = signal.getsignal(signal.SIGCHLD)
         try:
-            for raw in begun(loader):
+            stream = iter(loader)
+            with suppress(ValueError):  # not in the main thread
+                # torch has it raise wherever this process is, as amid a step; else where a batch is waited for, in 5 s
+                signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
+            for raw in stream:
                 yield on(self.device, raw)
         except GeneratorExit:  # the caller left early: the next call drops what is on its way
             pass
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
-            raise TrainError(
-                "a worker process of the DataLoader died, as where memory or shared memory (/dev/shm) runs out; set "
-                "fewer workers or a smaller prefetch, which need less of both, and run it again to resume",
-                entry="The loader hangs",
-            ) from error
+            rule = "a worker process of the DataLoader died, as where memory or shared memory (/dev/shm) runs out"
+            fix = "set fewer workers or a smaller prefetch, and run it again to resume"
+            raise TrainError(f"{rule}; {fix}", entry="The loader hangs") from error
         self.idle.append(loader)
-
-
-def begun(loader: DataLoader) -> Iterator[Raw]:
-    """Return a loader's stream. torch has SIGCHLD raise wherever this process is, as in the middle of a step; without
-    that a dead worker is noticed where a batch is waited for, within 5 s."""
-    handler = signal.getsignal(signal.SIGCHLD)
-    try:
-        return iter(loader)
-    finally:
-        with suppress(ValueError):  # not in the main thread, where torch sets none either
-            signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
 def ignore_signals(worker: int) -> None:

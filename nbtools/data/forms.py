@@ -1,61 +1,220 @@
-"""What all samples have in common under one name: how their values are packed, and later those to predict.
+"""How values are packed, and later those to predict: images, opened upright and resized with what is marked on them,
+arrays, classes and labels.
 
 A pack holds uint8, whole numbers, booleans and float32: other floats become float32.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
+import io
+import struct
+import sys
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import torch
 
-from nbtools.data.images import converted, is_grey, is_image, resized
-from nbtools.data.items import TARGET, bare, class_text, composed, is_names, numeric
+from nbtools import disk
 from nbtools.data.pack import Column
 from nbtools.errors import PackError
 
-AWAY = "correct it, or leave it out"
+if TYPE_CHECKING:
+    from PIL import Image
+
+TARGET = "y"
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+DAMAGED = (OSError, SyntaxError, ValueError, EOFError, struct.error)  # what Pillow raises on damaged files
+RESIZES = ("crop", "pad", "squash")
+WIDER = {"u2": "i4", "u4": "i8", "u8": "i8"}  # torch cannot index wide unsigned numbers
 BLOCK = 2**17  # numbers whose mean is computed at once, in the processor's cache
-WIDE = 4096  # values of a vector, above which they have one mean
+FIX = "correct it, or leave it out"
+Resize = Sequence[Any] | None  # (height, width, how)
+
+
+# -- images
+
+
+def is_image(value: Any) -> bool:
+    """Return whether it is a PIL image. Nobody has one where Pillow, which is slow to import, is not loaded."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
+def open_image(source: str | Path | bytes, side: int = 0) -> Image.Image:
+    """Return the image in a file, or in its bytes, decoded, and turned upright as its EXIF says. side: a JPEG may be
+    decoded at a half, a quarter or an eighth, if no side is then shorter than this: in a fifth of the time.
+
+    Raises PackError(value, rule, fix) for a file that is empty, damaged, too large, or no image.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            if side:
+                image.draft("RGB", (side, side))
+            return upright(image)
+    except (*DAMAGED, Image.DecompressionBombError) as error:
+        if disk.is_away(error):
+            raise
+        came = "no image" if isinstance(error, UnidentifiedImageError) else getattr(error, "strerror", None) or error
+        raise PackError(came, "the file must be a whole image", "delete it, or copy it again from its origin") from None
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Return an image decoded, and turned as its EXIF says."""
+    from PIL import ImageOps
+
+    image.load()  # a TIFF is turned in that
+    with contextlib.suppress(*DAMAGED):  # EXIF often is
+        return ImageOps.exif_transpose(image)
+    return image
+
+
+def pixels(image: Image.Image, resize: Resize, ids: bool) -> np.ndarray:
+    """Return an image as (H, W) or (H, W, 3) bytes, on white where it is transparent, or its ids.
+
+    resize: crop takes the middle, as much as fills the size; pad all, in the middle of 0; squash all, in the size's
+    ratio: bilinear, of ids each the nearest one. Raises PackError(value, rule, fix) for over 8 bits a channel.
+    """
+    from PIL import Image, ImageOps
+
+    if not ids and image.mode.startswith(("I", "F")):
+        raise PackError(image.mode, "images must have 8 bits per channel", "return an array from a Dataset")
+    grey = image.mode in ("1", "L", "LA", "La")
+    if not ids and image.has_transparency_data:  # a plain conversion shows hidden colours
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    image = image if ids and len(image.getbands()) == 1 else image.convert("L" if grey else "RGB")
+    if resize:
+        how = {"crop": ImageOps.fit, "pad": ImageOps.pad, "squash": Image.Image.resize}[resize[2]]
+        image = how(image, (resize[1], resize[0]), Image.Resampling.NEAREST if ids else Image.Resampling.BILINEAR)
+    array = numeric("", np.asarray(image))
+    return array.astype(np.uint8) if array.dtype == bool else array
+
+
+def moved(points: Any, shape: Sequence[int], resize: Sequence[Any]) -> np.ndarray:
+    """Return points (…, 2) x, y or boxes (…, 4) x1, y1, x2, y2 of an image (H, W) where `pixels` moves them; padded
+    to within half a pixel, as Pillow pads by whole ones."""
+    points, before, after = numeric("points", points), np.array(shape[::-1]), np.array([resize[1], resize[0]])  # x, y
+    ratio = after / before
+    if resize[2] != "squash":
+        ratio = np.full(2, ratio.max() if resize[2] == "crop" else ratio.min())
+    pairs = points.reshape(*points.shape[:-1], -1, 2) * ratio + (after - ratio * before) / 2
+    return pairs.reshape(points.shape).astype(np.float32)
+
+
+# -- single values
+
+
+def plain(name: str, value: Any, resize: Resize, text: str) -> Any:
+    """Return a value as an array; of a target also its class, a text or a whole number, or several in a list. text: the
+    function of texts, by name. Raises PackError(value, rule, fix) for all else."""
+    target = name == TARGET
+    if is_image(value):
+        return pixels(value, resize, target)
+    value = bare(value) if target else resolve(text)(value) if text and isinstance(value, str) else value
+    if target and (isinstance(value, str | int) or is_missing(value)):
+        return value
+    return sorted(value) if target and is_names(value) else numeric(name, value)
+
+
+def numeric(name: str, value: Any) -> np.ndarray:
+    """Return an array of a dtype that packs hold. Raises PackError(value, rule, fix) for all else."""
+    if isinstance(value, list | tuple) and any(getattr(each, "shape", ()) for each in value):
+        fix = "give each a place of its own, as in (a, b, label) with target=2"  # or are they to be stacked?
+        raise PackError("several", f"{name} must be one array", fix)
+    try:
+        array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    except Exception as error:  # lists of unequal lengths, or what an object's own __array__ raises
+        raise PackError(error, f"{name} must be an array", "make it one of numbers") from None
+    if array.dtype.kind not in "biuf":
+        came = f"the text {value[:40]!r}" if isinstance(value, str) else type(value).__name__
+        fix = "convert it, leave it out with inputs=[…], or pass text=function for texts"
+        raise PackError(came, f"{name} must hold numbers", fix)
+    wide = "f4" if array.dtype.kind == "f" else WIDER.get(f"{array.dtype.kind}{array.dtype.itemsize}", array.dtype)
+    return array.astype(np.dtype(wide).newbyteorder("="), copy=False)
+
+
+def bare(value: Any) -> Any:
+    """Return a target as a plain number or text, where it is an array of one."""
+    single = isinstance(value, torch.Tensor | np.ndarray | np.generic) and np.prod(value.shape) == 1
+    return value.item() if single else value
+
+
+def is_missing(value: Any) -> bool:
+    return value is None or (np.ndim(value) == 0 and str(value) in ("", "nan", "<NA>", "NaT"))
+
+
+def is_names(value: Any) -> bool:
+    """Return whether a value is several classes by name."""
+    return isinstance(value, list | tuple | set) and all(isinstance(each, str) for each in value)
+
+
+def composed(name: Any) -> str:
+    """Return the name of a class with é as one character, where macOS writes e and an accent."""
+    return unicodedata.normalize("NFC", str(name))
+
+
+def class_text(value: Any, names: Sequence[str]) -> str:
+    """Return the name of a sample's class; a whole number is its place among names that are words.
+
+    Raises PackError(value, rule, fix) where there is none, PackError(sentence) for a place behind the names: then
+    labels count from 1, or the names are those of something else, and all are wrong.
+    """
+    if is_missing(value) or not isinstance(value, str | int):
+        rule = "every sample must have a class: a string or a whole number"
+        raise PackError("nothing" if is_missing(value) else str(value), rule, FIX)
+    if isinstance(value, str) or not names or value < 0 or any(name.lstrip("-").isdecimal() for name in names):
+        return composed(value)
+    if value >= len(names):
+        rule = f"the {len(names)} classes {', '.join(names[:5])}{' …' * (len(names) > 5)} are numbered from 0"
+        raise PackError(f"{rule}, and a label is {value}; subtract 1 where labels count from 1, or return names")
+    return names[value]
+
+
+def function_name(function: Any) -> str:
+    """Return `module:name` of a function, by which a pack keeps it. Raises PackError for one that has none."""
+    name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '<none>')}"
+    if "<" in name or "." in name.partition(":")[2]:
+        raise PackError(f"text must be a function of a module, by whose name predictions find it, got {function!r}")
+    return name
+
+
+@cache
+def resolve(name: str) -> Any:
+    """Return the function of that name."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+# -- a column
 
 
 @dataclass(frozen=True)
 class Form:
     """The form of a column, which a pack's card keeps.
 
-    kind: class (its text), labels (K,) of 0 and 1, image (PIL), mask (of ids, a target), or array; of a single value
-    also text, whole (number) or names. shape: its first axis is None where samples differ in it; layout: `hwc`, `chw`
-    or `hw` of images, "" of all else; resize: how PIL images come to the shape, or ""; names: the classes allowed.
+    kind: class (its text), labels (K,) of 0 and 1, image (PIL), or array. shape: its first axis is None where samples
+    differ in it; layout: `hwc`, `chw` or `hw` of images, "" of all else; names: the classes allowed.
     """
 
     kind: str
     dtype: str = "<i8"
     shape: tuple[int | None, ...] = ()
     layout: str = ""
-    resize: str = ""
     names: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], names: Sequence[str] = ()) -> Self:
-        """Return the form that a card keeps; names: the card's classes."""
-        return cls(**{**values, "shape": tuple(values["shape"]), "names": tuple(names)})
-
-    @classmethod
-    def of_value(cls, name: str, value: Any) -> Self:
-        """Return the form of one value. Raises PackError(value, rule, fix) where it has none."""
-        plain = bare(value) if name == TARGET else value
-        if is_image(plain) and name == TARGET and plain.mode in ("P", "I", "I;16"):  # ids, of a palette or a map
-            return cls("mask", "|u1" if plain.mode == "P" else "<i4", (plain.height, plain.width))
-        if is_image(plain):
-            shape = (plain.height, plain.width, *([] if is_grey(plain) else [3]))
-            return cls("mask" if name == TARGET else "image", "|u1", shape)
-        if name == TARGET and (isinstance(plain, str | int) or is_names(plain)):
-            return cls("text" if isinstance(plain, str) else "whole" if isinstance(plain, int) else "names")
-        array = numeric(name, value)
-        return cls("array", array.dtype.str, array.shape)
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return the form that a card keeps."""
+        return cls(**{**values, "shape": tuple(values["shape"])})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for a card, which has the names of its classes itself."""
@@ -71,159 +230,91 @@ class Form:
         return self.shape[:1] == (None,)
 
     @property
-    def channels(self) -> int | None:
-        return {"hwc": self.shape[-1], "chw": self.shape[0]}.get(self.layout, 1) if self.layout else None
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """(H, W) of an image that is packed from PIL."""
-        return tuple(n or 0 for n in self.shape[:2])
-
-    @property
     def column(self) -> Column:
         shape = tuple(n or 0 for n in self.shape[self.ragged :])
         return Column("ragged" if self.ragged else "fixed", self.dtype, shape)
 
     def fit(self, name: str, value: Any) -> Any:
-        """Return the array of a value as it is packed; a class as its text. Raises PackError(value, rule, fix)."""
+        """Return the array of a plain value as packed; a class as its text. Raises PackError(value, rule, fix)."""
         if self.kind == "class":
             return self.allowed(class_text(value, self.names))
-        if self.kind == "labels":
-            return self.multi_hot(value)
-        array = numeric(name, self.pixels(value) if self.kind in ("image", "mask") else value)
+        if isinstance(value, list):
+            labels = {self.allowed(composed(each)) for each in value}
+            return np.array([each in labels for each in self.names], np.uint8)
+        array = numeric(name, value)
+        if self.kind == "image" and array.ndim == 2 < len(self.shape):
+            array = np.stack([array] * 3, -1)  # a grey one among colours
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             came = "nan" if np.isnan(array).any() else "inf"
             raise PackError(came, f"all numbers of {name} must be finite", "replace it, or leave the item out")
-        made, shape = array.astype(self.dtype, copy=False), tuple(n or 0 for n in self.shape[self.ragged :])
-        both_float = made.dtype.kind == array.dtype.kind == "f"
-        fits = both_float or (np.array_equal(made, array) and not (self.layout and made.dtype.kind == "f"))
-        if array.ndim != len(self.shape) or array.shape[self.ragged :] != shape or not array.size or not fits:
-            came = f"{array.dtype} {array.shape}"
-            raise PackError(came, f"{name} must be {self.column}, as in other items", AWAY)
+        made, rest = array.astype(self.dtype, copy=False), self.column.shape
+        exact = np.array_equal(made, array) and not (self.layout and made.dtype.kind != array.dtype.kind)
+        exact = exact or made.dtype.kind == array.dtype.kind == "f"
+        if self.kind == "labels" and not np.isin(made, (0, 1)).all():
+            exact = False
+        if array.ndim != len(self.shape) or array.shape[self.ragged :] != rest or not array.size or not exact:
+            raise PackError(f"{array.dtype} {array.shape}", f"{name} must be {self.column}, as in other items", FIX)
         return made
-
-    def pixels(self, value: Any) -> Any:
-        """Return a PIL image, an array of bytes like one, or a mask, in the form's colours and size."""
-        from PIL import Image
-
-        ids = self.kind == "mask"
-        if not is_image(value):
-            array = numeric("", value)
-            if (array.ndim != 2 and (array.ndim != 3 or array.shape[2] not in (3, 4))) or not (
-                ids or array.dtype == "u1"
-            ):
-                return array
-            value = Image.fromarray(array if array.dtype == np.uint8 else array.astype(np.int32))
-        if not ids or len(value.getbands()) > 1:
-            value = converted(value, "RGB" if len(self.shape) == 3 else "L")
-        return np.asarray(resized(value, self.size, self.resize, ids) if self.resize else value)
 
     def allowed(self, name: str) -> str:
         if self.names and name not in self.names:
             listed = ", ".join(self.names[:5]) + " …" * (len(self.names) > 5)
-            raise PackError(name, f"the class must be one of {len(self.names):,}: {listed}", AWAY)
+            raise PackError(name, f"the class must be one of {len(self.names):,}: {listed}", FIX)
         return name
 
-    def multi_hot(self, value: Any) -> np.ndarray:
-        """Return a 1 for each class that a sample has, by name, or for each of K numbers that is one."""
-        if is_names(value):
-            labels = {self.allowed(composed(name)) for name in value}
-            return np.array([name in labels for name in self.names], np.uint8)
-        ones = numeric(TARGET, value)
-        if ones.shape != self.shape or not np.isin(ones, (0, 1)).all():
-            raise PackError(value, f"y must be names of classes, or {len(self.names)} numbers 0 or 1", AWAY)
-        return ones.astype(np.uint8)
 
-
-def forms_in(options: Mapping[str, Any], classes: Sequence[str] = ()) -> dict[str, Form]:
+def forms_in(options: Mapping[str, Any]) -> dict[str, Form]:
     """Return the forms that a card's options keep."""
-    return {name: Form.of(form, classes) for name, form in options["forms"].items()}
+    return {name: Form.of(form) for name, form in options["forms"].items()}
 
 
-# -- what values have in common
-
-
-def common_form(name: str, seen: Sequence[Form], classes: Any, size: Sequence[int] | None, resize: str) -> Form:
-    """Return the form of values looked at. Raises PackError with a sentence where they share none. classes: the names
-    of classes, where there are some; False: whole numbers are values."""
-    kinds, names, shapes = {form.kind for form in seen}, tuple(classes or ()), [form.shape for form in seen]
-    if classes is not False and ("text" in kinds or kinds == {"whole"}):
+def common_form(name: str, values: Sequence[Any], classes: Any, picture: bool) -> Form:
+    """Return the form of plain values. Raises PackError with a sentence where they share none. classes: the names of
+    classes, where there are some; False: whole numbers are values; picture: they are PIL images."""
+    kinds, names = {type(value) for value in values}, tuple(classes or ())
+    if classes is not False and (str in kinds or kinds <= {int, bool}):
         return Form("class", names=names)
-    if kinds == {"names"} or (name == TARGET and names and {*shapes} == {(len(names),)}):
+    if kinds == {list} or (name == TARGET and names and {np.shape(value) for value in values} == {(len(names),)}):
         return Form("labels", "|u1", (len(names),), names=names)
-    kinds = {"array" if kind == "whole" else kind for kind in kinds}
-    if len(kinds) > 1 or "text" in kinds:
-        came = ", ".join(sorted(kinds))
-        raise PackError(f"{name} must be numbers, or images, in all items, got {came}; make them match")
-    [kind], dtype = kinds, np.result_type(*{form.dtype for form in seen})
-    dtype = np.dtype(np.float32) if dtype.kind == "f" else dtype
-    if name == TARGET and size and len(shapes[0]) == 2 and dtype.kind in "iu":
-        kind = "mask"
-    if kind != "array":
-        colours = [3] * any(len(shape) > 2 for shape in shapes)  # greys become RGB beside it
-        shapes = [(*(size or shape[:2]), *colours) for shape in shapes]
-    shape = common_shape(name, kind, [*dict.fromkeys(shapes)])
-    layout = layout_of(kind, dtype, shape, name == TARGET)
-    return Form(kind, dtype.str, shape, layout, resize if size and kind != "array" else "")
+    if kinds & {str, list}:
+        raise PackError(f"{name} must be numbers, or images, in all items, got texts among them; make them match")
+    arrays = [numeric(name, value) for value in values]
+    dtype, shapes = np.result_type(*{array.dtype for array in arrays}), [array.shape for array in arrays]
+    dtype = np.dtype(np.float32) if dtype.kind == "f" or kinds <= {int, bool} else dtype
+    if picture and any(len(shape) > 2 for shape in shapes):  # greys become RGB beside them
+        shapes = [(*shape[:2], 3) for shape in shapes]
+    shape = common_shape(name, picture, [*dict.fromkeys(shapes)])
+    return Form("image" if picture else "array", dtype.str, shape, layout_of(picture, dtype, shape, name == TARGET))
 
 
-def common_shape(name: str, kind: str, shapes: Sequence[tuple[int | None, ...]]) -> tuple[int | None, ...]:
+def common_shape(name: str, picture: bool, shapes: Sequence[tuple[int | None, ...]]) -> tuple[int | None, ...]:
     """Return the shape that items share; None in front where their first axes differ."""
     if len(shapes) == 1:
         return shapes[0]
     came = ", ".join(map(str, shapes[:3]))
-    if kind != "array":
+    if picture:
         raise PackError(f"{name} must be of one size, got images (height, width) {came} …; pass size= to resize")
     if len({(len(shape), shape[1:]) for shape in shapes}) > 1 or not shapes[0]:
         raise PackError(f"{name} must have one shape, apart from its first axis, got {came} …; make them match")
     return (None, *shapes[0][1:])
 
 
-def layout_of(kind: str, dtype: np.dtype, shape: tuple[int | None, ...], target: bool) -> str:
+def layout_of(picture: bool, dtype: np.dtype, shape: tuple[int | None, ...], target: bool) -> str:
     """Return which axes an image has: those of PIL, or those of bytes or float32 of which one can be channels."""
-    if None in shape or dtype not in (np.uint8, np.float32):
+    if None in shape or dtype not in (np.uint8, np.float32) or len(shape) not in (2, 3):
         return ""
-    if len(shape) == 2:
-        return "hw" if kind == "image" or (dtype == np.uint8 and not target) else ""
-    if len(shape) != 3 or kind != "array":
-        return "hwc" if len(shape) == 3 else ""
-    return "chw" if shape[0] in (1, 3, 4) else "hwc" if shape[2] in (1, 3, 4) else ""
-
-
-def images_in(forms: Mapping[str, Form]) -> list[str]:
-    """Return the columns of inputs that are images."""
-    return [name for name, form in forms.items() if form.layout and name != TARGET]
-
-
-def points_of(forms: Mapping[str, Form], given: Any) -> dict[str, list[str]]:
-    """Return column → [the column of its image, "points" or "boxes"] of those that are named."""
-    images, points = images_in(forms), {}
-    for name in [given] if isinstance(given, str) else given or ():
-        name = TARGET if name == "target" else name
-        last = forms[name].shape[-1:] if name in forms else ()
-        if last not in ((2,), (4,)) or len(images) != 1:
-            came = ", ".join(f"{each} {form.column}" for each, form in forms.items())
-            rule = "points must name columns (…, 2) of x, y or (…, 4) of x1, y1, x2, y2 beside one image"
-            raise PackError(f"{rule}, got {name!r} of {came}")
-        points[name] = [images[0], "points" if last == (2,) else "boxes"]
-    return points
+    if len(shape) == 2:  # of a target they are ids
+        return "hw" if dtype == np.uint8 and not target else ""
+    return "chw" if shape[0] in (1, 3, 4) and not picture else "hwc" if shape[2] in (1, 3, 4) else ""
 
 
 # -- mean and standard deviation
 
 
-def blocks_of(array: np.ndarray, rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the chosen rows, (n,) bool, of an array, so many at once that they stay in the processor's cache."""
-    step = max(1, BLOCK * len(array) // max(array.size, 1))
-    for start in range(0, len(array), step):
-        yield array[start : start + step][rows[start : start + step]]
-
-
 def moments_of(form: Form, blocks: Iterable[np.ndarray]) -> tuple[list[float], list[float]]:
     """Return (mean, standard deviation, 1 of what never varies) of a column, of images in 0…1: per channel of images;
     per value of vectors and of each step of ragged columns; else one of all, as nothing says which axis holds what."""
-    vectors = len(form.shape) == 1 + form.ragged and (form.shape[-1] or 0) <= WIDE
-    axis = {"chw": 1, "hwc": 3}.get(form.layout, 1 if vectors else None)
+    axis = {"chw": 1, "hwc": 3}.get(form.layout, 1 if len(form.shape) == 1 + form.ragged else None)
     mean, squares, count = np.zeros(1), np.zeros(1), 0
     for block in blocks:  # Chan's update: far from 0 a difference of squares says nothing
         if len(block):
@@ -234,3 +325,10 @@ def moments_of(form: Form, blocks: Iterable[np.ndarray]) -> tuple[list[float], l
             mean, count = mean + (now - mean) * n / (count + n), count + n
     std = np.sqrt(squares / max(count, 1))
     return (mean / form.unit).tolist(), np.where(std > 0, std / form.unit, 1).tolist()
+
+
+def blocks_of(array: np.ndarray, rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the chosen rows, (n,) bool, of an array, so many at once that they stay in the processor's cache."""
+    step = max(1, BLOCK * len(array) // max(array.size, 1))
+    for start in range(0, len(array), step):
+        yield array[start : start + step][rows[start : start + step]]

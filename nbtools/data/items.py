@@ -1,26 +1,54 @@
-"""What an item holds: parts by name or place, of which one is the target and some are inputs.
+"""The items of the data, read as a pack keeps them: when packing, and by workers in training.
 
-An item is an array, tensor, number or PIL image, or a tuple or dict of them; its class may be a text.
+An item is an array, tensor, number, text or PIL image, or a tuple or dict of them: parts by place or name, of which one
+is the target and some are inputs.
 """
 
 from __future__ import annotations
 
-import importlib
+import hashlib
+import json
 import re
-import unicodedata
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset, Subset, TensorDataset
 
-from nbtools.data.images import is_image, upright
-from nbtools.errors import PackError
+from nbtools import disk
+from nbtools.data.build import Entry, Problem, Survey, why
+from nbtools.data.forms import (
+    TARGET,
+    Form,
+    bare,
+    blocks_of,
+    class_text,
+    common_form,
+    composed,
+    function_name,
+    is_image,
+    is_missing,
+    is_names,
+    moments_of,
+    moved,
+    open_image,
+    plain,
+    upright,
+)
+from nbtools.data.pack import FORMAT, Pack, Sample
+from nbtools.data.parallel import side_by_side
+from nbtools.data.tables import TARGETS, Part
+from nbtools.errors import NbtoolsError, PackError
 
-TARGET = "y"
-TARGETS = ("y", "label", "labels", "target")  # keys of an item that are its target without being named
-WIDER = {"u2": "i4", "u4": "i8", "u8": "i8"}  # torch cannot index wide unsigned numbers
+VERSION = 5  # of what a card keeps of them; packs of another are made anew
+SEEN = 64  # items looked at
+KNOWN = (list, np.ndarray, torch.Tensor, TensorDataset)  # in memory: all that they hold identifies a pack
+KINDS = {"class": "classes", "labels": "labels"}  # of the target's form → of the pack, else values
+ROLES = ("target", "inputs", "image", "sep", "size", "resize", "points")
 
 
 def parts_of(item: Any) -> dict[Any, Any]:
@@ -63,99 +91,298 @@ def named(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | None) -
     return {column: parts[key] for column, key in zip(columns, chosen, strict=True)}
 
 
-def inputs_of(item: Any, columns: Sequence[str], target: Any, inputs: Sequence[Any] | None) -> dict[str, Any]:
-    """Return input column → value of an item to predict: as the Dataset returns it, or without its target; else a dict
-    by the columns, or values in their order. Raises PackError(value, rule, fix)."""
-    parts = {key: value for key, value in parts_of(item).items() if key != target}
-    values = named(parts, None, inputs if parts.keys() >= {*(inputs or ())} else None)
-    if not values.keys() >= {*columns} and not isinstance(item, Mapping):
-        values = dict(zip(columns, parts_of(item).values(), strict=False))
-    if not values.keys() >= {*columns}:
-        raise PackError(", ".join(values), f"an item must have {', '.join(columns)}", "add what is missing")
-    return {name: values[name] for name in columns}
+class Items(Dataset):
+    """The items of all parts, one after another: `self[i]` is a sample, or its row of the table of bad samples. 64 of
+    them, spread over the data, show what all have in common.
 
-
-# -- values
-
-
-def numeric(name: str, value: Any) -> np.ndarray:
-    """Return an array of a dtype that packs hold. Raises PackError(value, rule, fix) for all else."""
-    if isinstance(value, list | tuple) and any(getattr(each, "shape", ()) for each in value):
-        fix = "give each a place of its own, as in (a, b, label) with target=2"  # or are they to be stacked?
-        raise PackError("several", f"{name} must be one array", fix)
-    try:
-        array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-    except Exception as error:  # lists of unequal lengths, or what an object's own __array__ raises
-        raise PackError(
-            error, f"{name} must be an array", "make it one of numbers; parts of an item are a tuple or a dict"
-        ) from None
-    if array.dtype.kind not in "biuf":
-        came = f"the text {value[:40]!r}" if isinstance(value, str) else type(value).__name__
-        fix = "convert it, leave it out with inputs=[…], or pass text=function for texts"
-        raise PackError(came, f"{name} must hold numbers", fix)
-    wide = "f4" if array.dtype.kind == "f" else WIDER.get(f"{array.dtype.kind}{array.dtype.itemsize}", array.dtype)
-    return array.astype(np.dtype(wide).newbyteorder("="), copy=False)
-
-
-def decoded(value: Any, function: str) -> Any:
-    """Return an image upright, and of a text what a function makes of it."""
-    if is_image(value):
-        value.load()  # Pillow decodes no earlier
-        return upright(value)
-    return resolve(function)(value) if function and isinstance(value, str) else value
-
-
-def bare(value: Any) -> Any:
-    """Return a target as a plain number or text, where it is an array of one."""
-    single = isinstance(value, torch.Tensor | np.ndarray | np.generic) and np.prod(value.shape) == 1
-    return value.item() if single else value
-
-
-def is_missing(value: Any) -> bool:
-    return value is None or (np.ndim(value) == 0 and str(value) in ("", "nan", "<NA>", "NaT"))
-
-
-def is_names(value: Any) -> bool:
-    """Return whether a value is several classes by name."""
-    return isinstance(value, list | tuple | set) and all(isinstance(each, str) for each in value)
-
-
-def composed(name: Any) -> str:
-    """Return the name of a class with é as one character, where macOS writes e and an accent."""
-    return unicodedata.normalize("NFC", str(name))
-
-
-def class_text(value: Any, names: Sequence[str]) -> str:
-    """Return the name of a sample's class; a whole number is its place among names that are words.
-
-    Raises PackError(value, rule, fix) where there is none, PackError(sentence) for a place behind the names: then
-    labels count from 1, or the names are those of something else, and all are wrong.
+    options: of `nb.pack`, with `key`: the target and inputs of an item; target: the key of that part of an item;
+    listed: items are in memory, their images perhaps as paths; pictures: columns of PIL images; resize: (height, width,
+    how); text: the function of texts by name; forms: of columns; points: column → [its image's, "points" or "boxes"].
     """
-    value = bare(value)
-    if is_missing(value) or not isinstance(value, str | int):
-        came, rule = "nothing" if is_missing(value) else str(value), "a string or a whole number"
-        raise PackError(came, f"every sample must have a class: {rule}", "leave it out, or correct it")
-    if isinstance(value, str) or not names or value < 0 or any(name.lstrip("-").isdecimal() for name in names):
-        return composed(value)
-    if value >= len(names):
-        rule = f"the {len(names)} classes {', '.join(names[:5])}{' …' * (len(names) > 5)} are numbered from 0"
-        raise PackError(f"{rule}, and a label is {value}; subtract 1 where labels count from 1, or return names")
-    return names[value]
+
+    def __init__(self, parts: list[Part], options: SimpleNamespace, groups: Any):
+        self.parts, self.options = parts, options
+        self.places = [(k, i) for k, (_, part, _) in enumerate(parts) for i in range(len(part))]
+        self.names = [name for _, _, names in parts for name in names]
+        if not self.places:
+            raise PackError(f"{options.source} has no items; a pack needs at least one")
+        groups = [*map(groups, self.names)] if callable(groups) else groups
+        self.groups = [None] * len(self) if groups is None else [*map(str, groups)]
+        if len(self.groups) != len(self):
+            raise PackError(f"groups must have a value for each of {len(self):,} items, got {len(self.groups):,}")
+        self.looked = sorted({i * len(self) // SEEN for i in range(SEEN)})
+        self.listed = all(isinstance(part, list) for _, part, _ in parts)
+        self.text = function_name(options.text) if options.text else ""
+        self.marked = [options.points] if isinstance(options.points, str) else [*(options.points or ())]
+        self.marked = [TARGET if name == "target" else name for name in self.marked]
+        first = self.first()
+        self.target = target_of(first, *options.key)
+        self.classes = [classes_of(part, self.target) for _, part, _ in parts]
+        with suppress(PackError):
+            first = named(first, self.target, options.key[1])
+        self.pictures = {name for name, value in first.items() if is_image(value) or isinstance(value, Path)}
+        label = bare(first.get(TARGET))
+        whole = options.classes is not False and (isinstance(label, str | int) or is_names(label))
+        how = options.resize or ("crop" if whole else "squash")
+        self.resize = [*options.size, how] if options.size else None
+        self.marks, seen = self.look()
+        self.forms = self.common(seen)
+        self.points = self.points_on(images_in(self.forms))
+        self.kind = KINDS.get(self.forms[TARGET].kind, "values") if TARGET in self.forms else "none"
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def first(self) -> dict[Any, Any]:
+        """Return the parts of the first item that can be read; `look` says it where there is none."""
+        for k, place in map(self.places.__getitem__, self.looked):
+            with suppress(Exception):
+                return parts_of(self.parts[k][1][place])
+        return {}
+
+    def values(self, i: int) -> dict[str, Any]:
+        """Return column → plain value of an item. Raises PackError(value, rule, fix) where there is none."""
+        k, place = self.places[i]
+        try:
+            parts = named(parts_of(self.parts[k][1][place]), self.target, self.options.key[1])
+            parts |= {name: open_image(value) for name, value in parts.items() if isinstance(value, Path)}
+            images = {name: upright(value) for name, value in parts.items() if is_image(value)}
+            values = {name: plain(name, value, self.resize, self.text) for name, value in (parts | images).items()}
+            for name in self.marked if images else ():
+                image = next(iter(images.values()))
+                shape = (image.height, image.width)
+                values[name] = moved(values[name], shape, self.resize or (*shape, "squash"))
+        except NbtoolsError:
+            raise
+        except Exception as error:  # whatever a Dataset, Pillow or the function of texts may raise
+            if disk.is_away(error):
+                raise
+            came, fix = f"{type(error).__name__}: {error}", "correct it, or leave it out"
+            raise PackError(came, "the Dataset must return each item", fix) from error
+        return values | ({TARGET: self.class_of(k, values[TARGET])} if TARGET in values else {})
+
+    def class_of(self, k: int, value: Any) -> Any:
+        """Return a number of a part that has names for them as its name."""
+        names = self.classes[k] if self.options.classes is not False else []
+        return class_text(value, names) if names and isinstance(value, int) else value
+
+    def sample(self, i: int) -> dict[str, Any]:
+        """Return the arrays of an item; its class as a text. Raises PackError(value, rule, fix)."""
+        values = self.values(i)
+        if values.keys() != self.forms.keys():
+            rule = f"an item must have {', '.join(self.forms)}, like the others"
+            raise PackError(", ".join(values), rule, "make it match, or leave it out")
+        return {name: form.fit(name, values[name]) for name, form in self.forms.items()}
+
+    def target_at(self, i: int) -> dict[str, Any]:
+        """Return the target alone, where it is in memory."""
+        if not self.listed or TARGET not in self.forms:
+            return {}
+        k, place = self.places[i]
+        value = plain(TARGET, parts_of(self.parts[k][1][place])[self.target], self.resize, "")
+        return {TARGET: self.forms[TARGET].fit(TARGET, self.class_of(k, value))}
+
+    def __getitem__(self, i: int) -> dict[str, Any] | Problem:
+        try:
+            return self.sample(i) if self.options.store else self.target_at(i)
+        except PackError as error:
+            if len(error.args) != 3:  # of all items
+                raise PackError(f"{self.names[i]}: {error}") from None
+            return self.names[i], *why(error)
+
+    # -- what all have in common
+
+    def look(self) -> tuple[list[bytes], dict[str, list[Any]]]:
+        """Return what identifies each of some items, and the values in each column."""
+        marks, seen = list[bytes](), dict[str, list[Any]]()
+        for i in self.looked:
+            values = {}
+            try:
+                values = self.values(i)
+                for name, value in values.items():
+                    seen.setdefault(name, []).extend([] if is_missing(value) else [value])
+            except PackError as error:
+                if len(error.args) != 3 or (i == self.looked[-1] and not seen):
+                    raise PackError(f"{self.names[i]}: {sentence(error)}") from None
+            marks.append(mark(values))
+        return marks, seen
+
+    def common(self, seen: Mapping[str, list[Any]]) -> dict[str, Form]:
+        """Return the forms of columns. Raises PackError where values or options do not fit."""
+        options = self.options
+        classes = options.classes
+        if classes is None:
+            classes = [*dict.fromkeys(name for names in self.classes for name in names)]
+        if not classes and any(isinstance(value, list) for value in seen.get(TARGET, ())):
+            raise PackError("items have several labels each; name all that there are: classes=[…]")
+        if options.size and not self.pictures - {TARGET}:
+            raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset instead")
+        forms = {name: common_form(name, each, classes, name in self.pictures) for name, each in seen.items() if each}
+        for name in images_in(forms) if options.mean or options.std else ():
+            count = {"hwc": forms[name].shape[-1], "chw": forms[name].shape[0]}.get(forms[name].layout, 1)
+            if {len(options.mean or ()), len(options.std or ())} != {count}:
+                column = forms[name].column
+                raise PackError(f"mean and std must have {count} numbers, one per channel of {name} {column}")
+        return forms
+
+    def points_on(self, images: Sequence[str]) -> dict[str, list[str]]:
+        """Return column → [the column of its image, "points" or "boxes"] of those that are named."""
+        kinds, ends = (
+            {2: "points", 4: "boxes"},
+            {name: (0, *form.column.shape)[-1] for name, form in self.forms.items()},
+        )
+        for name in self.marked:
+            if len(images) != 1 or ends.get(name) not in kinds:
+                came = ", ".join(f"{each} {form.column}" for each, form in self.forms.items())
+                rule = "points must name columns (…, 2) of x, y or (…, 4) of x1, y1, x2, y2 beside one image"
+                raise PackError(f"{rule}, got {name!r} of {came}")
+        return {name: [images[0], kinds[ends[name]]] for name in self.marked}
+
+    # -- the pack of them
+
+    def card_options(self) -> dict[str, Any]:
+        """Return what the card keeps, as JSON does."""
+        options = {
+            "inputs": [name for name in self.forms if name != TARGET],
+            "kind": self.kind,
+            "roles": {"key": self.target, **{name: getattr(self.options, name) for name in ROLES}},
+            "forms": {name: form.to_dict() for name, form in self.forms.items()},
+            "resize": self.resize,
+            "points": self.points,
+            "text": self.text,
+            "columns": self.options.columns,
+            **({} if self.options.store else {"stored": False}),
+        }
+        return json.loads(json.dumps(options, default=str))
+
+    def key(self, draw: Any) -> str:
+        """Return the identity of the data and of what is made of them."""
+        made = [FORMAT, VERSION, self.card_options(), vars(self.options), self.groups, draw]
+        digest = hashlib.blake2b(json.dumps(made, default=str).encode(), digest_size=8)
+        for split, part, _ in self.parts:
+            digest.update(repr((split, type(part).__qualname__, len(part))).encode())
+            known = range(len(part)) if isinstance(part, KNOWN) else ()
+            digest.update(b"".join(mark({} if part[i] is None else parts_of(part[i])) for i in known))
+        if self.options.store or not self.varying():
+            digest.update(b"".join(self.marks))
+        return digest.hexdigest()
+
+    def varying(self) -> list[str]:
+        """Return the names of items looked at that differ when they are read again."""
+        pairs = zip(self.looked, self.marks, strict=True)
+        return [self.names[i] for i, before in pairs if before != mark({}) and mark(self.values(i)) != before]
+
+    def survey(self) -> Survey:
+        """Return what `make_pack` needs. Raises PackError where stored items would differ at each reading."""
+        store, forms = self.options.store, self.forms
+        if store and (varying := self.varying()):
+            rule = "differs each time it is read: the Dataset augments at random, and a pack keeps one reading"
+            fix = "Augment on the device instead, nb.classify(net, augment=(…)), or pass store=False"
+            raise PackError(f"{varying[0]} {rule}. {fix}: each epoch then reads the Dataset itself")
+        here = [name for name in forms if store or (self.listed and name == TARGET)]
+        classes = [*forms[TARGET].names] if self.kind in ("classes", "labels") else []
+        if self.kind == "classes" and not classes and TARGET not in here:
+            raise PackError("store=False reads no item before training; name the classes: classes=[…]")
+        splits = [self.parts[k][0] for k, _ in self.places]
+        ragged = [name for name, form in forms.items() if form.ragged]
+        return Survey(
+            [*map(Entry, self.names, splits, [None] * len(self), self.groups)],
+            classes,
+            self.card_options(),
+            ragged=[name for name in ragged if name in here],
+            bucket_by=next(iter(ragged), None),
+            by_content=store,
+            stratified=self.kind == "classes",
+            named=TARGET if self.kind == "classes" and here else None,
+            learn=self.learn,
+            elsewhere={name: form.column for name, form in forms.items() if name not in here},
+        )
+
+    def read(self, _: Any, done: int) -> Generator[dict[str, Any] | Problem, None, None]:
+        """Yield samples and rows of the table of bad samples, in order."""
+        return side_by_side(self.__getitem__, range(done, len(self)))
+
+    def learn(self, arrays: Mapping[str, np.ndarray], train: np.ndarray) -> dict[str, Any]:
+        """Return mean and std of targets, float32 columns and images: as given, else those of the training split, or
+        without a copy of the items looked at."""
+        chosen, learned = np.isin(np.arange(len(arrays["split"])), train), {"mean": {}, "std": {}}
+        for name, form in self.forms.items():
+            if form.kind in KINDS or not (name == TARGET or form.dtype == "<f4" or form.layout):
+                continue
+            blocks = self.column(name)
+            if name in arrays:
+                rows = np.repeat(chosen, np.diff(arrays[f"{name}.offsets"])) if form.ragged else chosen
+                blocks = blocks_of(arrays[name], rows)
+            given = form.layout and name != TARGET and self.options.mean
+            moments = (self.options.mean, self.options.std) if given else moments_of(form, blocks)
+            learned["mean"][name], learned["std"][name] = ([*map(float, each)] for each in moments)
+        return learned
+
+    def column(self, name: str) -> Iterator[np.ndarray]:
+        """Yield a column of the items looked at, one at a time."""
+        for i in self.looked:
+            with suppress(PackError):
+                array = self.sample(i)[name]
+                yield array if self.forms[name].ragged else array[None]
 
 
-# -- functions of texts, which a pack keeps by name
+class RawItems(Dataset):
+    """The Dataset that a pack was made of, read at each access. Item i has the arrays of the pack's sample i."""
+
+    def __init__(self, items: Items, pack: Pack):
+        self.items, self.classes = items, {name: i for i, name in enumerate(pack.classes)}
+        index = {name: i for i, name in enumerate(items.names)}
+        self.places = [index[name] for name in pack.names]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, i: int) -> Sample:
+        try:
+            sample = self.items.sample(self.places[i])
+        except PackError as error:  # where nothing is stored, an item is read here for the first time
+            raise PackError(f"{self.items.names[self.places[i]]}: {sentence(error)}") from None
+        if self.items.kind == "classes":
+            sample[TARGET] = np.asarray(self.classes[sample[TARGET]])
+        return {**sample, "id": np.asarray(i, np.int64)}
 
 
-def function_name(function: Any) -> str:
-    """Return `module:name` of a function. Raises PackError for one that has none."""
-    name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '<none>')}"
-    if "<" in name or "." in name.partition(":")[2]:
-        raise PackError(f"text must be a function of a module, by whose name predictions find it, got {function!r}")
-    return name
+def sentence(error: PackError) -> str:
+    """Return a reason for a row of the table of bad samples as a sentence."""
+    value, rule, fix = error.args if len(error.args) == 3 else ("", "", "")
+    return f"{rule}, got {value}; {fix}" if rule else str(error)
 
 
-@cache
-def resolve(name: str) -> Any:
-    """Return the function of that name."""
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
+def images_in(forms: Mapping[str, Form]) -> list[str]:
+    """Return the columns of inputs that are images."""
+    return [name for name, form in forms.items() if form.layout and name != TARGET]
+
+
+def classes_of(data: Any, target: Any) -> list[str]:
+    """Return the names that a Dataset has for classes given as numbers: a ClassLabel's, or `.classes` as in
+    torchvision, also below a Subset, which leaves labels as they are; of several labels in a list all that occur."""
+    if isinstance(data, list):
+        several: Any = [parts_of(item).get(target) for item in data if item is not None]
+        return sorted({composed(name) for names in several if is_names(names) for name in names})
+    while isinstance(data, Subset):
+        data = data.dataset
+    features = getattr(data, "features", None)
+    names = getattr(features.get(target), "names", None) if isinstance(features, Mapping) else None
+    names = names or getattr(data, "classes", None)
+    return [*map(composed, names)] if isinstance(names, list | tuple) and {*map(type, names)} == {str} else []
+
+
+def mark(values: Mapping[Any, Any]) -> bytes:
+    """Return a hash of what an item holds, of a file its size and time."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in values.items():
+        array = np.asarray(value) if hasattr(value, "shape") or is_image(value) else None
+        shown = sorted(value) if isinstance(value, set) else value
+        if isinstance(value, Path):
+            stat = value.stat() if value.exists() else None
+            shown = str(value), stat and (stat.st_size, stat.st_mtime_ns)
+        elif array is None and not isinstance(value, str | int | float | list | set | tuple | None):
+            shown = type(value).__name__
+        digest.update(repr((name, shown) if array is None else (name, array.dtype, array.shape)).encode())
+        digest.update(b"" if array is None else array.tobytes())
+    return digest.digest()

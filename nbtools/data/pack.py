@@ -12,34 +12,35 @@ A line of text is ragged along its width, so it is stored (W, H) or (W, H, C).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+import os
+import tarfile
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from statistics import mode
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from nbtools import disk, show
-from nbtools.data import archive, splits
-from nbtools.data.cached import touch
+from nbtools.data import splits
 from nbtools.data.drive import place_to_keep
+from nbtools.data.fetch import cache, patient
 from nbtools.data.splits import SPLITS
-from nbtools.data.transfer import patient
-from nbtools.errors import ArchiveError, PackError
+from nbtools.errors import PackError
 
 if TYPE_CHECKING:
     import pandas as pd
 
 FORMAT = 3  # of the folder; the manifest also names the nbtools that wrote it
 MANIFEST = "pack.json"  # data sets have a manifest.json of their own
-
+ANEW = "delete the folder and pack again"
 Sample = dict[str, np.ndarray]
-Reader = Callable[[Path, Mapping[str, Any]], Sample]
 
 
 @dataclass(frozen=True)
@@ -57,21 +58,16 @@ class Column:
 
 @dataclass(frozen=True)
 class Card:
-    """What a model needs to know of a data set: enough to build it, feed it and read its answers. A run keeps it.
-
-    options: the preprocessing; splits: samples per split; bucket_by: the ragged column whose length groups batches;
-    digest: of all that the pack holds, so that a run resumes on the very same data only. counts: training samples per
-    class, by what they are classes of, where the task counted them.
-    """
+    """What a model needs to know of a data set: enough to build it, feed it and read its answers. A run keeps it."""
 
     task: str
     classes: list[str]
-    options: dict[str, Any]
+    options: dict[str, Any]  # the preprocessing
     columns: dict[str, Column]
-    splits: dict[str, int]
-    bucket_by: str | None = None
-    digest: str = ""
-    counts: dict[str, list[int]] = field(default_factory=dict)
+    splits: dict[str, int]  # samples per split
+    bucket_by: str | None = None  # the ragged column whose length groups batches
+    digest: str = ""  # of all that the pack holds, so that a run resumes on the very same data only
+    counts: dict[str, list[int]] = field(default_factory=dict)  # training samples per class, where the task counted
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -83,17 +79,13 @@ class Card:
 
 @dataclass(frozen=True)
 class Pack(show.Table):
-    """An open pack. Shows as a table.
-
-    split: (n,) uint8, as in `split.npy`, and 3 for samples in no split; raw: the Dataset over what it was made of, None
-    if that is gone.
-    """
+    """An open pack. Shows as a table."""
 
     folder: Path
     card: Card
     manifest: dict[str, Any] = field(repr=False)
-    split: np.ndarray = field(repr=False, compare=False)
-    raw: Any = field(default=None, repr=False)
+    split: np.ndarray = field(repr=False, compare=False)  # (n,) uint8, as in `split.npy`; 3: in no split
+    raw: Any = field(default=None, repr=False)  # the Dataset over what it was made of; None if that is gone
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
@@ -103,22 +95,24 @@ class Pack(show.Table):
         if not is_pack(folder):
             raise PackError(f"{folder}: no {MANIFEST}, so this is not a pack; make one with task.pack(source)")
         with disk.explained("opening a pack", folder):
-            manifest, card = read_manifest(folder)
+            manifest = json.loads((folder / MANIFEST).read_bytes())
+            if (version := manifest["version"]) != FORMAT:
+                made = f"nbtools {manifest.get('nbtools', '0.1')} made this pack, in format {version}"
+                raise PackError(f"{folder}: {made}, and format {FORMAT} is read here; {ANEW}")
             for name, entry in manifest["files"].items():
-                size = entry["size"]
-                came = f"has {path.stat().st_size} bytes" if (path := folder / name).exists() else "is missing"
-                if came != f"has {size} bytes":
-                    raise PackError(f"{path}: {came}, when packed it had {size}; delete the folder and pack again")
+                size = path.stat().st_size if (path := folder / name).exists() else "no"
+                if size != entry["size"]:
+                    raise PackError(f"{path}: has {size} bytes, when packed it had {entry['size']}; {ANEW}")
             touch(folder.absolute())
-            return cls(folder, card, manifest, np.load(folder / "split.npy"))
+            return cls(folder, Card.from_dict(manifest["card"]), manifest, np.load(folder / "split.npy"))
 
     def verify(self) -> Self:
         """Compare every file's SHA-256 with the manifest; raises PackError naming the first that differs."""
         for name, entry in self.manifest["files"].items():
             with disk.explained("verifying a pack", self.folder / name):
-                came, expected = disk.sha256(self.folder / name), entry["sha256"]
-            if came != expected:
-                raise PackError(f"{self.folder / name}: SHA-256 {came[:12]}…, the manifest says {expected[:12]}…")
+                if (came := disk.sha256(self.folder / name)) != entry["sha256"]:
+                    says = f"the manifest says {entry['sha256'][:12]}"
+                    raise PackError(f"{self.folder / name}: SHA-256 {came[:12]}…, {says}…")
         return self
 
     @property
@@ -175,12 +169,6 @@ class Pack(show.Table):
 
         return pd.read_csv(self.folder / "bad.csv", encoding="utf-8-sig", dtype=str, keep_default_na=False)
 
-    @property
-    def labels(self) -> list[str] | None:
-        """The class of every sample, None where a sample is not of one class."""
-        name = self.manifest["label"]
-        return None if name is None else class_names(memory_map(self.folder / f"{name}.npy"), self.classes)
-
     def __len__(self) -> int:
         return len(self.split)
 
@@ -206,97 +194,97 @@ class Pack(show.Table):
         rows = {name: slice(*self.offsets[name][i : i + 2]) if name in self.offsets else i for name in self.columns}
         return {name: np.asarray(self.arrays[name][row]) for name, row in rows.items()}
 
-    # -- the same arrays, seen otherwise
-
     def reading(self, columns: Collection[str]) -> Self:
         """Return the pack with these columns alone. Samples with nothing in one of them are in no split; ids stay."""
         kept = {name: column for name, column in self.columns.items() if name in columns}
         ragged, by = [name for name in columns if name in self.offsets], self.card.bucket_by
         full = np.all([np.ones(len(self), bool), *(np.diff(self.offsets[name]) > 0 for name in ragged)], axis=0)
         by = by if by in (None, *ragged) else next(iter(ragged), None)
-        made = self.with_split(np.where(full, self.split, len(SPLITS)).astype(np.uint8))
-        return dataclasses.replace(made, card=dataclasses.replace(made.card, columns=kept, bucket_by=by))
+        return self.with_split(np.where(full, self.split, len(SPLITS)), columns=kept, bucket_by=by)
 
     def folds(self, k: int, seed: int = 0) -> list[Self]:
         """Return k packs for cross validation: the n-th validates on the n-th part of what is not test, and trains on
         the rest. They share this one's folder, and what was measured for it, such as means. Classes are divided evenly,
         and groups stay whole."""
-        path, labels = self.folder / "groups.json", self.labels
+        path, label, labels = self.folder / "groups.json", self.manifest["label"], None
         groups = json.loads(path.read_bytes()) if path.exists() else [None] * len(self)
         places = [splits.position(group or name, seed) for group, name in zip(groups, self.names, strict=True)]
-        units = splits.units_of(np.flatnonzero(self.split < SPLITS.index("test")).tolist(), places, groups)
+        units = splits.units_of(np.flatnonzero(self.split < 2).tolist(), places, groups)
         if not isinstance(k, int) or not 2 <= k <= len(units):
             raise PackError(f"folds must be 2 to {len(units):,}, as many as samples or groups at most, got {k!r}")
-        if labels is not None:
-            units.sort(key=lambda unit: mode(labels[i] for i in unit))
+        if label is not None:
+            labels = class_names(memory_map(self.folder / f"{label}.npy"), self.classes)
+            units.sort(key=lambda unit: splits.mode(map(labels.__getitem__, unit)))
         fold, made = np.full(len(self), -1), []
         for n, unit in enumerate(units):
             fold[unit] = n % k
         for n in range(k):
-            one = self.with_split(np.where(fold < 0, self.split, fold == n).astype(np.uint8))
-            remarks = splits.remarks([SPLITS[i] for i in one.split], labels, ["train", "val"])
             digest = hashlib.sha256(f"{self.card.digest} {n} {k} {seed}".encode()).hexdigest()
-            card = dataclasses.replace(one.card, digest=digest)
-            made.append(dataclasses.replace(one, card=card, manifest={**self.manifest, "remarks": remarks}))
+            one = self.with_split(np.where(fold < 0, self.split, fold == n), digest=digest)
+            remarks = splits.remarks([SPLITS[i] for i in one.split], labels, ["train", "val"])
+            made.append(dataclasses.replace(one, manifest={**self.manifest, "remarks": remarks}))
         return made
 
-    def with_split(self, split: np.ndarray) -> Self:
-        counts = {name: int((split == k).sum()) for k, name in enumerate(SPLITS)}
-        return dataclasses.replace(self, split=split, card=dataclasses.replace(self.card, splits=counts))
+    def with_split(self, split: np.ndarray, **card: Any) -> Self:
+        """Return the pack with its samples in other splits, and a card that differs in these."""
+        card["splits"] = {name: int((split == k).sum()) for k, name in enumerate(SPLITS)}
+        return dataclasses.replace(self, split=split.astype(np.uint8), card=dataclasses.replace(self.card, **card))
 
     def keep(self, where: str | Path) -> Path | None:
-        """Write the pack as one tar, to `drive:…` or a path, and put its SHA-256 next to it, which is compared when it
-        is staged; `task.pack` of that file opens it in the next session. Another pack of that name is replaced, all at
-        once; the very same one is not written again if it reads back whole. Errors of a mount are tried again. Prints a
-        sentence and returns None if access to Drive was declined in Colab's dialog."""
+        """Write the pack as one tar, to `drive:…` or a path; `task.pack` of that file opens it in the next session.
+        Another pack of that name is replaced, all at once; the very same one is not written again if it reads back
+        whole. Errors of a mount are tried again. Prints a sentence and returns None if access to Drive was declined in
+        Colab's dialog."""
         if self.card.digest != self.manifest["card"]["digest"]:
             raise PackError("a fold shares the files of the pack that was divided; keep that one")
         target = patient(lambda: place_to_keep(where), Path(where))
-        if target is None:
-            return None
-        target = target if target.suffix == ".tar" else target.with_name(f"{target.name}.tar")
-        files = {name: self.folder / name for name in (*self.manifest["files"], MANIFEST)}
-        promise = target.with_name(f"{target.name}.sha256")
-        with disk.explained(f"keeping {self.folder}", target):
-            if not self.is_kept(target, promise):  # a new tar with an old hash would be refused
-                digest = patient(lambda: archive.write(files, target, lambda: disk.remove(promise)), target)
-                patient(lambda: disk.write_atomic(promise, f"{digest}  {target.name}\n"), target)
+        if target is not None:
+            target = target if target.suffix == ".tar" else target.with_name(f"{target.name}.tar")
+            with disk.explained(f"keeping {self.folder}", target):
+                if not self.is_kept(target):
+                    patient(lambda: self.write_tar(target), target)
         return target
 
-    def is_kept(self, target: Path, promise: Path) -> bool:
-        """Return whether a tar is this very pack, whole. One that cannot be read is written anew."""
+    def is_kept(self, path: Path) -> bool:
+        """Return whether a tar holds this very pack, whole."""
+        hashes = {name: entry["sha256"] for name, entry in self.manifest["files"].items()}
+        hashes[MANIFEST] = disk.sha256(self.folder / MANIFEST)
         try:
-            same = archive.read_member(target, MANIFEST) == (self.folder / MANIFEST).read_bytes()
-            return same and promise.read_bytes() == f"{disk.sha256(target)}  {target.name}\n".encode()
-        except (OSError, ArchiveError):
+            with tarfile.open(path, "r:") as tar:
+                files: dict[str, Any] = {name: tar.extractfile(name) for name in hashes}
+                return hashes == {name: hashlib.file_digest(file, "sha256").hexdigest() for name, file in files.items()}
+        except (OSError, KeyError, ValueError, tarfile.TarError):
             return False
 
+    def write_tar(self, path: Path) -> None:
+        """Write the files as a plain tar, atomically, once it reads back whole."""
+        part = path.with_name(f"{path.name}.part")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with tarfile.open(part, "w") as tar:
+                for name in (*self.manifest["files"], MANIFEST):
+                    tar.add(self.folder / name, name)
+            if not self.is_kept(part):
+                raise OSError(errno.EIO, "reads back differently from what was written", str(part))
+            disk.sync_path(part)
+            disk.rename(part, path)
+        except BaseException:  # also where the user interrupts: a full Drive has no room for it
+            with contextlib.suppress(OSError):  # the disk that failed may refuse this too: the first error counts
+                disk.remove(part)
+            raise
+
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
-        names, bad = [*self.classes[:40], *["…"][: len(self.classes) - 40]], self.manifest["bad"]
+        names, bad = ", ".join(self.classes[:40]) + ", …" * (len(self.classes) > 40), self.manifest["bad"]
         return ("pack", ""), [
             ("task", self.card.task),
             ("samples", ", ".join(f"{self.splits[split]:,} {split}" for split in SPLITS)),
             ("columns", ", ".join(f"{name} {column}" for name, column in self.columns.items())),
-            ("classes", f"{len(self.classes)}: {', '.join(names)}" if names else "none"),
+            ("classes", f"{len(self.classes)}: {names}" if names else "none"),
             ("bad samples", f"{bad} left out, see pack.bad" if bad else "none"),
             *(("remark", line) for line in self.remarks),
             ("size", show.size(self.bytes)),
             ("folder", str(self.folder)),
         ]
-
-
-def read_manifest(folder: Path) -> tuple[dict[str, Any], Card]:
-    """Return a pack's manifest and card. Raises PackError for what is none, or of another format."""
-    again = "delete the folder and pack again"
-    try:
-        manifest = disk.from_json((folder / MANIFEST).read_bytes())
-        if (version := manifest["version"]) != FORMAT:
-            maker = manifest.get("nbtools", "0.1")
-            made = f"nbtools {maker} made this pack, in format {version}, and format {FORMAT} is read here"
-            raise PackError(f"{folder}: {made}; {again}")
-        return manifest, Card.from_dict(manifest["card"])
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise PackError(f"{folder / MANIFEST}: unreadable ({error}); {again}") from None
 
 
 def columns_of(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Column]:
@@ -320,3 +308,11 @@ def memory_map(path: Path) -> np.ndarray:
         return np.load(path, mmap_mode="c")
     except ValueError:
         return np.load(path)
+
+
+def touch(path: Path) -> None:
+    """Note that the entry of the cache that a path is in, if it is in one, is used now."""
+    if path.is_relative_to(cache()):
+        parts = path.relative_to(cache()).parts
+        with contextlib.suppress(OSError):  # it is not there yet, or may only be read
+            os.utime(cache().joinpath(*parts[: 2 if parts[:1] == ("packs",) else 1]))

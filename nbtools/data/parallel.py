@@ -1,11 +1,9 @@
-"""The same work on many items, on all cores, with the results in order: by threads, or by processes where the results
-are small and Python's own work between them is most of the time."""
+"""The same work on many items, on all cores, with the results in order."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import signal
 import sys
 from collections import deque
@@ -24,7 +22,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 FIRST = 32  # items whose time says whether the others are worth starting processes
 SHORT = 1.0  # seconds in which all is done: not worth it
-SMALL = 1 << 17  # bytes of a result: above, threads pack a fifth faster than processes that send it (measured, 2 cores)
+CHEAP = 2e-4  # seconds: an item that costs less is done faster here than it travels between processes
 WORK: list[Callable[[Any], Any]] = []  # of a worker process
 
 
@@ -34,31 +32,20 @@ def cores() -> int:
 
 
 def side_by_side(work: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
-    """Yield work(item) of each item, by threads, or on Linux by forked processes where they are faster."""
-    items, start, size = [*items], monotonic(), 0
-    for result in threaded(work, items[:FIRST], 1):
-        size += len(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
-        yield result
-    rest = items[FIRST:]
-    pays = (monotonic() - start) / FIRST * len(rest) > SHORT and size < SMALL * FIRST and cores() > 1
-    yield from by_workers(work, rest) if pays and sys.platform == "linux" else threaded(work, rest)
+    """Yield work(item) of each item, on Linux by forked processes where that pays."""
+    items, start = [*items], monotonic()
+    yield from map(work, items[:FIRST])
+    rest, cost = items[FIRST:], (monotonic() - start) / FIRST
+    pays = cost > CHEAP and cost * len(rest) > SHORT and cores() > 1 and sys.platform == "linux"
+    yield from by_workers(work, rest) if pays else map(work, rest)
 
 
 def threaded(work: Callable[[T], R], items: Iterable[T], size: int = 16) -> Generator[R, None, None]:
     """Yield work(item) of each item by a thread a core, `size` at a time: decoders release the interpreter's lock."""
-
-    def steady(item: T) -> R:
-        for _ in range(9):
-            try:
-                return work(item)
-            except SystemError:  # NumPy reads a header by ast.parse, which before Python 3.13 counts its recursion for
-                continue  # all threads together (python/cpython#106905)
-        return work(item)
-
-    yield from in_order(ThreadPoolExecutor(cores()), lambda part: [*map(steady, part)], [*items], size)
+    yield from in_order(ThreadPoolExecutor(cores()), lambda part: [*map(work, part)], [*items], size)
 
 
-def by_workers(work: Callable[[T], R], items: Sequence[T], size: int = 32) -> Generator[R, None, None]:
+def by_workers(work: Callable[[T], R], items: Sequence[T], size: int = 16) -> Generator[R, None, None]:
     """Yield work(item) of each item by a forked process a core, `size` at a time; results must be picklable. Raises
     NbtoolsError where the system kills a process."""
     pool = ProcessPoolExecutor(cores(), get_context("fork"), begin, (work,))

@@ -1,10 +1,6 @@
 """Progress bars, which tqdm draws, and messages above them: on stderr, in a notebook in the output of the cell.
 
-`bar` counts; `work` is for phases whose length is only expected:
-
-    with work("measuring captcha", precision=20, batch=20):
-        phase("precision")             # deep inside, where a bar may or may not be shown
-        ...                            # tick() now and then
+`bar` counts; `work` is for phases whose length is only expected: `phase` begins one, and `tick` draws now and then.
 """
 
 import sys
@@ -15,8 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-LEAST = 0.25  # seconds between two updates of a bar: quicker ones hang a Colab tab (lightning#2517)
-PATIENCE = 30.0  # the same where stderr is a file, so that a log stays short
+LEAST, PATIENCE = 0.25, 30.0  # seconds between updates: quicker ones hang a Colab tab (lightning#2517); in a log file
 SLOW = 2.0  # seconds before there is a bar of work that may be short
 CLOCK = "{l_bar}{bar}| {remaining} left{postfix}"
 
@@ -27,27 +22,10 @@ attending: list[Callable[[], object]] = []
 
 def bar(*arguments: Any, **options: Any) -> tqdm:
     """Return a tqdm bar, whose arguments and options are tqdm's."""
-    notebook = in_notebook()
-    least = LEAST if notebook or sys.stderr.isatty() else PATIENCE
-    options["mininterval"] = max(least, options.get("mininterval", least))
-    if notebook:  # which shows stderr in red
+    options["mininterval"] = LEAST if in_notebook() or sys.stderr.isatty() else PATIENCE
+    if in_notebook():  # which shows stderr in red
         options |= {"file": sys.stdout, "ncols": 90}
-    elif not sys.stderr.isatty():
-        options |= {"file": Log(), "position": 0}
     return tqdm(*arguments, **options)
-
-
-class Log:
-    """A stderr that is a file: each state of a bar is a line."""
-
-    def write(self, text: str) -> None:
-        if line := text.strip():
-            print(line, file=sys.stderr, flush=True)
-
-
-def moving(total: int | None, doing: str, progress: bool) -> tqdm:
-    """Return a bar of bytes, with MB/s and time left."""
-    return bar(total=total, desc=doing, unit="B", unit_scale=True, disable=not progress)
 
 
 @contextmanager
@@ -78,7 +56,8 @@ def phase(name: str, seconds: float | None = None) -> None:
 def tick() -> None:
     """Draw the bar of the work that is shown, and call what `meanwhile` was given."""
     for shown, _, start in ongoing:
-        shown.n = min(monotonic() - start, 0.95 * shown.total)
+        shown.n = spent = monotonic() - start
+        shown.total = max(shown.total, 1.1 * spent + 0.5)  # an estimate that is exceeded grows
         shown.update(0)
     for act in attending:
         act()
@@ -102,5 +81,4 @@ def say(message: str) -> None:
 def in_notebook() -> bool:
     """Return whether a Jupyter kernel runs this: a terminal's IPython has no kernel."""
     core = sys.modules.get("IPython")
-    shell = core.get_ipython() if core is not None else None
-    return getattr(shell, "kernel", None) is not None
+    return getattr(core and core.get_ipython(), "kernel", None) is not None

@@ -49,12 +49,26 @@ def assign(
     own = set(given) - {None}
     divided = "train" if "train" in own and "val" not in own else None
     units = units_of((i for i, split in enumerate(given) if split == divided), places, groups)
-    units = units if labels is None else interleave(units, labels)
+    if labels is not None:  # so that any first part has the same share of each class, in each class as before
+        classes = [mode(labels[i] for i in unit) for unit in units]
+        sizes, before, middles = Counter(classes), Counter[str](), []
+        for label in classes:
+            middles.append((before[label] + 0.5) / sizes[label])
+            before[label] += 1
+        units = [units[k] for k in np.argsort(middles, kind="stable")]
     result = [split or "train" for split in given]
     for unit, split in zip(units, draw(units, places, val, 0 if own else test, exact), strict=True):
         for i in unit:
             result[i] = split
     return result
+
+
+def units_of(ids: Iterable[int], places: Sequence[float], groups: Sequence[str | None]) -> Units:
+    """Return the samples that stay together, in the order of their places."""
+    units: dict[int | str, list[int]] = {}
+    for i in ids:
+        units.setdefault(groups[i] or i, []).append(i)
+    return sorted(units.values(), key=lambda unit: places[unit[0]])
 
 
 def draw(units: Units, places: Sequence[float], val: float, test: float, exact: bool) -> list[str]:
@@ -76,34 +90,16 @@ def draw(units: Units, places: Sequence[float], val: float, test: float, exact: 
     return splits
 
 
-def units_of(ids: Iterable[int], places: Sequence[float], groups: Sequence[str | None]) -> Units:
-    """Return the samples that stay together, in the order of their places."""
-    units: dict[int | str, list[int]] = {}
-    for i in ids:
-        units.setdefault(groups[i] or i, []).append(i)
-    return sorted(units.values(), key=lambda unit: places[unit[0]])
-
-
-def interleave(units: Units, labels: Sequence[str]) -> Units:
-    """Order units so that any first part of them has the same share of each class, in each class as before."""
-    classes = [mode(labels[i] for i in unit) for unit in units]
-    sizes, before, middles = Counter(classes), Counter[str](), []
-    for label in classes:
-        middles.append((before[label] + 0.5) / sizes[label])
-        before[label] += 1
-    return [units[k] for k in np.argsort(middles, kind="stable")]
-
-
 def remarks(splits: Sequence[str], labels: Sequence[str] | None, drawn: Iterable[str]) -> list[str]:
     """Return what whoever trains on these samples should hear, a sentence each. labels: their classes; drawn: the
     splits that should have some."""
     lines = [f"no sample is in {split}, so nothing {USES[split]}" for split in drawn if split not in splits]
-    classes = Counter(labels or ())
+    classes = {*(labels or ())}
     if len(classes) > max(MOST * len(splits), 10):
         return [*lines, f"{len(classes):,} classes for {len(splits):,} samples: is the target a class at all?"]
     for split, so in (("train", "it cannot be learned"), ("val", "no evaluation sees it")):
         seen = {label for label, one in zip(labels or (), splits, strict=False) if one == split}
-        if (lacking := sorted(classes.keys() - seen)) and seen:
+        if (lacking := sorted(classes - seen)) and seen:
             some = ", ".join(lacking[:5]) + " …" * (len(lacking) > 5)
             lines.append(f"{plural(len(lacking), 'class')} without a {split} sample ({some}): {so}")
     return lines
@@ -113,16 +109,13 @@ def require_shares(val: float, test: float) -> None:
     """Raise PackError unless these can be the validation's and the test's part of a source."""
     numbers = all(isinstance(share, (int, float)) and share >= 0 for share in (val, test))
     if not numbers or not (is_all(test) or sum(share for share in (val, test) if not is_count(share)) < 1):
-        raise PackError(
-            f"val and test must be whole numbers of samples, or shares ≥ 0 and below 1, got {val}, {test}; "
-            "their sum leaves samples to train on, but for test=1.0, which makes all of them test"
-        )
+        rule = "val and test must be whole numbers of samples, or shares ≥ 0 that leave samples to train on"
+        raise PackError(f"{rule}, or test=1.0, which makes all of them test; got {val}, {test}")
 
 
 def is_count(share: float) -> bool:
     return isinstance(share, int) and share >= 1
 
 
-def is_all(share: float) -> bool:
-    """Return whether a split takes every sample; the whole number 1 is one sample."""
+def is_all(share: float) -> bool:  # the whole number 1 is one sample
     return isinstance(share, float) and share == 1

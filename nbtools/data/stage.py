@@ -9,22 +9,30 @@
     <cache>/locks/                       so that one of many processes copies and the others wait
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
+import os
 import re
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nbtools import disk
-from nbtools.data import archive, cached
-from nbtools.data.cached import RECEIPT
-from nbtools.data.pack import MANIFEST, Pack
-from nbtools.data.progress import moving, say
-from nbtools.data.sources import Source, cache, require_archive, source_of
-from nbtools.data.transfer import deliver, patient
+from nbtools import disk, show
+from nbtools.data import archive
+from nbtools.data.fetch import Source, cache, fetch, listing, patient, require_archive, source_of
+from nbtools.data.pack import MANIFEST, Pack, touch
+from nbtools.data.progress import bar, say
 from nbtools.errors import ArchiveError, PackError, StageError
 
-SUFFIXES = r"\.(tar|tar\.gz|tgz|tar\.xz|txz|tar\.bz2|tbz2?|zip)$"
+if TYPE_CHECKING:
+    import pandas as pd
+
+SUFFIXES = r"\.(tar|tar\.gz|tgz|tar\.xz|txz|zip)$"
+RECEIPT = ".stage.json"  # no archive can give its folder this name
+UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def stage(
@@ -32,11 +40,10 @@ def stage(
 ) -> Path:
     """Return a folder on local disk with the files of a source, which are copied only if necessary.
 
-    source: a folder, an archive (tar, tar.gz, tar.xz, tar.bz2, zip), `drive:path/in/My Drive`, a Drive link, or the
-    http(s) address of an archive. into: the target folder; default: $NBTOOLS_CACHE, or nbtools in the temporary folder.
-    sha256: the hash that the archive must have; by default that of the file next to it, `data.tar.sha256` as sha256sum
-    writes it, if there is one. Errors of a mount or a connection are tried again. Raises StageError (also its subclass
-    ArchiveError) or DiskError if that fails; then nothing is published.
+    source: a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:path/in/My Drive`, a Drive link, or the http(s)
+    address of an archive. into: the target folder; default: $NBTOOLS_CACHE, or nbtools in the temporary folder.
+    sha256: the hash that the archive must have. Errors of a mount or a connection are tried again. Raises StageError
+    (also its subclass ArchiveError) or DiskError if that fails; then nothing is published.
     """
     with disk.explained(f"looking at {source}", Path(source)):
         job = patient(lambda: decide(str(source), into, sha256), Path(source))
@@ -44,7 +51,7 @@ def stage(
         lock = cache() / "locks" / f"stage-{hashlib.sha256(bytes(job.target)).hexdigest()[:16]}.lock"
         with disk.explained(f"staging {source}", job.target), disk.Lock(lock):
             ready = staged(job) or act(job, progress)
-    cached.touch(ready)
+    touch(ready)
     return ready
 
 
@@ -65,8 +72,6 @@ def decide(text: str, into: str | Path | None, sha256: str | None) -> Job:
     is_folder = source.path is not None and source.path.is_dir()
     if sha256 and is_folder:
         raise StageError(f"{text}: sha256 is for an archive, and this is a folder. Leave it out.")
-    if source.path and not is_folder:
-        sha256 = sha256 or promised(source.path)
     why = "copied" if is_folder else "unpacked"
     if source.path is None or source.is_far:
         why = "copied from a slow disk" if source.path else "fetched from the network"
@@ -90,16 +95,6 @@ def staged(job: Job) -> Path | None:
         return None
 
 
-def promised(path: Path) -> str | None:
-    """Return the SHA-256 that an archive must have: what `sha256sum ARCHIVE > ARCHIVE.sha256` wrote beside it."""
-    note = path.with_name(f"{path.name}.sha256")
-    if not disk.exists(note):
-        return None
-    if match := re.match(r"([0-9a-fA-F]{64})\b", note.read_text("utf-8", "replace")):
-        return match[1]
-    raise StageError(f"{note}: must begin with 64 hexadecimal digits, as of sha256sum. Write it again, or delete it.")
-
-
 def act(job: Job, progress: bool) -> Path:
     """Fetch, check, unpack, and publish under the final name; the caller holds the lock."""
     source, target = job.source, job.target
@@ -116,8 +111,7 @@ def act(job: Job, progress: bool) -> Path:
             data = unpacked(job, begun, data, progress)
         else:
             fetch_all(source, data, begun, progress)
-        if (data / MANIFEST).is_file():
-            verify(data, source.text)
+        verify(data, source.text)
     except ArchiveError:
         disk.remove(part)  # else the next call would resume a bad copy
         raise
@@ -152,25 +146,49 @@ def unpacked(job: Job, begun: Path, data: Path, progress: bool) -> Path:
 def fetch_all(source: Source, place: Path, begun: Path, progress: bool, times: int = 1) -> None:
     """Fetch the files of a source below `place`, in their order and each by way of one `.part`, which the next call
     resumes. times: how often their bytes must fit on the disk."""
-    sizes = [file.size for file in source.files.values()]
-    total = None if None in sizes else sum(filter(None, sizes))
-    part = begun / "file.part"
-    missing = [name for name, file in source.files.items() if not is_whole(place / name, file.size)]
-    need = sum(source.files[name].size or 0 for name in missing)
+    sizes, part = {name: file.size or 0 for name, file in source.files.items()}, begun / "file.part"
+    there = {name for name in sizes if (path := place / name).is_file() and path.stat().st_size >= sizes[name]}
+    total, need = sum(sizes.values()), sum(size for name, size in sizes.items() if name not in there)
     disk.require_space(begun, times * need - (part.stat().st_size if part.exists() else 0))
-    with moving(total, f"copy {source.name}", progress) as shown:
-        shown.update((total or need) - need)
-        for name in missing:
-            deliver(source.files[name], place / name, part, shown.update)
-
-
-def is_whole(path: Path, size: int | None) -> bool:
-    return path.is_file() and size in (None, path.stat().st_size)
+    shown = bar(total=total or None, desc=f"copy {source.name}", disable=not progress, **archive.BYTES)
+    with shown:
+        shown.update(total - need)
+        for name, file in source.files.items():
+            if name not in there:
+                fetch(file, place / name, part, shown.update)
 
 
 def verify(folder: Path, text: str) -> None:
     """Compare each file of a pack with the hash in its manifest: a plain tar has no checksum of its own."""
     try:
-        Pack.open(folder).verify()
+        if (folder / MANIFEST).is_file():
+            Pack.open(folder).verify()
     except PackError as error:
         raise ArchiveError(f"{text}: the pack in it is damaged: {error}. Keep or copy it again.") from None
+
+
+def cached(free: int | str | None = None) -> pd.DataFrame:
+    """Return a row for each folder that `stage` and `pack` left in the cache, the least recently used first. The cache
+    is $NBTOOLS_CACHE, or nbtools in the temporary folder.
+
+    free: bytes, or a text such as "20 GB": delete what was used least recently until so much is free. All of it can be
+    staged or packed again. Raises StageError for a size that is none, DiskError if something cannot be deleted.
+    """
+    import pandas as pd  # half a second, for which no other command should wait
+
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", str(free or 0).strip())
+    if not match:
+        raise StageError(f"free must be bytes, or a size such as 20 GB, got {free!r}")
+    rows, wanted = [], float(match[1]) * UNITS[match[2]]
+    with disk.explained("looking at the cache", cache()):
+        made = [path for path in cache().glob("*") if path.suffix == ".part" or (path / RECEIPT).exists()]
+        for path in sorted([*made, *cache().glob("packs/*/")], key=os.path.getmtime):
+            used = f"{datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d %H:%M}"
+            size = sum(size for size, _ in listing(path).values())
+            if delete := disk.free_bytes(cache()) < wanted:
+                gone = path.with_name(f"{path.name}.deleted.part")  # so that nobody reads half of it
+                disk.rename(path, gone)
+                disk.remove(gone)
+            rows.append((path.relative_to(cache()).as_posix(), size, used, delete))
+        say(f"{show.size(disk.free_bytes(cache()))} free in {cache()}")
+    return pd.DataFrame(rows, columns=["folder", "bytes", "used", "deleted"])

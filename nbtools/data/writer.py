@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any, BinaryIO
@@ -25,44 +24,37 @@ from nbtools.errors import PackError
 
 JOURNAL = "journal.json"
 NOTED = 1.0  # seconds between two notes, or a twentieth of the time so far: a note grows with the samples
-BLOCK = 1 << 20  # bytes that are written at once
+KEPT = ("done", "kept", "bad", "classes", "ends")
 Problem = tuple[str, ...]  # a row of the table of bad samples: file, value, rule, fix
 
 
-@dataclass
 class Writer:
     """Appends samples to the files of a folder, from where an earlier one with the same mark ended.
 
     named: the column that is a text, the name of a class; ragged: columns whose samples differ in length.
-    done: entries read; kept: those that became samples; classes: of each of these; ends: ragged column → where each
-    sample begins, and the end.
     """
 
-    folder: Path
-    mark: list[Any]
-    named: str | None
-    ragged: Collection[str]
-    done: int = 0
-    kept: list[int] = field(default_factory=list)
-    bad: list[Problem] = field(default_factory=list)
-    classes: list[str] = field(default_factory=list)
-    columns: dict[str, Column] = field(default_factory=dict)
-    ends: dict[str, list[int]] = field(default_factory=dict)
-    files: dict[str, BinaryIO] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        path = self.folder / JOURNAL
+    def __init__(self, folder: Path, mark: list[Any], named: str | None, ragged: Collection[str]):
+        self.folder, self.mark, self.named, self.ragged = folder, mark, named, ragged
+        self.done = 0  # entries read
+        self.kept: list[int] = []  # those that became samples
+        self.bad: list[Problem] = []
+        self.classes: list[str] = []  # of each sample
+        self.columns: dict[str, Column] = {}
+        self.ends: dict[str, list[int]] = {}  # ragged column → where each sample begins, and the end
+        self.files: dict[str, BinaryIO] = {}
+        path = folder / JOURNAL
         noted: dict[str, Any] = disk.from_json(path.read_bytes()) if path.exists() else {"mark": None}
-        if noted["mark"] != self.mark:
-            disk.remove(self.folder)
-            self.folder.mkdir(parents=True)
+        if noted.pop("mark") != mark:
+            disk.remove(folder)
+            folder.mkdir(parents=True)
             return
         sizes = noted.pop("sizes")
-        for other in self.folder.iterdir():  # of a process that was killed as it began or finished
+        for other in folder.iterdir():  # of a process that was killed as it began or finished
             if other.name != JOURNAL and other.stem not in sizes:
                 disk.remove(other)
         for name, size in sizes.items():
-            self.files[name] = open(self.folder / f"{name}.npy", "r+b", BLOCK)  # noqa: SIM115
+            self.files[name] = open(folder / f"{name}.npy", "r+b", 1 << 20)  # noqa: SIM115
             self.files[name].truncate(size)
             self.files[name].seek(size)
         vars(self).update(noted, columns=columns_of(noted["columns"]))
@@ -70,7 +62,7 @@ class Writer:
     def write(self, names: Sequence[str], samples: Iterable[Sample | Problem], progress: bool) -> None:
         """Append what became of the entries of these names after those that are done, in order."""
         start = last = monotonic()
-        look = {"unit": " samples", "mininterval": 0.5, "disable": not progress, "leave": False}
+        look = {"unit": " samples", "disable": not progress, "leave": False}
         with bar(desc="packing", total=len(names), initial=self.done, **look) as shown:
             for sample in samples:
                 if isinstance(sample, tuple):
@@ -109,14 +101,14 @@ class Writer:
         if taken := sorted(own & columns.keys()):
             raise PackError(f"column {taken[0]!r}: nbtools reserves {', '.join(sorted(own))}; rename it in `read`")
         for name, column in columns.items():
-            self.files[name] = open(self.folder / f"{name}.npy", "xb", BLOCK)  # noqa: SIM115
+            self.files[name] = open(self.folder / f"{name}.npy", "xb", 1 << 20)  # noqa: SIM115
             self.files[name].write(header(column, 0))
 
     def note(self) -> None:
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())
-        state = {name: vars(self)[name] for name in ("mark", "done", "kept", "bad", "classes", "ends")}
+        state = {"mark": self.mark, **{name: getattr(self, name) for name in KEPT}}
         state["columns"] = {name: vars(column) for name, column in self.columns.items()}
         state["sizes"] = {name: file.tell() for name, file in self.files.items()}
         disk.write_atomic(self.folder / JOURNAL, json.dumps(state))

@@ -1,18 +1,14 @@
 // Puts the last live frame in the place of the picture before it, which has so many pixels. Where scripts do not run, as
 // in a notebook that is not trusted or on GitHub, the picture stays.
-((place) => {
+((place, tries = 0) => {
   const { page, width, height } = place.dataset;
-  const shown = document.createElement('div');
-  shown.className = 'nbtools-kept';
-  shown.innerHTML = page;
-  let tries = 0;
+  const before = (image) => place.compareDocumentPosition(image) & Node.DOCUMENT_POSITION_PRECEDING;
+  const same = (image) => image.naturalWidth == width && image.naturalHeight == height && before(image);
   const replace = () => {
-    const before = (image) => place.compareDocumentPosition(image) & Node.DOCUMENT_POSITION_PRECEDING;
-    const same = (image) => image.naturalWidth == width && image.naturalHeight == height && before(image);
     const picture = [...document.images].filter(same).at(-1);
     if (!picture && tries++ < 100) return setTimeout(replace, 50); // it may still be loading
     if (!picture || place.nextElementSibling?.className == 'nbtools-kept') return; // a script may run again
-    place.after(shown);
+    place.after(Object.assign(document.createElement('div'), { className: 'nbtools-kept', innerHTML: page }));
     (picture.closest('.jp-OutputArea-child, .output_area') || picture).style.display = 'none';
   };
   replace();

@@ -1,13 +1,11 @@
 """Widget messages of the kernel whose cell is running, handled between two steps of that cell.
 
 A kernel runs one request after another: while a training cell runs, the clicks on its own panel wait until it ends.
-Here the cell itself has the pending `comm_*` messages handled, and leaves every other request in its
-place and order, so that *Run all*, a cell queued meanwhile and completion behave as usual. No thread, no nested event
-loop, no server. It relies on private attributes of ipykernel, read in the sources of 6.17.1, 7.3.0 and 7.4.0; where
-they are not as expected `Messages.trouble` explains it, and the cell continues without.
+Here the cell itself has the pending `comm_*` messages handled, and every other request keeps its place and order. It
+relies on private attributes of ipykernel, read in the sources of 6.17.1, 7.3.0 and 7.4.0; where they are not as
+expected `Messages.trouble` explains it, and the cell continues without.
 """
 
-import asyncio
 import contextvars
 import inspect
 import math
@@ -23,10 +21,8 @@ from typing import Any
 from nbtools.errors import HeldInterrupt
 
 COMMS = frozenset({"comm_open", "comm_msg", "comm_close", "comm_info_request", "kernel_info_request"})
-"""Messages that widgets send, and that a reloaded page sends before it shows them. Everything else waits for the
-cell."""
+"""Messages that widgets send, and that a reloaded page sends before it shows them."""
 NEEDED = ("session", "shell_handlers", "set_parent", "get_parent", "_parent_ident", "_publish_status")
-"""The attributes of a kernel that message handling uses."""
 PERIOD = 0.05  # seconds between two polls of the kernel's socket
 EVENTS, POLLIN, POLLOUT = 15, 1, 2  # zmq's, without importing it where there is no kernel
 
@@ -36,20 +32,11 @@ class Unknown(Exception):
 
 
 class Messages:
-    """The widget messages pending for the running cell:
-
-        with Messages() as messages:
-            for batch in batches:
-                step(batch)
-                messages.handle()
-
-    An event takes effect within PERIOD seconds and one step. A call costs a clock read (0.2 µs) and, once per PERIOD,
-    a poll of the kernel's socket (3 µs in a tight loop, about 60 µs between two steps of torch). Without a kernel,
-    or with an unknown one, nothing happens.
-    """
+    """The widget messages pending for the running cell: enter it, and call `handle` between steps. A call costs a clock
+    read (0.2 µs) and, once per PERIOD, a poll of the kernel's socket (3 to 60 µs). trouble: why widgets react only
+    after the cell has ended, for the user."""
 
     trouble: str | None = None
-    """Why widgets react only after the cell has ended, for the user; None: they react at once, or there are none."""
 
     def __init__(self) -> None:
         self._due = math.inf
@@ -58,8 +45,6 @@ class Messages:
 
     def __enter__(self) -> "Messages":
         self.trouble, self._kernel = None, running_kernel()
-        if self._kernel is None:
-            return self
         try:
             with HeldInterrupt():
                 self._inbox = inbox(self._kernel)
@@ -78,8 +63,7 @@ class Messages:
                 box.close()
 
     def handle(self) -> int:
-        """Handle the pending widget messages, at most once per PERIOD; returns their number. An exception in a
-        callback is printed, KeyboardInterrupt raised once everything is back in its place."""
+        """Handle the pending widget messages, at most once per PERIOD; return their number."""
         if time.perf_counter() < self._due:
             return 0
         if closing(self._kernel):
@@ -103,12 +87,8 @@ class Messages:
         return count
 
     def _answer(self, message: list, box: "Queued | Received", interrupt: HeldInterrupt) -> None:
-        """Do what Kernel.dispatch_shell does, for one comm message in the middle of a cell.
-
-        Frontends wait for the busy and idle of each message before they send a slider's next value, and recognise the
-        echo of their own change by its parent header. ipykernel 6 has one buffer of printed text for all parents, so
-        it is flushed at each change of the parent.
-        """
+        """Do what Kernel.dispatch_shell does. Frontends wait for busy and idle before they send a slider's next value,
+        and recognise an echo by its parent; ipykernel 6 has one buffer of printed text for all parents."""
         kernel = self._kernel
         idents, frames = kernel.session.feed_identities(message, copy=False)
         msg = kernel.session.deserialize(frames, content=True, copy=False)
@@ -142,11 +122,9 @@ class Queued:
         return bool(self._stream.socket.get(EVENTS) & POLLIN) or self._queue.qsize() != self._waiting
 
     def fetch(self) -> None:
-        """Take the comm messages out. The queue is walked only when something arrived: each read checks a signature."""
+        """Take the comm messages out, when something arrived: each read checks a signature."""
         self._stream.flush(POLLIN)
-        if self._queue.qsize() == self._waiting:
-            return
-        for _ in range(self._queue.qsize()):
+        for _ in range(self._queue.qsize() if self._queue.qsize() != self._waiting else 0):
             _, dispatch, arguments = item = self._queue.get_nowait()
             if dispatch == self._kernel.dispatch_shell and is_comm(self._kernel.session, arguments[0]):
                 self.comms.append(arguments[0])
@@ -168,27 +146,17 @@ class Queued:
 
 
 class Received:
-    """ipykernel 7: a stream hands each request to a separate task, which then waits for the running cell's lock.
-
-    A task cannot be taken back, so while the cell runs we replace the stream's receiver: it keeps the requests, and at
-    the end the kernel's own receiver gets them in the order of arrival. What became a task before, in the few turns of
-    the event loop between two cells of *Run all*, is out of reach and waits for the end of the cell.
-    """
+    """ipykernel 7: a stream hands each request to a task, which cannot be taken back and waits for the cell's lock. So
+    while the cell runs another receiver keeps the requests, and the kernel's own gets them at the end, in order."""
 
     def __init__(self, kernel: Any, stream: Any, replies: Any) -> None:
         self.comms: deque[list] = deque()
         self._kept: list[list] = []
         self._session, self._stream, self._replies = kernel.session, stream, replies
-        self._cell = asyncio.current_task(stream.io_loop.asyncio_loop)
         self._receiver: Callable[[list], Any] = stream._recv_callback
-        self._closed = False
         stream.on_recv(self._receive, copy=False)
 
-    def _receive(self, message: list) -> Any:
-        if self._cell and self._cell.done():  # left open by a cell that has ended: the kernel must receive again
-            self.close()
-        if self._closed:  # also where another receiver was set after ours, and is removed after it
-            return self._receiver(message)
+    def _receive(self, message: list) -> None:
         (self.comms if is_comm(self._session, message) else self._kept).append(message)
 
     def waits(self) -> bool:
@@ -201,12 +169,8 @@ class Received:
         done(handler(self._replies, idents, message))
 
     def close(self) -> None:
-        """Give the stream back. Tasks are made at once, so that nothing read later can overtake what was kept."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._stream._recv_callback == self._receive:
-            self._stream.on_recv(self._receiver, copy=False)
+        """Give the stream back; tasks are made at once, so that nothing read later overtakes what was kept."""
+        self._stream.on_recv(self._receiver, copy=False)
         for message in [*self.comms, *self._kept]:
             result = self._receiver(message)
             if inspect.iscoroutine(result):
@@ -214,38 +178,28 @@ class Received:
 
 
 def running_kernel() -> Any:
-    """The kernel that runs this cell; None outside of notebooks."""
+    """Return the kernel that runs this cell; None outside of notebooks."""
     ipython = sys.modules.get("IPython")
     return getattr(ipython.get_ipython(), "kernel", None) if ipython else None
 
 
 def closing(kernel: Any) -> bool:
-    """Whether a kernel was asked to shut down. Its other threads then close the shell's sockets, in ipykernel 7 while
-    the cell still runs, and using a socket that another thread closes may end the process: so they are not touched."""
+    """Return whether a kernel was asked to shut down: using a socket that its threads close may end the process."""
     return bool(getattr(getattr(kernel, "shell", None), "exit_now", False))
 
 
 def inbox(kernel: Any) -> Queued | Received | None:
-    """Where the messages for this thread's cell are; None in a thread that runs no cells: the kernel handles them.
-    Raises Unknown, or whatever an unexpected kernel causes."""
+    """Return where the messages for this cell are; None without a kernel, and off the main thread."""
+    if kernel is None or threading.current_thread() is not threading.main_thread():
+        return None
     lacking = [name for name in NEEDED if not hasattr(kernel, name)]
     if lacking:
         raise Unknown(f"{type(kernel).__module__}.{type(kernel).__name__} has no {', '.join(lacking)}")
-    if inspect.iscoroutinefunction(kernel.shell_handlers["comm_msg"]):
-        raise Unknown("its widget messages are handled asynchronously")
-    threads = getattr(kernel, "shell_channel_thread", None)
-    if threads:  # ipykernel 7: the main thread and each subshell have a stream
-        try:
-            subshell = threads.manager.subshell_id_from_thread_id(threading.get_ident())
-        except RuntimeError:
-            return None
-        stream = threads.manager.get_shell_channel_to_subshell_pair(subshell).to_stream
-        return Received(kernel, stream, threads.manager.get_subshell_to_shell_channel_socket(subshell))
-    if threading.current_thread() is not threading.main_thread():
-        return None
-    return (
-        Queued(kernel) if hasattr(kernel, "msg_queue") else Received(kernel, kernel.shell_stream, kernel.shell_stream)
-    )
+    if threads := getattr(kernel, "shell_channel_thread", None):  # ipykernel 7
+        manager = threads.manager
+        stream = manager.get_shell_channel_to_subshell_pair(None).to_stream
+        return Received(kernel, stream, manager.get_subshell_to_shell_channel_socket(None))
+    return Queued(kernel)
 
 
 def done(result: Any) -> None:
@@ -258,7 +212,7 @@ def done(result: Any) -> None:
 
 
 def is_comm(session: Any, message: list) -> bool:
-    """Whether a raw request is a widget's. One that cannot be read is left to the kernel to report."""
+    """Return whether a raw request is a widget's. One that cannot be read is left to the kernel to report."""
     try:
         _, frames = session.feed_identities(message, copy=False)
         return session.deserialize(frames, content=False, copy=False)["header"]["msg_type"] in COMMS

@@ -1,5 +1,5 @@
-"""Requests to a run: panel, form, terminal, control.json and signals put their wish into one `Requests`, which the body
-of the loop reads between two steps."""
+"""Requests to a run: panel, terminal, control.json and signals put their wish into one `Requests`, which the body of
+the loop reads between two steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class Requests:
 
     advised: the plan that values are compared with. check: raises NbtoolsError for a plan that the run cannot continue
     with. able: whether there is anything to do for an action. stopper: who asked for the stop. pace: seconds a step.
-    unread: whether the run, in another process, has yet to read the requests.
     """
 
     state: TrainState | Plans
@@ -50,7 +49,6 @@ class Requests:
     pending: set[str] = field(default_factory=set)
     stopper: str = "you"
     pace: float = 0.0
-    unread: bool = False
 
     def post(self, action: str, by: str = "you") -> None:
         """Request one of ACTIONS."""
@@ -98,11 +96,8 @@ def advised(folder: Path, plan: Plan) -> Plan:
 def send(
     folder: str | Path, actions: Iterable[str] = (), settings: Mapping[str, Any] | None = None, force: bool = False
 ) -> Path:
-    """Add requests to the run in a folder, which another process trains.
-
-    force: apply values that would otherwise need confirmation. Raises TrainError for an unknown action, or if there is
-    no folder; a setting is checked by the run, which answers in its history.
-    """
+    """Add requests to the run in a folder, which another process trains and which answers in its history. force: apply
+    values that would need confirmation. Raises TrainError for an unknown action, or if there is no folder."""
     path, waiting = Path(folder) / CONTROL, {}
     if not path.parent.is_dir():
         raise TrainError(f"{folder}: does not exist, so no run can take a request; name the folder of a run")
@@ -118,11 +113,8 @@ def send(
 
 
 def receive(folder: Path, requests: Requests) -> None:
-    """Post what control.json requests, if the folder has one: `{"do": "pause", "lr": 1e-4}`, settings as in the Plan.
-
-    Raises NbtoolsError for a request that breaks a rule or must be forced (`"force": true`); then none of it is posted.
-    The file is removed either way.
-    """
+    """Post what control.json requests, if the folder has one, and remove it. Raises NbtoolsError for a request that
+    breaks a rule or must be forced; then none of it is posted."""
     path, plan = folder / CONTROL, requests.state.plan
     if (settings := take_file(path)) is None:
         return
@@ -161,9 +153,8 @@ def take_file(path: Path) -> dict[str, Any] | None:
 def known(actions: Any) -> list[str]:
     """Return one action or several as a list. Raises TrainError for an unknown one."""
     actions = actions if isinstance(actions, list) else [actions]
-    for action in actions:
-        if action not in ACTIONS:
-            raise TrainError(f"a request must be one of {', '.join(ACTIONS)}, got {action!r}; name one of these")
+    if unknown := [action for action in actions if action not in ACTIONS]:
+        raise TrainError(f"a request must be one of {', '.join(ACTIONS)}, got {unknown[0]!r}; name one of these")
     return actions
 
 
@@ -171,12 +162,9 @@ def known(actions: Any) -> list[str]:
 
 
 class FirstSignal:
-    """Turns the first signal of a kind into a call between two instructions: an exception inside a step would tear the
-    state. A second one acts at once, but not under torchrun, which repeats what a scheduler sent to all.
-
-    later: deliver the first one too when the block has ended, unless an exception ended it: a kernel or a scheduler
-    that sends SIGTERM wants the process to end. Off the main thread, where no signals arrive, it does nothing.
-    """
+    """Turns the first signal of a kind into a call: an exception inside a step would tear the state. A second one acts
+    at once, but not under torchrun, which repeats what a scheduler sent to all. later: deliver the first one too when
+    the block has ended well. Off the main thread, where no signals arrive, it does nothing."""
 
     def __init__(self, number: int, call: Callable[[], object], later: bool = False) -> None:
         self.number, self.call, self.later = number, call, later

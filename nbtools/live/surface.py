@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,13 @@ from typing import Any, Self
 from torch.distributed import is_torchelastic_launched
 
 from nbtools.data import Pack
-from nbtools.errors import NbtoolsError, TrainError
-from nbtools.live import requests
-from nbtools.live.facts import AGAIN, COMPILING, DONE, EVALUATING, MEASURING, PAUSED, TRAINING, ended
+from nbtools.errors import NbtoolsError
+from nbtools.live import facts, requests
+from nbtools.live.facts import COMPILING, EVALUATING, TRAINING
 from nbtools.live.kernel import Messages, closing, running_kernel
-from nbtools.live.log import OPENING, opening
 from nbtools.live.panel import Panel
 from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised
-from nbtools.live.samples import FIRST, Choice, Preview, Previews, chosen
+from nbtools.live.samples import FIRST, Preview, Previews
 from nbtools.live.view import PLOT_FILE, View
 from nbtools.measure import Sampler, nvml_index
 from nbtools.train import History, Record, TrainState, checkpoint, require_change
@@ -43,12 +42,12 @@ class Surface(View):
         super().__init__(folder, history, state.plan, pack.splits["train"], state.task.BEST, given, show)
         self.state = state
         self.previews = Previews(state, pack, checkpoint.read_index(folder).get("samples", FIRST))
-        self.requests = Requests(
-            state, advised(folder, state.plan), partial(require_change, state, epoch_size=self.count), self.able
-        )
+        check = partial(require_change, state, epoch_size=self.count)
+        self.requests = Requests(state, advised(folder, state.plan), check, self.able)
         self.messages = Messages()
         self.sampler: Sampler | None = None
         self.energy = next((row["gpu_energy"] for row in reversed(history.rows) if "gpu_energy" in row), 0.0)
+        self.wanted = ""  # samples: a callback, which may run on another thread, sets a value only
         self.looked = self.shown = 0.0
         self.seconds = 0.0  # of the run, at the last record
         self.looking = False  # at a requested evaluation: a pause lets it end
@@ -70,83 +69,70 @@ class Surface(View):
             if not self.state.over:
                 self.open()
             if self.output is not None and self.previews.ids:
-                self.output.choice.children = [Choice(self.previews.which, self.choose).box]
-            self.start(DONE if self.state.over else self.status)
-            resumed = self.state.step and not self.state.over
-            if resumed and self.visible:
+                self.output.offer(self.previews.which, partial(setattr, self, "wanted"))
+            self.start(facts.DONE if self.state.over else self.status)
+            if self.state.step and not self.state.over and self.visible:
                 self.show_samples(self.samples())
-            if resumed and self.panel is not None:
-                self.panel.form.tell(f"continuing from step {self.state.step:,}")
             self.entered = stack.pop_all()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self.entered:  # until the picture is there Ctrl-C is a request
-            status, path = ended(error, self.stopped), self.folder / PLOT_FILE
+            stopped = self.requests.stop and not self.state.over
+            status, path = facts.ended(error, stopped), self.folder / PLOT_FILE
             if error is None:
-                self.finish(self.samples(), status, path, self.note(status))
+                self.finish(self.samples(), status, path)
                 return
             try:
                 checkpoint.mark(self.folder, ended=status)
-                self.finish([], status, path, self.note(status))
+                self.finish([], status, path)
             except NbtoolsError as trouble:  # as where a disk is full: the error that ended the run is the one to raise
                 self.tell(str(trouble))
 
-    @property
-    def stopped(self) -> bool:
-        """Whether somebody stopped it, before its last epoch had ended."""
-        return self.requests.stop and not self.state.over
-
-    def note(self, status: str) -> str:
-        """What to do when it has ended so."""
-        return AGAIN.get(status, "").format(it="this cell") + self.next_steps()
-
     def open(self) -> None:
         """Show what the run starts with; under torchrun, where another process draws the run, through the history."""
+        lines = facts.opening(self.state, self.previews.pack)
         if self.visible:
-            self.log(opening(self.state, self.previews.pack), opening=True)
+            self.log([[line] for line in lines])
         elif is_torchelastic_launched():
-            values = {"what": "\t".join(opening(self.state, self.previews.pack)), "asked": OPENING}
-            self.history.append(Record("event", self.state.epoch, self.state.step, self.state.samples, values))
+            self.record("\t".join(lines), facts.OPENING)
+
+    def record(self, what: str, asked: str = "") -> None:
+        """Write an event to the history, for whoever watches the run from elsewhere."""
+        state, values = self.state, {"what": what, **({"asked": asked} if asked else {})}
+        self.history.append(Record("event", state.epoch, state.step, state.samples, values))
+
+    # -- samples
 
     def samples(self) -> list[Preview]:
-        """The network's current answers; none where they are not displayed. If the task fails to show them, a message
-        says so."""
-        if not self.progress:
-            return []
+        """Return the network's current answers; none where they are not displayed. If the task fails to show them, a
+        message says so."""
         try:
-            return self.previews.now()
+            return self.previews.now() if self.progress else []
         except Exception as error:
             self.previews.ids = []
             self.tell(f"no samples are shown: {type(error).__name__}: {error}")
             return []
 
-    def choose(self, which: str | Sequence[int]) -> None:
-        """Request other samples: as a widget's callback, which may run on another thread, it sets a value only."""
-        self.previews.asked = which
-
     def show_chosen(self) -> None:
         """Show the samples that were requested, if any, and keep the choice in the run's folder for when it resumes."""
-        which, self.previews.asked = self.previews.asked, None
-        if which is None or which == self.previews.which:
-            return
-        try:
-            self.previews.which = chosen(which, self.previews.pack)
-        except TrainError as error:
-            self.tell(str(error))
-            return
-        checkpoint.mark(self.folder, samples=which)
-        self.show_samples(self.samples())
+        which, self.wanted = self.wanted, ""
+        if which and which != self.previews.which:
+            self.previews.which = which
+            checkpoint.mark(self.folder, samples=which)
+            self.show_samples(self.samples())
+
+    # -- records and requests
 
     def able(self, action: str) -> bool:
-        """Whether there is anything to do for an action."""
+        """Return whether there is anything to do for an action."""
         if action == "undo":
             return self.undoable() or self.state.plan != self.state.applied
         return action != "best" or checkpoint.best_of(self.folder) is not None
 
     def measured(self, record: Record) -> Record:
-        """The record with the GPU's newest reading, if it is a row and there is one; at the end of training it is read
-        once more. Energy adds to that of an earlier session."""
+        """Return the record with the GPU's newest reading, if it is a row and there is one; at the end of training it
+        is read once more. Energy adds to that of an earlier session."""
         if self.sampler is not None and record.kind == "epoch" and self.state.over:
             self.sampler.renew()
         reading = self.sampler.latest if self.sampler is not None else None
@@ -176,8 +162,8 @@ class Surface(View):
         self.draw(self.status)
 
     def listen(self) -> bool:
-        """Read clicks, control.json and the kernel's shutdown; whether something is pending, other than a change of
-        settings, which the loop applies."""
+        """Read clicks, control.json and the kernel's shutdown; return whether something is pending, other than a change
+        of settings, which the loop applies."""
         self.messages.handle()
         self.show_chosen()
         if closing(running_kernel()):
@@ -196,6 +182,12 @@ class Surface(View):
                 self.answer(f"{REFUSED}{error}")
         return self.requests.paused or bool(self.requests.pending)
 
+    def answer(self, message: str, asked: str = "") -> None:
+        """Show a message here and, through the history, wherever else the run is watched. asked: which of
+        `requests.ACTIONS` it answers."""
+        self.tell(message)
+        self.record(message, asked)
+
     def report(self, message: str) -> None:
         """Show a message; under torchrun, where another process draws the run, through the history."""
         (self.answer if is_torchelastic_launched() else self.tell)(message)
@@ -205,20 +197,12 @@ class Surface(View):
         while messages:
             self.report(messages.pop(0))
 
-    def answer(self, message: str, asked: str = "") -> None:
-        """Show a message here and, through the history, wherever else the run is watched. asked: which of
-        `requests.ACTIONS` it answers."""
-        state, values = self.state, {"what": message, **({"asked": asked} if asked else {})}
-        self.tell(message)
-        self.history.append(Record("event", state.epoch, state.step, state.samples, values))
-
     def measure(self) -> None:
         """Show that training waits for a measurement, which is about to begin."""
-        self.tell("measuring what a step consists of …", passing=True)
         self.due = 0.0
-        self.draw(MEASURING)
+        self.draw(facts.MEASURING)
 
     def hold(self) -> None:
         """Wait a moment during a pause."""
-        self.draw(PAUSED)
+        self.draw(facts.PAUSED)
         sleep(MOMENT)

@@ -15,10 +15,10 @@ import torch
 from nbtools.data import Card, batches_in, cores
 from nbtools.errors import sentence
 from nbtools.measure.batch import BatchReport
-from nbtools.measure.lr_trial import LrTrial
-from nbtools.measure.profile import StepProfile, Tried
+from nbtools.measure.lr import LrTrial
+from nbtools.measure.profile import LEAST_STEPS, StepProfile
 from nbtools.measure.report import Report, restored
-from nbtools.measure.trials import LEAST_STEPS
+from nbtools.measure.timing import Timing
 from nbtools.measure.verdict import Verdict
 from nbtools.show import digits, duration, plural
 from nbtools.train import (
@@ -51,10 +51,9 @@ class Advice(Report):
 
     The panel's presets: baseline, the guide's "before", and largest, the largest batch that the rules allow, or None if
     there is none larger, for which `largest_reason` gives the reason; presets: the task's own, name → (plan, what
-    differs here), or (None, why it cannot train here). batches, profile: the measurements, None if there was none;
-    levers: settings for speed that were tried, in their order; over: the baseline next to the plan, its samples/s over
-    the plan's; verdict: what this plan is bound by here. samples: of the train split. lr_trial: what other learning
-    rates gave.
+    differs here), or (None, why it cannot train here). timings: of the plan, and beside it of the rules' own and the
+    baseline; ratios: their samples/s over the plan's, in turns. batches, lr_trial, profile: what else was measured,
+    None if it was not; verdict: what this plan is bound by here. samples: of the train split.
     """
 
     plan: Plan
@@ -65,65 +64,40 @@ class Advice(Report):
     largest_reason: str = ""
     presets: dict[str, tuple[Plan | None, str]] = field(default_factory=dict)
     evidence: dict[str, str] = field(default_factory=dict)
-    levers: tuple[Tried, ...] = ()
-    over: Tried | None = None
+    timings: dict[str, Timing] = field(default_factory=dict)
+    ratios: dict[str, float] = field(default_factory=dict)
     batches: BatchReport | None = None
+    lr_trial: LrTrial | None = None
     profile: StepProfile | None = None
     verdict: Verdict | None = None
     samples: int = 0
-    lr_trial: LrTrial | None = None
 
     def __post_init__(self) -> None:
         plain = {name for name, value in self.plan.to_dict().items() if value == getattr(Plan(), name, ...)}
         advised = {*self.reasons, *SPEED, *plain} & self.plan.to_dict().keys()  # the rest is the task's recipe
         object.__setattr__(self, "plan", self.plan.marked(advised))
 
-    def other_batches(self) -> list[tuple[Plan, str]]:
-        """(plan, why) at other batch sizes, from the largest down: lr by the optimizer's rule, and as many forward
-        passes as needed if a size does not fit at once, or was not tried."""
-        plan, (most, limit) = self.plan, self.at_once()
-        sizes = {(self.largest or plan).batch_size, *(plan.batch_size * part // 4 for part in (3, 2, 1))}
-        found = []
-        for size in sorted(sizes - {0, plan.batch_size}, reverse=True):
-            lr, why = learning_rate(plan, plan.optimizer, size)
-            passes = -(-size // most)
-            micro = -(-size // passes) if passes > 1 else None
-            resized = plan.replace(batch_size=size, micro_batch_size=micro, lr=lr, min_lr=min(plan.min_lr, lr))
-            found.append((resized, f"{why}; in {passes} passes: {limit}" if micro else why))
-        return found
-
-    def at_once(self) -> tuple[int, str]:
-        """(samples that one forward pass takes, why not more): as measured, else by the rules."""
-        rows = self.batches.rows if self.batches is not None else ()
-        fitting, beyond = ([row.batch_size for row in rows if row.fits == fits] for fits in (True, False))
-        if not fitting:
-            largest = self.largest or self.plan
-            return largest.micro_batch_size or largest.batch_size, f"{THUMB} for this GPU's memory ({CAPTCHA_GUIDE})"
-        most = max(fitting)
-        return most, f"{min(beyond)} does not fit at once" if beyond else f"more than {most} at once was not tried"
-
     def table(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-        """One row per setting with its reason, then one row for each other batch size."""
+        """Return one row per setting with its reason."""
         values = self.plan.to_dict()
         rows = [(name, values[name], reason, self.evidence.get(name)) for name, reason in self.reasons.items()]
-        rows += [(f"or batch {p.batch_size}", f"lr {digits(p.lr)}", why, None) for p, why in self.other_batches()]
         return ("setting", "value", "reason", "measured here"), rows
 
     def caption(self) -> str:
-        """Samples, steps per epoch, in all and of warmup; and the time for them where a step was measured here."""
+        """Return samples, steps per epoch, in all and of warmup; and the time for them where a step was measured."""
         return f"{length_of(self.plan, self.samples)} · {self.times(self.plan) or 'time not measured yet'}."
 
     def times(self, plan: Plan) -> str:
-        """What the epochs of a plan that differs in nothing for speed take, and with the baseline's settings; "" if
-        that was not measured."""
+        """Return what the epochs of a plan that differs in nothing for speed take, and with the baseline's settings; ""
+        if that was not measured."""
         if self.profile is None:
             return ""
         steps = plan.epochs * self.profile.steps_s
-        between = plan.epochs * self.profile.between_s / plan.eval_every
+        between = plan.epochs * self.profile.evaluation_s / plan.eval_every
         text = f"about {duration(steps + between)} at the measured speed"
-        if self.over is None or not self.over.ratio:
+        if "baseline" not in self.ratios:
             return text
-        return f"{text}, {duration(steps / self.over.ratio + between)} with the baseline's settings"
+        return f"{text}, {duration(steps / self.ratios['baseline'] + between)} with the baseline's settings"
 
     def footer(self) -> str:
         guides = GUIDES if any("guide" in reason for reason in self.reasons.values()) else ""
@@ -132,10 +106,11 @@ class Advice(Report):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], kind: type[Plan] = Plan) -> Self:
-        """kind: of the plans."""
+        """Return the advice of `to_dict`. kind: of the plans."""
         plans = {name: values[name] and kind.from_dict(values[name]) for name in ("plan", "baseline", "largest")}
         presets = {n: (plan and kind.from_dict(plan), why) for n, (plan, why) in values.get("presets", {}).items()}
-        return restored(cls, {**values, **plans, "presets": presets})
+        timings = {name: Timing(**each) for name, each in values.get("timings", {}).items()}
+        return restored(cls, {**values, **plans, "presets": presets, "timings": timings})
 
 
 def explained(reason: str, measured: str) -> str:
@@ -193,16 +168,15 @@ def decide(
     advised.setdefault("amp", precision(machine))
     if chosen("feed") == "workers":
         advised.setdefault("workers", processes(machine.cores))
-    if chosen("graph") and machine.accelerator != "cuda":
-        advised["graph"] = False, f"CUDA graphs need CUDA, but this is {machine.name}"
-    elif chosen("graph") and chosen("amp") == "fp16":
-        advised["graph"] = False, "CUDA graphs cannot scale the loss as fp16 needs it"
+    if chosen("graph") and (machine.accelerator != "cuda" or chosen("amp") == "fp16"):
+        advised["graph"] = False, f"CUDA graphs need CUDA and no fp16, but this is {machine.name}, amp {chosen('amp')}"
     if chosen("min_lr") > chosen("lr"):
         advised["min_lr"] = chosen("lr"), f"the task's {digits(chosen('min_lr'))} is above the advised lr"
     if "micro_batch_size" not in advised and plan.micro_batch_size is not None:
         advised["micro_batch_size"] = None, "the whole batch at once; training halves it if memory runs out"
     made = plan.replace(**{name: value for name, (value, _) in advised.items()})
-    reasons = {name: advised[name][1] for name in made.to_dict() if name in advised}
+    own = dict.fromkeys(("channels_last", "compile", "graph"), (None, "the task's own"))  # shown in any case
+    reasons = {name: {**own, **advised}[name][1] for name in made.to_dict() if name in {**own, **advised}}
     size = f"{machine.gigabytes:.0f} GB" if machine.gigabytes else plural(machine.cores, "core")
     note = f"For {machine.name} ({size}); a starting point: nothing here has been measured on it yet; "
     note += "(measured) means on other machines."

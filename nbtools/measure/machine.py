@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -27,16 +27,7 @@ from nbtools.measure import memory
 from nbtools.train import device as devices
 
 MIB = 2**20
-PERIOD, FIRST = 1.0, 0.1  # seconds between two readings, and before the first share of the processor
-INSTRUCTIONS = {  # flags in /proc/cpuinfo
-    "avx2": "AVX2",
-    "avx512f": "AVX-512",
-    "avx512_bf16": "AVX-512 BF16",
-    "amx_bf16": "AMX BF16",
-    "asimd": "NEON",
-    "sve": "SVE",
-    "bf16": "BF16",
-}
+PERIOD = 1.0  # seconds between two readings
 REASONS = {  # nvml.h, nvmlClocksEventReason*
     0x1: "idle",
     0x2: "clocks set by an application",
@@ -287,13 +278,6 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def instructions() -> tuple[str, ...]:
-    """The processor's vector and matrix instructions that matter to training, where Linux lists them."""
-    listed = {line.partition(":")[0].strip(): line for line in memory.read(Path("/proc/cpuinfo"))}
-    flags = (listed.get("flags") or listed.get("Features") or "").split()
-    return tuple(name for flag, name in INSTRUCTIONS.items() if flag in flags)
-
-
 def cpu_time() -> tuple[int, int] | None:
     """(ticks in use, ticks in all) of all cores since the machine started; None where the system does not say."""
     first, *_ = [*memory.read(Path("/proc/stat")), ""]
@@ -301,28 +285,18 @@ def cpu_time() -> tuple[int, int] | None:
     return (sum(ticks) - ticks[3] - ticks[4], sum(ticks)) if len(ticks) == 8 else None
 
 
-def follow(show: Callable[[str], object]) -> NoReturn:
-    """Show the GPUs, and how much of processor and RAM is in use, once a second until an interrupt."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(Unavailable):
-            stack.enter_context(opened())  # a driver that nobody uses takes a second to start
-        before, pause = cpu_time(), FIRST
-        while True:
-            time.sleep(pause)
-            now, pause = cpu_time(), PERIOD
-            found = gpus()
-            show("\n".join([str(found) if found else found.missing, in_use(before, now)]))
-            before = now
+def others_share() -> Callable[[], float]:
+    """Return what tells the share of the processor that other programs took since, 0–1."""
+    before, own = cpu_time(), time.process_time()
 
+    def share() -> float:
+        now = cpu_time()
+        if not before or not now or now[1] == before[1]:
+            return 0.0
+        busy = (now[0] - before[0]) - (time.process_time() - own) * os.sysconf("SC_CLK_TCK")
+        return min(max(busy / (now[1] - before[1]), 0.0), 1.0)
 
-def in_use(before: tuple[int, int] | None, now: tuple[int, int] | None) -> str:
-    """`CPU: 97 % of 2 cores; RAM: 6.1 of 7.8 GB in use`, of the time between two readings of `cpu_time`."""
-    share = (now[0] - before[0]) / max(now[1] - before[1], 1) if before and now else None
-    shown = show.EMPTY if share is None else show.percent(share)
-    parts = [f"CPU: {shown} of {show.plural(os.cpu_count() or 1, 'core')}"]
-    if (room := memory.ram()) and (most := memory.ram_in_all()):
-        parts.append(f"RAM: {pair(most - room.bytes, most, show.size)}")
-    return f"{'; '.join(parts)} in use"
+    return share
 
 
 class Sampler:

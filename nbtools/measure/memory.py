@@ -1,87 +1,48 @@
-"""How much memory a train step takes, and how much there is.
-
-On CUDA the allocator knows its peak. On a CPU every tensor that an operation makes is followed until it dies: what
-autograd saves for backward is most of that, but not all (of the guide's captcha network at batch 128, 87 %).
-"""
+"""How much memory a train step takes, and how much there is."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from nbtools.train import TrainState
+from nbtools.train import device as devices
 
 HEADROOM = 0.1  # of what is free: sizes that fit once fail later, in fragments and to other processes
 HEADROOM_RAM = 0.2  # glibc's malloc keeps freed memory: processes grew by 14–19 % more than was in use
-CGROUPS = {  # limit, in use, the line of memory.stat with what the kernel can drop
-    "": ("memory.max", "memory.current", "inactive_file"),  # version 2
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
-}
+CGROUPS = (  # of a container: limit, in use, the line of memory.stat with what the kernel can drop; versions 2 and 1
+    (Path("/sys/fs/cgroup/memory.max"), "memory.current", "inactive_file "),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), "memory.usage_in_bytes", "total_inactive_file "),
+)
 
 
 def peak(device: torch.device, act: Callable[[], Any]) -> int:
-    """Peak bytes that `act` takes, above those in use before. On CUDA the allocator's peak starts anew."""
-    if device.type != "cuda":
-        with Live() as live:
-            act()
-        return live.most
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    """Return the peak bytes that `act` takes, above those in use before: by torch's allocator on CUDA, whose statistics
+    begin anew; by what the process holds at most on Linux; 0 elsewhere."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        act()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    before = devices.resident()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     act()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-class Live(TorchDispatchMode):
-    """Bytes of the tensors that operations made and that are still alive; their most. About 10 µs per operation.
-
-    A storage counts once, however many views it has; what the operations were given from outside does not count.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, int] = {}  # address of the storage → its bytes
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for storage in storages((args, kwargs)):
-            self.see(storage, 0)
-        out = func(*args, **(kwargs or {}))
-        for storage in storages(out):
-            self.see(storage, storage.nbytes())
-        return out
-
-    def see(self, storage: torch.UntypedStorage, size: int) -> None:
-        key = storage._cdata
-        if key in self.alive:
-            return
-        self.alive[key] = size
-        self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self.gone, key).atexit = False
-
-    def gone(self, key: int) -> None:
-        self.now -= self.alive.pop(key, 0)
-
-
-def storages(tree: object) -> Iterator[torch.UntypedStorage]:
-    for leaf in tree_iter(tree):
-        if type(leaf) in (Tensor, torch.nn.Parameter) and leaf.layout == torch.strided:
-            yield leaf.untyped_storage()
+    most = [int(line.split()[1]) * 1024 for line in read(Path("/proc/self/status")) if line.startswith("VmHWM:")]
+    return max(0, *(mark - before for mark in most)) if most else 0
 
 
 def held(state: TrainState) -> int:
-    """Bytes of a state that stay between steps: weights, buffers, the moving average, what the optimizer keeps in this
-    process."""
+    """Return the bytes of a state that stay between steps: weights, buffers, moving average, what the optimizer
+    keeps."""
     modules = [state.model, *([] if state.ema is None else [state.ema])]
     kept = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     values = [value for each in state.optimizer.state.values() for value in each.values()]
@@ -89,7 +50,7 @@ def held(state: TrainState) -> int:
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages below tensors."""
+    """Return the bytes of the distinct storages below tensors."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -118,53 +79,38 @@ def room(device: torch.device) -> Room | None:
     return ram()
 
 
-def ram(root: Path = Path("/")) -> Room | None:
-    """The least of what Linux has available and what each cgroup above this process allows, below this root."""
-    found = [(free, "available RAM") for free in meminfo(root, "MemAvailable")]
-    allowed = (allowance(group, *names) for group, names in groups(root))
-    found += [(left, "RAM left by the container's limit") for left in allowed if left is not None]
-    return Room(*min(found), HEADROOM_RAM) if found else None
+def ram() -> Room | None:
+    """Return the lesser of what Linux has available and what the container still allows, of whose use file cache that
+    can be dropped is none."""
+    rooms = [Room(free, "available RAM", HEADROOM_RAM) for free in meminfo("MemAvailable")]
+    for limit, used, cache in CGROUPS:
+        if (most := number(limit)) is not None:
+            dropped = [int(line.split()[1]) for line in read(limit.with_name("memory.stat")) if line.startswith(cache)]
+            left = max(0, most - (number(limit.with_name(used)) or 0) + sum(dropped))
+            rooms.append(Room(left, "RAM left by the container's limit", HEADROOM_RAM))
+    return min(rooms, key=lambda room: room.bytes, default=None)
 
 
-def ram_in_all(root: Path = Path("/")) -> int | None:
-    """Bytes of RAM that this process may use if nothing else does: the machine's, or the least limit of a cgroup above
-    it. None if the system does not report it."""
-    limits = (limit_of(group / names[0]) for group, names in groups(root))
-    return min((size for size in (*meminfo(root, "MemTotal"), *limits) if size is not None), default=None)
+def ram_in_all() -> int | None:
+    """Return the bytes of RAM that this process may use if nothing else does; None if the system does not report it."""
+    limits = [number(limit) for limit, _, _ in CGROUPS]
+    return min((size for size in (*meminfo("MemTotal"), *limits) if size is not None), default=None)
 
 
-def meminfo(root: Path, name: str) -> list[int]:
-    """Bytes of a line of /proc/meminfo; [] without it."""
-    lines = read(root / "proc/meminfo")
+def meminfo(name: str) -> list[int]:
+    """Return the bytes of a line of /proc/meminfo; [] without it."""
+    lines = read(Path("/proc/meminfo"))
     return [int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")]
 
 
-def groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Every cgroup above this process, with the names of its files."""
-    cgroup = read(root / "proc/self/cgroup")
-    for base, names in CGROUPS.items():
-        paths = ["/", *(path for _, kinds, path in (line.split(":", 2) for line in cgroup) if base in kinds.split(","))]
-        for path in {parent for each in paths for parent in (Path(each), *Path(each).parents)}:
-            yield root / "sys/fs/cgroup" / base / path.relative_to("/"), names
-
-
-def allowance(group: Path, limit: str, usage: str, droppable: str) -> int | None:
-    """Bytes that a cgroup still allows; None without a limit. File cache that can be dropped does not count as used."""
-    most, used = limit_of(group / limit), read(group / usage)
-    if most is None or not used:
-        return None
-    stat = dict(line.split() for line in read(group / "memory.stat"))
-    return max(0, most - int(used[0]) + int(stat.get(droppable, 0)))
-
-
-def limit_of(file: Path) -> int | None:
-    """A cgroup's limit in bytes; None for "max", or version 1's equivalent."""
+def number(file: Path) -> int | None:
+    """Return a cgroup's number of bytes; None for "max", or version 1's equivalent."""
     text = read(file)
     return int(text[0]) if text and text[0].isdigit() and int(text[0]) < 1 << 60 else None
 
 
 def read(path: Path) -> list[str]:
-    """The lines of a file; [] if there is none."""
+    """Return the lines of a file; [] if there is none."""
     try:
         return path.read_text().splitlines()
     except OSError:

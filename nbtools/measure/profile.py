@@ -1,167 +1,112 @@
-"""Where the time of a training step goes on this machine: the plan as it trains, the same step on a cached batch, and
-each part by itself.
+"""Where the time of a training step goes on this machine, and what changes of the plan give, each measured.
 
 On CUDA the host runs ahead of the device, and a trace of its kernels tells the two apart: `host` is the share in which
-the device had nothing to do because the host had not launched it yet. On a CPU both are one thread; there the host's
-part is what does not grow with the batch, by the line through the times of a step with two samples and with all.
+the device had nothing to do because the host had not launched it yet. On a CPU both are one, `device`.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import repeat
-from pathlib import Path
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from nbtools.data import Draws, Pack, Padding, gather, in_order, lengths_of, on
+from nbtools.data import Pack, Padding, choose, gather, in_order, lengths_of, on
+from nbtools.errors import NbtoolsError
 from nbtools.measure import memory
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
-from nbtools.measure.stepper import Stepper, epoch_batches, finish, typical
+from nbtools.measure.timing import Clock, Stepper, Timing, epoch_batches, finish, in_turns, trace, typical, untouched
+from nbtools.measure.timing import busy as busy_seconds
 from nbtools.show import percent, size, timing
-from nbtools.train import (
-    DTYPES,
-    Batch,
-    Plan,
-    Sums,
-    TrainState,
-    evaluation,
-    gradients,
-    train_step,
-)
+from nbtools.train import DTYPES, MOST_GRAPHS, Plan, Sums, TaskLike, evaluation, gradients, synchronizing, unrecordable
+from nbtools.train import device as devices
 
-ROUNDS = 16
-LEAST_ROUNDS = 3  # where a step takes long
-LEAST = 5  # repeats of what is timed on CUDA
-LONG = 0.2  # seconds of a step, which then warms up but once
-AGREES = 0.02  # bf16 keeps 8 bits, 0.4 % a number; measured: at most 0.6 % (four tasks, three seeds each)
-WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what occupies the device in a trace
+SECONDS = 3.0  # of the turns of the plan; all changes together get as long again
+KERNELS = 5  # that are listed by name
+PRODUCTS = 5  # at least, whose rate is taken
+WAIT_SHARE = 0.1  # of a step: from here another feed is tried
+COMPILE_PAYS = 1800.0  # seconds of training planned from which compiling is tried: it took 69 s here, on two busy cores
+LEAST_STEPS = 20  # optimizer steps per epoch below which a larger batch starves a small data set: rule of thumb (ours)
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A change of the plan. ratio: its samples/s over the plan's, the median over rounds; low, high: the quartiles.
-
-    drift: of a faster precision, how far its first losses are from float32's, relative (see `trials.drift`), infinite
-    where one of them is not a number; None if they were not compared. failed: why the model cannot be trained with
-    it at all; the ratio is then 0.
-    """
+class Trial:
+    """A change of the plan. ratio: its samples/s over the plan's, the median of `rounds` turns, with least and most;
+    failed: why it cannot be trained at all, the ratio is then 0."""
 
     change: dict[str, Any]
     ratio: float
-    low: float
-    high: float
+    least: float
+    most: float
     rounds: int
-    drift: float | None = None
     failed: str = ""
 
-    @property
-    def agrees(self) -> bool:
-        """Whether its losses agree, as far as that was checked."""
-        return not self.failed and (self.drift is None or self.drift <= AGREES)
-
-    @property
-    def objection(self) -> str:
-        """Why not to use it, however fast it is; or ""."""
-        if self.failed:
-            return f", it fails ({self.failed})"
-        if self.agrees or self.drift is None:
-            return ""
-        far = f"differs by {percent(self.drift)}" if math.isfinite(self.drift) else "is not a number"
-        return f", but its loss {far}"
+    def __str__(self) -> str:
+        name = ", ".join(f"{setting}={value}" for setting, value in self.change.items())
+        spread = f"{self.ratio:.2f}× ({self.least:.2f}–{self.most:.2f}, n = {self.rounds})"
+        return f"{name} fails ({self.failed})" if self.failed else f"{name} {spread}"
 
 
 @dataclass(frozen=True)
 class StepProfile(Report):
     """How a plan trains here. Shows as a table.
 
-    feed: the plan's. samples_per_s: of the plan as it is, with least and most of
-    `rounds`; ceiling: of the same step on one raw batch that lies on the device; ceiling_ratio: the first over the
-    second, measured in turns.
-    wait, host, device: shares of a step that wait for data, that launch (see above), and the rest; together 1. fixed:
-    the share of the cached step that does not grow with the batch. batching, augmentation: shares of a step in
-    `task.batch` without draws, and what the draws add.
-    flops_per_s: of matrix products, convolutions and attention, forward and backward; matrix: what a large matrix
-    product reaches here in the plan's precision.
-    between_s: seconds of one evaluation (some batches, scaled to the split).
-    shapes: how many different lengths its batches have, as they are padded.
-    memory: MiB. step: the most that a step takes beyond what is held; held: weights, gradients and optimizer.
-    trials: changes that were tried. took: seconds for the whole profile.
+    wait, host, device: shares of a step that wait for data, that wait for the host to launch, and in which the device
+    works; together 1. products: the share of the device's part that matrix products, convolutions and attention would
+    need at the rate of a large product in the plan's precision. kernels: (name, share of the device's time), the
+    longest ones. evaluation_s: seconds of one evaluation. memory: MiB: step, beyond what is held; held: weights,
+    gradients and optimizer. shapes: of batches. waits: `file:line` at which the host waits for the GPU in a step. took:
+    seconds of measuring.
     """
 
-    plan: dict[str, Any]
+    timing: Timing
     device_type: str
     train_samples: int
     feed: str
-    samples_per_s: float
-    least: float
-    most: float
-    rounds: int
-    ceiling: float
-    ceiling_ratio: float
     wait: float
     host: float
     device: float
-    batching: float
-    augmentation: float
-    between_s: float
+    products: float
+    kernels: tuple[tuple[str, float], ...]
+    evaluation_s: float
     memory: dict[str, float]
-    trials: tuple[Tried, ...]
+    shapes: int
+    waits: tuple[str, ...]
+    trials: tuple[Trial, ...]
     machine: dict[str, str]
     took: float
-    shapes: int
-    fixed: float
-    flops_per_s: float
-    matrix: float
-
-    @property
-    def step_s(self) -> float:
-        return self.plan["batch_size"] / self.samples_per_s
 
     @property
     def steps_s(self) -> float:
         """Seconds of an epoch's steps."""
-        return self.train_samples / self.samples_per_s
+        return self.train_samples / self.timing.samples_per_s
 
     @property
     def epoch_s(self) -> float:
-        return self.steps_s + self.between_s / self.plan["eval_every"]
-
-    @property
-    def arithmetic(self) -> float:
-        """Share of the device's part of a step that its products would need at the matrix rate."""
-        return self.flops_per_s / (self.matrix * max(self.device, 1e-9))
+        return self.steps_s + self.evaluation_s / self.timing.plan["eval_every"]
 
     def table(self) -> tuple[tuple[str, str], list[tuple[str, str]]]:
-        spread = f"{self.least:,.0f}–{self.most:,.0f}, n = {self.rounds}"
+        here, batch = self.timing, self.timing.plan["batch_size"]
+        spread = f"{here.least:,.0f}–{here.most:,.0f}, n = {here.turns}"
         shares = f"data {percent(self.wait)}, host {percent(self.host)}, device {percent(self.device)}"
+        kernels = ", ".join(f"{name} {percent(share)}" for name, share in self.kernels)
         rows = [
-            ("samples/s", f"{self.samples_per_s:,.0f} ({spread}) at batch {self.plan['batch_size']}"),
-            (
-                "ceiling",
-                f"{self.ceiling:,.0f} samples/s on one cached batch; {percent(self.ceiling_ratio)} of it reached",
-            ),
-            ("a step", f"{timing(self.step_s)}: {shares}"),
-            (
-                "batches",
-                f"{percent(self.batching)} of a step to prepare them, {percent(self.augmentation)} to augment them",
-            ),
-            ("an evaluation", timing(self.between_s)),
-            ("arithmetic", f"{self.flops_per_s / 1e9:,.3g} of {self.matrix / 1e9:,.3g} GFLOP/s"),
+            ("samples/s", f"{here.samples_per_s:,.0f} ({spread}) at batch {batch}"),
+            ("a step", f"{timing(here.step_s)}: {shares}"),
+            ("first steps", f"{timing(here.cold_s)} more than steady ones"),
+            ("matrix products", f"{percent(self.products)} of the device's part; the rest reads and writes tensors"),
+            ("longest kernels", kernels),
+            ("an evaluation", timing(self.evaluation_s)),
             ("memory", ", ".join(f"{name} {size(mib * 2**20)}" for name, mib in self.memory.items())),
-        ]
-        rows += [
-            ("tried", f"{shown(t.change)}: {t.ratio:.2f}× ({t.low:.2f}–{t.high:.2f}){t.objection}") for t in self.trials
+            *(("host waits at", line) for line in self.waits),
+            *(("tried", str(trial)) for trial in self.trials),
         ]
         return ("step", "measured"), rows
 
@@ -169,166 +114,158 @@ class StepProfile(Report):
         return f"Measured in {timing(self.took)}"
 
 
-def shown(change: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in change.items())
+def step_profile(
+    task: TaskLike,
+    pack: Pack,
+    plan: Plan,
+    device: torch.device | None = None,
+    seconds: float | None = None,
+    fixed: Collection[str] = (),
+    clock: Clock | None = None,
+) -> StepProfile:
+    """Measure a plan, and what changes of it give, for about twice `seconds` (SECONDS) after warming up; compiling,
+    which is tried where training will last long enough, takes a minute or two more.
 
-
-class Bench:
-    """A plan in training and its parts, each timed a little at a time: a machine's speed changes, and ratios should be
-    of one moment.
-
-    run: as the plan trains; cached: on one raw batch that lies on the device; small: on two samples a forward pass, in
-    as many passes, and never compiled, since another batch size would be compiled anew. plain, drawn: seconds of
-    `task.batch` without draws and with them.
+    fixed: settings that are not tried. Nothing outside changes. Raises TrainError if training could not start.
     """
-
-    def __init__(self, run: Stepper):
-        self.run, pack, plan, device = run, run.pack, run.plan, run.device
-        self.run.turns.clear()
-        self.task, self.state, self.clock = self.run.task, self.run.state, self.run.clock
-        self.raw = on(device, gather(pack, typical(pack, plan)[0][0], Padding(pack, plan)))
-        self.size, micro = len(self.raw["id"]), plan.micro_batch_size or plan.batch_size
-        self.few = 2 * -(-self.size // micro)
-        small = {name: tensor[: self.few] for name, tensor in self.raw.items()}
-        self.cached, self.small = self.run.on(repeat(self.raw)), self.run.on(repeat(small), act=in_pairs)
-        ids = pack.ids("val")
-        batches = in_order(ids, lengths_of(pack, ids), micro)
-        shuffled = np.random.default_rng(0).permutation(len(batches))  # else the short ones come first
-        self.val = [batches[i] for i in shuffled]
-        self.evaluations: list[float] = []
-        self.plain: list[float] = []
-        self.drawn: list[float] = []
-        self.evaluate(math.inf, list({len(ids): ids for ids in self.val}.values()))  # the first of their shape warm up
-        for stepper in (self.cached, self.small):
-            stepper.warm_up(1)
-
-    def advance(self, seconds: float) -> None:
-        """Rounds of all parts for about `seconds`, at least three."""
-        start = self.clock()
-        for k in range(ROUNDS):
-            if k >= LEAST_ROUNDS and self.clock() - start > seconds:  # a step takes long
-                break
-            self.run.advance(seconds / 4 / ROUNDS)
-            self.cached.advance(seconds / 4 / ROUNDS)
-            self.small.advance(seconds / 10 / ROUNDS)
-            self.prepare(None, self.plain)
-            self.prepare(Draws(self.run.plan.seed, self.state.epoch, self.raw["id"], self.state.keys), self.drawn)
-            if k < LEAST_ROUNDS:
-                self.evaluations.append(self.evaluate(seconds / 30))
-
-    def prepare(self, draws: Draws | None, times: list[float]) -> None:
-        start = self.clock()
-        self.task.batch(self.raw, self.state.plan, draws)
-        finish(self.state.device)
-        times.append(self.clock() - start)
-
-    def evaluate(self, seconds: float, batches: list[np.ndarray] | None = None) -> float:
-        """Seconds of the whole validation split, from those of some batches (None: of all) to the device's end, the
-        feed's start included; 0 where it is empty."""
-        sums, start, done = Sums(self.state.device), self.clock(), 0
-        for k, raw in enumerate(self.run.feed(self.val if batches is None else batches)):
-            evaluation.score(self.task, self.state.evaluated, raw, self.run.plan, sums)
-            done += len(raw["id"])
-            if k and self.clock() - start > seconds:
-                break
-        finish(self.state.device)
-        return sum(map(len, self.val)) * (self.clock() - start) / max(done, 1)
-
-    def profile(self) -> StepProfile:
-        """The timings, with all that is counted and derived from them; no trials yet."""
-        run, cached, pack, plan, device = self.run, self.cached, self.run.pack, self.run.plan, self.state.device
-        rate = run.rate()
-        return StepProfile(
-            plan=plan.to_dict(),
-            device_type=device.type,
-            train_samples=pack.splits["train"],
-            feed=run.feed.name,
-            samples_per_s=rate.samples_per_s,
-            least=rate.least,
-            most=rate.most,
-            rounds=rate.rounds,
-            ceiling=cached.rate().samples_per_s,
-            ceiling_ratio=median(run.over(cached)),
-            **self.shares(rate.data_wait),
-            between_s=median(self.evaluations),
-            memory=memory_of(cached),
-            trials=(),
-            machine=machine(),
-            took=0.0,
-            shapes=shapes(pack, plan),
-            flops_per_s=flops(self.state, self.raw) / self.size * rate.samples_per_s,
-            matrix=max(matrix_rates(device, DTYPES.get(plan.amp, torch.float32))),
-        )
-
-    def shares(self, wait: float) -> dict[str, float]:
-        """Of a step: what waits for data, and of the rest the parts of the cached step."""
-        best, busy, fixed = self.cached.best_s, 1 - wait, 1.0
-        if self.few < self.size:  # else passes of two samples are what the plan makes
-            a_sample = max(best - self.small.best_s, 0.0) / (self.size - self.few)
-            fixed = max(1 - a_sample * self.size / best, 0.0)
-        host = fixed
-        if self.state.device.type == "cuda":
-            host = max(1 - worked(self.cached) / self.cached.mean_s, 0.0)
-        plain, drawn = min(self.plain), min(self.drawn)
-        return {
-            "wait": wait,
-            "host": busy * host,
-            "device": busy * (1 - host),
-            "fixed": fixed,
-            "batching": busy * plain / best,
-            "augmentation": busy * min(max(drawn - plain, 0.0), best) / best,
-        }
+    device, seconds = device or devices.pick(), seconds or SECONDS
+    with untouched(device):
+        run = Stepper(task, pack, plan, device, clock=clock).warm_up()
+        start = run.clock()
+        in_turns([run], seconds)
+        profile = profile_of(run)
+        changes = [change for change in worth_trying(run, profile) if not set(change) & set(fixed)]
+        over, trials = run.clock() + seconds, []
+        for number, change in enumerate(changes):  # what one leaves of its time, the others have
+            left = over - run.clock()
+            if left > 0:
+                trials.append(try_change(run, change, left / (len(changes) - number)))
+        run.close()
+        return replace(profile, trials=tuple(filter(None, trials)), took=run.clock() - start)
 
 
-def in_pairs(state: TrainState, raw: Batch, epoch_size: int) -> Any:
-    """A train step with two samples in each forward pass, not compiled."""
-    kept = state.recovery.micro, state.network
-    state.recovery.micro, state.network = 2, state.model
+def profile_of(run: Stepper) -> StepProfile:
+    """Return what the turns of a plan showed, and what a step consists of; nothing is tried yet."""
+    here, pack, plan, state = run.timing(), run.pack, run.plan, run.state
+    raw = on(run.device, gather(pack, typical(pack, plan)[0][0], Padding(pack, plan)))
+    device = (1 - here.waited) * min(1.0, here.device_s / max(here.step_s * (1 - here.waited), 1e-9))
+    device = device if run.device.type == "cuda" else 1 - here.waited
+    rate = matrix_rates(run.device, DTYPES.get(plan.amp, torch.float32))
+    products = flops(run, raw) / len(raw["id"]) * here.samples_per_s / max(rate)
+    held = memory.held(state) + memory.size_of(p.grad for p in state.parameters if p.grad is not None)
+    used = memory.peak(run.device, lambda: run.step(raw))
+    return StepProfile(
+        timing=here,
+        device_type=run.device.type,
+        train_samples=pack.splits["train"],
+        feed=run.feed.name,
+        wait=here.waited,
+        host=max(1 - here.waited - device, 0.0),
+        device=device,
+        products=min(products / max(device, 1e-9), 1.0),
+        kernels=kernels(run),
+        evaluation_s=evaluation_seconds(run),
+        memory={"step": used / 2**20, "held": held / 2**20},
+        shapes=shapes(pack, plan),
+        waits=tuple(synchronizing(lambda: run.step(raw))[1]),
+        trials=(),
+        machine=machine(),
+        took=0.0,
+    )
+
+
+def worth_trying(run: Stepper, profile: StepProfile) -> list[dict[str, Any]]:
+    """Return changes for what a step is bound by: another feed; graphs and a larger batch; precision and layout, and
+    the compiler where training lasts long enough to earn its time back."""
+    plan, device, layers = run.plan, run.device, list(run.state.model.modules())
+    changes: list[dict[str, Any]] = []
+    if profile.wait >= WAIT_SHARE:
+        feed = choose(run.pack, plan.replace(feed="auto"), device)[0]
+        changes.append({"feed": feed if feed != run.feed.name else "streamed"})
+    if profile.wait >= max(profile.host, profile.device) or plan.compile:
+        return changes
+    if replays(plan, device, profile.shapes) and profile.host > profile.device:
+        changes.append({"graph": True})
+    if 2 * plan.batch_size <= profile.train_samples // LEAST_STEPS:
+        changes.append({"batch_size": 2 * plan.batch_size})
+    if profile.device > profile.host:
+        reduced = devices.reduced(device)
+        changes += [{"amp": reduced}] if plan.amp == "off" != reduced else []
+        changes += [{"channels_last": True}] * any(isinstance(x, nn.Conv2d) for x in layers) * (not plan.channels_last)
+        recurrent = any(isinstance(layer, nn.RNNBase) for layer in layers)
+        changes += [{"compile": True}] * (not recurrent and plan.epochs * profile.epoch_s >= COMPILE_PAYS)
+    return changes
+
+
+def replays(plan: Plan, device: torch.device, shapes: int) -> bool:
+    """Return whether CUDA graphs may help: not for more shapes than are recorded, nor again."""
+    return device.type == "cuda" and not (shapes > MOST_GRAPHS or unrecordable(plan) or plan.graph)
+
+
+def try_change(run: Stepper, change: dict[str, Any], seconds: float) -> Trial | None:
+    """Train a change in turns with the plan; None if memory ran out."""
+    plan, feed = run.plan.turn(**change), None if "feed" in change else run.feed
+    run.turns.clear()
     try:
-        return train_step(state, raw, epoch_size)
-    finally:
-        state.recovery.micro, state.network = kept
+        other, _ = devices.within_memory(
+            lambda: Stepper(run.task, run.pack, plan, run.device, feed, run.clock, halves=False).warm_up()
+        )
+        if other is None:
+            return None
+        in_turns([run, other], seconds)
+        lost, ratios = other.lost, other.over(run)
+        other.close()
+    except (NbtoolsError, RuntimeError) as error:  # bfloat16 lacks some operations, there is no compiler
+        return Trial(change, 0.0, 0.0, 0.0, 0, failed=str(error).split("\n")[0].split(". ")[0])
+    if lost:
+        return Trial(change, 0.0, 0.0, 0.0, 0, failed="the loss is no number")
+    return Trial(change, median(ratios), min(ratios), max(ratios), len(ratios))
 
 
-def worked(cached: Stepper) -> float:
-    """Seconds that a GPU works for a step, by its own clock, which the profiler reads.
-
-    Events around a step queued behind long products would serve for short steps only: beyond about 1,000 launches the
-    queue is full, the host waits, and its launching counts as the device's work.
-    """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(LEAST):
-            cached.step(next(cached.batches))
-        finish(cached.device)
-    with tempfile.TemporaryDirectory(prefix="nbtools-profile-") as folder:
-        path = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(path))
-        found = device_seconds(json.loads(path.read_text())["traceEvents"])
-    return found / LEAST or cached.mean_s  # nothing traced, as when another profiler runs: count all as the device's
-
-
-def device_seconds(events: Iterable[dict[str, Any]]) -> float:
-    """Seconds in which at least one kernel, copy or fill of a trace runs (Kineto's format: ts and dur in µs); they
-    overlap where there are several streams. A gpu_user_annotation also spans the gaps between its kernels, and does not
-    count."""
-    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in WORK)
-    total, end = 0.0, float("-inf")
-    for start, stop in spans:
-        total += max(stop - max(start, end), 0.0)
-        end = max(end, stop)
-    return total / 1e6
+def evaluation_seconds(run: Stepper) -> float:
+    """Return the seconds of an evaluation, from those of at most some batches in the middle; 0 without one."""
+    pack, plan, sums = run.pack, run.plan, Sums(run.device)
+    ids = pack.ids("val")
+    batches = in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)
+    middle = len(batches) // 2
+    some = batches[max(middle - 2, 0) : middle + 3]
+    start = run.clock()
+    for number in range(2):  # the first of their shape warm up
+        start = run.clock() if number else start
+        for raw in run.feed(some):
+            evaluation.score(run.task, run.state.evaluated, raw, plan.while_training(), sums)
+        finish(run.device)
+    return (run.clock() - start) * len(ids) / max(sum(map(len, some)), 1)
 
 
-def flops(state: TrainState, raw: Batch) -> int:
-    """Floating-point operations of the forward and backward passes of a batch, in its micro-batches: not of elementwise
-    ones, fused RNN and CTC."""
-    kept, state.network = state.network, state.model  # a compiled network hides its operations
+def kernels(run: Stepper) -> tuple[tuple[str, float], ...]:
+    """Return (name, share of the device's time) of what takes it longest in a step: kernels, operations on a CPU."""
+    times: Counter[str] = Counter()
+    if run.device.type == "cuda":
+        events = trace(run)
+        for event in events:
+            times[event["name"].partition("<")[0].removeprefix("void ")] += event["dur"] / 1e6
+        whole = busy_seconds(events)
+    else:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            run.step(next(run.batches))
+        for event in profiler.key_averages():
+            times[event.key] += event.self_cpu_time_total
+        whole = sum(times.values())
+    return tuple((name, seconds / max(whole, 1e-9)) for name, seconds in times.most_common(KERNELS))
+
+
+def flops(run: Stepper, raw: Any) -> int:
+    """Return the floating-point operations of the forward and backward passes of a batch: not of elementwise ones,
+    fused RNN and CTC."""
+    state = run.state
+    network, state.network = state.network, state.model  # a compiled network hides its operations
     try:
         with FlopCounterMode(display=False) as counter:
             gradients(state, raw, len(raw["id"]))
         return int(counter.get_total_flops())
     finally:
-        state.network = kept
+        state.network = network
 
 
 def matrix_side(device: torch.device) -> int:
@@ -336,28 +273,21 @@ def matrix_side(device: torch.device) -> int:
 
 
 def matrix_rates(device: torch.device, dtype: torch.dtype, seconds: float = 0.02) -> list[float]:
-    """FLOP/s of each square matrix product in about so many seconds."""
-    side = matrix_side(device)
+    """Return the FLOP/s of each of some rounds of square matrix products, in about so many seconds."""
+    side, many = matrix_side(device), 20 if device.type == "cuda" else 1  # waiting after each would be counted
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     times: list[float] = []
-    while sum(times) < seconds or len(times) < LEAST:
+    while sum(times) < seconds or len(times) < PRODUCTS:
         finish(device)
         start = perf_counter()
-        torch.mm(a, b)
+        for _ in range(many):
+            torch.mm(a, b)
         finish(device)
-        times.append(perf_counter() - start)
+        times.append((perf_counter() - start) / many)
     return [2 * side**3 / each for each in times]
 
 
-def memory_of(cached: Stepper) -> dict[str, float]:
-    """MiB that training takes (see StepProfile.memory)."""
-    state = cached.state
-    found = {"step": memory.peak(state.device, lambda: cached.step(next(cached.batches)))}
-    found["held"] = memory.held(state) + memory.size_of(p.grad for p in state.parameters if p.grad is not None)
-    return {name: size / 2**20 for name, size in found.items()}
-
-
 def shapes(pack: Pack, plan: Plan) -> int:
-    """Different lengths of an epoch's batches, as they are padded."""
+    """Return how many different shapes an epoch's batches have, as they are padded."""
     lengths = Padding(pack, plan).of(pack, epoch_batches(pack, plan))
     return len(set(zip(*lengths.values(), strict=True))) or 1

@@ -6,7 +6,7 @@ from nbtools.train.checkpoint import CONTROL
 from nbtools.train.defaults import DATASET, Answer, Labels
 from nbtools.train.device import DTYPES, again
 from nbtools.train.evaluation import Sums, forward, rehearse
-from nbtools.train.graph import MOST_GRAPHS, unrecordable
+from nbtools.train.graph import MOST_GRAPHS, synchronizing, unrecordable
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.keep import KEPT, Keeper, kept_note, kept_until, restore_kept
 from nbtools.train.loop import obey, train

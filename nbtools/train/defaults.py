@@ -5,6 +5,7 @@ B samples, C channels, H × W pixels, L steps of the longest sequence, F feature
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -149,6 +150,11 @@ def as_text(answer: Any) -> str:
     if values.size > FEW:
         return f"{' × '.join(map(str, values.shape))} values"
     return ", ".join(f"{value:.4g}" for value in values.reshape(-1))
+
+
+def few_values(card: Card) -> bool:
+    """Return whether a sample's target can be told in a line of text, as a map of the pixels cannot."""
+    return math.prod(card.columns[TARGET].shape) <= max(FEW, len(card.classes)) if TARGET in card.columns else True
 
 
 def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool]:

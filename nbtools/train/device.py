@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,8 @@ OWN_THREADS: list[int] = []  # the number before a plan asked for another; empty
 # Tuning takes 0.5 s a convolution and shape on an H200 (BiSeNetV2: 70, 40 s), where a step takes 1.4 to 2.3 ms for each
 # (captcha guide). If tuning makes it 5 % faster, which is a guess, that comes back after 0.5 / (0.05 × 0.002) steps.
 TUNING_PAYS = 5_000
+LIBRARY = ctypes.CDLL(None)
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
 T = TypeVar("T")
 
 
@@ -99,9 +102,12 @@ def tier(gigabytes: float, tiers: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def prepare(plan: Plan, device: torch.device) -> None:
-    """Set determinism, the number of threads, and on CUDA TF32; cuDNN's autotuner is off but for `autotuning`."""
+    """Set determinism, the number of threads, on CUDA TF32, on a CPU how malloc frees; cuDNN's autotuner is off but for
+    `autotuning`."""
     torch.use_deterministic_algorithms(plan.deterministic)
     use_threads(None if world() > 1 else plan.threads)  # torchrun and the ranks' shares of the cores set their own
+    if device.type == "cpu":
+        keep_freed()
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = False
         # The newer `fp32_precision` alone makes torch.get_float32_matmul_precision() raise, which inductor calls
@@ -247,10 +253,21 @@ def required(act: Callable[[], T], when: str = "before the first step") -> T:
     return result
 
 
+@cache
+def keep_freed() -> None:
+    """Have glibc's malloc keep what tensors free, unless the user sets MALLOC_…: else every large activation goes back
+    to the system, and a CPU step spends 5 % (small network) to 20 % (captcha guide) of its time on page faults."""
+    if hasattr(LIBRARY, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
+        LIBRARY.mallopt(TRIM_THRESHOLD, 2**31 - 1)
+        any(LIBRARY.mallopt(MMAP_THRESHOLD, size) for size in (2**30, 2**25))  # some allow no more
+
+
 def give_back(device: torch.device) -> None:
-    """Return memory that is cached for the next step to the GPU."""
+    """Return memory that is kept for the next step to the GPU or the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    elif hasattr(LIBRARY, "malloc_trim"):
+        LIBRARY.malloc_trim(0)
 
 
 def memory(device: torch.device) -> dict[str, float]:

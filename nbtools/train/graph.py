@@ -11,6 +11,7 @@ import gc
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -73,14 +74,16 @@ class Graphs:
 
     def first(self, raw: Batch, act: Act, written: list[Tensor], shapes: tuple[torch.Size, ...]) -> Sums:
         """Return an eager step, then recorded and replayed from where it began. Where the two differ, or recording
-        fails, the eager one counts, and the run goes on without graphs."""
-        drop_gradients(written)
-        alive = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]  # a cache may drop one that a graph reads
+        fails, the eager one counts, and the run goes on without graphs. A step in which the host waits is not recorded:
+        after a capture that fails for it, the allocator keeps believing in one (pytorch#180395)."""
         before, why = within_memory(partial(self.copy, written))
-        eager = self.recorder.run(partial(act, raw))
+        eager, lines = synchronizing(partial(self.recorder.run, partial(act, raw)))
+        why = why or "".join(f"the host waits for the device at {line}" for line in lines[:1])
         try:
-            if before is not None:
+            if before is not None and not why:
                 drop_gradients(written)
+                copied = {id(tensor) for tensor in before}  # of all others a cache may drop one that the graph reads
+                alive = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and id(x) not in copied]
                 after, inputs = self.copy(written), {name: tensor.clone() for name, tensor in raw.items()}
                 replay, sums = self.recorder.capture(partial(act, inputs))
                 self.restore(written, before)
@@ -179,6 +182,22 @@ class Recorder:
 def stream(device: torch.device) -> torch.cuda.Stream:
     """Return the one stream for all recorders of the process: on each, cuBLAS keeps 32 MiB a thread for good."""
     return torch.cuda.Stream(device)
+
+
+def synchronizing(act: Callable[[], T]) -> tuple[T, list[str]]:
+    """Return (its result, `file:line` of each place that made the host wait for a GPU)."""
+    if not torch.cuda.is_initialized():
+        return act(), []
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            torch.cuda.set_sync_debug_mode("warn")
+            warnings.simplefilter("always")
+            result = act()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    waits = [each for each in caught if "called a synchronizing" in str(each.message)]
+    return result, [*dict.fromkeys(f"{each.filename}:{each.lineno}" for each in waits)]
 
 
 # -- the trial in a child process

@@ -88,6 +88,8 @@ class classify(Task):
         if came != self.kind and (self.kind, came) != ("classes", "labels"):
             rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, and these are {came}"
             fix = "floats become classes with astype(int), and whole numbers values with nb.pack(…, classes=False)"
+            if self.kind == "classes" and came == "values" and len(card.columns[TARGET].shape) > 1:
+                fix = "for a class of each pixel write a Task, whose loss takes cross entropy of batch['y'].long()"
             raise TrainError(f"{rule}; {fix}")
         if card.columns[TARGET].kind == "ragged":
             rule = "nb.regress needs targets of one shape, and these are sequences of any length"

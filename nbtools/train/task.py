@@ -18,10 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nbtools.data import Card, Draws, Pack, Sample, pack, sample_of
+from nbtools.data import Card, Draws, Pack, Sample, options_like, pack, sample_of
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.train.augment import strengths
-from nbtools.train.defaults import PREPARED, answers, images_of, packed_dataset, prepare, preview
+from nbtools.train.defaults import PREPARED, answers, few_values, images_of, packed_dataset, prepare, preview
 from nbtools.train.metrics import METRICS, Batch, Pair, listed, name_of
 from nbtools.train.optimizer import plan_optimizer
 from nbtools.train.plan import Plan
@@ -130,7 +130,7 @@ class Task:
 
     def pack_options(self, card: Card) -> Mapping[str, Any]:
         """Return options of `pack` with which another source has the classes and the preprocessing of a card."""
-        return {"like": card} if packed_dataset(card) else {}
+        return options_like(card) if packed_dataset(card) else {}
 
     def read(self, path: Any, options: Any) -> Sample:
         """Return the arrays of one raw file; with `nb.pack` of an image file, or of an item in its place."""
@@ -186,7 +186,7 @@ def bound(task: TaskLike, card: Card) -> Task:
         return task
     own = copy.copy(task)
     vars(own).update(card=card, _name=task_name(task))
-    if own.preview is None and images_of(card):
+    if own.preview is None and images_of(card) and few_values(card):
         own.preview = preview
     return own
 

@@ -158,7 +158,7 @@ run.export("own.safetensors")
 
 # %% [markdown]
 # ## A table
-# The same for a DataFrame: numbers and words in, a number out. This one is a formula with noise; yours is
+# The same for a DataFrame: numbers in, a number out. This one is a formula with noise; yours is
 # `pd.read_csv(nb.stage("drive:flats.csv"))`.
 
 # %%
@@ -172,10 +172,11 @@ rate = np.where(flats["town"] == "Köln", 14, 11)
 flats["rent"] = flats["area"] * rate + 20 * flats["floor"] + rng.normal(0, 40, 2000)
 
 # %% [markdown]
-# Words become one column each, numbers are normalised, and `mae` is in the target's own unit; the noise alone is 32.
+# pandas makes a column of each word, numbers are normalised, and `mae` is in the target's own unit; the noise alone
+# is 32.
 
 # %%
-rents = nb.pack(flats, target="rent")
+rents = nb.pack(pd.get_dummies(flats), target="rent")
 mlp = nb.regress(lambda inputs: nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 1)))
 rent_run = nb.fit(mlp, rents, nb.Plan(epochs=EPOCHS, lr=1e-2), run="runs/rents", receipt=False)
 nb.evaluate(rent_run, rents)

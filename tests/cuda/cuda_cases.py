@@ -5,7 +5,6 @@ T frames of a clip, W columns of a line, P pixels.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,20 +189,5 @@ def first_losses(case: Case, pack: nb.Pack, device: torch.device, steps: int, **
     with untouched(device):
         stepper = Stepper(case.task, pack, case.plan.replace(**changes), device, learning=True)
         without_dropout(stepper.state.model)
-        return [stepper.mean_loss() for _ in range(steps)], stepper.state
-
-
-def synchronizing(act: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """(its result, `file:line` of each place that made the host wait for a GPU)"""
-    if not torch.cuda.is_initialized():
-        return act(), []
-    before = torch.cuda.get_sync_debug_mode()
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            torch.cuda.set_sync_debug_mode("warn")
-            warnings.simplefilter("always")
-            result = act()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    waits = [each for each in caught if "called a synchronizing" in str(each.message)]
-    return result, [*dict.fromkeys(f"{each.filename}:{each.lineno}" for each in waits)]
+        sums = (stepper.step(next(stepper.batches)) for _ in range(steps))
+        return [float(total) / float(count) for total, count in sums], stepper.state

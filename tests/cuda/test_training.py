@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 import toy
-from cuda_cases import CASES, LEAN, require_near, run, synchronizing
+from cuda_cases import CASES, LEAN, require_near, run
 from torch import nn
 
 import nbtools as nb
 from nbtools.data import gather, on
 from nbtools.measure import Stepper, check, find_batch, step_profile, untouched, verdict
-from nbtools.measure.batch import Trial, line
-from nbtools.train import TrainState, checkpoint, step, train, train_step
+from nbtools.train import TrainState, checkpoint, step, synchronizing, train, train_step
 from nbtools.train import device as devices
 from nbtools.train.graph import uncapturable
 
@@ -84,7 +83,7 @@ def test_nothing_in_a_step_waits_for_the_device(name, amp, packs, device):
     case = CASES[name]
     with untouched(device):
         plan = case.plan.replace(amp=amp, ema=0.9, clip_norm=1.0)
-        stepper = Stepper(case.task, packs(name), plan, device, learning=True).warm_up(4)
+        stepper = Stepper(case.task, packs(name), plan, device, learning=True).warm_up()
         batches = [next(stepper.batches) for _ in range(3)]
         for raw in batches:  # uploads tables of their sizes, which stay
             stepper.step(raw)
@@ -168,12 +167,11 @@ def test_memory_is_predicted_and_given_back(name, packs, gpu):
     case, pack = CASES[name], packs(name, 240)
     with untouched(gpu):
         before = torch.cuda.memory_allocated(gpu)
-        trial = Trial(case.task, pack, case.plan, gpu)
-        trial.largest(8)
-        low, middle, high = ([trial.memory(n)[0] or 0 for _ in range(2)][1] for n in (16, 32, 128))
-        assert high == pytest.approx(line((16, low), (32, middle), 128), rel=0.1, abs=2**26)
-        del trial
-    find_batch(case.task, pack, case.plan, gpu, seconds=3)
+    rows = find_batch(case.task, pack, case.plan, gpu, seconds=3).rows
+    sizes = [(row.batch_size, row.memory) for row in rows if row.memory]
+    (low, first), (middle, second), (high, third) = *sizes[:2], sizes[-1]
+    predicted = first + (second - first) * (high - low) / (middle - low)
+    assert third == pytest.approx(predicted, rel=0.1, abs=2**26)
     with untouched(gpu):
         assert torch.cuda.memory_allocated(gpu) <= before + 2**22, "but for tables of sizes"
 

@@ -54,7 +54,7 @@ def narrow(card, plan):
     return networks.NETWORKS[name](card.options["height"], len(card.classes), width=0.25)
 
 
-TASK: Any = SimpleNamespace(**{name: getattr(hwdb, name) for name in hwdb.__all__} | {"model": narrow})
+TASK: Any = SimpleNamespace(**{**vars(hwdb), "model": narrow})
 
 
 def without_dropout(network):

@@ -19,27 +19,3 @@ from nbtools.tasks.captcha.task import (
 )
 from nbtools.tasks.captcha.visualize import preview, show
 from nbtools.tasks.common.lists import text_of
-
-__all__ = [
-    "BASELINE",
-    "BEST",
-    "MEANINGS",
-    "PLAN",
-    "PRESETS",
-    "Plan",
-    "batch",
-    "decode",
-    "demo",
-    "loss",
-    "metrics",
-    "model",
-    "pack",
-    "pack_options",
-    "preview",
-    "read",
-    "show",
-    "suggest",
-    "survey",
-    "tensors",
-    "text_of",
-]

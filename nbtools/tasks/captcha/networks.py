@@ -1,156 +1,123 @@
-"""The three networks. Each takes the whole batch: `guide` and `small` image (B, 1, H, W) → logits (B, N, classes);
-`ctc` image (B, 1, H, W) → logits (T, B, 1 + classes), blank 0, T = ⌈W / 4⌉, and each line's own steps (B,).
-
-B samples, H × W pixels, N characters, T time steps.
-"""
+"""The three networks, of B samples, H × W pixels, N characters, T time steps. `guide` and `small`: image (B, 1, H, W) →
+logits (B, N, classes); `ctc`: → logits (T, B, 1 + classes), blank 0, T = ⌈W / 4⌉, and each line's own steps (B,)."""
 
 from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nbtools.data import Card, Pack
 from nbtools.train import Batch, again
 
 STRIDE = 4  # input columns a time step of `Ctc`
 
 
-class ConvNorm(nn.Sequential):
-    """Convolution, batch norm, ReLU; odd kernels keep the size, strides divide it, rounding up."""
+class Stages(nn.ModuleList):
+    """Parts in turn; recompute keeps only what lies between them, and computes the rest again in backward."""
 
-    def __init__(
-        self, inputs: int, outputs: int, kernel: int = 3, stride: int | tuple[int, int] = 1, bias: bool = False
-    ):
-        conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=bias)
-        super().__init__(conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+    recompute = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self:
+            x = again(part, x) if self.recompute and self.training else part(x)
+        return x
 
 
 class Residual(nn.Module):
-    """Two convolutions around a shortcut."""
+    """Layers around a shortcut."""
 
-    def __init__(self, width: int):
+    def __init__(self, *layers: nn.Module):
         super().__init__()
-        self.first = ConvNorm(width, width)
-        self.second = nn.Sequential(nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x + self.second(self.first(x)))
-
-
-class Residual1d(nn.Module):
-    """The same along time: a convolution for context, then a mix of channels; groups = width is the cheap kind."""
-
-    def __init__(self, width: int, kernel: int, groups: int = 1):
-        super().__init__()
-        context = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=groups, bias=False)
-        mix = nn.Conv1d(width, width, 1, bias=False)
-        self.body = nn.Sequential(context, nn.BatchNorm1d(width), nn.ReLU(inplace=True), mix, nn.BatchNorm1d(width))
+        self.body = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(x + self.body(x))
 
 
+def conv(a: int, b: int, kernel: Any = 3, stride: Any = 1, padding: Any = None, bias: bool = False) -> nn.Sequential:
+    """Return convolution, batch norm, ReLU; odd kernels keep the size, strides divide it, rounding up."""
+    layer = nn.Conv2d(a, b, kernel, stride, kernel // 2 if padding is None else padding, bias=bias)
+    return nn.Sequential(layer, nn.BatchNorm2d(b), nn.ReLU(inplace=True))
+
+
+def residual(width: int) -> Residual:
+    return Residual(conv(width, width), nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width))
+
+
+def residual1d(width: int, kernel: int, groups: int = 1) -> Residual:
+    """Return a convolution along time for context, then a mix of channels; groups = width is the cheap kind."""
+    context = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=groups, bias=False)
+    mix = nn.Conv1d(width, width, 1, bias=False)
+    return Residual(context, nn.BatchNorm1d(width), nn.ReLU(inplace=True), mix, nn.BatchNorm1d(width))
+
+
+def columns(height: int, c: int, d: int, stride: Any, kernel: int, dropout: float) -> Stages:
+    """Return early downsampling, which ends with the height folded into channels: (B, 1, H, W) → (B, d, 1, columns)."""
+    return Stages(
+        [
+            nn.Sequential(conv(1, 16, 5, 2), conv(16, 32, 3, 2)),
+            residual(32),
+            nn.Sequential(conv(32, c, 3, stride), residual(c)),
+            nn.Sequential(residual(c), nn.Dropout2d(dropout)),
+            conv(c, d, (math.ceil(height / 8), kernel), padding=(0, kernel // 2)),
+        ]
+    )
+
+
 class Guide(nn.Module):
     """The guide's network: 19.07 M parameters for 4 characters of 36 on 60 × 160."""
 
-    recompute = False
-
-    def __init__(self, size: tuple[int, int], length: int, classes: int):
+    def __init__(self, card: Card | Pack):
         super().__init__()
-        height, width = size
-        self.length = length
-        # four of 128 channels: with three the total is 18.92 M, not the 19.07 M stated
-        self.stages = nn.ModuleList([stage(1, 32), stage(32, 64, 64), stage(64, 128, 128, 128, 128)])
-        self.head = nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(128 * (height // 8) * (width // 8), 1024),
-            nn.Dropout(0.5),
-            nn.ReLU(inplace=True),
-            nn.Linear(1024, length * classes),
-        )
+        (height, width), self.length = card.options["size"], card.options["length"]
+        widths = (1, 32), (32, 64, 64), (64, 128, 128, 128, 128)  # with three of 128 18.92 M, not the stated 19.07
+        convs = [[conv(a, b, bias=True) for a, b in pairwise(some)] for some in widths]
+        self.stages = Stages([nn.Sequential(*some, nn.MaxPool2d(2)) for some in convs])
+        flat = nn.Flatten(), nn.Linear(128 * (height // 8) * (width // 8), 1024)
+        last = nn.Linear(1024, self.length * len(card.classes))
+        self.head = nn.Sequential(*flat, nn.Dropout(0.5), nn.ReLU(inplace=True), last)
 
     def forward(self, batch: Batch) -> Tensor:
-        x = run(self.stages, batch["image"], self.recompute and self.training)
-        return self.head(x).unflatten(1, (self.length, -1))
-
-
-def stage(*widths: int) -> nn.Sequential:
-    convolutions = [ConvNorm(a, b, bias=True) for a, b in pairwise(widths)]
-    return nn.Sequential(*convolutions, nn.MaxPool2d(2))
+        return self.head(self.stages(batch["image"])).unflatten(1, (self.length, -1))
 
 
 class Small(nn.Module):
-    """For CPUs and small sets: strides in place of full-resolution layers, and for every character a softmax over the
-    columns, which locates it; 0.47 M parameters for 4 of 10 on 60 × 160.
+    """For CPUs and small sets: strides, and for every character a softmax over the columns, which locates it; 0.47 M
+    parameters for 4 of 10 on 60 × 160. After two epochs of 4,800 captchas it read 96 % of new ones; with a dense layer,
+    which must see every digit in every place, 1.6 %."""
 
-    A dense layer over all positions in its stead must see every digit in every place: trained on the same 4,800
-    captchas for two epochs it read 1.6 % of new ones, this 96 %.
-    """
-
-    recompute = False
-
-    def __init__(self, size: tuple[int, int], length: int, classes: int):
+    def __init__(self, card: Card | Pack):
         super().__init__()
-        height, width = (math.ceil(s / 8) for s in size)
-        self.stages = nn.ModuleList(
-            [
-                nn.Sequential(ConvNorm(1, 16, 5, 2), ConvNorm(16, 32, 3, 2)),
-                Residual(32),
-                nn.Sequential(ConvNorm(32, 64, 3, 2), Residual(64)),
-                Residual(64),
-            ]
-        )
-        fold = nn.Conv2d(64, 128, (height, 3), padding=(0, 1), bias=False)
-        self.fold = nn.Sequential(fold, nn.BatchNorm2d(128), nn.ReLU(inplace=True))
-        self.places = nn.Parameter(torch.randn(128, width) * 0.1)  # which distinguishes the first column from the last
+        height, width = card.options["size"]
+        self.stages = columns(height, 64, 128, 2, 3, 0.0)
+        self.places = nn.Parameter(torch.randn(128, math.ceil(width / 8)) * 0.1)  # the first column is not the last
         mix = nn.Conv1d(128, 128, 5, padding=2, bias=False)
         self.mix = nn.Sequential(mix, nn.BatchNorm1d(128), nn.ReLU(inplace=True))
-        self.attention = nn.Conv1d(128, length, 1)
+        self.attention = nn.Conv1d(128, card.options["length"], 1)
         self.dropout = nn.Dropout(0.1)
-        self.classify = nn.Linear(128, classes)
+        self.classify = nn.Linear(128, len(card.classes))
 
     def forward(self, batch: Batch) -> Tensor:
-        x = self.fold(run(self.stages, batch["image"], self.recompute and self.training)).squeeze(2)
-        weights = self.attention(self.mix(x + self.places)).softmax(2)  # x (B, 128, columns) → (B, N, columns)
+        x = self.stages(batch["image"]).squeeze(2)  # (B, 128, columns)
+        weights = self.attention(self.mix(x + self.places)).softmax(2)  # (B, N, columns)
         return self.classify(weights @ self.dropout(x).transpose(1, 2))
 
 
 class Ctc(nn.Module):
-    """Convolutions with early downsampling, height folded into channels, context along time; no recurrent layer.
+    """Convolutions with early downsampling, and context along time; no recurrent layer. A step of time sees about 100
+    pixels of the line: its glyph and the neighbours, whose size distinguishes o from 0."""
 
-    A step of time sees about 100 pixels of the line: its glyph and the neighbours, whose size distinguishes o from 0.
-    """
-
-    recompute = False
-
-    def __init__(self, height: int, classes: int):
+    def __init__(self, card: Card | Pack):
         super().__init__()
-        a, b, c, d = 16, 32, 72, 192
-        self.stages = nn.ModuleList(
-            [
-                nn.Sequential(ConvNorm(1, a, 5, 2), ConvNorm(a, b, 3, 2)),
-                Residual(b),
-                nn.Sequential(ConvNorm(b, c, 3, (2, 1)), Residual(c)),
-                nn.Sequential(Residual(c), nn.Dropout2d(0.3)),
-            ]
-        )
-        fold = nn.Conv2d(c, d, (math.ceil(height / 8), 1), bias=False)
-        self.fold = nn.Sequential(fold, nn.BatchNorm2d(d), nn.ReLU(inplace=True))
-        self.head = nn.Sequential(
-            Residual1d(d, 3), Residual1d(d, 9, groups=d), nn.Dropout(0.3), nn.Conv1d(d, 1 + classes, 1)
-        )
+        self.stages, d = columns(card.options["height"], 72, 192, (2, 1), 1, 0.3), 192
+        context = residual1d(d, 3), residual1d(d, 9, groups=d)
+        self.head = nn.Sequential(*context, nn.Dropout(0.3), nn.Conv1d(d, 1 + len(card.classes), 1))
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        x = self.fold(run(self.stages, batch["image"], self.recompute and self.training))  # (B, d, 1, T)
-        steps = (batch["image_length"] + STRIDE - 1) // STRIDE
-        return self.head(x.squeeze(2)).permute(2, 0, 1), steps
-
-
-def run(stages: nn.ModuleList, x: Tensor, recompute: bool) -> Tensor:
-    """The stages in turn; recompute keeps only what lies between them and computes the rest again in backward."""
-    for part in stages:
-        x = again(part, x) if recompute else part(x)
-    return x
+        x = self.stages(batch["image"]).squeeze(2)  # (B, 192, T)
+        return self.head(x).permute(2, 0, 1), (batch["image_length"] + STRIDE - 1) // STRIDE

@@ -1,15 +1,12 @@
 """How captchas are trained: plans, batches and their augmentation, losses, metrics, decoding.
 
-Augmentation of a sample depends on its own random numbers only, not on its batch, its padding or the machine.
-B samples, H × W pixels, N characters, T time steps.
-"""
+B samples, H × W pixels, N characters, T time steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,8 +19,7 @@ from nbtools.tasks.captcha.networks import Ctc, Guide, Small
 from nbtools.tasks.common import ctc
 from nbtools.tasks.common.lists import spell
 from nbtools.tasks.common.metrics import MEANINGS as OF_TEXTS
-from nbtools.tasks.common.metrics import accuracy, text_metrics, whole_accuracy
-from nbtools.tasks.common.plans import THUMB, at_most, bucket_knob, epochs_for
+from nbtools.tasks.common.metrics import THUMB, accuracy, at_most, bucket_knob, epochs_for, text_metrics, whole_accuracy
 from nbtools.train import Batch, Pair, Tensors, knob
 from nbtools.train import Plan as BasePlan
 
@@ -31,8 +27,9 @@ Outputs = Tensor | tuple[Tensor, Tensor]
 
 BEST = "whole_accuracy"
 MEANINGS = {**OF_TEXTS, "char_accuracy": "share of characters that are right"}
-STRETCH = 0.1  # largest change of a line's length by augmentation
 FIXED_IMAGES = 40_000  # to train on, all epochs together: 99 % of four generated digits are read after half of them
+NETWORKS = {"guide": Guide, "small": Small, "ctc": Ctc}
+LOSSES = ("soft_margin", "cross_entropy")
 LINES = 280_000  # of the real captchas, 20 minutes on two cores: their CER stopped falling after 200,000
 
 
@@ -40,16 +37,8 @@ LINES = 280_000  # of the real captchas, 20 minutes on two cores: their CER stop
 class Plan(BasePlan):
     """The settings of captchas, in addition to those of every plan."""
 
-    network: str = knob(
-        "auto",
-        "guide: the original network; small: for CPUs and small sets; ctc: for lines; auto: guide, or ctc for lines",
-        choices=("auto", "guide", "small", "ctc"),
-    )
-    loss: str = knob(
-        "soft_margin",
-        "loss of fixed captchas: the original multi-label soft margin, or cross-entropy per position",
-        choices=("soft_margin", "cross_entropy"),
-    )
+    network: str = knob("auto", "auto: guide, or ctc for lines; small: for CPUs", choices=("auto", *NETWORKS))
+    loss: str = knob("soft_margin", "of fixed captchas: the original one, or per position", choices=LOSSES)
     augment: float = knob(0.0, "strength of the augmentation; 0: none", least=0, most=2)
     bucket: int = bucket_knob("columns")
 
@@ -60,61 +49,32 @@ BASELINE = Plan(
 """The guide's "before": every image decoded again in the main process, no mixed precision."""
 
 GUIDE = BASELINE.replace(batch_size=512, amp="fp16", workers=12)
-LARGE = GUIDE.replace(
-    batch_size=1024,
-    optimizer="adamw",
-    lr=6e-4,
-    lr_rule="sqrt",
-    weight_decay=1e-4,
-    warmup_epochs=5,
-    clip_norm=1.0,
-    workers=16,
-)
+RECIPE = Plan(epochs=150, batch_size=1024, lr=6e-4, lr_rule="sqrt", min_lr=1e-6, warmup_epochs=5, weight_decay=1e-4)
+LARGE = RECIPE.replace(clip_norm=1.0, amp="fp16", eval_every=5, feed="workers", workers=16)
 PRESETS = {
     "guide": GUIDE,
     "guide-gpus": GUIDE.replace(batch_size=1536, micro_batch_size=512),
     "guide-large": LARGE,
     "guide-large-gpus": LARGE.replace(batch_size=3072, micro_batch_size=1024),
 }
-"""The optimised settings of the guide for captchas and of the one for very large batches: as for one of their GPUs, and
-with the batch of all three, which one GPU trains in three passes."""
+"""The optimised settings of the two guides, for one of their GPUs, and with the batch of all three in three passes."""
 
-PLAN = Plan(
-    epochs=150,
-    batch_size=1024,
-    lr=6e-4,
-    lr_rule="sqrt",
-    min_lr=1e-6,
-    warmup_epochs=5,
-    weight_decay=1e-4,
-    clip_norm=1.0,
-    amp="bf16",
-    channels_last=True,
-    workers=16,
-)
-"""Guide 3's recipe, for a GPU with bfloat16. `nb.advise` fits it to the machine and the data."""
+PLAN = RECIPE.replace(clip_norm=1.0, amp="bf16", channels_last=True, workers=16)
+"""The recipe for a GPU with bfloat16. `nb.advise` fits it to the machine and the data."""
 
 
 def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
-    """The settings of the task for a machine: field → (value, reason)."""
+    """Return the settings of the task for a machine: field → (value, reason)."""
     if card.options["layout"] == "lines":
-        return for_lines(card, accelerator)
+        return for_lines(card, accelerator == "cuda")
     if accelerator == "cuda":
         return {"network": ("guide", "the original network: a GPU is fast enough for it")}
-    return for_small(card)
-
-
-def for_small(card: Card) -> dict[str, tuple[Any, str]]:
-    """Fixed captchas without a CUDA GPU. Measured on two cores of a Xeon (AVX-512) with 4,800 four-digit captchas."""
     epochs = epochs_for(card, FIXED_IMAGES)
-    return {
+    return {  # measured on two cores of a Xeon (AVX-512) with 4,800 four-digit captchas
         "network": ("small", "trains 8 times as many images/s on a CPU as the original, and needs fewer (measured)"),
         "loss": ("cross_entropy", "learns in fewer epochs than the original multi-label soft margin"),
         "augment": (0.3, "mild shifts, shear and contrast, for a small set; costs 7 % of a step"),
-        "batch_size": (
-            at_most(64, card),
-            "17 % faster than 32 in bf16, and learns as much (measured); 128 gains 6 % more",
-        ),
+        "batch_size": (at_most(64, card), "17 % faster than 32 in bf16, learns as much; 128: 6 % more (measured)"),
         "lr": (2e-3, "read 99 % of generated four-digit captchas after 4 epochs of 4,800 (measured)"),
         "epochs": (epochs, f"{FIXED_IMAGES:,} images in all: about 2 minutes on two cores"),
         "warmup_epochs": (min(1.0, epochs / 5), f"Adam's first estimates are poor, {THUMB}"),
@@ -124,22 +84,17 @@ def for_small(card: Card) -> dict[str, tuple[Any, str]]:
     }
 
 
-def for_lines(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
-    """Lines on any machine. Measured on a CPU with 3,100 real captchas; no GPU was available."""
-    batch, lr = (128, 6e-3) if accelerator == "cuda" else (32, 3e-3)
-    rule = (
-        f"the CPU's 3e-3 at batch 32 by the sqrt rule, {THUMB}" if accelerator == "cuda" else "twice that is no better"
-    )
-    bucket = card.options["height"] // 8, "a third as many widths for 1 % more padding (calculated)"
-    if accelerator != "cuda":  # oneDNN keeps what it planned for each width, and the heap around it has ever more holes
-        bucket = card.options["height"] // 4, "a sixth as many widths for 2 % more padding (calculated), less memory"
-    epochs = epochs_for(card, LINES)
+def for_lines(card: Card, cuda: bool) -> dict[str, tuple[Any, str]]:
+    """Return the settings of lines. Measured on a CPU with 3,100 real captchas; no GPU was available."""
+    epochs, sqrt = epochs_for(card, LINES), f"the CPU's 3e-3 at batch 32 by the sqrt rule, {THUMB}"
+    # on a CPU oneDNN keeps what it planned for each width, and the heap around it has ever more holes
+    padding = "a third as many widths for 1 % more padding" if cuda else "a sixth as many widths for 2 % more padding"
     return {
         "network": ("ctc", "lines need CTC"),
-        "bucket": bucket,
+        "bucket": (card.options["height"] // (8 if cuda else 4), f"{padding} (calculated)"),
         "augment": (1.3, "at 1.0 the training loss fell to half the validation loss in 66 epochs; costs 5 % of a step"),
-        "batch_size": (at_most(batch, card), f"many steps for a small set, {THUMB}"),
-        "lr": (lr, f"with warmup and cosine; {rule}"),
+        "batch_size": (at_most(128 if cuda else 32, card), f"many steps for a small set, {THUMB}"),
+        "lr": (6e-3 if cuda else 3e-3, f"with warmup and cosine; {sqrt if cuda else 'twice that is no better'}"),
         "epochs": (epochs, f"{LINES:,} lines in all: about 20 minutes on two cores"),
         "warmup_epochs": (round(epochs * 0.06, 1), "6 % of the run: CTC predicts blank everywhere at first"),
         "weight_decay": (0.05, f"for a small set, {THUMB}"),
@@ -150,50 +105,42 @@ def for_lines(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
 
 
 def model(card: Card | Pack, plan: Plan) -> nn.Module:
-    """The network for a data set. Raises PlanError if they do not fit each other."""
-    lines = card.options["layout"] == "lines"
-    network = plan.network if plan.network != "auto" else "ctc" if lines else "guide"
-    if (network == "ctc") != lines:
-        fits = "ctc" if lines else "guide or small"
-        raise PlanError(
-            f'Plan.network = "{network}" cannot read captchas of layout "{card.options["layout"]}"; '
-            f"choose {fits}, or auto"
-        )
-    if lines:
-        built: Guide | Small | Ctc = Ctc(card.options["height"], len(card.classes))
-    else:
-        kind = Guide if network == "guide" else Small
-        built = kind(tuple(card.options["size"]), card.options["length"], len(card.classes))
-    built.recompute = plan.checkpoint_activations
+    """Return the network for a data set. Raises PlanError if they do not fit each other."""
+    layout = card.options["layout"]
+    network = plan.network if plan.network != "auto" else "ctc" if layout == "lines" else "guide"
+    if (network == "ctc") != (layout == "lines"):
+        rule = f'Plan.network = "{network}" cannot read captchas of layout "{layout}"'
+        raise PlanError(f"{rule}; choose {'ctc' if layout == 'lines' else 'guide or small'}, or auto")
+    built = NETWORKS[network](card)
+    built.stages.recompute = plan.checkpoint_activations
     return built
 
 
 def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
-    """uint8 → image (B, 1, H, W): fixed in [-1, 1]; lines upright, ink in about [-0.3, 1.7]. Augmented given draws."""
-    strength = plan.augment if draws is not None else 0.0
+    """Return uint8 as image (B, 1, H, W): fixed in [-1, 1], lines upright in [-0.3, 1.7]; augmented given draws."""
     if "image_length" not in raw:
         image = raw["image"].unsqueeze(1).float().div_(127.5).sub_(1)
-        return {**raw, "image": jitter(image, draws, strength) if draws is not None and strength else image}
+        return {**raw, "image": image if draws is None or not plan.augment else jitter(image, draws, plan.augment)}
     ink, lengths = raw["image"].transpose(1, 2).unsqueeze(1).float().div_(255), raw["image_length"]
-    if draws is not None and strength:
-        ink, lengths = distort(ink, lengths, draws, strength)
+    if draws is not None and plan.augment:
+        ink, lengths = distort(ink, lengths, draws, plan.augment)
     return {**raw, "image": ink.mul_(2).sub_(0.3), "image_length": lengths}
 
 
 def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[Tensor, int]:
-    """Sum of a loss over the batch, and how many terms it has: samples, or characters for cross-entropy."""
+    """Return the sum of a loss over the batch, and how many terms it has: samples, or characters for cross-entropy."""
     outputs, labels = model(batch), batch["label"]
     if isinstance(outputs, tuple):
         return ctc.loss(outputs, labels, batch["label_length"]), len(labels)
     if plan.loss == "cross_entropy":
         return F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
-    wanted = (labels[..., None] == torch.arange(outputs.shape[2], device=labels.device)).float()
+    targets = (labels[..., None] == torch.arange(outputs.shape[2], device=labels.device)).float()
     logits = outputs.float()  # autocast does not list this loss, and a sum in bf16 keeps three digits
-    return F.multilabel_soft_margin_loss(logits.flatten(1), wanted.flatten(1), reduction="sum"), len(labels)
+    return F.multilabel_soft_margin_loss(logits.flatten(1), targets.flatten(1), reduction="sum"), len(labels)
 
 
 def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
-    """char_accuracy and whole_accuracy; for lines cer, ar, cr and whole_accuracy."""
+    """Return char_accuracy and whole_accuracy; for lines cer, ar, cr and whole_accuracy."""
     labels = batch["label"]
     if isinstance(outputs, tuple):
         return text_metrics(ctc.greedy(outputs), ctc.texts(labels, batch["label_length"]))
@@ -202,51 +149,46 @@ def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
 
 
 def decode(outputs: Outputs, card: Card | Pack) -> list[str]:
-    """The text of each sample."""
-    places = ctc.greedy(outputs) if isinstance(outputs, tuple) else outputs.argmax(2).tolist()
-    return [spell(card.classes, row) for row in places]
+    """Return the text of each sample."""
+    rows = ctc.greedy(outputs) if isinstance(outputs, tuple) else outputs.argmax(2).tolist()
+    return [spell(card.classes, row) for row in rows]
 
 
 def tensors(card: Card, plan: Plan) -> tuple[Tensors, Tensors]:
-    """What the network reads and returns, for files that leave nbtools."""
-    classes = len(card.classes)
+    """Return what the network reads and returns, for files that leave nbtools."""
     if card.options["layout"] == "lines":
         line = "2 * (image.transpose(0, 2, 1)[:, None] / 255) - 0.3"
-        return ctc.tensors(card.options["height"], classes, line)
-    inputs = {"image": (("batch", 1, *card.options["size"]), "image[:, None] / 127.5 - 1")}
-    meaning = "argmax over the last axis: k is classes[k]"
-    return inputs, {"logits": (("batch", card.options["length"], classes), meaning)}
+        return ctc.tensors(card.options["height"], len(card.classes), line)
+    logits = ("batch", card.options["length"], len(card.classes)), "argmax over the last axis: k is classes[k]"
+    return {"image": (("batch", 1, *card.options["size"]), "image[:, None] / 127.5 - 1")}, {"logits": logits}
 
 
 def jitter(images: Tensor, draws: Draws, strength: float) -> Tensor:
-    """Small shift, scale, shear and contrast of images (B, 1, H, W) in [-1, 1]; borders are repeated outwards."""
+    """Shift, scale and shear images (B, 1, H, W) in [-1, 1] a little, and change their contrast."""
     height, width = images.shape[2:]
     most = (0.08, 0.08, 0.15, 0.04, 0.06, 0.08, 0.25, 0.2)
     drawn = draws.uniforms(*((-m * strength, m * strength) for m in most))
     wide, high, shear, lean, right, down, gain, offset = drawn.unbind(1)
     rows = [1 + wide, shear * height / width, right], [lean * width / height, 1 + high, down]
-    theta = torch.stack([*rows[0], *rows[1]], 1).view(-1, 2, 3)
-    grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+    grid = F.affine_grid(torch.stack([*rows[0], *rows[1]], 1).view(-1, 2, 3), list(images.shape), align_corners=False)
     moved = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
     return moved.mul_((1 + gain).view(-1, 1, 1, 1)).add_(offset.view(-1, 1, 1, 1)).clamp_(-1, 1)
 
 
 def distort(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[Tensor, Tensor]:
-    """Bend and stretch lines of ink (B, 1, H, W) in [0, 1], lengths (B,) in columns; returns both, new.
+    """Bend and stretch lines of ink (B, 1, H, W) in [0, 1], lengths (B,) in columns; return both, new.
 
-    Slant, size and height wander smoothly along a line, so that one line shows several of each: a draw for all of it
-    and a wave of two sines, of random phase and of periods between 24 and 200 columns. A length never shrinks: what
-    follows is blank, and every label that fitted still fits.
+    Slant, size and height wander along a line, so that one line shows several of each: a draw for all of it and a wave
+    of two sines, of periods between 24 and 200 columns. A length never shrinks, so every label that fitted still fits.
     """
-    height, width = ink.shape[2:]
-    turn = 2 * math.pi
-    ranges = [(-m * strength, m * strength) for m in (STRETCH, 0.25, 0.15, 0.06, 0.3)]
-    wander = ((one, (24, 200), (24, 200), (0, turn), (0, turn)) for one in ranges[1:4])
-    drawn = draws.uniforms(ranges[0], *chain.from_iterable(wander), ranges[4])
-    stretch, gain = (1 + drawn[:, :: drawn.shape[1] - 1]).unbind(1)
+    (height, width), turn = ink.shape[2:], 2 * math.pi
+    ranges = [(-m * strength, m * strength) for m in (0.1, 0.25, 0.15, 0.06, 0.3)]
+    wander = [bound for one in ranges[1:4] for bound in (one, (24, 200), (24, 200), (0, turn), (0, turn))]
+    drawn = draws.uniforms(ranges[0], *wander, ranges[4])
+    stretch, gain = 1 + drawn[:, 0], 1 + drawn[:, -1]
     whole, periods, phases = drawn[:, 1:-1].unflatten(1, (3, 5)).split([1, 2, 2], 2)  # (B, 3, 1 or 2)
 
-    wider = math.ceil(width * (1 + STRETCH * strength))
+    wider = math.ceil(width * (1 + 0.1 * strength))
     x, y = places(wider, ink.device), places(height, ink.device)[:, None] - (height - 1) / 2
     waves = torch.sin(turn * x / periods[..., None] + phases[..., None]).sum(2)  # (B, 3, W)
     waves = waves * constant((0.25 * strength / 2, 0.15 * strength / 2, 0.05 * strength / 2), ink.device)[:, None]

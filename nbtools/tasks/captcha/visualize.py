@@ -13,21 +13,17 @@ from nbtools.tasks.common.metrics import paired
 
 
 def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] | None = None) -> Sheet:
-    """A grid of samples, each under its text; of wrong predictions both, marked by colour and ≠.
-
-    Raises PackError unless there is one prediction for each id.
-    """
-    answers = [None] * len(ids) if predicted is None else predicted
-    pairs = paired([int(i) for i in ids], answers, "text")
-    return gallery([(picture(pack, i), *judged(text_of(pack, i), answer)) for i, answer in pairs])
+    """Draw a grid of samples, each under its text; of wrong predictions both, marked by colour and ≠."""
+    pairs = paired(list(ids), [None] * len(ids) if predicted is None else predicted, "text")
+    return gallery([(picture(pack, int(i)), *judged(text_of(pack, int(i)), answer)) for i, answer in pairs])
 
 
 def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str]:
-    """(image, truth, answer) of one sample for the live picture."""
+    """Return (image, truth, answer) of one sample for the live picture."""
     return picture(pack, i), text_of(pack, i), answer
 
 
 def picture(pack: Pack, i: int) -> np.ndarray:
-    """(H, W) uint8, upright and dark on light: a pack has lines on their side, as ink."""
+    """Return (H, W) uint8, upright and dark on light: a pack has lines on their side, as ink."""
     image = pack.sample(i)["image"]
     return 255 - image.T if pack.options["layout"] == "lines" else image

@@ -7,7 +7,7 @@ are places in `classes`, (B, N) padded, with their lengths (B,). B samples, T ti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nbtools.errors import TrainError
+from nbtools.tasks.common import cudnn_ctc
 from nbtools.train import Tensors
 
 BLANK = 0
@@ -26,9 +27,13 @@ def loss(outputs: Outputs, labels: Tensor, lengths: Tensor, reduction: str = "su
     """Return the sum over samples, or with reduction="none" of each (B,); fp32 and outside autocast, which does not
     list CTC: bf16 raises there, fp16 gives NaN.
 
-    Raises TrainError for deterministic training on CUDA: torch has no deterministic kernel (LossCTC.cu).
+    Raises TrainError for deterministic training on CUDA where cuDNN cannot be used: torch has no deterministic kernel
+    (LossCTC.cu).
     """
     logits, steps = outputs
+    if cudnn_ctc.able(logits, labels):
+        each = cudnn_ctc.losses(logits, labels, steps, lengths, feasible(steps, labels, lengths))
+        return each if reduction == "none" else each.sum()
     device = logits.device.type
     if device == "cuda" and torch.is_grad_enabled() and torch.get_deterministic_debug_mode() == 2:
         raise TrainError(
@@ -36,21 +41,15 @@ def loss(outputs: Outputs, labels: Tensor, lengths: Tensor, reduction: str = "su
             "or train on a CPU"
         )
     with torch.autocast(device, enabled=False):
-        given = logits.float().log_softmax(2), labels + 1, steps, lengths
-        return F.ctc_loss(*given, blank=BLANK, reduction=reduction)
+        log_probs = logits.float().log_softmax(2)
+        return F.ctc_loss(log_probs, labels + 1, steps, lengths, blank=BLANK, reduction=reduction)
 
 
 def greedy(outputs: Outputs) -> list[list[int]]:
     """Return the best class of every real time step, repeats merged, blanks dropped; places in classes."""
     logits, steps = outputs
-    best = logits.argmax(2).t()  # (B, T)
-    new = torch.ones_like(best, dtype=torch.bool)
-    new[:, 1:] = best[:, 1:] != best[:, :-1]
-    kept = new & (best != BLANK) & (torch.arange(best.shape[1], device=best.device) < steps[:, None])
-    return [
-        [place - 1 for place, keep in zip(*row, strict=True) if keep]
-        for row in zip(best.tolist(), kept.tolist(), strict=True)
-    ]
+    best = texts(logits.argmax(2).t(), steps)
+    return [[place - 1 for place, _ in groupby(row) if place != BLANK] for row in best]
 
 
 def texts(labels: Tensor, lengths: Tensor) -> list[list[int]]:
@@ -71,10 +70,7 @@ def needed_steps(text: Sequence[Any]) -> int:
 
 def tensors(height: int, classes: int, image: str) -> tuple[Tensors, Tensors]:
     """Return what a network of lines reads and returns; image: how that follows from the packed one (B, W, H)."""
+    meaning = "argmax over the last axis, repeats merged, 0 dropped; k is classes[k - 1]"
     inputs = {"image": (("batch", 1, height, "width"), image), "image_length": (("batch",), "image_length")}
-    logits = "argmax over the last axis, repeats merged, 0 dropped; k is classes[k - 1]"
-    outputs = {
-        "logits": (("steps", "batch", 1 + classes), logits),
-        "steps": (("batch",), "how many of the steps are a line's own"),
-    }
-    return inputs, outputs
+    logits, steps = (("steps", "batch", 1 + classes), meaning), (("batch",), "how many of the steps are a line's own")
+    return inputs, {"logits": logits, "steps": steps}

@@ -1,37 +1,38 @@
-"""The files of a source: listing them, the split that a folder's name gives, and opening images."""
+"""The files of a source: listing them, the split that a folder's name gives, opening images; and a demo's files."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from PIL import Image
 
 from nbtools import disk
-from nbtools.data import open_image
+from nbtools.data import SLOW, bar, open_image, side_by_side
 from nbtools.errors import PackError
 from nbtools.tasks.common.report import Refused, Row
 
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)  # Pillow on damaged files
+HIDDEN = re.compile(r"(^|/)(\.|__MACOSX/)")  # what systems leave behind: .DS_Store, ._name.png, __MACOSX
 SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|(val)(?:id|idation)?|(test)(?:ing)?)(?![a-z])", re.I)
+DEMO = ".nbtools-demo"  # names of the files that a demo wrote; hidden, so that packing skips it
+
+File = tuple[str, Callable[[], bytes]]
+"""(name relative to the folder, what computes its content)."""
 
 
 def walk(folder: Path) -> list[str]:
-    """Return all files below a folder, relative to it, with forward slashes, sorted; hidden ones are left out."""
+    """Return all files below a folder, relative to it, sorted; hidden ones are left out."""
     start = len(os.path.join(folder, ""))
     names = (item.path[start:] for item in disk.walk(folder))
-    return sorted(name for name in names if not is_hidden(name))
-
-
-def is_hidden(name: str) -> bool:
-    """Return whether a relative path has what systems leave behind: .DS_Store, ._name.png, __MACOSX."""
-    return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
+    return sorted(name for name in names if not HIDDEN.search(name))
 
 
 def split_of(name: str) -> str | None:
-    """Return the split that the nearest folder (or archive) on a path names: HWDB2.0Train, valid, test_1; None if no
-    folder does: the pack then draws the split by a hash of the name."""
+    """Return the split that the nearest folder (or archive) on a path names: HWDB2.0Train, valid, test_1; or None."""
     return next(filter(None, map(split_word, reversed(name.split("/")[:-1]))), None)
 
 
@@ -42,10 +43,9 @@ def split_word(text: str) -> str | None:
 
 
 def decode_image(source: Path | bytes, mode: str = "", key: str = "image", side: int = 0) -> Image.Image:
-    """Return an image, upright, as RGB or L (grey) on white paper where it is transparent, or without a mode as it is.
-    side: as of `open_image`.
+    """Return an image, upright, as RGB or L (grey), or without a mode as it is. side: as of `open_image`.
 
-    Raises Refused, a row of the table of bad samples with this key, for what is no whole image, or not of 8 bits.
+    Raises Refused, a row with this key, for what is no whole image, or not of 8 bits.
     """
     try:
         image = open_image(source, side)
@@ -62,7 +62,46 @@ def on_white(image: Image.Image, mode: str = "RGB") -> Image.Image:
         fix = "convert it to 8 bits"
         raise Refused(Row("image", "an image must have 8 bits per channel", f"mode {image.mode}", fix))
     if image.has_transparency_data:
-        paper = Image.new("RGBA", image.size, "white")
-        paper.alpha_composite(image.convert("RGBA"))
-        image = paper
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image.convert(mode)
+
+
+# -- demo data
+
+
+def write_demo(folder: str | Path, files: Iterable[File], suffixes: tuple[str, ...]) -> Path:
+    """Write files into a folder in place of those of an earlier demo; return the folder.
+
+    suffixes: of what a reader of the folder would take for data. Raises PackError if the folder has such files and no
+    demo wrote it, or a foreign file has a name that is needed; DiskError.
+    """
+    folder, files = Path(folder), [*files]
+    names, listed = [name for name, _ in files], folder / DEMO
+    with disk.explained("writing demo data", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        own = set(listed.read_text("utf-8").splitlines()) if listed.exists() else set()
+        for name in sorted(set(walk(folder)) - own):
+            if name in names or (not own and name.lower().endswith(suffixes)):
+                reason = "was not written by this demo, and would be mixed with it or lost"
+                raise PackError(f"{folder / name} {reason}: choose another folder, or empty this one")
+        for name in own:
+            (folder / name).unlink(missing_ok=True)
+        disk.write_atomic(listed, "\n".join(names))  # first: the next demo removes what an interrupted one wrote
+        contents = side_by_side(lambda k: files[k][1](), range(len(files)))
+        shown = bar(contents, "writing demo data", len(files), unit=" files", leave=False, delay=SLOW)
+        for name, data in zip(names, shown, strict=True):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
+    return folder
+
+
+def require(rules: Mapping[str, tuple[bool, object]]) -> None:
+    """Raise PackError with the first broken of rules: `count must be 1 or more` → (whether it is kept, what came)."""
+    for rule, (kept, value) in rules.items():
+        if not kept:
+            raise PackError(f"{rule}, got {value!r}")
+
+
+def whole(value: object, least: int, most: float = math.inf) -> bool:
+    """Return whether a value of any type is a whole number in a range."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

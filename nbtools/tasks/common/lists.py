@@ -11,7 +11,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from nbtools import disk
 from nbtools.data import Pack
 from nbtools.errors import PackError
 from nbtools.tasks.common.report import Refused, Row
@@ -32,10 +31,9 @@ def read_rows(
 
     whole: where rows fit so, all after the first separator is one cell, taken as it is. Raises Refused for no CSV.
     """
-    ways: list[Callable[[], Iterator[tuple[int, list[str]]]]]
-    ways = [partial(first_cut, text, separator) for separator in SEPARATORS if whole]
-    ways += [partial(csv_rows, text, separator, file) for separator in SEPARATORS]
-    rows = list(max(ways, key=lambda way: sum(fits(cells) for _, cells in islice(way(), JUDGED)))())
+    cuts = [partial(first_cut, text, separator) for separator in SEPARATORS if whole]
+    cuts += [partial(csv_rows, text, separator, file) for separator in SEPARATORS]
+    rows = list(max(cuts, key=lambda cut: sum(fits(cells) for _, cells in islice(cut(), JUDGED)))())
     headed = bool(rows) and not fits(rows[0][1]) and rows[0][1][0].casefold() in heads
     return rows[headed:]
 
@@ -73,15 +71,11 @@ def csv_bytes(head: Iterable[object], rows: Iterable[Iterable[object]]) -> bytes
 
 
 def read_text(path: Path, fix: str) -> str:
-    """Return the text of a file that the caller names. Raises Refused for one that cannot be read, with this fix, or is
-    no text."""
+    """Return the text of a file that the caller names. Raises Refused, with this fix if it cannot be read."""
     try:
         return decode_text(path.read_bytes(), str(path))
     except OSError as error:
-        if disk.is_away(error):
-            raise
-        value = error.strerror or str(error)
-        raise Refused(Row("", "the file must be readable", value, fix, file=str(path))) from None
+        raise Refused(Row("", "the file must be readable", error.strerror or "", fix, file=str(path))) from None
 
 
 def decode_text(data: bytes, file: str) -> str:
@@ -89,10 +83,8 @@ def decode_text(data: bytes, file: str) -> str:
     try:
         return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as error:
-        value = f"byte {error.object[error.start]:#04x} at offset {error.start:,}"
-        raise Refused(
-            Row("", "the file must be UTF-8 text", value, "save it as UTF-8; it may be GB18030", file=file)
-        ) from None
+        value, fix = f"byte {data[error.start]:#04x} at offset {error.start:,}", "save it as UTF-8; it may be GB18030"
+        raise Refused(Row("", "the file must be UTF-8 text", value, fix, file=file)) from None
 
 
 # -- characters
@@ -100,13 +92,12 @@ def decode_text(data: bytes, file: str) -> str:
 
 def characters(classes: Iterable[str], option: str = "classes") -> tuple[str, ...]:
     """Return the classes of a recogniser of text. Raises PackError naming the option unless each is one character."""
-    listed = list(classes) if isinstance(classes, Iterable) else [classes]
-    wrong = [c for c in listed if not isinstance(c, str) or len(c) != 1]
-    wrong += [c for c, count in Counter(listed).items() if count > 1] if not wrong else []
-    if wrong or not listed:
+    counts = Counter(classes if isinstance(classes, Iterable) else [classes])
+    wrong = [one for one, count in counts.items() if count > 1 or not isinstance(one, str) or len(one) != 1]
+    if wrong or not counts:
         came = repr(wrong[0]) if wrong else "none"
         raise PackError(f"{option} must be single characters, each once, got {came}; give a string or a list of them")
-    return tuple(listed)
+    return tuple(counts)
 
 
 def spell(classes: Sequence[str], places: Iterable[int]) -> str:

@@ -1,25 +1,27 @@
-"""The metrics of classes and of texts as (numerator, denominator), and which classes a network confuses. B samples,
-N positions, K classes."""
+"""Figures that tasks share: metrics of classes and of texts as (numerator, denominator), which classes a network
+confuses, the time of one prediction, and rules of thumb for settings. B samples, N positions, K classes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from nbtools.errors import MissingExtra, PackError
+from nbtools.data import Card
+from nbtools.errors import MissingExtra, PackError, PlanError
 from nbtools.show import plural
-from nbtools.train import Pair
+from nbtools.train import Pair, knob
 
 if TYPE_CHECKING:
     import pandas as pd
 
-A = TypeVar("A")
-B = TypeVar("B")
-
+WARM = 3  # predictions before the clock counts: the first ones load libraries and choose kernels
+THUMB = "rule of thumb"
 MEANINGS = {
     "cer": "character error rate: wrong, missing and extra characters, per character of the truth; 0 is perfect",
     "ar": "accurate rate: 1 - cer",
@@ -44,9 +46,8 @@ def levenshtein() -> Any:
     try:
         from rapidfuzz.distance import Levenshtein
     except ImportError:
-        raise MissingExtra(
-            "edit distances (cer, ar, cr) need the package rapidfuzz: pip install rapidfuzz, or nbtools[text]"
-        ) from None
+        needed = "edit distances (cer, ar, cr) need the package rapidfuzz"
+        raise MissingExtra(f"{needed}: pip install rapidfuzz, or nbtools[text]") from None
     return Levenshtein
 
 
@@ -55,31 +56,25 @@ def text_metrics(predicted: Sequence[Sequence], target: Sequence[Sequence]) -> d
 
     Of several shortest edits, rapidfuzz's: `cr` depends on the choice, `cer` and `ar` do not.
     """
-    kinds: Counter[str] = Counter()
-    whole, editops = 0, levenshtein().editops
-    for guess, truth in zip(predicted, target, strict=True):
-        tags = [step.tag for step in editops(truth, guess)]
-        kinds.update(tags)
-        whole += not tags
-    count, wrong = sum(map(len, target)), kinds.total()
+    edits = [levenshtein().editops(truth, guess) for guess, truth in zip(predicted, target, strict=True)]
+    count, wrong = sum(map(len, target)), sum(map(len, edits))
+    inserted = sum(step.tag == "insert" for steps in edits for step in steps)
     return {
         "cer": (wrong, count),
         "ar": (count - wrong, count),
-        "cr": (count - wrong + kinds["insert"], count),
-        "whole_accuracy": (whole, len(target)),
+        "cr": (count - wrong + inserted, count),
+        "whole_accuracy": (sum(not steps for steps in edits), len(target)),
     }
 
 
 # -- mistakes
 
 
-def paired(truth: Sequence[A], predicted: Sequence[B], what: str = "answer", each: str = "id") -> list[tuple[A, B]]:
+def paired(truth: Sequence, predicted: Sequence, what: str = "answer", each: str = "id") -> list[tuple[Any, Any]]:
     """Return both side by side. Raises PackError unless there is one prediction for each."""
     if len(truth) != len(predicted):
-        raise PackError(
-            f"predicted must be one {what} for each {each}, got {len(predicted)} for {plural(len(truth), each)}; "
-            "take both from the same ids"
-        )
+        came = f"{len(predicted)} for {plural(len(truth), each)}"
+        raise PackError(f"predicted must be one {what} for each {each}, got {came}; take both from the same ids")
     return list(zip(truth, predicted, strict=True))
 
 
@@ -87,7 +82,7 @@ def counts_of(truth: Sequence[str], predicted: Sequence[str], classes: Sequence[
     """Return (K, K) int64: how many samples of each class (rows) were taken for each (columns). Raises PackError for
     names that are not among the classes."""
     pairs = Counter(paired(truth, predicted))
-    if strange := sorted({name for pair in pairs for name in pair} - set(classes)):
+    if strange := sorted({*truth, *predicted} - set(classes)):
         raise PackError(f"classes must hold all true and predicted ones, {strange[0]!r} is missing")
     return np.array([[pairs[true, read] for read in classes] for true in classes], np.int64).reshape([len(classes)] * 2)
 
@@ -104,3 +99,41 @@ def most_confused(counts: np.ndarray, classes: Sequence[str]) -> tuple[list[str]
     wrong = counts - np.diag(counts.diagonal())
     times = wrong.max(1, initial=0)
     return [str(classes[row.argmax()]) if n else "" for row, n in zip(wrong, times, strict=True)], times
+
+
+# -- time and settings
+
+
+def measure_latency(
+    predict: Callable[[Any], object], samples: Sequence[Any] | np.ndarray, device: torch.device, about: str
+) -> pd.DataFrame:
+    """Return a row of device, one sample (what it is), predictions, and milliseconds: median and 95 %; each sample is
+    predicted once, after a few to warm up. predict must wait for the device. Raises PlanError without samples."""
+    import pandas as pd
+
+    if not len(samples):
+        raise PlanError("latency needs at least one sample, got none; take some of pack.ids('val')")
+    times = []
+    for sample in [*samples[:WARM], *samples]:
+        began = perf_counter()
+        predict(sample)
+        times.append(1e3 * (perf_counter() - began))
+    median, slow = (f"{ms:.2f} ms" for ms in np.quantile(times[-len(samples) :], [0.5, 0.95]))
+    row = {"device": str(device), "one sample": about, "predictions": len(samples), "median": median, "95 %": slow}
+    return pd.DataFrame([row])
+
+
+def epochs_for(card: Card, samples: float, least: int = 3, most: int = 200) -> int:
+    """Return the epochs that show this many training samples in all, within limits."""
+    return min(most, max(least, round(samples / max(card.splits["train"], 1))))
+
+
+def at_most(batch_size: int, card: Card) -> int:
+    """Return the batch size, or the whole training split where that is smaller."""
+    return min(batch_size, max(card.splits["train"], 1))
+
+
+def bucket_knob(unit: str) -> Any:
+    """Return the setting by which feeds pad; off by default, so that a run that began without it resumes."""
+    help = f"pad batches to a multiple of this many {unit}: convolutions and compiled code then see few lengths"
+    return knob(1, help, least=1, unit=unit)

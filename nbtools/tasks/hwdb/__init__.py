@@ -21,32 +21,3 @@ from nbtools.tasks.hwdb.task import (
     tensors,
 )
 from nbtools.tasks.hwdb.visualize import preview, show
-
-__all__ = [
-    "BASELINE",
-    "BEST",
-    "MEANINGS",
-    "PLAN",
-    "PRESETS",
-    "NGram",
-    "Plan",
-    "batch",
-    "decode",
-    "demo",
-    "loss",
-    "metrics",
-    "model",
-    "pack",
-    "pack_options",
-    "peaks_of",
-    "preview",
-    "read",
-    "scores",
-    "search",
-    "show",
-    "suggest",
-    "survey",
-    "tensors",
-    "text_of",
-    "tune",
-]

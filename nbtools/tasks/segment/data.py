@@ -1,4 +1,7 @@
-"""Images with labels → pack: image (H, W, C), label (H, W) and distance (H, W), all uint8 and of one size.
+"""Images and masks of a source → pack: image (H, W, C), label (H, W) and distance (H, W), all uint8 and of one size.
+
+Where the labels of images lie: `sources`. A mask's values are ids: grey of 1 to 16 bits, or the indices of a palette;
+classes.txt names them, a name a line, ids from 0, or lines id,name.
 
 label: class indices, 255 where a pixel is ignored. distance: eighths of a pixel to the nearest class boundary.
 """
@@ -6,35 +9,39 @@ label: class indices, 255 where a pixel is ignored. distance: eighths of a pixel
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
-import io
-import operator
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cache, cached_property
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, PngImagePlugin
+from PIL import Image
 
-from nbtools import disk
 from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
 from nbtools.errors import PackError
-from nbtools.show import percent, plural, sized
-from nbtools.tasks.common.files import DAMAGED, decode_image
-from nbtools.tasks.common.report import ERROR, WARNING, Refused, Report, Row, ordered
+from nbtools.show import plural, sized
+from nbtools.tasks.common.files import DAMAGED, decode_image, on_white
+from nbtools.tasks.common.lists import read_rows, read_text
+from nbtools.tasks.common.report import WARNING, Refused, Report, Row, ordered
 from nbtools.tasks.segment import cvat
-from nbtools.tasks.segment.classes import IGNORE, MOST_CLASSES, Class, Given, Table, class_table, parse_classes
-from nbtools.tasks.segment.folders import Contents, Labelled
-from nbtools.tasks.segment.images import Recipe, header_size, ids_in, read_image, read_label
-from nbtools.tasks.segment.scores import distance_map
+from nbtools.tasks.segment.cvat import Size
+from nbtools.tasks.segment.sources import Item, Source
 
+IGNORE = 255  # in packed labels
+MOST_CLASSES = 254
 MIXED = 384, 384  # pixels to which images of several sizes are scaled: the guide's
 LARGEST = 1024 * 2048  # pixels of images that are packed at their own size: Cityscapes'
 LEAST, MOST = 32, 4096  # pixels of a side
+PER_PIXEL = 8  # a distance is stored in eighths of a pixel, so a byte reaches 31.875 px
+FAR = 255  # this far or farther, or no boundary at all
+BACKGROUND = ("background", "_background_", "bg")  # black, and what no drawn shape covers
+ORIENTATION = 0x0112  # the EXIF tag
+
 Ignored = int | str | Iterable[int | str] | None
+Given = str | Path | Mapping[int, str] | Sequence[str]
+Options = Mapping[str, Any]
 
 
 def pack(
@@ -49,187 +56,246 @@ def pack(
     into: str | Path | None = None,
     progress: bool = True,
 ) -> Pack:
-    """The pack of images with labels, from a folder, archive or link. A second call opens the finished pack, and
+    """Return the pack of images with labels, from a folder, archive or link. A second call opens the finished pack, and
     interrupted packing resumes. Needs scipy for the distances to the class boundary.
 
     size: (height, width) or one side, in pixels; by default the images' own if they have one size, else 384 × 384.
     Others are scaled to fit inside; the rest is 0, and ignored.
     channels: 3 (transparency lies on white) or 4 (RGBA). classes: names, in order of their ids from 0; or a mapping
-    id → name; or a file, see `classes.py`; by default the file `classes.txt` of the source, else the labels of CVAT's
-    file, else the ids in the label images. ignore: raw ids, or names, that are no class, besides 255, which is none
-    unless `classes` names it.
+    id → name; or a file as classes.txt; by default that file of the source, else the labels of CVAT's file, else the
+    ids in the masks. ignore: ids, or names, that are no class, besides 255, which is none unless `classes` names it.
     val, test: shares, or whole numbers for exactly that many; the source's own folders and lists come first.
     test=1.0 makes all of them test, for a source that a run is evaluated on.
     Raises PackError if nothing can be used. `validate` also reports what is wrong with single files.
     """
-    asked = requested(size, channels, classes, ignore)
-    reader = cache(Reader)  # scans the folder once, for the pack and for its samples
-
-    def found(folder: Path, asked: Mapping[str, Any]) -> Survey:
-        return survey(folder, asked, reader(folder).contents)
-
-    more = {"val": val, "test": test, "into": into, "progress": progress}
-    return build_pack(source, "segment", asked, found, read, reader=reader, **more)
+    scanned, more = cache(Source), {"val": val, "test": test, "into": into, "progress": progress}
+    return build_pack(
+        source,
+        "segment",
+        requested(size, channels, classes, ignore),
+        lambda folder, options: survey_of(scanned(folder), options),
+        read,
+        reader=lambda folder: partial(read_sample, scanned(folder)),
+        **more,
+    )
 
 
 def pack_options(card: Card) -> dict[str, Any]:
-    """Options of `pack` with which another source has the classes and the preprocessing of a card."""
-    table = Table.of(card.options)
-    own = {name: card.options[name] for name in ("size", "channels")}
-    named = [one for one in (*table.classes, *table.ignored) if one.name]  # an id that no class has is a number alone
-    return {**own, "classes": named, "ignore": [one.id for one in table.ignored if one.name or one.id != IGNORE]}
+    """Return options of `pack` with which another source has the classes and the preprocessing of a card."""
+    options, ignored = card.options, card.options["ignored"]
+    classes = dict(zip(options["ids"], card.classes, strict=True)) | {i: name for i, name in ignored if name}
+    ignore = [i for i, _ in ignored]
+    return {"size": options["size"], "channels": options["channels"], "classes": classes, "ignore": ignore}
 
 
-def requested(
-    size: int | tuple[int, int] | None, channels: int, classes: Given | None, ignore: Ignored
-) -> dict[str, Any]:
-    """The options of `pack` and `validate` as plain values; what is None is decided from the files.
-
-    Raises PackError for impossible values, before reading the source.
-    """
+def requested(size: Any, channels: int, classes: Given | None, ignore: Ignored) -> dict[str, Any]:
+    """Return the options of `pack` and `validate` as plain values; what is None is decided from the files."""
     sides = size if isinstance(size, tuple | list) else (size, size)
-    if size is not None and (len(sides) != 2 or not all(type(s) is int and LEAST <= s <= MOST for s in sides)):
+    if size is not None and not (len(sides) == 2 and all(isinstance(s, int) and LEAST <= s <= MOST for s in sides)):
         raise PackError(f"size must be (height, width) in pixels, {LEAST} to {MOST} each, or one side, got {size!r}")
-    if channels not in (3, 4) or isinstance(channels, bool):
+    if channels not in (3, 4):
         raise PackError(f"channels must be 3 (RGB) or 4 (RGBA), got {channels!r}")
-    entries = None if classes is None else [dataclasses.astuple(one) for one in parse_classes(classes)]
+    several: Any = [ignore] if isinstance(ignore, int | str) else ignore or ()
     return {
         "size": None if size is None else list(sides),
         "channels": channels,
-        "classes": entries,
-        "ignore": ignored(ignore),
+        "classes": None if classes is None else parse_classes(classes),
+        "ignore": [one if isinstance(one, str) else int(one) for one in several],
     }
 
 
-def ignored(ignore: Ignored) -> list[int | str]:
-    """Raises PackError for anything that is neither an id nor a name."""
-    with contextlib.suppress(TypeError):
-        every: list[Any] = [] if ignore is None else [ignore] if isinstance(ignore, int | str) else list(ignore)
-        if not any(isinstance(one, bool) for one in every):
-            return [one if isinstance(one, str) else operator.index(one) for one in every]
-    raise PackError(f"ignore must be raw ids, or names of classes, got {ignore!r}")
+# -- classes
 
 
-def survey(folder: Path, asked: Mapping[str, Any], contents: Contents | None = None) -> Survey:
-    """The labelled images of a folder, and the options that the files decide. contents: those of the folder, if already
-    known."""
-    contents = contents or Contents(folder)
-    options = completed(contents, asked)
-
-    def pixels(columns: Mapping[str, np.ndarray], ids: np.ndarray) -> dict[str, list[int]]:
-        counts = sum((np.bincount(columns["label"][i].ravel(), minlength=256) for i in ids), np.zeros(256, np.int64))
-        return {"pixels": counts[: len(options["names"])].tolist()}
-
-    return Survey(
-        [Entry(one.name, split=one.split) for one in contents.labelled.values()],
-        classes=options["names"],
-        options=options,
-        bad=[(row.file, *row.reasons) for row in contents.rows if row.severity == ERROR],
-        count=pixels,
-    )
+def parse_classes(classes: Given) -> list[tuple[int, str]]:
+    """Return (id, name) of names, of a mapping, or of a file."""
+    if isinstance(classes, str | Path):
+        path = Path(classes).expanduser()
+        if path.is_file():
+            return read_classes(path)
+        raise PackError(f"classes must be names, or a text file of them, got {str(classes)!r}: no such file")
+    return [(int(i), name) for i, name in (classes.items() if isinstance(classes, Mapping) else enumerate(classes))]
 
 
-def completed(contents: Contents, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """A pack's options, complete. Reads sizes from images, and ids from labels, if nothing else has them.
+def read_classes(path: Path) -> list[tuple[int, str]]:
+    text = read_text(path, "give two names or more, or a text file of them in UTF-8")
+    rows = [cells for _, cells in read_rows(text, path.name, is_class, heads=("id",))]
+    if not any(map(is_class, rows)):
+        return [*enumerate(filter(None, map(str.strip, text.splitlines())))]
+    if wrong := [cells for cells in rows if not is_class(cells)]:
+        raise PackError(f"{path.name}: every line must be id,name as others are, got {','.join(wrong[0])!r}")
+    return [(int(cells[0]), cells[1]) for cells in rows]
 
-    Raises PackError if no image has a label, or there is no class table.
-    """
-    if not contents.labelled:
-        raise PackError(f"{contents.folder}: {unlabelled(contents)}")
-    size = asked["size"]
+
+def is_class(cells: list[str]) -> bool:
+    return len(cells) > 1 and cells[0].isdecimal()
+
+
+def class_options(classes: Sequence[tuple[int, str]], ignore: Sequence[int | str]) -> dict[str, Any]:
+    """Return as a pack's options names and ids of the classes, and [id, name] of what is ignored."""
+    for what, values in zip(("id", "name"), zip(*classes, strict=True), strict=True):
+        if twice := [value for value, times in Counter(values).items() if times > 1]:
+            raise PackError(f"classes: each {what} must be used only once, got {twice[0]!r} twice; rename one")
+    ids, names = {name: i for i, name in classes}, dict(classes)
+    if strange := [one for one in ignore if isinstance(one, str) and one not in ids]:
+        raise PackError(f"ignore must be ids, or names of classes ({', '.join(ids)}), got {strange[0]!r}")
+    ignored = {ids[one] if isinstance(one, str) else one for one in ignore} | ({IGNORE} - names.keys())
+    kept = {i: name for i, name in classes if i not in ignored}
+    if not 2 <= len(kept) <= MOST_CLASSES:
+        came = f"a class table must have 2 to {MOST_CLASSES} classes, got {len(kept)} besides those ignored"
+        raise PackError(f"{came}; give classes=, for a mask of 0 and 255 {{0: 'background', 255: 'object'}}")
+    return {"names": [*kept.values()], "ids": [*kept], "ignored": [[i, names.get(i, "")] for i in sorted(ignored)]}
+
+
+# -- a folder
+
+
+def survey_of(source: Source, asked: Options) -> Survey:
+    """Return the labelled images of a folder, and the options that the files decide: sizes and ids that nothing names
+    are read from images and masks."""
+    items, size = source.items, asked["size"]
+    bad = [(row.file, *row.reasons) for row in source.rows]
+    if not items:
+        return Survey([], bad=bad)
     if size is None:
-        own = {one for one in side_by_side(lambda name: header_size(contents.folder / name), contents.labelled) if one}
+        own = {one for one in side_by_side(lambda name: header_size(source.folder / name), items) if one}
         [one, *others] = own or [MIXED]
         size = list(MIXED if others or min(one) < LEAST or one[0] * one[1] > LARGEST else one)
-    if asked["classes"] is not None:
-        entries = [Class(*one) for one in asked["classes"]]
-    elif contents.table is not None:
-        entries = parse_classes(contents.folder / contents.table)
-    elif any(one.drawing for one in contents.labelled.values()):
-        entries = contents.document.classes
-    else:
-        entries = [Class(i, f"class {i}") for i in found_ids(contents)]
-    table = class_table(entries, asked["ignore"])
-    return {"size": size, "channels": asked["channels"], **table.options}
+    options = {"size": size, "channels": asked["channels"]}
+    options |= class_options(asked["classes"] or classes_of(source), asked["ignore"])
+    return Survey([Entry(item.name, split=item.split) for item in items.values()], options["names"], options, bad=bad)
 
 
-def unlabelled(contents: Contents) -> str:
-    for row in contents.rows:
-        if row.severity == ERROR and row.value != "none":
-            value, rule, fix = row.reasons
-            return f"no image has a label. The first error: {row.file}: {rule}, got {value}; {fix}"
-    return (
-        f"{plural(contents.images, 'image')} and no label: put label images of the same names into labels/ next to "
-        "images/, or write train.txt of lines image,label, or export CVAT for images 1.1 as annotations.xml"
-    )
+def classes_of(source: Source) -> list[tuple[int, str]]:
+    """Return the classes of classes.txt, of CVAT's labels with the background first, or of the ids in masks."""
+    if tables := [name for name in source.names if name.lower().rpartition("/")[2] == "classes.txt"]:
+        return read_classes(source.folder / min(tables, key=lambda name: (name.count("/"), name)))
+    if any(item.drawing for item in source.items.values()):
+        own = [label for label in source.labels if label.casefold() in BACKGROUND][:1]
+        return [*enumerate([*(own or BACKGROUND[:1]), *(label for label in source.labels if label not in own)])]
+    masks = {source.folder / item.label for item in source.items.values()}
+    return [(i, f"class {i}") for i in sorted(set().union(*side_by_side(ids_in, masks)) - {IGNORE})]
 
 
-def found_ids(contents: Contents) -> list[int]:
-    """The ids in all labels but 255. Raises PackError unless they can be classes."""
-    files = {contents.folder / one.label for one in contents.labelled.values()}
-    known = sorted(set().union(*side_by_side(ids_in, files)) - {IGNORE})
-    if not 2 <= len(known) <= MOST_CLASSES:
-        raise PackError(
-            f"{contents.folder}: labels have {len(known)} different ids besides {IGNORE}, which is ignored, and a pack "
-            f"has 2 to {MOST_CLASSES}; give classes=, for a mask of 0 and 255 {{0: 'background', 255: 'object'}}"
-        )
-    return known
+# -- a sample
 
 
-# One image
+def read(path: Path, options: Options) -> Sample:
+    """Return {"image": …} of one file as the pack holds it, for predictions. Raises Refused on what cannot be used."""
+    return {"image": read_image(Path(path), options)[0]}
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Reads an image with its label from the source files, whole, at each access: packing calls it once per image, and
-    `feed="workers"` at every step, as scripts do. Picklable: each worker scans the folder once."""
-
-    folder: Path
-
-    @cached_property
-    def contents(self) -> Contents:
-        return Contents(self.folder)
-
-    def __call__(self, path: Path, options: Mapping[str, Any]) -> Sample:
-        """Raises PackError(value, rule, fix) on what cannot be used."""
-        name = Path(path).relative_to(self.folder).as_posix()
-        found = self.contents.labelled.get(name)
-        if found is None:
-            raise PackError("none", "an image must have a label", "annotate it, or pack again: the folder has changed")
-        try:
-            image, label = read_labelled(self.folder, found, Recipe.of(options))
-        except Refused as refusal:  # with the label's file in the value, since a table of bad samples has the image's
-            row = refusal.row
-            value = row.value if row.file == name else f"{row.file}: {row.value}"
-            raise Refused(dataclasses.replace(row, value=value)) from None
-        return {"image": image, "label": label, "distance": distance_map(label)}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder}
+def read_sample(source: Source, path: Path, options: Options) -> Sample:
+    """Return image, label and distance of an image file of a source, read whole at each access: packing does that once
+    an image, and `feed="workers"` at every step, as scripts do. Raises Refused on what cannot be used."""
+    item = source.items[Path(path).relative_to(source.folder).as_posix()]
+    image, label = read_item(source.folder, item, options)
+    return {"image": image, "label": label, "distance": distance_map(label)}
 
 
-def read(path: Path, options: Mapping[str, Any]) -> Sample:
-    """One image file → {"image": …} as the pack holds it, for predictions.
-
-    Raises PackError(value, rule, fix) on what cannot be used.
-    """
-    return {"image": read_image(Path(path), Recipe.of(options))[0]}
-
-
-def read_labelled(folder: Path, found: Labelled, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
-    """(image, label) at the packed size. Raises Refused, whose row names the file."""
-    at = found.name
+def read_item(folder: Path, item: Item, options: Options) -> tuple[np.ndarray, np.ndarray]:
+    """Return (image, label) at the packed size. Raises Refused, whose value names the file of a bad label."""
+    image, size = read_image(folder / item.name, options)
+    left, top, right, bottom = box = inner_box(size, options["size"])
     try:
-        image, size = read_image(folder / found.name, recipe)
-        if found.drawing is not None:
-            return image, cvat.draw(found.drawing, recipe, size)
-        at = found.label
-        return image, read_label(folder / found.label, recipe, size)
+        if item.drawing is None:
+            label = Image.fromarray(read_mask(folder / item.label, options, size))
+        else:
+            require_size(item.drawing.size or size, size)
+            indices = {name: IGNORE for _, name in options["ignored"]} | {n: k for k, n in enumerate(options["names"])}
+            background = next((k for name, k in indices.items() if name.casefold() in BACKGROUND), IGNORE)
+            label = cvat.draw(item.drawing, size, (bottom - top, right - left), indices, background)
     except Refused as refusal:
-        raise Refused(refusal.row.at(at)) from None
+        raise Refused(replace(refusal.row, value=f"{item.label}: {refusal.row.value}")) from None
+    return image, fitted(label, box, options["size"], IGNORE, Image.Resampling.NEAREST)
 
 
-# The validator
+def read_image(path: Path, options: Options) -> tuple[np.ndarray, Size]:
+    """Return (pixels (H, W, C) uint8, size of the whole upright picture)."""
+    image = decode_image(path, side=min(options["size"]))  # a large JPEG at a half, a quarter or an eighth
+    image = image.convert("RGBA") if options["channels"] == 4 and image.mode[0] not in "IF" else on_white(image)
+    size = header_size(path) or (image.height, image.width)
+    box = inner_box(size, options["size"])
+    method = Image.Resampling.BOX if box[2] - box[0] < image.width else Image.Resampling.BILINEAR
+    return fitted(image, box, options["size"], 0, method), size
+
+
+def header_size(path: Path) -> Size | None:
+    """Return the size of the upright picture, without decoding it; None if it cannot be read."""
+    with contextlib.suppress(*DAMAGED), Image.open(path) as image:
+        turned = "exif" in image.info and image.getexif().get(ORIENTATION) in range(5, 9)  # else a PNG is decoded
+        return image.size if turned else (image.height, image.width)
+
+
+def inner_box(size: Size, packed: Sequence[int]) -> tuple[int, int, int, int]:
+    """Return where in a packed image a picture of a size lies, scaled to fit inside, in the middle: left, top, right,
+    bottom."""
+    scale = min(packed[0] / size[0], packed[1] / size[1])
+    height, width = (max(1, min(most, round(n * scale))) for n, most in zip(size, packed, strict=True))
+    top, left = (packed[0] - height) // 2, (packed[1] - width) // 2
+    return left, top, left + width, top + height
+
+
+def fitted(image: Image.Image, box: Sequence[int], packed: Sequence[int], fill: int, method: Any) -> np.ndarray:
+    """Return an image resized into a box of a packed one, (H, W) or (H, W, C) uint8."""
+    left, top, right, bottom = box
+    inner = np.asarray(image.resize((right - left, bottom - top), method))
+    canvas = np.full((*packed, *inner.shape[2:]), fill, np.uint8)
+    canvas[top:bottom, left:right] = inner
+    return canvas
+
+
+def read_mask(path: Path, options: Options, size: Size) -> np.ndarray:
+    """Return (h, w) uint8: the class indices of the mask of an image of a size."""
+    ids = read_ids(path)
+    require_size((ids.shape[0], ids.shape[1]), size)
+    values, places = np.unique(ids, return_inverse=True)
+    indices = {i: IGNORE for i, _ in options["ignored"]} | {i: k for k, i in enumerate(options["ids"])}
+    if unknown := [value for value in values.tolist() if value not in indices]:
+        fix = "add them to classes=, or to ignore=; or correct the label"
+        raise Refused(Row("label", "ids must be in the class table", str(unknown)[1:-1][:80], fix))
+    return np.array([indices[value] for value in values.tolist()], np.uint8)[places].reshape(ids.shape)
+
+
+def require_size(label: Size, image: Size) -> None:
+    if label != image:
+        value, fix = f"{sized(*label)}, the image has {sized(*image)}", "export it again from the image as it is"
+        raise Refused(Row("label", "a label must have the size of its image", value, fix))
+
+
+def ids_in(path: Path) -> list[int]:
+    """Return the ids in a mask, to see which occur; none if it cannot be used."""
+    with contextlib.suppress(Refused):
+        return np.unique(read_ids(path)).tolist()
+    return []
+
+
+def read_ids(path: Path) -> np.ndarray:
+    """Return (h, w) whole numbers."""
+    ids = np.asarray(decode_image(path, key="label"))
+    if path.suffix.lower() in (".jpg", ".jpeg") or ids.ndim != 2 or ids.dtype.kind not in "biu":
+        rule, fix = "a mask must have one channel of ids, stored without loss", "export it as PNG whose values are ids"
+        raise Refused(Row("label", rule, f"{path.suffix} of {ids.dtype} {ids.shape}", fix))
+    return ids
+
+
+def distance_map(label: np.ndarray) -> np.ndarray:
+    """Return (H, W) uint8 of a label (H, W) uint8: eighths of a pixel from each pixel's centre to that of the nearest
+    boundary pixel, which has 0 itself; at most 255. Ignored pixels make no boundary."""
+    from scipy.ndimage import distance_transform_edt
+
+    valid, edge = label != IGNORE, np.zeros(label.shape, bool)
+    for one, other in ((np.s_[1:], np.s_[:-1]), (np.s_[:, 1:], np.s_[:, :-1])):
+        differ = (label[one] != label[other]) & valid[one] & valid[other]
+        edge[one] |= differ
+        edge[other] |= differ
+    if not edge.any():
+        return np.full(label.shape, FAR, np.uint8)
+    distance: np.ndarray = distance_transform_edt(~edge)  # pyright: ignore[reportAssignmentType]
+    return np.minimum(np.rint(distance * PER_PIXEL), FAR).astype(np.uint8)
+
+
+# -- the validator
 
 
 def validate(
@@ -241,79 +307,23 @@ def validate(
     ignore: Ignored = None,
     progress: bool = True,
 ) -> Report:
-    """Check every image and every label of a folder, archive or link: each rule broken is a row; and how classes are
-    balanced.
+    """Check every image and every label of a folder, archive or link: each rule broken is a row. Options as for `pack`:
+    an error is what a pack with the same ones leaves out. Raises PackError without a class table."""
+    made = Source(stage(source, progress=progress))
+    survey = survey_of(made, requested(size, channels, classes, ignore))
 
-    Options as for `pack`: an error is what a pack with the same ones leaves out. Raises PackError if no image has a
-    label, or there is no class table.
-    """
-    asked = requested(size, channels, classes, ignore)
-    contents = Contents(stage(source, progress=progress))
-    recipe = Recipe.of(completed(contents, asked))
-
-    def check(found: Labelled) -> tuple[list[Row], np.ndarray]:
-        """(what is wrong with one image and its label, pixels (256,) of the label unless it is left out)."""
+    def check(item: Item) -> Row | set[int]:
+        """Return what is wrong with an image or its label, or the classes in it."""
         try:
-            _, label = read_labelled(contents.folder, found, recipe)
+            return {*np.unique(read_item(made.folder, item, survey.options)[1]).tolist()}
         except Refused as refusal:
-            return [refusal.row], np.zeros(256, np.int64)
-        rows = []
-        if found.drawing is not None and not found.drawing.shapes:
-            fix = "nothing, if there is nothing on it; else draw it, or delete the image"
-            rule, value = "an image should have shapes", "none: all of it is background"
-            rows = [Row("shapes", rule, value, fix, WARNING, found.name)]
-        return rows, np.bincount(label.ravel(), minlength=256)
+            return refusal.row.at(item.name)
 
-    pixels, rows = np.zeros(256, np.int64), list(contents.rows)
-    checks = side_by_side(check, contents.labelled.values())
-    for found, counts in bar(checks, "validating", len(contents.labelled), leave=False, disable=not progress):
-        rows += found
-        pixels += counts
-    for k, one in enumerate(recipe.table.classes if pixels.any() else ()):
-        if pixels[k] == 0:
-            fix = "nothing, or annotate some; or correct its id in classes="
-            rows.append(Row("class", "every class should have pixels", f"{one.id} {one.name}: none", fix, WARNING))
-    shares = pixels / max(int(pixels[:IGNORE].sum()), 1)
-    balance = ", ".join(f"{name} {percent(shares[k], 1)}" for k, name in enumerate(recipe.table.names))
-    about = (
-        f"{plural(contents.images, 'image')}, {len(contents.labelled):,} with a label, packed at "
-        f"{sized(*recipe.size)}; {balance}; ignored {percent(pixels[IGNORE] / max(int(pixels.sum()), 1), 1)}"
-    )
-    return Report(ordered(rows), about)
-
-
-# Predictions as files
-
-
-def save(answer: np.ndarray, picture: str | Path, folder: str | Path, card: Card | Pack) -> Path:
-    """Write the class map (h, w) uint8 predicted for a picture as `folder/NAME.png`, at the picture's size: a palette
-    PNG, whose values are indices into card.classes and whose colours are the classes'.
-
-    Raises PackError if the picture cannot be read, or the name is taken by anything but its own prediction; DiskError
-    if the file cannot be written.
-    """
-    picture, target = Path(picture), Path(folder) / f"{Path(picture).stem}.png"
-    try:
-        image = decode_image(picture)
-    except Refused as refusal:
-        raise Refused(refusal.row.at(picture.name)) from None
-    area = Recipe.of(card.options).area((image.height, image.width))
-    inner = Image.fromarray(np.ascontiguousarray(answer[area]))
-    found = inner.resize(image.size, Image.Resampling.NEAREST)
-    found.putpalette([value for colour in card.options["colours"] for value in colour])
-    path = str(picture.resolve()).encode(errors="surrogateescape")
-    own = f"nbtools answer {hashlib.blake2b(path, digest_size=8).hexdigest()}"  # by which the next one may replace it
-    content, comment = io.BytesIO(), PngImagePlugin.PngInfo()
-    comment.add_text("Comment", own)
-    found.save(content, "png", pnginfo=comment)
-    with disk.explained("writing a prediction", target):
-        there = None
-        with contextlib.suppress(*DAMAGED), Image.open(target) as image:
-            there = image.info.get("Comment")
-        if target.exists() and there != own:
-            raise PackError(
-                f"{target} is not a prediction for {picture} and would be overwritten: choose another folder, one for "
-                "each folder of pictures"
-            )
-        disk.write_atomic(target, content.getvalue())
-    return target
+    checks = side_by_side(check, made.items.values())
+    results = [*bar(checks, "validating", len(made.items), leave=False, disable=not progress)]
+    rows = [*made.rows, *(one for one in results if isinstance(one, Row))]
+    seen = set().union(*(one for one in results if isinstance(one, set)))
+    missing = [name for k, name in enumerate(survey.classes) if k not in seen and seen]
+    fix = "nothing, or annotate some; or correct its id in classes="
+    rows += [Row("class", "every class should have pixels", f"{name}: none", fix, WARNING) for name in missing]
+    return Report(ordered(rows), f"{plural(len(made.items), 'image')} with a label")

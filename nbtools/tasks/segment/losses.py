@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nbtools.data import constant
-from nbtools.tasks.segment.classes import IGNORE
+from nbtools.tasks.segment.data import IGNORE
 from nbtools.tasks.segment.networks import Outputs
-from nbtools.tasks.segment.plans import Plan
+from nbtools.tasks.segment.task import Plan
 from nbtools.train import Batch
 
 

@@ -19,7 +19,7 @@ from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import functional as F
 
 from nbtools.data import Card, Pack
-from nbtools.tasks.segment.plans import Plan
+from nbtools.tasks.segment.task import Plan
 from nbtools.train import again
 
 Outputs = tuple[Tensor, tuple[Tensor, ...]]
@@ -62,7 +62,7 @@ SIZES = {"bisenetv2": PUBLISHED, "slim": SLIM}
 def model(card: Card | Pack, plan: Plan) -> BiSeNetV2:
     """The network that the plan names, with the channels and classes of a data set."""
     channels = card.columns["image"].shape[-1]
-    network = BiSeNetV2(len(card.classes), channels, SIZES[plan.net], plan.dropout)
+    network = BiSeNetV2(len(card.classes), channels, SIZES[plan.net])
     network.recompute = plan.checkpoint_activations
     return network
 
@@ -87,9 +87,8 @@ class BiSeNetV2(nn.Module):
     24.6 · 10⁹ multiplications. SLIM has 352,355 and 36,268 for 11 classes.
     """
 
-    def __init__(self, classes: int, channels: int = 3, sizes: Sizes = PUBLISHED, dropout: float | None = None):
+    def __init__(self, classes: int, channels: int = 3, sizes: Sizes = PUBLISHED):
         super().__init__()
-        share = sizes.dropout if dropout is None else dropout
         widths = [channels, *(stage[-1] for stage in sizes.detail)]
         self.detail = nn.ModuleList(map(detail_stage, widths, sizes.detail))
         self.stem = Stem(channels, sizes.stem)
@@ -101,9 +100,9 @@ class BiSeNetV2(nn.Module):
         )
         self.context = Context(widths[-1])
         self.aggregation = Aggregation(widths[-1])
-        self.head = Head(widths[-1], sizes.head, classes, 8, share)
+        self.head = Head(widths[-1], sizes.head, classes, 8, sizes.dropout)
         self.auxiliary = nn.ModuleList(
-            Head(inputs, sizes.auxiliary, classes, 4 * 2**i, share) for i, inputs in enumerate(widths)
+            Head(inputs, sizes.auxiliary, classes, 4 * 2**i, sizes.dropout) for i, inputs in enumerate(widths)
         )
         self.enlarged = sizes.enlarged
         self.recompute = False

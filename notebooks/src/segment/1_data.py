@@ -72,20 +72,6 @@ pack
 segment.show(pack, pack.ids("train")[:6])
 
 # %% [markdown]
-# ## How much there is of each class
-# A class with few pixels counts as much in mIoU as the largest one, and is learned last.
-
-# %%
-segment.balance(pack)
-
-# %% [markdown]
-# ## What the position alone predicts
-# The most frequent class at each pixel, scored on unseen images: a network must clearly exceed this.
-
-# %%
-segment.position_prior(pack, "val")
-
-# %% [markdown]
 # ## Keep it
 
 # %%

@@ -1,0 +1,353 @@
+"""Sources: a path, a mount, an address or a link to Google Drive is a list of files, whose bytes come into a `.part`
+that the next call resumes.
+
+A connection or a mount that fails is tried again, with longer pauses, for as long as it brings something.
+"""
+
+import hashlib
+import html
+import http.client
+import os
+import re
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from io import FileIO
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+from urllib.parse import parse_qs, urljoin, urlsplit
+
+from nbtools import disk
+from nbtools.data import archive, drive
+from nbtools.data.progress import say
+from nbtools.errors import ArchiveError, DiskError, StageError
+
+CHUNK = 1 << 20
+PAUSE, TRIES = 1.0, 5  # seconds before the second try; doubles with each that brought nothing
+TIMEOUT = 60.0  # seconds without a byte
+OPENER = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+SITE = "https://drive.google.com"
+HOSTS = ("drive.google.com", "docs.google.com", "drive.usercontent.google.com")
+SHARE = "in Drive choose Share → Anyone with the link"
+PAGE = "Quota page"  # in docs/troubleshooting.md
+T = TypeVar("T")
+Progress = Callable[[int], object]  # called with the number of bytes that came
+
+
+class Dropped(Exception):
+    """A connection or a read ended early; the next one resumes from there."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file on a mount, or as a server announces it. version: of a mount when it changed, in ns, 0: unknown; page: the
+    text of a web page that came instead."""
+
+    place: Path | str
+    size: int | None
+    version: int | str = 0
+    page: str = ""
+
+    def pieces(self, start: int) -> Iterator[bytes]:
+        """Yield the bytes from `start` on, also of a server that begins anew. Raises Dropped; StageError if the file
+        has changed."""
+        if isinstance(self.place, Path):
+            yield from mounted_pieces(self.place, start)
+            stat = self.place.stat()
+            same = (stat.st_size, self.version and stat.st_mtime_ns) == (self.size, self.version)
+        else:
+            with connected(self.place, start) as response:
+                same = announced(response)[0] == self.version
+                skip = 0 if response.headers.get("Content-Range", "").startswith(f"bytes {start}-") else start
+                while same and (data := response.read(CHUNK)):
+                    yield data[skip:]
+                    skip = max(0, skip - len(data))
+        if not same:
+            raise StageError(f"{self.place}: it changed while it was copied. Run it again.")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where data comes from. text: what the user wrote; origin: what distinguishes it from others; name: of the archive
+    or folder; path: on a disk, else None; is_far: whether that disk is slow."""
+
+    text: str
+    origin: str
+    name: str
+    look: Callable[[], dict[str, File]]
+    path: Path | None = None
+    is_far: bool = False
+
+    @cached_property
+    def files(self) -> dict[str, File]:
+        """Relative name → file; "" for the only file of an archive. Behind an address it takes a connection."""
+        return self.look()
+
+    @property
+    def version(self) -> str:
+        """A text that changes whenever the content does."""
+        facts = [(name, file.size, file.version) for name, file in self.files.items()]
+        return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+# -- bytes
+
+
+def fetch(remote: File, target: Path, part: Path, progress: Progress) -> None:
+    """Copy a file by way of `part`, which is resumed. Raises StageError, and keeps what came."""
+    part.parent.mkdir(parents=True, exist_ok=True)
+    with open(part, "ab", buffering=0) as file:
+        if file.tell() > (remote.size or 0):
+            file.truncate(0)
+        progress(size := file.seek(0, os.SEEK_END))
+        tries, reason = 0, ""
+        while tries < TRIES:
+            before = size
+            try:
+                for data in remote.pieces(size):
+                    disk.write(file, data)
+                    progress(len(data))
+                    size += len(data)
+                if remote.size in (None, size):
+                    break
+                reason = f"it ended after {size} of {remote.size} bytes"
+            except Dropped as error:
+                reason = str(error)
+            tries = 0 if size > before else tries + 1
+            time.sleep(PAUSE * 2**tries)
+        else:
+            reason = f"{reason}, {TRIES} times in a row. What arrived is kept: run it again"
+            raise StageError(f"{remote.place}: {reason}.", entry="Drive errors 5 and 107")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    disk.rename(part, target)
+
+
+def bring(source: Path, target: Path, size: int, part: Path, progress: Progress) -> None:
+    """Copy a file of a mount unless it is there. Raises StageError."""
+    if target.exists() and target.stat().st_size == size:
+        progress(size)
+        return
+    fetch(File(source, size), target, part, progress)
+    disk.sync_path(target)
+
+
+def patient(look: Callable[[], T], place: Path) -> T:
+    """Return what `look` returns, tried again with longer pauses while a mount does not answer."""
+    for tries in range(TRIES - 1):
+        try:
+            return look()
+        except (OSError, DiskError) as error:
+            if not disk.is_away(error.__cause__ or error):
+                raise
+        time.sleep(PAUSE * 2**tries)
+        drive.remount(place)
+    return look()
+
+
+# -- disks
+
+
+def cache() -> Path:
+    """Return where staged data and packs are stored by default: local, fast, and lost with the machine."""
+    return Path(os.environ.get("NBTOOLS_CACHE") or Path(tempfile.gettempdir()) / "nbtools").absolute()
+
+
+def source_of(text: str) -> Source:
+    """Return the source that a text names. Raises StageError for nothing usable."""
+    if re.match("https?://", text):
+        if link := drive_link(text):
+            return Source(text, link.id, f"drive-{link.id[:8]}", partial(drive_files, link))
+        return Source(text, text, PurePosixPath(urlsplit(text).path).name, lambda: {"": no_page(probe(text))})
+    path = Path(text).expanduser().absolute()
+    if text.startswith("drive:") or not disk.exists(path):
+        path = drive.drive_path(text)  # or an error that names what is there instead
+    if path.is_file():
+        require_archive(path, text)
+    elif not any(True for _ in disk.walk(path)):
+        raise StageError(f"{text}: {path} holds no files. Is it the right folder?", entry="Keys, columns and paths")
+
+    def look() -> dict[str, File]:
+        return {name: File(path / name, *facts) for name, facts in sorted(listing(path).items())}
+
+    return Source(text, str(path), path.name, look, path, is_far(path))
+
+
+def listing(path: Path) -> dict[str, tuple[int, int]]:
+    """Return relative path → (size, mtime in ns) of the files below a folder, and of a dangling link itself; of a file:
+    ""."""
+    seen = {"": path.stat()} if path.is_file() else {}
+    start = len(os.path.join(path, ""))
+    for item in disk.walk(path) if path.is_dir() else ():
+        seen[item.path[start:]] = item.stat(follow_symlinks=item.is_file())
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in seen.items()}
+
+
+def is_far(path: Path) -> bool:
+    """Return whether a path, or what a link in it leads to, is on Drive or another slow mount, but not in the cache."""
+    roots = [drive.MOUNT.resolve(), Path(os.environ.get("NBTOOLS_DRIVE") or drive.MOUNT).resolve()]
+
+    def far(place: Path | str) -> bool:
+        real = Path(os.path.realpath(place))
+        return any(map(real.is_relative_to, roots)) or disk.is_slow(real)
+
+    def inside() -> set[str]:  # links, and folders of files
+        items = disk.walk(path) if path.is_dir() else ()
+        return {os.path.realpath(item.path if item.is_symlink() else os.path.dirname(item.path)) for item in items}
+
+    return not path.is_relative_to(cache()) and (far(path) or any(map(far, inside())))
+
+
+def mounted_pieces(path: Path, start: int) -> Iterator[bytes]:
+    try:
+        with FileIO(path) as file:
+            file.seek(start)
+            while data := file.read(CHUNK):
+                yield data
+    except OSError as error:
+        if not (disk.is_away(error) or isinstance(error, FileNotFoundError)):  # without its mount nothing is there
+            raise
+        drive.remount(path)
+        raise Dropped(f"stopped responding (errno {error.errno}, {error.strerror})") from None
+
+
+def require_archive(path: Path, text: str) -> None:
+    """Raise ArchiveError for a file that by its first bytes is none."""
+    if not archive.kind(path):
+        with open(path, "rb") as file:
+            rule = f"not an archive: it begins with {file.read(16)!r}"
+        raise ArchiveError(f"{text}: {rule}. Give a folder, tar (plain, gz, xz) or zip.")
+
+
+# -- addresses
+
+
+def probe(url: str) -> File:
+    """Return what a server announces about a file, and the text of a web page. Raises StageError."""
+    try:
+        with connected(url) as response:
+            version, size = announced(response)
+            is_file = response.headers.get_content_type() != "text/html" or "Content-Disposition" in response.headers
+            return File(response.url, size, version, "" if is_file else response.read().decode("utf-8", "replace"))
+    except Dropped as error:
+        raise StageError(f"{url}: cannot be downloaded: {error}. Check the address and the network.") from None
+
+
+def no_page(file: File) -> File:
+    """Return the file; raise StageError if a web page came instead."""
+    if file.page:
+        raise StageError(f"{file.place}: {about_page(file.page)}", entry=PAGE)
+    return file
+
+
+def announced(response: http.client.HTTPResponse) -> tuple[str, int | None]:
+    """Return (version, size) of a file by the headers of the whole or of a part."""
+    headers = response.headers
+    total = headers.get("Content-Range", "").rpartition("/")[2] or headers.get("Content-Length", "")
+    return headers.get("Last-Modified") or headers.get("ETag") or "", int(total) if total.isdigit() else None
+
+
+@contextmanager
+def connected(url: str, start: int = 0) -> Iterator[http.client.HTTPResponse]:
+    """Yield a server's answer, from a byte on. Raises Dropped for trouble of the moment, StageError for a wrong address
+    and without permission: the network's OSErrors must not look like the disk's."""
+    headers = {"User-Agent": "Mozilla/5.0 nbtools"} | ({"Range": f"bytes={start}-"} if start else {})
+    try:
+        with OPENER.open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as response:
+            yield response
+    except urllib.error.HTTPError as error:
+        status, why = f"{url}: HTTP {error.code} {error.reason}", f"check the address; {SHARE}"
+        if error.code == 429 or error.code >= 500:
+            raise Dropped(status) from None
+        if error.code in (401, 403):
+            why = about_page(error.read().decode("utf-8", "replace"), forbidden=True)
+        raise StageError(f"{status}: {why}.", entry=PAGE) from None
+    except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
+        raise Dropped(str(getattr(error, "reason", error)) or type(error).__name__) from None
+
+
+def about_page(page: str, forbidden: bool = False) -> str:
+    """Return why a web page came instead of a file, in its own words: by the form that Drive's pages have in any
+    language."""
+    errors = re.findall(r"(?is)<p[^>]*\bclass=[\"']?uc-error-[^>]*>(.*?)</p>", page)
+    words = " ".join(errors or re.findall(r"(?is)<title[^>]*>(.*?)</title>", page)[:1])
+    text = " ".join(html.unescape(re.sub(r"<[^>]*>", " ", words)).split())[:200]
+    why = "open the address in a browser, and use the address of the file itself"
+    if errors:
+        why = "Drive refuses this file, most often because its download quota is used up: open the link in a browser, "
+        why += "choose Make a copy, and stage that as drive:…, or try tomorrow"
+    elif forbidden or re.search(r"(?i)accounts\.google\.com/|<input[^>]*\btype=[\"']?(?:password|email)\b", page):
+        why = f"you have no permission for this file; its owner must share it: {SHARE}"
+    return f"a web page ({text!r}) arrived instead of an archive: {why}"
+
+
+# -- links to Google Drive
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link to Google Drive. key: what files that were shared before 2021 need besides."""
+
+    id: str
+    key: str
+    is_folder: bool
+
+    def probe(self, page: str) -> File:
+        """Return what is behind a page of Drive for this link, or behind an address of it."""
+        url = page if "id=" in page else f"{SITE}/{page}?id={self.id}"
+        return probe(f"{url}&resourcekey={self.key}" if self.key and "resourcekey=" not in url else url)
+
+
+def drive_link(url: str) -> Link | None:
+    """Return what a Drive link in any of its spellings names; None for another text."""
+    parts = urlsplit(url)
+    if parts.hostname not in HOSTS:
+        return None
+    query = parse_qs(parts.query)
+    match = re.search(r"/(?:d|(folders))/([\w-]+)", parts.path)
+    name = match[2] if match else query.get("id", [""])[0]
+    if not name:
+        raise StageError(f"{url}: no file or folder in this Drive link. Copy it again with Share → Copy link.")
+    return Link(name, query.get("resourcekey", [""])[0], bool(match and match[1]))
+
+
+def drive_files(link: Link, followed: bool = False) -> dict[str, File]:
+    """Return the files of a Drive link, past the page that says that a file is too large for the virus scan. A shortcut
+    is followed to what it stands for, as `open?id=` is."""
+    from gdown.download import get_url_from_gdrive_confirmation  # which follows the changes of that page
+    from gdown.exceptions import FileURLRetrievalError
+
+    if link.is_folder:
+        return files_in_folder(link)
+    file = link.probe("uc")
+    with suppress(FileURLRetrievalError):  # it is another page
+        for _ in range(2 * bool(file.page)):
+            file = link.probe(urljoin(str(file.place), get_url_from_gdrive_confirmation(file.page)))
+    there = drive_link(str(link.probe("open").place)) if file.page and not followed else None
+    if there and (there.id, there.is_folder) != (link.id, False):
+        return drive_files(there if there.key else Link(there.id, link.key, there.is_folder), followed=True)
+    return {"": no_page(file)}
+
+
+def files_in_folder(link: Link) -> dict[str, File]:
+    """Return the files of a shared Drive folder and those below it; gdown loses resource keys there (its #281)."""
+    page, files = link.probe("embeddedfolderview").page, {}
+    for href, title in re.findall(r'(?is)<a\b[^>]*\bhref="(https://d[^"]+)"[^>]*>(.*?)</a>', page):
+        name = html.unescape(re.sub(r"<[^>]*>", "", title)).strip().replace("/", "_")
+        there = drive_link(html.unescape(href))
+        if there is None or urlsplit(href).hostname == "docs.google.com":
+            say(f"{name}: a Google document, left out")
+            continue
+        for below, file in drive_files(there).items():
+            path = "/".join(archive.safe_parts(f"{name}/{below}"))
+            if path in files:
+                raise StageError(f"{link.id}: two files in this Drive folder have the name {path!r}. Rename one.")
+            files[path] = file
+    if not files:
+        fix = f"Better put the files into one tar; {SHARE}"
+        raise StageError(f"{SITE}/drive/folders/{link.id}: Drive lists no files in this folder. {fix}.")
+    return files

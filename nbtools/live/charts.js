@@ -1,0 +1,109 @@
+// The charts of a page: values at the pointer's place; drag to zoom, double click back; a click on the legend hides a
+// curve. What is written is text, never markup. Escape empties a field, which its kernel fills with the value in effect.
+(() => {
+  if (window.nbtoolsCharts) return; // one for all views of a page
+  const states = (window.nbtoolsCharts = new WeakMap()); // what a frame is put into → {zoom: [first, last, x], hidden}
+  const [WIDTH, HEIGHT] = [2000, 10000];
+  let at = null; // the pointer's place in the window
+  let from = null; // the share of a chart's width where a drag began
+  const part = (parent, name, words = '', look = '') =>
+    parent.appendChild(Object.assign(document.createElement(name), { textContent: words, className: look }));
+  const digits = (value) => {
+    if (Math.abs(value) >= 999.5) return Math.round(value).toLocaleString('en');
+    return value && Math.abs(value) < 1e-3 ? value.toExponential(2) : value.toPrecision(3);
+  };
+  const lines = (plot) => [...plot.querySelectorAll('g:not(.nbt-off) > polyline:not(.nbt-faint)')];
+  const value = ({ dataset: { low, high, log } }, y, height = 1 - y / HEIGHT) =>
+    log === undefined ? Number(low) + height * (high - low) : low * (high / low) ** height;
+  const seen = (plot) => plot.querySelector('svg').viewBox.baseVal;
+  const along = (plot, share, { first, last } = plot.closest('.nbt-grid').dataset) =>
+    Number(first) + ((seen(plot).x + share * seen(plot).width) / WIDTH) * (last - first);
+  const share = (plot, x, { left, width } = plot.getBoundingClientRect()) =>
+    Math.min(Math.max((x - left) / width, 0), 1);
+  const stateOf = (grid) => {
+    const place = grid.closest('.nbt').parentElement; // the same for all frames, each of which is drawn on anew
+    if (!states.has(place)) {
+      states.set(place, { zoom: null, hidden: new Set() });
+      new MutationObserver(() => place.querySelectorAll('.nbt-grid').forEach(apply)).observe(place, { childList: true });
+    }
+    return states.get(place);
+  };
+  const apply = (grid) => {
+    const { zoom, hidden } = stateOf(grid);
+    grid.innerHTML = grid.plain ??= grid.innerHTML;
+    for (const each of grid.querySelectorAll('[data-name]')) each.classList.toggle('nbt-off', hidden.has(each.dataset.name));
+    if (zoom?.[2] === grid.dataset.x) grid.querySelectorAll('.nbt-plot').forEach((plot) => stretch(grid, plot, zoom));
+    show();
+  };
+  const stretch = ({ dataset }, plot, [first, last]) => {
+    const [left, right] = [first, last].map((x) => ((x - dataset.first) / (dataset.last - dataset.first)) * WIDTH);
+    const points = lines(plot).flatMap((line) => [...line.points].filter(({ x }) => x >= left && x <= right));
+    const ys = points.length ? points.map(({ y }) => y) : [0, HEIGHT];
+    const [top, bottom] = [Math.max(Math.min(...ys) - 200, 0), Math.min(Math.max(...ys) + 200, HEIGHT)];
+    plot.querySelector('svg').setAttribute('viewBox', `${left} ${top} ${right - left} ${bottom - top}`);
+    plot.classList.add('nbt-zoom');
+    plot.querySelectorAll('.nbt-x, .nbt-y:not([style*="margin"])').forEach((old) => old.remove());
+    for (const k of [0.1, 0.5, 0.9]) {
+      const level = value(plot, top + k * (bottom - top));
+      part(plot, 'span', digits(first + k * (last - first)), 'nbt-x').style.left = `${100 * k}%`;
+      part(plot, 'span', Math.abs(level) < 0.01 ? level.toExponential(1) : digits(level), 'nbt-y').style.top = `${100 * k}%`;
+    }
+  };
+  const write = (plot, place, where) => {
+    const rule = part(plot, 'div', '', place > 0.5 ? 'nbt-at nbt-left' : 'nbt-at');
+    rule.style.left = `${100 * place}%`;
+    const values = part(rule, 'div', where);
+    for (const line of lines(plot).filter((each) => each.points.length)) {
+      const off = (point) => Math.abs(point.x - seen(plot).x - place * seen(plot).width);
+      const row = part(values, 'div');
+      part(row, 'i').style.background = line.getAttribute('stroke');
+      if (lines(plot).length > 1) part(row, 'span', `${line.parentElement.dataset.name} `);
+      part(row, 'b', digits(value(plot, [...line.points].reduce((a, b) => (off(b) < off(a) ? b : a)).y)));
+    }
+    if (!values.textContent) rule.remove(); // metrics before the first evaluation
+  };
+  const show = () => {
+    document.querySelectorAll('.nbt-at, .nbt-drag').forEach((old) => old.remove());
+    const under = at && document.elementFromPoint(...at)?.closest('.nbt-plot');
+    if (!under) return;
+    const [grid, place] = [under.closest('.nbt-grid'), share(under, at[0])];
+    const [x] = [along(under, place), stateOf(grid)]; // which watches for frames
+    const where = `${grid.dataset.x} ${grid.dataset.x === 'minutes' ? digits(x) : Math.round(x).toLocaleString('en')}`;
+    for (const plot of grid.querySelectorAll('.nbt-plot')) {
+      write(plot, place, plot === under ? where : '');
+      if (from === null) continue;
+      const band = part(plot, 'div', '', 'nbt-drag').style;
+      [band.left, band.width] = [Math.min(from, place), Math.abs(from - place)].map((each) => `${100 * each}%`);
+    }
+  };
+  const zoom = (plot, ends) => {
+    const grid = plot.closest('.nbt-grid');
+    stateOf(grid).zoom = ends && [...ends.map((end) => along(plot, end)), grid.dataset.x];
+    apply(grid);
+  };
+  const on = (kind, look, act) =>
+    document.addEventListener(kind, (event) => act(event.target.closest?.(look), event));
+  on('pointermove', '.nbt-plot', (plot, event) => {
+    at = plot ? [event.clientX, event.clientY] : null;
+    if (at || document.querySelector('.nbt-at')) show();
+  });
+  on('pointerdown', '.nbt-plot', (plot, event) => (from = plot && !event.button ? share(plot, event.clientX) : null));
+  on('pointerup', '.nbt-plot', (plot, event) => {
+    const ends = plot && from !== null ? [from, share(plot, event.clientX)].sort((a, b) => a - b) : [0, 0];
+    from = null;
+    if (ends[1] - ends[0] > 0.02) zoom(plot, ends);
+  });
+  on('dblclick', '.nbt-plot', (plot) => plot && zoom(plot, null));
+  on('click', '.nbt-key span', (key) => {
+    if (!key) return;
+    const { hidden } = stateOf(key.closest('.nbt-grid'));
+    hidden.delete(key.dataset.name) || hidden.add(key.dataset.name);
+    apply(key.closest('.nbt-grid'));
+  });
+  on('keydown', '.nbtools-row input, .nbtools-knob input', (field, event) => {
+    if (event.key !== 'Escape' || field?.type !== 'text') return;
+    field.value = '';
+    for (const kind of ['input', 'change']) field.dispatchEvent(new Event(kind, { bubbles: true }));
+  });
+  document.documentElement.addEventListener('pointerleave', () => ((at = null), show()));
+})();

@@ -1,0 +1,137 @@
+"""Which label belongs to which image of a folder, their splits, and what is wrong with that.
+
+    images/a.jpg  labels/a.png       or masks/; train/, val/ and test/ above or below either
+    train/a.png   trainannot/a.png   CamVid's
+    train.txt         lines image,label with any separator; paths from its folder, or from one above it
+    annotations.xml   CVAT for images, next to the images or to images/; see `cvat`
+
+A list's label comes before a mask of the image's name, and that before CVAT's shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os.path
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from nbtools import disk
+from nbtools.data import IMAGES
+from nbtools.tasks.common.files import split_word, walk
+from nbtools.tasks.common.lists import decode_text, read_rows, slashed
+from nbtools.tasks.common.report import Refused, Row
+from nbtools.tasks.segment import cvat
+
+SPLIT = r"(train|val|test)?(?:ing|id|idation)?"
+FOLDER = re.compile(rf"{SPLIT}[_-]?(?:images?|(labels?|masks?|annot))?[_-]?{SPLIT}", re.I)
+
+
+@dataclass(frozen=True)
+class Item:
+    """An image with its label. name, label: files of the source; drawing: CVAT's shapes, where the label is its XML."""
+
+    name: str
+    split: str | None
+    label: str
+    drawing: cvat.Drawing | None = None
+
+
+class Source:
+    """The contents of a folder by names, lists and XML, without opening images. items: by the image's name; rows: what
+    is wrong; labels: CVAT's."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.items: dict[str, Item] = {}
+        self.rows: list[Row] = []
+        self.labels: list[str] = []
+        with disk.explained(f"looking at {folder}", folder):
+            self.names = dict.fromkeys(walk(folder))
+            for name in self.having(".txt", ".csv"):
+                self.read_list(name)
+            self.pair()
+
+    def having(self, *suffixes: str) -> list[str]:
+        return [name for name in self.names if name.lower().endswith(suffixes)]
+
+    def refuse(self, key: str, rule: str, value: str, fix: str, file: str) -> None:
+        self.rows.append(Row(key, rule, value, fix, file=file))
+
+    def add(self, item: Item, where: str) -> None:
+        """Take a labelled image, unless it has another label or split."""
+        other = self.items.setdefault(item.name, item)
+        if other != item:
+            now, before = (f"{one.label} ({one.split or 'no split'})" for one in (item, other))
+            rule, fix = "an image must have one label and one split", "delete the wrong one; the first is read"
+            self.refuse("image", rule, f"{item.name}: {now}, before: {before}", fix, where)
+
+    def find(self, path: str, where: str) -> str | None:
+        """Return the file that a path in a list or an XML names, relative to its folder or to one above it."""
+        names = (os.path.normpath(folder / slashed(path)) for folder in PurePosixPath(where).parents)
+        return next((name for name in names if name in self.names), None)
+
+    def read_list(self, name: str) -> None:
+        """Take the image and the label of each line; a text without such lines is no list."""
+        rows, split = [], split_word(PurePosixPath(name).stem) or parse_path(name)[0]
+        with contextlib.suppress(Refused):  # no text, or no CSV
+            rows = read_rows(decode_text((self.folder / name).read_bytes(), name), name, is_pair)
+        for number, cells in rows if any(is_pair(cells) for _, cells in rows) else ():
+            image, label = (self.find(cell, name) for cell in (*cells, "")[:2])
+            if image and label:
+                self.add(Item(image, split or parse_path(image)[0], label), f"{name}:{number}")
+            else:
+                rule, fix = "image and label of a line must exist", "copy the files too, correct the line, or delete it"
+                self.refuse("list", rule, ",".join(cells)[:120], fix, f"{name}:{number}")
+
+    def pair(self) -> None:
+        """Pair images with masks by their names, then with CVAT's shapes; what is left has no label, or no image."""
+        parsed = {name: parse_path(name) for name in self.having(*IMAGES)}
+        images = {key: name for name, (_, is_mask, key) in reversed(parsed.items()) if not is_mask}
+        for name, (split, is_mask, key) in parsed.items():
+            if is_mask and key in images:
+                self.items.setdefault(images[key], Item(images[key], split, name))
+        for name in self.having(".xml"):
+            self.read_annotations(name)
+        used = self.items.keys() | {item.label for item in self.items.values()}
+        for name, (_, is_mask, _) in parsed.items():
+            if name not in used:
+                key, rule = (
+                    ("image", "a label must have an image") if is_mask else ("label", "an image must have a label")
+                )
+                self.refuse(key, rule, "none of its name", "make the other one, or delete it", name)
+
+    def read_annotations(self, name: str) -> None:
+        """Take the images of a CVAT file that have no other label."""
+        try:
+            labels, drawings = cvat.read(self.folder / name, name)
+        except Refused as refusal:
+            self.rows.append(refusal.row)
+            return
+        self.labels += [label for label in labels if label not in self.labels]
+        for drawing in drawings:
+            called = slashed(drawing.name)
+            places = (f"images/{called}", called, f"images/{drawing.subset}/{called}")
+            image = next(filter(None, (self.find(place, name) for place in places)), None)
+            if image is None:
+                fix = "copy the image too, next to the XML or into images/; or delete it there"
+                self.refuse("image", "an annotated image must exist", called or "nothing", fix, name)
+            elif image not in self.items or self.items[image].drawing:
+                self.add(Item(image, split_word(drawing.subset) or parse_path(image)[0], name, drawing), name)
+
+
+def parse_path(name: str) -> tuple[str | None, bool, tuple[str | None, str, str]]:
+    """Return the split that the path of an image names, whether it is a mask, and a key that an image and its mask
+    share."""
+    path, split, is_mask, rest = PurePosixPath(name), None, False, []
+    for part in path.parts[:-1]:
+        if match := FOLDER.fullmatch(part):
+            split = (match[1] or match[3] or split or "").lower() or None
+            is_mask = is_mask or match[2] is not None
+        else:
+            rest.append(part)
+    return split, is_mask, (split, "/".join(rest), path.stem)
+
+
+def is_pair(cells: list[str]) -> bool:
+    return len(cells) > 1 and all(cell.lower().endswith(IMAGES) for cell in cells[:2])

@@ -1,0 +1,143 @@
+"""Demo captchas, both layouts of a pack, bad files, ink, and pictures."""
+
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from nbtools.data import IMAGES
+from nbtools.errors import MissingExtra, PackError
+from nbtools.tasks import captcha
+
+
+def png(path, size=(64, 24)):
+    Image.new("L", size, 255).save(path)
+
+
+def test_demo_writes_the_raw_format_and_the_same_bytes_for_the_same_seed(tmp_path):
+    first = captcha.demo(tmp_path / "a", 12, alphabet="XY7", length=5)
+    again = captcha.demo(tmp_path / "b", 9, alphabet="XY7", length=5)
+    other = captcha.demo(tmp_path / "c", 9, alphabet="XY7", length=5, seed=1)
+    names, fewer, different = ({path.name for path in folder.glob("*.png")} for folder in (first, again, other))
+    texts = dict(name.removesuffix(".png").split("_")[::-1] for name in names)
+    assert sorted(map(int, texts)) == list(range(12))
+    assert all(len(text) == 5 and set(text) <= set("XY7") for text in texts.values())
+    assert all((again / name).read_bytes() == (first / name).read_bytes() for name in fewer)
+    assert different != fewer
+    with Image.open(first / min(names)) as image:
+        assert image.size == (160, 60)
+
+
+def test_demo_without_the_captcha_package_tells_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "captcha.image", None)
+    with pytest.raises(MissingExtra, match="pip install captcha"):
+        captcha.demo(tmp_path, 2, size=(61, 161))
+
+
+def test_a_fixed_pack_holds_the_grey_image_and_the_text_of_the_name(fixed):
+    assert fixed.options["layout"] == "fixed"
+    for i in (0, 17, 59):
+        with Image.open(fixed.raw.source / fixed.names[i]) as image:
+            assert np.array_equal(fixed.sample(i)["image"], np.asarray(image.convert("L")))
+        assert captcha.text_of(fixed, i) == fixed.names[i].split("_")[0]
+
+
+def test_lines_keep_their_own_width_and_length(lines):
+    assert (lines.options["layout"], lines.card.bucket_by) == ("lines", "image")
+    samples = [lines.sample(i) for i in range(len(lines))]
+    assert {len(s["label"]) for s in samples} == {4, 5, 6, 7, 8}
+    assert len({len(s["image"]) for s in samples}) > 5
+    assert {s["image"].shape[1] for s in samples} == {32}
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "classes"),
+    [
+        ({}, "Ab3_17_x.png", "3Ab"),
+        ({"label": "-"}, "Ab3-0.png", "3Ab"),
+        ({"label": ""}, "Ab3.png", "3Ab"),
+        ({"case": "lower"}, "Ab3_1.png", "3ab"),
+        ({"case": "upper"}, "Ab3_1.png", "3AB"),
+    ],
+)
+def test_where_the_text_ends_and_its_case_are_the_callers(tmp_path, options, name, classes):
+    png(tmp_path / name)
+    pack = captcha.pack(tmp_path, layout="fixed", progress=False, **options)
+    assert ("".join(pack.classes), pack.sample(0)["label"].tolist()) == (classes, [1, 2, 0])
+
+
+def test_every_bad_file_is_in_the_table_with_its_rule_and_the_rest_is_packed(fixed, tmp_path):
+    source = shutil.copytree(fixed.raw.source, tmp_path / "source")
+    (source / "1111_t.png").write_bytes((source / fixed.names[0]).read_bytes()[:-300])
+    for name in ("notes.txt", ".hidden.png"):
+        (source / name).write_text("no image")
+    png(source / "3333_s.png", size=(65, 24))
+    for name in ("44O4_u.png", "5555.png", "_e.png", "66666_l.png"):
+        png(source / name)
+    pack = captcha.pack(source, classes="0123456789", progress=False)
+    assert len(pack) == 60
+    assert dict(zip(pack.bad["file"], pack.bad["rule"], strict=True)) == {
+        "1111_t.png": "the file must be a whole image",
+        "notes.txt": f"images must end in {', '.join(IMAGES)}",
+        "3333_s.png": "images must be 24 × 64 pixels (height × width)",
+        "44O4_u.png": "characters must be in classes",
+        "5555.png": "the name must be the text, then '_'",
+        "_e.png": "the name must be the text, then '_'",
+        "66666_l.png": "labels must have 4 characters",
+    }
+    assert {".txt", "24 × 65 pixels (height × width)", "O", "5555", "_e", "66666"} < set(pack.bad["value"])
+
+
+def test_a_line_too_narrow_for_its_text_is_left_out(lines, tmp_path):
+    source = shutil.copytree(lines.raw.source, tmp_path / "source")
+    png(source / "aabbccddeeff_x.png", size=(30, 32))
+    [row] = captcha.pack(source, layout="lines", progress=False).bad.to_dict("records")
+    assert (row["file"], row["rule"]) == ("aabbccddeeff_x.png", "the text needs 18 time steps of 4 pixels")
+
+
+@pytest.mark.parametrize("name", [".DS_Store", "1234.png", "1234_1.png"])
+def test_a_folder_where_nothing_is_usable_tells_why(tmp_path, name):
+    (tmp_path / name).write_text("no image")
+    with pytest.raises(PackError, match=r"none of . files is an image whose name .* give label="):
+        captcha.pack(tmp_path, progress=False)
+
+
+@pytest.mark.parametrize("wrong", [{"layout": "grid"}, {"height": 8}, {"case": "title"}, {"classes": "aab"}])
+def test_a_wrong_option_of_pack_is_named(tmp_path, wrong):
+    with pytest.raises(PackError, match=f"{next(iter(wrong))} must be "):
+        captcha.pack(tmp_path, progress=False, **wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"count": 0}, {"alphabet": ""}, {"length": (8, 4)}])
+def test_a_wrong_option_of_demo_is_named(tmp_path, wrong):
+    with pytest.raises(PackError, match=f"{next(iter(wrong))} must be "):
+        captcha.demo(tmp_path, **{"count": 2, **wrong})
+
+
+def test_black_hairlines_go_and_black_text_stays(tmp_path):
+    def ink_of(draw):
+        image = Image.new("RGB", (200, 60), "white")
+        draw(ImageDraw.Draw(image))
+        image.save(tmp_path / "drawn.png")
+        return captcha.read(tmp_path / "drawn.png", {"layout": "lines", "height": 32})["image"]
+
+    box = (50, 20, 70, 40)
+    clean = ink_of(lambda pen: pen.rectangle(box, fill=(200, 80, 80)))
+    crossed = ink_of(lambda pen: (pen.rectangle(box, fill=(200, 80, 80)), pen.line((0, 5, 199, 50), fill=0)))
+    assert crossed.shape == clean.shape
+    assert np.abs(crossed.astype(int) - clean).mean() < 3  # a pixel or two at the glyph's edge
+    assert ink_of(lambda pen: pen.rectangle(box, fill=0)).max() == 255
+
+
+def test_show_draws_truth_and_marks_what_was_misread(pack):
+    truth = [captcha.text_of(pack, i) for i in range(3)]
+    sheet = captcha.show(pack, [0, 1, 2], predicted=[truth[0], "??", truth[2]])
+    captions = {text.get_text(): text.get_color() for text in sheet.axes[0].texts if text.get_text()}
+    assert list(captions) == [truth[0], f"{truth[1]} ≠ ??", truth[2]]
+    assert captions[truth[0]] == captions[truth[2]] != captions[f"{truth[1]} ≠ ??"]
+    image, *texts = captcha.preview(pack, 1, "??")
+    assert (texts, image.mean() > 128) == ([truth[1], "??"], True), "dark on light"
+    with pytest.raises(PackError, match="predicted must be one text for each id, got 1 for 2 ids"):
+        captcha.show(pack, [0, 1], ["a"])

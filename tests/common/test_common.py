@@ -1,0 +1,150 @@
+"""What the tasks share: metrics, CTC, source files, lists, the table of broken rules, demo folders."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from IPython.core.formatters import DisplayFormatter
+from PIL import Image
+from torch.nn import functional as F
+
+from nbtools import figures
+from nbtools.errors import PackError
+from nbtools.tasks.common import ctc, files, lists, metrics, report
+
+
+def test_cer_ar_and_cr_by_their_definitions_over_all_characters():
+    guesses, truths = ["abd", "ab", "xabc", "abc"], ["abc", "abc", "abc", "abc"]  # S, D, I, right: 12 characters
+    assert metrics.text_metrics(guesses, truths) == {
+        "cer": (3, 12),
+        "ar": (9, 12),
+        "cr": (10, 12),
+        "whole_accuracy": (1, 4),
+    }
+    assert metrics.text_metrics(["aaaaaa"], ["b"]) == {
+        "cer": (6, 1),
+        "ar": (-5, 1),
+        "cr": (0, 1),
+        "whole_accuracy": (0, 1),
+    }
+    predicted, target = torch.tensor([[1, 2, 0], [1, 1, 1], [0, 2, 2]]), torch.tensor([[1, 2, 0], [1, 0, 1], [2, 2, 0]])
+    assert metrics.accuracy(predicted, target) == (6, 9)
+    assert metrics.whole_accuracy(predicted, target) == (1, 3)
+
+
+def test_the_confusion_counts_what_was_there_and_what_was_predicted_and_names_the_worst():
+    truth, predicted, classes = list("aaabbc"), list("aabbaa"), list("abcd")
+    counts = metrics.counts_of(truth, predicted, classes)
+    assert counts.tolist() == [[2, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    names, times = metrics.most_confused(counts, classes)
+    assert (names, times.tolist()) == (["b", "a", "a", ""], [1, 1, 1, 0])
+    table = metrics.confusion(counts, classes)
+    assert (table.loc["c", "a"], table.index.name, table.columns.name) == (1, "truth", "predicted")
+    with pytest.raises(PackError, match="'c' is missing"):
+        metrics.counts_of(truth, predicted, "ab")
+    pictures = [(np.zeros((50, 50), np.uint8), *figures.judged("a$bc$", read)) for read in ("abc", "x")]
+    for sheet in (figures.confusion_figure(table, "clips"), figures.gallery(pictures)):
+        assert DisplayFormatter().format(sheet)[0]["image/png"]  # a formula or a missing glyph would raise
+
+
+@given(st.lists(st.integers(0, 2), max_size=6), st.integers(1, 9))
+def test_a_text_fits_exactly_where_its_ctc_loss_is_finite(text, steps):
+    labels = torch.tensor([text + [text[-1] if text else 0] * 2])  # padding that looks like a repeat
+    length = torch.tensor([len(text)])
+    fits = ctc.feasible(torch.tensor([steps]), labels, length)
+    loss = ctc.loss((torch.zeros(steps, 1, 4), torch.tensor([steps])), labels, length)
+    assert bool(fits) == bool(torch.isfinite(loss)) == (steps >= ctc.needed_steps(text))
+
+
+def test_greedy_decoding_merges_repeats_drops_blanks_and_ends_with_the_sample():
+    path = torch.tensor([[1, 1, 0, 1, 2, 2, 0, 3], [0, 0, 3, 3, 0, 2, 2, 2]])
+    read = ctc.greedy((F.one_hot(path.t(), 4).float(), torch.tensor([8, 5])))
+    assert read == ctc.texts(torch.tensor([[0, 0, 1, 2], [2, 9, 9, 9]]), torch.tensor([4, 1]))
+
+
+@pytest.mark.parametrize(
+    ("split", "names"),
+    [
+        ("train", ["train/a.png", "test/train/a.png"]),
+        ("val", ["Validation/x/a.png", "FSL105_val/clip.npz"]),
+        ("test", ["HWDB2.0Test.zip/001-P16.dgrl#3", "testing-1/a.png"]),
+        (None, ["contest/a.png", "trainers/a.png", "train.png"]),
+    ],
+)
+def test_the_nearest_folder_that_names_a_split_gives_it(split, names):
+    assert {files.split_of(name) for name in names} == {split}
+
+
+def test_all_files_are_listed_but_those_that_systems_leave_behind(tmp_path):
+    for name in ("b.png", "a/c.txt", "a/.DS_Store", "__MACOSX/a/b.png", ".git/x", "a/._b.png", "a-1/d"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert files.walk(tmp_path) == ["a-1/d", "a/c.txt", "b.png"]
+
+
+def test_hidden_colours_of_transparent_pixels_do_not_show(tmp_path):
+    for mode, colour in (("RGBA", (0, 0, 0, 0)), ("LA", (0, 0)), ("P", 0)):
+        image = Image.new(mode, (4, 4), colour)
+        image.info = {"transparency": 0} if mode == "P" else {}
+        image.save(tmp_path / "clear.png")
+        for wanted in ("RGB", "L"):
+            assert np.asarray(files.decode_image(tmp_path / "clear.png", wanted)).min() == 255
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("separator", lists.SEPARATORS)
+def test_a_list_is_cut_at_the_separator_with_which_its_rows_fit_and_quotes_hide_others(separator, encoding):
+    text = 'name#n\r\n\r\n"a,;|\tz "# 1\r\ndir\\b#2#""\r\n'.replace("#", separator)
+    rows = lists.read_rows(lists.decode_text(text.encode(encoding), ""), "", lambda cells: cells[1:2] in (["1"], ["2"]))
+    assert rows == [(3, ["a,;|\tz" if separator != " " else "a,;| z", "1"]), (4, ["dir\\b", "2", ""])]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"file,label\na\xff,1\n", r"labels\.csv: .*UTF-8 text, got byte 0xff at offset 12; save it as UTF-8"),
+        (b'a,"' + b"x" * 200_000 + b'"\n', r"labels\.csv: .*the file must be CSV, got field larger"),
+    ],
+)
+def test_a_table_that_is_no_csv_in_utf_8_names_the_file_and_the_place(data, message):
+    with pytest.raises(PackError, match=message):
+        lists.read_rows(lists.decode_text(data, "labels.csv"), "labels.csv", bool)
+
+
+@pytest.mark.parametrize(("wrong", "came"), [("aab", "'a'"), (["a", "bc"], "'bc'"), ([1], "1"), ("", "none"), (5, "5")])
+def test_classes_of_text_are_single_characters_each_once(wrong, came):
+    assert lists.characters("ab") == ("a", "b")
+    with pytest.raises(PackError, match=f"alphabet must be single characters, each once, got {came}; give"):
+        lists.characters(wrong, "alphabet")
+
+
+def test_a_report_counts_errors_and_shows_every_broken_rule_as_a_pandas_table():
+    rows = [report.Row("x", "be finite", "nan", "cut it", file=f"{n:03}.npz") for n in range(100)]
+    rows += [report.Row("", "be labelled", "none", "label it", report.WARNING, "000.npz")]
+    whole = report.Report(report.ordered(reversed(rows)), "100 clips")
+    assert (whole.errors, whole.ok, whole.rows[0], whole.rows[-1]) == (100, False, rows[0], rows[-1])
+    assert list(whole.frame.iloc[0]) == ["error", "000.npz", "x", "be finite", "nan", "cut it"]
+    assert "100 clips: 100 errors and 1 warning, of which 60 are shown" in str(whole)
+    assert whole._repr_html_().count("be finite") == 60
+    assert report.Report((rows[-1],), "1 clip").ok
+    assert str(report.Refused(rows[0])) == "000.npz: x: be finite, got nan; cut it"
+
+
+def test_a_demo_replaces_a_demo_and_neither_mixes_with_other_data_nor_removes_it(tmp_path):
+    def contents(*names):
+        return ((name, name.encode) for name in names)
+
+    folder = files.write_demo(tmp_path / "new", contents("train/a.png", "val/b.png", "labels.csv"), (".png",))
+    assert (folder / "val/b.png").read_bytes() == b"val/b.png"
+    (folder / "train/planted.png").write_text("mine")
+    files.write_demo(folder, contents("train/c.png"), (".png",))
+    assert files.walk(folder) == ["train/c.png", "train/planted.png"]
+    with pytest.raises(PackError, match=r"planted\.png was not written by this demo"):
+        files.write_demo(folder, contents("train/planted.png"), (".png",))
+    assert (folder / "train/planted.png").read_text() == "mine"
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real/1.PNG").write_text("real")
+    with pytest.raises(PackError, match=r"1\.PNG was not written by this demo, .* choose another folder"):
+        files.write_demo(tmp_path / "real", contents("a.png"), (".png",))
+    assert files.walk(tmp_path / "real") == ["1.PNG"]

@@ -1,0 +1,106 @@
+"""Augmentation of images and their labels: against a version that goes pixel by pixel, and the draws themselves."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from nbtools.data import Draws
+from nbtools.tasks.segment import Plan, task
+
+GREY, OUTSIDE = 127.5, 255
+
+
+def raw_batch(count=4, channels=3, size=(20, 26)):
+    torch.manual_seed(0)
+    label, distance = (torch.randint(0, most, (count, *size), dtype=torch.uint8) for most in (5, 256))
+    image = torch.randint(0, 256, (count, *size, channels), dtype=torch.uint8)
+    return {"image": image, "label": label, "distance": distance, "id": torch.arange(count)}
+
+
+def augmented(raw, seed=0, epoch=0, **settings):
+    return task.augment(raw, Plan(**settings), Draws(seed, epoch, raw["id"]))
+
+
+def slowly(raw, b, scale, rows, columns, pyramid):
+    """Crop b at these centres, pixel by pixel: image (C, h, w), label and distance (h, w)."""
+    shrunk = 2 if pyramid and scale < 0.5 else 1
+    source = F.avg_pool2d(raw["image"][b].permute(2, 0, 1).float(), shrunk)
+    height, width = source.shape[1:]
+    size = len(rows), len(columns)
+    image, label = torch.full((source.shape[0], *size), GREY), torch.full(size, OUTSIDE, dtype=torch.uint8)
+    distance = torch.full(size, float(OUTSIDE))
+    for i, y in enumerate(rows.tolist()):
+        for j, x in enumerate(columns.tolist()):
+            if not (0 <= y < raw["label"].shape[1] and 0 <= x < raw["label"].shape[2]):
+                continue
+            label[i, j] = raw["label"][b, math.floor(y), math.floor(x)]
+            far = float(raw["distance"][b, math.floor(y), math.floor(x)])
+            distance[i, j] = far if far == OUTSIDE else far * scale
+            v, u = (min(max(p / shrunk - 0.5, 0), n - 1) for p, n in ((y, height), (x, width)))
+            (y0, fy), (x0, fx) = ((math.floor(p), p - math.floor(p)) for p in (v, u))
+            y1, x1 = min(y0 + 1, height - 1), min(x0 + 1, width - 1)
+            above = source[:, y0, x0] * (1 - fx) + source[:, y0, x1] * fx
+            below = source[:, y1, x0] * (1 - fx) + source[:, y1, x1] * fx
+            image[:, i, j] = above * (1 - fy) + below * fy
+    return image, label, distance
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [
+        ((20, 26), {"crop": 32, "scale_low": 0.25, "scale_high": 2.0, "flip": 0.5}),
+        ((21, 27), {"scale_low": 0.5, "scale_high": 2.0}),
+    ],
+)
+def test_images_labels_and_distances_are_what_going_pixel_by_pixel_gives(shape, settings):
+    raw, plan = raw_batch(6, 4, shape), Plan(**settings)
+    size = (plan.crop, plan.crop) if plan.crop else shape
+    scale, rows, columns = task.crops(shape, size, plan, Draws(0, 0, raw["id"]))
+    made = augmented(raw, **settings)
+    for b in range(6):
+        image, label, distance = slowly(raw, b, float(scale[b]), rows[b], columns[b], plan.scale_low < 0.5)
+        torch.testing.assert_close(made["image"][b], image, atol=0.05, rtol=0)
+        torch.testing.assert_close(made["distance"][b].float(), distance)
+        assert torch.equal(made["label"][b], label)
+
+
+@pytest.mark.parametrize(("scale", "side"), [(2.0, 32), (1.37, 64), (0.25, 200)])
+def test_a_crop_lies_in_the_image_or_around_all_of_it_and_anywhere_there(scale, side):
+    plan = Plan(crop=side, scale_low=scale, scale_high=scale, flip=0.5)
+    _, y, x = task.crops((40, 60), (side, side), plan, Draws(0, 0, torch.arange(4000)))
+    steps = x.diff(dim=1) * scale
+    assert (steps.abs() - 1).abs().max() < 1e-3
+    assert float((steps[:, 0] < 0).float().mean()) == pytest.approx(0.5, abs=0.03), "half of them mirrored"
+    for centres, length in ((y, 40), (x, 60)):
+        origin = (centres.amin(1) * scale - 0.5).round()
+        room = scale * length - side
+        least, most = (0, math.floor(room)) if room >= 0 else (math.ceil(room), 0)
+        assert (float(origin.min()), float(origin.max()), len(origin.unique())) == (least, most, most - least + 1)
+        assert float(origin.mean()) == pytest.approx((least + most) / 2, abs=0.05 * (most - least) + 1e-6)
+
+
+def test_colours_change_as_brightness_contrast_and_saturation_one_after_the_other_do():
+    raw = raw_batch(3, channels=4)
+    raw["image"] = raw["image"] // 4 + 96  # nothing to clip
+    made, draws = augmented(raw, jitter=0.2)["image"], Draws(0, 0, raw["id"])
+    light, contrast, saturation = (draws.uniform(0.8, 1.2) for _ in range(3))
+    for b, image in enumerate(raw["image"].permute(0, 3, 1, 2).float()):
+        steep = (image[:3] * light[b] - 127.5) * contrast[b] + 127.5
+        grey = steep.mean(0)
+        torch.testing.assert_close(made[b, :3], grey + (steep - grey) * saturation[b], atol=1e-2, rtol=1e-5)
+        assert torch.equal(made[b, 3], image[3])
+
+
+def test_seed_epoch_and_sample_decide_what_an_image_becomes_and_its_batch_does_not():
+    raw, settings = raw_batch(9), {"crop": 32, "scale_low": 0.25, "scale_high": 2.0, "flip": 0.5, "jitter": 0.4}
+    before = {name: tensor.clone() for name, tensor in raw.items()}
+    together = augmented(raw, 1, 2, **settings)
+    for b in (0, 5):
+        alone = augmented({name: tensor[b : b + 1] for name, tensor in raw.items()}, 1, 2, **settings)
+        assert all(torch.equal(alone[name][0], together[name][b]) for name in ("label", "distance"))
+        torch.testing.assert_close(alone["image"][0], together["image"][b], atol=1e-3, rtol=0)
+    for seed, epoch in ((1, 3), (2, 2)):
+        assert not torch.equal(augmented(raw, seed, epoch, **settings)["image"], together["image"])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in raw.items()), "the raw batch is unchanged"

@@ -1,0 +1,96 @@
+"""Several scales and mirror images against a slow obvious version; metrics against counting pixel by pixel."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from nbtools.tasks import segment
+from nbtools.tasks.segment import Plan
+from nbtools.train import Sums
+
+CLASSES, IGNORE = 4, 255
+
+
+class Network(nn.Module):
+    """A stride of 2 and a head that brings logits back to the size of the image, whatever that is."""
+
+    def __init__(self):
+        super().__init__()
+        layers = nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, CLASSES, 3, 1, 1)
+        self.layers, self.seen = nn.Sequential(*layers), []
+
+    def forward(self, batch):
+        image = batch["image"]
+        self.seen.append(tuple(image.shape))
+        return F.interpolate(3 * self.layers(image), image.shape[2:], mode="bilinear", align_corners=False), ()
+
+
+def one_by_one(network, image, plan):
+    """(K, H, W) probabilities of one image (3, H, W)."""
+    size, every = image.shape[1:], []
+    for scale in plan.eval_scales:
+        small = F.interpolate(image[None], [round(n * scale) for n in size], mode="bilinear", align_corners=False)
+        for mirrored in (False, True) if plan.eval_flip else (False,):
+            found = network({"image": small.flip(3) if mirrored else small})[0].softmax(1)
+            found = found.flip(3) if mirrored else found
+            every.append(F.interpolate(found, size, mode="bilinear", align_corners=False)[0])
+    return torch.stack(every).mean(0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("scales", "flip"), [((0.5, 1.0, 1.75), False), ((0.5, 1.25), True), ((1.0,), True)])
+def test_logits_are_the_logarithm_of_the_mean_probabilities_image_by_image(scales, flip):
+    torch.manual_seed(0)
+    network, plan = Network().eval(), Plan(eval_scales=scales, eval_flip=flip)
+    batch = {"image": torch.randn(3, 3, 47, 75), "id": torch.arange(3)}
+    logits, others = segment.infer(network, batch, plan)
+    assert len(network.seen) == len(scales) * (1 + flip), "one pass at a time"
+    assert others == ()
+    for one, image in zip(logits, batch["image"], strict=True):
+        torch.testing.assert_close(one.exp(), one_by_one(network, image, plan))
+    target = torch.randint(0, CLASSES, (3, 47, 75))
+    torch.testing.assert_close(F.cross_entropy(logits, target), F.nll_loss(logits, target))
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """labels (B, H, W) in patches, some of them ignored, and one image all of them; logits that are right here and
+    there."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(cells):
+        coarse = torch.randn(6, CLASSES, cells, cells, generator=generator)
+        return F.interpolate(coarse, (20, 27), mode="bilinear", align_corners=False)
+
+    truth = noise(4)
+    labels = truth.argmax(1).where(noise(3)[:, 0] > -0.8, IGNORE)
+    labels[5] = IGNORE
+    return labels, truth + 0.5 * noise(7)
+
+
+def read(*batches):
+    """The values of the task's metrics over batches of (labels, logits)."""
+    sums = Sums()
+    for labels, logits in batches:
+        sums.add(segment.metrics((logits, ()), {"label": labels}))
+    return sums.read()
+
+
+def test_miou_and_accuracy_are_their_definitions_without_one_more_in_the_denominator(seen):
+    labels, logits = seen
+    predicted, valid = logits.argmax(1), labels != IGNORE
+    both = [((labels == k) & (predicted == k)).sum() for k in range(CLASSES)]
+    either = [(((labels == k) | (predicted == k)) & valid).sum() for k in range(CLASSES)]
+    values = read(seen)
+    assert values["miou"] == pytest.approx(float(np.mean([b / e for b, e in zip(both, either, strict=True)])))
+    assert values["pixel_accuracy"] == pytest.approx(float((labels == predicted).sum() / valid.sum()))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_miou_of_any_batches_is_that_of_the_whole_set_and_not_their_mean(seen, size):
+    labels, logits = seen
+    parts = [(labels[i : i + size], logits[i : i + size]) for i in range(0, 6, size)]
+    assert read(*parts) == read(seen)
+    assert abs(np.mean([read(part)["miou"] for part in parts]) - read(seen)["miou"]) > 1e-3

@@ -1,0 +1,180 @@
+"""Images with labels become a pack of one size with distances to the class boundary; a file that cannot be used is a
+row; a prediction reads an image as the pack did, and becomes a file of the picture's size."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from nbtools.data import open_feed
+from nbtools.errors import PackError
+from nbtools.tasks import segment
+from nbtools.tasks.common.report import ERROR
+from nbtools.train import Plan
+from tests.segment.masks import (
+    NAMES,
+    H,
+    W,
+    checked,
+    corpus,
+    ids,
+    labelled,
+    only,
+    packed,
+    pair,
+    photo,
+    sample,
+    saved,
+    sole,
+    xml,
+)
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def exif(turn):
+    made = Image.Exif()
+    made[0x0112] = turn
+    return made
+
+
+def test_images_and_labels_of_one_size_are_packed_unchanged(tmp_path):
+    made = packed(corpus(tmp_path / "raw"))
+    columns = {name: (column.dtype, column.shape) for name, column in made.columns.items()}
+    assert columns == {"image": ("|u1", (H, W, 3)), "label": ("|u1", (H, W)), "distance": ("|u1", (H, W))}
+    assert (made.splits, made.classes) == ({"train": 2, "val": 1, "test": 1}, ["class 0", "class 1", "class 2"])
+    for k, split in enumerate(("train", "train", "val", "test")):
+        one = sample(made, f"images/{split}/{k}.png")
+        np.testing.assert_array_equal(one["image"], photo(k))
+        np.testing.assert_array_equal(one["label"], ids(k))
+
+
+def test_distances_are_those_to_the_nearest_pixel_next_to_another_class(tmp_path):
+    label = ids(3)
+    label[:, -9:] = 255
+    edge = np.zeros((H, W), bool)
+    for y, x in np.ndindex(H, W):
+        for v, u in ((y + 1, x), (y, x + 1)):
+            if v < H and u < W and 255 not in (label[y, x], label[v, u]) and label[y, x] != label[v, u]:
+                edge[y, x] = edge[v, u] = True
+    marked = np.argwhere(edge)
+    expected = np.array([[np.hypot(*(marked - (y, x)).T).min() for x in range(W)] for y in range(H)])
+    np.testing.assert_array_equal(segment.distance_map(label), np.minimum(np.rint(8 * expected), 255))
+    assert (segment.distance_map(np.zeros((H, W), np.uint8)) == 255).all(), "no boundary"
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+def test_source_files_and_predictions_are_read_as_the_pack_has_them_also_in_another_process(tmp_path, channels):
+    source = pair(corpus(tmp_path / "raw"), photo(9, 4 * H, 4 * W), ids(9, 4 * H, 4 * W), "a.jpg", exif=exif(3))
+    xml(source / "drawn", '<polygon label="shirt" points="4,4;30.5,7;20,31"/>', "ground shirt shoe")
+    made = packed(source, size=(40, 40), classes=NAMES, channels=channels)
+    assert len(made) == 6
+    raw = pickle.loads(pickle.dumps(made.raw))
+    [batch] = list(open_feed(made, Plan(feed="workers", workers=1, batch_size=6), torch.device("cpu"))([np.arange(6)]))
+    for i, name in enumerate(made.names):
+        np.testing.assert_array_equal(segment.read(source / name, made.options)["image"], made.sample(i)["image"])
+        for column, value in made.sample(i).items():
+            np.testing.assert_array_equal(raw[i][column], value)
+            np.testing.assert_array_equal(batch[column][i].numpy(), value)
+
+
+def test_options_of_a_card_pack_another_source_alike(tmp_path):
+    made = packed(corpus(tmp_path / "raw"), classes={0: "ground", 1: "shirt", 2: "shoe"}, ignore="shirt", size=(32, 40))
+    other = pair(tmp_path / "other", photo(7), np.minimum(ids(7), 1))
+    again = packed(other, **segment.pack_options(made.card), test=1.0)
+    assert (again.classes, again.options, again.splits["test"]) == (made.classes, made.options, 1)
+    assert set(np.unique(again.sample(0)["label"])) == {0, 255}
+
+
+# Sizes
+
+
+def test_images_of_many_sizes_are_scaled_to_fit_and_the_rest_is_ignored(tmp_path):
+    for name, height, width in (("a", 60, 120), ("b", 120, 60)):
+        saved(tmp_path / "raw/images" / f"{name}.png", np.full((height, width, 3), 200, np.uint8))
+        halves = np.arange(height * width, dtype=np.uint8).reshape(height, width) % 2
+        saved(tmp_path / "raw/labels" / f"{name}.png", halves)
+    assert packed(tmp_path / "raw").options["size"] == [384, 384]
+    made = packed(tmp_path / "raw", size=40)
+    inside = np.zeros((40, 40), bool)
+    inside[10:30] = True
+    for name, mask in (("a", inside), ("b", inside.T)):
+        one = sample(made, f"images/{name}.png")
+        np.testing.assert_array_equal(one["image"], np.where(mask[..., None], 200, 0).repeat(3, 2))
+        np.testing.assert_array_equal(one["label"] == 255, ~mask)
+
+
+def test_images_are_reduced_by_area_and_labels_by_their_nearest_pixel(tmp_path):
+    one = sole(pair(tmp_path / "raw", photo(0, 64, 96), ids(0, 64, 96)), size=(32, 48))
+    mean = photo(0, 64, 96).reshape(32, 2, 48, 2, 3).mean((1, 3))
+    assert np.abs(one["image"] - mean).max() <= 1
+    np.testing.assert_array_equal(one["label"], ids(0, 64, 96)[1::2, 1::2])
+    smooth = Image.fromarray(photo(0, 12, 16)).resize((1600, 1200), Image.Resampling.BICUBIC)
+    large = pair(tmp_path / "large", smooth, ids(0, 1200, 1600), "a.jpg", quality=95)  # decoded small
+    exact = np.asarray(smooth.resize((100, 75), Image.Resampling.BOX))
+    assert np.abs(sole(large, size=(75, 100))["image"].astype(int) - exact).mean() < 2
+
+
+# Images
+
+
+@pytest.mark.parametrize(("name", "more"), [("a.jpg", {"quality": 100, "subsampling": 0}), ("a.tif", {})])
+def test_an_image_is_turned_as_its_camera_says_and_its_label_is_of_the_turned_one(tmp_path, name, more):
+    upright = photo(0, 6, 4).repeat(8, 0).repeat(8, 1)
+    source = pair(tmp_path / "raw", Image.fromarray(np.rot90(upright)), ids(0, 48, 32), name, exif=exif(6), **more)
+    assert np.abs(sole(source)["image"].astype(int) - upright).mean() < 4
+    assert checked(source).rows == ()
+
+
+def test_four_channels_keep_transparency_and_three_lie_on_white(tmp_path):
+    clear = photo(0, channels=4)
+    clear[..., 3] = np.where(np.arange(W) < W // 2, 0, 255)
+    source = pair(tmp_path / "raw", clear, ids())
+    np.testing.assert_array_equal(sole(source, channels=4)["image"], clear)
+    on_white = np.where(clear[..., 3:] == 0, 255, clear[..., :3])
+    np.testing.assert_array_equal(sole(source, channels=3)["image"], on_white)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rule", "value"),
+    [
+        ("labels/a.png", b"", "the file must be a whole image", "no image"),
+        ("images/a.png", None, "the file must be a whole image", "image file is truncated"),
+        ("images/a.png", np.zeros((H, W), np.uint16), "an image must have 8 bits", "mode I;16"),
+        ("labels/a.png", ids(0, 40, 50), "a label must have the size of its image", "40 × 50 pixels"),
+    ],
+)
+def test_what_leaves_a_sample_out_is_one_row_with_what_to_do(tmp_path, name, content, rule, value):
+    source = labelled(tmp_path / "raw", ids())
+    saved(source / name, saved(tmp_path / "other.jpg", photo()).read_bytes()[:-400] if content is None else content)
+    row = only(checked(source, classes=NAMES))
+    value = value if name.startswith("images") else f"{name}: {value}"
+    assert (row.severity, row.file, row.key) == (ERROR, "images/a.png", name.split("s/")[0])
+    assert row.rule.startswith(rule)
+    assert row.value.startswith(value)
+    made = packed(source, classes=NAMES)
+    assert made.names == ["images/b.png"]
+    bad = made.bad.iloc[0]
+    assert (bad.file, bad.value, bad.fix) == (row.file, row.value, row.fix)
+
+
+# Predictions as files
+
+
+def test_predictions_for_padded_images_are_cropped_back_to_them_and_overwrite_no_file(tmp_path):
+    wide = packed(segment.demo(tmp_path / "raw", 7, size=(48, 96)), size=40)
+    answer = np.zeros((40, 40), np.uint8)
+    answer[10:30, :20] = 1  # the left half of where the image lies
+    for name in ("a/1.png", "b/1.jpg"):
+        saved(tmp_path / name, Image.new("RGB", (200, 100)))
+    made = segment.save(answer, tmp_path / "a/1.png", tmp_path / "masks", wide)
+    with Image.open(made) as image:
+        np.testing.assert_array_equal(np.asarray(image), (np.arange(200) < 100)[None].repeat(100, 0))
+        assert (image.getpalette() or [])[:6] == [0, 0, 0, 86, 180, 233]
+    for picture, folder in (("b/1.jpg", "masks"), ("a/1.png", "a")):
+        before = (tmp_path / folder / "1.png").read_bytes()
+        with pytest.raises(PackError, match=r"1\.png is there already; choose another folder"):
+            segment.save(answer, tmp_path / picture, tmp_path / folder, wide)
+        assert (tmp_path / folder / "1.png").read_bytes() == before

@@ -1,0 +1,51 @@
+"""Labels over images, the figures that name their classes, and the live picture."""
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from packs import pack_of
+
+from nbtools.errors import PackError
+from nbtools.tasks import segment
+
+HEIGHT, WIDTH = 24, 32
+
+
+def packed(folder, names=("background", "shirt", "trousers"), channels=3):
+    """Two samples of noise in blocks of classes, and one without any label."""
+    rng, samples = np.random.default_rng(0), {}
+    for n in range(3):
+        blocks = rng.integers(0, 3, (3, 4)).repeat(8, 0).repeat(8, 1)
+        label = np.where(n == 2, 255, blocks).astype(np.uint8)
+        image = rng.integers(0, 256, (HEIGHT, WIDTH, channels), dtype=np.uint8)
+        samples[f"{n}.png"] = {"image": image, "label": label, "distance": segment.distance_map(label)}
+    return pack_of(samples, folder, task="segment", classes=list(names))
+
+
+@pytest.mark.parametrize(
+    "names", [("background", "shirt", "trousers"), ("$a_b$ %d <b>", "a very long name of things " * 5, "手写\n\t")]
+)
+def test_figures_are_drawn_without_warnings_and_name_their_classes(tmp_path, names):
+    pack = packed(tmp_path, names, 4)
+    views = segment.training_views(pack, [0], segment.Plan(crop=32, flip=0.5))
+    for sheet in (segment.show(pack, [0]), views):
+        sheet.savefig(io.BytesIO(), format="raw")
+        legend: Any = sheet.axes[0].get_legend()
+        assert [text.get_text()[:6] for text in legend.get_texts()] == [*(name[:6] for name in names), "ignore"]
+
+
+def test_images_stand_next_to_their_classes_and_to_what_was_predicted(tmp_path):
+    pack = packed(tmp_path)
+    answers = [np.full((HEIGHT, WIDTH), n, np.uint8) for n in range(3)]
+    sheet = segment.show(pack, range(3), answers)
+    assert [text.get_text() for text in sheet.axes[0].texts][:3] == ["0 · 0.png", "truth", "predicted"]
+    drawn = [np.asarray(image.get_array()).astype(int) for image in sheet.axes[0].images]
+    assert len(drawn) == 9
+    assert np.ptp(drawn[7], 2).max() == 0, "pixels without a label are grey"
+    with pytest.raises(PackError, match=r"got 1 for 3 ids"):
+        segment.show(pack, range(3), answers[:1])
+    assert "No samples to show" in repr(segment.show(pack, []))
+    assert segment.preview(pack, 0, pack.arrays["label"][0])[1:] == ("", "100% of pixels right | truth")
+    assert segment.preview(pack, 2, answers[0])[2] == "no labels | truth"

@@ -1,0 +1,89 @@
+"""Folders and lists of segmentation: which label is which image's, the splits, and a row for what cannot be used."""
+
+import numpy as np
+import pytest
+
+from nbtools.errors import PackError
+from nbtools.tasks.common.report import ERROR
+from tests.segment.masks import checked, corpus, ids, packed, photo, saved, tree
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+MISSING = "image and label of a line must exist"
+
+
+@pytest.mark.parametrize(
+    ("image", "label", "split"),
+    [
+        ("images/train/a.jpg", "labels/train/a.png", "train"),
+        ("x/train/images/sub/a.bmp", "x/train/masks/sub/a.png", "train"),
+        ("train/a.png", "trainannot/a.png", "train"),
+        ("train_images/a.jpg", "train_masks/a.gif", "train"),
+        ("images/validation/x/a.png", "masks/validation/x/a.png", "val"),
+        ("images_test/a.png", "masks_test/a.png", "test"),
+    ],
+)
+def test_layouts_pair_images_with_labels_and_give_the_split(tmp_path, image, label, split):
+    made = packed(tree(tmp_path / "raw", {image: photo(), label: ids()}))
+    assert (made.names, made.splits[split]) == ([image], 1)
+    np.testing.assert_array_equal(made.sample(0)["label"], ids())
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "p/a.png,q/a.png\n",
+        "\ufeffimage,label\r\np/a.png , q/a.png\r\n",
+        '"p/a.png", "q/a.png"\n',
+        "image;label;split\np\\a.png;q\\a.png;val\n",
+        "./p/a.png\tq/a.png\n",
+    ],
+)
+def test_lists_of_images_and_labels_are_read(tmp_path, lines):
+    folder = tree(tmp_path / "raw", {"p/a.png": photo(), "q/a.png": ids(), "val.txt": lines})
+    made = packed(folder)
+    assert (made.names, made.splits["val"]) == (["p/a.png"], 1)
+    assert checked(folder).rows == ()
+
+
+def test_paths_of_a_list_may_start_at_any_folder_above_it_and_never_leave_the_source(tmp_path):
+    listed = {"x/p/a.jpg": photo(), "x/q/a.png": ids(), "x/lists/of/val.txt": "p/a.jpg,q/a.png"}
+    made = packed(tree(tmp_path / "deep", listed))
+    assert (made.names, made.splits["val"]) == (["x/p/a.jpg"], 1)
+    saved(tmp_path / "secret.png", ids())
+    with pytest.raises(PackError, match=rf"{MISSING}, got a\.png,\.\./secret\.png"):
+        packed(tree(tmp_path / "raw", {"a.png": photo(), "train.txt": "a.png,../secret.png\n"}))
+
+
+def test_lines_that_cannot_be_used_are_rows_with_their_numbers(tmp_path):
+    files = {f"{folder}/{name}.png": make() for name in "ab" for folder, make in (("p", photo), ("q", ids))}
+    lines = "p/a.png,q/a.png\np/b.png\np/b.png,q/none.png\np/a.png,q/b.png\np/a.png,q/a.png\n"
+    folder = tree(tmp_path / "raw", {**files, "train.txt": lines})
+    assert {row.file: (row.severity, row.rule) for row in checked(folder).rows} == {
+        "train.txt:2": (ERROR, MISSING),
+        "train.txt:3": (ERROR, MISSING),
+        "train.txt:4": (ERROR, "an image must have one label and one split"),
+        "p/b.png": (ERROR, "an image must have a label"),
+        "q/b.png": (ERROR, "an image must have a label"),
+    }
+    assert len(packed(folder).bad) == 5
+
+
+def test_images_without_labels_labels_without_images_and_two_of_one_name_are_rows(tmp_path):
+    source = corpus(tmp_path / "raw")
+    tree(source, {"images/train/alone.png": photo(), "labels/train/lone.png": ids(), "images/train/0.jpg": photo()})
+    report = checked(source)
+    assert {(row.severity, row.file, row.key) for row in report.rows} == {
+        (ERROR, "images/train/alone.png", "label"),
+        (ERROR, "labels/train/lone.png", "image"),
+        (ERROR, "images/train/0.png", "label"),  # next to 0.jpg
+    }
+    assert (report.ok, report.errors, packed(source).manifest["bad"]) == (False, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [({"a.doc": "x"}, "no samples found"), ({"a.png": photo()}, "a.png: an image must have a label")],
+)
+def test_a_folder_without_images_or_without_labels_is_refused(tmp_path, files, message):
+    with pytest.raises(PackError, match=message):
+        packed(tree(tmp_path / "raw", files))

@@ -1,0 +1,325 @@
+"""Clips of signs become a pack, and one table says what is wrong with a folder of them before that."""
+
+import contextlib
+import json
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nbtools as nb
+from nbtools.data import Pack
+from nbtools.data.pack import Column
+from nbtools.errors import PackError
+from nbtools.tasks import sign
+from nbtools.tasks.common.report import ERROR, WARNING
+
+T = 5
+DATA = os.environ.get("NBTOOLS_REAL_DATA", "")
+META = {"video": "10.MOV", "order": "pose25,left_hand21,right_hand21,face11"}
+KEYPOINTS = {"kp_key": "X", "feature_key": None}
+FIRST = "file,gloss,cat"
+NAMES = ("train/a", "train/b", "val/c", "val/d")
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def arrays(seed: int = 0, frames: int = T) -> dict[str, Any]:
+    """A clip as the origin writes it: what was not seen is 0 or filled in, the mask tells which."""
+    draw = np.random.default_rng(seed)
+    seen = draw.random((frames, 78)) < 0.6
+    x = draw.random((frames, 78, 2), np.float32) * seen[..., None]
+    return {
+        "X": x.reshape(frames, 156),
+        "X2048": draw.random((frames, 2048), np.float32),
+        "mask": seen,
+        "timestamps_ms": np.arange(frames) * 1000 // 30,
+        "meta": np.array(json.dumps(META)),
+    }
+
+
+def clip(path: Path, seed: int = 0, frames: int = T, without: tuple[str, ...] = (), **changed: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {**arrays(seed, frames), **changed}
+    np.savez_compressed(path, **{key: value for key, value in found.items() if key not in without})
+    return path
+
+
+def listed(path: Path, *rows: str, head: str = FIRST) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([head, *rows]) + "\n")
+
+
+def corpus(folder: Path, **more) -> Path:
+    """Two glosses of two categories, a clip each in train and in val."""
+    for k, name in enumerate(NAMES):
+        clip(folder / f"{name}.npz", seed=k, frames=T + k, **more)
+    listed(folder / "train" / "labels.csv", "a,0,0", "b,1,1")
+    listed(folder / "val" / "labels.csv", "c,0,0", "d,1,1")
+    return folder
+
+
+def packed(source: Path, **more) -> Pack:
+    return sign.pack(source, progress=False, **more)
+
+
+def checked(source: Path, **more):
+    return nb.validate(sign, source, progress=False, **more)
+
+
+def test_clips_in_the_exact_format_pass_and_are_packed_as_they_are_from_a_folder_or_an_archive(tmp_path):
+    source = corpus(tmp_path / "raw")
+    report = checked(source, require_x2048=True)
+    assert (report.about, report.rows, report.ok) == ("4 clips, 4 with a label", (), True)
+    made = packed(source)
+    assert made.columns == {
+        "x": Column("ragged", "<f4", (156,)),
+        "mask": Column("ragged", "|b1", (78,)),
+        "features": Column("ragged", "<f4", (2048,)),
+        "label": Column("fixed", "<i8", (2,)),
+    }
+    assert (made.splits, made.card.bucket_by) == ({"train": 2, "val": 2, "test": 0}, "x")
+    for k, name in enumerate(NAMES):
+        sample, raw = made.sample(made.names.index(f"{name}.npz")), arrays(k, T + k)
+        for column, key in (("x", "X"), ("mask", "mask"), ("features", "X2048")):
+            np.testing.assert_array_equal(sample[column], raw[key])
+        assert sample["label"].tolist() == [k % 2, k % 2]
+    assert packed(source).folder == made.folder, "a second call opens the finished pack"
+    assert packed(made.folder).card == made.card
+    with tarfile.open(tmp_path / "signs.tar", "w") as file:
+        file.add(source, "signs")
+    assert packed(tmp_path / "signs.tar").card == made.card
+
+
+def test_ids_are_the_classes_until_a_reference_names_them(tmp_path):
+    source = corpus(tmp_path / "raw", without=("X2048",))
+    made = packed(source)
+    assert (made.classes, made.options["categories"]) == (["0", "1"], ["0", "1"])
+    rows = ("0,HELLO,0,GREETING", "1,RED,1,COLOR", "2,BLUE,1,COLOR")
+    listed(source / "labels_reference.csv", *rows, head="gloss_id,label,cat_id,category")
+    named = packed(source)
+    assert (named.classes, named.options["categories"]) == (["HELLO", "RED", "BLUE"], ["GREETING", "COLOR"])
+    listed(source / "val" / "labels.csv", "c,0,0", "d,4,1")
+    assert packed(source).classes == ["HELLO", "RED", "BLUE", "3", "4"]
+    assert len(packed(source, glosses=105, categories=10).classes) == 105
+    with pytest.raises(PackError, match="glosses must be above the largest id, 4"):
+        packed(source, glosses=3)
+    with pytest.raises(PackError, match="id 0 must be 'a', and the source calls it 'HELLO'"):
+        packed(source, glosses=list("abcde"))
+    listed(source / "labels_reference.csv", "x,HELLO", head="gloss_id,label")
+    with pytest.raises(PackError, match=r"labels_reference\.csv: the first line must have the columns gloss_id"):
+        packed(source)
+
+
+def test_a_point_is_seen_as_the_mask_says_and_without_one_where_it_is_not_zero(tmp_path):
+    bare = packed(corpus(tmp_path / "bare", without=("mask", "timestamps_ms", "meta", "X2048")))
+    for k in range(4):
+        sample = bare.sample(k)
+        np.testing.assert_array_equal(sample["mask"], (sample["x"].reshape(-1, 78, 2) != 0).any(2))
+        assert 0 < sample["mask"].mean() < 1
+    seen = np.arange(78) == np.full((T, 1), 3)
+    clip(tmp_path / "filled" / "a.npz", X=np.full((T, 156), 0.5, np.float32), mask=seen)
+    filled = sign.read(tmp_path / "filled" / "a.npz", KEYPOINTS)
+    assert filled["x"].min() == 0.5, "a filled-in point keeps its coordinates"
+    np.testing.assert_array_equal(filled["mask"], seen)
+
+
+def test_a_clip_may_lack_keypoints_or_features_and_those_are_packed_that_some_clip_has(tmp_path):
+    source = corpus(tmp_path / "raw")
+    assert "features" not in packed(source, feature_key=None).columns
+    clip(source / "train" / "a.npz", without=("X2048",))
+    clip(source / "val" / "d.npz", without=("X", "mask"))
+    made = packed(source)
+    assert (len(made), len(made.bad), made.options["kp_key"], made.options["feature_key"]) == (4, 0, "X", "X2048")
+    lengths = [[len(made.sample(i)[column]) for i in range(4)] for column in ("x", "mask", "features")]
+    assert lengths == [[T, 6, 7, 0], [T, 6, 7, 0], [0, 6, 7, T]]
+    assert checked(source).rows == ()
+    clip(source / "val" / "d.npz")
+    assert [row.file for row in checked(source, require_x2048=True).rows] == ["train/a.npz"]
+
+
+def test_the_keys_are_chosen(tmp_path):
+    source, made = tmp_path / "raw", arrays()
+    for name in "ab":
+        clip(source / f"{name}.npz", X=made["X2048"], kp=made["X"], without=("X2048",))
+    listed(source / "labels.csv", "a,0,0", "b,0,0")
+    both = packed(source, kp_key="kp", feature_key="X")
+    np.testing.assert_array_equal(both.sample(0)["x"], made["X"])
+    np.testing.assert_array_equal(both.sample(0)["features"], made["X2048"])
+    assert checked(source, kp_key=None, feature_key="X").errors == 0
+    [row, _] = checked(source).rows
+    assert (row.rule, row.value) == ("X must be (T, 156)", "(5, 2048)")
+    for act in (packed, checked):
+        with pytest.raises(PackError, match=r"no clip has kp_key 'points'; they have X, kp, mask, meta, timestamps_ms"):
+            act(source, kp_key="points", feature_key="X")
+
+
+def test_clips_without_labels_are_validated_and_read_and_a_pack_says_what_can_be_done(tmp_path):
+    path = clip(tmp_path / "raw" / "a.npz")
+    report = checked(path.parent)
+    assert (report.ok, [row.file for row in report.rows]) == (True, ["labels.csv"])
+    np.testing.assert_array_equal(sign.read(path, KEYPOINTS)["x"], arrays()["X"])
+    with pytest.raises(PackError, match=r"1 clip and no label.*write labels\.csv with the columns file,gloss,cat"):
+        packed(tmp_path / "raw")
+    path.unlink()
+    listed(tmp_path / "raw" / "labels.csv", "a,0,0")
+    for act in (packed, checked):
+        with pytest.raises(PackError, match=r"no clips \(\.npz\); it has labels\.csv"):
+            act(tmp_path / "raw")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (FIRST, "a.npz,0,0", "b.NPZ,1,1"),
+        (FIRST, "train/a,0,0", r"train\b.npz,1,1"),
+        (FIRST, "./a,0,0", '"b", 1 ,1 '),
+        (FIRST, "", "a,0,0", "  ", "b,1,1", "a.npz,0,0"),
+        (" Signer,CAT,file,gloss,occluded\r", "S0,0,a,0,1\r", "S1,1,b,1,0\r"),
+        ("file;gloss;cat;notes", "a;0;0;", '"b";1;1;"a, b; c"'),
+        ("gloss\tfile\tcat", "0\ttrain/a.npz\t0", "1\ttrain\\b.npz\t1"),
+        ("file|gloss|cat", "a|0|0", "b|1|1"),
+    ],
+)
+def test_a_list_is_read_in_the_ways_people_write(tmp_path, lines):
+    source = corpus(tmp_path / "raw", without=("X2048",))
+    (source / "train" / "labels.csv").write_text("\n".join(lines), "utf-8-sig", newline="")
+    assert checked(source).rows == ()
+    assert packed(source).sample(1)["label"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("folder", ["FSL105_{}/", ""])
+def test_one_list_above_the_folders_names_clips_by_an_end_of_their_path(tmp_path, folder):
+    source = corpus(tmp_path / "raw", without=("X2048",))
+    for split in ("train", "val"):
+        (source / split / "labels.csv").unlink()
+        (source / split).rename(source / f"FSL105_{split}")
+    train, val = folder.format("train"), folder.format("val")
+    listed(source / "labels.csv", f"{train}a,0,0", f"{train}b,1,1", f"{val}c,0,0", f"{val}d,1,1")
+    listed(source / "history.csv", "1,0.5,0.3", head="epoch,train_loss,val_loss")
+    assert checked(source).rows == ()
+    made = packed(source)
+    assert made.splits == {"train": 2, "val": 2, "test": 0}
+    assert [made.sample(i)["label"].tolist() for i in range(4)] == [[0, 0], [1, 1], [0, 0], [1, 1]]
+    clip(source / "FSL105_val" / "a.npz", seed=9)
+    errors = {row.file: row.value for row in checked(source).rows}
+    assert ("labels.csv:2" in errors) == (folder == ""), "a name that stands for two clips is refused"
+
+
+LISTS = {  # (lines, file of the row, part of its rule, of its value)
+    "a column is missing": (("file,gloss", "a,0", "b,1"), "labels.csv", "the columns file, gloss, cat", "file,gloss"),
+    "the list is empty": (("", ""), "labels.csv", "the columns", "an empty file"),
+    "it is not UTF-8": ((FIRST, "s\udced,0,0"), "labels.csv", "be UTF-8 text", "byte 0xed"),
+    "an id is negative": ((FIRST, "a,-1,0", "b,1,1"), "labels.csv:2", "gloss must be a whole number", "-1"),
+    "an id is a name": ((FIRST, "b,1,1", "a,0,red"), "labels.csv:3", "cat must be a whole number from 0", "red"),
+    "a cell is missing": ((FIRST, "a,0", "b,1,1"), "labels.csv:2", "cat must be a whole number", "nothing"),
+    "a row names nothing": ((FIRST, "a,0,0", "b,1,1", ",0,0"), "labels.csv:4", "must name one clip", "nothing"),
+    "its clip is not there": ((FIRST, "a,0,0", "b,1,1", "A,1,1"), "labels.csv:4", "must name one clip", "A"),
+    "a clip has no row": ((FIRST, "b,1,1"), "a.npz", "a clip must have a label", "no row"),
+    "two rows contradict": ((FIRST, "a,0,0", "b,1,1", "a,1,1"), "labels.csv:4", "labels.csv:2 says 0, 0", "1, 1"),
+}
+
+
+def test_a_damaged_list_gives_its_row_and_each_clip_without_a_label_has_one(tmp_path):
+    source, causes = tmp_path / "raw", {}
+    for i, (kind, (lines, file, *parts)) in enumerate(LISTS.items()):
+        for k, name in enumerate("ab"):
+            clip(source / f"{i:02}" / f"{name}.npz", seed=2 * i + k, frames=1, without=("X2048",))
+        (source / f"{i:02}" / "labels.csv").write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+        causes[f"{i:02}/{file}"] = (kind, *parts)
+    report = checked(source)
+    for file, (kind, rule, value) in causes.items():
+        [row] = [row for row in report.rows if row.file == file]
+        assert (row.severity, rule in row.rule, value in row.value, bool(row.fix)) == (ERROR, True, True, True), kind
+    assert {row.rule for row in report.rows if row.file not in causes} == {"a clip must have a label"}
+    made = packed(source)
+    assert sorted(made.bad["file"]) == sorted(row.file for row in report.rows)
+
+
+def changed(**arrays_: Any):
+    return lambda path: clip(path, **arrays_)
+
+
+def with_value(value: float):
+    x = arrays()["X"]
+    x[2, 7] = value
+    return changed(X=x)
+
+
+X, MASK, TIMES = (arrays()[key] for key in ("X", "mask", "timestamps_ms"))
+WARNED = {  # (damage, key, part of the rule, part of the value)
+    "mask is missing": (changed(without=("mask",)), "mask", "a clip must have mask", "X, "),
+    "meta is missing": (changed(without=("meta",)), "meta", "a clip must have meta", "X, "),
+    "X is longer than positions": (lambda path: clip(path, frames=301), "X", "at most 300 frames", "301"),
+    "X is float64": (changed(X=X.astype("f8")), "X", "float32", "float64"),
+    "a point left the picture": (with_value(1.25), "X", "coordinates must be in [0, 1]", "frame 2 has 1.25"),
+    "mask is of 0 and 1": (changed(mask=MASK.astype("u1")), "mask", "mask should be bool", "uint8"),
+}
+REFUSED = {
+    "X is missing": (changed(without=("X",)), "X", "a clip must have X", "mask, t"),
+    "X has other points": (changed(X=np.zeros((T, 178), "f4")), "X", "X must be (T, 156)", "(5, 178)"),
+    "X is of integers": (changed(X=(X > 0).astype(int)), "X", "X must be float32", "int64"),
+    "X has nan": (with_value(np.nan), "X", "numbers must be finite", "frame 2 has nan"),
+    "X has inf": (with_value(-np.inf), "X", "numbers must be finite", "frame 2 has -inf"),
+    "a point is far outside": (with_value(-0.75), "X", "coordinates must be in [0, 1]", "frame 2 has -0.75"),
+    "T is 0": (lambda path: clip(path, frames=0), "X", "a clip must have frames", "none"),
+    "mask has other frames": (changed(mask=MASK[1:]), "mask", "mask must be (5, 78)", "(4, 78)"),
+    "times have other frames": (changed(timestamps_ms=TIMES[1:]), "timestamps_ms", "timestamps_ms must be (5)", "(4,)"),
+    "times go back": (changed(timestamps_ms=TIMES[::-1]), "timestamps_ms", "times must increase", "frame 0 has 133"),
+    "X is pickled": (changed(X=X.astype(object)), "", "a whole .npz archive", "Object arrays"),
+    "the file is empty": (lambda path: path.write_bytes(b""), "", "a whole .npz archive", "not a zip file"),
+    "the file is a web page": (
+        lambda path: path.write_bytes(b"<!DOCTYPE>"),
+        "",
+        "a whole .npz archive",
+        "not a zip file",
+    ),
+}
+
+
+@pytest.mark.parametrize(("severity", "kinds"), [(WARNING, WARNED), (ERROR, REFUSED)])
+def test_a_damaged_clip_gives_its_row_and_no_other(tmp_path, severity, kinds):
+    source = tmp_path / "raw"
+    for i, (damage, *_) in enumerate(kinds.values()):
+        damage(clip(source / f"{i:02}.npz", without=("X2048",)))
+    clip(source / "99.npz", seed=1, frames=7)
+    listed(source / "labels.csv", *(f"{path.stem},0,0" for path in sorted(source.iterdir())))
+    rows = checked(source, feature_key=None).rows
+    assert [row.file for row in rows] == [f"{i:02}.npz" for i in range(len(kinds))]
+    for row, (kind, (_, key, rule, value)) in zip(rows, kinds.items(), strict=True):
+        assert (row.severity, row.key, rule in row.rule, value in row.value) == (severity, key, True, True), (kind, row)
+        assert row.fix
+    made = packed(source, feature_key=None)
+    wrong = [(row.file, *row.reasons) for row in rows] if severity == ERROR else []
+    assert list(made.bad[["file", "value", "rule", "fix"]].itertuples(index=False, name=None)) == wrong
+    assert len(made) == len(kinds) + 1 - len(wrong)
+
+
+def test_a_clip_with_damaged_bytes_is_refused_or_has_the_right_form(tmp_path):
+    """A checksum guards the numbers, but not the names around them."""
+    whole, draw, path = clip(tmp_path / "a.npz", frames=2).read_bytes(), np.random.default_rng(0), tmp_path / "a.npz"
+    shapes = []
+    for _ in range(100):
+        damaged = bytearray(whole)
+        for place in draw.integers(len(whole), size=3):
+            damaged[place] = draw.integers(256)
+        path.write_bytes(damaged[: draw.integers(len(whole)) if draw.random() < 0.3 else None])
+        with contextlib.suppress(PackError):
+            shapes.append(sign.read(path, KEYPOINTS)["x"].shape)
+    assert len(shapes) < 80
+    assert set(shapes) <= {(2, 156)}
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not DATA, reason="NBTOOLS_REAL_DATA names no folder of real data")
+def test_real_clips_pass_and_are_read_and_packed():
+    report = checked(nb.stage(Path(DATA) / "fsl-clips.tar", progress=False), require_x2048=True)
+    assert [(row.severity, row.value) for row in report.rows] == [(WARNING, "no labels.csv")]
+    source = nb.stage(Path(DATA) / "isl-keypoints.tar", progress=False)
+    assert (checked(source).about, checked(source).errors) == ("200 clips, 200 with a label", 0)
+    made = packed(source)
+    assert (made.splits, len(made.bad)) == ({"train": 160, "val": 40, "test": 0}, 0)
+    assert (len(made.classes), len(made.options["categories"])) == (10, 3)

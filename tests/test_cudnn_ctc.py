@@ -1,0 +1,89 @@
+"""CTC by cuDNN, with torch's own loss in the operator's place: packing, masks, weights, and that nothing is read on the
+host. tests/cuda compares the operator itself."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nbtools.tasks.common import ctc, cudnn_ctc
+
+T, B, N, C = 20, 6, 5, 9
+
+
+def operator(logits, texts, steps, lengths, blank, deterministic, zero_infinity):
+    """What cuDNN returns: the gradient of logits, anything beyond a sample's steps."""
+    assert (texts.dtype, steps.dtype, lengths.dtype) == (torch.int32,) * 3
+    assert len(texts) == B * N
+    assert deterministic
+    assert min(lengths) > 0
+    with torch.enable_grad():
+        own = logits.detach().requires_grad_()
+        used = texts[: int(lengths.sum())].long()
+        each = F.ctc_loss(own.log_softmax(2), used, steps.long(), lengths.long(), blank, "none")
+        [gradient] = torch.autograd.grad(each.nan_to_num(posinf=0.0).sum(), own)
+    for b, last in enumerate(steps.tolist()):
+        gradient[last:, b] = torch.nan
+    return each.detach(), gradient
+
+
+@pytest.fixture
+def batch(monkeypatch):
+    monkeypatch.setattr(torch.ops.aten, "_cudnn_ctc_loss", SimpleNamespace(Tensor=operator), raising=False)
+    torch.manual_seed(0)
+    logits = torch.randn(T, B, C, requires_grad=True)
+    lengths, steps = torch.tensor([5, 1, 3, 5, 0, 4]), torch.tensor([20, 7, 3, 4, 9, 12])
+    return logits, torch.randint(C - 1, (B, N)), steps, lengths
+
+
+def test_losses_and_gradients_are_torchs_own_where_the_text_fits(batch):
+    logits, labels, steps, lengths = batch
+    labels[2, :3] = torch.tensor([1, 2, 3])  # just fits
+    fits = ctc.feasible(steps, labels, lengths)
+    assert fits.tolist() == [True, True, True, False, True, True]
+    each = cudnn_ctc.losses(logits, labels, steps, lengths, fits)
+    expected = F.ctc_loss(logits.log_softmax(2), labels + 1, steps, lengths, reduction="none")
+    used = fits & (lengths > 0)
+    torch.testing.assert_close(each[used], expected[used])
+    assert each.isinf().tolist() == expected.isinf().tolist() == (~fits).tolist()
+    assert each[4] == 0
+    weights = torch.arange(1.0, B + 1) * used
+    [mine] = torch.autograd.grad((each.nan_to_num(posinf=0.0) * weights).sum(), logits)
+    [theirs] = torch.autograd.grad((expected[used] * weights[used]).sum(), logits)
+    torch.testing.assert_close(mine[:, used], theirs[:, used], atol=1e-5, rtol=1e-4)
+    assert not mine[:, ~used].any()
+
+
+def test_an_operator_that_disagrees_or_is_missing_is_not_used(batch, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.B", 3)
+    monkeypatch.setattr(f"{__name__}.N", 3)
+    agrees = cudnn_ctc.agrees.__wrapped__
+    assert agrees(torch.device("cpu"))
+
+    def doubled(*values):
+        each, gradient = operator(*values)
+        return 2 * each, gradient
+
+    for other in (SimpleNamespace(Tensor=doubled), SimpleNamespace()):
+        monkeypatch.setattr(torch.ops.aten, "_cudnn_ctc_loss", other)
+        assert not agrees(torch.device("cpu"))
+    assert not cudnn_ctc.able(torch.zeros(T, B, C), torch.zeros(B, N)), "on a CPU"
+
+
+def test_nothing_is_read_on_the_host_outside_the_operator(batch, monkeypatch):
+    logits, labels, steps, lengths = batch
+    monkeypatch.setattr(
+        torch.ops.aten, "_cudnn_ctc_loss", SimpleNamespace(Tensor=lambda x, *_: (x[0, :, 0] * 1, x * 1)), raising=False
+    )
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = function.name()
+            assert not any(word in name for word in ("_local_scalar_dense", "nonzero", "masked_select")), name
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        each = cudnn_ctc.losses(logits, labels, steps, lengths, ctc.feasible(steps, labels, lengths))
+        each.sum().backward()
