@@ -1,9 +1,8 @@
 """Handwritten lines of text: pages of CASIA-HWDB, or any folder of images of lines, and networks with CTC."""
 
 from nbtools.tasks.common.lists import text_of
-from nbtools.tasks.hwdb.analysis import by_frequency, by_width, confusions, frequencies, report, scores, worst
-from nbtools.tasks.hwdb.data import height_for, pack, pack_options, read, survey
-from nbtools.tasks.hwdb.decode import peaks_of, search, tune
+from nbtools.tasks.hwdb.data import pack, pack_options, read, survey
+from nbtools.tasks.hwdb.decode import peaks_of, scores, search, tune
 from nbtools.tasks.hwdb.demo import demo
 from nbtools.tasks.hwdb.language_model import NGram
 from nbtools.tasks.hwdb.task import (
@@ -21,41 +20,4 @@ from nbtools.tasks.hwdb.task import (
     suggest,
     tensors,
 )
-from nbtools.tasks.hwdb.visualize import confused, preview, show
-
-__all__ = [
-    "BASELINE",
-    "BEST",
-    "MEANINGS",
-    "PLAN",
-    "PRESETS",
-    "NGram",
-    "Plan",
-    "batch",
-    "by_frequency",
-    "by_width",
-    "confused",
-    "confusions",
-    "decode",
-    "demo",
-    "frequencies",
-    "height_for",
-    "loss",
-    "metrics",
-    "model",
-    "pack",
-    "pack_options",
-    "peaks_of",
-    "preview",
-    "read",
-    "report",
-    "scores",
-    "search",
-    "show",
-    "suggest",
-    "survey",
-    "tensors",
-    "text_of",
-    "tune",
-    "worst",
-]
+from nbtools.tasks.hwdb.visualize import preview, show

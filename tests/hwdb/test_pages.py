@@ -1,0 +1,149 @@
+"""`.dgrl` and `.dgr`: files made by hand from the published table, not by the writer of the demo."""
+
+import random
+import struct
+
+import numpy as np
+import pytest
+
+from nbtools.errors import PackError
+from nbtools.tasks.hwdb.data import UNKNOWN, character, image_of, lines_of, text_of_codes
+from nbtools.tasks.hwdb.demo import codes_of
+
+NOTE = b"#CASIA-HWDB2.x page, labelled by line\0"
+
+
+def header(kind=b"DGRL", note=NOTE, code_type=b"GB", length=2, bits=8):
+    return struct.pack("<i8s", 36 + len(note), kind) + note + struct.pack("<20s2h", code_type, length, bits)
+
+
+def page(*lines, kind=b"DGRL", bits=8, size=(300, 200)):
+    return header(kind, bits=bits) + struct.pack("<3i", *size, len(lines)) + b"".join(lines)
+
+
+def line(codes, top, left, height, width, pixels):
+    return struct.pack("<i", len(codes) // 2) + codes + struct.pack("<4i", top, left, height, width) + pixels
+
+
+def words(*each):
+    return struct.pack("<i", len(each)) + b"".join(each)
+
+
+def word(code, top, left, height, width, pixels):
+    return code + struct.pack("<4h", top, left, height, width) + pixels
+
+
+def coded(text):
+    return b"".join(b"\xff\xff" if one == UNKNOWN else one.encode("gb18030").ljust(2, b"\0") for one in text)
+
+
+def read(data, name="page.dgrl"):
+    return [(text_of_codes(one.codes)[0], image_of(one)) for one in lines_of(data, name)]
+
+
+def some_rows(rng, lines):
+    """Words (top, left, height, width, pixels) of each line of a `.dgr`, which may overlap."""
+    rows = []
+    for n in range(lines):
+        sizes = [(rng.randint(1, 9), rng.randint(1, 12)) for _ in range(rng.randint(1, 5))]
+        places = [(20 * n + rng.randint(-3, 3), 6 * k + rng.randint(-3, 3)) for k in range(len(sizes))]
+        rows.append([(*at, h, w, rng.randbytes(h * w)) for at, (h, w) in zip(places, sizes, strict=True)])
+    return rows
+
+
+def of_words(rows):
+    return page(*(words(*(word(b"a\0", *one) for one in row)) for row in rows), kind=b"DGR")
+
+
+def test_a_grey_page_written_by_hand_is_read_field_by_field():
+    """The guide's reader took top and left for height and width."""
+    codes = "手".encode("gb2312") + b"\xff\xff" + b"7\0"
+    data = page(line(codes, 11, 12, 2, 3, bytes([255, 0, 7, 8, 9, 255])), line(b"", -40, 995, 1, 1, b"\x80"))
+    (text, image), (none, dot) = read(data)
+    assert (text, none) == (f"手{UNKNOWN}7", "")
+    assert image.tolist() == [[255, 0, 7], [8, 9, 255]]
+    assert image.dtype == np.uint8
+    assert dot.tolist() == [[128]]  # where a line lies is not judged
+
+
+def test_with_one_bit_a_pixel_a_set_bit_is_ink_the_highest_leftmost_and_rows_end_on_whole_bytes():
+    rng = random.Random(1)
+    for width in range(1, 26):
+        stride = -(-width // 8)
+        pixels = rng.randbytes(4 * stride)
+        [(_, image)] = read(page(line(b"", 0, 0, 4, width, pixels), bits=1))
+        for (y, x), grey in np.ndenumerate(image):
+            ink = pixels[y * stride + x // 8] & (0x80 >> x % 8)
+            assert grey == (0 if ink else 255)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_words_are_joined_on_blank_paper_at_their_places_the_darker_pixel_on_top(seed):
+    rows = some_rows(random.Random(seed), 4)
+    for row, (text, image) in zip(rows, read(of_words(rows), "1.DGR"), strict=True):
+        canvas = {}
+        for top, left, height, width, pixels in row:
+            for y, x in np.ndindex(height, width):
+                at = (top + y, left + x)
+                canvas[at] = min(canvas.get(at, 255), pixels[y * width + x])
+        above, before = min(y for y, _ in canvas), min(x for _, x in canvas)
+        assert len(image) == max(y for y, _ in canvas) - above + 1
+        for (y, x), grey in np.ndenumerate(image):
+            assert grey == canvas.get((above + y, before + x), 255)
+        assert text == "a" * len(row)
+
+
+def test_every_code_is_a_character_once_or_none_and_each_character_has_its_code():
+    codes = [bytes([first, second]) for first in range(256) for second in range(256)]
+    known = {code: character(code) for code in codes if character(code)}
+    assert len(known) > 23_000
+    assert {known[code] for code in codes if code[0] == 0xFF} == {UNKNOWN}
+    assert sorted(known[code] for code in known if code[0] < 0x80) == [chr(n) for n in range(0x20, 0x7F)]
+    assert all(codes_of(text) == code for code, text in known.items() if text != UNKNOWN)
+
+
+def with_int(offset, value, layout="<i"):
+    """80 bytes: 38 of the header, 12 of the page's size, 30 of one line."""
+    data = header(note=b"#\0") + struct.pack("<3i", 90, 80, 1) + line(b"1\0\xb0\xa1", 5, 6, 2, 3, b"abcdef")
+    return data[:offset] + struct.pack(layout, value) + data[offset + struct.calcsize(layout) :]
+
+
+TEXT, BOX = 50, 58  # where the line begins, and its box
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "the header needs 12 bytes, got 0 up to the end at byte 0"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(40), r"a .dgrl file must say DGRL, got .* at byte 12"),
+        (page(words(), kind=b"DGR"), r"a \.dgrl file must say DGRL, got b'DGR"),
+        (with_int(0, -35), "the header needs -51 bytes, got 68 up to the end at byte 12"),
+        (with_int(36, 24, "<h"), "a code must have 2 bytes, a pixel 1 or 8 bits"),
+        (with_int(46, 2), "line 2 needs 4 bytes, got 0 up to the end at byte 80"),
+        (with_int(TEXT, 0x7FFFFFFF), "line 1 needs 4,294,967,294 bytes, got 26 up to the end at byte 54"),
+        (with_int(TEXT, -1), "line 1 needs -2 bytes"),
+        (with_int(BOX + 8, 0), "line 1 must have pixels, got 0 × 3"),
+        (with_int(BOX + 8, 70_000), "line 1 needs 210,000 bytes, got 6 up to"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_damaged_file_is_refused_with_rule_byte_and_what_came(data, message):
+    with pytest.raises(PackError, match=message) as caught:
+        read(data)
+    assert "copy the file again" in caught.value.args[2]  # a row of the table of bad samples
+
+
+@pytest.mark.parametrize("bits", [1, 8, "words"])
+def test_a_file_cut_anywhere_is_refused_and_so_is_one_with_more_behind_it(bits):
+    rng = random.Random(8)
+    data, name = of_words(some_rows(rng, 2)), "1.dgr"
+    if bits != "words":
+        sizes = (27, 1) if bits == 1 else (216, 8)
+        parts = (line(b"a\0\xff\0", -5, 990, 9, 24, bytes(sizes[0])), line(b"", 70, 3, 1, 8, bytes(sizes[1])))
+        data, name = page(*parts, bits=bits), "1.dgrl"
+    assert len(read(data, name)) == 2
+    for size in range(len(data)):
+        with pytest.raises(PackError, match=r"^.*, got .* at byte [\d,]+;"):
+            read(data[:size], name)
+    with pytest.raises(PackError, match="the file must end after line 2"):
+        read(data + data, name)
