@@ -73,9 +73,8 @@ def of_lines(task: str, height: int) -> tuple[Card, Batch]:
 
 def of_clips() -> tuple[Card, Batch]:
     columns = {"x": Column("ragged", "<f4", (156,)), "mask": Column("ragged", "|b1", (78,))}
-    counts = {"gloss": [10] * 10, "category": [50] * 2}
     columns |= {"features": Column("ragged", "<f4", (2048,))}
-    card = Card("sign", list(LETTERS), {"categories": list("ab")}, columns, {"train": 100}, "x", counts=counts)
+    card = Card("sign", list(LETTERS), {"categories": list("ab")}, columns, {"train": 100}, "x")
     raw = {"x": torch.rand(B, 40, 156), "mask": torch.rand(B, 40, 78) < 0.9, "features": torch.rand(B, 40, 2048)}
     raw |= {f"{name}_length": ragged(40) for name in columns}
     return card, raw | {"label": torch.stack([labels(10, B), labels(2, B)], 1)}
@@ -89,17 +88,15 @@ def of_scenes() -> tuple[Card, Batch]:
     return card, {name: values.byte() for name, values in raw.items()}
 
 
-WEIGHED = {"class_weights": "balanced", "label_smoothing": 0.1, "bucket": 8}
-HIDING = {"move": 1.0, "drop_points": 0.1, "drop_hand": 0.2}
 CROPS = {"crop": 64, "scale_low": 0.25, "scale_high": 2.0, "flip": 0.5, "jitter": 0.4}
 
 
-CLIPS = {"time_warp": 0.5, "time_crop": 0.2, "mirror": 0.5}
+CLIPS = {"time_warp": 0.5, "time_crop": 0.2, "mirror": 0.5, "label_smoothing": 0.1, "bucket": 8}
 CASES: dict[str, tuple[Any, Callable[[], tuple[Card, Batch]], dict[str, Any]]] = {
     "captcha": (captcha, of_images, {"network": "small", "loss": "cross_entropy", "augment": 0.3}),
     "lines": (captcha, partial(of_lines, "captcha", 32), {"augment": 1.3}),
     "hwdb": (hwdb, partial(of_lines, "hwdb", 32), {"network": "slim", "augment": 1.0}),
-    "sign": (sign, of_clips, CLIPS | HIDING | WEIGHED),
+    "sign": (sign, of_clips, CLIPS),
     "segment": (segment, of_scenes, {"network": "slim", **CROPS}),
 }
 

@@ -1,275 +1,257 @@
-"""Raw clips → pack: x (T, 156) float32 and mask (T, 78) bool, features (T, 2048) float32, all ragged, and label (2,)
-int64 = (gloss, category). `classes` are the glosses. A column that no clip has is left out; in one that only some have,
-the others have 0 frames.
+"""Clips and lists of labels → pack: x (T, 156) float32 and mask (T, 78) bool, features (T, 2048) float32, all ragged,
+and label (2,) int64 = (gloss, category). `classes` are the glosses. A column that no clip has is left out; in one that
+only some have, the others have 0 frames.
 
-Clips are decompressed once: reading a `.npz` at each access takes most of a small network's step.
+    train/CLIP.npz  train/labels.csv  val/…  test/…      a list in each folder, or one above them
+    CLIP.npz  labels.csv                                 one folder; the splits are drawn by a hash of the names
+    transformer_only/…  iv3_gru_only/…  test_15fps/…     the guide's: the first two train, the third validates
+    labels_reference.csv                                 anywhere: names of the ids: gloss_id, label, cat_id, category
+
+A list is a CSV with any separator and the columns file, gloss and cat, ids from 0. A row names a clip below the list's
+folder by an end of its path that no other clip has; `.npz` may be left out.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import permutations
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from nbtools import disk
-from nbtools.data import (
-    Card,
-    Entry,
-    Pack,
-    Sample,
-    Survey,
-    bar,
-    build_pack,
-    cache,
-    drive_path,
-    is_pack,
-    side_by_side,
-    stage,
-)
+from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
 from nbtools.errors import PackError
 from nbtools.show import plural
-from nbtools.tasks.common import report
-from nbtools.tasks.common.report import ERROR, WARNING, Refused, Row, ordered
-from nbtools.tasks.sign.clips import FEATURES, WIDTH, Keys, arrays_in, columns_in, examine
-from nbtools.tasks.sign.keypoints import POINTS
-from nbtools.tasks.sign.labels import GUIDE, LABELS, labels_of, split_in
+from nbtools.tasks.common.files import split_word, walk
+from nbtools.tasks.common.lists import decode_text, read_rows, slashed
+from nbtools.tasks.common.report import ERROR, WARNING, Refused, Report, Row, ordered
+from nbtools.tasks.sign.clips import FORMS, KEYS, arrays_in, read_clip
 
-NONE: Sample = {
-    "x": np.zeros((0, WIDTH), np.float32),
-    "mask": np.zeros((0, POINTS), bool),
-    "features": np.zeros((0, FEATURES), np.float32),
-}
-"""The columns of a clip that lacks them."""
+SUFFIX, LABELS, REFERENCE = ".npz", "labels.csv", "labels_reference.csv"
+GUIDE = {"transformer_only": "train", "iv3_gru_only": "train", "test_15fps": "val"}  # it has no test split
+ID = re.compile("[0-9]{1,4}")  # a mistyped id must not make a network of a billion outputs
+
+Ids = tuple[int, int]  # (gloss, category)
 
 
 def pack(
     source: str | Path,
     *,
-    val: float | str | Path = 0.1,
-    test: float | str | Path = 0.1,
-    labels: str | Path | None = None,
-    labels_val: str | Path | None = None,
-    labels_test: str | Path | None = None,
+    val: float = 0.1,
+    test: float = 0.1,
     kp_key: str | None = "X",
     feature_key: str | None = "X2048",
-    require_x2048: bool = False,
     glosses: int | Sequence[str] | None = None,
     categories: int | Sequence[str] | None = None,
     into: str | Path | None = None,
     progress: bool = True,
 ) -> Pack:
-    """The pack of labelled clips from a folder, archive or link; opened if it is finished.
+    """Return the pack of labelled clips of a folder, archive or link; opened if it is finished.
 
-    val, test: shares, or whole numbers for exactly that many; train, val and test folders of the source take
-    precedence, and so do the guide's: `transformer_only` and `iv3_gru_only` train, `test_15fps` validates, and there is
-    no test split. Or a source of its own, folder, archive or link: the first source then trains.
-    labels, labels_val, labels_test: the CSV of the source, and of a val or test of its own, in place of those in them.
-    kp_key: the array of keypoints; None reads none. feature_key: that of features; None leaves them out, which makes a
-    pack for the Transformer alone 13 times as small. A clip may lack one of the two: a network trains and is evaluated
-    on those that it can read. require_x2048: leave out clips without features.
-    glosses, categories: how many classes there are, or their names, where no clip has the last; None: up to the largest
-    id. Raises PackError if nothing can be used. `validate` reports what is wrong with single clips and labels.
+    val, test: shares, or whole numbers for exactly that many; train, val and test folders of the source come first.
+    kp_key: the array of keypoints; None reads none. feature_key: that of features; None makes a pack for the
+    Transformer alone 13 times as small. A clip may lack one of the two: a network reads those that have its own.
+    glosses, categories: how many classes there are, or their names; None: up to the largest id.
+    Raises PackError if nothing can be used. `validate` reports what is wrong with single clips and labels.
     """
-    Keys(kp_key, feature_key, require_x2048)
-    lists = {"train": labels, "val": labels_val, "test": labels_test}
-    source, given = arranged(source, {"val": val, "test": test}, lists, progress)
-    val, test = (0.0 if isinstance(share, str | Path) else share for share in (val, test))
-    options = {"kp_key": kp_key, "feature_key": feature_key, "require_x2048": require_x2048}
-    more = {"given": given or None, "glosses": glosses, "categories": categories}
-    options |= {name: value for name, value in more.items() if value is not None}
+    options = {"kp_key": kp_key, "feature_key": feature_key, "glosses": glosses, "categories": categories}
     return build_pack(source, "sign", options, survey, read, val=val, test=test, into=into, progress=progress)
 
 
 def pack_options(card: Card) -> dict[str, Any]:
-    """A new source is read by the same arrays, and its ids mean the same classes."""
-    names = ("kp_key", "feature_key", "require_x2048", "categories")
-    return {**{name: card.options[name] for name in names if name in card.options}, "glosses": card.classes}
-
-
-def arranged(
-    source: str | Path, shares: Mapping[str, Any], lists: Mapping[str, str | Path | None], progress: bool
-) -> tuple[str | Path, list[str]]:
-    """(one folder of links to the sources and their lists, the links that have a list); the source unchanged where it
-    is all there is, or a pack, which opens as it is. Raises PackError for a list without its source, and for one source
-    within another."""
-    places = {split: place for split, place in shares.items() if isinstance(place, str | Path)}
-    named = {split: name for split, name in lists.items() if name is not None}
-    for split in named.keys() - {"train"} - places.keys():
-        raise PackError(f"labels_{split} is the list of labels of {split}=, which is missing; give both")
-    if not places and not named:
-        return source, []
-    folders = {"train": stage(source, progress=progress)}
-    if is_pack(folders["train"]):
-        return folders["train"], []
-    folders |= {split: stage(place, progress=progress) for split, place in places.items()}
-    for (one, folder), (other, inner) in permutations(folders.items(), 2):
-        if inner.resolve().is_relative_to(folder.resolve()):
-            raise PackError(
-                f"{inner}, the source of {other}, lies within {folder}, that of {one}, so its clips would be in both; "
-                f"name a folder that holds the clips of {one} alone"
-            )
-    only = folders["train"].name if folders["train"].name in GUIDE else "clips"  # of `train` none would be test
-    titles = {split: split if places else only for split in folders}
-    links = {titles[split]: folder for split, folder in folders.items()}
-    for split, name in named.items():
-        links[f"{titles[split]}.csv"] = list_file(name)
-    return linked(links), [titles[split] for split in named]
-
-
-def list_file(name: str | Path) -> Path:
-    path = drive_path(name).absolute()
-    if not path.is_file():
-        raise PackError(f"a list of labels must be a CSV file, and {path} is a folder; name the file")
-    return path
-
-
-def linked(links: Mapping[str, Path]) -> Path:
-    """A folder with these links, always the same one for the same links."""
-    text = json.dumps({name: str(path) for name, path in links.items()})
-    folder = cache() / "linked" / hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).hexdigest()
-    with disk.explained(f"linking {', '.join(links)}", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, path in links.items():
-            with contextlib.suppress(FileExistsError):
-                (folder / name).symlink_to(path)
-    return folder
+    """Return options of `pack` with which another source is read by the same arrays and has the same classes."""
+    return {**{name: card.options[name] for name in (*KEYS, "categories")}, "glosses": card.classes}
 
 
 def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
-    found = labels_of(folder, options.get("given", ()), options.get("glosses"), options.get("categories"))
-    bad = [(row.file, *row.reasons) for row in found.rows if row.severity == ERROR]
-    if not found.labels:
-        first = f". The first error: {bad[0][0]}: {bad[0][2]}, got {bad[0][1]}; {bad[0][3]}" if bad else ""
-        raise PackError(
-            f"{folder}: {plural(len(found.clips), 'clip')} and no label that can be used{first}. To train, write "
-            f"{LABELS} with the columns file,gloss,cat; run.predict(files) reads clips without labels"
-        )
-    asked = Keys(options["kp_key"], options["feature_key"], options["require_x2048"])
-    keys, _ = there(asked, folder, found.clips)
-    sizes = {"gloss": len(found.classes), "category": len(found.categories)}
-
-    def count(columns: Mapping[str, np.ndarray], train: np.ndarray) -> dict[str, list[int]]:
-        pairs = zip(sizes.items(), columns["label"][train].T, strict=True)
-        return {name: np.bincount(ids, minlength=size).tolist() for (name, size), ids in pairs}
-
-    return Survey(
-        [
-            Entry(clip, split_in(clip, folder.name), np.array(found.labels[clip], np.int64))
-            for clip in found.clips
-            if clip in found.labels
-        ],
-        found.classes,
-        {
-            "kp_key": keys.x,
-            "feature_key": keys.features,
-            "categories": found.categories,
-            "category_of": found.category_of,
-            **({"require_x2048": True} if keys.needed else {}),
-        },
-        ragged=("x", "mask", "features"),
-        bucket_by="features" if keys.x is None else "x",
-        bad=bad,
-        count=count,
+    """Return the clips with a label that can be used, and what is wrong with the others."""
+    clips, labels, rows = labels_of(folder)
+    errors = [row for row in rows if row.severity == ERROR]
+    if not labels:
+        first = f" The first error: {Refused(errors[0])}" if errors else ""
+        fix = f"write {LABELS} with the columns file,gloss,cat; run.predict(files) reads clips without labels"
+        raise PackError(f"{folder}: {plural(len(clips), 'clip')} and no label; {fix}.{first}")
+    entries = [Entry(clip, split_in(clip), np.array(labels[clip], np.int64)) for clip in clips if clip in labels]
+    keys, known = keys_of(options, folder, clips), read_reference(folder)
+    glosses, categories = (
+        names_of(option, options[option], max(label[k] for label in labels.values()), known[k])
+        for k, option in enumerate(("glosses", "categories"))
     )
+    by, bad = "features" if keys["kp_key"] is None else "x", [(row.file, *row.reasons) for row in errors]
+    made = {**keys, "categories": categories}
+    return Survey(entries, glosses, made, ragged=("x", "mask", "features"), bucket_by=by, bad=bad)
 
 
-def there(keys: Keys, folder: Path, clips: Sequence[str]) -> tuple[Keys, list[Row]]:
-    """(the keys of what some clip has, a warning for what only some have). Raises PackError for a key of the user's own
-    that no clip has."""
-    have = dict(zip(clips, side_by_side(lambda clip: columns_in(folder / clip, keys), clips), strict=True))
-    some = set().union(*filter(None, have.values()))
-    rows, kept = [], {}
-    for column, option, network in (("x", "kp_key", "Transformer"), ("features", "feature_key", "GRU")):
-        key = getattr(keys, column)
-        needed = keys.needed and column == "features"
-        kept[column] = key if column in some or not some or needed else None
-        if key not in (None, getattr(Keys, column)) and kept[column] is None:
-            clip = next(clip for clip, columns in have.items() if columns)
-            raise PackError(f"no clip has {option} {key!r}; {clip} has {', '.join(arrays_in(folder / clip))}")
-        without = [clip for clip, columns in have.items() if columns and column not in columns]
-        if key and kept[column] and without and not needed:
-            value = f"{len(without):,} of {len(have):,} have none"
-            fix = f"extract them; or nothing: the {network} leaves out clips that have none"
-            rows.append(Row(key, f"all clips should have {key}, or none", value, fix, WARNING, without[0]))
-    return Keys(kept["x"], kept["features"], keys.needed), rows
+def keys_of(options: Mapping[str, Any], folder: Path, clips: Sequence[str]) -> dict[str, Any]:
+    """Return the options that name arrays, None for one that no clip has. Raises PackError where the user named it."""
+    have = list(side_by_side(lambda clip: arrays_in(folder / clip), clips))
+    keys, every = {name: options[name] for name in KEYS}, set().union(*have)
+    for name, key in keys.items():
+        if every and key not in (None, KEYS[name], *every):
+            raise PackError(f"no clip has {name} {key!r}; they have {', '.join(sorted(every))}")
+    kept = every.intersection(filter(None, keys.values())) or {*keys.values()}  # else each clip is an error
+    return {name: key if key in kept else None for name, key in keys.items()}
 
 
 def read(path: Path, options: Mapping[str, Any]) -> Sample:
-    """One clip → {"x": …, "mask": …, "features": …} as the pack holds it: of 0 frames what this clip lacks and others
-    have.
-
-    Raises PackError(value, rule, fix) with the first error that `validate` reports for it.
-    """
-    keys = Keys(options["kp_key"], options["feature_key"], options.get("require_x2048", False))
-    found = examine(Path(path), keys, whole=False)[0]
-    wanted = {"x": keys.x, "mask": keys.x, "features": keys.features}
-    return {column: found.get(column, NONE[column]) for column, key in wanted.items() if key is not None}
+    """Return one clip as the pack holds it: x, mask and features, of 0 frames what this one lacks and others have.
+    Raises Refused with the first error that `validate` reports."""
+    clip = read_clip(Path(path), options)[0]
+    keys = {"x": options["kp_key"], "mask": options["kp_key"], "features": options["feature_key"]}
+    empty = {column: np.zeros((0, *FORMS[column][0]), FORMS[column][1]) for column, key in keys.items() if key}
+    return {column: clip.get(column, none) for column, none in empty.items()}
 
 
-@dataclass(frozen=True)
-class Report(report.Report):
-    """What is wrong with a source. clips, labelled: how many there are, and how many have a label that can be used."""
-
-    clips: int
-    labelled: int
+# -- what is wrong
 
 
 def validate(
     source: str | Path,
     *,
-    val: float | str | Path = 0.1,
-    test: float | str | Path = 0.1,
-    labels: str | Path | None = None,
-    labels_val: str | Path | None = None,
-    labels_test: str | Path | None = None,
     kp_key: str | None = "X",
     feature_key: str | None = "X2048",
     require_x2048: bool = False,
-    glosses: int | Sequence[str] | None = None,
-    categories: int | Sequence[str] | None = None,
     progress: bool = True,
 ) -> Report:
-    """Check every clip and every label of a folder, archive or link, with or without labels, as one table of severity,
-    file, key, rule, value and fix.
-
-    Options as for `pack`: an error is what a pack with the same ones leaves out. Raises PackError if there is no clip,
-    and for what `pack` refuses.
-    """
-    keys = Keys(kp_key, feature_key, require_x2048)
-    lists = {"train": labels, "val": labels_val, "test": labels_test}
-    source, given = arranged(source, {"val": val, "test": test}, lists, progress)
+    """Check every clip and every label of a folder, archive or link. An error is what a pack with the same keys leaves
+    out; require_x2048: so is a clip without features. Raises PackError if there is no clip, and for a key that none
+    has."""
     folder = stage(source, progress=progress)
-    found = labels_of(folder, given, glosses, categories)
-    keys, some = there(keys, folder, found.clips)
-    check = side_by_side(partial(checked, folder, keys), found.clips)
-    shown = bar(check, "validating", len(found.clips), leave=False, disable=not progress)
-    rows, first = [*found.rows, *some], {}
-    for clip, (broken, digest) in zip(found.clips, shown, strict=True):
-        rows += [row.at(clip) for row in broken]
-        if digest and first.setdefault(digest, clip) != clip:
-            rule, fix = "each clip should occur only once: one in train cannot validate", "delete one of them"
-            rows.append(Row("", rule, f"the same as {first[digest]}", fix, WARNING, clip))
-    about = f"{plural(len(found.clips), 'clip')}, {len(found.labels):,} with a label"
-    return Report(ordered(rows), about, len(found.clips), len(found.labels))
+    clips, labels, rows = labels_of(folder)
+    keys = keys_of({"kp_key": kp_key, "feature_key": feature_key}, folder, clips)
+    if require_x2048:
+        keys |= {"feature_key": feature_key, "require_x2048": True}
+    broken = side_by_side(partial(broken_in, folder, keys), clips)
+    broken = bar(broken, "validating", len(clips), leave=False, disable=not progress)
+    rows += [row.at(clip) for clip, some in zip(clips, broken, strict=True) for row in some]
+    return Report(ordered(rows), f"{plural(len(clips), 'clip')}, {len(labels):,} with a label")
 
 
-def checked(folder: Path, keys: Keys, clip: str) -> tuple[list[Row], bytes]:
-    """(what is wrong with a clip, a digest of its contents)."""
+def broken_in(folder: Path, options: Mapping[str, Any], clip: str) -> list[Row]:
     try:
-        columns, rows = examine(folder / clip, keys)
+        return read_clip(folder / clip, options)[1]
     except Refused as refusal:
-        return [refusal.row], b""
-    except OSError as error:
-        if disk.is_away(error):
-            raise
-        fix = "copy the file again, or change its permissions"
-        return [Row("", "the file must be readable", error.strerror or str(error), fix)], b""
-    return rows, hashlib.blake2b(columns["x" if "x" in columns else "features"].tobytes(), digest_size=16).digest()
+        return [refusal.row]
+
+
+# -- lists of labels
+
+
+def labels_of(folder: Path) -> tuple[list[str], dict[str, Ids], list[Row]]:
+    """Return the clips of a folder, relative to it, the labels that can be used, and what is wrong with the lists.
+    Raises PackError if there is no clip, DiskError for a list that cannot be opened."""
+    names = walk(folder)
+    clips = [name for name in names if name.lower().endswith(SUFFIX)]
+    if not clips:
+        there = f"it has {', '.join(names[:3])}" if names else "it is empty"
+        raise PackError(f"{folder}: no clips ({SUFFIX}); {there}. Give the folder that holds train/ and val/")
+    with disk.explained(f"reading the labels of {folder}", folder):
+        labels, rows = read_lists(folder, clips)
+    if not labels and not rows:
+        return clips, {}, [Row("", "clips should have labels", f"no {LABELS}", "to predict, nothing", WARNING, LABELS)]
+    bare, fix = (clip for clip in clips if clip not in labels), f"write its row into {LABELS}"
+    rows += [Row("", "a clip must have a label", "no row that can be used", fix, file=clip) for clip in bare]
+    return clips, labels, rows
+
+
+def names_of(option: str, wanted: int | Sequence[str] | None, most: int, known: Mapping[int, str]) -> list[str]:
+    """Return the classes: as wanted, else those up to the largest id. Raises PackError if they are too few, or not
+    those that the source itself names."""
+    count = max(most, *known, -1) + 1 if wanted is None else wanted if isinstance(wanted, int) else len(wanted)
+    if count <= most:
+        rule = f"{option} must be above the largest id, {most}, since ids are from 0, got {count}"
+        raise PackError(f"{rule}; give {most + 1} or more, or correct the labels")
+    if wanted is None or isinstance(wanted, int):
+        return [known.get(i, str(i)) for i in range(count)]
+    for i, title in enumerate(wanted):
+        if title not in (str(i), known.get(i, title)):
+            fix = f"correct its ids, or the name in {REFERENCE}"
+            raise PackError(f"{option}: id {i} must be {title!r}, and the source calls it {known[i]!r}; {fix}")
+    return [*wanted]
+
+
+def split_in(clip: str) -> str | None:
+    """Return the split of a clip by the nearest folder that names one."""
+    named = (GUIDE.get(part) or split_word(part) for part in reversed(PurePosixPath(clip).parts[:-1]))
+    return next(filter(None, named), None)
+
+
+def read_lists(folder: Path, clips: Sequence[str]) -> tuple[dict[str, Ids], list[Row]]:
+    """Return (clip → its label, what is wrong with the lists). A clip with contradictory labels has none."""
+    given: dict[str, dict[Ids, str]] = defaultdict(dict)  # clip → label → the first row that says so
+    rows: list[Row] = []
+    for name in tables_in(folder):
+        try:
+            table = read_table(folder, name, ("file", "gloss", "cat"))
+        except Refused as refusal:  # perhaps the log of a training
+            rows += [refusal.row] if Path(name).name.lower() == LABELS else []
+            continue
+        ends = ends_of(clips, name[: name.rfind("/") + 1])
+        for where, (file, *ids) in table:
+            try:
+                label = id_in("gloss", ids[0]), id_in("cat", ids[1])
+                given[clip_of(file, ends)].setdefault(label, where)
+            except Refused as refusal:
+                rows.append(refusal.row.at(where))
+    for (first, where), *others in (labels.items() for labels in given.values()):
+        rule, fix = f"a clip must have one label, and {where} says {first[0]}, {first[1]}", "delete a wrong row"
+        rows += [Row("gloss, cat", rule, f"{ids[0]}, {ids[1]}", fix, file=other) for ids, other in others]
+    return {clip: next(iter(labels)) for clip, labels in given.items() if len(labels) == 1}, rows
+
+
+def tables_in(folder: Path, reference: bool = False) -> list[str]:
+    """Return the lists of labels below a folder, and perhaps other tables; or the references."""
+    names = (name for name in walk(folder) if name.lower().endswith(".csv"))
+    return [name for name in names if (Path(name).name.lower() == REFERENCE) == reference]
+
+
+def ends_of(clips: Sequence[str], above: str) -> dict[str, list[str]]:
+    """Return every end of a path → the clips below a folder that have it."""
+    ends = defaultdict(list)
+    for clip in clips:
+        parts = clip[: -len(SUFFIX)].split("/")
+        for first in range(len(parts) if clip.startswith(above) else 0):
+            ends["/".join(parts[first:])].append(clip)
+    return ends
+
+
+def clip_of(file: str, ends: Mapping[str, list[str]]) -> str:
+    some = ends.get(re.sub(rf"\{SUFFIX}$", "", slashed(file), flags=re.I), [])
+    if len(some) != 1:
+        fix = "correct the name, add its folder as in train/CLIP, or delete the row"
+        raise Refused(Row("file", "a row must name one clip", f"{file or 'nothing'}, of {len(some)} clips", fix))
+    return some[0]
+
+
+def id_in(column: str, cell: str) -> int:
+    if not ID.fullmatch(cell):
+        fix = f"write its id; names belong into {REFERENCE}"
+        raise Refused(Row(column, f"{column} must be a whole number from 0 to 9999", cell or "nothing", fix))
+    return int(cell)
+
+
+def read_table(folder: Path, name: str, columns: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return (`train/labels.csv:14`, the cells of these columns) of each row. Raises Refused for another table."""
+
+    def is_head(cells: list[str]) -> bool:
+        return set(columns) <= {cell.casefold() for cell in cells}
+
+    rows = read_rows(decode_text((folder / name).read_bytes(), name), name, is_head, heads=())
+    if not rows or not is_head(rows[0][1]):
+        value, fix = ",".join(rows[0][1])[:60] if rows else "an empty file", f"write {','.join(columns)} as first line"
+        raise Refused(Row("", f"the first line must have the columns {', '.join(columns)}", value, fix, file=name))
+    places = [[cell.casefold() for cell in rows[0][1]].index(column) for column in columns]
+    return [(f"{name}:{line}", [cells[p] if p < len(cells) else "" for p in places]) for line, cells in rows[1:]]
+
+
+def read_reference(folder: Path) -> tuple[dict[int, str], dict[int, str]]:
+    """Return the names of glosses and of categories by id. Raises Refused for a reference that cannot be read."""
+    glosses, categories = {}, {}
+    for name in tables_in(folder, reference=True):
+        for _, (gloss, label, cat, title) in read_table(folder, name, ("gloss_id", "label", "cat_id", "category")):
+            glosses[id_in("gloss_id", gloss)], categories[id_in("cat_id", cat)] = label, title
+    return glosses, categories

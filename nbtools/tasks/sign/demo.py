@@ -1,47 +1,36 @@
 """Demo data in the raw format: clips of invented signs, by signers of whom a fifth are held out for val.
 
 Each category has a place in front of the body. Its glosses come in families of six: three postures, the corners of a
-triangle with a hand shape each, visited in one of the six orders. Points move in straight lines between postures, so
-all six have the same mean frame, and a linear model on it cannot tell them apart. As from a real detector, points
-shake, times jitter, and hands are lost for a while or never found.
+triangle with a hand shape each, in one of six orders: all six have the same mean frame, and a linear model on it cannot
+tell them apart. As from a real detector, points shake, times jitter, and hands are lost for a while or never found.
 
-Postures are in shoulder widths about the middle between the shoulders; x to the right of the picture, y down, and as of
-a right hand, which is in the left of the picture. T frames, P = 78 points.
+Postures are in shoulder widths about the middle between the shoulders, as of a right hand. T frames, P = 78 points.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nbtools.tasks.common.demo import File, require, whole, write_demo
 from nbtools.tasks.common.lists import csv_bytes
-from nbtools.tasks.sign.clips import npz_bytes
-from nbtools.tasks.sign.keypoints import FACE, FACE_MESH, HANDS, LEFT, MIRROR, ORDER, POINTS, RIGHT
+from nbtools.tasks.sign.keypoints import FACE, HANDS, LEFT, MIRROR, ORDER, POINTS, RIGHT
 
 TAKES, HELD = 10, 5  # clips of a signer; every fifth signer is a val signer
 SIGNER, GLOSS, CLIP, TURN, BACKBONE = range(5)  # streams of random numbers
+REFERENCE, LIST = ("gloss_id", "label", "cat_id", "category"), ("file", "gloss", "cat")  # columns
 FPS, GRAIN, SHAKE = 30, 2**13, 0.01  # GRAIN: steps of a coordinate, or files are twice as large; SHAKE: shoulder widths
 
-PLACES = {
-    "greeting": (-0.5, -0.7),
-    "survival": (-0.4, 0.5),
-    "number": (-1.0, 0.0),
-    "calendar": (-0.5, 1.0),
-    "days": (0.2, 0.1),
-    "family": (-0.2, -0.3),
-    "relationships": (-0.6, 0.2),
-    "colour": (0.1, -0.7),
-    "food": (-0.9, 0.6),
-    "drink": (-1.0, -0.7),
-}
-"""The guide's categories, and about where the wrist is in their glosses."""
-
+CATEGORIES = ["greeting", "survival", "number", "calendar", "days"]  # the guide's
+CATEGORIES += ["family", "relationships", "colour", "food", "drink"]
+WRISTS = [(-0.5, -0.7), (-0.4, 0.5), (-1.0, 0.0), (-0.5, 1.0), (0.2, 0.1)]  # about where they are in its glosses
+WRISTS += [(-0.2, -0.3), (-0.6, 0.2), (0.1, -0.7), (-0.9, 0.6), (-1.0, -0.7)]
 FLAT, FIST, POINT, TWO = (0.1, 0, 0, 0, 0), (0.8, 1, 1, 1, 1), (0.8, 0, 1, 1, 1), (0.8, 0, 0, 1, 1)
 SHAPES = np.array([FLAT, FIST, POINT, TWO, (0.3, 0.5, 0.5, 0.5, 0.5), (0.2, 0, 1, 1, 0)])
 """How far fingers are bent, from the thumb on: 0 straight, 1 closed."""
@@ -49,16 +38,8 @@ SHAPES = np.array([FLAT, FIST, POINT, TWO, (0.3, 0.5, 0.5, 0.5, 0.5), (0.2, 0, 1
 FAN = np.array([0.75, 0.25, 0.05, -0.15, -0.35])  # radians from the hand's direction to a finger, towards the thumb
 OPEN, CLOSED = np.array([(0.4, 0.65, 0.85, 1.0), (0.4, 0.5, 0.4, 0.3)])  # a finger's joints, in lengths of the hand
 HANGING = (-0.62, 1.5, 2.6, 0.25, 0.3, 0.35, 0.4, 0.45)  # a posture
-BODY = {  # nose; on the left side of the body eye (inner, middle, outer), ear, mouth, shoulder, hip
-    0: (0, -0.69),
-    1: (0.06, -0.84),
-    2: (0.11, -0.84),
-    3: (0.16, -0.83),
-    7: (0.27, -0.77),
-    9: (0.09, -0.54),
-    11: (0.5, 0),
-    23: (0.33, 1.6),
-}
+MIDDLE = {0: (0, -0.69), 1: (0.06, -0.84), 2: (0.11, -0.84), 3: (0.16, -0.83), 7: (0.27, -0.77)}  # nose, left eye, ear
+BODY = MIDDLE | {9: (0.09, -0.54), 11: (0.5, 0), 23: (0.33, 1.6)}  # mouth, shoulder, hip
 MESH = [0, 6, 3, 4, 1, 10, 9, 5, 2, 0, 0]  # points of the pose near those of the face mesh
 ABOVE = np.array([0, 0, 0, 0, 0, 0, 0, 0.1, 0.1, -0.31, -0.03])[:, None] * (0, -1)  # and how far: brows and chin
 
@@ -66,18 +47,6 @@ PACE = np.array([1, 1.5, 0.6, 1, 0.6, 1, 0.6, 1.5, 1])  # rest, rise, hold, move
 IDLE = 0.4  # of the clips of one-handed signs: the other hand is never found
 GAPS = ((HANDS[0], 1.0, 4), (HANDS[1], 1.0, 4), (FACE, 0.15, 8), (slice(0, POINTS), 0.3, 2))
 """(points, how often they are lost in a clip, for how many frames on average)."""
-
-META = {
-    "target_fps": FPS,
-    "out_size": 256,
-    "dims_per_frame": 2 * POINTS,
-    "keypoints_total": POINTS,
-    "order": ORDER,
-    "pose_indices": list(range(25)),
-    "face_indices": list(FACE_MESH),
-    "conf_thresh": 0.5,
-    "interpolation_max_gap": 5,
-}
 
 
 class Sign(NamedTuple):
@@ -100,64 +69,74 @@ def demo(
     features: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Write `count` clips of invented signs below train/ and val/, with lists of labels; returns the folder.
+    """Write `count` clips of invented signs below train/ and val/, with lists of labels; return the folder.
 
-    frames: fewest and most of a clip; the guide's have about 122, at 30 a second. features: also write X2048, what a
-    frozen image network might make of the frames.
-    The same seed gives the same files, byte for byte, and 100 clips are the first of 1,000. Every gloss is in train as
-    soon as there are as many train clips as glosses. An earlier demo in the folder is replaced.
+    frames: fewest and most of a clip; the guide's have about 122. features: also write X2048, what a frozen image
+    network might make of the frames. The same seed gives the same files, and 100 clips are the first of 1,000. An
+    earlier demo in the folder is replaced.
     Raises PackError on an impossible request and where a clip that no demo wrote would be lost, DiskError.
     """
     require(
         {
             "count must be 1 clip or more": (whole(count, 1), count),
-            f"categories must be 1 to {len(PLACES)}": (whole(categories, 1, len(PLACES)), categories),
+            f"categories must be 1 to {len(CATEGORIES)}": (whole(categories, 1, len(CATEGORIES)), categories),
             f"glosses must be at least one a category, {categories}": (whole(glosses, categories), glosses),
             "frames must be (fewest, most), from 10 to 3,000": (10 <= frames[0] <= frames[1] <= 3000, frames),
-            "seed must be 0 or more": (whole(seed, 0), seed),
         }
     )
     signs = [sign_of(n % categories, n // categories, seed) for n in range(glosses)]
-    named = [(i, sign.name, sign.category, list(PLACES)[sign.category]) for i, sign in enumerate(signs)]
+    named = [(i, sign.name, sign.category, CATEGORIES[sign.category]) for i, sign in enumerate(signs)]
+    files: list[File] = [("labels_reference.csv", partial(csv_bytes, REFERENCE, named))]
     rows: dict[str, list[tuple]] = {"train": [], "val": []}
-    files: list[File] = [
-        ("labels_reference.csv", partial(csv_bytes, ("gloss_id", "label", "cat_id", "category"), named))
-    ]
     for number in range(count):
         split, name = "val" if number // TAKES % HELD == 1 else "train", f"clip_{number:05}"
         turn, place = divmod(len(rows[split]), glosses)
         gloss = int(np.random.default_rng([seed, TURN, split == "val", turn]).permutation(glosses)[place])
         rows[split].append((name, gloss, signs[gloss].category))
         files.append((f"{split}/{name}.npz", partial(clip_bytes, signs[gloss], number, frames, features, seed)))
-    files += [
-        (f"{split}/labels.csv", partial(csv_bytes, ("file", "gloss", "cat"), some)) for split, some in rows.items()
-    ]
+    files += [(f"{split}/labels.csv", partial(csv_bytes, LIST, some)) for split, some in rows.items()]
     return write_demo(folder, files, (".npz",))
 
 
 def sign_of(category: int, number: int, seed: int) -> Sign:
-    """A gloss by its number within its category; the same whatever the number of glosses."""
+    """Return a gloss by its number within its category; the same whatever the number of glosses."""
     family, variant = divmod(number, 6)
     rng = np.random.default_rng([seed, GLOSS, category, family])
-    name, place = list(PLACES.items())[category]
     angles = rng.uniform(0, 2 * np.pi) + np.arange(3) * 2 * np.pi / 3
-    wrists = place + 0.42 * np.stack([np.sin(angles), np.cos(angles)], 1)
+    wrists = WRISTS[category] + 0.42 * np.stack([np.sin(angles), np.cos(angles)], 1)
     postures = np.hstack([wrists, rng.uniform(-0.4, 0.8, (3, 1)), SHAPES[rng.permutation(len(SHAPES))[:3]]])
     order = list(itertools.permutations(range(3)))[variant]
-    return Sign(f"{name} {family + 1}{'abcdef'[variant]}", category, postures[list(order)], bool(rng.random() < 0.4))
+    name = f"{CATEGORIES[category]} {family + 1}{'abcdef'[variant]}"
+    return Sign(name, category, postures[list(order)], bool(rng.random() < 0.4))
 
 
 def clip_bytes(sign: Sign, number: int, frames: tuple[int, int], features: bool, seed: int) -> bytes:
-    """Clip `number` as the extractor of real clips writes it. A signer is the numbers that `person` draws, the same for
-    each of their clips: where they stand, pace, size of movements, habits, the hand they sign with."""
+    """Return the file of clip `number`."""
     signer, rng = number // TAKES, np.random.default_rng([seed, CLIP, number])
-    person = np.random.default_rng([seed, SIGNER, signer])
+    points, width, left_handed = perform(sign, np.random.default_rng([seed, SIGNER, signer]), frames, rng)
+    x = points + width * SHAKE * rng.standard_normal(points.shape)
+    x = np.round(x * GRAIN).astype(np.float32) / GRAIN
+    seen = detected(x, None if sign.both else HANDS[int(left_handed)], rng)
+    times = np.round(np.arange(len(x)) * 1000 / FPS + rng.uniform(-3, 3, len(x))).astype(np.int64)
+    arrays: dict[str, Any] = {"X": np.where(seen[..., None], x, np.float32(0)).reshape(len(x), -1)}
+    arrays |= {"X2048": looked_at(points, rng)} if features else {}
+    meta = np.array(json.dumps({"video": f"nbtools demo, signer {signer}, {number}.MOV", "order": ORDER}))
+    arrays |= {"mask": seen, "timestamps_ms": times - times[0], "meta": meta}
+    content, save = io.BytesIO(), np.savez if features else np.savez_compressed  # which takes too long for features
+    save(content, **arrays)
+    return content.getvalue()
+
+
+def perform(
+    sign: Sign, person: np.random.Generator, frames: tuple[int, int], rng: np.random.Generator
+) -> tuple[np.ndarray, float, bool]:
+    """Return (points (T, P, 2) of a clip, the signer's width, whether they are left-handed). A signer is the numbers
+    that `person` draws: where they stand, pace, size of movements, habits, the hand they sign with."""
     pace, left_handed = person.random(), person.random() < 0.12
     middle, width = person.uniform((0.44, 0.47), (0.56, 0.58)), person.uniform(0.20, 0.28)
     hand, size, rest = person.uniform(0.56, 0.68), person.uniform(0.8, 1.2), np.array(HANGING)
     rest[:2] += person.normal(0, 0.1, 2)
-    habit = person.normal(0, 0.07, (len(PLACES), 2))[sign.category]
-
+    habit = person.normal(0, 0.07, (len(CATEGORIES), 2))[sign.category]
     postures, centre = sign.postures.copy(), sign.postures[:, :2].mean(0)
     postures[:, :2] = centre + size * (postures[:, :2] - centre) + habit + rng.normal(0, 0.04, 2)
     postures[:, 2] += rng.normal(0, 0.08)
@@ -166,21 +145,11 @@ def clip_bytes(sign: Sign, number: int, frames: tuple[int, int], features: bool,
     if left_handed:
         stations = stations[:, MIRROR] * (-1, 1)
     count = round(frames[0] + (frames[1] - frames[0]) * (0.7 * pace + 0.3 * rng.random()))
-    points = middle + width * between(stations.repeat(2, 0), count, rng)
-
-    x = points + width * SHAKE * rng.standard_normal(points.shape)
-    x = np.round(x * GRAIN).astype(np.float32) / GRAIN
-    seen = detected(x, None if sign.both else HANDS[int(left_handed)], rng)
-    times = np.round(np.arange(count) * 1000 / FPS + rng.uniform(-3, 3, count)).astype(np.int64)
-    meta = {"video": f"nbtools demo, signer {signer}, {number}.MOV", **META}
-    arrays = {"X": np.where(seen[..., None], x, np.float32(0)).reshape(count, -1)}
-    arrays |= {"X2048": looked_at(points, rng)} if features else {}
-    arrays |= {"mask": seen, "timestamps_ms": times - times[0], "meta": np.array(json.dumps(meta))}
-    return npz_bytes(arrays, level=1)
+    return middle + width * between(stations.repeat(2, 0), count, rng), width, left_handed
 
 
 def skeletons(main: np.ndarray, other: np.ndarray, size: float) -> np.ndarray:
-    """(K, P, 2) of K postures (K, 8) of the signing hand and the other one, each as a right hand, of such a length."""
+    """Return (K, P, 2) of K postures (K, 8) of the signing hand and the other one, each as a right hand, so long."""
     points = np.zeros((len(main), POINTS, 2))
     for point, place in BODY.items():
         points[:, MIRROR[point]], points[:, point] = np.array(place) * (-1, 1), place
@@ -196,7 +165,7 @@ def skeletons(main: np.ndarray, other: np.ndarray, size: float) -> np.ndarray:
 
 
 def between(stations: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """(T, P, 2): from the first of the stations (K, P, 2) to the last, with pauses and paths of any length."""
+    """Return (T, P, 2): from the first of the stations (K, P, 2) to the last, with pauses and paths of any length."""
     ends = np.cumsum([0, *PACE * rng.uniform(0.5, 1.5, len(PACE))])
     at = np.interp(np.linspace(0, ends[-1], count), ends, np.arange(len(ends)))
     first = at.astype(int).clip(max=len(ends) - 2)
@@ -204,7 +173,7 @@ def between(stations: np.ndarray, count: int, rng: np.random.Generator) -> np.nd
 
 
 def detected(x: np.ndarray, idle: slice | None, rng: np.random.Generator) -> np.ndarray:
-    """(T, P): which of the points (T, P, 2) are seen: none outside of the picture, and a hand whole or not at all."""
+    """Return (T, P) which of the points (T, P, 2) are seen: none outside of the picture, a hand whole or not at all."""
     seen = np.all((x > 0) & (x < 1), axis=2)
     for points, often, long in GAPS:
         for _ in range(rng.poisson(often)):
@@ -218,17 +187,16 @@ def detected(x: np.ndarray, idle: slice | None, rng: np.random.Generator) -> np.
 
 
 def looked_at(points: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """(T, 2048) float32: what a network might make of the frames; it sees hands that a detector loses. As InceptionV3's
-    of real clips, 0 or more and about 0.35 on average. Rounded to 8 bits, for which files are half as large."""
+    """Return (T, 2048) float32: what a network might make of the frames; it sees hands that a detector loses. As
+    InceptionV3's of real clips, 0 or more and about 0.35 on average."""
     weights, bias = backbone()
     flat = (points.reshape(len(points), -1) - 0.5).astype(np.float32)
-    values = flat @ weights + bias + 0.05 * rng.standard_normal((len(points), len(bias)), np.float32)
-    return np.round(np.maximum(values, 0) * 256) / 256
+    return np.maximum(flat @ weights + bias + 0.05 * rng.standard_normal((len(points), len(bias)), np.float32), 0)
 
 
 @cache
 def backbone() -> tuple[np.ndarray, np.ndarray]:
-    """(weights (2 P, 2048), bias (2048,)) float32: of no demo's seed, so the same for all demos."""
+    """Return (weights (2 P, 2048), bias (2048,)) float32, the same for all demos."""
     rng = np.random.default_rng(BACKBONE)
     weights = np.float32(0.3) * rng.standard_normal((2 * POINTS, 2048), np.float32)
     return weights, rng.uniform(-0.4, 0.6, 2048).astype(np.float32)

@@ -8,18 +8,17 @@ result does not depend on the batch, its padding, or the machine. B clips, T fra
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nbtools.data import Draws, constant, places
 from nbtools.tasks.sign.networks import POSITIONS
-from nbtools.tasks.sign.plans import Plan
 
 ORDER = "pose25,left_hand21,right_hand21,face11"
 POINTS = 78
-POSE, LEFT, RIGHT, FACE = slice(0, 25), slice(25, 46), slice(46, 67), slice(67, 78)
+LEFT, RIGHT, FACE = slice(25, 46), slice(46, 67), slice(67, 78)
 HANDS = (LEFT, RIGHT)  # each a wrist, then four points a finger from the thumb on
 SHOULDERS = slice(11, 13)
 FACE_MESH = (1, 33, 263, 133, 362, 61, 291, 105, 334, 199, 4)
@@ -34,11 +33,10 @@ FACE_PAIRS = ((33, 263), (133, 362), (61, 291), (105, 334))
 SPAN = 3.0  # times a finger is enlarged relative to its wrist: in shoulder widths a hand is a third of what an arm is
 NARROW = 0.02  # of the picture: least width of the shoulders, so that a profile view does not enlarge the rest
 STRETCH, BEND = 0.3, 0.5  # at time_warp 1: change of a clip's length; of its pace within it
-TURN, SIZE, SHIFT = 0.2, 0.15, 0.15  # at move 1: radians; share; shoulder widths
 
 
 def mirror_table() -> list[int]:
-    """Point → the point that takes its place in the mirrored clip."""
+    """Return point → the point that takes its place in the mirrored clip."""
     table = list(range(POINTS))
     face = {mesh: FACE.start + i for i, mesh in enumerate(FACE_MESH)}
     hands = zip(range(LEFT.start, LEFT.stop), range(RIGHT.start, RIGHT.stop), strict=True)
@@ -59,35 +57,25 @@ class Keypoints(NamedTuple):
     lengths: Tensor
 
 
-def prepared(clips: Keypoints, plan: Plan, draws: Draws | None) -> Keypoints:
-    """Clips in the plan's coordinates, augmented given draws; 0 where a point is not seen, whatever its value was."""
+def prepared(clips: Keypoints, plan: Any, draws: Draws | None) -> Keypoints:
+    """Return clips in the plan's coordinates, augmented given draws; 0 where a point is not seen, whatever its value
+    was."""
     if draws is not None and (plan.time_warp or plan.time_crop):
         clips = retimed(clips, draws, plan.time_warp, plan.time_crop, longest=POSITIONS)
     if draws is not None and plan.mirror:
         clips = mirrored(clips, draws.chance(plan.mirror))
-    clips = clips._replace(points=normalised(clips, plan, draws))
-    if draws is not None and (plan.drop_hand or plan.drop_points):
-        clips = hidden(clips, draws, plan.drop_hand, plan.drop_points)
-    zero = constant((0,), clips.points.device)
-    return clips._replace(points=clips.points.where(clips.seen[..., None], zero))
-
-
-def normalised(clips: Keypoints, plan: Plan, draws: Draws | None) -> Tensor:
-    """Points (B, T, P, 2) in the plan's coordinates, moved relative to the body given draws."""
-    move = plan.move if draws is not None else 0.0
-    if plan.normalise == "none" and not move:
-        return clips.points
-    centre, width = body(clips.points, clips.seen)
-    points = (clips.points - centre) / width
-    if draws is not None and move:
-        points = moved(points, draws, move)
-    if plan.normalise == "none":
-        return points * width + centre
-    return about_wrists(points) if plan.normalise == "hands" else points
+    points = clips.points
+    if plan.normalise != "none":
+        centre, width = body(points, clips.seen)
+        points = (points - centre) / width
+    if plan.normalise == "hands":
+        points = about_wrists(points)
+    zero = constant((0,), points.device)
+    return clips._replace(points=points.where(clips.seen[..., None], zero))
 
 
 def body(points: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """(centre (B, 1, 1, 2), width (B, 1, 1, 1)): the middle between the shoulders, and their distance, over a clip.
+    """Return the middle between the shoulders (B, 1, 1, 2), and their distance (B, 1, 1, 1), over a clip.
 
     Where no frame shows both shoulders: the middle of all that is seen, and a quarter of the picture. A clip that shows
     nothing has no centre: NaN.
@@ -104,17 +92,16 @@ def body(points: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def about_wrists(points: Tensor) -> Tensor:
-    """Each hand's fingers relative to its wrist, enlarged, in place; the wrists and all else stay where they are.
-
-    MediaPipe finds a hand whole or not at all: where a finger is seen, so is the wrist."""
+    """Return the fingers relative to their wrist, enlarged, in place. MediaPipe finds a hand whole or not at all: where
+    a finger is seen, so is the wrist."""
     wrist, fingers = points[:, :, LEFT.start : RIGHT.stop].unflatten(2, (len(HANDS), -1)).split([1, 20], 3)
     fingers.sub_(wrist).mul_(SPAN)
     return points
 
 
 def retimed(clips: Keypoints, draws: Draws, warp: float, crop: float, longest: int) -> Keypoints:
-    """Clips cut at both ends, and played faster or slower, and unevenly. None grows beyond `longest` frames that was
-    not longer before."""
+    """Return clips cut at both ends, and played faster or slower, and unevenly. None grows beyond `longest` frames that
+    was not longer before."""
     points, seen, lengths = clips
     device = points.device
     drawn = draws.uniforms((0, crop), (0, 1), (-STRETCH, STRETCH), (-BEND, BEND), (-BEND, BEND))
@@ -136,7 +123,7 @@ def retimed(clips: Keypoints, draws: Draws, warp: float, crop: float, longest: i
 
 
 def between(points: Tensor, seen: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    """Clips at other moments: place (B, R) in frames, with fractions → points (B, R, P, 2), seen (B, R, P).
+    """Return clips at other moments: place (B, R) in frames, with fractions → points (B, R, P, 2), seen (B, R, P).
 
     A point is interpolated between two frames that show it, or taken from the one that does; seen as in the nearer one.
     """
@@ -151,36 +138,9 @@ def between(points: Tensor, seen: Tensor, place: Tensor) -> tuple[Tensor, Tensor
 
 
 def mirrored(clips: Keypoints, chosen: Tensor) -> Keypoints:
-    """Left-right mirror images of the chosen (B,) clips; the left hand then becomes the right one."""
+    """Return left-right mirror images of the chosen (B,) clips; the left hand then becomes the right one."""
     table, swapped = constant(MIRROR, clips.points.device, torch.int64), chosen[:, None, None]
     image, seen = clips.points.index_select(2, table), clips.seen.index_select(2, table)
     torch.sub(constant((1,), image.device), image[..., 0], out=image[..., 0])
     points = torch.where(swapped[..., None], image, clips.points)
     return Keypoints(points, torch.where(swapped, seen, clips.seen), clips.lengths)
-
-
-def moved(points: Tensor, draws: Draws, strength: float) -> Tensor:
-    """Clips turned, resized, widened and shifted about the origin: the body, in shoulder widths."""
-    drawn = draws.uniforms(*((-m * strength, m * strength) for m in (TURN, SIZE, SIZE / 2, SHIFT, SHIFT)))
-    angle, size, wider, *_ = drawn.unbind(1)
-    size, wider = 1 + size, 1 + wider
-    cos, sin = size * torch.cos(angle), size * torch.sin(angle)
-    turn = torch.stack([cos * wider, sin * wider, -sin, cos], 1).view(-1, 2, 2)
-    return (points.flatten(1, 2) @ turn).view_as(points) + drawn[:, None, None, 3:]
-
-
-def hidden(clips: Keypoints, draws: Draws, hand: float, share: float) -> Keypoints:
-    """With the chance `hand` a hand is missing for up to half of a clip; with the chance `share` each point for all of
-    it."""
-    points, seen, lengths = clips
-    lost, right = draws.chance(hand), draws.chance(0.5)
-    span, start = draws.uniforms((0, 0.5), (0, 1)).unbind(1)
-    span = span * lengths
-    start = start * (lengths - span)
-    step = places(seen.shape[1], seen.device)
-    gone = lost[:, None] & (step >= start[:, None]) & (step < (start + span)[:, None])  # (B, T)
-    seen = seen > draws.chance(share, (POINTS,))[:, None]  # and not
-    hands = seen[:, :, LEFT.start : RIGHT.stop].unflatten(2, (len(HANDS), -1))
-    of_right = places(len(HANDS), seen.device) == right[:, None]
-    hands.gt_((gone[:, :, None] & of_right[:, None])[..., None])
-    return Keypoints(points, seen, lengths)

@@ -1,15 +1,13 @@
-"""How signs are trained and predicted: batches, loss, metrics, decoding, and one clip at a time.
+"""How signs are trained: plans, the network, batches, loss, metrics, decoding.
 
 B clips, T frames, P = 78 points, D = 2048 numbers a frame, G glosses, C categories.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +15,13 @@ from torch.nn import functional as F
 
 from nbtools.data import Card, Draws, Pack, Sample, collate
 from nbtools.errors import PlanError
-from nbtools.tasks.common import metrics as measures
 from nbtools.tasks.common.latency import measure_latency
-from nbtools.tasks.sign.keypoints import SPAN, Keypoints, prepared
-from nbtools.tasks.sign.networks import LABELS, Outputs, column_of
-from nbtools.tasks.sign.plans import Plan, network_of
-from nbtools.train import Batch, Pair, Tensors
+from nbtools.tasks.common.metrics import accuracy
+from nbtools.tasks.common.plans import THUMB, at_most, bucket_knob, epochs_for
+from nbtools.tasks.sign.keypoints import Keypoints, prepared
+from nbtools.tasks.sign.networks import Gru, Outputs, Transformer
+from nbtools.train import Batch, Pair, Tensors, knob
+from nbtools.train import Plan as BasePlan
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,139 +32,209 @@ MEANINGS = {
     "cat_accuracy": "share of clips whose likeliest category is right",
     "top5": "share of clips whose gloss is among the five likeliest",
 }
-BODY = "points relative to the middle of the shoulders, in shoulder widths, both of their mean places in the clip"
-COORDINATES = {
-    "none": "x * mask.repeat(2, 2)",
-    "body": f"{BODY}; 0 where mask is not set",
-    "hands": f"{BODY}; fingers relative to their wrist, times {SPAN:g}; 0 where mask is not set",
+READS = {"transformer": ("x", "mask"), "gru": ("features",)}
+SHOWN = 480  # clips of a gloss to train on, all epochs together: more taught ten signs nothing (measured)
+
+
+@dataclass(frozen=True)
+class Plan(BasePlan):
+    """The settings of signs, in addition to those of every plan."""
+
+    network: str = knob(
+        "auto",
+        "transformer: on keypoints; gru: on ready-made features; auto: transformer if there are keypoints",
+        choices=("auto", *READS),
+    )
+    alpha: float = knob(0.5, "weight of the gloss in the loss", least=0)
+    beta: float = knob(0.5, "weight of the category in the loss", least=0)
+    label_smoothing: float = knob(0.0, "share of a target spread over all classes", least=0, most=0.99)
+    dropout: float | None = knob(None, "dropout; None: the network's (Transformer 0.1, GRU 0.3)", least=0, most=0.99)
+    normalise: str = knob(
+        "hands",
+        "coordinates: none: as in the frame; body: relative to the shoulders; hands: also fingers to their wrists",
+        choices=("none", "body", "hands"),
+    )
+    bucket: int = bucket_knob("frames")
+    time_warp: float = knob(0.0, "augmentation: change of length and pace; 1: up to 30 %", least=0, most=1)
+    time_crop: float = knob(0.0, "augmentation: largest share of a clip that is cut off at its ends", least=0, most=0.9)
+    mirror: float = knob(0.0, "augmentation: chance of mirroring; not if left and right are two signs", least=0, most=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha == self.beta == 0:
+            raise PlanError("Plan.alpha and Plan.beta must not both be 0, or nothing is learned; raise one of them")
+
+
+BASELINE = Plan(epochs=20, batch_size=32, optimizer="adam", lr=1e-4, schedule="constant", normalise="none")
+BASELINE = BASELINE.replace(feed="workers", workers=0)
+"""The guide's "before": its defaults, every clip decompressed again in the main process, no mixed precision."""
+
+FAST = BASELINE.replace(batch_size=64, amp="fp16", workers=8)
+GUIDE = FAST.replace(epochs=50, micro_batch_size=32, lr=3e-4, weight_decay=1e-4, clip_norm=1.0, schedule="cosine")
+GPUS = GUIDE.replace(epochs=100, batch_size=128, micro_batch_size=64, lr=5e-5, schedule="plateau")
+LITTLE = FAST.replace(epochs=40, network="gru", micro_batch_size=16, schedule="plateau", patience=3)
+PRESETS = {
+    "guide": GUIDE.replace(early_stop=10),
+    "guide-gpus": GPUS.replace(early_stop=15),
+    "guide-low-memory": LITTLE.replace(early_stop=8),
+    "guide-cpu": BASELINE.replace(epochs=30, batch_size=8, schedule="plateau"),
+    "guide-quick": BASELINE.replace(epochs=10, batch_size=16),
 }
-"""How x follows from the packed one, for files that leave nbtools; exactly: `keypoints.prepared`."""
+"""The guide's recommended sets. Its batch of 32, accumulated twice, is a batch of 64 in two passes."""
+
+PLAN = Plan(epochs=100, batch_size=32, lr=5e-4, lr_rule="sqrt", warmup_epochs=10, weight_decay=0.05, clip_norm=1.0)
+PLAN = PLAN.replace(amp="bf16", workers=8, time_warp=0.5, time_crop=0.2, mirror=0.5)
+"""For a GPU with bfloat16. `nb.advise` fits it to the machine and the data."""
+
+
+def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
+    """Return the settings of signs for a machine: field → (value, reason)."""
+    if network_of(PLAN, card.columns) == "gru":
+        return for_gru(card)
+    settings = for_transformer(card)
+    if accelerator == "cuda":
+        small = "the guide's 32, or all there are; kernel launches limit a step"
+        settings["batch_size"] = at_most(32, card), small
+        settings["lr"] = 7e-4, f"the CPU's 5e-4 at batch 16 by the sqrt rule, {THUMB}"
+        settings["bucket"] = 16, "so that compiled code sees few lengths"
+    return settings
+
+
+def for_transformer(card: Card) -> dict[str, tuple[Any, str]]:
+    """Measured on one core of a Xeon (AVX-512) with 160 clips of ten signs, 30 frames each; twice the batch on one
+    thread of a two-core EPYC: 1.02× (0.84–1.38, n = 7) the clips per second."""
+    epochs = epochs_for(card, SHOWN * len(card.classes), least=10)
+    return {
+        "network": ("transformer", "there are keypoints"),
+        "batch_size": (at_most(16, card), "many small steps; on a CPU twice as much is 1.02× as fast (measured)"),
+        "lr": (5e-4, "with warmup and cosine; twice that is no better (measured)"),
+        "epochs": (epochs, f"each gloss is seen about {SHOWN} times, in 10 to 200 epochs"),
+        "warmup_epochs": (round(epochs * 0.1, 1), f"10 % of the run, {THUMB}"),
+        "normalise": ("hands", "76 % of 160 other clips are right, 59 % by the body alone, from 40 clips (measured)"),
+        "mirror": (0.5, "some signers lead with the other hand: 76 % → 91 % of these (measured)"),
+        "time_warp": (0.5, "with cropping 76 % → 81 % of these (measured)"),
+        "time_crop": (0.2, "where a recording starts and ends is arbitrary"),
+    }
+
+
+def for_gru(card: Card) -> dict[str, tuple[Any, str]]:
+    """Measured with 480 demo clips of 12 signs: 45–68 % of unseen signers' in 60 epochs (three seeds)."""
+    epochs = epochs_for(card, 5 * SHOWN * len(card.classes), least=10)
+    return {
+        "network": ("gru", "reads features"),
+        "batch_size": (at_most(32, card), "the guide's 32, or all there are"),
+        "lr": (3e-3, "with warmup and cosine; with 1e-2 66 % instead of 70 % of earlier demo clips (measured)"),
+        "epochs": (epochs, f"each gloss is seen about {5 * SHOWN} times: a small network needs many, quick steps"),
+        "warmup_epochs": (round(epochs * 0.1, 1), f"10 % of the run, {THUMB}"),
+        "weight_decay": (0.0, "16 and 12 units are too few to overfit"),
+    }
+
+
+def with_network(plan: Plan, card: Card | Pack, network: str) -> Plan:
+    """Return an advised plan with the settings that suit another network."""
+    card = card.reading(["features"]).card if isinstance(card, Pack) else card
+    settings = {name: value for name, (value, _) in for_gru(card).items()} if network == "gru" else {}
+    return plan.replace(**{**settings, "network": network})
+
+
+# -- training
+
+
+def network_of(plan: Plan, columns: Collection[str]) -> str:
+    """Return the network of a plan for data with these columns."""
+    return plan.network if plan.network != "auto" else "transformer" if "x" in columns else "gru"
+
+
+def reads_of(plan: Plan, columns: Collection[str]) -> tuple[str, ...]:
+    """Return the columns that the plan's network reads. Raises PlanError where they are missing."""
+    name = network_of(plan, columns)
+    if (own := READS[name][0]) not in columns:
+        raise PlanError(
+            f'Plan.network = "{name}" reads {own!r}, and this data has {", ".join(sorted(columns))}; '
+            "choose another network, or pack clips that hold it (kp_key, feature_key)"
+        )
+    return READS[name]
+
+
+def model(card: Card | Pack, plan: Plan) -> Transformer | Gru:
+    """Return the network of a plan for a data set. Raises PlanError if that lacks what it reads."""
+    first, *_ = reads_of(plan, card.columns)
+    sizes = card.columns[first].shape[-1], len(card.classes), len(card.options["categories"])
+    if first == "features":
+        return Gru(*sizes, dropout=plan.dropout)
+    network = Transformer(*sizes, dropout=plan.dropout)
+    network.recompute = plan.checkpoint_activations
+    return network
+
+
+def part(pack: Pack, plan: Plan) -> Pack:
+    """Return the pack as the plan's network reads it: without the other network's column, and the clips that have only
+    that. Raises PlanError for one without the network's own column."""
+    reads = reads_of(plan, pack.columns)
+    made = pack.reading((*reads, "label"))
+    if made.columns.keys() == pack.columns.keys():
+        return made
+    unread = "feature_key" if "x" in reads else "kp_key"
+    return replace(made, card=replace(made.card, options={**made.options, unread: None}))
 
 
 def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
-    """What the network reads: x (B, T, 156), mask (B, T, P) and x_length, or features (B, T, D) and features_length;
-    label (B, 2), gloss and category, where there is one. Keypoints are augmented given draws.
-
-    mask says which points are seen; without one, those that are not 0. The others are 0 in x.
-    """
+    """Return what the network reads: x (B, T, 156), mask (B, T, P) and x_length, or features (B, T, D) and
+    features_length; label (B, 2), gloss and category. Keypoints are augmented given draws."""
     kept = {name: raw[name] for name in ("label", "id") if name in raw}
     if network_of(plan, raw) == "gru":
         return {**kept, "features": raw["features"], "features_length": raw["features_length"]}
     points = raw["x"].unflatten(2, (-1, 2))
-    seen = raw["mask"].bool() if "mask" in raw else (points != 0).any(3)
-    points, seen, lengths = prepared(Keypoints(points, seen, raw["x_length"]), plan, draws)
+    points, seen, lengths = prepared(Keypoints(points, raw["mask"].bool(), raw["x_length"]), plan, draws)
     return {**kept, "x": points.flatten(2), "mask": seen, "x_length": lengths}
 
 
 def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[Tensor, int]:
-    """Sum of alpha · CE(gloss) + beta · CE(category) over the clips, and how many they are.
-
-    Classes are weighted by the model's buffers. Evaluation passes a function of the batch instead of the model, so
-    that its loss is unweighted.
-    """
-    labels, outputs = batch["label"], model(batch)
-
-    def entropy(column: int) -> Tensor:
-        weights, logits = getattr(model, f"{LABELS[column]}_weights", None), outputs[column].float()
-        smoothing = plan.label_smoothing
-        return F.cross_entropy(logits, labels[:, column], weights, reduction="sum", label_smoothing=smoothing)
-
-    return plan.alpha * entropy(0) + plan.beta * entropy(1), len(labels)
+    """Return the sum of alpha · CE(gloss) + beta · CE(category) over the clips, and how many they are."""
+    labels, outputs, smoothing = batch["label"], model(batch), plan.label_smoothing
+    gloss, category = (
+        F.cross_entropy(logits.float(), labels[:, k], reduction="sum", label_smoothing=smoothing)
+        for k, logits in enumerate(outputs)
+    )
+    return plan.alpha * gloss + plan.beta * category, len(labels)
 
 
 def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
-    """gloss_accuracy, cat_accuracy, and top5: the share of clips whose gloss is among the five likeliest."""
+    """Return gloss_accuracy, cat_accuracy, and top5."""
     (gloss, category), labels = outputs, batch["label"]
-    top = gloss.topk(min(5, gloss.shape[1]), 1).indices
-    return {
-        "gloss_accuracy": measures.accuracy(gloss.argmax(1), labels[:, 0]),
-        "cat_accuracy": measures.accuracy(category.argmax(1), labels[:, 1]),
-        "top5": ((top == labels[:, :1]).any(1).sum(), len(labels)),
-    }
+    top = (gloss.topk(min(5, gloss.shape[1]), 1).indices == labels[:, :1]).any(1).sum()
+    accuracies = accuracy(gloss.argmax(1), labels[:, 0]), accuracy(category.argmax(1), labels[:, 1])
+    return {"gloss_accuracy": accuracies[0], "cat_accuracy": accuracies[1], "top5": (top, len(labels))}
 
 
 def decode(outputs: Outputs, card: Card | Pack) -> list[str]:
-    """The gloss of each clip."""
+    """Return the gloss of each clip."""
     return [card.classes[i] for i in outputs[0].argmax(1).tolist()]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The likeliest gloss up to a frame, its probability, and the seconds from arrays to this answer."""
-
-    frame: int
-    gloss: str
-    probability: float
-    seconds: float
-
-
-@torch.no_grad()
-def answer(model: nn.Module, card: Card | Pack, plan: Plan, clip: Sample) -> Answer:
-    """The prediction of a model in eval mode for one clip, as `pack.sample` and `read` return it. Only the columns
-    that the network reads are copied to the device."""
-    device, began = next(model.parameters()).device, perf_counter()
-    columns = inputs(plan, clip)
-    raw = collate([{name: clip[name] for name in columns if name in clip}], card.columns)
-    glosses, _ = model(batch({name: tensor.to(device) for name, tensor in raw.items()}, plan, None))
-    best = glosses[0].float().softmax(0).max(0)  # reading the values waits for the device
-    probability, gloss = float(best.values), card.classes[int(best.indices)]
-    return Answer(len(clip[columns[0]]), gloss, probability, perf_counter() - began)
-
-
-def inputs(plan: Plan, columns: Collection[str]) -> tuple[str, ...]:
-    """The columns that the plan's network reads, of a pack or a clip with these."""
-    return ("features",) if network_of(plan, columns) == "gru" else ("x", "mask")
-
-
-def part(pack: Pack, plan: Plan) -> Pack:
-    """The pack as the plan's network reads it: without the other network's column, and the clips that have only that.
-    Raises PlanError for one without the network's own column."""
-    column_of(plan, pack.columns)
-    reads = inputs(plan, pack.columns)
-    made = pack.reading((*reads, "label"))
-    if made.columns.keys() == pack.columns.keys():
-        return made
-    options = {**made.options, "feature_key" if "x" in reads else "kp_key": None}
-    if "x" in reads:
-        options.pop("require_x2048", None)
-    return replace(made, card=replace(made.card, options=options))
-
-
 def tensors(card: Card | Pack, plan: Plan) -> tuple[Tensors, Tensors]:
-    """What the network reads and returns, for files that leave nbtools."""
-    if network_of(plan, card.columns) == "gru":
-        (numbers,) = card.columns["features"].shape
-        features = {"features": (("batch", "frames", numbers), "features")}
-        reads = {**features, "features_length": (("batch",), "features_length")}
-    else:
-        (numbers,) = card.columns["x"].shape
-        seen = "mask" if "mask" in card.columns else "(x.reshape(*x.shape[:2], -1, 2) != 0).any(3)"
-        reads = {
-            "x": (("batch", "frames", numbers), COORDINATES[plan.normalise]),
-            "mask": (("batch", "frames", numbers // 2), seen),
-            "x_length": (("batch",), "x_length"),
-        }
-    names = {"gloss": ("classes", card.classes), "category": ('options["categories"]', card.options["categories"])}
+    """Return what the network reads and returns, for files that leave nbtools."""
+    first, *_ = reads_of(plan, card.columns)
+    numbers, length = card.columns[first].shape[0], f"{first}_length"
+    reads = {first: (("batch", "frames", numbers), first), length: (("batch",), length)}
+    if first == "x":
+        about = f"x * mask.repeat(2, 2), normalised as {plan.normalise!r} (sign.batch)"
+        reads |= {"x": (("batch", "frames", numbers), about), "mask": (("batch", "frames", numbers // 2), "mask")}
+    categories = card.options["categories"]
     return reads, {
-        name: (("batch", len(classes)), f"argmax: k is {where}[k]") for name, (where, classes) in names.items()
+        "gloss": (("batch", len(card.classes)), "argmax: k is classes[k]"),
+        "category": (("batch", len(categories)), 'argmax: k is options["categories"][k]'),
     }
 
 
-def stream(
-    model: nn.Module, card: Card | Pack, plan: Plan, clip: Sample, window: int = 45, every: int = 5
-) -> Iterator[Answer]:
-    """A prediction every `every` frames, each from the last `window` frames, as for a camera. `frame` counts from the
-    clip's start. Raises PlanError for a window or a pace of less than one frame."""
-    if window < 1 or every < 1:
-        raise PlanError(f"stream: window and every must be at least 1 frame, got {window} and {every}")
-    frames = len(clip[inputs(plan, clip)[0]])
-    for end in range(min(every, frames), frames + 1, every):
-        part = {name: values[max(0, end - window) : end] for name, values in clip.items() if name != "label"}
-        yield replace(answer(model, card, plan, part), frame=end)
-
-
 def latency(model: nn.Module, card: Card | Pack, plan: Plan, clips: Sequence[Sample]) -> pd.DataFrame:
-    """How long a model takes for single clips, from arrays to the answer. Raises PlanError without clips."""
-    frames = statistics.median([len(clip[inputs(plan, clip)[0]]) for clip in clips] or [0])
+    """Return how long a model in eval mode takes for single clips, from arrays to the gloss. Raises PlanError without
+    clips."""
     device = next(model.parameters()).device
-    return measure_latency(lambda clip: answer(model, card, plan, clip), clips, device, f"{frames:g} frames (median)")
+
+    @torch.no_grad()
+    def predict(clip: Sample) -> list[str]:
+        raw = collate([{name: clip[name] for name in reads_of(plan, clip)}], card.columns)
+        return decode(model(batch({name: tensor.to(device) for name, tensor in raw.items()}, plan, None)), card)
+
+    return measure_latency(predict, clips, device, "a clip")

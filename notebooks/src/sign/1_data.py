@@ -52,7 +52,7 @@ folder
 # pack; one with a warning stays in. The same in a terminal: `python -m nbtools validate sign FOLDER`.
 
 # %%
-nb.validate(sign, folder, **OPTIONS)
+nb.validate(sign, folder, **{name: OPTIONS[name] for name in OPTIONS if name.endswith("_key")})
 
 # %% [markdown]
 # ## Pack
@@ -79,13 +79,13 @@ sign.show(pack, pack.ids("train")[:4])
 # Long clips cost time and padding; rare glosses cost accuracy.
 
 # %%
-sign.lengths(pack)
+import numpy as np
+import pandas as pd
 
-# %% [markdown]
-# The number of clips of each gloss, with the glosses of a category next to each other.
-
-# %%
-sign.classes(pack)
+every = np.arange(len(pack))
+frames = pack.lengths("x" if "x" in pack.columns else "features", every)
+glosses = pd.Series([sign.text_of(pack, i) for i in every], name="gloss")
+pd.Series(frames, name="frames").groupby(glosses).agg(["count", "min", "median", "max"])
 
 # %% [markdown]
 # ## Keep it

@@ -89,7 +89,7 @@ run = nb.fit(sign, pack, panel, **places, receipt=MEASURE, release_gpu=RELEASE_G
 # %%
 runs = [run]
 if both:
-    plan = sign.with_gru(panel.plan, pack).replace(**CHANGES)
+    plan = sign.with_network(panel.plan, pack, "gru").replace(**CHANGES)
     places = {"run": f"{RUNS}/sign-gru", "keep": KEEP and f"{KEEP}/sign-gru"}
     runs.append(nb.fit(sign, pack, plan, **places, receipt=False, release_gpu=RELEASE_GPU))
 else:

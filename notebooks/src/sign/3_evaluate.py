@@ -53,25 +53,17 @@ nb.evaluate(run, pack, split=SPLIT)
 
 # %% [markdown]
 # ## Gloss by gloss
-# The worst first, with the gloss that each is most often confused with.
+# Precision, recall and F1 of each gloss, which glosses are confused most, and the worst clips.
 
 # %%
-ids = pack.ids(SPLIT)
-truth, read = [sign.text_of(pack, i) for i in ids], run.predict_pack(pack, ids)
-categories = sign.categories_of(pack)
-sign.by_class(truth, read, categories)
-
-# %% [markdown]
-# ## Which glosses are confused
-# Glosses are in the order of their categories: confusions near the diagonal are within a category.
-
-# %%
-sign.confused(sign.confusion(truth, read, list(categories)))
+run.report(pack, split=SPLIT)
 
 # %% [markdown]
 # ## Look at the wrong ones
 
 # %%
+ids = pack.ids(SPLIT)
+truth, read = [sign.text_of(pack, i) for i in ids], run.predict_pack(pack, ids)
 wrong = [place for place in range(len(ids)) if read[place] != truth[place]][:4]
 sign.show(pack, ids[wrong], [read[place] for place in wrong])
 
@@ -91,9 +83,12 @@ sign.latency(run.model(), pack, run.plan, clips)
 # %%
 import pandas as pd
 
-answers = sign.stream(run.model(), pack, run.plan, clips[0], window=45, every=5)
+clip = {name: values for name, values in clips[0].items() if name != "label"}
+ends = range(5, len(next(iter(clip.values()))) + 1, 5)
+windows = [{name: values[max(0, end - 45) : end] for name, values in clip.items()} for end in ends]
+glosses, shares = run.answers(windows)
 print("truth:", truth[0])
-pd.DataFrame(answers).round({"probability": 3, "seconds": 4})
+pd.DataFrame({"frame": ends, "gloss": glosses, "probability": [max(each) for each in shares]}).round(3)
 
 # %% [markdown]
 # ## Export the model

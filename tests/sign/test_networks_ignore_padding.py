@@ -1,4 +1,4 @@
-"""The two networks of signs: their sizes, that padding and missing points change no result, clips beyond the table."""
+"""The two networks of signs are the guide's, and padding and missing points change no result."""
 
 from typing import Any
 
@@ -15,11 +15,13 @@ LENGTHS = (13, 1, 30, 7)
 NAMES = ("transformer", "gru")
 
 
+class Small(Transformer):
+    width, depth = 32, 2
+
+
 def small(name="transformer", **options) -> Any:
     torch.manual_seed(0)
-    if name == "gru":
-        return Gru(20, 7, 3, **options)
-    return Transformer(2 * POINTS, 7, 3, **{"width": 32, "layers": 2, **options})
+    return Gru(20, 7, 3, **options) if name == "gru" else Small(2 * POINTS, 7, 3, **options)
 
 
 def clips(lengths=LENGTHS, frames=None, garbage=0.0) -> dict[str, torch.Tensor]:
@@ -48,9 +50,6 @@ def loss(outputs):
     return gloss.square().sum() + 2 * category.log_softmax(1)[:, 0].sum()
 
 
-# Compared with the guide and with torch's own
-
-
 def test_the_networks_are_the_guides():
     network = Transformer(156, 105, 10)
     assert sum(p.numel() for p in network.parameters()) == 3_280_371
@@ -63,19 +62,15 @@ def test_the_networks_are_the_guides():
 def test_a_layer_is_torchs_pre_ln_encoder_layer():
     ours: Any = small().layers[0]
     theirs = nn.TransformerEncoderLayer(32, 8, 128, 0.0, batch_first=True, norm_first=True)
-    copies = {
-        theirs.self_attn.in_proj_weight: ours.attention.qkv.weight,
-        theirs.self_attn.in_proj_bias: ours.attention.qkv.bias,
-        theirs.self_attn.out_proj.weight: ours.attention.out.weight,
-        theirs.self_attn.out_proj.bias: ours.attention.out.bias,
-        theirs.linear1.weight: ours.feed[1].weight,
-        theirs.linear1.bias: ours.feed[1].bias,
-        theirs.linear2.weight: ours.feed[4].weight,
-        theirs.linear2.bias: ours.feed[4].bias,
-    }
     with torch.no_grad():
-        for to, weight in copies.items():
-            to.copy_(weight)
+        theirs.self_attn.in_proj_weight.copy_(ours.attention.qkv.weight)
+        theirs.self_attn.in_proj_bias.copy_(ours.attention.qkv.bias)
+    for to, module in (
+        ("self_attn.out_proj", ours.attention.out),
+        ("linear1", ours.feed[1]),
+        ("linear2", ours.feed[4]),
+    ):
+        theirs.get_submodule(to).load_state_dict(module.state_dict())
     x, keys = torch.randn(2, 9, 32), torch.tensor([[True] * 9, [True] * 5 + [False] * 4])
     found = ours.eval()(x, keys[:, None, None])
     expected = theirs.train()(x, src_key_padding_mask=~keys)  # in eval mode it takes another path and zeroes padding
@@ -87,9 +82,6 @@ def test_the_gru_gives_what_packed_sequences_give():
     packed = pack_padded_sequence(batch["features"], batch["features_length"], batch_first=True, enforce_sorted=False)
     hidden = network.second(network.first(packed)[0])[1][-1]
     torch.testing.assert_close(network(batch)[0], network.gloss(hidden), atol=1e-6, rtol=1e-5)
-
-
-# Padding and what is missing
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -136,31 +128,9 @@ def test_a_clip_of_no_frame_in_a_batch_gives_no_nan_and_changes_nobody(name):
     assert torch.isfinite(logits).all()
 
 
-# Clips beyond the table
-
-
 def test_clips_as_long_as_the_table_are_read_and_longer_ones_refused_with_the_way_out():
-    network = small(layers=1).eval()
+    network = small().eval()
     with torch.no_grad():
         assert network(clips((POSITIONS,)))[0].shape == (1, 7)
-        with pytest.raises(PlanError, match=r'a clip has 301 frames.* 300; set Plan\.long_clips = "windows"'):
+        with pytest.raises(PlanError, match=r"a clip has 301 frames.* 300; cut or thin out such clips"):
             network(clips((POSITIONS + 1,)))
-
-
-def test_windows_are_averaged_by_their_frames_and_change_nothing_for_shorter_clips():
-    """Against the slow way: each window through the network alone, what it pools weighted by the frames it has."""
-    network, batch = small(layers=1, windows=True).eval(), clips((650, 120, 301))
-    pooled, kept = [], {}
-    network.drop.register_forward_hook(lambda _m, _given, out: kept.update(pooled=out))
-    with torch.no_grad():
-        found = network(batch)[0]
-        for b, length in enumerate((650, 120, 301)):
-            total = torch.zeros(32)
-            for start in range(0, length, POSITIONS):
-                end = min(start + POSITIONS, length)
-                part = {n: batch[n][b : b + 1, start:end] for n in ("x", "mask")}
-                network({**part, "x_length": torch.tensor([end - start])})
-                total += kept["pooled"][0] * int(part["mask"].any(2).sum())
-            pooled.append(total / int(batch["mask"][b].any(1).sum()))
-        torch.testing.assert_close(found, network.gloss(torch.stack(pooled)), atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(network(clips()), small(layers=1).eval()(clips()))

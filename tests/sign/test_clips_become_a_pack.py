@@ -1,5 +1,6 @@
 """Clips of signs become a pack, and one table says what is wrong with a folder of them before that."""
 
+import contextlib
 import json
 import os
 import tarfile
@@ -8,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import nbtools as nb
 from nbtools.data import Pack
@@ -71,13 +70,10 @@ def checked(source: Path, **more):
     return nb.validate(sign, source, progress=False, **more)
 
 
-# The pack
-
-
 def test_clips_in_the_exact_format_pass_and_are_packed_as_they_are_from_a_folder_or_an_archive(tmp_path):
     source = corpus(tmp_path / "raw")
     report = checked(source, require_x2048=True)
-    assert (report.clips, report.labelled, report.rows, report.ok) == (4, 4, (), True)
+    assert (report.about, report.rows, report.ok) == ("4 clips, 4 with a label", (), True)
     made = packed(source)
     assert made.columns == {
         "x": Column("ragged", "<f4", (156,)),
@@ -98,19 +94,24 @@ def test_clips_in_the_exact_format_pass_and_are_packed_as_they_are_from_a_folder
     assert packed(tmp_path / "signs.tar").card == made.card
 
 
-def test_ids_are_the_classes_until_a_reference_names_them_and_their_training_clips_are_counted(tmp_path):
+def test_ids_are_the_classes_until_a_reference_names_them(tmp_path):
     source = corpus(tmp_path / "raw", without=("X2048",))
     made = packed(source)
-    assert (made.classes, made.options["categories"], made.options["category_of"]) == (["0", "1"], ["0", "1"], [0, 1])
+    assert (made.classes, made.options["categories"]) == (["0", "1"], ["0", "1"])
     rows = ("0,HELLO,0,GREETING", "1,RED,1,COLOR", "2,BLUE,1,COLOR")
     listed(source / "labels_reference.csv", *rows, head="gloss_id,label,cat_id,category")
     named = packed(source)
-    assert named.classes == ["HELLO", "RED", "BLUE"]
-    assert named.card.counts == {"gloss": [1, 1, 0], "category": [1, 1]}, "clips to train on, for the classes' weights"
-    assert (named.options["categories"], named.options["category_of"]) == (["GREETING", "COLOR"], [0, 1, 1])
+    assert (named.classes, named.options["categories"]) == (["HELLO", "RED", "BLUE"], ["GREETING", "COLOR"])
     listed(source / "val" / "labels.csv", "c,0,0", "d,4,1")
-    gaps = packed(source)
-    assert (gaps.classes, gaps.options["category_of"]) == (["HELLO", "RED", "BLUE", "3", "4"], [0, 1, 1, -1, 1])
+    assert packed(source).classes == ["HELLO", "RED", "BLUE", "3", "4"]
+    assert len(packed(source, glosses=105, categories=10).classes) == 105
+    with pytest.raises(PackError, match="glosses must be above the largest id, 4"):
+        packed(source, glosses=3)
+    with pytest.raises(PackError, match="id 0 must be 'a', and the source calls it 'HELLO'"):
+        packed(source, glosses=list("abcde"))
+    listed(source / "labels_reference.csv", "x,HELLO", head="gloss_id,label")
+    with pytest.raises(PackError, match=r"labels_reference\.csv: the first line must have the columns gloss_id"):
+        packed(source)
 
 
 def test_a_point_is_seen_as_the_mask_says_and_without_one_where_it_is_not_zero(tmp_path):
@@ -135,56 +136,31 @@ def test_a_clip_may_lack_keypoints_or_features_and_those_are_packed_that_some_cl
     assert (len(made), len(made.bad), made.options["kp_key"], made.options["feature_key"]) == (4, 0, "X", "X2048")
     lengths = [[len(made.sample(i)[column]) for i in range(4)] for column in ("x", "mask", "features")]
     assert lengths == [[T, 6, 7, 0], [T, 6, 7, 0], [0, 6, 7, T]]
-    rows = [(row.severity, row.file, row.key, row.value) for row in checked(source).rows]
-    assert rows == [
-        (WARNING, "train/a.npz", "X2048", "1 of 4 have none"),
-        (WARNING, "val/d.npz", "X", "1 of 4 have none"),
-    ]
+    assert checked(source).rows == ()
     clip(source / "val" / "d.npz")
-    with_features = packed(source, require_x2048=True)
-    assert (len(with_features), "features" in with_features.columns) == (3, True)
-    assert with_features.bad["file"].tolist() == ["train/a.npz"]
     assert [row.file for row in checked(source, require_x2048=True).rows] == ["train/a.npz"]
 
 
 def test_the_keys_are_chosen(tmp_path):
-    source, found = tmp_path / "raw", arrays()
+    source, made = tmp_path / "raw", arrays()
     for name in "ab":
-        clip(source / f"{name}.npz", X=found["X2048"], kp=found["X"], without=("X2048",))
+        clip(source / f"{name}.npz", X=made["X2048"], kp=made["X"], without=("X2048",))
     listed(source / "labels.csv", "a,0,0", "b,0,0")
     both = packed(source, kp_key="kp", feature_key="X")
-    np.testing.assert_array_equal(both.sample(0)["x"], found["X"])
-    np.testing.assert_array_equal(both.sample(0)["features"], found["X2048"])
+    np.testing.assert_array_equal(both.sample(0)["x"], made["X"])
+    np.testing.assert_array_equal(both.sample(0)["features"], made["X2048"])
     assert checked(source, kp_key=None, feature_key="X").errors == 0
-    own = packed(source)
-    assert set(own.columns) == {"features", "label"}, "X of (T, 2048) are features"
-    np.testing.assert_array_equal(own.sample(1)["features"], found["X2048"])
-    assert checked(source, feature_key=None).errors == 2
+    [row, _] = checked(source).rows
+    assert (row.rule, row.value) == ("X must be (T, 156)", "(5, 2048)")
     for act in (packed, checked):
-        with pytest.raises(
-            PackError, match=r"no clip has kp_key 'points'; .*\.npz has X, mask, timestamps_ms, meta, kp"
-        ):
+        with pytest.raises(PackError, match=r"no clip has kp_key 'points'; they have X, kp, mask, meta, timestamps_ms"):
             act(source, kp_key="points", feature_key="X")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"kp_key": "X", "feature_key": "X"}, "must differ"),
-        ({"feature_key": None, "require_x2048": True}, "require_x2048 needs feature_key"),
-        ({"kp_key": "mask"}, "kp_key must be the name of an array of numbers, such as X or X2048, got 'mask'"),
-    ],
-)
-def test_keys_that_cannot_be_are_refused_before_anything_is_read(tmp_path, options, said):
-    for act in (packed, checked):
-        with pytest.raises(PackError, match=said):
-            act(tmp_path / "absent", **options)
 
 
 def test_clips_without_labels_are_validated_and_read_and_a_pack_says_what_can_be_done(tmp_path):
     path = clip(tmp_path / "raw" / "a.npz")
     report = checked(path.parent)
-    assert (report.ok, report.labelled, [row.file for row in report.rows]) == (True, 0, ["labels.csv"])
+    assert (report.ok, [row.file for row in report.rows]) == (True, ["labels.csv"])
     np.testing.assert_array_equal(sign.read(path, KEYPOINTS)["x"], arrays()["X"])
     with pytest.raises(PackError, match=r"1 clip and no label.*write labels\.csv with the columns file,gloss,cat"):
         packed(tmp_path / "raw")
@@ -193,9 +169,6 @@ def test_clips_without_labels_are_validated_and_read_and_a_pack_says_what_can_be
     for act in (packed, checked):
         with pytest.raises(PackError, match=r"no clips \(\.npz\); it has labels\.csv"):
             act(tmp_path / "raw")
-
-
-# Lists of labels
 
 
 @pytest.mark.parametrize(
@@ -208,8 +181,7 @@ def test_clips_without_labels_are_validated_and_read_and_a_pack_says_what_can_be
         (" Signer,CAT,file,gloss,occluded\r", "S0,0,a,0,1\r", "S1,1,b,1,0\r"),
         ("file;gloss;cat;notes", "a;0;0;", '"b";1;1;"a, b; c"'),
         ("gloss\tfile\tcat", "0\ttrain/a.npz\t0", "1\ttrain\\b.npz\t1"),
-        ("file gloss  cat", "a 0 0", "b  1 1"),
-        ("a|0|0", "b|1|1"),
+        ("file|gloss|cat", "a|0|0", "b|1|1"),
     ],
 )
 def test_a_list_is_read_in_the_ways_people_write(tmp_path, lines):
@@ -219,25 +191,22 @@ def test_a_list_is_read_in_the_ways_people_write(tmp_path, lines):
     assert packed(source).sample(1)["label"].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("layout", ["beside", "above", "by name alone"])
-def test_lists_lie_beside_or_above_their_folders_too(tmp_path, layout):
+@pytest.mark.parametrize("folder", ["FSL105_{}/", ""])
+def test_one_list_above_the_folders_names_clips_by_an_end_of_their_path(tmp_path, folder):
     source = corpus(tmp_path / "raw", without=("X2048",))
     for split in ("train", "val"):
         (source / split / "labels.csv").unlink()
         (source / split).rename(source / f"FSL105_{split}")
-    folder = "FSL105_{}/" if layout == "above" else ""
-    train = [f"{folder.format('train')}{name},{k},{k}" for k, name in enumerate("ab")]
-    val = [f"{folder.format('val')}{name},{k},{k}" for k, name in enumerate("cd")]
-    if layout == "beside":
-        listed(source / "FSL105_train.csv", *train)
-        listed(source / "FSL105_val.csv", *val)
-    else:
-        listed(source / "labels.csv", *train, *val)
+    train, val = folder.format("train"), folder.format("val")
+    listed(source / "labels.csv", f"{train}a,0,0", f"{train}b,1,1", f"{val}c,0,0", f"{val}d,1,1")
     listed(source / "history.csv", "1,0.5,0.3", head="epoch,train_loss,val_loss")
     assert checked(source).rows == ()
     made = packed(source)
     assert made.splits == {"train": 2, "val": 2, "test": 0}
     assert [made.sample(i)["label"].tolist() for i in range(4)] == [[0, 0], [1, 1], [0, 0], [1, 1]]
+    clip(source / "FSL105_val" / "a.npz", seed=9)
+    errors = {row.file: row.value for row in checked(source).rows}
+    assert ("labels.csv:2" in errors) == (folder == ""), "a name that stands for two clips is refused"
 
 
 LISTS = {  # (lines, file of the row, part of its rule, of its value)
@@ -246,12 +215,11 @@ LISTS = {  # (lines, file of the row, part of its rule, of its value)
     "it is not UTF-8": ((FIRST, "s\udced,0,0"), "labels.csv", "be UTF-8 text", "byte 0xed"),
     "an id is negative": ((FIRST, "a,-1,0", "b,1,1"), "labels.csv:2", "gloss must be a whole number", "-1"),
     "an id is a name": ((FIRST, "b,1,1", "a,0,red"), "labels.csv:3", "cat must be a whole number from 0", "red"),
-    "a cell is missing": ((FIRST, "a,0", "b,1,1"), "labels.csv:2", "as many cells", "2 of 3"),
-    "a row names nothing": ((FIRST, "a,0,0", "b,1,1", ",0,0"), "labels.csv:4", "the clip of a row", "nothing"),
-    "its clip is not there": ((FIRST, "a,0,0", "b,1,1", "A,1,1"), "labels.csv:4", "the clip of a row", "A"),
+    "a cell is missing": ((FIRST, "a,0", "b,1,1"), "labels.csv:2", "cat must be a whole number", "nothing"),
+    "a row names nothing": ((FIRST, "a,0,0", "b,1,1", ",0,0"), "labels.csv:4", "must name one clip", "nothing"),
+    "its clip is not there": ((FIRST, "a,0,0", "b,1,1", "A,1,1"), "labels.csv:4", "must name one clip", "A"),
     "a clip has no row": ((FIRST, "b,1,1"), "a.npz", "a clip must have a label", "no row"),
     "two rows contradict": ((FIRST, "a,0,0", "b,1,1", "a,1,1"), "labels.csv:4", "labels.csv:2 says 0, 0", "1, 1"),
-    "a gloss is of two categories": ((FIRST, "a,0,1", "b,1,1"), "labels.csv:2", "0 mostly has 0", "1"),
 }
 
 
@@ -266,23 +234,13 @@ def test_a_damaged_list_gives_its_row_and_each_clip_without_a_label_has_one(tmp_
     for file, (kind, rule, value) in causes.items():
         [row] = [row for row in report.rows if row.file == file]
         assert (row.severity, rule in row.rule, value in row.value, bool(row.fix)) == (ERROR, True, True, True), kind
-    others = [row for row in report.rows if row.file not in causes]
-    assert {row.rule for row in others} == {"a clip must have a label"}
+    assert {row.rule for row in report.rows if row.file not in causes} == {"a clip must have a label"}
     made = packed(source)
     assert sorted(made.bad["file"]) == sorted(row.file for row in report.rows)
-    left_out = [row.file for row in report.rows if row.file.endswith("npz")]
-    assert sorted([*made.names, *left_out]) == [f"{i:02}/{name}.npz" for i in range(len(LISTS)) for name in "ab"]
-
-
-# Clips: a damage gives its row and no other, and the pack leaves out just what is an error
 
 
 def changed(**arrays_: Any):
     return lambda path: clip(path, **arrays_)
-
-
-def replaced(data: bytes):
-    return lambda path: path.write_bytes(data)
 
 
 def with_value(value: float):
@@ -293,15 +251,12 @@ def with_value(value: float):
 
 X, MASK, TIMES = (arrays()[key] for key in ("X", "mask", "timestamps_ms"))
 WARNED = {  # (damage, key, part of the rule, part of the value)
-    "mask is missing": (changed(without=("mask",)), "mask", "a clip should have mask", "X, "),
+    "mask is missing": (changed(without=("mask",)), "mask", "a clip must have mask", "X, "),
+    "meta is missing": (changed(without=("meta",)), "meta", "a clip must have meta", "X, "),
     "X is longer than positions": (lambda path: clip(path, frames=301), "X", "at most 300 frames", "301"),
     "X is float64": (changed(X=X.astype("f8")), "X", "float32", "float64"),
     "a point left the picture": (with_value(1.25), "X", "coordinates must be in [0, 1]", "frame 2 has 1.25"),
-    "X shows nothing": (changed(X=0 * X), "X", "some point should be seen", "all are 0"),
     "mask is of 0 and 1": (changed(mask=MASK.astype("u1")), "mask", "mask should be bool", "uint8"),
-    "meta is no JSON": (changed(meta=np.array("{video:")), "meta", "a JSON object", "{video:"),
-    "points are in another order": (changed(meta=np.array('{"order": "face11"}')), "meta", "order", "face11"),
-    "meta is huge": (changed(meta=np.array(" " * 300_000)), "meta", "at most 1.0 MB", "1.2 MB"),
 }
 REFUSED = {
     "X is missing": (changed(without=("X",)), "X", "a clip must have X", "mask, t"),
@@ -313,10 +268,15 @@ REFUSED = {
     "T is 0": (lambda path: clip(path, frames=0), "X", "a clip must have frames", "none"),
     "mask has other frames": (changed(mask=MASK[1:]), "mask", "mask must be (5, 78)", "(4, 78)"),
     "times have other frames": (changed(timestamps_ms=TIMES[1:]), "timestamps_ms", "timestamps_ms must be (5)", "(4,)"),
-    "times go back": (changed(timestamps_ms=TIMES[::-1]), "timestamps_ms", "times must increase", "133, the next"),
-    "X is pickled": (changed(X=X.astype(object)), "X", "must be readable", "Object arrays"),
-    "the file is empty": (replaced(b""), "", "a .npz archive", "not a zip file"),
-    "the file is a web page": (replaced(b"<!DOCTYPE html>"), "", "a .npz archive", "not a zip file"),
+    "times go back": (changed(timestamps_ms=TIMES[::-1]), "timestamps_ms", "times must increase", "frame 0 has 133"),
+    "X is pickled": (changed(X=X.astype(object)), "", "a whole .npz archive", "Object arrays"),
+    "the file is empty": (lambda path: path.write_bytes(b""), "", "a whole .npz archive", "not a zip file"),
+    "the file is a web page": (
+        lambda path: path.write_bytes(b"<!DOCTYPE>"),
+        "",
+        "a whole .npz archive",
+        "not a zip file",
+    ),
 }
 
 
@@ -327,8 +287,7 @@ def test_a_damaged_clip_gives_its_row_and_no_other(tmp_path, severity, kinds):
         damage(clip(source / f"{i:02}.npz", without=("X2048",)))
     clip(source / "99.npz", seed=1, frames=7)
     listed(source / "labels.csv", *(f"{path.stem},0,0" for path in sorted(source.iterdir())))
-    report = checked(source, feature_key=None)
-    rows = [row for row in report.rows if not row.value.startswith("the same as")]
+    rows = checked(source, feature_key=None).rows
     assert [row.file for row in rows] == [f"{i:02}.npz" for i in range(len(kinds))]
     for row, (kind, (_, key, rule, value)) in zip(rows, kinds.items(), strict=True):
         assert (row.severity, row.key, rule in row.rule, value in row.value) == (severity, key, True, True), (kind, row)
@@ -339,60 +298,28 @@ def test_a_damaged_clip_gives_its_row_and_no_other(tmp_path, severity, kinds):
     assert len(made) == len(kinds) + 1 - len(wrong)
 
 
-def test_a_clip_that_is_there_twice_is_found_whatever_it_is_called(tmp_path):
-    source = corpus(tmp_path / "raw", without=("X2048",))
-    (source / "val" / "c.npz").write_bytes((source / "train" / "a.npz").read_bytes())
-    (row,) = checked(source).rows
-    assert (row.severity, row.file, row.value) == (WARNING, "val/c.npz", "the same as train/a.npz")
-
-
-@pytest.fixture(scope="module")
-def wholes(tmp_path_factory):
-    """A clip compressed, and one stored, whose header of X lies in the first 192 bytes, before any checksum."""
-    path = tmp_path_factory.mktemp("whole") / "a.npz"
-    compressed = clip(path, frames=2, without=("X2048",)).read_bytes()
-    np.savez(path, **{key: value for key, value in arrays(frames=8).items() if key != "X2048"})
-    return (compressed, len(compressed), 2), (path.read_bytes(), 192, 8)
-
-
-@pytest.mark.filterwarnings("default")  # of NumPy, for headers that it takes for those of older versions
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(st.data())
-def test_a_damaged_clip_is_refused_or_has_the_right_form(tmp_path, wholes, data):
+def test_a_clip_with_damaged_bytes_is_refused_or_has_the_right_form(tmp_path):
     """A checksum guards the numbers, but not the names around them."""
-    whole, within, frames = data.draw(st.sampled_from(wholes))
-    damaged = bytearray(whole)
-    for place, value in data.draw(st.lists(st.tuples(st.integers(0, within - 1), st.integers(0, 127)), max_size=5)):
-        damaged[place] = value
-    path = tmp_path / "a.npz"
-    path.write_bytes(damaged[: data.draw(st.none() | st.integers(0, len(damaged)))])
-    reasons: tuple = ()
-    try:
-        shape = sign.read(path, KEYPOINTS)["x"].shape
-    except PackError as error:
-        shape, reasons = (), error.args
-    assert shape == (frames, 156) or len(reasons) == 3, "value, rule and fix"
-
-
-# Real clips
+    whole, draw, path = clip(tmp_path / "a.npz", frames=2).read_bytes(), np.random.default_rng(0), tmp_path / "a.npz"
+    shapes = []
+    for _ in range(100):
+        damaged = bytearray(whole)
+        for place in draw.integers(len(whole), size=3):
+            damaged[place] = draw.integers(256)
+        path.write_bytes(damaged[: draw.integers(len(whole)) if draw.random() < 0.3 else None])
+        with contextlib.suppress(PackError):
+            shapes.append(sign.read(path, KEYPOINTS)["x"].shape)
+    assert len(shapes) < 80
+    assert set(shapes) <= {(2, 156)}
 
 
 @pytest.mark.real
 @pytest.mark.skipif(not DATA, reason="NBTOOLS_REAL_DATA names no folder of real data")
 def test_real_clips_pass_and_are_read_and_packed():
-    folder = nb.stage(Path(DATA) / "fsl-clips.tar", progress=False)
-    report = checked(folder, require_x2048=True)
-    assert (report.clips, [(row.severity, row.value) for row in report.rows]) == (6, [(WARNING, "no labels.csv")])
-    for path in folder.glob("*.npz"):
-        with np.load(path, allow_pickle=False) as raw:
-            found = sign.read(path, {"kp_key": "X", "feature_key": "X2048"})
-            for column, key in (("x", "X"), ("mask", "mask"), ("features", "X2048")):
-                np.testing.assert_array_equal(found[column], raw[key])
+    report = checked(nb.stage(Path(DATA) / "fsl-clips.tar", progress=False), require_x2048=True)
+    assert [(row.severity, row.value) for row in report.rows] == [(WARNING, "no labels.csv")]
     source = nb.stage(Path(DATA) / "isl-keypoints.tar", progress=False)
-    report = checked(source)
-    assert (report.clips, report.labelled, report.errors) == (200, 200, 0)
+    assert (checked(source).about, checked(source).errors) == ("200 clips, 200 with a label", 0)
     made = packed(source)
     assert (made.splits, len(made.bad)) == ({"train": 160, "val": 40, "test": 0}, 0)
     assert (len(made.classes), len(made.options["categories"])) == (10, 3)
-    with pytest.raises(PackError, match="0 of 200 files can be used"):
-        packed(source, require_x2048=True)

@@ -1,0 +1,205 @@
+"""The folders of the guide for signs open as they are, and the options of its script do here what they say.
+
+data/processed/{transformer_only,iv3_gru_only,test_15fps}/CLIP.npz, each with a labels.csv
+"""
+
+import csv
+import pkgutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import nbtools as nb
+import nbtools.tasks
+from nbtools.__main__ import main
+from nbtools.data import Pack
+from nbtools.errors import PackError, TrainError
+from nbtools.tasks import sign
+
+pytestmark = pytest.mark.usefixtures("one_cache")
+
+KEYPOINTS, FEATURES, VALIDATION = "transformer_only", "iv3_gru_only", "test_15fps"
+NETWORKS = {"transformer": "x", "gru": "features"}
+COLUMNS = ["epoch", "train_loss", "val_loss", "val_gloss_acc", "val_cat_acc", "lr", "epoch_time"]
+TASKS = sorted({module.name for module in pkgutil.iter_modules(nbtools.tasks.__path__)} - {"common"})
+
+
+@pytest.fixture(scope="module")
+def processed(tmp_path_factory):
+    """30 train clips: 10 in both folders, 10 with keypoints alone, 10 with features alone; 10 to validate."""
+    folder = tmp_path_factory.mktemp("guide")
+    made = sign.demo(folder / "made", 40, glosses=6, categories=2, frames=(10, 16), features=True)
+    rows: dict[str, list[str]] = {KEYPOINTS: [], FEATURES: [], VALIDATION: []}
+    for split in ("train", "val"):
+        for n, row in enumerate(csv.DictReader((made / split / "labels.csv").read_text().splitlines())):
+            with np.load(made / split / f"{row['file']}.npz") as arrays:
+                clip = dict(arrays)
+            places = (
+                [VALIDATION] if split == "val" else [KEYPOINTS, FEATURES] if n < 10 else [(KEYPOINTS, FEATURES)[n % 2]]
+            )
+            for place in places:
+                without = {KEYPOINTS: ("X2048",), FEATURES: ("X", "mask"), VALIDATION: ()}[place]
+                path = folder / "data" / "processed" / place / f"{row['file']}_how are you.npz"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                np.savez(path, **{key: values for key, values in clip.items() if key not in without})
+                rows[place].append(f"{path.stem},{row['gloss']},{row['cat']}")
+    for place, lines in rows.items():
+        path = folder / "data" / "processed" / place / "labels.csv"
+        path.write_text("\n".join(["file,gloss,cat", *lines]) + "\n")
+    return folder / "data" / "processed"
+
+
+def packed(source, **options) -> Pack:
+    return sign.pack(source, progress=False, **options)
+
+
+def counts(pack: Pack) -> tuple[int, int, int]:
+    return pack.splits["train"], pack.splits["val"], pack.splits["test"]
+
+
+def fitted(pack: Pack, network: str, folder: Path) -> nb.Run:
+    plan = sign.BASELINE.replace(network=network, epochs=1, batch_size=4, feed="auto")
+    return nb.fit(sign, pack, plan, folder, receipt=False, progress=False)
+
+
+def test_the_three_folders_are_one_pack_whose_third_validates(processed, tmp_path):
+    report = nb.validate(sign, processed, progress=False)
+    assert (report.about, report.errors) == ("50 clips, 50 with a label", 0)
+    made = packed(processed)
+    assert (counts(made), len(made.bad), len(made.classes)) == ((40, 10, 0), 0, 6)
+    assert {Path(made.names[i]).parent.name for i in made.ids("val")} == {VALIDATION}
+    with tarfile.open(tmp_path / "processed.tar", "w") as file:
+        file.add(processed, "processed")
+    assert packed(tmp_path / "processed.tar").card == made.card
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_each_network_trains_on_what_it_can_read_and_says_what_it_cannot(processed, network, tmp_path, capsys):
+    made = packed(processed)
+    run = fitted(made, network, tmp_path / "run")
+    key = {"transformer": "X", "gru": "X2048"}[network]
+    sentence = "this network reads 20 of 40 train, 10 of 10 val samples"
+    assert sentence in run.events
+    assert [row["samples"] for row in run.history.of("epoch")] == [20]
+    part = run.readable(made)
+    lengths = part.lengths(NETWORKS[network], part.ids("train"))
+    assert (len(lengths), lengths.min() > 0, part.card.bucket_by) == (20, True, NETWORKS[network])
+    assert run.card == part.card
+    assert part.bytes < made.bytes
+    assert fitted(made, network, tmp_path / "run").history.rows == run.history.rows, "it resumes with the same pack"
+    assert len(run.predict_pack(made, part.ids("train"))) == 20
+    missing = sorted(set(made.ids("train")) - set(part.ids("train")))[0]
+    with pytest.raises(PackError, match=rf"sample {missing} has nothing .*take ids of run\.readable\(pack\)"):
+        run.predict_pack(made, [missing])
+    with pytest.raises(PackError, match=f"must have {key}"):
+        run.predict(processed / made.names[missing])
+    with pytest.raises(TrainError, match=r"the test split is empty; choose one that is not \(train: 20, val: 10\)"):
+        nb.evaluate(run, made)
+    assert main(["evaluate", "sign", "--data", str(processed), "--run", str(tmp_path / "run"), "--split", "val"]) == 0
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_advice_is_for_the_clips_that_are_read(processed):
+    advice, other = (
+        nb.advise(sign, pack, measure=False).plan for pack in (packed(processed), packed(processed, kp_key=None))
+    )
+    assert isinstance(advice, sign.Plan)
+    assert isinstance(other, sign.Plan)
+    assert (advice.network, other.network) == ("transformer", "gru")
+    assert advice.batch_size == 16
+    assert sign.with_network(advice, packed(processed), "gru").batch_size == other.batch_size == 20, (
+        "all that there are"
+    )
+
+
+@pytest.mark.parametrize(
+    ("network", "folder", "other"), [("transformer", KEYPOINTS, FEATURES), ("gru", FEATURES, KEYPOINTS)]
+)
+def test_a_folder_alone_validates_packs_and_trains_its_network(processed, network, folder, other, tmp_path, capsys):
+    assert main(["validate", "sign", str(processed / folder)]) == 0
+    assert "20 clips, 20 with a label: 0 errors" in capsys.readouterr().out
+    made = packed(processed / folder, val=5, test=0)
+    assert counts(made) == (15, 5, 0)
+    run = fitted(made, "auto", tmp_path / "run")
+    assert [row["samples"] for row in run.history.of("epoch")] == [15]
+    new = run.pack(processed / VALIDATION, test=1.0, progress=False)
+    assert nb.evaluate(run, new).keys() == {"loss", "gloss_accuracy", "cat_accuracy", "top5"}
+    with pytest.raises(PackError, match="a clip must have X"):
+        nb.evaluate(run, run.pack(processed / other, test=1.0, progress=False))
+
+
+def test_the_validator_of_the_guide_has_its_bare_flag(processed, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["validate", "sign", str(processed / VALIDATION), "--require-x2048"]) == 0
+    assert main(["validate", "sign", "--require-x2048", str(processed / KEYPOINTS)]) == 1
+    assert "a clip must have X2048" in capsys.readouterr().out
+
+
+def train(data, run, *more: str) -> pd.DataFrame:
+    """The rows of the epochs of a run in the terminal."""
+    words = ["train", "sign", "--data", str(data), "--run", str(run), "--network", "gru", "--no-receipt", *more]
+    assert main(words) == 0
+    rows = pd.read_csv(run / "history.csv")
+    return rows.loc[rows.kind == "epoch"]
+
+
+def test_the_column_names_of_the_log_are_the_scripts_but_for_two(processed, tmp_path):
+    rows = train(processed, tmp_path / "run", "--epochs", "2")
+    rows = rows.rename(columns={"val_gloss_accuracy": "val_gloss_acc", "val_cat_accuracy": "val_cat_acc"})
+    assert set(COLUMNS) <= set(rows.columns)
+    assert rows["epoch"].tolist() == [0, 1]
+
+
+def test_a_plateau_lowers_the_lr_and_an_early_stop_stops(processed, tmp_path):
+    flat = ["--lr", "1e-9", "--lr-rule", "none", "--schedule", "plateau", "--patience", "1", "--warmup-epochs", "0"]
+    rows = train(processed, tmp_path / "run", "--epochs", "9", *flat, "--early-stop", "4")
+    assert len(rows) < 9
+    assert rows["lr"].iloc[-1] < 0.2 * rows["lr"].iloc[0]
+
+
+def test_the_keys_choose_what_is_read(processed, tmp_path, capsys):
+    assert main(["pack", "sign", str(processed), "--feature-key", "none", "--into", str(tmp_path / "keypoints")]) == 0
+    assert "features" not in capsys.readouterr().out
+    assert main(["pack", "sign", str(processed), "--kp-key", "nothing", "--into", str(tmp_path / "wrong")]) == 1
+    assert "nothing" in capsys.readouterr().err
+
+
+def test_the_smoke_test_needs_no_data(capsys):
+    assert main(["train", "sign", "--smoke-test", "--network", "gru"]) == 0
+    assert "equal outputs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["demo", "pack", "advise", "train", "evaluate", "validate", "features"])
+def test_no_option_is_there_twice(command, capsys):
+    """The script stopped at its start: two of its options had one name."""
+    for task in TASKS:
+        with pytest.raises(SystemExit) as end:
+            main([command, task, "--help"])
+        assert end.value.code == 0
+        assert f"usage: python -m nbtools {command}" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_the_allocators_settings_are_the_users_until_cuda_starts_and_it_starts_late():
+    """The script made them when CUDA was up, where they do nothing. Here nobody makes any, and neither importing all
+    nor reading a command line starts CUDA: what a notebook sets before it trains counts."""
+    code = """
+import os, torch
+before = dict(os.environ)
+def started(*_): raise SystemExit("CUDA is started")
+torch.cuda._lazy_init = started
+import nbtools
+from nbtools.__main__ import parser
+from nbtools.tasks import captcha, hwdb, sign
+given = ["train", "sign", "--data", "x", "--run", "y", "--amp", "bf16"]
+parser(given).parse_args(given)
+sign.PLAN.replace(network="gru")
+assert {k: v for k, v in os.environ.items() if "ALLOC" in k} == {k: v for k, v in before.items() if "ALLOC" in k}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
