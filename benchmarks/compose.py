@@ -18,8 +18,8 @@ import nbtools as nb
 from nbtools.data.splits import position
 from nbtools.tasks.common.demo import write_demo
 from nbtools.tasks.common.files import walk
+from nbtools.tasks.hwdb.data import SUFFIXES
 from nbtools.tasks.hwdb.demo import EM, LINES, Language, Writer, page_bytes, pool, soft
-from nbtools.tasks.hwdb.formats import SUFFIXES
 
 DRAWING = re.compile(r"(?P<alphabet>[^/]+)/(?P<character>[^/]+)/\d+_(?P<drawer>\d+)\.png$")
 HELD = {"Test": 0.2, "Val": 0.1}  # shares of the drawers

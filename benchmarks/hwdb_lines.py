@@ -54,7 +54,7 @@ def trained(folder: Path, source: Path, name: str, title: str, **knobs: Any) -> 
     """Pack, train by the rules' plan, and write a receipt with the curve beside it."""
     pack = hwdb.pack(source, height=HEIGHT, into=folder / f"{name}.pack", progress=False)
     advice = nb.advise(hwdb, pack, measure=False)
-    print(hwdb.report(pack).to_string(), advice, sep="\n\n")
+    print(pack, advice, sep="\n\n")
     clock, cpu = time.monotonic(), time.process_time()
     run = nb.fit(hwdb, pack, advice.plan.replace(**knobs), run=folder / name, receipt=False)
     minutes, cpu_minutes = (time.monotonic() - clock) / 60, (time.process_time() - cpu) / 60
@@ -81,17 +81,15 @@ def beams(run: nb.Run, pack: nb.Pack) -> None:
     train, val, test = (pack.ids(split) for split in ("train", "val", "test"))
     truth = {split: [hwdb.text_of(pack, i) for i in ids] for split, ids in (("val", val), ("test", test))}
     lm = hwdb.NGram.train([hwdb.text_of(pack, i) for i in train], pack.classes)
-    tuned = hwdb.tune(hwdb.peaks_of(run.model(), pack, run.plan, val), truth["val"], pack.classes, lm)
+    cers = hwdb.tune(hwdb.peaks_of(run.model(), pack, run.plan, val), truth["val"], pack.classes, lm)
     peaks = hwdb.peaks_of(run.model(), pack, run.plan, test)
+    best: Any = cers.idxmin()
     for name, answers in {
         "greedy": run.predict_pack(pack, test),
         "beam": hwdb.search(peaks, pack.classes),
-        f"beam, alpha {tuned.alpha:g} beta {tuned.beta:g}": hwdb.search(
-            peaks, pack.classes, lm, 10, tuned.alpha, tuned.beta
-        ),
+        f"beam, (alpha, beta) = {best}": hwdb.search(peaks, pack.classes, lm, 10, *best),
     }.items():
         print(f"{name}: CER {hwdb.scores(truth['test'], answers)['cer']:.4f}")
-    print(f"perplexity on the test lines: {lm.perplexity(truth['test']):.1f}")
 
 
 if __name__ == "__main__":

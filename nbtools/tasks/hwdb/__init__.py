@@ -1,9 +1,8 @@
 """Handwritten lines of text: pages of CASIA-HWDB, or any folder of images of lines, and networks with CTC."""
 
 from nbtools.tasks.common.lists import text_of
-from nbtools.tasks.hwdb.analysis import by_frequency, by_width, confusions, frequencies, report, scores, worst
-from nbtools.tasks.hwdb.data import height_for, pack, pack_options, read, survey
-from nbtools.tasks.hwdb.decode import peaks_of, search, tune
+from nbtools.tasks.hwdb.data import pack, pack_options, read, survey
+from nbtools.tasks.hwdb.decode import peaks_of, scores, search, tune
 from nbtools.tasks.hwdb.demo import demo
 from nbtools.tasks.hwdb.language_model import NGram
 from nbtools.tasks.hwdb.task import (
@@ -21,7 +20,7 @@ from nbtools.tasks.hwdb.task import (
     suggest,
     tensors,
 )
-from nbtools.tasks.hwdb.visualize import confused, preview, show
+from nbtools.tasks.hwdb.visualize import preview, show
 
 __all__ = [
     "BASELINE",
@@ -32,14 +31,8 @@ __all__ = [
     "NGram",
     "Plan",
     "batch",
-    "by_frequency",
-    "by_width",
-    "confused",
-    "confusions",
     "decode",
     "demo",
-    "frequencies",
-    "height_for",
     "loss",
     "metrics",
     "model",
@@ -48,7 +41,6 @@ __all__ = [
     "peaks_of",
     "preview",
     "read",
-    "report",
     "scores",
     "search",
     "show",
@@ -57,5 +49,4 @@ __all__ = [
     "tensors",
     "text_of",
     "tune",
-    "worst",
 ]

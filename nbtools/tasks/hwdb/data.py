@@ -1,32 +1,54 @@
-"""Raw lines → pack, both columns ragged: image (W, height) uint8, a line's ink on its side (0 paper, as padding is, 255
-the darkest); label (N,) int64, places in the classes.
+"""Sources of handwritten lines → pack: pages of CASIA-HWDB 2.x, or images of lines with lists of their texts.
 
-The last class is always UNKNOWN: characters that were illegible on the page, and those that a given list of classes
-omits.
+    pages   …Train/001-P16.dgrl …, cut into lines, or the older .dgr, cut into characters (which it calls words)
+    lines   {train,val,test}/NAME.png, {train,val,test}_img_id_gt.txt with `name,text`, and perhaps chars_list.txt
+
+A pack has two ragged columns: image (W, height) uint8, a line's ink on its side (0 paper, as padding is, 255 the
+darkest), and label (N,) int64, places in the classes. The last class is always UNKNOWN: characters that were illegible
+on the page, and those that a given list of classes omits.
+
+A page is little-endian (nlpr.ia.ac.cn/databases/handwriting/Offline_database.html):
+
+    header  int32 its size, 36 + len(illustration); char[8] "DGRL" or "DGR"; illustration; char[20] code type;
+            int16 bytes of a code (2); int16 bits a pixel (1 or 8)
+    page    int32 height, width, lines
+    line    .dgrl: int32 characters; their codes; int32 top, left, height, width; bitmap, its rows of whole bytes
+            .dgr: int32 words, and for each its code; int16 top, left, height, width; bitmap
+
+A code is two bytes of GB18030, an ASCII character and a zero byte, or 0xFF for an illegible character. With one bit a
+pixel a set bit is ink, the highest is leftmost. Real lines may reach past their page, so only their size is checked.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from mmap import ACCESS_READ, mmap
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from nbtools.data import Card, Entry, Pack, Sample, Survey, build_pack, say
+from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, bar, build_pack, say, side_by_side
 from nbtools.errors import PackError
 from nbtools.show import sized
-from nbtools.tasks.common.files import decode_image
-from nbtools.tasks.common.lists import characters, read_text
+from nbtools.tasks.common.files import decode_image, split_of, split_word, walk
+from nbtools.tasks.common.lists import characters, decode_text, read_rows, read_text, slashed
 from nbtools.tasks.common.plans import THUMB
-from nbtools.tasks.hwdb.formats import SUFFIXES, UNKNOWN, refused
-from nbtools.tasks.hwdb.sources import contents_of, read_bytes, read_line
+from nbtools.tasks.common.report import Refused, Row
 from nbtools.train import device
 
+Problem = tuple[str, str, str, str]
+"""(file, value, rule, fix): a row of the table of bad samples."""
+
+UNKNOWN = "\ufffd"
+SUFFIXES = (".dgrl", ".dgr")
+LIST, CHARS_LIST = re.compile(r"(.*)_img_id_gt\.txt", re.I), "chars_list.txt"
+ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
+HEADER, CODE, LINE_BOX, WORD_BOX = 36, 2, "<4i", "<4h"  # bytes: without the illustration; of a character
 HEIGHTS = 16, 512  # pixels: the networks halve it several times; no line is scanned with more
 HCTR_HEIGHT = 96  # from which the plan's "auto" takes the reference's network: lower lines give it a step a character
 TIERS = ((40, 128), (24, 96), (1, 64), (0, 32))
@@ -34,7 +56,7 @@ TIERS = ((40, 128), (24, 96), (1, 64), (0, 32))
 saves 0.88 GiB of activations, and they grow with the square of the height. Not tested on a GPU."""
 WIDEST = 100  # times as wide as high; lines of HWDB reach 20
 FEW = 3  # writers: one for each split
-WRITER = re.compile(r"(\d+)-P\d+")
+WRITER = re.compile(r"(?:.*/)?(\d+)-P\d+[^/]*#")  # in the name of a page's line
 
 
 def pack(
@@ -47,8 +69,8 @@ def pack(
     into: str | Path | None = None,
     progress: bool = True,
 ) -> Pack:
-    """The pack of pages (.dgrl) or of images of lines, from a folder, archive or link; a second call opens it, and
-    interrupted packing resumes. Archives in a folder are staged.
+    """Return the pack of pages (.dgrl) or of images of lines, from a folder, archive or link; a second call opens it,
+    and interrupted packing resumes.
 
     height: pixels that every line is scaled to; `auto`: by `height_for`, 128 for a GPU of 40 GB, 32 without one.
     classes: the characters to know, as a string, a list, or a file with one per line; all others are UNKNOWN. By
@@ -61,69 +83,90 @@ def pack(
     """
     height, why = height_for(device.gigabytes(device.pick())) if height == "auto" else (height, "")
     if type(height) is not int or not HEIGHTS[0] <= height <= HEIGHTS[1]:
-        raise PackError(
-            f"height must be a whole number of pixels from {HEIGHTS[0]} to {HEIGHTS[1]}, got {height!r}; "
-            "128 is the reference's, 32 is for CPUs, auto chooses by the GPU"
-        )
+        rule = f"height must be a whole number of pixels from {HEIGHTS[0]} to {HEIGHTS[1]}, or auto"
+        raise PackError(f"{rule}, got {height!r}; 128 is the reference's, 32 is for CPUs")
     options = {"height": height, "classes": None if classes is None else "".join(charset_of(classes))}
-    found = partial(survey, progress=progress, why=why)
-    return build_pack(source, "hwdb", options, found, read, val=val, test=test, into=into, progress=progress)
+    look = partial(survey, progress=progress, why=why)
+    return build_pack(source, "hwdb", options, look, read, val=val, test=test, into=into, progress=progress)
 
 
 def height_for(gigabytes: float) -> tuple[int, str]:
-    """(pixels, why): the height of lines for a GPU of this memory, 10⁹ bytes; 0: no CUDA GPU."""
+    """Return (pixels, why): the height of lines for a GPU of this memory, 10⁹ bytes; 0: no CUDA GPU."""
     least, height = device.tier(gigabytes, TIERS)
     size = f"{gigabytes:.0f} GB of GPU memory, {THUMB}, not tested on a GPU" if least else f"no CUDA GPU, {THUMB}"
     return height, f"{height} pixels, for {'hctr' if height >= HCTR_HEIGHT else 'slim'}: {size}"
 
 
 def pack_options(card: Card) -> dict[str, Any]:
-    """Options of `pack` with which another source has the classes and the preprocessing of a card."""
+    """Return options of `pack` with which another source has the classes and the preprocessing of a card."""
     return {**card.options, "classes": [character for character in card.classes if character != UNKNOWN]}
 
 
 def survey(folder: Path, options: Mapping[str, Any], progress: bool = False, why: str = "") -> Survey:
-    """Every usable line of a source with its label and split; the others are bad, with the rule that they break.
+    """Return every usable line of a source with its label and split; the others are bad, with the rule that they break.
     why: the reason for the height, which is shown."""
     if progress and why:
         say(f"lines are scaled to {why}; height= sets another")
-    contents = contents_of(folder, progress)
+    names = walk(folder)
+    items = items_of(folder, names, progress)
+    lines = [item for item in items if isinstance(item, Entry)]
+    charsets = sorted((name for name in names if PurePosixPath(name).name == CHARS_LIST), key=lambda n: n.count("/"))
     if options["classes"] is not None:
         classes = tuple(options["classes"])
-    elif contents.characters is not None:
-        path, listed = contents.characters
-        classes = charset_of(characters_of(listed, path))
+    elif charsets:
+        classes = charset_of(folder / charsets[0])
     else:
-        classes = (*sorted(set().union(*(line.label for line in contents.lines)) - {UNKNOWN}), UNKNOWN)
+        classes = (*sorted(set().union(*(line.label for line in lines)) - {UNKNOWN}), UNKNOWN)
     places = {character: place for place, character in enumerate(classes)}  # `in` a list reads half of 7,375
+    unknown, drawn = places[UNKNOWN], {line.split for line in lines} <= {None, "train"}
+    labels = (np.array([places.get(c, unknown) for c in line.label], np.int64) for line in lines)
+    splits = [None if drawn else line.split or "train" for line in lines]
+    groups = groups_of([line.name for line in lines], splits)
     return Survey(
-        [
-            replace(line, label=np.array([places.get(c, places[UNKNOWN]) for c in line.label], np.int64))
-            for line in parted(contents.lines)
-        ],
+        [*map(Entry, (line.name for line in lines), splits, labels, groups)],
         classes,
         {"height": options["height"]},
         ragged=("image", "label"),
         bucket_by="image",
-        bad=contents.bad,
+        bad=[item for item in items if not isinstance(item, Entry)],
     )
 
 
+def items_of(folder: Path, names: Sequence[str], progress: bool) -> list[Entry | Problem]:
+    """Return the lines in the files of a folder, with their texts as labels, and what cannot be used; no image is read.
+    Raises PackError if there is nothing to read, or where a line may be there twice."""
+    pages = [name for name in names if name.lower().endswith(SUFFIXES)]
+    lists = [name for name in names if LIST.fullmatch(PurePosixPath(name).name)]
+    closed = [name for name in names if name.lower().endswith(ARCHIVES)]
+    if pages and lists:
+        raise PackError(f"{folder}: holds pages ({pages[0]}) and lists of lines ({lists[0]}); give the folder of one")
+    if not pages and not lists:
+        fix = f"unpack {closed[0]}" if closed else "give the folder that holds HWDB2.0Train"
+        looked = "no page (.dgrl) and no list of lines (train_img_id_gt.txt, val_… or test_…)"
+        raise PackError(f"{folder}: {looked} is in it; {fix}")
+    found = bar(side_by_side(partial(lines_in, folder), pages), "reading texts", len(pages), disable=not progress)
+    items = [item for page in found for item in page] if pages else listed(folder, lists, names)
+    rule, fix = "an archive within a folder is not read", "unpack it there, or move it away"
+    return items + [(name, "an archive", rule, fix) for name in closed]
+
+
 def read(path: Path, options: Mapping[str, Any]) -> Sample:
-    """One line → {"image": …} as the pack holds it: an image file, or `page.dgrl#3`, a page's third line; either may
-    lie in an archive, `HWDB2.0Train.zip/HWDB2.0Train/001-P16.dgrl#3`. Raises Refused on what cannot be used."""
-    page, _, number = path.name.rpartition("#")
-    if page.lower().endswith(SUFFIXES) and number.isdecimal():
-        grey = read_line(path.with_name(page), int(number))
-    elif path.suffix.lower() in SUFFIXES:
-        raise refused(path.suffix, "only single lines are read, not whole pages", f"name a line of it: {path.name}#1")
+    """Return one line as the pack holds it, {"image": …}, from an image, or from `page.dgrl#3`, a page's third line.
+    Raises Refused on what cannot be used."""
+    page, _, wanted = path.name.partition("#")
+    if page.lower().endswith(SUFFIXES):
+        lines = enumerate(lines_of(page_bytes(path.with_name(page)), page), 1)
+        line = next((line for number, line in lines if str(number) == wanted), None)
+        if line is None:
+            raise refused(path.name, "the page must have a line of that number", f"name one: {page}#1 is the first")
+        grey = image_of(line)
     else:
-        grey = np.asarray(decode_image(read_bytes(path), "L"))
+        grey = np.asarray(decode_image(path, "L"))
     return {"image": ink_of(grey, options["height"])}
 
 
 def ink_of(grey: np.ndarray, height: int) -> np.ndarray:
-    """Grey (H, W) uint8 → ink (w, height) uint8, scaled by area (where it is enlarged, linearly); margins stay."""
+    """Return ink (w, height) uint8 of grey (H, W), scaled by area (where it is enlarged, linearly); margins stay."""
     rows, columns = grey.shape
     width = max(1, round(columns * height / rows))
     if width > WIDEST * height:
@@ -133,47 +176,175 @@ def ink_of(grey: np.ndarray, height: int) -> np.ndarray:
     return np.ascontiguousarray(~np.asarray(Image.fromarray(grey).resize((width, height), scaling)).T)
 
 
-# Characters
-
-
 def charset_of(classes: str | Path | Iterable[str]) -> tuple[str, ...]:
-    """The classes that a caller passes: a file with one character per line, a string or a list of characters. Raises
-    PackError for what is not a character, or comes twice."""
+    """Return the classes that a caller passes, UNKNOWN the last: a string or a list of characters, or a file with one
+    on each line, where a blank is the space. Raises PackError for what is not a character, or comes twice."""
+    option = "classes"
     if isinstance(classes, Path) or (isinstance(classes, str) and classes.endswith(".txt")):
-        classes = characters_of(read_text(Path(classes), "name a file with one character per line"), Path(classes))
-    return (*(character for character in characters(classes) if character != UNKNOWN), UNKNOWN)
+        option, text = f"{classes}: its lines", read_text(Path(classes), "name a file with one character per line")
+        classes = [line for line in text.replace("\r\n", "\n").split("\n") if line]
+    return (*(character for character in characters(classes, option) if character != UNKNOWN), UNKNOWN)
 
 
-def characters_of(text: str, path: Path) -> list[str]:
-    """The characters of a `chars_list.txt`, one per line. A line may be a blank: it is the space. Raises PackError."""
-    found: dict[str, None] = {}
-    for number, line in enumerate((line.removesuffix("\r") for line in text.split("\n")), 1):
-        if len(line) > 1 or line in found:
-            rule = "a line must hold one character, which no other line has"
-            raise PackError(f"{path}:{number}: {rule}, got {line!r}; correct or delete it")
-        if line:
-            found[line] = None
-    if not found:
-        raise PackError(f"{path}: it must have a character on each line, got none; fill it, or delete it")
-    return list(found)
+def groups_of(names: Sequence[str], splits: Sequence[str | None]) -> list[str]:
+    """Return the group of each line: its writer, so that no hand is in two splits, or its page or image where no name
+    tells, or there are fewer writers than splits to divide."""
+    pages, writers = [name.partition("#")[0] for name in names], [WRITER.match(name) for name in names]
+    hands = [f"writer {match[1]}" if match else page for match, page in zip(writers, pages, strict=True)]
+    divided = {hand for hand, split in zip(hands, splits, strict=True) if split in (None, "train")}
+    return pages if len(divided) < FEW else hands
 
 
-# Writers
+def refused(value: object, rule: str, fix: str) -> Refused:
+    return Refused(Row("", rule, str(value), fix))
 
 
-def parted(lines: Sequence[Entry]) -> list[Entry]:
-    """The lines with their groups: by whole writers, so that no hand is in two splits, or by pages where there are
-    fewer than three of them to divide. Where the source names only train lines, all three splits come from these."""
-    named = {line.split for line in lines} - {None}
-    own = [None if named <= {"train"} else line.split or "train" for line in lines]
-    writers = [writer_of(line.name) for line in lines]
-    few = len({writer for writer, split in zip(writers, own, strict=True) if split in (None, "train")}) < FEW
-    groups = [line.name.partition("#")[0] if few else writer for line, writer in zip(lines, writers, strict=True)]
-    return [replace(line, split=s, group=g) for line, s, g in zip(lines, own, groups, strict=True)]
+def entry_of(name: str, text: str, split: str | None) -> Entry | Problem:
+    if text:
+        return Entry(name, split, text)
+    return name, "no characters", "a line must have a text", "correct its text, or leave it out"
 
 
-def writer_of(name: str) -> str:
-    """The writer of a line; the page, or the image, if its name does not tell."""
-    page, _, line = name.partition("#")
-    match = WRITER.match(PurePosixPath(page).name) if line else None
-    return f"writer {match[1]}" if match else page
+# -- lists of lines
+
+
+def listed(folder: Path, lists: Sequence[str], names: Sequence[str]) -> list[Entry | Problem]:
+    """Return the lines of lists, and the images that are in none."""
+    images, used = [name for name in names if name.lower().endswith(IMAGES)], dict[str, str]()
+    items = [item for name in lists for item in lines_of_list(folder, name, images, used)]
+    rule, fix = "an image must be in a list", "add its row name,text, or delete it"
+    return items + [(image, "no text", rule, fix) for image in images if image not in used]
+
+
+def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str, str]) -> Iterator[Entry | Problem]:
+    """Yield the lines of a list, whose rows name images beside it or in the folder of its name, with or without suffix.
+    The first separator ends a name; all others belong to the text. used: image → its row, so far."""
+    own, text = name[: -len("_img_id_gt.txt")], decode_text((folder / name).read_bytes(), name)
+    known = {}
+    for above in (own[: own.rfind("/") + 1], f"{own}/"):
+        inside = [(image.removeprefix(above), image) for image in images if image.startswith(above)]
+        known |= {cell.rpartition(".")[0]: image for cell, image in inside} | dict(inside)
+    for number, cells in read_rows(text, name, lambda row: len(row) > 1 and slashed(row[0]) in known, whole=True):
+        where, image = f"{name}:{number}", known.get(slashed(cells[0]))
+        if image is None:
+            rule, fix = "a row must be name,text of an image that exists", "copy the image too, or correct the row"
+            yield where, ",".join(cells), rule, fix
+        elif image in used:
+            rule = f"an image must be listed only once, and this one is in {used[image]} already"
+            yield where, image, rule, "delete one of the rows"
+        else:
+            used[image] = where
+            yield entry_of(image, ",".join(cells[1:]), split_word(own.rpartition("/")[2]))
+
+
+# -- pages
+
+
+class Line(NamedTuple):
+    """A line of a page: its codes, the bits of a pixel, and the bitmap of the line, or those of its words, as (top,
+    left, width, rows of bytes); no pixel is read yet."""
+
+    codes: bytes
+    bits: int
+    bitmaps: list[tuple[int, int, int, np.ndarray]]
+
+
+def lines_in(folder: Path, name: str) -> list[Entry | Problem]:
+    """Return the lines of a page with their texts, and what cannot be used: a bad code spoils only its line, a damaged
+    file what follows."""
+    items: list[Entry | Problem] = []
+    try:
+        for number, line in enumerate(lines_of(page_bytes(folder / name), name), 1):
+            text, bad = text_of_codes(line.codes)
+            rule, fix = "a code must be GB18030, ASCII and a zero byte, or 0xFF for unknown", "leave the line out"
+            where = f"{name}#{number}"
+            items.append((where, bad, rule, fix) if bad else entry_of(where, text, split_of(name)))
+    except Refused as error:
+        items.append((name, *error.args))
+    return items
+
+
+def page_bytes(path: Path) -> memoryview:
+    """Return the bytes of a page, mapped without reading them: a line is a tenth of it."""
+    with open(path, "rb") as opened:  # an empty file cannot be mapped
+        return memoryview(mmap(opened.fileno(), 0, access=ACCESS_READ) if path.stat().st_size else b"")
+
+
+def lines_of(data: bytes | memoryview, name: str) -> Iterator[Line]:
+    """Yield the lines of a page in order, by reading only the numbers between the bitmaps; name: the file's, which says
+    the format. Raises Refused where the file stops making sense, and on bytes after the last line."""
+    kind, page = "DGR" if name.lower().endswith(".dgr") else "DGRL", Reader(data)
+    size, magic = page.numbers("<i8s", "the header")
+    page.require(magic.split(b"\0")[0] == kind.encode(), f"a .{kind.lower()} file must say {kind}", repr(magic))
+    page.take(size - HEADER + 20, "the header")
+    length, bits = page.numbers("<2h", "the header")
+    page.require(length == CODE and bits in (1, 8), "a code must have 2 bytes, a pixel 1 or 8 bits", (length, bits))
+    *_, count = page.numbers("<3i", "the page's size")
+    for number in range(1, count + 1):
+        what = f"line {number}"
+        (length,) = page.numbers("<i", what)
+        if kind == "DGRL":
+            codes = bytes(page.take(CODE * length, what))
+            yield Line(codes, bits, [page.bitmap(LINE_BOX, what, bits)])
+        else:
+            words = [(page.take(CODE, what), page.bitmap(WORD_BOX, what, bits)) for _ in range(length)]
+            yield Line(b"".join(code for code, _ in words), bits, [bitmap for _, bitmap in words])
+    rest = len(data) - page.at
+    page.require(not rest, f"the file must end after line {count:,}", f"{rest:,} bytes more")
+
+
+class Reader:
+    """The bytes of a page in order; what would not fit in the rest of the file is refused before it is read."""
+
+    def __init__(self, data: bytes | memoryview):
+        self.data, self.at = memoryview(data), 0
+
+    def require(self, kept: bool, rule: str, value: object) -> None:
+        if not kept:
+            raise refused(f"{value} at byte {self.at:,}", rule, "copy the file again, or delete it")
+
+    def take(self, size: int, what: str) -> memoryview:
+        rest = len(self.data) - self.at
+        self.require(0 <= size <= rest, f"{what} needs {size:,} bytes", f"{rest:,} up to the end")
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def numbers(self, layout: str, what: str) -> Any:
+        return struct.unpack(layout, self.take(struct.calcsize(layout), what))
+
+    def bitmap(self, layout: str, what: str, bits: int) -> tuple[int, int, int, np.ndarray]:
+        top, left, height, width = self.numbers(layout, what)
+        self.require(height > 0 and width > 0, f"{what} must have pixels", sized(height, width))
+        rows = np.frombuffer(self.take(height * -(-width * bits // 8), what), np.uint8)
+        return top, left, width, rows.reshape(height, -1)
+
+
+def image_of(line: Line) -> np.ndarray:
+    """Return (H, W) uint8 grey, 255 paper; where words overlap, the darker pixel."""
+    above, before = min(top for top, *_ in line.bitmaps), min(left for _, left, *_ in line.bitmaps)
+    height = max(top + len(rows) for top, *_, rows in line.bitmaps) - above
+    image = np.full((height, max(left + width for _, left, width, _ in line.bitmaps) - before), 255, np.uint8)
+    for top, left, width, rows in line.bitmaps:
+        pixels = rows if line.bits == 8 else np.unpackbits(rows, axis=1, count=width) - np.uint8(1)  # 1 → 0, 0 → 255
+        part = image[top - above :, left - before :][: len(rows), :width]
+        np.minimum(part, pixels, out=part)
+    return image
+
+
+def text_of_codes(codes: bytes) -> tuple[str, str]:
+    """Return (the characters of codes, the first code that is none or "")."""
+    parts = [codes[n : n + CODE] for n in range(0, len(codes), CODE)]
+    text = [character(code) for code in parts]
+    return "".join(text), "" if all(text) else f"0x{parts[text.index('')].hex()}"
+
+
+@lru_cache(1 << 16)
+def character(code: bytes) -> str:
+    """Return the character of a code, "" if it is none."""
+    if code[0] == 0xFF:
+        return UNKNOWN
+    try:
+        text = (code[:1] if code[1] == 0 else code).decode("gb18030")
+    except UnicodeDecodeError:
+        return ""
+    return text if len(text) == 1 and (text.isprintable() or ord(text) > 127) else ""

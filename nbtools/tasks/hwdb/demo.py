@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nbtools.data import say
-from nbtools.errors import PackError
 from nbtools.figures import chinese
 from nbtools.show import plural
 from nbtools.tasks.common.demo import require, whole, write_demo
-from nbtools.tasks.hwdb.formats import CODE, HEADER, LINE_BOX, SUFFIXES, code_of
+from nbtools.tasks.hwdb.data import CODE, HEADER, LINE_BOX, SUFFIXES, text_of_codes
 
 FREQUENT = (  # the start of Jun Da's list of modern Chinese (2004), so that a small demo looks like text
     "的一是不了在人有我他这个们中来上大为和国地到以说时要就出会可也你对生能而子那得于着下自之年过发后作里"
@@ -37,6 +36,7 @@ HEAD = 8  # added to a rank of Zipf's law: the rarest of 60 characters still occ
 FOLLOWERS, FAITHFUL = 5, 0.7  # characters that mostly come after a given one, and how often it is one of them
 GRAMMAR, HAND, TEXT = 1, 2, 3  # streams of random numbers
 COSINES, BEND, HABIT = 4, 0.065, 0.7  # BEND: of a cell, falls with the frequency; HABIT: the writer's own share
+STROKES = ((1, 0), (0, 1), (-0.7, 1), (0.7, 1))  # across, down, falling to the left, to the right
 FAINTEST = 40  # ink below it is no edge of a character
 EM = 0.7  # of a cell: the rest is room for slant and wobble
 BLUR = 0.022  # of a cell: a slope along the strokes, on which a threshold makes them thick or thin
@@ -51,47 +51,45 @@ def demo(
     height: int = 64,
     seed: int = 0,
 ) -> Path:
-    """Write pages with `count` handwriting-like lines; returns the folder, and prints what they were drawn with.
+    """Write pages with `count` handwriting-like lines; returns the folder.
 
     characters: how many (the frequent ones of Chinese first), or which, of any script that GB18030 has in two bytes;
-    drawn with an installed font that has them all, else as shapes from the seed. length: characters of a line, or
-    (fewest, most); HWDB's have about (20, 30). height: of a character's cell in pixels; HWDB's are about 100. The same
-    seed, characters and font give the same bytes, and 100 lines are the first of 6,000. A fifth of the writers are test
-    writers; each character occurs in a train line once there are as many. Raises PackError, DiskError.
+    drawn with an installed Chinese font, else as shapes from the seed. length: characters of a line, or (fewest, most);
+    HWDB's have about (20, 30). height: of a character's cell in pixels; HWDB's are about 100. The same seed, characters
+    and font give the same bytes, and 100 lines are the first of 6,000. A fifth of the writers are test writers; each
+    character occurs in a train line once there are as many. Raises PackError, DiskError.
     """
     shortest, longest = (length, length) if isinstance(length, int) else length
+    most = len(pool())
+    chosen = characters if isinstance(characters, str) else pool()[: characters if whole(characters, 2, most) else 0]
+    coded = len(set(chosen)) == len(chosen) >= 2 and text_of_codes(codes_of(chosen))[0] == chosen
     require(
         {
             "count must be a whole number of lines, 1 or more": (whole(count, 1), count),
+            f"characters must be 2 to {most:,}, or different ones of two bytes in GB18030": (coded, characters),
             "length must be 1 or more characters of a line, or (fewest, most)": (1 <= shortest <= longest, length),
             "height must be a whole number of pixels from 16 to 512": (whole(height, 16, 512), height),
-            "seed must be a whole number, 0 or more": (whole(seed, 0), seed),
         }
     )
-    chosen = chosen_characters(characters)
-    cells, drawn = atlas(chosen, height, seed)
-    language, ink = Language(len(chosen), seed), torch.from_numpy(cells)
+    chosen, font = "".join(sorted(chosen)), chinese()
+    ink = torch.from_numpy(soft([glyph(character, height, seed, font) for character in chosen]))
+    language = Language(len(chosen), seed)
 
     def page(number: int) -> bytes:
-        """A pure function of the seed and the number; the last page has fewer lines."""
+        """Return a page by its number and the seed alone; the last one has fewer lines."""
         writer = number // PAGES
         rng, hand = np.random.default_rng([seed, TEXT, number]), Writer(seed, writer, len(chosen))
         texts, images = [], []
         testers = (writer + HELD - 2) // HELD  # before this writer
-        for line in range(
-            number * LINES, min(count, (number + 1) * LINES)
-        ):  # those to train on begin with each in turn
-            first = None if is_test(writer) else (line - PAGES * LINES * testers) % len(chosen)
+        for line in range(number * LINES, min(count, (number + 1) * LINES)):
+            first = None if is_test(writer) else (line - PAGES * LINES * testers) % len(chosen)  # each in turn
             places = language.line(rng, (shortest, longest), first)
             texts.append("".join(chosen[place] for place in places))
             images.append(hand.line(ink, places, rng))
-        return page_bytes(texts, images, f"nbtools demo, seed {seed}, drawn with {drawn}")
+        return page_bytes(texts, images, "nbtools demo")
 
-    pages = range(-(-count // LINES))
-    write_demo(folder, ((name_of(n), partial(page, n)) for n in pages), SUFFIXES)
-    say(f"{plural(count, 'line')} of {plural(len(chosen), 'character')} in {folder}, drawn with {drawn}.")
-    if drawn.startswith("shapes"):
-        say("For real characters install a CJK font (apt-get install fonts-lxgw-wenkai)")
+    write_demo(folder, ((name_of(n), partial(page, n)) for n in range(-(-count // LINES))), SUFFIXES)
+    say(f"{plural(count, 'line')} in {folder}, drawn with {font.stem if font else 'shapes, since no font has Chinese'}")
     return Path(folder)
 
 
@@ -105,8 +103,7 @@ def is_test(writer: int) -> bool:
 
 
 def page_bytes(texts: Sequence[str], images: Sequence[np.ndarray], illustration: str) -> bytes:
-    """A `.dgrl` of lines (H, W) uint8 one below the other with a margin; illustration: a note in latin-1. Raises
-    PackError naming a character that has no code of two bytes."""
+    """Return a `.dgrl` of lines (H, W) uint8 one below the other with a margin; illustration: a note in latin-1."""
     margin, note = max(len(image) for image in images) // 2, illustration.encode("latin-1", "replace")
     height = margin + sum(len(image) + margin for image in images)
     width = max(image.shape[1] for image in images) + 2 * margin
@@ -114,87 +111,53 @@ def page_bytes(texts: Sequence[str], images: Sequence[np.ndarray], illustration:
     parts.append(struct.pack("<3i", height, width, len(images)))
     top = margin
     for text, image in zip(texts, images, strict=True):
-        parts += [struct.pack("<i", len(text)), *map(code_of, text), struct.pack(LINE_BOX, top, margin, *image.shape)]
+        parts += [struct.pack("<i", len(text)), codes_of(text), struct.pack(LINE_BOX, top, margin, *image.shape)]
         parts.append(image.tobytes())
         top += len(image) + margin
     return b"".join(parts)
 
 
-# Characters
+def codes_of(text: str) -> bytes:
+    return b"".join(one.encode("gb18030", "replace").ljust(CODE, b"\0") for one in text)
+
+
+# -- characters
 
 
 def pool() -> str:
-    """The 6,763 characters of GB 2312, all of two bytes in a page: the frequent ones, then by its own order."""
+    """Return the 6,763 characters of GB 2312, all of two bytes in a page: the frequent ones, then by its own order."""
     rows = (bytes((row, column)) for row in range(0xB0, 0xF8) for column in range(0xA1, 0xFF))
     listed = b"".join(rows).decode("gb2312", "ignore")  # five places at the end of level 1 are empty
     return FREQUENT + "".join(character for character in listed if character not in FREQUENT)
 
 
-def chosen_characters(characters: int | str) -> str:
-    """The characters to draw, in code point order. Raises PackError if they are invalid."""
-    if isinstance(characters, int):
-        if not 2 <= characters <= len(pool()):
-            raise PackError(f"characters must be 2 to {len(pool()):,}, or a string of them, got {characters}")
-        characters = pool()[:characters]
-    if not isinstance(characters, str) or not len(set(characters)) == len(characters) >= 2:
-        raise PackError(f"characters must be a number, or at least 2 different characters, got {characters!r}")
-    for one in characters:
-        code_of(one)
-    return "".join(sorted(characters))
-
-
-def atlas(characters: str, size: int, seed: int) -> tuple[np.ndarray, str]:
-    """(N, S, S) uint8 soft ink of each character, 255 where the pen's middle goes; and what it was drawn with."""
-    if (path := chinese()) is None:
-        return soft([shape(character, size, seed) for character in characters]), "shapes from the seed"
-    face = ImageFont.truetype(path, round(EM * size), layout_engine=ImageFont.Layout.BASIC)
-    cells = []
-    for character in characters:
-        cells.append(Image.new("L", (size, size)))
-        ImageDraw.Draw(cells[-1]).text((size / 2, size / 2), character, 255, face, anchor="mm")
-    return soft(cells), f"the font {' '.join(filter(None, face.getname()))}"
-
-
-def shape(character: str, size: int, seed: int) -> Image.Image:
-    """(S, S) L, ink 255: for a character that no font draws four to six strokes in the places of a 3 × 3 grid, by the
-    seed and its code point alone."""
-    rng = np.random.default_rng([seed, ord(character)])
-    scale = 4 * size  # drawn large and reduced, since Pillow's lines have hard edges
-    cell = Image.new("L", (scale, scale))
-    pen, width = ImageDraw.Draw(cell), round(0.048 * scale)
+def glyph(character: str, size: int, seed: int, font: Path | None) -> Image.Image:
+    """Return (S, S) L, ink 255: a character by a font; without one four to six strokes in the places of a 3 × 3 grid,
+    by the seed and the code point alone."""
+    scale = 1 if font else 4  # strokes are drawn large and reduced, since Pillow's lines have hard edges
+    cell = Image.new("L", (scale * size, scale * size))
+    pen, rng = ImageDraw.Draw(cell), np.random.default_rng([seed, ord(character)])
+    if font:
+        face = ImageFont.truetype(font, round(EM * size), layout_engine=ImageFont.Layout.BASIC)
+        pen.text((size / 2, size / 2), character, 255, face, anchor="mm")
+        return cell
     for place in rng.permutation(9)[: rng.integers(4, 6, endpoint=True)]:
         middle = (np.array([place % 3, place // 3]) - 1) * 0.27 * EM + rng.uniform(-0.06, 0.06, 2)
-        points = (np.clip(middle + stroke(rng), -EM / 2, EM / 2) + 0.5) * scale
-        pen.line([tuple(point) for point in points], 255, width, "curve")
-        for x, y in (points[0], points[-1]):
-            pen.ellipse((x - width / 2, y - width / 2, x + width / 2, y + width / 2), 255)
+        half = rng.uniform(0.16, 0.34) * np.array(STROKES[rng.integers(len(STROKES))])
+        ends = (np.clip([middle - half, middle + half], -EM / 2, EM / 2) + 0.5) * scale * size
+        pen.line([tuple(end) for end in ends], 255, round(0.048 * scale * size))
     return cell.resize((size, size), Image.Resampling.BOX)
 
 
-def stroke(rng: np.random.Generator) -> np.ndarray:
-    """Points (n, 2) about the origin in parts of a cell, of the kinds that Chinese has."""
-    long, bend = rng.uniform(0.16, 0.34), rng.uniform(-0.04, 0.04)
-    kinds: Sequence[list[tuple[float, float]]] = (
-        [(-long, 0.02), (0, bend), (long, -0.02)],  # across
-        [(0, -long), (bend, 0), (0, long)],  # down
-        [(long * 0.7, -long), (0.04, 0), (-long * 0.7, long)],  # falling to the left
-        [(-long * 0.7, -long), (-0.04, 0), (long * 0.7, long)],  # falling to the right
-        [(-long, -long * 0.6), (long, -long * 0.6), (long * 0.8, long)],  # across, then down
-        [(-long * 0.6, -long), (-long * 0.6, long), (long, long * 0.8)],  # down, then across
-        [(-0.04, -0.05), (0.04, 0.05)],  # a dot
-    )
-    return np.array(kinds[rng.choice(7, p=(0.2, 0.2, 0.15, 0.15, 0.12, 0.12, 0.06))])
-
-
 def soft(cells: Sequence[Image.Image]) -> np.ndarray:
-    """(N, S, S) uint8 with a slope along the strokes; thin strokes are brought to the same peak as thick ones."""
+    """Return (N, S, S) uint8 with a slope along the strokes; thin ones are brought to the same peak as thick ones."""
     radius = BLUR * cells[0].width
     ink = np.stack([np.asarray(cell.filter(ImageFilter.GaussianBlur(radius))) for cell in cells])
     peak = max(np.quantile(ink.max(axis=(1, 2)), 0.1), 32)
     return np.minimum(ink * (255 / peak), 255).astype(np.uint8)
 
 
-# Language and hands
+# -- language and hands
 
 
 class Language:
@@ -207,7 +170,7 @@ class Language:
         self.followers = rng.choice(count, (count, FOLLOWERS), p=weights / weights.sum())
 
     def line(self, rng: np.random.Generator, length: tuple[int, int], first: int | None = None) -> np.ndarray:
-        """The places (n,) of a line of `length` (fewest, most) characters; first: the place it begins with."""
+        """Return the places (n,) of a line of `length` (fewest, most) characters; first: the place it begins with."""
         count = rng.integers(*length, endpoint=True)
         anything = np.minimum(np.searchsorted(self.shares, rng.random(count)), len(self.shares) - 1)
         kept, which = rng.random(count) < FAITHFUL, rng.integers(0, FOLLOWERS, count)
@@ -238,7 +201,7 @@ class Writer:
         self.variation = variation
 
     def line(self, ink: Tensor, places: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """(H, W) uint8 grey, 255 paper: characters, as places in the ink (N, S, S), along a line that climbs."""
+        """Return (H, W) uint8 grey, 255 paper: characters, as places in the ink (N, S, S), along a line that climbs."""
         cells = self.characters(ink, places, rng)
         count, size, _ = cells.shape
         inked = cells.max(1) > FAINTEST  # (n, S)
@@ -259,14 +222,14 @@ class Writer:
         return 255 - (canvas * grain * np.float32(self.dark)).astype(np.uint8)
 
     def characters(self, ink: Tensor, places: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """(n, S, S) uint8 ink: the characters as the writer makes them this time."""
+        """Return (n, S, S) uint8 ink: the characters as the writer makes them this time."""
         count, size = len(places), ink.shape[-1]
         weights = self.habits[places] + cosines(rng, count, (1 - HABIT) * self.variation)
         basis = torch.cos(math.pi * (torch.arange(size)[:, None] + 0.5) / size * torch.arange(COSINES))  # (S, K)
         field = basis @ torch.from_numpy(weights) @ basis.T  # (n, 3, S, S)
         theta = torch.zeros(count, 2, 3)
         theta[:, :, :2] = torch.from_numpy(
-            self.matrix @ (np.eye(2) + self.variation * rng.normal(0, 0.04, (count, 2, 2)))
+            self.matrix @ (np.eye(2) + rng.normal(0, 0.04 * self.variation, (count, 2, 2)))
         )
         grid = F.affine_grid(theta, [count, 1, size, size], align_corners=False)
         grid += 2 * field[:, :2].permute(0, 2, 3, 1)  # the grid's cell goes from -1 to 1
@@ -276,7 +239,7 @@ class Writer:
 
 
 def cosines(rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
-    """(count, 3, K, K) float32 weights that fall with the frequency: slow bends are large, quick ones small."""
+    """Return (count, 3, K, K) float32 weights that fall with the frequency: slow bends are large, quick ones small."""
     order = np.add.outer(np.arange(COSINES), np.arange(COSINES))
     fall = scale * BEND / np.maximum(order, 1) * ((order > 0) & (order < COSINES))
     return (rng.standard_normal((count, 3, COSINES, COSINES), np.float32) * fall).astype(np.float32)

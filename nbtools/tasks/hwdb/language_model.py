@@ -11,22 +11,18 @@ Q queries at once, V = classes + 1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
 from nbtools.data import drive_path
 from nbtools.errors import PackError
-from nbtools.show import plural
 from nbtools.tasks.common.lists import characters, read_text
-from nbtools.tasks.hwdb.formats import UNKNOWN
+from nbtools.tasks.hwdb.data import UNKNOWN
 
-ORDERS = (2, 8)
 FALLBACK = (0.5, 1.0, 1.5)  # discounts where a text is too small to estimate them: KenLM's --discount_fallback
 
 Texts = Iterable[str] | Path | str
@@ -47,19 +43,19 @@ class NGram:
     log_probs: np.ndarray
     back_off: np.ndarray
 
-    @classmethod
-    def train(cls, texts: Texts, classes: Sequence[str], order: int = 3) -> Self:
-        """Count a text: lines, or the path (or drive:…) of a UTF-8 file, with or without a byte order mark.
+    @staticmethod
+    def train(texts: Texts, classes: Sequence[str], order: int = 3) -> NGram:
+        """Count a text: lines, or the path (or drive:…) of a UTF-8 file.
 
-        Lines are independent, and should be as long as those to be read: where they end counts too. Blank lines, and
-        white space that is no class, are left out. Other characters that are no class count as UNKNOWN; where that is
-        no class either, they are left out. Raises PackError.
+        Lines are independent, and should be as long as those to be read: where they end counts too. White space that is
+        no class is left out; other characters that are no class count as UNKNOWN, or are left out where that is no
+        class. Raises PackError.
         """
-        if not isinstance(order, int) or not ORDERS[0] <= order <= ORDERS[1]:
-            raise PackError(f"NGram.train: order must be a whole number from {ORDERS[0]} to {ORDERS[1]}, got {order!r}")
+        if order not in range(2, 9):
+            raise PackError(f"NGram.train: order must be a whole number from 2 to 8, got {order!r}")
         size = len(classes) + 1
-        keys, shorter, counts, starts = counted(symbols_of(texts, classes), order, size)
-        return cls(order, tuple(classes), keys, shorter, *smoothed(keys, shorter, counts, starts, size))
+        keys, shorter, counts, starts = count_arcs(symbols_of(texts, classes), order, size)
+        return NGram(order, tuple(classes), keys, shorter, *smooth(keys, shorter, counts, starts, size))
 
     @property
     def end(self) -> int:
@@ -89,26 +85,10 @@ class NGram:
         scores += self.log_probs[arcs]
         return scores, np.where(arcs < len(self.back_off) - 1, arcs, self.shorter[arcs]) + 1
 
-    def perplexity(self, texts: Texts) -> float:
-        """exp of the mean negative log-probability of a character, line ends included. Raises PackError."""
-        symbols = symbols_of(texts, self.classes)
-        states = np.zeros(len(symbols) - 1, np.int64)
-        for back in range(self.order - 1, 0, -1):
-            before = np.full(back - 1, self.end)
-            states = self.step(states, np.concatenate([before, symbols[: len(symbols) - back]])[: len(states)])[1]
-        return math.exp(-self.step(states, symbols[1:])[0].mean())
 
-    def __repr__(self) -> str:
-        return (
-            f"NGram of order {self.order}: {plural(len(self.keys), 'n-gram')} of {plural(len(self.classes), 'class')}"
-        )
-
-
-def counted(symbols: np.ndarray, order: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
-    """keys, shorter and the counts of all arcs up to an order, and where each order starts among them.
-
-    An order is one sort of (state before, symbol): a text of N symbols costs `order` sorts of N numbers.
-    """
+def count_arcs(symbols: np.ndarray, order: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
+    """Return keys, shorter and the counts of all arcs up to an order, and where each order starts among them. An order
+    is one sort of (state before, symbol): a text of N symbols costs `order` sorts of N numbers."""
     keys, shorter, starts = [np.arange(size)], [np.full(size, -1)], [0, size]
     counts = [np.bincount(symbols[1:], minlength=size)]
     arcs = symbols  # (N,) the arc of this order that ends at each position, -1 where a boundary is inside of it
@@ -127,14 +107,11 @@ def counted(symbols: np.ndarray, order: int, size: int) -> tuple[np.ndarray, np.
     return np.concatenate(keys), np.concatenate(shorter).astype(np.int32), np.concatenate(counts), starts
 
 
-def smoothed(
+def smooth(
     keys: np.ndarray, shorter: np.ndarray, counts: np.ndarray, starts: list[int], size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """log_probs (arcs,) and back_off (states,), float32, of counts (arcs,).
-
-    Below the highest order an arc counts the contexts it was seen in; at the start of a line, where nothing can come
-    before it, how often it was seen.
-    """
+    """Return log_probs (arcs,) and back_off (states,), float32. Below the highest order an arc counts the contexts that
+    it was seen in; at the start of a line, where nothing can come before it, how often it was seen."""
     probs, back_off = np.full(len(keys), 1 / size), np.zeros(starts[-2] + 1)
     opening = np.zeros(len(keys), bool)
     for n, (start, stop) in enumerate(pairwise(starts), 1):
@@ -154,8 +131,7 @@ def smoothed(
 
 
 def discounts(counts: np.ndarray) -> np.ndarray:
-    """(4,) what is taken from a count of 0, 1, 2, and 3 or more: Chen & Goodman's estimates, FALLBACK where they
-    fail."""
+    """Return (4,): what is taken from a count of 0, 1, 2, and 3 or more, by Chen & Goodman, or FALLBACK."""
     n = np.bincount(np.minimum(counts, 5), minlength=6)[1:5].astype(float)
     if n.min() > 0:
         estimates = np.arange(1, 4) - np.arange(2, 5) * n[0] / (n[0] + 2 * n[1]) * n[1:] / n[:-1]
@@ -165,22 +141,20 @@ def discounts(counts: np.ndarray) -> np.ndarray:
 
 
 def symbols_of(texts: Texts, classes: Sequence[str]) -> np.ndarray:
-    """(N,) int64: the lines of a text between boundaries, without blank ones. Raises PackError if none is left."""
+    """Return (N,) int64: the lines of a text between boundaries, no blank ones. Raises PackError if none is left."""
     classes = characters(classes)
     end = len(classes)
     places = np.full(0x110000, classes.index(UNKNOWN) if UNKNOWN in classes else -1)
     places[[code for code in range(0x3001) if chr(code).isspace()]] = -1
     places[[ord(c) for c in classes]] = np.arange(end)
     places[ord("\n")] = end
-    where = texts if isinstance(texts, (str, Path)) else "the text"
     if isinstance(texts, (str, Path)):
         path = drive_path(texts) if str(texts).startswith("drive:") else Path(texts)
-        text = read_text(path, "name a readable text file, or give lines of text")
-    else:
-        text = "\n".join(texts)
-    symbols = places[np.frombuffer(f"\n{text}\n".encode("utf-32-le", "surrogatepass"), "<u4")]
+        texts = [read_text(path, "name a readable text file, or give lines of text")]
+    text = "\n".join(["", *texts, ""])
+    symbols = places[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")]
     symbols = symbols[symbols >= 0]
     symbols = symbols[np.append(True, (symbols[1:] != end) | (symbols[:-1] != end))]
     if len(symbols) < 2:
-        raise PackError(f"{where}: must have at least one character of the classes, got none; give another text")
+        raise PackError("NGram: a text must have at least one character of the classes, got none; give another text")
     return symbols

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ HCTR = ((128, 2, 0.3), (256, 4, 0.3), (512, 5, 0.3), (512, 1, 0.9))  # channels,
 
 
 def build(name: str, height: int, classes: int) -> Hctr | Slim:
-    """A network for lines of a height in pixels. Raises PlanError if the lines are too low for it."""
+    """Return a network for lines of a height in pixels. Raises PlanError if the lines are too low for it."""
     kind = NETWORKS[name]
     if height < kind.least_height:
         raise PlanError(
@@ -59,7 +60,7 @@ class Hctr(nn.Module):
         stages = [Stage([ConvNorm(1, inputs), ConvNorm(inputs, inputs)])]
         for channels, blocks, share in HCTR:
             outputs = round(channels * width)
-            parts = [Block(inputs if k == 0 else outputs, outputs) for k in range(blocks)]
+            parts = [Block(outputs, inputs if k == 0 else outputs, excite=True) for k in range(blocks)]
             stages.append(Stage([*parts, ConvNorm(outputs, outputs)], share))
             inputs = outputs
         self.stages = nn.ModuleList(stages)
@@ -86,9 +87,7 @@ class Slim(nn.Module):
         super().__init__()
         a, b, c, d = (max(8, 8 * round(width * n / 8)) for n in (16, 32, 64, 192))
         self.stem = nn.ModuleList([ConvNorm(1, a, 5, 2)])
-        self.middle = nn.ModuleList(
-            [ConvNorm(a, b, 3, 2), Residual(b), ConvNorm(b, c, 3, (2, 1)), Residual(c), Residual(c)]
-        )
+        self.middle = nn.ModuleList([ConvNorm(a, b, 3, 2), Block(b), ConvNorm(b, c, 3, (2, 1)), Block(c), Block(c)])
         fold = ConvNorm(c, d, (math.ceil(height / 8), 1))  # all rows of a column into one vector
         self.head = nn.ModuleList([fold, Context(d, 3), Context(d, 9, groups=d)])
         self.drop = nn.Dropout(0.2)
@@ -107,20 +106,39 @@ NETWORKS: dict[str, type[Hctr] | type[Slim]] = {"hctr": Hctr, "slim": Slim}
 
 
 def strided(columns: Tensor, stride: int) -> Tensor:
-    """The number of columns left after strides and pools that round up."""
+    """Return the number of columns left after strides and pools that round up."""
     return (columns + stride - 1) // stride
 
 
 def beyond(lengths: Tensor, width: int) -> Tensor:
-    """(B, 1, 1, W) bool: True in the columns beyond each line's own."""
+    """Return (B, 1, 1, W) bool: True in the columns beyond each line's own."""
     return (torch.arange(width, device=lengths.device) >= lengths[:, None])[:, None, None]
 
 
 def run(parts: Iterable[nn.Module], x: Tensor, padding: Tensor, recompute: bool) -> Tensor:
-    """Parts of one width in turn. recompute keeps only what lies between them; backward computes the rest again."""
+    """Apply parts of one width in turn. recompute keeps only what lies between them; backward computes the rest
+    again."""
     for part in parts:
         x = again(part, x, padding) if recompute else part(x, padding)
     return x
+
+
+class MaskedReLU(torch.autograd.Function):
+    """Padding (B, 1, 1, W) set to zero and ReLU in one pass over memory, in place, where PyTorch makes two each way:
+    values and gradients equal bit for bit, since where the output is 0 ReLU's gradient is 0 already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, padding: Tensor) -> Tensor:
+        zero = x.new_zeros(())
+        x.clamp_(zero, torch.where(padding, zero, torch.inf))
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+        gradient = torch.ops.aten.threshold_backward(gradient, *ctx.saved_tensors, 0)
+        return gradient.contiguous(), None  # as masked_fill's: batch norm's bits depend on the memory format
 
 
 class ConvNorm(nn.Module):
@@ -135,35 +153,29 @@ class ConvNorm(nn.Module):
         self.relu = relu
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        x = self.norm(self.conv(x)).masked_fill_(padding, 0)
+        x = self.norm(self.conv(x))
+        if self.relu and not torch.compiler.is_compiling():  # a compiler fuses these, and an exporter knows no Function
+            return MaskedReLU.apply(x, padding)
+        x = x.masked_fill_(padding, 0)
         return x.relu_() if self.relu else x
 
 
-class Residual(nn.Module):
-    """Two convolutions around a shortcut."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.first = ConvNorm(width, width)
-        self.second = ConvNorm(width, width, relu=False)
-
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        return (x + self.second(self.first(x, padding), padding)).relu_()
-
-
 class Block(nn.Module):
-    """Two convolutions and squeeze-and-excitation around a shortcut; a 1 × 1 convolution where the channels change."""
+    """Two convolutions around a shortcut; of hctr with squeeze and excitation, dropout, and a 1 × 1 convolution where
+    the channels change."""
 
-    def __init__(self, inputs: int, outputs: int):
+    def __init__(self, width: int, inputs: int | None = None, excite: bool = False):
         super().__init__()
-        self.first = ConvNorm(inputs, outputs)
-        self.second = ConvNorm(outputs, outputs, relu=False)
-        self.excite = Excite(outputs)
-        self.shortcut = ConvNorm(inputs, outputs, 1, relu=False) if inputs != outputs else None
-        self.dropout = nn.Dropout(0.1)
+        inputs = width if inputs is None else inputs
+        self.first = ConvNorm(inputs, width)
+        self.second = ConvNorm(width, width, relu=False)
+        self.excite = Excite(width) if excite else None
+        self.shortcut = ConvNorm(inputs, width, 1, relu=False) if inputs != width else None
+        self.dropout = nn.Dropout(0.1 if excite else 0.0)
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        y = self.excite(self.second(self.first(x, padding), padding), padding)
+        y = self.second(self.first(x, padding), padding)
+        y = y if self.excite is None else self.excite(y, padding)
         y = y + (x if self.shortcut is None else self.shortcut(x, padding))
         return self.dropout(y.relu_())
 

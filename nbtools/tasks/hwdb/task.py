@@ -1,8 +1,8 @@
 """How lines are trained: plans, batches and their augmentation, loss, metrics, decoding.
 
 Augmentation draws from each sample's own random numbers only: the result does not depend on the batch, its padding, or
-the machine. B samples, H × W pixels, N characters, T time steps; ink (B, 1, H, W) in [0, 1], 0 is
-paper; lengths (B,) columns.
+the machine. B samples, H × W pixels, N characters, T time steps; ink (B, 1, H, W) in [0, 1], 0 is paper; lengths (B,)
+columns.
 """
 
 from __future__ import annotations
@@ -70,55 +70,34 @@ PRESETS = {
 """The guide's optimised settings, its ladder where memory runs out, and its two lrs for a loss that is unstable or NaN.
 Its ten epochs end before the lr would fall."""
 
-PLAN = Plan(
-    epochs=30,
-    batch_size=64,
-    lr=2.83e-3,
-    lr_rule="sqrt",
-    warmup_epochs=2,
-    weight_decay=0.01,
-    clip_norm=5.0,
-    amp="bf16",
-    channels_last=True,
-    workers=8,
-    augment=1.0,
-)
+PLAN = Plan(epochs=30, batch_size=64, lr=2.83e-3, lr_rule="sqrt", amp="bf16", channels_last=True, workers=8)
+PLAN = PLAN.replace(warmup_epochs=2, weight_decay=0.01, clip_norm=5.0, augment=1.0)
 """For a GPU with bfloat16: the guide's batch, the reference's lr by the √ rule, and from the start the clipping that
 the guide turns to after a NaN. AdamW, where the reference has SGD at that lr: slim was measured with it (3e-3 on a
 CPU), hctr was not. `nb.advise` fits it to the machine and the data."""
 
 
 def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
-    """The task's settings for a machine: field → (value, reason). Those for slim were measured on a CPU with 1,828
-    lines of the demo, 60 characters, 32 pixels high; no GPU was available."""
-    cuda = accelerator == "cuda"
-    bucket = card.options["height"] // 4, "an eighth as many widths for 1 % more padding (calculated)"
-    if not cuda:  # oneDNN keeps what it planned for each width, and the heap around it has ever more holes
-        bucket = card.options["height"] // 2, "a seventh as many widths for 2 % more padding (calculated), less memory"
+    """Return the task's settings for a machine: field → (value, reason). Those for slim were measured on a CPU with
+    1,828 lines of the demo, 60 characters, 32 pixels high."""
+    cuda, height = accelerator == "cuda", card.options["height"]
+    bucket = height // 4, "an eighth as many widths for 1 % more padding (calculated)"
     if cuda and network_for(card) == "hctr":
-        return {
-            "bucket": bucket,
-            "network": ("hctr", "the reference's own: a GPU is fast enough for it"),
-            "batch_size": (
-                at_most(64, card),
-                f"at most the guide's 64, {THUMB}; a smaller micro batch where memory requires it",
-            ),
-        }
-    scaled = f"the CPU's {{}} by the sqrt rule, {THUMB}"
+        network = "hctr", "the reference's own: a GPU is fast enough for it"
+        return {"bucket": bucket, "network": network, "batch_size": (at_most(64, card), f"the guide's 64, {THUMB}")}
+    if not cuda:  # oneDNN keeps what it planned for each width, and the heap around it has ever more holes
+        bucket = height // 2, "a seventh as many widths for 2 % more padding (calculated), less memory"
+    sizes = "of 16 and 32 the better CER after 4 epochs, in the same time (measured)"
+    rates = "with warmup and cosine; 5e-3 ended at CER 0.04 instead of 0.03 (measured)"
+    mild = "a run this short ended at CER 0.08 with 1.0, at 0.03 with this (measured)"
     epochs = epochs_for(card, (4 if cuda else 1) * LINES_A_CLASS * len(card.classes))
+    scaled = f"the CPU's by the sqrt rule, {THUMB}"
     return {
         "bucket": bucket,
         "network": ("slim", "few enough operations for a CPU; hctr is for high lines"),
-        "augment": (1.0, f"few lines, seen often, {THUMB}")
-        if epochs > SHORT
-        else (0.5, "mild: a run this short ended at CER 0.08 with 1.0, at 0.03 with this (measured)"),
-        "batch_size": (
-            at_most(64 if cuda else 16, card),
-            scaled.format(16) if cuda else "CER 0.03 after 4 epochs where 32 had 0.07, in the same time (measured)",
-        ),
-        "lr": (6e-3, scaled.format("3e-3"))
-        if cuda
-        else (3e-3, "with warmup and cosine; 5e-3 ended at CER 0.04 instead of 0.03 (measured)"),
+        "augment": (0.5, mild) if epochs <= SHORT else (1.0, f"few lines, seen often, {THUMB}"),
+        "batch_size": (at_most(64, card), scaled) if cuda else (at_most(16, card), sizes),
+        "lr": (6e-3, scaled) if cuda else (3e-3, rates),
         "epochs": (epochs, "enough to show every class often, between 3 and 200"),
         "warmup_epochs": (round(epochs * 0.08, 2), "8 % of the run: CTC predicts blank everywhere at first"),
         "weight_decay": (0.02, f"for a small set, {THUMB}"),
@@ -128,12 +107,12 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
 
 
 def network_for(card: Card | Pack) -> str:
-    """What `auto` means for lines of that height."""
+    """Return what `auto` means for lines of that height."""
     return "hctr" if card.options["height"] >= HCTR_HEIGHT else "slim"
 
 
 def model(card: Card | Pack, plan: Plan) -> nn.Module:
-    """The network for a data set. Raises PlanError if it cannot read lines of that height."""
+    """Return the network for a data set. Raises PlanError if it cannot read lines of that height."""
     name = network_for(card) if plan.network == "auto" else plan.network
     network = networks.build(name, card.options["height"], len(card.classes))
     network.recompute = plan.checkpoint_activations
@@ -141,7 +120,7 @@ def model(card: Card | Pack, plan: Plan) -> nn.Module:
 
 
 def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
-    """uint8 ink on its side (B, W, H) → image (B, 1, H, W), upright, paper 0 and full ink 2. Augmented given draws.
+    """Turn uint8 ink on its side (B, W, H) into image (B, 1, H, W), upright, paper 0, full ink 2; augment given draws.
 
     That is 1 - g, where g = (grey / 255 - .5) / .5 of dark strokes on white paper is the guide's: sign and offset are
     absorbed by the first batch norm, so that paper, padding and what convolutions see around a picture are all 0.
@@ -155,7 +134,7 @@ def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
 
 
 def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Sum of the CTC loss over the lines whose text fits into their time steps, and the number of those lines.
+    """Return the sum of the CTC loss over the lines whose text fits into their time steps, and how many these are.
 
     The others have an infinite loss, and no gradient could change that: they count as empty texts, times 0, so that the
     host need not know which they are; `metrics` counts them.
@@ -168,7 +147,7 @@ def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[T
 
 
 def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
-    """cer, ar, cr and whole_accuracy, over all lines; infeasible: the share of lines that the loss excludes.
+    """Return cer, ar, cr and whole_accuracy, over all lines; infeasible: the share of lines that the loss excludes.
 
     By the definitions of the ICDAR 2013 competition, ar = 1 - (substitutions + deletions + insertions) / characters,
     and cr the same without insertions. A character of the truth that is unknown counts as an error whatever is read
@@ -182,19 +161,19 @@ def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
 
 
 def decode(outputs: Outputs, card: Card | Pack) -> list[str]:
-    """The text of each line, by the best class of every step."""
+    """Return the text of each line, by the best class of every step."""
     return [spell(card.classes, places) for places in ctc.greedy(outputs)]
 
 
 def tensors(card: Card, plan: Plan) -> tuple[Tensors, Tensors]:
-    """What the network reads and returns, for files that leave nbtools."""
+    """Return what the network reads and returns, for files that leave nbtools."""
     line = "2 * (image.transpose(0, 2, 1)[:, None] / 255)"
     return ctc.tensors(card.options["height"], len(card.classes), line)
 
 
 def augmented(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[Tensor, Tensor]:
-    """Lines bent, with thicker or thinner strokes, in another contrast, partly covered by spots of paper, in [0, 2];
-    and their lengths, which never shrink, so that every text that fitted still fits. strength: 1 is the recipe's."""
+    """Return lines bent, with thicker or thinner strokes, in another contrast, partly covered by spots of paper, in
+    [0, 2]; and their lengths, which never shrink: every text that fitted still fits. strength: 1 is the recipe's."""
     height, width = ink.shape[2:]
     bends = ((-m * strength, m * strength) for m in (STRETCH, SLANT, 0.1, 0.05, 0.12, 0.5))
     box, strip = 0.25 * strength * height, 0.1 * strength * height
@@ -210,8 +189,8 @@ def augmented(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tu
 
 
 def bent(ink: Tensor, lengths: Tensor, drawn: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Stretched, slanted, scaled, shifted and turned a little, for the columns x (W,) and the rows y (H, 1); a turn
-    moves a line's ends by at most 6 % of its height up or down, however long it is."""
+    """Return lines stretched, slanted, scaled, shifted and turned a little, for the columns x (W,) and rows y (H, 1); a
+    turn moves a line's ends by at most 6 % of its height up or down, however long it is."""
     height, width = ink.shape[2:]
     drawn = drawn[..., None, None]
     (_, slant, _, rise, turn), (stretch, _, size, *_) = drawn.unbind(1), (1 + drawn).unbind(1)  # each (B, 1, 1)
@@ -226,17 +205,17 @@ def bent(ink: Tensor, lengths: Tensor, drawn: Tensor, x: Tensor, y: Tensor) -> t
 
 
 def thickened(ink: Tensor, amount: Tensor) -> Tensor:
-    """Strokes a pixel wider where the amount (B, 1, 1, 1) is positive, thinner where it is negative: interpolated by
-    that amount towards the 3 × 3 maximum or minimum. Padding and what lies outside of the picture are both paper."""
+    """Make strokes a pixel wider where the amount (B, 1, 1, 1) is positive, thinner where it is negative: interpolated
+    by that amount towards the 3 × 3 maximum or minimum. Padding and what lies outside of the picture are paper."""
     signed = ink * amount.sign()
     most = F.max_pool2d(F.pad(signed, (1, 1, 1, 1)), 3, 1)
     return most.sub_(signed).mul_(amount).add_(ink)
 
 
 def covered(x: Tensor, y: Tensor, lengths: Tensor, spots: Tensor) -> Tensor:
-    """(B, 1, H, W) bool: what lies beyond the lengths (B, 1), and spots (B, SPOTS, 6) of paper: rectangles of up to a
-    quarter of the height, and strips of up to a tenth across all of it; no character, which is about as wide as high,
-    is covered whole."""
+    """Return (B, 1, H, W) bool: what lies beyond the lengths (B, 1), and spots (B, SPOTS, 6) of paper: rectangles of up
+    to a quarter of the height, and strips of up to a tenth across all of it; no character, which is about as wide as
+    high, is covered whole."""
     top, high = spots[..., 1], spots[..., 3]
     left = spots[..., 0::4] * lengths[..., None]  # (B, SPOTS, 2): of rectangle and strip
     right, bottom = left + spots[..., 2::3], top + high

@@ -16,7 +16,7 @@
 # %% [markdown]
 # ## Settings
 # `RAW` may be a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:…` for a path in your Drive, or a Drive link:
-# of the folders `HWDB2.0Train` … `HWDB2.2Test` or their archives, or of `train/`, `train_img_id_gt.txt` with
+# of the folders `HWDB2.0Train` … `HWDB2.2Test`, unpacked, or of `train/`, `train_img_id_gt.txt` with
 # `name,text` on each line, and `chars_list.txt`. `OPTIONS` are those of `hwdb.pack`; `help(hwdb.pack)` lists them. The
 # height of the lines follows the machine, by a rule of thumb (not tested on a GPU yet): 128 pixels, as the guide's
 # network reads them, on a GPU of 40 GB; 96 from 24 GB, 64 on a smaller one, and 32 without. `{"height": 96}` sets
@@ -75,14 +75,6 @@ pack
 
 # %%
 pack.bad
-
-# %% [markdown]
-# ## What is in it
-# Lines, characters and widths of each split; how many lines are too narrow for CTC at each network's stride, so that no
-# training can learn them; and characters that occur only in test lines.
-
-# %%
-hwdb.report(pack)
 
 # %% [markdown]
 # ## Look at it

@@ -4,8 +4,8 @@
 # {badge}
 #
 # Measures how well the trained network reads writers that it has never seen: which characters it confuses, which lines
-# are worst, whether long lines or rare characters are the problem, and what a language model of characters adds to
-# greedy decoding. Without a trained run on your Drive it trains a short one first.
+# are worst, and what a language model of characters adds to greedy decoding. Without a trained run on your Drive it
+# trains a short one first.
 #
 # **GPU:** none needed. **Measured:** 14 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation
 # aside, after `2_train`.
@@ -57,7 +57,7 @@ nb.evaluate(run, pack, split="test")
 
 # %% [markdown]
 # ## Truth and prediction
-# The truth is above each line, the prediction below it, errors in colour.
+# The truth is above each line; where the prediction differs, it follows, in another colour.
 
 # %%
 ids = pack.ids("test")
@@ -65,51 +65,20 @@ truth, read = [hwdb.text_of(pack, i) for i in ids], run.predict_pack(pack, ids)
 hwdb.show(pack, ids[:6], read[:6])
 
 # %% [markdown]
-# ## The worst lines
-# These often point to problems in the data: a wrong label, a crossed-out word, a line cut in half.
+# ## Where it is wrong
+# What was read as what, how often, and the worst lines. Those often point to problems in the data: a wrong label, a
+# crossed-out word, a line cut in half.
 
 # %%
-worst = hwdb.worst(truth, read, ids)
-worst.head(8)
-
-# %% [markdown]
-# Here they are.
-
-# %%
-hwdb.show(pack, worst["id"][:4], worst["read"][:4])
-
-# %% [markdown]
-# ## Which characters are confused
-# Characters that look alike are at the top of this table; a missing character is often at the end of a line.
-
-# %%
-confusions = hwdb.confusions(truth, read)
-hwdb.confused(confusions)
-
-# %% [markdown]
-# ## Long lines, rare characters
-# If the error rises with the width, the network lost its place; if it falls with the frequency in training, more text
-# of the rare characters helps more than a larger network.
-
-# %%
-hwdb.by_width(truth, read, pack.lengths("image", ids))
-
-# %% [markdown]
-# One row for each range of how often a character occurs in training.
-
-# %%
-hwdb.by_frequency(truth, read, hwdb.frequencies(pack))
+run.report(pack, split="test")
 
 # %% [markdown]
 # ## A language model
 # Greedy decoding takes the best class at each step independently. A language model knows which character follows which.
-# Perplexity is the number of characters it hesitates between, on lines that it has not seen; without a model, that is
-# all of them.
 
 # %%
 text = LANGUAGE or [hwdb.text_of(pack, i) for i in pack.ids("train")]
 lm = hwdb.NGram.train(text, pack.classes, order=3)
-print(f"perplexity on the test lines: {lm.perplexity(truth):.1f} of {len(pack.classes)} characters")
 
 # %% [markdown]
 # ## Beam search against greedy
@@ -119,8 +88,9 @@ print(f"perplexity on the test lines: {lm.perplexity(truth):.1f} of {len(pack.cl
 # %%
 val = pack.ids("val")
 peaks = hwdb.peaks_of(run.model(), pack, run.plan, val)
-tuned = hwdb.tune(peaks, [hwdb.text_of(pack, i) for i in val], pack.classes, lm)
-tuned
+cers = hwdb.tune(peaks, [hwdb.text_of(pack, i) for i in val], pack.classes, lm)
+alpha, beta = cers.idxmin()
+cers.unstack()
 
 # %% [markdown]
 # All three decoders on the test lines.
@@ -132,7 +102,7 @@ peaks = hwdb.peaks_of(run.model(), pack, run.plan, ids)
 ways = {
     "greedy": read,
     "beam": hwdb.search(peaks, pack.classes),
-    "beam + language model": hwdb.search(peaks, pack.classes, lm, alpha=tuned.alpha, beta=tuned.beta),
+    "beam + language model": hwdb.search(peaks, pack.classes, lm, alpha=alpha, beta=beta),
 }
 pd.DataFrame({name: hwdb.scores(truth, answers) for name, answers in ways.items()}).T.round(4)
 
