@@ -16,8 +16,7 @@ from PIL import Image
 
 import nbtools as nb
 from nbtools.data.splits import position
-from nbtools.tasks.common.demo import write_demo
-from nbtools.tasks.common.files import walk
+from nbtools.tasks.common.files import walk, write_demo
 from nbtools.tasks.hwdb.data import SUFFIXES
 from nbtools.tasks.hwdb.demo import EM, LINES, Language, Writer, page_bytes, pool, soft
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from nbtools.data import say
 from nbtools.figures import chinese
 from nbtools.show import plural
-from nbtools.tasks.common.demo import require, whole, write_demo
+from nbtools.tasks.common.files import require, whole, write_demo
 from nbtools.tasks.hwdb.data import CODE, HEADER, LINE_BOX, SUFFIXES, text_of_codes
 
 FREQUENT = (  # the start of Jun Da's list of modern Chinese (2004), so that a small demo looks like text

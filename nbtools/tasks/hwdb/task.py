@@ -20,8 +20,7 @@ from nbtools.data import Card, Draws, Pack, constant, places
 from nbtools.tasks.common import ctc
 from nbtools.tasks.common.lists import spell
 from nbtools.tasks.common.metrics import MEANINGS as OF_TEXTS
-from nbtools.tasks.common.metrics import text_metrics
-from nbtools.tasks.common.plans import THUMB, at_most, bucket_knob, epochs_for
+from nbtools.tasks.common.metrics import THUMB, at_most, bucket_knob, epochs_for, text_metrics
 from nbtools.tasks.hwdb import networks
 from nbtools.tasks.hwdb.data import HCTR_HEIGHT
 from nbtools.train import Batch, Pair, Tensors, knob
