@@ -5,11 +5,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from IPython.core.formatters import DisplayFormatter
 from PIL import Image
 from torch.nn import functional as F
 
-from nbtools import figures
 from nbtools.errors import PackError
 from nbtools.tasks.common import ctc, files, lists, metrics, report
 
@@ -31,21 +29,6 @@ def test_cer_ar_and_cr_by_their_definitions_over_all_characters():
     predicted, target = torch.tensor([[1, 2, 0], [1, 1, 1], [0, 2, 2]]), torch.tensor([[1, 2, 0], [1, 0, 1], [2, 2, 0]])
     assert metrics.accuracy(predicted, target) == (6, 9)
     assert metrics.whole_accuracy(predicted, target) == (1, 3)
-
-
-def test_the_confusion_counts_what_was_there_and_what_was_predicted_and_names_the_worst():
-    truth, predicted, classes = list("aaabbc"), list("aabbaa"), list("abcd")
-    counts = metrics.counts_of(truth, predicted, classes)
-    assert counts.tolist() == [[2, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
-    names, times = metrics.most_confused(counts, classes)
-    assert (names, times.tolist()) == (["b", "a", "a", ""], [1, 1, 1, 0])
-    table = metrics.confusion(counts, classes)
-    assert (table.loc["c", "a"], table.index.name, table.columns.name) == (1, "truth", "predicted")
-    with pytest.raises(PackError, match="'c' is missing"):
-        metrics.counts_of(truth, predicted, "ab")
-    pictures = [(np.zeros((50, 50), np.uint8), *figures.judged("a$bc$", read)) for read in ("abc", "x")]
-    for sheet in (figures.confusion_figure(table, "clips"), figures.gallery(pictures)):
-        assert DisplayFormatter().format(sheet)[0]["image/png"]  # a formula or a missing glyph would raise
 
 
 @given(st.lists(st.integers(0, 2), max_size=6), st.integers(1, 9))

@@ -1,9 +1,8 @@
-"""Figures that tasks share: metrics of classes and of texts as (numerator, denominator), which classes a network
-confuses, the time of one prediction, and rules of thumb for settings. B samples, N positions, K classes."""
+"""Figures that tasks share: metrics of classes and texts as (numerator, denominator), the time of one prediction, and
+rules of thumb for settings. B samples, N positions."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -41,22 +40,17 @@ def whole_accuracy(predicted: Tensor, target: Tensor) -> Pair:
     return (predicted == target).all(dim=1).sum(), target.shape[0]
 
 
-def levenshtein() -> Any:
-    """Return rapidfuzz's edit distance. Raises MissingExtra."""
-    try:
-        from rapidfuzz.distance import Levenshtein
-    except ImportError:
-        needed = "edit distances (cer, ar, cr) need the package rapidfuzz"
-        raise MissingExtra(f"{needed}: pip install rapidfuzz, or nbtools[text]") from None
-    return Levenshtein
-
-
 def text_metrics(predicted: Sequence[Sequence], target: Sequence[Sequence]) -> dict[str, Pair]:
     """Return cer, ar = 1 - cer, cr (insertions not counted) and whole_accuracy, over all characters of the targets.
 
-    Of several shortest edits, rapidfuzz's: `cr` depends on the choice, `cer` and `ar` do not.
+    Of several shortest edits, rapidfuzz's: `cr` depends on the choice, `cer` and `ar` do not. Raises MissingExtra.
     """
-    edits = [levenshtein().editops(truth, guess) for guess, truth in zip(predicted, target, strict=True)]
+    try:
+        from rapidfuzz.distance.Levenshtein import editops
+    except ImportError:
+        fix = "pip install rapidfuzz, or nbtools[text]"
+        raise MissingExtra(f"edit distances (cer, ar, cr) need the package rapidfuzz: {fix}") from None
+    edits = [editops(truth, guess) for guess, truth in zip(predicted, target, strict=True)]
     count, wrong = sum(map(len, target)), sum(map(len, edits))
     inserted = sum(step.tag == "insert" for steps in edits for step in steps)
     return {
@@ -67,38 +61,12 @@ def text_metrics(predicted: Sequence[Sequence], target: Sequence[Sequence]) -> d
     }
 
 
-# -- mistakes
-
-
 def paired(truth: Sequence, predicted: Sequence, what: str = "answer", each: str = "id") -> list[tuple[Any, Any]]:
     """Return both side by side. Raises PackError unless there is one prediction for each."""
     if len(truth) != len(predicted):
         came = f"{len(predicted)} for {plural(len(truth), each)}"
         raise PackError(f"predicted must be one {what} for each {each}, got {came}; take both from the same ids")
     return list(zip(truth, predicted, strict=True))
-
-
-def counts_of(truth: Sequence[str], predicted: Sequence[str], classes: Sequence[str]) -> np.ndarray:
-    """Return (K, K) int64: how many samples of each class (rows) were taken for each (columns). Raises PackError for
-    names that are not among the classes."""
-    pairs = Counter(paired(truth, predicted))
-    if strange := sorted({*truth, *predicted} - set(classes)):
-        raise PackError(f"classes must hold all true and predicted ones, {strange[0]!r} is missing")
-    return np.array([[pairs[true, read] for read in classes] for true in classes], np.int64).reshape([len(classes)] * 2)
-
-
-def confusion(counts: np.ndarray, classes: Sequence[str]) -> pd.DataFrame:
-    """Return a confusion matrix (K, K) as a table of truth (rows) and predicted (columns)."""
-    import pandas as pd
-
-    return pd.DataFrame(counts, pd.Index(list(classes), name="truth"), pd.Index(list(classes), name="predicted"))
-
-
-def most_confused(counts: np.ndarray, classes: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """Return (name, (K,) how often): what each class is wrongly taken for most often, "" where never."""
-    wrong = counts - np.diag(counts.diagonal())
-    times = wrong.max(1, initial=0)
-    return [str(classes[row.argmax()]) if n else "" for row, n in zip(wrong, times, strict=True)], times
 
 
 # -- time and settings

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
 from nbtools.data import IMAGES
-from nbtools.tasks.common.demo import File, require, whole, write_demo
+from nbtools.tasks.common.files import File, require, whole, write_demo
 
 CLASSES = "background", "striped", "dotted"  # in the order of the ids
 SPLITS = ("train", "train", "train", "train", "train", "val", "test")  # of seven images in turn

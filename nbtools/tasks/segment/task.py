@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from nbtools.data import Card, Draws, Pack
 from nbtools.errors import PlanError
-from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
+from nbtools.tasks.common.metrics import THUMB, at_most, epochs_for
 from nbtools.tasks.segment.data import FAR, IGNORE, PER_PIXEL
 from nbtools.train import Batch, knob
 from nbtools.train import Plan as BasePlan

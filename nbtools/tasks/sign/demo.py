@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nbtools.tasks.common.demo import File, require, whole, write_demo
+from nbtools.tasks.common.files import File, require, whole, write_demo
 from nbtools.tasks.common.lists import csv_bytes
 from nbtools.tasks.sign.keypoints import FACE, HANDS, LEFT, MIRROR, ORDER, POINTS, RIGHT
 

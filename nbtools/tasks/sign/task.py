@@ -15,9 +15,7 @@ from torch.nn import functional as F
 
 from nbtools.data import Card, Draws, Pack, Sample, collate
 from nbtools.errors import PlanError
-from nbtools.tasks.common.latency import measure_latency
-from nbtools.tasks.common.metrics import accuracy
-from nbtools.tasks.common.plans import THUMB, at_most, bucket_knob, epochs_for
+from nbtools.tasks.common.metrics import THUMB, accuracy, at_most, bucket_knob, epochs_for, measure_latency
 from nbtools.tasks.sign.keypoints import Keypoints, prepared
 from nbtools.tasks.sign.networks import Gru, Outputs, Transformer
 from nbtools.train import Batch, Pair, Tensors, knob
