@@ -25,7 +25,17 @@ def bar(*arguments: Any, **options: Any) -> tqdm:
     options["mininterval"] = LEAST if in_notebook() or sys.stderr.isatty() else PATIENCE
     if in_notebook():  # which shows stderr in red
         options |= {"file": sys.stdout, "ncols": 90}
+    elif not sys.stderr.isatty():
+        options |= {"file": Log(), "position": 0}
     return tqdm(*arguments, **options)
+
+
+class Log:
+    """A stderr that is a file: each state of a bar is a line."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -58,6 +58,7 @@ def test_lines_keep_their_own_width_and_length(lines):
         ({}, "Ab3_17_x.png", "3Ab"),
         ({"label": "-"}, "Ab3-0.png", "3Ab"),
         ({"label": ""}, "Ab3.png", "3Ab"),
+        ({"label": r"^x(.+)\d$"}, "xAb37.png", "3Ab"),
         ({"case": "lower"}, "Ab3_1.png", "3ab"),
         ({"case": "upper"}, "Ab3_1.png", "3AB"),
     ],
@@ -83,8 +84,8 @@ def test_every_bad_file_is_in_the_table_with_its_rule_and_the_rest_is_packed(fix
         "notes.txt": f"images must end in {', '.join(IMAGES)}",
         "3333_s.png": "images must be 24 × 64 pixels (height × width)",
         "44O4_u.png": "characters must be in classes",
-        "5555.png": "the name must be the text, then '_'",
-        "_e.png": "the name must be the text, then '_'",
+        "5555.png": "the name must be the text, as label='_' says",
+        "_e.png": "the name must be the text, as label='_' says",
         "66666_l.png": "labels must have 4 characters",
     }
     assert {".txt", "24 × 65 pixels (height × width)", "O", "5555", "_e", "66666"} < set(pack.bad["value"])
@@ -141,3 +142,8 @@ def test_show_draws_truth_and_marks_what_was_misread(pack):
     assert (texts, image.mean() > 128) == ([truth[1], "??"], True), "dark on light"
     with pytest.raises(PackError, match="predicted must be one text for each id, got 1 for 2 ids"):
         captcha.show(pack, [0, 1], ["a"])
+
+
+def test_a_label_that_is_no_regular_expression_is_refused(fixed, tmp_path):
+    with pytest.raises(PackError, match="label must be text, or a regular expression with a group"):
+        captcha.pack(fixed.raw.source, label="(", into=tmp_path / "pack", progress=False)

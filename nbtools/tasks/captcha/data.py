@@ -7,6 +7,7 @@ A raw file is an image whose name begins with its text. Fixed layout: image (H, 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -52,7 +53,8 @@ def pack(
 ) -> Pack:
     """Return the pack of a folder, archive or link of captcha images; a second call opens the finished one.
 
-    label: what ends the text in a file name; "": the name is the text. case: `lower` and `upper` fold it.
+    label: what ends the text in a file name; "": the name is the text; or a regular expression with a group around the
+    text, as "^(.+?)-". case: `lower` and `upper` fold it.
     layout: `fixed` (one size, one length), `lines` (any width and length, scaled to `height` pixels), or `auto`.
     classes: the alphabet; other characters are then bad samples.
     val, test: shares, or whole numbers for exactly that many; train, val and test folders of the source come first.
@@ -79,9 +81,9 @@ def pack_options(card: Card) -> dict[str, Any]:
 
 def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
     """Return the files whose names hold a text that can be learned, and the layout that most of them have."""
-    label, fold = options["label"], CASES[options["case"]]
-    parts = {name: PurePosixPath(name).stem.partition(label or "/") for name in walk(folder)}
-    texts = {name: fold(text) if mark or not label else "" for name, (text, mark, _) in parts.items()}
+    pattern, fold = pattern_of(options["label"]), CASES[options["case"]]
+    matches = {name: pattern.match(PurePosixPath(name).stem) for name in walk(folder)}
+    texts = {name: fold(match[1] or "") if match else "" for name, match in matches.items()}
     layout = layout_of(folder, texts, options["layout"], options["height"])
     options = {name: options[name] for name in ("label", "case", "classes")} | layout
     bad = {name: row for name, text in texts.items() if (row := problem(name, text, options))}
@@ -107,6 +109,14 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
     )
 
 
+def pattern_of(label: str) -> re.Pattern[str]:
+    """Return the pattern whose first group is the text of a name."""
+    try:
+        return re.compile(label if "(" in label else f"(.*?){re.escape(label) or '$'}")
+    except re.error as error:
+        raise PackError(f"label must be text, or a regular expression with a group, got {label!r}: {error}") from None
+
+
 def layout_of(folder: Path, texts: Mapping[str, str], layout: str, height: int) -> dict[str, Any]:
     """Return the options of the layout that most of some files have. Raises PackError if no file can be used."""
     usable = [name for name, text in texts.items() if text and name.lower().endswith(IMAGES)]
@@ -130,7 +140,7 @@ def problem(name: str, text: str, options: Mapping[str, Any]) -> Row | None:
     unknown = "".join(sorted(set(text) - set(options["classes"] or text)))
     rules = (
         (path.suffix.lower() not in IMAGES, path.suffix, f"images must end in {', '.join(IMAGES)}", "convert it"),
-        (not text, path.stem, f"the name must be the text, then {label!r}", "rename it, or set label="),
+        (not text, path.stem, f"the name must be the text, as label={label!r} says", "rename it, or set label="),
         (unknown, unknown, "characters must be in classes", "correct the name, or add them to classes="),
         (length and len(text) != length, text, f"labels must have {length} characters", 'rename it, or layout="lines"'),
     )
