@@ -60,9 +60,17 @@ def restore(folder: Path, kept: Path | None, fresh: bool) -> None:
 def continues(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> bool:
     """Return whether a copy of a run went on from where the other had ended, or later: by their starts' first steps."""
     last, end = (checkpoint.place(each["last"])[1] for each in (longer, shorter))
-    shared = [start for start in shorter["starts"] if start[1] < end]
-    later = [start[1] for start in longer["starts"][len(shared) :] if start[1] < last]
-    return longer["starts"][: len(shared)] == shared and min([*later, last]) >= end
+    starts, shared = lineage(longer), [start for start in lineage(shorter) if start[1] < end]
+    later = [start[1] for start in starts[len(shared) :] if start[1] < last]
+    return starts[: len(shared)] == shared and min([*later, last]) >= end
+
+
+def lineage(index: Mapping[str, Any]) -> list[list[Any]]:
+    """Return the starts whose steps still count: a later one from before them, after an Undo, has discarded theirs."""
+    left: list[list[Any]] = []
+    for start in index["starts"]:
+        left = [*(each for each in left if each[1] < start[1]), start]
+    return left
 
 
 def begin(
