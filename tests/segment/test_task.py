@@ -42,7 +42,7 @@ def make_pack(folder, count=24):
 
 def task_of(**more: Any) -> Any:
     """The task as a value of its own, so that a test may listen in on one of its functions."""
-    return SimpleNamespace(**{**{name: getattr(segment, name) for name in segment.__all__}, **more})
+    return SimpleNamespace(**{**vars(segment), **more})
 
 
 @pytest.fixture(scope="module")

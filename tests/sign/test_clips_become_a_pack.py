@@ -73,7 +73,7 @@ def checked(source: Path, **more):
 def test_clips_in_the_exact_format_pass_and_are_packed_as_they_are_from_a_folder_or_an_archive(tmp_path):
     source = corpus(tmp_path / "raw")
     report = checked(source, require_x2048=True)
-    assert (report.about, report.rows, report.ok) == ("4 clips, 4 with a label", (), True)
+    assert (report.about, report.rows, report.ok) == ("4 clips, 4 with a label", [], True)
     made = packed(source)
     assert made.columns == {
         "x": Column("ragged", "<f4", (156,)),
@@ -136,7 +136,7 @@ def test_a_clip_may_lack_keypoints_or_features_and_those_are_packed_that_some_cl
     assert (len(made), len(made.bad), made.options["kp_key"], made.options["feature_key"]) == (4, 0, "X", "X2048")
     lengths = [[len(made.sample(i)[column]) for i in range(4)] for column in ("x", "mask", "features")]
     assert lengths == [[T, 6, 7, 0], [T, 6, 7, 0], [0, 6, 7, T]]
-    assert checked(source).rows == ()
+    assert checked(source).rows == []
     clip(source / "val" / "d.npz")
     assert [row.file for row in checked(source, require_x2048=True).rows] == ["train/a.npz"]
 
@@ -187,7 +187,7 @@ def test_clips_without_labels_are_validated_and_read_and_a_pack_says_what_can_be
 def test_a_list_is_read_in_the_ways_people_write(tmp_path, lines):
     source = corpus(tmp_path / "raw", without=("X2048",))
     (source / "train" / "labels.csv").write_text("\n".join(lines), "utf-8-sig", newline="")
-    assert checked(source).rows == ()
+    assert checked(source).rows == []
     assert packed(source).sample(1)["label"].tolist() == [1, 1]
 
 
@@ -200,7 +200,7 @@ def test_one_list_above_the_folders_names_clips_by_an_end_of_their_path(tmp_path
     train, val = folder.format("train"), folder.format("val")
     listed(source / "labels.csv", f"{train}a,0,0", f"{train}b,1,1", f"{val}c,0,0", f"{val}d,1,1")
     listed(source / "history.csv", "1,0.5,0.3", head="epoch,train_loss,val_loss")
-    assert checked(source).rows == ()
+    assert checked(source).rows == []
     made = packed(source)
     assert made.splits == {"train": 2, "val": 2, "test": 0}
     assert [made.sample(i)["label"].tolist() for i in range(4)] == [[0, 0], [1, 1], [0, 0], [1, 1]]
@@ -251,8 +251,8 @@ def with_value(value: float):
 
 X, MASK, TIMES = (arrays()[key] for key in ("X", "mask", "timestamps_ms"))
 WARNED = {  # (damage, key, part of the rule, part of the value)
-    "mask is missing": (changed(without=("mask",)), "mask", "a clip must have mask", "X, "),
-    "meta is missing": (changed(without=("meta",)), "meta", "a clip must have meta", "X, "),
+    "mask is missing": (changed(without=("mask",)), "mask", "a clip should have mask", "X, "),
+    "meta is missing": (changed(without=("meta",)), "meta", "a clip should have meta", "X, "),
     "X is longer than positions": (lambda path: clip(path, frames=301), "X", "at most 300 frames", "301"),
     "X is float64": (changed(X=X.astype("f8")), "X", "float32", "float64"),
     "a point left the picture": (with_value(1.25), "X", "coordinates must be in [0, 1]", "frame 2 has 1.25"),
@@ -262,10 +262,10 @@ REFUSED = {
     "X is missing": (changed(without=("X",)), "X", "a clip must have X", "mask, t"),
     "X has other points": (changed(X=np.zeros((T, 178), "f4")), "X", "X must be (T, 156)", "(5, 178)"),
     "X is of integers": (changed(X=(X > 0).astype(int)), "X", "X must be float32", "int64"),
-    "X has nan": (with_value(np.nan), "X", "numbers must be finite", "frame 2 has nan"),
-    "X has inf": (with_value(-np.inf), "X", "numbers must be finite", "frame 2 has -inf"),
+    "X has nan": (with_value(np.nan), "X", "X must be finite numbers", "frame 2 has nan"),
+    "X has inf": (with_value(-np.inf), "X", "X must be finite numbers", "frame 2 has -inf"),
     "a point is far outside": (with_value(-0.75), "X", "coordinates must be in [0, 1]", "frame 2 has -0.75"),
-    "T is 0": (lambda path: clip(path, frames=0), "X", "a clip must have frames", "none"),
+    "T is 0": (lambda path: clip(path, frames=0), "X", "X must have frames", "none"),
     "mask has other frames": (changed(mask=MASK[1:]), "mask", "mask must be (5, 78)", "(4, 78)"),
     "times have other frames": (changed(timestamps_ms=TIMES[1:]), "timestamps_ms", "timestamps_ms must be (5)", "(4,)"),
     "times go back": (changed(timestamps_ms=TIMES[::-1]), "timestamps_ms", "times must increase", "frame 0 has 133"),
@@ -289,11 +289,11 @@ def test_a_damaged_clip_gives_its_row_and_no_other(tmp_path, severity, kinds):
     listed(source / "labels.csv", *(f"{path.stem},0,0" for path in sorted(source.iterdir())))
     rows = checked(source, feature_key=None).rows
     assert [row.file for row in rows] == [f"{i:02}.npz" for i in range(len(kinds))]
-    for row, (kind, (_, key, rule, value)) in zip(rows, kinds.items(), strict=True):
-        assert (row.severity, row.key, rule in row.rule, value in row.value) == (severity, key, True, True), (kind, row)
+    for row, (kind, (_, _, rule, value)) in zip(rows, kinds.items(), strict=True):
+        assert (row.severity, rule in row.rule, value in row.value) == (severity, True, True), (kind, row)
         assert row.fix
     made = packed(source, feature_key=None)
-    wrong = [(row.file, *row.reasons) for row in rows] if severity == ERROR else []
+    wrong = [row[:4] for row in rows] if severity == ERROR else []
     assert list(made.bad[["file", "value", "rule", "fix"]].itertuples(index=False, name=None)) == wrong
     assert len(made) == len(kinds) + 1 - len(wrong)
 

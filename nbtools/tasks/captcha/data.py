@@ -96,7 +96,7 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
         steps, needed = -(-len(sample["image"]) // STRIDE), needed_steps(np.asarray(entry.label).tolist())
         if steps < needed:
             rule = f"the text needs {needed} time steps of {STRIDE} pixels"
-            raise Refused(Row("", rule, f"{steps} steps", "pack with a larger height=, or correct the name"))
+            raise Refused(f"{steps} steps", rule, "pack with a larger height=, or correct the name")
 
     return Survey(
         [Entry(name, split_of(name), np.array([places[c] for c in text], np.int64)) for name, text in good.items()],
@@ -104,7 +104,7 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
         options,
         ragged=("image", "label") if lines else (),
         bucket_by="image" if lines else None,
-        bad=[(name, *row.reasons) for name, row in bad.items()],
+        bad=[row[:4] for row in bad.values()],
         check=fits if lines else None,
     )
 
@@ -144,7 +144,7 @@ def problem(name: str, text: str, options: Mapping[str, Any]) -> Row | None:
         (unknown, unknown, "characters must be in classes", "correct the name, or add them to classes="),
         (length and len(text) != length, text, f"labels must have {length} characters", 'rename it, or layout="lines"'),
     )
-    return next((Row("", rule, value, fix, file=name) for broken, value, rule, fix in rules if broken), None)
+    return next((Row(name, *row) for broken, *row in rules if broken), None)
 
 
 def read(path: Path, options: Mapping[str, Any]) -> Sample:
@@ -153,8 +153,8 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
         return {"image": line_of(np.asarray(decode_image(path, "RGB")), options["height"])}
     image = np.asarray(decode_image(path, "L"))
     if image.shape != (*options["size"],):
-        fix = 'resize it, or pack with layout="lines"'
-        raise Refused(Row("", f"images must be {sized(*options['size'])}", sized(*image.shape), fix))
+        rule, fix = f"images must be {sized(*options['size'])}", 'resize it, or pack with layout="lines"'
+        raise Refused(sized(*image.shape), rule, fix)
     return {"image": image}
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from nbtools import disk
 from nbtools.data import SLOW, bar, open_image, side_by_side
 from nbtools.errors import PackError
-from nbtools.tasks.common.report import Refused, Row
+from nbtools.tasks.common.report import Refused
 
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)  # Pillow on damaged files
 HIDDEN = re.compile(r"(^|/)(\.|__MACOSX/)")  # what systems leave behind: .DS_Store, ._name.png, __MACOSX
@@ -42,16 +42,15 @@ def split_word(text: str) -> str | None:
     return next(word.lower() for word in match.groups() if word) if match else None
 
 
-def decode_image(source: Path | bytes, mode: str = "", key: str = "image", side: int = 0) -> Image.Image:
+def decode_image(source: Path | bytes, mode: str = "", side: int = 0) -> Image.Image:
     """Return an image, upright, as RGB or L (grey), or without a mode as it is. side: as of `open_image`.
 
-    Raises Refused, a row with this key, for what is no whole image, or not of 8 bits.
+    Raises Refused for what is no whole image, or not of 8 bits.
     """
     try:
         image = open_image(source, side)
     except PackError as error:
-        value, rule, fix = error.args
-        raise Refused(Row(key, rule, str(value), fix)) from None
+        raise Refused(*error.args) from None
     return on_white(image, mode) if mode else image
 
 
@@ -59,8 +58,7 @@ def on_white(image: Image.Image, mode: str = "RGB") -> Image.Image:
     """Return the image as RGB or L (grey), on white paper where it is transparent: a plain conversion shows hidden
     colours. Raises Refused for more than 8 bits a channel."""
     if image.mode.startswith(("I", "F")):
-        fix = "convert it to 8 bits"
-        raise Refused(Row("image", "an image must have 8 bits per channel", f"mode {image.mode}", fix))
+        raise Refused(f"mode {image.mode}", "an image must have 8 bits per channel", "convert it to 8 bits")
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image.convert(mode)

@@ -1,10 +1,9 @@
-"""What is wrong with a data set, as one table of rules: an error is what a pack leaves out, a warning stays in."""
+"""What is wrong with a data set, as one table of broken rules: an error is what a pack leaves out, a warning stays."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbtools import show
 from nbtools.errors import PackError
@@ -16,48 +15,38 @@ ERROR, WARNING = "error", "warning"
 SHOWN = 60  # rows, as pandas shows
 
 
-@dataclass(frozen=True)
-class Row:
-    """A broken rule. key: the part of a file, such as an array or a column of a CSV; value: what came; file: where."""
+class Row(NamedTuple):
+    """A broken rule: where, what came, the rule, what to do; the first four are a row of `pack.bad`."""
 
-    key: str
-    rule: str
+    file: str
     value: str
+    rule: str
     fix: str
     severity: str = ERROR
-    file: str = ""
-
-    def at(self, file: str) -> Self:
-        return replace(self, file=file)
-
-    @property
-    def reasons(self) -> tuple[str, str, str]:
-        """Return (value, rule, fix) as in `pack.bad`, which has no column for the key."""
-        return self.value, self.rule if self.key in self.rule else f"{self.key}: {self.rule}", self.fix
 
 
 class Refused(PackError):
-    """A sample cannot be used; its args are the reasons of its row."""
+    """A sample cannot be used: (what came, the rule, what to do). file: where, if not in the sample's own file."""
 
-    def __init__(self, row: Row):
-        super().__init__(*row.reasons)
-        self.row = row
+    def __init__(self, value: object, rule: str, fix: str, file: str = ""):
+        super().__init__(str(value), rule, fix)
+        self.file = file
+
+    def row(self, file: str) -> Row:
+        return Row(self.file or file, *self.args)
 
     def __str__(self) -> str:
         value, rule, fix = self.args
-        return f"{self.row.file}: {rule}, got {value}; {fix}".removeprefix(": ")
+        return f"{self.file}: {rule}, got {value}; {fix}".removeprefix(": ")
 
 
-@dataclass(frozen=True)
 class Report(show.Table):
-    """The broken rules of a data set; about: what was checked, `4 clips`. A task's own report may have more fields."""
+    """The broken rules of a data set, errors first, then by file; about: what was checked, `4 clips`."""
 
-    rows: tuple[Row, ...]
-    about: str
-
-    @property
-    def errors(self) -> int:
-        return sum(row.severity == ERROR for row in self.rows)
+    def __init__(self, rows: Iterable[Row], about: str):
+        self.rows = sorted(rows, key=lambda row: (row.severity != ERROR, row.file))
+        self.about = about
+        self.errors = sum(row.severity == ERROR for row in self.rows)
 
     @property
     def ok(self) -> bool:
@@ -68,16 +57,11 @@ class Report(show.Table):
         """Return all rows as a pandas table."""
         import pandas as pd
 
-        return pd.DataFrame(list(self.rows), columns=["severity", "file", "key", "rule", "value", "fix"])
+        return pd.DataFrame(self.rows, columns=list(Row._fields))
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
-        return list(self.frame), self.frame.head(SHOWN).to_numpy().tolist()
+        return list(Row._fields), [list(row) for row in self.rows[:SHOWN]]
 
     def footer(self) -> str:
         counts = f"{show.plural(self.errors, ERROR)} and {show.plural(len(self.rows) - self.errors, WARNING)}"
         return f"{self.about}: {counts}" + (f", of which {SHOWN} are shown; all: .frame" * (len(self.rows) > SHOWN))
-
-
-def ordered(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Return errors first, then by file."""
-    return tuple(sorted(rows, key=lambda row: (row.severity != ERROR, row.file)))

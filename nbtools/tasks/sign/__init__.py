@@ -12,7 +12,6 @@ from nbtools.tasks.sign.task import (
     Plan,
     batch,
     decode,
-    latency,
     loss,
     metrics,
     model,

@@ -75,7 +75,7 @@ def features(
             write(into / name, (folder / name).read_bytes())
         bad = extract(network, {name: films[name] for name in todo}, into, batch_size, progress)
     about = f"{into}: {plural(len(todo) - len(bad), 'clip')} got features, {len(films) - len(todo):,} had them"
-    return Report(tuple(bad), about)
+    return Report(bad, about)
 
 
 def extract(network: nn.Module, films: dict[str, Film], into: Path, batch_size: int, progress: bool) -> list[Row]:
@@ -85,7 +85,7 @@ def extract(network: nn.Module, films: dict[str, Film], into: Path, batch_size: 
         try:
             write_features(into / name, film, network, batch_size)
         except Refused as refusal:
-            bad.append(refusal.row if refusal.row.file else refusal.row.at(name))
+            bad.append(refusal.row(name))
     return bad
 
 
@@ -103,8 +103,7 @@ def write_features(path: Path, film: Film, network: nn.Module, batch_size: int) 
         raise PackError(f"network must return (N, {FEATURES}), got {came}; take its output before the classifier")
     for name in ("X", MASK, TIMES):
         if name in arrays and len(arrays[name]) != len(made):
-            rule, fix = f"there must be as many frames as in {name}, {len(arrays[name])}", AGAIN
-            raise Refused(Row(KEY, rule, str(len(made)), fix))
+            raise Refused(len(made), f"there must be as many frames as in {name}, {len(arrays[name])}", AGAIN)
     np.savez(content, **{**arrays, KEY: made.float().cpu().numpy()})
     write(path, content.getvalue())
 
@@ -149,15 +148,16 @@ def batches_of(film: Film, size: int) -> Iterator[Tensor]:
         shape = shape or some[0].shape
         for other in {picture.shape for picture in some} - {shape}:
             value = f"{other[0]} × {other[1]} after {shape[0]} × {shape[1]} pixels"
-            raise Refused(Row("", "all frames of a clip must have one size", value, "extract them again at one size"))
+            raise Refused(value, "all frames of a clip must have one size", "extract them again at one size")
         yield torch.from_numpy(np.stack(some)).permute(0, 3, 1, 2)
 
 
 def picture_of(path: Path) -> np.ndarray:
     try:
-        return np.asarray(decode_image(path, "RGB", "frame"))
+        return np.asarray(decode_image(path, "RGB"))
     except Refused as refusal:
-        raise Refused(refusal.row.at(f"{path.parent.name}/{path.name}")) from None
+        refusal.file = f"{path.parent.name}/{path.name}"
+        raise
 
 
 # -- the backbone
