@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nbtools.data import Pack
 from nbtools.errors import PackError
-from nbtools.tasks.common.report import Refused
+from nbtools.tasks.common.files import Refused
 
 SEPARATORS = (",", ";", "\t", "|", " ")
 JUDGED = 100  # rows that decide on the separator

@@ -20,7 +20,7 @@ import numpy as np
 
 from nbtools import disk
 from nbtools.data import Sample
-from nbtools.tasks.common.report import ERROR, WARNING, Refused, Row
+from nbtools.tasks.common.files import ERROR, WARNING, Refused, Row
 from nbtools.tasks.sign.keypoints import POINTS
 from nbtools.tasks.sign.networks import POSITIONS
 
