@@ -4,8 +4,6 @@ A raw file is an image whose name begins with its text. Fixed layout: image (H, 
 (W, H) uint8 ink on its side, 0 paper as padding is, W ragged; a ragged label. Labels are places in `classes`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections import Counter

@@ -4,8 +4,6 @@ A network's answer is logits (T, B, 1 + classes), blank 0, and the true number o
 are places in `classes`, (B, N) padded, with their lengths (B,). B samples, T time steps, N characters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from itertools import groupby, pairwise

@@ -1,8 +1,6 @@
 """The lists and tables that come with data, as people and programs write them: any separator, quotes of CSV, a header
 or none, UTF-8 or Excel's UTF-16; and texts as places in a list of characters."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections import Counter

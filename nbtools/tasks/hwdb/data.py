@@ -17,8 +17,6 @@ A code is two bytes of GB18030, an ASCII character and a zero byte, or 0xFF for 
 pixel a set bit is ink, the highest is leftmost. Real lines may reach past their page, so only their size is checked.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@
 Other shapes that have an area are refused; lines, points and tags are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

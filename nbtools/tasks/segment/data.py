@@ -6,8 +6,6 @@ classes.txt names them, a name a line, ids from 0, or lines id,name.
 label: class indices, 255 where a pixel is ignored. distance: eighths of a pixel to the nearest class boundary.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -8,8 +8,6 @@
 A list's label comes before a mask of the image's name, and that before CVAT's shapes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os.path
 import re

@@ -3,8 +3,6 @@
 B samples, C channels, H × W pixels of an image, h × w of a crop.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Self
 

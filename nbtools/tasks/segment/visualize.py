@@ -3,8 +3,6 @@
 A class map is (H, W) uint8, as `decode` and `run.predict_pack` give it. H × W pixels, K classes.
 """
 
-from __future__ import annotations
-
 import colorsys
 import math
 from collections.abc import Sequence

@@ -9,8 +9,6 @@
 A clip has X, X2048 or both. Without a mask every point that is not 0 counts as seen.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path

@@ -11,8 +11,6 @@ A list is a CSV with any separator and the columns file, gloss and cat, ids from
 folder by an end of its path that no other clip has; `.npz` may be left out.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 A folder of images is a clip. T frames of H × W pixels, D = 2048 numbers a frame.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import re

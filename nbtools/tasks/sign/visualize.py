@@ -4,8 +4,6 @@ A frame is drawn with Pillow alone, three times as large and then reduced: no fr
 T frames, P = 78 points, D = 2048 features, S px of a square picture.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 
