@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from nbtools.errors import PackError
-from nbtools.tasks.common.report import ERROR, WARNING
+from nbtools.tasks.common.files import ERROR, WARNING
 from tests.segment.masks import (
     NAMES,
     H,

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.path import Path as Outline
 
 from nbtools.errors import PackError
-from nbtools.tasks.common.report import ERROR
+from nbtools.tasks.common.files import ERROR
 from tests.segment.masks import H, W, checked, faults, ids, only, packed, photo, polygon, saved, sole, tree, xml
 
 pytestmark = pytest.mark.usefixtures("own_cache")

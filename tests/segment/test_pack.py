@@ -11,7 +11,7 @@ from PIL import Image
 from nbtools.data import open_feed
 from nbtools.errors import PackError
 from nbtools.tasks import segment
-from nbtools.tasks.common.report import ERROR
+from nbtools.tasks.common.files import ERROR
 from nbtools.train import Plan
 from tests.segment.masks import (
     NAMES,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nbtools.errors import PackError
-from nbtools.tasks.common.report import ERROR
+from nbtools.tasks.common.files import ERROR
 from tests.segment.masks import checked, corpus, ids, packed, photo, saved, tree
 
 pytestmark = pytest.mark.usefixtures("own_cache")

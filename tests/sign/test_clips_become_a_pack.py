@@ -15,7 +15,7 @@ from nbtools.data import Pack
 from nbtools.data.pack import Column
 from nbtools.errors import PackError
 from nbtools.tasks import sign
-from nbtools.tasks.common.report import ERROR, WARNING
+from nbtools.tasks.common.files import ERROR, WARNING
 
 T = 5
 DATA = os.environ.get("NBTOOLS_REAL_DATA", "")

@@ -1,14 +1,10 @@
 """Demo clips are in the guide's format, signers held out; skeletons show what is seen, and nothing else."""
 
-import io
 import json
 import re
-from typing import Any
 
 import numpy as np
 import pytest
-from IPython.core.formatters import DisplayFormatter
-from PIL import Image, ImageSequence
 
 import nbtools as nb
 from nbtools.errors import PackError
@@ -127,17 +123,6 @@ def test_show_has_a_strip_of_each_clip_with_gloss_category_and_what_is_wrong(pac
     assert all(cell.any() for cell in np.split(strip, MOMENTS, axis=1))
     with pytest.raises(PackError, match="one gloss for each id, got 1 for 2 ids"):
         sign.show(packed, [0, 1], ["x"])
-
-
-def test_an_animation_is_a_png_with_every_frame_at_30_a_second(packed):
-    movie: Any = sign.animate(packed, 2, size=64)
-    count = len(packed.sample(2)["x"])
-    shown, about = DisplayFormatter().format(movie)
-    assert about["image/png"]["alt"] == f"{sign.text_of(packed, 2)}, {count} frames"
-    assert shown["image/png"]
-    assert b"acTL" in movie.data, "an animated PNG says so before its first picture"
-    pauses = [one.info["duration"] for one in ImageSequence.Iterator(Image.open(io.BytesIO(movie.data)))]
-    assert sum(pauses) == pytest.approx(1000 * count / 30, rel=0.02)  # equal frames in a row may be one
 
 
 def test_clips_of_features_alone_are_shown_too_and_a_report_names_what_is_confused(tmp_path):

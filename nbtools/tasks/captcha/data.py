@@ -4,8 +4,6 @@ A raw file is an image whose name begins with its text. Fixed layout: image (H, 
 (W, H) uint8 ink on its side, 0 paper as padding is, W ragged; a ragged label. Labels are places in `classes`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections import Counter
@@ -21,9 +19,8 @@ from nbtools.errors import PackError
 from nbtools.show import sized
 from nbtools.tasks.captcha.networks import STRIDE
 from nbtools.tasks.common.ctc import needed_steps
-from nbtools.tasks.common.files import decode_image, require, split_of, walk
+from nbtools.tasks.common.files import Refused, Row, decode_image, require, split_of, walk
 from nbtools.tasks.common.lists import characters
-from nbtools.tasks.common.report import Refused, Row
 
 CASES = {"keep": str, "lower": str.lower, "upper": str.upper}
 SURVEYED = 300  # files that are looked at to choose the layout

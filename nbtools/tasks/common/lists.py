@@ -1,8 +1,6 @@
 """The lists and tables that come with data, as people and programs write them: any separator, quotes of CSV, a header
 or none, UTF-8 or Excel's UTF-16; and texts as places in a list of characters."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections import Counter
@@ -13,7 +11,7 @@ from pathlib import Path
 
 from nbtools.data import Pack
 from nbtools.errors import PackError
-from nbtools.tasks.common.report import Refused
+from nbtools.tasks.common.files import Refused
 
 SEPARATORS = (",", ";", "\t", "|", " ")
 JUDGED = 100  # rows that decide on the separator

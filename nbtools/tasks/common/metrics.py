@@ -1,8 +1,6 @@
 """Figures that tasks share: metrics of classes and texts as (numerator, denominator), and rules of thumb for settings.
 B samples, N positions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

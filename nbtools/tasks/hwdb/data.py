@@ -17,8 +17,6 @@ A code is two bytes of GB18030, an ASCII character and a zero byte, or 0xFF for 
 pixel a set bit is ink, the highest is leftmost. Real lines may reach past their page, so only their size is checked.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,10 +31,9 @@ from PIL import Image
 from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, bar, build_pack, say, side_by_side
 from nbtools.errors import PackError
 from nbtools.show import sized
-from nbtools.tasks.common.files import decode_image, split_of, split_word, walk
+from nbtools.tasks.common.files import Refused, Row, decode_image, split_of, split_word, walk
 from nbtools.tasks.common.lists import characters, decode_text, read_rows, read_text, slashed
 from nbtools.tasks.common.metrics import THUMB
-from nbtools.tasks.common.report import Refused, Row
 from nbtools.train import device
 
 UNKNOWN = "\ufffd"

@@ -8,8 +8,6 @@
 Other shapes that have an area are refused; lines, points and tags are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from xml.etree import ElementTree
 import numpy as np
 from PIL import Image, ImageDraw
 
-from nbtools.tasks.common.report import Refused
+from nbtools.tasks.common.files import Refused
 
 AREAS = ("polygon", "box", "ellipse", "mask")
 FINE = 4  # shapes are drawn so many times as large, as Pillow fills a polygon with its outline, on whole pixels
@@ -38,20 +36,20 @@ class Drawing:
     shapes: list[tuple[str, dict[str, str]]]
 
 
-def read(path: Path, file: str) -> tuple[list[str], list[Drawing]]:
+def read(path: Path) -> tuple[list[str], list[Drawing]]:
     """Return the labels and the images of a file; none of XML of another kind. Raises Refused for damaged XML, and
     where no image is named."""
     fix = "export it again as CVAT for images 1.1, with the images"
     try:
         root = ElementTree.parse(path).getroot()
     except ElementTree.ParseError as error:
-        raise Refused(error, "annotations must be whole XML", fix, file) from None
+        raise Refused(error, "annotations must be whole XML", fix) from None
     if root.tag != "annotations":  # Pascal VOC's is <annotation>
         return [], []
     labels = [label.findtext("name", "").strip() for label in root.iterfind(".//label")]
     drawings = [drawing_of(image) for image in root.iterfind("image")]
     if not drawings:
-        raise Refused("no <image>", "annotations must name images", fix, file)
+        raise Refused("no <image>", "annotations must name images", fix)
     return labels, drawings
 
 

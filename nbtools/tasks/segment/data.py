@@ -6,8 +6,6 @@ classes.txt names them, a name a line, ids from 0, or lines id,name.
 label: class indices, 255 where a pixel is ignored. distance: eighths of a pixel to the nearest class boundary.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,9 +19,8 @@ from PIL import Image
 from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
 from nbtools.errors import PackError
 from nbtools.show import plural, sized
-from nbtools.tasks.common.files import DAMAGED, decode_image, on_white
+from nbtools.tasks.common.files import DAMAGED, WARNING, Refused, Report, Row, decode_image, on_white
 from nbtools.tasks.common.lists import read_rows, read_text
-from nbtools.tasks.common.report import WARNING, Refused, Report, Row
 from nbtools.tasks.segment import cvat
 from nbtools.tasks.segment.cvat import Size
 from nbtools.tasks.segment.sources import Item, Source
@@ -67,16 +64,16 @@ def pack(
     test=1.0 makes all of them test, for a source that a run is evaluated on.
     Raises PackError if nothing can be used. `validate` also reports what is wrong with single files.
     """
-    scanned, more = cache(Source), {"val": val, "test": test, "into": into, "progress": progress}
-    return build_pack(
-        source,
-        "segment",
-        requested(size, channels, classes, ignore),
-        lambda folder, options: survey_of(scanned(folder), options),
-        read,
-        reader=lambda folder: partial(read_sample, scanned(folder)),
-        **more,
-    )
+    scanned, options = cache(Source), requested(size, channels, classes, ignore)
+
+    def survey(folder: Path, options: Options) -> Survey:
+        return survey_of(scanned(folder), options)
+
+    def reader(folder: Path) -> Any:
+        return partial(read_sample, scanned(folder))
+
+    more: dict[str, Any] = {"reader": reader, "val": val, "test": test, "into": into, "progress": progress}
+    return build_pack(source, "segment", options, survey, read, **more)
 
 
 def pack_options(card: Card) -> dict[str, Any]:
@@ -109,10 +106,7 @@ def requested(size: Any, channels: int, classes: Given | None, ignore: Ignored) 
 def parse_classes(classes: Given) -> list[tuple[int, str]]:
     """Return (id, name) of names, of a mapping, or of a file."""
     if isinstance(classes, str | Path):
-        path = Path(classes).expanduser()
-        if path.is_file():
-            return read_classes(path)
-        raise PackError(f"classes must be names, or a text file of them, got {str(classes)!r}: no such file")
+        return read_classes(Path(classes).expanduser())
     return [(int(i), name) for i, name in (classes.items() if isinstance(classes, Mapping) else enumerate(classes))]
 
 
@@ -152,8 +146,7 @@ def class_options(classes: Sequence[tuple[int, str]], ignore: Sequence[int | str
 def survey_of(source: Source, asked: Options) -> Survey:
     """Return the labelled images of a folder, and the options that the files decide: sizes and ids that nothing names
     are read from images and masks."""
-    items, size = source.items, asked["size"]
-    bad = [row[:4] for row in source.rows]
+    items, size, bad = source.items, asked["size"], [row[:4] for row in source.rows]
     if not items:
         return Survey([], bad=bad)
     if size is None:

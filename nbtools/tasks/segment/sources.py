@@ -8,8 +8,6 @@
 A list's label comes before a mask of the image's name, and that before CVAT's shapes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os.path
 import re
@@ -18,9 +16,8 @@ from pathlib import Path, PurePosixPath
 
 from nbtools import disk
 from nbtools.data import IMAGES
-from nbtools.tasks.common.files import split_word, walk
+from nbtools.tasks.common.files import Refused, Row, split_word, walk
 from nbtools.tasks.common.lists import decode_text, read_rows, slashed
-from nbtools.tasks.common.report import Refused, Row
 from nbtools.tasks.segment import cvat
 
 SPLIT = r"(train|val|test)?(?:ing|id|idation)?"
@@ -99,7 +96,7 @@ class Source:
     def read_annotations(self, name: str) -> None:
         """Take the images of a CVAT file that have no other label."""
         try:
-            labels, drawings = cvat.read(self.folder / name, name)
+            labels, drawings = cvat.read(self.folder / name)
         except Refused as refusal:
             self.rows.append(refusal.row(name))
             return

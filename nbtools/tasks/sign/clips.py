@@ -9,8 +9,6 @@
 A clip has X, X2048 or both. Without a mask every point that is not 0 counts as seen.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +18,7 @@ import numpy as np
 
 from nbtools import disk
 from nbtools.data import Sample
-from nbtools.tasks.common.report import ERROR, WARNING, Refused, Row
+from nbtools.tasks.common.files import ERROR, WARNING, Refused, Row
 from nbtools.tasks.sign.keypoints import POINTS
 from nbtools.tasks.sign.networks import POSITIONS
 

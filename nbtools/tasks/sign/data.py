@@ -11,8 +11,6 @@ A list is a CSV with any separator and the columns file, gloss and cat, ids from
 folder by an end of its path that no other clip has; `.npz` may be left out.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,9 +23,8 @@ from nbtools import disk
 from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
 from nbtools.errors import PackError
 from nbtools.show import plural
-from nbtools.tasks.common.files import split_word, walk
+from nbtools.tasks.common.files import ERROR, WARNING, Refused, Report, Row, split_word, walk
 from nbtools.tasks.common.lists import decode_text, read_rows, slashed
-from nbtools.tasks.common.report import ERROR, WARNING, Refused, Report, Row
 from nbtools.tasks.sign.clips import FORMS, KEYS, arrays_in, read_clip
 
 SUFFIX, LABELS, REFERENCE = ".npz", "labels.csv", "labels_reference.csv"

@@ -3,8 +3,6 @@
 B clips, T frames, P = 78 points, D = 2048 numbers a frame, G glosses, C categories.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
