@@ -227,9 +227,7 @@ class Items(Dataset):
             "roles": {"key": self.target, **{name: getattr(self.options, name) for name in ROLES}},
             "forms": {name: form.to_dict() for name, form in self.forms.items()},
             "resize": self.resize,
-            "points": {
-                name: [*images_in(self.forms), POINTS[self.forms[name].column.shape[-1]]] for name in self.marked
-            },
+            "points": {name: [*images_in(self.forms), end] for name, end in ends.items()},
             "text": self.text,
             "columns": self.options.columns,
             **({} if self.options.store else {"stored": False}),
