@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nbtools as nb
 from nbtools.data import Pack, gather
 from nbtools.measure import Stepper
-from nbtools.train import clock
+from nbtools.train import meter as clock
 from nbtools.train.ranks import Ranks
 
 BATCH, PIECES = 16, 50  # samples; kernels of a step
@@ -78,7 +78,8 @@ def simulated(monkeypatch):
     def make(**times: float) -> tuple[Device, Any]:
         where = Device(**times)
 
-        def send(reading: Any) -> None:
+        def send(reading: Any, *numbers: Any) -> None:
+            clock.put(reading.tensor, *numbers)
             reading.event, reading.host = where.event(), reading.tensor.clone()
 
         def mark(watch: Any) -> Event:
@@ -316,7 +317,5 @@ def test_steps_are_timed_on_their_own_device_also_where_another_is_current(monke
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda where=None: f"stream of {where}")
     watch = clock.Stopwatch(torch.device("cuda", 1))
-    watch.begin()
-    watch.got()
-    watch.end()
-    assert streams == 3 * ["stream of cuda:1"]
+    watch.mark()
+    assert streams ==  ["stream of cuda:1"]

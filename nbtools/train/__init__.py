@@ -1,7 +1,6 @@
 """Plan, Task, TrainState, the loop, evaluation, checkpoints, history."""
 
-from nbtools.train import checkpoint, clock, device, evaluation
-from nbtools.train.changes import adopt, caught_up, require_change
+from nbtools.train import checkpoint, device, evaluation, meter
 from nbtools.train.checkpoint import CONTROL
 from nbtools.train.defaults import DATASET, Answer, Labels
 from nbtools.train.device import DTYPES, again
@@ -12,7 +11,6 @@ from nbtools.train.keep import KEPT, Keeper, kept_note, kept_until, restore_kept
 from nbtools.train.loop import obey, train
 from nbtools.train.meter import Diverged
 from nbtools.train.metrics import Batch, Pair
-from nbtools.train.network import build
 from nbtools.train.optimizer import LARGER, OPTIMIZERS, built_in
 from nbtools.train.own import classify, regress
 from nbtools.train.plan import (
@@ -33,7 +31,7 @@ from nbtools.train.plan import (
     shown,
 )
 from nbtools.train.ranks import RankLost, Ranks, join, naming, shares
-from nbtools.train.state import TrainState
+from nbtools.train.state import TrainState, adopt, caught_up, require_change
 from nbtools.train.step import MAX_SKIPPED, gradients, release, train_step
 from nbtools.train.task import (
     Task,
@@ -42,6 +40,7 @@ from nbtools.train.task import (
     as_task,
     best_metric,
     bound,
+    build,
     import_task,
     objective,
     order,

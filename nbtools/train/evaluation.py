@@ -15,14 +15,13 @@ from torch.utils._pytree import tree_map_only
 
 from nbtools.data import SLOW, TARGET, Draws, Feed, Pack, bar, gather, in_order, lengths_of, open_feed
 from nbtools.errors import NbtoolsError, TrainError
-from nbtools.train.clock import sum_dtype
 from nbtools.train.device import autocast, out_of_memory, required, within_memory
 from nbtools.train.metrics import mean_average_precision
+from nbtools.train.meter import sum_dtype
 from nbtools.train.metrics import score as score_batch
-from nbtools.train.network import set_training
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
-from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, readable, spoken, summed
+from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, readable, set_training, spoken, summed
 
 REHEARSED = 8  # samples
 
@@ -73,7 +72,7 @@ def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, device: to
     model.eval()
     try:
         batch = task.batch(raw, plan, None)
-        with autocast(plan, device, model):
+        with autocast(plan, device):
             return batch, task.infer(model, batch, plan)
     finally:
         set_training(model, training)
@@ -84,7 +83,7 @@ def scores(
 ) -> dict[str, Pair]:
     """Return loss and metrics of a batch, from one forward pass. metrics: others than the task's."""
     batch, outputs = forward(task, model, raw, plan, device)
-    with torch.no_grad(), autocast(plan, device, model):
+    with torch.no_grad(), autocast(plan, device):
         loss = summed(task.loss(lambda *_, **__: outputs, batch, plan), len(next(iter(raw.values()))))
     return {"loss": loss, **score_batch(task.metrics if metrics is None else metrics, outputs, batch, task.card)}
 
@@ -190,7 +189,7 @@ def rehearse(state: Any, pack: Pack) -> None:
             if device.type == "cuda":  # whose kernels end the process where a class is out of range
                 with suppress(RuntimeError):  # of a loss with tensors of its own on the GPU
                     check_batch(task, *tree_map_only(Tensor, Tensor.cpu, (outputs, batch)), plan=plan)
-            with autocast(plan, device, state.model):
+            with autocast(plan, device):
                 check_batch(task, outputs, batch, plan)
     except NbtoolsError:
         raise

@@ -16,13 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbtools.data import Draws
 from nbtools.errors import TrainError
-from nbtools.train.device import DTYPES, find_scale, give_back, recurrent_in_float32, within_memory
+from nbtools.train.device import autocast, find_scale, give_back, within_memory
 from nbtools.train.meter import Diverged
-from nbtools.train.network import set_training
 from nbtools.train.plan import lr_at
 from nbtools.train.ranks import shares
 from nbtools.train.state import TrainState
-from nbtools.train.task import Batch, summed
+from nbtools.train.task import Batch, set_training, summed
 
 MAX_SKIPPED = 3  # steps with a non-finite loss that a run skips: more are no accident
 LossSum = tuple[Tensor, Tensor | float]  # sum of the loss, and of how many terms
@@ -96,11 +95,10 @@ def backward(state: TrainState, raw: Batch, denominator: float | None) -> LossSu
     batch = task.batch(raw, plan, Draws(plan.seed, state.position.epoch, raw["id"], state.keys))
     if plan.channels_last:
         batch = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in batch.items()}
-    with recurrent_in_float32(plan, state.device, state.model):  # backward may compute activations again
-        with nullcontext() if plan.amp == "off" else torch.autocast(state.device.type, DTYPES[plan.amp]):
-            loss_sum, count = summed(task.loss(state.network, batch, plan), len(raw["id"]))
-        loss = loss_sum / at_least_one(denominator or count)
-        (loss if scaler is None else scaler.scale(loss)).backward()
+    with autocast(plan, state.device):
+        loss_sum, count = summed(task.loss(state.network, batch, plan), len(raw["id"]))
+    loss = loss_sum / at_least_one(denominator or count)
+    (loss if scaler is None else scaler.scale(loss)).backward()
     return loss_sum.detach(), count
 
 
