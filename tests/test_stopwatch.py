@@ -318,4 +318,4 @@ def test_steps_are_timed_on_their_own_device_also_where_another_is_current(monke
     monkeypatch.setattr(torch.cuda, "current_stream", lambda where=None: f"stream of {where}")
     watch = clock.Stopwatch(torch.device("cuda", 1))
     watch.mark()
-    assert streams ==  ["stream of cuda:1"]
+    assert streams == ["stream of cuda:1"]

@@ -1,13 +1,12 @@
 """Plan, Task, TrainState, the loop, evaluation, checkpoints, history."""
 
 from nbtools.train import checkpoint, device, evaluation, meter
-from nbtools.train.checkpoint import CONTROL
+from nbtools.train.checkpoint import CONTROL, Keeper, restore_kept
 from nbtools.train.defaults import DATASET, Answer, Labels
 from nbtools.train.device import DTYPES, again
 from nbtools.train.evaluation import Sums, forward, rehearse
 from nbtools.train.graph import MOST_GRAPHS, synchronizing, unrecordable
 from nbtools.train.history import KEYS, History, Record
-from nbtools.train.keep import KEPT, Keeper, kept_note, kept_until, restore_kept
 from nbtools.train.loop import obey, train
 from nbtools.train.meter import Diverged
 from nbtools.train.metrics import Batch, Pair

@@ -189,9 +189,9 @@ class TrainState:
         self.training = False
 
     def agree(self, samples: int) -> Self:
-        """Return the state, which on several ranks wants what rank 0 does: to be called after each record, since whoever
-        watches rank 0 may have changed it. samples: of the training split. Raises TrainError for a plan that this run
-        cannot adopt, which is then forgotten."""
+        """Return the state, which on several ranks wants what rank 0 does: to be called after each record, since a
+        watcher of rank 0 may have changed it. samples: of the training split. Raises TrainError for a plan that this
+        run cannot adopt, which is then forgotten."""
         try:
             require_change(self, self.plan, samples)
         except TrainError:
@@ -217,7 +217,7 @@ class TrainState:
         value, loss = values[f"val_{metric}"], values["val_loss"]
         beaten = best.value is None or order(value, loss, sign) >= order(best.value, best.loss, sign)
         self.improved = math.isfinite(value) and beaten
-        best.stale = 0 if self.improved and value != best.value else best.stale + 1  # a tie is saved, but no improvement
+        best.stale = 0 if self.improved and value != best.value else best.stale + 1  # ties are saved too
         if self.improved:
             best.metric, best.value, best.loss = metric, value, loss
         if self.applied.schedule == "plateau" and best.stale and best.stale % self.applied.patience == 0:
