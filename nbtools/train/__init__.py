@@ -15,7 +15,6 @@ from nbtools.train.own import classify, regress
 from nbtools.train.plan import (
     AT_START,
     Plan,
-    beyond,
     doubts,
     fixed,
     knob,

@@ -42,7 +42,7 @@ class History:
         self.path = Path(path) if path is not None else None
         self.rows: list[dict[str, Any]] = []
         self.columns: list[str] = list(KEYS)
-        self.text, self.whole = b"", False  # of the file as read; whether this process has written its lines so far
+        self.text, self.whole = b"", False  # of the file as read; whether it has no half line, which a crash leaves
         self.refresh()
 
     def refresh(self) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 
 from nbtools.data import TARGET, Card
 from nbtools.errors import TrainError
+from nbtools.train.plan import require_known
 
 Batch = dict[str, Tensor]
 Pair = tuple[Tensor | float, Tensor | float]
@@ -98,20 +98,12 @@ METRICS: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Pair]]] = {
 """Name → kinds of target, "-" where lower is better, (outputs, targets) → Pair."""
 
 
-def require_known(what: str, name: Any, known: Collection[str]) -> None:
-    """Raise TrainError for a name that is none of the known ones."""
-    if name not in known:
-        close = difflib.get_close_matches(str(name), known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-        raise TrainError(f"{what} has no {name!r}; {hint}")
-
-
 def listed(metrics: Any) -> tuple[Any, ...]:
     """Return names and functions as a tuple. Raises TrainError for an unknown name."""
     each = (metrics,) if isinstance(metrics, str) or callable(metrics) else tuple(metrics)
     for name in each:
         if not callable(name):
-            require_known("metrics", name, METRICS)
+            require_known("metrics has no", str(name), METRICS, TrainError)
     return each
 
 
