@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
 import nbtools as nb
-from nbtools.train.augment import STRENGTHS
+from nbtools.train.defaults import STRENGTHS
 from nbtools.train.metrics import METRICS
 
 ROOT = Path(__file__).parent.parent
