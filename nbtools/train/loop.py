@@ -26,7 +26,7 @@ from nbtools.train.meter import Diverged
 from nbtools.train.plan import listed, require_sizes
 from nbtools.train.ranks import Ended, Restarted
 from nbtools.train.state import TrainState, adopt
-from nbtools.train.step import careful_step, train_step
+from nbtools.train.step import train_step
 from nbtools.train.task import TaskLike, bound, readable
 
 
@@ -77,9 +77,8 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
             begin = meter.watch.mark()
             raw = next(stream)
             got = meter.watch.mark()
-            step = careful_step if state.step < state.recovery.careful_until else train_step
             with autotuning(state.device, state.applied, repeats if len(batch) == state.applied.batch_size else 0):
-                loss_sum, count = step(state, raw, len(ids), len(batch))
+                loss_sum, count = train_step(state, raw, len(ids), len(batch))
             meter.add(loss_sum, count, begin, got)
             state.position.advance(len(batch))
             yield from records(state, len(ids))
