@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import nbtools as nb
 from nbtools.__main__ import main
-from nbtools.live import send
 from nbtools.train import Diverged
 
 
@@ -140,22 +139,6 @@ def test_fp16_on_a_cpu_is_refused_in_a_sentence(pack, tmp_path, capsys):
     assert re.match(f"nbtools: {REFUSED}", capsys.readouterr().err)
 
 
-@pytest.mark.usefixtures("at_once")
-def test_a_run_on_a_cpu_that_is_asked_for_fp16_says_so_and_goes_on(pack, tmp_path):
-    folder, steps = tmp_path / "run", []
-
-    def batch(raw, plan, draws):
-        steps.append(1) if draws is not None else None
-        if len(steps) == 5:
-            send(folder, [], {"amp": "fp16"})
-        return toy.batch(raw, plan, draws)
-
-    run = nb.fit(toy.with_(batch=batch), pack, toy.PLAN.replace(epochs=2), folder, **QUIET)
-    assert len(run.history.of("epoch")) == 2
-    assert run.plan.amp == "off"
-    assert any("Plan.amp = fp16 needs a GPU" in event for event in run.events)
-
-
 def test_a_run_that_a_gpu_trained_in_fp16_is_read_on_a_cpu_in_float32(pack, tmp_path):
     run = nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", **QUIET)
     float32 = nb.evaluate(run, pack)
@@ -170,6 +153,3 @@ def test_a_run_that_a_gpu_trained_in_fp16_is_read_on_a_cpu_in_float32(pack, tmp_
     finally:
         hooked.remove()
     assert dtypes == {torch.float32}
-
-
-# -- computed twice

@@ -2,8 +2,6 @@
 
 import copy
 import inspect
-import json
-import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +19,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import nbtools as nb
-from nbtools.__main__ import main
 from nbtools.data import Card
 from nbtools.errors import PackError, TrainError
 from nbtools.train import Sums
@@ -103,19 +100,6 @@ def test_interrupted_after_any_records_equals_uninterrupted_also_across_changes_
     expected, rows = trained(packs[data], task, own.PLAN, {2: 5, 5: 30})
     assert log(history) == log(rows)
     same(state, expected)
-
-
-@pytest.mark.parametrize("name", ["classify", "two methods"])
-def test_a_run_is_opened_by_the_name_of_its_task_and_exported(tmp_path, packs, name):
-    task, data = own.TASKS[name]
-    run = nb.fit(task, packs[data], own.PLAN.replace(epochs=1), tmp_path / "run", **QUIET)
-    named = "Mine" if name == "two methods" else next(n for n, value in vars(own).items() if value is task)
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["task"] == f"own:{named}"
-    again = nb.Run.open(tmp_path / "run")
-    ids = packs[data].ids("test")
-    assert again.predict_pack(packs[data], ids) == run.predict_pack(packs[data], ids)
-    card = json.loads(run.export(tmp_path / "net").with_suffix(".json").read_text())
-    assert card["card"]["options"]["inputs"] == packs[data].options["inputs"]
 
 
 # -- the call of a network
@@ -507,46 +491,3 @@ def test_rows_of_a_dataframe_are_predicted_by_the_names_of_their_columns(tmp_pat
     assert run.predict(rows.iloc[0]) == pytest.approx(expected[:1])
     with pytest.raises(PackError, match="the table has no column 'b'; its columns are a"):
         run.predict(rows[["a"]])
-
-
-MODULE = """
-import nbtools as nb
-import own
-
-class Mine(own.Mine):
-    PLAN = own.PLAN
-
-task = nb.classify(own.Small, plan=own.PLAN)
-number = 3
-"""
-
-
-def pictures(folder, count, classes=tuple(own.STRIPES), side=12):
-    for i, (image, name) in enumerate(own.images(count)):
-        if name in classes:
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image).resize((side, side)).save(folder / name / f"{i}.png")
-    return folder
-
-
-def test_the_terminal_trains_evaluates_on_new_data_and_predicts(tmp_path, capsys, monkeypatch):
-    name = "Mine"
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "terminal_task", raising=False)
-    (tmp_path / "terminal_task.py").write_text(MODULE)
-    raw, run = str(pictures(tmp_path / "raw", 60)), ["--run", str(tmp_path / "run")]
-    train = ["train", f"terminal_task:{name}", "--data", raw, *run, "--no-receipt", "--size", "12,12"]
-    assert main([*train, "--epochs", "1"]) == 0
-    assert main([*train, "--epochs", "2"]) == 0
-    assert "2 of 2 epochs" in capsys.readouterr().out
-    new = str(pictures(tmp_path / "new", 30, own.STRIPES[1:], side=20))
-    assert main(["evaluate", f"terminal_task:{name}", "--data", new, *run, "--test", "1.0"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    opened = nb.Run.open(tmp_path / "run")
-    pack = opened.pack(new, test=1.0, progress=False)
-    assert (pack.classes, len(pack)) == (opened.card.classes, pack.splits["test"])
-    assert found == nb.evaluate(opened, pack)
-    file = next((tmp_path / "new" / "down").glob("*.png"))
-    assert main(["predict", run[1], str(file)]) == 0
-    assert f"{opened.predict(file)[0]}" in capsys.readouterr().out
-    assert opened.predict([str(file)]) == opened.predict(file)
