@@ -2,14 +2,13 @@
 
 from nbtools.train import checkpoint, device, evaluation, meter
 from nbtools.train.checkpoint import CONTROL, Keeper, restore_kept
-from nbtools.train.defaults import DATASET, Answer, Labels
+from nbtools.train.defaults import DATASET, Answer, Batch, Labels, Pair
 from nbtools.train.device import DTYPES, again
 from nbtools.train.evaluation import Sums, forward, rehearse
 from nbtools.train.graph import MOST_GRAPHS, synchronizing, unrecordable
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.loop import obey, train
 from nbtools.train.meter import Diverged
-from nbtools.train.metrics import Batch, Pair
 from nbtools.train.optimizer import LARGER, OPTIMIZERS, built_in
 from nbtools.train.own import classify, regress
 from nbtools.train.plan import (

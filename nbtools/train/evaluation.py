@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_map_only
 
 from nbtools.data import SLOW, TARGET, Draws, Feed, Pack, bar, gather, in_order, lengths_of, open_feed
 from nbtools.errors import NbtoolsError, TrainError
+from nbtools.train.defaults import mean_average_precision
+from nbtools.train.defaults import score as score_batch
 from nbtools.train.device import autocast, out_of_memory, required, within_memory
 from nbtools.train.meter import sum_dtype
-from nbtools.train.metrics import mean_average_precision
-from nbtools.train.metrics import score as score_batch
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
 from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, readable, set_training, spoken, summed

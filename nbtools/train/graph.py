@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from nbtools import data, disk
+from nbtools.train.defaults import Batch
 from nbtools.train.device import within_memory
-from nbtools.train.metrics import Batch
 from nbtools.train.plan import Plan
 
 Sums = tuple[Tensor, Tensor | float]

@@ -17,8 +17,21 @@ from torch.optim import Optimizer
 
 from nbtools.data import TARGET, Card, Draws
 from nbtools.errors import TrainError
-from nbtools.train.defaults import as_input, layout_of, packed_dataset, scale_of, shape_of, strengths
-from nbtools.train.metrics import Batch, Pair, class_logits, listed, logits_of, score, values_like
+from nbtools.train.defaults import (
+    Batch,
+    Pair,
+    as_input,
+    class_logits,
+    layout_of,
+    listed,
+    logits_of,
+    packed_dataset,
+    scale_of,
+    score,
+    shape_of,
+    strengths,
+    values_like,
+)
 from nbtools.train.plan import Plan
 from nbtools.train.task import Task, summed
 

@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbtools.data import Draws
 from nbtools.errors import TrainError
+from nbtools.train.defaults import Batch
 from nbtools.train.device import autocast, find_scale, give_back, within_memory
 from nbtools.train.meter import Diverged
-from nbtools.train.metrics import Batch
 from nbtools.train.plan import lr_at
 from nbtools.train.ranks import shares
 from nbtools.train.state import TrainState

@@ -24,9 +24,14 @@ from torch.optim import Optimizer
 from nbtools.data import Card, Draws, Pack, Sample, options_like, pack, sample_of
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.train.defaults import (
+    METRICS,
     PREPARED,
+    Batch,
+    Pair,
     answers,
     images_of,
+    listed,
+    name_of,
     packed_dataset,
     prepare,
     preview,
@@ -34,7 +39,6 @@ from nbtools.train.defaults import (
     strengths,
 )
 from nbtools.train.device import keep_recurrent_in_float32
-from nbtools.train.metrics import METRICS, Batch, Pair, listed, name_of
 from nbtools.train.optimizer import plan_optimizer
 from nbtools.train.plan import Plan
 

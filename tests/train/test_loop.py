@@ -288,9 +288,7 @@ def test_what_cannot_be_trained_is_refused_before_the_first_step(tmp_path, pack)
     with pytest.raises(TrainError, match=r"batch_size 5000 is larger than the train split \(\d+ samples\); set it to"):
         losses(TrainState(toy, pack, toy.PLAN.replace(batch_size=5000)), pack)
     single = toy.make_pack(tmp_path, count=1)
-    with pytest.raises(
-        TrainError, match=r"training needs at least 2 samples, the train split has [01] of 1; pack"
-    ):
+    with pytest.raises(TrainError, match=r"training needs at least 2 samples, the train split has [01] of 1; pack"):
         losses(TrainState(toy, single, toy.PLAN.replace(batch_size=1)), single)
     with pytest.raises(TrainError, match="Net has no parameter that requires a gradient"):
         TrainState(toy.with_(model=lambda card, plan: toy.Net(4, 0.0).requires_grad_(False)), pack, toy.PLAN)

@@ -22,7 +22,7 @@ import nbtools as nb
 from nbtools.data import Card
 from nbtools.errors import PackError, TrainError
 from nbtools.train import Sums
-from nbtools.train.metrics import score
+from nbtools.train.defaults import score
 
 pytestmark = pytest.mark.usefixtures("one_cache")
 
