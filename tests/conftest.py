@@ -130,7 +130,7 @@ def fp16_on_cpu(monkeypatch):
 @pytest.fixture
 def late(monkeypatch):
     """What a step sends to the host has not arrived when the loop looks, as on a GPU that is far behind."""
-    monkeypatch.setattr(meter.Reading, "arrived", False)
+    monkeypatch.setattr(meter.Meter, "arrived", False)
 
 
 @pytest.fixture(autouse=True)

@@ -63,7 +63,7 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
 
 def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """Train on the rest of this epoch; a change of batch size regroups what is left of it."""
-    ids, meter, start = pack.ids("train"), state.meter, state.step
+    ids, meter, position, start = pack.ids("train"), state.meter, state.position, state.step
     lengths, whole = lengths_of(pack, ids), False
     while not whole:
         yield from between_steps(state, feed, pack)
@@ -80,7 +80,8 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
             with autotuning(state.device, state.applied, repeats if len(batch) == state.applied.batch_size else 0):
                 loss_sum, count = train_step(state, raw, len(ids), len(batch))
             meter.add(loss_sum, count, begin, got)
-            state.position.advance(len(batch))
+            position.step, position.samples = position.step + 1, position.samples + len(batch)
+            position.segments[-1][1] += 1
             yield from records(state, len(ids))
         else:
             whole = next(stream, None) is None  # exhausts it: an interrupt while Python frees a generator is lost

@@ -96,37 +96,16 @@ def between(start: Any, end: Any) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-class Reading:
-    """A few numbers on their way to the host: `send` them, and take their `values`, which waits for them."""
-
-    def __init__(self, size: int, device: torch.device):
-        self.tensor = self.host = torch.zeros(size, dtype=sum_dtype(device), device=device)
-        self.event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self.host, self.event = torch.empty_like(self.tensor, device="cpu", pin_memory=True), torch.cuda.Event()
-
-    def send(self, *numbers: Tensor | float) -> None:
-        put(self.tensor, *numbers)
-        if self.event is not None:
-            self.host.copy_(self.tensor, non_blocking=True)
-            self.event.record(torch.cuda.current_stream(self.tensor.device))
-
-    @property
-    def arrived(self) -> bool:
-        return self.event is None or self.event.query()
-
-    def values(self) -> list[float]:
-        if self.event is not None:
-            self.event.synchronize()
-        return self.host.tolist()
-
-
 class Meter:
     """Loss and count of this epoch, summed on the device, and its seconds by the device's stopwatch."""
 
     def __init__(self, device: torch.device):
-        self.device, self.watch, self.reading = device, Stopwatch(device), Reading(3, device)  # loss, count and scale
-        self.loss = torch.zeros((), dtype=sum_dtype(device), device=device)
+        self.device, self.watch = device, Stopwatch(device)
+        self.loss, self.sent = (torch.zeros(size, dtype=sum_dtype(device), device=device) for size in ((), 3))
+        self.host = self.sent  # where loss, count and scale of a log step arrive
+        self.event: torch.cuda.Event | None = None  # that they have
+        if device.type == "cuda":
+            self.host, self.event = torch.empty_like(self.sent, device="cpu", pin_memory=True), torch.cuda.Event()
         self.count: Tensor | float = 0
         self.seconds = self.waited = 0.0  # of this epoch: training, and of that waiting for data
         self.logged = (0.0, 0.0)  # loss and count at the last log step
@@ -142,17 +121,33 @@ class Meter:
     def log(self, record: Record, scaler: torch.amp.GradScaler | None) -> None:
         """Send the values of a log step to the host. record: its row so far."""
         scale: Any = math.inf if scaler is None else scaler._scale  # on the device: `get_scale` would wait for it
-        self.reading.send(self.loss, self.count, scale)
+        self.send(self.loss, self.count, scale)
         self.pending = record, self.since, self.watch.lap()
         self.since = record.step, record.samples
+
+    def send(self, *numbers: Tensor | float) -> None:
+        put(self.sent, *numbers)
+        if self.event is not None:
+            self.host.copy_(self.sent, non_blocking=True)
+            self.event.record(torch.cuda.current_stream(self.device))
+
+    @property
+    def arrived(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def received(self) -> list[float]:
+        """Return the numbers that were sent. Waits for them."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host.tolist()
 
     def rows(self, wait: bool = True) -> list[Record]:
         """Return the row of the last log step, if it is still to come; without waiting, only if its values are here.
         Raises Diverged if the loss is not finite, or fp16 skips all steps."""
-        if self.pending is None or not (wait or self.reading.arrived):
+        if self.pending is None or not (wait or self.arrived):
             return []
         (record, (step, samples), lap), self.pending = self.pending, None
-        total, count, scale = self.reading.values()
+        total, count, scale = self.received()
         speed, steps = self.speed(record.samples - samples, *self.timed(lap)), (step, record.step)
         if not math.isfinite(total):
             raise Diverged(f"the loss became {total} in steps {step + 1} to {record.step}", steps)
@@ -198,7 +193,7 @@ class Meter:
         facts |= {"seconds": self.seconds + took, "waited": self.waited + waited, "wall": self.watch.wall}
         if self.pending is not None:
             record, since, lap = self.pending
-            facts["pending"] = [asdict(record), since, seconds(lap), self.reading.values()]
+            facts["pending"] = [asdict(record), since, seconds(lap), self.received()]
         return facts
 
     def load(self, facts: dict[str, Any]) -> None:
@@ -210,7 +205,7 @@ class Meter:
         self.watch.spans, self.watch.before, self.pending = [], max(self.watch.before, facts["wall"]), None
         if "pending" in facts:
             record, since, (took, waited), values = facts["pending"]
-            self.reading.send(*values)
+            self.send(*values)
             self.pending = Record(**record), tuple(since), [[0.0, waited, took]]
 
 

@@ -96,7 +96,12 @@ class classify(Task):
         return METRICS.get(kind, ()) if self.chosen is None else self.chosen
 
     def model(self, card: Card, plan: Any) -> nn.Module:
-        self.require_targets(card)
+        came = card.options["kind"] if packed_dataset(card) else "not of nb.pack"
+        ragged = came == "values" and card.columns[TARGET].kind == "ragged"
+        if ragged or (came != self.kind and (self.kind, came) != ("classes", "labels")):
+            rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, and these are {came}"
+            fix = "floats become classes with astype(int), and whole numbers values with nb.pack(…, classes=False)"
+            raise TrainError(f"{rule}; {fix}; for a class of each pixel or sequences write a Task with model and loss")
         network: Any = self.network
         if isinstance(network, nn.Module):
             return copy.deepcopy(network)
@@ -109,19 +114,6 @@ class classify(Task):
                 rule = f"the function that makes the network has the parameter {p.name!r}"
                 raise TrainError(f"{rule}, but can get only {', '.join(offered)}; rename it, or give it a default")
         return network(**{p.name: offered[p.name] for p in parameters if p.name in offered})
-
-    def require_targets(self, card: Card) -> None:
-        """Raise TrainError for a pack whose targets are of another kind."""
-        came = card.options["kind"] if packed_dataset(card) else "not of nb.pack"
-        if came != self.kind and (self.kind, came) != ("classes", "labels"):
-            rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, and these are {came}"
-            fix = "floats become classes with astype(int), and whole numbers values with nb.pack(…, classes=False)"
-            if self.kind == "classes" and came == "values" and len(card.columns[TARGET].shape) > 1:
-                fix = "for a class of each pixel write a Task, whose loss takes cross entropy of batch['y'].long()"
-            raise TrainError(f"{rule}; {fix}")
-        if card.columns[TARGET].kind == "ragged":
-            rule = "nb.regress needs targets of one shape, and these are sequences of any length"
-            raise TrainError(f"{rule}; write a Task with model, loss, metrics and decode")
 
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
         if TARGET in raw and self.card.options["kind"] != "classes":

@@ -37,11 +37,6 @@ class Position:
     segments: list[list[int]] = field(default_factory=list)  # [[batch size, batches]] of this epoch
     lr: float = 0.0  # of the last step
 
-    def advance(self, samples: int) -> None:
-        """Count a step."""
-        self.step, self.samples = self.step + 1, self.samples + samples
-        self.segments[-1][1] += 1
-
 
 @dataclass
 class Best:

@@ -257,7 +257,7 @@ class Pixels(nb.Task):
 def test_a_class_of_each_pixel_is_a_task_of_four_lines_to_which_classify_points(tmp_path):
     images = np.random.default_rng(0).integers(0, 255, (30, 8, 8, 3), dtype=np.uint8)
     pack = nb.pack([(x, (x[..., 0] > 128).astype(np.uint8)) for x in images], into=tmp_path / "pack", progress=False)
-    with pytest.raises(TrainError, match=r"for a class of each pixel write a Task, whose loss takes cross entropy of"):
+    with pytest.raises(TrainError, match="for a class of each pixel or sequences write a Task with model and loss"):
         fitted(nb.classify(Pixels().model(None, None)), pack, tmp_path / "run")
     run = fitted(Pixels(), pack, tmp_path / "run", epochs=8, batch_size=8, lr=0.05)
     assert run.best["val_loss"] < 0.4

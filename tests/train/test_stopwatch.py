@@ -78,9 +78,9 @@ def simulated(monkeypatch):
     def make(**times: float) -> tuple[Device, Any]:
         where = Device(**times)
 
-        def send(reading: Any, *numbers: Any) -> None:
-            clock.put(reading.tensor, *numbers)
-            reading.event, reading.host = where.event(), reading.tensor.clone()
+        def send(meter: Any, *numbers: Any) -> None:
+            clock.put(meter.sent, *numbers)
+            meter.event, meter.host = where.event(), meter.sent.clone()
 
         def mark(watch: Any) -> Event:
             return where.event()
@@ -96,7 +96,7 @@ def simulated(monkeypatch):
         monkeypatch.setattr(clock.Stopwatch, "mark", mark)
         monkeypatch.setattr(clock, "perf_counter", where.clock)
         monkeypatch.setattr(LOOP, "perf_counter", where.clock)
-        monkeypatch.setattr(clock.Reading, "send", send)
+        monkeypatch.setattr(clock.Meter, "send", send)
         monkeypatch.setattr(nb.TrainState, "lost", lambda state: (where.wait(), finish(state))[1])
         read = LOOP.Sums.read
         monkeypatch.setattr(LOOP.Sums, "read", lambda sums: (where.wait(), read(sums))[1])
@@ -265,7 +265,7 @@ def test_the_loop_waits_for_the_device_at_its_own_reads_only(pack, monkeypatch):
         return torch.optim.SGD([{"params": list(model.parameters()), "lr_scale": 1.0}], lr=plan.lr, foreach=True)
 
     monkeypatch.setattr(STATE, "build_optimizer", made)  # fused ones take no tensors without data
-    monkeypatch.setattr(clock.Reading, "values", lambda reading: reading.tensor.to("cpu").tolist())
+    monkeypatch.setattr(clock.Meter, "received", lambda meter: meter.sent.to("cpu").tolist())
 
     class Net(nn.Module):
         def __init__(self) -> None:
