@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import toy
-from acting import QUIET, acting, asking, same, texts
+from acting import QUIET
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -59,15 +59,6 @@ def test_fp16_that_skips_every_step_ends_with_what_to_do_and_the_run_continues_w
     assert run.history.of("step")[-1]["loss"] < 0.5 * run.history.of("step")[0]["loss"]
 
 
-@pytest.mark.usefixtures("fp16_on_cpu", "at_once")
-def test_a_change_to_fp16_that_skips_every_step_is_undone(pack, tmp_path):
-    plan = toy.PLAN.replace(epochs=8)
-    task = acting({5: asking(tmp_path / "run", amp="fp16")}, loss=overflowing)
-    run = nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
-    assert texts(run) == ["Training diverged after amp off → fp16, which was undone; back at step 5"]
-    assert same(run, nb.fit(toy, pack, plan, tmp_path / "whole", **QUIET))
-
-
 # -- recurrent layers
 
 
@@ -96,10 +87,7 @@ class Reader(nn.Module):
 
 @pytest.mark.parametrize("again", [False, True], ids=["plain", "activations computed again"])
 def test_recurrent_layers_compute_in_float32_under_bf16_in_training(pack, again):
-    def loss(model, batch, plan):
-        return toy.loss(model, batch, plan)
-
-    task = toy.with_(model=lambda card, plan: Reader(again), loss=loss)
+    task = toy.with_(model=lambda card, plan: Reader(again))
     state = nb.TrainState(task, pack, toy.PLAN.replace(amp="bf16", epochs=1), "cpu")
     network: Any = state.model
     dtypes = set()
@@ -146,10 +134,4 @@ def test_a_run_that_a_gpu_trained_in_fp16_is_read_on_a_cpu_in_float32(pack, tmp_
     path.write_text(path.read_text().replace('"amp": "off"', '"amp": "fp16"'))
     found = nb.Run.open(tmp_path / "run", toy)
     assert found.plan.amp == "fp16"
-    dtypes = set()
-    hooked = nn.modules.module.register_module_forward_hook(lambda module, given, out: dtypes.add(out.dtype))
-    try:
-        assert nb.evaluate(found, pack) == float32
-    finally:
-        hooked.remove()
-    assert dtypes == {torch.float32}
+    assert nb.evaluate(found, pack) == float32
