@@ -2,7 +2,7 @@
 
 from nbtools.train import checkpoint, device, evaluation, meter
 from nbtools.train.checkpoint import CONTROL, Keeper, restore_kept
-from nbtools.train.defaults import DATASET, Answer, Batch, Labels, Pair
+from nbtools.train.defaults import Answer, Batch, Labels, Pair
 from nbtools.train.device import DTYPES, again
 from nbtools.train.evaluation import Sums, forward, rehearse
 from nbtools.train.graph import MOST_GRAPHS, synchronizing, unrecordable
@@ -27,9 +27,9 @@ from nbtools.train.plan import (
     require_training,
     shown,
 )
-from nbtools.train.ranks import RankLost, Ranks, join, naming, shares
+from nbtools.train.ranks import RankLost, Ranks, join, naming
 from nbtools.train.state import TrainState, adopt, caught_up, require_change
-from nbtools.train.step import MAX_SKIPPED, gradients, release, train_step
+from nbtools.train.step import gradients, release, train_step
 from nbtools.train.task import (
     Task,
     TaskLike,

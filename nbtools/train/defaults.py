@@ -27,7 +27,6 @@ Pair = tuple[Tensor | float, Tensor | float]
 """A metric's numerator and denominator, which add up; (K,) each for a mean over K classes, as mIoU is; (K, BINS) each,
 of `binned`, for mean average precision."""
 BINS, WIDTH = 2048, 1 / 64  # logits from -16 to 16, between which average precision tells no finer than this
-DATASET = "dataset"  # the task in such a pack's card
 FEW = 8  # numbers of an answer that are shown
 PREPARED = "as `batch` makes it; default: channels first, bytes as 0 to 1, minus options' mean over its std"
 SURE = 0.5  # probability above which a label is answered
