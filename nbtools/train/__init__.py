@@ -24,7 +24,6 @@ from nbtools.train.plan import (
     refuse_fixed,
     require_batch,
     require_sizes,
-    require_training,
     shown,
 )
 from nbtools.train.ranks import RankLost, Ranks, join, naming

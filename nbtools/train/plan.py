@@ -303,19 +303,15 @@ def require_batch(plan: Plan, count: int) -> None:
         raise TrainError(f"Plan.batch_size {plan.batch_size} is larger than {split}; set it to at most {count}")
 
 
-def require_training(pack: Pack) -> None:
-    """Raise TrainError for a pack with too few samples to train on."""
+def require_sizes(pack: Pack, plan: Plan | None = None) -> None:
+    """Raise TrainError for a pack with too few samples to train on, or too few for a batch of the plan."""
     count, bad = len(pack.ids("train")), pack.manifest["bad"]
     if count < 2:
         rule = f"{pack.folder}: training needs at least 2 samples, the train split has {count} of {len(pack)}"
         less = "pack more, or less of it as val and test"
         raise TrainError(f"{rule}; {f'correct the {bad:,} that were left out, see pack.bad' if bad else less}")
-
-
-def require_sizes(pack: Pack, plan: Plan) -> None:
-    """Raise TrainError for a train split that is too small."""
-    require_training(pack)
-    require_batch(plan, len(pack.ids("train")))
+    if plan is not None:
+        require_batch(plan, count)
 
 
 # -- what a run may change

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count, pairwise
 from typing import Any, TypeVar
@@ -115,10 +115,6 @@ class Ranks:
         # Freed after the reducer, which would join gloo's threads while they may wait for Python's lock.
         vars(wrapped)["freed_last"] = wrapped.process_group
         return wrapped
-
-    def no_sync(self, network: Any) -> AbstractContextManager[Any]:
-        """Return a context whose gradients stay each rank's own, for all micro-batches but the last."""
-        return network.no_sync() if self.world > 1 else nullcontext()
 
     def align(self, buffers: Iterable[Tensor]) -> None:
         """Give rank 0's buffers, such as BatchNorm's running averages, to all."""

@@ -83,7 +83,7 @@ def gradients(state: TrainState, raw: Batch, size: int) -> LossSum:
     denominator = size / ranks.world if own else math.inf
     loss_sum, count = torch.zeros((), device=state.device), 0
     for part in parts:
-        with nullcontext() if part is parts[-1] else ranks.no_sync(state.network):
+        with nullcontext() if part is parts[-1] or ranks.world == 1 else state.network.no_sync():
             part_sum, part_count = backward(state, part, denominator)
         if own:
             loss_sum, count = loss_sum + part_sum, count + part_count

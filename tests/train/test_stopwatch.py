@@ -298,16 +298,11 @@ def test_the_loop_waits_for_the_device_at_its_own_reads_only(pack, monkeypatch):
     assert {row.kind for row in rows} == {"step", "epoch"}
     assert set(waits.places) <= READS, set(waits.places)
     assert "rows" in waits.places
-
-
-def test_ranks_add_up_a_count_that_is_a_number_without_waiting(monkeypatch):
-    """As the loop does after every step on several devices."""
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
-    ranks = types.SimpleNamespace(device=torch.device("meta"), world=2)
-    waits = Waits()
-    with waits, Assignments():
-        Ranks.total(cast(Any, ranks), torch.zeros((), device="meta"), 16)
-    assert not waits.places
+    ranks = types.SimpleNamespace(device=meta, world=2)
+    with (again := Waits()), Assignments():  # as after every step on several devices
+        Ranks.total(cast(Any, ranks), torch.zeros((), device=meta), 16)
+    assert not again.places
 
 
 def test_steps_are_timed_on_their_own_device_also_where_another_is_current(monkeypatch):
