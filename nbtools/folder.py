@@ -17,11 +17,11 @@ from nbtools.errors import CheckpointError
 from nbtools.identity import differences, former_run, identity
 from nbtools.live import Surface
 from nbtools.run import CARD, HISTORY, PLAN, RECEIPT, VERDICT, Run
-from nbtools.train import KEPT, History, Keeper, Plan, Record, TrainState, checkpoint
+from nbtools.train import History, Keeper, Plan, Record, TrainState, checkpoint
 from nbtools.version import VERSION
 
 LEFT = (HISTORY, RECEIPT, VERDICT, "plot.png")  # what an earlier run leaves besides its checkpoints
-OURS = (checkpoint.INDEX, PLAN, CARD, KEPT, *LEFT)
+OURS = (checkpoint.INDEX, PLAN, CARD, *LEFT)
 EVENTS = "events.out.tfevents"  # how TensorBoard's files begin
 Checkpoint = checkpoint.Checkpoint
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
