@@ -27,7 +27,8 @@ from torch.utils.data import Dataset
 
 from nbtools import disk
 from nbtools.data import splits
-from nbtools.data.fetch import cache, listing
+from nbtools.data.drive import cache
+from nbtools.data.fetch import listing
 from nbtools.data.pack import FORMAT, MANIFEST, Card, Column, Pack, Sample, class_names, is_pack, memory_map, touch
 from nbtools.data.parallel import side_by_side
 from nbtools.data.progress import say

@@ -29,8 +29,7 @@ import numpy as np
 
 from nbtools import disk, show
 from nbtools.data import splits
-from nbtools.data.drive import place_to_keep
-from nbtools.data.fetch import cache, patient
+from nbtools.data.drive import cache, patient, place_to_keep
 from nbtools.data.splits import SPLITS
 from nbtools.errors import PackError
 
