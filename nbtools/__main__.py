@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import nbtools as nb
 from nbtools import disk, measure, tasks
 from nbtools.errors import CheckpointError, NbtoolsError, sentence
-from nbtools.identity import former_run
+from nbtools.folder import former_run
 from nbtools.launch import reporting
 from nbtools.live import advised, send
 from nbtools.run import busy
@@ -77,7 +77,7 @@ def plan_of(task: Task, pack: nb.Pack, folder: Path | None, measured: bool, give
     """Return the plan of the run in a folder, else the advised one for the given network, with the given settings; a
     warmup becomes shorter with fewer epochs."""
     if folder and (former := former_run(task, folder)):
-        return former.applied.marked(former.applied.to_dict()).turn(**given)
+        return former.plan.marked(former.plan.to_dict()).turn(**given)
     plan = nb.advise(task, pack, measure=measured).plan
     plan = task.with_network(plan, pack, given["network"]) if "network" in given else plan
     share = min(1.0, given.get("epochs", plan.epochs) / plan.epochs)

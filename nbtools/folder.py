@@ -12,7 +12,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -23,7 +23,7 @@ from nbtools import disk, measure, train
 from nbtools.data import Card, Pack, patient, say
 from nbtools.errors import CheckpointError, NbtoolsError, PlanError, TrainError
 from nbtools.live import Surface
-from nbtools.run import CARD, HISTORY, PLAN, RECEIPT, VERDICT
+from nbtools.run import CARD, HISTORY, PLAN, RECEIPT, VERDICT, Run
 from nbtools.train import KEPT, History, Keeper, Plan, Record, Task, TrainState, checkpoint
 
 RUNS = Path("runs")
@@ -86,28 +86,9 @@ def differences(before: Mapping[str, list[str]], now: Mapping[str, list[str]]) -
 # -- what the plan of a call changes in a run that is there
 
 
-class Former(NamedTuple):
-    """The run in a folder: its index and plan, (epoch, step), whether it has ended, drops of lr on a plateau."""
-
-    folder: Path
-    index: Mapping[str, Any]
-    applied: Plan
-    place: tuple[int, ...]
-    over: bool
-    drops: int
-
-
-def former_run(task: Task, folder: Path) -> Former | None:
+def former_run(task: Task, folder: Path) -> Run | None:
     """Return the run in a folder; None where there is none with a finished step. Raises CheckpointError, DiskError."""
-    index = checkpoint.read_index(folder)
-    if (place := last_place(index))[1] == 0:
-        return None
-    state: dict[str, Any] = {"position": {"segments": []}, "stopped": None, "best": {"drops": 0}}
-    with suppress(NbtoolsError):  # a damaged one is reported when it is loaded
-        state = checkpoint.facts_of(folder, index["last"])["state"]
-    applied = type(task.PLAN).from_dict(index["applied"])
-    over = bool(state["stopped"]) or (place[0] >= applied.epochs and not state["position"]["segments"])
-    return Former(folder, index, applied, place, over, state["best"]["drops"])
+    return Run.open(folder, task) if last_place(checkpoint.read_index(folder))[1] else None
 
 
 def last_place(index: Mapping[str, Any]) -> tuple[int, ...]:
@@ -125,13 +106,13 @@ def plan_for(task: Task, pack: Pack, plan: Any, measured: bool = False) -> Plan:
     return plan
 
 
-def settle(task: Task, pack: Pack, plan: Any, former: Former | None) -> tuple[Plan, Plan, list[str]]:
+def settle(task: Task, pack: Pack, plan: Any, former: Run | None) -> tuple[Plan, Plan, list[str]]:
     """Return (the plan to train with, the one that counts as given, what to say). Raises TrainError, see `decide`."""
     if former is None:
         plan = plan_for(task, pack, plan, measured=True)
         return plan, plan, []
     if plan is None:  # the run's own, with what the task gives where no call ever gave a plan
-        plan = former.applied.marked(former.applied.to_dict())
+        plan = former.plan.marked(former.plan.to_dict())
         if not former.index["given"].keys() & FREE:
             plan = plan.replace(**plan_for(task, pack, None).given())
     plan = plan_for(task, pack, plan)
@@ -139,10 +120,10 @@ def settle(task: Task, pack: Pack, plan: Any, former: Former | None) -> tuple[Pl
     return new, plan, messages
 
 
-def decide(former: Former, plan: Plan) -> tuple[Plan, list[str]]:
+def decide(former: Run, plan: Plan) -> tuple[Plan, list[str]]:
     """Return the plan that a run goes on with where a call gives `plan`, and what to say: what is given otherwise than
     last time is a change, newly measured advice is not. Raises TrainError for a change that the run refuses."""
-    old, given = former.applied, given_by(plan)
+    (epoch, step), old, given = last_place(former.index), former.plan, given_by(plan)
     changed = {name: value for name, value in given.items() if value != former.index["given"].get(name, ...)}
     # lr follows a batch size where the plan was made, see Plan.turn, and is given then
     new = old.turn(**{"lr": old.lr, **changed}) if changed else old
@@ -155,9 +136,9 @@ def decide(former: Former, plan: Plan) -> tuple[Plan, list[str]]:
         changes = train.listed({name: change for name, change in moved.items() if name in refused})
         rule = f"{former.folder}: this run is {why} cannot change {changes}"
         raise TrainError(f"{rule}; name another run=, or start over with fresh=True")
-    messages = [f"resumed at step {former.place[1]:,} with {train.listed(moved)}"] if moved else []
+    messages = [f"resumed at step {step:,} with {train.listed(moved)}"] if moved else []
     if extended:
-        now, then = (train.shown(train.lr_at(each, former.place[0], former.drops)) for each in (new, old))
+        now, then = (train.shown(train.lr_at(each, epoch, former.facts["best"]["drops"])) for each in (new, old))
         messages = [f"{train.listed(moved)}: lr goes on at {now}, where it had come to {then}"]
     if (moved or not former.over) and (advice := plan.changes_from(new)):
         messages.append(f"this run keeps what it has applied so far; the advice would be {train.listed(advice)}")
@@ -197,7 +178,7 @@ def matches(task: Task, plan: Plan, panel: str | None, now: Mapping[str, list[st
         return False
     if former is not None:
         decide(former, plan)
-        if former.over and plan.epochs > former.applied.epochs:
+        if former.over and plan.epochs > former.plan.epochs:
             given, before = ({**values, "epochs": 0} for values in (given, before))
     return given == before or (panel is not None and panel == index.get("panel"))
 
@@ -258,7 +239,7 @@ def begin(
     folder: Path,
     pack: Pack,
     state: TrainState,
-    former: Former | None = None,
+    former: Run | None = None,
     given: Plan | None = None,
     call: Any = None,
 ) -> tuple[History, list[str]]:

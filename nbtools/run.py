@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from nbtools import disk, live, show, train
 from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, items_of, patient, say
-from nbtools.errors import CheckpointError, PackError, TrainError
+from nbtools.errors import CheckpointError, NbtoolsError, PackError, TrainError
 from nbtools.export import write_onnx, write_weights
 from nbtools.measure import Receipt, Verdict
 from nbtools.show import header, number, plural
@@ -97,10 +97,22 @@ class Run:
             return "training"
         if ended := self.index.get("ended"):  # in an error
             return ended
-        if len(self.history.of("epoch")) >= self.plan.epochs or checkpoint.stop_reason(self.folder):
-            return "done"
         rows = self.history.rows
-        return "stopped" if rows and rows[-1].get("asked") == "stop" else "interrupted"
+        stopped = rows and rows[-1].get("asked") == "stop"
+        return "done" if self.over else "stopped" if stopped else "interrupted"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The plain part of the state in the last checkpoint."""
+        with suppress(NbtoolsError, KeyError):  # a damaged one is reported when it is loaded
+            return checkpoint.facts_of(self.folder, self.index["last"])["state"]
+        return {"position": {"segments": []}, "stopped": None, "best": {"drops": 0}}
+
+    @property
+    def over(self) -> bool:
+        """Whether its last epoch ended, or it has stopped by itself."""
+        (epoch, _), facts = checkpoint.place(self.index.get("last", "0-0")), self.facts
+        return bool(facts["stopped"]) or (epoch >= self.plan.epochs and not facts["position"]["segments"])
 
     @property
     def metric(self) -> tuple[str, float]:
