@@ -73,7 +73,7 @@ def fit(
     """Train in this cell, drawing as it goes; return the Run. Stop and Ctrl-C finish the step, save, and return it, in
     a script by a KeyboardInterrupt. The same call then resumes, bit for bit on a CPU.
 
-    plan: a Plan, Panel or Advice, or a function that returns one; None: the run's own, else the advised one. run: its
+    plan: a Plan, Panel or Advice; None: the run's own, else the advised one. run: its
     folder; None: that of the run below `runs/` which this call means, else a new one. keep: a second folder for copies,
     usually `drive:…`. receipt: measure the baseline next to it at the end. release_gpu: then free the GPU, on Colab the
     machine. samples: to show: "first", "worst" or up to eight ids. callbacks: f(record, run); "stop" stops the run.
@@ -84,7 +84,7 @@ def fit(
     if not ranks.first:
         return follower(task, pack, ranks)
     fresh = fresh and not ranks.again
-    folder, kept, plan = opening(task, pack, plan, run, keep, fresh)
+    folder, kept = opening(task, pack, plan, run, keep, fresh)
     with lock(folder):
         try:
             if not is_torchelastic_launched():  # else `launch` has removed requests that were meant for an earlier run
@@ -92,7 +92,7 @@ def fit(
                     disk.remove(folder / train.CONTROL)
             if kept is not None:
                 restore(folder, kept, fresh)
-            job = prepare(task, pack, called(plan), folder, fresh, ranks, progress, samples)
+            job = prepare(task, pack, plan, folder, fresh, ranks, progress, samples)
         except NbtoolsError:
             with suppress(OSError):  # of a folder that is not empty: one that was made for this call is
                 folder.rmdir()
@@ -111,13 +111,8 @@ def fit(
     return result
 
 
-def called(plan: Any) -> Any:
-    """Return the plan of a function, which may depend on what was restored."""
-    return plan() if callable(plan) and not isinstance(plan, type) else plan
-
-
-def opening(task: Task, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool) -> tuple[Path, Path | None, Any]:
-    """Return (folder, kept folder, plan) of a call. Raises PackError, and CheckpointError if a run would be lost."""
+def opening(task: Task, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool) -> tuple[Path, Path | None]:
+    """Return the folder of a call's run, and where it is kept. Raises PackError, CheckpointError."""
     if not isinstance(pack, Pack):
         makes = f"{train.spoken(task)}.pack(source), or nb.pack(data)"
         raise PackError(f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {makes}")
@@ -127,8 +122,7 @@ def opening(task: Task, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool) 
         rule = f"run={str(run)!r}: a run is written to local disk"
         raise CheckpointError(f"{rule}, and copied to Drive by keep={str(run)!r}")
     kept = None if keep is None else place_to_keep(keep)
-    folder = own_folder(task, pack, plan := called(plan), fresh) if run is None else Path(run)
-    return folder, kept, plan
+    return own_folder(task, pack, plan, fresh) if run is None else Path(run), kept
 
 
 def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
