@@ -66,7 +66,6 @@ class Card:
     splits: dict[str, int]  # samples per split
     bucket_by: str | None = None  # the ragged column whose length groups batches
     digest: str = ""  # of all that the pack holds, so that a run resumes on the very same data only
-    counts: dict[str, list[int]] = field(default_factory=dict)  # training samples per class, where the task counted
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

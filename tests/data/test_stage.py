@@ -278,7 +278,9 @@ def test_bad_sources_are_refused_in_words_and_nothing_is_published(place, name, 
 def test_too_little_space_is_reported_before_the_first_byte(place, monkeypatch):
     put(place / "drive" / "digits.tar", TAR)
     path = put(place / "digits.zip", archived({"a": bytes(5000)}, "zip"))
-    monkeypatch.setattr(os, "statvfs", lambda _: types.SimpleNamespace(f_bavail=1, f_frsize=1000))
+    monkeypatch.setattr(
+        os, "statvfs", lambda _: types.SimpleNamespace(f_bavail=1, f_frsize=1000, f_blocks=1, f_bfree=1)
+    )
     for source, need in (("drive:digits.tar", r"4\.1 MB"), (path, r"5\.\d kB")):
         with pytest.raises(errors.DiskError, match=rf"needs {need}, only 1\.0 kB are free there. Free some space"):
             stage(source)
