@@ -29,7 +29,7 @@ from nbtools.__main__ import main
 from nbtools.errors import TrainError
 from nbtools.live import send
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parent.parent
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import nbtools as nb
 from nbtools.__main__ import COMMANDS, HOOKS, main
 from nbtools.train import knob
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
