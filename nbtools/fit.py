@@ -304,7 +304,7 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     state, surface, plan = job.state, job.surface, one_share(job.state)
     kept = {**train.fixed(plan), **({"batch_size": "the share of one process"} if state.ranks.world > 1 else {})}
     profile = measure.step_profile(job.task, job.pack, plan, state.device, fixed=kept)
-    verdict = measure.verdict(profile, plan, fixed=kept)
+    verdict = measure.verdict(profile)
     disk.write_atomic(job.folder / VERDICT, json.dumps(verdict.to_dict()))
     if surface.panel is not None:
         surface.panel.propose(verdict.sentence, verdict.change)

@@ -1,5 +1,5 @@
-"""Try CUDA graphs on a plan in a child process: a capture that fails may end the process (pytorch#180395), and what it
-leaves behind is an allocator that believes in it."""
+"""Try CUDA graphs or the compiler on a plan in a child process, which can be ended: a capture that fails may end the
+process (pytorch#180395) and leaves an allocator that believes in it, and compiling takes as long as it takes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import torch
 
@@ -20,22 +21,25 @@ PATIENCE = 60.0  # seconds for the child, of which importing torch and starting 
 CHILD = "import sys; from nbtools.measure.graphs import child; child(*sys.argv[1:])"
 
 Outcome = tuple[list[float], str]
-"""(samples/s over those of the plan without graphs, turn by turn; why there are none)"""
+"""(samples/s over those of the plan without the change, turn by turn; why there are none)"""
 
 
-def replayed(task: TaskLike, pack: Pack, plan: Plan, device: torch.device, seconds: float) -> Outcome:
-    """Return what graphs give in turns of about so many seconds with the plan. A task that no other process can import
-    is tried in this one, where `nbtools.train.graph` lets a child try a small step first."""
-    name = task_name(task)
+def beside(
+    task: TaskLike, pack: Pack, plan: Plan, change: dict[str, Any], device: torch.device, seconds: float
+) -> Outcome:
+    """Return what a change gives in turns of about so many seconds with the plan. For a task that no other process can
+    import graphs are tried in this one, where `nbtools.train.graph` lets a child try a small step first."""
+    name, changed = task_name(task), plan.replace(**change)
     if name.endswith(":") or name.startswith("__main__"):
-        return beside_eager(task, pack, plan, device, seconds)
+        if changed.compile:
+            return [], "is tried in another process, and none can import this task"
+        return turns(task, pack, plan, changed, device, seconds)
     devices.give_back(device)
-    values = [name, str(pack.folder), plan.to_json(), str(device), str(seconds)]
-    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    values = [name, str(pack.folder), plan.to_json(), changed.to_json(), str(device), str(seconds)]
     try:
         done = subprocess.run(
             [sys.executable, "-c", CHILD, *values],
-            env=os.environ | path,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,
             timeout=PATIENCE,
@@ -50,19 +54,18 @@ def replayed(task: TaskLike, pack: Pack, plan: Plan, device: torch.device, secon
     return ratios, why
 
 
-def child(name: str, folder: str, plan: str, device: str, seconds: str) -> None:
+def child(name: str, folder: str, plan: str, changed: str, device: str, seconds: str) -> None:
     """Print the outcome as JSON."""
     task = import_task(name, "the trial of graphs")
-    made = type(task.PLAN).from_dict(json.loads(plan))
-    print(json.dumps(beside_eager(task, Pack.open(folder), made, torch.device(device), float(seconds))))
+    first, second = (type(task.PLAN).from_dict(json.loads(text)) for text in (plan, changed))
+    print(json.dumps(turns(task, Pack.open(folder), first, second, torch.device(device), float(seconds))))
 
 
-def beside_eager(task: TaskLike, pack: Pack, plan: Plan, device: torch.device, seconds: float) -> Outcome:
-    graph = plan.replace(graph=device.type == "cuda")
-    steppers = [Stepper(task, pack, each, device).warm_up() for each in (plan, graph)]
-    steppers[1].advance(steps=4 * shapes(steppers[1].pack, plan))  # each shape is recorded at its third batch
-    if (graphs := steppers[1].state.graphs) is not None and graphs.off:
+def turns(task: TaskLike, pack: Pack, plan: Plan, changed: Plan, device: torch.device, seconds: float) -> Outcome:
+    first, second = (Stepper(task, pack, each, device).warm_up() for each in (plan, changed))
+    second.advance(steps=4 * shapes(second.pack, plan))  # each shape is recorded, or compiled, at its third batch
+    second.turns.clear()
+    if (graphs := second.state.graphs) is not None and graphs.off:
         return [], graphs.off
-    steppers[1].turns.clear()
-    in_turns(steppers, seconds)
-    return steppers[1].over(steppers[0]), ""
+    in_turns([first, second], seconds)
+    return second.over(first), ""

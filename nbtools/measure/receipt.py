@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -13,10 +13,9 @@ import torch
 
 from nbtools.data import Pack, Resident, choose, cores, phase
 from nbtools.errors import NbtoolsError, TrainError
-from nbtools.measure import memory
-from nbtools.measure.machine import machine
+from nbtools.measure.machine import machine, peak
 from nbtools.measure.report import Report
-from nbtools.measure.timing import Clock, Stepper, Timing, untouched
+from nbtools.measure.timing import Clock, Stepper, Timing, first_line, untouched
 from nbtools.show import duration, percent, plural, size
 from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
@@ -134,21 +133,30 @@ def receipt(
     seconds: of a turn, were there only two (SECONDS); more rungs have shorter ones. most: seconds of all; rungs that
     would take longer are left out, and it is said. Raises TrainError where the two ends alone would.
     """
-    device, pack = device or devices.pick(), readable(task, pack, plan)
+    device, pack, seconds = device or devices.pick(), readable(task, pack, plan), seconds or SECONDS
     baseline, notes = comparable(as_task(task).BASELINE, plan, pack, device)
-    optimised, adapted = optimised_by_guide(task, plan, pack)
+    plans, guide = ladder(baseline, plan, pack, device), None
     with untouched(device):
         course = Course(task, pack, device, clock)
         try:
-            notes += adapted + course.run(ladder(baseline, plan, pack, device), optimised, seconds or SECONDS, most)
+            notes += course.enter_ends(plans, seconds, most)
+            name = next(iter(as_task(task).PRESETS), None)
+            if name is not None:
+                made, why = preset(task, pack, name, **own_values(plan))
+                notes += [f"The {GUIDE} settings here: {why}"] if made and why else []
+                notes += course.enter_guide(made, why, most or MOST * seconds)
+            course.take_turns(seconds)
         finally:
-            course.close()
-        rungs, guide, peaks = course.rungs(), course.guide(), course.peaks
+            for stepper in course.steppers.values():
+                stepper.close()
+        rungs, peaks = course.rungs([*plans]), course.peaks
+        if GUIDE in course.steppers:
+            guide = course.rung(GUIDE, rungs[0])
         del course
     if not peaks:
         notes.append("No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not measured")
     samples = plan.epochs * pack.splits["train"]
-    return Receipt(rungs, guide, peaks, machine(), tuple(notes), samples, cold_start)
+    return Receipt(tuple(rungs), guide, peaks, machine(), tuple(notes), samples, cold_start)
 
 
 def comparable(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> tuple[Plan, list[str]]:
@@ -163,18 +171,6 @@ def comparable(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> 
 def own_values(plan: Plan) -> dict[str, Any]:
     """Return the settings that the task added."""
     return {name: value for name, value in plan.to_dict().items() if name not in Plan.__dataclass_fields__}
-
-
-def optimised_by_guide(task: TaskLike, plan: Plan, pack: Pack) -> tuple[Plan | None, list[str]]:
-    """Return (the first of the task's presets with the run's own network, what differs here), (None, why it cannot
-    train here), or (None, []) for a task without presets."""
-    name = next(iter(as_task(task).PRESETS), None)
-    if name is None:
-        return None, []
-    made, why = preset(task, pack, name, **own_values(plan))
-    if made is None:
-        return None, [f"The {GUIDE} settings cannot train here: {why.rstrip('.')}"]
-    return made, [f"The {GUIDE} settings here: {why}"] if why else []
 
 
 def ladder(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> dict[str, Plan]:
@@ -203,13 +199,14 @@ def costs(plan: Plan, pack: Pack, device: torch.device) -> dict[str, Any]:
 
 
 class Course:
-    """Plans in training side by side, by name, each with a turn a round. peaks: MiB of GPU memory at most."""
+    """Plans in training side by side, by name, each with a turn a round. peaks: MiB of GPU memory at most; step_s:
+    seconds of a step, once warm."""
 
     def __init__(self, task: TaskLike, pack: Pack, device: torch.device, clock: Clock | None = None):
         self.task, self.pack, self.device, self.clock = task, pack, device, clock
         self.shared: Resident | None = None  # the pack in memory, for all that read it there
         self.steppers: dict[str, Stepper] = {}
-        self.step_s: dict[str, float] = {}  # of each, once warm
+        self.step_s: dict[str, float] = {}
         self.peaks: dict[str, float] = {}
 
     def enter(self, name: str, plan: Plan) -> None:
@@ -223,85 +220,71 @@ class Course:
             self.step_s[name] = self.steppers[name].advance().seconds
             self.steppers[name].turns.clear()
 
-        if self.device.type != "cuda":
-            return warm()
-        taken = memory.peak(self.device, warm)
-        self.peaks[name] = (taken + (self.pack.bytes if feed else 0)) / 2**20
+        taken = peak(self.device, warm)
+        if self.device.type == "cuda":
+            self.peaks[name] = (taken + (self.pack.bytes if feed else 0)) / 2**20
 
-    def run(self, plans: Mapping[str, Plan], guide: Plan | None, seconds: float, most: float | None) -> list[str]:
-        """Enter the ends, and the rungs between them and the guide's settings where there is time and memory, and give
-        each its turns; returns why not."""
-        names, notes = [*plans], []
+    def enter_ends(self, plans: Mapping[str, Plan], seconds: float, most: float | None) -> list[str]:
+        """Enter the first and the last plan, and those between them where there is time and memory; return why not."""
+        names = [*plans]
         for name in (names[0], names[-1]):
             self.enter(name, plans[name])
-        if most and (need := self.seconds_of(2, seconds)) > 2 * most:
-            raise TrainError(
-                f"it would take about {duration(need)}, longer than a tenth of the run; it was not measured"
-            )
-        most = most or MOST * seconds
-        if self.seconds_of(len(names), seconds) > most:
-            notes = [f"A step takes {max(self.step_s.values()):.1f} s: only the first and last rows were measured"]
+
+        def needed(count: int) -> float:  # at least a step each
+            return ROUNDS * max(2 * seconds, count * max(self.step_s.values()))
+
+        if most and needed(2) > 2 * most:
+            need = f"it would take about {duration(needed(2))}, longer than a tenth of the run"
+            raise TrainError(f"{need}; it was not measured")
+        why = ""
+        if needed(len(names)) > (most or MOST * seconds):
+            why = f"A step takes {max(self.step_s.values()):.1f} s"
         elif self.peaks and len(names) * max(self.peaks.values()) * 2**20 > SHARE * torch.cuda.mem_get_info()[0]:
-            notes = ["GPU memory has no room for more models: only the first and last rows were measured"]
-        for name in () if notes else names[1:-1]:
+            why = "GPU memory has no room for more models"
+        for name in () if why else names[1:-1]:
             self.enter(name, plans[name])
-        notes += self.enter_guide(guide, most) if guide is not None else []
-        order = [name for name in (*names, GUIDE) if name in self.steppers]
-        each = 2 * seconds / len(order)
-        phase("turns", ROUNDS * sum(max(each, self.step_s[name]) for name in order))
-        for _ in range(ROUNDS):
-            for name in order:
-                self.steppers[name].turn(each)
-        self.steppers = {name: self.steppers[name] for name in order}
-        return notes
+        return [f"{why}: only the first and last rows were measured"] if why else []
 
-    def seconds_of(self, count: int, seconds: float) -> float:
-        """Return what the turns of so many plans take: at least a step each."""
-        return ROUNDS * max(2 * seconds, count * max(self.step_s.values()))
-
-    def enter_guide(self, plan: Plan, most: float) -> list[str]:
-        """Enter the guide's settings, unless their large batches would take too long; returns why not. The receipt is
+    def enter_guide(self, plan: Plan | None, why: str, most: float) -> list[str]:
+        """Enter the guide's settings, unless their large batches would take too long; return why not. The receipt is
         complete without them."""
-        likely = ROUNDS * plan.batch_size * self.step_s["baseline"] / self.steppers["baseline"].plan.batch_size
-        if likely > 2 * most:
-            return [f"The {GUIDE} settings were not measured: their turns would take about {duration(likely)}"]
-        try:
-            self.enter(GUIDE, plan)
-        except (NbtoolsError, RuntimeError, MemoryError, OSError) as error:
-            self.steppers.pop(GUIDE, None)
-            why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-            return [f"The {GUIDE} settings cannot train here: {why}"]
+        if plan is not None:
+            likely = ROUNDS * plan.batch_size * self.step_s["baseline"] / self.steppers["baseline"].plan.batch_size
+            if likely > 2 * most:
+                return [f"The {GUIDE} settings were not measured: their turns would take about {duration(likely)}"]
+            try:
+                self.enter(GUIDE, plan)
+            except (NbtoolsError, RuntimeError, MemoryError, OSError) as error:
+                self.steppers.pop(GUIDE, None)
+                why = first_line(error)
+        if GUIDE not in self.steppers:
+            return [f"The {GUIDE} settings cannot train here: {why.rstrip('.')}"]
         micro = self.steppers[GUIDE].state.recovery.micro
-        if micro != plan.micro_batch_size:
-            return [f"Memory ran out with the {GUIDE} settings: measured in passes of {micro} samples"]
-        return []
+        halved = plan is not None and micro != plan.micro_batch_size
+        return [f"Memory ran out with the {GUIDE} settings: measured in passes of {micro} samples"] if halved else []
 
-    def close(self) -> None:
-        for stepper in self.steppers.values():
-            stepper.close()
+    def take_turns(self, seconds: float) -> None:
+        each = 2 * seconds / len(self.steppers)
+        phase("turns", ROUNDS * sum(max(each, step_s) for step_s in self.step_s.values()))
+        for _ in range(ROUNDS):
+            for stepper in self.steppers.values():
+                stepper.turn(each)
 
-    def rungs(self) -> tuple[Rung, ...]:
-        """Return the rungs, from the baseline up."""
-        rungs: list[Rung] = []
-        for name, stepper in self.steppers.items():
-            if name != GUIDE:
-                label = ALL if len(self.steppers) - (GUIDE in self.steppers) == 2 and rungs else name
-                below = rungs[-1] if rungs else None
-                rungs.append(self.rung(label, stepper, below))
-        return tuple(rungs)
+    def rungs(self, names: Sequence[str]) -> list[Rung]:
+        """Return the rungs that were measured, from the baseline up."""
+        rungs, measured = list[Rung](), [name for name in names if name in self.steppers]
+        for name in measured:
+            rungs.append(self.rung(name, rungs[-1] if rungs else None))
+        if len(rungs) == 2:
+            rungs[1] = replace(rungs[1], name=ALL)
+        return rungs
 
-    def guide(self) -> Rung | None:
-        first = next(iter(self.rungs()))
-        return self.rung(GUIDE, self.steppers[GUIDE], first) if GUIDE in self.steppers else None
-
-    def rung(self, name: str, stepper: Stepper, below: Rung | None) -> Rung:
-        first = next(iter(self.steppers.values()))
-        ratios, now = stepper.over(first), costs(stepper.plan, self.pack, self.device)
-        before = (
-            now if below is None else costs(type(stepper.plan).from_dict(below.timing.plan), self.pack, self.device)
-        )
-        changed = [setting for setting, value in now.items() if value != before.get(setting)]
-        changes = {setting: f"{shown(before.get(setting))} → {shown(now[setting])}" for setting in changed}
+    def rung(self, name: str, below: Rung | None) -> Rung:
+        stepper = self.steppers[name]
+        ratios, now = stepper.over(self.steppers["baseline"]), costs(stepper.plan, self.pack, self.device)
+        before = below and costs(type(stepper.plan).from_dict(below.timing.plan), self.pack, self.device)
+        changed = [setting for setting, value in now.items() if before and value != before.get(setting)]
+        changes = {setting: f"{shown((before or {}).get(setting))} → {shown(now[setting])}" for setting in changed}
         factor = median(ratios) / (below.total if below else 1.0)
         return Rung(name, changes, stepper.timing(), factor, median(ratios), min(ratios), max(ratios))
 

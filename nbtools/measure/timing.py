@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nbtools.data import Feed, Pack, Padding, Raw, batches_left, lengths_of, open_feed, tick
+from nbtools.data import Feed, Pack, Padding, Raw, batches_left, lengths_of, open_feed, phase, tick
 from nbtools.train import Plan, Task, TaskLike, TrainState, bound, clock, readable, require_sizes, train_step
 from nbtools.train import device as devices
 
@@ -44,6 +44,7 @@ MOST_WARMING, MOST_WARMING_S = 8, 10.0  # steps and seconds of warming up
 LONG = 0.2  # seconds of a step, of which two suffice
 TRACED = 5  # steps in a trace of the device
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what occupies the device in a trace
+REDRAWN = 0.1  # seconds between two looks at the bar
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,56 @@ class Timing:
     @property
     def step_s(self) -> float:
         return self.plan["batch_size"] / self.samples_per_s
+
+
+class Late(Exception):
+    """The time of a measurement is over."""
+
+
+class Deadline:
+    """A clock that ends what takes too long: within `until`, the first reading after the end raises Late, and every
+    step reads it. seconds: by `clock`, in all; most: by the wall, whatever else the machine does."""
+
+    def __init__(self, seconds: float, most: float, clock: Clock | None = None, wall: Clock | None = None):
+        self.seconds, self.most, self.wall = seconds, most, wall or perf_counter
+        self.clock = clock or self.wall
+        self.start, self.drawn, self.share = (self.clock(), self.wall()), 0.0, math.inf
+
+    def __call__(self) -> float:
+        return self.read(self.clock)
+
+    def by_wall(self) -> float:
+        return self.read(self.wall)
+
+    def read(self, clock: Clock) -> float:
+        if (now := self.wall()) - self.drawn > REDRAWN:
+            self.drawn = now
+            tick()
+        if self.left(self.share) < 0:
+            raise Late
+        return clock()
+
+    def left(self, share: float = 1.0) -> float:
+        """Return the seconds until this share of the time is used. What other programs take does not count, but for
+        `most`."""
+        own, wall = self.clock() - self.start[0], self.wall() - self.start[1]
+        return min(share * self.seconds - min(own, wall), share * self.most - wall)
+
+    def extend(self, seconds: float) -> None:
+        """Grant what something else has taken."""
+        self.start = self.start[0] + seconds, self.start[1] + seconds
+
+    @contextmanager
+    def until(self, share: float = 1.0, doing: str = "") -> Iterator[None]:
+        """Do what the block does until this share of the time is used, and show it as a phase of the work."""
+        if doing:
+            phase(doing, max(self.left(share), 0.0))
+        self.share = share
+        try:
+            with suppress(Late):
+                yield
+        finally:
+            self.share = math.inf
 
 
 @dataclass(frozen=True)
@@ -127,6 +178,7 @@ class Stepper:
 
     def step(self, raw: Raw) -> tuple[Tensor, Tensor | float]:
         """Train on one batch; returns its (loss sum, count)."""
+        self.clock()  # a Deadline ends here
         state = self.state
         self.loss, number = train_step(state, raw, self.epoch_size, halves=self.halves)
         state.position.step += 1
@@ -292,6 +344,11 @@ def typical(pack: Pack, plan: Plan, number: int = 1) -> list[tuple[np.ndarray, f
     like = [(length, ids) for length, ids in padded if len(ids) == len(whole[0])]
     like.sort(key=lambda each: abs(each[0] - mean))
     return [(ids, len(ids) * length / mean) for length, ids in like[:number]]
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says first."""
+    return (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0].rstrip(".")
 
 
 def finish(device: torch.device) -> None:

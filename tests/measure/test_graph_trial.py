@@ -27,14 +27,14 @@ def pack(tmp_path_factory):
 def test_a_child_that_gives_no_answer_is_a_reason(pack, monkeypatch, code, why):
     monkeypatch.setattr(graphs, "CHILD", code)
     monkeypatch.setattr(graphs, "PATIENCE", 1.0 if "sleep" in code else 60.0)
-    ratios, said = graphs.replayed(toy, pack, toy.PLAN, CPU, 0.1)
+    ratios, said = graphs.beside(toy, pack, toy.PLAN, {}, CPU, 0.1)
     assert ratios == []
     assert why in said
 
 
 def test_a_child_trains_the_task_on_the_pack_in_turns(pack):
     """Without graphs on a CPU: both are the same plan."""
-    ratios, why = graphs.replayed(toy, pack, toy.PLAN, CPU, 0.2)
+    ratios, why = graphs.beside(toy, pack, toy.PLAN, {}, CPU, 0.2)
     assert why == ""
     assert len(ratios) >= 1
     assert all(ratio > 0 for ratio in ratios)
@@ -44,4 +44,4 @@ def test_a_task_that_no_other_process_can_import_is_tried_in_this_one(pack, monk
     own = toy.with_()
     monkeypatch.setattr(graphs, "task_name", lambda task: "__main__:own")
     monkeypatch.setattr(graphs, "CHILD", "raise SystemExit('no child is asked')")
-    assert graphs.replayed(own, pack, toy.PLAN, CPU, 0.1)[0]
+    assert graphs.beside(own, pack, toy.PLAN, {}, CPU, 0.1)[0]

@@ -1,6 +1,7 @@
 """What a step's profile measures is so, and the verdict that follows from it is right: on jobs whose parts take known
 times, and, where operations are counted, on real ones."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -45,12 +46,12 @@ def test_the_verdict_says_what_a_job_is_bound_by_and_the_measured_factor_of_its_
     parts, settings, bound, change, gain = JOBS[name]
     job, plan = Job(**{"fixed": 0.001 if name.startswith("a ") else 0.05, **parts}), plan_of(**settings)
     profile = profiled(job, packs[False], plan)
-    result = verdict(profile, plan)
+    result = verdict(profile)
     assert (result.bound, result.change) == (bound, change), result
     assert result.factor == pytest.approx(gain, rel=0.03)
     assert "measured: " in result.sentence
     assert profile.wait + profile.host + profile.device == pytest.approx(1)
-    assert verdict(profile, plan, fixed=[*change]).change != change
+    assert verdict(dataclasses.replace(profile, trials=())).change is None
 
 
 def test_shares_and_seconds_are_those_of_the_job(packs):
@@ -72,8 +73,8 @@ def test_profile_and_verdict_survive_json(packs):
     plan = plan_of(batch_size=8)
     profile = profiled(Job(amp={"bf16": 1.0}), packs[False], plan)
     again = StepProfile.from_dict(json.loads(json.dumps(profile.to_dict())))
-    assert verdict(again, plan) == verdict(profile, plan)
-    assert Verdict.from_dict(json.loads(json.dumps(verdict(profile, plan).to_dict()))) == verdict(profile, plan)
+    assert verdict(again) == verdict(profile)
+    assert Verdict.from_dict(json.loads(json.dumps(verdict(profile).to_dict()))) == verdict(profile)
 
 
 @pytest.mark.parametrize("ragged", [False, True])
