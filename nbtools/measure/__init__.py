@@ -1,7 +1,7 @@
 """The machine, the time of a step, advice, the batch and the learning rate, what limits a run, the receipt."""
 
 from nbtools.measure.advice import Advice, Machine, decide, explained
-from nbtools.measure.advisor import advise, expected
+from nbtools.measure.advisor import advise
 from nbtools.measure.batch import find_batch
 from nbtools.measure.check import check, smoke_test
 from nbtools.measure.lr import lr_sweep

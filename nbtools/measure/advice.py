@@ -78,20 +78,17 @@ class Advice(Report):
         return ("setting", "value", "reason", "measured here"), rows
 
     def caption(self) -> str:
-        """Return samples, steps per epoch, in all and of warmup; and the time for them where a step was measured."""
-        return f"{length_of(self.plan, self.samples)} · {self.times(self.plan) or 'time not measured yet'}."
-
-    def times(self, plan: Plan) -> str:
-        """Return what the epochs of a plan that differs in nothing for speed take, and with the baseline's settings; ""
-        if that was not measured."""
+        """Return samples, steps per epoch, in all and of warmup; and the time for them, and with the baseline's
+        settings, where a step was measured."""
+        length, plan = length_of(self.plan, self.samples), self.plan
         if self.profile is None:
-            return ""
+            return f"{length} · time not measured yet."
         steps = plan.epochs * self.profile.steps_s
         between = plan.epochs * self.profile.evaluation_s / plan.eval_every
-        text = f"about {duration(steps + between)} at the measured speed"
+        text = f"{length} · about {duration(steps + between)} at the measured speed"
         if "baseline" not in self.ratios:
-            return text
-        return f"{text}, {duration(steps / self.ratios['baseline'] + between)} with the baseline's settings"
+            return f"{text}."
+        return f"{text}, {duration(steps / self.ratios['baseline'] + between)} with the baseline's settings."
 
     def footer(self) -> str:
         guides = GUIDES if any("guide" in reason for reason in self.reasons.values()) else ""

@@ -17,11 +17,10 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -32,12 +31,21 @@ from nbtools.data import Pack, Padding, Raw, batches_in, choose, gather, on, pha
 from nbtools.errors import DiskError, NbtoolsError
 from nbtools.measure.advice import THUMB, Advice, decide, enough, epochs_for_few, has_recipe, inspect
 from nbtools.measure.batch import LATE, BatchReport, find_batch
-from nbtools.measure.graphs import beside
 from nbtools.measure.lr import LEAST_S, LrTrial, lr_trial
 from nbtools.measure.machine import machine, others_share
 from nbtools.measure.profile import StepProfile, compiles, profile_of, replays, shapes, verdict
-from nbtools.measure.receipt import SILENT, comparable, preset
-from nbtools.measure.timing import EAGER, Clock, Deadline, Stepper, first_line, in_turns, typical, untouched
+from nbtools.measure.receipt import comparable, preset
+from nbtools.measure.timing import (
+    EAGER,
+    Deadline,
+    Stepper,
+    attempt,
+    in_turns,
+    own_time,
+    typical,
+    untouched,
+    wall,
+)
 from nbtools.show import digits, percent
 from nbtools.train import (
     Plan,
@@ -60,11 +68,12 @@ from nbtools.version import VERSION
 
 KEPT = 8  # results next to a pack, for instance of other machines
 SHARE, LEAST, MOST = 1 / 90, 12.0, 50.0  # of the training that is expected, seconds: what measuring may take (ours)
-PHASES = {"precision": 0.4, "batch size": 0.6, "graphs": 0.7, "the plan beside others": 0.9, "its profile": 1.2}
+PHASES = {"precision": 0.3, "its losses": 0.5, "batch size": 0.7, "beside others": 1.0, "profile": 1.2}
 """The parts of the search, and the share of the time that is used when each ends."""
 
 FASTER, NEAR = 1.05, 1.03  # from which a change is used; times the least that is as good
 SLOW, LOOKS = 1.5, 5  # times the fastest combination: no further look at one that takes longer; looks at the others
+FEW_STEPS = 3  # of warming up
 SHORT, FEW = 0.1, 4  # seconds of a step on a CPU that are enough to compare; samples of the first one
 BATCH_GAIN = 1.08  # of another batch over the rules': less is within the noise of two measurements
 LAUNCHES = 1.2  # times what the device works that the host takes, from which graphs are tried
@@ -79,24 +88,20 @@ Choices = dict[str, tuple[Any, str]]
 """setting → (value, why)"""
 
 
-def advise(
-    task: TaskLike, pack: Pack, measure: bool = True, seconds: float | None = None, clock: Clock | None = None
-) -> Advice:
+def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | None = None) -> Advice:
     """Return the plan to start from, each field with its reason and, where it was measured here, the evidence.
 
     Measuring takes about `seconds`, once for a machine, a pack and a task: the result is kept next to the pack; None: a
     ninetieth of the training that it shortens, at least 12 s and at most 60. Then learning rates are tried, for a tenth
     of the training, at most 120 s. measure=False: use what was measured before, else only rules of thumb, without
-    delay. clock: in place of the machine's. Raises TrainError if not even one sample fits.
+    delay. Raises TrainError if not even one sample fits.
     """
     task = as_task(task)
-    made = known_or_measured(task, pack, measure, seconds, clock)
+    made = known_or_measured(task, pack, measure, seconds)
     return dataclasses.replace(made, presets={name: preset(task, pack, name) for name in task.PRESETS})
 
 
-def known_or_measured(
-    task: Task, pack: Pack, measure: bool, seconds: float | None = None, clock: Clock | None = None
-) -> Advice:
+def known_or_measured(task: Task, pack: Pack, measure: bool, seconds: float | None) -> Advice:
     """Return what was measured before, else by the rules, or measured now and kept."""
     thumb, path = by_rules(task, pack, {}), shelf(pack)
     if (part := readable(task, pack, thumb.plan)) is not pack:
@@ -108,7 +113,7 @@ def known_or_measured(
         return thumb
     require_training(pack)
     with work(f"measuring {spoken(task).rpartition('.')[2]} on this machine", **dict.fromkeys(PHASES, LEAST / 4)):
-        made = measured(task, pack, thumb, seconds, clock)
+        made = measured(task, pack, thumb, seconds)
     shelved = [*before.items(), (name, made.to_dict())][-KEPT:]
     try:
         with disk.explained("saving the advice", path):
@@ -116,15 +121,6 @@ def known_or_measured(
     except DiskError as error:  # a pack may be on a read-only disk
         return dataclasses.replace(made, note=f"{made.note} Not saved for the next time: {error}")
     return made
-
-
-def expected(task: TaskLike, pack: Pack, plan: Plan) -> str:
-    """Return how long a plan will train by what was measured here before, and how long with the baseline's settings; ""
-    for a plan that is faster or slower than the advised one."""
-    if not shelf(pack).exists():
-        return ""
-    made = known_or_measured(as_task(task), pack, False)
-    return "" if set(plan.changes_from(made.plan)) - set(SILENT) else made.times(plan)
 
 
 def by_rules(task: TaskLike, pack: Pack, chosen: Choices) -> Advice:
@@ -141,23 +137,23 @@ def by_rules(task: TaskLike, pack: Pack, chosen: Choices) -> Advice:
     return dataclasses.replace(advice, reasons={**advice.reasons, "feed": f"auto is {name} here: {why}"})
 
 
-def measured(task: Task, pack: Pack, thumb: Advice, seconds: float | None, clock: Clock | None) -> Advice:
+def measured(task: Task, pack: Pack, thumb: Advice, seconds: float | None) -> Advice:
     """Search for a plan that is faster than the rules' own, then for its learning rate."""
-    device, start = devices.pick(), perf_counter()
+    device, start = devices.pick(), wall()
     own = task.suggest(pack.card, device.type)
     with untouched(device):
-        search = Search(task, pack, thumb.plan, device, own, seconds, clock)
+        search = Search(task, pack, thumb.plan, own, seconds)
         chosen = search.precision_and_layout()
         if "batch_size" not in own or device.type == "cuda":  # of a GPU the memory has to be known in any case
             chosen |= search.batch_size(enough(pack.card))
         search.plan = by_rules(task, pack, chosen).plan
         chosen |= search.graph_or_compiler()
-        profile = search.guard(thumb.plan, comparable(task.BASELINE, search.plan, pack, device)[0])
+        profile = search.guard(thumb.plan, comparable(task.BASELINE, search.plan, pack)[0])
         chosen = chosen if search.plan != thumb.plan else {}
         phase("learning rate", LEAST_S)
         more, trial = search.epochs_and_lr(chosen, profile)
     advice = by_rules(task, pack, {**chosen, **more})
-    note = f"Measured on {', '.join(machine().values())} in {perf_counter() - start:.0f} s, except where a {THUMB} is"
+    note = f"Measured on {', '.join(machine().values())} in {wall() - start:.0f} s, except where a {THUMB} is"
     note += " named."
     if search.contended:
         note += f" Other programs took {percent(search.contended)} of the processor: settings were compared by its time"
@@ -179,27 +175,17 @@ class Search:
     measured of it; ratios: of the rules' and the baseline's samples/s over the plan's; contended: the share of a CPU
     that other programs took, 0 if it was small."""
 
-    def __init__(
-        self,
-        task: Task,
-        pack: Pack,
-        plan: Plan,
-        device: torch.device,
-        fixed: Collection[str],
-        seconds: float | None,
-        clock: Clock | None,
-    ):
-        self.task, self.pack, self.device, self.fixed, self.given = task, pack, device, fixed, clock
-        self.plan, self.cpu = plan.replace(**EAGER), device.type == "cpu"
-        self.wall = clock or perf_counter
-        own, most = clock or (process_time if self.cpu else self.wall), seconds or MOST
-        self.clock, self.others, self.contended = Deadline(seconds or LEAST, most, own, self.wall), others_share(), 0.0
+    def __init__(self, task: Task, pack: Pack, plan: Plan, fixed: Collection[str], seconds: float | None):
+        self.task, self.pack, self.device, self.fixed = task, pack, devices.pick(), fixed
+        self.plan, self.cpu = plan.replace(**EAGER), self.device.type == "cpu"
+        self.clock = Deadline(seconds or LEAST, seconds or MOST, own_time if self.cpu else wall)
+        self.others, self.contended = others_share(), 0.0
         self.evidence: dict[str, str] = {}
         self.ratios: dict[str, float] = {}
         self.batches: BatchReport | None = None
         self.base, self.size = self.first_step()
         self.step_s = max(self.base.advance().seconds, 1e-9) * plan.batch_size / self.size
-        self.clock.extend(self.clock.seconds - self.clock.left())  # imports, first kernels, the growth of the batch
+        self.clock.grant(self.clock.seconds - self.clock.left(1.0))  # imports, first kernels, the growth of the batch
         if seconds is None:
             self.clock.seconds = min(max(SHARE * self.training(self.step_s), LEAST), MOST)
 
@@ -209,6 +195,11 @@ class Search:
 
     def until(self, name: str) -> Any:
         return self.clock.until(PHASES[name], name)
+
+    def by_wall(self) -> float:
+        """Return the wall's time, within the part of the search."""
+        self.clock()
+        return wall()
 
     # -- precision and layout
 
@@ -242,7 +233,7 @@ class Search:
         near = {change: costs[change] <= NEAR * least for change in faster}  # of equal ones that which changes least
         for change in sorted(faster, key=lambda each: (not near[each], near[each] * len(each), costs[each])):
             whys[change] = "is faster, but there was no time to see whether it learns the same"
-            with self.clock.until(PHASES["batch size"]):
+            with self.until("its losses"):
                 whys[change] = self.objection(dict(change))
             if not whys[change]:
                 self.plan = self.plan.replace(**dict(change))
@@ -264,7 +255,7 @@ class Search:
         steppers = dict[Change, Stepper]()
         for change in changes:
             plan = self.plan.replace(**dict(change))
-            made = self.attempt(partial(self.stepper, plan, self.size)) if change else self.base
+            made = attempt(partial(self.stepper, plan, self.size), FEW_STEPS) if change else self.base
             if isinstance(made, Stepper):
                 made.advance()
                 steppers[change], costs[change] = made, made.device_s()
@@ -287,16 +278,6 @@ class Search:
         for row in itertools.product(*values.values()):
             yield tuple((n, value) for n, value in zip(values, row, strict=True) if value != getattr(plan, n))
 
-    def attempt(self, make: Callable[[], Stepper]) -> Stepper | str:
-        """Return what trains, warm; or why it does not: bfloat16 lacks some operations, memory ends."""
-        try:
-            stepper, why = devices.within_memory(lambda: make().warm_up(3))
-        except (RuntimeError, NbtoolsError, OSError) as error:
-            return f"fails ({first_line(error)})"
-        if stepper is None:
-            return f"does not fit into memory ({why})"
-        return f"fails (the loss became {float(stepper.loss)})" if stepper.lost else stepper
-
     def objection(self, change: Mapping[str, Any]) -> str:
         """Return how loss and gradient of some batches differ with other arithmetic, at the same weights and with
         dropout off, beyond what is due to chance; "" if they do not."""
@@ -312,7 +293,7 @@ class Search:
             changed.state.model.load_state_dict(plain.state.model.state_dict())
             first, again, other = (self.gradient(each.state, batches) for each in (plain, plain, changed))
         except (RuntimeError, NbtoolsError) as error:
-            return f"fails ({first_line(error)})"
+            return f"fails ({str(error).partition(chr(10))[0]})"
         (control, alike), (far, cosine) = apart(first, again), apart(first, other)
         if not far <= max(SAME_LOSS, CONTROL * control):
             return f"is faster, but its loss differs by {percent(far, 1)}"
@@ -331,18 +312,15 @@ class Search:
 
     def gradient(self, state: TrainState, batches: Sequence[Raw]) -> tuple[float, Tensor]:
         """Return (mean loss, gradient) of batches, the same random numbers drawn each time."""
-        loss, whole = 0.0, torch.zeros(())
+        losses, parts, scaler = list[float](), list[Tensor](), state.scaler
         state.restore_rng()
         for raw in batches:
             self.clock()
             total, count = gradients(state, raw, len(raw["id"]))
-            scale = state.scaler.get_scale() if state.scaler is not None else 1.0
-            parts = [p.grad.double().flatten() / scale for p in state.parameters if p.grad is not None]
-            loss, whole = (
-                loss + float(total) / max(float(count), 1) / len(batches),
-                whole.to(parts[0]) + torch.cat(parts),
-            )
-        return loss, whole
+            losses.append(float(total) / max(float(count), 1))
+            parts.append(torch.cat([p.grad.double().flatten() for p in state.parameters if p.grad is not None]))
+            parts[-1] /= scaler.get_scale() if scaler is not None else 1.0
+        return sum(losses) / len(losses), torch.stack(parts).sum(0)
 
     # -- batch, graphs, compiler
 
@@ -351,8 +329,9 @@ class Search:
         One that the task suggests stands."""
         plan, late = self.plan.replace(threads=1) if self.cpu else self.plan, "there was no time to try others"
         with self.until("batch size"):
-            seconds = max(self.clock.left(PHASES["batch size"]), 0.1)
-            self.batches = find_batch(self.task, self.pack, plan, self.device, seconds, most, self.clock)
+            self.batches = find_batch(
+                self.task, self.pack, plan, max(self.clock.left(PHASES["batch size"]), 0.1), most, self.clock
+            )
         if (report := self.batches) is None:
             self.evidence["batch_size"] = late
             return {}
@@ -376,30 +355,36 @@ class Search:
         turns with the plan."""
         if self.device.type != "cuda":
             return {}
-        name, ratios, why = "", list[float](), "was not measured in time"
-        with self.until("graphs"):
-            run = Stepper(self.task, self.pack, self.plan, self.device, clock=self.clock).warm_up()
-            host, device = run.advance(steps=3).host_s, run.device_s()
-            if "graph" not in self.fixed and host > LAUNCHES * device:
-                name = "graph" * replays(self.plan, self.device, shapes(run.pack, self.plan))
-            elif "compile" not in self.fixed and device > host:
-                name = "compile" * compiles(run, self.training(device))
-            run.close()
-            del run
-            if name:
-                began, seconds = self.wall(), max(self.clock.left(PHASES["graphs"]), 2.0)
-                ratios, why = beside(self.task, self.pack, self.plan, {name: True}, self.device, seconds)
-                self.clock.extend(self.wall() - began)  # most of which is the start of a process
-        if not name:
+        left = self.clock.left(1.0)
+        run = Stepper(self.task, self.pack, self.plan, self.device).warm_up()
+        host, device, many = run.advance(steps=3).host_s, run.device_s(), shapes(run.pack, self.plan)
+        if "graph" not in self.fixed and host > LAUNCHES * device and replays(self.plan, self.device, many):
+            name = "graph"
+        elif "compile" not in self.fixed and device > host and compiles(run, self.training(device)):
+            name = "compile"
+        else:
             return {}
-        self.evidence[name] = f"{name} {why}"
-        if ratios:
-            spread = f"{min(ratios):.2f}–{max(ratios):.2f}, n = {len(ratios)}"
-            self.evidence[name] = f"{name} {median(ratios):.2f}× in turns ({spread})"
-            if median(ratios) >= FASTER and sorted(ratios)[len(ratios) // 4] > 1:
-                self.plan = self.plan.replace(**{name: True})
-                return {name: (True, "faster here, measured in turns")}
-        return {}
+        # Compiling and recording each shape take as long as they take; a capture that could end this process is tried
+        # in another one before (nbtools.train.graph).
+        changed = self.plan.replace(**{name: True})
+        other = attempt(lambda: Stepper(self.task, self.pack, changed, self.device))
+        if isinstance(other, Stepper):
+            other.advance(steps=4 * many)
+            other = other.state.graphs.off if other.state.graphs and other.state.graphs.off else other
+        if isinstance(other, str):
+            self.evidence[name] = f"{name} {other}"
+            return {}
+        for stepper in (run, other):
+            stepper.turns.clear()
+        in_turns([run, other], max(self.clock.left(PHASES["beside others"]) / 3, 1.0))
+        self.clock.grant(left - self.clock.left(1.0))
+        ratios = other.over(run)
+        spread = f"{min(ratios):.2f}–{max(ratios):.2f}, n = {len(ratios)}"
+        self.evidence[name] = f"{name} {median(ratios):.2f}× in turns ({spread})"
+        if median(ratios) < FASTER or sorted(ratios)[len(ratios) // 4] <= 1:
+            return {}
+        self.plan = changed
+        return {name: (True, "faster here, measured in turns")}
 
     # -- at last
 
@@ -412,14 +397,14 @@ class Search:
         """
         plans = {"plan": self.plan, "rules": rules, "baseline": baseline}
         plans = {name: plan for name, plan in plans.items() if name == "plan" or plan != self.plan}
-        if self.cpu and self.given is None and (others := self.others()) > BUSY:
+        if self.cpu and (others := self.others()) > BUSY:
             self.contended, plans = others, {"plan": self.plan.replace(threads=1)}
         steppers, best, profile = dict[str, Stepper](), "plan", None
-        with self.until("the plan beside others"):
-            seconds = self.clock.left(PHASES["the plan beside others"])
+        with self.until("beside others"):
+            seconds = self.clock.left(PHASES["beside others"])
             for name, plan in plans.items():
-                make = partial(Stepper, self.task, self.pack, self.part(plan, seconds), self.device)
-                made = self.attempt(partial(make, clock=self.clock.by_wall))
+                make = partial(Stepper, self.task, self.pack, self.part(plan, seconds), self.device, clock=self.by_wall)
+                made = make().warm_up(FEW_STEPS) if name == "plan" else attempt(make, FEW_STEPS)
                 steppers |= {name: made} if isinstance(made, Stepper) else {}
             in_turns([*steppers.values()], seconds / 2)
             ratios = {name: median(stepper.over(steppers["plan"])) for name, stepper in steppers.items()}
@@ -430,7 +415,7 @@ class Search:
                 self.evidence |= dict.fromkeys(self.plan.changes_from(rules), text)
                 self.plan = rules
             self.ratios = {name: ratio / ratios[best] for name, ratio in ratios.items() if name != "plan"}
-        with self.until("its profile"):
+        with self.until("profile"):
             profile = profile_of(steppers[best]) if best in steppers and steppers[best].turns else None
         for stepper in steppers.values():
             stepper.close()
@@ -452,7 +437,7 @@ class Search:
             more["epochs"] = epochs, f"about {LONG_S / 60:.0f} minutes at the measured speed, or the default"
             plan = by_rules(self.task, self.pack, {**chosen, **more}).plan
         recipe = "lr" in self.fixed or has_recipe(self.task, "lr")
-        trial = lr_trial(self.task, self.pack, plan, self.device, plan.epochs * epoch_s, recipe, self.given)
+        trial = lr_trial(self.task, self.pack, plan, plan.epochs * epoch_s, recipe)
         self.evidence["lr"] = trial.reason
         if trial.lr is not None:
             more["lr"] = trial.lr, trial.reason

@@ -11,13 +11,12 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 
 from nbtools.data import Pack
 from nbtools.errors import TrainError
 from nbtools.measure.machine import HEADROOM, held, peak, room
 from nbtools.measure.report import Report
-from nbtools.measure.timing import EAGER, Clock, Stepper, finish, typical, untouched
+from nbtools.measure.timing import EAGER, Clock, Stepper, finish, typical, untouched, wall
 from nbtools.show import percent, size
 from nbtools.train import Plan, TaskLike, readable, release
 from nbtools.train import device as devices
@@ -76,17 +75,16 @@ def find_batch(
     task: TaskLike,
     pack: Pack,
     plan: Plan,
-    device: torch.device | None = None,
     seconds: float = 20.0,
     most: int | None = None,
-    clock: Clock | None = None,
+    clock: Clock = wall,
 ) -> BatchReport:
     """Return the smallest batch within 5 % of the best throughput that fits, for this plan on this machine.
 
     most: the largest size to consider (never more than the train split). seconds: roughly what the search takes.
     Nothing outside changes. Raises TrainError if not even one sample fits, or the train split has fewer than two.
     """
-    device, pack = device or devices.pick(), readable(task, pack, plan)
+    device, pack = devices.pick(), readable(task, pack, plan)
     train = pack.splits["train"]
     cap, ended = train, f"the train split has {train:,} samples"
     if most is not None and most < train:

@@ -75,12 +75,7 @@ class LrTrial(Report):
 
 
 def lr_sweep(
-    task: TaskLike,
-    pack: Pack,
-    plan: Plan,
-    lrs: Sequence[float] | None = None,
-    device: torch.device | str | None = None,
-    seconds: float = 60.0,
+    task: TaskLike, pack: Pack, plan: Plan, lrs: Sequence[float] | None = None, seconds: float = 60.0
 ) -> LrTrial:
     """Try learning rates for about `seconds`, and say which one is the best: the plan's times 1/9, 1/3, 1, 3 and 9, and
     beyond the end at which the best one lies; or those given.
@@ -90,53 +85,48 @@ def lr_sweep(
     """
     if wrong := [lr for lr in lrs or () if not 0 < lr < math.inf]:
         raise TrainError(f"lr_sweep: every lr must be greater than 0 and finite, got {wrong[0]!r}")
-    where = torch.device(device) if device is not None else devices.pick()
     with work("trying learning rates", values=seconds):
-        step_s = timed(task, pack, plan.replace(**EAGER, ema=None), where, seconds=0.5).step_s
+        step_s = timed(task, pack, plan.replace(**EAGER, ema=None), seconds=0.5).step_s
         phase("values", seconds)
-        return compare_lrs(task, pack, plan, where, step_s, seconds, lrs=lrs)
+        return compare_lrs(task, pack, plan, step_s, seconds, lrs=lrs)
 
 
-def lr_trial(
-    task: TaskLike, pack: Pack, plan: Plan, device: torch.device, training_s: float, recipe: bool, clock: Clock | None
-) -> LrTrial:
+def lr_trial(task: TaskLike, pack: Pack, plan: Plan, training_s: float, recipe: bool) -> LrTrial:
     """Try lrs around the plan's own, in at most a tenth of the `training_s` seconds that its steps are expected to
     take, at least 15 s and at most 120."""
     seconds = min(max(LEAST_S, SHARE * training_s), MOST_S)
     planned = plan.epochs * batches_in(readable(task, pack, plan).splits["train"], plan.batch_size)
-    return compare_lrs(task, pack, plan, device, training_s / planned, seconds, recipe, clock)
+    return compare_lrs(task, pack, plan, training_s / planned, seconds, recipe)
 
 
 def compare_lrs(
     task: TaskLike,
     pack: Pack,
     plan: Plan,
-    device: torch.device,
     step_s: float,
     seconds: float,
     recipe: bool = False,
-    clock: Clock | None = None,
     lrs: Sequence[float] | None = None,
 ) -> LrTrial:
     """Return what the values gave within so many seconds; where these do not allow 100 steps for each value, there is
     no trial: lr is None, and the reason says so. recipe: whether the plan's lr is one that the task is known to need,
     which wins where others are no better. Nothing outside changes."""
-    pack, values = readable(task, pack, plan), len(lrs or FACTORS)
+    pack, values, device = readable(task, pack, plan), len(lrs or FACTORS), devices.pick()
     planned = plan.epochs * batches_in(pack.splits["train"], plan.batch_size)
     if int(seconds / (values * max(step_s, 1e-9))) < LEAST_STEPS:
         need = f"{values} values of {LEAST_STEPS} steps need {values * LEAST_STEPS * step_s:.0f} s"
         return LrTrial(plan.lr, None, f"no trial of other learning rates: {need}, and a trial may take {seconds:.0f} s")
     room = values if lrs else values + MORE
     steps = min(max(int(seconds / (room * step_s)), LEAST_STEPS), max(planned, LEAST_STEPS))
-    deadline, losses = Deadline(seconds, seconds, clock, clock), Losses()
-    with untouched(device), deadline.until():
+    clock, losses = Deadline(seconds), Losses()
+    with untouched(device), clock.until():
         feed, validation = open_feed(pack, plan, device), scored(pack, plan, steps)
         for lr in candidates(losses, plan.lr, lrs):
             made = plan.replace(**EAGER, ema=None, lr=lr, min_lr=min(plan.min_lr, lr))
-            stepper = Stepper(task, pack, made, device, feed, deadline, learning=True)
+            stepper = Stepper(task, pack, made, device, feed, clock, learning=True)
             losses[lr] = score(stepper, steps, validation)
             stepper.close()
-    took = seconds - deadline.left()
+    took = seconds - clock.left(1.0)
     if len(losses) < min(LEAST_VALUES, values):
         reason = f"no trial of other learning rates: in {took:.0f} s {plural(len(losses), 'value')} ended"
         return LrTrial(plan.lr, None, f"{reason}, as the machine is busy", seconds=took)

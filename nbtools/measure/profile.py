@@ -19,17 +19,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nbtools.data import Pack, Padding, choose, gather, in_order, lengths_of, on
-from nbtools.errors import NbtoolsError
 from nbtools.measure.machine import held, peak, size_of
 from nbtools.measure.report import Report
 from nbtools.measure.timing import (
-    Clock,
     Stepper,
     Timing,
+    attempt,
     busy,
     epoch_batches,
     finish,
-    first_line,
     in_turns,
     trace,
     typical,
@@ -74,7 +72,7 @@ class Trial:
 
     def __str__(self) -> str:
         spread = f"{self.ratio:.2f}× ({self.least:.2f}–{self.most:.2f}, n = {self.rounds})"
-        return f"{self.name} fails ({self.failed})" if self.failed else f"{self.name} {spread}"
+        return f"{self.name} {self.failed or spread}"
 
 
 @dataclass(frozen=True)
@@ -129,13 +127,7 @@ class StepProfile(Report):
 
 
 def step_profile(
-    task: TaskLike,
-    pack: Pack,
-    plan: Plan,
-    device: torch.device | None = None,
-    seconds: float | None = None,
-    fixed: Collection[str] = (),
-    clock: Clock | None = None,
+    task: TaskLike, pack: Pack, plan: Plan, seconds: float | None = None, fixed: Collection[str] = ()
 ) -> StepProfile:
     """Measure a plan, and what changes of it give, for about twice `seconds` (SECONDS) after warming up; compiling,
     which is tried where training will last long enough, takes a minute or two more.
@@ -143,9 +135,9 @@ def step_profile(
     fixed: settings that may not change (a run that has started keeps some). Nothing outside changes. Raises TrainError
     if training could not start.
     """
-    device, seconds = device or devices.pick(), seconds or SECONDS
+    device, seconds = devices.pick(), seconds or SECONDS
     with untouched(device):
-        run = Stepper(task, pack, plan, device, clock=clock).warm_up()
+        run = Stepper(task, pack, plan, device).warm_up()
         in_turns([run], seconds)
         profile = profile_of(run)
         changes = [change for change in worth_trying(run, profile) if not set(change) & set(fixed)]
@@ -154,7 +146,7 @@ def step_profile(
             if (left := over - run.clock()) > 0:
                 trials.append(try_change(run, change, left / (len(changes) - number)))
         run.close()
-    return replace(profile, trials=tuple(filter(None, trials)))
+    return replace(profile, trials=tuple(trials))
 
 
 def profile_of(run: Stepper) -> StepProfile:
@@ -214,23 +206,16 @@ def compiles(run: Stepper, training_s: float) -> bool:
     return training_s >= COMPILE_PAYS and not any(isinstance(x, nn.RNNBase) for x in run.state.model.modules())
 
 
-def try_change(run: Stepper, change: dict[str, Any], seconds: float) -> Trial | None:
-    """Train a change in turns with the plan; None if memory ran out."""
+def try_change(run: Stepper, change: dict[str, Any], seconds: float) -> Trial:
+    """Train a change in turns with the plan."""
     plan, feed = run.plan.turn(**change), None if "feed" in change else run.feed
+    other = attempt(lambda: Stepper(run.task, run.pack, plan, run.device, feed, halves=False))
+    if isinstance(other, str):
+        return Trial(change, failed=other)
     run.turns.clear()
-    try:
-        other, _ = devices.within_memory(
-            lambda: Stepper(run.task, run.pack, plan, run.device, feed, run.clock, halves=False).warm_up()
-        )
-        if other is None:
-            return None
-        in_turns([run, other], seconds)
-        ratios = other.over(run)
-        other.close()
-    except (NbtoolsError, RuntimeError) as error:  # bfloat16 lacks some operations, there is no compiler
-        return Trial(change, failed=first_line(error))
-    if other.lost:
-        return Trial(change, failed="the loss is no number")
+    in_turns([run, other], seconds)
+    ratios = other.over(run)
+    other.close()
     return Trial(change, median(ratios), min(ratios), max(ratios), len(ratios))
 
 

@@ -15,7 +15,7 @@ from nbtools.data import Pack, Resident, choose, cores, phase
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.measure.machine import machine, peak
 from nbtools.measure.report import Report
-from nbtools.measure.timing import Clock, Stepper, Timing, first_line, untouched
+from nbtools.measure.timing import Stepper, Timing, attempt, untouched
 from nbtools.show import duration, percent, plural, size
 from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
@@ -122,9 +122,7 @@ def receipt(
     task: TaskLike,
     pack: Pack,
     plan: Plan,
-    device: torch.device | None = None,
     seconds: float | None = None,
-    clock: Clock | None = None,
     most: float | None = None,
     cold_start: float | None = None,
 ) -> Receipt:
@@ -133,22 +131,17 @@ def receipt(
     seconds: of a turn, were there only two (SECONDS); more rungs have shorter ones. most: seconds of all; rungs that
     would take longer are left out, and it is said. Raises TrainError where the two ends alone would.
     """
-    device, pack, seconds = device or devices.pick(), readable(task, pack, plan), seconds or SECONDS
-    baseline, notes = comparable(as_task(task).BASELINE, plan, pack, device)
-    plans, guide = ladder(baseline, plan, pack, device), None
-    with untouched(device):
-        course = Course(task, pack, device, clock)
-        try:
-            notes += course.enter_ends(plans, seconds, most)
-            name = next(iter(as_task(task).PRESETS), None)
-            if name is not None:
-                made, why = preset(task, pack, name, **own_values(plan))
-                notes += [f"The {GUIDE} settings here: {why}"] if made and why else []
-                notes += course.enter_guide(made, why, most or MOST * seconds)
-            course.take_turns(seconds)
-        finally:
-            for stepper in course.steppers.values():
-                stepper.close()
+    pack, seconds, guide = readable(task, pack, plan), seconds or SECONDS, None
+    baseline, notes = comparable(as_task(task).BASELINE, plan, pack)
+    plans = ladder(baseline, plan, pack)
+    with untouched(devices.pick()):
+        course = Course(task, pack)
+        notes += course.enter_ladder(plans, seconds, most)
+        if presets := as_task(task).PRESETS:
+            notes += course.enter_guide(
+                *preset(task, pack, next(iter(presets)), **own_values(plan)), most or MOST * seconds
+            )
+        course.take_turns(seconds)
         rungs, peaks = course.rungs([*plans]), course.peaks
         if GUIDE in course.steppers:
             guide = course.rung(GUIDE, rungs[0])
@@ -159,76 +152,44 @@ def receipt(
     return Receipt(tuple(rungs), guide, peaks, machine(), tuple(notes), samples, cold_start)
 
 
-def comparable(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> tuple[Plan, list[str]]:
-    """Return the baseline's settings as they fit here, with the run's own network and loss: a smaller network is no
-    speed-up."""
-    notes = ["Both train the same network"]
-    if pack.raw is None:
-        notes.append("The source files are gone: both read the pack, so the data pipeline was not measured")
-    return fitting(baseline.replace(**own_values(plan)), pack, device)[0], notes
-
-
-def own_values(plan: Plan) -> dict[str, Any]:
-    """Return the settings that the task added."""
-    return {name: value for name, value in plan.to_dict().items() if name not in Plan.__dataclass_fields__}
-
-
-def ladder(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> dict[str, Plan]:
-    """Return name → plan from the baseline to the run, only those in which something differs that costs or saves time.
-
-    A rung is the run's plan with the groups above it still as in the baseline, so each is a plan that can train.
-    """
-    before, now = costs(baseline, pack, device), costs(plan, pack, device)
-    differing = {name for name in {**before, **now} if before.get(name) != now.get(name)}
-    grouped = {setting for settings in GROUPS.values() for setting in settings}
-    groups = [*GROUPS.items(), (OTHERS, tuple(name for name in now if name not in grouped))]
-    groups = [(name, settings) for name, settings in groups if differing & set(settings)]
-    plans = {"baseline": baseline}
-    for number, (name, _) in enumerate(groups):
-        above = [setting for _, settings in groups[number + 1 :] for setting in settings]
-        plans[name] = plan.replace(**{setting: getattr(baseline, setting) for setting in above})
-    return plans if groups else {**plans, ALL: plan}
-
-
-def costs(plan: Plan, pack: Pack, device: torch.device) -> dict[str, Any]:
-    """Return the settings that make a step faster or slower, with the feed chosen; workers and prefetch only where that
-    has them."""
-    name, _ = choose(pack, plan, device)
-    unused = {"resident": ("workers", "prefetch"), "streamed": ("workers",)}.get(name, ())
-    return {k: v for k, v in {**plan.to_dict(), "feed": name}.items() if k not in (*SILENT, *unused)}
-
-
 class Course:
-    """Plans in training side by side, by name, each with a turn a round. peaks: MiB of GPU memory at most; step_s:
-    seconds of a step, once warm."""
+    """Plans in training side by side, by name, each with a turn a round. step_s: seconds of a step, once warm; peaks:
+    MiB of GPU memory at most."""
 
-    def __init__(self, task: TaskLike, pack: Pack, device: torch.device, clock: Clock | None = None):
-        self.task, self.pack, self.device, self.clock = task, pack, device, clock
+    def __init__(self, task: TaskLike, pack: Pack):
+        self.task, self.pack, self.device = task, pack, devices.pick()
         self.shared: Resident | None = None  # the pack in memory, for all that read it there
         self.steppers: dict[str, Stepper] = {}
         self.step_s: dict[str, float] = {}
         self.peaks: dict[str, float] = {}
 
-    def enter(self, name: str, plan: Plan) -> None:
+    def enter(self, name: str, plan: Plan) -> str:
+        """Warm a plan up; return why it does not train."""
         feed = None
         if choose(self.pack, plan, self.device)[0] == "resident":
             self.shared = self.shared or Resident(self.pack, self.device)
             feed = self.shared.padded(plan)
 
         def warm() -> None:
-            self.steppers[name] = Stepper(self.task, self.pack, plan, self.device, feed, self.clock).warm_up()
-            self.step_s[name] = self.steppers[name].advance().seconds
-            self.steppers[name].turns.clear()
+            made = attempt(lambda: Stepper(self.task, self.pack, plan, self.device, feed))
+            if isinstance(made, Stepper):
+                self.steppers[name], self.step_s[name] = made, made.advance().seconds
+                made.turns.clear()
+            else:
+                whys.append(made)
 
+        whys = list[str]()
         taken = peak(self.device, warm)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not whys:
             self.peaks[name] = (taken + (self.pack.bytes if feed else 0)) / 2**20
+        return "".join(whys)
 
-    def enter_ends(self, plans: Mapping[str, Plan], seconds: float, most: float | None) -> list[str]:
+    def enter_ladder(self, plans: Mapping[str, Plan], seconds: float, most: float | None) -> list[str]:
         """Enter the first and the last plan, and those between them where there is time and memory; return why not."""
         names = [*plans]
         for name in (names[0], names[-1]):
-            self.enter(name, plans[name])
+            if why := self.enter(name, plans[name]):
+                raise TrainError(f"{name} {why}")
 
         def needed(count: int) -> float:  # at least a step each
             return ROUNDS * max(2 * seconds, count * max(self.step_s.values()))
@@ -241,27 +202,26 @@ class Course:
             why = f"A step takes {max(self.step_s.values()):.1f} s"
         elif self.peaks and len(names) * max(self.peaks.values()) * 2**20 > SHARE * torch.cuda.mem_get_info()[0]:
             why = "GPU memory has no room for more models"
-        for name in () if why else names[1:-1]:
-            self.enter(name, plans[name])
-        return [f"{why}: only the first and last rows were measured"] if why else []
+        if why:
+            return [f"{why}: only the first and last rows were measured"]
+        whys = [(name, self.enter(name, plans[name])) for name in names[1:-1]]
+        return [f"{name} {why}" for name, why in whys if why]
 
     def enter_guide(self, plan: Plan | None, why: str, most: float) -> list[str]:
-        """Enter the guide's settings, unless their large batches would take too long; return why not. The receipt is
-        complete without them."""
-        if plan is not None:
-            likely = ROUNDS * plan.batch_size * self.step_s["baseline"] / self.steppers["baseline"].plan.batch_size
-            if likely > 2 * most:
-                return [f"The {GUIDE} settings were not measured: their turns would take about {duration(likely)}"]
-            try:
-                self.enter(GUIDE, plan)
-            except (NbtoolsError, RuntimeError, MemoryError, OSError) as error:
-                self.steppers.pop(GUIDE, None)
-                why = first_line(error)
-        if GUIDE not in self.steppers:
+        """Enter the guide's settings, unless their large batches would take too long; return what is to say of them.
+        The receipt is complete without them."""
+        if plan is None:
             return [f"The {GUIDE} settings cannot train here: {why.rstrip('.')}"]
+        notes = [f"The {GUIDE} settings here: {why}"] if why else []
+        likely = ROUNDS * plan.batch_size * self.step_s["baseline"] / self.steppers["baseline"].plan.batch_size
+        if likely > 2 * most:
+            return [*notes, f"The {GUIDE} settings were not measured: their turns would take about {duration(likely)}"]
+        if why := self.enter(GUIDE, plan):
+            return [*notes, f"The {GUIDE} settings: it {why}"]
         micro = self.steppers[GUIDE].state.recovery.micro
-        halved = plan is not None and micro != plan.micro_batch_size
-        return [f"Memory ran out with the {GUIDE} settings: measured in passes of {micro} samples"] if halved else []
+        if micro != plan.micro_batch_size:
+            notes.append(f"Memory ran out with the {GUIDE} settings: measured in passes of {micro} samples")
+        return notes
 
     def take_turns(self, seconds: float) -> None:
         each = 2 * seconds / len(self.steppers)
@@ -269,48 +229,90 @@ class Course:
         for _ in range(ROUNDS):
             for stepper in self.steppers.values():
                 stepper.turn(each)
+        for stepper in self.steppers.values():
+            stepper.close()
 
     def rungs(self, names: Sequence[str]) -> list[Rung]:
         """Return the rungs that were measured, from the baseline up."""
-        rungs, measured = list[Rung](), [name for name in names if name in self.steppers]
-        for name in measured:
-            rungs.append(self.rung(name, rungs[-1] if rungs else None))
-        if len(rungs) == 2:
-            rungs[1] = replace(rungs[1], name=ALL)
-        return rungs
+        rungs = list[Rung]()
+        for name in names:
+            if name in self.steppers:
+                rungs.append(self.rung(name, rungs[-1] if rungs else None))
+        return [rungs[0], replace(rungs[1], name=ALL)] if len(rungs) == 2 else rungs
 
     def rung(self, name: str, below: Rung | None) -> Rung:
-        stepper = self.steppers[name]
-        ratios, now = stepper.over(self.steppers["baseline"]), costs(stepper.plan, self.pack, self.device)
-        before = below and costs(type(stepper.plan).from_dict(below.timing.plan), self.pack, self.device)
-        changed = [setting for setting, value in now.items() if before and value != before.get(setting)]
-        changes = {setting: f"{shown((before or {}).get(setting))} → {shown(now[setting])}" for setting in changed}
+        stepper, before = self.steppers[name], dict[str, Any]()
+        ratios, now = stepper.over(self.steppers["baseline"]), costs(stepper.plan, self.pack)
+        if below is not None:
+            before = costs(type(stepper.plan).from_dict(below.timing.plan), self.pack)
+        changes = {n: f"{shown(before.get(n))} → {shown(now[n])}" for n in now if before and now[n] != before.get(n)}
         factor = median(ratios) / (below.total if below else 1.0)
         return Rung(name, changes, stepper.timing(), factor, median(ratios), min(ratios), max(ratios))
+
+
+# -- the plans
+
+
+def comparable(baseline: Plan, plan: Plan, pack: Pack) -> tuple[Plan, list[str]]:
+    """Return the baseline's settings as they fit here, with the run's own network and loss: a smaller network is no
+    speed-up."""
+    notes = ["Both train the same network"]
+    if pack.raw is None:
+        notes.append("The source files are gone: both read the pack, so the data pipeline was not measured")
+    return fitting(baseline.replace(**own_values(plan)), pack)[0], notes
+
+
+def own_values(plan: Plan) -> dict[str, Any]:
+    """Return the settings that the task added."""
+    return {name: value for name, value in plan.to_dict().items() if name not in Plan.__dataclass_fields__}
+
+
+def ladder(baseline: Plan, plan: Plan, pack: Pack) -> dict[str, Plan]:
+    """Return name → plan from the baseline to the run, only those in which something differs that costs or saves time.
+
+    A rung is the run's plan with the groups above it still as in the baseline, so each is a plan that can train.
+    """
+    before, now = costs(baseline, pack), costs(plan, pack)
+    differing = {name for name in {**before, **now} if before.get(name) != now.get(name)}
+    grouped = {setting for settings in GROUPS.values() for setting in settings}
+    groups = [*GROUPS.items(), (OTHERS, tuple(name for name in now if name not in grouped))]
+    groups = [(name, settings) for name, settings in groups if differing & set(settings)]
+    plans = {"baseline": baseline}
+    for number, (name, _) in enumerate(groups):
+        above = [setting for _, settings in groups[number + 1 :] for setting in settings]
+        plans[name] = plan.replace(**{setting: getattr(baseline, setting) for setting in above})
+    return plans if groups else {**plans, ALL: plan}
+
+
+def costs(plan: Plan, pack: Pack) -> dict[str, Any]:
+    """Return the settings that make a step faster or slower, with the feed chosen; workers and prefetch only where that
+    has them."""
+    name, _ = choose(pack, plan, devices.pick())
+    unused = {"resident": ("workers", "prefetch"), "streamed": ("workers",)}.get(name, ())
+    return {k: v for k, v in {**plan.to_dict(), "feed": name}.items() if k not in (*SILENT, *unused)}
 
 
 def preset(task: TaskLike, pack: Pack, name: str, /, **own: Any) -> tuple[Plan | None, str]:
     """Return (plan, what differs from the task's own and why), or (None, why) if it cannot train on this machine or
     data. own: settings in place of the preset's."""
-    made, device = as_task(task).PRESETS[name], devices.pick()
+    made = as_task(task).PRESETS[name]
     try:
         plan = (made if isinstance(made, Plan) else made(pack.card)).replace(**own)
-        pack = readable(task, pack, plan)
-        fitted, changes = fitting(plan, pack, device)
-        devices.require(fitted, device)
+        fitted, changes = fitting(plan, readable(task, pack, plan))
+        devices.require(fitted, devices.pick())
     except NbtoolsError as error:
         return None, error.args[0]
     moved = fitted.changes_from(plan).items()
     return fitted, "; ".join(f"{n} {change}{f' ({changes[n][1]})' if n in changes else ''}" for n, change in moved)
 
 
-def fitting(plan: Plan, pack: Pack, device: torch.device) -> tuple[Plan, dict[str, tuple[Any, str]]]:
+def fitting(plan: Plan, pack: Pack) -> tuple[Plan, dict[str, tuple[Any, str]]]:
     """Return (the plan as it fits here, setting → (value, why)): what has to differ. fp16 becomes float32 without a
     GPU, as torch's own autocast for CUDA does there."""
     changes: dict[str, tuple[Any, str]] = {}
     if plan.batch_size > (train := pack.splits["train"]):
         changes["batch_size"] = train, "the whole train split"
-    if plan.amp == "fp16" and device.type not in devices.FP16_DEVICES:
+    if plan.amp == "fp16" and devices.pick().type not in devices.FP16_DEVICES:
         changes["amp"] = "off", "fp16 needs a GPU"
     if plan.feed == "workers" and pack.raw is None:
         changes["feed"] = "auto", "the source files are gone"

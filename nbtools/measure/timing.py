@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, Self
 
 import numpy as np
@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from nbtools.data import Feed, Pack, Padding, Raw, batches_left, lengths_of, open_feed, phase, tick
+from nbtools.errors import NbtoolsError
 from nbtools.train import Plan, Task, TaskLike, TrainState, bound, clock, readable, require_sizes, train_step
 from nbtools.train import device as devices
 
-Clock = Callable[[], float]  # seconds since some moment; tests give one that they move by hand
+Clock = Callable[[], float]  # seconds since some moment
 
 STILL = {"schedule": "constant", "warmup_epochs": 0.0, "lr": 1e-12, "min_lr": 0.0}
 """The same work per step, and no progress: a full lr without its warmup may lose the loss."""
@@ -71,6 +72,15 @@ class Timing:
         return self.plan["batch_size"] / self.samples_per_s
 
 
+def wall() -> float:
+    return perf_counter()
+
+
+def own_time() -> float:
+    """Return the seconds that this process has computed for, on all cores together."""
+    return process_time()
+
+
 class Late(Exception):
     """The time of a measurement is over."""
 
@@ -79,33 +89,26 @@ class Deadline:
     """A clock that ends what takes too long: within `until`, the first reading after the end raises Late, and every
     step reads it. seconds: by `clock`, in all; most: by the wall, whatever else the machine does."""
 
-    def __init__(self, seconds: float, most: float, clock: Clock | None = None, wall: Clock | None = None):
-        self.seconds, self.most, self.wall = seconds, most, wall or perf_counter
-        self.clock = clock or self.wall
-        self.start, self.drawn, self.share = (self.clock(), self.wall()), 0.0, math.inf
+    def __init__(self, seconds: float, most: float = math.inf, clock: Clock = wall):
+        self.seconds, self.most, self.clock = seconds, most, clock
+        self.start, self.drawn, self.share = (clock(), wall()), 0.0, math.inf
 
     def __call__(self) -> float:
-        return self.read(self.clock)
-
-    def by_wall(self) -> float:
-        return self.read(self.wall)
-
-    def read(self, clock: Clock) -> float:
-        if (now := self.wall()) - self.drawn > REDRAWN:
+        if (now := wall()) - self.drawn > REDRAWN:
             self.drawn = now
             tick()
         if self.left(self.share) < 0:
             raise Late
-        return clock()
+        return self.clock()
 
-    def left(self, share: float = 1.0) -> float:
+    def left(self, share: float) -> float:
         """Return the seconds until this share of the time is used. What other programs take does not count, but for
         `most`."""
-        own, wall = self.clock() - self.start[0], self.wall() - self.start[1]
-        return min(share * self.seconds - min(own, wall), share * self.most - wall)
+        own, passed = self.clock() - self.start[0], wall() - self.start[1]
+        return min(share * self.seconds - min(own, passed), share * self.most - passed)
 
-    def extend(self, seconds: float) -> None:
-        """Grant what something else has taken."""
+    def grant(self, seconds: float) -> None:
+        """Leave out what something took that is not of this time."""
         self.start = self.start[0] + seconds, self.start[1] + seconds
 
     @contextmanager
@@ -150,14 +153,14 @@ class Stepper:
         plan: Plan,
         device: torch.device,
         feed: Feed | None = None,
-        clock: Clock | None = None,
+        clock: Clock = wall,
         learning: bool = False,
         halves: bool = True,
     ):
         pack = readable(task, pack, plan)
         require_sizes(pack, plan)
         self.task, self.pack, self.plan, self.device = bound(task, pack.card), pack, plan, device
-        self.clock, self.halves = clock or perf_counter, halves
+        self.clock, self.halves = clock, halves
         self.state = TrainState(apart(self.task), pack, plan if learning else plan.replace(**STILL), device)
         devices.prepare(plan, device)
         self.feed = feed or open_feed(pack, plan, device)
@@ -260,22 +263,27 @@ class Stepper:
             self.batches.close()
 
 
-def timed(
-    task: TaskLike,
-    pack: Pack,
-    plan: Plan,
-    device: torch.device | None = None,
-    seconds: float = 2.0,
-    clock: Clock | None = None,
-) -> Timing:
+def timed(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 2.0) -> Timing:
     """Return how a plan trains here, measured for about `seconds` after warming up. Raises TrainError if training could
     not start."""
-    device = device or devices.pick()
+    device = devices.pick()
     with untouched(device):
-        stepper = Stepper(task, pack, plan, device, clock=clock).warm_up()
+        stepper = Stepper(task, pack, plan, device).warm_up()
         in_turns([stepper], seconds)
         stepper.close()
         return stepper.timing()
+
+
+def attempt(make: Callable[[], Stepper], steps: int = MOST_WARMING) -> Stepper | str:
+    """Return what trains, warm; or why it does not: bfloat16 lacks some operations, memory ends, there is no
+    compiler."""
+    try:
+        stepper, why = devices.within_memory(lambda: make().warm_up(steps))
+    except (RuntimeError, NbtoolsError, OSError) as error:
+        return f"fails ({(str(error).splitlines() or [type(error).__name__])[0].split('. ')[0].rstrip('.')})"
+    if stepper is None:
+        return f"does not fit into memory ({why})"
+    return f"fails (the loss became {float(stepper.loss)})" if stepper.lost else stepper
 
 
 def in_turns(steppers: Sequence[Stepper], seconds: float) -> None:
@@ -344,11 +352,6 @@ def typical(pack: Pack, plan: Plan, number: int = 1) -> list[tuple[np.ndarray, f
     like = [(length, ids) for length, ids in padded if len(ids) == len(whole[0])]
     like.sort(key=lambda each: abs(each[0] - mean))
     return [(ids, len(ids) * length / mean) for length, ids in like[:number]]
-
-
-def first_line(error: Exception) -> str:
-    """Return what an error says first."""
-    return (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0].rstrip(".")
 
 
 def finish(device: torch.device) -> None:

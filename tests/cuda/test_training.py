@@ -167,7 +167,7 @@ def test_memory_is_predicted_and_given_back(name, packs, gpu):
     case, pack = CASES[name], packs(name, 240)
     with untouched(gpu):
         before = torch.cuda.memory_allocated(gpu)
-    rows = find_batch(case.task, pack, case.plan, gpu, seconds=3).rows
+    rows = find_batch(case.task, pack, case.plan, seconds=3).rows
     sizes = [(row.batch_size, row.memory) for row in rows if row.memory]
     (low, first), (middle, second), (high, third) = *sizes[:2], sizes[-1]
     predicted = first + (second - first) * (high - low) / (middle - low)
@@ -219,7 +219,7 @@ def test_many_tiny_layers_are_launch_bound(pack, gpu):
         return Deep(*(layer for _ in range(40) for layer in (nn.Linear(8, 8), nn.ReLU())), nn.Linear(8, 4))
 
     plan = toy.PLAN.replace(epochs=4, batch_size=8)
-    profile = step_profile(toy.with_(model=deep), pack, plan, gpu, seconds=1.0)
+    profile = step_profile(toy.with_(model=deep), pack, plan, seconds=1.0)
     assert verdict(profile).bound == "launch"
 
 

@@ -27,7 +27,10 @@ CPU = Machine("cpu", "CPU", cores=2)
 
 
 def advised(task: Any, pack: nb.Pack) -> nb.Advice:
-    return nb.advise(task, pack, seconds=2.0, clock=process_time)
+    """By CPU time: other programs on the machine leave no value out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nbtools.measure.timing.perf_counter", process_time)
+        return nb.advise(task, pack, seconds=2.0)
 
 
 def compared(name: str, pack: nb.Pack, seed: int) -> tuple[float, dict[float, float], nb.Plan]:
@@ -180,8 +183,7 @@ def bowl(curvature: float, lr: float) -> Any:
 
 
 def trial_of(task: Any, pack: nb.Pack) -> Any:
-    """The trial by CPU time: other programs on the machine leave no value out."""
-    trial = nb.advise(task, pack, seconds=0.5, clock=process_time).lr_trial
+    trial = advised(task, pack).lr_trial
     assert trial is not None
     return trial
 
@@ -242,21 +244,23 @@ def test_values_train_on_the_same_batches_from_the_same_weights_under_the_whole_
         peak = int(np.argmax(lrs))
         assert peak == pytest.approx(0.1 * len(lrs), abs=1.5)
         assert lrs == [*sorted(lrs[:peak]), *sorted(lrs[peak:], reverse=True)]
-        assert lrs[-1] < 0.01
+        assert lrs[-1] < 0.03
+
+
+def simulated_trial(job: simulated.Job, folder: Any) -> Any:
+    with job.times():
+        trial = nb.advise(job, toy.make_pack(folder, count=600), seconds=1.0).lr_trial
+    assert trial is not None
+    return trial
 
 
 def test_a_trial_takes_its_share_of_the_time_and_none_begins_where_it_would_not_suffice(tmp_path):
     """Steps of 10 ms: at most 15 s for a run of seconds. Steps of half a second: none, and it is said."""
     quick, slow = simulated.Job(fixed=0.01), simulated.Job(fixed=0.5)
-    trial, none = (
-        nb.advise(job, toy.make_pack(tmp_path / f"{job.fixed}", count=600), seconds=1.0, clock=job.clock).lr_trial
-        for job in (quick, slow)
-    )
-    assert trial is not None
+    trial, none = (simulated_trial(job, tmp_path / f"{job.fixed}") for job in (quick, slow))
     assert trial.lr is not None
     assert trial.seconds <= 16
     assert trial.steps >= 100
-    assert none is not None
     assert none.lr is None
     assert "5 values of 100 steps need" in none.reason
 
@@ -270,12 +274,10 @@ def test_a_machine_that_becomes_busy_ends_a_trial_in_time_and_without_a_choice(t
             self.fixed = 0.01 if plan.lr < 1e-9 else 1.0
             return super().loss(model, batch, plan)
 
-    job = Slowed()
-    advice = nb.advise(job, toy.make_pack(tmp_path, count=600), seconds=1.0, clock=job.clock)
-    assert advice.lr_trial is not None
-    assert advice.lr_trial.lr is None
-    assert advice.lr_trial.seconds <= 16
-    assert "as the machine is busy" in advice.evidence["lr"]
+    trial = simulated_trial(Slowed(), tmp_path)
+    assert trial.lr is None
+    assert trial.seconds <= 16
+    assert "as the machine is busy" in trial.reason
 
 
 def test_the_trial_is_kept_with_the_advice_shown_as_a_table_and_changes_nothing_outside(pack, monkeypatch):
