@@ -24,6 +24,7 @@ from nbtools.data.build import Entry, Problem, Survey, why
 from nbtools.data.forms import (
     FIX,
     TARGET,
+    TARGETS,
     Form,
     bare,
     blocks_of,
@@ -39,12 +40,12 @@ from nbtools.data.forms import (
     plain_values,
 )
 from nbtools.data.pack import FORMAT, Pack, Sample
-from nbtools.data.tables import TARGETS, Part
 from nbtools.errors import NbtoolsError, PackError
 
 VERSION = 6  # of what a card keeps of them; packs of another are made anew
 SEEN = 64  # items looked at
 KNOWN = (list, np.ndarray, torch.Tensor, TensorDataset)  # in memory: all that they hold identifies a pack
+Part = tuple[str | None, Any, list[str]]  # split, items, their names
 POINTS = {2: "points", 4: "boxes"}  # by the length of a column's last axis
 KINDS = {"class": "classes", "labels": "labels"}  # of the target's form → of the pack, else values
 ROLES = ("target", "inputs", "image", "sep", "size", "resize", "points")
@@ -113,9 +114,9 @@ class Items(Dataset):
         self.listed = all(isinstance(part, list) for _, part, _ in parts)
         self.text = function_name(options.text) if options.text else ""
         self.marked = [options.points] if isinstance(options.points, str) else [*(options.points or ())]
-        self.marked = [TARGET if name == "target" else name for name in self.marked]
         first = self.first()
         self.target = target_of(first, *options.key)
+        self.marked = [TARGET if name in ("target", options.target, self.target) else name for name in self.marked]
         self.classes = [classes_of(part, self.target) for _, part, _ in parts]
         with suppress(PackError):
             first = named(first, self.target, options.key[1])
