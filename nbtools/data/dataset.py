@@ -28,7 +28,7 @@ TASK = "dataset"
 def pack(
     data: Any = None,
     *,
-    inputs: Sequence[Any] | None = None,
+    inputs: Any = None,
     target: Any = None,
     image: str | None = None,
     root: str | Path | None = None,
@@ -56,11 +56,12 @@ def pack(
     DataFrame, a CSV file, or images by class, `class/*.png` or `train/class/*.png`, in anything that `stage` takes.
     target, inputs: keys or columns; by default y, label, labels or target, of (x, y) y, and all others. image: the
     column of file names in root, or beside the CSV. text: a function of a text, kept by its name. sep: divides a text
-    into several labels; these, or lists of names, or columns of 0 and 1, become y (K,). classes: all, in order; by
-    default those that occur; False: whole numbers are values. val, test: data, shares, or numbers of samples; test=1.0:
-    all. groups: what stays in one split: a column, a value an item, or a function of its name. folds: return so many.
+    into several labels, an empty one into none; these, or lists of names, or columns of 0 and 1, become y (K,).
+    classes: all, in order; by default those that occur; False: whole numbers are values. val, test: data, shares, or
+    numbers of samples; test=1.0: all. groups: what stays in one split: a column, a value an item, or a function of its
+    name. folds: return so many.
     size: (H, W) of PIL images, masks as targets (by nearest ids) and points. resize: crop (the default for classes),
-    pad, squash. points: columns, "target" for y, of (…, 2) x, y or (…, 4) x1, y1, x2, y2 in pixels. mean, std: per
+    pad, squash. points: columns, also the target's, of (…, 2) x, y or (…, 4) x1, y1, x2, y2 in pixels. mean, std: per
     channel of images in 0…1; by default those of the training split, with store=False of 64 items: then no copy is
     made, and each epoch reads the Dataset. into: a folder for the pack; by default in the cache, named by options and
     data, of other Datasets by 64 items.
@@ -68,6 +69,7 @@ def pack(
     """
     if isinstance(data, str | Path) and not is_table(data) and is_pack(folder := stage(data, progress=progress)):
         return of_task(Pack.open(folder), TASK)
+    inputs = [inputs] if isinstance(inputs, str | int) else inputs
     given = {"target": target, "inputs": inputs, "image": image, "sep": sep, "classes": classes, "resize": resize}
     given |= {"mean": mean, "std": std, "points": points, "text": text, "store": store}
     options = SimpleNamespace(**given, size=size_of(size, resize), key=(target, inputs), columns=None, source="")

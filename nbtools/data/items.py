@@ -114,9 +114,9 @@ class Items(Dataset):
         self.listed = all(isinstance(part, list) for _, part, _ in parts)
         self.text = function_name(options.text) if options.text else ""
         self.marked = [options.points] if isinstance(options.points, str) else [*(options.points or ())]
-        self.marked = [TARGET if name == "target" else name for name in self.marked]
         first = self.first()
         self.target = target_of(first, *options.key)
+        self.marked = [TARGET if name in ("target", options.target, self.target) else name for name in self.marked]
         self.classes = [classes_of(part, self.target) for _, part, _ in parts]
         with suppress(PackError):
             first = named(first, self.target, options.key[1])
@@ -149,6 +149,8 @@ class Items(Dataset):
             images = {name: upright(value) for name, value in parts.items() if is_image(value)}
             values = {name: plain(name, value, self.resize, self.text) for name, value in (parts | images).items()}
             for name in self.marked if images else ():
+                if name not in values:
+                    continue  # `points_on` says so
                 image = next(iter(images.values()))
                 shape = (image.height, image.width)
                 values[name] = moved(values[name], shape, self.resize or (*shape, "squash"))

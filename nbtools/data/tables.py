@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbtools import disk
-from nbtools.data.forms import IMAGES, TARGET, composed
+from nbtools.data.forms import IMAGES, TARGET, composed, is_missing
 from nbtools.data.progress import say
 from nbtools.errors import PackError
 from nbtools.show import plural
@@ -124,6 +124,8 @@ def rows_of(frame: pd.DataFrame, goals: Sequence[str], inputs: Sequence[str], op
     texts = [name for name in inputs if name not in numbers and name != options.image]
     if texts and not options.text:
         fix = f"pass inputs={[*numbers]}, text= for a function, or pd.get_dummies(df)"
+        if dates := [name for name in texts if is_date(next(iter(frame[name].dropna()), None))]:
+            fix += f"; of a date make numbers, df[{dates[0]!r}] = pd.to_datetime(df[{dates[0]!r}]).dt.day_of_year"
         raise PackError(f"these columns are not numeric: {', '.join(texts)}; {fix}")
     columns: dict[str, Any] = {name: frame[name].tolist() for name in texts}
     if options.image in inputs:
@@ -132,11 +134,17 @@ def rows_of(frame: pd.DataFrame, goals: Sequence[str], inputs: Sequence[str], op
         columns["x"] = numbers.to_numpy(np.float32, na_value=np.nan)
     if len(goals) == 1:
         sep, values = options.sep, frame[goals[0]].tolist()
-        columns[TARGET] = [labels_in(text, sep) if sep and isinstance(text, str) else text for text in values]
+        columns[TARGET] = [labels_in(text, sep) for text in values] if sep else values
     elif goals:
         columns[TARGET] = frame[[*goals]].to_numpy(np.float32, na_value=np.nan)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def labels_in(text: str, sep: str) -> list[str]:
-    return [name.strip() for name in text.split(sep) if name.strip()]
+def is_date(value: Any) -> bool:
+    """Return whether a value is a date, also as a text such as 2024-05-31 or 31.5.2024."""
+    return bool(re.match(r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[./]\d{1,2}[./]\d{2}", str(value)))
+
+
+def labels_in(text: Any, sep: str) -> list[str]:
+    """Return the labels of a cell; an empty one has none."""
+    return [] if is_missing(text) else [name.strip() for name in str(text).split(sep) if name.strip()]

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from nbtools.data import Card
 from nbtools.errors import TrainError
@@ -21,6 +22,9 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     model = task.model(card, plan)
     if not isinstance(model, nn.Module):
         raise TrainError(f"{spoken(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
+    if any(map(is_lazy, model.parameters())):
+        fix = "give its layers their sizes, or call the network on a sample once before"
+        raise TrainError(f"{spoken(task)}: the network has layers that learn their sizes when first called; {fix}")
     if task.card is not None:
         require_augmentable(card, task.augment)
         model.register_forward_pre_hook(find_arguments(model, card), prepend=True, with_kwargs=True)

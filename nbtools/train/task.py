@@ -87,7 +87,7 @@ class Task:
         return None
 
     def infer(self, model: nn.Module, batch: Batch, plan: Any) -> Any:
-        """Return the outputs in evaluation and prediction."""
+        """Return the outputs in evaluation and prediction, as `loss` takes them from `model(batch)`."""
         return model(batch)
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
