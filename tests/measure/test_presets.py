@@ -5,7 +5,6 @@ import json
 from typing import Any
 
 import pytest
-import torch
 import toy
 from simulated import Job
 
@@ -126,7 +125,8 @@ def test_the_panel_offers_the_presets_between_before_and_advice(pack):
 def measured(job: Job, pack: nb.Pack, *presets: Any, seconds: float = 1.0) -> Receipt:
     if presets:
         job.PRESETS = dict(zip(("guide", "guide-large"), presets, strict=False))  # pyright: ignore
-    return receipt(job, job.pack(pack), toy.PLAN.replace(hidden=24), torch.device("cpu"), seconds, job.clock)
+    with job.times():
+        return receipt(job, job.pack(pack), toy.PLAN.replace(hidden=24), seconds)
 
 
 def job(**more: Any) -> Job:
@@ -147,7 +147,7 @@ def test_a_receipt_measures_the_guides_settings_next_to_its_before(pack):
     assert found.rungs[-1].total == found.ratio, "the guide's settings are no rung"
     _, rows = found.table()
     assert [row[0] for row in rows] == ["baseline", "guide's optimised", "+ packed feed", "+ other settings"]
-    assert rows[1][2:4] == (None, found.guide.over_baseline())
+    assert rows[1][2:4] == (None, found.guide.over_baseline)
     assert "batch_size 16 → 64" in rows[1][5]
     again = Receipt.from_dict(json.loads(found.to_json()))
     assert again.to_json() == found.to_json()
