@@ -96,7 +96,7 @@ def test_what_cannot_be_trained_evaluated_or_opened_is_refused_by_its_reason_bef
     new = tmp_path / "run"
     refused(PlanError, r"plan must be a toy\.Plan .* got Plan; use toy\.PLAN", fit, pack, nb.Plan(), new)
     refused(PackError, r"pack must be a nb\.Pack, got PosixPath; make one with toy\.pack", fit, tmp_path, ONE, new)
-    refused(CheckpointError, "to local disk, and copied to Drive by keep='drive:runs/x'", fit, pack, ONE, "drive:runs/x")
+    refused(CheckpointError, "and copied to Drive by keep='drive:runs/x'", fit, pack, ONE, "drive:runs/x")
     assert not new.exists()
     (tmp_path / "file").write_text("")
     refused(DiskError, "starting a run", fit, pack, ONE, tmp_path / "file" / "run")

@@ -80,7 +80,7 @@ def test_a_change_that_does_not_diverge_is_as_it_was_bit_for_bit_and_its_watch_e
 
 def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is_kept(pack, folder, tmp_path, slow):
     """Checkpoints of every step: those of the ruined weights must not be gone on from."""
-    task = acting({13: asking(folder, force=True, lr=1000), 19: lambda: 1 / 0})  # steps 14 to 18 are ruined, then 14 again
+    task = acting({13: asking(folder, force=True, lr=1000), 19: lambda: 1 / 0})  # 14 to 18 are ruined, then 14
     fit_and_end(task, pack, folder, tmp_path / "kept")
     assert task.acted == [13]
     for place in (folder, nb.Run.open(tmp_path / "kept", toy).folder):
