@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from nbtools import show
 from nbtools.data import open_feed
+from nbtools.disk import VERSION
 from nbtools.errors import TrainError
 from nbtools.measure.advisor import advise
 from nbtools.measure.machine import Gpus, gpus
@@ -23,7 +24,6 @@ from nbtools.measure.profile import matrix_rates, matrix_side
 from nbtools.show import number, plural
 from nbtools.train import Task, TrainState, checkpoint, evaluation, train_step
 from nbtools.train import device as devices
-from nbtools.version import VERSION
 
 SECONDS = 0.1  # of matrix products in each format
 

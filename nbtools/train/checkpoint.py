@@ -139,12 +139,6 @@ def facts_of(folder: Path, name: str) -> dict[str, Any]:
         raise CheckpointError(f"{folder / name}.json: cannot be read ({error})") from None
 
 
-def stop_reason(folder: Path) -> str | None:
-    """Return why the run ended before its last epoch, as of the last checkpoint; None where it did not."""
-    name = read_index(folder).get("last")
-    return facts_of(folder, name)["state"]["stopped"] if name in names(folder) else None
-
-
 def read(folder: Path, name: str) -> Checkpoint:
     """Read one checkpoint. Raises CheckpointError if it is missing or damaged."""
     path, facts = folder / f"{name}.safetensors", facts_of(folder, name)
