@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from nbtools import disk
 from nbtools.data import Pack, Padding, Raw, batches_in, choose, gather, on, phase, work
+from nbtools.disk import VERSION
 from nbtools.errors import DiskError, NbtoolsError
 from nbtools.measure.advice import THUMB, Advice, decide, enough, epochs_for_few, has_recipe, inspect
 from nbtools.measure.batch import LATE, BatchReport, find_batch
@@ -64,7 +65,6 @@ from nbtools.train import (
     task_name,
 )
 from nbtools.train import device as devices
-from nbtools.version import VERSION
 
 KEPT = 8  # results next to a pack, for instance of other machines
 SHARE, LEAST, MOST = 1 / 90, 12.0, 50.0  # of the training that is expected, seconds: what measuring may take (ours)
