@@ -27,7 +27,6 @@ from benchmarks.paired import Figure, Receipt, in_turns, times
 from nbtools.live import Surface
 from nbtools.tasks import captcha
 from nbtools.train import History, Record, TrainState, train
-from nbtools.train.state import Position
 
 ROOT = Path(__file__).parent.parent
 COUNT, PAST, FRAMES = 600, 2000, 50  # images; step rows that the history has already; frames timed one by one
@@ -54,7 +53,7 @@ def long_history(states: list[TrainState], samples: int) -> History:
                 Record("epoch", epoch, 2 * step, epoch * samples, {**scores, "epoch_time": 9.0, "wall": 0.14 * step})
             )
     for state in states:
-        state.position = Position(epochs, 2 * PAST, epochs * samples)
+        state.epoch, state.step, state.samples = epochs, 2 * PAST, epochs * samples
     return history
 
 

@@ -57,11 +57,9 @@ class Gpu:
 
     index: int
     name: str
-    driver: str | None = None
     torch_index: int | None = None
     capability: tuple[int, int] | None = None
     memory_total: int | None = None
-    memory_free: int | None = None
     memory_used: int | None = None
     utilisation: int | None = None
     power: float | None = None
@@ -69,7 +67,6 @@ class Gpu:
     temperature: int | None = None
     clock: int | None = None
     clock_max: int | None = None
-    memory_clock: int | None = None
     throttle: tuple[str, ...] | None = None
     processes: tuple[int, ...] | None = None
 
@@ -105,7 +102,7 @@ def gpus() -> Gpus:
             found = []
             for index, (handle, place) in enumerate(zip(handles, places, strict=True)):
                 name = word(ask(nvml, "nvmlDeviceGetName", handle)) or "NVIDIA GPU"
-                found.append(Gpu(index, name, driver, place, **state(nvml, handle)))
+                found.append(Gpu(index, name, place, **state(nvml, handle)))
         why = "the driver lists no GPU"
     except Unavailable as error:
         found, driver, why = [], None, str(error)
@@ -173,17 +170,16 @@ def state(nvml: Any, handle: Any) -> dict[str, Any]:
     if bits is None:  # drivers before 535 know the older name only
         bits = ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
     power, limit = (ask(nvml, f"nvmlDeviceGet{name}", handle) for name in ("PowerUsage", "EnforcedPowerLimit"))
-    graphics, ram = 0, 2  # NVML_CLOCK_GRAPHICS, NVML_CLOCK_MEM
+    graphics = 0  # NVML_CLOCK_GRAPHICS
     return {
         "capability": capability and tuple(capability),
-        **{f"memory_{name}": memory and getattr(memory, name) // MIB for name in ("total", "free", "used")},
+        **{f"memory_{name}": memory and getattr(memory, name) // MIB for name in ("total", "used")},
         "utilisation": use and use.gpu,
         "power": power and power / 1000,
         "power_limit": limit and limit / 1000,
         "temperature": ask(nvml, "nvmlDeviceGetTemperature", handle, 0),
         "clock": ask(nvml, "nvmlDeviceGetClockInfo", handle, graphics),
         "clock_max": ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, graphics),
-        "memory_clock": ask(nvml, "nvmlDeviceGetClockInfo", handle, ram),
         "throttle": None if bits is None else tuple(text for bit, text in REASONS.items() if bits & bit),
         "processes": None if running is None else tuple(process.pid for process in running),
     }
@@ -285,12 +281,8 @@ def held(state: TrainState) -> int:
     modules = [state.model, *([] if state.ema is None else [state.ema])]
     kept = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     values = [value for each in state.optimizer.state.values() for value in each.values()]
-    return size_of([*kept, *(value for value in values if isinstance(value, Tensor))])
-
-
-def size_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the distinct storages below tensors."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    storages = [t.untyped_storage() for t in (*kept, *values) if isinstance(t, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def room(device: torch.device) -> int | None:

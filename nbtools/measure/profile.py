@@ -11,15 +11,14 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from nbtools.data import Pack, Padding, choose, gather, in_order, lengths_of, on
-from nbtools.measure.machine import held, peak, size_of
 from nbtools.measure.report import Report
 from nbtools.measure.timing import (
     Stepper,
@@ -33,25 +32,17 @@ from nbtools.measure.timing import (
     typical,
     untouched,
 )
-from nbtools.show import percent, size, timing
+from nbtools.show import percent, timing
 from nbtools.train import DTYPES, MOST_GRAPHS, Plan, Sums, TaskLike, evaluation, gradients, synchronizing, unrecordable
 from nbtools.train import device as devices
 
 SECONDS = 3.0  # of the turns of the plan; all changes together get as long again
 KERNELS = 5  # that are listed by name
-PRODUCTS = 5  # at least, whose rate is taken
 WAIT_SHARE = 0.1  # of a step: from here another feed is tried
 COMPILE_PAYS = 1800.0  # seconds of training planned from which compiling is tried: it took 69 s here, on two busy cores
 LEAST_STEPS = 20  # optimizer steps per epoch below which a larger batch starves a small data set: rule of thumb (ours)
 WORTH = 1.1  # a smaller gain is within the noise of such a measurement: rule of thumb (ours)
 UNSTEADY = 3.0  # the fastest turn over the slowest: something else ran
-HELPS = {
-    "data": "A cheaper augmentation or smaller samples",
-    "launch": "Fewer, larger layers",
-    "compute": "A smaller network or smaller inputs",
-    "memory": "A smaller network or smaller inputs",
-}
-"""What makes training faster where no setting does, by bound."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +73,8 @@ class StepProfile(Report):
     wait, host, device: shares of a step that wait for data, that wait for the host to launch, and in which the device
     works; together 1. products: the share of the device's part that matrix products, convolutions and attention would
     need at the rate of a large product in the plan's precision. kernels: (name, share of the device's time), the
-    longest ones. evaluation_s: seconds of one evaluation. memory: bytes: step, beyond what is held; held: weights,
-    gradients and optimizer. waits: `file:line` at which the host waits for the GPU in a step. trials: of changes.
+    longest ones. evaluation_s: seconds of one evaluation. waits: `file:line` at which the host waits for the GPU in a
+    step. trials: of changes.
     """
 
     timing: Timing
@@ -95,7 +86,6 @@ class StepProfile(Report):
     products: float
     kernels: tuple[tuple[str, float], ...]
     evaluation_s: float
-    memory: dict[str, int]
     waits: tuple[str, ...]
     trials: tuple[Trial, ...] = ()
 
@@ -119,7 +109,6 @@ class StepProfile(Report):
             ("matrix products", f"{percent(self.products)} of the device's part; the rest reads and writes tensors"),
             ("longest kernels", ", ".join(f"{name} {percent(share)}" for name, share in self.kernels)),
             ("an evaluation", timing(self.evaluation_s)),
-            ("memory", ", ".join(f"{name} {size(taken)}" for name, taken in self.memory.items())),
             *(("host waits at", line) for line in self.waits),
             *(("tried", str(trial)) for trial in self.trials),
         ]
@@ -151,14 +140,13 @@ def step_profile(
 
 def profile_of(run: Stepper) -> StepProfile:
     """Return what the turns of a plan showed, and what a step consists of; nothing is tried yet."""
-    here, pack, plan, state = run.timing(), run.pack, run.plan, run.state
+    here, pack, plan = run.timing(), run.pack, run.plan
     raw = on(run.device, gather(pack, typical(pack, plan)[0][0], Padding(pack, plan)))
     device = 1 - here.waited
     if run.device.type == "cuda":
         device *= min(1.0, here.device_s / max(here.step_s * device, 1e-9))
     rate = matrix_rates(run.device, DTYPES.get(plan.amp, torch.float32))
     products = flops(run, raw) / len(raw["id"]) * here.samples_per_s / max(rate)
-    kept = held(state) + size_of(p.grad for p in state.parameters if p.grad is not None)
     return StepProfile(
         timing=here,
         device_type=run.device.type,
@@ -169,7 +157,6 @@ def profile_of(run: Stepper) -> StepProfile:
         products=min(products / max(device, 1e-9), 1.0),
         kernels=kernels(run),
         evaluation_s=evaluation_seconds(run),
-        memory={"step": peak(run.device, lambda: run.step(raw)), "held": kept},
         waits=tuple(synchronizing(lambda: run.step(raw))[1]),
     )
 
@@ -274,17 +261,10 @@ def matrix_side(device: torch.device) -> int:
 
 def matrix_rates(device: torch.device, dtype: torch.dtype, seconds: float = 0.02) -> list[float]:
     """Return the FLOP/s of each of some rounds of square matrix products, in about so many seconds."""
-    side, many = matrix_side(device), 20 if device.type == "cuda" else 1  # waiting after each would be counted
+    side, threads = matrix_side(device), torch.get_num_threads()
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    times: list[float] = []
-    while sum(times) < seconds or len(times) < PRODUCTS:
-        finish(device)
-        start = perf_counter()
-        for _ in range(many):
-            torch.mm(a, b)
-        finish(device)
-        times.append((perf_counter() - start) / many)
-    return [2 * side**3 / each for each in times]
+    timer = Timer("torch.mm(a, b)", globals={"torch": torch, "a": a, "b": b}, num_threads=threads)
+    return [2 * side**3 / each for each in timer.blocked_autorange(min_run_time=seconds).times]
 
 
 def shapes(pack: Pack, plan: Plan) -> int:
@@ -306,11 +286,8 @@ class Verdict(Report):
     change: dict[str, Any] | None
     factor: float | None
 
-    def __str__(self) -> str:
+    def caption(self) -> str:
         return self.sentence
-
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        return ("what limits it",), [(self.sentence,)]
 
 
 def verdict(profile: StepProfile) -> Verdict:
@@ -333,8 +310,7 @@ def verdict(profile: StepProfile) -> Verdict:
         spread = f"{best.least:.2f}–{best.most:.2f}× in {best.rounds} turns with the plan"
         text += f" {best.name} makes training {best.ratio:.2g}× as fast (measured: {spread})."
     else:
-        tried = f" Tried: {'; '.join(map(str, profile.trials))}." if profile.trials else ""
-        text += f"{tried} {HELPS[bound]} would help."
+        text += f" Tried: {'; '.join(map(str, profile.trials))}." if profile.trials else ""
     if here.most > UNSTEADY * here.least:
         spread = f"{here.least:,.0f} to {here.most:,.0f} samples/s"
         text += f" Turns varied from {spread}: measure again on a quiet machine."

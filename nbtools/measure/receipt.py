@@ -9,19 +9,16 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-import torch
-
 from nbtools.data import Pack, Resident, choose, cores, phase
 from nbtools.errors import NbtoolsError, TrainError
-from nbtools.measure.machine import machine, peak
+from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
 from nbtools.measure.timing import Stepper, Timing, attempt, untouched
-from nbtools.show import duration, percent, plural, size
+from nbtools.show import duration, percent, plural
 from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
 
 ROUNDS, SECONDS, MOST = 3, 1.5, 24  # turns; seconds of one, were there only two; times that for all
-SHARE = 0.5  # of free GPU memory that all models may take
 GROUPS = {
     "+ packed feed": ("feed", "workers", "prefetch"),
     "+ batch and lr": ("batch_size", "micro_batch_size"),
@@ -41,23 +38,17 @@ SILENT = (
 class Rung:
     """One more group of settings as the run has them. changes: setting → `before → now`. total: samples/s over the
     baseline, the median of the turns, with least and most; factor: over the previous rung, so that factors multiply to
-    the total."""
+    the total; None for the baseline and the guide's settings."""
 
     name: str
     changes: dict[str, str]
     timing: Timing
-    factor: float
+    factor: float | None
     total: float
     least: float
     most: float
 
-    def row(self, first: bool = False, rung: bool = True) -> tuple[Any, ...]:
-        here = self.timing
-        speed = f"{here.samples_per_s:,.0f} ({here.least:,.0f}–{here.most:,.0f})"
-        factor = f"{self.factor:.2f}×" if rung and not first else None
-        total = None if first else self.over_baseline()
-        return self.name, speed, factor, total, f"{percent(here.waited)}", listed(self.changes)
-
+    @property
     def over_baseline(self) -> str:
         return f"{self.total:.2f}× ({self.least:.2f}–{self.most:.2f})"
 
@@ -67,13 +58,12 @@ class Receipt(Report):
     """Before and after on this machine and this data: the same network, trained with two plans, and the rungs between
     them; guide: the guide's optimised settings, over the baseline, None if they were not measured. Shows as a table.
 
-    peak_memory: MiB of the GPU by name of the rung; {} without one. samples: that all epochs train on. cold_start:
-    seconds from the call of `nb.fit` to the tenth step, None where that is not known.
+    samples: that all epochs train on. cold_start: seconds from the call of `nb.fit` to the tenth step, None where that
+    is not known.
     """
 
     rungs: tuple[Rung, ...]
     guide: Rung | None
-    peak_memory: dict[str, float]
     machine: dict[str, str]
     notes: tuple[str, ...]
     samples: int
@@ -94,22 +84,25 @@ class Receipt(Report):
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         """Return (headers, rows): one row a rung, below the first one the guide's, spreads from least to most."""
-        headers = ("", "samples/s", "vs previous row", "vs baseline", "waiting for data", "what changes")
         first, *others = self.rungs
-        guide = [self.guide.row(rung=False)] if self.guide is not None else []
-        return headers, [first.row(first=True), *guide, *(rung.row() for rung in others)]
+        rows = []
+        for rung in (first, *([self.guide] if self.guide is not None else []), *others):
+            here, factor = rung.timing, None if rung.factor is None else f"{rung.factor:.2f}×"
+            speed = f"{here.samples_per_s:,.0f} ({here.least:,.0f}–{here.most:,.0f})"
+            total = None if rung is first else rung.over_baseline
+            rows.append((rung.name, speed, factor, total, percent(here.waited), listed(rung.changes)))
+        return ("", "samples/s", "vs previous row", "vs baseline", "waiting for data", "what changes"), rows
 
     def caption(self) -> str:
         last = self.rungs[-1]
         spread = f"{last.least:.2f}–{last.most:.2f}, n = {self.after.turns}"
-        guide = f"; the guide's optimised settings: {self.guide.over_baseline()}" if self.guide is not None else ""
+        guide = f"; the guide's optimised settings: {self.guide.over_baseline}" if self.guide is not None else ""
         took, before = (duration(self.samples / timing.samples_per_s) for timing in (self.after, self.before))
         whole = f"all epochs' steps take {took}, with the baseline's settings {before}"
         return f"{self.ratio:.2f}× the baseline's samples/s on this machine ({spread}){guide}; {whole}"
 
     def footer(self) -> str:
-        peaks = [f"{name} {size(peak * 2**20)}" for name, peak in self.peak_memory.items()]
-        notes = [*self.notes, *([f"Peak GPU memory: {', '.join(peaks)}"] if peaks else [])]
+        notes = [*self.notes]
         if self.cold_start is not None:
             notes.append(f"From the call of nb.fit to the tenth step: {duration(self.cold_start)}")
         return " ".join([*(f"{note}." for note in notes), ", ".join(self.machine.values())])
@@ -131,100 +124,77 @@ def receipt(
     seconds: of a turn, were there only two (SECONDS); more rungs have shorter ones. most: seconds of all; rungs that
     would take longer are left out, and it is said. Raises TrainError where the two ends alone would.
     """
-    pack, seconds, guide = readable(task, pack, plan), seconds or SECONDS, None
+    pack, seconds, presets = readable(task, pack, plan), seconds or SECONDS, as_task(task).PRESETS
     baseline, notes = comparable(as_task(task).BASELINE, plan, pack)
     plans = ladder(baseline, plan, pack)
     with untouched(devices.pick()):
-        course = Course(task, pack)
-        notes += course.enter_ladder(plans, seconds, most)
-        if presets := as_task(task).PRESETS:
-            notes += course.enter_guide(
-                *preset(task, pack, next(iter(presets)), **own_values(plan)), most or MOST * seconds
-            )
-        course.take_turns(seconds)
-        rungs, peaks = course.rungs([*plans]), course.peaks
-        if GUIDE in course.steppers:
-            guide = course.rung(GUIDE, rungs[0])
+        course = Course(task, pack, seconds, most)
+        notes += course.enter_ladder(plans)
+        if presets:
+            notes += course.enter_guide(*preset(task, pack, next(iter(presets)), **own_values(plan)))
+        course.take_turns()
+        rungs, guide = course.rungs([*plans])
         del course
-    if not peaks:
+    if devices.pick().type == "cpu":
         notes.append("No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not measured")
-    samples = plan.epochs * pack.splits["train"]
-    return Receipt(tuple(rungs), guide, peaks, machine(), tuple(notes), samples, cold_start)
+    return Receipt(rungs, guide, machine(), tuple(notes), plan.epochs * pack.splits["train"], cold_start)
 
 
 class Course:
-    """Plans in training side by side, by name, each with a turn a round. step_s: seconds of a step, once warm; peaks:
-    MiB of GPU memory at most."""
+    """Plans in training side by side, by name, each with a turn of some seconds a round. step_s: seconds of a step."""
 
-    def __init__(self, task: TaskLike, pack: Pack):
-        self.task, self.pack, self.device = task, pack, devices.pick()
+    def __init__(self, task: TaskLike, pack: Pack, seconds: float, most: float | None):
+        self.task, self.pack, self.device, self.seconds, self.most = task, pack, devices.pick(), seconds, most
         self.shared: Resident | None = None  # the pack in memory, for all that read it there
         self.steppers: dict[str, Stepper] = {}
         self.step_s: dict[str, float] = {}
-        self.peaks: dict[str, float] = {}
 
-    def enter(self, name: str, plan: Plan) -> str:
-        """Warm a plan up; return why it does not train."""
+    def enter(self, name: str, plan: Plan, halves: bool = False) -> str:
+        """Warm a plan up; return why it does not train. halves: smaller passes where memory ends."""
         feed = None
         if choose(self.pack, plan, self.device)[0] == "resident":
             self.shared = self.shared or Resident(self.pack, self.device)
             feed = self.shared.padded(plan)
+        made = attempt(lambda: Stepper(self.task, self.pack, plan, self.device, feed, halves=halves))
+        if isinstance(made, str):
+            return made
+        self.steppers[name], self.step_s[name] = made, made.advance().seconds
+        made.turns.clear()
+        return ""
 
-        def warm() -> None:
-            made = attempt(lambda: Stepper(self.task, self.pack, plan, self.device, feed))
-            if isinstance(made, Stepper):
-                self.steppers[name], self.step_s[name] = made, made.advance().seconds
-                made.turns.clear()
-            else:
-                whys.append(made)
-
-        whys = list[str]()
-        taken = peak(self.device, warm)
-        if self.device.type == "cuda" and not whys:
-            self.peaks[name] = (taken + (self.pack.bytes if feed else 0)) / 2**20
-        return "".join(whys)
-
-    def enter_ladder(self, plans: Mapping[str, Plan], seconds: float, most: float | None) -> list[str]:
+    def enter_ladder(self, plans: Mapping[str, Plan]) -> list[str]:
         """Enter the first and the last plan, and those between them where there is time and memory; return why not."""
         names = [*plans]
         for name in (names[0], names[-1]):
-            if why := self.enter(name, plans[name]):
+            if why := self.enter(name, plans[name], halves=True):
                 raise TrainError(f"{name} {why}")
-
-        def needed(count: int) -> float:  # at least a step each
-            return ROUNDS * max(2 * seconds, count * max(self.step_s.values()))
-
-        if most and needed(2) > 2 * most:
-            need = f"it would take about {duration(needed(2))}, longer than a tenth of the run"
+        slowest = max(self.step_s.values())
+        two, all_of_them = (ROUNDS * max(2 * self.seconds, count * slowest) for count in (2, len(names)))
+        if self.most and two > 2 * self.most:
+            need = f"it would take about {duration(two)}, longer than a tenth of the run"
             raise TrainError(f"{need}; it was not measured")
-        why = ""
-        if needed(len(names)) > (most or MOST * seconds):
-            why = f"A step takes {max(self.step_s.values()):.1f} s"
-        elif self.peaks and len(names) * max(self.peaks.values()) * 2**20 > SHARE * torch.cuda.mem_get_info()[0]:
-            why = "GPU memory has no room for more models"
-        if why:
-            return [f"{why}: only the first and last rows were measured"]
+        if all_of_them > (self.most or MOST * self.seconds):
+            return [f"A step takes {slowest:.1f} s: only the first and last rows were measured"]
         whys = [(name, self.enter(name, plans[name])) for name in names[1:-1]]
         return [f"{name} {why}" for name, why in whys if why]
 
-    def enter_guide(self, plan: Plan | None, why: str, most: float) -> list[str]:
+    def enter_guide(self, plan: Plan | None, why: str) -> list[str]:
         """Enter the guide's settings, unless their large batches would take too long; return what is to say of them.
         The receipt is complete without them."""
         if plan is None:
             return [f"The {GUIDE} settings cannot train here: {why.rstrip('.')}"]
         notes = [f"The {GUIDE} settings here: {why}"] if why else []
         likely = ROUNDS * plan.batch_size * self.step_s["baseline"] / self.steppers["baseline"].plan.batch_size
-        if likely > 2 * most:
-            return [*notes, f"The {GUIDE} settings were not measured: their turns would take about {duration(likely)}"]
-        if why := self.enter(GUIDE, plan):
-            return [*notes, f"The {GUIDE} settings: it {why}"]
-        micro = self.steppers[GUIDE].state.recovery.micro
-        if micro != plan.micro_batch_size:
+        if likely > 2 * (self.most or MOST * self.seconds):
+            notes.append(f"The {GUIDE} settings were not measured: their turns would take about {duration(likely)}")
+        elif why := self.enter(GUIDE, plan, halves=True):
+            notes.append(f"A step with the {GUIDE} settings {why}")
+        elif (micro := self.steppers[GUIDE].state.recovery.micro) != plan.micro_batch_size:
             notes.append(f"Memory ran out with the {GUIDE} settings: measured in passes of {micro} samples")
         return notes
 
-    def take_turns(self, seconds: float) -> None:
-        each = 2 * seconds / len(self.steppers)
+    def take_turns(self) -> None:
+        each = 2 * self.seconds / len(self.steppers)
         phase("turns", ROUNDS * sum(max(each, step_s) for step_s in self.step_s.values()))
         for _ in range(ROUNDS):
             for stepper in self.steppers.values():
@@ -232,22 +202,25 @@ class Course:
         for stepper in self.steppers.values():
             stepper.close()
 
-    def rungs(self, names: Sequence[str]) -> list[Rung]:
-        """Return the rungs that were measured, from the baseline up."""
-        rungs = list[Rung]()
-        for name in names:
+    def rungs(self, names: Sequence[str]) -> tuple[tuple[Rung, ...], Rung | None]:
+        """Return (the rungs that were measured, from the baseline up, the guide's)."""
+        rungs = [self.rung(names[0], None)]
+        for name in names[1:]:
             if name in self.steppers:
-                rungs.append(self.rung(name, rungs[-1] if rungs else None))
-        return [rungs[0], replace(rungs[1], name=ALL)] if len(rungs) == 2 else rungs
+                made = self.rung(name, rungs[-1])
+                rungs.append(replace(made, factor=made.total / rungs[-1].total))
+        if len(rungs) == 2:
+            rungs[1] = replace(rungs[1], name=ALL)
+        return tuple(rungs), self.rung(GUIDE, rungs[0]) if GUIDE in self.steppers else None
 
     def rung(self, name: str, below: Rung | None) -> Rung:
-        stepper, before = self.steppers[name], dict[str, Any]()
-        ratios, now = stepper.over(self.steppers["baseline"]), costs(stepper.plan, self.pack)
+        stepper, changes = self.steppers[name], dict[str, str]()
+        ratios = stepper.over(self.steppers["baseline"])
         if below is not None:
             before = costs(type(stepper.plan).from_dict(below.timing.plan), self.pack)
-        changes = {n: f"{shown(before.get(n))} → {shown(now[n])}" for n in now if before and now[n] != before.get(n)}
-        factor = median(ratios) / (below.total if below else 1.0)
-        return Rung(name, changes, stepper.timing(), factor, median(ratios), min(ratios), max(ratios))
+            now = costs(stepper.plan, self.pack)
+            changes = {n: f"{shown(before.get(n))} → {shown(now[n])}" for n in now if now[n] != before.get(n)}
+        return Rung(name, changes, stepper.timing(), None, median(ratios), min(ratios), max(ratios))
 
 
 # -- the plans

@@ -176,7 +176,7 @@ class Stepper:
     def epochs(self) -> Generator[Raw, None, None]:
         """Yield the batches of one epoch after another, in the order in which training sees them."""
         for epoch in count():
-            self.state.position.epoch = epoch
+            self.state.epoch = epoch
             yield from self.feed(epoch_batches(self.pack, self.plan, epoch))
 
     def step(self, raw: Raw) -> tuple[Tensor, Tensor | float]:
@@ -184,8 +184,8 @@ class Stepper:
         self.clock()  # a Deadline ends here
         state = self.state
         self.loss, number = train_step(state, raw, self.epoch_size, halves=self.halves)
-        state.position.step += 1
-        state.position.samples += len(raw["id"])
+        state.step += 1
+        state.samples += len(raw["id"])
         state.events.clear()
         return self.loss, number
 

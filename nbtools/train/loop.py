@@ -63,7 +63,7 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
 
 def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """Train on the rest of this epoch; a change of batch size regroups what is left of it."""
-    ids, meter, position, start = pack.ids("train"), state.meter, state.position, state.step
+    ids, meter, start = pack.ids("train"), state.meter, state.step
     lengths, whole = lengths_of(pack, ids), False
     while not whole:
         yield from between_steps(state, feed, pack)
@@ -80,8 +80,8 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
             with autotuning(state.device, state.applied, repeats if len(batch) == state.applied.batch_size else 0):
                 loss_sum, count = train_step(state, raw, len(ids), len(batch))
             meter.add(loss_sum, count, begin, got)
-            position.step, position.samples = position.step + 1, position.samples + len(batch)
-            position.segments[-1][1] += 1
+            state.step, state.samples = state.step + 1, state.samples + len(batch)
+            state.segments[-1][1] += 1
             yield from records(state, len(ids))
         else:
             whole = next(stream, None) is None  # exhausts it: an interrupt while Python frees a generator is lost
@@ -92,16 +92,14 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
 
 def rest_of_epoch(state: TrainState, ids: np.ndarray, lengths: np.ndarray | None) -> list[np.ndarray]:
     """Return the batches of ids that are left of this epoch, by the applied batch size."""
-    position, plan = state.position, state.applied
-    if not position.segments or regrouped(state):
-        position.segments.append([plan.batch_size, 0])
-    return batches_left(ids, lengths, plan.seed, position.epoch, position.segments)
+    if not state.segments or regrouped(state):
+        state.segments.append([state.applied.batch_size, 0])
+    return batches_left(ids, lengths, state.applied.seed, state.epoch, state.segments)
 
 
 def regrouped(state: TrainState) -> bool:
     """Return whether the batch size has changed since the batches of this epoch were made."""
-    segments = state.position.segments
-    return bool(segments) and state.applied.batch_size != segments[-1][0]
+    return bool(state.segments) and state.applied.batch_size != state.segments[-1][0]
 
 
 # -- between two steps
@@ -151,7 +149,7 @@ def records(state: TrainState, samples: int) -> Iterator[Record]:
 
 
 def readings(state: TrainState) -> dict[str, Any]:
-    return {"lr": state.position.lr, "batch_size": state.applied.batch_size, **memory(state.device)}
+    return {"lr": state.lr, "batch_size": state.applied.batch_size, **memory(state.device)}
 
 
 # -- the end of an epoch
@@ -173,7 +171,7 @@ def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
 def end_epoch(state: TrainState, values: dict[str, Any], samples: int) -> Record:
     """Return the epoch's row; move to the next epoch."""
     row = state.record("epoch", {**state.meter.epoch(samples), **values, **readings(state)})
-    state.position.epoch, state.position.segments = state.epoch + 1, []
+    state.epoch, state.segments = state.epoch + 1, []
     return row
 
 

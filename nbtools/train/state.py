@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import reduce
 from typing import Any, Self
 
@@ -24,18 +25,8 @@ from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch
 from nbtools.train.ranks import Ranks, Restarted
 from nbtools.train.task import TaskLike, best_metric, bound, build, order, readable, spoken
 
+POSITION = ("epoch", "step", "samples", "segments", "lr")  # of a state: where it is
 OTHER_RUN = "for another network choose another run folder, run='runs/…'"
-
-
-@dataclass
-class Position:
-    """Where a run is."""
-
-    epoch: int = 0
-    step: int = 0
-    samples: int = 0
-    segments: list[list[int]] = field(default_factory=list)  # [[batch size, batches]] of this epoch
-    lr: float = 0.0  # of the last step
 
 
 @dataclass
@@ -93,7 +84,10 @@ class TrainState:
         self.ema = AveragedModel(self.model, use_buffers=True) if plan.ema else None
         network = torch.compile(self.model) if plan.compile else self.model
         self.network: Any = self.ranks.wrap(network)  # what training calls
-        self.position, self.best, self.recovery = Position(), Best(), Recovery(plan.micro_batch_size)
+        self.epoch = self.step = self.samples = 0
+        self.segments: list[list[int]] = []  # [[batch size, batches]] of this epoch
+        self.lr = 0.0  # of the last step
+        self.best, self.recovery = Best(), Recovery(plan.micro_batch_size)
         self.meter = Meter(self.device)
         self.events: list[str] = []  # messages for the next yield
         self.graphs = Graphs(self.device, self.events) if plan.graph and self.built_in else None
@@ -127,18 +121,6 @@ class TrainState:
     # -- where it is
 
     @property
-    def epoch(self) -> int:
-        return self.position.epoch
-
-    @property
-    def step(self) -> int:
-        return self.position.step
-
-    @property
-    def samples(self) -> int:
-        return self.position.samples
-
-    @property
     def watch(self) -> Stopwatch:
         return self.meter.watch
 
@@ -151,7 +133,7 @@ class TrainState:
     def over(self) -> bool:
         """Return whether there is nothing left to train: an epoch that has begun is finished, even if fewer were
         requested."""
-        return self.stopped is not None or (self.epoch >= self.plan.epochs and not self.position.segments)
+        return self.stopped is not None or (self.epoch >= self.plan.epochs and not self.segments)
 
     @property
     def requested(self) -> bool:
@@ -249,7 +231,7 @@ class TrainState:
     def facts(self) -> dict[str, Any]:
         """Return the plain part of the state, for JSON. Waits for the device."""
         return {
-            "position": asdict(self.position),
+            "position": copy.deepcopy({name: getattr(self, name) for name in POSITION}),  # written while it trains on
             "meter": self.meter.facts(),
             "best": asdict(self.best),
             "recovery": asdict(self.recovery),
@@ -293,7 +275,7 @@ class TrainState:
         if not self.built_in:  # whose lr may have been another multiple of the plan's when it was built
             for group, scale in zip(self.optimizer.param_groups, facts["lr_scales"], strict=True):
                 group["lr_scale"] = scale
-        self.position, self.best = Position(**facts["position"]), Best(**facts["best"])
+        vars(self).update(copy.deepcopy(facts["position"]), best=Best(**facts["best"]))
         self.recovery, self.stopped = Recovery(**facts["recovery"]), facts["stopped"]
         self.forget_graphs()  # they update the moments that were there
         self.meter.load(facts["meter"])

@@ -42,7 +42,7 @@ def train_step(
     size, careful = size or len(raw["id"]), state.step < state.recovery.careful_until
     set_lr(state, size, epoch_size)
     if state.graphs is not None and not careful and state.graphs.follow(state.applied):
-        state.keys.of(state.applied.seed, state.position.epoch)
+        state.keys.of(state.applied.seed, state.epoch)
         step = partial(state.graphs.step, raw, partial(whole_step, state), partial(written, state))
         if (sums := within_memory(step)[0]) is not None:
             return sums
@@ -98,7 +98,7 @@ def gradients(state: TrainState, raw: Batch, size: int) -> LossSum:
 def backward(state: TrainState, raw: Batch, denominator: float | None) -> LossSum:
     """Draw, forward and backward a micro-batch: add the gradient of sum / denominator (None: its own count)."""
     task, plan, scaler = state.task, state.applied, state.scaler
-    batch = task.batch(raw, plan, Draws(plan.seed, state.position.epoch, raw["id"], state.keys))
+    batch = task.batch(raw, plan, Draws(plan.seed, state.epoch, raw["id"], state.keys))
     if plan.channels_last:
         batch = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in batch.items()}
     with autocast(plan, state.device):
@@ -126,14 +126,14 @@ def update(state: TrainState) -> None:
 
 def set_lr(state: TrainState, size: int, epoch_size: float) -> None:
     """Set the lr of a step of so many samples: that of its middle, so that a warmup rises and a cosine ends with 0."""
-    position, groups = state.position, state.optimizer.param_groups
-    lr = lr_at(state.applied, (position.samples + size / 2) / epoch_size, state.best.drops, state.schedule)
+    groups = state.optimizer.param_groups
+    lr = lr_at(state.applied, (state.samples + size / 2) / epoch_size, state.best.drops, state.schedule)
     for group in groups:
         if isinstance(group["lr"], Tensor):  # where a CUDA graph reads it
             group["lr"].fill_(lr * group["lr_scale"])
         else:
             group["lr"] = lr * group["lr_scale"]
-    position.lr = lr if state.built_in else float(groups[0]["lr"])
+    state.lr = lr if state.built_in else float(groups[0]["lr"])
 
 
 @torch.no_grad()
@@ -244,7 +244,7 @@ def leave_out(state: TrainState, raw: Batch, size: int, buffers: list[Tensor], l
     bad: list[tuple[int, str, list[int]]] = [(2, lost, [])]
     bad += [(1, f"weight {name}", []) for name, weight in weights if not finite(weight)]
     for part in micro_batches(state, raw, size):
-        batch = state.task.batch(part, plan, Draws(plan.seed, state.position.epoch, part["id"]))
+        batch = state.task.batch(part, plan, Draws(plan.seed, state.epoch, part["id"]))
         bad += [(0, f"batch[{n!r}]", raw["id"].tolist()) for n, tensor in batch.items() if not finite(tensor)]
     _, name, ids = min(state.ranks.gather(min(bad)))
     named = f" (sample ids {', '.join(map(str, ids[:16]))}{' …' if len(ids) > 16 else ''})" if ids else ""

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import toy
-from acting import QUIET, acting, interrupted, last_step
+from acting import QUIET, acting, interrupted, last_step, texts
 from archives import tree
 from safetensors.torch import load_file
 
@@ -21,11 +21,9 @@ import nbtools as nb
 from nbtools import measure
 from nbtools.data import Card
 from nbtools.errors import CheckpointError, DiskError, PackError, PlanError
-from nbtools.run import Run
 from nbtools.show import number
 
 ONE = toy.PLAN.replace(epochs=1)
-FLAT: dict[str, Any] = {"metrics": lambda outputs, batch: {"accuracy": (1, 2)}}  # no epoch is better than the first
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +31,7 @@ def run(tmp_path_factory, pack):
     return nb.fit(toy, pack, toy.PLAN, tmp_path_factory.mktemp("runs") / "run", **QUIET)
 
 
-def interrupt():
+def ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -85,43 +83,40 @@ def test_fit_on_a_finished_run_trains_nothing_and_returns_it(run, pack):
     assert f"best accuracy {number(run.best['val_accuracy'])}" in again.events[0]
 
 
-def test_what_cannot_be_trained_is_refused_before_anything_is_written(run, pack, tmp_path):
-    def refused(kind, words, *, pack=pack, plan: Any = toy.PLAN, folder: Any = tmp_path / "run"):
+def test_what_cannot_be_trained_evaluated_or_opened_is_refused_by_its_reason_before_anything_is_written(
+    run, pack, tmp_path
+):
+    def refused(kind, words, act: Any = nb.fit, *given, **more):
         with pytest.raises(kind, match=words):
-            nb.fit(toy, pack, plan, folder, **QUIET)
+            act(*given, **more)
 
-    refused(PlanError, r"plan must be a toy\.Plan .* got Plan; use toy\.PLAN", plan=nb.Plan())
-    refused(PackError, r"pack must be a nb\.Pack, got PosixPath; make one with toy\.pack\(source\)", pack=tmp_path)
-    refused(CheckpointError, "written to local disk, and copied to Drive by keep='drive:runs/x'", folder="drive:runs/x")
-    assert not (tmp_path / "run").exists()
+    def fit(*given):
+        return nb.fit(toy, *given, **QUIET)
+
+    new = tmp_path / "run"
+    refused(PlanError, r"plan must be a toy\.Plan .* got Plan; use toy\.PLAN", fit, pack, nb.Plan(), new)
+    refused(PackError, r"pack must be a nb\.Pack, got PosixPath; make one with toy\.pack", fit, tmp_path, ONE, new)
+    refused(CheckpointError, "and copied to Drive by keep='drive:runs/x'", fit, pack, ONE, "drive:runs/x")
+    assert not new.exists()
     (tmp_path / "file").write_text("")
-    refused(DiskError, "starting a run", folder=tmp_path / "file" / "run")
+    refused(DiskError, "starting a run", fit, pack, ONE, tmp_path / "file" / "run")
     other = dataclasses.replace(pack, card=dataclasses.replace(pack.card, classes=list("dcba")))
     for act in (lambda: nb.evaluate(run, other), lambda: run.report(other)):
-        with pytest.raises(PackError, match="classes are not the ones that the run was trained with"):
-            act()
-
-
-@pytest.mark.parametrize(
-    ("index", "words"),
-    [
+        refused(PackError, "classes are not the ones that the run was trained with", act)
+    new.mkdir()
+    for index, words in (
         (None, r"no run\.json, so this is not a run folder; nb\.runs lists"),
         ("{", "Expecting property name"),
         ('{"task": "no.such.task"}', r"card\.json is missing; copy the whole run folder"),
-    ],
-)
-def test_a_folder_that_is_no_run_is_refused_by_its_reason(tmp_path, index, words):
-    folder = tmp_path / "runs" / "one"
-    folder.mkdir(parents=True)
-    if index is not None:
-        (folder / "run.json").write_text(index)
-    with pytest.raises(CheckpointError, match=words):
-        Run.open(folder)
+    ):
+        if index is not None:
+            (new / "run.json").write_text(index)
+        refused(CheckpointError, words, nb.Run.open, new)
 
 
 def test_ctrl_c_ends_a_scripts_loop_once_the_run_is_saved(pack, tmp_path):
     steps = len(range(0, pack.splits["train"], ONE.batch_size))
-    task = acting({steps + 3: interrupt})
+    task = acting({steps + 3: ctrl_c})
 
     def script():
         for lr in (0.001, 0.01, 0.1):
@@ -134,24 +129,21 @@ def test_ctrl_c_ends_a_scripts_loop_once_the_run_is_saved(pack, tmp_path):
 
 
 def test_an_early_stopped_run_goes_on_only_when_its_plan_changes(pack, tmp_path):
-    flat, plan = acting(**FLAT), toy.PLAN.replace(epochs=50, early_stop=3)
-    epochs = [len(nb.fit(flat, pack, p, tmp_path / "run", **QUIET).summary()) for p in (plan, plan)]
-    longer = nb.fit(flat, pack, plan.replace(epochs=60), tmp_path / "run", **QUIET)
-    assert [*epochs, len(longer.summary())] == [4, 4, 7]
+    flat = acting(metrics=lambda outputs, batch: {"accuracy": (1, 2)})  # no epoch is better than the first
+    plan = toy.PLAN.replace(epochs=50, early_stop=3)
+    plans = plan, plan, plan.replace(epochs=60)
+    assert [len(nb.fit(flat, pack, each, tmp_path / "run", **QUIET).summary()) for each in plans] == [4, 4, 7]
 
 
 def test_a_setting_changed_on_resume_survives_a_crash_before_the_next_checkpoint(pack, tmp_path):
-    def crash():
-        raise ZeroDivisionError
-
-    interrupted(lambda: nb.fit(acting({3: interrupt}), pack, toy.PLAN, tmp_path / "run", **QUIET))
+    interrupted(lambda: nb.fit(acting({3: ctrl_c}), pack, toy.PLAN, tmp_path / "run", **QUIET))
     plan = toy.PLAN.replace(batch_size=7, epochs=1)
     with pytest.raises(ZeroDivisionError):
-        nb.fit(acting({2: crash}), pack, plan, tmp_path / "run", **QUIET)
+        nb.fit(acting({2: lambda: 1 / 0}), pack, plan, tmp_path / "run", **QUIET)
     task = acting()
     run = nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
     assert {len(ids) for _, _, ids in task.seen[:-1]} == {7}
-    assert [row["what"] for row in run.history.of("change")] == ["epochs 3 → 1, batch_size 16 → 7"]
+    assert texts(run, "change") == ["epochs 3 → 1, batch_size 16 → 7"]
 
 
 def test_a_kept_run_that_was_trained_on_elsewhere_since_the_last_copy_is_not_mixed_with_this_one(pack, tmp_path):
@@ -180,17 +172,13 @@ def test_a_receipt_is_measured_once_and_one_that_fails_costs_no_run(pack, tmp_pa
         return real(*arguments, seconds=0.05, **more)
 
     monkeypatch.setattr(measure, "receipt", receipt)
-    for told in ("interrupted; run it again to get it", "OSError: a raw file is gone"):
-        run = nb.fit(toy, pack, ONE, tmp_path / "run", progress=False)
-        assert f"no receipt: {told}" in run.events
-        assert run.receipt is None
-        assert len(run.summary()) == 1
-    for _ in range(2):
-        run = nb.fit(toy, pack, ONE, tmp_path / "run", progress=False)
-        assert run.receipt is not None
-        assert run.receipt.machine["torch"].endswith(torch.__version__)
-        assert run.verdict is not None
-    assert ways == []
+    runs = [nb.fit(toy, pack, ONE, tmp_path / "run", progress=False) for _ in range(4)]
+    assert "no receipt: interrupted; run it again to get it" in runs[0].events
+    assert "no receipt: OSError: a raw file is gone" in runs[1].events
+    assert len(runs[1].summary()) == 1
+    assert ways == [], "the last call measured nothing"
+    assert runs[3].receipt.machine["torch"].endswith(torch.__version__)
+    assert runs[3].verdict is not None
 
 
 def test_a_run_goes_on_with_equal_data_elsewhere_and_not_with_other_data_of_equal_counts(pack, tmp_path):
@@ -217,7 +205,7 @@ def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk
 
     nb.fit(toy, pack, ONE, tmp_path / "here", tmp_path / "beside", release_gpu=True, **QUIET)
     assert given_back == [], "with the run on its disk"
-    interrupted(lambda: fitted(acting({3: interrupt})))
+    interrupted(lambda: fitted(acting({3: ctrl_c})))
     assert given_back == [], "taken from a user who stopped the run"
     fitted(toy)
     assert given_back == [True]

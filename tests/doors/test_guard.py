@@ -1,7 +1,6 @@
 """A change of settings that makes training diverge costs nothing: the run goes back to before it, and undoes it."""
 
 import shutil
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -35,15 +34,11 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
-def dies():
-    raise ZeroDivisionError
-
-
 def fit_and_end(task: Any, pack: Any, folder: Any, keep: Any = None) -> None:
     """A run that is stopped, or dies; it writes a checkpoint after each step."""
     with pytest.MonkeyPatch.context() as patch, suppress(ZeroDivisionError):
-        patch.setattr(sys.modules["nbtools.folder"], "SAVE_EVERY", 0.0)
-        patch.setattr(sys.modules["nbtools.folder"], "SAVE_SHARE", float("inf"))
+        patch.setattr("nbtools.folder.SAVE_EVERY", 0.0)
+        patch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
         nb.fit(task, pack, SLOW, folder, keep, **QUIET)
 
 
@@ -85,7 +80,7 @@ def test_a_change_that_does_not_diverge_is_as_it_was_bit_for_bit_and_its_watch_e
 
 def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is_kept(pack, folder, tmp_path, slow):
     """Checkpoints of every step: those of the ruined weights must not be gone on from."""
-    task = acting({13: asking(folder, force=True, lr=1000), 19: dies})  # steps 14 to 18 are ruined, then 14 again
+    task = acting({13: asking(folder, force=True, lr=1000), 19: lambda: 1 / 0})  # 14 to 18 are ruined, then 14
     fit_and_end(task, pack, folder, tmp_path / "kept")
     assert task.acted == [13]
     for place in (folder, nb.Run.open(tmp_path / "kept", toy).folder):
@@ -97,7 +92,7 @@ def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is
 
 @pytest.mark.parametrize("ends", ["stop", "kill"])
 def test_a_change_stays_on_watch_when_the_run_is_interrupted_before_its_loss_is_read(pack, folder, ends, slow):
-    end = dies if ends == "kill" else asking(folder, "stop")
+    end: Any = (lambda: 1 / 0) if ends == "kill" else asking(folder, "stop")
     fit_and_end(acting({13: asking(folder, force=True, lr=1000), 16: end}), pack, folder)
     assert not [row for row in nb.History(folder / "history.csv").of("step") if row["step"] > 13]
     run = nb.fit(toy, pack, None, folder, **QUIET)
@@ -154,21 +149,20 @@ def test_back_to_best_goes_on_from_the_best_checkpoint_with_the_settings_of_now(
     assert losses(run) == losses(untouched)
 
 
-def test_what_is_not_there_to_go_back_to_is_refused_and_a_pending_change_is_taken_back(pack, folder, untouched):
-    actions = {3: asking(folder, "best"), 20: asking(folder, "undo", lr=0.02)}
+def test_undo_goes_back_to_before_the_last_changes_and_what_is_not_there_to_go_back_to_is_refused(
+    pack, folder, untouched
+):
+    """Steps 20 and 22 change a setting each, 26 one that is taken back before it is applied."""
+    asked = {3: ["best"], 20: [{"lr": 0.02}], 22: [{"clip_norm": None}], 24: ["undo"], 26: ["undo", {"lr": 0.02}]}
+    actions = {}
+    for step, wanted in {**asked, 28: ["undo"]}.items():
+        settings = {k: v for each in wanted if isinstance(each, dict) for k, v in each.items()}
+        actions[step] = asking(folder, *[each for each in wanted if isinstance(each, str)], **settings)
     run = nb.fit(acting(actions, **first_is_best()), pack, PLAN, folder, **QUIET)
-    refused, undone = texts(run)
-    assert refused.startswith("refused: there is no best checkpoint yet")
-    assert undone == "the last change was taken back before it was applied"
-    assert losses(run) == losses(untouched)
-
-
-def test_undo_goes_back_to_before_the_last_changes_as_if_they_had_not_been_made(pack, folder, untouched):
-    asked = [{"lr": 0.02}, {"clip_norm": None}, "undo", "undo"]
-    actions = [asking(folder, one) if isinstance(one, str) else asking(folder, **one) for one in asked]
-    run = nb.fit(acting(dict(zip(range(20, 28, 2), actions, strict=True))), pack, PLAN, folder, **QUIET)
-    undone, refused = texts(run)
+    nothing, undone, taken, refused = texts(run)
+    assert nothing.startswith("refused: there is no best checkpoint yet")
     assert undone == "lr 0.01 → 0.02, clip_norm 1 → none undone; back at step 20"
+    assert taken == "the last change was taken back before it was applied"
     assert refused.startswith("refused: there is no change to undo")
     assert not run.history.of("change")
     assert run.plan == nb.Run.open(folder, toy).plan == PLAN

@@ -24,7 +24,7 @@ import nbtools as nb
 PACKAGE = str(Path(nb.__file__).parent)
 STEP = 5  # the last of an epoch: an evaluation and checkpoints follow
 PLAN = toy.PLAN.replace(epochs=2, batch_size=16)
-CASES = {  # plan
+CASES = {
     "resident": PLAN.replace(feed="resident", ema=0.9, amp="bf16", micro_batch_size=8),
     "streamed": PLAN.replace(feed="streamed"),
 }
@@ -83,10 +83,8 @@ def interrupted(pack: nb.Pack, plan: nb.Plan, folder: Path, at: float) -> int:
     interrupt = Interrupt(at)
     parts = 2 if plan.micro_batch_size else 1
     task = acting({STEP * parts: interrupt.begin, (STEP + 1) * parts: interrupt.end})
-    try:
-        nb.fit(
-            task, pack, plan, folder, **QUIET
-        )  # to its end, where Python drops an interrupt: when it finalizes an object
+    try:  # it ends by itself where Python drops an interrupt: when it finalizes an object
+        nb.fit(task, pack, plan, folder, **QUIET)
     except KeyboardInterrupt:
         assert interrupt.count == at
     finally:

@@ -94,6 +94,7 @@ def test_what_cannot_start_is_refused_in_a_sentence(pack, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")  # torchrun by hand
     with pytest.raises(TrainError, match=r"each process needs a GPU of its own: .* NBTOOLS_DEVICE is 'cuda:0'"):
         nb.fit(crew, pack, crew.PLAN)
+    monkeypatch.setenv("NBTOOLS_DEVICE", "cpu")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     assert main(["train", "crew", "--data", "raw", "--run", "run", "--processes", "2"]) == 1
     assert "starts torchrun, got 2 in a process that torchrun started; leave it out" in capsys.readouterr().err
@@ -185,18 +186,8 @@ def begun(by_hand: bool, *more: str, steps: int = 0) -> Iterator[subprocess.Pope
     """Two processes that train, by --processes or by torchrun, once both have begun so many steps. Ended with the
     test."""
     train = ["-m", "nbtools", "train", "crew", "--data", "raw", "--run", "run", "--no-receipt", *more]
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "2",
-        "-m",
-        "--",
-    ]
-    command = [sys.executable, *([*torchrun, *train[1:]] if by_hand else [*train, "--processes", "2"])]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+    command = [sys.executable, *([*torchrun, "-m", "--", *train[1:]] if by_hand else [*train, "--processes", "2"])]
     paths = os.pathsep.join(filter(None, [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": paths, "NBTOOLS_CACHE": str(Path("cache").absolute())}
     process = subprocess.Popen(command, env=env, stdout=-1, stderr=-1, text=True)

@@ -2,8 +2,6 @@
 
 import math
 
-import pytest
-
 from nbtools import show
 
 
@@ -27,33 +25,14 @@ def test_terminal_columns_line_up_with_wide_characters_and_what_holds_nothing_is
 
 
 SHOWN = {0.002 * 2**0.5: "0.00283", 3e-4: "0.0003", 123456.789: "123457", 1e-6: "1e-6", None: "–", True: "yes", 3: "3"}
+MEASURED = {480.8672: "481", 0.00494975: "0.00495", 31.24: "31.2", 0.99954: "0.9995", 9.996: "10.0", 999.7: "1,000"}
+MEASURED |= {1.0: "1.00", 2e-7: "2.00e-7", 123_456.7: "123,457", 2.5e12: "2.50e12", -0.5: "-0.500", 0.0: "0"}
+MEASURED |= {math.inf: "inf"}
 
 
-@pytest.mark.parametrize(("value", "text"), SHOWN.items())
-def test_values_read_as_they_were_typed_and_computed_floats_have_three_digits(value, text):
-    assert show.shown(value) == text
-
-
-MEASURED = {
-    480.8672: "481",
-    0.00494975: "0.00495",
-    31.24: "31.2",
-    0.99954: "0.9995",
-    9.996: "10.0",
-    999.7: "1,000",
-    1.0: "1.00",
-    2e-7: "2.00e-7",
-    123_456.7: "123,457",
-    2.5e12: "2.50e12",
-    -0.5: "-0.500",
-    0.0: "0",
-    math.inf: "inf",
-}
-
-
-@pytest.mark.parametrize(("value", "text"), MEASURED.items())
-def test_measured_numbers_have_three_digits_and_a_share_below_one_does_not_show_as_one(value, text):
-    assert show.number(value) == text
+def test_values_read_as_they_were_typed_and_measured_ones_have_three_digits_but_no_share_below_one_shows_as_one():
+    assert {value: show.shown(value) for value in SHOWN} == SHOWN
+    assert {value: show.number(value) for value in MEASURED} == MEASURED
 
 
 def test_sizes_are_decimal_and_times_and_shares_have_units():

@@ -46,12 +46,17 @@ def test_the_help_of_a_command_shows_what_it_takes(command, capsys):
     assert capsys.readouterr().out.startswith(f"usage: python -m nbtools {command} [-h]")
 
 
-def test_the_version_is_one_line_and_the_command_nbtools_is_this_module(capsys):
+def test_the_command_nbtools_is_this_module_and_says_its_version_and_the_machine_as_it_is(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"nbtools {nb.__version__}\n"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == nb.__version__
     assert project["scripts"] == {"nbtools": f"{main.__module__}:{main.__name__}"}
+    assert main(["gpus"]) == 0
+    shown = capsys.readouterr().out
+    for part in (torch.__version__, nb.__version__, "RAM", "GB free", "cuDNN", "TF32", "bf16", "GFLOP/s", "AMP"):
+        assert part in shown
 
 
 def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, tmp_path, monkeypatch):
@@ -66,13 +71,6 @@ def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, 
     assert train() == 130
     assert nb.Run.open(tmp_path / "runs" / "toy", toy).state == "stopped"
     assert train() == 0
-
-
-def test_gpus_checks_the_machine_as_it_is(capsys):
-    assert main(["gpus"]) == 0
-    shown = capsys.readouterr().out
-    for part in (torch.__version__, nb.__version__, "RAM", "GB free", "cuDNN", "TF32", "bf16", "GFLOP/s", "AMP"):
-        assert part in shown
 
 
 def test_runs_are_listed_and_compared_and_a_folder_is_predicted_into_a_csv_file(train, data, tmp_path, capsys):

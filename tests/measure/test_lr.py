@@ -230,7 +230,7 @@ def test_values_train_on_the_same_batches_from_the_same_weights_under_the_whole_
                 schedules.append([])
             batches[-1].append(raw["id"].clone())
             result = step(self, raw)
-            schedules[-1].append(self.state.position.lr / self.plan.lr)
+            schedules[-1].append(self.state.lr / self.plan.lr)
             return result
         return step(self, raw)
 

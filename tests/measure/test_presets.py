@@ -147,7 +147,7 @@ def test_a_receipt_measures_the_guides_settings_next_to_its_before(pack):
     assert found.rungs[-1].total == found.ratio, "the guide's settings are no rung"
     _, rows = found.table()
     assert [row[0] for row in rows] == ["baseline", "guide's optimised", "+ packed feed", "+ other settings"]
-    assert rows[1][2:4] == (None, found.guide.over_baseline())
+    assert rows[1][2:4] == (None, found.guide.over_baseline)
     assert "batch_size 16 → 64" in rows[1][5]
     again = Receipt.from_dict(json.loads(found.to_json()))
     assert again.to_json() == found.to_json()

@@ -99,9 +99,9 @@ def watched(pack):
     norm: Any = next(m for m in state.model.modules() if isinstance(m, nn.BatchNorm2d))
     for record in train_loop(task, state, pack):
         if record.kind in ("step", "evaluation", "epoch"):
-            lrs = {round(g["lr"] / state.position.lr, 6) for g in state.optimizer.param_groups}
+            lrs = {round(g["lr"] / state.lr, 6) for g in state.optimizer.param_groups}
             modes = {m.training for m in state.model.modules()}
-            rows.append((record.kind, state.position.lr, lrs, norm.running_mean.clone(), modes))
+            rows.append((record.kind, state.lr, lrs, norm.running_mean.clone(), modes))
     return plan, rows, evaluated
 
 

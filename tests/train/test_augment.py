@@ -56,14 +56,6 @@ def test_a_crop_is_a_shift_by_whole_pixels_of_the_image_mirrored_at_its_edges():
     assert {x for _, x in shifts} == set(range(9))
 
 
-def test_every_second_image_is_mirrored():
-    batch = batch_of(4000, 1, (1, 2))
-    flipped = augmented(batch, ["flip"])["image"]
-    mirrored = (flipped == batch["image"].flip(3)).flatten(1).all(1)
-    assert (mirrored | (flipped == batch["image"]).flatten(1).all(1)).all()
-    assert float(mirrored.float().mean()) == pytest.approx(0.5, abs=0.03)
-
-
 def test_points_and_boxes_stay_on_the_pixels_that_they_mark_when_the_image_is_mirrored():
     """A pixel's left edge becomes its right one: point (x, y) of W = 16 pixels is at 16 - x."""
     batch = {"image": torch.zeros(40, 1, 12, 16), "id": torch.arange(40)}

@@ -52,7 +52,7 @@ def stepped(name: str, steps: int, **settings: Any) -> tuple[list[float], nb.Tra
         raw = data()[1]
         if "x_length" in raw and step % 2:
             raw = {key: each.clamp(max=32) if "_length" in key else each[:, :32] for key, each in raw.items()}
-        state.position.epoch, state.position.samples = step // 3, step * B
+        state.epoch, state.samples = step // 3, step * B
         loss_sum, count = train_step(state, {**raw, "id": torch.arange(B) + 10 * step}, 3 * B)
         losses.append(float(loss_sum) / float(count))
     return losses, state

@@ -78,18 +78,6 @@ def test_sequences_are_learned_by_a_module_that_asks_for_their_lengths(tmp_path,
     assert [a.probability for a in alone] == pytest.approx([a.probability for a in together], abs=1e-5)
 
 
-def test_two_methods_are_a_task_with_metrics_by_name_answers_samples_and_a_name(tmp_path, packs):
-    pack = packs["images"]
-    run = fitted(own.Mine(), pack, tmp_path / "run", epochs=4)
-    assert {"val_loss", "val_accuracy", "val_f1"} <= set(run.summary())
-    assert own.Mine().BEST == "accuracy"
-    again = nb.Run.open(tmp_path / "run")
-    answers = again.predict_pack(pack, pack.ids("test"))
-    truths = [pack.classes[int(pack.sample(i)["y"])] for i in pack.ids("test")]
-    assert nb.evaluate(again, pack)["accuracy"] == np.mean([a.name == t for a, t in zip(answers, truths, strict=True)])
-    assert all(1 / 3 <= answer.probability <= 1 for answer in answers)
-
-
 # -- what every task's runs do
 
 
@@ -394,19 +382,6 @@ def test_targets_of_a_loss_of_probabilities_are_not_standardised_and_logits_are_
     assert nb.evaluate(state, pack, "val")["loss"] == pytest.approx(float(loss(raw["x"], raw["y"])), rel=1e-5)
     answers = torch.tensor(state.task.decode(raw["x"], pack.card))
     torch.testing.assert_close(answers, TAGS[loss](raw["x"]))
-
-
-def test_a_loss_of_ones_own_takes_the_place_of_the_default(packs):
-    losses = [None, F.cross_entropy, nn.CrossEntropyLoss(reduction="none"), counted]
-    values = []
-    for loss in losses:
-        state = nb.TrainState(nb.classify(own.Small, loss=loss), packs["images"], own.PLAN)
-        values.append(nb.evaluate(state, packs["images"], "val")["loss"])
-    assert values == pytest.approx([values[0]] * 4, rel=1e-5)
-
-
-def counted(outputs, y):
-    return F.cross_entropy(outputs, y, reduction="sum"), len(y)
 
 
 class Shared(own.Mine):

@@ -12,9 +12,6 @@ from acting import QUIET
 from torch import nn
 
 import nbtools as nb
-from nbtools.live import Columns
-from nbtools.live.facts import best as shown
-from nbtools.train import checkpoint
 
 
 def points(count: int = 96) -> list[tuple[np.ndarray, int]]:
@@ -127,17 +124,6 @@ def test_ties_go_to_the_lower_loss_and_then_to_the_later_epoch_but_end_no_patien
     early: Any = scored(pack, [0.7] * 9, [0.5] * 9, early_stop=3)
     assert early.epoch == 4
     assert "did not improve in 3 evaluations" in early.stopped
-
-
-def test_the_best_of_a_run_and_its_model_are_of_one_epoch_where_accuracies_are_equal(pack, tmp_path):
-    run = nb.fit(nb.classify(Net()), pack, plan(epochs=12), run=tmp_path / "run", **QUIET)
-    best = run.best["epoch"]
-    assert shown(Columns(run.history), "accuracy") == (run.best["val_accuracy"], best), "and so in the picture"
-    assert int(checkpoint.read_index(run.folder)["best"].partition("-")[0]) == best
-    rows = run.history.of("epoch")
-    rank = [(row["val_accuracy"], -row["val_loss"], row["epoch"]) for row in rows]
-    assert rows[best - 1]["epoch"] == max(rank)[2]
-    assert nb.evaluate(run, pack, split="val")["loss"] == pytest.approx(run.best["val_loss"])
 
 
 # -- a network that does not fit
