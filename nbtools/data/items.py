@@ -189,7 +189,7 @@ class Items(Dataset):
                     seen.setdefault(name, []).extend([] if is_missing(value) else [value])
             except PackError as error:
                 if len(error.args) != 3 or (i == self.looked[-1] and not seen):
-                    raise PackError(f"{self.names[i]}: {sentence(error)}") from None
+                    raise PackError(f"{self.names[i]}: {error}") from None
             self.marks.append(mark(values))
         classes = options.classes
         if classes is None:
@@ -309,16 +309,10 @@ class RawItems(Dataset):
         try:
             sample = self.items.sample(self.places[i], self.items.forms)
         except PackError as error:  # where nothing is stored, an item is read here for the first time
-            raise PackError(f"{self.items.names[self.places[i]]}: {sentence(error)}") from None
+            raise PackError(f"{self.items.names[self.places[i]]}: {error}") from None
         if self.items.kind == "classes":
             sample[TARGET] = np.asarray(self.classes[sample[TARGET]])
         return {**sample, "id": np.asarray(i, np.int64)}
-
-
-def sentence(error: PackError) -> str:
-    """Return a reason for a row of the table of bad samples as a sentence."""
-    value, rule, fix = error.args if len(error.args) == 3 else ("", "", "")
-    return f"{rule}, got {value}; {fix}" if rule else str(error)
 
 
 def images_in(forms: Mapping[str, Form]) -> list[str]:
