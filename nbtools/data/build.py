@@ -224,8 +224,8 @@ def why(error: PackError) -> tuple[str, str, str]:
 
 @dataclass(eq=False)
 class RawFiles(Dataset):
-    """The source files of a pack, decoded at each access, as a DataLoader reads them: for comparison. Item i has the
-    same values as the pack's sample i."""
+    """What a pack was made of, read at each access, as a DataLoader does: for comparison, and where nothing is stored.
+    Item i has the values of the pack's sample i."""
 
     pack: Pack
     source: Path
@@ -236,7 +236,7 @@ class RawFiles(Dataset):
 
     def __getitem__(self, i: int) -> Sample:
         decoded = self.read(self.source / self.pack.names[i], self.pack.options)
-        return {**self.pack.sample(i), **decoded, "id": np.asarray(i, np.int64)}
+        return {**(self.pack.sample(i) if self.pack.is_stored else {}), **decoded, "id": np.asarray(i, np.int64)}
 
 
 # -- blocks of samples
