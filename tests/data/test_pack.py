@@ -104,6 +104,15 @@ def test_a_sample_unlike_the_first_is_refused_and_nothing_published(place, monke
         pack_of([{"x": np.zeros(3, np.float32), "id": np.zeros(1)}], place / "reserved", ragged=["x"])
 
 
+@pytest.mark.parametrize("block", [1, 32])
+def test_columns_may_come_in_any_order(place, monkeypatch, block):
+    monkeypatch.setattr(build, "BLOCK", block)
+    samples = [{name: np.full(2, ord(name)) for name in order} for order in ("ba", "ab", "ba")]
+    made = pack_of(samples, place)
+    assert list(made.columns) == ["b", "a"]
+    assert all(made.arrays[name].tolist() == [[ord(name)] * 2] * 3 for name in "ab")
+
+
 def test_a_survey_gives_labels_and_options_and_checks_each_sample(place):
     def survey(folder, options) -> Survey:
         return Survey(
