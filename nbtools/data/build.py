@@ -1,8 +1,8 @@
 """The pack of a source: the finished one, or a new one that appears under its name only when it is whole.
 
 A task says what its samples are (`survey`) and how to read one (`read`). Processes read blocks of them into files
-`<pack>.part/<number>.npz`, which a packing that is interrupted finds again; then they are joined into the arrays. What
-cannot be used is listed in one table, never dropped silently.
+`<pack>.blocks.part/<number>.npz`, which the next call finds again if it is interrupted; then they are joined into the
+arrays. What cannot be used is listed in one table, never dropped silently.
 """
 
 from __future__ import annotations
@@ -224,8 +224,8 @@ def why(error: PackError) -> tuple[str, str, str]:
 
 @dataclass(eq=False)
 class RawFiles(Dataset):
-    """The source files of a pack, decoded at each access, as a DataLoader reads them: for comparison. Item i has the
-    same values as the pack's sample i."""
+    """What a pack was made of, read at each access, as a DataLoader does: for comparison, and where nothing is stored.
+    Item i has the values of the pack's sample i."""
 
     pack: Pack
     source: Path
@@ -236,7 +236,7 @@ class RawFiles(Dataset):
 
     def __getitem__(self, i: int) -> Sample:
         decoded = self.read(self.source / self.pack.names[i], self.pack.options)
-        return {**self.pack.sample(i), **decoded, "id": np.asarray(i, np.int64)}
+        return {**(self.pack.sample(i) if self.pack.is_stored else {}), **decoded, "id": np.asarray(i, np.int64)}
 
 
 # -- blocks of samples
@@ -281,7 +281,7 @@ def write_block(survey: Survey, sample: Callable[[int], Sample | Problem], todo:
     ragged = [name for name, column in columns.items() if column.kind == "ragged"]
     facts["columns"] = {name: vars(column) for name, column in columns.items()}
     facts["lengths"] = {name: [len(array) for array in rows[name]] for name in ragged}
-    arrays = [(np.concatenate if name in ragged else np.stack)(each) for name, each in rows.items()]
+    arrays = [(np.concatenate if name in ragged else np.stack)(rows[name]) for name in sorted(rows)]
     part = path.with_suffix(".part")
     with open(part, "wb") as file:  # not synced: its checksums tell whether all of it reached the disk
         np.savez(file, np.frombuffer(json.dumps(facts).encode(), np.uint8), *arrays)
@@ -310,7 +310,7 @@ def join(folder: Path, blocks: Sequence[Path], survey: Survey) -> dict[str, Any]
     reserved = {"split", "id", *(f"{name}{end}" for name in ragged for end in (".offsets", "_length"))}
     if taken := sorted(reserved & columns.keys()):
         raise PackError(f"column {taken[0]!r}: nbtools reserves {', '.join(sorted(reserved))}; rename it in `read`")
-    for k, (name, column) in enumerate(columns.items(), 1):
+    for k, (name, column) in enumerate(sorted(columns.items()), 1):
         rows = len(joined["kept"])
         if name in ragged:
             lengths = [length for facts in all_facts for length in facts["lengths"].get(name, ())]
@@ -337,11 +337,11 @@ def column_of(name: str, array: np.ndarray, ragged: bool) -> Column:
 
 
 def require_alike(name: str, own: dict[str, Column], first: dict[str, Column]) -> dict[str, Column]:
-    """Return the columns of a sample; raise PackError unless they are the first sample's."""
+    """Return the first sample's columns; raise PackError unless another sample has the same, in any order."""
     if own != first:
         came, before = (", ".join(f"{column} {c}" for column, c in each.items()) for each in (own, first))
         raise PackError(f"{name}: its columns are {came}; the first sample's are {before}")
-    return own
+    return first
 
 
 # -- what all samples together decide

@@ -11,7 +11,9 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +21,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from nbtools import disk
-from nbtools.data.build import make_pack, of_task
+from nbtools.data.build import RawFiles, make_pack, of_task
 from nbtools.data.forms import (
     IMAGES,
     RESIZES,
@@ -30,9 +32,8 @@ from nbtools.data.forms import (
     is_image,
     is_missing,
     plain_values,
-    resolve,
 )
-from nbtools.data.items import Items, Part, RawItems, named, parts_of
+from nbtools.data.items import Items, Part, named, parts_of
 from nbtools.data.pack import Card, Pack, Sample, is_pack
 from nbtools.data.progress import say
 from nbtools.data.splits import require_shares
@@ -103,7 +104,7 @@ def pack(
         height, width, how = items.resize
         say(f"images become {height} × {width} by resize={how!r}; there are {', '.join(RESIZES)}")
     pack = make_pack(TASK, made, into, items.survey, lambda _, i: items[i], draw, progress)
-    pack = dataclasses.replace(pack, raw=RawItems(items, pack))
+    pack = dataclasses.replace(pack, raw=RawFiles(pack, Path(), partial(items.read_again, pack.classes)))
     return pack.folds(folds, seed) if folds else pack
 
 
@@ -309,7 +310,7 @@ def options_like(card: Card) -> dict[str, Any]:
     """Return options of `pack` with which another source has the classes and the preprocessing of a card."""
     roles = {name: value for name, value in card.options["roles"].items() if name != "key"}
     classes = {"values": False, "none": None}.get(card.options["kind"], card.classes)
-    return {**roles, "classes": classes, "text": resolve(card.options["text"]) if card.options["text"] else None}
+    return {**roles, "classes": classes, "text": resolve_name(card.options["text"]) if card.options["text"] else None}
 
 
 def items_of(given: Any, card: Card) -> Sequence[Any]:

@@ -124,14 +124,8 @@ def collate(samples: Sequence[Sample], columns: Mapping[str, Column], padding: P
 def gather(pack: Pack, ids: np.ndarray, padding: Padding | None = None) -> Raw:
     """Return a raw batch in host memory, copied from the memory map, or read anew where the pack stores no arrays."""
     if pack.is_stored:
-        fixed = {name: pack.arrays[name] for name in pack.columns if name not in pack.offsets}
-        raw: Raw = {name: torch.from_numpy(np.take(array, ids, axis=0)) for name, array in fixed.items()}
-        if pack.offsets:
-            ragged = [{n: pack.arrays[n][slice(*ends[i : i + 2])] for n, ends in pack.offsets.items()} for i in ids]
-            raw |= collate(ragged, pack.columns, padding)
-    else:
-        raw = collate([pack.raw[int(i)] for i in ids], pack.columns, padding)
-    return {**raw, "id": torch.from_numpy(np.asarray(ids, np.int64))}
+        return next(Resident(pack, torch.device("cpu"), padding=padding)([np.asarray(ids)]))
+    return collate([pack.raw[int(i)] for i in ids], pack.columns, padding)
 
 
 def on(device: torch.device, raw: Raw) -> Raw:
@@ -143,8 +137,8 @@ class Feed:
 
     name = ""
 
-    def __init__(self, pack: Pack, device: torch.device, plan: Plan = None):
-        self.pack, self.device, self.plan, self.padding = pack, device, plan, Padding(pack, plan)
+    def __init__(self, pack: Pack, device: torch.device, plan: Plan = None, padding: Padding | None = None):
+        self.pack, self.device, self.plan, self.padding = pack, device, plan, padding or Padding(pack, plan)
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Iterator[Raw]:
         raise NotImplementedError
@@ -176,8 +170,8 @@ class Resident(Feed):
 
     name = "resident"
 
-    def __init__(self, pack: Pack, device: torch.device, plan: Plan = None):
-        super().__init__(pack, device, plan)
+    def __init__(self, pack: Pack, device: torch.device, plan: Plan = None, padding: Padding | None = None):
+        super().__init__(pack, device, plan, padding)
         self.values = {name: torch.from_numpy(array).to(device) for name, array in pack.arrays.items()}
         self.offsets = {name: torch.from_numpy(array).to(device) for name, array in pack.offsets.items()}
 
@@ -224,6 +218,7 @@ class Streamed(Feed):
 
     def __init__(self, pack: Pack, device: torch.device, plan: Plan):
         super().__init__(pack, device, plan)
+        self.host = Resident(pack, torch.device("cpu"), padding=self.padding)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
@@ -240,7 +235,7 @@ class Streamed(Feed):
 
     def fetch(self, ids: np.ndarray, pinned: dict[str, Tensor]) -> tuple[Raw, Any]:
         """Return a batch on the device, and the event after which it is there."""
-        raw = gather(self.pack, ids, self.padding)
+        raw = next(self.host([ids]))
         if self.stream is None:
             return on(self.device, raw), None
         self.stream.synchronize()  # the last copy has left the pinned memory

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import io
 import struct
 import sys
@@ -17,8 +16,8 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -136,7 +135,7 @@ def plain(name: str, value: Any, resize: Resize, text: str) -> Any:
     target = name == TARGET
     if is_image(value):
         return pixels(value, resize, target)
-    value = bare(value) if target else resolve(text)(value) if text and isinstance(value, str) else value
+    value = bare(value) if target else resolve_name(text)(value) if text and isinstance(value, str) else value
     if target and (isinstance(value, str | int) or is_missing(value)):
         return value
     return sorted(value) if target and is_names(value) else numeric(name, value)
@@ -202,13 +201,6 @@ def function_name(function: Any) -> str:
     if "<" in name or "." in name.partition(":")[2]:
         raise PackError(f"text must be a function of a module, by whose name predictions find it, got {function!r}")
     return name
-
-
-@cache
-def resolve(name: str) -> Any:
-    """Return the function of that name."""
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
 
 
 # -- a column

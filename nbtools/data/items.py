@@ -11,13 +11,14 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from nbtools import disk
 from nbtools.data.build import Entry, Problem, Survey, why
@@ -38,7 +39,7 @@ from nbtools.data.forms import (
     moments_of,
     plain_values,
 )
-from nbtools.data.pack import FORMAT, Pack, Sample
+from nbtools.data.pack import FORMAT, Sample
 from nbtools.errors import NbtoolsError, PackError
 
 VERSION = 6  # of what a card keeps of them; packs of another are made anew
@@ -90,7 +91,7 @@ def named(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | None) -
     return {column: parts[key] for column, key in zip(columns, chosen, strict=True)}
 
 
-class Items(Dataset):
+class Items:
     """The items of all parts, one after another: `self[i]` is a sample, or its row of the table of bad samples. 64 of
     them, spread over the data, show what all have in common.
 
@@ -175,6 +176,19 @@ class Items(Dataset):
                 raise PackError(f"{self.names[i]}: {error}") from None
             return self.names[i], *why(error)
 
+    def read_again(self, classes: Sequence[str], path: Path, _: Any) -> Sample:
+        """Return the arrays of the item of a name, as a pack with these classes has them."""
+        name = path.as_posix()
+        try:
+            sample = self.sample(self.index[name], self.forms)
+        except PackError as error:  # where nothing is stored, an item is read here for the first time
+            raise PackError(f"{name}: {error}") from None
+        return sample | ({TARGET: np.asarray(classes.index(sample[TARGET]))} if self.kind == "classes" else {})
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
     # -- what all have in common
 
     def look(self) -> dict[str, Form]:
@@ -189,7 +203,7 @@ class Items(Dataset):
                     seen.setdefault(name, []).extend([] if is_missing(value) else [value])
             except PackError as error:
                 if len(error.args) != 3 or (i == self.looked[-1] and not seen):
-                    raise PackError(f"{self.names[i]}: {sentence(error)}") from None
+                    raise PackError(f"{self.names[i]}: {error}") from None
             self.marks.append(mark(values))
         classes = options.classes
         if classes is None:
@@ -292,33 +306,6 @@ class Items(Dataset):
             with suppress(PackError):
                 array = self.sample(i, self.forms)[name]
                 yield array if self.forms[name].ragged else array[None]
-
-
-class RawItems(Dataset):
-    """The Dataset that a pack was made of, read at each access. Item i has the arrays of the pack's sample i."""
-
-    def __init__(self, items: Items, pack: Pack):
-        self.items, self.classes = items, {name: i for i, name in enumerate(pack.classes)}
-        index = {name: i for i, name in enumerate(items.names)}
-        self.places = [index[name] for name in pack.names]
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, i: int) -> Sample:
-        try:
-            sample = self.items.sample(self.places[i], self.items.forms)
-        except PackError as error:  # where nothing is stored, an item is read here for the first time
-            raise PackError(f"{self.items.names[self.places[i]]}: {sentence(error)}") from None
-        if self.items.kind == "classes":
-            sample[TARGET] = np.asarray(self.classes[sample[TARGET]])
-        return {**sample, "id": np.asarray(i, np.int64)}
-
-
-def sentence(error: PackError) -> str:
-    """Return a reason for a row of the table of bad samples as a sentence."""
-    value, rule, fix = error.args if len(error.args) == 3 else ("", "", "")
-    return f"{rule}, got {value}; {fix}" if rule else str(error)
 
 
 def images_in(forms: Mapping[str, Form]) -> list[str]:

@@ -20,11 +20,9 @@ MANIFEST = "pack.json"
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
-    monkeypatch.setenv("READS", str(tmp_path / "reads"))
-    return tmp_path
+def place(place, monkeypatch) -> Path:
+    monkeypatch.setenv("READS", str(place / "reads"))
+    return place
 
 
 def vectors(folder: Path, count: int = 40, start: int = 0) -> Path:
@@ -96,15 +94,26 @@ def test_fixed_and_ragged_columns_come_back_as_they_went_in(place):
         ({"x": np.array(["a"])}, "x: a pack can hold numbers and booleans only, got <U1; store class indices"),
     ],
 )
-def test_a_sample_unlike_the_first_is_refused_and_nothing_published(place, arrays, words):
+@pytest.mark.parametrize("block", [1, 32])
+def test_a_sample_unlike_the_first_is_refused_and_nothing_published(place, monkeypatch, arrays, words, block):
+    monkeypatch.setattr(build, "BLOCK", block)
     with pytest.raises(PackError, match=words):
         pack_of({"first": {"x": np.zeros(3, np.float32)}, "second": arrays}, place)
-    assert sorted(os.listdir(place)) == ["cache", "raw"]
+    assert sorted(os.listdir(place)) == ["cache", "drive", "raw"]
     with pytest.raises(PackError, match=r"column 'id': nbtools reserves id, split, x\.offsets, x_length; rename"):
         pack_of([{"x": np.zeros(3, np.float32), "id": np.zeros(1)}], place / "reserved", ragged=["x"])
 
 
-def test_a_survey_gives_labels_options_and_counts_and_checks_each_sample(place):
+@pytest.mark.parametrize("block", [1, 32])
+def test_columns_may_come_in_any_order(place, monkeypatch, block):
+    monkeypatch.setattr(build, "BLOCK", block)
+    samples = [{name: np.full(2, ord(name)) for name in order} for order in ("ba", "ab", "ba")]
+    made = pack_of(samples, place)
+    assert list(made.columns) == ["b", "a"]
+    assert all(made.arrays[name].tolist() == [[ord(name)] * 2] * 3 for name in "ab")
+
+
+def test_a_survey_gives_labels_and_options_and_checks_each_sample(place):
     def survey(folder, options) -> Survey:
         return Survey(
             [Entry(f"{i}.npy", split="val" if i == 5 else "train", label=np.array([i % 2])) for i in range(6)],
@@ -221,7 +230,7 @@ def blocks(monkeypatch):
 
 
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("change", ["nothing", "a file", "an option"])
+@pytest.mark.parametrize("change", ["nothing", "a file", "an option", "a power cut"])
 def test_what_was_decoded_before_an_interrupt_is_not_read_again_unless_it_is_of_something_else(place, change):
     source, into = vectors(place / "raw"), place / "mine"
     (source / "3.npy").write_bytes(b"no")
@@ -235,6 +244,8 @@ def test_what_was_decoded_before_an_interrupt_is_not_read_again_unless_it_is_of_
         pack(source, read=interrupted, into=into)
     if change == "a file":
         np.save(source / "1.npy", np.full(3, -1, np.float32))
+    for path in place.glob("*.blocks.part/*.npz") if change == "a power cut" else ():
+        path.write_bytes(bytes(path.stat().st_size))
     before, options = reads(place), {"scale": 2} if change == "an option" else {}
     made = pack(source, options, into=into)
     assert (reads(place) - before < 16) == (change == "nothing")

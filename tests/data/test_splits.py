@@ -14,12 +14,6 @@ from nbtools.data import SPLITS, Pack, Survey, build_pack
 from nbtools.errors import PackError
 
 
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-    return tmp_path
-
-
 def drawn(place, count=50, *, order=None, split=None, group=None, classes="", **more) -> Pack:
     """Samples x = (i, i); sample i is of class `classes[i % len(classes)]`."""
     numbers = order or range(count)
