@@ -24,11 +24,12 @@ from nbtools.data import Card, Pack, patient, say
 from nbtools.errors import CheckpointError, NbtoolsError, PlanError, TrainError
 from nbtools.live import Surface
 from nbtools.run import CARD, HISTORY, PLAN, RECEIPT, VERDICT, Run
-from nbtools.train import KEPT, History, Keeper, Plan, Record, Task, TrainState, checkpoint
+from nbtools.train import History, Keeper, Plan, Record, Task, TrainState, checkpoint
+from nbtools.version import VERSION
 
 RUNS = Path("runs")
 LEFT = (HISTORY, RECEIPT, VERDICT, "plot.png")  # what an earlier run leaves besides its checkpoints
-OURS = (checkpoint.INDEX, PLAN, CARD, KEPT, *LEFT)
+OURS = (checkpoint.INDEX, PLAN, CARD, *LEFT)
 EVENTS = "events.out.tfevents"  # how TensorBoard's files begin
 PLAIN, VARYING = (int, float, str, tuple, type(None)), ("training", "process_group")  # settings of a module; not these
 FREE = {"lr", "batch_size"}  # what advice chooses where a call gives neither

@@ -33,7 +33,7 @@ from nbtools.train import (
     build,
     objective,
     readable,
-    require_training,
+    require_sizes,
     spoken,
     task_name,
 )
@@ -80,7 +80,7 @@ def known_or_measured(
             return Advice.from_dict(values, type(task.PLAN))
     if not measure:
         return thumb
-    require_training(pack)
+    require_sizes(pack)
     with work(f"measuring {spoken(task).rpartition('.')[2]} on this machine", **dict.fromkeys(PHASES, LEAST / 4)):
         made = measured(task, pack, thumb, seconds, compiling, clock)
     unsaved = keep(path, label(task, pack, thumb, compiling), made)

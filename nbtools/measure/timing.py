@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from nbtools.data import Feed, Pack, Padding, Raw, batches_left, lengths_of, open_feed, tick
-from nbtools.train import Plan, Task, TaskLike, TrainState, bound, clock, readable, require_sizes, train_step
+from nbtools.train import Plan, Task, TaskLike, TrainState, bound, meter, readable, require_sizes, train_step
 from nbtools.train import device as devices
 
 Clock = Callable[[], float]  # seconds since some moment; tests give one that they move by hand
@@ -141,19 +141,19 @@ class Stepper:
         if self.device.type == "cuda" and self.turns:
             steps, seconds = max(steps, round(seconds / self.turns[-1].seconds * self.turns[-1].steps)), 0.0
         finish(self.device)
-        start, watch = self.clock(), clock.Stopwatch(self.device, self.clock)
+        start, watch = self.clock(), meter.Stopwatch(self.device, self.clock)
         samples, host = 0, []
         while len(host) < steps or self.clock() - start < seconds:
-            watch.begin()
+            begin = watch.mark()
             raw = next(self.batches)
-            watch.got()
+            got = watch.mark()
             launching = self.clock()
             self.step(raw)
             host.append(self.clock() - launching)
-            watch.end()
+            watch.spans.append([begin, got, watch.mark()])
             samples += len(raw["id"])
         finish(self.device)
-        took, (_, waited) = self.clock() - start, clock.seconds(watch.spans)
+        took, (_, waited) = self.clock() - start, meter.seconds(watch.spans)
         self.turns.append(Turn(samples, took, waited, len(host), min(host)))
         tick()
         return self.turns[-1]

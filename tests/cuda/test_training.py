@@ -20,7 +20,7 @@ from nbtools.train import device as devices
 from nbtools.train.graph import uncapturable
 
 pytestmark = pytest.mark.cuda
-READS = {"clock.py", "state.py", "loop.py", "evaluation.py"}  # where the loop itself waits: log steps, ends of epochs
+READS = {"meter.py", "state.py", "loop.py", "evaluation.py"}  # where the loop itself waits: log steps, ends of epochs
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from torch import nn
 import nbtools as nb
 from nbtools.live import Columns
 from nbtools.live.facts import best as shown
-from nbtools.train import checkpoint, rehearse
+from nbtools.train import checkpoint
 
 
 def points(count: int = 96) -> list[tuple[np.ndarray, int]]:
@@ -170,14 +170,3 @@ def test_a_network_that_does_not_fit_is_refused_with_the_shapes_before_a_folder_
         nb.fit(nb.classify(network), pack, given, run=tmp_path / "run", **QUIET)
     assert not (tmp_path / "run").exists()
     assert torch.equal(torch.get_rng_state(), random)
-
-
-def test_a_loss_that_needs_gradients_fits(pack):
-    def loss(outputs, y):
-        if torch.is_grad_enabled():
-            outputs.register_hook(lambda gradient: gradient * 0.5)
-        return nn.functional.cross_entropy(outputs, y)
-
-    state = nb.TrainState(nb.classify(Net(), loss=loss), pack, plan())
-    rehearse(state, pack)
-    assert trained(Net(), pack, plan()).step

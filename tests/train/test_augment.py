@@ -9,9 +9,8 @@ import torch
 
 from nbtools.data import Card, Column, Draws
 from nbtools.errors import TrainError
-from nbtools.train.augment import STRENGTHS, augment, strengths
+from nbtools.train.defaults import STRENGTHS, augment, strengths
 
-IMAGES = [name for name in STRENGTHS if name != "mixup"]
 CLASSES = 5
 CARD = Card("dataset", list("abcde"), {"kind": "classes", "inputs": ["image", "other"]}, {}, {})
 VALUES = Card("dataset", [], {"kind": "values", "inputs": ["image"]}, {}, {})
@@ -28,7 +27,7 @@ def augmented(batch: Any, names: Any, seed: int = 0, epoch: int = 0, card: Card 
     return augment(batch, card, images, Draws(seed, epoch, batch["id"]), names)
 
 
-@pytest.mark.parametrize("names", [*([name] for name in IMAGES), IMAGES], ids=str)
+@pytest.mark.parametrize("names", [*([name] for name in STRENGTHS), [*STRENGTHS]], ids=str)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_seed_epoch_and_sample_decide_what_an_image_becomes_and_its_batch_does_not(names, channels):
     batch = batch_of(9, channels)
@@ -94,32 +93,11 @@ def test_colours_change_as_contrast_brightness_and_saturation_one_after_the_othe
         torch.testing.assert_close(made, steep.mean(0) + (steep - steep.mean(0)) * saturation[b])
 
 
-def test_mixup_mixes_images_and_targets_alike_and_the_order_of_a_batch_is_all_the_same():
-    batch = batch_of(8)
-    mixed = augmented(batch, ["mixup"])
-    assert mixed["y"].shape == (8, CLASSES)
-    torch.testing.assert_close(mixed["y"].sum(1), torch.ones(8))
-    for b in range(8):
-        own = int(batch["y"][b])
-        share = 1 - float(mixed["y"][b, own]) if float(mixed["y"][b, own]) < 1 else 0.0
-        assert share <= 0.5
-        likely = [o for o in range(8) if o != b and (share == 0 or float(mixed["y"][b, int(batch["y"][o])]) > 0)]
-        mixes = [(1 - share) * batch["image"][b] + share * batch["image"][o] for o in likely]
-        assert share == 0 or any(torch.allclose(mixed["image"][b], mix, atol=1e-5) for mix in mixes)
-    order = torch.tensor([3, 1, 0, 2, 7, 5, 6, 4])
-    again = augmented({name: tensor[order] for name, tensor in batch.items()}, ["mixup"])
-    for name in ("image", "y"):
-        assert torch.equal(again[name], mixed[name][order])
-    values = augmented({**batch, "y": batch["y"].float()}, ["mixup"], card=VALUES)
-    assert values["y"].shape == (8,)
-    assert torch.equal(values["image"], mixed["image"])
-
-
 @pytest.mark.parametrize(
     ("names", "said"),
     [
         (["filp"], r"augment has no 'filp'; did you mean flip\?"),
-        (["zoom"], r"augment has no 'zoom'; there are crop, flip, colour, mixup"),
+        (["zoom"], r"augment has no 'zoom'; it has crop, flip, colour"),
         ({"crop": -3}, r"the strength of crop must be at least 0, got -3"),
         ({"crop": math.nan}, "must be at least 0, got nan"),
     ],

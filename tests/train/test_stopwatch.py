@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nbtools as nb
 from nbtools.data import Pack, gather
 from nbtools.measure import Stepper
-from nbtools.train import clock
+from nbtools.train import meter as clock
 from nbtools.train.ranks import Ranks
 
 BATCH, PIECES = 16, 50  # samples; kernels of a step
@@ -78,8 +78,9 @@ def simulated(monkeypatch):
     def make(**times: float) -> tuple[Device, Any]:
         where = Device(**times)
 
-        def send(reading: Any) -> None:
-            reading.event, reading.host = where.event(), reading.tensor.clone()
+        def send(meter: Any, *numbers: Any) -> None:
+            clock.put(meter.sent, *numbers)
+            meter.event, meter.host = where.event(), meter.sent.clone()
 
         def mark(watch: Any) -> Event:
             return where.event()
@@ -95,7 +96,7 @@ def simulated(monkeypatch):
         monkeypatch.setattr(clock.Stopwatch, "mark", mark)
         monkeypatch.setattr(clock, "perf_counter", where.clock)
         monkeypatch.setattr(LOOP, "perf_counter", where.clock)
-        monkeypatch.setattr(clock.Reading, "send", send)
+        monkeypatch.setattr(clock.Meter, "send", send)
         monkeypatch.setattr(nb.TrainState, "lost", lambda state: (where.wait(), finish(state))[1])
         read = LOOP.Sums.read
         monkeypatch.setattr(LOOP.Sums, "read", lambda sums: (where.wait(), read(sums))[1])
@@ -264,7 +265,7 @@ def test_the_loop_waits_for_the_device_at_its_own_reads_only(pack, monkeypatch):
         return torch.optim.SGD([{"params": list(model.parameters()), "lr_scale": 1.0}], lr=plan.lr, foreach=True)
 
     monkeypatch.setattr(STATE, "build_optimizer", made)  # fused ones take no tensors without data
-    monkeypatch.setattr(clock.Reading, "values", lambda reading: reading.tensor.to("cpu").tolist())
+    monkeypatch.setattr(clock.Meter, "received", lambda meter: meter.sent.to("cpu").tolist())
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -297,16 +298,11 @@ def test_the_loop_waits_for_the_device_at_its_own_reads_only(pack, monkeypatch):
     assert {row.kind for row in rows} == {"step", "epoch"}
     assert set(waits.places) <= READS, set(waits.places)
     assert "rows" in waits.places
-
-
-def test_ranks_add_up_a_count_that_is_a_number_without_waiting(monkeypatch):
-    """As the loop does after every step on several devices."""
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
-    ranks = types.SimpleNamespace(device=torch.device("meta"), world=2)
-    waits = Waits()
-    with waits, Assignments():
-        Ranks.total(cast(Any, ranks), torch.zeros((), device="meta"), 16)
-    assert not waits.places
+    ranks = types.SimpleNamespace(device=meta, world=2)
+    with (again := Waits()), Assignments():  # as after every step on several devices
+        Ranks.total(cast(Any, ranks), torch.zeros((), device=meta), 16)
+    assert not again.places
 
 
 def test_steps_are_timed_on_their_own_device_also_where_another_is_current(monkeypatch):
@@ -316,7 +312,5 @@ def test_steps_are_timed_on_their_own_device_also_where_another_is_current(monke
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda where=None: f"stream of {where}")
     watch = clock.Stopwatch(torch.device("cuda", 1))
-    watch.begin()
-    watch.got()
-    watch.end()
-    assert streams == 3 * ["stream of cuda:1"]
+    watch.mark()
+    assert streams == ["stream of cuda:1"]

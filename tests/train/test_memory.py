@@ -127,7 +127,7 @@ def test_a_network_for_which_memory_never_suffices_is_said_so(pack, tmp_path, ki
 
 
 PREPARED = f"""
-import gc, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import gc, sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import torch; torch.set_num_threads(1)
 from pathlib import Path
 import nbtools as nb, toy

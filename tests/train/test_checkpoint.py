@@ -46,13 +46,6 @@ def test_where_every_checkpoint_is_damaged_the_way_out_is_the_kept_copy_and_none
     assert checkpoint.newest(folder).complaints == ()
 
 
-def test_damaged_best_weights_are_named_with_what_to_do(pack, tmp_path, untouched):
-    run = nb.Run.open(shutil.copytree(untouched.folder, tmp_path / "run"), toy)
-    damage(run.folder, checkpoint.read_index(run.folder)["best"])
-    with pytest.raises(CheckpointError, match=r"\.safetensors: damaged .*; copy it from where the run is kept"):
-        run.model("cpu")
-
-
 @pytest.mark.parametrize("name", ["card.json", "plan.json", "receipt.json"])
 def test_a_damaged_file_of_a_run_is_named_with_what_to_do(pack, tmp_path, untouched, name):
     folder = shutil.copytree(untouched.folder, tmp_path / "run")
