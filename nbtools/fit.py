@@ -186,7 +186,7 @@ def carry_out(job: Job, kept: Path | None, receipt: bool, callbacks: Sequence[Ca
                 surface.tell(surface.next_steps())
         finally:
             job.close()
-    return sigint.came or (surface.interrupts is not None and surface.interrupts.came)
+    return sigint.came or surface.interrupts.came
 
 
 def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | None:
