@@ -247,7 +247,7 @@ def act(job: Job, guard: Guard) -> bool:
             surface.listen()
 
 
-def finish(job: Job, receipt: bool, cold_start: float | None) -> None:
+def finish(job: Job, receipt: bool, cold: float | None) -> None:
     """Report why the run stopped early; measure the receipt."""
     state, surface, path = job.state, job.surface, job.folder / RECEIPT
     if state.stopped:
@@ -258,7 +258,7 @@ def finish(job: Job, receipt: bool, cold_start: float | None) -> None:
         most = max(RECEIPT_S, RECEIPT_SHARE * state.watch.wall)
         with optional("no receipt", surface), work("measuring the receipt", surface.progress):
             plan = one_share(state)
-            made = measure.receipt(job.task, job.pack, plan, state.device, most=most, cold_start=cold_start)
+            made = measure.receipt(job.task, job.pack, plan, most=most, cold_start=cold)
             disk.write_atomic(path, made.to_json())
             diagnose(job, surface.report)
 
