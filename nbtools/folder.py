@@ -25,7 +25,6 @@ from nbtools.errors import CheckpointError, NbtoolsError, PlanError, TrainError
 from nbtools.live import Surface
 from nbtools.run import CARD, HISTORY, PLAN, RECEIPT, VERDICT, Run
 from nbtools.train import History, Keeper, Plan, Record, Task, TrainState, checkpoint
-from nbtools.version import VERSION
 
 RUNS = Path("runs")
 LEFT = (HISTORY, RECEIPT, VERDICT, "plot.png")  # what an earlier run leaves besides its checkpoints
