@@ -1,5 +1,5 @@
 """Lines composed of images of single characters that people wrote, as `.dgrl` pages; whole drawers are held back: for
-`hwdb_lines`, since no page of CASIA-HWDB may be passed on.
+`benchmarks.real`, since no page of CASIA-HWDB may be passed on.
 """
 
 from __future__ import annotations
@@ -69,8 +69,6 @@ def compose(
                 pages.append((name, partial(page, number, turn, place, drawer, turn * LINES)))
         if len(pages) * LINES >= count:
             break
-    held = {split: sorted(one for one in people if people[one] == split) for split in HELD}
-    print(f"{count:,} lines of {len(names)} characters by {len(people)} drawers in {folder}; held back: {held}")
     return write_demo(folder, pages, SUFFIXES)
 
 

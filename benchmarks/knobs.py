@@ -20,7 +20,6 @@ import statistics
 import tempfile
 from importlib import import_module
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 import torch
@@ -62,19 +61,14 @@ def corners(plan: Plan, feed: str, train: int, cuda: bool) -> dict[str, dict[str
 
 
 class Turns:
-    """A plan in training; each call trains for a while and returns samples/s, `cpu` keeps those of the CPU's time (of
-    this process: not of DataLoader workers)."""
+    """A plan in training; each call trains for a while and returns samples/s."""
 
     def __init__(self, task: Any, pack: Pack, plan: Plan, seconds: float):
         self.stepper, self.seconds = measure.Stepper(task, pack, plan, device.pick()).warm_up(), seconds
         self.stepper.advance(steps=8 if plan.graph else 1)  # each shape is recorded at its third batch
-        self.cpu: list[float] = []
 
     def __call__(self) -> float:
-        began = process_time()
-        turn = self.stepper.turn(self.seconds)
-        self.cpu.append(turn.samples / (process_time() - began))
-        return turn.samples_per_s
+        return self.stepper.turn(self.seconds).samples_per_s
 
 
 def changed(
@@ -85,7 +79,6 @@ def changed(
     feed, figures, refused = open_feed(pack, plan, device.pick()).name, list[Figure](), dict[str, str]()
     changes = corners(plan, feed, pack.splits["train"], cuda)
     for change, settings in itertools.islice(changes.items(), options.most):
-        advised.cpu.clear()
         try:
             other = Turns(task, pack, plan.replace(**settings), seconds)
         except NbtoolsError as error:
@@ -93,9 +86,6 @@ def changed(
             continue
         found = in_turns({"advised": advised, change: other}, options.rounds)
         figures.append(Figure.of(f"{name}: {change}", "×", times(found, change, "advised")))
-        if not cuda and "workers" not in change:
-            cpu = {"advised": advised.cpu, change: other.cpu}
-            figures.append(Figure.of(f"{name}: {change}, CPU time", "×", times(cpu, change, "advised")))
         other.stepper.close()
         print(figures[-1], flush=True)
     return [Figure.of(f"{name}: advised", "samples/s", found["advised"]), *figures], refused
@@ -162,7 +152,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         for name in [options.task] if options.task else counts:
             figures, conditions = judged(name, Path(place), counts[name], options)
-            ratios = [figure for figure in figures if figure.unit == "×" and "CPU time" not in figure.name]
+            ratios = [figure for figure in figures if figure.unit == "×"]
             best.append(max(ratios, key=lambda figure: figure.value))
             headline = dataclasses.replace(best[-1], name=f"knobs_{name}")
             conditions |= {"rounds": options.rounds, "seconds_a_turn": SECONDS, "best": best[-1].name}

@@ -38,10 +38,10 @@ UNTYPED = ("data", "train", "like", "network", "progress", "folds", "text")  # a
 CODES = "exit codes: 0 done, 1 refused, failed, or a report with errors, 2 not a valid command line, 130 stopped by you"
 
 
-def advise(task: Task, *, data: str, measure: bool = True, compile: bool = False, of_pack: Options) -> Any:
+def advise(task: Task, *, data: str, measure: bool = True, of_pack: Options) -> Any:
     """Propose a plan for this machine and data, with reasons. --no-measure: by rules of thumb and earlier measurements
-    only; --compile: try compiled steps too, for a minute or two more."""
-    return nb.advise(task, task.pack(data, **of_pack), measure=measure, compiling=compile)
+    only."""
+    return nb.advise(task, task.pack(data, **of_pack), measure=measure)
 
 
 def train(

@@ -248,7 +248,7 @@ def act(job: Job, guard: Guard) -> bool:
             surface.listen()
 
 
-def finish(job: Job, receipt: bool, cold: float | None) -> None:
+def finish(job: Job, receipt: bool, cold_start: float | None) -> None:
     """Report why the run stopped early; measure the receipt."""
     state, surface, path = job.state, job.surface, job.folder / RECEIPT
     if state.stopped:
@@ -259,7 +259,7 @@ def finish(job: Job, receipt: bool, cold: float | None) -> None:
         most = max(RECEIPT_S, RECEIPT_SHARE * state.watch.wall)
         with optional("no receipt", surface), work("measuring the receipt", surface.progress):
             plan = one_share(state)
-            made = measure.receipt(job.task, job.pack, plan, most=most, cold_start=cold)
+            made = measure.receipt(job.task, job.pack, plan, most=most, cold_start=cold_start)
             disk.write_atomic(path, made.to_json())
             diagnose(job, surface.report)
 
@@ -292,8 +292,8 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
     state, surface, plan = job.state, job.surface, one_share(job.state)
     kept = {**train.fixed(plan), **({"batch_size": "the share of one process"} if state.ranks.world > 1 else {})}
-    profile = measure.step_profile(job.task, job.pack, plan, state.device, fixed=kept)
-    verdict = measure.verdict(profile, plan, fixed=kept)
+    profile = measure.step_profile(job.task, job.pack, plan, fixed=kept)
+    verdict = measure.verdict(profile)
     disk.write_atomic(job.folder / VERDICT, json.dumps(verdict.to_dict()))
     if surface.panel is not None:
         surface.panel.propose(verdict.sentence, verdict.change)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from nbtools.data import TARGET, Pack
+from nbtools.data import TARGET, Form, Pack
 from nbtools.errors import MissingExtra, PackError, TrainError
 from nbtools.figures import Sheet, confusion_figure, gallery, judged
 from nbtools.show import note, number, plural
@@ -31,9 +31,9 @@ Scores = tuple[str, pd.DataFrame, Any, str, Any]  # (sentence, table, counts, na
 @dataclass(frozen=True, eq=False)
 class Report:
     """Where a run is right and wrong. table: of classes precision, recall, F1 and support; of segmentation also IoU,
-    support in pixels; of texts which character was read as which ("": a missing or an extra one). counts: truth (rows)
-    by answer; None of sets of labels. worst: every sample, the worst first: by the probability of its class, the CER
-    of its text or its mean IoU."""
+    support in pixels; of texts which character was read as which ("": a missing or an extra one); of values MAE and
+    RMSE. counts: truth (rows) by answer; None of sets of labels and of values. worst: every sample, the worst first: by
+    the probability of its class, the CER of its text, its mean IoU or its mean absolute error."""
 
     about: str
     table: pd.DataFrame
@@ -85,7 +85,7 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
         name = "probability"
     worst = pd.DataFrame({"file": [pack.names[i] for i in ids], name: score}, pd.Index(ids, name="id"))
     worst = worst if np.ndim(answers[0]) > 1 else worst.assign(truth=truths, answer=answers)
-    worst = worst.sort_values(name, ascending=name != "CER", kind="stable")
+    worst = worst.sort_values(name, ascending=name not in ("CER", "error"), kind="stable")
     return Report(f"{plural(len(ids), 'sample')} of the {split} split: {about}", table, counts, worst, run, pack)
 
 
@@ -100,7 +100,7 @@ def right_answer(run: Run, pack: Pack, i: int) -> Any:
 
 
 def compare_answers(run: Run, pack: Pack, truths: list[Any], answers: list[Any]) -> Scores:
-    """Compare answers that are classes, sets of labels, texts or class maps. Raises TrainError for others."""
+    """Compare answers that are classes, sets of labels, texts, class maps or values. Raises TrainError for others."""
     truth, answer, classes = truths[0], answers[0], pack.classes
     if isinstance(truth, tuple) and isinstance(answer, tuple):
         return of_labels(truths, answers, classes)
@@ -108,7 +108,11 @@ def compare_answers(run: Run, pack: Pack, truths: list[Any], answers: list[Any])
         return of_classes(truths, answers, classes) if truth in classes else of_texts(truths, answers)
     if np.ndim(answer) == 2 and np.shape(answer) == np.shape(truth) and answer.dtype.kind in "iu":
         return of_maps(truths, answers, classes or [*map(str, range(1 + int(max(map(np.max, answers)))))])
-    rule = "a report compares classes, labels, texts and class maps; of a task of its own define text_of(pack, i)"
+    if pack.options.get("kind") == "values" and np.shape(answer) == np.shape(truth):
+        return of_values(truths, answers, pack)
+    rule = (
+        "a report compares classes, labels, texts, class maps and values; of a task of its own define text_of(pack, i)"
+    )
     raise TrainError(f"{spoken(run.task)} answers with {type(answer).__name__}: {rule}, the right answer as text")
 
 
@@ -134,6 +138,20 @@ def of_maps(truths: Sequence[np.ndarray], answers: Sequence[np.ndarray], classes
     total = sum(each[1:], each[0]).rename(index=names, columns=names)
     table, ious = by_class(total), [by_class(one).IoU["macro mean"] for one in each]
     return f"mean IoU {number(table.IoU['macro mean'])}", table, total, "IoU", ious
+
+
+def of_values(truths: Sequence[Any], answers: Sequence[Any], pack: Pack) -> Scores:
+    """Compare values in the target's own unit, those of a vector also each by itself."""
+    unit = Form.of(pack.options["forms"][TARGET]).unit
+    errors = [np.ravel(np.asarray(a, float) - np.asarray(t) / unit) for a, t in zip(answers, truths, strict=True)]
+    goals, width = pack.options["roles"]["target"], len(errors[0])
+    named = goals if isinstance(goals, list) and len(goals) == width else range(width)
+    columns: dict[Any, Any] = dict(zip(named, np.transpose(errors), strict=True)) if np.ndim(truths[0]) == 1 else {}
+    columns["all"] = np.concatenate(errors)
+    scores = {name: (np.abs(each).mean(), np.sqrt(np.square(each).mean())) for name, each in columns.items()}
+    table = pd.DataFrame.from_dict(scores, orient="index", columns=["MAE", "RMSE"])
+    about = f"MAE {number(table.MAE['all'])}, RMSE {number(table.RMSE['all'])}"
+    return about, table, None, "error", [np.abs(each).mean() for each in errors]
 
 
 def of_texts(truths: Sequence[str], answers: Sequence[str]) -> Scores:

@@ -38,7 +38,6 @@ def test_contestants_run_in_turns_and_are_paired_within_a_round():
 
 
 PROMISED = {
-    "feed": ("feed_ratio", "×"),
     "overhead": ("loop_overhead", "µs/step"),
     "surface": ("surface_cost", "%"),
     "knobs": ("knobs_gain", "×"),
@@ -65,7 +64,6 @@ def test_each_benchmark_runs_and_ends_in_its_promised_line(name):
 
 KEPT = {
     "loop_overhead": lambda x: x <= 100,
-    "feed_ratio": lambda x: x >= 100,
     "surface_cost": lambda x: x <= 1,
     "your_own_decoding_ratio": lambda x: x >= 2,  # of the samples/s of the faster peer of each round
 }
@@ -98,7 +96,6 @@ def test_the_figures_next_to_the_headlines_keep_their_promises_too():
     assert own["computing_over_pytorch"]["value"] >= 0.95  # as fast: its spread is wider
     assert own["computing_over_lightning"]["value"] >= 0.95
     street = {name: figure["value"] for name, figure in figures("segment_camvid").items()}
-    assert street["slim, single scale: miou"] > 2 * street["place alone: miou"]
     assert street["last epoch"] > 2 * street["place alone: miou"]
     assert street["cpu"] <= 60
     assert (RESULTS / "segment_camvid.png").stat().st_size > 10_000

@@ -73,7 +73,7 @@ def test_every_figure_is_that_of_its_receipt():
 
 
 def test_the_pages_are_short():
-    budgets = {"README": 1300, "CONTRIBUTING": 500, "CHANGELOG": 3000, "your-own": 2000, "options": 1800, "live": 900}
+    budgets = {"README": 1300, "CONTRIBUTING": 500, "CHANGELOG": 3000, "your-own": 2200, "options": 1800, "live": 900}
     budgets |= {"several": 500, "troubleshooting": 1500, "architecture": 900, "measured": 1500, "guides": 2500}
     words = {page.stem: len(page.read_text().split()) for page in PAGES}
     assert {name: count for name, count in words.items() if count > budgets[name]} == {}

@@ -42,8 +42,7 @@ from nbtools.data.pack import (
     memory_map,
     touch,
 )
-from nbtools.data.parallel import side_by_side
-from nbtools.data.progress import bar, say
+from nbtools.data.progress import bar, say, side_by_side
 from nbtools.data.stage import stage
 from nbtools.disk import VERSION
 from nbtools.errors import PackError
@@ -120,11 +119,10 @@ def build_pack(
         if splits.is_all(test) and pack.splits["test"] < len(pack):
             fix = "pass the raw source, which test=1.0 makes test data"
             raise PackError(f"{folder} is a pack, and its splits are fixed; {fix}")
-        where = source_of(pack)
-        return dataclasses.replace(pack, raw=where and RawFiles(pack, where, reader(where) if reader else read))
+        return pack
     given = {**options, "val": val, "test": test, **({"seed": seed} if seed else {})}
     with disk.explained(f"looking at {folder}", folder):
-        made = {"key": fingerprint(task, folder, given), "keyed": given, "source": str(folder)}
+        made = {"key": fingerprint(task, folder, given), "source": str(folder)}
     read = reader(folder) if reader else read
     sample = partial(decode, read, folder)
     pack = make_pack(task, made, into, lambda: survey(folder, given), sample, (val, test, seed), progress)
@@ -149,9 +147,10 @@ def make_pack(
     touch(target)
     name = hashlib.blake2b(str(target).encode(errors="surrogateescape"), digest_size=8).hexdigest()
     with disk.explained(f"packing {made['source']}", target), disk.Lock(cache() / "locks" / f"pack-{name}.lock"):
-        if is_finished(target, task, made["key"]):
-            return Pack.open(target)
         part, blocks = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.blocks.part")
+        if is_finished(target, task, made["key"]):
+            disk.remove(blocks)
+            return Pack.open(target)
         try:
             inventory = survey()
             paths = read_blocks(inventory, sample, blocks, [VERSION, made["key"]], progress)
@@ -193,15 +192,6 @@ def fingerprint(task: str, folder: Path, given: Options) -> str:
     text = json.dumps([FORMAT, task, str(folder.resolve()), given], sort_keys=True)
     files = "".join(f"{name}\0{size}\0{mtime}\n" for name, (size, mtime) in sorted(listing(folder).items()))
     return hashlib.blake2b((text + files).encode(errors="surrogateescape"), digest_size=8).hexdigest()
-
-
-def source_of(pack: Pack) -> Path | None:
-    """Return the source of a kept pack where it is here and unchanged, so that a receipt can measure the raw files."""
-    made, source = pack.manifest, Path(pack.manifest["source"])
-    with contextlib.suppress(OSError):  # another user's, or on a disk that does not respond
-        if "keyed" in made and source.exists() and fingerprint(pack.card.task, source, made["keyed"]) == made["key"]:
-            return source
-    return None
 
 
 # -- samples

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 TARGET = "y"
+TARGETS = ("y", "label", "labels", "target")  # keys of an item, and columns, that are its target without being named
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, zipfile.BadZipFile)
 """What Pillow, NumPy and the like raise on damaged files."""
@@ -122,7 +123,7 @@ def plain_values(parts: Mapping[str, Any], resize: Resize, text: str, marked: Se
     images = {name: open_image(value) for name, value in parts.items() if isinstance(value, Path)}
     images |= {name: upright(value) for name, value in parts.items() if is_image(value)}
     values = {name: plain(name, value, resize, text) for name, value in {**parts, **images}.items()}
-    for name in marked if images else ():
+    for name in values.keys() & {*marked} if images else ():
         image = next(iter(images.values()))
         shape = (image.height, image.width)
         values[name] = moved(values[name], shape, resize or (*shape, "squash"))

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nbtools.data import Card, Draws, Pack, Sample, options_like, pack, sample_of
@@ -98,7 +99,7 @@ class Task:
         return None
 
     def infer(self, model: nn.Module, batch: Batch, plan: Any) -> Any:
-        """Return the outputs in evaluation and prediction."""
+        """Return the outputs in evaluation and prediction, as `loss` takes them from `model(batch)`."""
         return model(batch)
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
@@ -210,6 +211,9 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     model = task.model(card, plan)
     if not isinstance(model, nn.Module):
         raise TrainError(f"{spoken(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
+    if any(map(is_lazy, model.parameters())):
+        fix = "give its layers their sizes, or call the network on a sample once before"
+        raise TrainError(f"{spoken(task)}: the network has layers that learn their sizes when first called; {fix}")
     keep_recurrent_in_float32(model)
     if task.card is not None:
         require_augmentable(card, task.augment)

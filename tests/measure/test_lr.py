@@ -18,7 +18,8 @@ from problems import PROBLEMS
 from torch import nn
 
 import nbtools as nb
-from nbtools.measure import Machine, decide
+from nbtools.measure import Machine, Stepper, decide
+from nbtools.measure.timing import Deadline
 
 GOOD = 0.97  # of the accuracy of the best lr of the grid
 SEEDS = (10, 11, 12)  # fixed before any of them was tried
@@ -26,7 +27,10 @@ CPU = Machine("cpu", "CPU", cores=2)
 
 
 def advised(task: Any, pack: nb.Pack) -> nb.Advice:
-    return nb.advise(task, pack, seconds=2.0, clock=process_time)
+    """By CPU time: other programs on the machine leave no value out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nbtools.measure.timing.perf_counter", process_time)
+        return nb.advise(task, pack, seconds=2.0)
 
 
 def compared(name: str, pack: nb.Pack, seed: int) -> tuple[float, dict[float, float], nb.Plan]:
@@ -64,11 +68,15 @@ def test_on_every_problem_advice_and_fit_learn_as_well_as_the_best_of_the_grid(n
         found.append(accuracy)
         grids.append(list(grid.values()))
         alone.append(run.history.of("epoch")[-1]["val_accuracy"])
+    require_good(found, grids)
+    require_good(alone, grids)
+
+
+def require_good(found: list[float], grids: list[list[float]]) -> None:
     mean = np.mean(grids, axis=0)
-    print(name, "advised", found, "fit", alone, "grid", dict(zip(problems.GRID, mean.round(3).tolist(), strict=True)))
+    print("found", found, "grid", dict(zip(problems.GRID, mean.round(3).tolist(), strict=True)))
     assert mean.max() - mean.min() >= 0.15
     assert np.mean(found) >= GOOD * mean.max()
-    assert np.mean(alone) >= GOOD * mean.max()
 
 
 @pytest.mark.full
@@ -84,19 +92,15 @@ def test_fine_tuning_learns_as_well_as_the_best_of_the_grid(tmp_path):
     found, grids = [], []
     for seed in SEEDS:
         torch.manual_seed(seed)
-        taught = problems.Pictures(2, 3)
         plan = nb.Plan(epochs=40, batch_size=16, lr=3e-3, seed=seed)
-        run = nb.fit(nb.classify(taught), source, plan, run=tmp_path / f"taught{seed}", receipt=False, progress=False)
-        body = run.model("cpu").train()
-        body.head = nn.Linear(128, 2)
+        taught = nb.classify(problems.Pictures(2, 3))
+        body = nb.fit(taught, source, plan, run=tmp_path / f"{seed}", receipt=False, progress=False).model("cpu")
+        body.train().head = nn.Linear(128, 2)
         task = nb.classify(body, plan=nb.Plan(seed=seed), pretrained=True)
         plan = advised(task, pack).plan
         found.append(problems.accuracy(task, pack, plan))
         grids.append([problems.accuracy(task, pack, plan.replace(lr=lr)) for lr in problems.GRID])
-    mean = np.mean(grids, axis=0)
-    print("fine-tuning", found, "grid", dict(zip(problems.GRID, mean.round(3).tolist(), strict=True)))
-    assert mean.max() - mean.min() >= 0.15
-    assert np.mean(found) >= GOOD * mean.max()
+    require_good(found, grids)
 
 
 def test_the_sweep_tries_what_it_is_given_or_values_around_the_plans_and_says_which_is_best(tmp_path):
@@ -105,7 +109,6 @@ def test_the_sweep_tries_what_it_is_given_or_values_around_the_plans_and_says_wh
     given = nb.lr_sweep(task, pack, task.PLAN, lrs=[1e-6, 3e-3, 1e3], seconds=30.0)
     assert [each.lr for each in given.candidates] == [1e-6, 3e-3, 1e3]
     assert given.lr == 3e-3
-    assert given.figure()._repr_png_().startswith(b"\x89PNG")
     around = nb.lr_sweep(task, pack, task.PLAN, seconds=30.0)
     assert len(around.candidates) >= 5
     with pytest.raises(nb.NbtoolsError, match="lr_sweep: every lr must be greater than 0"):
@@ -141,13 +144,12 @@ def test_a_recipe_keeps_its_lr_by_the_rule_and_its_epochs(pack):
 
 
 @pytest.mark.parametrize(("samples", "epochs"), [(600, 40), (9_999, 10), (10_000, 10)])
-def test_a_small_data_set_gets_about_1500_steps(samples, epochs):
+def test_a_small_data_set_gets_about_1500_steps(samples, epochs, pack):
+    """At the batch of a CPU, 64, capped for the smallest."""
     splits = {"train": samples, "val": 0, "test": 0}
-    card = nb.pack([(np.zeros(2, np.float32), k % 2) for k in range(4)], val=0, test=0, progress=False).card
-    plan = decide(nb.classify(problems.points), dataclasses.replace(card, splits=splits), CPU).plan
+    plan = decide(nb.classify(problems.points), dataclasses.replace(pack.card, splits=splits), CPU).plan
     per_epoch = -(-samples // plan.batch_size)
     assert plan.epochs == (max(10, -(-1500 // per_epoch)) if samples < 10_000 else 10)
-    assert plan.epochs >= 10
 
 
 # -- the trial
@@ -181,8 +183,7 @@ def bowl(curvature: float, lr: float) -> Any:
 
 
 def trial_of(task: Any, pack: nb.Pack) -> Any:
-    """The trial by CPU time: other programs on the machine leave no value out."""
-    trial = nb.advise(task, pack, seconds=0.5, clock=process_time).lr_trial
+    trial = advised(task, pack).lr_trial
     assert trial is not None
     return trial
 
@@ -217,71 +218,66 @@ def test_within_noise_the_recipe_wins_and_else_the_smallest_value(tmp_path):
 
 
 def test_values_train_on_the_same_batches_from_the_same_weights_under_the_whole_schedule(tmp_path, monkeypatch):
-    """Seen by the task: the first loss of every value, its batches, and its lrs, which rise and fall to nearly 0."""
-    from nbtools.measure import lr as act
+    """Seen by the task: the first weights of every value, its batches, and its lrs, which rise and fall to nearly 0."""
+    weights, batches, schedules = list[Any](), list[list[Any]](), list[list[float]]()
+    step = Stepper.step
 
-    seen: list[list[Any]] = []
-    schedules: list[list[float]] = []
-
-    class Watched(act.Stepper):
-        def __init__(self, *given: Any, **named: Any):
-            super().__init__(*given, **named)
-            seen.append([{name: value.clone() for name, value in self.state.model.state_dict().items()}])
-            schedules.append([])
-
-        def step(self, raw: Any) -> Any:
-            seen[-1].append(raw["id"].clone())
-            result = super().step(raw)
+    def watched(self: Stepper, raw: Any) -> Any:
+        if self.plan.lr > 1e-9 and isinstance(self.clock, Deadline):  # a value of the trial
+            if not self.state.step:
+                weights.append({name: value.clone() for name, value in self.state.model.state_dict().items()})
+                batches.append([])
+                schedules.append([])
+            batches[-1].append(raw["id"].clone())
+            result = step(self, raw)
             schedules[-1].append(self.state.position.lr / self.plan.lr)
             return result
+        return step(self, raw)
 
-    monkeypatch.setattr(act, "Stepper", Watched)
-    trial_of(toy.with_(suggest=lambda card, accelerator: {"warmup_epochs": (0.3, "")}), toy.make_pack(tmp_path))
-    first, *others = seen
-    assert len(others) >= 4
-    for other in others:
-        assert all(torch.equal(first[0][name], value) for name, value in other[0].items())
-        assert all(map(torch.equal, first[1:], other[1:]))
+    monkeypatch.setattr(Stepper, "step", watched)
+    nb.lr_sweep(toy, toy.make_pack(tmp_path), toy.PLAN.replace(warmup_epochs=0.3), seconds=60.0)
+    assert len(weights) >= 5
+    for other, ids in zip(weights, batches, strict=True):
+        assert all(torch.equal(weights[0][name], value) for name, value in other.items())
+        assert all(map(torch.equal, batches[0], ids))
     for lrs in schedules:
         peak = int(np.argmax(lrs))
         assert peak == pytest.approx(0.1 * len(lrs), abs=1.5)
         assert lrs == [*sorted(lrs[:peak]), *sorted(lrs[peak:], reverse=True)]
-        assert lrs[-1] < 0.01
+        assert lrs[-1] < 0.03
+
+
+def simulated_trial(job: simulated.Job, folder: Any) -> Any:
+    with job.times():
+        trial = nb.advise(job, toy.make_pack(folder, count=600), seconds=1.0).lr_trial
+    assert trial is not None
+    return trial
 
 
 def test_a_trial_takes_its_share_of_the_time_and_none_begins_where_it_would_not_suffice(tmp_path):
     """Steps of 10 ms: at most 15 s for a run of seconds. Steps of half a second: none, and it is said."""
-    pack = toy.make_pack(tmp_path, count=600)
-    quick = simulated.Job(fixed=0.01)
-    trial = nb.advise(quick, pack, seconds=1.0, clock=quick.clock).lr_trial
-    assert trial is not None
+    quick, slow = simulated.Job(fixed=0.01), simulated.Job(fixed=0.5)
+    trial, none = (simulated_trial(job, tmp_path / f"{job.fixed}") for job in (quick, slow))
     assert trial.lr is not None
     assert trial.seconds <= 16
     assert trial.steps >= 100
-    slow = simulated.Job(fixed=0.5)
-    advice = nb.advise(slow, toy.make_pack(tmp_path / "other", count=600), seconds=1.0, clock=slow.clock)
-    assert advice.lr_trial is not None
-    assert advice.lr_trial.lr is None
-    assert "5 values of 100 steps need" in advice.evidence["lr"]
+    assert none.lr is None
+    assert "5 values of 100 steps need" in none.reason
 
 
-def test_a_machine_that_becomes_busy_ends_a_trial_in_time_and_without_a_choice(tmp_path, monkeypatch):
-    """Ten times as slow as measured: fewer than three values end, and the rule's lr stands."""
-    from nbtools.measure import lr as act
+def test_a_machine_that_becomes_busy_ends_a_trial_in_time_and_without_a_choice(tmp_path):
+    """A hundred times as slow as measured: fewer than three values end, amid one the time is over, and the rule's lr
+    stands."""
 
-    job = simulated.Job(fixed=0.01)
+    class Slowed(simulated.Job):
+        def loss(self, model, batch, plan):
+            self.fixed = 0.01 if plan.lr < 1e-9 else 1.0
+            return super().loss(model, batch, plan)
 
-    class Slowed(act.Trial):
-        def run(self, *lrs) -> None:
-            job.fixed = 0.1
-            super().run(*lrs)
-
-    monkeypatch.setattr(act, "Trial", Slowed)
-    advice = nb.advise(job, toy.make_pack(tmp_path, count=600), seconds=1.0, clock=job.clock)
-    assert advice.lr_trial is not None
-    assert advice.lr_trial.lr is None
-    assert advice.lr_trial.seconds <= 17
-    assert "as the machine is busy" in advice.evidence["lr"]
+    trial = simulated_trial(Slowed(), tmp_path)
+    assert trial.lr is None
+    assert trial.seconds <= 16
+    assert "as the machine is busy" in trial.reason
 
 
 def test_the_trial_is_kept_with_the_advice_shown_as_a_table_and_changes_nothing_outside(pack, monkeypatch):

@@ -13,8 +13,6 @@ from simulated import Job
 from nbtools.errors import TrainError
 from nbtools.measure import find_batch
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory):
@@ -24,7 +22,8 @@ def toys(tmp_path_factory):
 def found(pack, job: Any = None, plan=toy.PLAN, seconds: float = 60.0, **more) -> Any:
     """A search on the job's own clock; a step takes about as long as a turn, so that few are made."""
     job = job or Job(fixed=0.1, a_sample=0.01)
-    return find_batch(job, pack, plan, CPU, seconds, clock=job.clock, **more)
+    with job.times():
+        return find_batch(job, pack, plan, seconds, **more)
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)

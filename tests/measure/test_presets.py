@@ -5,7 +5,6 @@ import json
 from typing import Any
 
 import pytest
-import torch
 import toy
 from simulated import Job
 
@@ -126,7 +125,8 @@ def test_the_panel_offers_the_presets_between_before_and_advice(pack):
 def measured(job: Job, pack: nb.Pack, *presets: Any, seconds: float = 1.0) -> Receipt:
     if presets:
         job.PRESETS = dict(zip(("guide", "guide-large"), presets, strict=False))  # pyright: ignore
-    return receipt(job, job.pack(pack), toy.PLAN.replace(hidden=24), torch.device("cpu"), seconds, job.clock)
+    with job.times():
+        return receipt(job, job.pack(pack), toy.PLAN.replace(hidden=24), seconds)
 
 
 def job(**more: Any) -> Job:

@@ -6,7 +6,6 @@ import shutil
 from typing import Any
 
 import pytest
-import torch
 import toy
 from simulated import Job
 
@@ -14,7 +13,6 @@ import nbtools as nb
 from nbtools.measure import Receipt, receipt
 from nbtools.show import duration
 
-CPU = torch.device("cpu")
 FASTER = toy.PLAN.replace(batch_size=64, lr=2e-2, amp="bf16", channels_last=True, clip_norm=None, hidden=24)
 
 
@@ -29,7 +27,8 @@ def slow() -> Job:
 
 
 def measured(job: Job, pack, plan: Any = toy.PLAN, seconds: float = 1.0) -> Receipt:
-    return receipt(job, job.pack(pack), plan, CPU, seconds, job.clock)
+    with job.times():
+        return receipt(job, job.pack(pack), plan, seconds)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,317 @@
+"""Twelve jobs of somebody who has read README and docs/your-own.md: each in at most 15 lines of theirs."""
+
+import inspect
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from test_your_own import CELLS, run_cell
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+import nbtools as nb
+from nbtools.errors import PackError, TrainError
+
+LINES = 15
+
+
+@pytest.fixture(autouse=True)
+def fit(tmp_path, monkeypatch):
+    """`nb.fit` without its receipt, which takes longer than training so little; in a folder of the test's own."""
+    torch.manual_seed(0)
+    RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+    return partial(nb.fit, receipt=False, progress=False)
+
+
+def plan(**settings: Any) -> nb.Plan:
+    return nb.Plan(**{"epochs": 5, "batch_size": 16, "lr": 1e-2, **settings})
+
+
+# -- what they have: data and networks
+
+RNG = np.random.default_rng(0)
+
+
+def picture(kind: int, size: tuple[int, int] = (40, 48)) -> Image.Image:
+    """Stripes down (0) or across (1) on noise."""
+    pixels, stripes = RNG.integers(90, 150, (*size, 3)).astype(np.uint8), np.mgrid[: size[0], : size[1]][1 - kind]
+    pixels[stripes // 4 % 2 == 0] //= 3
+    return Image.fromarray(pixels)
+
+
+def small(channels: int, outputs: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 5), nn.ReLU(), nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(64, outputs)
+    )
+
+
+def dense(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 16), nn.ReLU(), nn.Linear(16, outputs))
+
+
+def vectors(count: int = 150, classes: int = 3) -> list[tuple[np.ndarray, int]]:
+    return [(RNG.normal(3 * (i % classes), 1, 6).astype(np.float32), i % classes) for i in range(count)]
+
+
+def words(text: str) -> list[int]:
+    return [1 + ["good", "fine", "bad", "poor"].index(word) for word in text.split()]
+
+
+# -- the jobs
+
+
+def test_1_images_by_class_among_odd_files(fit):
+    for i in range(60):
+        file = Path("photos", ("down", "across")[i % 2], f"{i}.{('png', 'jpg')[i % 2]}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        picture(i % 2, (30 + i % 9, 40)).convert(("RGB", "L", "CMYK")[i % 3 * (i % 2)]).save(file)
+    for odd in ("Thumbs.db", "down/empty.png", "down/.hidden.png", "across/note.txt"):
+        Path("photos", odd).write_bytes(b"")
+    pack = nb.pack("photos", size=32)
+    run = fit(nb.classify(small(3, 2)), pack, plan(), run="runs/photos")
+    answers = run.predict("photos/across")
+    assert (pack.bad["file"].tolist(), {*pack.classes}) == (["down/empty.png"], {"across", "down"})
+    assert sum(answer.name == "across" for answer in answers.values()) >= 28
+    assert run.report(pack, "train").table.loc["across", "support"] > 20
+
+
+def test_2_several_labels_a_picture_from_a_csv_whose_empty_cells_mean_none(fit):
+    tags = [["down", "across", "down across", ""][i % 4] for i in range(80)]
+    for i, text in enumerate(tags):
+        kinds = [("down", "across").index(tag) for tag in text.split()]
+        drawn = [np.array(picture(k)) for k in kinds] or [np.full((40, 48, 3), 120, np.uint8)]
+        Image.fromarray(np.min(drawn, 0)).save(f"{i}.png")
+    pd.DataFrame({"filename": [f"{i}.png" for i in range(80)], "tags": tags}).to_csv("labels.csv", index=False)
+    pack = nb.pack("labels.csv", image="filename", target="tags", sep=" ", size=32)
+    run = fit(nb.classify(lambda classes: small(3, classes)), pack, plan(epochs=12), run="runs/tags")
+    assert len(pack) == 80, "a picture without a label is a sample"
+    assert not pack.arrays["y"][3].any()
+    assert nb.evaluate(run, pack, "train")["f1"] > 0.8
+
+
+def sales() -> pd.DataFrame:
+    frame = pd.DataFrame({"day": pd.date_range("2025-01-01", periods=300).astype(str), "shop": ["a", "b", "c"] * 100})
+    frame["warm"] = RNG.normal(15, 8, 300)
+    frame["sold"] = 100 + 10 * frame["warm"] + 50 * (frame["shop"] == "b")
+    frame.loc[::20, "warm"] = np.nan
+    return frame
+
+
+def test_3_a_table_with_dates_and_gaps(fit):
+    frame = sales()
+    with pytest.raises(PackError, match=r"not numeric: day, shop.*get_dummies.*df\['day'\] = pd\.to_datetime"):
+        nb.pack(frame, target="sold")
+    frame["day"] = pd.to_datetime(frame["day"]).dt.day_of_year
+    assert len(nb.pack(pd.get_dummies(frame), target="sold").bad) == 15, "a row with a gap is left out, and listed"
+    frame["warm"] = frame["warm"].fillna(frame["warm"].mean())
+    pack = nb.pack(pd.get_dummies(frame), target="sold")
+    run = fit(nb.regress(lambda inputs: dense(inputs, 1)), pack, plan(epochs=20), run="runs/sales")
+    report = run.report(pack)
+    assert report.table.loc["all", "MAE"] == pytest.approx(nb.evaluate(run, pack)["mae"], rel=1e-5)
+    assert report.table.loc["all", "MAE"] < 40
+    assert nb.pack(frame, inputs="warm", target="sold").columns["x"].shape == (1,), "one name needs no list"
+
+
+def test_4_texts(fit):
+    frame = pd.DataFrame(
+        {"text": [" ".join(RNG.choice([["good", "fine"], ["bad", "poor"]][i % 2], 2 + i % 5)) for i in range(120)]}
+    )
+    frame["label"] = ["praise", "blame"] * 60
+    pack = nb.pack(frame, inputs="text", target="label", text=words)
+
+    class Bag(nn.Module):
+        def __init__(self, classes):
+            super().__init__()
+            self.words, self.head = nn.EmbeddingBag(5, 8, padding_idx=0), nn.Linear(8, classes)
+
+        def forward(self, text):
+            return self.head(self.words(text))
+
+    run = fit(nb.classify(Bag), pack, plan(), run="runs/texts")
+    assert [answer.name for answer in run.predict(["good fine", "poor"])] == ["praise", "blame"]
+
+
+def test_5_series_of_any_length(fit):
+    series = [(RNG.normal(i % 2, 0.3, (5 + i % 20, 3)), ("low", "high")[i % 2]) for i in range(100)]
+
+    class Reader(nn.Module):
+        def __init__(self, inputs, classes):
+            super().__init__()
+            self.gru, self.head = nn.GRU(inputs, 16, batch_first=True), nn.Linear(16, classes)
+
+        def forward(self, x, x_length):
+            return self.head(self.gru(x)[0][torch.arange(len(x)), x_length - 1])
+
+    run = fit(nb.classify(Reader), nb.pack(series), plan(), run="runs/series")
+    assert [answer.name for answer in run.predict([x for x, _ in series[:2]])] == ["low", "high"]
+
+
+def face() -> dict[str, Any]:
+    pixels, (x, y) = np.full((48, 48, 3), 60, np.uint8), RNG.integers(5, 43, 2)
+    pixels[y - 3 : y + 4, x - 3 : x + 4] = 250
+    return {"image": Image.fromarray(pixels), "nose": np.array([[x, y]], np.float32)}
+
+
+def test_6_key_points_that_move_with_the_picture(fit):
+    faces = [face() for _ in range(60)]
+    pack = nb.pack(faces, inputs="image", target="nose", size=24, points="nose")
+    task = nb.regress(nn.Sequential(nn.Flatten(), nn.Linear(3 * 24 * 24, 2), nn.Unflatten(1, (1, 2))), augment=["flip"])
+    run = fit(task, pack, plan(lr=1e-3), run="runs/faces")
+    np.testing.assert_allclose(pack.arrays["y"][7], faces[7]["nose"] / 2)
+    assert list(run.report(pack).table.columns) == ["MAE", "RMSE"]
+    assert run.report(pack).worst["error"].is_monotonic_decreasing
+    with pytest.raises(PackError, match=r"points must name columns.*got 'ear' of image .*, y float32 \(1, 2\)"):
+        nb.pack(faces, inputs="image", target="nose", size=24, points="ear")
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(11, 2, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(torch.cat([x, F.interpolate(self.down(x).relu(), scale_factor=2)], 1))
+
+
+def scene() -> tuple[Image.Image, Image.Image]:
+    pixels, mask, (x, y) = (
+        RNG.integers(0, 90, (40, 50, 3)).astype(np.uint8),
+        np.zeros((40, 50), np.uint8),
+        RNG.integers(0, 25, 2),
+    )
+    pixels[y : y + 15, x : x + 20] += 120
+    mask[y : y + 15, x : x + 20] = 1
+    return Image.fromarray(pixels), Image.fromarray(mask)
+
+
+def test_7_masks_with_a_unet(fit, monkeypatch):
+    monkeypatch.setattr(nb, "fit", fit)
+    scenes = [scene() for _ in range(60)]
+    run = run_cell(CELLS["masks"], UNet=UNet, scenes=scenes)["run"]
+    assert run.report(nb.pack(scenes, size=32)).table.loc["1", "IoU"] > 0.7
+    assert run.predict(scenes[0][0])[0].shape == (32, 32)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.back = nn.Linear(6, 16), nn.Linear(16, 3), nn.Linear(16, 6)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.body(x).relu()
+        return {"out": self.head(hidden), "again": self.back(hidden)}
+
+
+def test_8_two_losses_and_an_optimizer_of_ones_own(fit):
+    class Both(nb.Task):
+        metrics = ("accuracy",)  # pyright: ignore[reportAssignmentType]
+
+        def model(self, card, plan):
+            return Twice()
+
+        def loss(self, model, batch, plan):
+            outputs = model(batch)
+            return F.cross_entropy(outputs["out"], batch["y"]) + 0.1 * F.mse_loss(outputs["again"], batch["x"])
+
+        def optimizer(self, groups, plan):
+            return torch.optim.RMSprop(groups, lr=plan.lr)
+
+    pack = nb.pack(vectors())
+    run = fit(Both, pack, plan(), run="runs/both")
+    assert nb.evaluate(run, pack)["accuracy"] > 0.9
+
+
+class Bert(nn.Module):
+    """What transformers' models look like: columns by name, an output with `.logits`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Embedding(20, 8), nn.Linear(8, 2)
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None) -> SimpleNamespace:
+        mask = attention_mask[..., None]
+        return SimpleNamespace(logits=self.head((self.body(input_ids) * mask).sum(1) / mask.sum(1)))
+
+
+def test_9_a_pretrained_transformer_with_a_frozen_body(fit):
+    ids = [RNG.integers(0, 10, 3 + i % 7) + 10 * (i % 2) for i in range(100)]
+    items = [{"input_ids": x, "attention_mask": np.ones_like(x), "label": i % 2} for i, x in enumerate(ids)]
+    net = Bert()
+    net.body.requires_grad_(False)
+    pack = nb.pack(items)
+    run = fit(nb.classify(net, pretrained=True), pack, plan(epochs=12), run="runs/bert")
+    assert nb.evaluate(run, pack, "train")["accuracy"] > 0.9
+    assert torch.equal(run.model("cpu").body.weight, net.body.weight)
+
+
+class Photos(Dataset):
+    """Flipped at random whenever they are read."""
+
+    classes = ("dark", "light")
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        x = torch.rand(3, 12, 12, generator=torch.Generator().manual_seed(i)) / 2 + i % 2 / 2
+        return x.flip(2) if torch.rand(()) < 0.5 else x, i % 2
+
+
+def test_10_random_transforms_and_no_copy(fit):
+    with pytest.raises(PackError, match="pass store=False: each epoch then reads the Dataset itself"):
+        nb.pack(Photos())
+    pack = nb.pack(Photos(), store=False)
+    run = fit(nb.classify(small(3, 2)), pack, plan(), run="runs/random")
+    assert nb.evaluate(run, pack)["accuracy"] > 0.9
+
+
+def test_11_few_of_one_class_folds_and_a_sweep(fit):
+    rare = [
+        (RNG.normal(3 * (i % 10 == 0), 1, 6).astype(np.float32), ("often", "rare")[i % 10 == 0]) for i in range(200)
+    ]
+    scores = {}
+    for lr in (1e-4, 1e-2):
+        for k, pack in enumerate(nb.pack(rare, folds=3)):
+            weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 9.0]))
+            task = nb.classify(lambda inputs: dense(inputs, 2), loss=weighted, metrics=["balanced_accuracy"])
+            run = fit(task, pack, plan(lr=lr), run=f"runs/{lr}/{k}")
+            scores[lr, k] = run.best["val_balanced_accuracy"]
+    assert all(scores[1e-2, k] > max(0.9, scores[1e-4, k]) for k in range(3))
+    assert len(nb.runs("runs/0.01")) == 3
+
+
+def test_12_stop_resume_extend_fine_tune_and_log(fit):
+    seen, pack = [], nb.pack(vectors())
+    task, log = nb.classify(lambda inputs: dense(inputs, 3)), lambda record, run: seen.append(record.values)
+    run = fit(task, pack, plan(), run="runs/long", callbacks=[log, lambda record, run: "stop" * (record.step == 12)])
+    assert (run.state, run.history.rows[-1]["step"]) == ("stopped", 12)
+    run = fit(task, pack, plan(), run="runs/long", callbacks=[log])
+    assert (run.state, len(run.summary())) == ("done", 5)
+    run = fit(task, pack, plan(epochs=7), run="runs/long", callbacks=[log])
+    assert (run.state, len(run.summary()), "val_accuracy" in seen[-1]) == ("done", 7, True)
+    fine = fit(nb.classify(run.model(), pretrained=True), nb.pack(vectors(90)), plan(lr=1e-4), run="runs/fine")
+    torch.testing.assert_close(fine.model("cpu")[0].weight, run.model("cpu")[0].weight, atol=0.01, rtol=0)
+
+
+def test_a_job_has_at_most_15_lines_besides_its_checks():
+    jobs = [each for name, each in vars(sys.modules[__name__]).items() if name[5:6].isdigit()]
+    assert len(jobs) == 12
+    for job in jobs:
+        lines = [line for line in inspect.getsource(job).splitlines()[1:] if line.strip()]
+        theirs = [line for line in lines if not line.lstrip().startswith(("assert", "with pytest"))]
+        assert len(theirs) <= LINES, job.__name__
+
+
+def test_a_network_whose_layers_have_no_sizes_yet_is_refused_in_a_sentence(fit):
+    with pytest.raises(TrainError, match="layers that learn their sizes when first called; give"):
+        fit(nb.classify(nn.LazyLinear(3)), nb.pack(vectors()), plan(), run="runs/lazy")
