@@ -382,6 +382,7 @@ def settings_beside(task: Any, pack: Any, code: str) -> tuple[dict[str, Any], fl
 HOG = "while True: pass"
 
 
+@pytest.mark.alone
 def test_advice_beside_a_process_that_keeps_a_core_busy_is_the_same_and_ends_in_time(tmp_path, monkeypatch):
     pack = toy.make_pack(tmp_path, count=200)
     monkeypatch.setattr("nbtools.measure.advisor.LEAST", 3.0)
