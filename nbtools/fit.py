@@ -23,7 +23,7 @@ from nbtools.errors import CheckpointError, NbtoolsError, PackError, ctrl_c
 from nbtools.folder import Job, begin, restore
 from nbtools.guard import NOTHING, Guard
 from nbtools.identity import former_run, own_folder, settle
-from nbtools.live import FirstSignal, Panel, Surface, chosen, running_kernel
+from nbtools.live import FirstSignal, Surface, chosen, running_kernel
 from nbtools.run import RECEIPT, VERDICT, Run, lock, what_next
 from nbtools.train import Plan, Ranks, Task, TaskLike, TrainState, checkpoint
 from nbtools.train import device as devices
@@ -166,8 +166,6 @@ def prepare(
     if fresh or former_run(task, folder) is None:
         train.rehearse(state, pack)  # before anything is written
     history, complaints = begin(folder, pack, state, call, given, fresh)
-    if isinstance(call, Panel):
-        call.adopt(plan)
     if samples is not None:
         checkpoint.mark(folder, samples=samples)
     surface = Surface(folder, state, pack, history, call, progress)

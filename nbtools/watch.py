@@ -45,9 +45,7 @@ class Remote:
 
     def __init__(self, run: Run, given: Any = None, show: bool = True):
         (metric, sign), plan, count = run.metric, run.plan, run.card.splits["train"]
-        if isinstance(given, live.Panel):
-            given.adopt(plan)
-        given = given if getattr(given, "plan", None) == plan else plan
+        given = given if isinstance(given, live.Panel) or getattr(given, "plan", None) == plan else plan
         self.run, self.history = run, History(run.folder / HISTORY)
         best = f"-{metric}" if sign < 0 else metric
         self.view = live.View(run.folder, self.history, plan, count, best, given, show)
@@ -108,10 +106,7 @@ class Remote:
         equal = takewhile(lambda rows: rows[0] == rows[1] or str(rows[0]) == str(rows[1]), pairs)  # NaN is not NaN
         for row in self.history.rows[len([*equal]) :]:
             values = {name: value for name, value in row.items() if name not in KEYS}
-            if values.get("asked") == live.OPENING:
-                self.view.log([[line] for line in values["what"].split("\t")])
-            else:
-                self.take(Record(row["kind"], row["epoch"], row["step"], row["samples"], values))
+            self.take(Record(row["kind"], row["epoch"], row["step"], row["samples"], values))
         self.shown = len(self.history)
 
     def take(self, record: Record) -> None:

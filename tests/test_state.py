@@ -132,7 +132,7 @@ def test_ties_go_to_the_lower_loss_and_then_to_the_later_epoch_but_end_no_patien
 def test_the_best_of_a_run_and_its_model_are_of_one_epoch_where_accuracies_are_equal(pack, tmp_path):
     run = nb.fit(nb.classify(Net()), pack, plan(epochs=12), run=tmp_path / "run", **QUIET)
     best = run.best["epoch"]
-    assert shown(Columns(run.history), "accuracy") == (run.best["val_accuracy"], best), "and so in the picture"
+    assert shown(Columns().follow(run.history), "accuracy") == (run.best["val_accuracy"], best), "and so in the picture"
     assert int(checkpoint.read_index(run.folder)["best"].partition("-")[0]) == best
     rows = run.history.of("epoch")
     rank = [(row["val_accuracy"], -row["val_loss"], row["epoch"]) for row in rows]
