@@ -9,7 +9,6 @@ import math
 import textwrap
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,25 +114,6 @@ def x_axis(shown: Picture) -> str:
 # -- the PNG
 
 
-@dataclass(frozen=True)
-class Still:
-    """A PNG as a notebook shows it, two pixels a px; alt: what it shows in words, its text and alternative text."""
-
-    image: bytes
-    alt: str
-
-    @property
-    def pixels(self) -> tuple[int, int]:
-        """Return its width and height."""
-        width, height = (int.from_bytes(self.image[i : i + 4]) for i in (16, 20))  # of its first chunk
-        return width, height
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        width, height = (pixels // 2 for pixels in self.pixels)
-        data = {"image/png": base64.b64encode(self.image).decode(), "text/plain": self.alt}
-        return data, {"image/png": {"width": width, "height": height, "alt": self.alt}}
-
-
 def png(shown: Picture, facts: Sequence[str] = (), previews: Sequence[samples.Preview] = ()) -> bytes:
     """Return the facts, a grid of charts, and below them the samples."""
     from matplotlib.figure import Figure
@@ -165,6 +145,14 @@ def png(shown: Picture, facts: Sequence[str] = (), previews: Sequence[samples.Pr
         warnings.filterwarnings("ignore", "Glyph .* missing|constrained_layout not applied")  # a box; little room
         figure.savefig(stream, format="png", dpi=DPI)
     return stream.getvalue()
+
+
+def shown_as(image: bytes, alt: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a PNG as a notebook shows it, two pixels a px: data and metadata by type. alt: its text and alternative
+    text, what it shows in words."""
+    width, height = (int.from_bytes(image[i : i + 4]) // 2 for i in (16, 20))  # of its first chunk
+    data = {"image/png": base64.b64encode(image).decode(), "text/plain": alt}
+    return data, {"image/png": {"width": width, "height": height, "alt": alt}}
 
 
 def draw_chart(axes: Axes, chart: Chart, shown: Picture) -> None:

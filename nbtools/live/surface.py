@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
@@ -82,12 +82,12 @@ class Surface(View):
             status, path = facts.ended(error, stopped), self.folder / PLOT_FILE
             if error is None:
                 self.finish(self.samples(), status, path)
-                return
-            try:
-                checkpoint.mark(self.folder, ended=status)
-                self.finish([], status, path)
-            except NbtoolsError as trouble:  # as where a disk is full: the error that ended the run is the one to raise
-                self.tell(str(trouble))
+            else:
+                with suppress(
+                    NbtoolsError
+                ):  # as where a disk is full: the error that ended the run is the one to raise
+                    checkpoint.mark(self.folder, ended=status)
+                    self.finish([], status, path)
 
     # -- samples
 

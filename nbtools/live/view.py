@@ -23,7 +23,6 @@ from uuid import uuid4
 from nbtools import disk
 from nbtools.data import bar, in_notebook, say
 from nbtools.live import draw, facts, samples
-from nbtools.live.draw import Still
 from nbtools.live.facts import TRAINING, About, fitting, line_of
 from nbtools.live.panel import VIEW, Panel, viewed
 from nbtools.live.plot import SCALES, XS, Columns, Look, picture
@@ -136,12 +135,12 @@ class View:
 
     # -- what stays
 
-    def still(self, status: str) -> Still:
-        """Return the picture of now, which takes half a second to draw."""
+    def still(self, status: str) -> tuple[bytes, str]:
+        """Return the picture of now, a PNG and what it shows in words, which takes half a second to draw."""
         made = picture(self.columns.follow(self.history), self.about.best)
         said = [f"{fact.label} {fact.value}".strip() for fact in facts.facts(self.columns, self.about, status)]
         alt = "; ".join(filter(None, (self.about.title, made.alt)))
-        return Still(draw.png(made, said, self.cards), alt)
+        return draw.png(made, said, self.cards), alt
 
     def keep_still(self) -> None:
         """Write the picture of now to the run folder and put it below the live view, when that is due, for readers when
@@ -150,10 +149,10 @@ class View:
             return
         start = time.thread_time()
         with suppress(Exception):
-            still = self.still(TRAINING)
-            disk.write_atomic(self.folder / PLOT_FILE, still.image)
+            image, alt = self.still(TRAINING)
+            disk.write_atomic(self.folder / PLOT_FILE, image)
             if self.output is not None and self.output.lives:
-                self.output.still(still)
+                self.output.still(image, alt)
         self.next_still = time.monotonic() + max(STILL_EVERY, (time.thread_time() - start) / STILL_COST)
 
     def finish(self, previews: list[Preview], status: str, path: Path | None = None) -> None:
@@ -162,17 +161,17 @@ class View:
         self.bar.close()
         self.cards = previews
         try:
-            still = self.still(status)
+            image, alt = self.still(status)
             if self.output is not None and self.output.lives:
                 charts = draw.frame(picture(self.columns, self.about.best, self.output.look))
                 top = facts.html(self.columns, self.about, status)
-                self.output.stay(still, f"{draw.HEAD}{top}{charts}{samples.html(self.cards)}")
+                self.output.stay(image, alt, f"{draw.HEAD}{top}{charts}{samples.html(self.cards)}")
         except Exception as error:
             self.tell(f"no picture: {type(error).__name__}: {error}")
             return
         if path is not None:
             with disk.explained("writing the plot", self.folder):
-                disk.write_atomic(path, still.image)
+                disk.write_atomic(path, image)
 
 
 class Output:
@@ -216,16 +215,17 @@ class Output:
         self.log.extend(lines)
         self.recent.value, self.every.value = log_html(self.log[-LINES:]), log_html(self.log)
 
-    def still(self, image: Still) -> None:
+    def still(self, image: bytes, alt: str) -> None:
         """Put a PNG below the view, visible only where the view is not. In a separate output: updating the view's would
         make Jupyter draw all its widgets again."""
         from IPython.display import HTML, display
 
         known, self.stills = bool(self.stills), [f"{self.name}-style", f"{self.name}-still"]
-        for part, name in zip((HTML(STILL), image), self.stills, strict=True):
-            display(part, display_id=name, update=known)
+        (data, metadata), (style, place) = draw.shown_as(image, alt), self.stills
+        display(HTML(STILL), display_id=style, update=known)
+        display(data, metadata=metadata, raw=True, display_id=place, update=known)
 
-    def stay(self, image: Still, page: str) -> None:
+    def stay(self, image: bytes, alt: str, page: str) -> None:
         """Put the picture in the place of the view, and the log under it; page: the frame that replaces it where
         scripts run. The view itself lives on with the last frame, for a page that was closed before the end and is
         opened again."""
@@ -235,11 +235,11 @@ class Output:
         self.lives, log = False, log_html(self.log[-LINES:])
         if len(self.log) > LINES:
             log = f'<details class="nbt"><summary>The whole log</summary>{log_html(self.log)}</details>{log}'
-        display(image, display_id=self.name, update=True)
+        data, metadata = draw.shown_as(image, alt)
+        display(data, metadata=metadata, raw=True, display_id=self.name, update=True)
         for name in self.stills:
             display(HTML(""), display_id=name, update=True)
-        width, height = image.pixels
-        size = f'data-width="{width}" data-height="{height}"'
+        size = " ".join(f'data-{side}="{2 * metadata["image/png"][side]}"' for side in ("width", "height"))
         display(HTML(f'<style onload="{KEPT}" {size} data-page="{escape(page)}"></style>'))
         self.view.children = [Markup(page + log)]
         if self.log:
