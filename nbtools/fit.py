@@ -21,7 +21,7 @@ from nbtools.data import Pack, meanwhile, place_to_keep, release_runtime, say, w
 from nbtools.errors import CheckpointError, MissingExtra, NbtoolsError, PackError, TrainError, ctrl_c
 from nbtools.folder import Job, begin, former_run, own_folder, restore, settle
 from nbtools.guard import NOTHING, Guard
-from nbtools.live import FirstSignal, Panel, Surface, chosen, running_kernel
+from nbtools.live import FirstSignal, Surface, chosen, running_kernel
 from nbtools.run import RECEIPT, VERDICT, Run, lock, what_next
 from nbtools.train import Plan, Ranks, Record, Task, TaskLike, TrainState, checkpoint
 from nbtools.train import device as devices
@@ -152,8 +152,6 @@ def prepare(
     if former is None:
         train.rehearse(state, pack)  # before anything is written
     history, complaints = begin(folder, pack, state, former, given, call)
-    if isinstance(call, Panel):
-        call.adopt(plan)
     if samples is not None:
         checkpoint.mark(folder, samples=samples)
     surface = Surface(folder, state, pack, history, call, progress)

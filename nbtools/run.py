@@ -430,7 +430,7 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         metric = next(iter(self.runs.values())).metric[0]
-        charts = live.compared({name: live.Columns(run.history) for name, run in self.runs.items()}, metric)
+        charts = live.compared({name: live.Columns().follow(run.history) for name, run in self.runs.items()}, metric)
         return show.note(self.conclusion) + live.page(charts) + self.frame.T.to_html()
 
 

@@ -45,9 +45,7 @@ class Remote:
 
     def __init__(self, run: Run, given: Any = None, show: bool = True):
         (metric, sign), plan, count = run.metric, run.plan, run.card.splits["train"]
-        if isinstance(given, live.Panel):
-            given.adopt(plan)
-        given = given if getattr(given, "plan", None) == plan else plan
+        given = given if isinstance(given, live.Panel) or getattr(given, "plan", None) == plan else plan
         self.run, self.history = run, History(run.folder / HISTORY)
         best = f"-{metric}" if sign < 0 else metric
         self.view = live.View(run.folder, self.history, plan, count, best, given, show)
@@ -109,9 +107,6 @@ class Remote:
         for row in self.history.rows[len([*equal]) :]:
             values = {name: value for name, value in row.items() if name not in KEYS}
             what, self.status = values.get("what", ""), live.TRAINING
-            if values.get("asked") == live.OPENING:
-                view.log([[line] for line in what.split("\t")])
-                continue
             if row["kind"] == "change" or what.startswith(live.REFUSED):
                 plan = type(self.run.plan).from_json((self.run.folder / PLAN).read_text())
                 self.plans.plan = self.plans.applied = plan

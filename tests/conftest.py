@@ -66,7 +66,7 @@ def undrawn(request):
     """Runs without their PNG: drawing it takes longer than a toy's training. Modules marked `drawn` look at it."""
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("drawn") is None:
-            patch.setattr("nbtools.live.png.draw", lambda *_: b"\x89PNG")
+            patch.setattr("nbtools.live.draw.png", lambda *_: b"\x89PNG")
         yield
 
 

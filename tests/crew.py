@@ -17,7 +17,7 @@ import toy
 from toy import BASELINE, BEST, CLASSES, decode, demo, loss, metrics, pack, preview, read, survey  # noqa: F401
 
 from nbtools.errors import PackError
-from nbtools.live import png
+from nbtools.live import draw
 
 PLAN = toy.Plan(epochs=3, batch_size=16, lr=1e-2, clip_norm=1.0)
 ERRORS = {
@@ -36,7 +36,7 @@ class Net(torch.nn.Sequential):
 def model(card, plan):
     """Without BatchNorm. Ranks do not draw the run's picture, which takes longer than its training."""
     if "RANK" in os.environ:
-        png.draw = lambda *_: b"\x89PNG"
+        draw.png = lambda *_: b"\x89PNG"
     return Net(torch.nn.Linear(8, plan.hidden), torch.nn.ReLU(), torch.nn.Linear(plan.hidden, CLASSES))
 
 

@@ -156,7 +156,6 @@ class Person:
             self.paused(look if turn == 0 else lambda: None)
             self.typed("batch_size", str(20 + 4 * turn), 20 + 4 * turn)
             self.slid("lr", "ArrowLeft")
-            self.slid("batch_size", "ArrowLeft")
             self.saved() if turn else self.evaluated()
             if turn == 0:
                 self.chosen("amp", "bf16")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from nbtools.live import png
+from nbtools.live import draw
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "hypothesis", "pytest", "nbtools", "toy"])
@@ -56,7 +56,7 @@ def in_turn(*calls: tuple[Callable[..., Any], *tuple[Any, ...]]) -> list[Any]:
 def run(end: Any, env: dict[str, str], act: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ.update(env, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0", NBTOOLS_DEVICE="cpu")
     torch.set_num_threads(1)
-    png.draw = lambda *_: b"\x89PNG"  # a run's picture takes longer than its training
+    draw.png = lambda *_: b"\x89PNG"  # a run's picture takes longer than its training
     gc.freeze()  # else each collection looks through all of torch
     try:
         end.send((act(*args), ""))

@@ -2,11 +2,9 @@
 // curve. What is written is text, never markup. Escape empties a field, which its kernel fills with the value in effect.
 (() => {
   if (window.nbtoolsCharts) return; // one for all views of a page
-  const states = (window.nbtoolsCharts = new WeakMap()); // what a frame is put into → {zoom: [first, last, x], hidden}
+  window.nbtoolsCharts = true;
   const [WIDTH, HEIGHT] = [2000, 10000];
-  let at = null; // the pointer's place in the window
-  let pressed = 0; // when a chart was
-  let from = null; // the share of a chart's width where a drag began
+  let [at, pressed, from] = [null, 0, null]; // pointer; when a chart was pressed; share of its width where a drag began
   const part = (parent, name, words = '', look = '') =>
     parent.appendChild(Object.assign(document.createElement(name), { textContent: words, className: look }));
   const digits = (value) => String(Math.abs(value) >= 999.5 ? Math.round(value) : Number(value.toPrecision(3)));
@@ -20,11 +18,9 @@
     Math.min(Math.max((x - left) / width, 0), 1);
   const stateOf = (grid) => {
     const place = grid.closest('.nbt').parentElement; // the same for all frames, each of which is drawn on anew
-    if (!states.has(place)) {
-      states.set(place, { zoom: null, hidden: new Set() });
-      new MutationObserver(() => place.querySelectorAll('.nbt-grid').forEach(apply)).observe(place, { childList: true });
-    }
-    return states.get(place);
+    if (place.nbtools) return place.nbtools;
+    new MutationObserver(() => place.querySelectorAll('.nbt-grid').forEach(apply)).observe(place, { childList: true });
+    return (place.nbtools = { zoom: null, hidden: new Set() }); // zoom: [first, last, x axis]
   };
   const apply = (grid) => {
     const { zoom, hidden } = stateOf(grid);
@@ -47,17 +43,17 @@
     }
   };
   const write = (plot, place, where) => {
+    if (!lines(plot).length) return; // metrics before the first evaluation
     const rule = part(plot, 'div', '', place > 0.5 ? 'nbt-at nbt-left' : 'nbt-at');
     rule.style.left = `${100 * place}%`;
     const values = part(rule, 'div', where);
-    for (const line of lines(plot).filter((each) => each.points.length)) {
+    for (const line of lines(plot)) {
       const off = (point) => Math.abs(point.x - seen(plot).x - place * seen(plot).width);
       const row = part(values, 'div');
       part(row, 'i').style.background = line.getAttribute('stroke');
       if (lines(plot).length > 1) part(row, 'span', `${line.parentElement.dataset.name} `);
       part(row, 'b', digits(value(plot, [...line.points].reduce((a, b) => (off(b) < off(a) ? b : a)).y)));
     }
-    if (!values.textContent) rule.remove(); // metrics before the first evaluation
   };
   const show = () => {
     document.querySelectorAll('.nbt-at, .nbt-drag').forEach((old) => old.remove());

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nbtools.data import Pack, choose
-from nbtools.live.plot import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Columns, thinned
+from nbtools.live.plot import Columns, thinned
 from nbtools.measure import described
 from nbtools.show import EMPTY, digits, duration, header, number, percent, size
 from nbtools.train import Diverged, Record, TrainState, length_of, order
@@ -22,10 +22,6 @@ STARTING, COMPILING, TRAINING, EVALUATING = "starting", "compiling", "training",
 MEASURING, PAUSED = "measuring", "paused"
 DONE, STOPPED, DIVERGED, FAILED = "done", "stopped", "diverged", "failed"
 OVER = (DONE, STOPPED, DIVERGED, FAILED, "interrupted")
-HUES = {TRAINING: BLUE, EVALUATING: SKY, COMPILING: PURPLE, MEASURING: PURPLE, PAUSED: ORANGE, DONE: GREEN}
-HUES |= {DIVERGED: VERMILLION, FAILED: VERMILLION}
-GREY = "#7d7d7d"  # of any other state
-OPENING = "opening"  # marks the event with these lines, where the process that trains is not the one that shows them
 LAST = 200  # logged steps, evaluations between them included, whose pace says how much time is left
 NOTABLE = 0.05  # share of the time that a run waits for data, above which it is shown
 
@@ -102,7 +98,7 @@ def clock(columns: Columns, about: About, status: str) -> Fact:
 
 def html(columns: Columns, about: About, status: str) -> str:
     """Return the facts and a bar of the run's share that is done, for a page with live.css. All text is escaped."""
-    dot, each = f'<i style="background:{HUES.get(status, GREY)}"></i>' if status else "", []
+    dot, each = f'<i class="nbt-{escape(status)}"></i>', []
     for i, (label, value, more, column) in enumerate(facts(columns, about, status)):
         role = ' role="status"' if not i else ""
         each.append(
@@ -150,28 +146,23 @@ def time_left(columns: Columns, about: About) -> float | None:
 def mean_pace(columns: Columns) -> float | None:
     """Return the samples a second of the whole run by the clock."""
     seconds = columns.since("wall")[1][-1]
-    return float(columns.since("samples")[1][-1] / seconds) if seconds > 0 else columns.newest("samples_per_s")
+    return float(columns.since("samples")[1][-1] / seconds) if seconds > 0 else None
 
 
 # -- lines of text
 
 
-def opening(state: TrainState, pack: Pack) -> list[str]:
+def opening(state: TrainState, pack: Pack) -> str:
     """Return what a run starts or resumes with: device, the settings that matter most, and how many steps it takes."""
     plan, micro, processes = state.plan, state.recovery.micro, state.ranks.world
     largest = math.ceil(plan.batch_size / processes)
     parts = f" in {math.ceil(largest / micro)} parts" if micro is not None and micro < largest else ""
-    on = f" on {processes} processes" if processes > 1 else ""
+    batch = f"batch {plan.batch_size}{f' on {processes} processes' if processes > 1 else ''}{parts}"
     precision = "float32" if plan.amp == "off" else plan.amp
-    settings = [f"batch {plan.batch_size}{on}{parts}", f"lr {digits(plan.lr)} ({plan.schedule})", plan.optimizer]
-    rows = {
-        "GPU" if state.device.type == "cuda" else "device": described(state.device),
-        "plan": ", ".join([*settings, precision, f"{choose(pack, plan, state.device)[0]} feed"]),
-        "length": length_of(plan, pack.splits["train"]),
-    }
-    if state.step:
-        rows["resumed"] = f"from step {state.step:,}, in epoch {state.epoch + 1} of {plan.epochs}"
-    return [f"{name:<11}{text}" for name, text in rows.items()]
+    feed = f"{choose(pack, plan, state.device)[0]} feed"
+    settings = ", ".join([batch, f"lr {digits(plan.lr)} ({plan.schedule})", plan.optimizer, precision, feed])
+    begun = f"; from step {state.step:,}, in epoch {state.epoch + 1} of {plan.epochs}" if state.step else ""
+    return f"{described(state.device)}: {settings}; {length_of(plan, pack.splits['train'])}{begun}"
 
 
 def line_of(record: Record, columns: Columns, about: About) -> list[str]:

@@ -1,13 +1,12 @@
 """The widgets of a Panel: buttons that act on a run, a strip of the settings that users change most while it trains,
 and a form with name, input, slider and note of each setting.
 
-Core ipywidgets that 7.7.1 and 8 both have. A number's text holds the value; its slider is one way to set it. What is
-shown above the curves has the same height whatever it says: a click under which a button moves is lost.
+Core ipywidgets that 7.7.1 and 8 both have. What is shown above the curves has the same
+height whatever it says: a click under which a button moves is lost.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import Field
 from functools import partial
@@ -18,16 +17,12 @@ import ipywidgets as widgets
 from ipywidgets import HTML, Button, FloatLogSlider, HBox, Layout, Text, VBox
 
 from nbtools import show
-from nbtools.live.svg import HEAD
+from nbtools.live.draw import HEAD
 from nbtools.train import Plan
 
 STRIP = ("lr", "batch_size", "amp", "epochs", "clip_norm", "early_stop")
 """The settings that users change most, next to the curves of a run in progress."""
 IN_VIEW = ("network", *STRIP, "eval_every")  # of the form; all other settings are under More
-SPANS = {"lr": (10, 2, 0.05, ".2g"), "batch_size": (2, 4, 1.0, "d")}
-"""setting → base of its slider, reach to either side and step (exponents), format of its value."""
-NAME, INPUT, NUMBER, SLIDER, NOTE = "166px", "280px", "84px", "96px", "260px"
-LINE, LINES, OPEN = "20px", "48px", "364px"  # a message; a question; the form above the curves, which scrolls
 BUTTONS = {
     "pause": ("Pause", "pause", "Pause after this step; the run stays in memory until Resume"),
     "stop": ("Stop", "stop", "Finish the step, save a checkpoint and return the run; run the cell again to continue"),
@@ -54,50 +49,40 @@ class Form:
 
     def __init__(self, panel: Any):
         self.panel, self.plan, self.told, self.filling = panel, panel.plan, "", False
-        self.actions = {action: button(partial(panel.click, action), "") for action in BUTTONS}
-        self.pending, self.notice = markup("nbtools-line", LINE), markup("nbtools-lines", LINES)
-        self.fields = {name: field(getattr(self.plan, name), rule, name) for name, rule in panel.rules.items()}
-        self.sliders = {name: slider(getattr(self.plan, name), *span) for name, span in SPANS.items()}
-        self.captions, self.notes = {name: HTML() for name in STRIP}, {name: markup() for name in self.fields}
-        options = [OTHER, *panel.presets]
-        self.menu = widgets.Dropdown(options=options, layout=Layout(width=INPUT, margin="2px 0 6px"))
-        for name, made in (*self.fields.items(), *self.sliders.items(), ("Other settings", self.menu)):
-            made.set_trait(
-                "tooltip" if made.has_trait("tooltip") else "description_tooltip", name
-            )  # ipywidgets 8, or 7
-            acts = self.moved if isinstance(made, FloatLogSlider) else self.chosen if made is self.menu else panel.read
-            made.observe(partial(self.by_user, acts, name), names="value")
+        self.actions = {action: button(partial(panel.click, action)) for action in BUTTONS}
         self.apply, self.keep = button(panel.accept, "check"), button(panel.drop, "times")
+        self.pending, self.notice = classed(HTML(), "line"), classed(HTML(), "lines")
+        self.fields = {name: field(getattr(self.plan, name), rule) for name, rule in panel.rules.items()}
+        span: Any = {"base": 10, "min": -6, "max": 0, "step": 0.05, "continuous_update": False}
+        self.slider = classed(FloatLogSlider(value=self.plan.lr, readout_format=".2g", **span), "slider")
+        self.inputs = {n: HBox([made, *[self.slider] * (n == "lr")]) for n, made in self.fields.items()}
+        self.captions, self.notes = {name: HTML() for name in STRIP}, {name: HTML() for name in self.fields}
+        self.menu = classed(widgets.Dropdown(options=[OTHER, *panel.presets]), "menu")
+        for name, made in (*self.fields.items(), ("lr", self.slider), ("Other settings", self.menu)):
+            tooltip = "tooltip" if made.has_trait("tooltip") else "description_tooltip"  # ipywidgets 8, or 7
+            made.set_trait(tooltip, name)
+            acts = self.moved if made is self.slider else self.chosen if made is self.menu else panel.read
+            made.observe(partial(self.by_user, acts, name), names="value")
         self.arrange()
 
     def arrange(self) -> None:
-        """Put the widgets together."""
-        asking = HBox([self.notice, self.apply, self.keep], layout=Layout(height=LINES, grid_gap="8px"))
-        rows = {name: self.row(name, rule) for name, rule in self.panel.rules.items()}
+        """Put the widgets together, each in a class of live.css."""
+        asking, rows = classed(HBox([self.notice, self.apply, self.keep]), "asking"), dict[str, HBox]()
+        for name, rule in self.panel.rules.items():
+            unit = f" ({rule.metadata['unit']})" if rule.metadata.get("unit") else ""
+            parts = [HTML(escape(name + unit)), self.inputs[name], self.notes[name]]
+            rows[name] = classed(HBox(parts), "row", *["narrow"] * (name in STRIP))
         parts = [rows.pop(name) for name in IN_VIEW if name in rows]
-        form = column([self.menu, *parts, folded(f"More: {len(rows)} settings", VBox([*rows.values()]))])
-        form.layout.max_width, form.layout.flex = "1100px", "0 0 auto"
-        form.add_class("nbtools-form")
-        every = folded("All settings", VBox([form], layout=Layout(max_height=OPEN, overflow="auto")))
-        knobs = [VBox([self.captions[name], HBox(self.inputs(name))]) for name in STRIP]
-        for knob in knobs:
-            knob.layout.flex = "0 0 auto"
-            knob.add_class("nbtools-knob")
-        head, actions = HTML(HEAD, layout=Layout(display="none")), bar([*self.actions.values()])
-        self.controls = column([head, actions, self.pending, bar(knobs, "2px 18px"), asking, every])
-        self.own = column([actions, self.pending, HTML(said(ELSEWHERE, "nbtools-muted"))])
-        self.before = column([asking, form])
-        self.whole = column([head, self.own, self.before])
-
-    def row(self, name: str, rule: Field[Any]) -> HBox:
-        unit = f" ({rule.metadata['unit']})" if rule.metadata.get("unit") else ""
-        label = HTML(escape(name + unit), layout=Layout(width=NAME, flex="0 0 auto", margin="2px"))
-        row = bar([label, HBox(self.inputs(name), layout=Layout(width=INPUT, flex="0 0 auto")), self.notes[name]])
-        row.add_class("nbtools-row")
-        return row
-
-    def inputs(self, name: str) -> list[Any]:
-        return [self.fields[name], *([self.sliders[name]] if name in SPANS else [])]
+        more = folded(f"More: {len(rows)} settings", VBox([*rows.values()]))
+        form = classed(VBox([self.menu, *parts, more]), "form")
+        knobs = [classed(VBox([self.captions[name], self.inputs[name]]), "knob", "narrow") for name in STRIP]
+        actions, strip = classed(HBox([*self.actions.values()]), "bar"), classed(HBox(knobs), "bar")
+        every = folded("All settings", classed(VBox([form]), "fold"))
+        head = HTML(HEAD, layout=Layout(display="none"))
+        self.controls = classed(VBox([head, actions, self.pending, strip, asking, every]), "panel")
+        self.own = VBox([actions, self.pending, HTML(said(ELSEWHERE, "nbtools-muted"))])
+        self.before = VBox([asking, form])
+        self.whole = classed(VBox([head, self.own, self.before]), "panel")
 
     # -- what the user does
 
@@ -107,8 +92,8 @@ class Form:
                 acts(name, change.new)
 
     def moved(self, name: str, value: float) -> None:
-        """The user released a slider: its field gets the value, a whole number or two digits."""
-        self.fields[name].value = f"{value:.2g}" if name == "lr" else str(round(value))
+        """The user released the slider: its field gets the value in two digits."""
+        self.fields[name].value = f"{value:.2g}"
 
     def chosen(self, _: str, label: str) -> None:
         if label in self.panel.presets:
@@ -118,10 +103,6 @@ class Form:
         """Return the value of a setting as its input holds it."""
         value = getattr(plan, name)
         return written(value) if isinstance(self.fields[name], Text) else value
-
-    def changed(self) -> str:
-        changes = self.panel.plan.changes_from(self.panel.advised)
-        return f"Changed: {', '.join(changes)}" if changes else "No setting is changed"
 
     # -- what is shown
 
@@ -136,8 +117,7 @@ class Form:
             good = said(panel.rules[name].metadata.get("help", "")) + said(panel.reason(name), "nbtools-muted")
             self.notes[name].value = said(wrong, "nbtools-bad") or good
             (made.add_class if wrong else made.remove_class)("nbtools-wrong")
-        for name, (base, *_) in SPANS.items():
-            move(self.sliders[name], base, getattr(self.plan, name))
+        self.slider.value = self.plan.lr
         self.menu.value = next((label for label, plan in panel.presets.items() if plan == self.plan), OTHER)
         for name, caption in self.captions.items():
             advised = escape(show.shown(getattr(panel.advised, name)))
@@ -150,16 +130,15 @@ class Form:
         """Show what is asked or refused, else what a change brought with it or what limits the plan, else what was
         changed, and the buttons that answer."""
         panel, bad = self.panel, "; ".join(self.panel.bad.values())
-        self.notice.value = said(
-            f"Not applied: {bad}" if bad else panel.note or self.changed(), "nbtools-bad" * bool(bad), True
+        text = f"Not applied: {bad}" if bad else panel.note or panel.changed()
+        self.notice.value = said(text, "nbtools-bad" * bool(bad), True)
+        asked = (
+            {name: getattr(panel.asked, name) for name in panel.asked.changes_from(self.plan)} if panel.asked else {}
         )
-        asked = [*panel.asked.changes_from(self.plan)] if panel.asked else []
-        one = asked[0] if len(asked) == 1 else ""
-        kept = one or next(iter(panel.bad), "")
-        apply = f"Apply {len(asked)} changes" if asked else ""
-        if one or (panel.proposed and not bad):
-            wanted = {one: getattr(panel.asked, one)} if one else panel.proposed
-            apply = f"Apply {', '.join(f'{name} = {show.shown(value)}' for name, value in wanted.items())}"
+        wanted = asked or ({} if bad else panel.proposed)
+        values = ", ".join(f"{name} = {show.shown(value)}" for name, value in wanted.items())
+        apply = f"Apply {values if len(wanted) < 3 else f'{len(wanted)} changes'}" if wanted else ""
+        kept = next(iter(asked if len(asked) == 1 else {} if asked else panel.bad), "")
         keep = f"Keep {kept} = {show.shown(getattr(self.plan, kept))}" if kept else "Keep what is applied"
         for made, text in ((self.apply, apply), (self.keep, keep if bad else "")):
             made.description, made.layout.display = text, "inline-block" if text else "none"
@@ -188,15 +167,14 @@ class Form:
         self.show_run()
 
 
-def field(value: Any, rule: Field[Any], name: str) -> Any:
+def field(value: Any, rule: Field[Any]) -> Any:
     """Return the input for one setting: a box to tick, a list to choose from, or text that is read when it is
     complete."""
-    layout = Layout(width=NUMBER if name in STRIP else INPUT, flex="0 0 auto", margin="2px 0")
     if isinstance(rule.default, bool):
-        return widgets.Checkbox(value=value, indent=False, layout=layout)
+        return widgets.Checkbox(value=value, indent=False)
     if rule.metadata.get("choices"):
-        return widgets.Dropdown(options=list(rule.metadata["choices"]), value=value, layout=layout)
-    return Text(value=written(value), continuous_update=False, layout=layout)
+        return widgets.Dropdown(options=list(rule.metadata["choices"]), value=value)
+    return Text(value=written(value), continuous_update=False)
 
 
 def written(value: Any) -> str:
@@ -206,55 +184,26 @@ def written(value: Any) -> str:
     return "none" if value is None else show.shown(value)
 
 
-def slider(value: float, base: float, reach: int, step: float, form: str) -> FloatLogSlider:
-    """Return a slider around a value; it shows its value while it is dragged, and reports where it is released."""
-    look: Any = {"continuous_update": False, "readout_format": form, "layout": Layout(width=SLIDER, flex="0 0 auto")}
-    middle = math.log(value, base) if base == 2 else round(math.log(value, base))  # halves and doubles of a batch
-    least = middle - (min(reach, math.floor(middle)) if base == 2 else reach)  # no batch below one
-    made = FloatLogSlider(value=value, base=base, min=least, max=middle + reach, step=step, **look)
-    made.add_class("nbtools-slider")
-    return made
-
-
-def move(slider: FloatLogSlider, base: float, value: float) -> None:
-    """Move to a value; the range grows to it."""
-    place = round(math.log(value, base), 9)
-    slider.min, slider.max = min(slider.min, math.floor(place)), max(slider.max, math.ceil(place))
-    slider.value = value
-
-
 def said(text: str, look: str = "", status: bool = False) -> str:
     """Return escaped text; status: read aloud when it changes, in full as a tooltip."""
     title = f' role="status" title="{escape(text)}"' if status else ""
     return f'<div class="nbtools-said {look}"{title}>{escape(text)}</div>' if text else ""
 
 
-def markup(kind: str = "", height: str = "auto") -> HTML:
-    """Return text that takes the room that is left. kind: a class, of text of a fixed height."""
-    made = HTML(layout=Layout(flex=f"1 1 {NOTE}", width="auto", min_width="0", margin="2px 0", height=height))
-    if kind:
-        made.add_class(kind)
-        made.layout.margin, made.layout.overflow = "0", "hidden"
-        made.layout.flex = "0 1 auto" if height == LINES else f"1 1 {height}"  # buttons stand next to their question
-    return made
-
-
-def button(action: Callable[[], None], icon: str) -> Button:
-    made = Button(icon=icon, layout=Layout(width="auto", margin="2px 0", flex="0 0 auto"))
+def button(action: Callable[[], None], icon: str = "") -> Button:
+    made = Button(icon=icon)
     made.on_click(lambda _: action())
     return made
 
 
 def folded(title: str, child: Any) -> widgets.Accordion:
-    made = widgets.Accordion([child], selected_index=None, layout=Layout(margin="8px 0 0"))
+    made = widgets.Accordion([child], selected_index=None)
     made.set_title(0, title)
     return made
 
 
-def bar(children: list[Any], grid_gap: str = "4px 8px") -> HBox:
-    """Return widgets in a line that breaks where the window ends."""
-    return HBox(children, layout=Layout(flex_flow="row wrap", align_items="center", grid_gap=grid_gap))
-
-
-def column(children: list[Any]) -> VBox:
-    return VBox(children, layout=Layout(width="100%"))
+def classed(widget: Any, *names: str) -> Any:
+    """Return the widget, in classes of live.css."""
+    for name in names:
+        widget.add_class(f"nbtools-{name}")
+    return widget

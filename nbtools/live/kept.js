@@ -4,12 +4,11 @@
   const { page, width, height } = place.dataset;
   const before = (image) => place.compareDocumentPosition(image) & Node.DOCUMENT_POSITION_PRECEDING;
   const same = (image) => image.naturalWidth == width && image.naturalHeight == height && before(image);
-  const replace = () => {
+  (function replace() {
     const picture = [...document.images].filter(same).at(-1);
     if (!picture && tries++ < 100) return setTimeout(replace, 50); // it may still be loading
     if (!picture || place.nextElementSibling?.className == 'nbtools-kept') return; // a script may run again
     place.after(Object.assign(document.createElement('div'), { className: 'nbtools-kept', innerHTML: page }));
     (picture.closest('.jp-OutputArea-child, .output_area') || picture).style.display = 'none';
-  };
-  replace();
+  })();
 })(this);

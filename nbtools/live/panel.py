@@ -10,7 +10,6 @@ import dataclasses
 import re
 import threading
 from collections.abc import Callable, Mapping
-from html import escape
 from typing import Any
 from uuid import uuid4
 
@@ -23,7 +22,7 @@ from nbtools.train import Plan, fixed, listed
 VIEW = "application/vnd.jupyter.widget-view+json"
 
 
-class Panel(show.Table):
+class Panel:
     """The plan of an Advice, or a Plan, as a form to read and change, before and during the run.
 
     `plan` is always valid: if a value breaks a rule, the rule is shown next to its field and nothing changes. A change
@@ -69,17 +68,14 @@ class Panel(show.Table):
 
     # -- of the run
 
-    def adopt(self, plan: Plan) -> None:
-        """Show the plan with which a run begins: a resumed one keeps what it has applied."""
-        if changes := plan.changes_from(self.plan):
-            self.requests.want(plan, sure=True)
-            self.propose(f"This run goes on with what it had applied: {listed(changes)}")
-
     def begin(self, requests: Requests) -> None:
-        """A run starts: changes and clicks are posted to its requests, also those that were made here meanwhile."""
+        """A run starts: changes and clicks are posted to its requests. A resumed one keeps what it had applied."""
         with self.lock:
-            late, self.requests, self.running, self.fixed = self.plan, requests, True, fixed(self.plan)
-            self.put(late)
+            changes = listed(requests.state.plan.changes_from(self.plan))
+            self.requests, self.running, self.fixed = requests, True, fixed(requests.state.plan)
+            if changes:
+                self.note, self.proposed = f"This run goes on with what it had applied: {changes}", {}
+            self.drop()
 
     def end(self) -> None:
         """The run is over: everything may be changed again, and there is nothing to pause."""
@@ -167,18 +163,21 @@ class Panel(show.Table):
             return self.fixed[name]
         return reason if value == advised else f"advised {show.shown(advised)}{f': {reason}' if reason else ''}"
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        """Return the form if there is a kernel; the plan, folded, in a page without one."""
-        page = f"<details><summary>The plan. {escape(self.form.changed())}</summary>{self._repr_html_()}</details>"
-        view = {"version_major": 2, "version_minor": 0, "model_id": self.form.whole.model_id}
-        return {"text/plain": str(self), "text/html": page, VIEW: view}
-
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, Any, str]]]:
-        rows = [(name, value, self.reasons.get(name, "")) for name, value in self.plan.to_dict().items()]
-        return ("setting", "value", "reason"), rows
+    def changed(self) -> str:
+        changes = self.plan.changes_from(self.advised)
+        return f"Changed: {', '.join(changes)}" if changes else "No setting is changed"
 
     def __repr__(self) -> str:
-        return str(self)
+        return f"Panel: {listed(self.plan.changes_from(self.advised)) or 'no setting is changed'}"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        """Return the form, and for a page without a kernel what was changed of the advice."""
+        return {"text/plain": repr(self), VIEW: viewed(self.form.whole)}
+
+
+def viewed(widget: Any) -> dict[str, Any]:
+    """Return a widget as the data of VIEW."""
+    return {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
 
 
 def presets(advice: Any, plan: Plan) -> dict[str, Plan]:

@@ -17,7 +17,7 @@ BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", 
 """Okabe & Ito (2008): distinguishable with every kind of colour vision, on white and on black."""
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 XS, SCALES = ("step", "samples", "minutes"), ("auto", "linear", "log")
-TICKS, POINTS = 5, 150  # of an axis, about; a line has two points in each of so many parts at most
+TICKS, POINTS, DOTS = 5, 150, 30  # of an axis, about; parts of a line with two points each; values that are dots
 FALL = 25  # a loss that falls to a part as small as this is drawn on a logarithmic axis
 Series = tuple[np.ndarray, np.ndarray]  # (steps, values), both (n,) float64
 NONE: tuple[array[float], array[float]] = (array("d"), array("d"))
@@ -30,12 +30,7 @@ class Columns:
     changes: rows of changed settings, and those that say that the run went back. ended: the newest step or epoch row.
     """
 
-    def __init__(self, history: History | None = None):
-        self.clear()
-        if history is not None:
-            self.follow(history)
-
-    def clear(self) -> None:
+    def __init__(self) -> None:
         self.count, self.seen = 0, None
         self.columns: dict[tuple[str, str], tuple[array[float], array[float]]] = {}
         self.changes: list[Mapping[str, Any]] = []
@@ -45,7 +40,7 @@ class Columns:
         """Read the new rows; all of them again where rows were cut off."""
         rows = history.rows
         if self.count > len(rows) or (self.count and rows[self.count - 1] is not self.seen):
-            self.clear()
+            Columns.__init__(self)
         for row in rows[self.count :]:
             if row["kind"] == "change" or row.get("mark"):
                 self.changes.append(row)
@@ -121,17 +116,16 @@ class Scale:
         from matplotlib.ticker import LogLocator, MaxNLocator
 
         wide = self.log and self.high > 10 * self.low
-        locator = (
-            LogLocator(numticks=TICKS + 1) if wide else MaxNLocator(TICKS, steps=[1, 2, 2.5, 5, 10], integer=self.whole)
-        )
+        even: Any = {"steps": [1, 2, 2.5, 5, 10], "integer": self.whole}
+        locator = LogLocator(numticks=TICKS + 1) if wide else MaxNLocator(TICKS, **even)
         values = [float(v) for v in locator.tick_values(self.low, self.high) if self.low <= v <= self.high]
         return values, [exponent(f"{round(value, 12):g}") for value in values]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Line:
-    """One curve: x and y (n,) float64. faint: as logged, behind the smoothed one of this name. points: of few values,
-    each a dot. value: the last one, as text for the legend."""
+    """One curve: x and y (n,) float64. value: the last one, as text for the legend. faint: as logged, behind the
+    smoothed one of this name."""
 
     name: str
     x: np.ndarray
@@ -139,11 +133,11 @@ class Line:
     colour: str
     value: str = ""
     faint: bool = False
-    points: bool = False
 
     @property
     def dotted(self) -> bool:
-        return len(self.x) == 1 or (self.points and len(self.x) <= 60)
+        """Whether each value is a dot, where they are few."""
+        return len(self.x) <= DOTS and not self.faint
 
 
 @dataclass(frozen=True)
@@ -186,18 +180,21 @@ def picture(columns: Columns, best: str = "", look: Look = Look()) -> Picture:
     metrics before the first evaluation."""
     if columns.ended is None:
         return Picture()
-    charts = [*loss(columns, look), *metrics(columns, look)]
+    charts = [*loss(columns, look), *metrics(columns)]
     if len(charts) == 1 and best.lstrip("-") not in ("", "loss"):  # its place, so that nothing moves when it comes
         charts.append(Chart("validation metrics", (), Scale(0.0, 1.0), "after the first evaluation"))
     x, y = columns.either("lr")
     if len(x):  # linear: a cosine on a logarithmic axis would be a cliff at its end
-        line = drawn("lr", (x, y), VERMILLION, columns, look)
+        line = drawn("lr", (x, y), VERMILLION)
         charts.append(Chart("learning rate", (line,), Scale(0.0, float(y.max()) * 1.08 or 1.0), small=True))
-    last = columns.along(look.x, np.array([max(steps[-1] for steps, _ in columns.columns.values())]))[0]
-    places = columns.along(look.x, np.array([float(row["step"]) for row in columns.changes]))
-    texts = [str(row.get("mark") or row.get("what", "")) for row in columns.changes]
-    axis = Scale(0.0, float(last) or 1.0, whole=look.x != "minutes")
-    return Picture(tuple(charts), axis, look.x, tuple(zip(places.tolist(), texts, strict=True)))
+    for line in (line for chart in charts for line in chart.lines):
+        line.x = columns.along(look.x, line.x)
+    end = float(max(steps[-1] for steps, _ in columns.columns.values()))
+    *places, last = columns.along(look.x, np.array([*(float(row["step"]) for row in columns.changes), end])).tolist()
+    marks = tuple(
+        (x, str(row.get("mark") or row.get("what", ""))) for x, row in zip(places, columns.changes, strict=True)
+    )
+    return Picture(tuple(charts), Scale(0.0, last or 1.0, whole=look.x != "minutes"), look.x, marks)
 
 
 def loss(columns: Columns, look: Look) -> list[Chart]:
@@ -206,10 +203,10 @@ def loss(columns: Columns, look: Look) -> list[Chart]:
     validation, lines = columns.evaluated("val_loss"), []
     if len(train[0]):
         if len(train[0]) > 8 and look.smoothing:
-            lines.append(drawn("train", train, BLUE, columns, look, faint=True))
-        lines.append(drawn("train", calmed(*train, look.smoothing / 20), BLUE, columns, look))
+            lines.append(drawn("train", train, BLUE, faint=True))
+        lines.append(drawn("train", calmed(*train, look.smoothing / 20), BLUE))
     if len(validation[0]):
-        lines.append(drawn("validation", validation, VERMILLION, columns, look, points=True))
+        lines.append(drawn("validation", validation, VERMILLION))
     if not lines:
         return []
     low, high = extent([train[1], validation[1]])
@@ -218,13 +215,13 @@ def loss(columns: Columns, look: Look) -> list[Chart]:
     return [Chart("loss", tuple(lines), scale, "log scale" * scale.log)]
 
 
-def metrics(columns: Columns, look: Look) -> list[Chart]:
+def metrics(columns: Columns) -> list[Chart]:
     """Return one chart of all metrics that are shares, and one of each other, as of an error in the target's unit."""
     shares, others = [], []
     names = dict.fromkeys(name for _, name in columns.columns if name.startswith("val_") and name != "val_loss")
     for k, name in enumerate(names):
         values = columns.evaluated(name)
-        made = drawn(header(name.removeprefix("val_")), values, COLOURS[(k + 2) % 6], columns, look, points=True)
+        made = drawn(header(name.removeprefix("val_")), values, COLOURS[(k + 2) % 6])
         (shares if np.abs(values[1]).min() <= 1 else others).append(made)
     charts = [("validation metrics", tuple(shares))] * bool(shares) + [(line.name, (line,)) for line in others]
     return [Chart(title, lines, airy(*extent([line.y for line in lines]))) for title, lines in charts]
@@ -238,7 +235,7 @@ def compared(runs: Mapping[str, Columns], metric: str) -> Picture:
         for k, (run, columns) in enumerate(runs.items()):
             values = columns.either(name) if name == "lr" else columns.evaluated(name)
             if len(values[0]):
-                lines.append(drawn(run, values, COLOURS[k % 6], columns, points=name != "lr"))
+                lines.append(drawn(run, values, COLOURS[k % 6]))
         if lines:
             low, high = extent([line.y for line in lines])
             scale = Scale(0.0, high * 1.08 or 1.0) if name == "lr" else airy(low, high, 0 < FALL * low < high)
@@ -247,11 +244,11 @@ def compared(runs: Mapping[str, Columns], metric: str) -> Picture:
     return Picture(tuple(charts), Scale(0.0, float(max(ends, default=1.0)) or 1.0, whole=True))
 
 
-def drawn(name: str, values: Series, colour: str, columns: Columns, look: Look = Look(), **kind: bool) -> Line:
-    """Return the line of a column, in the legend with its last value; kind: of Line, `faint` or `points`."""
+def drawn(name: str, values: Series, colour: str, faint: bool = False) -> Line:
+    """Return the line of a column over its steps, in the legend with its last value."""
     x, y = thinned(*values)
     last = digits(float(y[-1])) if name == "lr" else number(float(y[-1]))
-    return Line(name, columns.along(look.x, x), y, colour, last, **kind)
+    return Line(name, x, y, colour, last, faint)
 
 
 def extent(values: Iterable[np.ndarray]) -> tuple[float, float]:

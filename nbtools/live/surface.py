@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
@@ -36,9 +36,8 @@ class Surface(View):
     """A View whose buttons and fields act on the run; GPU readings; `control.json`; Ctrl-C. Enter it while the run
     lasts.
 
-    wanted: the samples to show, of a callback, which may run on another thread and sets a value only. looking: at a
-    requested evaluation, which a pause lets end. next_steps: what to do when the run has ended. undoable: whether a
-    change of settings is recent enough.
+    looking: at a requested evaluation, which a pause lets end. next_steps: what to do when the run has ended. undoable:
+    whether a change of settings is recent enough.
     """
 
     def __init__(self, folder: Path, state: TrainState, pack: Pack, history: History, given: Any, show: bool):
@@ -53,7 +52,7 @@ class Surface(View):
         self.sampler: Sampler | None = None
         self.energy = next((row["gpu_energy"] for row in reversed(history.rows) if "gpu_energy" in row), 0.0)
         self.looked = self.shown = 0.0
-        self.wanted, self.looking = "", False
+        self.looking = False
         self.next_steps: Callable[[], str] = str
         self.undoable: Callable[[], bool] = bool
         self.status = facts.DONE if state.over else COMPILING if state.plan.compile else TRAINING
@@ -69,11 +68,10 @@ class Surface(View):
             if self.state.device.type == "cuda" and (index := nvml_index(self.state.device.index or 0)) is not None:
                 self.sampler = stack.enter_context(Sampler(index))
             if not self.state.over:
-                self.open()
-            if self.output is not None and self.previews.ids:
-                self.output.offer(self.previews.which, partial(setattr, self, "wanted"))
+                line = f"{facts.opening(self.state, self.pack)}; nb.watch({str(self.folder)!r}) shows it elsewhere"
+                self.answer(line) if is_torchelastic_launched() else self.log([[line]])
             self.start(self.status)
-            if self.state.step and not self.state.over and self.visible:
+            if self.state.step and not self.state.over and self.output:
                 self.show_samples(self.samples())
             self.entered = stack.pop_all()
         return self
@@ -84,20 +82,12 @@ class Surface(View):
             status, path = facts.ended(error, stopped), self.folder / PLOT_FILE
             if error is None:
                 self.finish(self.samples(), status, path)
-                return
-            try:
-                checkpoint.mark(self.folder, ended=status)
-                self.finish([], status, path)
-            except NbtoolsError as trouble:  # as where a disk is full: the error that ended the run is the one to raise
-                self.tell(str(trouble))
-
-    def open(self) -> None:
-        """Show what the run starts with; under torchrun, where another process draws the run, through the history."""
-        lines = facts.opening(self.state, self.pack)
-        if self.visible:
-            self.log([[line] for line in lines])
-        elif is_torchelastic_launched():
-            self.record("\t".join(lines), facts.OPENING)
+            else:
+                with suppress(
+                    NbtoolsError
+                ):  # as where a disk is full: the error that ended the run is the one to raise
+                    checkpoint.mark(self.folder, ended=status)
+                    self.finish([], status, path)
 
     # -- samples
 
@@ -110,14 +100,6 @@ class Surface(View):
             self.previews.ids = []
             self.tell(f"no samples are shown: {type(error).__name__}: {error}")
             return []
-
-    def show_chosen(self) -> None:
-        """Show the samples that were requested, if any, and keep the choice in the run's folder for when it resumes."""
-        which, self.wanted = self.wanted, ""
-        if which and which != self.previews.which:
-            self.previews.which = which
-            checkpoint.mark(self.folder, samples=which)
-            self.show_samples(self.samples())
 
     # -- records and requests
 
@@ -149,7 +131,7 @@ class Surface(View):
             self.changed(self.state.plan)
             if self.state.plan.compile and record.kind == "change":  # another batch size is another program
                 self.status, self.due = COMPILING, 0.0
-        if record.kind in ("epoch", "evaluation") and self.visible and self.previews.due():
+        if record.kind in ("epoch", "evaluation") and self.output and self.previews.due():
             self.show_samples(self.samples())
         self.draw(self.status)
 
@@ -157,7 +139,6 @@ class Surface(View):
         """Read clicks, control.json and the kernel's shutdown; return whether something is pending, other than a change
         of settings, which the loop applies."""
         self.messages.handle()
-        self.show_chosen()
         if closing(running_kernel()):
             self.requests.post("stop", by="the kernel's shutdown")
         if (trouble := self.messages.trouble) is not None and trouble not in self.events:
@@ -174,16 +155,12 @@ class Surface(View):
                 self.answer(f"{REFUSED}{error}")
         return self.requests.paused or bool(self.requests.pending)
 
-    def record(self, what: str, asked: str = "") -> None:
-        """Write an event to the history, for whoever watches the run from elsewhere."""
-        state, values = self.state, {"what": what, **({"asked": asked} if asked else {})}
-        self.history.append(Record("event", state.epoch, state.step, state.samples, values))
-
     def answer(self, message: str, asked: str = "") -> None:
         """Show a message here and, through the history, wherever else the run is watched. asked: which of
         `requests.ACTIONS` it answers."""
         self.tell(message)
-        self.record(message, asked)
+        state, values = self.state, {"what": message, **({"asked": asked} if asked else {})}
+        self.history.append(Record("event", state.epoch, state.step, state.samples, values))
 
     def report(self, message: str) -> None:
         """Show a message; under torchrun, where another process draws the run, through the history."""

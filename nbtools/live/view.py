@@ -14,6 +14,7 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,11 @@ from uuid import uuid4
 
 from nbtools import disk
 from nbtools.data import bar, in_notebook, say
-from nbtools.live import facts, png, samples, svg
+from nbtools.live import draw, facts, samples
 from nbtools.live.facts import TRAINING, About, fitting, line_of
-from nbtools.live.panel import VIEW, Panel
+from nbtools.live.panel import VIEW, Panel, viewed
 from nbtools.live.plot import SCALES, XS, Columns, Look, picture
-from nbtools.live.png import Still
-from nbtools.live.samples import FIRST, WORST, Preview
+from nbtools.live.samples import Preview
 from nbtools.train import History, Plan, Record
 
 PLOT_FILE = "plot.png"
@@ -34,21 +34,11 @@ FRAME_EVERY, FRAME_COST = 0.25, 0.006
 """Seconds between frames: quicker ones hang a Colab tab (lightning#2517); share of the time that drawing may take, of
 the 0.01 that the whole surface may."""
 STILL_EVERY, STILL_COST = 60.0, 0.003  # the same of PNGs of a run in progress
-SHOWN = 4  # samples in a terminal
 LINES, WIDTH = 5, 104  # lines of the log in view; letters of one in plain text
-SMOOTHING = {"none": 0.0, "light": 0.4, "medium": 1.0, "strong": 4.0}
-LIVE = "nbtools-live"
-STILL = f"""<style>
-:is(.jp-OutputArea, .output):has(.{LIVE}) :is(.jp-OutputArea-child, .output_area):has(.nbtools-still)
-  + :is(.jp-OutputArea-child, .output_area) {{ display: none }}
-:is(.jp-OutputArea, .output):has(.nbtools-still)
-  :is(.jp-OutputArea-output.jupyter-widgets, .jupyter-widgets-view):not(:has(*)) {{ display: none }}
-:is(.jp-OutputArea, .output):has(.{LIVE}) :is(.jp-OutputArea-child, .output_area):has(.nbtools-still) {{
-  display: none }}
-</style>
-<div class="nbtools-still" style="font-size:12px">Saved while it trained; run this cell again to continue.</div>"""
-"""Makes JupyterLab 4 and the classic notebook show the PNG after it only where the live view is not, and nothing where
-they would report that a widget's model was not found."""
+SMOOTHING = {"medium": 1.0, "strong": 4.0, "light": 0.4, "none": 0.0}
+STILL = f"""<style>{draw.STYLE}</style>
+<div class="nbtools-still">Saved while it trained; run this cell again to continue.</div>"""
+"""Has the PNG after it shown where the live view is not, see live.css."""
 KEPT = escape(Path(__file__).with_name("kept.js").read_text("utf-8"))
 
 
@@ -68,7 +58,7 @@ class View:
         self.notebook = in_notebook()
         drawn = show and self.notebook
         self.panel: Panel | None = given if isinstance(given, Panel) else Panel(given) if drawn else None
-        self.output = Output(self.redraw) if drawn else None
+        self.output = Output(partial(setattr, self, "due", 0.0)) if drawn else None
         done, hidden = history.rows[-1]["samples"] if history.rows else 0, not show or self.notebook
         options: Any = {"unit": " samples", "disable": hidden, "mininterval": 0.5, "dynamic_ncols": True}
         self.bar = bar(total=self.about.samples, initial=done, **options)
@@ -77,11 +67,6 @@ class View:
         """Return how many epochs to show: those of the plan, or those that have begun where these are more."""
         begun = (row["epoch"] + 1 for row in reversed(self.history.rows) if row["kind"] in ("step", "epoch"))
         return max(plan.epochs, next(begun, 0))
-
-    @property
-    def visible(self) -> bool:
-        """Whether samples and lines can be displayed."""
-        return self.output is not None or not self.bar.disable
 
     # -- while it lasts
 
@@ -100,21 +85,17 @@ class View:
             self.columns.follow(self.history)  # paid once a row, and not for the frame: a resumed run brings thousands
             start = time.thread_time()  # work of other processes on these cores is not a cost of drawing
             self.output.facts.value = facts.html(self.columns, self.about, status)
-            self.output.frame.value = svg.frame(picture(self.columns, self.about.best, self.output.look))
+            self.output.frame.value = draw.frame(picture(self.columns, self.about.best, self.output.look))
             self.due = time.monotonic() + max(FRAME_EVERY, (time.thread_time() - start) / FRAME_COST)
         except Exception as error:
             self.due = math.inf
             self.tell(f"the picture is no longer drawn ({type(error).__name__}: {error}); the run continues")
 
-    def redraw(self) -> None:
-        """Have the next `draw` draw."""
-        self.due = 0.0
-
     def advance(self, record: Record) -> None:
         """Show what a record says, and move the terminal's bar."""
         if record.kind in ("event", "change"):
             self.tell(record.values["what"])
-        if record.kind in ("epoch", "evaluation") and self.visible:
+        if record.kind in ("epoch", "evaluation"):
             self.log([line_of(record, self.columns.follow(self.history), self.about)])
         if record.kind == "step":
             self.bar.update(max(record.samples - self.bar.n, 0))
@@ -131,14 +112,10 @@ class View:
             say("\n".join(fitting(fields, room) for fields in lines))
 
     def show_samples(self, previews: Sequence[Preview]) -> None:
-        """Show the newest samples with their answers: in the live picture, or below the terminal's bar."""
+        """Show the newest samples with their answers."""
         self.cards = [*previews]
         if self.output is not None:
             self.output.samples.value = samples.html(previews)
-        elif not self.bar.disable:
-            room = shutil.get_terminal_size((120, 24)).columns - 1
-            for line in [line for each in previews[:SHOWN] for line in samples.text(each, room)]:
-                say(line)
 
     def changed(self, plan: Plan) -> None:
         """The run continues with another plan."""
@@ -158,12 +135,12 @@ class View:
 
     # -- what stays
 
-    def still(self, status: str) -> Still:
-        """Return the picture of now, which takes half a second to draw."""
+    def still(self, status: str) -> tuple[bytes, str]:
+        """Return the picture of now, a PNG and what it shows in words, which takes half a second to draw."""
         made = picture(self.columns.follow(self.history), self.about.best)
         said = [f"{fact.label} {fact.value}".strip() for fact in facts.facts(self.columns, self.about, status)]
         alt = "; ".join(filter(None, (self.about.title, made.alt)))
-        return Still(png.draw(made, said, self.cards), alt)
+        return draw.png(made, said, self.cards), alt
 
     def keep_still(self) -> None:
         """Write the picture of now to the run folder and put it below the live view, when that is due, for readers when
@@ -172,10 +149,10 @@ class View:
             return
         start = time.thread_time()
         with suppress(Exception):
-            still = self.still(TRAINING)
-            disk.write_atomic(self.folder / PLOT_FILE, still.image)
+            image, alt = self.still(TRAINING)
+            disk.write_atomic(self.folder / PLOT_FILE, image)
             if self.output is not None and self.output.lives:
-                self.output.still(still)
+                self.output.still(image, alt)
         self.next_still = time.monotonic() + max(STILL_EVERY, (time.thread_time() - start) / STILL_COST)
 
     def finish(self, previews: list[Preview], status: str, path: Path | None = None) -> None:
@@ -184,17 +161,17 @@ class View:
         self.bar.close()
         self.cards = previews
         try:
-            still = self.still(status)
+            image, alt = self.still(status)
             if self.output is not None and self.output.lives:
-                charts = svg.frame(picture(self.columns, self.about.best, self.output.look))
+                charts = draw.frame(picture(self.columns, self.about.best, self.output.look))
                 top = facts.html(self.columns, self.about, status)
-                self.output.stay(still, f"{svg.HEAD}{top}{charts}{samples.html(self.cards)}")
+                self.output.stay(image, alt, f"{draw.HEAD}{top}{charts}{samples.html(self.cards)}")
         except Exception as error:
             self.tell(f"no picture: {type(error).__name__}: {error}")
             return
         if path is not None:
             with disk.explained("writing the plot", self.folder):
-                disk.write_atomic(path, still.image)
+                disk.write_atomic(path, image)
 
 
 class Output:
@@ -213,23 +190,15 @@ class Output:
         self.facts, self.frame, self.samples, self.recent, self.every = made
         self.whole = Accordion([self.every], selected_index=None)
         self.whole.set_title(0, "The whole log")
-        self.x, self.scale = choice("x axis", XS), choice("y axis", SCALES)
-        self.smoothing = choice("smoothing", SMOOTHING, "medium")
-        self.choices = HBox([self.x, self.scale, self.smoothing], layout=Layout(flex_flow="row wrap"))
+        names = {"x axis": XS, "y axis": SCALES, "smoothing": (*SMOOTHING,)}
+        self.choices = HBox([choice(name, options) for name, options in names.items()])
+        self.x, self.scale, self.smoothing = self.choices.children
         for control in self.choices.children:
             control.observe(lambda _: changed(), names="value")
 
     @property
     def look(self) -> Look:
         return Look(str(self.x.value), str(self.scale.value), SMOOTHING[str(self.smoothing.value)])
-
-    def offer(self, which: str | Sequence[int], chosen: Callable[[str], object]) -> None:
-        """Offer the first and the worst samples, and those that the user named. chosen: called after a change."""
-        named = [] if isinstance(which, str) else [("chosen", "")]
-        options = [("the first", FIRST), ("the worst", WORST), *named]
-        kind = choice("samples", options, which if isinstance(which, str) else "")
-        kind.observe(lambda change: change.new and chosen(change.new), names="value")
-        self.choices.children = [*self.choices.children, kind]
 
     def live(self, controls: Any, text: str) -> None:
         """Display the view. text: for readers without widgets."""
@@ -238,25 +207,25 @@ class Output:
 
         curves = [self.facts, self.frame, self.choices, self.samples, self.recent, self.whole]
         self.view, self.lives = VBox([controls, *curves], layout=Layout(width="100%")), True
-        self.view.add_class(LIVE)
-        shown = {VIEW: {"version_major": 2, "version_minor": 0, "model_id": self.view.model_id}, "text/plain": text}
-        display(shown, raw=True, display_id=self.name)
+        self.view.add_class("nbtools-live")
+        display({VIEW: viewed(self.view), "text/plain": text}, raw=True, display_id=self.name)
 
     def write(self, lines: Sequence[list[str]]) -> None:
         """Add lines to the log: the newest are in view, all of them folded."""
         self.log.extend(lines)
         self.recent.value, self.every.value = log_html(self.log[-LINES:]), log_html(self.log)
 
-    def still(self, image: Still) -> None:
+    def still(self, image: bytes, alt: str) -> None:
         """Put a PNG below the view, visible only where the view is not. In a separate output: updating the view's would
         make Jupyter draw all its widgets again."""
         from IPython.display import HTML, display
 
         known, self.stills = bool(self.stills), [f"{self.name}-style", f"{self.name}-still"]
-        for part, name in zip((HTML(STILL), image), self.stills, strict=True):
-            display(part, display_id=name, update=known)
+        (data, metadata), (style, place) = draw.shown_as(image, alt), self.stills
+        display(HTML(STILL), display_id=style, update=known)
+        display(data, metadata=metadata, raw=True, display_id=place, update=known)
 
-    def stay(self, image: Still, page: str) -> None:
+    def stay(self, image: bytes, alt: str, page: str) -> None:
         """Put the picture in the place of the view, and the log under it; page: the frame that replaces it where
         scripts run. The view itself lives on with the last frame, for a page that was closed before the end and is
         opened again."""
@@ -266,27 +235,24 @@ class Output:
         self.lives, log = False, log_html(self.log[-LINES:])
         if len(self.log) > LINES:
             log = f'<details class="nbt"><summary>The whole log</summary>{log_html(self.log)}</details>{log}'
-        display(image, display_id=self.name, update=True)
+        data, metadata = draw.shown_as(image, alt)
+        display(data, metadata=metadata, raw=True, display_id=self.name, update=True)
         for name in self.stills:
             display(HTML(""), display_id=name, update=True)
-        width, height = image.pixels
-        size = f'data-width="{width}" data-height="{height}"'
+        size = " ".join(f'data-{side}="{2 * metadata["image/png"][side]}"' for side in ("width", "height"))
         display(HTML(f'<style onload="{KEPT}" {size} data-page="{escape(page)}"></style>'))
         self.view.children = [Markup(page + log)]
         if self.log:
             text = "\n".join(fitting(fields, WIDTH) for fields in self.log)
-            display({"text/html": f"<style>{svg.STYLE}</style>{log}", "text/plain": text}, raw=True)
+            display({"text/html": f"<style>{draw.STYLE}</style>{log}", "text/plain": text}, raw=True)
 
 
-def choice(name: str, options: Any, value: Any = None) -> Any:
+def choice(name: str, options: Sequence[str]) -> Any:
     """Return a list to choose from, next to its name."""
     from ipywidgets import Dropdown, Layout
 
     style, layout = {"description_width": "initial"}, Layout(width="auto", margin="0 16px 0 0")
-    made = Dropdown(options=[*options], description=name, style=style, layout=layout)
-    if value is not None:
-        made.value = value
-    return made
+    return Dropdown(options=options, description=name, style=style, layout=layout)
 
 
 def log_html(lines: Sequence[list[str]]) -> str:

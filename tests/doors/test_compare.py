@@ -121,12 +121,12 @@ def test_the_state_of_a_run_is_read_off_its_folder(runs, tmp_path):
     assert nb.Run.open(folder).state == "stopped"
 
 
-def test_samples_can_be_chosen_in_the_call_and_what_is_none_is_refused(pack, tmp_path, capsys):
-    plan = toy.PLAN.replace(epochs=1)
+def test_samples_can_be_chosen_in_the_call_and_what_is_none_is_refused(pack, tmp_path, monkeypatch):
+    plan, shown = toy.PLAN.replace(epochs=1), []
+    monkeypatch.setattr("nbtools.live.draw.png", lambda _, facts, samples: shown.append(samples) or b"\x89PNG")
     for epochs, chosen in ((1, {"samples": (7, 3)}), (2, {})):
         nb.fit(toy, pack, plan.replace(epochs=epochs), tmp_path / "run", receipt=False, **chosen)
-        truths = re.findall(r"^truth +(\w)", capsys.readouterr().err, re.M)[:2]
-        assert truths == ["abcd"[int(pack.sample(i)["label"][0])] for i in (7, 3)]
+        assert [each.truth for each in shown[-1]] == ["abcd"[int(pack.sample(i)["label"][0])] for i in (7, 3)]
     lacking = rf"sample {len(pack)} is not in the pack; choose ids from 0 to {len(pack) - 1}"
     wrong: Any
     for wrong in ("last", ["a.png"], 5, [], [3, len(pack)]):

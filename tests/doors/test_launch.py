@@ -128,8 +128,7 @@ def test_what_is_asked_of_two_processes_reaches_both_at_the_same_step(pack, tmp_
     assert {row[1:] for row in ours[:-1] if row[1] == 24} >= {(24, 12)}
     assert last_step(Path("run")) == len(ours)
     assert any("stopped by you after step" in text for text in texts(run))
-    [opened] = [row["what"] for row in run.history.of("event") if row.get("asked") == "opening"]
-    assert "batch 16 on 2 processes, " in opened
+    assert "batch 16 on 2 processes, " in texts(run)[0]
     assert any(text.startswith("batch_size 16 → 24") for text in texts(run, "change"))
 
 

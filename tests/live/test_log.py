@@ -20,14 +20,15 @@ def test_a_terminal_is_told_what_a_run_starts_with_and_every_epoch(pack, tmp_pat
     text = capsys.readouterr()
     assert text.out == "", "which is for results"
     said = [line for line in text.err.splitlines() if line.strip() and "%|" not in line]  # without the bar
-    opened = {line[:11].strip(): line[11:] for line in said[:3]}
     count, last = pack.splits["train"], run.history.of("epoch")[-1]
     each = last["step"] // 3
-    assert re.search(r", \d+ cores?, [\d.]+ GB RAM$", opened["device"])
-    assert opened["plan"] == "batch 16 in 3 parts, lr 0.01 (cosine), adamw, float32, resident feed"
-    assert opened["length"] == (
-        f"{count} samples · {each} steps per epoch · {3 * each} steps in 3 epochs · {each} steps of warmup"
+    machine, settings, rest = said[0].split("; ")
+    assert re.search(r", \d+ cores?, [\d.]+ GB RAM: ", machine)
+    assert machine.endswith(": batch 16 in 3 parts, lr 0.01 (cosine), adamw, float32, resident feed")
+    assert (
+        settings == f"{count} samples · {each} steps per epoch · {3 * each} steps in 3 epochs · {each} steps of warmup"
     )
+    assert rest == f"nb.watch({str(tmp_path / 'run')!r}) shows it elsewhere"
     epochs = [line for line in said if line.startswith("epoch ")]
     losses = "  ".join(f"{name} {number(last[key])}" for name, key in SHOWN.items())
     assert re.match(rf"epoch 3 of 3  {re.escape(losses)}  lr \S+  \S+ samples/s  \S+ [MG]B$", epochs[-1]), "none left"
@@ -42,10 +43,10 @@ def test_a_line_that_does_not_fit_loses_fields_from_the_right_and_no_number_is_c
 def test_a_resumed_run_says_where_and_a_finished_or_quiet_one_nothing(pack, tmp_path, capsys):
     ctrl_c = acting({12: lambda: os.kill(os.getpid(), signal.SIGINT)})
     interrupted(lambda: nb.fit(ctrl_c, pack, PLAN, tmp_path / "run", receipt=False))
-    assert "resumed" not in capsys.readouterr().err
+    assert "from step" not in capsys.readouterr().err
     nb.fit(toy, pack, PLAN, tmp_path / "run", receipt=False)
-    assert "resumed    from step 12, in epoch 2 of 3\n" in capsys.readouterr().err
+    assert "; from step 12, in epoch 2 of 3; " in capsys.readouterr().err
     nb.fit(toy, pack, PLAN, tmp_path / "run", receipt=False)
-    assert not re.search("(?m)^(device|resumed|epoch)", capsys.readouterr().err)
+    assert not re.search("(?m)from step|^epoch", capsys.readouterr().err)
     nb.fit(toy, pack, PLAN, tmp_path / "quiet", receipt=False, progress=False)
     assert capsys.readouterr() == ("", "")

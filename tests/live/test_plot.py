@@ -1,7 +1,6 @@
 """The picture of a run, live and as the PNG that stays: what it says, that any history can be drawn, quickly and
 escaped, and how samples are judged in it."""
 
-import base64
 import io
 import math
 import re
@@ -13,13 +12,12 @@ from html import escape
 import numpy as np
 import pytest
 import toy
-from IPython.core.formatters import DisplayFormatter
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
 import nbtools as nb
-from nbtools.live import Columns, facts, png, samples, svg, view
+from nbtools.live import Columns, draw, facts, samples, view
 from nbtools.live.facts import About
 from nbtools.live.plot import Look, picture
 from nbtools.live.samples import Preview
@@ -37,12 +35,12 @@ CAPTCHA, LINE = np.zeros((60, 160), np.uint8), np.zeros((48, 800), np.uint8)
 
 def shown(found, about=ABOUT, look=STEPS):
     """A history as both the live view and the PNG draw it."""
-    return picture(Columns(found), about.best, look)
+    return picture(Columns().follow(found), about.best, look)
 
 
 def page(found, about=ABOUT, status="", look=STEPS):
     """What a notebook shows of it: facts and charts."""
-    return f"<div>{facts.html(Columns(found), about, status)}{svg.frame(shown(found, about, look))}</div>"
+    return f"<div>{facts.html(Columns().follow(found), about, status)}{draw.frame(shown(found, about, look))}</div>"
 
 
 def texts(page):
@@ -95,8 +93,7 @@ def test_the_x_axis_is_steps_samples_or_minutes():
     for row in found.rows:
         row["wall"] = row["step"] * 0.6
     for x, last in (("step", "200"), ("samples", "12800"), ("minutes", "2")):
-        made = svg.frame(shown(found, look=Look(x)))
-        assert f'data-x="{x}" data-first="0" data-last="{last}"' in made
+        assert f'data-x="{x}" data-first="0" data-last="{last}"' in draw.frame(shown(found, look=Look(x)))
 
 
 def test_of_a_line_of_the_log_as_many_fields_stay_as_the_cell_has_room_for():
@@ -118,15 +115,11 @@ def test_an_evaluation_between_epochs_is_never_the_best_one_and_of_an_error_rate
     [
         [],
         [Record("event", 0, 0, 0, {"what": "out of memory"})],
-        [Record("step", 0, 1, 64, {"loss": 0.7})],
         [Record("step", 0, 1, 64, {"loss": math.nan, "lr": 0.0, "memory": math.inf, "samples_per_s": 0.0})],
         [Record("step", 0, 1, 64, {"loss": 0.0}), Record("step", 0, 2, 128, {"loss": -1.0})],
-        [Record("step", 0, i, i, {"loss": 0.7, "lr": 1e-3}) for i in range(30)],
         [Record("step", 0, 1, 64, {"loss": "'=cmd", "lr": 1e-3})],
-        [Record("epoch", 0, 5, 64, {"train_loss": 0.5})],
         [Record("epoch", 0, 5, 64, {"train_loss": 0.5, "val_cer": 31.0, "val_ar": -30.0})],
         [Record("evaluation", 0, 5, 64, {"val_loss": 0.5, "val_cer": 31.0})],
-        [Record("step", 0, 1, 64, {"loss": 0.7, "gpu_power": 0.0, "gpu_utilisation": "n/a", "gpu_throttle": 5})],
         [changed(0, "lr"), changed(0, "")],
     ],
 )
@@ -136,7 +129,7 @@ def test_any_history_can_be_drawn(rows):
         found.append(row)
     about = About("odd", 3, 64, "-cer")
     assert "nan" not in texts(page(found, about))
-    assert png.draw(shown(found, about)).startswith(b"\x89PNG")
+    assert draw.png(shown(found, about)).startswith(b"\x89PNG")
 
 
 def test_text_from_a_run_never_becomes_markup():
@@ -152,11 +145,11 @@ def test_text_from_a_run_never_becomes_markup():
 @pytest.mark.parametrize("steps", [2000, 10_000])
 def test_a_frame_takes_about_two_milliseconds_however_long_the_run(steps):
     """About 1.5 ms on a free core for six charts; the bound is for a busy machine, the least of 20 for a fair one."""
-    grown = Columns(history(steps, 20, BUSY))
+    grown = Columns().follow(history(steps, 20, BUSY))
     times = []
     for _ in range(20):
         start = time.thread_time()
-        made = svg.frame(picture(grown, ABOUT.best)) + facts.html(grown, ABOUT, "training")
+        made = draw.frame(picture(grown, ABOUT.best)) + facts.html(grown, ABOUT, "training")
         times.append(time.thread_time() - start)
     assert min(times) < 0.010
     assert len(made) < 40_000
@@ -183,7 +176,7 @@ def test_the_png_says_the_same_on_a_transparent_ground_and_leaves_pyplot_alone(d
 
     before = dict(matplotlib.rcParams)
     made = shown(history(metric="$cer", change="$lr", memory=BUSY), About("50 $ and $", best="-$cer"))
-    image = Image.open(io.BytesIO(png.draw(made, ["50 $ and $ done", "samples/s 640"])))
+    image = Image.open(io.BytesIO(draw.png(made, ["50 $ and $ done", "samples/s 640"])))
     said = "\n".join(drawn)
     for part in ("50 $ and $", "$cer", "learning rate", "validation", "samples/s 640"):
         assert part in said
@@ -193,24 +186,15 @@ def test_the_png_says_the_same_on_a_transparent_ground_and_leaves_pyplot_alone(d
     assert dict(matplotlib.rcParams) == before
 
 
-def test_a_notebook_shows_the_png_at_half_its_pixels_with_what_it_shows_in_words():
-    made = shown(history())
-    data, about = DisplayFormatter().format(png.Still(png.draw(made), made.alt))
-    with Image.open(io.BytesIO(base64.b64decode(data["image/png"]))) as image:
-        assert about["image/png"] == {"width": image.width // 2, "height": image.height // 2, "alt": made.alt}
-    assert data["text/plain"] == made.alt
-    assert re.match(r"loss: train \S+, validation \S+; validation metrics: ", made.alt)
-
-
 def test_the_png_of_a_run_lies_in_its_folder_with_samples_below_the_charts(pack, tmp_path):
     run = nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", receipt=False)
-    bare = png.draw(shown(run.history))
+    bare = draw.png(shown(run.history))
     with Image.open(run.folder / "plot.png") as image, Image.open(io.BytesIO(bare)) as without:
         assert image.height > without.height + 100
 
 
 def test_in_the_png_a_long_text_is_cut_and_a_letter_without_a_font_warns_of_nothing(drawn):
-    png.draw(shown(history()), [], [Preview(CAPTCHA, "手a", "手b"), Preview(CAPTCHA, "ab" * 40, "ab" * 40)])
+    draw.png(shown(history()), [], [Preview(CAPTCHA, "手a", "手b"), Preview(CAPTCHA, "ab" * 40, "ab" * 40)])
     assert any(re.fullmatch(r"truth     (ab)+a?…\npredicted (ab)+a?… ✓", text) for text in drawn)
 
 
@@ -247,13 +231,5 @@ def test_the_worst_samples_are_those_of_the_last_evaluations_worst_batches(pack)
     assert set(samples.Previews(state, pack, "worst").worst()) <= set(evaluation.worst_first(batches)[: samples.POOL])
 
 
-def test_in_a_terminal_a_sample_is_its_truth_and_prediction_in_lines_that_fit():
-    assert samples.text(Preview(LINE, "手写", "手写"), 80) == ["truth     手写", "predicted 手写 ✓"]
-    assert samples.text(Preview(LINE, "a", "\x1b[2Ja"), 60)[1] == r"predicted \x1b[2Ja", "no command to the terminal"
-    assert max(map(len, samples.text(Preview(LINE, "ab" * 60, "ab" * 60), 60))) <= 60
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_name_is_wrong_as_a_whole_however_many_letters_it_shares(whole):
-    made = samples.html([Preview(CAPTCHA, "number 1a", "number 1b", whole)])
-    assert ("<u>number 1b</u>" in made) == whole
+def test_a_name_is_wrong_as_a_whole_however_many_letters_it_shares():
+    assert "<u>number 1b</u>" in samples.html([Preview(CAPTCHA, "number 1a", "number 1b", whole=True)])

@@ -20,10 +20,10 @@ surface.LOOK_EVERY = 0.0
 from io import BytesIO
 from types import SimpleNamespace
 from PIL import Image
-from nbtools.live import png
+from nbtools.live import draw
 file = BytesIO()
 Image.new("L", (2, 2)).save(file, "png")
-png.draw = lambda *_: file.getvalue()  # drawing takes longer than all that is shown here
+draw.png = lambda *_: file.getvalue()  # drawing takes longer than all that is shown here
 pack = toy.make_pack(Path("toy"))
 plan = toy.PLAN.replace(epochs=1)
 def task(**hooks):
@@ -81,7 +81,7 @@ def test_a_run_says_where_its_model_is_and_what_to_do_next_and_resumed_from_whic
         )
         == 2
     )
-    assert re.search(r"resumed +from step \d+, in epoch 2 of 2", logs(kernel))
+    assert re.search(r"; from step \d+, in epoch 2 of 2", logs(kernel))
 
 
 def logs(kernel: Client) -> str:

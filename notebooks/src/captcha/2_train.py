@@ -62,7 +62,7 @@ advice
 
 # %% [markdown]
 # Change what you like. The form needs no click: *Run all* uses the plan as shown. (The form lives in the kernel; a
-# saved page shows the plan as a table.)
+# saved page names what was changed.)
 
 # %%
 panel = nb.Panel(advice)

@@ -1,0 +1,179 @@
+"""Draws a Picture: as HTML for a page, SVG for the curves and text next to it, so that only the curves stretch with the
+window; and as a PNG for what stays, transparent, in greys that are readable on white and on black."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import textwrap
+import warnings
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nbtools.live import samples
+from nbtools.live.plot import GREEN, VERMILLION, Chart, Line, Picture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH, HEIGHT = 2000, 10_000  # units of an SVG plot: whole numbers become text ten times as fast as formatted floats
+DPI = 144  # two pixels a px, and 72 px an inch: a point of matplotlib is a px here
+GREY = "#7d7d7d"  # contrast 4.1 on white and 4.6 on the black of JupyterLab's dark theme
+WIDE, PLOT, ROW, LETTER = 760, 225, 16, 7.3  # px: width, of a cell in a window of 900; a row of charts; text; a letter
+SAMPLES, IMAGE, LINE = 4, 100, 48  # samples in a row; px: height of one, of a long line of text, which has its own row
+STYLE, SCRIPT = (Path(__file__).with_name(name).read_text("utf-8") for name in ("live.css", "charts.js"))
+HEAD = f'<style onload="{escape(SCRIPT)}">{STYLE}</style>'
+"""What a page needs once. The style brings the script, since the markup of a widget cannot run a <script>."""
+
+
+def page(shown: Picture) -> str:
+    """Return a frame for a page of its own."""
+    return HEAD + frame(shown)
+
+
+def frame(shown: Picture) -> str:
+    """Return one live frame; charts.js reads its data-. All text is escaped. A page needs HEAD once."""
+    charts = "".join([panel(chart, shown) for chart in shown.charts])
+    axis = f'data-x="{escape(shown.x)}" data-first="{shown.axis.low:.6g}" data-last="{shown.axis.high:.6g}"'
+    return f'<div class="nbt nbt-charts"><div class="nbt-grid" {axis}>{charts}</div></div>'
+
+
+def panel(chart: Chart, shown: Picture) -> str:
+    """Return one chart under its title and legend."""
+    values, labels = chart.scale.ticks()
+    heights = (1 - chart.scale.places(np.array(values))).tolist()
+    levels = "".join([f"M0 {HEIGHT * height:.0f}h{WIDTH}" for height in heights])
+    texts = "".join(
+        [
+            f'<span class="nbt-y" style="top:{100 * height:.1f}%">{label}</span>'
+            for height, label in zip(heights, labels, strict=True)
+        ]
+    )
+    places = shown.axis.places(np.array([x for x, _ in shown.marks])).tolist()
+    marks = "".join([mark(place, what) for place, (_, what) in zip(places, shown.marks, strict=True)])
+    log = ' data-log=""' if chart.scale.log else ""
+    return (
+        f'<div class="{"nbt-small" * chart.small}">{heading(chart)}'
+        f'<div class="nbt-plot" data-low="{chart.scale.low:.6g}" data-high="{chart.scale.high:.6g}"{log}>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(chart.alt)}">'
+        f'<path d="{levels}" stroke="currentColor" stroke-opacity=".14"/>'
+        f'<path d="M0 {HEIGHT}h{WIDTH}" stroke="currentColor" stroke-opacity=".5"/>{marks}'
+        f"{''.join([curve(line, chart, shown) for line in chart.lines])}</svg>{x_axis(shown)}{texts}</div></div>"
+    )
+
+
+def heading(chart: Chart) -> str:
+    """Return title and legend: a piece of each line as it is drawn, its name and its last value."""
+    about, key = f" <span>{escape(chart.about)}</span>" if chart.about else "", []
+    for line in chart.legend:
+        path = f'<path d="M0 4h16" stroke="{line.colour}" stroke-width="2"/>{dots("M8 4h.1", line) * line.dotted}'
+        name, value = escape(line.name), escape(line.value)
+        text = f'<svg viewBox="0 0 16 8">{path}</svg><i>{name}</i><b>{value}</b>'
+        key.append(f'<span title="{name}" data-name="{name}">{text}</span>')
+    return f'<div class="nbt-head"><b>{escape(chart.title)}{about}</b><div class="nbt-key">{"".join(key)}</div></div>'
+
+
+def curve(line: Line, chart: Chart, shown: Picture) -> str:
+    """Return a polyline, with a round dot a point where they are few."""
+    points = np.empty((len(line.x), 2), np.int64)
+    points[:, 0] = shown.axis.places(line.x) * WIDTH
+    points[:, 1] = HEIGHT - HEIGHT * chart.scale.places(line.y)
+    marked = dots("".join([f"M{x} {y}h1" for x, y in points.tolist()]), line) if line.dotted else ""
+    look = 'stroke-width="1" stroke-opacity=".5" class="nbt-faint"' if line.faint else 'stroke-width="1.8"'
+    path = f'<polyline points="{str(points.ravel().tolist())[1:-1]}" stroke="{line.colour}" {look}/>'
+    return f'<g data-name="{escape(line.name)}">{path}{marked}</g>'
+
+
+def dots(path: str, line: Line) -> str:
+    return f'<path d="{path}" stroke="{line.colour}" stroke-width="6" stroke-linecap="round"/>'
+
+
+def mark(place: float, what: str) -> str:
+    """Return a dashed line where a setting was changed, which says so on hover."""
+    return (
+        f'<path d="M{WIDTH * place:.0f} {HEIGHT}V0" stroke="currentColor" stroke-opacity=".5" '
+        f'stroke-dasharray="3 3"><title>{escape(what)}</title></path>'
+    )
+
+
+def x_axis(shown: Picture) -> str:
+    """Return the name of the x axis and its labels; one at its end ends there."""
+    values, labels = shown.axis.ticks()
+    spans = [f'<span class="nbt-unit">{escape(shown.x)}</span>']
+    for share, label in zip(shown.axis.places(np.array(values)).tolist(), labels, strict=True):
+        at = f"left:{100 * share:.1f}%" if share < 0.95 else f"right:{100 - 100 * share:.1f}%;transform:none"
+        spans.append(f'<span class="nbt-x" style="{at}">{label}</span>')
+    return "".join(spans)
+
+
+# -- the PNG
+
+
+def png(shown: Picture, facts: Sequence[str] = (), previews: Sequence[samples.Preview] = ()) -> bytes:
+    """Return the facts, a grid of charts, and below them the samples."""
+    from matplotlib.figure import Figure
+
+    from nbtools.figures import look
+
+    head = textwrap.wrap(" · ".join(fact.replace(" ", "\xa0") for fact in facts), 100)
+    rows, across = math.ceil(len(shown.charts) / 2), 1 if samples.long([each.image for each in previews]) else SAMPLES
+    texts = [samples.text(each, int(WIDE / across / LETTER) - 4) for each in previews]
+    high = (LINE if across == 1 else IMAGE) + ROW * (max(map(len, texts), default=0) + 1)
+    heights = [ROW * len(head) + 8, rows * PLOT, math.ceil(len(previews) / across) * high]
+    figure = Figure(figsize=(WIDE / 72, sum(heights) / 72), dpi=DPI, facecolor="none", layout="constrained")
+    figure.suptitle("\n".join(head), x=0.01, ha="left", color=GREY, **look(13))
+    parts: Any = figure.subfigures(2, 1, height_ratios=[max(height, 1) for height in heights[1:]])
+    middle, bottom = parts
+    for part in parts:
+        part.set_facecolor("none")
+    for i, chart in enumerate(shown.charts):
+        draw_chart(middle.add_subplot(rows, 2, i + 1), chart, shown)
+    for i, (preview, text) in enumerate(zip(previews, texts, strict=True)):
+        axes = bottom.add_subplot(math.ceil(len(previews) / across), across, i + 1, xticks=[], yticks=[])
+        axes.imshow(preview.image, cmap="gray", vmin=0, vmax=255)
+        axes.set(anchor="NW", facecolor="none")
+        axes.spines[:].set_visible(False)
+        colour = GREEN if preview.right else VERMILLION if preview.truth else GREY
+        axes.set_xlabel("\n".join(text), loc="left", color=colour, linespacing=1.3, **look(12, mono=True))
+    stream = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing|constrained_layout not applied")  # a box; little room
+        figure.savefig(stream, format="png", dpi=DPI)
+    return stream.getvalue()
+
+
+def shown_as(image: bytes, alt: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a PNG as a notebook shows it, two pixels a px: data and metadata by type. alt: its text and alternative
+    text, what it shows in words."""
+    width, height = (int.from_bytes(image[i : i + 4]) // 2 for i in (16, 20))  # of its first chunk
+    data = {"image/png": base64.b64encode(image).decode(), "text/plain": alt}
+    return data, {"image/png": {"width": width, "height": height, "alt": alt}}
+
+
+def draw_chart(axes: Axes, chart: Chart, shown: Picture) -> None:
+    for line in chart.lines:
+        label = "_" if line.faint else f"{line.name} {line.value}".strip().replace("$", r"\$")
+        look: dict[str, Any] = {"linewidth": 1.0, "alpha": 0.5} if line.faint else {"linewidth": 1.8}
+        marker = {"marker": "o" if line.dotted else "", "markersize": 5, "clip_on": not line.dotted}
+        axes.plot(line.x, line.y, color=line.colour, label=label, **look, **marker)
+    for x, _ in shown.marks:
+        axes.axvline(x, color=GREY, linewidth=1, linestyle=(0, (3, 3)))
+    if chart.legend:
+        axes.legend(frameon=False, fontsize=12, labelcolor=GREY, handlelength=1.3, labelspacing=0.25)
+    title = f"{chart.title}  {chart.about}".strip()
+    axes.set_title(title, loc="left", pad=10, size=13, color=GREY, weight="bold", parse_math=False)
+    axes.set(yscale="log" if chart.scale.log else "linear", facecolor="none")
+    axes.set(xlim=(shown.axis.low, shown.axis.high), ylim=(chart.scale.low, chart.scale.high))
+    axes.set_xticks(*shown.axis.ticks())
+    axes.set_yticks(*chart.scale.ticks())
+    axes.set_yticks([], minor=True)
+    axes.set_xlabel(shown.x, loc="right", size=12, color=GREY)
+    axes.grid(axis="y", color=GREY, alpha=0.25, linewidth=1)
+    axes.tick_params(length=0, labelsize=12, colors=GREY, pad=6)
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
