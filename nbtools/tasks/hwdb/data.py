@@ -32,7 +32,7 @@ from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, bar, build_p
 from nbtools.errors import PackError
 from nbtools.show import sized
 from nbtools.tasks.common.files import Refused, Row, decode_image, split_of, split_word, walk
-from nbtools.tasks.common.lists import characters, decode_text, read_rows, read_text, slashed
+from nbtools.tasks.common.lists import HEADS, SEPARATORS, characters, decode_text, read_text, slashed
 from nbtools.tasks.common.metrics import THUMB
 from nbtools.train import device
 
@@ -206,17 +206,21 @@ def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str
     for above in (own[: own.rfind("/") + 1], f"{own}/"):
         inside = [(image.removeprefix(above), image) for image in images if image.startswith(above)]
         known |= {cell.rpartition(".")[0]: image for cell, image in inside} | dict(inside)
-    for number, cells in read_rows(text, name, lambda row: len(row) > 1 and slashed(row[0]) in known, whole=True):
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
+        cuts = (line.split(separator, 1) for separator in SEPARATORS)  # the text may have more of it
+        cells = next((cells for cells in cuts if slashed(cells[0]) in known), [line])
         where, image = f"{name}:{number}", known.get(slashed(cells[0]))
+        if not line.strip() or (number == 1 and image is None and line.casefold().startswith(HEADS)):
+            continue
         if image is None:
             rule, fix = "a row must be name,text of an image that exists", "copy the image too, or correct the row"
-            yield Row(where, ",".join(cells), rule, fix)
+            yield Row(where, line, rule, fix)
         elif image in used:
             rule = f"an image must be listed only once, and this one is in {used[image]} already"
             yield Row(where, image, rule, "delete one of the rows")
         else:
             used[image] = where
-            yield entry_of(image, ",".join(cells[1:]), split_word(own.rpartition("/")[2]))
+            yield entry_of(image, "".join(cells[1:]), split_word(own.rpartition("/")[2]))
 
 
 # -- pages

@@ -31,6 +31,7 @@ MEANINGS = {
     **OF_TEXTS,
     "infeasible": "share of lines with more characters than the network has steps: the loss leaves them out",
 }
+CHOICES = ("auto", *networks.NETWORKS)
 LINES_A_CLASS = 150  # to train on, over all epochs: that many read the demo's new writers with CER 0.02 (measured)
 SHORT = 12  # epochs up to which augmentation stays mild
 STRETCH, SLANT = 0.08, 0.2  # largest change of a line's length; columns a row leans by
@@ -41,11 +42,7 @@ SPOTS = 3
 class Plan(BasePlan):
     """The settings of lines, in addition to those of every plan."""
 
-    network: str = knob(
-        "auto",
-        f"hctr: the reference's; slim: for CPUs and small sets; auto: hctr from {HCTR_HEIGHT} px on",
-        choices=("auto", "hctr", "slim"),
-    )
+    network: str = knob("auto", f"hctr: the reference's, from {HCTR_HEIGHT} px on; slim: for CPUs", choices=CHOICES)
     augment: float = knob(0.0, "strength of the augmentation; 0: none", least=0, most=2)
     bucket: int = bucket_knob("columns")
 
