@@ -1,8 +1,6 @@
 """The files of a source: listing them, the split that a folder's name gives, opening images, and the table of what is
 wrong with them; and a demo's files."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -112,7 +110,7 @@ class Report(show.Table):
         return not self.errors
 
     @property
-    def frame(self) -> pd.DataFrame:
+    def frame(self) -> "pd.DataFrame":
         """Return all rows as a pandas table."""
         import pandas as pd
 

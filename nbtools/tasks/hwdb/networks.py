@@ -12,8 +12,6 @@ percent.
 B samples, C channels, H × W pixels, T = ⌈W / stride⌉ time steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -31,7 +29,7 @@ Size = tuple[int, int]
 HCTR = ((128, 2, 0.3), (256, 4, 0.3), (512, 5, 0.3), (512, 1, 0.9))  # channels, blocks, dropout
 
 
-def build(name: str, height: int, classes: int) -> Hctr | Slim:
+def build(name: str, height: int, classes: int) -> "Hctr | Slim":
     """Return a network for lines of a height in pixels. Raises PlanError if the lines are too low for it."""
     kind = NETWORKS[name]
     if height < kind.least_height:

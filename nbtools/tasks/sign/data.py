@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from nbtools import disk
 from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
 from nbtools.errors import PackError
 from nbtools.show import plural
@@ -144,8 +143,7 @@ def labels_of(folder: Path) -> tuple[list[str], dict[str, Ids], list[Row]]:
     if not clips:
         there = f"it has {', '.join(names[:3])}" if names else "it is empty"
         raise PackError(f"{folder}: no clips ({SUFFIX}); {there}. Give the folder that holds train/ and val/")
-    with disk.explained(f"reading the labels of {folder}", folder):
-        labels, rows = read_lists(folder, clips)
+    labels, rows = read_lists(folder, clips)
     if not labels and not rows:
         return clips, {}, [Row(LABELS, f"no {LABELS}", "clips should have labels", "to predict, nothing", WARNING)]
     bare, fix = (clip for clip in clips if clip not in labels), f"write its row into {LABELS}"

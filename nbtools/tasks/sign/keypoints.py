@@ -66,8 +66,9 @@ def prepared(clips: Keypoints, plan: Any, draws: Draws | None) -> Keypoints:
     if plan.normalise != "none":
         centre, width = body(points, clips.seen)
         points = (points - centre) / width
-    if plan.normalise == "hands":
-        points = about_wrists(points)
+    if plan.normalise == "hands":  # MediaPipe finds a hand whole or not at all: where a finger is seen, so is the wrist
+        hands = points[:, :, LEFT.start : RIGHT.stop].unflatten(2, (len(HANDS), -1))
+        hands[:, :, :, 1:].sub_(hands[:, :, :, :1]).mul_(SPAN)  # fingers relative to their wrist, enlarged
     zero = constant((0,), points.device)
     return clips._replace(points=points.where(clips.seen[..., None], zero))
 
@@ -87,14 +88,6 @@ def body(points: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     found = count > 0
     centre = torch.where(found, shoulders.mean(2, keepdim=True), middle)
     return centre, torch.where(found, apart.clamp(min=NARROW), constant((0.25,), found.device))
-
-
-def about_wrists(points: Tensor) -> Tensor:
-    """Return the fingers relative to their wrist, enlarged, in place. MediaPipe finds a hand whole or not at all: where
-    a finger is seen, so is the wrist."""
-    wrist, fingers = points[:, :, LEFT.start : RIGHT.stop].unflatten(2, (len(HANDS), -1)).split([1, 20], 3)
-    fingers.sub_(wrist).mul_(SPAN)
-    return points
 
 
 def retimed(clips: Keypoints, draws: Draws, warp: float, crop: float, longest: int) -> Keypoints:
