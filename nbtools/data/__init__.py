@@ -3,7 +3,7 @@
 from nbtools.data.build import Entry, Survey, build_pack
 from nbtools.data.dataset import items_of, options_like, pack, sample_of
 from nbtools.data.draws import Draws, Keys, constant, places
-from nbtools.data.drive import drive_path, kept, place_to_keep, release_runtime, remount
+from nbtools.data.drive import cache, drive_path, kept, patient, place_to_keep, release_runtime, remount
 from nbtools.data.feed import (
     Feed,
     Padding,
@@ -19,7 +19,7 @@ from nbtools.data.feed import (
     on,
     open_feed,
 )
-from nbtools.data.fetch import bring, cache, patient
+from nbtools.data.fetch import File, fetch_all
 from nbtools.data.forms import IMAGES, TARGET, Form, open_image
 from nbtools.data.pack import SPLITS, Card, Column, Pack, Sample
 from nbtools.data.parallel import cores, side_by_side, threaded

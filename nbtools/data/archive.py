@@ -23,17 +23,16 @@ from types import SimpleNamespace
 from typing import IO, NamedTuple
 
 from nbtools import disk, show
-from nbtools.data.progress import bar, say
+from nbtools.data.progress import BYTES, bar, say
 from nbtools.errors import ArchiveError, DiskError
 
 MAGIC = {b"\x1f\x8b": "tar.gz", b"\xfd7zXZ\0": "tar.xz", b"PK\3\4": "zip", b"PK\5\6": "zip"}
-OPENERS: dict[str | None, Callable] = {"tar.gz": gzip.open, "tar.xz": lzma.open}
+OPENERS: dict[str, Callable] = {"tar.gz": gzip.open, "tar.xz": lzma.open}
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # of bzip2 and lzma, a read of zipfile has no bound
 ENTRIES = 5_000_000  # more than this is an attack on memory
 RATIO, FLOOR = 200, 100_000_000  # bytes unpacked: at most this many times the archive (deflate can 1,032), or the floor
 LITTER = re.compile(r"(^|/)(__MACOSX|\.DS_Store|\._[^/]*)(/|$)")  # of macOS
 PLAIN = "only plain files and folders are read"
-BYTES = {"unit": "B", "unit_scale": True}  # of bars
 
 
 class Entry(NamedTuple):
@@ -45,16 +44,18 @@ class Entry(NamedTuple):
     open: Callable[[], IO[bytes]] | None
 
 
-def kind(path: Path) -> str | None:
-    """Return `tar`, `tar.gz`, `tar.xz` or `zip` by the first bytes, whatever the name says; else None."""
+def kind(path: Path, text: str) -> str:
+    """Return `tar`, `tar.gz`, `tar.xz` or `zip` by the first bytes, whatever the name says. Raises ArchiveError."""
     with open(path, "rb") as file:
         head = file.read(tarfile.BLOCKSIZE)
     for magic, name in MAGIC.items():
         if head.startswith(magic):
             return name
     with contextlib.suppress(tarfile.HeaderError, ValueError):
-        return "tar" if tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape") else None
-    return "tar" if head == bytes(tarfile.BLOCKSIZE) else None
+        if head == bytes(tarfile.BLOCKSIZE) or tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape"):
+            return "tar"
+    rule = f"not an archive: it begins with {head[:16]!r}"
+    raise ArchiveError(f"{text}: {rule}. Give a folder, tar (plain, gz, xz) or zip.")
 
 
 def unpack(path: Path, folder: Path, text: str, progress: bool) -> None:
@@ -65,14 +66,12 @@ def unpack(path: Path, folder: Path, text: str, progress: bool) -> None:
     caller unpacks into a `.part` and publishes afterwards.
     """
     with explained(text) as where:
-        if opener := OPENERS.get(form := kind(path)):
+        if opener := OPENERS.get(form := kind(path, text)):
             plain = folder.with_name(f"{folder.name}.tar")
             inflate(path, opener, plain, progress)
             unpack(plain, folder, text, progress)
             disk.remove(plain)
             return
-        if form is None:
-            raise ArchiveError("is neither a tar nor a zip")
         with open(path, "rb") as file:
             entries = list(islice((in_zip if form == "zip" else in_tar)(file, where), ENTRIES + 1))
             files = checked(entries, max(FLOOR, RATIO * path.stat().st_size), text, where)

@@ -1,7 +1,8 @@
 """The pack of a source: the finished one, or a new one that appears under its name only when it is whole.
 
-A task says what its samples are (`survey`) and how to read one (`read`). Samples are read in parallel; what cannot be
-used is listed in one table, never dropped silently.
+A task says what its samples are (`survey`) and how to read one (`read`). Processes read blocks of them into files
+`<pack>.part/<number>.npz`, which a packing that is interrupted finds again; then they are joined into the arrays. What
+cannot be used is listed in one table, never dropped silently.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ import csv
 import dataclasses
 import hashlib
 import json
+import os
 import re
-import struct
-import zipfile
-import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,12 +26,25 @@ from torch.utils.data import Dataset
 
 from nbtools import disk
 from nbtools.data import splits
-from nbtools.data.fetch import cache, listing
-from nbtools.data.pack import FORMAT, MANIFEST, Card, Column, Pack, Sample, class_names, is_pack, memory_map, touch
+from nbtools.data.drive import cache
+from nbtools.data.fetch import listing
+from nbtools.data.forms import DAMAGED
+from nbtools.data.pack import (
+    FORMAT,
+    MANIFEST,
+    Card,
+    Column,
+    Pack,
+    Sample,
+    class_names,
+    columns_of,
+    is_pack,
+    memory_map,
+    touch,
+)
 from nbtools.data.parallel import side_by_side
-from nbtools.data.progress import say
+from nbtools.data.progress import bar, say
 from nbtools.data.stage import stage
-from nbtools.data.writer import JOURNAL, Problem, Writer
 from nbtools.errors import PackError
 from nbtools.show import plural
 from nbtools.version import VERSION
@@ -40,9 +52,10 @@ from nbtools.version import VERSION
 Options = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]  # columns, and the offsets of ragged ones
 Reader = Callable[[Path, Options], Sample]
+Problem = tuple[str, ...]  # a row of the table of bad samples: file, value, rule, fix
 
-DAMAGED = (OSError, ValueError, EOFError, SyntaxError, zlib.error, struct.error, zipfile.BadZipFile)
-"""What Pillow, NumPy and the like raise on damaged files."""
+BLOCK = 32  # samples in a file
+MARK = "mark.json"  # in the folder of blocks: what they are of
 READABLE = "the file must be readable"
 
 
@@ -70,7 +83,6 @@ class Survey:
     by_content: bool = False
     stratified: bool = False  # each class is divided by the shares
     check: Callable[[Entry, Sample], None] | None = None  # raises PackError(value, rule, fix)
-    count: Callable[[Arrays, np.ndarray], dict[str, list[int]]] | None = None  # (…, training ids) → samples a class
     named: str | None = None  # a column that `read` gives as the name of a class; None of `classes`: those that occur
     learn: Callable[[Arrays, np.ndarray], dict[str, Any]] | None = None  # (…, training ids) → more options, as means
     elsewhere: Mapping[str, Column] = field(default_factory=dict)  # columns that are not to be stored
@@ -114,12 +126,8 @@ def build_pack(
     with disk.explained(f"looking at {folder}", folder):
         made = {"key": fingerprint(task, folder, given), "keyed": given, "source": str(folder)}
     read = reader(folder) if reader else read
-
-    def samples(inventory: Survey, done: int) -> Generator[Sample | Problem, None, None]:
-        return side_by_side(partial(decode, inventory, read, folder), inventory.entries[done:])
-
-    draw = (val, test, seed)
-    pack = make_pack(task, made, into, lambda: survey(folder, given), samples, draw, progress)
+    sample = partial(decode, read, folder)
+    pack = make_pack(task, made, into, lambda: survey(folder, given), sample, (val, test, seed), progress)
     return dataclasses.replace(pack, raw=RawFiles(pack, folder, read))
 
 
@@ -128,13 +136,14 @@ def make_pack(
     made: Mapping[str, Any],
     into: str | Path | None,
     survey: Callable[[], Survey],
-    samples: Callable[[Survey, int], Generator[Sample | Problem, None, None]],
+    sample: Callable[[Survey, int], Sample | Problem],
     draw: tuple[float, float, int],
     progress: bool,
 ) -> Pack:
     """Return the pack with a key: the finished one, or a new one, without its source.
-    made: what the manifest records: `key`, which says of what files and options it is made, and `source`. samples:
-    (survey, number of entries done) → what became of each entry from there on, in order; draw: val, test and seed.
+
+    made: what the manifest records: `key`, which says of what files and options it is made, and `source`. sample: what
+    becomes of the survey's n-th entry; draw: val, test and seed.
     """
     target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{made['key']}").absolute()
     touch(target)
@@ -142,19 +151,19 @@ def make_pack(
     with disk.explained(f"packing {made['source']}", target), disk.Lock(cache() / "locks" / f"pack-{name}.lock"):
         if is_finished(target, task, made["key"]):
             return Pack.open(target)
-        part = target.with_name(f"{target.name}.part")
+        part, blocks = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.blocks.part")
         try:
             inventory = survey()
-            writer = Writer(part, [VERSION, made["key"], len(inventory.entries)], inventory.named, inventory.ragged)
-            with contextlib.closing(writer), contextlib.closing(samples(inventory, writer.done)) as stream:
-                writer.write([entry.name for entry in inventory.entries], stream, progress)
-                writer.finish()
-            finish(writer, inventory, task, made, draw)
+            paths = read_blocks(inventory, sample, blocks, [VERSION, made["key"]], progress)
+            disk.remove(part)
+            part.mkdir(parents=True)
+            finish(part, join(part, paths, inventory), inventory, task, made, draw)
         except PackError:
-            disk.remove(part)  # the data's fault: there is nothing to resume
+            disk.remove(part)
+            disk.remove(blocks)  # the data's fault: there is nothing to resume
             raise
-        disk.remove(part / JOURNAL)
         disk.publish_folder(part, target)
+        disk.remove(blocks)
     pack = Pack.open(target)
     for line in pack.remarks if progress else ():
         say(line)
@@ -195,11 +204,12 @@ def source_of(pack: Pack) -> Path | None:
     return None
 
 
-# -- one sample
+# -- samples
 
 
-def decode(survey: Survey, read: Reader, folder: Path, entry: Entry) -> Sample | Problem:
+def decode(read: Reader, folder: Path, survey: Survey, i: int) -> Sample | Problem:
     """Return a sample with its label, or its row of the table of bad samples."""
+    entry = survey.entries[i]
     try:
         sample = read(folder / entry.name, survey.options)
         if entry.label is not None:
@@ -239,19 +249,124 @@ class RawFiles(Dataset):
         return {**self.pack.sample(i), **decoded, "id": np.asarray(i, np.int64)}
 
 
+# -- blocks of samples
+
+
+def read_blocks(
+    survey: Survey, sample: Callable[[Survey, int], Sample | Problem], folder: Path, mark: list[Any], progress: bool
+) -> list[Path]:
+    """Read all entries into files of a folder, but for those that an interrupted packing with the same mark has left;
+    return the files in order."""
+    count, path = len(survey.entries), folder / MARK
+    mark = [*mark, count]
+    if not path.exists() or json.loads(path.read_bytes()) != mark:
+        disk.remove(folder)
+        disk.write_atomic(path, json.dumps(mark))
+    blocks = {folder / f"{start}.npz": range(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)}
+    todo = [(path, block) for path, block in blocks.items() if not is_whole(path)]
+    ready = count - sum(len(block) for _, block in todo)
+    with bar(desc="packing", total=count, initial=ready, unit=" samples", disable=not progress, leave=False) as shown:
+        for done in side_by_side(partial(write_block, survey, partial(sample, survey)), todo, size=1):
+            shown.update(done)
+    return [*blocks]
+
+
+def write_block(survey: Survey, sample: Callable[[int], Sample | Problem], todo: tuple[Path, range]) -> int:
+    """Write the samples of a block of entries into one file; return how many entries that are."""
+    path, block = todo
+    facts: dict[str, Any] = {"kept": [], "bad": [], "classes": []}
+    columns, rows = dict[str, Column](), dict[str, list[np.ndarray]]()
+    for i in block:
+        made = sample(i)
+        if isinstance(made, tuple):
+            facts["bad"].append(made)
+            continue
+        arrays = {name: np.asarray(array, order="C") for name, array in made.items() if name != survey.named}
+        own = {name: column_of(name, array, name in survey.ragged) for name, array in arrays.items()}
+        columns = require_alike(survey.entries[i].name, own, columns if facts["kept"] else own)
+        facts["kept"].append(i)
+        facts["classes"] += [str(made[survey.named])] if survey.named else []
+        for name, array in arrays.items():
+            rows.setdefault(name, []).append(array)
+    ragged = [name for name, column in columns.items() if column.kind == "ragged"]
+    facts["columns"] = {name: vars(column) for name, column in columns.items()}
+    facts["lengths"] = {name: [len(array) for array in rows[name]] for name in ragged}
+    arrays = [(np.concatenate if name in ragged else np.stack)(each) for name, each in rows.items()]
+    part = path.with_suffix(".part")
+    with open(part, "wb") as file:  # not synced: its checksums tell whether all of it reached the disk
+        np.savez(file, np.frombuffer(json.dumps(facts).encode(), np.uint8), *arrays)
+    os.replace(part, path)
+    return len(block)
+
+
+def is_whole(block: Path) -> bool:
+    """Return whether a block is there, as it was written."""
+    with contextlib.suppress(*DAMAGED), np.load(block) as arrays:
+        return len([arrays[name] for name in arrays.files]) > 0
+    return False
+
+
+def join(folder: Path, blocks: Sequence[Path], survey: Survey) -> dict[str, Any]:
+    """Write the arrays of all blocks, one after another, as .npy files; return `kept`: the entries that became samples,
+    `classes`: of each, `bad`: the rows of the others, and `columns`. Raises PackError unless all blocks have the same
+    columns, under names that neither the pack nor a batch needs."""
+    all_facts = [json.loads(bytes(array_of(path, 0))) for path in blocks]
+    joined = {name: [each for facts in all_facts for each in facts[name]] for name in ("kept", "classes", "bad")}
+    columns = dict[str, Column]()
+    for facts in (facts for facts in all_facts if facts["kept"]):
+        own = columns_of(facts["columns"])
+        columns = require_alike(survey.entries[facts["kept"][0]].name, own, columns or own)
+    ragged = [name for name, column in columns.items() if column.kind == "ragged"]
+    reserved = {"split", "id", *(f"{name}{end}" for name in ragged for end in (".offsets", "_length"))}
+    if taken := sorted(reserved & columns.keys()):
+        raise PackError(f"column {taken[0]!r}: nbtools reserves {', '.join(sorted(reserved))}; rename it in `read`")
+    for k, (name, column) in enumerate(columns.items(), 1):
+        rows = len(joined["kept"])
+        if name in ragged:
+            lengths = [length for facts in all_facts for length in facts["lengths"].get(name, ())]
+            offsets = np.cumsum([0, *lengths], dtype=np.int64)
+            np.save(folder / f"{name}.offsets.npy", offsets)
+            rows = int(offsets[-1])
+        header = {"descr": column.dtype, "fortran_order": False, "shape": (rows, *column.shape)}
+        with open(folder / f"{name}.npy", "xb", 1 << 20) as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for path, facts in zip(blocks, all_facts, strict=True):
+                file.write(array_of(path, k).data if facts["kept"] else b"")
+    return {**joined, "columns": columns}
+
+
+def array_of(block: Path, k: int) -> np.ndarray:
+    with np.load(block) as arrays:
+        return arrays[f"arr_{k}"]
+
+
+def column_of(name: str, array: np.ndarray, ragged: bool) -> Column:
+    if array.dtype.kind not in "biuf":
+        raise PackError(f"{name}: a pack can hold numbers and booleans only, got {array.dtype}; store class indices")
+    return Column("ragged" if ragged else "fixed", array.dtype.str, array.shape[1:] if ragged else array.shape)
+
+
+def require_alike(name: str, own: dict[str, Column], first: dict[str, Column]) -> dict[str, Column]:
+    """Return the columns of a sample; raise PackError unless they are the first sample's."""
+    if own != first:
+        came, before = (", ".join(f"{column} {c}" for column, c in each.items()) for each in (own, first))
+        raise PackError(f"{name}: its columns are {came}; the first sample's are {before}")
+    return own
+
+
 # -- what all samples together decide
 
 
-def finish(writer: Writer, survey: Survey, task: str, made: Mapping[str, Any], draw: tuple[float, float, int]) -> None:
-    """Write classes, names, splits and the manifest beside what a Writer wrote: the folder is then a whole pack."""
-    folder, columns, bad = writer.folder, dict(writer.columns), [*survey.bad, *writer.bad]
-    entries = [survey.entries[i] for i in writer.kept]
+def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made: Mapping[str, Any], draw: Any) -> None:
+    """Write classes, names, splits and the manifest beside the arrays: the folder is then a whole pack."""
+    columns, bad = dict(joined["columns"]), [*survey.bad, *joined["bad"]]
+    entries = [survey.entries[i] for i in joined["kept"]]
     if not entries:
         raise PackError(nothing_usable(made["source"], bad), entry="Keys, columns and paths")
-    classes = list(survey.classes) or in_value_order({*writer.classes})
+    classes = list(survey.classes) or in_value_order({*joined["classes"]})
     if survey.named is not None:
         index = {name: i for i, name in enumerate(classes)}
-        np.save(folder / f"{survey.named}.npy", np.array([index[name] for name in writer.classes], np.int64))
+        np.save(folder / f"{survey.named}.npy", np.array([index[name] for name in joined["classes"]], np.int64))
         columns[survey.named] = Column("fixed", "<i8", ())
     (folder / "names.json").write_text(json.dumps([entry.name for entry in entries]))
     if any(entry.group for entry in entries):
@@ -264,19 +379,12 @@ def finish(writer: Writer, survey: Survey, task: str, made: Mapping[str, Any], d
     split = split_entries(entries, survey, arrays, labels, draw)
     arrays["split"] = np.array([splits.SPLITS.index(one) for one in split], np.uint8)
     np.save(folder / "split.npy", arrays["split"])
-    train = np.flatnonzero(arrays["split"] == 0)
+    learned = survey.learn(arrays, np.flatnonzero(arrays["split"] == 0)) if survey.learn else {}
     files = {path.name: {"size": path.stat().st_size, "sha256": disk.sha256(path)} for path in sorted(folder.iterdir())}
-    files.pop(JOURNAL, None)
-    card = Card(
-        task,
-        classes,
-        {**survey.options, **(survey.learn(arrays, train) if survey.learn else {})},
-        {**columns, **survey.elsewhere},
-        {one: split.count(one) for one in splits.SPLITS},
-        survey.bucket_by,
-        hashlib.sha256("".join(entry["sha256"] for entry in files.values()).encode()).hexdigest(),
-        survey.count(arrays, train) if survey.count else {},
-    )
+    digest = hashlib.sha256("".join(entry["sha256"] for entry in files.values()).encode()).hexdigest()
+    shares = {one: split.count(one) for one in splits.SPLITS}
+    options, every = {**survey.options, **learned}, {**columns, **survey.elsewhere}
+    card = Card(task, classes, options, every, shares, survey.bucket_by, digest)
     more = {"bad": len(bad), "label": label, "remarks": remarks(entries, survey, split, labels, draw)}
     manifest = {**made, **more, "version": FORMAT, "nbtools": VERSION, "card": card.to_dict(), "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))

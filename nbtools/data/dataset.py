@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from nbtools.data.build import make_pack, of_task
-from nbtools.data.forms import RESIZES, TARGET, forms_in, is_image, open_image, plain, resolve, upright
+from nbtools.data.forms import RESIZES, TARGET, forms_in, is_image, plain_values, resolve
 from nbtools.data.items import Items, RawItems, named, parts_of
 from nbtools.data.pack import SPLITS, Card, Pack, Sample, is_pack
 from nbtools.data.progress import say
@@ -78,7 +78,7 @@ def pack(
     if progress and items.resize and not resize:
         height, width, how = items.resize
         say(f"images become {height} × {width} by resize={how!r}; there are {', '.join(RESIZES)}")
-    pack = make_pack(TASK, made, into, items.survey, items.read, draw, progress)
+    pack = make_pack(TASK, made, into, items.survey, lambda _, i: items[i], draw, progress)
     pack = dataclasses.replace(pack, raw=RawItems(items, pack))
     return pack.folds(folds, seed) if folds else pack
 
@@ -187,14 +187,13 @@ def items_of(given: Any, card: Card) -> Sequence[Any]:
 
 def sample_of(item: Any, card: Card) -> Sample:
     """Return an item, or an image file, as packing would have stored its inputs. Raises PackError(value, rule, fix)."""
-    forms, resize, text = forms_in(card.options), card.options["resize"], card.options["text"]
-    roles, sample = card.options["roles"], {}
-    for name, value in inputs_of(item, card.options["inputs"], roles["key"], roles["inputs"]).items():
-        file = isinstance(value, str | Path) and (forms[name].kind == "image" or not text)
-        image: Any = open_image(value) if file else value
-        value = upright(image) if is_image(image) else image
-        sample[name] = np.asarray(forms[name].fit(name, plain(name, value, resize, text)))
-    return sample
+    forms, roles, text = forms_in(card.options), card.options["roles"], card.options["text"]
+    parts = inputs_of(item, card.options["inputs"], roles["key"], roles["inputs"])
+    for name, value in parts.items():
+        if isinstance(value, str) and (forms[name].layout or not text):
+            parts[name] = Path(value)
+    values = plain_values(parts, card.options["resize"], text)
+    return {name: np.asarray(forms[name].fit(name, value)) for name, value in values.items()}
 
 
 def inputs_of(item: Any, columns: Sequence[str], target: Any, inputs: Sequence[Any] | None) -> dict[str, Any]:

@@ -1,18 +1,40 @@
-"""My Drive as a folder, $NBTOOLS_DRIVE or Colab's mount: `drive:` paths, and what is kept there."""
+"""Disks: the local cache, and My Drive as a folder: $NBTOOLS_DRIVE, or Colab's mount, which may stop responding."""
 
 import difflib
 import os
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from threading import current_thread, main_thread
+from typing import TypeVar
 
 from nbtools import disk
 from nbtools.data.progress import say
-from nbtools.errors import DriveRefused, StageError
+from nbtools.errors import DiskError, DriveRefused, StageError
 
 MOUNT = Path("/content/drive")  # Colab's
+PAUSE, TRIES = 1.0, 5  # seconds before the second try of what failed, doubled with each
+T = TypeVar("T")
 
 _declined = False  # whether Colab's dialog was declined: it is not shown a second time
+
+
+def cache() -> Path:
+    """Return where staged data and packs are stored by default: local, fast, and lost with the machine."""
+    return Path(os.environ.get("NBTOOLS_CACHE") or Path(tempfile.gettempdir()) / "nbtools").absolute()
+
+
+def local(text: str) -> Path:
+    """Return the absolute path, below Drive or not, whether it exists or not."""
+    if not text.startswith("drive:"):
+        return Path(text).expanduser().absolute()
+    inside = PurePosixPath(text.removeprefix("drive:").lstrip("/"))
+    if ".." in inside.parts:
+        raise StageError(f"{text}: a drive: path stays inside My Drive and holds no `..`.")
+    folder = os.environ.get("NBTOOLS_DRIVE")
+    return (Path(folder).absolute() if folder else mounted()) / inside
 
 
 def drive_path(path: str | Path) -> Path:
@@ -22,9 +44,9 @@ def drive_path(path: str | Path) -> Path:
         place = parent = local(str(path))
         if disk.exists(place):
             return place
-    while not parent.is_dir():
-        parent = parent.parent
-    names = sorted(os.listdir(parent))
+        while not parent.is_dir():
+            parent = parent.parent
+        names = sorted(os.listdir(parent))
     near = difflib.get_close_matches(place.relative_to(parent).parts[0], names, cutoff=0.5) or names[:5]
     there = f"{parent} has {', '.join(near) or 'nothing'}"
     raise StageError(f"{path}: there is no {place}. {there}.", entry="Keys, columns and paths")
@@ -60,15 +82,17 @@ def place_to_keep(where: str | Path) -> Path | None:
         return None
 
 
-def local(text: str) -> Path:
-    """Return the absolute path, below Drive or not, whether it exists or not."""
-    if not text.startswith("drive:"):
-        return Path(text).expanduser().absolute()
-    inside = PurePosixPath(text.removeprefix("drive:").lstrip("/"))
-    if ".." in inside.parts:
-        raise StageError(f"{text}: a drive: path stays inside My Drive and holds no `..`.")
-    folder = os.environ.get("NBTOOLS_DRIVE")
-    return (Path(folder).absolute() if folder else mounted()) / inside
+def is_far(path: Path) -> bool:
+    """Return whether a path, or what a link in it leads to, is on Drive or another slow mount, but not in the cache."""
+    roots = [MOUNT.resolve(), Path(os.environ.get("NBTOOLS_DRIVE") or MOUNT).resolve()]
+    items = disk.walk(path) if path.is_dir() else ()
+    places = {path, *(item.path if item.is_symlink() else os.path.dirname(item.path) for item in items)}
+    real = {Path(os.path.realpath(place)) for place in places}
+    far = (any(map(place.is_relative_to, roots)) or disk.is_slow(place) for place in real)
+    return not path.is_relative_to(cache()) and any(far)
+
+
+# -- Colab's mount
 
 
 def mounted() -> Path:
@@ -76,11 +100,10 @@ def mounted() -> Path:
     global _declined
     reason = "it does not respond"
     for force in (False, True):  # a stale mount needs the second try
-        if answers():
-            return MOUNT / "MyDrive"
+        if answers() or _declined:
+            break
         try:
-            if not _declined:
-                mount(force)
+            mount(force)
         except ImportError:
             fix = "Set NBTOOLS_DRIVE to a folder to use instead"
             raise StageError(f"drive: is Colab's Drive, and this is not Colab. {fix}.") from None
@@ -120,14 +143,23 @@ def remount(path: Path) -> None:
         say(f"Drive could not be mounted again: {type(error).__name__}: {error}.")
 
 
-def on_colab() -> bool:
-    return "google.colab" in sys.modules  # Colab's kernel imports it at its start; importing it elsewhere is slow
+def patient(look: Callable[[], T], place: Path) -> T:
+    """Return what `look` returns, tried again with longer pauses while a mount does not answer."""
+    for tries in range(TRIES - 1):
+        try:
+            return look()
+        except (OSError, DiskError) as error:
+            if not disk.is_away(error.__cause__ or error):
+                raise
+        time.sleep(PAUSE * 2**tries)
+        remount(place)
+    return look()
 
 
 def release_runtime() -> None:
     """On Colab, flush what has not reached Drive yet, then give the machine back, disk and all. Raises StageError, and
     keeps the machine, if Drive cannot be flushed."""
-    if not on_colab():
+    if "google.colab" not in sys.modules:  # Colab's kernel imports it at its start
         return
     from google.colab import drive, runtime  # pyright: ignore[reportMissingImports]
 

@@ -1,42 +1,36 @@
-"""Sources: a path, a mount, an address or a link to Google Drive is a list of files, whose bytes come into a `.part`
-that the next call resumes.
+"""Bring files to a local disk: from a mount, an http(s) address or a link to Google Drive, by way of a `.part` that
+the next call resumes.
 
 A connection or a mount that fails is tried again, with longer pauses, for as long as it brings something.
 """
 
-import hashlib
 import html
 import http.client
 import os
 import re
-import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
 from io import FileIO
-from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import parse_qs, urljoin, urlsplit
 
 from nbtools import disk
 from nbtools.data import archive, drive
-from nbtools.data.progress import say
-from nbtools.errors import ArchiveError, DiskError, StageError
+from nbtools.data.progress import BYTES, bar, say
+from nbtools.errors import StageError
 
 CHUNK = 1 << 20
-PAUSE, TRIES = 1.0, 5  # seconds before the second try; doubles with each that brought nothing
 TIMEOUT = 60.0  # seconds without a byte
 OPENER = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
 SITE = "https://drive.google.com"
 HOSTS = ("drive.google.com", "docs.google.com", "drive.usercontent.google.com")
 SHARE = "in Drive choose Share → Anyone with the link"
 PAGE = "Quota page"  # in docs/troubleshooting.md
-T = TypeVar("T")
-Progress = Callable[[int], object]  # called with the number of bytes that came
 
 
 class Dropped(Exception):
@@ -57,7 +51,7 @@ class File:
         """Yield the bytes from `start` on, also of a server that begins anew. Raises Dropped; StageError if the file
         has changed."""
         if isinstance(self.place, Path):
-            yield from mounted_pieces(self.place, start)
+            yield from read_mount(self.place, start)
             stat = self.place.stat()
             same = (stat.st_size, self.version and stat.st_mtime_ns) == (self.size, self.version)
         else:
@@ -71,42 +65,31 @@ class File:
             raise StageError(f"{self.place}: it changed while it was copied. Run it again.")
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where data comes from. text: what the user wrote; origin: what distinguishes it from others; name: of the archive
-    or folder; path: on a disk, else None; is_far: whether that disk is slow."""
-
-    text: str
-    origin: str
-    name: str
-    look: Callable[[], dict[str, File]]
-    path: Path | None = None
-    is_far: bool = False
-
-    @cached_property
-    def files(self) -> dict[str, File]:
-        """Relative name → file; "" for the only file of an archive. Behind an address it takes a connection."""
-        return self.look()
-
-    @property
-    def version(self) -> str:
-        """A text that changes whenever the content does."""
-        facts = [(name, file.size, file.version) for name, file in self.files.items()]
-        return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
-
-
-# -- bytes
-
-
-def fetch(remote: File, target: Path, part: Path, progress: Progress) -> None:
-    """Copy a file by way of `part`, which is resumed. Raises StageError, and keeps what came."""
+def fetch_all(files: Mapping[str, File], folder: Path, part: Path, name: str, progress: bool, times: int = 1) -> None:
+    """Fetch files below a folder, unless they are there, each by way of `part`, which the next call resumes. times: how
+    often their bytes must fit on the disk. Raises StageError, DiskError; what came is kept."""
+    sizes = {path: file.size or 0 for path, file in files.items()}
+    there = {path for path in sizes if (place := folder / path).is_file() and place.stat().st_size >= sizes[path]}
+    total, need = sum(sizes.values()), sum(size for path, size in sizes.items() if path not in there)
+    disk.require_space(part, times * need - (part.stat().st_size if part.exists() else 0))
     part.parent.mkdir(parents=True, exist_ok=True)
+    with bar(total=total or None, desc=f"copy {name}", disable=not progress, **BYTES) as shown:
+        shown.update(total - need)
+        for path, file in files.items():
+            if path not in there:
+                fetch(file, part, shown.update)
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                disk.rename(part, folder / path)
+
+
+def fetch(remote: File, part: Path, progress: Callable[[int], object]) -> None:
+    """Append to `part` what it lacks of a file. progress: called with the number of bytes that came."""
     with open(part, "ab", buffering=0) as file:
         if file.tell() > (remote.size or 0):
             file.truncate(0)
         progress(size := file.seek(0, os.SEEK_END))
         tries, reason = 0, ""
-        while tries < TRIES:
+        while tries < drive.TRIES:
             before = size
             try:
                 for data in remote.pieces(size):
@@ -114,95 +97,18 @@ def fetch(remote: File, target: Path, part: Path, progress: Progress) -> None:
                     progress(len(data))
                     size += len(data)
                 if remote.size in (None, size):
-                    break
+                    return
                 reason = f"it ended after {size} of {remote.size} bytes"
             except Dropped as error:
                 reason = str(error)
             tries = 0 if size > before else tries + 1
-            time.sleep(PAUSE * 2**tries)
-        else:
-            reason = f"{reason}, {TRIES} times in a row. What arrived is kept: run it again"
-            raise StageError(f"{remote.place}: {reason}.", entry="Drive errors 5 and 107")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    disk.rename(part, target)
+            time.sleep(drive.PAUSE * 2**tries)
+    reason = f"{reason}, {drive.TRIES} times in a row. What arrived is kept: run it again"
+    raise StageError(f"{remote.place}: {reason}.", entry="Drive errors 5 and 107")
 
 
-def bring(source: Path, target: Path, size: int, part: Path, progress: Progress) -> None:
-    """Copy a file of a mount unless it is there. Raises StageError."""
-    if target.exists() and target.stat().st_size == size:
-        progress(size)
-        return
-    fetch(File(source, size), target, part, progress)
-    disk.sync_path(target)
-
-
-def patient(look: Callable[[], T], place: Path) -> T:
-    """Return what `look` returns, tried again with longer pauses while a mount does not answer."""
-    for tries in range(TRIES - 1):
-        try:
-            return look()
-        except (OSError, DiskError) as error:
-            if not disk.is_away(error.__cause__ or error):
-                raise
-        time.sleep(PAUSE * 2**tries)
-        drive.remount(place)
-    return look()
-
-
-# -- disks
-
-
-def cache() -> Path:
-    """Return where staged data and packs are stored by default: local, fast, and lost with the machine."""
-    return Path(os.environ.get("NBTOOLS_CACHE") or Path(tempfile.gettempdir()) / "nbtools").absolute()
-
-
-def source_of(text: str) -> Source:
-    """Return the source that a text names. Raises StageError for nothing usable."""
-    if re.match("https?://", text):
-        if link := drive_link(text):
-            return Source(text, link.id, f"drive-{link.id[:8]}", partial(drive_files, link))
-        return Source(text, text, PurePosixPath(urlsplit(text).path).name, lambda: {"": no_page(probe(text))})
-    path = Path(text).expanduser().absolute()
-    if text.startswith("drive:") or not disk.exists(path):
-        path = drive.drive_path(text)  # or an error that names what is there instead
-    if path.is_file():
-        require_archive(path, text)
-    elif not any(True for _ in disk.walk(path)):
-        raise StageError(f"{text}: {path} holds no files. Is it the right folder?", entry="Keys, columns and paths")
-
-    def look() -> dict[str, File]:
-        return {name: File(path / name, *facts) for name, facts in sorted(listing(path).items())}
-
-    return Source(text, str(path), path.name, look, path, is_far(path))
-
-
-def listing(path: Path) -> dict[str, tuple[int, int]]:
-    """Return relative path → (size, mtime in ns) of the files below a folder, and of a dangling link itself; of a file:
-    ""."""
-    seen = {"": path.stat()} if path.is_file() else {}
-    start = len(os.path.join(path, ""))
-    for item in disk.walk(path) if path.is_dir() else ():
-        seen[item.path[start:]] = item.stat(follow_symlinks=item.is_file())
-    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in seen.items()}
-
-
-def is_far(path: Path) -> bool:
-    """Return whether a path, or what a link in it leads to, is on Drive or another slow mount, but not in the cache."""
-    roots = [drive.MOUNT.resolve(), Path(os.environ.get("NBTOOLS_DRIVE") or drive.MOUNT).resolve()]
-
-    def far(place: Path | str) -> bool:
-        real = Path(os.path.realpath(place))
-        return any(map(real.is_relative_to, roots)) or disk.is_slow(real)
-
-    def inside() -> set[str]:  # links, and folders of files
-        items = disk.walk(path) if path.is_dir() else ()
-        return {os.path.realpath(item.path if item.is_symlink() else os.path.dirname(item.path)) for item in items}
-
-    return not path.is_relative_to(cache()) and (far(path) or any(map(far, inside())))
-
-
-def mounted_pieces(path: Path, start: int) -> Iterator[bytes]:
+def read_mount(path: Path, start: int) -> Iterator[bytes]:
+    """Yield the bytes of a file from `start` on. Raises Dropped where its mount does not respond."""
     try:
         with FileIO(path) as file:
             file.seek(start)
@@ -215,12 +121,14 @@ def mounted_pieces(path: Path, start: int) -> Iterator[bytes]:
         raise Dropped(f"stopped responding (errno {error.errno}, {error.strerror})") from None
 
 
-def require_archive(path: Path, text: str) -> None:
-    """Raise ArchiveError for a file that by its first bytes is none."""
-    if not archive.kind(path):
-        with open(path, "rb") as file:
-            rule = f"not an archive: it begins with {file.read(16)!r}"
-        raise ArchiveError(f"{text}: {rule}. Give a folder, tar (plain, gz, xz) or zip.")
+def listing(path: Path) -> dict[str, tuple[int, int]]:
+    """Return relative path → (size, mtime in ns) of the files below a folder, and of a dangling link itself; of a file:
+    ""."""
+    seen = {"": path.stat()} if path.is_file() else {}
+    start = len(os.path.join(path, ""))
+    for item in disk.walk(path) if path.is_dir() else ():
+        seen[item.path[start:]] = item.stat(follow_symlinks=item.is_file())
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in seen.items()}
 
 
 # -- addresses
@@ -237,11 +145,11 @@ def probe(url: str) -> File:
         raise StageError(f"{url}: cannot be downloaded: {error}. Check the address and the network.") from None
 
 
-def no_page(file: File) -> File:
-    """Return the file; raise StageError if a web page came instead."""
+def only(file: File) -> dict[str, File]:
+    """Return an archive as the only file of a source; raise StageError if a web page came instead."""
     if file.page:
         raise StageError(f"{file.place}: {about_page(file.page)}", entry=PAGE)
-    return file
+    return {"": file}
 
 
 def announced(response: http.client.HTTPResponse) -> tuple[str, int | None]:
@@ -288,8 +196,7 @@ def about_page(page: str, forbidden: bool = False) -> str:
 # -- links to Google Drive
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """A link to Google Drive. key: what files that were shared before 2021 need besides."""
 
     id: str
@@ -329,8 +236,8 @@ def drive_files(link: Link, followed: bool = False) -> dict[str, File]:
             file = link.probe(urljoin(str(file.place), get_url_from_gdrive_confirmation(file.page)))
     there = drive_link(str(link.probe("open").place)) if file.page and not followed else None
     if there and (there.id, there.is_folder) != (link.id, False):
-        return drive_files(there if there.key else Link(there.id, link.key, there.is_folder), followed=True)
-    return {"": no_page(file)}
+        return drive_files(there._replace(key=there.key or link.key), followed=True)
+    return only(file)
 
 
 def files_in_folder(link: Link) -> dict[str, File]:

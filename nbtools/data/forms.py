@@ -13,6 +13,8 @@ import io
 import struct
 import sys
 import unicodedata
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 
 TARGET = "y"
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-DAMAGED = (OSError, SyntaxError, ValueError, EOFError, struct.error)  # what Pillow raises on damaged files
+DAMAGED = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, zipfile.BadZipFile)
+"""What Pillow, NumPy and the like raise on damaged files."""
 RESIZES = ("crop", "pad", "squash")
 WIDER = {"u2": "i4", "u4": "i8", "u8": "i8"}  # torch cannot index wide unsigned numbers
 BLOCK = 2**17  # numbers whose mean is computed at once, in the processor's cache
@@ -111,6 +114,19 @@ def moved(points: Any, shape: Sequence[int], resize: Sequence[Any]) -> np.ndarra
 
 
 # -- single values
+
+
+def plain_values(parts: Mapping[str, Any], resize: Resize, text: str, marked: Sequence[str] = ()) -> dict[str, Any]:
+    """Return column → plain value, of images as they are packed. parts: images, also as the paths of their files;
+    marked: columns of points on the only image. Raises PackError(value, rule, fix)."""
+    images = {name: open_image(value) for name, value in parts.items() if isinstance(value, Path)}
+    images |= {name: upright(value) for name, value in parts.items() if is_image(value)}
+    values = {name: plain(name, value, resize, text) for name, value in {**parts, **images}.items()}
+    for name in marked if images else ():
+        image = next(iter(images.values()))
+        shape = (image.height, image.width)
+        values[name] = moved(values[name], shape, resize or (*shape, "squash"))
+    return values
 
 
 def plain(name: str, value: Any, resize: Resize, text: str) -> Any:
@@ -201,8 +217,8 @@ def resolve(name: str) -> Any:
 class Form:
     """The form of a column, which a pack's card keeps.
 
-    kind: class (its text), labels (K,) of 0 and 1, image (PIL), or array. shape: its first axis is None where samples
-    differ in it; layout: `hwc`, `chw` or `hw` of images, "" of all else; names: the classes allowed.
+    kind: class (its text), labels (K,) of 0 and 1, or array. shape: its first axis is None where samples differ in it;
+    layout: `hwc`, `chw` or `hw` of images, "" of all else; names: the classes allowed.
     """
 
     kind: str
@@ -242,7 +258,7 @@ class Form:
             labels = {self.allowed(composed(each)) for each in value}
             return np.array([each in labels for each in self.names], np.uint8)
         array = numeric(name, value)
-        if self.kind == "image" and array.ndim == 2 < len(self.shape):
+        if self.layout == "hwc" and array.ndim == 2:
             array = np.stack([array] * 3, -1)  # a grey one among colours
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             came = "nan" if np.isnan(array).any() else "inf"
@@ -284,7 +300,7 @@ def common_form(name: str, values: Sequence[Any], classes: Any, picture: bool) -
     if picture and any(len(shape) > 2 for shape in shapes):  # greys become RGB beside them
         shapes = [(*shape[:2], 3) for shape in shapes]
     shape = common_shape(name, picture, [*dict.fromkeys(shapes)])
-    return Form("image" if picture else "array", dtype.str, shape, layout_of(picture, dtype, shape, name == TARGET))
+    return Form("array", dtype.str, shape, layout_of(picture, dtype, shape, name == TARGET))
 
 
 def common_shape(name: str, picture: bool, shapes: Sequence[tuple[int | None, ...]]) -> tuple[int | None, ...]:

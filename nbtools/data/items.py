@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from nbtools import disk
 from nbtools.data.build import Entry, Problem, Survey, why
 from nbtools.data.forms import (
+    FIX,
     TARGET,
     Form,
     bare,
@@ -34,19 +35,17 @@ from nbtools.data.forms import (
     is_missing,
     is_names,
     moments_of,
-    moved,
-    open_image,
     plain,
-    upright,
+    plain_values,
 )
 from nbtools.data.pack import FORMAT, Pack, Sample
-from nbtools.data.parallel import side_by_side
 from nbtools.data.tables import TARGETS, Part
 from nbtools.errors import NbtoolsError, PackError
 
-VERSION = 5  # of what a card keeps of them; packs of another are made anew
+VERSION = 6  # of what a card keeps of them; packs of another are made anew
 SEEN = 64  # items looked at
 KNOWN = (list, np.ndarray, torch.Tensor, TensorDataset)  # in memory: all that they hold identifies a pack
+POINTS = {2: "points", 4: "boxes"}  # by the length of a column's last axis
 KINDS = {"class": "classes", "labels": "labels"}  # of the target's form → of the pack, else values
 ROLES = ("target", "inputs", "image", "sep", "size", "resize", "points")
 
@@ -97,7 +96,7 @@ class Items(Dataset):
 
     options: of `nb.pack`, with `key`: the target and inputs of an item; target: the key of that part of an item;
     listed: items are in memory, their images perhaps as paths; pictures: columns of PIL images; resize: (height, width,
-    how); text: the function of texts by name; forms: of columns; points: column → [its image's, "points" or "boxes"].
+    how); text: the function of texts by name; marked: columns of points; marks: a hash of each item looked at.
     """
 
     def __init__(self, parts: list[Part], options: SimpleNamespace, groups: Any):
@@ -125,9 +124,8 @@ class Items(Dataset):
         whole = options.classes is not False and (isinstance(label, str | int) or is_names(label))
         how = options.resize or ("crop" if whole else "squash")
         self.resize = [*options.size, how] if options.size else None
-        self.marks, seen = self.look()
-        self.forms = self.common(seen)
-        self.points = self.points_on(images_in(self.forms))
+        self.marks: list[bytes] = []
+        self.forms = self.look()
         self.kind = KINDS.get(self.forms[TARGET].kind, "values") if TARGET in self.forms else "none"
 
     def __len__(self) -> int:
@@ -145,20 +143,13 @@ class Items(Dataset):
         k, place = self.places[i]
         try:
             parts = named(parts_of(self.parts[k][1][place]), self.target, self.options.key[1])
-            parts |= {name: open_image(value) for name, value in parts.items() if isinstance(value, Path)}
-            images = {name: upright(value) for name, value in parts.items() if is_image(value)}
-            values = {name: plain(name, value, self.resize, self.text) for name, value in (parts | images).items()}
-            for name in self.marked if images else ():
-                image = next(iter(images.values()))
-                shape = (image.height, image.width)
-                values[name] = moved(values[name], shape, self.resize or (*shape, "squash"))
+            values = plain_values(parts, self.resize, self.text, self.marked)
         except NbtoolsError:
             raise
         except Exception as error:  # whatever a Dataset, Pillow or the function of texts may raise
             if disk.is_away(error):
                 raise
-            came, fix = f"{type(error).__name__}: {error}", "correct it, or leave it out"
-            raise PackError(came, "the Dataset must return each item", fix) from error
+            raise PackError(f"{type(error).__name__}: {error}", "the Dataset must return each item", FIX) from error
         return values | ({TARGET: self.class_of(k, values[TARGET])} if TARGET in values else {})
 
     def class_of(self, k: int, value: Any) -> Any:
@@ -192,9 +183,10 @@ class Items(Dataset):
 
     # -- what all have in common
 
-    def look(self) -> tuple[list[bytes], dict[str, list[Any]]]:
-        """Return what identifies each of some items, and the values in each column."""
-        marks, seen = list[bytes](), dict[str, list[Any]]()
+    def look(self) -> dict[str, Form]:
+        """Return the form of each column in some items; note a hash of each. Raises PackError where values or options
+        do not fit."""
+        seen, options = dict[str, list[Any]](), self.options
         for i in self.looked:
             values = {}
             try:
@@ -204,12 +196,7 @@ class Items(Dataset):
             except PackError as error:
                 if len(error.args) != 3 or (i == self.looked[-1] and not seen):
                     raise PackError(f"{self.names[i]}: {sentence(error)}") from None
-            marks.append(mark(values))
-        return marks, seen
-
-    def common(self, seen: Mapping[str, list[Any]]) -> dict[str, Form]:
-        """Return the forms of columns. Raises PackError where values or options do not fit."""
-        options = self.options
+            self.marks.append(mark(values))
         classes = options.classes
         if classes is None:
             classes = [*dict.fromkeys(name for names in self.classes for name in names)]
@@ -218,37 +205,29 @@ class Items(Dataset):
         if options.size and not self.pictures - {TARGET}:
             raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset instead")
         forms = {name: common_form(name, each, classes, name in self.pictures) for name, each in seen.items() if each}
-        for name in images_in(forms) if options.mean or options.std else ():
+        images, there = images_in(forms), ", ".join(f"{name} {form.column}" for name, form in forms.items())
+        for name in images if options.mean or options.std else ():
             count = {"hwc": forms[name].shape[-1], "chw": forms[name].shape[0]}.get(forms[name].layout, 1)
             if {len(options.mean or ()), len(options.std or ())} != {count}:
-                column = forms[name].column
-                raise PackError(f"mean and std must have {count} numbers, one per channel of {name} {column}")
-        return forms
-
-    def points_on(self, images: Sequence[str]) -> dict[str, list[str]]:
-        """Return column → [the column of its image, "points" or "boxes"] of those that are named."""
-        kinds, ends = (
-            {2: "points", 4: "boxes"},
-            {name: (0, *form.column.shape)[-1] for name, form in self.forms.items()},
-        )
+                raise PackError(f"mean and std must have {count} numbers, one per channel of {name}; columns: {there}")
         for name in self.marked:
-            if len(images) != 1 or ends.get(name) not in kinds:
-                came = ", ".join(f"{each} {form.column}" for each, form in self.forms.items())
+            if len(images) != 1 or name not in forms or (0, *forms[name].column.shape)[-1] not in POINTS:
                 rule = "points must name columns (…, 2) of x, y or (…, 4) of x1, y1, x2, y2 beside one image"
-                raise PackError(f"{rule}, got {name!r} of {came}")
-        return {name: [images[0], kinds[ends[name]]] for name in self.marked}
+                raise PackError(f"{rule}, got {name!r} of {there}")
+        return forms
 
     # -- the pack of them
 
     def card_options(self) -> dict[str, Any]:
         """Return what the card keeps, as JSON does."""
+        ends = {name: POINTS[self.forms[name].column.shape[-1]] for name in self.marked}
         options = {
             "inputs": [name for name in self.forms if name != TARGET],
             "kind": self.kind,
             "roles": {"key": self.target, **{name: getattr(self.options, name) for name in ROLES}},
             "forms": {name: form.to_dict() for name, form in self.forms.items()},
             "resize": self.resize,
-            "points": self.points,
+            "points": {name: [*images_in(self.forms), end] for name, end in ends.items()},
             "text": self.text,
             "columns": self.options.columns,
             **({} if self.options.store else {"stored": False}),
@@ -297,10 +276,6 @@ class Items(Dataset):
             learn=self.learn,
             elsewhere={name: form.column for name, form in forms.items() if name not in here},
         )
-
-    def read(self, _: Any, done: int) -> Generator[dict[str, Any] | Problem, None, None]:
-        """Yield samples and rows of the table of bad samples, in order."""
-        return side_by_side(self.__getitem__, range(done, len(self)))
 
     def learn(self, arrays: Mapping[str, np.ndarray], train: np.ndarray) -> dict[str, Any]:
         """Return mean and std of targets, float32 columns and images: as given, else those of the training split, or

@@ -29,8 +29,7 @@ import numpy as np
 
 from nbtools import disk, show
 from nbtools.data import splits
-from nbtools.data.drive import place_to_keep
-from nbtools.data.fetch import cache, patient
+from nbtools.data.drive import cache, patient, place_to_keep
 from nbtools.data.splits import SPLITS
 from nbtools.errors import PackError
 
@@ -67,7 +66,6 @@ class Card:
     splits: dict[str, int]  # samples per split
     bucket_by: str | None = None  # the ragged column whose length groups batches
     digest: str = ""  # of all that the pack holds, so that a run resumes on the very same data only
-    counts: dict[str, list[int]] = field(default_factory=dict)  # training samples per class, where the task counted
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -20,7 +20,7 @@ from nbtools.errors import NbtoolsError
 
 T = TypeVar("T")
 R = TypeVar("R")
-FIRST = 32  # items whose time says whether the others are worth starting processes
+LOOK = 0.1  # seconds of work that say whether the rest is worth starting processes
 SHORT = 1.0  # seconds in which all is done: not worth it
 CHEAP = 2e-4  # seconds: an item that costs less is done faster here than it travels between processes
 WORK: list[Callable[[Any], Any]] = []  # of a worker process
@@ -31,29 +31,30 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def side_by_side(work: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
-    """Yield work(item) of each item, on Linux by forked processes where that pays."""
-    items, start = [*items], monotonic()
-    yield from map(work, items[:FIRST])
-    rest, cost = items[FIRST:], (monotonic() - start) / FIRST
-    pays = cost > CHEAP and cost * len(rest) > SHORT and cores() > 1 and sys.platform == "linux"
-    yield from by_workers(work, rest) if pays else map(work, rest)
+def side_by_side(work: Callable[[T], R], items: Iterable[T], size: int = 16) -> Generator[R, None, None]:
+    """Yield work(item) of each item: on Linux, where that pays, by a forked process a core, `size` items at a time;
+    results must be picklable. Raises NbtoolsError where the system kills a process."""
+    items, spent, done = [*items], 0.0, 0
+    while done < len(items) and spent <= LOOK:
+        start = monotonic()
+        result = work(items[done])
+        spent, done = spent + monotonic() - start, done + 1
+        yield result
+    rest, cost = items[done:], spent / max(done, 1)
+    if not (cost > CHEAP and cost * len(rest) > SHORT and cores() > 1 and sys.platform == "linux"):
+        yield from map(work, rest)
+        return
+    pool = ProcessPoolExecutor(cores(), get_context("fork"), begin, (work,))
+    try:
+        yield from in_order(pool, map_work, rest, size)
+    except BrokenProcessPool:
+        reason = "a worker process was killed, as by a system whose memory runs out"
+        raise NbtoolsError(f"{reason}; free some, and run it again: packing continues where it was") from None
 
 
 def threaded(work: Callable[[T], R], items: Iterable[T], size: int = 16) -> Generator[R, None, None]:
     """Yield work(item) of each item by a thread a core, `size` at a time: decoders release the interpreter's lock."""
     yield from in_order(ThreadPoolExecutor(cores()), lambda part: [*map(work, part)], [*items], size)
-
-
-def by_workers(work: Callable[[T], R], items: Sequence[T], size: int = 16) -> Generator[R, None, None]:
-    """Yield work(item) of each item by a forked process a core, `size` at a time; results must be picklable. Raises
-    NbtoolsError where the system kills a process."""
-    pool = ProcessPoolExecutor(cores(), get_context("fork"), begin, (work,))
-    try:
-        yield from in_order(pool, map_work, items, size)
-    except BrokenProcessPool:
-        reason = "a worker process was killed, as by a system whose memory runs out"
-        raise NbtoolsError(f"{reason}; free some, and run it again: packing continues where it was") from None
 
 
 def begin(work: Callable[[Any], Any]) -> None:

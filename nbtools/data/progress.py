@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 LEAST, PATIENCE = 0.25, 30.0  # seconds between updates: quicker ones hang a Colab tab (lightning#2517); in a log file
 SLOW = 2.0  # seconds before there is a bar of work that may be short
+BYTES = {"unit": "B", "unit_scale": True}  # options of a bar
 CLOCK = "{l_bar}{bar}| {remaining} left{postfix}"
 
 ongoing: list[tuple[tqdm, dict[str, float], float]] = []

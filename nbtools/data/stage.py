@@ -15,16 +15,18 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from nbtools import disk, show
-from nbtools.data import archive
-from nbtools.data.fetch import Source, cache, fetch, listing, patient, require_archive, source_of
+from nbtools.data import archive, fetch
+from nbtools.data.drive import cache, drive_path, is_far, patient
 from nbtools.data.pack import MANIFEST, Pack, touch
-from nbtools.data.progress import bar, say
+from nbtools.data.progress import say
 from nbtools.errors import ArchiveError, PackError, StageError
 
 if TYPE_CHECKING:
@@ -57,9 +59,12 @@ def stage(
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done with a source, and why: nothing where `ready` is the result, else `target` is made."""
+    """What is to be done with a source, and why: nothing where `ready` is the result, else `target` is made. path: on a
+    disk, else None; look: returns relative name → file, "" for the only one of an archive; it may take a connection."""
 
-    source: Source
+    text: str
+    path: Path | None
+    look: Callable[[], dict[str, fetch.File]]
     target: Path
     sha256: str | None
     why: str
@@ -68,20 +73,42 @@ class Job:
 
 def decide(text: str, into: str | Path | None, sha256: str | None) -> Job:
     """Return what is to be done with a source. Raises StageError, OSError."""
-    source = source_of(text)
-    is_folder = source.path is not None and source.path.is_dir()
-    if sha256 and is_folder:
-        raise StageError(f"{text}: sha256 is for an archive, and this is a folder. Leave it out.")
-    why = "copied" if is_folder else "unpacked"
-    if source.path is None or source.is_far:
-        why = "copied from a slow disk" if source.path else "fetched from the network"
+    name, origin, why = PurePosixPath(urlsplit(text).path).name, text, "fetched from the network"
+    path = link = ready = None
+
+    def look() -> dict[str, fetch.File]:
+        if path is not None:
+            return {name: fetch.File(path / name, *facts) for name, facts in sorted(fetch.listing(path).items())}
+        return fetch.drive_files(link) if link else fetch.only(fetch.probe(text))
+
+    if not re.match("https?://", text):
+        path = Path(text).expanduser().absolute()
+        if text.startswith("drive:") or not disk.exists(path):
+            path = drive_path(text)  # or an error that names what is there instead
+        name, origin, why = path.name, str(path), "copied" if path.is_dir() else "unpacked"
+        if is_far(path):
+            why = "copied from a slow disk"
+        elif path.is_dir() and into is None:
+            ready = path
+        if not path.is_dir():
+            archive.kind(path, text)
+        elif sha256:
+            raise StageError(f"{text}: sha256 is for an archive, and this is a folder. Leave it out.")
+        elif not any(True for _ in disk.walk(path)):
+            raise StageError(f"{text}: {path} holds no files. Is it the right folder?", entry="Keys, columns and paths")
+    elif link := fetch.drive_link(text):
+        name, origin = f"drive-{link.id[:8]}", link.id
     root = cache() if into is None else Path(into).expanduser().absolute()
-    stem = re.sub(r"[^\w.]+", "-", re.sub(SUFFIXES, "", source.name, flags=re.I))[:60].strip(".-") or "data"
-    target = root / f"{stem}-{hashlib.sha256(source.origin.encode()).hexdigest()[:8]}"
-    job = Job(source, target, sha256 and sha256.lower(), why)
-    if is_folder and not source.is_far and into is None:
-        return replace(job, why="used where it is", ready=source.path)
-    return replace(job, ready=staged(job))
+    stem = re.sub(r"[^\w.]+", "-", re.sub(SUFFIXES, "", name, flags=re.I))[:60].strip(".-") or "data"
+    target = root / f"{stem}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}"
+    job = Job(text, path, look, target, sha256 and sha256.lower(), why)
+    return replace(job, ready=ready or staged(job))
+
+
+def version_of(files: dict[str, fetch.File]) -> str:
+    """Return a text that changes whenever the content does."""
+    facts = [(name, file.size, file.version) for name, file in files.items()]
+    return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def staged(job: Job) -> Path | None:
@@ -89,7 +116,7 @@ def staged(job: Job) -> Path | None:
     try:
         receipt = json.loads((job.target / RECEIPT).read_text())
         data = job.target / receipt["folder"]
-        current = job.source.path is None or job.source.version == receipt["version"]
+        current = job.path is None or version_of(job.look()) == receipt["version"]
         return data if current and job.sha256 in (None, receipt["sha256"]) and data.exists() else None
     except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
         return None
@@ -97,65 +124,50 @@ def staged(job: Job) -> Path | None:
 
 def act(job: Job, progress: bool) -> Path:
     """Fetch, check, unpack, and publish under the final name; the caller holds the lock."""
-    source, target = job.source, job.target
-    version = patient(lambda: source.version, Path(source.text))
-    part = target.with_name(f"{target.name}.part")
-    begun = part / version
+    target, part = job.target, job.target.with_name(f"{job.target.name}.part")
+    files = patient(job.look, Path(job.text))
+    version = version_of(files)
+    begun, stem = part / version, target.name.rpartition("-")[0]
+    new = begun / "new"
     if not begun.exists():
         disk.remove(part)  # of another version of the source
     if progress:
-        say(f"{source.text}: {job.why}, to {target}")
-    data = begun / "new" / target.name.rpartition("-")[0]
+        say(f"{job.text}: {job.why}, to {target}")
     try:
-        if set(source.files) == {""}:
-            data = unpacked(job, begun, data, progress)
+        if set(files) == {""}:
+            path = job.path
+            if path is None or is_far(path):
+                path = begun / "archive"
+                fetch.fetch_all({"archive": files[""]}, begun, begun / "file.part", stem, progress, 2)
+            data = unpacked(job, path, new / stem, progress)
         else:
-            fetch_all(source, data, begun, progress)
-        verify(data, source.text)
+            fetch.fetch_all(files, new / stem, begun / "file.part", stem, progress)
+            data = new / stem
+        verify(data, job.text)
     except ArchiveError:
         disk.remove(part)  # else the next call would resume a bad copy
         raise
-    folder = data.relative_to(begun / "new").as_posix()
-    receipt = {"source": source.text, "version": version, "sha256": job.sha256, "folder": folder}
-    disk.write_atomic(begun / "new" / RECEIPT, json.dumps(receipt, indent=2) + "\n")
+    folder = data.relative_to(new).as_posix()
+    receipt = {"source": job.text, "version": version, "sha256": job.sha256, "folder": folder}
+    disk.write_atomic(new / RECEIPT, json.dumps(receipt, indent=2) + "\n")
     if target.exists():  # an older version of the source: half removed under its name, it would pass for whole
         disk.remove(begun / "old")
         disk.rename(target, begun / "old")
-    disk.publish_folder(begun / "new", target)
+    disk.publish_folder(new, target)
     disk.remove(part)
     return target / folder
 
 
-def unpacked(job: Job, begun: Path, data: Path, progress: bool) -> Path:
-    """Fetch an archive, check its hash, and unpack it into the new folder `data` → it, or the only folder in it."""
-    source, path = job.source, job.source.path
-    if path is None or source.is_far:
-        path = begun / "archive"
-        fetch_all(source, path, begun, progress, 2)
-    require_archive(path, source.text)
+def unpacked(job: Job, path: Path, data: Path, progress: bool) -> Path:
+    """Check the hash of an archive, and unpack it into the new folder `data` → it, or the only folder in it."""
     if job.sha256 and (digest := disk.sha256(path)) != job.sha256:
         fix = "Copy it again, or correct the number"
-        raise ArchiveError(f"{source.text}: its SHA-256 is {digest}, not {job.sha256}. {fix}.")
+        raise ArchiveError(f"{job.text}: its SHA-256 is {digest}, not {job.sha256}. {fix}.")
     disk.remove(data.parent)
     data.parent.mkdir(parents=True)
-    archive.unpack(path, data, source.text, progress)
+    archive.unpack(path, data, job.text, progress)
     top = list(data.iterdir())
     return top[0] if len(top) == 1 and top[0].is_dir() else data
-
-
-def fetch_all(source: Source, place: Path, begun: Path, progress: bool, times: int = 1) -> None:
-    """Fetch the files of a source below `place`, in their order and each by way of one `.part`, which the next call
-    resumes. times: how often their bytes must fit on the disk."""
-    sizes, part = {name: file.size or 0 for name, file in source.files.items()}, begun / "file.part"
-    there = {name for name in sizes if (path := place / name).is_file() and path.stat().st_size >= sizes[name]}
-    total, need = sum(sizes.values()), sum(size for name, size in sizes.items() if name not in there)
-    disk.require_space(begun, times * need - (part.stat().st_size if part.exists() else 0))
-    shown = bar(total=total or None, desc=f"copy {source.name}", disable=not progress, **archive.BYTES)
-    with shown:
-        shown.update(total - need)
-        for name, file in source.files.items():
-            if name not in there:
-                fetch(file, place / name, part, shown.update)
 
 
 def verify(folder: Path, text: str) -> None:
@@ -184,7 +196,7 @@ def cached(free: int | str | None = None) -> pd.DataFrame:
         made = [path for path in cache().glob("*") if path.suffix == ".part" or (path / RECEIPT).exists()]
         for path in sorted([*made, *cache().glob("packs/*/")], key=os.path.getmtime):
             used = f"{datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d %H:%M}"
-            size = sum(size for size, _ in listing(path).values())
+            size = sum(size for size, _ in fetch.listing(path).values())
             if delete := disk.free_bytes(cache()) < wanted:
                 gone = path.with_name(f"{path.name}.deleted.part")  # so that nobody reads half of it
                 disk.rename(path, gone)

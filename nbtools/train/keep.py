@@ -15,7 +15,7 @@ from threading import Thread
 from typing import Any
 
 from nbtools import disk
-from nbtools.data import bar, bring, patient, remount, say
+from nbtools.data import File, fetch_all, patient, remount, say
 from nbtools.errors import CheckpointError
 from nbtools.train.checkpoint import CONTROL, FILE, INDEX, named, place, read_index
 
@@ -132,15 +132,15 @@ class Keeper:
 def restore_kept(kept: Path, target: Path) -> None:
     """Copy a kept run into a new folder `target`; weights that a call which was interrupted has copied are not copied
     again. Raises StageError, DiskError."""
-    paths = patient(lambda: [*kept.iterdir()], kept)
-    sizes = {path: patient(path.stat, path).st_size for path in paths if path.suffix == ".safetensors"}
+    paths = patient(lambda: sorted(kept.iterdir()), kept)
+    tensors = {path.name: path for path in paths if path.suffix == ".safetensors"}
+    files = {name: File(path, patient(path.stat, path).st_size) for name, path in tensors.items()}
     for path in paths:
         if path.suffix in SMALL:
             disk.write_atomic(target / path.name, patient(path.read_bytes, path))
-    disk.require_space(target, sum(sizes.values()))
-    with bar(total=sum(sizes.values()), desc=f"copy {target.name}", unit="B", unit_scale=True) as shown:
-        for path, size in sizes.items():
-            bring(path, target / path.name, size, target / f"{path.name}.part", shown.update)
+    fetch_all(files, target, target / "weights.part", target.name, progress=True)
+    for name in files:
+        disk.sync_path(target / name)
 
 
 def kept_note(folder: Path) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def test_what_is_done_and_why_is_said_with_its_speed(place, capsys):
     nb.stage("drive:digits.tar")
     printed = capsys.readouterr().err
     assert re.search(r"drive:digits\.tar: copied from a slow disk, to .*digits-\w{8}", printed)
-    assert re.search(r"copy digits\.tar: 100%.*B/s", printed)
+    assert re.search(r"copy digits: 100%.*B/s", printed)
     nb.stage("drive:digits.tar")
     assert capsys.readouterr().err == ""
 
@@ -143,8 +143,8 @@ def reads(patch, act):
             return act(next(count), lambda most=size: io.FileIO.read(self, most))
 
     with patch.context() as one:
-        for name, value in {"FileIO": Mounted, "PAUSE": 0.001}.items():
-            one.setattr(fetch, name, value)
+        one.setattr(fetch, "FileIO", Mounted)
+        one.setattr(drive, "PAUSE", 0.001)
         yield count
 
 
@@ -168,8 +168,6 @@ def test_a_mount_that_stops_answering_says_so_and_the_next_call_resumes(place, m
 FLAKY = {
     "errno 5 at every second read": lambda n, read: away() if n % 2 else read(),
     "errno 107 four times in a row": lambda n, read: away(errno.ENOTCONN) if 1 <= n < 5 else read(),
-    "an end that comes too early": lambda n, read: b"" if n in (0, 2) else read(),
-    "reads that bring less than asked for": lambda n, read: read(100_000),
 }
 
 
@@ -197,7 +195,7 @@ def stage_with_error(nth: int, source: str, into: Path) -> None:
 
 @pytest.mark.parametrize("source", ["drive:digits.tar", "drive:folder"])
 def test_one_error_wherever_a_mount_is_looked_at_ends_nothing(place, monkeypatch, source):
-    monkeypatch.setattr(fetch, "PAUSE", 0.001)
+    monkeypatch.setattr(drive, "PAUSE", 0.001)
     put(place / "drive" / "digits.tar", TAR)
     for name in "abc":
         put(place / "drive" / "folder" / name / "x", name.encode() * 5000)
@@ -246,12 +244,14 @@ def test_a_kill_at_any_operation_leaves_only_a_part_and_the_next_call_succeeds(p
 
 REFUSED = {
     "missing": ("digit.tar", None, r"there is no .*digit\.tar.* has digits\.tar"),
-    "missing folder": ("nowhere/x.tar", None, r"there is no .*nowhere/x\.tar"),
     "missing on Drive": ("drive:digits.zip", None, r"drive:digits\.zip: there is no .* has digits\.tar"),
     "outside of Drive": ("drive:../x", None, r"no `\.\.`"),
     "truncated": ("half.tar", TAR[:9000], "digits/images/1.png.*damaged"),
-    "truncated on Drive": ("drive:half.tar", TAR[:9000], r"drive:half\.tar: .*digits/images/1.png.*damaged"),
-    "no archive in it": ("labels.csv.gz", gzip.compress(b"file,label"), r"labels\.csv\.gz: .*neither a tar nor"),
+    "no archive in it": (
+        "labels.csv.gz",
+        gzip.compress(b"file,label"),
+        r"labels\.csv\.gz: not an archive: it begins with b'file,label",
+    ),
     "without its end": ("half.tar", TAR.rstrip(b"\0") + bytes(600), "truncated"),
     "not an archive": ("notes.txt", b"hello world", "not an archive: it begins with b'hello world'"),
     "empty archive": ("nothing.tar", bytes(10240), "holds no files"),
@@ -278,7 +278,9 @@ def test_bad_sources_are_refused_in_words_and_nothing_is_published(place, name, 
 def test_too_little_space_is_reported_before_the_first_byte(place, monkeypatch):
     put(place / "drive" / "digits.tar", TAR)
     path = put(place / "digits.zip", archived({"a": bytes(5000)}, "zip"))
-    monkeypatch.setattr(os, "statvfs", lambda _: types.SimpleNamespace(f_bavail=1, f_frsize=1000))
+    monkeypatch.setattr(
+        os, "statvfs", lambda _: types.SimpleNamespace(f_bavail=1, f_frsize=1000, f_blocks=1, f_bfree=1)
+    )
     for source, need in (("drive:digits.tar", r"4\.1 MB"), (path, r"5\.\d kB")):
         with pytest.raises(errors.DiskError, match=rf"needs {need}, only 1\.0 kB are free there. Free some space"):
             stage(source)
@@ -454,8 +456,8 @@ def web(monkeypatch):
     address = f"http://127.0.0.1:{server.server_port}"
     Web.data, Web.drop, Web.ranges, Web.status, Web.requests = TAR, None, True, 200, []
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    for name, value in {"OPENER": direct, "PAUSE": 0.001}.items():
-        monkeypatch.setattr(fetch, name, value)
+    monkeypatch.setattr(drive, "PAUSE", 0.001)
+    monkeypatch.setattr(fetch, "OPENER", direct)
     monkeypatch.setattr(fetch, "SITE", address)
     monkeypatch.setattr(fetch, "HOSTS", (*fetch.HOSTS, "127.0.0.1"))
     yield address

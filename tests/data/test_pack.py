@@ -1,7 +1,6 @@
 """Packs: every sample of the source or a line that says why not; whole or absent; opened and never decoded twice."""
 
 import errno
-import itertools
 import multiprocessing
 import os
 import shutil
@@ -15,7 +14,7 @@ import pytest
 from archives import ended_at, forked, full, kill
 from packs import pack_of
 
-from nbtools.data import Entry, Pack, Survey, build_pack, cache, parallel, writer
+from nbtools.data import Entry, Pack, Survey, build, build_pack, cache, parallel
 from nbtools.errors import ArchiveError, DiskError, NbtoolsError, PackError, StageError
 
 MANIFEST = "pack.json"
@@ -114,7 +113,6 @@ def test_a_survey_gives_labels_options_and_counts_and_checks_each_sample(place):
             {"scale": options["scale"] * 2},
             bad=[("z.txt", ".txt", "samples end in .npy", "move it away")],
             check=small,
-            count=lambda columns, ids: {"parity": np.bincount(columns["label"][ids, 0]).tolist()},
         )
 
     def small(entry: Entry, sample) -> None:
@@ -123,7 +121,7 @@ def test_a_survey_gives_labels_options_and_counts_and_checks_each_sample(place):
 
     made = build_pack(vectors(place / "raw", 6), "plain", {"scale": 2}, survey, read, val=0, progress=False)
     assert (made.sample(3)["x"].tolist(), made.sample(3)["label"].tolist()) == ([12, 12, 12], [1])
-    assert (made.options, made.classes, made.card.counts) == ({"scale": 4}, ["even", "odd"], {"parity": [2, 2]})
+    assert (made.options, made.classes) == ({"scale": 4}, ["even", "odd"])
     assert made.bad.to_numpy().tolist() == [
         ["z.txt", ".txt", "samples end in .npy", "move it away"],
         ["4.npy", "16.0", "4.npy is at most 15", "scale it"],
@@ -218,14 +216,12 @@ def test_eight_processes_at_once_make_one_pack(place):
 
 
 @pytest.fixture
-def noted(monkeypatch):
-    """After each five samples, from which a packing that is interrupted resumes."""
-    calls = itertools.count()
-    monkeypatch.setattr(writer, "monotonic", lambda: 1.01 ** next(calls))
-    monkeypatch.setattr(writer, "NOTED", 0.0)
+def blocks(monkeypatch):
+    """Of five samples, each of which a packing that is interrupted leaves."""
+    monkeypatch.setattr(build, "BLOCK", 5)
 
 
-@pytest.mark.usefixtures("noted")
+@pytest.mark.usefixtures("blocks")
 def test_a_kill_at_any_operation_publishes_nothing_and_changes_nothing_in_the_pack(place):
     source = vectors(place / "raw", 6)
     (source / "3.npy").write_bytes(b"no")
@@ -241,7 +237,7 @@ def test_a_kill_at_any_operation_publishes_nothing_and_changes_nothing_in_the_pa
     assert 20 < nth < 290
 
 
-@pytest.mark.usefixtures("noted")
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("change", ["nothing", "a file", "an option"])
 def test_what_was_decoded_before_an_interrupt_is_not_read_again_unless_it_is_of_something_else(place, change):
     source, into = vectors(place / "raw"), place / "mine"
@@ -264,8 +260,8 @@ def test_what_was_decoded_before_an_interrupt_is_not_read_again_unless_it_is_of_
 
 @pytest.fixture
 def long(monkeypatch):
-    """After four samples, the rest is worth worker processes."""
-    for name, value in {"FIRST": 4, "SHORT": 0.0, "cores": lambda: 2}.items():
+    """After the first block, the rest is worth worker processes."""
+    for name, value in {"LOOK": 0.0, "CHEAP": 0.0, "SHORT": 0.0, "cores": lambda: 2}.items():
         monkeypatch.setattr(parallel, name, value)
 
 
@@ -282,7 +278,7 @@ def test_a_long_source_of_small_samples_is_read_by_processes_into_the_same_pack(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")
-@pytest.mark.usefixtures("long", "noted")
+@pytest.mark.usefixtures("long", "blocks")
 def test_a_killed_worker_is_an_error_with_a_sentence_and_what_was_packed_stays(place):
     source, parent = vectors(place / "raw", 250), os.getpid()
     last = sorted(path.name for path in source.iterdir())[-1]
