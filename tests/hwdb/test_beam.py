@@ -136,20 +136,15 @@ def test_a_text_is_lines_or_a_file_and_other_characters_are_the_unknown_class_or
     assert np.array_equal(NGram.train(["aXb"], "ab").log_probs, NGram.train(["ab"], "ab").log_probs)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda path: NGram.train(["\n \n"], "ab"), "must have at least one character of the classes, got none"),
-        (lambda path: NGram.train(path / "gb.txt", "ab"), r"gb\.txt: the file must be UTF-8 text, got byte 0xd6"),
-        (lambda path: NGram.train(path / "none.txt", "ab"), "none.txt: .*, got No such file.*; name a readable text"),
-        (lambda _: NGram.train(["ab"], "ab", 1), "order must be a whole number from 2 to 8, got 1"),
-        (lambda _: NGram.train(["ab"], ["a", "bb"]), "single characters"),
-    ],
-)
-def test_what_cannot_be_counted_says_why(tmp_path, call, message):
+def test_what_cannot_be_counted_says_why(tmp_path):
     (tmp_path / "gb.txt").write_bytes("中文".encode("gb18030"))
-    with pytest.raises(PackError, match=message):
-        call(tmp_path)
+    for text, message in (
+        (["\n \n"], "must have at least one character of the classes, got none"),
+        (tmp_path / "gb.txt", r"gb\.txt: the file must be UTF-8 text, got byte 0xd6"),
+        (tmp_path / "none.txt", "none.txt: .*, got No such file.*; name a readable text"),
+    ):
+        with pytest.raises(PackError, match=message):
+            NGram.train(text, "ab")
 
 
 @pytest.mark.parametrize("peak", [0.5, 6.0])

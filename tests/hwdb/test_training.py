@@ -68,9 +68,6 @@ def card_of(height, classes=60):
     return Card("hwdb", named, {"height": height}, {}, {"train": 30_000})
 
 
-# networks
-
-
 def small(name, height=32) -> Any:
     """A narrow network whose batch norms shift and scale: one that is fresh shifts by 0, and would hide what padding
     does."""
@@ -152,9 +149,6 @@ def test_mask_and_relu_in_one_pass_have_the_bits_of_two_forward_and_backward(dty
         assert torch.equal(plain.contiguous().view(bits), fused.contiguous().view(bits))
 
 
-# batches and augmentation
-
-
 def test_each_line_keeps_its_own_length_image_and_text_and_padding_is_paper(lines):
     """The guide gave each line the padded length, repeated its last column, cut the widest lines, and with them a
     proportional part of their texts."""
@@ -168,24 +162,13 @@ def test_each_line_keeps_its_own_length_image_and_text_and_padding_is_paper(line
         assert batch["label"][b, : batch["label_length"][b]].tolist() == sample["label"].tolist()
 
 
-def varied(pack, ids, strength=1.0, epoch=0):
-    raw = raw_of(pack, ids)
-    return hwdb.batch(raw, hwdb.Plan(augment=strength), Draws(0, epoch, raw["id"]))
-
-
-def test_augmentation_shortens_no_line_hides_little_and_does_not_depend_on_the_batch(lines):
-    before, batch = hwdb.batch(raw_of(lines, range(8)), hwdb.Plan(), None), varied(lines, range(8), 2.0)
-    assert (batch["image_length"] >= before["image_length"]).all()
+def test_augmentation_hides_little_and_leaves_padding_blank(lines):
+    raw = raw_of(lines, range(8))
+    before, batch = (hwdb.batch(raw, hwdb.Plan(augment=2), draws) for draws in (None, Draws(0, 0, raw["id"])))
     assert 0 <= batch["image"].min() <= batch["image"].max() <= 2
     assert 0.4 < batch["image"].sum() / before["image"].sum() < 2
-    for i, (row, length) in enumerate(zip(batch["image"], batch["image_length"].tolist(), strict=True)):
-        alone = varied(lines, [i], 2.0)
-        assert alone["image_length"].tolist() == [length]
-        assert not row[..., length:].any()
-        torch.testing.assert_close(row[..., :length], alone["image"][0, ..., :length], rtol=0, atol=5e-3)
-
-
-# CTC and metrics
+    lengths = batch["image_length"].tolist()
+    assert not any(row[..., length:].any() for row, length in zip(batch["image"], lengths, strict=True))
 
 
 TEXTS = ([0, 1, 2, 3], [4, 4, 0], [2], [], [1, 1, 1])
@@ -231,9 +214,6 @@ def test_an_unknown_character_is_never_read_right():
         path = torch.tensor([k for place in read for k in (place + 1, 0)])  # a blank after each
         scores = hwdb.metrics((F.one_hot(path, 6).float()[:, None], torch.tensor([len(path)])), labelled([truth]))
         assert (scores["cer"], scores["whole_accuracy"]) == ((wrong, 2), (1 - wrong, 1))
-
-
-# training and plans
 
 
 @pytest.mark.parametrize(("network", "steps"), [("slim", 20), ("hctr", 10)])

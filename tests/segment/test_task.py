@@ -79,9 +79,6 @@ def test_training_and_prediction_see_the_same_tensor(pack):
     assert (cropped["image"].movedim(1, 3)[outside] == 0).float().mean() > 0.9
 
 
-# The guide's faults
-
-
 @pytest.fixture(scope="module")
 def watched(pack):
     """(plan, rows of (kind, lr, lr of each group, an average of a batch norm, modes), validation batches) of a run."""
@@ -135,16 +132,8 @@ def test_validation_is_neither_augmented_nor_cropped_nor_shuffled(watched, pack)
     assert torch.equal(labels, raw["label"].long())
 
 
-# Plans
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"scale_high": 0.5}, r"Plan\.scale_low must be at most scale_high \(0\.5\), got 1; lower it or raise"),
-        ({"eval_scales": ()}, r"Plan\.eval_scales must name at least one zoom, got none"),
-    ],
-)
-def test_impossible_settings_are_refused_by_name(settings, message):
-    with pytest.raises(PlanError, match=message):
-        Plan(**settings)
+def test_impossible_settings_are_refused_by_name():
+    impossible: list[dict[str, Any]] = [{"scale_high": 0.5}, {"eval_scales": ()}]
+    for settings in impossible:
+        with pytest.raises(PlanError, match=r"^Plan\.(scale_low|eval_scales) must .*, got "):
+            Plan(**settings)

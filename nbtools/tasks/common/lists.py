@@ -64,9 +64,6 @@ def decode_text(data: bytes, file: str) -> str:
         raise Refused(value, "the file must be UTF-8 text", fix, file) from None
 
 
-# -- characters
-
-
 def characters(classes: Iterable[str], option: str = "classes") -> tuple[str, ...]:
     """Return the classes of a recogniser of text. Raises PackError naming the option unless each is one character."""
     counts = Counter(classes if isinstance(classes, Iterable) else [classes])

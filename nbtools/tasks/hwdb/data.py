@@ -122,7 +122,10 @@ def items_of(folder: Path, names: Sequence[str], progress: bool) -> list[Entry |
         looked = "no page (.dgrl) and no list of lines (train_img_id_gt.txt, val_… or test_…)"
         raise PackError(f"{folder}: {looked} is in it; give the folder that holds HWDB2.0Train, unpacked")
     if not pages:
-        return listed(folder, lists, names)
+        images, used = [name for name in names if name.lower().endswith(IMAGES)], dict[str, str]()
+        items = [item for name in lists for item in lines_of_list(folder, name, images, used)]
+        rule, fix = "an image must be in a list", "add its row name,text, or delete it"
+        return items + [Row(image, "no text", rule, fix) for image in images if image not in used]
     found = bar(side_by_side(partial(lines_in, folder), pages), "reading texts", len(pages), disable=not progress)
     return [item for page in found for item in page]
 
@@ -177,17 +180,6 @@ def entry_of(name: str, text: str, split: str | None) -> Entry | Row:
     return Row(name, "no characters", "a line must have a text", "correct its text, or leave it out")
 
 
-# -- lists of lines
-
-
-def listed(folder: Path, lists: Sequence[str], names: Sequence[str]) -> list[Entry | Row]:
-    """Return the lines of lists, and the images that are in none."""
-    images, used = [name for name in names if name.lower().endswith(IMAGES)], dict[str, str]()
-    items = [item for name in lists for item in lines_of_list(folder, name, images, used)]
-    rule, fix = "an image must be in a list", "add its row name,text, or delete it"
-    return items + [Row(image, "no text", rule, fix) for image in images if image not in used]
-
-
 def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str, str]) -> Iterator[Entry | Row]:
     """Yield the lines of a list, whose rows name images beside it or in the folder of its name; used: image → row."""
     own, text = name[: -len("_img_id_gt.txt")], decode_text((folder / name).read_bytes(), name)
@@ -210,9 +202,6 @@ def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str
         else:
             used[image] = where
             yield entry_of(image, "".join(cells[1:]), split_word(own.rpartition("/")[2]))
-
-
-# -- pages
 
 
 class Line(NamedTuple):

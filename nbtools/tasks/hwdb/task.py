@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbtools.data import Card, Draws, Pack, constant, places
+from nbtools.errors import PlanError
 from nbtools.tasks.common import ctc
 from nbtools.tasks.common.lists import spell
 from nbtools.tasks.common.metrics import MEANINGS as OF_TEXTS
@@ -107,8 +108,12 @@ def network_for(card: Card | Pack) -> str:
 
 def model(card: Card | Pack, plan: Plan) -> nn.Module:
     """Return the network for a data set. Raises PlanError if it cannot read lines of that height."""
-    name = network_for(card) if plan.network == "auto" else plan.network
-    network = networks.build(name, card.options["height"], len(card.classes))
+    name, height = network_for(card) if plan.network == "auto" else plan.network, card.options["height"]
+    kind = networks.NETWORKS[name]
+    if height < kind.least_height:
+        rule = f'Plan.network = "{name}" reads lines ≥ {kind.least_height} pixels high, but these are {height}'
+        raise PlanError(f"{rule}; pack with a larger height=, or choose another network")
+    network = kind(height, len(card.classes))
     network.recompute = plan.checkpoint_activations
     return network
 

@@ -91,9 +91,6 @@ PLAN = PLAN.replace(eval_every=1, eval_scales=(1.0,), eval_flip=False, eval_full
 evaluations in a single pass."""
 
 
-# -- advice
-
-
 def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     """Return the task's settings for a machine: field → (value, reason). For a GPU the reference's; for a CPU measured
     on one core of a Xeon (AVX-512) with the 80 + 30 street scenes of CamVid."""
@@ -158,9 +155,6 @@ def with_network(plan: Plan, card: Card | Pack, network: str) -> Plan:
     """Return an advised plan for another network than the advised one."""
     named = plan.replace(network=network)
     return named.replace(**{name: value for name, (value, _) in recipe(named.net, plan.batch_size).items()})
-
-
-# -- batches
 
 
 def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:

@@ -33,17 +33,10 @@ NARROW = 0.02  # of the picture: least width of the shoulders, so that a profile
 STRETCH, BEND = 0.3, 0.5  # at time_warp 1: change of a clip's length; of its pace within it
 
 
-def mirror_table() -> list[int]:
-    """Return point → the point that takes its place in the mirrored clip."""
-    table = list(range(POINTS))
-    face = {mesh: FACE.start + i for i, mesh in enumerate(FACE_MESH)}
-    hands = zip(range(LEFT.start, LEFT.stop), range(RIGHT.start, RIGHT.stop), strict=True)
-    for a, b in (*POSE_PAIRS, *hands, *((face[a], face[b]) for a, b in FACE_PAIRS)):
-        table[a], table[b] = b, a
-    return table
-
-
-MIRROR = tuple(mirror_table())
+PAIRS = (*POSE_PAIRS, *zip(range(25, 46), range(46, 67), strict=True))
+PAIRS += tuple((FACE.start + FACE_MESH.index(a), FACE.start + FACE_MESH.index(b)) for a, b in FACE_PAIRS)
+PARTNER = dict(PAIRS) | {b: a for a, b in PAIRS}
+MIRROR = tuple(PARTNER.get(point, point) for point in range(POINTS))  # which takes a point's place in the mirrored clip
 
 
 class Keypoints(NamedTuple):

@@ -126,9 +126,6 @@ def with_network(plan: Plan, card: Card | Pack, network: str) -> Plan:
     return plan.replace(**{**settings, "network": network})
 
 
-# -- training
-
-
 def network_of(plan: Plan, columns: Collection[str]) -> str:
     """Return the network of a plan for data with these columns."""
     return plan.network if plan.network != "auto" else "transformer" if "x" in columns else "gru"
