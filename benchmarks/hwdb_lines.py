@@ -17,7 +17,6 @@ import shutil
 import sys
 import tempfile
 import time
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,7 @@ def beams(run: nb.Run, pack: nb.Pack) -> None:
     train, val, test = (pack.ids(split) for split in ("train", "val", "test"))
     truth = {split: [hwdb.text_of(pack, i) for i in ids] for split, ids in (("val", val), ("test", test))}
     lm = hwdb.NGram.train([hwdb.text_of(pack, i) for i in train], pack.classes)
-    peaks, pairs = hwdb.peaks_of(run.model(), pack, run.plan, val), product([n / 5 for n in range(6)], range(5))
+    peaks, pairs = hwdb.peaks_of(run.model(), pack, run.plan, val), [(n / 5, k) for n in range(6) for k in range(5)]
     cers = {pair: hwdb.scores(truth["val"], hwdb.search(peaks, pack.classes, lm, 10, *pair))["cer"] for pair in pairs}
     best, peaks = min(cers, key=cers.__getitem__), hwdb.peaks_of(run.model(), pack, run.plan, test)
     for name, answers in {
