@@ -5,16 +5,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from packs import raw_batch
 from torch.nn import functional as F
 
-from nbtools.data import Card, collate, open_feed
+from nbtools.data import Card, open_feed
 from nbtools.errors import PlanError
 from nbtools.tasks import captcha
 from nbtools.train.evaluation import evaluate
-
-
-def raw_batch(pack, ids):
-    return {**collate([pack.sample(i) for i in ids], pack.columns), "id": torch.tensor(list(ids))}
 
 
 def card_of(layout):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nbtools.data import Card, Draws, gather, open_feed
+from nbtools.data import Card, Draws, open_feed
 from nbtools.errors import PlanError
 from nbtools.tasks import hwdb
 from nbtools.tasks.common import ctc
@@ -18,7 +18,7 @@ from nbtools.tasks.hwdb import networks
 from nbtools.tasks.hwdb.data import UNKNOWN
 from nbtools.train import TrainState, train
 from nbtools.train.evaluation import evaluate
-from tests.packs import pack_of
+from tests.packs import pack_of, raw_batch
 
 LETTERS = [chr(0x4E00 + k) for k in range(9)]
 LENGTHS = (97, 33, 200, 64)
@@ -40,10 +40,6 @@ def lines(tmp_path_factory):
     shape = {"ragged": ("image", "label"), "bucket_by": "image", "classes": [*LETTERS, UNKNOWN]}
     split = ["train"] * 8 + ["val"] * 2
     return pack_of(samples, tmp_path_factory.mktemp("lines"), task="hwdb", split=split, options={"height": 32}, **shape)
-
-
-def raw_of(pack, ids):
-    return gather(pack, np.array(list(ids)))
 
 
 def narrow(card, plan):
@@ -163,7 +159,7 @@ def test_each_line_keeps_its_own_length_image_and_text_and_padding_is_paper(line
 
 
 def test_augmentation_hides_little_and_leaves_padding_blank(lines):
-    raw = raw_of(lines, range(8))
+    raw = raw_batch(lines, range(8))
     before, batch = (hwdb.batch(raw, hwdb.Plan(augment=2), draws) for draws in (None, Draws(0, 0, raw["id"])))
     assert 0 <= batch["image"].min() <= batch["image"].max() <= 2
     assert 0.4 < batch["image"].sum() / before["image"].sum() < 2
@@ -221,7 +217,7 @@ def test_each_network_overfits_one_batch(lines, network, steps):
     plan, ids = hwdb.Plan(network=network), (1, 7)
     model = without_dropout(narrow(lines, plan))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    batch = hwdb.batch(raw_of(lines, ids), plan, None)
+    batch = hwdb.batch(raw_batch(lines, ids), plan, None)
     for _ in range(steps):
         optimizer.zero_grad()
         loss_sum, count = hwdb.loss(model, batch, plan)
@@ -243,7 +239,7 @@ def test_every_line_is_trained_on_and_evaluated_the_last_partial_batch_too(lines
     truth = {i: lines.sample(i)["label"].tolist() for i in lines.ids("val")}
     model = state.model.eval()
     with torch.no_grad():
-        read = {i: ctc.greedy(model(hwdb.batch(raw_of(lines, [i]), plan, None)))[0] for i in truth}
+        read = {i: ctc.greedy(model(hwdb.batch(raw_batch(lines, [i]), plan, None)))[0] for i in truth}
     wrong, count = text_metrics([read[i] for i in truth], list(truth.values()))["cer"]
     assert rows[-1].values["val_cer"] == pytest.approx(wrong / count)
     for batch_size in (1, 2):

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from packs import pack_of
+from packs import pack_of, raw_batch
 from torch import nn
 
-from nbtools.data import Draws, collate
+from nbtools.data import Draws
 from nbtools.errors import PlanError
 from nbtools.tasks import segment
 from nbtools.tasks.segment import Plan
@@ -46,10 +46,6 @@ def task_of(**more: Any) -> Any:
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory):
     return make_pack(tmp_path_factory.mktemp("segment"))
-
-
-def raw_batch(pack, ids):
-    return {**collate([pack.sample(i) for i in ids], pack.columns), "id": torch.tensor(list(ids))}
 
 
 def test_one_batch_is_overfitted_by_the_loop(tmp_path):

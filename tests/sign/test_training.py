@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packs import raw_batch
 
-from nbtools.data import Draws, collate
+from nbtools.data import Draws
 from nbtools.errors import PlanError
 from nbtools.measure import Machine, decide
 from nbtools.tasks import sign
@@ -33,11 +34,6 @@ def make_pack(folder: Path, count=24, **options):
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory):
     return make_pack(tmp_path_factory.mktemp("sign"))
-
-
-def raw_batch(pack, ids):
-    raw = collate([pack.sample(i) for i in ids], pack.columns)
-    return {**raw, "id": torch.tensor(list(ids))}
 
 
 @pytest.fixture
