@@ -37,7 +37,7 @@ class OnCuda:
 def test_ctc_without_cudnn_is_refused_in_a_sentence_where_training_on_a_gpu_is_to_be_deterministic(task, monkeypatch):
     """torch would refuse in the middle of backward, with advice about switches that nbtools sets."""
     monkeypatch.setattr(torch, "get_deterministic_debug_mode", lambda: 2)
-    monkeypatch.setattr("nbtools.tasks.common.cudnn_ctc.agrees", lambda device: False)
+    monkeypatch.setattr("nbtools.tasks.common.ctc.cudnn_agrees", lambda device: False)
     batch = {"label": torch.tensor([[0, 1]]), "label_length": torch.tensor([2])}
     with pytest.raises(TrainError, match=r"Plan\.deterministic .* CTC .* deterministic=False"):
         task.loss(lambda _batch: (OnCuda(), torch.tensor([9])), batch, task.PLAN)

@@ -16,20 +16,6 @@ def png(path, size=(64, 24)):
     Image.new("L", size, 255).save(path)
 
 
-def test_demo_writes_the_raw_format_and_the_same_bytes_for_the_same_seed(tmp_path):
-    first = captcha.demo(tmp_path / "a", 12, alphabet="XY7", length=5)
-    again = captcha.demo(tmp_path / "b", 9, alphabet="XY7", length=5)
-    other = captcha.demo(tmp_path / "c", 9, alphabet="XY7", length=5, seed=1)
-    names, fewer, different = ({path.name for path in folder.glob("*.png")} for folder in (first, again, other))
-    texts = dict(name.removesuffix(".png").split("_")[::-1] for name in names)
-    assert sorted(map(int, texts)) == list(range(12))
-    assert all(len(text) == 5 and set(text) <= set("XY7") for text in texts.values())
-    assert all((again / name).read_bytes() == (first / name).read_bytes() for name in fewer)
-    assert different != fewer
-    with Image.open(first / min(names)) as image:
-        assert image.size == (160, 60)
-
-
 def test_demo_without_the_captcha_package_tells_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "captcha.image", None)
     with pytest.raises(MissingExtra, match="pip install captcha"):
@@ -105,18 +91,6 @@ def test_a_folder_where_nothing_is_usable_tells_why(tmp_path, name):
         captcha.pack(tmp_path, progress=False)
 
 
-@pytest.mark.parametrize("wrong", [{"layout": "grid"}, {"height": 8}, {"case": "title"}, {"classes": "aab"}])
-def test_a_wrong_option_of_pack_is_named(tmp_path, wrong):
-    with pytest.raises(PackError, match=f"{next(iter(wrong))} must be "):
-        captcha.pack(tmp_path, progress=False, **wrong)
-
-
-@pytest.mark.parametrize("wrong", [{"count": 0}, {"alphabet": ""}, {"length": (8, 4)}])
-def test_a_wrong_option_of_demo_is_named(tmp_path, wrong):
-    with pytest.raises(PackError, match=f"{next(iter(wrong))} must be "):
-        captcha.demo(tmp_path, **{"count": 2, **wrong})
-
-
 def test_black_hairlines_go_and_black_text_stays(tmp_path):
     def ink_of(draw):
         image = Image.new("RGB", (200, 60), "white")
@@ -130,20 +104,3 @@ def test_black_hairlines_go_and_black_text_stays(tmp_path):
     assert crossed.shape == clean.shape
     assert np.abs(crossed.astype(int) - clean).mean() < 3  # a pixel or two at the glyph's edge
     assert ink_of(lambda pen: pen.rectangle(box, fill=0)).max() == 255
-
-
-def test_show_draws_truth_and_marks_what_was_misread(pack):
-    truth = [captcha.text_of(pack, i) for i in range(3)]
-    sheet = captcha.show(pack, [0, 1, 2], predicted=[truth[0], "??", truth[2]])
-    captions = {text.get_text(): text.get_color() for text in sheet.axes[0].texts if text.get_text()}
-    assert list(captions) == [truth[0], f"{truth[1]} ≠ ??", truth[2]]
-    assert captions[truth[0]] == captions[truth[2]] != captions[f"{truth[1]} ≠ ??"]
-    image, *texts = captcha.preview(pack, 1, "??")
-    assert (texts, image.mean() > 128) == ([truth[1], "??"], True), "dark on light"
-    with pytest.raises(PackError, match="predicted must be one text for each id, got 1 for 2 ids"):
-        captcha.show(pack, [0, 1], ["a"])
-
-
-def test_a_label_that_is_no_regular_expression_is_refused(fixed, tmp_path):
-    with pytest.raises(PackError, match="label must be text, or a regular expression with a group"):
-        captcha.pack(fixed.raw.source, label="(", into=tmp_path / "pack", progress=False)

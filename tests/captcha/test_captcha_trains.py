@@ -8,9 +8,8 @@ import torch
 from torch.nn import functional as F
 
 import nbtools as nb
-from nbtools.data import Card, Draws, collate, open_feed
+from nbtools.data import Card, collate, open_feed
 from nbtools.errors import PlanError
-from nbtools.measure import Machine, decide
 from nbtools.tasks import captcha
 from nbtools.train.evaluation import evaluate
 
@@ -107,46 +106,6 @@ def test_the_data_set_can_be_sent_to_workers_and_gives_the_packs_values(fixed):
     [raw] = open_feed(fixed, captcha.Plan(feed="workers", workers=1, batch_size=9), torch.device("cpu"))([ids])
     for column in ("image", "label"):
         assert torch.equal(raw[column], torch.from_numpy(fixed.arrays[column][ids]))
-
-
-def test_augmentation_changes_a_line_in_any_batch_alike_and_evaluation_never(lines):
-    plan = captcha.Plan(augment=1.0)
-    together, alone = raw_batch(lines, range(5)), raw_batch(lines, [3])
-    plain, again = (captcha.batch(together, plan, None)["image"] for _ in range(2))
-    a = captcha.batch(together, plan, Draws(1, 2, together["id"]))
-    b = captcha.batch(alone, plan, Draws(1, 2, alone["id"]))
-    assert torch.equal(plain, again)
-    assert (a["image"][..., : plain.shape[3]] - plain).abs().mean() > 0.02
-    width = min(a["image"].shape[3], b["image"].shape[3])
-    assert torch.allclose(a["image"][3, ..., :width], b["image"][0, ..., :width], atol=2e-3)
-    assert a["image_length"][3] == b["image_length"][0]
-    assert (together["image_length"] <= a["image_length"]).all(), "a line never has fewer steps than it had"
-    assert (a["image_length"] <= a["image"].shape[3]).all()
-
-
-def test_augmentation_changes_a_fixed_captcha_in_any_batch_alike_and_evaluation_never(fixed):
-    plan, together, alone = captcha.Plan(augment=0.3), raw_batch(fixed, range(5)), raw_batch(fixed, [3])
-    plain, a, b = (
-        captcha.batch(raw, plan, draws)["image"]
-        for raw, draws in (
-            (together, None),
-            (together, Draws(1, 2, together["id"])),
-            (alone, Draws(1, 2, alone["id"])),
-        )
-    )
-    assert torch.equal(plain, captcha.batch(together, captcha.Plan(), None)["image"])
-    assert (a - plain).abs().mean() > 0.02
-    assert torch.allclose(a[3], b[0], atol=2e-3)
-
-
-@pytest.mark.parametrize("layout", ["fixed", "lines"])
-@pytest.mark.parametrize("accelerator", ["cuda", "cpu"])
-def test_advice_fits_the_layout_and_gives_every_number_a_reason(layout, accelerator):
-    card = card_of(layout)
-    advice = decide(captcha, card, Machine(accelerator, "x", 40 if accelerator == "cuda" else 0, 1, 2, (8, 0)))
-    network = captcha.model(card, captcha.Plan.from_dict(advice.plan.to_dict()))
-    assert (type(network).__name__ == "Ctc") == (layout == "lines")
-    assert all(reason for reason in advice.reasons.values())
 
 
 def test_the_baseline_is_the_guides_and_runs_on_both_layouts(pack):

@@ -9,7 +9,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from nbtools.errors import PackError
-from nbtools.tasks.common import ctc, files, lists, metrics, report
+from nbtools.tasks.common import ctc, files, lists, metrics
 
 
 def test_cer_ar_and_cr_by_their_definitions_over_all_characters():
@@ -103,15 +103,17 @@ def test_classes_of_text_are_single_characters_each_once(wrong, came):
 
 
 def test_a_report_counts_errors_and_shows_every_broken_rule_as_a_pandas_table():
-    rows = [report.Row("x", "be finite", "nan", "cut it", file=f"{n:03}.npz") for n in range(100)]
-    rows += [report.Row("", "be labelled", "none", "label it", report.WARNING, "000.npz")]
-    whole = report.Report(report.ordered(reversed(rows)), "100 clips")
+    rows = [files.Row(f"{n:03}.npz", "nan", "x must be finite", "cut it") for n in range(100)]
+    rows += [files.Row("000.npz", "none", "a clip should have a label", "label it", files.WARNING)]
+    whole = files.Report(reversed(rows), "100 clips")
     assert (whole.errors, whole.ok, whole.rows[0], whole.rows[-1]) == (100, False, rows[0], rows[-1])
-    assert list(whole.frame.iloc[0]) == ["error", "000.npz", "x", "be finite", "nan", "cut it"]
+    assert list(whole.frame.iloc[0]) == list(rows[0])
     assert "100 clips: 100 errors and 1 warning, of which 60 are shown" in str(whole)
     assert whole._repr_html_().count("be finite") == 60
-    assert report.Report((rows[-1],), "1 clip").ok
-    assert str(report.Refused(rows[0])) == "000.npz: x: be finite, got nan; cut it"
+    assert files.Report(rows[-1:], "1 clip").ok
+    assert (
+        str(files.Refused("nan", "x must be finite", "cut it", "a.npz")) == "a.npz: x must be finite, got nan; cut it"
+    )
 
 
 def test_a_demo_replaces_a_demo_and_neither_mixes_with_other_data_nor_removes_it(tmp_path):

@@ -10,7 +10,7 @@ from cuda_cases import CASES, LEAN, first_losses, one_pass, require_close, requi
 
 import nbtools as nb
 from nbtools.measure import Stepper
-from nbtools.tasks.common import cudnn_ctc
+from nbtools.tasks.common import ctc
 from nbtools.train import synchronizing
 
 pytestmark = pytest.mark.cuda
@@ -99,15 +99,14 @@ def test_a_gpu_takes_a_fused_kernel_for_attention_with_mask_and_dropout(packs, g
 
 @pytest.mark.parametrize(("steps", "size", "classes"), [(40, 128, 37), (60, 64, 7374), (480, 32, 500)])
 def test_ctc_by_cudnn_is_torchs_own_with_the_same_bits_each_time_and_without_a_wait(gpu, steps, size, classes):
-    assert cudnn_ctc.agrees(gpu)
+    assert ctc.cudnn_agrees(gpu)
     torch.manual_seed(0)
     logits = torch.randn(steps, size, classes, device=gpu, requires_grad=True)
     labels, lengths = torch.randint(classes - 1, (size, 12), device=gpu), torch.randint(1, 13, (size,), device=gpu)
     own = torch.randint(24, steps + 1, (size,), device=gpu)
-    fits = torch.ones(size, dtype=torch.bool, device=gpu)
 
     def once():
-        each = cudnn_ctc.losses(logits, labels, own, lengths, fits)
+        each = ctc.cudnn_losses(logits, labels, own, lengths)
         return each.detach(), torch.autograd.grad(each.sum(), logits)[0]
 
     once()

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from nbtools.data import Card, Draws, gather, open_feed
 from nbtools.errors import PlanError
-from nbtools.measure import Machine, decide
 from nbtools.tasks import hwdb
 from nbtools.tasks.common import ctc
 from nbtools.tasks.common.metrics import text_metrics
@@ -153,21 +152,6 @@ def test_mask_and_relu_in_one_pass_have_the_bits_of_two_forward_and_backward(dty
         assert torch.equal(plain.contiguous().view(bits), fused.contiguous().view(bits))
 
 
-@pytest.mark.parametrize(("name", "layout"), [("hctr", torch.channels_last), ("slim", torch.contiguous_format)])
-def test_a_network_has_the_bits_of_its_compiled_self_which_masks_plainly_also_recomputed(name, layout):
-    results = []
-    for compiled, recompute in ((True, False), (False, False), (False, True)):
-        network = without_dropout(small(name)).to(memory_format=layout)
-        network.recompute = recompute
-        run = torch.compile(network, backend="eager", fullgraph=True) if compiled else network
-        logits, _ = run(padded())
-        logits.square().sum().backward()
-        results.append([logits.detach(), *(p.grad for p in network.parameters())])
-    for plain, fused, again in zip(*results, strict=True):
-        assert torch.equal(plain, fused)
-        assert torch.equal(plain, again)
-
-
 # batches and augmentation
 
 
@@ -187,14 +171,6 @@ def test_each_line_keeps_its_own_length_image_and_text_and_padding_is_paper(line
 def varied(pack, ids, strength=1.0, epoch=0):
     raw = raw_of(pack, ids)
     return hwdb.batch(raw, hwdb.Plan(augment=strength), Draws(0, epoch, raw["id"]))
-
-
-def test_augmentation_changes_lines_and_evaluation_never_does(lines):
-    plain = hwdb.batch(raw_of(lines, range(8)), hwdb.Plan(augment=1.0), None)["image"]
-    first, second = (varied(lines, range(8), epoch=epoch)["image"] for epoch in (0, 1))
-    assert all((a - b).abs().mean() > 0.05 for a, b in zip(first[..., : plain.shape[3]], plain, strict=True))
-    assert not torch.equal(first, second)
-    assert torch.equal(varied(lines, range(8), 0.0)["image"], plain)
 
 
 def test_augmentation_shortens_no_line_hides_little_and_does_not_depend_on_the_batch(lines):
@@ -293,29 +269,3 @@ def test_every_line_is_trained_on_and_evaluated_the_last_partial_batch_too(lines
     for batch_size in (1, 2):
         scores = evaluate(TASK, model, lines, plan.replace(batch_size=batch_size), "val")
         assert scores["cer"] == pytest.approx(wrong / count)
-
-
-def test_the_baseline_is_the_references_recipe_and_the_plan_its_rate_by_the_sqrt_rule_clipped_and_warmed_up():
-    base, plan = hwdb.BASELINE, hwdb.PLAN
-    assert (base.batch_size, base.lr, base.optimizer, base.betas[0], base.weight_decay) == (8, 1e-3, "sgd", 0.9, 1e-4)
-    assert (base.epochs, base.amp, base.feed, base.workers, base.augment) == (90, "off", "workers", 0, 0)
-    assert plan.lr == pytest.approx(base.lr * (plan.batch_size / base.batch_size) ** 0.5, rel=1e-2)
-    assert (plan.batch_size, plan.lr_rule, plan.clip_norm, plan.amp, plan.warmup_epochs) == (64, "sqrt", 5.0, "bf16", 2)
-    assert plan.turn(batch_size=16).lr == pytest.approx(plan.lr / 2)
-
-
-@pytest.mark.parametrize(("accelerator", "height"), [("cuda", 32), ("cuda", 128), ("cpu", 32), ("cpu", 128)])
-def test_advice_gives_a_network_for_the_machine_and_a_reason_for_every_number(accelerator, height):
-    machine = Machine(accelerator, "x", 40 if accelerator == "cuda" else 0, 1, 2, (8, 0))
-    advice = decide(TASK, card_of(height), machine)
-    large = accelerator == "cuda" and height == 128
-    with torch.device("meta"):
-        model = hwdb.model(card_of(height), hwdb.Plan.from_dict(advice.plan.to_dict()))
-        auto = hwdb.model(card_of(height), hwdb.Plan(checkpoint_activations=True))
-    assert isinstance(model, networks.Hctr if large else networks.Slim)
-    assert isinstance(auto, networks.Hctr if height == 128 else networks.Slim)
-    assert auto.recompute
-    assert all(advice.reasons.values())
-    assert advice.plan.warmup_epochs > 0
-    assert advice.plan.clip_norm == 5.0
-    assert not large or (advice.plan.batch_size, advice.plan.lr, advice.plan.amp) == (64, 2.83e-3, "bf16")

@@ -9,7 +9,7 @@ from PIL import Image
 
 from nbtools.data import Pack
 from nbtools.tasks import segment
-from nbtools.tasks.common.report import ERROR, Row
+from nbtools.tasks.common.files import ERROR, Row
 
 H, W = 36, 48
 NAMES = ["ground", "shirt", "shoe"]

@@ -91,16 +91,3 @@ def test_colours_change_as_brightness_contrast_and_saturation_one_after_the_othe
         grey = steep.mean(0)
         torch.testing.assert_close(made[b, :3], grey + (steep - grey) * saturation[b], atol=1e-2, rtol=1e-5)
         assert torch.equal(made[b, 3], image[3])
-
-
-def test_seed_epoch_and_sample_decide_what_an_image_becomes_and_its_batch_does_not():
-    raw, settings = raw_batch(9), {"crop": 32, "scale_low": 0.25, "scale_high": 2.0, "flip": 0.5, "jitter": 0.4}
-    before = {name: tensor.clone() for name, tensor in raw.items()}
-    together = augmented(raw, 1, 2, **settings)
-    for b in (0, 5):
-        alone = augmented({name: tensor[b : b + 1] for name, tensor in raw.items()}, 1, 2, **settings)
-        assert all(torch.equal(alone[name][0], together[name][b]) for name in ("label", "distance"))
-        torch.testing.assert_close(alone["image"][0], together["image"][b], atol=1e-3, rtol=0)
-    for seed, epoch in ((1, 3), (2, 2)):
-        assert not torch.equal(augmented(raw, seed, epoch, **settings)["image"], together["image"])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in raw.items()), "the raw batch is unchanged"

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from nbtools.errors import PackError
-from nbtools.tasks.common.report import ERROR, WARNING
+from nbtools.tasks.common.files import ERROR, WARNING
 from tests.segment.masks import (
     NAMES,
     H,
@@ -35,7 +35,7 @@ PALETTE.putpalette((9, 9, 9, 200, 0, 0, 9, 9, 9))  # two ids have one colour: th
 )
 def test_a_masks_value_is_its_id(tmp_path, label):
     source = labelled(tmp_path / "raw", label, "a.tif" if label.mode == "I" else "a.png")
-    assert checked(source).rows == ()
+    assert checked(source).rows == []
     np.testing.assert_array_equal(sample(packed(source), "images/a.png")["label"], ids())
 
 
@@ -69,7 +69,7 @@ def test_a_mask_of_0_and_255_says_how_to_be_read(tmp_path):
     with pytest.raises(PackError, match=r"got 1 besides those ignored.* a mask of 0 and 255 .*255: 'object'"):
         packed(source)
     row = only(checked(source, classes=["background", "object"]))
-    assert (row.severity, row.value) == (WARNING, "object: none")
+    assert (row.severity, row.file) == (WARNING, "class object")
     label = sole(source, classes={0: "background", 255: "object"})["label"]
     np.testing.assert_array_equal(label, (ids() > 0).astype(np.uint8))
 

@@ -10,10 +10,8 @@ import torch
 from packs import pack_of
 from torch import nn
 
-from nbtools.data import Card, Draws, collate
-from nbtools.data.pack import Column
+from nbtools.data import Draws, collate
 from nbtools.errors import PlanError
-from nbtools.measure import Machine, decide
 from nbtools.tasks import segment
 from nbtools.tasks.segment import Plan
 from nbtools.train import TrainState, evaluation
@@ -42,7 +40,7 @@ def make_pack(folder, count=24):
 
 def task_of(**more: Any) -> Any:
     """The task as a value of its own, so that a test may listen in on one of its functions."""
-    return SimpleNamespace(**{**{name: getattr(segment, name) for name in segment.__all__}, **more})
+    return SimpleNamespace(**{**vars(segment), **more})
 
 
 @pytest.fixture(scope="module")
@@ -138,33 +136,6 @@ def test_validation_is_neither_augmented_nor_cropped_nor_shuffled(watched, pack)
 
 
 # Plans
-
-
-def test_the_baseline_is_the_guides_with_all_scales_at_every_evaluation():
-    guide = {"batch_size": 32, "optimizer": "sgd", "schedule": "poly", "amp": "off", "feed": "workers", "workers": 0}
-    guide |= {"crop": 384, "scale_low": 0.25, "scale_high": 2.0, "jitter": 0.4, "head_lr": 10.0, "lr": 5e-3}
-    assert {name: getattr(segment.BASELINE, name) for name in guide} == guide
-    assert segment.BASELINE.while_training().eval_scales == (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
-    assert segment.PLAN.while_training().eval_scales == (1.0,)
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "size", "train"),
-    [("cuda", (1024, 2048), 2975), ("cuda", (360, 480), 3), ("mps", (40, 33), 500), ("cpu", (120, 160), 80)],
-)
-def test_advice_fits_the_data_and_gives_every_number_a_reason(accelerator, size, train):
-    columns = {"image": Column("fixed", "|u1", (*size, 4)), "label": Column("fixed", "|u1", size)}
-    options = {"size": list(size), "channels": 4}
-    card = Card("segment", list("abc"), options, columns, {"train": train, "val": 1, "test": 0})
-    advice = decide(segment, card, Machine(accelerator, "x", 40 if accelerator == "cuda" else 0, 1, 2, (8, 0)))
-    plan = advice.plan
-    assert isinstance(plan, Plan)
-    assert plan.batch_size <= train
-    assert plan.crop is None or plan.crop <= max(32, min(size))
-    assert all(advice.reasons.values())
-    assert plan.net == ("bisenetv2" if accelerator == "cuda" else "slim")
-    assert plan.warmup_epochs < plan.epochs
-    segment.model(card, plan)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_features_come_to_what_a_clip_has_with_its_labels_and_the_pack_takes_the
         for key, values in arrays.items():
             np.testing.assert_array_equal(held(into / name, key), values)
             assert held(into / name, key).dtype == values.dtype
-    assert nb.validate(sign, into / "train", require_x2048=True, progress=False).rows == ()
+    assert nb.validate(sign, into / "train", require_x2048=True, progress=False).rows == []
     assert (into / "train" / "labels.csv").read_text().endswith("\n\n"), "a list that is there is not replaced"
     packed = sign.pack(into, kp_key=None, progress=False)
     assert packed.splits == {"train": 4, "val": 4, "test": 0}

@@ -4,8 +4,6 @@ data/processed/{transformer_only,iv3_gru_only,test_15fps}/CLIP.npz, each with a 
 """
 
 import csv
-import importlib
-import pkgutil
 import subprocess
 import sys
 import tarfile
@@ -16,10 +14,9 @@ import pandas as pd
 import pytest
 
 import nbtools as nb
-import nbtools.tasks
 from nbtools.__main__ import main
 from nbtools.data import Pack
-from nbtools.errors import PackError, TrainError
+from nbtools.errors import PackError
 from nbtools.tasks import sign
 
 pytestmark = pytest.mark.usefixtures("one_cache")
@@ -27,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("one_cache")
 KEYPOINTS, FEATURES, VALIDATION = "transformer_only", "iv3_gru_only", "test_15fps"
 NETWORKS = {"transformer": "x", "gru": "features"}
 COLUMNS = ["epoch", "train_loss", "val_loss", "val_gloss_acc", "val_cat_acc", "lr", "epoch_time"]
-TASKS = sorted({module.name for module in pkgutil.iter_modules(nbtools.tasks.__path__)} - {"common"})
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +36,8 @@ def processed(tmp_path_factory):
         for n, row in enumerate(csv.DictReader((made / split / "labels.csv").read_text().splitlines())):
             with np.load(made / split / f"{row['file']}.npz") as arrays:
                 clip = dict(arrays)
-            places = (
-                [VALIDATION] if split == "val" else [KEYPOINTS, FEATURES] if n < 10 else [(KEYPOINTS, FEATURES)[n % 2]]
-            )
-            for place in places:
+            both = (KEYPOINTS, FEATURES)
+            for place in [VALIDATION] if split == "val" else both if n < 10 else [both[n % 2]]:
                 without = {KEYPOINTS: ("X2048",), FEATURES: ("X", "mask"), VALIDATION: ()}[place]
                 path = folder / "data" / "processed" / place / f"{row['file']}_how are you.npz"
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,30 +86,22 @@ def test_each_network_trains_on_what_it_can_read_and_says_what_it_cannot(process
     assert (len(lengths), lengths.min() > 0, part.card.bucket_by) == (20, True, NETWORKS[network])
     assert run.card == part.card
     assert part.bytes < made.bytes
-    assert fitted(made, network, tmp_path / "run").history.rows == run.history.rows, "it resumes with the same pack"
     assert len(run.predict_pack(made, part.ids("train"))) == 20
     missing = sorted(set(made.ids("train")) - set(part.ids("train")))[0]
     with pytest.raises(PackError, match=rf"sample {missing} has nothing .*take ids of run\.readable\(pack\)"):
         run.predict_pack(made, [missing])
     with pytest.raises(PackError, match=f"must have {key}"):
         run.predict(processed / made.names[missing])
-    with pytest.raises(TrainError, match=r"the test split is empty; choose one that is not \(train: 20, val: 10\)"):
-        nb.evaluate(run, made)
     assert main(["evaluate", "sign", "--data", str(processed), "--run", str(tmp_path / "run"), "--split", "val"]) == 0
     assert sentence in capsys.readouterr().err
 
 
 def test_the_advice_is_for_the_clips_that_are_read(processed):
-    advice, other = (
-        nb.advise(sign, pack, measure=False).plan for pack in (packed(processed), packed(processed, kp_key=None))
-    )
-    assert isinstance(advice, sign.Plan)
-    assert isinstance(other, sign.Plan)
-    assert (advice.network, other.network) == ("transformer", "gru")
-    assert advice.batch_size == 16
-    assert sign.with_network(advice, packed(processed), "gru").batch_size == other.batch_size == 20, (
-        "all that there are"
-    )
+    packs = packed(processed), packed(processed, kp_key=None)
+    advice, other = (nb.advise(sign, pack, measure=False).plan.to_dict() for pack in packs)
+    assert (advice["network"], advice["batch_size"]) == ("transformer", 16)
+    assert (other["network"], other["batch_size"]) == ("gru", 20), "all that there are"
+    assert sign.with_network(sign.Plan.from_dict(advice), packs[0], "gru").batch_size == 20
 
 
 @pytest.mark.parametrize(
@@ -141,49 +127,18 @@ def test_the_validator_of_the_guide_has_its_bare_flag(processed, capsys, monkeyp
     assert "a clip must have X2048" in capsys.readouterr().out
 
 
-def train(data, run, *more: str) -> pd.DataFrame:
-    """The rows of the epochs of a run in the terminal."""
-    words = ["train", "sign", "--data", str(data), "--run", str(run), "--network", "gru", "--no-receipt", *more]
-    assert main(words) == 0
-    rows = pd.read_csv(run / "history.csv")
-    return rows.loc[rows.kind == "epoch"]
-
-
 def test_the_column_names_of_the_log_are_the_scripts_but_for_two(processed, tmp_path):
-    rows = train(processed, tmp_path / "run", "--epochs", "2")
-    rows = rows.rename(columns={"val_gloss_accuracy": "val_gloss_acc", "val_cat_accuracy": "val_cat_acc"})
-    assert set(COLUMNS) <= set(rows.columns)
-    assert rows["epoch"].tolist() == [0, 1]
-
-
-def test_a_plateau_lowers_the_lr_and_an_early_stop_stops(processed, tmp_path):
-    flat = ["--lr", "1e-9", "--lr-rule", "none", "--schedule", "plateau", "--patience", "1", "--warmup-epochs", "0"]
-    rows = train(processed, tmp_path / "run", "--epochs", "9", *flat, "--early-stop", "4")
-    assert len(rows) < 9
-    assert rows["lr"].iloc[-1] < 0.2 * rows["lr"].iloc[0]
-
-
-def test_the_keys_choose_what_is_read(processed, tmp_path, capsys):
-    assert main(["pack", "sign", str(processed), "--feature-key", "none", "--into", str(tmp_path / "keypoints")]) == 0
-    assert "features" not in capsys.readouterr().out
-    assert main(["pack", "sign", str(processed), "--kp-key", "nothing", "--into", str(tmp_path / "wrong")]) == 1
-    assert "nothing" in capsys.readouterr().err
-
-
-def test_the_smoke_test_needs_no_data(capsys):
-    assert main(["train", "sign", "--smoke-test", "--network", "gru"]) == 0
-    assert "equal outputs" in capsys.readouterr().out
+    words = ["train", "sign", "--data", str(processed), "--run", str(tmp_path / "run"), "--network", "gru"]
+    assert main([*words, "--no-receipt", "--epochs", "1"]) == 0
+    columns = pd.read_csv(tmp_path / "run" / "history.csv").columns
+    own = {"val_gloss_acc": "val_gloss_accuracy", "val_cat_acc": "val_cat_accuracy"}
+    assert {own.get(name, name) for name in COLUMNS} <= set(columns)
 
 
 @pytest.mark.parametrize("command", ["demo", "pack", "advise", "train", "evaluate", "validate", "features"])
 def test_no_option_is_there_twice(command, capsys):
     """The script stopped at its start: two of its options had one name."""
-    for task in TASKS:
-        if not hasattr(importlib.import_module(f"nbtools.tasks.{task}"), command) and command in (
-            "validate",
-            "features",
-        ):
-            continue
+    for task in ("sign",) if command in ("validate", "features") else ("captcha", "hwdb", "segment", "sign"):
         with pytest.raises(SystemExit) as end:
             main([command, task, "--help"])
         assert end.value.code == 0

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nbtools.data import Card, Draws, collate
-from nbtools.data.pack import Column
+from nbtools.data import Draws, collate
 from nbtools.errors import PlanError
 from nbtools.measure import Machine, decide
 from nbtools.tasks import sign
@@ -216,18 +215,6 @@ def test_a_pack_decompresses_each_clip_once_and_the_guides_way_at_every_access(t
     assert set(reads.values()) == {1}
     steps_of(pack, plan.replace(feed="workers"))
     assert {reads[pack.names[i]] for i in pack.ids("train")} == {3}
-
-
-@pytest.mark.parametrize("accelerator", ["cuda", "cpu"])
-@pytest.mark.parametrize("columns", [{"x": 156, "mask": 78}, {"features": 2048}])
-def test_advice_fits_the_data_and_gives_every_number_a_reason(accelerator, columns):
-    ragged = {name: Column("ragged", "<f4", (width,)) for name, width in columns.items()}
-    card = Card("sign", list("abcde"), {"categories": list("xy")}, ragged, {"train": 3, "val": 1, "test": 0})
-    advice = decide(as_task(sign), card, Machine(accelerator, "x", 40 if accelerator == "cuda" else 0, 1, 2, (8, 0)))
-    assert isinstance(advice.plan, Plan)
-    assert advice.plan.batch_size <= 3
-    assert all(advice.reasons.values())
-    sign.model(card, advice.plan)
 
 
 def test_a_loss_of_nothing_is_refused():

@@ -4,8 +4,6 @@ A raw file is an image whose name begins with its text. Fixed layout: image (H, 
 (W, H) uint8 ink on its side, 0 paper as padding is, W ragged; a ragged label. Labels are places in `classes`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections import Counter
@@ -21,9 +19,8 @@ from nbtools.errors import PackError
 from nbtools.show import sized
 from nbtools.tasks.captcha.networks import STRIDE
 from nbtools.tasks.common.ctc import needed_steps
-from nbtools.tasks.common.files import decode_image, require, split_of, walk
+from nbtools.tasks.common.files import Refused, Row, decode_image, require, split_of, walk
 from nbtools.tasks.common.lists import characters
-from nbtools.tasks.common.report import Refused, Row
 
 CASES = {"keep": str, "lower": str.lower, "upper": str.upper}
 SURVEYED = 300  # files that are looked at to choose the layout
@@ -96,7 +93,7 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
         steps, needed = -(-len(sample["image"]) // STRIDE), needed_steps(np.asarray(entry.label).tolist())
         if steps < needed:
             rule = f"the text needs {needed} time steps of {STRIDE} pixels"
-            raise Refused(Row("", rule, f"{steps} steps", "pack with a larger height=, or correct the name"))
+            raise Refused(f"{steps} steps", rule, "pack with a larger height=, or correct the name")
 
     return Survey(
         [Entry(name, split_of(name), np.array([places[c] for c in text], np.int64)) for name, text in good.items()],
@@ -104,7 +101,7 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
         options,
         ragged=("image", "label") if lines else (),
         bucket_by="image" if lines else None,
-        bad=[(name, *row.reasons) for name, row in bad.items()],
+        bad=[row[:4] for row in bad.values()],
         check=fits if lines else None,
     )
 
@@ -144,7 +141,7 @@ def problem(name: str, text: str, options: Mapping[str, Any]) -> Row | None:
         (unknown, unknown, "characters must be in classes", "correct the name, or add them to classes="),
         (length and len(text) != length, text, f"labels must have {length} characters", 'rename it, or layout="lines"'),
     )
-    return next((Row("", rule, value, fix, file=name) for broken, value, rule, fix in rules if broken), None)
+    return next((Row(name, *row) for broken, *row in rules if broken), None)
 
 
 def read(path: Path, options: Mapping[str, Any]) -> Sample:
@@ -153,8 +150,8 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
         return {"image": line_of(np.asarray(decode_image(path, "RGB")), options["height"])}
     image = np.asarray(decode_image(path, "L"))
     if image.shape != (*options["size"],):
-        fix = 'resize it, or pack with layout="lines"'
-        raise Refused(Row("", f"images must be {sized(*options['size'])}", sized(*image.shape), fix))
+        rule, fix = f"images must be {sized(*options['size'])}", 'resize it, or pack with layout="lines"'
+        raise Refused(sized(*image.shape), rule, fix)
     return {"image": image}
 
 

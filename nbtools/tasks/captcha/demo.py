@@ -1,7 +1,5 @@
 """Demo data in the raw format: PNG files `LABEL_n.png`, drawn by the `captcha` package."""
 
-from __future__ import annotations
-
 import functools
 import io
 import random

@@ -1,8 +1,6 @@
 """The three networks, of B samples, H × W pixels, N characters, T time steps. `guide` and `small`: image (B, 1, H, W) →
 logits (B, N, classes); `ctc`: → logits (T, B, 1 + classes), blank 0, T = ⌈W / 4⌉, and each line's own steps (B,)."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

@@ -2,8 +2,6 @@
 
 B samples, H × W pixels, N characters, T time steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Samples as pictures with their text, and with a network's answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,9 +4,8 @@ A network's answer is logits (T, B, 1 + classes), blank 0, and the true number o
 are places in `classes`, (B, N) padded, with their lengths (B,). B samples, T time steps, N characters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from functools import cache
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -15,10 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nbtools.errors import TrainError
-from nbtools.tasks.common import cudnn_ctc
 from nbtools.train import Tensors
 
 BLANK = 0
+MOST_LABELS = 255  # of a text, in cuDNN
+NEAR = 1e-3
 
 Outputs = tuple[Tensor, Tensor]
 
@@ -31,10 +31,10 @@ def loss(outputs: Outputs, labels: Tensor, lengths: Tensor, reduction: str = "su
     (LossCTC.cu).
     """
     logits, steps = outputs
-    if cudnn_ctc.able(logits, labels):
-        each = cudnn_ctc.losses(logits, labels, steps, lengths, feasible(steps, labels, lengths))
-        return each if reduction == "none" else each.sum()
     device = logits.device.type
+    if device == "cuda" and labels.shape[1] <= MOST_LABELS and cudnn_agrees(logits.device):
+        each = cudnn_losses(logits, labels, steps, lengths)
+        return each if reduction == "none" else each.sum()
     if device == "cuda" and torch.is_grad_enabled() and torch.get_deterministic_debug_mode() == 2:
         raise TrainError(
             "Plan.deterministic is True, and CTC has no deterministic gradient on CUDA; set deterministic=False, "
@@ -74,3 +74,56 @@ def tensors(height: int, classes: int, image: str) -> tuple[Tensors, Tensors]:
     inputs = {"image": (("batch", 1, height, "width"), image), "image_length": (("batch",), "image_length")}
     logits, steps = (("steps", "batch", 1 + classes), meaning), (("batch",), "how many of the steps are a line's own")
     return inputs, {"logits": logits, "steps": steps}
+
+
+# -- by cuDNN: neither loss nor gradient waits for the host, both are deterministic, and a CUDA graph may record them.
+# `F.ctc_loss` copies lengths to the host on the way to either of its kernels, so the operator is called below it. It
+# checks nothing: texts lie in a tensor of fixed size, and what cuDNN leaves undefined is masked here.
+
+
+@cache
+def cudnn_agrees(device: torch.device) -> bool:
+    """Return whether a small batch has torch's own loss and gradient: once a process, which waits for it."""
+    logits = torch.randn(12, 3, 7, generator=torch.Generator().manual_seed(0))
+    labels, lengths = torch.tensor([[1, 1, 2], [3, 0, 0], [0, 5, 2]]), torch.tensor([3, 1, 3])
+    steps = torch.tensor([12, 9, 10])
+    with torch.enable_grad():
+        mine, other = logits.to(device).requires_grad_(), logits.requires_grad_()
+        expected = F.ctc_loss(other.log_softmax(2), labels + 1, steps, lengths, reduction="none")
+        try:
+            each = cudnn_losses(mine, labels.to(device), steps.to(device), lengths.to(device))
+        except (RuntimeError, AttributeError):  # no such operator, or a cuDNN without it
+            return False
+        [one], [two] = torch.autograd.grad(each.sum(), mine), torch.autograd.grad(expected.sum(), other)
+    return torch.allclose(each.cpu(), expected, NEAR, NEAR) and torch.allclose(one.cpu(), two, NEAR, NEAR)
+
+
+def cudnn_losses(logits: Tensor, labels: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
+    """Return the loss of each sample (B,) in fp32; without a gradient it is infinite where the text does not fit, and 0
+    for an empty one."""
+    fits = feasible(steps, labels, lengths)
+    used = fits & (lengths > 0)
+    counts = torch.where(used, lengths, 1)
+    return torch.where(fits, CudnnCTC.apply(logits.float(), flat(labels + 1, counts), steps, counts, used), torch.inf)
+
+
+def flat(labels: Tensor, lengths: Tensor) -> Tensor:
+    """Return (B · N,) int32: the labels (B, N) of one text after another; what is beyond them is arbitrary."""
+    ends, places = lengths.cumsum(0), torch.arange(labels.numel(), device=labels.device)
+    sample = torch.searchsorted(ends, places, right=True).clamp(max=len(labels) - 1)
+    within = (places - (ends - lengths)[sample]).clamp(max=labels.shape[1] - 1)
+    return labels[sample, within].int()
+
+
+class CudnnCTC(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, texts: Tensor, steps: Tensor, counts: Tensor, used: Tensor) -> Tensor:
+        operator = torch.ops.aten._cudnn_ctc_loss.Tensor  # softmax is in it: its gradient is that of logits
+        each, gradient = operator(logits, texts, steps.int(), counts.int(), 0, True, False)
+        real = torch.arange(len(logits), device=logits.device)[:, None] < steps  # beyond, it leaves what was there
+        ctx.save_for_backward(torch.where((real & used)[:, :, None], gradient, 0.0))
+        return torch.where(used, each, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.saved_tensors[0] * outer[0][:, None], None, None, None, None

@@ -1,4 +1,5 @@
-"""The files of a source: listing them, the split that a folder's name gives, opening images; and a demo's files."""
+"""The files of a source: listing them, the split that a folder's name gives, opening images, and the table of what is
+wrong with them; and a demo's files."""
 
 from __future__ import annotations
 
@@ -7,18 +8,24 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
-from nbtools import disk
+from nbtools import disk, show
 from nbtools.data import SLOW, bar, open_image, side_by_side
 from nbtools.errors import PackError
-from nbtools.tasks.common.report import Refused, Row
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)  # Pillow on damaged files
 HIDDEN = re.compile(r"(^|/)(\.|__MACOSX/)")  # what systems leave behind: .DS_Store, ._name.png, __MACOSX
 SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|(val)(?:id|idation)?|(test)(?:ing)?)(?![a-z])", re.I)
 DEMO = ".nbtools-demo"  # names of the files that a demo wrote; hidden, so that packing skips it
+
+ERROR, WARNING = "error", "warning"  # what a pack leaves out, and what stays
+SHOWN = 60  # broken rules, as pandas shows
 
 File = tuple[str, Callable[[], bytes]]
 """(name relative to the folder, what computes its content)."""
@@ -42,16 +49,15 @@ def split_word(text: str) -> str | None:
     return next(word.lower() for word in match.groups() if word) if match else None
 
 
-def decode_image(source: Path | bytes, mode: str = "", key: str = "image", side: int = 0) -> Image.Image:
+def decode_image(source: Path | bytes, mode: str = "", side: int = 0) -> Image.Image:
     """Return an image, upright, as RGB or L (grey), or without a mode as it is. side: as of `open_image`.
 
-    Raises Refused, a row with this key, for what is no whole image, or not of 8 bits.
+    Raises Refused for what is no whole image, or not of 8 bits.
     """
     try:
         image = open_image(source, side)
     except PackError as error:
-        value, rule, fix = error.args
-        raise Refused(Row(key, rule, str(value), fix)) from None
+        raise Refused(*error.args) from None
     return on_white(image, mode) if mode else image
 
 
@@ -59,11 +65,65 @@ def on_white(image: Image.Image, mode: str = "RGB") -> Image.Image:
     """Return the image as RGB or L (grey), on white paper where it is transparent: a plain conversion shows hidden
     colours. Raises Refused for more than 8 bits a channel."""
     if image.mode.startswith(("I", "F")):
-        fix = "convert it to 8 bits"
-        raise Refused(Row("image", "an image must have 8 bits per channel", f"mode {image.mode}", fix))
+        raise Refused(f"mode {image.mode}", "an image must have 8 bits per channel", "convert it to 8 bits")
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image.convert(mode)
+
+
+# -- what is wrong
+
+
+class Row(NamedTuple):
+    """A broken rule: where, what came, the rule, what to do; the first four are a row of `pack.bad`."""
+
+    file: str
+    value: str
+    rule: str
+    fix: str
+    severity: str = ERROR
+
+
+class Refused(PackError):
+    """A sample cannot be used: (what came, the rule, what to do). file: where, if not in the sample's own file."""
+
+    def __init__(self, value: object, rule: str, fix: str, file: str = ""):
+        super().__init__(str(value), rule, fix)
+        self.file = file
+
+    def row(self, file: str) -> Row:
+        return Row(self.file or file, *self.args)
+
+    def __str__(self) -> str:
+        value, rule, fix = self.args
+        return f"{self.file}: {rule}, got {value}; {fix}".removeprefix(": ")
+
+
+class Report(show.Table):
+    """The broken rules of a data set, errors first, then by file; about: what was checked, `4 clips`."""
+
+    def __init__(self, rows: Iterable[Row], about: str):
+        self.rows = sorted(rows, key=lambda row: (row.severity != ERROR, row.file))
+        self.about = about
+        self.errors = sum(row.severity == ERROR for row in self.rows)
+
+    @property
+    def ok(self) -> bool:
+        return not self.errors
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """Return all rows as a pandas table."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows, columns=list(Row._fields))
+
+    def table(self) -> tuple[list[str], list[list[Any]]]:
+        return list(Row._fields), [list(row) for row in self.rows[:SHOWN]]
+
+    def footer(self) -> str:
+        counts = f"{show.plural(self.errors, ERROR)} and {show.plural(len(self.rows) - self.errors, WARNING)}"
+        return f"{self.about}: {counts}" + (f", of which {SHOWN} are shown; all: .frame" * (len(self.rows) > SHOWN))
 
 
 # -- demo data

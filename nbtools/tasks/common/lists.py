@@ -1,8 +1,6 @@
 """The lists and tables that come with data, as people and programs write them: any separator, quotes of CSV, a header
 or none, UTF-8 or Excel's UTF-16; and texts as places in a list of characters."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections import Counter
@@ -13,7 +11,7 @@ from pathlib import Path
 
 from nbtools.data import Pack
 from nbtools.errors import PackError
-from nbtools.tasks.common.report import Refused, Row
+from nbtools.tasks.common.files import Refused
 
 SEPARATORS = (",", ";", "\t", "|", " ")
 JUDGED = 100  # rows that decide on the separator
@@ -47,8 +45,7 @@ def csv_rows(text: str, separator: str, file: str) -> Iterator[tuple[int, list[s
             if any(cell.strip() for cell in cells):
                 yield reader.line_num, [cell.strip() for cell in cells]
     except csv.Error as error:
-        fix = "save it as CSV in UTF-8, with commas"
-        raise Refused(Row("", "the file must be CSV", str(error)[:80], fix, file=file)) from None
+        raise Refused(str(error)[:80], "the file must be CSV", "save it as CSV in UTF-8, with commas", file) from None
 
 
 def first_cut(text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
@@ -75,7 +72,7 @@ def read_text(path: Path, fix: str) -> str:
     try:
         return decode_text(path.read_bytes(), str(path))
     except OSError as error:
-        raise Refused(Row("", "the file must be readable", error.strerror or "", fix, file=str(path))) from None
+        raise Refused(error.strerror, "the file must be readable", fix, str(path)) from None
 
 
 def decode_text(data: bytes, file: str) -> str:
@@ -84,7 +81,7 @@ def decode_text(data: bytes, file: str) -> str:
         return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as error:
         value, fix = f"byte {data[error.start]:#04x} at offset {error.start:,}", "save it as UTF-8; it may be GB18030"
-        raise Refused(Row("", "the file must be UTF-8 text", value, fix, file=file)) from None
+        raise Refused(value, "the file must be UTF-8 text", fix, file) from None
 
 
 # -- characters

@@ -1,25 +1,16 @@
-"""Figures that tasks share: metrics of classes and texts as (numerator, denominator), the time of one prediction, and
-rules of thumb for settings. B samples, N positions."""
+"""Figures that tasks share: metrics of classes and texts as (numerator, denominator), and rules of thumb for settings.
+B samples, N positions."""
 
-from __future__ import annotations
+from collections.abc import Sequence
+from typing import Any
 
-from collections.abc import Callable, Sequence
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import torch
 from torch import Tensor
 
 from nbtools.data import Card
-from nbtools.errors import MissingExtra, PackError, PlanError
+from nbtools.errors import MissingExtra, PackError
 from nbtools.show import plural
 from nbtools.train import Pair, knob
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-WARM = 3  # predictions before the clock counts: the first ones load libraries and choose kernels
 THUMB = "rule of thumb"
 MEANINGS = {
     "cer": "character error rate: wrong, missing and extra characters, per character of the truth; 0 is perfect",
@@ -69,26 +60,7 @@ def paired(truth: Sequence, predicted: Sequence, what: str = "answer", each: str
     return list(zip(truth, predicted, strict=True))
 
 
-# -- time and settings
-
-
-def measure_latency(
-    predict: Callable[[Any], object], samples: Sequence[Any] | np.ndarray, device: torch.device, about: str
-) -> pd.DataFrame:
-    """Return a row of device, one sample (what it is), predictions, and milliseconds: median and 95 %; each sample is
-    predicted once, after a few to warm up. predict must wait for the device. Raises PlanError without samples."""
-    import pandas as pd
-
-    if not len(samples):
-        raise PlanError("latency needs at least one sample, got none; take some of pack.ids('val')")
-    times = []
-    for sample in [*samples[:WARM], *samples]:
-        began = perf_counter()
-        predict(sample)
-        times.append(1e3 * (perf_counter() - began))
-    median, slow = (f"{ms:.2f} ms" for ms in np.quantile(times[-len(samples) :], [0.5, 0.95]))
-    row = {"device": str(device), "one sample": about, "predictions": len(samples), "median": median, "95 %": slow}
-    return pd.DataFrame([row])
+# -- settings
 
 
 def epochs_for(card: Card, samples: float, least: int = 3, most: int = 200) -> int:

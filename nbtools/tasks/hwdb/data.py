@@ -17,8 +17,6 @@ A code is two bytes of GB18030, an ASCII character and a zero byte, or 0xFF for 
 pixel a set bit is ink, the highest is leftmost. Real lines may reach past their page, so only their size is checked.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,19 +31,14 @@ from PIL import Image
 from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, bar, build_pack, say, side_by_side
 from nbtools.errors import PackError
 from nbtools.show import sized
-from nbtools.tasks.common.files import decode_image, split_of, split_word, walk
+from nbtools.tasks.common.files import Refused, Row, decode_image, split_of, split_word, walk
 from nbtools.tasks.common.lists import characters, decode_text, read_rows, read_text, slashed
 from nbtools.tasks.common.metrics import THUMB
-from nbtools.tasks.common.report import Refused, Row
 from nbtools.train import device
-
-Problem = tuple[str, str, str, str]
-"""(file, value, rule, fix): a row of the table of bad samples."""
 
 UNKNOWN = "\ufffd"
 SUFFIXES = (".dgrl", ".dgr")
 LIST, CHARS_LIST = re.compile(r"(.*)_img_id_gt\.txt", re.I), "chars_list.txt"
-ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
 HEADER, CODE, LINE_BOX, WORD_BOX = 36, 2, "<4i", "<4h"  # bytes: without the illustration; of a character
 HEIGHTS = 16, 512  # pixels: the networks halve it several times; no line is scanned with more
 HCTR_HEIGHT = 96  # from which the plan's "auto" takes the reference's network: lower lines give it a step a character
@@ -126,25 +119,23 @@ def survey(folder: Path, options: Mapping[str, Any], progress: bool = False, why
         {"height": options["height"]},
         ragged=("image", "label"),
         bucket_by="image",
-        bad=[item for item in items if not isinstance(item, Entry)],
+        bad=[item[:4] for item in items if isinstance(item, Row)],
     )
 
 
-def items_of(folder: Path, names: Sequence[str], progress: bool) -> list[Entry | Problem]:
+def items_of(folder: Path, names: Sequence[str], progress: bool) -> list[Entry | Row]:
     """Return the lines in the files of a folder, their texts as labels, and what cannot be used; no image is read."""
     pages = [name for name in names if name.lower().endswith(SUFFIXES)]
     lists = [name for name in names if LIST.fullmatch(PurePosixPath(name).name)]
-    closed = [name for name in names if name.lower().endswith(ARCHIVES)]
     if pages and lists:
         raise PackError(f"{folder}: holds pages ({pages[0]}) and lists of lines ({lists[0]}); give the folder of one")
     if not pages and not lists:
-        fix = f"unpack {closed[0]}" if closed else "give the folder that holds HWDB2.0Train"
         looked = "no page (.dgrl) and no list of lines (train_img_id_gt.txt, val_… or test_…)"
-        raise PackError(f"{folder}: {looked} is in it; {fix}")
+        raise PackError(f"{folder}: {looked} is in it; give the folder that holds HWDB2.0Train, unpacked")
+    if not pages:
+        return listed(folder, lists, names)
     found = bar(side_by_side(partial(lines_in, folder), pages), "reading texts", len(pages), disable=not progress)
-    items = [item for page in found for item in page] if pages else listed(folder, lists, names)
-    rule, fix = "an archive within a folder is not read", "unpack it there, or move it away"
-    return items + [(name, "an archive", rule, fix) for name in closed]
+    return [item for page in found for item in page]
 
 
 def read(path: Path, options: Mapping[str, Any]) -> Sample:
@@ -155,7 +146,7 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
         lines = enumerate(lines_of(page_bytes(path.with_name(page)), page), 1)
         line = next((line for number, line in lines if str(number) == wanted), None)
         if line is None:
-            raise refused(path.name, "the page must have a line of that number", f"name one: {page}#1 is the first")
+            raise Refused(path.name, "the page must have a line of that number", f"name one: {page}#1 is the first")
         grey = image_of(line)
     else:
         grey = np.asarray(decode_image(path, "L"))
@@ -168,7 +159,7 @@ def ink_of(grey: np.ndarray, height: int) -> np.ndarray:
     width = max(1, round(columns * height / rows))
     if width > WIDEST * height:
         rule = f"a line must be at most {WIDEST} times as wide as high"
-        raise refused(sized(rows, columns), rule, "cut it into shorter lines")
+        raise Refused(sized(rows, columns), rule, "cut it into shorter lines")
     scaling = Image.Resampling.BOX if rows > height else Image.Resampling.BILINEAR
     return np.ascontiguousarray(~np.asarray(Image.fromarray(grey).resize((width, height), scaling)).T)
 
@@ -191,28 +182,24 @@ def groups_of(names: Sequence[str], splits: Sequence[str | None]) -> list[str]:
     return pages if len(divided) < FEW else hands
 
 
-def refused(value: object, rule: str, fix: str) -> Refused:
-    return Refused(Row("", rule, str(value), fix))
-
-
-def entry_of(name: str, text: str, split: str | None) -> Entry | Problem:
+def entry_of(name: str, text: str, split: str | None) -> Entry | Row:
     if text:
         return Entry(name, split, text)
-    return name, "no characters", "a line must have a text", "correct its text, or leave it out"
+    return Row(name, "no characters", "a line must have a text", "correct its text, or leave it out")
 
 
 # -- lists of lines
 
 
-def listed(folder: Path, lists: Sequence[str], names: Sequence[str]) -> list[Entry | Problem]:
+def listed(folder: Path, lists: Sequence[str], names: Sequence[str]) -> list[Entry | Row]:
     """Return the lines of lists, and the images that are in none."""
     images, used = [name for name in names if name.lower().endswith(IMAGES)], dict[str, str]()
     items = [item for name in lists for item in lines_of_list(folder, name, images, used)]
     rule, fix = "an image must be in a list", "add its row name,text, or delete it"
-    return items + [(image, "no text", rule, fix) for image in images if image not in used]
+    return items + [Row(image, "no text", rule, fix) for image in images if image not in used]
 
 
-def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str, str]) -> Iterator[Entry | Problem]:
+def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str, str]) -> Iterator[Entry | Row]:
     """Yield the lines of a list, whose rows name images beside it or in the folder of its name; used: image → row."""
     own, text = name[: -len("_img_id_gt.txt")], decode_text((folder / name).read_bytes(), name)
     known = {}  # with and without suffix
@@ -223,10 +210,10 @@ def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str
         where, image = f"{name}:{number}", known.get(slashed(cells[0]))
         if image is None:
             rule, fix = "a row must be name,text of an image that exists", "copy the image too, or correct the row"
-            yield where, ",".join(cells), rule, fix
+            yield Row(where, ",".join(cells), rule, fix)
         elif image in used:
             rule = f"an image must be listed only once, and this one is in {used[image]} already"
-            yield where, image, rule, "delete one of the rows"
+            yield Row(where, image, rule, "delete one of the rows")
         else:
             used[image] = where
             yield entry_of(image, ",".join(cells[1:]), split_word(own.rpartition("/")[2]))
@@ -243,17 +230,17 @@ class Line(NamedTuple):
     bitmaps: list[tuple[int, int, int, np.ndarray]]
 
 
-def lines_in(folder: Path, name: str) -> list[Entry | Problem]:
+def lines_in(folder: Path, name: str) -> list[Entry | Row]:
     """Return the lines of a page and what cannot be used: a bad code spoils its line, damage what follows."""
-    items: list[Entry | Problem] = []
+    items: list[Entry | Row] = []
     try:
         for number, line in enumerate(lines_of(page_bytes(folder / name), name), 1):
             text, bad = text_of_codes(line.codes)
             rule, fix = "a code must be GB18030, ASCII and a zero byte, or 0xFF for unknown", "leave the line out"
             where = f"{name}#{number}"
-            items.append((where, bad, rule, fix) if bad else entry_of(where, text, split_of(name)))
+            items.append(Row(where, bad, rule, fix) if bad else entry_of(where, text, split_of(name)))
     except Refused as error:
-        items.append((name, *error.args))
+        items.append(error.row(name))
     return items
 
 
@@ -293,7 +280,7 @@ class Reader:
 
     def require(self, kept: bool, rule: str, value: object) -> None:
         if not kept:
-            raise refused(f"{value} at byte {self.at:,}", rule, "copy the file again, or delete it")
+            raise Refused(f"{value} at byte {self.at:,}", rule, "copy the file again, or delete it")
 
     def take(self, size: int, what: str) -> memoryview:
         rest = len(self.data) - self.at

@@ -5,8 +5,6 @@ character twice the same. The text is an invented language with frequent and rar
 language model helps to read it. N characters in cells of S pixels, n of a line, K cosines a side.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence

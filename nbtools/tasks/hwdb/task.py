@@ -5,8 +5,6 @@ the machine. B samples, H × W pixels, N characters, T time steps; ink (B, 1, H,
 columns.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

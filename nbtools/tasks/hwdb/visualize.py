@@ -1,7 +1,5 @@
 """Pictures of lines with their text, and with what a network read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

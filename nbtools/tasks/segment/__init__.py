@@ -7,31 +7,3 @@ from nbtools.tasks.segment.losses import loss
 from nbtools.tasks.segment.networks import groups, model
 from nbtools.tasks.segment.task import BASELINE, BEST, PLAN, PRESETS, Plan, batch, suggest, with_network
 from nbtools.tasks.segment.visualize import preview, save, show, training_views
-
-__all__ = [
-    "BASELINE",
-    "BEST",
-    "PLAN",
-    "PRESETS",
-    "Plan",
-    "batch",
-    "decode",
-    "demo",
-    "distance_map",
-    "groups",
-    "infer",
-    "loss",
-    "metrics",
-    "model",
-    "pack",
-    "pack_options",
-    "preview",
-    "read",
-    "save",
-    "show",
-    "suggest",
-    "tensors",
-    "training_views",
-    "validate",
-    "with_network",
-]

@@ -8,8 +8,6 @@
 Other shapes that have an area are refused; lines, points and tags are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from xml.etree import ElementTree
 import numpy as np
 from PIL import Image, ImageDraw
 
-from nbtools.tasks.common.report import Refused, Row
+from nbtools.tasks.common.files import Refused
 
 AREAS = ("polygon", "box", "ellipse", "mask")
 FINE = 4  # shapes are drawn so many times as large, as Pillow fills a polygon with its outline, on whole pixels
@@ -38,20 +36,20 @@ class Drawing:
     shapes: list[tuple[str, dict[str, str]]]
 
 
-def read(path: Path, file: str) -> tuple[list[str], list[Drawing]]:
+def read(path: Path) -> tuple[list[str], list[Drawing]]:
     """Return the labels and the images of a file; none of XML of another kind. Raises Refused for damaged XML, and
     where no image is named."""
     fix = "export it again as CVAT for images 1.1, with the images"
     try:
         root = ElementTree.parse(path).getroot()
     except ElementTree.ParseError as error:
-        raise Refused(Row("", "annotations must be whole XML", str(error), fix, file=file)) from None
+        raise Refused(error, "annotations must be whole XML", fix) from None
     if root.tag != "annotations":  # Pascal VOC's is <annotation>
         return [], []
     labels = [label.findtext("name", "").strip() for label in root.iterfind(".//label")]
     drawings = [drawing_of(image) for image in root.iterfind("image")]
     if not drawings:
-        raise Refused(Row("", "annotations must name images", "no <image>", fix, file=file))
+        raise Refused("no <image>", "annotations must name images", fix)
     return labels, drawings
 
 
@@ -80,10 +78,10 @@ def outline(kind: str, shape: Mapping[str, str], known: Mapping[str, int]) -> tu
     """Return z_order and corners (N, 2) float64 of a polygon: x, y in pixels from the upper left corner."""
     label, fix = shape.get("label", ""), "draw it again, or delete it"
     if kind != "polygon":
-        raise Refused(Row(kind, "a shape must be a polygon", f"{label}: {kind}", fix))
+        raise Refused(f"{label}: {kind}", "a shape must be a polygon", fix)
     if label not in known:
-        fix = "correct it, or add it to classes="
-        raise Refused(Row("label", "a shape's label must be in the class table", label or "nothing", fix))
+        rule, fix = "a shape's label must be in the class table", "correct it, or add it to classes="
+        raise Refused(label or "nothing", rule, fix)
     try:
         pairs = [pair.split(",") for pair in shape.get("points", "").split(";") if pair.strip()]
         points = np.array([(float(x), float(y)) for x, y in pairs], np.float64).reshape(-1, 2)
@@ -92,5 +90,5 @@ def outline(kind: str, shape: Mapping[str, str], known: Mapping[str, int]) -> tu
             raise ValueError(f"{len(points)} points, up to {np.abs(points).max(initial=0):g}")
     except ValueError as error:
         rule = "a polygon must have at least 3 points, x and y of each in pixels"
-        raise Refused(Row(kind, rule, f"{label}: {error}"[:80], fix)) from None
+        raise Refused(f"{label}: {error}"[:80], rule, fix) from None
     return z_order, points

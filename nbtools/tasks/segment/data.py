@@ -6,12 +6,9 @@ classes.txt names them, a name a line, ids from 0, or lines id,name.
 label: class indices, 255 where a pixel is ignored. distance: eighths of a pixel to the nearest class boundary.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +19,8 @@ from PIL import Image
 from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
 from nbtools.errors import PackError
 from nbtools.show import plural, sized
-from nbtools.tasks.common.files import DAMAGED, decode_image, on_white
+from nbtools.tasks.common.files import DAMAGED, WARNING, Refused, Report, Row, decode_image, on_white
 from nbtools.tasks.common.lists import read_rows, read_text
-from nbtools.tasks.common.report import WARNING, Refused, Report, Row, ordered
 from nbtools.tasks.segment import cvat
 from nbtools.tasks.segment.cvat import Size
 from nbtools.tasks.segment.sources import Item, Source
@@ -68,16 +64,16 @@ def pack(
     test=1.0 makes all of them test, for a source that a run is evaluated on.
     Raises PackError if nothing can be used. `validate` also reports what is wrong with single files.
     """
-    scanned, more = cache(Source), {"val": val, "test": test, "into": into, "progress": progress}
-    return build_pack(
-        source,
-        "segment",
-        requested(size, channels, classes, ignore),
-        lambda folder, options: survey_of(scanned(folder), options),
-        read,
-        reader=lambda folder: partial(read_sample, scanned(folder)),
-        **more,
-    )
+    scanned, options = cache(Source), requested(size, channels, classes, ignore)
+
+    def survey(folder: Path, options: Options) -> Survey:
+        return survey_of(scanned(folder), options)
+
+    def reader(folder: Path) -> Any:
+        return partial(read_sample, scanned(folder))
+
+    more: dict[str, Any] = {"reader": reader, "val": val, "test": test, "into": into, "progress": progress}
+    return build_pack(source, "segment", options, survey, read, **more)
 
 
 def pack_options(card: Card) -> dict[str, Any]:
@@ -110,10 +106,7 @@ def requested(size: Any, channels: int, classes: Given | None, ignore: Ignored) 
 def parse_classes(classes: Given) -> list[tuple[int, str]]:
     """Return (id, name) of names, of a mapping, or of a file."""
     if isinstance(classes, str | Path):
-        path = Path(classes).expanduser()
-        if path.is_file():
-            return read_classes(path)
-        raise PackError(f"classes must be names, or a text file of them, got {str(classes)!r}: no such file")
+        return read_classes(Path(classes).expanduser())
     return [(int(i), name) for i, name in (classes.items() if isinstance(classes, Mapping) else enumerate(classes))]
 
 
@@ -153,8 +146,7 @@ def class_options(classes: Sequence[tuple[int, str]], ignore: Sequence[int | str
 def survey_of(source: Source, asked: Options) -> Survey:
     """Return the labelled images of a folder, and the options that the files decide: sizes and ids that nothing names
     are read from images and masks."""
-    items, size = source.items, asked["size"]
-    bad = [(row.file, *row.reasons) for row in source.rows]
+    items, size, bad = source.items, asked["size"], [row[:4] for row in source.rows]
     if not items:
         return Survey([], bad=bad)
     if size is None:
@@ -206,7 +198,8 @@ def read_item(folder: Path, item: Item, options: Options) -> tuple[np.ndarray, n
             background = next((k for name, k in indices.items() if name.casefold() in BACKGROUND), IGNORE)
             label = cvat.draw(item.drawing, size, (bottom - top, right - left), indices, background)
     except Refused as refusal:
-        raise Refused(replace(refusal.row, value=f"{item.label}: {refusal.row.value}")) from None
+        value, rule, fix = refusal.args
+        raise Refused(f"{item.label}: {value}", rule, fix) from None
     return image, fitted(label, box, options["size"], IGNORE, Image.Resampling.NEAREST)
 
 
@@ -253,14 +246,14 @@ def read_mask(path: Path, options: Options, size: Size) -> np.ndarray:
     indices = {i: IGNORE for i, _ in options["ignored"]} | {i: k for k, i in enumerate(options["ids"])}
     if unknown := [value for value in values.tolist() if value not in indices]:
         fix = "add them to classes=, or to ignore=; or correct the label"
-        raise Refused(Row("label", "ids must be in the class table", str(unknown)[1:-1][:80], fix))
+        raise Refused(str(unknown)[1:-1][:80], "ids must be in the class table", fix)
     return np.array([indices[value] for value in values.tolist()], np.uint8)[places].reshape(ids.shape)
 
 
 def require_size(label: Size, image: Size) -> None:
     if label != image:
         value, fix = f"{sized(*label)}, the image has {sized(*image)}", "export it again from the image as it is"
-        raise Refused(Row("label", "a label must have the size of its image", value, fix))
+        raise Refused(value, "a label must have the size of its image", fix)
 
 
 def ids_in(path: Path) -> list[int]:
@@ -272,10 +265,10 @@ def ids_in(path: Path) -> list[int]:
 
 def read_ids(path: Path) -> np.ndarray:
     """Return (h, w) whole numbers."""
-    ids = np.asarray(decode_image(path, key="label"))
+    ids = np.asarray(decode_image(path))
     if path.suffix.lower() in (".jpg", ".jpeg") or ids.ndim != 2 or ids.dtype.kind not in "biu":
         rule, fix = "a mask must have one channel of ids, stored without loss", "export it as PNG whose values are ids"
-        raise Refused(Row("label", rule, f"{path.suffix} of {ids.dtype} {ids.shape}", fix))
+        raise Refused(f"{path.suffix} of {ids.dtype} {ids.shape}", rule, fix)
     return ids
 
 
@@ -317,7 +310,7 @@ def validate(
         try:
             return {*np.unique(read_item(made.folder, item, survey.options)[1]).tolist()}
         except Refused as refusal:
-            return refusal.row.at(item.name)
+            return refusal.row(item.name)
 
     checks = side_by_side(check, made.items.values())
     results = [*bar(checks, "validating", len(made.items), leave=False, disable=not progress)]
@@ -325,5 +318,5 @@ def validate(
     seen = set().union(*(one for one in results if isinstance(one, set)))
     missing = [name for k, name in enumerate(survey.classes) if k not in seen and seen]
     fix = "nothing, or annotate some; or correct its id in classes="
-    rows += [Row("class", "every class should have pixels", f"{name}: none", fix, WARNING) for name in missing]
-    return Report(ordered(rows), f"{plural(len(made.items), 'image')} with a label")
+    rows += [Row(f"class {name}", "none", "every class should have pixels", fix, WARNING) for name in missing]
+    return Report(rows, f"{plural(len(made.items), 'image')} with a label")

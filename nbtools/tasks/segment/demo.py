@@ -4,8 +4,6 @@ A pixel's class is the pattern around it. Every shape, and the ground, takes its
 and lies anywhere, so neither a pixel's colour nor its position reveals the class.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 from functools import partial

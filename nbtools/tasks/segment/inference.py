@@ -4,8 +4,6 @@ are, as exact sums that stay on the device; and what they become outside of nbto
 B images, C channels, K classes, H × W pixels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import numpy as np

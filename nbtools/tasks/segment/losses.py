@@ -7,8 +7,6 @@ synchronises with the device. An image without a valid pixel adds 0, never NaN.
 B images, K classes, H × W pixels, h × w positions of an auxiliary output, N pixels of an image.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

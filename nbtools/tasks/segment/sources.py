@@ -8,8 +8,6 @@
 A list's label comes before a mask of the image's name, and that before CVAT's shapes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os.path
 import re
@@ -18,9 +16,8 @@ from pathlib import Path, PurePosixPath
 
 from nbtools import disk
 from nbtools.data import IMAGES
-from nbtools.tasks.common.files import split_word, walk
+from nbtools.tasks.common.files import Refused, Row, split_word, walk
 from nbtools.tasks.common.lists import decode_text, read_rows, slashed
-from nbtools.tasks.common.report import Refused, Row
 from nbtools.tasks.segment import cvat
 
 SPLIT = r"(train|val|test)?(?:ing|id|idation)?"
@@ -55,16 +52,13 @@ class Source:
     def having(self, *suffixes: str) -> list[str]:
         return [name for name in self.names if name.lower().endswith(suffixes)]
 
-    def refuse(self, key: str, rule: str, value: str, fix: str, file: str) -> None:
-        self.rows.append(Row(key, rule, value, fix, file=file))
-
     def add(self, item: Item, where: str) -> None:
         """Take a labelled image, unless it has another label or split."""
         other = self.items.setdefault(item.name, item)
         if other != item:
             now, before = (f"{one.label} ({one.split or 'no split'})" for one in (item, other))
             rule, fix = "an image must have one label and one split", "delete the wrong one; the first is read"
-            self.refuse("image", rule, f"{item.name}: {now}, before: {before}", fix, where)
+            self.rows.append(Row(where, f"{item.name}: {now}, before: {before}", rule, fix))
 
     def find(self, path: str, where: str) -> str | None:
         """Return the file that a path in a list or an XML names, relative to its folder or to one above it."""
@@ -82,7 +76,7 @@ class Source:
                 self.add(Item(image, split or parse_path(image)[0], label), f"{name}:{number}")
             else:
                 rule, fix = "image and label of a line must exist", "copy the files too, correct the line, or delete it"
-                self.refuse("list", rule, ",".join(cells)[:120], fix, f"{name}:{number}")
+                self.rows.append(Row(f"{name}:{number}", ",".join(cells)[:120], rule, fix))
 
     def pair(self) -> None:
         """Pair images with masks by their names, then with CVAT's shapes; what is left has no label, or no image."""
@@ -96,17 +90,15 @@ class Source:
         used = self.items.keys() | {item.label for item in self.items.values()}
         for name, (_, is_mask, _) in parsed.items():
             if name not in used:
-                key, rule = (
-                    ("image", "a label must have an image") if is_mask else ("label", "an image must have a label")
-                )
-                self.refuse(key, rule, "none of its name", "make the other one, or delete it", name)
+                rule = "a label must have an image" if is_mask else "an image must have a label"
+                self.rows.append(Row(name, "none of its name", rule, "make the other one, or delete it"))
 
     def read_annotations(self, name: str) -> None:
         """Take the images of a CVAT file that have no other label."""
         try:
-            labels, drawings = cvat.read(self.folder / name, name)
+            labels, drawings = cvat.read(self.folder / name)
         except Refused as refusal:
-            self.rows.append(refusal.row)
+            self.rows.append(refusal.row(name))
             return
         self.labels += [label for label in labels if label not in self.labels]
         for drawing in drawings:
@@ -115,7 +107,7 @@ class Source:
             image = next(filter(None, (self.find(place, name) for place in places)), None)
             if image is None:
                 fix = "copy the image too, next to the XML or into images/; or delete it there"
-                self.refuse("image", "an annotated image must exist", called or "nothing", fix, name)
+                self.rows.append(Row(name, called or "nothing", "an annotated image must exist", fix))
             elif image not in self.items or self.items[image].drawing:
                 self.add(Item(image, split_word(drawing.subset) or parse_path(image)[0], name, drawing), name)
 

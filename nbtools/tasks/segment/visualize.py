@@ -3,8 +3,6 @@
 A class map is (H, W) uint8, as `decode` and `run.predict_pack` give it. H × W pixels, K classes.
 """
 
-from __future__ import annotations
-
 import colorsys
 import math
 from collections.abc import Sequence
@@ -39,9 +37,10 @@ def show(pack: Pack, ids: Ids, predicted: Sequence[np.ndarray] | None = None) ->
     named below; pixels without a label are grey. Raises PackError for another number of class maps."""
     pictures: list[Picture] = []
     for i, guess in paired([*map(int, ids)], [None] * len(ids) if predicted is None else predicted, "class map"):
-        pictures += labelled(pack, pack.arrays["image"][i], pack.arrays["label"][i], f"{i} · {pack.names[i]}", "truth")
+        image = pack.arrays["image"][i]
+        pictures += labelled(pack, image, pack.arrays["label"][i], f"{i} · {pack.names[i]}", "truth")
         if guess is not None:
-            pictures.append((overlay(pack, pack.arrays["image"][i], guess, CELL), "predicted", GREY))
+            pictures.append((overlay(pack, image, guess, CELL), "predicted", GREY))
     return with_legend(pack, pictures, COLUMNS if predicted is None else 3)
 
 

@@ -12,7 +12,6 @@ from nbtools.tasks.sign.task import (
     Plan,
     batch,
     decode,
-    latency,
     loss,
     metrics,
     model,
@@ -21,7 +20,7 @@ from nbtools.tasks.sign.task import (
     tensors,
     with_network,
 )
-from nbtools.tasks.sign.visualize import animate, preview, show, text_of
+from nbtools.tasks.sign.visualize import preview, show, text_of
 
 SMOKE = {"features": True}
 """Options of `demo` for the smoke test: clips that both networks read."""

@@ -9,8 +9,6 @@
 A clip has X, X2048 or both. Without a mask every point that is not 0 counts as seen.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +18,7 @@ import numpy as np
 
 from nbtools import disk
 from nbtools.data import Sample
-from nbtools.tasks.common.report import ERROR, WARNING, Refused, Row
+from nbtools.tasks.common.files import ERROR, WARNING, Refused, Row
 from nbtools.tasks.sign.keypoints import POINTS
 from nbtools.tasks.sign.networks import POSITIONS
 
@@ -49,7 +47,7 @@ def opened(path: Path) -> Iterator[Any]:
         if disk.is_away(error):
             raise
         value = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise Refused(Row("", "a clip must be a whole .npz archive", value, AGAIN)) from None
+        raise Refused(value, "a clip must be a whole .npz archive", AGAIN) from None
 
 
 def arrays_in(path: Path) -> list[str]:
@@ -68,13 +66,13 @@ def read_clip(path: Path, options: Mapping[str, Any]) -> tuple[Sample, list[Row]
     with opened(path) as npz:
         for column, key in places_in(npz.files, options).items():
             values = npz[key]
-            for row in broken_rules(column, key, values, frames):
-                if row.severity == ERROR:
-                    raise Refused(row)
-                warnings.append(row)
+            for broken, came, rule, fix, severity in rules_of(column, key, values, frames):
+                if broken and severity == ERROR:
+                    raise Refused(came, rule, fix)
+                warnings += [Row("", str(came), rule, fix, WARNING)] if broken else []
             frames, sample[column] = str(len(values)), np.ascontiguousarray(values, FORMS[column][1])
-        extras = (MASK, TIMES, META) if "x" in sample else (TIMES, META)
-        warnings += [absent(key, npz.files, WARNING) for key in extras if key not in npz.files]
+        extras = [key for key in (MASK, TIMES, META) if key not in npz.files and ("x" in sample or key != MASK)]
+        warnings += [Row("", ", ".join(npz.files), f"a clip should have {key}", "nothing", WARNING) for key in extras]
     sample.pop(TIMES, None)
     if "x" in sample and MASK not in sample:
         sample[MASK] = sample["x"].reshape(-1, POINTS, 2).any(2)
@@ -85,54 +83,44 @@ def places_in(names: Collection[str], options: Mapping[str, Any]) -> dict[str, s
     """Return column → the array that it is read from, of those in a file; also the times, which are only checked.
     Raises Refused if what a clip must have is missing."""
     x, features = options["kp_key"], options["feature_key"]
-    if options.get("require_x2048") and features not in names:
-        raise Refused(absent(features, names))
-    if x not in names and features not in names:
-        raise Refused(absent(x or features, names))
+    missing = features if options.get("require_x2048") else x or features
+    if missing not in names and (options.get("require_x2048") or features not in names):
+        fix = "extract it, or name another one by kp_key= or feature_key="
+        raise Refused(", ".join(names) or "no arrays", f"a clip must have {missing}", fix)
     places = {"x": x, MASK: MASK if x in names else None, "features": features, TIMES: TIMES}
     return {column: key for column, key in places.items() if key in names}
 
 
-def absent(key: str, names: Collection[str], severity: str = ERROR) -> Row:
-    fix = "extract it, or name another one by kp_key= or feature_key=" if severity == ERROR else "nothing"
-    return Row(key, f"a clip must have {key}", ", ".join(names) or "no arrays", fix, severity)
-
-
-def broken_rules(column: str, key: str, values: np.ndarray, frames: str) -> Iterator[Row]:
-    """Yield the broken rules of an array; frames: how many the arrays before it have."""
+def rules_of(column: str, key: str, values: np.ndarray, frames: str) -> Iterator[tuple[Any, Any, str, str, str]]:
+    """Yield the rules of an array in turn, each judged once those before it are kept: (whether it is broken, what came,
+    the rule, what to do, how bad). frames: how many the arrays before it have."""
     rest, dtype, kinds = FORMS[column]
-    if values.dtype.kind not in kinds:
-        yield Row(key, f"{key} must be {dtype}", str(values.dtype), f"save {key}.astype('{dtype}')")
-    if not values.shape or values.shape[1:] != rest or frames not in ("T", str(len(values))):
-        fix = f"name the right array by kp_key= or feature_key=, or {AGAIN}"
-        yield Row(key, f"{key} must be ({', '.join(map(str, (frames, *rest)))})", str(values.shape), fix)
-    if not len(values):
-        yield Row(key, "a clip must have frames", "none", AGAIN)
+    yield values.dtype.kind not in kinds, values.dtype, f"{key} must be {dtype}", f"save {key}.astype('{dtype}')", ERROR
+    other = not values.shape or values.shape[1:] != rest or frames not in ("T", str(len(values)))
+    rule = f"{key} must be ({', '.join(map(str, (frames, *rest)))})"
+    yield other, values.shape, rule, f"name the right array by kp_key= or feature_key=, or {AGAIN}", ERROR
+    yield not len(values), "none", f"{key} must have frames", AGAIN, ERROR
     if column == MASK:
-        yield from broken("mask must be true or false", (values != 0) & (values != 1), key, values, "save mask > 0.5")
+        yield *first((values != 0) & (values != 1), values), "mask must be true or false", "save mask > 0.5", ERROR
     elif column == TIMES:  # equal ones come from rounding
         back = np.append(~(values[1:] >= values[:-1]), False)
-        yield from broken("times must increase", back, key, values, f"put the frames in order, or {AGAIN}")
+        yield *first(back, values), "times must increase", f"put the frames in order, or {AGAIN}", ERROR
     else:
         endless = ~(np.abs(values) <= np.finfo(np.float32).max)
-        yield from broken("numbers must be finite", endless, key, values, f"write 0 for a point not seen, or {AGAIN}")
+        fix = f"write 0 for a point not seen, or {AGAIN}"
+        yield *first(endless, values), f"{key} must be finite numbers", fix, ERROR
     if column == "x":
-        yield from check_points(key, values)
-    if values.dtype != dtype:
-        yield Row(key, f"{key} should be {dtype}; it is converted", str(values.dtype), "nothing", WARNING)
-
-
-def broken(rule: str, wrong: np.ndarray, key: str, values: np.ndarray, fix: str, kind: str = ERROR) -> Iterator[Row]:
-    """Yield the first frame where a rule is broken; wrong: of the shape of values."""
-    if wrong.any():
-        frame = int(np.argmax(wrong.reshape(len(wrong), -1).any(1)))
-        yield Row(key, rule, f"frame {frame} has {values[wrong][0]:g}", fix, kind)
-
-
-def check_points(key: str, x: np.ndarray) -> Iterator[Row]:
-    rule, fix = "coordinates must be in [0, 1]", "divide x by the width and y by the height of a frame"
-    yield from broken(rule, (x < -SLACK) | (x > 1 + SLACK), key, x, fix)
-    yield from broken(rule, (x < 0) | (x > 1), key, x, "nothing: the point has left the picture", WARNING)
-    if len(x) > POSITIONS:
+        rule, fix = "coordinates must be in [0, 1]", "divide x by the width and y by the height of a frame"
+        yield *first((values < -SLACK) | (values > 1 + SLACK), values), rule, fix, ERROR
+        yield *first((values < 0) | (values > 1), values), rule, "nothing: the point has left the picture", WARNING
         rule, fix = f"the Transformer reads at most {POSITIONS} frames", "cut or thin out the clip; or train the GRU"
-        yield Row(key, rule, str(len(x)), fix, WARNING)
+        yield len(values) > POSITIONS, len(values), rule, fix, WARNING
+    yield values.dtype != dtype, values.dtype, f"{key} should be {dtype}; it is converted", "nothing", WARNING
+
+
+def first(broken: np.ndarray, values: np.ndarray) -> tuple[bool, str]:
+    """Return whether any of the values is, and the first frame and value that are."""
+    if not broken.any():
+        return False, ""
+    frame = int(np.argmax(broken.reshape(len(broken), -1).any(1)))
+    return True, f"frame {frame} has {values[broken][0]:g}"

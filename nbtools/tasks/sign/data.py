@@ -11,12 +11,9 @@ A list is a CSV with any separator and the columns file, gloss and cat, ids from
 folder by an end of its path that no other clip has; `.npz` may be left out.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,9 +23,8 @@ from nbtools import disk
 from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
 from nbtools.errors import PackError
 from nbtools.show import plural
-from nbtools.tasks.common.files import split_word, walk
+from nbtools.tasks.common.files import ERROR, WARNING, Refused, Report, Row, split_word, walk
 from nbtools.tasks.common.lists import decode_text, read_rows, slashed
-from nbtools.tasks.common.report import ERROR, WARNING, Refused, Report, Row, ordered
 from nbtools.tasks.sign.clips import FORMS, KEYS, arrays_in, read_clip
 
 SUFFIX, LABELS, REFERENCE = ".npz", "labels.csv", "labels_reference.csv"
@@ -72,7 +68,7 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
     clips, labels, rows = labels_of(folder)
     errors = [row for row in rows if row.severity == ERROR]
     if not labels:
-        first = f" The first error: {Refused(errors[0])}" if errors else ""
+        first = f" The first error: {Refused(*errors[0][1:4], errors[0].file)}" if errors else ""
         fix = f"write {LABELS} with the columns file,gloss,cat; run.predict(files) reads clips without labels"
         raise PackError(f"{folder}: {plural(len(clips), 'clip')} and no label; {fix}.{first}")
     entries = [Entry(clip, split_in(clip), np.array(labels[clip], np.int64)) for clip in clips if clip in labels]
@@ -81,8 +77,8 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
         names_of(option, options[option], max(label[k] for label in labels.values()), known[k])
         for k, option in enumerate(("glosses", "categories"))
     )
-    by, bad = "features" if keys["kp_key"] is None else "x", [(row.file, *row.reasons) for row in errors]
-    made = {**keys, "categories": categories}
+    by, made = "features" if keys["kp_key"] is None else "x", {**keys, "categories": categories}
+    bad = [row[:4] for row in errors]
     return Survey(entries, glosses, made, ragged=("x", "mask", "features"), bucket_by=by, bad=bad)
 
 
@@ -125,17 +121,16 @@ def validate(
     keys = keys_of({"kp_key": kp_key, "feature_key": feature_key}, folder, clips)
     if require_x2048:
         keys |= {"feature_key": feature_key, "require_x2048": True}
-    broken = side_by_side(partial(broken_in, folder, keys), clips)
-    broken = bar(broken, "validating", len(clips), leave=False, disable=not progress)
-    rows += [row.at(clip) for clip, some in zip(clips, broken, strict=True) for row in some]
-    return Report(ordered(rows), f"{plural(len(clips), 'clip')}, {len(labels):,} with a label")
 
+    def wrong(clip: str) -> list[Row]:
+        try:
+            return [row._replace(file=clip) for row in read_clip(folder / clip, keys)[1]]
+        except Refused as refusal:
+            return [refusal.row(clip)]
 
-def broken_in(folder: Path, options: Mapping[str, Any], clip: str) -> list[Row]:
-    try:
-        return read_clip(folder / clip, options)[1]
-    except Refused as refusal:
-        return [refusal.row]
+    checks = bar(side_by_side(wrong, clips), "validating", len(clips), leave=False, disable=not progress)
+    rows += [row for some in checks for row in some]
+    return Report(rows, f"{plural(len(clips), 'clip')}, {len(labels):,} with a label")
 
 
 # -- lists of labels
@@ -152,9 +147,9 @@ def labels_of(folder: Path) -> tuple[list[str], dict[str, Ids], list[Row]]:
     with disk.explained(f"reading the labels of {folder}", folder):
         labels, rows = read_lists(folder, clips)
     if not labels and not rows:
-        return clips, {}, [Row("", "clips should have labels", f"no {LABELS}", "to predict, nothing", WARNING, LABELS)]
+        return clips, {}, [Row(LABELS, f"no {LABELS}", "clips should have labels", "to predict, nothing", WARNING)]
     bare, fix = (clip for clip in clips if clip not in labels), f"write its row into {LABELS}"
-    rows += [Row("", "a clip must have a label", "no row that can be used", fix, file=clip) for clip in bare]
+    rows += [Row(clip, "no row that can be used", "a clip must have a label", fix) for clip in bare]
     return clips, labels, rows
 
 
@@ -184,11 +179,11 @@ def read_lists(folder: Path, clips: Sequence[str]) -> tuple[dict[str, Ids], list
     """Return (clip → its label, what is wrong with the lists). A clip with contradictory labels has none."""
     given: dict[str, dict[Ids, str]] = defaultdict(dict)  # clip → label → the first row that says so
     rows: list[Row] = []
-    for name in tables_in(folder):
+    for name in (name for name in walk(folder) if name.lower().endswith(".csv")):
         try:
             table = read_table(folder, name, ("file", "gloss", "cat"))
-        except Refused as refusal:  # perhaps the log of a training
-            rows += [refusal.row] if Path(name).name.lower() == LABELS else []
+        except Refused as refusal:  # perhaps the reference, or the log of a training
+            rows += [refusal.row(name)] if Path(name).name.lower() == LABELS else []
             continue
         ends = ends_of(clips, name[: name.rfind("/") + 1])
         for where, (file, *ids) in table:
@@ -196,17 +191,11 @@ def read_lists(folder: Path, clips: Sequence[str]) -> tuple[dict[str, Ids], list
                 label = id_in("gloss", ids[0]), id_in("cat", ids[1])
                 given[clip_of(file, ends)].setdefault(label, where)
             except Refused as refusal:
-                rows.append(refusal.row.at(where))
+                rows.append(refusal.row(where))
     for (first, where), *others in (labels.items() for labels in given.values()):
         rule, fix = f"a clip must have one label, and {where} says {first[0]}, {first[1]}", "delete a wrong row"
-        rows += [Row("gloss, cat", rule, f"{ids[0]}, {ids[1]}", fix, file=other) for ids, other in others]
+        rows += [Row(other, f"{ids[0]}, {ids[1]}", rule, fix) for ids, other in others]
     return {clip: next(iter(labels)) for clip, labels in given.items() if len(labels) == 1}, rows
-
-
-def tables_in(folder: Path, reference: bool = False) -> list[str]:
-    """Return the lists of labels below a folder, and perhaps other tables; or the references."""
-    names = (name for name in walk(folder) if name.lower().endswith(".csv"))
-    return [name for name in names if (Path(name).name.lower() == REFERENCE) == reference]
 
 
 def ends_of(clips: Sequence[str], above: str) -> dict[str, list[str]]:
@@ -223,14 +212,14 @@ def clip_of(file: str, ends: Mapping[str, list[str]]) -> str:
     some = ends.get(re.sub(rf"\{SUFFIX}$", "", slashed(file), flags=re.I), [])
     if len(some) != 1:
         fix = "correct the name, add its folder as in train/CLIP, or delete the row"
-        raise Refused(Row("file", "a row must name one clip", f"{file or 'nothing'}, of {len(some)} clips", fix))
+        raise Refused(f"{file or 'nothing'}, of {len(some)} clips", "a row must name one clip", fix)
     return some[0]
 
 
 def id_in(column: str, cell: str) -> int:
     if not ID.fullmatch(cell):
         fix = f"write its id; names belong into {REFERENCE}"
-        raise Refused(Row(column, f"{column} must be a whole number from 0 to 9999", cell or "nothing", fix))
+        raise Refused(cell or "nothing", f"{column} must be a whole number from 0 to 9999", fix)
     return int(cell)
 
 
@@ -243,7 +232,7 @@ def read_table(folder: Path, name: str, columns: Sequence[str]) -> list[tuple[st
     rows = read_rows(decode_text((folder / name).read_bytes(), name), name, is_head, heads=())
     if not rows or not is_head(rows[0][1]):
         value, fix = ",".join(rows[0][1])[:60] if rows else "an empty file", f"write {','.join(columns)} as first line"
-        raise Refused(Row("", f"the first line must have the columns {', '.join(columns)}", value, fix, file=name))
+        raise Refused(value, f"the first line must have the columns {', '.join(columns)}", fix, name)
     places = [[cell.casefold() for cell in rows[0][1]].index(column) for column in columns]
     return [(f"{name}:{line}", [cells[p] if p < len(cells) else "" for p in places]) for line, cells in rows[1:]]
 
@@ -251,7 +240,7 @@ def read_table(folder: Path, name: str, columns: Sequence[str]) -> list[tuple[st
 def read_reference(folder: Path) -> tuple[dict[int, str], dict[int, str]]:
     """Return the names of glosses and of categories by id. Raises Refused for a reference that cannot be read."""
     glosses, categories = {}, {}
-    for name in tables_in(folder, reference=True):
+    for name in (name for name in walk(folder) if Path(name).name.lower() == REFERENCE):
         for _, (gloss, label, cat, title) in read_table(folder, name, ("gloss_id", "label", "cat_id", "category")):
             glosses[id_in("gloss_id", gloss)], categories[id_in("cat_id", cat)] = label, title
     return glosses, categories

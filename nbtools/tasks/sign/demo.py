@@ -7,8 +7,6 @@ tell them apart. As from a real detector, points shake, times jitter, and hands 
 Postures are in shoulder widths about the middle between the shoulders, as of a right hand. T frames, P = 78 points.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

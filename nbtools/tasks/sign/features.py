@@ -3,8 +3,6 @@
 A folder of images is a clip. T frames of H × W pixels, D = 2048 numbers a frame.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import re
@@ -24,8 +22,7 @@ from nbtools import disk
 from nbtools.data import bar, stage, threaded
 from nbtools.errors import MissingExtra, PackError, StageError
 from nbtools.show import plural
-from nbtools.tasks.common.files import decode_image, split_of, walk
-from nbtools.tasks.common.report import Refused, Report, Row
+from nbtools.tasks.common.files import Refused, Report, decode_image, split_of, walk
 from nbtools.tasks.sign import task
 from nbtools.tasks.sign.clips import AGAIN, FEATURES, MASK, TIMES, arrays_in, opened
 from nbtools.tasks.sign.data import SUFFIX, Ids, read_lists
@@ -73,20 +70,13 @@ def features(
         refuse_mixture(into, weights_of(network))
         for name in (name for name in walk(folder) if name.lower().endswith(".csv") and not (into / name).exists()):
             write(into / name, (folder / name).read_bytes())
-        bad = extract(network, {name: films[name] for name in todo}, into, batch_size, progress)
+        for name in bar(todo, "features", disable=not progress, leave=False):
+            try:
+                write_features(into / name, films[name], network, batch_size)
+            except Refused as refusal:
+                bad.append(refusal.row(name))
     about = f"{into}: {plural(len(todo) - len(bad), 'clip')} got features, {len(films) - len(todo):,} had them"
-    return Report(tuple(bad), about)
-
-
-def extract(network: nn.Module, films: dict[str, Film], into: Path, batch_size: int, progress: bool) -> list[Row]:
-    """Write the features of clips; return what could not be used."""
-    bad = []
-    for name, film in bar(films.items(), "features", disable=not progress, leave=False):
-        try:
-            write_features(into / name, film, network, batch_size)
-        except Refused as refusal:
-            bad.append(refusal.row if refusal.row.file else refusal.row.at(name))
-    return bad
+    return Report(bad, about)
 
 
 def write_features(path: Path, film: Film, network: nn.Module, batch_size: int) -> None:
@@ -103,8 +93,7 @@ def write_features(path: Path, film: Film, network: nn.Module, batch_size: int) 
         raise PackError(f"network must return (N, {FEATURES}), got {came}; take its output before the classifier")
     for name in ("X", MASK, TIMES):
         if name in arrays and len(arrays[name]) != len(made):
-            rule, fix = f"there must be as many frames as in {name}, {len(arrays[name])}", AGAIN
-            raise Refused(Row(KEY, rule, str(len(made)), fix))
+            raise Refused(len(made), f"there must be as many frames as in {name}, {len(arrays[name])}", AGAIN)
     np.savez(content, **{**arrays, KEY: made.float().cpu().numpy()})
     write(path, content.getvalue())
 
@@ -149,15 +138,16 @@ def batches_of(film: Film, size: int) -> Iterator[Tensor]:
         shape = shape or some[0].shape
         for other in {picture.shape for picture in some} - {shape}:
             value = f"{other[0]} × {other[1]} after {shape[0]} × {shape[1]} pixels"
-            raise Refused(Row("", "all frames of a clip must have one size", value, "extract them again at one size"))
+            raise Refused(value, "all frames of a clip must have one size", "extract them again at one size")
         yield torch.from_numpy(np.stack(some)).permute(0, 3, 1, 2)
 
 
 def picture_of(path: Path) -> np.ndarray:
     try:
-        return np.asarray(decode_image(path, "RGB", "frame"))
+        return np.asarray(decode_image(path, "RGB"))
     except Refused as refusal:
-        raise Refused(refusal.row.at(f"{path.parent.name}/{path.name}")) from None
+        refusal.file = f"{path.parent.name}/{path.name}"
+        raise
 
 
 # -- the backbone

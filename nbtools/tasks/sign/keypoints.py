@@ -5,8 +5,6 @@ the right of the picture, y downwards, both in [0, 1] of it. Augmentation draws 
 result does not depend on the batch, its padding, or the machine. B clips, T frames, P = 78 points.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ B clips, T frames, D = 156 or 2048 numbers a frame, P = 78 points, W = 256 the T
 C categories. Both return logits of gloss (B, G) and of category (B, C).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,26 +3,20 @@
 B clips, T frames, P = 78 points, D = 2048 numbers a frame, G glosses, C categories.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from nbtools.data import Card, Draws, Pack, Sample, collate
+from nbtools.data import Card, Draws, Pack
 from nbtools.errors import PlanError
-from nbtools.tasks.common.metrics import THUMB, accuracy, at_most, bucket_knob, epochs_for, measure_latency
+from nbtools.tasks.common.metrics import THUMB, accuracy, at_most, bucket_knob, epochs_for
 from nbtools.tasks.sign.keypoints import Keypoints, prepared
 from nbtools.tasks.sign.networks import Gru, Outputs, Transformer
 from nbtools.train import Batch, Pair, Tensors, knob
 from nbtools.train import Plan as BasePlan
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 BEST = "gloss_accuracy"
 MEANINGS = {
@@ -223,16 +217,3 @@ def tensors(card: Card | Pack, plan: Plan) -> tuple[Tensors, Tensors]:
         "gloss": (("batch", len(card.classes)), "argmax: k is classes[k]"),
         "category": (("batch", len(categories)), 'argmax: k is options["categories"][k]'),
     }
-
-
-def latency(model: nn.Module, card: Card | Pack, plan: Plan, clips: Sequence[Sample]) -> pd.DataFrame:
-    """Return how long a model in eval mode takes for single clips, from arrays to the gloss. Raises PlanError without
-    clips."""
-    device = next(model.parameters()).device
-
-    @torch.no_grad()
-    def predict(clip: Sample) -> list[str]:
-        raw = collate([{name: clip[name] for name in reads_of(plan, clip)}], card.columns)
-        return decode(model(batch({name: tensor.to(device) for name, tensor in raw.items()}, plan, None)), card)
-
-    return measure_latency(predict, clips, device, "a clip")

@@ -1,15 +1,11 @@
-"""Clips as skeletons: strips of frames, the live picture, and moving ones.
+"""Clips as skeletons: strips of frames, and the live picture.
 
 A frame is drawn with Pillow alone, three times as large and then reduced: no frame costs a figure of matplotlib's.
 T frames, P = 78 points, D = 2048 features, S px of a square picture.
 """
 
-from __future__ import annotations
-
-import io
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -18,9 +14,6 @@ from nbtools.data import Pack
 from nbtools.figures import Sheet, gallery, judged
 from nbtools.tasks.common.metrics import paired
 from nbtools.tasks.sign.keypoints import FACE, FACE_MESH, LEFT, POINTS, RIGHT
-
-if TYPE_CHECKING:
-    from IPython.display import Image as Shown
 
 BODY_INK, FACE_INK = "#7d7d7d", "#999999"  # seen on white and on black: a skeleton has no ground of its own
 LEFT_INK, RIGHT_INK = "#009e73", "#cc79a7"  # Okabe and Ito's, but not blue and vermilion, which mean right and wrong
@@ -56,23 +49,22 @@ def skeleton(points: np.ndarray, seen: np.ndarray, size: int) -> Image.Image:
     return image.convert("RGBa").reduce(FINE).convert("RGBA")  # by opacity: what is transparent has no colour
 
 
-def frames_of(pack: Pack, i: int, size: int, moments: Sequence[float] | None = None) -> list[Any]:
-    """Return pictures of a clip's frames, all or those at shares of it in [0, 1], in the square around all that is seen
+def strip(pack: Pack, i: int, moments: Sequence[float]) -> np.ndarray:
+    """Return (S, moments · S, 4) uint8, the frames at shares of a clip in [0, 1], in the square around all that is seen
     in it; of one without keypoints its features, as grey."""
     sample = pack.sample(i)
     name = "x" if len(sample.get("x", ())) else "features"
-    last = len(sample[name]) - 1
-    places = range(last + 1) if moments is None else [round(share * last) for share in moments]
+    places = [round(share * (len(sample[name]) - 1)) for share in moments]
     if name == "features":
         grey = 255 * (1 - np.abs(sample["features"]) / (np.abs(sample["features"]).max() or 1))
-        pictures = [Image.fromarray(grey[t].astype(np.uint8).reshape(32, -1)) for t in places]
-        return [picture.resize((size, size)).convert("RGBA") for picture in pictures]
+        pictures = (Image.fromarray(grey[t].astype(np.uint8).reshape(32, -1)) for t in places)
+        return np.hstack([np.asarray(picture.resize((CELL, CELL)).convert("RGBA")) for picture in pictures])
     points, seen = sample["x"].reshape(-1, POINTS, 2), sample["mask"].astype(bool)
     shown = points[seen] if seen.any() else np.array([(0, 0), (1, 1)])
     low, high = shown.min(0), shown.max(0)
     side = max((high - low).max(), 0.05) * (1 + 2 * MARGIN)
     points = (points - (low + high - side) / 2) / side
-    return [skeleton(points[t], seen[t], size) for t in places]
+    return np.hstack([np.asarray(skeleton(points[t], seen[t], CELL)) for t in places])
 
 
 def text_of(pack: Pack, i: int) -> str:
@@ -87,23 +79,10 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     for i, guess in paired(ids, [None] * len(ids) if predicted is None else predicted, "gloss"):
         category = pack.options["categories"][int(pack.arrays["label"][i][1])]
         caption, colour = judged(text_of(pack, i), guess)
-        strip = np.concatenate(frames_of(pack, i, CELL, np.linspace(0, 1, MOMENTS).tolist()), 1)
-        pictures.append((strip, f"{caption} · {category}", colour))
+        pictures.append((strip(pack, i, np.linspace(0, 1, MOMENTS).tolist()), f"{caption} · {category}", colour))
     return gallery(pictures, columns=1)
 
 
 def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str, bool]:
     """Return (image (S, 3 S, 4) uint8 of three moments, truth, answer, True: these are names) for the live picture."""
-    strip = frames_of(pack, i, CELL, (0.25, 0.5, 0.75))  # hands mostly hang at both ends
-    return np.concatenate(strip, 1), text_of(pack, i), answer, True
-
-
-def animate(pack: Pack, i: int, *, size: int = 240, fps: float = 30.0) -> Shown:
-    """Return a clip as an animated PNG: an ordinary picture to Jupyter, Colab and VS Code, that stays in the saved
-    notebook. GIF cannot play 30 frames a second. Its `.data` are the bytes of the file."""
-    from IPython.display import Image as Shown
-
-    (first, *others), content = frames_of(pack, i, size), io.BytesIO()
-    cleared = {"disposal": 1, "blend": 0}  # else frames would pile up
-    first.save(content, "png", save_all=True, append_images=others, loop=0, duration=1000 / fps, **cleared)
-    return Shown(content.getvalue(), format="png", alt=f"{text_of(pack, i)}, {1 + len(others)} frames")
+    return strip(pack, i, (0.25, 0.5, 0.75)), text_of(pack, i), answer, True  # hands mostly hang at both ends

@@ -62,14 +62,9 @@ pack = sign.pack(folder, **OPTIONS)
 pack
 
 # %% [markdown]
-# ## Watch one
-# A clip as the network receives it: body, hands and face as points, some of which may be missing.
-
-# %%
-sign.animate(pack, pack.ids("train")[0])
-
-# %% [markdown]
-# A few more, as moments from left to right.
+# ## Look at some
+# Clips as the network receives them, as moments from left to right: body, hands and face as points, some of which may
+# be missing.
 
 # %%
 sign.show(pack, pack.ids("train")[:4])

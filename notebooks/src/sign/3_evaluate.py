@@ -68,14 +68,6 @@ wrong = [place for place in range(len(ids)) if read[place] != truth[place]][:4]
 sign.show(pack, ids[wrong], [read[place] for place in wrong])
 
 # %% [markdown]
-# ## How long does one prediction take?
-# A single clip, from its arrays to the gloss: how long somebody signing into a camera would wait.
-
-# %%
-clips = [pack.sample(i) for i in ids[:40]]
-sign.latency(run.model(), pack, run.plan, clips)
-
-# %% [markdown]
 # ## While somebody is still signing
 # The same model on a window that slides over a clip: a prediction every five frames. It becomes certain once it has
 # seen what distinguishes this sign from the others.
@@ -83,7 +75,7 @@ sign.latency(run.model(), pack, run.plan, clips)
 # %%
 import pandas as pd
 
-clip = {name: values for name, values in clips[0].items() if name != "label"}
+clip = {name: values for name, values in pack.sample(ids[0]).items() if name != "label"}
 ends = range(5, len(next(iter(clip.values()))) + 1, 5)
 windows = [{name: values[max(0, end - 45) : end] for name, values in clip.items()} for end in ends]
 glosses, shares = run.answers(windows)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbtools.tasks.common import ctc, cudnn_ctc
+from nbtools.tasks.common import ctc
 
 T, B, N, C = 20, 6, 5, 9
 
@@ -43,7 +43,7 @@ def test_losses_and_gradients_are_torchs_own_where_the_text_fits(batch):
     labels[2, :3] = torch.tensor([1, 2, 3])  # just fits
     fits = ctc.feasible(steps, labels, lengths)
     assert fits.tolist() == [True, True, True, False, True, True]
-    each = cudnn_ctc.losses(logits, labels, steps, lengths, fits)
+    each = ctc.cudnn_losses(logits, labels, steps, lengths)
     expected = F.ctc_loss(logits.log_softmax(2), labels + 1, steps, lengths, reduction="none")
     used = fits & (lengths > 0)
     torch.testing.assert_close(each[used], expected[used])
@@ -59,7 +59,7 @@ def test_losses_and_gradients_are_torchs_own_where_the_text_fits(batch):
 def test_an_operator_that_disagrees_or_is_missing_is_not_used(batch, monkeypatch):
     monkeypatch.setattr(f"{__name__}.B", 3)
     monkeypatch.setattr(f"{__name__}.N", 3)
-    agrees = cudnn_ctc.agrees.__wrapped__
+    agrees = ctc.cudnn_agrees.__wrapped__
     assert agrees(torch.device("cpu"))
 
     def doubled(*values):
@@ -69,7 +69,6 @@ def test_an_operator_that_disagrees_or_is_missing_is_not_used(batch, monkeypatch
     for other in (SimpleNamespace(Tensor=doubled), SimpleNamespace()):
         monkeypatch.setattr(torch.ops.aten, "_cudnn_ctc_loss", other)
         assert not agrees(torch.device("cpu"))
-    assert not cudnn_ctc.able(torch.zeros(T, B, C), torch.zeros(B, N)), "on a CPU"
 
 
 def test_nothing_is_read_on_the_host_outside_the_operator(batch, monkeypatch):
@@ -85,5 +84,5 @@ def test_nothing_is_read_on_the_host_outside_the_operator(batch, monkeypatch):
             return function(*args, **(kwargs or {}))
 
     with Watch():
-        each = cudnn_ctc.losses(logits, labels, steps, lengths, ctc.feasible(steps, labels, lengths))
+        each = ctc.cudnn_losses(logits, labels, steps, lengths)
         each.sum().backward()

@@ -1,0 +1,191 @@
+"""What holds for each of the four tasks: its demo, its options, augmentation, advice, the settings of its guide."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nbtools.data import Card, Draws, gather
+from nbtools.data.pack import Column
+from nbtools.errors import PackError
+from nbtools.figures import RIGHT, WRONG
+from nbtools.measure import Machine, decide
+from nbtools.tasks import captcha, hwdb, segment, sign
+
+TASKS: dict[str, Any] = {"captcha": captcha, "lines": captcha, "hwdb": hwdb, "segment": segment, "sign": sign}
+DEMOS: dict[str, dict[str, Any]] = {
+    "captcha": {"size": (24, 64)},
+    "lines": {"size": (32, 90), "length": (4, 8)},
+    "hwdb": {"height": 24, "characters": "ABC"},
+    "segment": {"size": (40, 48)},
+    "sign": {"glosses": 4, "categories": 2, "frames": (10, 16)},
+}
+PACKED = {"hwdb": {"height": 32}, "segment": {"size": 48}}
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory, one_cache):
+    """Name → its demo as a pack of 24 samples."""
+    made = {}
+    for name, options in DEMOS.items():
+        folder = TASKS[name].demo(tmp_path_factory.mktemp(name), 24, **options)
+        made[name] = TASKS[name].pack(folder, progress=False, **PACKED.get(name, {}))
+    return made
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_the_same_seed_gives_the_same_bytes_and_few_samples_are_the_first_of_many(tmp_path, name):
+    def files(folder, count, seed=0):
+        made = TASKS[name].demo(tmp_path / folder, count, seed=seed, **DEMOS[name])
+        paths = (path for path in made.rglob("*") if path.suffix in (".png", ".jpg", ".dgrl", ".npz"))
+        return {path.relative_to(made).as_posix(): path.read_bytes() for path in paths}
+
+    few, again, many, other = files("a", 12), files("b", 12), files("c", 18), files("b", 12, seed=1)
+    assert few == again
+    assert {file: many.get(file) for file in few} == few
+    assert len(many) > len(few)
+    assert not few.items() & other.items()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(("captcha", wrong) for wrong in ({"count": 0}, {"alphabet": ""}, {"length": (8, 4)})),
+        *(("hwdb", {"characters": value}) for value in (1, 9999, 6.5, "aa", "a😀")),
+        *(("hwdb", wrong) for wrong in ({"count": 0}, {"length": (5, 4)}, {"height": 8})),
+        *(("segment", wrong) for wrong in ({"count": 0}, {"size": (48, 8)})),
+        *(("sign", wrong) for wrong in ({"count": 0}, {"glosses": 3}, {"categories": 11}, {"frames": (30, 20)})),
+    ],
+)
+def test_a_demo_names_an_impossible_option_and_writes_nothing(tmp_path, name, wrong):
+    with pytest.raises(PackError, match=rf"^{next(iter(wrong))} must be .*, got "):
+        TASKS[name].demo(tmp_path / "never", **{"count": 2, **wrong})
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(("captcha", wrong) for wrong in ({"layout": "grid"}, {"height": 8}, {"case": "title"}, {"classes": "aab"})),
+        ("captcha", {"label": "("}),
+        *(("hwdb", wrong) for wrong in ({"height": 8}, {"height": "high"}, {"classes": 12}, {"classes": "一一"})),
+        *(("segment", wrong) for wrong in ({"size": 8}, {"channels": 1}, {"ignore": "void"}, {"classes": ["a"]})),
+        *(("sign", wrong) for wrong in ({"glosses": 1}, {"categories": 1})),
+    ],
+)
+def test_a_pack_names_a_wrong_option(packs, tmp_path, name, wrong):
+    with pytest.raises(PackError, match=rf"{next(iter(wrong))[:5]}.* must .*, got "):
+        TASKS[name].pack(packs[name].raw.source, into=tmp_path / "pack", progress=False, **wrong)
+
+
+AUGMENTED: list[tuple[str, dict[str, Any]]] = [
+    ("captcha", {"augment": 0.3}),
+    ("lines", {"augment": 1.0}),
+    ("hwdb", {"augment": 2.0}),
+    ("segment", {"crop": 32, "scale_low": 0.25, "scale_high": 2.0, "flip": 0.5, "jitter": 0.4}),
+    *(("sign", {name: 0.5}) for name in ("time_warp", "time_crop", "mirror")),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), AUGMENTED)
+def test_augmentation_changes_a_training_sample_in_any_batch_alike_and_evaluation_never(packs, name, settings):
+    task, pack, key = TASKS[name], packs[name], "x" if name == "sign" else "image"
+    plan, raw, alone = task.Plan(**settings), gather(pack, np.arange(6)), gather(pack, np.array([3]))
+    before = {column: tensor.clone() for column, tensor in raw.items()}
+    plain = task.batch(raw, task.Plan(), None)
+    assert torch.equal(task.batch(raw, plan, None)[key], plain[key])
+    one, other, single = (
+        task.batch(each, plan, Draws(1, e, each["id"])) for each, e in ((raw, 2), (raw, 3), (alone, 2))
+    )
+
+    def both(a, b):
+        part = tuple(slice(min(m, n)) for m, n in zip(a.shape, b.shape, strict=True))
+        return a[part], b[part]
+
+    assert all((a - b).abs().mean() > 1e-3 for a, b in (both(one[key], plain[key]), both(one[key], other[key])))
+    torch.testing.assert_close(*both(one[key][3:4], single[key]), rtol=0, atol=5e-3)
+    if f"{key}_length" in raw:
+        lengths = one[f"{key}_length"]
+        assert lengths[3] == single[f"{key}_length"][0]
+        assert name == "sign" or ((raw[f"{key}_length"] <= lengths) & (lengths <= one[key].shape[3])).all()
+    assert all(torch.equal(tensor, before[column]) for column, tensor in raw.items()), "the raw batch is unchanged"
+
+
+def card_of(name, options, columns=None, train=100, classes=60):
+    shaped = {column: Column("ragged", "|u1", (width,)) for column, width in (columns or {}).items()}
+    task = "captcha" if name == "lines" else name
+    return Card(
+        task, [*map(chr, range(0x4E00, 0x4E00 + classes))], options, shaped, {"train": train, "val": 1, "test": 0}
+    )
+
+
+CARDS = {
+    "captcha": [card_of("captcha", {"layout": "fixed", "size": [60, 160], "length": 4}, train=3)],
+    "lines": [card_of("lines", {"layout": "lines", "height": 32})],
+    "hwdb": [card_of("hwdb", {"height": height}, train=30_000) for height in (32, 128)],
+    "sign": [
+        card_of("sign", {"categories": ["a"]}, columns, 3) for columns in ({"x": 156, "mask": 78}, {"features": 2048})
+    ],
+    "segment": [
+        card_of("segment", {"size": [height, width], "channels": 4}, {"image": 4}, train, 3)
+        for height, width, train in ((1024, 2048, 2975), (360, 480, 3), (40, 33, 500))
+    ],
+}
+
+
+@pytest.mark.parametrize("accelerator", ["cuda", "cpu"])
+@pytest.mark.parametrize("name", CARDS)
+def test_advice_fits_machine_and_data_and_gives_every_number_a_reason(name, accelerator):
+    machine = Machine(accelerator, "x", 40 if accelerator == "cuda" else 0, 1, 2, (8, 0))
+    for card in CARDS[name]:
+        advice = decide(TASKS[name], card, machine)
+        assert all(advice.reasons.values())
+        plan: Any = TASKS[name].Plan.from_dict(advice.plan.to_dict())
+        assert plan.batch_size <= card.splits["train"]
+        assert plan.warmup_epochs < plan.epochs
+        with torch.device("meta"):
+            network = type(TASKS[name].model(card, plan)).__name__
+        large = accelerator == "cuda"
+        assert (
+            network
+            == {
+                "captcha": "Guide" if large else "Small",
+                "lines": "Ctc",
+                "hwdb": "Hctr" if large and card.options.get("height") == 128 else "Slim",
+                "sign": "Gru" if "features" in card.columns else "Transformer",
+                "segment": "BiSeNetV2",
+            }[name]
+        )
+
+
+BASELINES = {
+    "captcha": "batch_size=64 lr=2e-4 optimizer=adam amp=off epochs=150 min_lr=1e-6 eval_every=5 schedule=cosine",
+    "hwdb": "batch_size=8 lr=1e-3 optimizer=sgd weight_decay=1e-4 epochs=90 amp=off augment=0 network=auto",
+    "sign": "batch_size=32 lr=1e-4 optimizer=adam epochs=20 amp=off normalise=none mirror=0",
+    "segment": "batch_size=32 optimizer=sgd schedule=poly lr=5e-3 amp=off crop=384 scale_low=0.25 scale_high=2.0 "
+    "jitter=0.4 head_lr=10.0 eval_scales=0.5,0.75,1.0,1.25,1.5,1.75 eval_full=true",
+}
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_the_baseline_is_what_the_guide_calls_before(name):
+    plan = TASKS[name].BASELINE
+    expected = dict(pair.split("=") for pair in BASELINES[name].split())
+    assert {each: getattr(plan, each) for each in expected} == {n: plan.parse(n, text) for n, text in expected.items()}
+    assert (plan.feed, plan.workers) == ("workers", 0)
+
+
+@pytest.mark.parametrize("name", ["captcha", "lines", "hwdb", "sign"])
+def test_samples_are_shown_with_their_truth_and_what_was_answered_wrong(packs, name):
+    task, pack = TASKS[name], packs[name]
+    truth = [task.text_of(pack, i) for i in range(3)]
+    sheet = task.show(pack, [0, 1, 2], [truth[0], "??", truth[2]])
+    captions = [(text.get_text().split(" · ")[0], text.get_color()) for text in sheet.axes[0].texts if text.get_text()]
+    assert captions == [(truth[0], RIGHT), (f"{truth[1]} ≠ ??", WRONG), (truth[2], RIGHT)]
+    image, *texts = task.preview(pack, 1, "??")
+    assert texts[:2] == [truth[1], "??"]
+    assert image.shape[2:] == (4,) or image.mean() > 128, "dark on light"
+    with pytest.raises(PackError, match="for each id, got 1 for 2 ids"):
+        task.show(pack, [0, 1], ["a"])
+    assert "No samples to show" in repr(task.show(pack, []))
