@@ -7,15 +7,15 @@
 # disk, checks each one, and packs them into a form that a GPU never waits for. Without data of your own it writes some
 # pages. The pack is kept on your Drive as one file.
 #
-# **GPU:** none needed; reading pages is work for the processor. **Measured:** 15 s on two cores of an AMD EPYC
-# (a cloud machine, no GPU), installation aside, with 6,000 generated lines.
+# **GPU:** none needed; reading pages is work for the processor. **Measured:** 15 s on two cores of an AMD EPYC (a cloud
+# machine, no GPU), installation aside, with 6,000 generated lines.
 
 # {install}
 
 # %% [markdown]
 # ## Settings
-# `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: of the folders `HWDB2.0Train` …
-# `HWDB2.2Test`, unpacked, or of `train/`, `train_img_id_gt.txt` with `name,text` on each line, and `chars_list.txt`.
+# `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: of the folders `HWDB2.0Train`
+# … `HWDB2.2Test`, unpacked, or of `train/`, `train_img_id_gt.txt` with `name,text` on each line, and `chars_list.txt`.
 # `help(hwdb.pack)` lists the `OPTIONS`. The lines' height follows the GPU's memory; `{"height": 96}` sets another.
 
 # %% tags=["parameters"]

@@ -4,11 +4,12 @@
 # {badge}
 #
 # Trains a recogniser of handwritten lines, a convolutional network with CTC, by a plan that is measured on your
-# machine. You can watch it and change its settings while it trains. It ends with a receipt: how much
-# faster than the guide's own settings, on your data.
+# machine. You can watch it and change its settings while it trains. It ends with a receipt: how much faster than the
+# guide's own settings, on your data.
 #
-# **GPU:** any NVIDIA GPU (not tested yet) for the guide's network of 53 M parameters; without one a slim network is chosen. **Measured:** 1 min 58 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation aside, with
-# 6,000 generated lines of 60 characters.
+# **GPU:** any NVIDIA GPU (not tested yet) for the guide's network of 53 M parameters; without one a slim network is
+# chosen. **Measured:** 1 min 58 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation aside, with 6,000
+# generated lines of 60 characters.
 
 # {install}
 
@@ -52,9 +53,9 @@ pack
 
 # %% [markdown]
 # ## The plan
-# Measured here, on your data, in about a minute, and kept next to the pack. Every field has its reason next to it; where
-# nothing was measured, the reason names the rule of thumb. Above the table: how many steps that is, and how long they
-# take at the measured speed.
+# Measured here, on your data, in about a minute, and kept next to the pack. Every field has its reason next to it;
+# where nothing was measured, the reason names the rule of thumb. Above the table: how many steps that is, and how long
+# they take at the measured speed.
 
 # %%
 advice = nb.advise(hwdb, pack, measure=MEASURE)
