@@ -4,7 +4,7 @@
 # {badge}
 #
 # Trains a recogniser of handwritten lines, a convolutional network with CTC, by a plan that is measured on your
-# machine. You can watch it and change its settings while it trains. It ends with a receipt: how much faster than the
+# machine. You can change its settings while it trains. It ends with a receipt: how much faster than the
 # guide's own settings, on your data.
 #
 # **GPU:** any NVIDIA GPU (not tested yet) for the guide's network of 53 M parameters; without one a slim network is

@@ -3,7 +3,7 @@
 #
 # {badge}
 #
-# Trains BiSeNetV2, or on a CPU a slim version of it, to predict the class of every pixel, by a plan with a reason for
+# Trains BiSeNetV2, or on a CPU a slim version of it, to predict the class of every pixel. The plan has a reason for
 # every number. Predictions are drawn while it trains. The receipt shows how much faster that is than the guide's own
 # settings on this machine.
 #
