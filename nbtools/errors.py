@@ -40,7 +40,13 @@ class ArchiveError(StageError):
 
 
 class PackError(NbtoolsError):
-    """Raw data cannot be packed, or a pack cannot be opened."""
+    """Raw data cannot be packed, or a pack cannot be opened. Of a single sample its arguments are value, rule, fix."""
+
+    def __str__(self) -> str:
+        if len(self.args) != 3:
+            return super().__str__()
+        value, rule, fix = self.args
+        return f"{rule}, got {value}; {fix}"
 
 
 class CheckpointError(NbtoolsError):

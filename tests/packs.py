@@ -15,23 +15,26 @@ def pack_of(
     *,
     task: str = "plain",
     split: str | Sequence[str | None] | None = "train",
+    groups: Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
-    val: float = 0,
-    test: float = 0,
+    val: Any = 0,
+    test: Any = 0,
+    seed: int = 0,
+    progress: bool = False,
     **survey: Any,
 ) -> Pack:
-    """The samples as the pack `folder/pack`. split: of each, or of all, None: drawn by val and test; survey: as
-    `classes`, `ragged` and `bucket_by`. A mapping names the samples."""
+    """The samples as the pack `folder/pack`. split: of each, or of all, None: drawn by val and test; groups: of each;
+    survey: as `classes`, `ragged` and `bucket_by`. A mapping names the samples."""
     named = dict(samples) if isinstance(samples, Mapping) else {str(i): sample for i, sample in enumerate(samples)}
     splits = [split] * len(named) if split is None or isinstance(split, str) else split
     raw = folder / "raw"
     raw.mkdir(parents=True)
     (raw / "made").write_text("from arrays")
-    entries = [Entry(name, split=one) for name, one in zip(named, splits, strict=True)]
+    entries = [*map(Entry, named, splits, [None] * len(named), groups or [None] * len(named))]
     found = Survey(entries, **{"options": options or {}, **survey})
 
     def read(path: Path, options: Mapping[str, Any]) -> Sample:
         return named[path.relative_to(raw).as_posix()]
 
-    more = {"val": val, "test": test, "into": folder / "pack", "progress": False}
+    more = {"val": val, "test": test, "seed": seed, "into": folder / "pack", "progress": progress}
     return build_pack(raw, task, options or {}, lambda folder, options: found, read, **more)

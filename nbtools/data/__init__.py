@@ -22,6 +22,5 @@ from nbtools.data.feed import (
 from nbtools.data.fetch import File, fetch_all
 from nbtools.data.forms import IMAGES, TARGET, Form, open_image
 from nbtools.data.pack import SPLITS, Card, Column, Pack, Sample
-from nbtools.data.parallel import cores, side_by_side, threaded
-from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
+from nbtools.data.progress import SLOW, bar, cores, in_notebook, meanwhile, phase, say, side_by_side, tick, work
 from nbtools.data.stage import cached, stage

@@ -36,12 +36,12 @@ PLAIN = "only plain files and folders are read"
 
 
 class Entry(NamedTuple):
-    """A file of an archive, or a folder, which has no `open`. name: its bytes where no encoding is marked; open:
-    returns the archive, or a stream from it, at the file's first byte."""
+    """A file of an archive. name: its bytes where no encoding is marked; open: returns the archive, or a stream from
+    it, at the file's first byte."""
 
     name: str | bytes
     size: int
-    open: Callable[[], IO[bytes]] | None
+    open: Callable[[], IO[bytes]]
 
 
 def kind(path: Path, text: str) -> str:
@@ -75,10 +75,10 @@ def unpack(path: Path, folder: Path, text: str, progress: bool) -> None:
         with open(path, "rb") as file:
             entries = list(islice((in_zip if form == "zip" else in_tar)(file, where), ENTRIES + 1))
             files = checked(entries, max(FLOOR, RATIO * path.stat().st_size), text, where)
-            size = sum(entry.size for entry in files.values())
+            size = sum(entry.size for _, entry in files)
             disk.require_space(folder, size)
             with bar(total=size, desc=f"unpack {folder.name}", disable=not progress, **BYTES) as shown:
-                for name, entry in files.items():
+                for name, entry in files:
                     where.entry = name
                     extract(entry, folder / name, shown.update)
 
@@ -96,10 +96,13 @@ def inflate(path: Path, opener: Callable, plain: Path, progress: bool) -> None:
 
 def extract(entry: Entry, target: Path, progress: Callable[[int], object]) -> None:
     """Create a file with the bytes of an entry, as many as announced."""
-    assert entry.open
-    target.parent.mkdir(parents=True, exist_ok=True)
-    stream, rest = entry.open(), entry.size
-    with open(target, "xb", 0) as file:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file = open(target, "xb", 0)  # noqa: SIM115
+    except (FileExistsError, NotADirectoryError, IsADirectoryError):
+        raise ArchiveError("has the name of another entry. Rename one") from None
+    with file:
+        stream, rest = entry.open(), entry.size
         while rest and (data := stream.read(min(disk.PIECE, rest))):
             disk.write(file, data)
             progress(len(data))
@@ -108,25 +111,17 @@ def extract(entry: Entry, target: Path, progress: Callable[[int], object]) -> No
         raise ArchiveError(f"is damaged: {rest} of {entry.size} bytes are missing")
 
 
-def checked(entries: list[Entry], limit: int, text: str, where: SimpleNamespace) -> dict[str, Entry]:
-    """Return relative path → entry of all files. Raises ArchiveError."""
+def checked(entries: list[Entry], limit: int, text: str, where: SimpleNamespace) -> list[tuple[str, Entry]]:
+    """Return (relative path, entry) of all files but litter. Raises ArchiveError."""
     if len(entries) > ENTRIES:
         raise ArchiveError(f"comes after {ENTRIES} entries, which are too many. Combine small files into fewer")
     require_below(sum(entry.size for entry in entries), limit)
-    files: dict[str, Entry] = {}
-    folders: set[str] = set()
+    files: list[tuple[str, Entry]] = []
     for name, entry in zip(decoded(text, [entry.name for entry in entries]), entries, strict=True):
         where.entry = name
-        parts, is_file = safe_parts(name), entry.open and not name.endswith("/")
-        if LITTER.search(name) or not parts:
-            continue
-        above = {"/".join(parts[:end]) for end in range(1, len(parts) + (not is_file))}
-        folders |= above
-        whole = "/".join(parts)
-        if above & files.keys() or (is_file and (whole in files or whole in folders)):
-            raise ArchiveError("has the name of another entry. Rename one")
-        if is_file:
-            files[whole] = entry
+        path = "/".join(safe_parts(name))
+        if path and not name.endswith("/") and not LITTER.search(name):
+            files.append((path, entry))
     where.entry = ""
     if not files:
         raise ArchiveError("holds no files")
@@ -158,8 +153,9 @@ def in_tar(file: IO[bytes], where: SimpleNamespace) -> Iterator[Entry]:
         if not (is_file or member.isdir()):
             fix = "Make the archive again with tar --dereference --hard-dereference"
             raise ArchiveError(f"is a link, a device or sparse: {PLAIN}. {fix}")
-        name = member.name.encode("utf-8", "surrogateescape")
-        yield Entry(name, member.size, partial(at, file, member.offset_data)) if is_file else Entry(name, 0, None)
+        if is_file:
+            name = member.name.encode("utf-8", "surrogateescape")
+            yield Entry(name, member.size, partial(at, file, member.offset_data))
     where.entry = ""
     if at(file, tar.offset).read(2 * tarfile.BLOCKSIZE) != bytes(2 * tarfile.BLOCKSIZE):  # else tarfile is silent
         raise ArchiveError("ends before its end-of-archive marker: it is truncated or damaged")

@@ -42,8 +42,7 @@ from nbtools.data.pack import (
     memory_map,
     touch,
 )
-from nbtools.data.parallel import side_by_side
-from nbtools.data.progress import bar, say
+from nbtools.data.progress import bar, say, side_by_side
 from nbtools.data.stage import stage
 from nbtools.errors import PackError
 from nbtools.show import plural
@@ -120,11 +119,10 @@ def build_pack(
         if splits.is_all(test) and pack.splits["test"] < len(pack):
             fix = "pass the raw source, which test=1.0 makes test data"
             raise PackError(f"{folder} is a pack, and its splits are fixed; {fix}")
-        where = source_of(pack)
-        return dataclasses.replace(pack, raw=where and RawFiles(pack, where, reader(where) if reader else read))
+        return pack
     given = {**options, "val": val, "test": test, **({"seed": seed} if seed else {})}
     with disk.explained(f"looking at {folder}", folder):
-        made = {"key": fingerprint(task, folder, given), "keyed": given, "source": str(folder)}
+        made = {"key": fingerprint(task, folder, given), "source": str(folder)}
     read = reader(folder) if reader else read
     sample = partial(decode, read, folder)
     pack = make_pack(task, made, into, lambda: survey(folder, given), sample, (val, test, seed), progress)
@@ -149,9 +147,10 @@ def make_pack(
     touch(target)
     name = hashlib.blake2b(str(target).encode(errors="surrogateescape"), digest_size=8).hexdigest()
     with disk.explained(f"packing {made['source']}", target), disk.Lock(cache() / "locks" / f"pack-{name}.lock"):
-        if is_finished(target, task, made["key"]):
-            return Pack.open(target)
         part, blocks = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.blocks.part")
+        if is_finished(target, task, made["key"]):
+            disk.remove(blocks)
+            return Pack.open(target)
         try:
             inventory = survey()
             paths = read_blocks(inventory, sample, blocks, [VERSION, made["key"]], progress)
@@ -195,15 +194,6 @@ def fingerprint(task: str, folder: Path, given: Options) -> str:
     return hashlib.blake2b((text + files).encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
-def source_of(pack: Pack) -> Path | None:
-    """Return the source of a kept pack where it is here and unchanged, so that a receipt can measure the raw files."""
-    made, source = pack.manifest, Path(pack.manifest["source"])
-    with contextlib.suppress(OSError):  # another user's, or on a disk that does not respond
-        if "keyed" in made and source.exists() and fingerprint(pack.card.task, source, made["keyed"]) == made["key"]:
-            return source
-    return None
-
-
 # -- samples
 
 
@@ -234,8 +224,8 @@ def why(error: PackError) -> tuple[str, str, str]:
 
 @dataclass(eq=False)
 class RawFiles(Dataset):
-    """The source files of a pack, decoded at each access, as a DataLoader reads them: for comparison. Item i has the
-    same values as the pack's sample i."""
+    """What a pack was made of, read at each access, as a DataLoader does: for comparison, and where nothing is stored.
+    Item i has the values of the pack's sample i."""
 
     pack: Pack
     source: Path
@@ -246,7 +236,7 @@ class RawFiles(Dataset):
 
     def __getitem__(self, i: int) -> Sample:
         decoded = self.read(self.source / self.pack.names[i], self.pack.options)
-        return {**self.pack.sample(i), **decoded, "id": np.asarray(i, np.int64)}
+        return {**(self.pack.sample(i) if self.pack.is_stored else {}), **decoded, "id": np.asarray(i, np.int64)}
 
 
 # -- blocks of samples

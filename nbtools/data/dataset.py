@@ -1,28 +1,51 @@
-"""nb.pack: what one has becomes the columns of a Pack; and items to predict, read like its own."""
+"""nb.pack: what one has becomes the columns of a Pack; and items to predict, read like its own.
+
+Folders of images by class and tables are lists of items: dicts by column, with the paths of images in place of them.
+What a folder is follows from the images that it holds: hidden ones and those in __MACOSX do not count.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from torch.utils.data import DataLoader
 
-from nbtools.data.build import make_pack, of_task
-from nbtools.data.forms import RESIZES, TARGET, forms_in, is_image, plain_values, resolve
-from nbtools.data.items import Items, RawItems, named, parts_of
-from nbtools.data.pack import SPLITS, Card, Pack, Sample, is_pack
+from nbtools import disk
+from nbtools.data.build import RawFiles, make_pack, of_task
+from nbtools.data.forms import (
+    IMAGES,
+    RESIZES,
+    TARGET,
+    TARGETS,
+    composed,
+    forms_in,
+    is_image,
+    is_missing,
+    plain_values,
+)
+from nbtools.data.items import Items, Part, named, parts_of
+from nbtools.data.pack import Card, Pack, Sample, is_pack
 from nbtools.data.progress import say
 from nbtools.data.splits import require_shares
 from nbtools.data.stage import stage
-from nbtools.data.tables import Part, image_folders, is_table, read_table, roles_of, rows_of, split_word
 from nbtools.errors import PackError
+from nbtools.show import plural
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 TASK = "dataset"
+SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|(val)(?:id|idation)?|(test)(?:ing)?)(?![a-z])", re.I)
 
 
 def pack(
@@ -81,7 +104,7 @@ def pack(
         height, width, how = items.resize
         say(f"images become {height} × {width} by resize={how!r}; there are {', '.join(RESIZES)}")
     pack = make_pack(TASK, made, into, items.survey, lambda _, i: items[i], draw, progress)
-    pack = dataclasses.replace(pack, raw=RawItems(items, pack))
+    pack = dataclasses.replace(pack, raw=RawFiles(pack, Path(), partial(items.read_again, pack.classes)))
     return pack.folds(folds, seed) if folds else pack
 
 
@@ -95,13 +118,6 @@ def size_of(size: Any, resize: str | None) -> list[int] | None:
     return pair and [*pair]
 
 
-def options_like(card: Card) -> dict[str, Any]:
-    """Return options of `pack` with which another source has the classes and the preprocessing of a card."""
-    roles = {name: value for name, value in card.options["roles"].items() if name != "key"}
-    classes = {"values": False, "none": None}.get(card.options["kind"], card.classes)
-    return {**roles, "classes": classes, "text": resolve(card.options["text"]) if card.options["text"] else None}
-
-
 # -- what is given
 
 
@@ -109,18 +125,10 @@ def divided(data: Any, train: Any, val: Any, test: Any) -> tuple[dict[str | None
     """Return split → its data, None: of data yet to be divided; and the shares of val and test that are drawn."""
     if (data is None) == (train is None):
         raise PackError(f"pack takes the data, or train=…, got {'neither' if data is None else 'both'}; pass one")
-    data = train if data is None else data
     given = {name: part for name, part in (("val", val), ("test", test)) if not isinstance(part, int | float | None)}
-    parts: dict[str | None, Any] = {"train" if given else None: data, **given}
-    if isinstance(data, Mapping):
-        words = {split_word(str(name)): part for name, part in data.items()}
-        if given or None in words or len(words) < len(data) or not words:
-            keys, fix = ", ".join(map(str, data)), "for arrays, pass torch.utils.data.TensorDataset(x, y)"
-            raise PackError(f"a dict of Datasets has the keys train, val and test, got {keys}; {fix}")
-        parts = {split: words[split] for split in SPLITS if split in words}
-    val, test = (0 if name in parts else share for name, share in (("val", val), ("test", test)))
+    val, test = (0 if name in given else share for name, share in (("val", val), ("test", test)))
     require_shares(val, test)
-    return parts, val, test
+    return {"train" if given else None: train if data is None else data, **given}, val, test
 
 
 def opened(given: Mapping[str | None, Any], options: Any, root: Any, groups: Any, progress: bool) -> tuple[Any, Any]:
@@ -136,12 +144,8 @@ def opened(given: Mapping[str | None, Any], options: Any, root: Any, groups: Any
             parts.append((split, rows, [f"{front}row {i}" for i in range(len(rows))]))
             values += frame[groups].tolist() if isinstance(groups, str) and groups in frame else []
             options.key, options.columns = (TARGET if roles[0] else None, None), roles[1]
-            if (
-                options.classes is None
-                and len(roles[0]) > 1
-                and bool(frame[roles[0]].isin((0, 1, None)).to_numpy().all())
-            ):
-                options.classes = roles[0]
+            flags = len(roles[0]) > 1 and bool(frame[roles[0]].isin((0, 1, None)).to_numpy().all())
+            options.classes = roles[0] if flags and options.classes is None else options.classes
         elif path:
             parts += image_folders(stage(data, progress=progress), split, options.classes is not None, progress)
             options.key = (TARGET, None)
@@ -161,6 +165,8 @@ def map_style(data: Any) -> Any:
         fix = "pass its dataset: loader.dataset"
     elif isinstance(data, tuple):
         fix = "pass torch.utils.data.TensorDataset(x, y), or a list"
+    elif isinstance(data, Mapping):
+        fix = "pass its splits as train=…, val=… and test=…, or of arrays torch.utils.data.TensorDataset(x, y)"
     elif hasattr(data, "__getitem__"):
         with suppress(TypeError, NotImplementedError):
             len(data)
@@ -168,7 +174,143 @@ def map_style(data: Any) -> Any:
     raise PackError(f"data must be a Dataset with items by number and a length, got {type(data).__name__}; {fix}")
 
 
+# -- folders
+
+
+def split_word(name: str) -> str | None:
+    """Return train, val or test where a name has it as a word, also as training_set, valid, seg_test."""
+    match = SPLIT.search(name)
+    return match[match.lastindex or 0].lower() if match else None
+
+
+def image_folders(root: Path, split: str | None, one: bool, progress: bool) -> list[Part]:
+    """Return the images by class of a folder of classes, or of its folders train, val and test; what is left out is
+    said. one: there may be one class. Raises PackError where images do not lie in class folders."""
+    files = [Path(entry.path).relative_to(root).as_posix() for entry in disk.walk(root)]
+    files = sorted(name for name in files if not any(part[0] == "." or part == "__MACOSX" for part in name.split("/")))
+    names = [name for name in files if name.lower().endswith(IMAGES)]
+    place = descend(names, "")
+    words = {folder: split_word(folder) for folder in inside(names, place)}
+    deep = {folder: word for folder, word in words.items() if word and inside(names, f"{place}{folder}/")}
+    places: list[tuple[str | None, str]] = [(split, place)]
+    if split is None and "train" in deep.values():
+        several = len({*deep.values()}) > 1
+        places = [(word if several else None, descend(names, f"{place}{folder}/")) for folder, word in deep.items()]
+    elif not words or (len(words) == 1 and split is None and not one):
+        came = f"one folder, {min(words)!r}" if words else "no folder with images"
+        raise PackError(f"{root} must hold a folder of images for each class, got {came}; name the folder above")
+    parts, left_out = list[Part](), {*files}
+    for word, at in places:
+        there = [name for name in names if name.startswith(at) and "/" in name[len(at) :]]
+        classes = [composed(name[len(at) :].split("/")[0]) for name in there]
+        items = [{"image": root / name, TARGET: label} for name, label in zip(there, classes, strict=True)]
+        parts.append((word, items, [f"{split}/{name}" if split else name for name in there]))
+        left_out.difference_update(there)
+    if progress and left_out:
+        what = f"{plural(len(left_out), 'file')} left out, such as {min(left_out)}"
+        say(f"{what}: no images in a folder for their class")
+    return parts
+
+
+def inside(names: Iterable[str], place: str) -> list[str]:
+    """Return the folders directly below a place."""
+    rest = (name[len(place) :] for name in names if name.startswith(place))
+    return sorted({name.partition("/")[0] for name in rest if "/" in name})
+
+
+def descend(names: list[str], place: str) -> str:
+    """Return the place where the classes are: below folders that hold nothing but another one of folders."""
+    while len(only := inside(names, place)) == 1:
+        below = f"{place}{only[0]}/"
+        if not all("/" in name[len(below) :] for name in names if name.startswith(below)):
+            break
+        place = below
+    return place
+
+
+# -- tables
+
+
+def is_table(data: Any) -> bool:
+    """Return whether data are a DataFrame, or the path of a CSV file."""
+    pandas = sys.modules.get("pandas")
+    path = isinstance(data, str | Path) and str(data).lower().endswith((".csv", ".tsv"))
+    return path or (pandas is not None and isinstance(data, pandas.DataFrame))
+
+
+def read_table(data: Any) -> pd.DataFrame:
+    """Return a DataFrame, or that of a CSV file, whose separator is the most frequent one in its first line."""
+    import pandas as pd
+
+    if isinstance(data, pd.DataFrame):
+        return data.rename(columns=str)
+    try:
+        with open(data, encoding="utf-8-sig") as file:
+            header = file.readline()
+        return pd.read_csv(data, sep=max(",;\t|", key=header.count), encoding="utf-8-sig")
+    except (OSError, ValueError) as error:  # pandas' own are ValueErrors
+        raise PackError(f"{data} must be a table in UTF-8 with a line of column names: {error}") from None
+
+
+def roles_of(frame: pd.DataFrame, options: Any, besides: Any) -> tuple[list[str], list[str]]:
+    """Return the columns of the target, and of inputs: by default the image, without one all others. Raises PackError
+    where there is no single reading."""
+    names = [name for name in TARGETS if name in frame] if options.target is None else options.target
+    goals = [str(name) for name in ([names] if isinstance(names, str | int) else names)]
+    if options.target is None and len(goals) > 1:
+        raise PackError(f"the table has the columns {', '.join(goals)}; name the target: target={goals[0]!r}")
+    own = [] if options.image is None else [options.image]
+    rest = [name for name in frame if name not in (*goals, besides) and not own]
+    inputs = [*dict.fromkeys(map(str, [*own, *(rest if options.inputs is None else options.inputs)]))]
+    if not inputs or {*inputs} & {*goals}:
+        came = f"inputs {', '.join(inputs) or 'none'} and target {', '.join(goals) or 'none'}"
+        raise PackError(f"inputs and target must be columns of their own, got {came}; choose with inputs=[…]")
+    return goals, inputs
+
+
+def rows_of(frame: pd.DataFrame, goals: Sequence[str], inputs: Sequence[str], options: Any, root: Path) -> list[Any]:
+    """Return the rows as items: numbers are one array, `x`; the file in the column `image`, in root, is the image;
+    texts are columns of their own; `sep` divides a target into labels. Raises PackError for other columns."""
+    if absent := [name for name in (*goals, *inputs) if name not in frame]:
+        raise PackError(f"the table has no column {absent[0]!r}; its columns are {', '.join(map(str, frame))}")
+    numbers = frame[[*inputs]].select_dtypes(["number", "bool", "boolean"])
+    texts = [name for name in inputs if name not in numbers and name != options.image]
+    if texts and not options.text:
+        fix = f"pass inputs={[*numbers]}, text= for a function, or pd.get_dummies(df)"
+        if dates := [name for name in texts if is_date(next(iter(frame[name].dropna()), None))]:
+            fix += f"; of a date make numbers, df[{dates[0]!r}] = pd.to_datetime(df[{dates[0]!r}]).dt.day_of_year"
+        raise PackError(f"these columns are not numeric: {', '.join(texts)}; {fix}")
+    columns: dict[str, Any] = {name: frame[name].tolist() for name in texts}
+    if options.image in inputs:
+        columns["image"] = [root / name if isinstance(name, str) else None for name in frame[options.image]]
+    if len(numbers.columns):
+        columns["x"] = numbers.to_numpy(np.float32, na_value=np.nan)
+    if len(goals) == 1:
+        sep, values = options.sep, frame[goals[0]].tolist()
+        columns[TARGET] = [labels_in(text, sep) for text in values] if sep else values
+    elif goals:
+        columns[TARGET] = frame[[*goals]].to_numpy(np.float32, na_value=np.nan)
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def is_date(value: Any) -> bool:
+    """Return whether a value is a date, also as a text such as 2024-05-31 or 31.5.2024."""
+    return bool(re.match(r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[./]\d{1,2}[./]\d{2}", str(value)))
+
+
+def labels_in(text: Any, sep: str) -> list[str]:
+    """Return the labels of a cell; an empty one has none."""
+    return [] if is_missing(text) else [name.strip() for name in str(text).split(sep) if name.strip()]
+
+
 # -- items to predict
+
+
+def options_like(card: Card) -> dict[str, Any]:
+    """Return options of `pack` with which another source has the classes and the preprocessing of a card."""
+    roles = {name: value for name, value in card.options["roles"].items() if name != "key"}
+    classes = {"values": False, "none": None}.get(card.options["kind"], card.classes)
+    return {**roles, "classes": classes, "text": resolve_name(card.options["text"]) if card.options["text"] else None}
 
 
 def items_of(given: Any, card: Card) -> Sequence[Any]:

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -138,12 +138,16 @@ def on(device: torch.device, raw: Raw) -> Raw:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in raw.items()}
 
 
-class Feed(Protocol):
+class Feed:
     """Called with the coming batches of ids, it yields a raw batch for each."""
 
-    name: str
+    name = ""
 
-    def __call__(self, batches: Sequence[np.ndarray]) -> Iterator[Raw]: ...
+    def __init__(self, pack: Pack, device: torch.device, plan: Plan = None):
+        self.pack, self.device, self.plan, self.padding = pack, device, plan, Padding(pack, plan)
+
+    def __call__(self, batches: Sequence[np.ndarray]) -> Iterator[Raw]:
+        raise NotImplementedError
 
 
 def choose(pack: Pack, plan: Plan, device: torch.device) -> tuple[str, str]:
@@ -167,13 +171,13 @@ def open_feed(pack: Pack, plan: Plan, device: torch.device) -> Feed:
     return kinds[choose(pack, plan, device)[0]](pack, device, plan)
 
 
-class Resident:
+class Resident(Feed):
     """All that batches hold as tensors on the device; a batch is one gather per column."""
 
     name = "resident"
 
     def __init__(self, pack: Pack, device: torch.device, plan: Plan = None):
-        self.pack, self.device, self.padding = pack, device, Padding(pack, plan)
+        super().__init__(pack, device, plan)
         self.values = {name: torch.from_numpy(array).to(device) for name, array in pack.arrays.items()}
         self.offsets = {name: torch.from_numpy(array).to(device) for name, array in pack.offsets.items()}
 
@@ -208,7 +212,7 @@ class Resident:
         return rows.view(len(ids), longest, *values.shape[1:]), length
 
 
-class Streamed:
+class Streamed(Feed):
     """A thread gathers batches from the memory map ahead of training; on CUDA it sends them through pinned memory on a
     stream of their own, so that neither the gather nor the copy waits in the step.
 
@@ -219,7 +223,7 @@ class Streamed:
     name = "streamed"
 
     def __init__(self, pack: Pack, device: torch.device, plan: Plan):
-        self.pack, self.device, self.prefetch, self.padding = pack, device, plan.prefetch, Padding(pack, plan)
+        super().__init__(pack, device, plan)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
@@ -227,7 +231,7 @@ class Streamed:
         try:
             for ids in batches:
                 begun.append(pool.submit(self.fetch, ids, pinned))
-                if len(begun) > self.prefetch:
+                if len(begun) > self.plan.prefetch:
                     yield self.arrived(*begun.popleft().result())
             while begun:
                 yield self.arrived(*begun.popleft().result())
@@ -256,7 +260,7 @@ class Streamed:
         return raw
 
 
-class Workers:
+class Workers(Feed):
     """A DataLoader over the source files, which decodes every sample at every access: as the guides do, kept as the
     baseline and for data that is not packed; same batches, same order. Its processes live from call to call; a call
     within another, such as an evaluation between two steps, has its own."""
@@ -267,7 +271,7 @@ class Workers:
         if pack.raw is None:
             rule = 'Plan.feed = "workers" reads the source files, but the pack was opened without them'
             raise TrainError(f'{rule}; stage the source again, or choose feed="auto"')
-        self.pack, self.device, self.plan, self.padding = pack, device, plan, Padding(pack, plan)
+        super().__init__(pack, device, plan)
         self.idle: list[DataLoader] = []
 
     def open(self, first: np.ndarray) -> DataLoader:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import io
 import struct
 import sys
@@ -17,8 +16,8 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 TARGET = "y"
+TARGETS = ("y", "label", "labels", "target")  # keys of an item, and columns, that are its target without being named
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, zipfile.BadZipFile)
 """What Pillow, NumPy and the like raise on damaged files."""
@@ -135,7 +135,7 @@ def plain(name: str, value: Any, resize: Resize, text: str) -> Any:
     target = name == TARGET
     if is_image(value):
         return pixels(value, resize, target)
-    value = bare(value) if target else resolve(text)(value) if text and isinstance(value, str) else value
+    value = bare(value) if target else resolve_name(text)(value) if text and isinstance(value, str) else value
     if target and (isinstance(value, str | int) or is_missing(value)):
         return value
     return sorted(value) if target and is_names(value) else numeric(name, value)
@@ -201,13 +201,6 @@ def function_name(function: Any) -> str:
     if "<" in name or "." in name.partition(":")[2]:
         raise PackError(f"text must be a function of a module, by whose name predictions find it, got {function!r}")
     return name
-
-
-@cache
-def resolve(name: str) -> Any:
-    """Return the function of that name."""
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
 
 
 # -- a column

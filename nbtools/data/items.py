@@ -9,21 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from nbtools import disk
 from nbtools.data.build import Entry, Problem, Survey, why
 from nbtools.data.forms import (
     FIX,
     TARGET,
+    TARGETS,
     Form,
     bare,
     blocks_of,
@@ -35,16 +37,15 @@ from nbtools.data.forms import (
     is_missing,
     is_names,
     moments_of,
-    plain,
     plain_values,
 )
-from nbtools.data.pack import FORMAT, Pack, Sample
-from nbtools.data.tables import TARGETS, Part
+from nbtools.data.pack import FORMAT, Sample
 from nbtools.errors import NbtoolsError, PackError
 
 VERSION = 6  # of what a card keeps of them; packs of another are made anew
 SEEN = 64  # items looked at
 KNOWN = (list, np.ndarray, torch.Tensor, TensorDataset)  # in memory: all that they hold identifies a pack
+Part = tuple[str | None, Any, list[str]]  # split, items, their names
 POINTS = {2: "points", 4: "boxes"}  # by the length of a column's last axis
 KINDS = {"class": "classes", "labels": "labels"}  # of the target's form → of the pack, else values
 ROLES = ("target", "inputs", "image", "sep", "size", "resize", "points")
@@ -90,7 +91,7 @@ def named(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | None) -
     return {column: parts[key] for column, key in zip(columns, chosen, strict=True)}
 
 
-class Items(Dataset):
+class Items:
     """The items of all parts, one after another: `self[i]` is a sample, or its row of the table of bad samples. 64 of
     them, spread over the data, show what all have in common.
 
@@ -126,6 +127,7 @@ class Items(Dataset):
         self.resize = [*options.size, how] if options.size else None
         self.marks: list[bytes] = []
         self.forms = self.look()
+        self.stored = [name for name in self.forms if options.store or (self.listed and name == TARGET)]
         self.kind = KINDS.get(self.forms[TARGET].kind, "values") if TARGET in self.forms else "none"
 
     def __len__(self) -> int:
@@ -138,11 +140,12 @@ class Items(Dataset):
                 return parts_of(self.parts[k][1][place])
         return {}
 
-    def values(self, i: int) -> dict[str, Any]:
-        """Return column → plain value of an item. Raises PackError(value, rule, fix) where there is none."""
+    def values(self, i: int, columns: Collection[str] | None = None) -> dict[str, Any]:
+        """Return column → plain value of an item, or of these alone. Raises PackError(value, rule, fix) without."""
         k, place = self.places[i]
         try:
             parts = named(parts_of(self.parts[k][1][place]), self.target, self.options.key[1])
+            parts = {name: part for name, part in parts.items() if columns is None or name in columns}
             values = plain_values(parts, self.resize, self.text, self.marked)
         except NbtoolsError:
             raise
@@ -157,29 +160,34 @@ class Items(Dataset):
         names = self.classes[k] if self.options.classes is not False else []
         return class_text(value, names) if names and isinstance(value, int) else value
 
-    def sample(self, i: int) -> dict[str, Any]:
+    def sample(self, i: int, columns: Collection[str]) -> dict[str, Any]:
         """Return the arrays of an item; its class as a text. Raises PackError(value, rule, fix)."""
-        values = self.values(i)
-        if values.keys() != self.forms.keys():
-            rule = f"an item must have {', '.join(self.forms)}, like the others"
+        values = self.values(i, None if {*columns} == self.forms.keys() else columns) if columns else {}
+        if values.keys() != {*columns}:
+            rule = f"an item must have {', '.join(columns)}, like the others"
             raise PackError(", ".join(values), rule, "make it match, or leave it out")
-        return {name: form.fit(name, values[name]) for name, form in self.forms.items()}
-
-    def target_at(self, i: int) -> dict[str, Any]:
-        """Return the target alone, where it is in memory."""
-        if not self.listed or TARGET not in self.forms:
-            return {}
-        k, place = self.places[i]
-        value = plain(TARGET, parts_of(self.parts[k][1][place])[self.target], self.resize, "")
-        return {TARGET: self.forms[TARGET].fit(TARGET, self.class_of(k, value))}
+        return {name: self.forms[name].fit(name, values[name]) for name in columns}
 
     def __getitem__(self, i: int) -> dict[str, Any] | Problem:
         try:
-            return self.sample(i) if self.options.store else self.target_at(i)
+            return self.sample(i, self.stored)
         except PackError as error:
             if len(error.args) != 3:  # of all items
                 raise PackError(f"{self.names[i]}: {error}") from None
             return self.names[i], *why(error)
+
+    def read_again(self, classes: Sequence[str], path: Path, _: Any) -> Sample:
+        """Return the arrays of the item of a name, as a pack with these classes has them."""
+        name = path.as_posix()
+        try:
+            sample = self.sample(self.index[name], self.forms)
+        except PackError as error:  # where nothing is stored, an item is read here for the first time
+            raise PackError(f"{name}: {error}") from None
+        return sample | ({TARGET: np.asarray(classes.index(sample[TARGET]))} if self.kind == "classes" else {})
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
 
     # -- what all have in common
 
@@ -195,7 +203,7 @@ class Items(Dataset):
                     seen.setdefault(name, []).extend([] if is_missing(value) else [value])
             except PackError as error:
                 if len(error.args) != 3 or (i == self.looked[-1] and not seen):
-                    raise PackError(f"{self.names[i]}: {sentence(error)}") from None
+                    raise PackError(f"{self.names[i]}: {error}") from None
             self.marks.append(mark(values))
         classes = options.classes
         if classes is None:
@@ -258,9 +266,8 @@ class Items(Dataset):
             rule = "differs each time it is read: the Dataset augments at random, and a pack keeps one reading"
             fix = "Augment on the device instead, nb.classify(net, augment=(…)), or pass store=False"
             raise PackError(f"{varying[0]} {rule}. {fix}: each epoch then reads the Dataset itself")
-        here = [name for name in forms if store or (self.listed and name == TARGET)]
         classes = [*forms[TARGET].names] if self.kind in ("classes", "labels") else []
-        if self.kind == "classes" and not classes and TARGET not in here:
+        if self.kind == "classes" and not classes and TARGET not in self.stored:
             raise PackError("store=False reads no item before training; name the classes: classes=[…]")
         splits = [self.parts[k][0] for k, _ in self.places]
         ragged = [name for name, form in forms.items() if form.ragged]
@@ -268,13 +275,13 @@ class Items(Dataset):
             [*map(Entry, self.names, splits, [None] * len(self), self.groups)],
             classes,
             self.card_options(),
-            ragged=[name for name in ragged if name in here],
+            ragged=[name for name in ragged if name in self.stored],
             bucket_by=next(iter(ragged), None),
             by_content=store,
             stratified=self.kind == "classes",
-            named=TARGET if self.kind == "classes" and here else None,
+            named=TARGET if self.kind == "classes" and self.stored else None,
             learn=self.learn,
-            elsewhere={name: form.column for name, form in forms.items() if name not in here},
+            elsewhere={name: form.column for name, form in forms.items() if name not in self.stored},
         )
 
     def learn(self, arrays: Mapping[str, np.ndarray], train: np.ndarray) -> dict[str, Any]:
@@ -297,35 +304,8 @@ class Items(Dataset):
         """Yield a column of the items looked at, one at a time."""
         for i in self.looked:
             with suppress(PackError):
-                array = self.sample(i)[name]
+                array = self.sample(i, self.forms)[name]
                 yield array if self.forms[name].ragged else array[None]
-
-
-class RawItems(Dataset):
-    """The Dataset that a pack was made of, read at each access. Item i has the arrays of the pack's sample i."""
-
-    def __init__(self, items: Items, pack: Pack):
-        self.items, self.classes = items, {name: i for i, name in enumerate(pack.classes)}
-        index = {name: i for i, name in enumerate(items.names)}
-        self.places = [index[name] for name in pack.names]
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, i: int) -> Sample:
-        try:
-            sample = self.items.sample(self.places[i])
-        except PackError as error:  # where nothing is stored, an item is read here for the first time
-            raise PackError(f"{self.items.names[self.places[i]]}: {sentence(error)}") from None
-        if self.items.kind == "classes":
-            sample[TARGET] = np.asarray(self.classes[sample[TARGET]])
-        return {**sample, "id": np.asarray(i, np.int64)}
-
-
-def sentence(error: PackError) -> str:
-    """Return a reason for a row of the table of bad samples as a sentence."""
-    value, rule, fix = error.args if len(error.args) == 3 else ("", "", "")
-    return f"{rule}, got {value}; {fix}" if rule else str(error)
 
 
 def images_in(forms: Mapping[str, Form]) -> list[str]:
@@ -351,13 +331,16 @@ def mark(values: Mapping[Any, Any]) -> bytes:
     """Return a hash of what an item holds, of a file its size and time."""
     digest = hashlib.blake2b(digest_size=16)
     for name, value in values.items():
-        array = np.asarray(value) if hasattr(value, "shape") or is_image(value) else None
-        shown = sorted(value) if isinstance(value, set) else value
         if isinstance(value, Path):
             stat = value.stat() if value.exists() else None
-            shown = str(value), stat and (stat.st_size, stat.st_mtime_ns)
-        elif array is None and not isinstance(value, str | int | float | list | set | tuple | None):
-            shown = type(value).__name__
-        digest.update(repr((name, shown) if array is None else (name, array.dtype, array.shape)).encode())
-        digest.update(b"" if array is None else array.tobytes())
+            value = str(value), stat and (stat.st_size, stat.st_mtime_ns)
+        elif hasattr(value, "shape") or is_image(value):
+            array = np.asarray(value)
+            digest.update(array.tobytes())
+            value = array.dtype, array.shape
+        elif isinstance(value, set):
+            value = sorted(value)
+        elif not isinstance(value, str | int | float | list | tuple | None):
+            value = type(value).__name__
+        digest.update(repr((name, value)).encode())
     return digest.digest()

@@ -196,18 +196,9 @@ def huge_header() -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
 
 
-EMPTY = {
-    "header": huge_header(),
-    "": b"",
-    "0": bytes(10240),
-    "zip": zip_bytes(),
-    "gz": gzip.compress(b""),
-}
-
-
-@pytest.mark.parametrize("data", EMPTY.values(), ids=EMPTY)
-def test_odd_headers_and_empty_archives_are_refused(data):
-    assert_refused(data)
+def test_a_huge_header_and_empty_archives_are_refused():
+    for data in (huge_header(), zip_bytes(), gzip.compress(b"")):
+        assert_refused(data)
 
 
 @pytest.mark.parametrize("form", FORMS)

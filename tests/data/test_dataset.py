@@ -401,7 +401,6 @@ def test_splits_given_share_their_classes():
     made = pack(train=train, val=other, test=[(1.5, "c")])
     assert (made.splits, made.classes) == ({"train": 30, "val": 10, "test": 1}, ["a", "b", "c"])
     assert made.names[30] == "val/item 0"
-    assert pack({"train": train, "validation": other}).splits == {"train": 30, "val": 10, "test": 0}
     assert pack(train, test=1.0).splits["test"] == 30
     names = [Items(lambda i: (0.5, i % 2), 6, classes=names) for names in (["ant", "bee"], ["eel", "bee"])]
     made = pack(train=names[0], val=names[1], test=0)  # as ImageFolder numbers a split that lacks a class

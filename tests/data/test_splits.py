@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from packs import pack_of
 
-from nbtools.data import SPLITS, Entry, Pack, Survey, build_pack
+from nbtools.data import SPLITS, Pack, Survey, build_pack
 from nbtools.errors import PackError
 
 
@@ -20,25 +20,14 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def drawn(
-    place, count=50, *, order=None, val=0.1, test=0.1, seed=0, split=None, group=None, classes="", **survey
-) -> Pack:
+def drawn(place, count=50, *, order=None, split=None, group=None, classes="", **more) -> Pack:
     """Samples x = (i, i); sample i is of class `classes[i % len(classes)]`."""
-    folder = place / f"raw {len(os.listdir(place))}"
-    folder.mkdir()
-    (folder / "made").write_text("from arrays")
-    entries = [Entry(f"{n}", split and split(i), group=group and group(i)) for n, i in enumerate(order or range(count))]
-    numbers = dict(zip((entry.name for entry in entries), order or range(count), strict=True))
-    if classes:
-        survey["named"] = "y"
-
-    def read(path, options) -> Any:
-        i = numbers[path.name]
-        return {"x": np.full(2, i, np.float32)} | ({"y": classes[i % len(classes)]} if classes else {})
-
-    found = Survey(entries, **survey)
-    more = {"val": val, "test": test, "seed": seed, "into": folder.with_name(f"{folder.name} pack")}
-    return build_pack(folder, "plain", {}, lambda *_: found, read, **more)
+    numbers = order or range(count)
+    label = {"y": lambda i: classes[i % len(classes)]} if classes else {}
+    samples = [{"x": np.full(2, i, np.float32), **{name: of(i) for name, of in label.items()}} for i in numbers]
+    more |= {"split": split and [split(i) for i in numbers], "groups": group and [group(i) for i in numbers]}
+    more = {"val": 0.1, "test": 0.1, "progress": True, **more, **({"named": "y"} if classes else {})}
+    return pack_of(samples, place / f"{len(os.listdir(place))}", **more)
 
 
 def rows(made: Pack, split: str) -> set[float]:

@@ -8,7 +8,7 @@ import io
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import islice
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbtools import disk
-from nbtools.data import bar, stage, threaded
+from nbtools.data import bar, cores, stage
 from nbtools.errors import MissingExtra, PackError, StageError
 from nbtools.show import plural
 from nbtools.tasks.common.files import Refused, Report, decode_image, split_of, walk
@@ -131,15 +131,17 @@ def find_films(folder: Path) -> dict[str, Film]:
 
 
 def batches_of(film: Film, size: int) -> Iterator[Tensor]:
-    """Yield frames (n, 3, H, W) uint8, n ≤ size at once, decoded ahead in threads. Raises Refused for frames that
+    """Yield frames (n, 3, H, W) uint8, n ≤ size at once, decoded by threads. Raises Refused for frames that
     cannot be decoded or differ in size."""
-    pictures, shape = threaded(picture_of, film, size), None
-    while some := list(islice(pictures, size)):
-        shape = shape or some[0].shape
-        for other in {picture.shape for picture in some} - {shape}:
-            value = f"{other[0]} × {other[1]} after {shape[0]} × {shape[1]} pixels"
-            raise Refused(value, "all frames of a clip must have one size", "extract them again at one size")
-        yield torch.from_numpy(np.stack(some)).permute(0, 3, 1, 2)
+    shape = None
+    with ThreadPoolExecutor(cores()) as pool:  # decoders release the interpreter's lock
+        for start in range(0, len(film), size):
+            some = [*pool.map(picture_of, film[start : start + size])]
+            shape = shape or some[0].shape
+            for other in {picture.shape for picture in some} - {shape}:
+                value = f"{other[0]} × {other[1]} after {shape[0]} × {shape[1]} pixels"
+                raise Refused(value, "all frames of a clip must have one size", "extract them again at one size")
+            yield torch.from_numpy(np.stack(some)).permute(0, 3, 1, 2)
 
 
 def picture_of(path: Path) -> np.ndarray:
