@@ -42,7 +42,7 @@ from benchmarks.paired import Figure, Receipt, in_turns, times
 from benchmarks.peers import OURS, PROGRAMS, WARM, Enough, Job, Levers, Meter, lines, package_of, run
 from nbtools import measure
 from nbtools.data import Pack, cores
-from nbtools.train import best_metric, device
+from nbtools.train import best_metric
 
 ROUNDS, SECONDS = 3, 3.0
 COMPILING = 120  # seconds after which a trial of compilation has lost
@@ -183,7 +183,7 @@ def compared(
     source = task.demo(folder / "raw", case.count)
     pack: Pack = task.pack(source, into=folder / "pack", progress=False)
     plan = shortened(nb.advise(task, pack, seconds=advising).plan, case.epochs)
-    baseline = shortened(measure.comparable(task.BASELINE, plan, pack, device.pick())[0], case.epochs)
+    baseline = shortened(measure.comparable(task.BASELINE, plan, pack)[0], case.epochs)
     given = {"task": name, "source": str(source), "pack": str(folder / "pack"), "target": case.target}
     levers = levers_of({**given, "plan": plan.to_dict()}, peers, seconds)
     found: dict[str, dict[str, list[float]]] = {}

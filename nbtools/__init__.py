@@ -8,16 +8,15 @@ run = nb.fit(captcha, pack, nb.advise(captcha, pack), run="runs/captcha", keep="
 run.summary(), run.receipt, nb.evaluate(run, pack)
 """
 
-from nbtools.compare import compare, runs
 from nbtools.data import Pack, cached, kept, pack, stage
+from nbtools.disk import VERSION
 from nbtools.errors import NbtoolsError
 from nbtools.fit import fit
 from nbtools.launch import launch
 from nbtools.live import Panel
 from nbtools.measure import Advice, Gpu, advise, gpus, lr_sweep
-from nbtools.run import Run, evaluate, validate
+from nbtools.run import Run, compare, evaluate, runs, validate
 from nbtools.train import History, Plan, Record, Task, TrainState, classify, knob, regress, train
-from nbtools.version import VERSION
 from nbtools.watch import watch
 
 __version__ = VERSION

@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 import nbtools as nb
 from nbtools import disk, measure, tasks
 from nbtools.errors import CheckpointError, NbtoolsError, sentence
-from nbtools.identity import former_run
 from nbtools.launch import reporting
 from nbtools.live import advised, send
 from nbtools.run import busy
@@ -39,10 +38,10 @@ UNTYPED = ("data", "train", "like", "network", "progress", "folds", "text")  # a
 CODES = "exit codes: 0 done, 1 refused, failed, or a report with errors, 2 not a valid command line, 130 stopped by you"
 
 
-def advise(task: Task, *, data: str, measure: bool = True, compile: bool = False, of_pack: Options) -> Any:
+def advise(task: Task, *, data: str, measure: bool = True, of_pack: Options) -> Any:
     """Propose a plan for this machine and data, with reasons. --no-measure: by rules of thumb and earlier measurements
-    only; --compile: try compiled steps too, for a minute or two more."""
-    return nb.advise(task, task.pack(data, **of_pack), measure=measure, compiling=compile)
+    only."""
+    return nb.advise(task, task.pack(data, **of_pack), measure=measure)
 
 
 def train(
@@ -68,20 +67,19 @@ def train(
     if not data:
         raise NbtoolsError("name the data: --data SOURCE")
     made = task.pack(data, **of_pack)
-    plan = partial(plan_of, task, made, None if fresh else run, measured, of_plan)
+    plan = plan_of(task, made, measured, of_plan)
     act = nb.fit if processes == 1 else partial(nb.launch, processes=processes)
     return act(task, made, plan, run, keep, receipt=receipt, fresh=fresh)
 
 
-def plan_of(task: Task, pack: nb.Pack, folder: Path | None, measured: bool, given: Options) -> nb.Plan:
-    """Return the plan of the run in a folder, else the advised one for the given network, with the given settings; a
-    warmup becomes shorter with fewer epochs."""
-    if folder and (former := former_run(task, folder)):
-        return former.applied.marked(former.applied.to_dict()).turn(**given)
+def plan_of(task: Task, pack: nb.Pack, measured: bool, given: Options) -> nb.Plan:
+    """Return the advised plan for the given network, with the given settings; a warmup becomes shorter with fewer
+    epochs. All else counts as advised: a started run keeps its own."""
     plan = nb.advise(task, pack, measure=measured).plan
     plan = task.with_network(plan, pack, given["network"]) if "network" in given else plan
     share = min(1.0, given.get("epochs", plan.epochs) / plan.epochs)
-    return plan.turn(**{"warmup_epochs": round(plan.warmup_epochs * share, 2), **given})
+    new = plan.turn(**{"warmup_epochs": round(plan.warmup_epochs * share, 2), **given})
+    return new.marked(new.to_dict().keys() - given.keys())
 
 
 def evaluate(task: Task, *, data: str, run: Path, split: str = "test", of_plan: Options, of_pack: Options) -> Any:
@@ -214,7 +212,10 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def parser(words: Sequence[str]) -> Parser:
     """Return the parser of a command line, with the options of the task that its second word names."""
-    top = Parser(prog="python -m nbtools", description=nb.__doc__, epilog=CODES, allow_abbrev=False)
+    shape = argparse.RawDescriptionHelpFormatter  # the description is code
+    top = Parser(
+        prog="python -m nbtools", description=nb.__doc__, epilog=CODES, allow_abbrev=False, formatter_class=shape
+    )
     top.add_argument("--version", action="version", version=f"nbtools {nb.__version__}")
     commands, (command, second, *_) = top.add_subparsers(metavar="COMMAND", required=True), [*words, "", ""]
     for name in (*HOOKS, *COMMANDS):

@@ -15,11 +15,16 @@ from typing import Any
 from nbtools.errors import DiskError, NbtoolsError
 from nbtools.show import size
 
+VERSION = "0.3.0.dev0"  # of the package, which packs and runs record
 PIECE = 1 << 18  # bytes that are unpacked at once: they stay in the processor's cache
-MANY = 64  # above this many files one sync() of everything is cheaper than an fsync each (50,000 images: minutes)
 AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)  # Drive gives the first two after a while
 MOUNTS = Path("/proc/self/mounts")  # Linux
 MAKE_ROOM = "Free some space, or choose another disk."
+FIXES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), MAKE_ROOM),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Choose another folder, or change its permissions."),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "If a file is where a folder should be, move it."),
+}
 
 
 def write(file, data: bytes | bytearray | memoryview) -> None:
@@ -49,12 +54,7 @@ def rename(source: Path, target: Path) -> None:
 
 def publish_folder(part: Path, target: Path) -> None:
     """Give a finished folder its name, once all that is in it is durable; `target` is absent or an empty folder."""
-    paths = [part, *part.rglob("*")]
-    if len(paths) > MANY:
-        os.sync()
-    else:
-        for path in paths:
-            sync_path(path)
+    os.sync()  # an fsync for each of 50,000 images would take minutes
     rename(part, target)
 
 
@@ -120,8 +120,7 @@ def sha256(path: Path) -> str:
 def free_bytes(path: Path) -> int:
     """Return the bytes free on the disk that holds `path`, which need not exist yet."""
     path = Path(path).absolute()
-    disk = os.statvfs(next(place for place in (path, *path.parents) if place.exists()))
-    return disk.f_bavail * disk.f_frsize
+    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
 
 
 def require_space(path: Path, need: int) -> None:
@@ -149,14 +148,10 @@ def explained(doing: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason, fix = error.strerror or str(error), "Try again; if it happens again, choose another disk."
+        reason, entry = error.strerror or str(error), "Drive errors 5 and 107" if is_away(error) else ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            reason, fix = f"the disk is full ({size(free_bytes(path))} free)", MAKE_ROOM
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            fix = "Choose another folder, or change its permissions."
-        elif error.errno in (errno.ENOTDIR, errno.EEXIST):
-            reason, fix = "a file is where a folder should be", "Move it, or choose another folder."
-        entry = "Drive errors 5 and 107" if is_away(error) else ""
+            reason = f"the disk is full ({size(free_bytes(path))} free)"
+        fix = FIXES.get(error.errno or 0, "Try again; if it happens again, choose another disk.")
         raise DiskError(f"{doing}: {error.filename or path}: {reason}. {fix}", entry=entry) from error
 
 
@@ -171,7 +166,7 @@ class Lock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | (0 if self.busy is None else fcntl.LOCK_NB))
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if self.busy else 0))
         except BlockingIOError:
             os.close(self.descriptor)
             raise self.busy or BlockingIOError from None

@@ -30,15 +30,12 @@ SAMPLES = 8  # on which answers are compared, in batches of 1, 2 and 5; torch ta
 TOLERANCE = 1e-4  # of the largest value where that is above 1
 INSTEAD = "run.export('model'), without .onnx, writes the weights as safetensors"
 
-Batch = tuple[Tensor, ...]
-
 
 def write_weights(run: Run, path: Path) -> Path:
     """Write the weights as safetensors with their card; return their path."""
     if path.suffix != ".safetensors":
         path = path.with_name(f"{path.name}.safetensors")  # with_suffix would cut model-v1.2
-    weights = {name: tensor.contiguous() for name, tensor in checkpoint.weights(run.folder).items()}
-    return write(run, path, save(weights))
+    return write(run, path, save({name: each.contiguous() for name, each in checkpoint.weights(run.folder).items()}))
 
 
 def write(run: Run, path: Path, content: bytes) -> Path:
@@ -49,6 +46,19 @@ def write(run: Run, path: Path, content: bytes) -> Path:
         disk.write_atomic(path, content)
         disk.write_atomic(path.with_suffix(".json"), json.dumps(card, indent=1, ensure_ascii=False))
     return path
+
+
+class Graph(nn.Module):
+    """A network that takes its batch as tensors in the order of their names, and returns a tuple of tensors."""
+
+    def __init__(self, network: nn.Module, names: list[str]):
+        super().__init__()
+        self.network, self.names = network, names
+        self.eval()  # the exporter puts back what it was
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = self.network(dict(zip(self.names, tensors, strict=True)))
+        return tuple(one for one in tree_leaves(outputs) if isinstance(one, Tensor))
 
 
 def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
@@ -64,49 +74,36 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
     if not inputs:
         missing = f"{spoken(run.task)} has no tensors(card, plan), which says what an ONNX file reads and returns"
         raise TrainError(f"{missing}; define it, or leave .onnx out: {INSTEAD}")
-    graph, batches = Graph(run.model("cpu"), list(inputs)), samples(run, pack, list(inputs))
-    try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
+    pack, graph = run.readable(pack), Graph(run.model("cpu"), list(inputs))
+    ids = next(filter(len, map(pack.ids, ("val", "test", "train"))))
+    parts = np.split(ids[np.linspace(0, len(ids) - 1, SAMPLES).round().astype(int)], (1, 3))  # from all over a split
+    raws = (collate([pack.sample(int(i)) for i in part], pack.columns) for part in parts)
+    batches = [tuple(run.task.batch(raw, run.plan, None)[name] for name in inputs) for raw in raws]
+    with (
+        redirect_stdout(io.StringIO()),
+        redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(record=True, action="always") as warned,
+    ):
+        try:
             content = to_onnx(run, graph, batches[-1], inputs, outputs)
-            compared = compare(graph, content, batches)
-    except Exception as error:  # exporters raise all kinds
-        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX: {why}"
-        raise TrainError(f"{cannot}; nothing was written. {INSTEAD}") from None
-    say(f"{write(run, path, content)}: {compared}")
+            apart = difference(graph, content, batches)
+        except Exception as error:  # exporters raise all kinds
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            hint = next((f" ({each.message})" for each in warned if "Using len" in str(each.message)), "")
+            cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX: {why}{hint}"
+            raise TrainError(f"{cannot}; nothing was written. {INSTEAD}") from None
+    write(run, path, content)
+    say(f"{path}: on {SAMPLES} samples its outputs in onnxruntime differ from torch's by at most {apart:.1g}")
     return path
 
 
-class Graph(nn.Module):
-    """A network that takes its batch as tensors in the order of their names, and returns a tuple of tensors."""
-
-    def __init__(self, network: nn.Module, names: list[str]):
-        super().__init__()
-        self.network, self.names = network, names
-        self.eval()  # the exporter puts back what it was
-
-    def forward(self, *tensors: Tensor) -> Batch:
-        outputs = self.network(dict(zip(self.names, tensors, strict=True)))
-        return tuple(one for one in tree_leaves(outputs) if isinstance(one, Tensor))
-
-
-def samples(run: Run, pack: Pack, names: list[str]) -> list[Batch]:
-    """Return the network's input for batches of samples from all over a split."""
-    pack = run.readable(pack)
-    ids = next(filter(len, map(pack.ids, ("val", "test", "train"))))
-    parts = np.split(ids[np.linspace(0, len(ids) - 1, SAMPLES).round().astype(int)], (1, 3))
-    raws = (collate([pack.sample(int(i)) for i in part], pack.columns) for part in parts)
-    batches = (run.task.batch(raw, run.plan, None) for raw in raws)
-    return [tuple(batch[name] for name in names) for batch in batches]
-
-
-def to_onnx(run: Run, graph: Graph, batch: Batch, inputs: Any, outputs: Any) -> bytes:
+def to_onnx(run: Run, graph: Graph, batch: tuple[Tensor, ...], inputs: Any, outputs: Any) -> bytes:
     """Return an ONNX file by torch's exporter of traces: it takes a second, that of Python code up to minutes. inputs,
     outputs: of `Task.tensors`, whose axes with a name are free; of an `nb.pack` its columns say which are."""
-    ragged = {name for name, column in run.card.columns.items() if column.kind == "ragged"}
     free: dict[str, dict[int, str]] = {}
     for name, (shape, _) in {**inputs, **outputs}.items():
-        shape = shape or (("batch", f"{name}_steps") if name in ragged else ("batch",))
+        ragged = name in run.card.columns and run.card.columns[name].kind == "ragged"
+        shape = shape or (("batch", f"{name}_steps") if ragged else ("batch",))
         free[name] = {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)}
     content, names = io.BytesIO(), {"input_names": list(inputs), "output_names": list(outputs)}
     export: Any = torch.onnx.export
@@ -114,9 +111,9 @@ def to_onnx(run: Run, graph: Graph, batch: Batch, inputs: Any, outputs: Any) -> 
     return content.getvalue()
 
 
-def compare(graph: Graph, content: bytes, batches: list[Batch]) -> str:
-    """Return how a file's outputs compare with torch's: their largest difference, relative to the largest value where
-    that is above 1. Raises TrainError for one above TOLERANCE."""
+def difference(graph: Graph, content: bytes, batches: list[tuple[Tensor, ...]]) -> float:
+    """Return the largest difference of a file's outputs from torch's, relative to the largest value where that is above
+    1. Raises TrainError for one above TOLERANCE."""
     import onnxruntime
 
     session, worst = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"]), 0.0
@@ -130,4 +127,4 @@ def compare(graph: Graph, content: bytes, batches: list[Batch]) -> str:
             worst = max(worst, float(apart.max()))
     if worst > TOLERANCE:
         raise TrainError(f"on {SAMPLES} samples its outputs differ from torch's by {worst:.2g}, above {TOLERANCE:g}")
-    return f"on {SAMPLES} samples its outputs in onnxruntime differ from torch's by at most {worst:.1g}"
+    return worst

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findSystemFonts, fontManager
 from matplotlib.text import Text
@@ -53,30 +52,18 @@ class Sheet(Figure):
         return file.getvalue()
 
 
-def blank(note: str = "No samples to show: the list of ids is empty.") -> Sheet:
-    """Return the figure for no samples, for instance of wrong answers when none is wrong."""
-    sheet = Sheet(figsize=(5, 0.4))
-    sheet.text(0, 0.5, note, color=GREY, size=SIZE)
-    return sheet
-
-
-def canvas(width: float, height: float) -> tuple[Sheet, Axes]:
-    """Return a figure with one pair of axes whose units are px from its top left."""
-    sheet = Sheet(figsize=(width / 100, height / 100), dpi=100)
-    axes = sheet.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0), autoscale_on=False)
-    axes.set_axis_off()
-    return sheet, axes
-
-
 def gallery(pictures: Sequence[Picture], columns: int = 4, below: float = 0) -> Sheet:
     """Draw pictures in rows, each scaled to the width of its column or to TALL. below: px left free under the last row,
-    for a legend."""
-    if not pictures:
-        return blank()
+    for a legend. Of no pictures, such as wrong answers where none is wrong, a sentence says so."""
     cell = (WIDE - (columns + 1) * MARGIN) // columns
     sizes = [scaled(image, cell) for image, *_ in pictures]
     rows = [max(height for _, height in sizes[i : i + columns]) + TITLE for i in range(0, len(sizes), columns)]
-    sheet, axes = canvas(WIDE, sum(rows) + MARGIN + below)
+    high = sum(rows) + MARGIN + below if pictures else TITLE
+    sheet = Sheet(figsize=(WIDE / 100, high / 100), dpi=100)
+    axes = sheet.add_axes((0, 0, 1, 1), xlim=(0, WIDE), ylim=(high, 0), autoscale_on=False)
+    axes.set_axis_off()
+    if not pictures:
+        axes.text(MARGIN, TITLE - 6, "No samples to show: the list of ids is empty.", color=GREY, size=SIZE)
     for n, ((image, caption, colour), (width, height)) in enumerate(zip(pictures, sizes, strict=True)):
         left, top = MARGIN + n % columns * (cell + MARGIN), sum(rows[: n // columns]) + TITLE
         extent = (left, left + width, top + height, top)
@@ -98,14 +85,14 @@ def judged(truth: str, predicted: str | None) -> tuple[str, str]:
     return (truth, RIGHT) if predicted == truth else (f"{truth} ≠ {predicted}", WRONG)
 
 
-def confusion_figure(table: pd.DataFrame, note: str = "per cent of each true class") -> Sheet:
+def confusion_figure(table: pd.DataFrame) -> Sheet:
     """Draw a table of counts, the samples of each true class (rows) by what was predicted; the diagonal is right. The
     colour is the root of the share, so that one sample in a hundred is still seen."""
     counts, size = table.to_numpy(), min(7, 420 / len(table))
     shares, side = counts / np.maximum(counts.sum(1, keepdims=True), 1), min(max(4.5, 0.3 * len(table) + 2.5), 16)
     sheet = Sheet(figsize=(side, side), layout="constrained")
     axes = sheet.add_subplot(xlabel=table.columns.name or "", ylabel=table.index.name or "", xticks=[], yticks=[])
-    axes.set_title(note, fontsize=8, color=GREY, loc="right")
+    axes.set_title("per cent of each true class", fontsize=8, color=GREY, loc="right")
     axes.imshow(np.sqrt(shares), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     if len(table) <= NAMED:
         columns, rows = ([shortened(str(name), size, 260) for name in names] for names in (table, table.index))
@@ -117,13 +104,6 @@ def confusion_figure(table: pd.DataFrame, note: str = "per cent of each true cla
             ink = "white" if share > 0.45 else "black"
             axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=6.5, color=ink)
     return sheet
-
-
-def finish(axes: Axes) -> None:
-    """Put the legend above a chart, and take the frame on the right and at the top away."""
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def chinese() -> Path | None:

@@ -17,19 +17,18 @@ import torch
 from torch.distributed import is_torchelastic_launched
 
 from nbtools import disk, measure, train
-from nbtools.callbacks import Callback, callbacks_of
 from nbtools.data import Pack, meanwhile, place_to_keep, release_runtime, say, work
-from nbtools.errors import CheckpointError, NbtoolsError, PackError, ctrl_c
-from nbtools.folder import Job, begin, restore
+from nbtools.errors import CheckpointError, MissingExtra, NbtoolsError, PackError, TrainError, ctrl_c
+from nbtools.folder import Job, begin, former_run, own_folder, restore, settle
 from nbtools.guard import NOTHING, Guard
-from nbtools.identity import former_run, own_folder, settle
 from nbtools.live import FirstSignal, Panel, Surface, chosen, running_kernel
 from nbtools.run import RECEIPT, VERDICT, Run, lock, what_next
-from nbtools.train import Plan, Ranks, Task, TaskLike, TrainState, checkpoint
+from nbtools.train import Plan, Ranks, Record, Task, TaskLike, TrainState, checkpoint
 from nbtools.train import device as devices
 
 COLD_STEPS = 10  # after which a start is over
 RECEIPT_S, RECEIPT_SHARE = 36.0, 0.1  # seconds that the receipt may take, or this share of the run if that is more
+Callback = Callable[[Record, Run], Any]
 
 
 @contextmanager
@@ -74,7 +73,7 @@ def fit(
     """Train in this cell, drawing as it goes; return the Run. Stop and Ctrl-C finish the step, save, and return it, in
     a script by a KeyboardInterrupt. The same call then resumes, bit for bit on a CPU.
 
-    plan: a Plan, Panel or Advice, or a function that returns one; None: the run's own, else the advised one. run: its
+    plan: a Plan, Panel or Advice; None: the run's own, else the advised one. run: its
     folder; None: that of the run below `runs/` which this call means, else a new one. keep: a second folder for copies,
     usually `drive:…`. receipt: measure the baseline next to it at the end. release_gpu: then free the GPU, on Colab the
     machine. samples: to show: "first", "worst" or up to eight ids. callbacks: f(record, run); "stop" stops the run.
@@ -85,31 +84,35 @@ def fit(
     if not ranks.first:
         return follower(task, pack, ranks)
     fresh = fresh and not ranks.again
-    folder, kept, plan = opening(task, pack, plan, run, keep, fresh)
-    with lock(folder), leaving_no_empty(folder):
-        forget(folder)
-        restore(folder, kept, fresh)
-        job = prepare(task, pack, called(plan), folder, fresh, ranks, progress, samples)
-        job.begun = 0.0 if job.state.step else begun
-        interrupted = carry_out(job, kept, receipt, watchers)
-        result, kept_all = job.result(), job.kept_all
+    folder, kept = opening(task, pack, plan, run, keep, fresh)
+    with lock(folder):
+        try:
+            if not is_torchelastic_launched():  # else `launch` has removed requests that were meant for an earlier run
+                with disk.explained("starting a run", folder):
+                    disk.remove(folder / train.CONTROL)
+            if kept is not None:
+                restore(folder, kept, fresh)
+            job = prepare(task, pack, plan, folder, fresh, ranks, progress, samples)
+        except NbtoolsError:
+            with suppress(OSError):  # of a folder that is not empty: one that was made for this call is
+                folder.rmdir()
+            raise
+        interrupted = carry_out(job, kept, receipt, watchers, begun)
+        result, keeper = Run.open(folder, task), job.keeper
+        result.events = job.surface.events
+        stopped = job.surface.requests.stop
         del job
     if release_gpu:
         release()
-        if kept_all and str(keep).startswith("drive:"):
+        if keeper and keeper.done == keeper.requested and not stopped and str(keep).startswith("drive:"):
             release_runtime()
     if interrupted and running_kernel() is None and not is_torchelastic_launched():
         raise ctrl_c(result)
     return result
 
 
-def called(plan: Any) -> Any:
-    """Return the plan of a function, which may depend on what was restored."""
-    return plan() if callable(plan) and not isinstance(plan, type) else plan
-
-
-def opening(task: Task, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool) -> tuple[Path, Path | None, Any]:
-    """Return (folder, kept folder, plan) of a call. Raises PackError, and CheckpointError if a run would be lost."""
+def opening(task: Task, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool) -> tuple[Path, Path | None]:
+    """Return the folder of a call's run, and where it is kept. Raises PackError, CheckpointError."""
     if not isinstance(pack, Pack):
         makes = f"{train.spoken(task)}.pack(source), or nb.pack(data)"
         raise PackError(f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {makes}")
@@ -119,26 +122,7 @@ def opening(task: Task, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool) 
         rule = f"run={str(run)!r}: a run is written to local disk"
         raise CheckpointError(f"{rule}, and copied to Drive by keep={str(run)!r}")
     kept = None if keep is None else place_to_keep(keep)
-    folder = own_folder(task, pack, plan := called(plan), fresh) if run is None else Path(run)
-    return folder, kept, plan
-
-
-@contextmanager
-def leaving_no_empty(folder: Path) -> Iterator[None]:
-    """Remove the folder of a call that is refused before anything is written into it."""
-    try:
-        yield
-    except NbtoolsError:
-        with suppress(OSError):
-            folder.rmdir()
-        raise
-
-
-def forget(folder: Path) -> None:
-    """Remove requests that were meant for an earlier run; `launch` has done so for its ranks."""
-    if not is_torchelastic_launched():
-        with disk.explained("starting a run", folder):
-            disk.remove(folder / train.CONTROL)
+    return own_folder(task, pack, plan, fresh) if run is None else Path(run), kept
 
 
 def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
@@ -156,16 +140,17 @@ def prepare(
     task: Task, pack: Pack, call: Any, folder: Path, fresh: bool, ranks: Ranks, progress: bool, samples: Any
 ) -> Job:
     """Return the run of a folder, ready to train. call: what the user gave as the plan."""
-    plan, given, messages = settle(task, pack, call, folder, fresh)
+    former = None if fresh else former_run(task, folder)
+    plan, given, messages = settle(task, pack, call, former)
     unread, pack = train.unread(task, pack, plan), train.readable(task, pack, plan)
     samples = None if samples is None else chosen(samples, pack)
     train.require_sizes(pack, plan)
     if ranks.world > 1:
         ranks.broadcast((plan.to_dict(), str(folder)))
     state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
-    if fresh or former_run(task, folder) is None:
+    if former is None:
         train.rehearse(state, pack)  # before anything is written
-    history, complaints = begin(folder, pack, state, call, given, fresh)
+    history, complaints = begin(folder, pack, state, former, given, call)
     if isinstance(call, Panel):
         call.adopt(plan)
     if samples is not None:
@@ -184,18 +169,19 @@ def prepare(
     return Job(pack, folder, state, surface)
 
 
-def carry_out(job: Job, kept: Path | None, receipt: bool, callbacks: Sequence[Callback]) -> bool:
-    """Train to the end, or to a stop, then measure what is left to the end; return whether Ctrl-C ended any of it."""
+def carry_out(job: Job, kept: Path | None, receipt: bool, callbacks: Sequence[Callback], begun: float) -> bool:
+    """Train to the end, or to a stop, then measure what is left to the end; return whether Ctrl-C ended any of it.
+    begun: when `fit` was called."""
     job.keeper = None if kept is None else train.Keeper(job.folder, kept)
     surface, alone = job.surface, not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
     stop = surface.requests.post
     with FirstSignal(signal.SIGTERM, partial(stop, "stop", by="SIGTERM"), later=alone):
         try:
             with surface:
-                follow(job, callbacks)
+                cold_start = follow(job, callbacks, begun)
             job.state.ranks.end()
             with FirstSignal(signal.SIGINT, partial(stop, "stop")) as sigint:
-                finish(job, receipt)
+                finish(job, receipt, cold_start)
             if surface.notebook:
                 surface.tell(surface.next_steps())
         finally:
@@ -203,17 +189,18 @@ def carry_out(job: Job, kept: Path | None, receipt: bool, callbacks: Sequence[Ca
     return sigint.came or (surface.interrupts is not None and surface.interrupts.came)
 
 
-def follow(job: Job, callbacks: Sequence[Callback]) -> None:
-    """Watch the loop: rows, picture, checkpoints, callbacks, and what is requested."""
+def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | None:
+    """Watch the loop: rows, picture, checkpoints, callbacks, and what is requested. Return the seconds that a new run
+    took from the call to its tenth step."""
     state, surface, run = job.state, job.surface, Run(job.folder, job.task, job.pack.card, job.state.applied)
-    run.history, guard = job.history, Guard(job)
+    run.history, guard, new, cold_start = job.history, Guard(job), not state.step, None
     # Closed here and not with the traceback, which would keep the feed and its threads.
     with closing(guard.records()) as records:
         for record in records:
             record = surface.measured(record)
-            if job.begun and record.kind == "step" and state.step == COLD_STEPS:
+            if new and record.kind == "step" and state.step == COLD_STEPS:
                 measure.finish(state.device)
-                job.cold_start = monotonic() - job.begun
+                cold_start = monotonic() - begun
             job.history.append(record)
             surface.update(record)
             job.write_plan()
@@ -228,6 +215,7 @@ def follow(job: Job, callbacks: Sequence[Callback]) -> None:
     job.write_plan()
     job.save()
     job.wait()
+    return cold_start
 
 
 def act(job: Job, guard: Guard) -> bool:
@@ -259,7 +247,7 @@ def act(job: Job, guard: Guard) -> bool:
             surface.listen()
 
 
-def finish(job: Job, receipt: bool) -> None:
+def finish(job: Job, receipt: bool, cold_start: float | None) -> None:
     """Report why the run stopped early; measure the receipt."""
     state, surface, path = job.state, job.surface, job.folder / RECEIPT
     if state.stopped:
@@ -267,10 +255,10 @@ def finish(job: Job, receipt: bool) -> None:
     if receipt and not surface.requests.stop and not path.exists():
         if state.ranks.world > 1:
             surface.report(f"the receipt measures one of {state.ranks.world} processes, with its share of the batch")
-        most, cold = max(RECEIPT_S, RECEIPT_SHARE * state.watch.wall), job.cold_start or None
+        most = max(RECEIPT_S, RECEIPT_SHARE * state.watch.wall)
         with optional("no receipt", surface), work("measuring the receipt", surface.progress):
             plan = one_share(state)
-            made = measure.receipt(job.task, job.pack, plan, state.device, most=most, cold_start=cold)
+            made = measure.receipt(job.task, job.pack, plan, most=most, cold_start=cold_start)
             disk.write_atomic(path, made.to_json())
             diagnose(job, surface.report)
 
@@ -303,9 +291,43 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
     state, surface, plan = job.state, job.surface, one_share(job.state)
     kept = {**train.fixed(plan), **({"batch_size": "the share of one process"} if state.ranks.world > 1 else {})}
-    profile = measure.step_profile(job.task, job.pack, plan, state.device, fixed=kept)
-    verdict = measure.verdict(profile, plan, fixed=kept)
+    profile = measure.step_profile(job.task, job.pack, plan, fixed=kept)
+    verdict = measure.verdict(profile)
     disk.write_atomic(job.folder / VERDICT, json.dumps(verdict.to_dict()))
     if surface.panel is not None:
         surface.panel.propose(verdict.sentence, verdict.change)
     tell(verdict.sentence)
+
+
+# -- callbacks
+
+
+def callbacks_of(functions: Sequence[Callback], log: str | None) -> list[Callback]:
+    """Return what a call of `fit` gives, the logger last. Raises TrainError, and MissingExtra without its package."""
+    if not isinstance(functions, Sequence) or not all(map(callable, functions)):
+        raise TrainError(f"callbacks must be a list of functions f(record, run), got {functions!r}; pass [f]")
+    if log not in (None, "tensorboard"):
+        raise TrainError(f'log must be "tensorboard" or None, got {log!r}; any other logger is a function in callbacks')
+    return [*functions, *([] if log is None else [tensorboard()])]
+
+
+def tensorboard() -> Callback:
+    """Return what writes the numbers of a run's rows into its folder, by global step."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingExtra(f'log="tensorboard" needs tensorboard ({error}): pip install "nbtools[log]"') from None
+    writer, last = None, 0
+
+    def write(record: Record, run: Run) -> None:
+        nonlocal writer, last
+        if writer is None or record.step < last:  # the run begins, or went back: rows are repeated
+            before = [row["step"] for row in run.history.rows[:-1]]
+            writer = SummaryWriter(str(run.folder), purge_step=before[-1] + 1 if before else 0)
+        last = record.step
+        for name, value in record.values.items():
+            if isinstance(value, (int, float)):
+                writer.add_scalar(f"{record.kind}/{name}", value, record.step)
+        writer.flush()  # a run that is killed repeats only what is beyond its checkpoint
+
+    return write

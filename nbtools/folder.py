@@ -1,38 +1,208 @@
-"""The folder of a run: held by one process; started, resumed or taken over from where it is kept; saved while it
-trains."""
+"""The folder of a run: which one a call means, and what the call changes in it; how it starts, resumes, is taken over
+from where it is kept, and is saved while it trains."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from time import monotonic
 from typing import Any
 from uuid import uuid4
 
-from nbtools import disk, train
-from nbtools.data import Pack, patient, say
-from nbtools.errors import CheckpointError
-from nbtools.identity import differences, former_run, identity
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from nbtools import disk, measure, train
+from nbtools.data import Card, Pack, patient, say
+from nbtools.errors import CheckpointError, NbtoolsError, PlanError, TrainError
 from nbtools.live import Surface
 from nbtools.run import CARD, HISTORY, PLAN, RECEIPT, VERDICT, Run
-from nbtools.train import KEPT, History, Keeper, Plan, Record, TrainState, checkpoint
-from nbtools.version import VERSION
+from nbtools.train import History, Keeper, Plan, Record, Task, TrainState, checkpoint
 
+RUNS = Path("runs")
 LEFT = (HISTORY, RECEIPT, VERDICT, "plot.png")  # what an earlier run leaves besides its checkpoints
-OURS = (checkpoint.INDEX, PLAN, CARD, KEPT, *LEFT)
+OURS = (checkpoint.INDEX, PLAN, CARD, *LEFT)
 EVENTS = "events.out.tfevents"  # how TensorBoard's files begin
-Checkpoint = checkpoint.Checkpoint
+PLAIN, VARYING = (int, float, str, tuple, type(None)), ("training", "process_group")  # settings of a module; not these
+FREE = {"lr", "batch_size"}  # what advice chooses where a call gives neither
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.01  # of the time that checkpoints may take
+Checkpoint = checkpoint.Checkpoint
 
 
-def restore(folder: Path, kept: Path | None, fresh: bool) -> None:
+# -- what makes two runs the same
+
+
+def identity(task: Task, card: Card, model: nn.Module, plan: Plan) -> dict[str, list[str]]:
+    """Return what a run is besides its plan, each part as a list of lines."""
+    (loss, metrics, augment, functions), name = train.objective(task), train.task_name(task)
+    kind = getattr(loss, "__qualname__", type(loss).__qualname__) if loss else "default"
+    parts = {
+        "pack": [card.digest[:12]],
+        "network": [*structure(model)],
+        "loss": [*structure(loss, values=True)] if isinstance(loss, nn.Module) else [kind],  # such as class weights
+        "metrics": metrics,
+        "augment": [f"{name} {strength}" for name, strength in augment.items()],
+        **{part: [name] for part, name in functions.items()},
+        "trained": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
+    }
+    if ":" not in name:  # else the name of a variable, which may change
+        parts["task"] = [name]
+    if task.card is not None and not plan.given().keys() & FREE:
+        parts["recipe"] = [f"lr {task.PLAN.lr}, batch size {task.PLAN.batch_size}"]
+    return parts
+
+
+def structure(model: nn.Module, values: bool = False) -> Iterator[str]:
+    """Yield a line a module, with its type and its plain settings, and a line a tensor, with its shape or values."""
+    for name, module in model.named_modules():
+        # SyncBatchNorm takes the place of BatchNorm in several processes, and the run stays the same
+        kind = "BatchNorm" if isinstance(module, _BatchNorm) else type(module).__name__
+        plain = [(n, v) for n, v in vars(module).items() if isinstance(v, PLAIN) and n not in VARYING and n[0] != "_"]
+        settings = [f"{n}={value}" for n, value in plain]
+        yield f"{name}: {kind}({', '.join(settings)})".removeprefix(": ")
+    for name, tensor in model.state_dict().items():
+        digest = hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()[:12] if values else ""
+        yield f"{name} {[*tensor.shape]} {digest}".strip()
+
+
+def differences(before: Mapping[str, list[str]], now: Mapping[str, list[str]]) -> list[str]:
+    """Return what differs between two identities but the trained parameters: `metrics: accuracy → f1`."""
+    phrases = []
+    for part in [part for part in now if part in before and part != "trained" and before[part] != now[part]]:
+        old = [line for line in before[part] if line not in now[part]]
+        new = [line for line in now[part] if line not in before[part]]
+        phrases.append(f"{part}: {', '.join(old[:3]) or 'none'} → {', '.join(new[:3]) or 'none'}")
+    return phrases
+
+
+# -- what the plan of a call changes in a run that is there
+
+
+def former_run(task: Task, folder: Path) -> Run | None:
+    """Return the run in a folder; None where there is none with a finished step. Raises CheckpointError, DiskError."""
+    return Run.open(folder, task) if last_place(checkpoint.read_index(folder))[1] else None
+
+
+def last_place(index: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the (epoch, step) of the last checkpoint of a run, which has none before it begins."""
+    return checkpoint.place(index.get("last", "0-0"))
+
+
+def plan_for(task: Task, pack: Pack, plan: Any, measured: bool = False) -> Plan:
+    """Return the plan of a call, where it gives none the advised one. Raises PlanError for that of another task."""
+    plan = measure.advise(task, pack, measure=measured) if plan is None else plan
+    plan, kind = getattr(plan, "plan", plan), type(task.PLAN)
+    if not isinstance(plan, kind):
+        rule = f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one)"
+        raise PlanError(f"{rule}, got {type(plan).__qualname__}; use {train.spoken(task)}.PLAN.replace(...)")
+    return plan
+
+
+def settle(task: Task, pack: Pack, plan: Any, former: Run | None) -> tuple[Plan, Plan, list[str]]:
+    """Return (the plan to train with, the one that counts as given, what to say). Raises TrainError, see `decide`."""
+    if former is None:
+        plan = plan_for(task, pack, plan, measured=True)
+        return plan, plan, []
+    if plan is None:  # the run's own, with what the task gives where no call ever gave a plan
+        plan = former.plan.marked(former.plan.to_dict())
+        if not former.index["given"].keys() & FREE:
+            plan = plan.replace(**plan_for(task, pack, None).given())
+    plan = plan_for(task, pack, plan)
+    new, messages = decide(former, plan)
+    return new, plan, messages
+
+
+def decide(former: Run, plan: Plan) -> tuple[Plan, list[str]]:
+    """Return the plan that a run goes on with where a call gives `plan`, and what to say: what is given otherwise than
+    last time is a change, newly measured advice is not. Raises TrainError for a change that the run refuses."""
+    (epoch, step), old, given = last_place(former.index), former.plan, given_by(plan)
+    changed = {name: value for name, value in given.items() if value != former.index["given"].get(name, ...)}
+    # lr follows a batch size where the plan was made, see Plan.turn, and is given then
+    new = old.turn(**{"lr": old.lr, **changed}) if changed else old
+    moved, extended = new.changes_from(old), former.over and new.epochs > old.epochs
+    refused = moved.keys() & train.fixed(old).keys() - set(train.AT_START)
+    if former.over:
+        refused = moved.keys() - ({"epochs"} if extended else set())
+    if refused:
+        why = "finished: more epochs extend it, but it" if former.over else "started, and"
+        changes = train.listed({name: change for name, change in moved.items() if name in refused})
+        rule = f"{former.folder}: this run is {why} cannot change {changes}"
+        raise TrainError(f"{rule}; name another run=, or start over with fresh=True")
+    messages = [f"resumed at step {step:,} with {train.listed(moved)}"] if moved else []
+    if extended:
+        now, then = (train.shown(train.lr_at(each, epoch, former.facts["best"]["drops"])) for each in (new, old))
+        messages = [f"{train.listed(moved)}: lr goes on at {now}, where it had come to {then}"]
+    if (moved or not former.over) and (advice := plan.changes_from(new)):
+        messages.append(f"this run keeps what it has applied so far; the advice would be {train.listed(advice)}")
+    return plan if new == plan else new.marked(new.to_dict().keys() - given.keys()), messages
+
+
+def given_by(plan: Plan) -> dict[str, Any]:
+    """Return the settings that code or a hand gave, as JSON reads them back."""
+    return json.loads(json.dumps(plan.given()))
+
+
+# -- which run a call without a name means
+
+
+def own_folder(task: Task, pack: Pack, plan: Any, fresh: bool) -> Path:
+    """Return the folder of the newest run below `runs/` that a call resumes, extends or returns, else a new one."""
+    panel, plan = getattr(plan, "id", None), plan_for(task, pack, plan)
+    card = train.readable(task, pack, plan).card
+    bound, name = train.bound(task, card), train.task_name(task)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(plan.seed)
+        network = train.build(bound, card, plan)
+    now = identity(bound, card, network, plan)
+    indices = sorted(RUNS.glob(f"*/{checkpoint.INDEX}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in [] if fresh else indices:
+        with suppress(NbtoolsError):  # another kind of run, or one that refuses this call
+            if matches(task, plan, panel, now, path.parent):
+                return path.parent
+    return new_folder(type(network).__name__ if ":" in name else name.rpartition(".")[2])
+
+
+def matches(task: Task, plan: Plan, panel: str | None, now: Mapping[str, list[str]], folder: Path) -> bool:
+    """Return whether a call without `run=` means this run. Raises TrainError where the run refuses the call."""
+    index, former = checkpoint.read_index(folder), former_run(task, folder)
+    theirs, given, before = index["identity"], given_by(plan), index["given"]
+    if differences(theirs, now) or theirs["trained"] != now["trained"]:
+        return False
+    if former is not None:
+        decide(former, plan)
+        if former.over and plan.epochs > former.plan.epochs:
+            given, before = ({**values, "epochs": 0} for values in (given, before))
+    return given == before or (panel is not None and panel == index.get("panel"))
+
+
+def new_folder(name: str) -> Path:
+    """Make the folder of a run with the next free number; two processes never get the same."""
+    short = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-") or "run"
+    with disk.explained("making a run folder", RUNS):
+        RUNS.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            with suppress(FileExistsError):
+                (folder := RUNS / f"{short}-{number}").mkdir()
+                return folder
+    raise AssertionError
+
+
+# -- how a run starts, resumes, or is taken over
+
+
+def restore(folder: Path, kept: Path, fresh: bool) -> None:
     """Take over the kept run where the local folder is missing, as after a lost session, or behind. Raises
     CheckpointError if that would mix two runs, or replace files that belong to no run."""
-    theirs = {} if kept is None else patient(lambda: checkpoint.read_index(kept), kept)
-    if kept is None or not theirs:
+    theirs = patient(lambda: checkpoint.read_index(kept), kept)
+    if not theirs:
         return
     if kept.resolve() == folder.resolve():
         raise CheckpointError(f"{kept} is the folder of a run itself; name another one with keep=")
@@ -44,7 +214,7 @@ def restore(folder: Path, kept: Path | None, fresh: bool) -> None:
         if continues(ours, theirs):
             return
         if not continues(theirs, ours):
-            here, there = (f"{checkpoint.place(each['last'])[1]:,}" for each in (ours, theirs))
+            here, there = (f"{last_place(each)[1]:,}" for each in (ours, theirs))
             rule = f"{folder} (step {here}) and {kept} (step {there}) were trained apart"
             raise CheckpointError(f"{rule}; name another keep=, or another run= to go on from the kept one")
         say(f"{kept} is further than {folder}, and is taken over")
@@ -59,47 +229,44 @@ def restore(folder: Path, kept: Path | None, fresh: bool) -> None:
 
 def continues(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> bool:
     """Return whether a copy of a run went on from where the other had ended, or later: by their starts' first steps."""
-    last, end = (checkpoint.place(each["last"])[1] for each in (longer, shorter))
-    starts, shared = lineage(longer), [start for start in lineage(shorter) if start[1] < end]
-    later = [start[1] for start in starts[len(shared) :] if start[1] < last]
-    return starts[: len(shared)] == shared and min([*later, last]) >= end
-
-
-def lineage(index: Mapping[str, Any]) -> list[list[Any]]:
-    """Return the starts whose steps still count: a later one from before them, after an Undo, has discarded theirs."""
-    left: list[list[Any]] = []
-    for start in index["starts"]:
-        left = [*(each for each in left if each[1] < start[1]), start]
-    return left
+    last, end = (last_place(each)[1] for each in (longer, shorter))
+    shared = [start for start in shorter["starts"] if start[1] < end]
+    later = [start[1] for start in longer["starts"][len(shared) :] if start[1] < last]
+    return longer["starts"][: len(shared)] == shared and min([*later, last]) >= end
 
 
 def begin(
-    folder: Path, pack: Pack, state: TrainState, plan: Any = None, given: Plan | None = None, fresh: bool = False
+    folder: Path,
+    pack: Pack,
+    state: TrainState,
+    former: Run | None = None,
+    given: Plan | None = None,
+    call: Any = None,
 ) -> tuple[History, list[str]]:
     """Start the run in a folder, or load its last checkpoint; return its history, and what was wrong with newer
-    checkpoints. plan: of the call; given: what counts as given. Raises CheckpointError for another identity."""
-    now = identity(state.task, pack.card, state.model, state.plan)
-    index: dict[str, Any] = {} if fresh else checkpoint.read_index(folder)
-    resumes = not fresh and former_run(state.task, folder) is not None
-    if resumes and (differing := differences(index["identity"], now)):
+    checkpoints. given: the plan that counts as given; call: what the user gave. Raises CheckpointError for another
+    identity."""
+    now, index = identity(state.task, pack.card, state.model, state.plan), former.index if former else {}
+    if former and (differing := differences(index["identity"], now)):
         rule = f"{folder} holds another run ({'; '.join(differing)})"
         raise CheckpointError(f"{rule}; name another run= for this one, or start over with fresh=True")
-    with disk.explained("resuming a run" if resumes else "starting a run", folder):
-        clear(folder, resumes)
+    with disk.explained("resuming a run" if former else "starting a run", folder):
+        clear(folder, former is not None)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
         disk.write_atomic(folder / PLAN, state.applied.to_json())
-        if not resumes:
-            checkpoint.mark(folder, version=checkpoint.VERSION, nbtools=VERSION, id=index.get("id", uuid4().hex))
-            checkpoint.save(folder, state, rows=0)
-        history, notes = History(folder / HISTORY), []
-        if resumes:
+        history, complaints = History(folder / HISTORY), ()
+        if former:
             saved, changes = resume(folder, state, history)
-            notes = [*saved.complaints]
+            complaints = saved.complaints
             if changes and state.stopped:
                 state.stopped, state.best.stale = None, 0  # asked to continue: an early stop counts anew from here
             for record in changes:
                 history.append(record)
-    advised = getattr(plan, "advised", getattr(plan, "plan", None))
+        else:
+            checkpoint.mark(folder, version=checkpoint.VERSION, nbtools=disk.VERSION, id=uuid4().hex)
+            checkpoint.save(folder, state, rows=0)
+    advised = getattr(call, "advised", getattr(call, "plan", None))
+    left = [start for start in index.get("starts", []) if state.over or start[1] < state.step]  # else undone since
     checkpoint.mark(
         folder,
         task=train.task_name(state.task),
@@ -109,10 +276,10 @@ def begin(
         applied=state.applied.to_dict(),
         advised=advised.to_dict() if advised else index.get("advised", state.plan.to_dict()),
         identity=now,
-        starts=[*index.get("starts", []), *([] if state.over else [[uuid4().hex[:8], state.step]])],
-        panel=getattr(plan, "id", None),
+        starts=left if state.over else [*left, [uuid4().hex[:8], state.step]],
+        panel=getattr(call, "id", None),
     )
-    return history, notes
+    return history, [*complaints]
 
 
 def clear(folder: Path, resumes: bool) -> None:
@@ -147,19 +314,7 @@ class Job:
         self.keeper: Keeper | None = None
         self.saved, self.cost = monotonic(), 0.0  # when the state was last copied, and the seconds it took to write
         self.writer, self.writing = ThreadPoolExecutor(1, "nbtools-writer"), None  # the last checkpoint, until written
-        self.begun, self.cold_start = 0.0, 0.0  # when `fit` was called for a new run; from then to the tenth step
         self.place, self.plan = (state.epoch, state.step), state.applied  # as saved
-
-    def result(self) -> Run:
-        run = Run.open(self.folder, self.task)
-        run.events = self.surface.events
-        return run
-
-    @property
-    def kept_all(self) -> bool:
-        """Return whether all of it is kept, and nobody stopped it."""
-        kept = self.keeper is not None and self.keeper.done == self.keeper.requested
-        return kept and not self.surface.requests.stop
 
     def watch(self, record: Record) -> None:
         """Save where it is due. Training continues once the state is copied."""

@@ -109,9 +109,9 @@ class Guard:
     def back(self, why: Any) -> Generator[Record, None, None]:
         """Resume from the checkpoint that is meant, with the wanted plan; a row says so."""
         job, state, anchor, index = self.job, self.state, self.anchor, checkpoint.read_index(self.folder)
-        asked, mark, name, what, after = {}, "diverged, ", index["last"], "", ""
+        name, best, what, after = index["last"], index.get("best"), "", ""
         if why == "best":
-            asked, mark, name = {"asked": why}, "", index["best"]
+            name = index["best"]
             value = f"{header(train.best_metric(job.task)[0])} {number(state.best.value or 0.0)}"
             after = f", the best checkpoint: {value} after epoch {checkpoint.place(name)[0]}"
             if anchor and checkpoint.place(anchor["name"]) > checkpoint.place(name):
@@ -119,20 +119,20 @@ class Guard:
         elif anchor is None:
             what, after = self.reason(why, checkpoint.place(name)[1]), ", checking each step from there"
         else:  # to before the watched changes; what was wanted since is void
-            self.anchor, state.plan, name = None, self.plan_of(anchor), anchor["name"]
-            index["best"] = anchor["best"]
+            self.anchor, state.plan, name, best = None, self.plan_of(anchor), anchor["name"], anchor["best"]
             changes = train.listed(state.applied.changes_from(state.plan)) or "a change"
-            what = f"Training diverged after {changes}, which was undone; "
-            if why == "undo":
-                asked, mark, what = {"asked": why}, "undone, ", f"{changes} undone; "
-        checkpoint.rewind(self.folder, name, anchor=self.anchor, best=index.get("best"))
+            undone = f"{changes} undone; "
+            what = undone if why == "undo" else f"Training diverged after {changes}, which was undone; "
+        checkpoint.rewind(self.folder, name, anchor=self.anchor, best=best)
         saved, changes = resume(self.folder, state, job.history)
         state.improved, state.recovery.careful_until = False, max(state.recovery.careful_until, self.careful_until)
         state.events.clear()
         job.place = state.epoch, state.step
         self.watch(self.plan_of(saved.facts), saved.name)
-        what, step = f"{what}back at step {state.step:,}{after}", f"{mark}back to step {state.step:,}"
-        yield state.record("event", {"what": what, "mark": step, **asked})
+        asked = {"asked": why} if why in NOTHING else {}
+        mark = {"best": "", "undo": "undone, "}.get(why, "diverged, ")
+        mark = f"{mark}back to step {state.step:,}"
+        yield state.record("event", {"what": f"{what}back at step {state.step:,}{after}", "mark": mark, **asked})
         yield from changes
         if job.keeper is not None:
             job.keeper.keep()

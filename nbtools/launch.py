@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from nbtools import errors
 from nbtools.data import Pack, cores, say
 from nbtools.errors import NbtoolsError, TrainError
-from nbtools.fit import called, fit, opening
+from nbtools.fit import fit, opening
 from nbtools.live import FirstSignal, running_kernel
 from nbtools.run import Run
 from nbtools.train import RankLost, TaskLike, as_task, checkpoint, import_task, task_name
@@ -60,8 +60,15 @@ def launch(
     from the last checkpoint when one is lost. Raises TrainError with the error of the process that failed first.
     """
     task, name = as_task(task), task_name(task)
-    require_launchable(name, processes)
-    folder, kept, plan = opening(task, pack, called(plan), run, keep, fresh)
+    if is_torchelastic_launched():
+        rule = f"processes (--processes) starts torchrun, got {processes} in a process that torchrun started"
+        raise TrainError(f"{rule}; leave it out")
+    if processes < 1:
+        raise TrainError(f"processes (--processes) must be at least 1, got {processes}; start one for each GPU")
+    if name.startswith("__main__:") or name.endswith(":"):
+        fix = "write it to a file next to the notebook (%%writefile my_task.py), import that, and pass it"
+        raise TrainError(f"nb.launch needs a task that other processes can import, got {name!r}; {fix}")
+    folder, kept = opening(task, pack, plan, run, keep, fresh)
     parts = {part: getattr(plan, part, None) for part in ("advised", "id")}  # what a rank reads of a Panel
     call = plan and SimpleNamespace(plan=getattr(plan, "plan", plan), **parts)
     if progress:
@@ -80,18 +87,6 @@ def launch(
     if interrupted and running_kernel() is None:
         raise errors.ctrl_c(result)
     return result
-
-
-def require_launchable(name: str, processes: int) -> None:
-    """Raise TrainError for a task that no other process can import, and for processes that cannot start here."""
-    if is_torchelastic_launched():
-        rule = f"processes (--processes) starts torchrun, got {processes} in a process that torchrun started"
-        raise TrainError(f"{rule}; leave it out")
-    if processes < 1:
-        raise TrainError(f"processes (--processes) must be at least 1, got {processes}; start one for each GPU")
-    if name.startswith("__main__:") or name.endswith(":"):
-        fix = "write it to a file next to the notebook (%%writefile my_task.py), import that, and pass it"
-        raise TrainError(f"nb.launch needs a task that other processes can import, got {name!r}; {fix}")
 
 
 @contextmanager

@@ -1,12 +1,16 @@
-"""Run: what training leaves behind, opened from its folder: scores and history, the network, its answers."""
+"""What training leaves behind: a run, opened from its folder, with its scores and history, network and answers; and
+several runs in a table, or side by side."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nbtools import disk, show, train
+from nbtools import disk, live, show, train
 from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, items_of, patient, say
-from nbtools.errors import CheckpointError, PackError, TrainError
+from nbtools.errors import CheckpointError, NbtoolsError, PackError, TrainError
 from nbtools.export import write_onnx, write_weights
 from nbtools.measure import Receipt, Verdict
-from nbtools.show import number, plural
+from nbtools.show import header, number, plural
 from nbtools.train import History, Plan, Task, TaskLike, checkpoint, evaluation
 
 if TYPE_CHECKING:
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 PLAN, CARD, HISTORY, RECEIPT, VERDICT = "plan.json", "card.json", "history.csv", "receipt.json", "verdict.json"
 SUMMARY = ("lr", "epoch_time", "samples_per_s", "data_wait", "batch_size")  # after losses and metrics
 FREE = {"classes", "category_of", "mean", "std", "roles", "stored"}  # options that follow from the data
+MOST = 8  # runs of a folder that are compared
 
 
 class Run:
@@ -74,14 +79,15 @@ class Run:
     @property
     def receipt(self) -> Receipt | None:
         """Return how much faster it was than the task's baseline, on the machine that trained; None if not measured."""
-        path = self.folder / RECEIPT
-        return Receipt.from_dict(read_json(path, "delete it")) if path.exists() else None
+        return self.measured(RECEIPT, Receipt)
 
     @property
     def verdict(self) -> Verdict | None:
         """Return what this run is bound by, and the one change worth making; None if it was not measured."""
-        path = self.folder / VERDICT
-        return Verdict.from_dict(read_json(path, "delete it")) if path.exists() else None
+        return self.measured(VERDICT, Verdict)
+
+    def measured(self, name: str, kind: Any) -> Any:
+        return kind.from_dict(read_json(self.folder / name, "delete it")) if (self.folder / name).exists() else None
 
     @property
     def state(self) -> str:
@@ -89,12 +95,24 @@ class Run:
         by the user; diverged; failed: in another error; interrupted: its process was lost. All but the first resume."""
         if busy(self.folder):
             return "training"
-        if ended := "diverged" if self.index.get("diverged") else self.index.get("ended"):  # in an error
+        if ended := self.index.get("ended"):  # in an error
             return ended
-        if len(self.history.of("epoch")) >= self.plan.epochs or checkpoint.stop_reason(self.folder):
-            return "done"
         rows = self.history.rows
-        return "stopped" if rows and rows[-1].get("asked") == "stop" else "interrupted"
+        stopped = rows and rows[-1].get("asked") == "stop"
+        return "done" if self.over else "stopped" if stopped else "interrupted"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The plain part of the state in the last checkpoint."""
+        with suppress(NbtoolsError, KeyError):  # a damaged one is reported when it is loaded
+            return checkpoint.facts_of(self.folder, self.index["last"])["state"]
+        return {"position": {"segments": []}, "stopped": None, "best": {"drops": 0}}
+
+    @property
+    def over(self) -> bool:
+        """Whether its last epoch ended, or it has stopped by itself."""
+        (epoch, _), facts = checkpoint.place(self.index.get("last", "0-0")), self.facts
+        return bool(facts["stopped"]) or (epoch >= self.plan.epochs and not facts["position"]["segments"])
 
     @property
     def metric(self) -> tuple[str, float]:
@@ -114,7 +132,7 @@ class Run:
     def reached(self) -> str:
         """The best value: `whole accuracy 0.953 in epoch 7`; "" before the first evaluation."""
         best, metric = self.best, self.metric[0]
-        return f"{show.header(metric)} {number(best[f'val_{metric}'])} in epoch {best['epoch']}" if best else ""
+        return f"{header(metric)} {number(best[f'val_{metric}'])} in epoch {best['epoch']}" if best else ""
 
     def summary(self) -> pd.DataFrame:
         """Return a row per epoch, from 1: losses, metrics, lr, seconds, samples/s, share of waiting, batch, MiB."""
@@ -309,3 +327,116 @@ def lock(folder: Path) -> disk.Lock:
     key = hashlib.blake2b(str(folder.resolve()).encode(errors="surrogateescape"), digest_size=8).hexdigest()
     busy = TrainError(f"{folder}: another process is training this run; stop it, or name another run folder")
     return disk.Lock(cache() / "locks" / f"run-{key}.lock", busy)
+
+
+# -- several runs
+
+
+def runs(folder: str | Path = "runs") -> pd.DataFrame:
+    """Return a row for each run in a folder and its subfolders, the newest first, named by where it is in there: state,
+    best metric, epochs, minutes, samples/s, when it last went on. A message names those that cannot be opened. Raises
+    CheckpointError for a folder that is not there."""
+    opened = open_runs(Path(folder))
+    frame = outcomes({run.folder.relative_to(folder).as_posix(): run for run in opened})
+    return frame.assign(changed=[datetime.fromtimestamp(last_change(run)) for run in opened])
+
+
+def open_runs(folder: Path) -> list[Run]:
+    """Open the runs in a folder and its subfolders, the newest first. Raises CheckpointError."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such folder; name the one in which the run folders are")
+    opened: list[Run] = []
+    with disk.explained("looking for runs", folder):
+        for path in patient(lambda: list(folder.glob(f"**/{checkpoint.INDEX}")), folder):
+            try:
+                opened.append(Run.open(path.parent))
+            except CheckpointError as error:
+                say(f"left out: {error}")
+    return sorted(opened, key=last_change, reverse=True)
+
+
+def last_change(run: Run) -> float:
+    return (run.folder / checkpoint.INDEX).stat().st_mtime
+
+
+def outcomes(runs: Mapping[str, Run]) -> pd.DataFrame:
+    """Return a row of results a run; None for what is unknown."""
+    import pandas as pd
+
+    rows = []
+    for run in runs.values():
+        epochs, best, metric = run.history.of("epoch"), run.best, run.metric[0]
+        last = epochs[-1] if epochs else {}
+        score = {f"best_{metric}": best.get(f"val_{metric}"), "best_epoch": best.get("epoch")}
+        speed = {"minutes": last.get("wall", 0) / 60, "samples_per_s": last.get("samples_per_s")}
+        rows.append({"state": run.state, **score, "epochs": len(epochs), **speed})
+    return pd.DataFrame(rows, pd.Index(runs, name="run"))
+
+
+def compare(*runs: Run | str | Path) -> Comparison:
+    """Compare runs, run folders, or the newest eight runs in a folder of them (`nb.compare("runs")`). Raises TrainError
+    if there is none, CheckpointError for a folder that cannot be opened."""
+    every: list[Run] = []
+    for run in runs:
+        if isinstance(run, Run):
+            every.append(run)
+        elif Path(run).is_dir() and not (Path(run) / checkpoint.INDEX).exists():
+            every += open_runs(Path(run))[:MOST][::-1]
+        else:
+            every.append(Run.open(run))
+    if not every:
+        raise TrainError("compare needs at least one run, got none; give it runs, run folders or a folder of runs")
+    return Comparison({str(run.folder): run for run in every})
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Runs by their names; shows as a sentence about the best, charts as those of the live view, and a table."""
+
+    runs: Mapping[str, Run]
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """A row a run: what came out, and each setting of the plan in which the runs differ."""
+        frame, plans = outcomes(self.runs), [run.plan.to_dict() for run in self.runs.values()]
+        for name in dict.fromkeys(chain.from_iterable(plans)):
+            values = [plan.get(name) for plan in plans]
+            if len(set(map(repr, values))) > 1:
+                frame[f"plan.{name}"] = values
+        return frame.dropna(axis="columns", how="all")
+
+    @cached_property
+    def conclusion(self) -> str:
+        """Which run is the best and by how much; or that none is, also where chance may explain it, see `alike`."""
+        values = {name: run.best[f"val_{run.metric[0]}"] for name, run in self.runs.items() if run.best}
+        if len({(run.metric, run.card.digest) for run in self.runs.values()}) > 1:
+            return "No best run: they are of different tasks, or validated on different data."
+        if len(values) < 2:
+            return "No best run: fewer than two have been evaluated."
+        metric, sign = next(iter(self.runs.values())).metric
+        best, *others = sorted(values, key=lambda name: -sign * values[name])
+        count = min(min(run.plan.eval_samples or math.inf, run.card.splits["val"]) for run in self.runs.values())
+        share = metric != "loss" and all(0 <= value <= 1 for value in values.values())
+        by = "validation loss" if metric == "loss" else header(metric)
+        if level := [name for name in others if alike(values[best], values[name], count, share)]:
+            list_of = ", ".join(f"{name} {number(values[name])}" for name in (best, *level))
+            why = f"on {plural(int(count), 'validation sample')}, chance alone can make such a difference"
+            return f"No clear winner by {by}: {list_of}; {why}."
+        apart = f"{number(abs(values[best] - values[others[0]]))} {'above' if sign > 0 else 'below'} {others[0]}"
+        return f"{best} is the best: {by} {number(values[best])}, {apart}."
+
+    def __repr__(self) -> str:
+        return f"{self.conclusion}\n\n{self.frame.T.to_string()}".strip()
+
+    def _repr_html_(self) -> str:
+        metric = next(iter(self.runs.values())).metric[0]
+        charts = live.compared({name: live.Columns(run.history) for name, run in self.runs.items()}, metric)
+        return show.note(self.conclusion) + live.page(charts) + self.frame.T.to_html()
+
+
+def alike(best: float, other: float, count: float, share: bool) -> bool:
+    """Return whether chance can make such a difference, by a rule of thumb: for a share two standard errors of the
+    difference of two, else 1 / √count of the value, as of a loss that varies by as much as its mean, at least 2 %."""
+    middle, count = (best + other) / 2, max(count, 1)
+    limit = 2 * math.sqrt(2 * middle * (1 - middle) / count) if share else max(0.02, count**-0.5) * abs(best)
+    return abs(best - other) <= limit

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import html as markup
 import re
-import unicodedata
 from collections.abc import Sequence
 from typing import Any
+
+from tqdm.utils import disp_len
 
 EMPTY = "–"  # a cell of what is not known
 HEADERS = {"data_wait": "waiting for data", "minutes": "time", "samples_per_s": "samples/s"}
@@ -53,24 +54,17 @@ def note(text: str) -> str:
 def text(headers: Sequence[str], rows: Rows) -> str:
     """Return a table for a terminal, which a file name can neither colour nor overwrite."""
     lines = [[plain(cell) for cell in row] for row in filled(headers, rows)] if rows else []
-    widths = [max(map(columns, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(padded, line, widths)).rstrip() for line in lines)
+    widths = [
+        max(map(disp_len, column)) for column in zip(*lines, strict=True)
+    ]  # a Chinese character takes two columns
+    padded = ([cell + " " * (most - disp_len(cell)) for cell, most in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
 def filled(headers: Sequence[str], rows: Rows) -> list[list[str]]:
     """Return the headers and the rows as they are shown, without the columns that hold nothing."""
     kept = [k for k in range(len(headers)) if any(row[k] not in (None, "") for row in rows)]
     return [[shown(row[k]) for k in kept] for row in (headers, *rows)]
-
-
-def columns(line: str) -> int:
-    """Return how many terminal columns a line takes: East Asian wide characters two, combining marks none."""
-    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in line)
-
-
-def padded(line: str, width: int) -> str:
-    """Return a line with spaces up to a width in terminal columns."""
-    return line + " " * (width - columns(line))
 
 
 def plain(line: str) -> str:
@@ -149,11 +143,10 @@ def timing(seconds: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return `45 s`, `3 min 20 s`, `2 h 05 min`, `4 d 17 h`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    if whole < 48 * 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, days = minutes // 60, minutes // 1440
+    if not minutes:
+        return f"{rest} s"
+    if not hours:
+        return f"{minutes} min {rest:02} s"
+    return f"{hours} h {minutes % 60:02} min" if days < 2 else f"{days} d {hours % 24} h"

@@ -57,7 +57,7 @@ class Remote:
         self.asked, self.shown, self.status = (plan, False), len(self.history), live.STARTING
 
     def follow(self, lasts: Callable[[], bool]) -> None:
-        """Draw while the run lasts, and send what is requested."""
+        """Draw while the run lasts, and send what is requested; then draw how it ended, and say what to do next."""
         due, panel = 0.0, self.view.panel if self.view.notebook else None
         with ExitStack() as stack:
             stack.callback(self.finish)
@@ -79,12 +79,11 @@ class Remote:
             self.read()
 
     def finish(self) -> None:
-        """Draw how the run ended, and say what to do next where it has."""
         run = Run(self.run.folder, self.run.known, self.run.card, self.plans.plan)
-        over = run.state in live.OVER and checkpoint.read_index(run.folder)  # else it goes on, or did not begin
-        next_steps = what_next(run, run.state == live.DONE)
-        self.view.finish([], run.state)
-        if over:
+        state = run.state
+        next_steps = what_next(run, state == live.DONE)
+        self.view.finish([], state)
+        if state in live.OVER and run.index:  # else it goes on, or did not begin
             self.view.tell(next_steps)
 
     def send(self) -> None:
@@ -101,25 +100,22 @@ class Remote:
         self.asked = self.plans.plan, requests.paused
 
     def read(self) -> None:
-        """Show what the other process wrote; where it went back, every row in place of those that it went back over."""
-        before = self.history.rows[: self.shown]
+        """Show what the other process wrote, follow what it says of the plan; where it went back, every row in place of
+        those that it went back over."""
+        before, view = self.history.rows[: self.shown], self.view
         self.history.refresh()
         pairs = zip(before, self.history.rows, strict=False)
-        equal = takewhile(lambda rows: rows[0] == rows[1] or str(rows[0]) == str(rows[1]), pairs)  # NaN is not NaN
+        equal = takewhile(lambda rows: str(rows[0]) == str(rows[1]), pairs)  # as text: NaN is not NaN
         for row in self.history.rows[len([*equal]) :]:
             values = {name: value for name, value in row.items() if name not in KEYS}
+            what, self.status = values.get("what", ""), live.TRAINING
             if values.get("asked") == live.OPENING:
-                self.view.log([[line] for line in values["what"].split("\t")])
-            else:
-                self.take(Record(row["kind"], row["epoch"], row["step"], row["samples"], values))
+                view.log([[line] for line in what.split("\t")])
+                continue
+            if row["kind"] == "change" or what.startswith(live.REFUSED):
+                plan = type(self.run.plan).from_json((self.run.folder / PLAN).read_text())
+                self.plans.plan = self.plans.applied = plan
+                self.asked = plan, self.asked[1]
+                view.changed(plan)
+            view.advance(Record(row["kind"], row["epoch"], row["step"], row["samples"], values))
         self.shown = len(self.history)
-
-    def take(self, record: Record) -> None:
-        """Show a row of the history, and follow what it says of the plan."""
-        what, path, self.status = record.values.get("what", ""), self.run.folder / PLAN, live.TRAINING
-        if record.kind == "change" or what.startswith(live.REFUSED):
-            plan = type(self.run.plan).from_json(path.read_text())
-            self.plans.plan = self.plans.applied = plan
-            self.asked = plan, self.asked[1]
-            self.view.changed(plan)
-        self.view.advance(record)

@@ -17,7 +17,7 @@ from hypothesis import settings
 
 from nbtools.data import cores
 from nbtools.folder import Job
-from nbtools.train import clock, device
+from nbtools.train import device, meter
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -130,7 +130,7 @@ def fp16_on_cpu(monkeypatch):
 @pytest.fixture
 def late(monkeypatch):
     """What a step sends to the host has not arrived when the loop looks, as on a GPU that is far behind."""
-    monkeypatch.setattr(clock.Reading, "arrived", False)
+    monkeypatch.setattr(meter.Meter, "arrived", False)
 
 
 @pytest.fixture(autouse=True)

@@ -100,12 +100,12 @@ PLAN = nb.Plan(epochs=2, batch_size=16, lr=1e-2)
 task = nb.classify(Small, augment=["crop", "flip"], plan=PLAN)
 price = nb.regress(line, plan=PLAN)
 order = nb.classify(lambda: Recurrent(), plan=PLAN)
-mixing = nb.classify(Small, augment=["colour", "mixup"], plan=PLAN)
+mixing = nb.classify(Small, augment=["colour"], plan=PLAN)
 TASKS: dict[str, tuple[Any, str]] = {
     "classify": (task, "images"),
     "regress": (price, "rows"),
     "sequences": (order, "sequences"),
-    "mixup": (mixing, "images"),
+    "colours": (mixing, "images"),
     "two methods": (Mine, "images"),
 }
 """Task, and the data that it is for."""

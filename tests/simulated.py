@@ -4,11 +4,13 @@ in closed form, whatever the machine does meanwhile."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import toy
 
@@ -39,6 +41,15 @@ class Job:
 
     def clock(self) -> float:
         return self.now
+
+    @contextmanager
+    def times(self) -> Iterator[None]:
+        """Measurements of the block read the job's own clock, on a machine that does nothing else."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("perf_counter", "process_time"):
+                patch.setattr(f"nbtools.measure.timing.{name}", self.clock)
+            patch.setattr("nbtools.measure.advisor.others_share", lambda: lambda: 0.0)
+            yield
 
     def pack(self, pack: Pack) -> Pack:
         """The pack, with source files that take their time."""

@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "nbtools"
 ROOMS = ["ground", "data", "train", "measure", "live", "doors"]  # a room imports those before it
-GROUND = {"errors", "show", "disk", "figures", "version"}
+GROUND = {"errors", "show", "disk", "figures"}
 ONLY = {"ipywidgets": {"live"}, "google": {"data"}, "pynvml": {"measure"}, "torchvision": {"tasks"}, "cv2": set()}
 """Outside packages that only these rooms import."""
 

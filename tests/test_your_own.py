@@ -18,8 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
 import nbtools as nb
-from nbtools.train.augment import STRENGTHS
-from nbtools.train.metrics import METRICS
+from nbtools.train.defaults import METRICS, STRENGTHS
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "your-own.md").read_text()

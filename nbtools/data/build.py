@@ -44,9 +44,9 @@ from nbtools.data.pack import (
 )
 from nbtools.data.progress import bar, say, side_by_side
 from nbtools.data.stage import stage
+from nbtools.disk import VERSION
 from nbtools.errors import PackError
 from nbtools.show import plural
-from nbtools.version import VERSION
 
 Options = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]  # columns, and the offsets of ragged ones

@@ -128,7 +128,7 @@ class Surface(View):
         """Return whether there is anything to do for an action."""
         if action == "undo":
             return self.undoable() or self.state.plan != self.state.applied
-        return action != "best" or checkpoint.best_of(self.folder) is not None
+        return action != "best" or "best" in checkpoint.read_index(self.folder)
 
     def measured(self, record: Record) -> Record:
         """Return the record with the GPU's newest reading, if it is a row and there is one; at the end of training it

@@ -16,10 +16,8 @@ from nbtools.data import Card, batches_in, cores
 from nbtools.errors import sentence
 from nbtools.measure.batch import BatchReport
 from nbtools.measure.lr import LrTrial
-from nbtools.measure.profile import LEAST_STEPS, StepProfile
+from nbtools.measure.profile import LEAST_STEPS, StepProfile, Verdict
 from nbtools.measure.report import Report, restored
-from nbtools.measure.timing import Timing
-from nbtools.measure.verdict import Verdict
 from nbtools.show import digits, duration, plural
 from nbtools.train import (
     LARGER,
@@ -49,22 +47,18 @@ SPEED = ("amp", "channels_last", "threads", "feed", "workers", "prefetch", "comp
 class Advice(Report):
     """A plan, one reason per field, and the evidence for those that were measured. Shows as a table.
 
-    The panel's presets: baseline, the guide's "before", and largest, the largest batch that the rules allow, or None if
-    there is none larger, for which `largest_reason` gives the reason; presets: the task's own, name → (plan, what
-    differs here), or (None, why it cannot train here). timings: of the plan, and beside it of the rules' own and the
-    baseline; ratios: their samples/s over the plan's, in turns. batches, lr_trial, profile: what else was measured,
-    None if it was not; verdict: what this plan is bound by here. samples: of the train split.
+    baseline: the guide's "before"; presets: the task's own, name → (plan, what differs here), or (None, why it cannot
+    train here). evidence: setting → what was measured of it; ratios: samples/s of the rules' plan and of the baseline
+    over the plan's, in turns. batches, lr_trial, profile: what else was measured, None if it was not; verdict: what the
+    plan is bound by here. samples: of the train split.
     """
 
     plan: Plan
     reasons: dict[str, str]
     baseline: Plan | None = None
     note: str = ""
-    largest: Plan | None = None
-    largest_reason: str = ""
     presets: dict[str, tuple[Plan | None, str]] = field(default_factory=dict)
     evidence: dict[str, str] = field(default_factory=dict)
-    timings: dict[str, Timing] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
     batches: BatchReport | None = None
     lr_trial: LrTrial | None = None
@@ -84,20 +78,17 @@ class Advice(Report):
         return ("setting", "value", "reason", "measured here"), rows
 
     def caption(self) -> str:
-        """Return samples, steps per epoch, in all and of warmup; and the time for them where a step was measured."""
-        return f"{length_of(self.plan, self.samples)} · {self.times(self.plan) or 'time not measured yet'}."
-
-    def times(self, plan: Plan) -> str:
-        """Return what the epochs of a plan that differs in nothing for speed take, and with the baseline's settings; ""
-        if that was not measured."""
+        """Return samples, steps per epoch, in all and of warmup; and the time for them, and with the baseline's
+        settings, where a step was measured."""
+        length, plan = length_of(self.plan, self.samples), self.plan
         if self.profile is None:
-            return ""
+            return f"{length} · time not measured yet."
         steps = plan.epochs * self.profile.steps_s
         between = plan.epochs * self.profile.evaluation_s / plan.eval_every
-        text = f"about {duration(steps + between)} at the measured speed"
+        text = f"{length} · about {duration(steps + between)} at the measured speed"
         if "baseline" not in self.ratios:
-            return text
-        return f"{text}, {duration(steps / self.ratios['baseline'] + between)} with the baseline's settings"
+            return f"{text}."
+        return f"{text}, {duration(steps / self.ratios['baseline'] + between)} with the baseline's settings."
 
     def footer(self) -> str:
         guides = GUIDES if any("guide" in reason for reason in self.reasons.values()) else ""
@@ -106,15 +97,13 @@ class Advice(Report):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], kind: type[Plan] = Plan) -> Self:
-        """Return the advice of `to_dict`. kind: of the plans."""
-        plans = {name: values[name] and kind.from_dict(values[name]) for name in ("plan", "baseline", "largest")}
-        presets = {n: (plan and kind.from_dict(plan), why) for n, (plan, why) in values.get("presets", {}).items()}
-        timings = {name: Timing(**each) for name, each in values.get("timings", {}).items()}
-        return restored(cls, {**values, **plans, "presets": presets, "timings": timings})
+        """Return the advice of `to_dict` without its presets, which follow from the task. kind: of the plans."""
+        plans = {name: values[name] and kind.from_dict(values[name]) for name in ("plan", "baseline")}
+        return restored(cls, {**values, **plans, "presets": {}})
 
 
 def explained(reason: str, measured: str) -> str:
-    """A setting's reason in full, and what was measured of it on this machine."""
+    """Return a setting's reason in full, and what was measured of it on this machine."""
     return ". ".join(filter(None, [reason, measured and f"Measured here: {measured}"]))
 
 
@@ -131,7 +120,7 @@ class Machine:
 
 
 def inspect() -> Machine:
-    """The machine's current state."""
+    """Return this machine."""
     device = devices.pick()
     if device.type != "cuda":
         return Machine(device.type, "Apple GPU" if device.type == "mps" else "CPU")
@@ -180,8 +169,7 @@ def decide(
     size = f"{machine.gigabytes:.0f} GB" if machine.gigabytes else plural(machine.cores, "core")
     note = f"For {machine.name} ({size}); a starting point: nothing here has been measured on it yet; "
     note += "(measured) means on other machines."
-    largest, why = largest_batch(made, base, card, machine)
-    return Advice(made, reasons, base, note, largest, why, samples=card.splits["train"])
+    return Advice(made, reasons, base, note, samples=card.splits["train"])
 
 
 def enough(card: Card) -> int:
@@ -208,42 +196,17 @@ def epochs_for_few(card: Card, batch: int) -> tuple[int, str] | None:
     return epochs, f"about {FEW_STEPS:,} steps: {train:,} training samples are few, {THUMB} (ours)"
 
 
-def memory_tier(machine: Machine) -> tuple[int, int]:
-    """(GB from which it reaches up, its batch) of a CUDA GPU."""
-    return devices.tier(machine.gigabytes, TIERS)
-
-
 def batch_size(card: Card, machine: Machine, base: int) -> tuple[int, str]:
     train = card.splits["train"]
     batch, why = base, f"no CUDA GPU: the baseline's {base}"
     if machine.accelerator == "cuda":
-        least, batch = memory_tier(machine)
+        least, batch = devices.tier(machine.gigabytes, TIERS)
         why = f"{machine.gigabytes:.0f} GB of GPU memory, the tier from {least} GB: {batch}, {THUMB} ({CAPTCHA_GUIDE})"
     most = max(train // LEAST_STEPS, LEAST_BATCH)
     if batch > most:
         batch = max(1, min(2 ** (most.bit_length() - 1), train))
         why += f"; capped to {batch}: {train:,} training samples are few, {THUMB} (ours: {LEAST_STEPS} steps per epoch)"
     return batch, why
-
-
-def largest_batch(plan: Plan, base: Plan, card: Card, machine: Machine) -> tuple[Plan | None, str]:
-    """The plan at the largest power of two that data and lr rules allow, on a GPU in forward passes of its tier."""
-    train, bound = card.splits["train"], MOST_K * base.batch_size
-    why = f"{MOST_K} × the baseline's {base.batch_size}, the limit of the lr rules ({LARGE_GUIDE}, arXiv 2405.14578)"
-    if enough(card) < bound:
-        bound = enough(card)
-        why = f"{LEAST_STEPS} steps per epoch of {train:,} training samples, or batch {LEAST_BATCH} (ours)"
-    batch = 2 ** (max(bound, 1).bit_length() - 1)
-    if batch <= plan.batch_size:
-        return None, f"{THUMB}: the advised {plan.batch_size} is the largest allowed, by {why}"
-    reason, micro = f"{THUMB}: batch {batch}, by {why}", plan.micro_batch_size
-    if machine.accelerator == "cuda" and batch > (tier := memory_tier(machine))[1]:
-        micro = min(micro or tier[1], tier[1])
-        reason += f", in forward passes of {micro} for {machine.gigabytes:.0f} GB ({CAPTCHA_GUIDE})"
-    lr, why_lr = learning_rate(plan, plan.optimizer, batch)
-    warm = max(warmup(batch / base.batch_size, plan.epochs)[0], plan.warmup_epochs)
-    changed = plan.replace(batch_size=batch, micro_batch_size=micro, lr=lr, warmup_epochs=warm)
-    return changed, f"{reason}; lr {digits(lr)} from {why_lr}. Whether it is faster here has not been measured yet"
 
 
 def learning_rate(base: Plan, optimizer: str, batch: int) -> tuple[float, str]:

@@ -1,13 +1,11 @@
 """The check of a machine, before anything is trained on it: GPUs, versions, memory, which precisions it can train in
-and how fast its matrix products are in each."""
+and how fast its matrix products are in each; and of a task, before its data is there."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import platform
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,92 +16,70 @@ from torch.utils._pytree import tree_leaves
 
 from nbtools import show
 from nbtools.data import open_feed
+from nbtools.disk import VERSION
 from nbtools.errors import TrainError
 from nbtools.measure.advisor import advise
-from nbtools.measure.machine import Gpus, gpus, processor
+from nbtools.measure.machine import Gpus, gpus
 from nbtools.measure.profile import matrix_rates, matrix_side
 from nbtools.show import number, plural
 from nbtools.train import Task, TrainState, checkpoint, evaluation, train_step
 from nbtools.train import device as devices
-from nbtools.version import VERSION
 
 SECONDS = 0.1  # of matrix products in each format
 
 
 @dataclass(frozen=True)
-class Arithmetic:
-    """A floating-point format on the device that trains. here: whether it trains in it. flops: FLOP/s of square matrix
-    products, the median of `n` with their least and most; None if they were not measured."""
-
-    name: str
-    here: str
-    flops: float | None = None
-    least: float = 0.0
-    most: float = 0.0
-    n: int = 0
-
-    def row(self) -> tuple[str, str, str | None]:
-        if self.flops is None:
-            return self.name, self.here, None
-        digits = [show.digits(float(f"{value / 1e9:.3g}")) for value in (self.flops, self.least, self.most)]
-        return self.name, self.here, f"{digits[0]} ({digits[1]}–{digits[2]}, n = {self.n})"
-
-
-@dataclass(frozen=True)
 class Check:
-    """What this machine is. machine: part → what it is, None for what is not there; side: of the matrices that were
-    multiplied. Shows as tables."""
+    """What this machine is. machine: part → what it is, None for what is not there. formats: (name, whether it trains
+    in it); rates: name → FLOP/s of square matrix products, side by side. Shows as tables."""
 
     gpus: Gpus
     machine: dict[str, str | None]
+    formats: dict[str, str]
+    rates: dict[str, list[float]]
     side: int
-    arithmetic: tuple[Arithmetic, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         products = f"products of {self.side:,} × {self.side:,}, GFLOP/s"
+        rows = [(name, here, self.rate(name)) for name, here in self.formats.items()]
         parts = [
-            show.text(*self.gpus.table()) if self.gpus else self.gpus.missing,
+            str(self.gpus),
             show.text(("machine", ""), list(self.machine.items())),
-            show.text(("format", "trains here", products), [each.row() for each in self.arithmetic]),
+            show.text(("format", "trains here", products), rows),
             "A plan for your data, measured: python -m nbtools advise TASK --data SOURCE",
         ]
-        return "\n\n".join(filter(None, parts))
+        return "\n\n".join(parts)
+
+    def rate(self, name: str) -> str | None:
+        """Return the median with its spread; None where nothing was measured."""
+        if not (each := self.rates.get(name)):
+            return None
+        middle, least, most = (show.digits(float(f"{f(each) / 1e9:.3g}")) for f in (median, min, max))
+        return f"{middle} ({least}–{most}, n = {len(each)})"
 
 
 def check() -> Check:
     """Look at this machine, and multiply matrices for a fraction of a second."""
-    device, found = devices.pick(), gpus()
+    device, found, before = devices.pick(), gpus(), torch.get_float32_matmul_precision()
     cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     machine = {
         "trains on": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "CPU": processor(),
         "nbtools": f"{VERSION}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         "torch": f"{torch.__version__}, {cuda}, {plural(torch.get_num_threads(), 'thread')}",
         "cuDNN": None if cudnn is None else str(cudnn),
-        "driver": found[0].driver if found else None,
         "AMP": f"{devices.reduced(device)}, where nb.advise measures a gain",
     }
-    return Check(found, machine, matrix_side(device), tuple(arithmetic(device)))
-
-
-def arithmetic(device: torch.device) -> Iterator[Arithmetic]:
-    """Yield each format: float32 as it is, and the faster ones that training may use."""
-    before = torch.get_float32_matmul_precision()
-    for name, (dtype, here) in formats(device).items():
+    rates, kinds = dict[str, list[float]](), formats(device)
+    for name, (dtype, _) in kinds.items():
         try:
             torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")
-            rates = None if dtype is None else [matrix_rates(device, dtype, s) for s in (0.02, SECONDS)][1]  # warm
+            if dtype is not None:
+                matrix_rates(device, dtype)  # warm
+                rates[name] = matrix_rates(device, dtype, SECONDS)
         finally:
             torch.set_float32_matmul_precision(before)
-        if rates:
-            yield Arithmetic(name, here, median(rates), min(rates), max(rates), len(rates))
-        else:
-            yield Arithmetic(name, here)
+    return Check(found, machine, {name: here for name, (_, here) in kinds.items()}, rates, matrix_side(device))
 
 
 def formats(device: torch.device) -> dict[str, tuple[torch.dtype | None, str]]:
@@ -128,8 +104,8 @@ def formats(device: torch.device) -> dict[str, tuple[torch.dtype | None, str]]:
 
 
 def smoke_test(task: Task, **knobs: Any) -> str:
-    """One step on demo data, saved and loaded again, in a temporary folder; returns the result in a sentence. knobs:
-    settings in place of the advised ones.
+    """Train one step on demo data, saved and loaded again, in a temporary folder; return the result in a sentence.
+    knobs: settings in place of the advised ones.
 
     Raises TrainError if the loss is not a number or the loaded weights give different outputs.
     """
@@ -151,9 +127,8 @@ def smoke_test(task: Task, **knobs: Any) -> str:
     answers = (evaluation.forward(task, one.evaluated, raw, plan, one.device)[1] for one in (state, loaded))
     if not all(map(torch.equal, *(map(torch.as_tensor, tree_leaves(answer)) for answer in answers))):
         rule = "the outputs of the loaded weights differ from those of the saved ones"
-        raise TrainError(
-            f"{rule}: is the forward pass random in eval?", entry="Predictions differ between training and inference"
-        )
+        entry = "Predictions differ between training and inference"
+        raise TrainError(f"{rule}: is the forward pass random in eval?", entry=entry)
     return (
         f"it works on {state.device}: {plural(len(pack), 'demo sample')} packed, "
         f"{sum(p.numel() for p in state.parameters):,} parameters, first loss {number(loss)}; "

@@ -1,4 +1,5 @@
-"""Where the time of a training step goes on this machine, and what changes of the plan give, each measured.
+"""Where the time of a training step goes on this machine, what changes of the plan give, each measured, and the
+verdict: what the plan is bound by, and the one change most worth making.
 
 On CUDA the host runs ahead of the device, and a trace of its kernels tells the two apart: `host` is the share in which
 the device had nothing to do because the host had not launched it yet. On a CPU both are one, `device`.
@@ -10,30 +11,38 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from nbtools.data import Pack, Padding, choose, gather, in_order, lengths_of, on
-from nbtools.errors import NbtoolsError
-from nbtools.measure import memory
-from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
-from nbtools.measure.timing import Clock, Stepper, Timing, epoch_batches, finish, in_turns, trace, typical, untouched
-from nbtools.measure.timing import busy as busy_seconds
-from nbtools.show import percent, size, timing
+from nbtools.measure.timing import (
+    Stepper,
+    Timing,
+    attempt,
+    busy,
+    epoch_batches,
+    finish,
+    in_turns,
+    trace,
+    typical,
+    untouched,
+)
+from nbtools.show import percent, timing
 from nbtools.train import DTYPES, MOST_GRAPHS, Plan, Sums, TaskLike, evaluation, gradients, synchronizing, unrecordable
 from nbtools.train import device as devices
 
 SECONDS = 3.0  # of the turns of the plan; all changes together get as long again
 KERNELS = 5  # that are listed by name
-PRODUCTS = 5  # at least, whose rate is taken
 WAIT_SHARE = 0.1  # of a step: from here another feed is tried
 COMPILE_PAYS = 1800.0  # seconds of training planned from which compiling is tried: it took 69 s here, on two busy cores
 LEAST_STEPS = 20  # optimizer steps per epoch below which a larger batch starves a small data set: rule of thumb (ours)
+WORTH = 1.1  # a smaller gain is within the noise of such a measurement: rule of thumb (ours)
+UNSTEADY = 3.0  # the fastest turn over the slowest: something else ran
 
 
 @dataclass(frozen=True)
@@ -42,16 +51,19 @@ class Trial:
     failed: why it cannot be trained at all, the ratio is then 0."""
 
     change: dict[str, Any]
-    ratio: float
-    least: float
-    most: float
-    rounds: int
+    ratio: float = 0.0
+    least: float = 0.0
+    most: float = 0.0
+    rounds: int = 0
     failed: str = ""
 
+    @property
+    def name(self) -> str:
+        return ", ".join(f"{setting}={value}" for setting, value in self.change.items())
+
     def __str__(self) -> str:
-        name = ", ".join(f"{setting}={value}" for setting, value in self.change.items())
         spread = f"{self.ratio:.2f}× ({self.least:.2f}–{self.most:.2f}, n = {self.rounds})"
-        return f"{name} fails ({self.failed})" if self.failed else f"{name} {spread}"
+        return f"{self.name} {self.failed or spread}"
 
 
 @dataclass(frozen=True)
@@ -61,27 +73,21 @@ class StepProfile(Report):
     wait, host, device: shares of a step that wait for data, that wait for the host to launch, and in which the device
     works; together 1. products: the share of the device's part that matrix products, convolutions and attention would
     need at the rate of a large product in the plan's precision. kernels: (name, share of the device's time), the
-    longest ones. evaluation_s: seconds of one evaluation. memory: MiB: step, beyond what is held; held: weights,
-    gradients and optimizer. shapes: of batches. waits: `file:line` at which the host waits for the GPU in a step. took:
-    seconds of measuring.
+    longest ones. evaluation_s: seconds of one evaluation. waits: `file:line` at which the host waits for the GPU in a
+    step. trials: of changes.
     """
 
     timing: Timing
     device_type: str
     train_samples: int
-    feed: str
     wait: float
     host: float
     device: float
     products: float
     kernels: tuple[tuple[str, float], ...]
     evaluation_s: float
-    memory: dict[str, float]
-    shapes: int
     waits: tuple[str, ...]
-    trials: tuple[Trial, ...]
-    machine: dict[str, str]
-    took: float
+    trials: tuple[Trial, ...] = ()
 
     @property
     def steps_s(self) -> float:
@@ -93,107 +99,87 @@ class StepProfile(Report):
         return self.steps_s + self.evaluation_s / self.timing.plan["eval_every"]
 
     def table(self) -> tuple[tuple[str, str], list[tuple[str, str]]]:
-        here, batch = self.timing, self.timing.plan["batch_size"]
+        here = self.timing
         spread = f"{here.least:,.0f}–{here.most:,.0f}, n = {here.turns}"
         shares = f"data {percent(self.wait)}, host {percent(self.host)}, device {percent(self.device)}"
-        kernels = ", ".join(f"{name} {percent(share)}" for name, share in self.kernels)
         rows = [
-            ("samples/s", f"{here.samples_per_s:,.0f} ({spread}) at batch {batch}"),
+            ("samples/s", f"{here.samples_per_s:,.0f} ({spread}) at batch {here.plan['batch_size']}"),
             ("a step", f"{timing(here.step_s)}: {shares}"),
             ("first steps", f"{timing(here.cold_s)} more than steady ones"),
             ("matrix products", f"{percent(self.products)} of the device's part; the rest reads and writes tensors"),
-            ("longest kernels", kernels),
+            ("longest kernels", ", ".join(f"{name} {percent(share)}" for name, share in self.kernels)),
             ("an evaluation", timing(self.evaluation_s)),
-            ("memory", ", ".join(f"{name} {size(mib * 2**20)}" for name, mib in self.memory.items())),
             *(("host waits at", line) for line in self.waits),
             *(("tried", str(trial)) for trial in self.trials),
         ]
         return ("step", "measured"), rows
 
-    def footer(self) -> str:
-        return f"Measured in {timing(self.took)}"
-
 
 def step_profile(
-    task: TaskLike,
-    pack: Pack,
-    plan: Plan,
-    device: torch.device | None = None,
-    seconds: float | None = None,
-    fixed: Collection[str] = (),
-    clock: Clock | None = None,
+    task: TaskLike, pack: Pack, plan: Plan, seconds: float | None = None, fixed: Collection[str] = ()
 ) -> StepProfile:
     """Measure a plan, and what changes of it give, for about twice `seconds` (SECONDS) after warming up; compiling,
     which is tried where training will last long enough, takes a minute or two more.
 
-    fixed: settings that are not tried. Nothing outside changes. Raises TrainError if training could not start.
+    fixed: settings that may not change (a run that has started keeps some). Nothing outside changes. Raises TrainError
+    if training could not start.
     """
-    device, seconds = device or devices.pick(), seconds or SECONDS
+    device, seconds = devices.pick(), seconds or SECONDS
     with untouched(device):
-        run = Stepper(task, pack, plan, device, clock=clock).warm_up()
-        start = run.clock()
+        run = Stepper(task, pack, plan, device).warm_up()
         in_turns([run], seconds)
         profile = profile_of(run)
         changes = [change for change in worth_trying(run, profile) if not set(change) & set(fixed)]
         over, trials = run.clock() + seconds, []
         for number, change in enumerate(changes):  # what one leaves of its time, the others have
-            left = over - run.clock()
-            if left > 0:
+            if (left := over - run.clock()) > 0:
                 trials.append(try_change(run, change, left / (len(changes) - number)))
         run.close()
-        return replace(profile, trials=tuple(filter(None, trials)), took=run.clock() - start)
+    return replace(profile, trials=tuple(trials))
 
 
 def profile_of(run: Stepper) -> StepProfile:
     """Return what the turns of a plan showed, and what a step consists of; nothing is tried yet."""
-    here, pack, plan, state = run.timing(), run.pack, run.plan, run.state
+    here, pack, plan = run.timing(), run.pack, run.plan
     raw = on(run.device, gather(pack, typical(pack, plan)[0][0], Padding(pack, plan)))
-    device = (1 - here.waited) * min(1.0, here.device_s / max(here.step_s * (1 - here.waited), 1e-9))
-    device = device if run.device.type == "cuda" else 1 - here.waited
+    device = 1 - here.waited
+    if run.device.type == "cuda":
+        device *= min(1.0, here.device_s / max(here.step_s * device, 1e-9))
     rate = matrix_rates(run.device, DTYPES.get(plan.amp, torch.float32))
     products = flops(run, raw) / len(raw["id"]) * here.samples_per_s / max(rate)
-    held = memory.held(state) + memory.size_of(p.grad for p in state.parameters if p.grad is not None)
-    used = memory.peak(run.device, lambda: run.step(raw))
     return StepProfile(
         timing=here,
         device_type=run.device.type,
         train_samples=pack.splits["train"],
-        feed=run.feed.name,
         wait=here.waited,
         host=max(1 - here.waited - device, 0.0),
         device=device,
         products=min(products / max(device, 1e-9), 1.0),
         kernels=kernels(run),
         evaluation_s=evaluation_seconds(run),
-        memory={"step": used / 2**20, "held": held / 2**20},
-        shapes=shapes(pack, plan),
         waits=tuple(synchronizing(lambda: run.step(raw))[1]),
-        trials=(),
-        machine=machine(),
-        took=0.0,
     )
 
 
 def worth_trying(run: Stepper, profile: StepProfile) -> list[dict[str, Any]]:
     """Return changes for what a step is bound by: another feed; graphs and a larger batch; precision and layout, and
     the compiler where training lasts long enough to earn its time back."""
-    plan, device, layers = run.plan, run.device, list(run.state.model.modules())
+    plan, device = run.plan, run.device
     changes: list[dict[str, Any]] = []
     if profile.wait >= WAIT_SHARE:
         feed = choose(run.pack, plan.replace(feed="auto"), device)[0]
         changes.append({"feed": feed if feed != run.feed.name else "streamed"})
-    if profile.wait >= max(profile.host, profile.device) or plan.compile:
+    if bound_by(profile) == "data" or plan.compile:
         return changes
-    if replays(plan, device, profile.shapes) and profile.host > profile.device:
+    if profile.host > profile.device and replays(plan, device, shapes(run.pack, plan)):
         changes.append({"graph": True})
     if 2 * plan.batch_size <= profile.train_samples // LEAST_STEPS:
         changes.append({"batch_size": 2 * plan.batch_size})
     if profile.device > profile.host:
-        reduced = devices.reduced(device)
+        reduced, images = devices.reduced(device), any(isinstance(x, nn.Conv2d) for x in run.state.model.modules())
         changes += [{"amp": reduced}] if plan.amp == "off" != reduced else []
-        changes += [{"channels_last": True}] * any(isinstance(x, nn.Conv2d) for x in layers) * (not plan.channels_last)
-        recurrent = any(isinstance(layer, nn.RNNBase) for layer in layers)
-        changes += [{"compile": True}] * (not recurrent and plan.epochs * profile.epoch_s >= COMPILE_PAYS)
+        changes += [{"channels_last": True}] if images and not plan.channels_last else []
+        changes += [{"compile": True}] if compiles(run, plan.epochs * profile.epoch_s) else []
     return changes
 
 
@@ -202,24 +188,25 @@ def replays(plan: Plan, device: torch.device, shapes: int) -> bool:
     return device.type == "cuda" and not (shapes > MOST_GRAPHS or unrecordable(plan) or plan.graph)
 
 
-def try_change(run: Stepper, change: dict[str, Any], seconds: float) -> Trial | None:
-    """Train a change in turns with the plan; None if memory ran out."""
+def compiles(run: Stepper, training_s: float) -> bool:
+    """Return whether compiling may pay in so many seconds of training; at a recurrent layer the compiler gives up."""
+    return training_s >= COMPILE_PAYS and not any(isinstance(x, nn.RNNBase) for x in run.state.model.modules())
+
+
+def try_change(run: Stepper, change: dict[str, Any], seconds: float) -> Trial:
+    """Train a change in turns with the plan."""
     plan, feed = run.plan.turn(**change), None if "feed" in change else run.feed
+    other = attempt(lambda: Stepper(run.task, run.pack, plan, run.device, feed, halves=False))
+    if isinstance(other, str):
+        return Trial(change, failed=other)
     run.turns.clear()
-    try:
-        other, _ = devices.within_memory(
-            lambda: Stepper(run.task, run.pack, plan, run.device, feed, run.clock, halves=False).warm_up()
-        )
-        if other is None:
-            return None
-        in_turns([run, other], seconds)
-        lost, ratios = other.lost, other.over(run)
-        other.close()
-    except (NbtoolsError, RuntimeError) as error:  # bfloat16 lacks some operations, there is no compiler
-        return Trial(change, 0.0, 0.0, 0.0, 0, failed=str(error).split("\n")[0].split(". ")[0])
-    if lost:
-        return Trial(change, 0.0, 0.0, 0.0, 0, failed="the loss is no number")
+    in_turns([run, other], seconds)
+    ratios = other.over(run)
+    other.close()
     return Trial(change, median(ratios), min(ratios), max(ratios), len(ratios))
+
+
+# -- parts of a step
 
 
 def evaluation_seconds(run: Stepper) -> float:
@@ -245,7 +232,7 @@ def kernels(run: Stepper) -> tuple[tuple[str, float], ...]:
         events = trace(run)
         for event in events:
             times[event["name"].partition("<")[0].removeprefix("void ")] += event["dur"] / 1e6
-        whole = busy_seconds(events)
+        whole = busy(events)
     else:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             run.step(next(run.batches))
@@ -274,20 +261,67 @@ def matrix_side(device: torch.device) -> int:
 
 def matrix_rates(device: torch.device, dtype: torch.dtype, seconds: float = 0.02) -> list[float]:
     """Return the FLOP/s of each of some rounds of square matrix products, in about so many seconds."""
-    side, many = matrix_side(device), 20 if device.type == "cuda" else 1  # waiting after each would be counted
+    side, threads = matrix_side(device), torch.get_num_threads()
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    times: list[float] = []
-    while sum(times) < seconds or len(times) < PRODUCTS:
-        finish(device)
-        start = perf_counter()
-        for _ in range(many):
-            torch.mm(a, b)
-        finish(device)
-        times.append((perf_counter() - start) / many)
-    return [2 * side**3 / each for each in times]
+    timer = Timer("torch.mm(a, b)", globals={"torch": torch, "a": a, "b": b}, num_threads=threads)
+    return [2 * side**3 / each for each in timer.blocked_autorange(min_run_time=seconds).times]
 
 
 def shapes(pack: Pack, plan: Plan) -> int:
     """Return how many different shapes an epoch's batches have, as they are padded."""
     lengths = Padding(pack, plan).of(pack, epoch_batches(pack, plan))
     return len(set(zip(*lengths.values(), strict=True))) or 1
+
+
+# -- the verdict
+
+
+@dataclass(frozen=True)
+class Verdict(Report):
+    """bound: data, launch, compute or memory. change: settings for `plan.turn`, None if no change is worth making;
+    factor: the samples/s that it gave over the plan's. Shows as its sentence."""
+
+    bound: str
+    sentence: str
+    change: dict[str, Any] | None
+    factor: float | None
+
+    def caption(self) -> str:
+        return self.sentence
+
+
+def verdict(profile: StepProfile) -> Verdict:
+    """Return the bound and the one change, decided from figures that were all measured."""
+    bound, here = bound_by(profile), profile.timing
+    step, device = f"of each {timing(here.step_s)} step", "processor" if profile.device_type == "cpu" else "GPU"
+    products = profile.products * profile.device
+    text = {
+        "data": f"Loading data is the limit: training waits for it {percent(profile.wait)} {step}.",
+        "launch": f"Kernel launches are the limit: the {device} waits for them {percent(profile.host)} {step}.",
+        "compute": f"The {device} is the limit: busy {percent(profile.device)} {step}.",
+        "memory": f"Memory bandwidth is the limit: {percent(profile.device - products)} {step} goes into reading and "
+        f"writing tensors, {percent(products)} into matrix products.",
+    }[bound]
+    if bound == "launch" and profile.waits:
+        text += f" The host waits for it at {profile.waits[0]}; do without that line."
+    worth = [trial for trial in profile.trials if trial.ratio >= WORTH and trial.least > 1]
+    best = max(worth, key=lambda trial: trial.ratio, default=None)
+    if best is not None:
+        spread = f"{best.least:.2f}–{best.most:.2f}× in {best.rounds} turns with the plan"
+        text += f" {best.name} makes training {best.ratio:.2g}× as fast (measured: {spread})."
+    else:
+        text += f" Tried: {'; '.join(map(str, profile.trials))}." if profile.trials else ""
+    if here.most > UNSTEADY * here.least:
+        spread = f"{here.least:,.0f} to {here.most:,.0f} samples/s"
+        text += f" Turns varied from {spread}: measure again on a quiet machine."
+    return Verdict(bound, text, best and best.change, best and best.ratio)
+
+
+def bound_by(profile: StepProfile) -> str:
+    """Return waiting, launching or the device, whichever takes most; the device computes where its matrix products need
+    more than half of its time at the rate measured here, else it moves tensors."""
+    if profile.wait >= max(profile.host, profile.device):
+        return "data"
+    if profile.host >= profile.device:
+        return "launch"
+    return "compute" if profile.products >= 0.5 else "memory"

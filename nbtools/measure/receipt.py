@@ -5,24 +5,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-import torch
-
 from nbtools.data import Pack, Resident, choose, cores, phase
 from nbtools.errors import NbtoolsError, TrainError
-from nbtools.measure import memory
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
-from nbtools.measure.timing import Clock, Stepper, Timing, untouched
-from nbtools.show import duration, percent, plural, size
+from nbtools.measure.timing import Stepper, Timing, attempt, untouched
+from nbtools.show import duration, percent, plural
 from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
 
 ROUNDS, SECONDS, MOST = 3, 1.5, 24  # turns; seconds of one, were there only two; times that for all
-SHARE = 0.5  # of free GPU memory that all models may take
 GROUPS = {
     "+ packed feed": ("feed", "workers", "prefetch"),
     "+ batch and lr": ("batch_size", "micro_batch_size"),
@@ -42,23 +38,17 @@ SILENT = (
 class Rung:
     """One more group of settings as the run has them. changes: setting → `before → now`. total: samples/s over the
     baseline, the median of the turns, with least and most; factor: over the previous rung, so that factors multiply to
-    the total."""
+    the total; None for the baseline and the guide's settings."""
 
     name: str
     changes: dict[str, str]
     timing: Timing
-    factor: float
+    factor: float | None
     total: float
     least: float
     most: float
 
-    def row(self, first: bool = False, rung: bool = True) -> tuple[Any, ...]:
-        here = self.timing
-        speed = f"{here.samples_per_s:,.0f} ({here.least:,.0f}–{here.most:,.0f})"
-        factor = f"{self.factor:.2f}×" if rung and not first else None
-        total = None if first else self.over_baseline()
-        return self.name, speed, factor, total, f"{percent(here.waited)}", listed(self.changes)
-
+    @property
     def over_baseline(self) -> str:
         return f"{self.total:.2f}× ({self.least:.2f}–{self.most:.2f})"
 
@@ -68,13 +58,12 @@ class Receipt(Report):
     """Before and after on this machine and this data: the same network, trained with two plans, and the rungs between
     them; guide: the guide's optimised settings, over the baseline, None if they were not measured. Shows as a table.
 
-    peak_memory: MiB of the GPU by name of the rung; {} without one. samples: that all epochs train on. cold_start:
-    seconds from the call of `nb.fit` to the tenth step, None where that is not known.
+    samples: that all epochs train on. cold_start: seconds from the call of `nb.fit` to the tenth step, None where that
+    is not known.
     """
 
     rungs: tuple[Rung, ...]
     guide: Rung | None
-    peak_memory: dict[str, float]
     machine: dict[str, str]
     notes: tuple[str, ...]
     samples: int
@@ -95,22 +84,25 @@ class Receipt(Report):
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         """Return (headers, rows): one row a rung, below the first one the guide's, spreads from least to most."""
-        headers = ("", "samples/s", "vs previous row", "vs baseline", "waiting for data", "what changes")
         first, *others = self.rungs
-        guide = [self.guide.row(rung=False)] if self.guide is not None else []
-        return headers, [first.row(first=True), *guide, *(rung.row() for rung in others)]
+        rows = []
+        for rung in (first, *([self.guide] if self.guide is not None else []), *others):
+            here, factor = rung.timing, None if rung.factor is None else f"{rung.factor:.2f}×"
+            speed = f"{here.samples_per_s:,.0f} ({here.least:,.0f}–{here.most:,.0f})"
+            total = None if rung is first else rung.over_baseline
+            rows.append((rung.name, speed, factor, total, percent(here.waited), listed(rung.changes)))
+        return ("", "samples/s", "vs previous row", "vs baseline", "waiting for data", "what changes"), rows
 
     def caption(self) -> str:
         last = self.rungs[-1]
         spread = f"{last.least:.2f}–{last.most:.2f}, n = {self.after.turns}"
-        guide = f"; the guide's optimised settings: {self.guide.over_baseline()}" if self.guide is not None else ""
+        guide = f"; the guide's optimised settings: {self.guide.over_baseline}" if self.guide is not None else ""
         took, before = (duration(self.samples / timing.samples_per_s) for timing in (self.after, self.before))
         whole = f"all epochs' steps take {took}, with the baseline's settings {before}"
         return f"{self.ratio:.2f}× the baseline's samples/s on this machine ({spread}){guide}; {whole}"
 
     def footer(self) -> str:
-        peaks = [f"{name} {size(peak * 2**20)}" for name, peak in self.peak_memory.items()]
-        notes = [*self.notes, *([f"Peak GPU memory: {', '.join(peaks)}"] if peaks else [])]
+        notes = [*self.notes]
         if self.cold_start is not None:
             notes.append(f"From the call of nb.fit to the tenth step: {duration(self.cold_start)}")
         return " ".join([*(f"{note}." for note in notes), ", ".join(self.machine.values())])
@@ -123,9 +115,7 @@ def receipt(
     task: TaskLike,
     pack: Pack,
     plan: Plan,
-    device: torch.device | None = None,
     seconds: float | None = None,
-    clock: Clock | None = None,
     most: float | None = None,
     cold_start: float | None = None,
 ) -> Receipt:
@@ -134,30 +124,115 @@ def receipt(
     seconds: of a turn, were there only two (SECONDS); more rungs have shorter ones. most: seconds of all; rungs that
     would take longer are left out, and it is said. Raises TrainError where the two ends alone would.
     """
-    device, pack = device or devices.pick(), readable(task, pack, plan)
-    baseline, notes = comparable(as_task(task).BASELINE, plan, pack, device)
-    optimised, adapted = optimised_by_guide(task, plan, pack)
-    with untouched(device):
-        course = Course(task, pack, device, clock)
-        try:
-            notes += adapted + course.run(ladder(baseline, plan, pack, device), optimised, seconds or SECONDS, most)
-        finally:
-            course.close()
-        rungs, guide, peaks = course.rungs(), course.guide(), course.peaks
+    pack, seconds, presets = readable(task, pack, plan), seconds or SECONDS, as_task(task).PRESETS
+    baseline, notes = comparable(as_task(task).BASELINE, plan, pack)
+    plans = ladder(baseline, plan, pack)
+    with untouched(devices.pick()):
+        course = Course(task, pack, seconds, most)
+        notes += course.enter_ladder(plans)
+        if presets:
+            notes += course.enter_guide(*preset(task, pack, next(iter(presets)), **own_values(plan)))
+        course.take_turns()
+        rungs, guide = course.rungs([*plans])
         del course
-    if not peaks:
+    if devices.pick().type == "cpu":
         notes.append("No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not measured")
-    samples = plan.epochs * pack.splits["train"]
-    return Receipt(rungs, guide, peaks, machine(), tuple(notes), samples, cold_start)
+    return Receipt(rungs, guide, machine(), tuple(notes), plan.epochs * pack.splits["train"], cold_start)
 
 
-def comparable(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> tuple[Plan, list[str]]:
+class Course:
+    """Plans in training side by side, by name, each with a turn of some seconds a round. step_s: seconds of a step."""
+
+    def __init__(self, task: TaskLike, pack: Pack, seconds: float, most: float | None):
+        self.task, self.pack, self.device, self.seconds, self.most = task, pack, devices.pick(), seconds, most
+        self.shared: Resident | None = None  # the pack in memory, for all that read it there
+        self.steppers: dict[str, Stepper] = {}
+        self.step_s: dict[str, float] = {}
+
+    def enter(self, name: str, plan: Plan, halves: bool = False) -> str:
+        """Warm a plan up; return why it does not train. halves: smaller passes where memory ends."""
+        feed = None
+        if choose(self.pack, plan, self.device)[0] == "resident":
+            self.shared = self.shared or Resident(self.pack, self.device)
+            feed = self.shared.padded(plan)
+        made = attempt(lambda: Stepper(self.task, self.pack, plan, self.device, feed, halves=halves))
+        if isinstance(made, str):
+            return made
+        self.steppers[name], self.step_s[name] = made, made.advance().seconds
+        made.turns.clear()
+        return ""
+
+    def enter_ladder(self, plans: Mapping[str, Plan]) -> list[str]:
+        """Enter the first and the last plan, and those between them where there is time and memory; return why not."""
+        names = [*plans]
+        for name in (names[0], names[-1]):
+            if why := self.enter(name, plans[name], halves=True):
+                raise TrainError(f"{name} {why}")
+        slowest = max(self.step_s.values())
+        two, all_of_them = (ROUNDS * max(2 * self.seconds, count * slowest) for count in (2, len(names)))
+        if self.most and two > 2 * self.most:
+            need = f"it would take about {duration(two)}, longer than a tenth of the run"
+            raise TrainError(f"{need}; it was not measured")
+        if all_of_them > (self.most or MOST * self.seconds):
+            return [f"A step takes {slowest:.1f} s: only the first and last rows were measured"]
+        whys = [(name, self.enter(name, plans[name])) for name in names[1:-1]]
+        return [f"{name} {why}" for name, why in whys if why]
+
+    def enter_guide(self, plan: Plan | None, why: str) -> list[str]:
+        """Enter the guide's settings, unless their large batches would take too long; return what is to say of them.
+        The receipt is complete without them."""
+        if plan is None:
+            return [f"The {GUIDE} settings cannot train here: {why.rstrip('.')}"]
+        notes = [f"The {GUIDE} settings here: {why}"] if why else []
+        likely = ROUNDS * plan.batch_size * self.step_s["baseline"] / self.steppers["baseline"].plan.batch_size
+        if likely > 2 * (self.most or MOST * self.seconds):
+            notes.append(f"The {GUIDE} settings were not measured: their turns would take about {duration(likely)}")
+        elif why := self.enter(GUIDE, plan, halves=True):
+            notes.append(f"A step with the {GUIDE} settings {why}")
+        elif (micro := self.steppers[GUIDE].state.recovery.micro) != plan.micro_batch_size:
+            notes.append(f"Memory ran out with the {GUIDE} settings: measured in passes of {micro} samples")
+        return notes
+
+    def take_turns(self) -> None:
+        each = 2 * self.seconds / len(self.steppers)
+        phase("turns", ROUNDS * sum(max(each, step_s) for step_s in self.step_s.values()))
+        for _ in range(ROUNDS):
+            for stepper in self.steppers.values():
+                stepper.turn(each)
+        for stepper in self.steppers.values():
+            stepper.close()
+
+    def rungs(self, names: Sequence[str]) -> tuple[tuple[Rung, ...], Rung | None]:
+        """Return (the rungs that were measured, from the baseline up, the guide's)."""
+        rungs = [self.rung(names[0], None)]
+        for name in names[1:]:
+            if name in self.steppers:
+                made = self.rung(name, rungs[-1])
+                rungs.append(replace(made, factor=made.total / rungs[-1].total))
+        if len(rungs) == 2:
+            rungs[1] = replace(rungs[1], name=ALL)
+        return tuple(rungs), self.rung(GUIDE, rungs[0]) if GUIDE in self.steppers else None
+
+    def rung(self, name: str, below: Rung | None) -> Rung:
+        stepper, changes = self.steppers[name], dict[str, str]()
+        ratios = stepper.over(self.steppers["baseline"])
+        if below is not None:
+            before = costs(type(stepper.plan).from_dict(below.timing.plan), self.pack)
+            now = costs(stepper.plan, self.pack)
+            changes = {n: f"{shown(before.get(n))} → {shown(now[n])}" for n in now if now[n] != before.get(n)}
+        return Rung(name, changes, stepper.timing(), None, median(ratios), min(ratios), max(ratios))
+
+
+# -- the plans
+
+
+def comparable(baseline: Plan, plan: Plan, pack: Pack) -> tuple[Plan, list[str]]:
     """Return the baseline's settings as they fit here, with the run's own network and loss: a smaller network is no
     speed-up."""
     notes = ["Both train the same network"]
     if pack.raw is None:
         notes.append("The source files are gone: both read the pack, so the data pipeline was not measured")
-    return fitting(baseline.replace(**own_values(plan)), pack, device)[0], notes
+    return fitting(baseline.replace(**own_values(plan)), pack)[0], notes
 
 
 def own_values(plan: Plan) -> dict[str, Any]:
@@ -165,24 +240,12 @@ def own_values(plan: Plan) -> dict[str, Any]:
     return {name: value for name, value in plan.to_dict().items() if name not in Plan.__dataclass_fields__}
 
 
-def optimised_by_guide(task: TaskLike, plan: Plan, pack: Pack) -> tuple[Plan | None, list[str]]:
-    """Return (the first of the task's presets with the run's own network, what differs here), (None, why it cannot
-    train here), or (None, []) for a task without presets."""
-    name = next(iter(as_task(task).PRESETS), None)
-    if name is None:
-        return None, []
-    made, why = preset(task, pack, name, **own_values(plan))
-    if made is None:
-        return None, [f"The {GUIDE} settings cannot train here: {why.rstrip('.')}"]
-    return made, [f"The {GUIDE} settings here: {why}"] if why else []
-
-
-def ladder(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> dict[str, Plan]:
+def ladder(baseline: Plan, plan: Plan, pack: Pack) -> dict[str, Plan]:
     """Return name → plan from the baseline to the run, only those in which something differs that costs or saves time.
 
     A rung is the run's plan with the groups above it still as in the baseline, so each is a plan that can train.
     """
-    before, now = costs(baseline, pack, device), costs(plan, pack, device)
+    before, now = costs(baseline, pack), costs(plan, pack)
     differing = {name for name in {**before, **now} if before.get(name) != now.get(name)}
     grouped = {setting for settings in GROUPS.values() for setting in settings}
     groups = [*GROUPS.items(), (OTHERS, tuple(name for name in now if name not in grouped))]
@@ -194,140 +257,35 @@ def ladder(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> dict
     return plans if groups else {**plans, ALL: plan}
 
 
-def costs(plan: Plan, pack: Pack, device: torch.device) -> dict[str, Any]:
+def costs(plan: Plan, pack: Pack) -> dict[str, Any]:
     """Return the settings that make a step faster or slower, with the feed chosen; workers and prefetch only where that
     has them."""
-    name, _ = choose(pack, plan, device)
+    name, _ = choose(pack, plan, devices.pick())
     unused = {"resident": ("workers", "prefetch"), "streamed": ("workers",)}.get(name, ())
     return {k: v for k, v in {**plan.to_dict(), "feed": name}.items() if k not in (*SILENT, *unused)}
-
-
-class Course:
-    """Plans in training side by side, by name, each with a turn a round. peaks: MiB of GPU memory at most."""
-
-    def __init__(self, task: TaskLike, pack: Pack, device: torch.device, clock: Clock | None = None):
-        self.task, self.pack, self.device, self.clock = task, pack, device, clock
-        self.shared: Resident | None = None  # the pack in memory, for all that read it there
-        self.steppers: dict[str, Stepper] = {}
-        self.step_s: dict[str, float] = {}  # of each, once warm
-        self.peaks: dict[str, float] = {}
-
-    def enter(self, name: str, plan: Plan) -> None:
-        feed = None
-        if choose(self.pack, plan, self.device)[0] == "resident":
-            self.shared = self.shared or Resident(self.pack, self.device)
-            feed = self.shared.padded(plan)
-
-        def warm() -> None:
-            self.steppers[name] = Stepper(self.task, self.pack, plan, self.device, feed, self.clock).warm_up()
-            self.step_s[name] = self.steppers[name].advance().seconds
-            self.steppers[name].turns.clear()
-
-        if self.device.type != "cuda":
-            return warm()
-        taken = memory.peak(self.device, warm)
-        self.peaks[name] = (taken + (self.pack.bytes if feed else 0)) / 2**20
-
-    def run(self, plans: Mapping[str, Plan], guide: Plan | None, seconds: float, most: float | None) -> list[str]:
-        """Enter the ends, and the rungs between them and the guide's settings where there is time and memory, and give
-        each its turns; returns why not."""
-        names, notes = [*plans], []
-        for name in (names[0], names[-1]):
-            self.enter(name, plans[name])
-        if most and (need := self.seconds_of(2, seconds)) > 2 * most:
-            raise TrainError(
-                f"it would take about {duration(need)}, longer than a tenth of the run; it was not measured"
-            )
-        most = most or MOST * seconds
-        if self.seconds_of(len(names), seconds) > most:
-            notes = [f"A step takes {max(self.step_s.values()):.1f} s: only the first and last rows were measured"]
-        elif self.peaks and len(names) * max(self.peaks.values()) * 2**20 > SHARE * torch.cuda.mem_get_info()[0]:
-            notes = ["GPU memory has no room for more models: only the first and last rows were measured"]
-        for name in () if notes else names[1:-1]:
-            self.enter(name, plans[name])
-        notes += self.enter_guide(guide, most) if guide is not None else []
-        order = [name for name in (*names, GUIDE) if name in self.steppers]
-        each = 2 * seconds / len(order)
-        phase("turns", ROUNDS * sum(max(each, self.step_s[name]) for name in order))
-        for _ in range(ROUNDS):
-            for name in order:
-                self.steppers[name].turn(each)
-        self.steppers = {name: self.steppers[name] for name in order}
-        return notes
-
-    def seconds_of(self, count: int, seconds: float) -> float:
-        """Return what the turns of so many plans take: at least a step each."""
-        return ROUNDS * max(2 * seconds, count * max(self.step_s.values()))
-
-    def enter_guide(self, plan: Plan, most: float) -> list[str]:
-        """Enter the guide's settings, unless their large batches would take too long; returns why not. The receipt is
-        complete without them."""
-        likely = ROUNDS * plan.batch_size * self.step_s["baseline"] / self.steppers["baseline"].plan.batch_size
-        if likely > 2 * most:
-            return [f"The {GUIDE} settings were not measured: their turns would take about {duration(likely)}"]
-        try:
-            self.enter(GUIDE, plan)
-        except (NbtoolsError, RuntimeError, MemoryError, OSError) as error:
-            self.steppers.pop(GUIDE, None)
-            why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-            return [f"The {GUIDE} settings cannot train here: {why}"]
-        micro = self.steppers[GUIDE].state.recovery.micro
-        if micro != plan.micro_batch_size:
-            return [f"Memory ran out with the {GUIDE} settings: measured in passes of {micro} samples"]
-        return []
-
-    def close(self) -> None:
-        for stepper in self.steppers.values():
-            stepper.close()
-
-    def rungs(self) -> tuple[Rung, ...]:
-        """Return the rungs, from the baseline up."""
-        rungs: list[Rung] = []
-        for name, stepper in self.steppers.items():
-            if name != GUIDE:
-                label = ALL if len(self.steppers) - (GUIDE in self.steppers) == 2 and rungs else name
-                below = rungs[-1] if rungs else None
-                rungs.append(self.rung(label, stepper, below))
-        return tuple(rungs)
-
-    def guide(self) -> Rung | None:
-        first = next(iter(self.rungs()))
-        return self.rung(GUIDE, self.steppers[GUIDE], first) if GUIDE in self.steppers else None
-
-    def rung(self, name: str, stepper: Stepper, below: Rung | None) -> Rung:
-        first = next(iter(self.steppers.values()))
-        ratios, now = stepper.over(first), costs(stepper.plan, self.pack, self.device)
-        before = (
-            now if below is None else costs(type(stepper.plan).from_dict(below.timing.plan), self.pack, self.device)
-        )
-        changed = [setting for setting, value in now.items() if value != before.get(setting)]
-        changes = {setting: f"{shown(before.get(setting))} → {shown(now[setting])}" for setting in changed}
-        factor = median(ratios) / (below.total if below else 1.0)
-        return Rung(name, changes, stepper.timing(), factor, median(ratios), min(ratios), max(ratios))
 
 
 def preset(task: TaskLike, pack: Pack, name: str, /, **own: Any) -> tuple[Plan | None, str]:
     """Return (plan, what differs from the task's own and why), or (None, why) if it cannot train on this machine or
     data. own: settings in place of the preset's."""
-    made, device = as_task(task).PRESETS[name], devices.pick()
+    made = as_task(task).PRESETS[name]
     try:
         plan = (made if isinstance(made, Plan) else made(pack.card)).replace(**own)
-        pack = readable(task, pack, plan)
-        fitted, changes = fitting(plan, pack, device)
-        devices.require(fitted, device)
+        fitted, changes = fitting(plan, readable(task, pack, plan))
+        devices.require(fitted, devices.pick())
     except NbtoolsError as error:
         return None, error.args[0]
     moved = fitted.changes_from(plan).items()
     return fitted, "; ".join(f"{n} {change}{f' ({changes[n][1]})' if n in changes else ''}" for n, change in moved)
 
 
-def fitting(plan: Plan, pack: Pack, device: torch.device) -> tuple[Plan, dict[str, tuple[Any, str]]]:
+def fitting(plan: Plan, pack: Pack) -> tuple[Plan, dict[str, tuple[Any, str]]]:
     """Return (the plan as it fits here, setting → (value, why)): what has to differ. fp16 becomes float32 without a
     GPU, as torch's own autocast for CUDA does there."""
     changes: dict[str, tuple[Any, str]] = {}
     if plan.batch_size > (train := pack.splits["train"]):
         changes["batch_size"] = train, "the whole train split"
-    if plan.amp == "fp16" and device.type not in devices.FP16_DEVICES:
+    if plan.amp == "fp16" and devices.pick().type not in devices.FP16_DEVICES:
         changes["amp"] = "off", "fp16 needs a GPU"
     if plan.feed == "workers" and pack.raw is None:
         changes["feed"] = "auto", "the source files are gone"

@@ -20,18 +20,19 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nbtools.data import Feed, Pack, Padding, Raw, batches_left, lengths_of, open_feed, tick
-from nbtools.train import Plan, Task, TaskLike, TrainState, bound, clock, readable, require_sizes, train_step
+from nbtools.data import Feed, Pack, Padding, Raw, batches_left, lengths_of, open_feed, phase, tick
+from nbtools.errors import NbtoolsError
+from nbtools.train import Plan, Task, TaskLike, TrainState, bound, meter, readable, require_sizes, train_step
 from nbtools.train import device as devices
 
-Clock = Callable[[], float]  # seconds since some moment; tests give one that they move by hand
+Clock = Callable[[], float]  # seconds since some moment
 
 STILL = {"schedule": "constant", "warmup_epochs": 0.0, "lr": 1e-12, "min_lr": 0.0}
 """The same work per step, and no progress: a full lr without its warmup may lose the loss."""
@@ -44,6 +45,7 @@ MOST_WARMING, MOST_WARMING_S = 8, 10.0  # steps and seconds of warming up
 LONG = 0.2  # seconds of a step, of which two suffice
 TRACED = 5  # steps in a trace of the device
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what occupies the device in a trace
+REDRAWN = 0.1  # seconds between two looks at the bar
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,58 @@ class Timing:
     @property
     def step_s(self) -> float:
         return self.plan["batch_size"] / self.samples_per_s
+
+
+def wall() -> float:
+    return perf_counter()
+
+
+def own_time() -> float:
+    """Return the seconds that this process has computed for, on all cores together."""
+    return process_time()
+
+
+class Late(Exception):
+    """The time of a measurement is over."""
+
+
+class Deadline:
+    """A clock that ends what takes too long: within `until`, the first reading after the end raises Late, and every
+    step reads it. seconds: by `clock`, in all; most: by the wall, whatever else the machine does."""
+
+    def __init__(self, seconds: float, most: float = math.inf, clock: Clock = wall):
+        self.seconds, self.most, self.clock = seconds, most, clock
+        self.start, self.drawn, self.share = (clock(), wall()), 0.0, math.inf
+
+    def __call__(self) -> float:
+        if (now := wall()) - self.drawn > REDRAWN:
+            self.drawn = now
+            tick()
+        if self.left(self.share) < 0:
+            raise Late
+        return self.clock()
+
+    def left(self, share: float) -> float:
+        """Return the seconds until this share of the time is used. What other programs take does not count, but for
+        `most`."""
+        own, passed = self.clock() - self.start[0], wall() - self.start[1]
+        return min(share * self.seconds - min(own, passed), share * self.most - passed)
+
+    def grant(self, seconds: float) -> None:
+        """Leave out what something took that is not of this time."""
+        self.start = self.start[0] + seconds, self.start[1] + seconds
+
+    @contextmanager
+    def until(self, share: float = 1.0, doing: str = "") -> Iterator[None]:
+        """Do what the block does until this share of the time is used, and show it as a phase of the work."""
+        if doing:
+            phase(doing, max(self.left(share), 0.0))
+        self.share = share
+        try:
+            with suppress(Late):
+                yield
+        finally:
+            self.share = math.inf
 
 
 @dataclass(frozen=True)
@@ -99,14 +153,14 @@ class Stepper:
         plan: Plan,
         device: torch.device,
         feed: Feed | None = None,
-        clock: Clock | None = None,
+        clock: Clock = wall,
         learning: bool = False,
         halves: bool = True,
     ):
         pack = readable(task, pack, plan)
         require_sizes(pack, plan)
         self.task, self.pack, self.plan, self.device = bound(task, pack.card), pack, plan, device
-        self.clock, self.halves = clock or perf_counter, halves
+        self.clock, self.halves = clock, halves
         self.state = TrainState(apart(self.task), pack, plan if learning else plan.replace(**STILL), device)
         devices.prepare(plan, device)
         self.feed = feed or open_feed(pack, plan, device)
@@ -127,6 +181,7 @@ class Stepper:
 
     def step(self, raw: Raw) -> tuple[Tensor, Tensor | float]:
         """Train on one batch; returns its (loss sum, count)."""
+        self.clock()  # a Deadline ends here
         state = self.state
         self.loss, number = train_step(state, raw, self.epoch_size, halves=self.halves)
         state.position.step += 1
@@ -141,19 +196,19 @@ class Stepper:
         if self.device.type == "cuda" and self.turns:
             steps, seconds = max(steps, round(seconds / self.turns[-1].seconds * self.turns[-1].steps)), 0.0
         finish(self.device)
-        start, watch = self.clock(), clock.Stopwatch(self.device, self.clock)
+        start, watch = self.clock(), meter.Stopwatch(self.device, self.clock)
         samples, host = 0, []
         while len(host) < steps or self.clock() - start < seconds:
-            watch.begin()
+            begin = watch.mark()
             raw = next(self.batches)
-            watch.got()
+            got = watch.mark()
             launching = self.clock()
             self.step(raw)
             host.append(self.clock() - launching)
-            watch.end()
+            watch.spans.append([begin, got, watch.mark()])
             samples += len(raw["id"])
         finish(self.device)
-        took, (_, waited) = self.clock() - start, clock.seconds(watch.spans)
+        took, (_, waited) = self.clock() - start, meter.seconds(watch.spans)
         self.turns.append(Turn(samples, took, waited, len(host), min(host)))
         tick()
         return self.turns[-1]
@@ -208,22 +263,27 @@ class Stepper:
             self.batches.close()
 
 
-def timed(
-    task: TaskLike,
-    pack: Pack,
-    plan: Plan,
-    device: torch.device | None = None,
-    seconds: float = 2.0,
-    clock: Clock | None = None,
-) -> Timing:
+def timed(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 2.0) -> Timing:
     """Return how a plan trains here, measured for about `seconds` after warming up. Raises TrainError if training could
     not start."""
-    device = device or devices.pick()
+    device = devices.pick()
     with untouched(device):
-        stepper = Stepper(task, pack, plan, device, clock=clock).warm_up()
+        stepper = Stepper(task, pack, plan, device).warm_up()
         in_turns([stepper], seconds)
         stepper.close()
         return stepper.timing()
+
+
+def attempt(make: Callable[[], Stepper], steps: int = MOST_WARMING) -> Stepper | str:
+    """Return what trains, warm; or why it does not: bfloat16 lacks some operations, memory ends, there is no
+    compiler."""
+    try:
+        stepper, why = devices.within_memory(lambda: make().warm_up(steps))
+    except (RuntimeError, NbtoolsError, OSError) as error:
+        return f"fails ({(str(error).splitlines() or [type(error).__name__])[0].split('. ')[0].rstrip('.')})"
+    if stepper is None:
+        return f"does not fit into memory ({why})"
+    return f"fails (the loss became {float(stepper.loss)})" if stepper.lost else stepper
 
 
 def in_turns(steppers: Sequence[Stepper], seconds: float) -> None:

@@ -1,24 +1,19 @@
 """Plan, Task, TrainState, the loop, evaluation, checkpoints, history."""
 
-from nbtools.train import checkpoint, clock, device, evaluation
-from nbtools.train.changes import adopt, caught_up, require_change
-from nbtools.train.checkpoint import CONTROL
-from nbtools.train.defaults import DATASET, Answer, Labels
+from nbtools.train import checkpoint, device, evaluation, meter
+from nbtools.train.checkpoint import CONTROL, Keeper, restore_kept
+from nbtools.train.defaults import Answer, Batch, Labels, Pair
 from nbtools.train.device import DTYPES, again
 from nbtools.train.evaluation import Sums, forward, rehearse
 from nbtools.train.graph import MOST_GRAPHS, synchronizing, unrecordable
 from nbtools.train.history import KEYS, History, Record
-from nbtools.train.keep import KEPT, Keeper, kept_note, kept_until, restore_kept
 from nbtools.train.loop import obey, train
 from nbtools.train.meter import Diverged
-from nbtools.train.metrics import Batch, Pair
-from nbtools.train.network import build
 from nbtools.train.optimizer import LARGER, OPTIMIZERS, built_in
 from nbtools.train.own import classify, regress
 from nbtools.train.plan import (
     AT_START,
     Plan,
-    beyond,
     doubts,
     fixed,
     knob,
@@ -29,12 +24,11 @@ from nbtools.train.plan import (
     refuse_fixed,
     require_batch,
     require_sizes,
-    require_training,
     shown,
 )
-from nbtools.train.ranks import RankLost, Ranks, join, naming, shares
-from nbtools.train.state import TrainState
-from nbtools.train.step import MAX_SKIPPED, gradients, release, train_step
+from nbtools.train.ranks import RankLost, Ranks, join, naming
+from nbtools.train.state import TrainState, adopt, caught_up, require_change
+from nbtools.train.step import gradients, release, train_step
 from nbtools.train.task import (
     Task,
     TaskLike,
@@ -42,6 +36,7 @@ from nbtools.train.task import (
     as_task,
     best_metric,
     bound,
+    build,
     import_task,
     objective,
     order,

@@ -1,10 +1,14 @@
-"""Checkpoints: write under another name, sync, rename; read the newest intact one.
+"""Checkpoints: write under another name, sync, rename; read the newest intact one; keep copies on a second disk.
 
     run.json                   what the run is, and the names of its last and its best checkpoint
     0003-00000141.safetensors  weights, moments and random states, in epoch 3 after step 141
     0003-00000141.json         position, plan, and the SHA-256 of the tensors; written after them
 
 Others are deleted, but for the best one, OLDER ones before the last, and the anchor, from before a watched change.
+
+A run is kept, usually on Drive, as a run folder that is always complete: one worker copies each finished checkpoint
+under its own name, reads it back, and then replaces run.json there. What is written to Drive may never reach it, and a
+run goes on from the newest checkpoint that is whole.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import Any
 
 import torch
@@ -24,7 +30,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from nbtools import disk
-from nbtools.data import patient
+from nbtools.data import File, fetch_all, patient, remount, say
 from nbtools.errors import CheckpointError
 from nbtools.train.state import TrainState, below
 
@@ -33,6 +39,8 @@ INDEX, CONTROL = "run.json", "control.json"  # what a run is, and what is reques
 OLDER = 2  # checkpoints behind the last: it may be damaged, or not on Drive yet
 NAME = re.compile(r"\d{4,}-\d{8,}")
 FILE = re.compile(NAME.pattern + r"\.(safetensors|json)(\.(.+\.)?part)?")
+SMALL = (".json", ".csv", ".png")  # files of a run that are kept whole each time they have changed
+PATIENCE = 30.0  # seconds at the end after which the user is told what is waited for
 MARKING = Lock()
 
 
@@ -112,11 +120,6 @@ def named(index: dict[str, Any]) -> set[str]:
     return {index.get("last"), index.get("best"), anchor.get("name"), anchor.get("best")} - {None}
 
 
-def best_of(folder: Path) -> str | None:
-    """Return the name of the best checkpoint; None before the first evaluation."""
-    return read_index(folder).get("best")
-
-
 def place(name: str) -> tuple[int, ...]:
     """Return the (epoch, step) of a checkpoint's name."""
     return tuple(map(int, name.split("-")))
@@ -134,12 +137,6 @@ def facts_of(folder: Path, name: str) -> dict[str, Any]:
         return disk.from_json((folder / f"{name}.json").read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / name}.json: cannot be read ({error})") from None
-
-
-def stop_reason(folder: Path) -> str | None:
-    """Return why the run ended before its last epoch, as of the last checkpoint; None where it did not."""
-    name = read_index(folder).get("last")
-    return facts_of(folder, name)["state"]["stopped"] if name in names(folder) else None
 
 
 def read(folder: Path, name: str) -> Checkpoint:
@@ -175,6 +172,119 @@ def load(folder: Path, state: TrainState) -> Checkpoint:
 
 def weights(folder: Path) -> dict[str, Tensor]:
     """Read the best evaluated weights; the newest ones where nothing was evaluated. Raises CheckpointError."""
-    best = best_of(folder)
+    best = read_index(folder).get("best")
     tensors = (newest(folder) if best is None else read(folder, best)).tensors
     return below(tensors, "ema.module.") or below(tensors, "model.")
+
+
+# -- on a second disk
+
+
+class Keeper:
+    """Copies a run to a second folder on a thread of its own; after an error there the next checkpoint is tried again.
+
+    complaints: said once where copies begin to fail, and at the end; requested, done: calls of `keep`, and the last one
+    whose copy is there.
+    """
+
+    def __init__(self, source: Path, target: Path):
+        self.source, self.target = source, target
+        self.requested, self.done, self.kept = 0, 0, "nothing yet"
+        self.complaints: list[str] = []
+        self.trouble: BaseException | None = None  # since which nothing could be copied
+        with disk.explained("keeping a run", target):
+            self.before = read_index(target)
+        self.queue: SimpleQueue[bool] = SimpleQueue()
+        # A daemon: a process can end while a copy hangs, which it could not with a ThreadPoolExecutor.
+        self.thread = Thread(target=self.work, name="nbtools-keeper", daemon=True)
+        self.thread.start()
+
+    def keep(self) -> None:
+        """Request a copy of the run as it is now."""
+        self.requested += 1
+        self.queue.put(True)
+
+    def work(self) -> None:
+        while self.queue.get():
+            if self.done != self.requested:  # else a copy has brought what is requested with what came before
+                self.attempt()
+
+    def attempt(self) -> None:
+        number = self.requested
+        try:
+            self.copy()
+            self.done, self.trouble = number, None
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source:
+                return  # pruned: a newer state is on its way
+            if self.trouble is None:
+                what = f"not kept ({error}); the run continues, and all of it is in {self.source}"
+                self.complaints.append(f"{self.target}: {what}")
+            self.trouble = error
+
+    def copy(self) -> None:
+        """Copy what is new, run.json last; delete checkpoints there that are no longer here. Raises OSError,
+        CheckpointError."""
+        index = read_index(self.source)
+        self.require_own(index)
+        for path in self.source.iterdir():
+            if path.suffix in SMALL and path.name not in (CONTROL, INDEX) and not FILE.fullmatch(path.name):
+                self.bring(path)
+        for name in named(index):
+            self.bring(self.source / f"{name}.json")
+        self.require_own(index)  # the copy may have taken long
+        disk.write_atomic(self.target / INDEX, json.dumps(index, indent=1))
+        self.kept = f"step {place(index['last'])[1]:,}"
+        for path in self.target.iterdir():
+            if FILE.fullmatch(path.name) and path.stem not in named(index) and not (self.source / path.name).exists():
+                path.unlink(missing_ok=True)
+
+    def bring(self, path: Path) -> None:
+        """Copy a file that has changed; the facts of a checkpoint follow its tensors, whose hash they have."""
+        there, data = self.target / path.name, path.read_bytes()
+        if disk.exists(there) and there.read_bytes() == data:
+            return
+        if FILE.fullmatch(path.name):
+            tensors = path.with_suffix(".safetensors")
+            disk.write_atomic(self.target / tensors.name, tensors.read_bytes())
+        disk.write_atomic(there, data)
+
+    def require_own(self, index: dict[str, Any]) -> None:
+        """Raise CheckpointError unless what is there was there before, or is of this session, by the run's starts."""
+        there = read_index(self.target)
+        if there != self.before and there.get("starts", []) != index.get("starts"):
+            rule = "another session has kept its run there since, or the disk was changed"
+            raise CheckpointError(f"{rule}; to keep this one, name another keep=")
+
+    def close(self, mount: bool = False, tell: Callable[[str], None] = say) -> None:
+        """Wait until everything requested is copied, or cannot be; an interrupt ends that. mount: mount Drive anew if
+        it does not answer, which may ask the user; tell: shows what a long wait is for."""
+        self.queue.put(False)
+        try:
+            self.thread.join(PATIENCE)
+            if self.thread.is_alive():
+                tell(f"{self.target}: waiting for the last copy of {self.source}; interrupt to end the wait")
+            self.thread.join()
+            if self.done != self.requested and mount:
+                remount(self.target)
+                self.attempt()
+        except KeyboardInterrupt:
+            self.trouble = self.trouble or KeyboardInterrupt("interrupted")
+        if self.done != self.requested:
+            what = f"not kept to the end ({self.trouble}); kept: {self.kept}"
+            fix = f"all of it is in {self.source}: run it again to copy the rest, before this machine is given back"
+            self.complaints.append(f"{self.target}: {what}; {fix}")
+
+
+def restore_kept(kept: Path, target: Path) -> None:
+    """Copy a kept run into a new folder `target`; weights that a call which was interrupted has copied are not copied
+    again. Raises StageError, DiskError."""
+    paths = patient(lambda: sorted(kept.iterdir()), kept)
+    tensors = {path.name: path for path in paths if path.suffix == ".safetensors"}
+    files = {name: File(path, patient(path.stat, path).st_size) for name, path in tensors.items()}
+    for path in paths:
+        if path.suffix in SMALL:
+            disk.write_atomic(target / path.name, patient(path.read_bytes, path))
+    fetch_all(files, target, target / "weights.part", target.name, progress=True)
+    for name in files:
+        disk.sync_path(target / name)

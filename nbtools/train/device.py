@@ -7,7 +7,7 @@ import gc
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -162,40 +162,33 @@ def still(part: nn.Module) -> Iterator[None]:
 # -- precision
 
 
-@contextmanager
-def autocast(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[None]:
-    """Mixed precision around a forward pass of the model; a generator must not yield inside. fp16 is float32 where it
-    may not train: evaluations and predictions of a run that a GPU trained."""
-    if plan.amp == "off" or (plan.amp == "fp16" and device.type not in FP16_DEVICES):
-        yield
-    else:
-        with recurrent_in_float32(plan, device, model), torch.autocast(device.type, DTYPES[plan.amp]):
-            yield
+def autocast(plan: Plan, device: torch.device) -> AbstractContextManager[Any]:
+    """Return mixed precision for a forward pass; a generator must not yield inside. fp16 is float32 where it may not
+    train: evaluations and predictions of a run that a GPU trained."""
+    off = plan.amp == "off" or (plan.amp == "fp16" and device.type not in FP16_DEVICES)
+    return nullcontext() if off else torch.autocast(device.type, DTYPES[plan.amp])
 
 
-@contextmanager
-def recurrent_in_float32(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[None]:
-    """Inside, under bf16, the model's LSTM, GRU and RNN layers leave autocast: forward, backward and recomputation. On
-    CUDA autocast runs cuDNN's in fp16, whatever its dtype (`_cudnn_rnn_cast_reflatten`, AutocastRNN.cpp), and bf16
-    trains without the loss scaling that fp16 needs."""
-    modules = model.modules() if plan.amp == "bf16" else ()
-    layers = [layer for layer in modules if isinstance(layer, nn.RNNBase)]
-    for layer in layers:
-        layer.forward = partial(in_float32, layer.forward, device)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward  # the instance's, so that the class's is back
+def keep_recurrent_in_float32(model: nn.Module) -> None:
+    """Have the model's LSTM, GRU and RNN layers leave autocast in bf16. On CUDA it runs cuDNN's in fp16, whatever its
+    dtype (`_cudnn_rnn_cast_reflatten`, AutocastRNN.cpp), and bf16 trains without the loss scaling that fp16 needs."""
+    for layer in model.modules():
+        if isinstance(layer, nn.RNNBase) and "forward" not in vars(layer):
+            vars(layer)["forward"] = partial(in_float32, layer)
 
 
-def in_float32(forward: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> Any:
+def in_float32(layer: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
+    """Return the layer's forward pass, under bf16 without autocast."""
+
     def widened(value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
+    kind, forward = next(layer.parameters()).device.type, type(layer).forward
+    if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != torch.bfloat16:
+        return forward(layer, *args, **kwargs)
     args, kwargs = tree_map(widened, (args, kwargs))
-    with torch.autocast(device.type, enabled=False):
-        return forward(*args, **kwargs)
+    with torch.autocast(kind, enabled=False):
+        return forward(layer, *args, **kwargs)
 
 
 def find_scale(scaler: torch.amp.GradScaler, parameters: Sequence[Tensor], differentiate: Callable[[], T]) -> T:

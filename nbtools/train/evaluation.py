@@ -15,20 +15,19 @@ from torch.utils._pytree import tree_map_only
 
 from nbtools.data import SLOW, TARGET, Draws, Feed, Pack, bar, gather, in_order, lengths_of, open_feed
 from nbtools.errors import NbtoolsError, TrainError
-from nbtools.train.clock import sum_dtype
+from nbtools.train.defaults import mean_average_precision
+from nbtools.train.defaults import score as score_batch
 from nbtools.train.device import autocast, out_of_memory, required, within_memory
-from nbtools.train.metrics import mean_average_precision
-from nbtools.train.metrics import score as score_batch
-from nbtools.train.network import set_training
+from nbtools.train.meter import sum_dtype
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
-from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, readable, spoken, summed
+from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, readable, set_training, spoken, summed
 
 REHEARSED = 8  # samples
 
 
 class Sums:
-    """Running (numerator, denominator) sums by name, kept on the device; `read` is the one transfer to the host."""
+    """Running (numerator, denominator) sums by name, kept on the device until `read`."""
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
@@ -52,17 +51,16 @@ class Sums:
 
     def read(self) -> dict[str, float]:
         """Return name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those that
-        were."""
-        values = dict.fromkeys(self.totals, 0.0)
-        curves = {name: total for name, total in self.totals.items() if total.dim() == 3}
-        flat = {name: total.view(2, -1) for name, total in self.totals.items() if name not in curves}
-        sums, counts = torch.cat([*flat.values()], 1).tolist() if flat else ([], [])
-        start = 0
-        for name, total in flat.items():
-            end = start + total.shape[1]
-            ratios = [n / d for n, d in zip(sums[start:end], counts[start:end], strict=True) if d]
-            values[name], start = sum(ratios) / max(len(ratios), 1), end
-        return values | {name: mean_average_precision(*curve) for name, curve in curves.items()}
+        were. Waits for the device."""
+        values = {}
+        for name, total in self.totals.items():
+            if total.dim() == 3:
+                values[name] = mean_average_precision(*total)
+                continue
+            sums, counts = total.view(2, -1).tolist()
+            ratios = [n / d for n, d in zip(sums, counts, strict=True) if d]
+            values[name] = sum(ratios) / max(len(ratios), 1)
+        return values
 
 
 @torch.no_grad()
@@ -73,7 +71,7 @@ def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, device: to
     model.eval()
     try:
         batch = task.batch(raw, plan, None)
-        with autocast(plan, device, model):
+        with autocast(plan, device):
             return batch, task.infer(model, batch, plan)
     finally:
         set_training(model, training)
@@ -84,7 +82,7 @@ def scores(
 ) -> dict[str, Pair]:
     """Return loss and metrics of a batch, from one forward pass. metrics: others than the task's."""
     batch, outputs = forward(task, model, raw, plan, device)
-    with torch.no_grad(), autocast(plan, device, model):
+    with torch.no_grad(), autocast(plan, device):
         loss = summed(task.loss(lambda *_, **__: outputs, batch, plan), len(next(iter(raw.values()))))
     return {"loss": loss, **score_batch(task.metrics if metrics is None else metrics, outputs, batch, task.card)}
 
@@ -161,11 +159,6 @@ def evaluate(
     return sums.read()
 
 
-def is_partial(plan: Plan, samples: int) -> bool:
-    """Return whether evaluations during training use fewer samples than the split has, or cheaper settings."""
-    return plan.while_training() != plan or (plan.eval_samples or samples) < samples
-
-
 # -- before a run
 
 
@@ -174,9 +167,8 @@ def rehearse(state: Any, pack: Pack) -> None:
     returns. No weight and no random state changes."""
     task, plan, device, outputs = state.task, state.applied.while_training(), state.device, None
     ids = pack.ids("train")
-    first = ids[:REHEARSED]
-    target = pack.arrays[TARGET] if pack.options.get("kind") == "classes" and TARGET in pack.arrays else np.zeros(())
-    if target.ndim == 1:  # a loss may not take the highest one
+    first, target = ids[:REHEARSED], pack.arrays[TARGET] if TARGET in pack.arrays else np.zeros(())
+    if pack.options.get("kind") == "classes" and target.ndim == 1:  # a loss may not take the highest one
         first = np.append(first, ids[np.argmax(target[ids])])
     raw = {name: tensor.to(device) for name, tensor in gather(pack, first).items()}
     try:
@@ -190,28 +182,27 @@ def rehearse(state: Any, pack: Pack) -> None:
             if device.type == "cuda":  # whose kernels end the process where a class is out of range
                 with suppress(RuntimeError):  # of a loss with tensors of its own on the GPU
                     check_batch(task, *tree_map_only(Tensor, Tensor.cpu, (outputs, batch)), plan=plan)
-            with autocast(plan, device, state.model):
+            with autocast(plan, device):
                 check_batch(task, outputs, batch, plan)
     except NbtoolsError:
         raise
     except Exception as error:
-        if not out_of_memory(error):
+        if out_of_memory(error):
+            return
+        shape, y = (tuple(getattr(value, "shape", ())) for value in (outputs, raw.get(TARGET)))
+        what = f"the loss or a metric does not take outputs {shape}, y {y}"
+        if outputs is None:
             columns = ", ".join(f"{name} {column}" for name, column in pack.columns.items())
-            part = f"the network or its `batch` does not take the pack's {columns}"
-            if outputs is not None:
-                part = f"the loss or a metric does not take outputs {shape(outputs)}, y {shape(raw.get(TARGET))}"
-            why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-            raise TrainError(f"{spoken(task)}: {part}: {why}; change it") from error
+            what = f"the network or its `batch` does not take the pack's {columns}"
+        why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise TrainError(f"{spoken(task)}: {what}: {why}; change it") from error
 
 
 def check_batch(task: Any, outputs: Any, batch: Any, plan: Any) -> None:
+    """Raise an error where loss or metrics do not take these outputs, or the loss returns what cannot be added up."""
     loss = task.loss(lambda *_, **__: outputs, batch, plan)
     if not isinstance(loss, Tensor) and not (isinstance(loss, tuple) and len(loss) == 2):
         rule = "loss must return (sum, count), or a tensor: the mean, or a term per sample"
         raise TrainError(f"{spoken(task)}: {rule}; got a {type(loss).__name__}")
     if task.card is not None:
         score_batch(task.metrics, outputs, batch, task.card)
-
-
-def shape(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else f"a {type(value).__name__}"

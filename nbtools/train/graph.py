@@ -8,21 +8,21 @@ gave eagerly. A capture that fails may end the process (pytorch#180395), so a ch
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nbtools import data, disk
+from nbtools.train.defaults import Batch
 from nbtools.train.device import within_memory
 from nbtools.train.plan import Plan
-from nbtools.train.task import Batch
 
 Sums = tuple[Tensor, Tensor | float]
 Act = Callable[[Batch], Sums]
@@ -31,7 +31,13 @@ WARM_UP = 2  # steps of a shape before the one that is recorded
 MOST_GRAPHS = 8  # shapes that are recorded: each keeps a batch, and what its step has alive at a time
 NEAR, NEAR_STEP = 1e-3, 0.1  # differences of two equal losses, which a GPU may add in another order, and updates
 PATIENCE = 60.0  # seconds for the child process, which takes 6 to 20 to import torch and start CUDA
-CHILD = "import sys; from nbtools.train.graph import trial; trial(int(sys.argv[1]))"
+CHILD = """
+import sys, torch
+torch.cuda.set_device(int(sys.argv[1]))
+x = torch.ones(4, 8, device="cuda")
+torch.cuda.make_graphed_callables(torch.nn.Linear(8, 8, device="cuda"), (x,))(x).sum().backward()
+torch.cuda.synchronize()
+"""
 
 
 class Graphs:
@@ -43,7 +49,7 @@ class Graphs:
         index = torch.empty(0, device=device).device.index  # also of a device without its number
         self.numbers = torch.default_generator if index is None else torch.cuda.default_generators[index]
         self.plan: Plan | None = None
-        self.steps: dict[tuple[torch.Size, ...], Any] = {}  # by shapes: how many came, or what was recorded
+        self.clear()
         if why := uncapturable(device):
             self.give_up(why)
 
@@ -60,17 +66,16 @@ class Graphs:
         """Return act(raw), a step: replayed where such a step is recorded; its result is overwritten by the next one
         then. act reads what else may change, such as lr, in tensors. written: the tensors that it changes."""
         shapes = tuple(tensor.shape for tensor in raw.values())
-        step = self.steps.get(shapes, 0 if len(self.steps) < MOST_GRAPHS else WARM_UP + 1)
-        if isinstance(step, tuple):
-            inputs, replay, sums, _ = step
+        if shapes in self.recorded:
+            inputs, replay, sums = self.recorded[shapes]
             overwrite([*inputs.values()], [*raw.values()])
             replay()
             self.replayed += 1
             return sums
-        if len(raw["id"]) != getattr(self.plan, "batch_size", 0) or step > WARM_UP:
-            return self.recorder.run(partial(act, raw))
-        self.steps[shapes] = step + 1
-        return self.first(raw, act, written(), shapes) if step == WARM_UP else self.recorder.run(partial(act, raw))
+        self.seen[shapes] += len(raw["id"]) == getattr(self.plan, "batch_size", 0)
+        if self.seen[shapes] == WARM_UP + 1 and len(self.recorded) < MOST_GRAPHS:
+            return self.first(raw, act, written(), shapes)
+        return self.recorder.run(partial(act, raw))
 
     def first(self, raw: Batch, act: Act, written: list[Tensor], shapes: tuple[torch.Size, ...]) -> Sums:
         """Return an eager step, then recorded and replayed from where it began. Where the two differ, or recording
@@ -81,15 +86,12 @@ class Graphs:
         why = why or "".join(f"the host waits for the device at {line}" for line in lines[:1])
         try:
             if before is not None and not why:
-                drop_gradients(written)
-                copied = {id(tensor) for tensor in before}  # of all others a cache may drop one that the graph reads
-                alive = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and id(x) not in copied]
                 after, inputs = self.copy(written), {name: tensor.clone() for name, tensor in raw.items()}
                 replay, sums = self.recorder.capture(partial(act, inputs))
                 self.restore(written, before)
                 replay()
                 if near(sums[0], eager[0], written, after, before):
-                    self.steps[shapes], self.replayed = (inputs, replay, sums, alive), self.replayed + 1
+                    self.recorded[shapes], self.replayed = (inputs, replay, sums), self.replayed + 1
                     return sums
                 self.restore(written, after)
                 why = "replayed, a step gives something else: it depends on what the host does in it"
@@ -113,7 +115,8 @@ class Graphs:
 
     def clear(self) -> None:
         """Forget all recorded steps, where their memory is needed, or other tensors take the place of some."""
-        self.steps.clear()
+        self.recorded: dict[tuple[torch.Size, ...], tuple[Batch, Callable[[], Any], Sums]] = {}
+        self.seen: Counter[tuple[torch.Size, ...]] = Counter()
 
 
 def unrecordable(plan: Plan) -> bool:
@@ -124,11 +127,6 @@ def unrecordable(plan: Plan) -> bool:
 @torch.no_grad()
 def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
     torch._foreach_copy_(tensors, values)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def drop_gradients(tensors: list[Tensor]) -> None:
-    for tensor in tensors:
-        tensor.grad = None
 
 
 @torch.no_grad()
@@ -200,40 +198,20 @@ def synchronizing(act: Callable[[], T]) -> tuple[T, list[str]]:
     return result, [*dict.fromkeys(f"{each.filename}:{each.lineno}" for each in waits)]
 
 
-# -- the trial in a child process
-
-
 def uncapturable(device: torch.device) -> str:
     """Return why nothing may be captured in this process; "" once a child process has captured and replayed a small
-    training step on this GPU with these versions, which the cache keeps."""
+    forward and backward pass on this GPU with these versions, which the cache keeps."""
     if device.type != "cuda":
         return ""
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name(device)}"
     path = data.cache() / "captured" / versions.replace("/", "-")
     if path.exists():
         return ""
-    command, env = [sys.executable, "-c", CHILD, str(device.index or 0)], {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", CHILD, str(device.index or 0)]
     try:
-        subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=PATIENCE, check=True)
+        subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
     except subprocess.SubprocessError as error:
         last = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
         return f"a trial in a child process failed: {last}"
     disk.write_atomic(path, "captured and replayed")
     return ""
-
-
-def trial(index: int) -> None:
-    """Capture and replay a small training step on a GPU; the process may end of it."""
-    torch.cuda.set_device(index)
-    network, recorder = nn.Linear(8, 8, device="cuda"), Recorder(torch.device("cuda", index))
-    optimizer, batch = torch.optim.AdamW(network.parameters(), capturable=True), torch.ones(4, 8, device="cuda")
-
-    def step() -> None:
-        optimizer.zero_grad()
-        nn.functional.dropout(network(batch)).square().mean().backward()
-        optimizer.step()
-
-    for _ in range(3):
-        recorder.run(step)
-    recorder.capture(step)[0]()
-    torch.cuda.synchronize()

@@ -42,7 +42,7 @@ class History:
         self.path = Path(path) if path is not None else None
         self.rows: list[dict[str, Any]] = []
         self.columns: list[str] = list(KEYS)
-        self.text, self.whole = b"", False  # of the file as read; whether this process has written its lines so far
+        self.text, self.whole = b"", False  # of the file as read; whether it has no half line, which a crash leaves
         self.refresh()
 
     def refresh(self) -> bool:
@@ -67,9 +67,7 @@ class History:
         new = [name for name in row if name not in self.columns]
         self.rows.append(row)
         self.columns += new
-        if self.path is None:
-            return
-        if new or not self.whole:  # a column more, or half a line, which a crash leaves
+        if new or not self.whole or self.path is None:
             self.write()
         else:
             with disk.explained("writing the history", self.path), self.path.open("ab") as file:
@@ -84,10 +82,9 @@ class History:
     def write(self) -> None:
         """Write all rows anew."""
         if self.path is not None:
+            header = dict(zip(self.columns, self.columns, strict=True))
             with disk.explained("writing the history", self.path):
-                disk.write_atomic(
-                    self.path, self.lines([dict(zip(self.columns, self.columns, strict=True)), *self.rows])
-                )
+                disk.write_atomic(self.path, self.lines([header, *self.rows]))
             self.whole = True
 
     def lines(self, rows: list[dict[str, Any]]) -> bytes:

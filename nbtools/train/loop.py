@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -18,18 +19,15 @@ from typing import Any
 import numpy as np
 
 from nbtools.data import Feed, Pack, batches_left, lengths_of, open_feed
-from nbtools.errors import TrainError
-from nbtools.show import plural
-from nbtools.train.changes import adopt, agree, changes
 from nbtools.train.device import autotuning, memory, prepare, required
 from nbtools.train.evaluation import Sums, score_split
 from nbtools.train.history import Record
 from nbtools.train.meter import Diverged
-from nbtools.train.plan import Plan, require_sizes
+from nbtools.train.plan import listed, require_sizes
 from nbtools.train.ranks import Ended, Restarted
-from nbtools.train.state import Best, TrainState
-from nbtools.train.step import careful_step, train_step
-from nbtools.train.task import TaskLike, best_metric, bound, order, readable
+from nbtools.train.state import TrainState, adopt
+from nbtools.train.step import train_step
+from nbtools.train.task import TaskLike, bound, readable
 
 
 def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> Generator[Record, None, None]:
@@ -50,13 +48,13 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     samples = pack.splits["train"]
     state.begin(len(pack))
     try:
-        while not state.over_as(agree(state, samples)):
+        while not state.agree(samples).over:
             yield from train_epoch(state, feed, pack)
-            values, last = {}, state.epoch + 1 >= agree(state, samples).plan.epochs
+            values, last = {}, state.epoch + 1 >= state.agree(samples).plan.epochs
             if len(pack.ids("val")) and (last or (state.epoch + 1) % state.applied.eval_every == 0):
                 values = yield from evaluate(state, feed, pack)
                 state.evaluate_next = False
-                judge(state, values, agree(state, samples).plan)
+                state.agree(samples).judge(values)
             yield end_epoch(state, values, samples)
         yield from changes(state, samples)  # requested since the last step, such as fewer epochs
     finally:
@@ -65,7 +63,7 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
 
 def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """Train on the rest of this epoch; a change of batch size regroups what is left of it."""
-    ids, meter, start = pack.ids("train"), state.meter, state.step
+    ids, meter, position, start = pack.ids("train"), state.meter, state.position, state.step
     lengths, whole = lengths_of(pack, ids), False
     while not whole:
         yield from between_steps(state, feed, pack)
@@ -73,19 +71,17 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
         stream = feed([state.ranks.share(batch) for batch in batches])
         repeats = (state.applied.epochs - state.epoch) * len(batches) if lengths is None else 0
         for batch in batches:
-            if state.has_requests():
-                yield from between_steps(state, feed, pack)
-                if state.applied.batch_size != state.position.segments[-1][0]:
-                    break
-            meter.watch.begin()
+            yield from between_steps(state, feed, pack)
+            if regrouped(state):
+                break
+            begin = meter.watch.mark()
             raw = next(stream)
-            meter.watch.got()
-            step = careful_step if state.step < state.recovery.careful_until else train_step
+            got = meter.watch.mark()
             with autotuning(state.device, state.applied, repeats if len(batch) == state.applied.batch_size else 0):
-                loss_sum, count = step(state, raw, len(ids), len(batch))
-            meter.add(loss_sum, count)
-            meter.watch.end()
-            state.position.advance(len(batch))
+                loss_sum, count = train_step(state, raw, len(ids), len(batch))
+            meter.add(loss_sum, count, begin, got)
+            position.step, position.samples = position.step + 1, position.samples + len(batch)
+            position.segments[-1][1] += 1
             yield from records(state, len(ids))
         else:
             whole = next(stream, None) is None  # exhausts it: an interrupt while Python frees a generator is lost
@@ -97,19 +93,28 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
 def rest_of_epoch(state: TrainState, ids: np.ndarray, lengths: np.ndarray | None) -> list[np.ndarray]:
     """Return the batches of ids that are left of this epoch, by the applied batch size."""
     position, plan = state.position, state.applied
-    if not position.segments or position.segments[-1][0] != plan.batch_size:
+    if not position.segments or regrouped(state):
         position.segments.append([plan.batch_size, 0])
     return batches_left(ids, lengths, plan.seed, position.epoch, position.segments)
+
+
+def regrouped(state: TrainState) -> bool:
+    """Return whether the batch size has changed since the batches of this epoch were made."""
+    segments = state.position.segments
+    return bool(segments) and state.applied.batch_size != segments[-1][0]
+
+
+# -- between two steps
 
 
 def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """Apply a changed plan and evaluate, until nothing more is requested. Returns early where the batch size changed:
     the epoch is regrouped before anything else."""
-    yield from state.meter.rows()
-    segments = state.position.segments
-    while True:
-        wanted = yield from changes(state, pack.splits["train"])
-        if not wanted.evaluate or (segments and state.applied.batch_size != segments[-1][0]):
+    samples = pack.splits["train"]
+    while state.agree(samples).requested:
+        yield from state.meter.rows()
+        yield from changes(state, samples)
+        if regrouped(state) or not state.evaluate_next:
             return
         state.evaluate_next = False
         if len(pack.ids("val")):
@@ -118,6 +123,14 @@ def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]
         else:
             what = "nothing to evaluate: the validation split is empty"
             yield state.record("event", {"what": what, "asked": "evaluate"})
+
+
+def changes(state: TrainState, samples: int) -> Iterator[Record]:
+    """Apply a replaced plan to model and optimizer; a row says what changes."""
+    while (wanted := state.agree(samples).plan) is not state.applied:
+        if differing := wanted.changes_from(state.applied):
+            yield state.record("change", {"what": listed(differing)})  # a watcher may save: the old plan still applies
+        adopt(state, wanted)
 
 
 def records(state: TrainState, samples: int) -> Iterator[Record]:
@@ -157,29 +170,6 @@ def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
     return {**values, "eval_time": perf_counter() - start}
 
 
-def judge(state: TrainState, values: dict[str, Any], wanted: Plan) -> None:
-    """Decide whether an evaluation is the best so far, and count those in which the metric did not improve; a plateau
-    and an early stop follow from it."""
-    metric, sign = best_metric(state.task)
-    if state.best.metric not in (None, metric):
-        state.best = Best(drops=state.best.drops)  # a best value of another metric does not count
-    best = state.best
-    if f"val_{metric}" not in values:
-        named = ", ".join(name.removeprefix("val_") for name in values if name != "eval_time")
-        raise TrainError(f"the task's BEST is {metric!r}, but its metrics are {named}; name one of them")
-    value, loss = values[f"val_{metric}"], values["val_loss"]
-    beaten = best.value is None or order(value, loss, sign) >= order(best.value, best.loss, sign)
-    state.improved = math.isfinite(value) and beaten
-    best.stale = 0 if state.improved and value != best.value else best.stale + 1  # a tie is saved, but no improvement
-    if state.improved:
-        best.metric, best.value, best.loss = metric, value, loss
-    if state.applied.schedule == "plateau" and best.stale and best.stale % state.applied.patience == 0:
-        best.drops += 1
-    early = wanted.early_stop  # one that was just turned off ends nothing
-    if early is not None and best.stale >= early:
-        state.stopped = f"early stop: {metric} did not improve in {plural(best.stale, 'evaluation')}"
-
-
 def end_epoch(state: TrainState, values: dict[str, Any], samples: int) -> Record:
     """Return the epoch's row; move to the next epoch."""
     row = state.record("epoch", {**state.meter.epoch(samples), **values, **readings(state)})
@@ -191,28 +181,14 @@ def end_epoch(state: TrainState, values: dict[str, Any], samples: int) -> Record
 
 
 def obey(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> None:
-    """Train as rank 0 says: `train` on its state, begun anew whenever rank 0 begins anew, until it ends the run."""
-    restart = None
-    while True:
-        try:
-            if restart is None:
-                state.ranks.broadcast()
-                continue
-            take_over(state, *restart.args)
-            restart = None
-            for _ in train(task, state, pack, feed):
-                continue
-        except Restarted as restarted:
-            restart = restarted.with_traceback(None)  # its frames hold the feed
-        except Diverged:
-            continue  # so does rank 0, and decides what to do
-        except Ended:
-            return
-
-
-def take_over(state: TrainState, plan: dict[str, Any], facts: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """Make the state rank 0's."""
-    adopt(state, type(state.plan).from_dict(plan))  # first: a scaler takes over its saved state
-    state.load(tensors, facts)
-    state.plan = state.applied
-    state.events.clear()
+    """Train as rank 0 says: on its state, begun anew whenever rank 0 begins anew, until it ends the run."""
+    with suppress(Ended):
+        while True:
+            plan, tensors, facts = state.ranks.wait_for_start()
+            adopt(state, type(state.plan).from_dict(plan))  # first: a scaler takes over its saved state
+            state.load(tensors, facts)
+            state.plan = state.applied
+            state.events.clear()
+            with suppress(Restarted, Diverged):  # rank 0 diverges too, and decides what to do
+                for _ in train(task, state, pack, feed):
+                    continue

@@ -1,20 +1,27 @@
-"""The meter: loss, speed and memory of a run. Values cross to the host on log steps only, and nothing waits for them:
-the row of a log step comes when its values have arrived."""
+"""The meter: loss, speed and memory of a run, and the stopwatch by which loop and measurements take their time.
+
+A GPU works behind the host's back: the host only queues kernels. So time is read from CUDA events; elsewhere the host's
+clock is exact. Values cross to the host on log steps only, and nothing waits for them: the row of a log step comes when
+its values have arrived.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nbtools.errors import TrainError
-from nbtools.train.clock import Reading, Spans, Stopwatch, put, seconds, sum_dtype
 from nbtools.train.history import Record
 
 LEAST_SCALE = 1e-4  # of fp16's loss, below which fairseq gives up too: overflowing steps halve it from 65,536
+Spans = list[list[Any]]  # [begin, got, end] of each step
 
 
 class Diverged(TrainError):
@@ -29,44 +36,123 @@ class Diverged(TrainError):
         return [f"{type(self).__name__}: {self}"]
 
 
+class Stopwatch:
+    """Time steps by the device: `mark` before a batch is fetched, when it is there, and after the step make a span.
+
+    Where the device is behind, a step begins as the one before it ends; where it idles, as the host begins it. `wall`:
+    seconds of the loop by the host's clock, without pauses.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] | None = None):
+        self.device, self.clock = device, clock or perf_counter
+        self.spans: Spans = []  # since the last lap
+        self.before = 0.0  # wall until the loop began
+        self.since: float | None = None  # when it did
+
+    def mark(self) -> Any:
+        """Return this moment: an event on the device's stream, or the host's time."""
+        if self.device.type != "cuda":
+            return self.clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))  # not that of torch's current device, which may idle
+        return event
+
+    def lap(self) -> Spans:
+        """Return the spans since the last lap, which the device may still be at."""
+        spans, self.spans = self.spans, []
+        return spans
+
+    def start(self) -> None:
+        self.since = self.clock()
+
+    def stop(self) -> None:
+        self.before, self.since = self.wall, None
+
+    @property
+    def wall(self) -> float:
+        return self.before + (0.0 if self.since is None else self.clock() - self.since)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the block out of `wall`."""
+        start = self.clock()
+        try:
+            yield
+        finally:
+            if self.since is not None:
+                self.since += self.clock() - start
+
+
+def seconds(spans: Spans) -> tuple[float, float]:
+    """Return (seconds of steps, seconds of them that waited for data). Waits for the steps."""
+    return sum(between(begin, end) for begin, _, end in spans), sum(between(begin, got) for begin, got, _ in spans)
+
+
+def between(start: Any, end: Any) -> float:
+    """Return the seconds from one mark to another, for which it waits."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 class Meter:
     """Loss and count of this epoch, summed on the device, and its seconds by the device's stopwatch."""
 
     def __init__(self, device: torch.device):
-        self.device, self.watch, self.reading = device, Stopwatch(device), Reading(3, device)  # loss, count and scale
-        self.loss = torch.zeros((), dtype=sum_dtype(device), device=device)
+        self.device, self.watch = device, Stopwatch(device)
+        self.loss, self.sent = (torch.zeros(size, dtype=sum_dtype(device), device=device) for size in ((), 3))
+        self.host = self.sent  # where loss, count and scale of a log step arrive
+        self.event: torch.cuda.Event | None = None  # that they have
+        if device.type == "cuda":
+            self.host, self.event = torch.empty_like(self.sent, device="cpu", pin_memory=True), torch.cuda.Event()
         self.count: Tensor | float = 0
         self.seconds = self.waited = 0.0  # of this epoch: training, and of that waiting for data
         self.logged = (0.0, 0.0)  # loss and count at the last log step
         self.since = (0, 0)  # step and samples at the last log step
         self.pending: tuple[Record, tuple[int, int], Spans] | None = None  # a row without loss and speed
-        self.scale = math.inf  # of fp16's loss, at the last log step
 
-    def add(self, loss_sum: Tensor, count: Tensor | float) -> None:
-        """Count a step."""
+    def add(self, loss_sum: Tensor, count: Tensor | float, begin: Any, got: Any) -> None:
+        """Count a step. begin, got: the stopwatch's marks before its batch and after."""
         self.loss += loss_sum
         self.count = self.count + count
+        self.watch.spans.append([begin, got, self.watch.mark()])
 
     def log(self, record: Record, scaler: torch.amp.GradScaler | None) -> None:
         """Send the values of a log step to the host. record: its row so far."""
         scale: Any = math.inf if scaler is None else scaler._scale  # on the device: `get_scale` would wait for it
-        put(self.reading.tensor, self.loss, self.count, scale)
-        self.reading.send()
+        self.send(self.loss, self.count, scale)
         self.pending = record, self.since, self.watch.lap()
         self.since = record.step, record.samples
+
+    def send(self, *numbers: Tensor | float) -> None:
+        put(self.sent, *numbers)
+        if self.event is not None:
+            self.host.copy_(self.sent, non_blocking=True)
+            self.event.record(torch.cuda.current_stream(self.device))
+
+    @property
+    def arrived(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def received(self) -> list[float]:
+        """Return the numbers that were sent. Waits for them."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host.tolist()
 
     def rows(self, wait: bool = True) -> list[Record]:
         """Return the row of the last log step, if it is still to come; without waiting, only if its values are here.
         Raises Diverged if the loss is not finite, or fp16 skips all steps."""
-        if self.pending is None or not (wait or self.reading.arrived):
+        if self.pending is None or not (wait or self.arrived):
             return []
         (record, (step, samples), lap), self.pending = self.pending, None
-        total, count, self.scale = self.reading.values()
+        total, count, scale = self.received()
         speed, steps = self.speed(record.samples - samples, *self.timed(lap)), (step, record.step)
         if not math.isfinite(total):
             raise Diverged(f"the loss became {total} in steps {step + 1} to {record.step}", steps)
-        if self.scale < LEAST_SCALE:
-            what = f"gradients overflow in every step, though their scale has fallen to {self.scale:.0e}"
+        if scale < LEAST_SCALE:
+            what = f"gradients overflow in every step, though their scale has fallen to {scale:.0e}"
             raise Diverged(f"{what}, and none counts", steps, "amp")
         loss = mean("loss", total - self.logged[0], count - self.logged[1])
         self.logged = total, count
@@ -107,7 +193,7 @@ class Meter:
         facts |= {"seconds": self.seconds + took, "waited": self.waited + waited, "wall": self.watch.wall}
         if self.pending is not None:
             record, since, lap = self.pending
-            facts["pending"] = [asdict(record), since, seconds(lap), self.reading.values()]
+            facts["pending"] = [asdict(record), since, seconds(lap), self.received()]
         return facts
 
     def load(self, facts: dict[str, Any]) -> None:
@@ -119,11 +205,21 @@ class Meter:
         self.watch.spans, self.watch.before, self.pending = [], max(self.watch.before, facts["wall"]), None
         if "pending" in facts:
             record, since, (took, waited), values = facts["pending"]
-            put(self.reading.tensor, *values)
-            self.reading.send()
+            self.send(*values)
             self.pending = Record(**record), tuple(since), [[0.0, waited, took]]
 
 
 def mean(name: str, total: float, count: float) -> dict[str, float]:
     """Return {name: total / count}; {} where no step counted: a loss of 0 would be the best of all."""
     return {name: total / count} if count else {}
+
+
+def put(tensor: Tensor, *numbers: Tensor | float) -> None:
+    """Write numbers into a vector. `tensor[i] = 5` would wait for the device (pytorch#186482)."""
+    for place, number in zip(tensor.unbind(), numbers, strict=True):
+        place.copy_(number) if isinstance(number, Tensor) else place.fill_(number)
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype for exact sums, float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -17,9 +17,21 @@ from torch.optim import Optimizer
 
 from nbtools.data import TARGET, Card, Draws
 from nbtools.errors import TrainError
-from nbtools.train.augment import strengths
-from nbtools.train.defaults import as_input, form_of, packed_dataset, scale_of, shape_of
-from nbtools.train.metrics import Batch, Pair, class_logits, listed, logits_of, score, values_like
+from nbtools.train.defaults import (
+    Batch,
+    Pair,
+    as_input,
+    class_logits,
+    layout_of,
+    listed,
+    logits_of,
+    packed_dataset,
+    scale_of,
+    score,
+    shape_of,
+    strengths,
+    values_like,
+)
 from nbtools.train.plan import Plan
 from nbtools.train.task import Task, summed
 
@@ -37,12 +49,12 @@ class classify(Task):
     (how many), `inputs` (features, or channels of an image), `card` and `plan`. It returns logits (B, K), as a tensor,
     `.logits` or ["out"]; its forward takes columns of the pack by name, else in order. metrics: accuracy (default),
     top5_accuracy, balanced_accuracy, f1; of labels map and f1 (default: both); or functions of (outputs, batch) that
-    return (sum, count). The first name chooses the best checkpoint. augment: crop, flip, colour, mixup; a mapping gives
+    return (sum, count). The first name chooses the best checkpoint. augment: crop, flip, colour; a mapping gives
     strengths. loss: of (outputs, y), returns a term per sample, their mean, or (sum, count); default: cross entropy, of
-    labels binary; y is (B,) int64, of labels and with mixup (B, K) float32. plan: the settings to start from.
-    pretrained: whether the weights are: advice then starts from a lower lr. optimizer: a class of torch.optim, or a
-    functools.partial of one, called with (groups, lr=plan.lr), or a function of (groups, plan). schedule: a function of
-    plan that returns f(progress), the factor on plan.lr at 0 to 1 of the planned epochs. Raises TrainError.
+    labels binary; y is (B,) int64, of labels (B, K) float32. plan: the settings to start from. pretrained: whether the
+    weights are: advice then starts from a lower lr. optimizer: a class of torch.optim, or a functools.partial of one,
+    called with (groups, lr=plan.lr), or a function of (groups, plan). schedule: a function of plan that returns
+    f(progress), the factor on plan.lr at 0 to 1 of the planned epochs. Raises TrainError.
     """
 
     kind = "classes"  # of the targets; labels are classes too
@@ -85,20 +97,16 @@ class classify(Task):
 
     def model(self, card: Card, plan: Any) -> nn.Module:
         came = card.options["kind"] if packed_dataset(card) else "not of nb.pack"
-        if came != self.kind and (self.kind, came) != ("classes", "labels"):
+        ragged = came == "values" and card.columns[TARGET].kind == "ragged"
+        if ragged or (came != self.kind and (self.kind, came) != ("classes", "labels")):
             rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, and these are {came}"
             fix = "floats become classes with astype(int), and whole numbers values with nb.pack(…, classes=False)"
-            if self.kind == "classes" and came == "values" and len(card.columns[TARGET].shape) > 1:
-                fix = "for a class of each pixel write a Task, whose loss takes cross entropy of batch['y'].long()"
-            raise TrainError(f"{rule}; {fix}")
-        if card.columns[TARGET].kind == "ragged":
-            rule = "nb.regress needs targets of one shape, and these are sequences of any length"
-            raise TrainError(f"{rule}; write a Task with model, loss, metrics and decode")
+            raise TrainError(f"{rule}; {fix}; for a class of each pixel or sequences write a Task with model and loss")
         network: Any = self.network
         if isinstance(network, nn.Module):
             return copy.deepcopy(network)
         first = card.options["inputs"][0]
-        width = (shape_of(card, first) or (1,))[0 if form_of(card, first).layout else -1]
+        width = (shape_of(card, first) or (1,))[0 if layout_of(card, first) else -1]
         offered = {"classes": len(card.classes), "inputs": width, "card": card, "plan": plan}
         parameters = inspect.signature(network).parameters.values()
         for p in parameters:

@@ -11,14 +11,14 @@ import difflib
 import json
 import math
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Self
 
 from nbtools import show
 from nbtools.data import Pack, batches_in
-from nbtools.errors import PlanError, TrainError
+from nbtools.errors import NbtoolsError, PlanError, TrainError
 from nbtools.train.optimizer import OPTIMIZERS
 
 FIXED = ("optimizer", "compile", "graph", "channels_last", "sync_batchnorm", "deterministic", "ema", "seed")
@@ -158,7 +158,7 @@ class Plan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         for name in values:
-            require_known(cls, name)
+            cls.kinds(name)
         return cls(**values)
 
     def to_json(self) -> str:
@@ -169,10 +169,22 @@ class Plan:
         return cls.from_dict(json.loads(text))
 
     @classmethod
+    def kinds(cls, name: str) -> tuple[type, int | None, bool]:
+        """Return of a setting (its type, or that of its members; how many members a tuple has, 0 for any number, None
+        for a single value; whether it may be None). Raises PlanError for a setting that the plan does not have."""
+        require_known(f"{cls.__qualname__} has no setting", name, [field.name for field in dataclasses.fields(cls)])
+        hint = hints(cls)[name]
+        members = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
+        kind, count = members[0], None
+        if typing.get_origin(kind) is tuple:
+            kind, *rest = typing.get_args(kind)
+            count = 0 if rest == [...] else 1 + len(rest)
+        return kind, count, len(members) > 1
+
+    @classmethod
     def check(cls, name: str, value: Any) -> Any:
         """Return a value for one setting in its field's type. Raises PlanError naming field and rule."""
-        require_known(cls, name)
-        kind, count, optional = kinds(cls)[name]
+        kind, count, optional = cls.kinds(name)
         where, rule = f"{cls.__qualname__}.{name}", cls.__dataclass_fields__[name].metadata
         if value is None and optional:
             return None
@@ -185,8 +197,7 @@ class Plan:
     @classmethod
     def parse(cls, name: str, text: str) -> Any:
         """Return the value that a user typed for one setting: `none`, `true`, `0.9,0.999`, `3e-4`. Raises PlanError."""
-        require_known(cls, name)
-        kind, count, optional = kinds(cls)[name]
+        kind, count, optional = cls.kinds(name)
         if text.lower() in ("none", "") and optional:
             return None
         try:
@@ -204,28 +215,15 @@ BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "n
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 
 
-def require_known(plan: type[Plan], name: str) -> None:
-    """Raise PlanError for a setting that a plan does not have: it lists similar names, else all."""
-    known = [field.name for field in dataclasses.fields(plan)]
+def require_known(what: str, name: str, known: Collection[str], kind: type[NbtoolsError] = PlanError) -> None:
+    """Raise an error of this kind for a name that is none of the known ones: it lists similar names, else all."""
     if name not in known:
         close = difflib.get_close_matches(name, known, n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known)}"
-        raise PlanError(f"{plan.__qualname__} has no setting {name!r}; {hint}")
+        raise kind(f"{what} {name!r}; {hint}")
 
 
-@cache
-def kinds(plan: type[Plan]) -> dict[str, tuple[type, int | None, bool]]:
-    """Return setting → (its type, or that of its members; how many members a tuple has, 0 for any number, None for a
-    single value; whether it may be None)."""
-    result = {}
-    for name, hint in typing.get_type_hints(plan).items():
-        members = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
-        kind, count = members[0], None
-        if typing.get_origin(kind) is tuple:
-            kind, *rest = typing.get_args(kind)
-            count = 0 if rest == [...] else 1 + len(rest)
-        result[name] = kind, count, len(members) > 1
-    return result
+hints = cache(typing.get_type_hints)
 
 
 def check(where: str, value: Any, kind: type, rule: Mapping[str, Any]) -> Any:
@@ -305,22 +303,15 @@ def require_batch(plan: Plan, count: int) -> None:
         raise TrainError(f"Plan.batch_size {plan.batch_size} is larger than {split}; set it to at most {count}")
 
 
-def require_training(pack: Pack) -> None:
-    """Raise TrainError for a pack without samples to train on."""
+def require_sizes(pack: Pack, plan: Plan | None = None) -> None:
+    """Raise TrainError for a pack with too few samples to train on, or too few for a batch of the plan."""
     count, bad = len(pack.ids("train")), pack.manifest["bad"]
-    if not count and pack.splits["test"] == len(pack):
-        rule = f"all {show.plural(len(pack), 'sample')} are test data, so there is nothing to train on"
-        raise TrainError(f"{pack.folder}: {rule}; evaluate a run on it, or pack the source again without test=1.0")
     if count < 2:
-        rule = f"{pack.folder}: training needs at least 2 samples, the train split has {count}"
+        rule = f"{pack.folder}: training needs at least 2 samples, the train split has {count} of {len(pack)}"
         less = "pack more, or less of it as val and test"
         raise TrainError(f"{rule}; {f'correct the {bad:,} that were left out, see pack.bad' if bad else less}")
-
-
-def require_sizes(pack: Pack, plan: Plan) -> None:
-    """Raise TrainError for a train split that is too small."""
-    require_training(pack)
-    require_batch(plan, len(pack.ids("train")))
+    if plan is not None:
+        require_batch(plan, count)
 
 
 # -- what a run may change
@@ -344,23 +335,18 @@ def refuse_fixed(differing: Mapping[str, str], plan: Plan, resumed: bool = False
             raise TrainError(f"{rule}; keep the value, or start another run folder")
 
 
-def beyond(plan: Plan, advised: Plan) -> dict[str, str]:
-    """Return the settings that lie beyond `asks_beyond` times the advised value: setting → a sentence."""
-    sentences = {}
-    for field in dataclasses.fields(plan):
-        name, factor = field.name, field.metadata["asks_beyond"]
-        value, usual = getattr(plan, name), getattr(advised, name)
-        if factor is not None and usual and value > factor * usual * (1 + 1e-9):
-            times = f"{value / usual:,.0f}×"
-            sentences[name] = f"{name} {shown(value)} is {times} the advised {shown(usual)}"
-    return sentences
-
-
 def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:
     """Return what needs confirmation before a run changes from the old plan to the new: setting → a sentence. Under "",
     that more than MANY change at once, for example by a click on a preset."""
-    changed = new.changes_from(old)
-    sentences = {n: why for n, why in beyond(new, advised).items() if getattr(new, n) > getattr(old, n)}
-    if len(changed) > MANY:
+    sentences = {}
+    for field in dataclasses.fields(new):
+        factor, (before, value, usual) = (
+            field.metadata["asks_beyond"],
+            (getattr(p, field.name) for p in (old, new, advised)),
+        )
+        if factor is not None and usual and value > max(before, factor * usual * (1 + 1e-9)):
+            times = f"{value / usual:,.0f}×"
+            sentences[field.name] = f"{field.name} {shown(value)} is {times} the advised {shown(usual)}"
+    if len(changed := new.changes_from(old)) > MANY:
         sentences[""] = f"{len(changed)} settings change at once: {listed(changed)}"
     return sentences

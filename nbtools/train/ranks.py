@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count, pairwise
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbtools.errors import TrainError
 from nbtools.train import device as devices
-from nbtools.train.clock import put
+from nbtools.train.meter import put
 
 TIMEOUT = 600.0  # seconds without an answer after which a rank counts as hung, unless NBTOOLS_TIMEOUT says otherwise
 GLOO = ("gloo", "pair closure")  # in its errors, which have no class of their own
@@ -38,7 +38,7 @@ class RankLost(TrainError):
 
 
 class Restarted(Exception):
-    """Rank 0 begins its loop anew, with this state: plan (plain values), facts, tensors on the CPU."""
+    """Rank 0 begins its loop anew; its state follows."""
 
 
 class Ended(Exception):
@@ -64,11 +64,17 @@ class Ranks:
             return what
         box = [what]
         dist.broadcast_object_list(box, 0, group=self.control)
-        if not self.first and isinstance(box[0], (Restarted, Ended)):
-            if isinstance(box[0], Ended):
-                self.leave()
+        if isinstance(box[0], Ended) and not self.first:
+            self.leave()
+        if isinstance(box[0], (Restarted, Ended)) and not self.first:
             raise box[0]
         return box[0]
+
+    def wait_for_start(self) -> Any:
+        """Return the state with which rank 0 begins its loop. Raises Ended."""
+        while True:
+            with suppress(Restarted):
+                return self.broadcast()
 
     def gather(self, what: T) -> list[T]:
         """Return the objects of all ranks, in their order, on all of them."""
@@ -109,10 +115,6 @@ class Ranks:
         # Freed after the reducer, which would join gloo's threads while they may wait for Python's lock.
         vars(wrapped)["freed_last"] = wrapped.process_group
         return wrapped
-
-    def no_sync(self, network: Any) -> AbstractContextManager[Any]:
-        """Return a context whose gradients stay each rank's own, for all micro-batches but the last."""
-        return network.no_sync() if self.world > 1 else nullcontext()
 
     def align(self, buffers: Iterable[Tensor]) -> None:
         """Give rank 0's buffers, such as BatchNorm's running averages, to all."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +16,13 @@ from nbtools.data import Card, Keys, Pack
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.show import plural
 from nbtools.train import device as devices
-from nbtools.train.clock import Stopwatch
 from nbtools.train.graph import Graphs
 from nbtools.train.history import Record
-from nbtools.train.meter import Meter
-from nbtools.train.network import build
-from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, built_in
-from nbtools.train.plan import Plan
+from nbtools.train.meter import Meter, Stopwatch
+from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, built_in, follow
+from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch
 from nbtools.train.ranks import Ranks, Restarted
-from nbtools.train.task import TaskLike, bound, readable, spoken
+from nbtools.train.task import TaskLike, best_metric, bound, build, order, readable, spoken
 
 OTHER_RUN = "for another network choose another run folder, run='runs/…'"
 
@@ -37,11 +36,6 @@ class Position:
     samples: int = 0
     segments: list[list[int]] = field(default_factory=list)  # [[batch size, batches]] of this epoch
     lr: float = 0.0  # of the last step
-
-    def advance(self, samples: int) -> None:
-        """Count a step."""
-        self.step, self.samples = self.step + 1, self.samples + samples
-        self.segments[-1][1] += 1
 
 
 @dataclass
@@ -62,15 +56,6 @@ class Recovery:
     micro: int | None = None  # samples a forward pass: fewer than the plan's after an out-of-memory
     careful_until: int = 0  # each step before this one is checked before it counts
     skipped: int = 0  # steps left out
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What the caller of the loop asks for: a plan, an evaluation before the next step, an end and why."""
-
-    plan: Plan
-    evaluate: bool
-    stopped: str | None
 
 
 class TrainState:
@@ -163,22 +148,15 @@ class TrainState:
         return self.ema.module if self.ema is not None else self.model
 
     @property
-    def wanted(self) -> Wanted:
-        """Return what is asked for at this moment."""
-        return Wanted(self.plan, self.evaluate_next, self.stopped)
-
-    @property
     def over(self) -> bool:
         """Return whether there is nothing left to train: an epoch that has begun is finished, even if fewer were
         requested."""
-        return self.over_as(self.wanted)
+        return self.stopped is not None or (self.epoch >= self.plan.epochs and not self.position.segments)
 
-    def over_as(self, wanted: Wanted) -> bool:
-        return wanted.stopped is not None or (self.epoch >= wanted.plan.epochs and not self.position.segments)
-
-    def has_requests(self) -> bool:
-        """Return whether something is to be done before the next step: on several ranks, whether rank 0 wants it."""
-        return self.ranks.broadcast(self.plan is not self.applied or self.evaluate_next)
+    @property
+    def requested(self) -> bool:
+        """Return whether something is to be done before the next step."""
+        return self.plan is not self.applied or self.evaluate_next
 
     def record(self, kind: str, values: dict[str, Any] | None = None) -> Record:
         """Return a record of this moment."""
@@ -194,7 +172,8 @@ class TrainState:
             self.forget_graphs()  # which read those of before
         if self.ranks.world > 1 and self.ranks.first:
             tensors = {name: tensor.detach().cpu() for name, tensor in self.tensors().items()}
-            self.ranks.broadcast(Restarted(self.applied.to_dict(), self.facts(), tensors))
+            self.ranks.broadcast(Restarted())
+            self.ranks.broadcast((self.applied.to_dict(), tensors, self.facts()))
         self.restore_rng()
         self.watch.start()
 
@@ -203,6 +182,44 @@ class TrainState:
         self.watch.stop()
         self.capture_rng()
         self.training = False
+
+    def agree(self, samples: int) -> Self:
+        """Return the state, which on several ranks wants what rank 0 does: to be called after each record, since a
+        watcher of rank 0 may have changed it. samples: of the training split. Raises TrainError for a plan that this
+        run cannot adopt, which is then forgotten."""
+        try:
+            require_change(self, self.plan, samples)
+        except TrainError:
+            self.plan = self.applied
+            raise
+        if self.ranks.world > 1:
+            plan = self.plan.to_dict() if self.plan is not self.applied else None
+            plan, self.evaluate_next, self.stopped = self.ranks.broadcast((plan, self.evaluate_next, self.stopped))
+            if not self.ranks.first:
+                self.plan = self.applied if plan is None else type(self.plan).from_dict(plan)
+        return self
+
+    def judge(self, values: Mapping[str, Any]) -> None:
+        """Decide whether an evaluation is the best so far, and count those in which the metric did not improve; a
+        plateau and an early stop follow from it."""
+        metric, sign = best_metric(self.task)
+        if self.best.metric not in (None, metric):
+            self.best = Best(drops=self.best.drops)  # a best value of another metric does not count
+        best = self.best
+        if f"val_{metric}" not in values:
+            named = ", ".join(name.removeprefix("val_") for name in values if name != "eval_time")
+            raise TrainError(f"the task's BEST is {metric!r}, but its metrics are {named}; name one of them")
+        value, loss = values[f"val_{metric}"], values["val_loss"]
+        beaten = best.value is None or order(value, loss, sign) >= order(best.value, best.loss, sign)
+        self.improved = math.isfinite(value) and beaten
+        best.stale = 0 if self.improved and value != best.value else best.stale + 1  # ties are saved too
+        if self.improved:
+            best.metric, best.value, best.loss = metric, value, loss
+        if self.applied.schedule == "plateau" and best.stale and best.stale % self.applied.patience == 0:
+            best.drops += 1
+        early = self.plan.early_stop  # the wanted one: one that was just turned off ends nothing
+        if early is not None and best.stale >= early:
+            self.stopped = f"early stop: {metric} did not improve in {plural(best.stale, 'evaluation')}"
 
     def forget_graphs(self) -> None:
         if self.graphs is not None:
@@ -313,8 +330,7 @@ class TrainState:
             return torch.empty_like(parameter, dtype=saved.dtype).copy_(saved)
         if saved.dim() and self.built_in:
             shapes = f"{tuple(saved.shape)}, but the parameter has {tuple(parameter.shape)}"
-            rule = f"the checkpoint's optimizer state of {name} has the shape {shapes}"
-            raise CheckpointError(f"{rule}; {OTHER_RUN}")
+            raise CheckpointError(f"the checkpoint's optimizer state of {name} has the shape {shapes}; {OTHER_RUN}")
         return saved.to(parameter.device)
 
 
@@ -326,3 +342,38 @@ def new_scaler(plan: Plan, device: torch.device) -> torch.amp.GradScaler | None:
 def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the tensors whose names have this prefix, by the rest of their names."""
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+# -- a changed plan
+
+
+def require_change(state: TrainState, new: Plan, epoch_size: int) -> None:
+    """Raise TrainError for a plan that this run cannot adopt at this point."""
+    if new is state.applied:
+        return
+    differing = new.changes_from(state.applied)
+    refuse_fixed(differing, new)
+    for name in ("weight_decay", "betas", "eps"):
+        if name in differing and not state.built_in:
+            rule = f"Plan.{name} does nothing to the task's own optimizer, got {differing[name]}"
+            raise TrainError(f"{rule}; set it where the optimizer is made, in another run")
+    devices.require(new, state.device)
+    require_batch(new, epoch_size)
+
+
+def adopt(state: TrainState, new: Plan, since: Plan | None = None) -> None:
+    """Make model and optimizer follow a plan. since: the one that they follow now; None: the applied one."""
+    differing = new.changes_from(since or state.applied)
+    if differing.keys() & {"micro_batch_size", "batch_size"}:
+        state.recovery.micro = new.micro_batch_size
+    if "amp" in differing:
+        state.scaler, state.unscaled = new_scaler(new, state.device), True
+    follow(state.optimizer, new)
+    state.applied = new
+
+
+def caught_up(state: TrainState, saved: Plan) -> Iterator[Record]:
+    """Keep the settings that were changed since a checkpoint was saved, and record them in a row."""
+    adopt(state, state.applied, since=saved)
+    if differing := state.applied.changes_from(saved):
+        yield state.record("change", {"what": listed(differing)})

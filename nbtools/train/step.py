@@ -1,5 +1,5 @@
 """One optimizer step: draw the batch, forward in autocast, backward, clip, `optimizer.step()`, average. Around it, one
-function halves the micro-batch when memory ends, and one skips a step whose loss or gradient is no number."""
+function halves the micro-batch when memory ends, and one leaves out a step whose loss or gradient is no number."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbtools.data import Draws
 from nbtools.errors import TrainError
-from nbtools.train.device import DTYPES, find_scale, give_back, recurrent_in_float32, within_memory
+from nbtools.train.defaults import Batch
+from nbtools.train.device import autocast, find_scale, give_back, within_memory
 from nbtools.train.meter import Diverged
-from nbtools.train.network import set_training
 from nbtools.train.plan import lr_at
 from nbtools.train.ranks import shares
 from nbtools.train.state import TrainState
-from nbtools.train.task import Batch, summed
+from nbtools.train.task import set_training, summed
 
 MAX_SKIPPED = 3  # steps with a non-finite loss that a run skips: more are no accident
 LossSum = tuple[Tensor, Tensor | float]  # sum of the loss, and of how many terms
@@ -35,21 +35,26 @@ def train_step(
 
     Returns the (loss sum, count) of the whole batch, still on the device: with Plan.graph until the next step. Where
     memory runs out, the gradients are computed again in micro-batches of half the size, unless `halves` is False;
-    effective batch and lr stay. epoch_size: samples of an epoch, for the lr. Raises TrainError where nothing fits.
+    effective batch and lr stay. After a loss that was no number, steps are checked, and left out without any effect if
+    theirs is none. epoch_size: samples of an epoch, for the lr. Raises TrainError where nothing fits, Diverged where
+    steps are left out more often than by accident.
     """
-    size = size or len(raw["id"])
+    size, careful = size or len(raw["id"]), state.step < state.recovery.careful_until
     set_lr(state, size, epoch_size)
-    if state.graphs is not None and state.graphs.follow(state.applied):
+    if state.graphs is not None and not careful and state.graphs.follow(state.applied):
         state.keys.of(state.applied.seed, state.position.epoch)
         step = partial(state.graphs.step, raw, partial(whole_step, state), partial(written, state))
         if (sums := within_memory(step)[0]) is not None:
             return sums
         release(state)
+    buffers = [buffer.clone() for buffer in state.model.buffers()] if careful else []
     differentiate = partial(gradients_in_memory if halves else gradients, state, raw, size)
     if state.scaler is not None and state.unscaled:
         sums, state.unscaled = find_scale(state.scaler, state.parameters, differentiate), False
     else:
         sums = differentiate()
+    if careful and (lost := not_finite(state, sums[0])):
+        return leave_out(state, raw, size, buffers, lost)
     update(state)
     return sums
 
@@ -78,7 +83,7 @@ def gradients(state: TrainState, raw: Batch, size: int) -> LossSum:
     denominator = size / ranks.world if own else math.inf
     loss_sum, count = torch.zeros((), device=state.device), 0
     for part in parts:
-        with nullcontext() if part is parts[-1] else ranks.no_sync(state.network):
+        with nullcontext() if part is parts[-1] or ranks.world == 1 else state.network.no_sync():
             part_sum, part_count = backward(state, part, denominator)
         if own:
             loss_sum, count = loss_sum + part_sum, count + part_count
@@ -96,11 +101,10 @@ def backward(state: TrainState, raw: Batch, denominator: float | None) -> LossSu
     batch = task.batch(raw, plan, Draws(plan.seed, state.position.epoch, raw["id"], state.keys))
     if plan.channels_last:
         batch = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in batch.items()}
-    with recurrent_in_float32(plan, state.device, state.model):  # backward may compute activations again
-        with nullcontext() if plan.amp == "off" else torch.autocast(state.device.type, DTYPES[plan.amp]):
-            loss_sum, count = summed(task.loss(state.network, batch, plan), len(raw["id"]))
-        loss = loss_sum / at_least_one(denominator or count)
-        (loss if scaler is None else scaler.scale(loss)).backward()
+    with autocast(plan, state.device):
+        loss_sum, count = summed(task.loss(state.network, batch, plan), len(raw["id"]))
+    loss = loss_sum / at_least_one(denominator or count)
+    (loss if scaler is None else scaler.scale(loss)).backward()
     return loss_sum.detach(), count
 
 
@@ -150,6 +154,12 @@ def tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
+def written(state: TrainState) -> list[Tensor]:
+    """Return the tensors that a step changes, parameters first."""
+    ema = [] if state.ema is None else tensors(state.ema)
+    return [*tensors(state.model), *ema, *state.moments().values()]
+
+
 def at_least_one(count: Tensor | float) -> Tensor | float:
     """Return a denominator: a batch in which nothing counts has loss 0, not NaN."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
@@ -182,17 +192,20 @@ def gradients_in_memory(state: TrainState, raw: Batch, size: int) -> LossSum:
         if sums is not None:
             return sums
         release(state)
-        state.recovery.micro = halved(state, min(state.recovery.micro or size, size), reason)
+        halve(state, min(state.recovery.micro or size, size), reason)
         state.restore_rng()
 
 
-def halved(state: TrainState, micro: int, reason: str) -> int:
+def halve(state: TrainState, micro: int, reason: str) -> None:
+    """Halve the micro-batch. Raises TrainError where it cannot be smaller."""
     ranks, norms = state.ranks, any(isinstance(layer, _BatchNorm) for layer in state.model.modules())
-    rule = f"on rank {ranks.rank} of {ranks.world} ({reason}); set a smaller micro_batch_size"
-    if ranks.world == 1:
-        if micro // 2 >= 1 + norms:
-            state.events.append(f"out of memory: micro batch {micro} → {micro // 2}; effective batch and lr unchanged")
-            return micro // 2
+    if ranks.world > 1:
+        rule = f"on rank {ranks.rank} of {ranks.world} ({reason}); set a smaller micro_batch_size"
+    elif micro // 2 >= 1 + norms:
+        state.recovery.micro = micro // 2
+        state.events.append(f"out of memory: micro batch {micro} → {micro // 2}; effective batch and lr unchanged")
+        return
+    else:
         few = "two samples at a time, and BatchNorm needs two" if norms else "one sample at a time"
         rule = f"with {few} ({reason}); use a smaller network or samples"
     raise TrainError(f"out of memory {rule}", entry="Out of memory")
@@ -201,61 +214,44 @@ def halved(state: TrainState, micro: int, reason: str) -> int:
 def release(state: TrainState) -> None:
     """Free what a failed step left: gradients, recorded steps, and the allocator's cache."""
     state.optimizer.zero_grad()
-    if state.graphs is not None:
-        state.graphs.clear()
+    state.forget_graphs()
     gc.collect()
     give_back(state.device)
-
-
-def written(state: TrainState) -> list[Tensor]:
-    """Return the tensors that a step changes, parameters first."""
-    ema = [] if state.ema is None else tensors(state.ema)
-    return [*tensors(state.model), *ema, *state.moments().values()]
 
 
 # -- a loss that is no number
 
 
-def careful_step(state: TrainState, raw: Batch, epoch_size: float, size: int | None = None) -> LossSum:
-    """Take a `train_step` that is skipped, without any effect, if its loss or a gradient is not finite. Raises Diverged
-    where that happens more often than by accident."""
-    size, before = size or len(raw["id"]), [buffer.clone() for buffer in state.model.buffers()]
-    set_lr(state, size, epoch_size)
-    loss_sum, count = gradients_in_memory(state, raw, size)
-    named = state.model.named_parameters() if state.scaler is None else ()  # fp16's scaler skips by itself
-    bad = [*([] if finite(loss_sum) else ["loss"]), *(f"gradient of {n}" for n, p in named if not finite(p.grad))]
-    if not bad:
-        update(state)
-        return loss_sum, count
-    for buffer, value in zip(state.model.buffers(), before, strict=True):
+def finite(tensor: Any) -> bool:
+    return not isinstance(tensor, Tensor) or not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def not_finite(state: TrainState, loss_sum: Tensor) -> str:
+    """Return the first of loss and gradients that is not finite; "" if all are. fp16's scaler skips by itself."""
+    named = state.model.named_parameters() if state.scaler is None else ()
+    pairs = [("loss", loss_sum), *((f"gradient of {name}", p.grad) for name, p in named)]
+    return next((name for name, tensor in pairs if not finite(tensor)), "")
+
+
+def leave_out(state: TrainState, raw: Batch, size: int, buffers: list[Tensor], lost: str) -> LossSum:
+    """Undo a step that has updated no weight yet, and report what is not finite: with the samples to look at, if it is
+    in their batch; else training has diverged, and any sample would do the same. Several ranks agree on one. Raises
+    Diverged where that happens more often than by accident."""
+    for buffer, value in zip(state.model.buffers(), buffers, strict=True):
         buffer.copy_(value)
     state.optimizer.zero_grad()
-    skip(state, *first_bad(state, raw, size, bad[0]))
-    return torch.zeros_like(loss_sum), 0
-
-
-def first_bad(state: TrainState, raw: Batch, size: int, after: str) -> tuple[str, list[int]]:
-    """Return the first tensor of this step that is not finite, and the samples to look at: those of the batch if it is
-    one of its tensors; else training has diverged, and any sample would do the same. Several ranks agree on one."""
-    plan = state.applied
-    bad = [(2, after, []), *((1, f"weight {name}", []) for name, p in state.model.named_parameters() if not finite(p))]
+    plan, weights = state.applied, state.model.named_parameters()
+    bad: list[tuple[int, str, list[int]]] = [(2, lost, [])]
+    bad += [(1, f"weight {name}", []) for name, weight in weights if not finite(weight)]
     for part in micro_batches(state, raw, size):
         batch = state.task.batch(part, plan, Draws(plan.seed, state.position.epoch, part["id"]))
         bad += [(0, f"batch[{n!r}]", raw["id"].tolist()) for n, tensor in batch.items() if not finite(tensor)]
-    return min(state.ranks.gather(min(bad)))[1:]
-
-
-def skip(state: TrainState, what: str, ids: list[int]) -> None:
-    """Report a step that is left out. Raises Diverged if that happens more often than by accident."""
-    more, fix = " …" if len(ids) > 16 else "", "; check these samples" if ids else ""
-    samples = f" (sample ids {', '.join(map(str, ids[:16]))}{more})" if ids else ""
-    what = f"step {state.step + 1} skipped: {what} is not finite{samples}"
+    _, name, ids = min(state.ranks.gather(min(bad)))
+    named = f" (sample ids {', '.join(map(str, ids[:16]))}{' …' if len(ids) > 16 else ''})" if ids else ""
+    what = f"step {state.step + 1} skipped: {name} is not finite{named}"
     state.events.append(what)
     state.recovery.skipped += 1
     if state.recovery.skipped > MAX_SKIPPED:
-        message = f"more than {MAX_SKIPPED} steps had to be skipped, the last: {what}{fix}"
-        raise Diverged(message, (state.step, state.step))
-
-
-def finite(tensor: Any) -> bool:
-    return not isinstance(tensor, Tensor) or not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+        message = f"more than {MAX_SKIPPED} steps had to be skipped, the last: {what}"
+        raise Diverged(message + "; check these samples" * bool(ids), (state.step, state.step))
+    return torch.zeros((), device=state.device), 0

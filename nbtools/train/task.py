@@ -7,22 +7,39 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nbtools.data import Card, Draws, Pack, Sample, options_like, pack, sample_of
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.train.augment import strengths
-from nbtools.train.defaults import PREPARED, answers, few_values, images_of, packed_dataset, prepare, preview
-from nbtools.train.metrics import METRICS, Batch, Pair, listed, name_of
+from nbtools.train.defaults import (
+    METRICS,
+    PREPARED,
+    Batch,
+    Pair,
+    answers,
+    images_of,
+    listed,
+    name_of,
+    packed_dataset,
+    prepare,
+    preview,
+    require_augmentable,
+    strengths,
+)
+from nbtools.train.device import keep_recurrent_in_float32
 from nbtools.train.optimizer import plan_optimizer
 from nbtools.train.plan import Plan
 
@@ -34,11 +51,6 @@ TaskLike = Any
 
 class Lacking(TrainError, AttributeError):
     """A task does not define a hook that has no default."""
-
-
-def metrics_of(task: Any) -> tuple[Any, ...]:
-    """Return names and functions of a task's metrics, as they were given."""
-    return listed(getattr(task, "measured", task.metrics))
 
 
 class Task:
@@ -157,17 +169,14 @@ class Task:
 HOOKS = {name for name in (*vars(Task), *Task.__annotations__) if not name.startswith("_")} - {"card"}
 
 
-class Adapted(Task):
-    """A module, class or object as a Task: its own hooks, and the defaults for the others."""
-
-    def __init__(self, source: Any):
-        self.source = source
-        vars(self).update({name: getattr(source, name) for name in HOOKS if hasattr(source, name)})
+def metrics_of(task: Any) -> tuple[Any, ...]:
+    """Return names and functions of a task's metrics, as they were given."""
+    return listed(getattr(task, "measured", task.metrics))
 
 
 def as_task(task: Any) -> Task:
-    """Return a Task unchanged, a subclass of it as an instance, anything else as an Adapted. Raises TrainError for a
-    network and a function."""
+    """Return a Task unchanged, a subclass of it as an instance, any other module, class or object as one that has its
+    hooks, and the defaults for the others. Raises TrainError for a network and a function."""
     if isinstance(task, Task):
         return task
     kind = task if isinstance(task, type) else type(task)
@@ -176,7 +185,9 @@ def as_task(task: Any) -> Task:
     if issubclass(kind, nn.Module | FunctionType) and not hasattr(task, "loss"):
         came = "a function" if kind is FunctionType else f"the network {kind.__name__}"
         raise TrainError(f"task must be a nb.Task, got {came}; pass nb.classify(net) or nb.regress(net)")
-    return Adapted(task)
+    adapted = Task()
+    vars(adapted).update({name: getattr(task, name) for name in HOOKS if hasattr(task, name)}, _name=task_name(task))
+    return adapted
 
 
 def bound(task: TaskLike, card: Card) -> Task:
@@ -186,9 +197,68 @@ def bound(task: TaskLike, card: Card) -> Task:
         return task
     own = copy.copy(task)
     vars(own).update(card=card, _name=task_name(task))
-    if own.preview is None and images_of(card) and few_values(card):
+    if own.preview is None and images_of(card):
         own.preview = preview
     return own
+
+
+# -- its network, called with the columns that its forward names
+
+
+def build(task: Task, card: Card, plan: Any) -> nn.Module:
+    """Return the network of a bound task; for a pack of `nb.pack` one that takes batches. Raises TrainError for
+    anything else."""
+    model = task.model(card, plan)
+    if not isinstance(model, nn.Module):
+        raise TrainError(f"{spoken(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
+    keep_recurrent_in_float32(model)
+    if any(map(is_lazy, model.parameters())):
+        fix = "give its layers their sizes, or call the network on a sample once before"
+        raise TrainError(f"{spoken(task)}: the network has layers that learn their sizes when first called; {fix}")
+    if task.card is not None:
+        require_augmentable(card, task.augment)
+        hook = partial(pass_columns, *find_columns(model, card))
+        model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        set_training(model)
+    return model
+
+
+def set_training(model: nn.Module, training: bool = True) -> None:
+    """Call `model.train(training)`, but leave norm layers whose parameters are all frozen in eval mode, and so the
+    statistics that they apply."""
+    model.train(training)
+    for layer in model.modules() if training else ():
+        trained = [p.requires_grad for p in layer.parameters(recurse=False)]
+        if isinstance(layer, _NormBase) and trained and not any(trained):
+            layer.eval()
+
+
+def find_columns(model: nn.Module, card: Card) -> tuple[tuple[str, ...], bool]:
+    """Return (the columns that forward takes, whether by name): the inputs and their lengths, `<input>_length`, that
+    its parameters name; else the inputs in order; none where it takes the whole `batch`. Raises TrainError for other
+    parameters."""
+    inputs, start = card.options["inputs"], f"{type(model).__name__}.forward"
+    parameters = inspect.signature(model.forward).parameters.values()
+    plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if plain and plain[0].name == "batch":
+        return (), False
+    offered = [*inputs, *(f"{name}_length" for name in inputs if card.columns[name].kind == "ragged")]
+    columns, required = [p.name for p in plain if p.name in offered], [p.name for p in plain if p.default is p.empty]
+    unknown = [name for name in required if name not in columns]
+    if unknown and (columns or len(unknown) != len(inputs)):
+        came = f"which columns are {', '.join(unknown)}? The pack has {', '.join(offered)}"
+        fix = "name the parameters as the columns, or take the whole dict: forward(self, batch)"
+        raise TrainError(f"{start}({', '.join(required)}): {came}; {fix}")
+    return tuple(columns or inputs), bool(columns)
+
+
+def pass_columns(columns: tuple[str, ...], by_name: bool, module: nn.Module, given: Any, named: Any) -> Any:
+    """Replace a batch, and nothing else, by its columns: a forward pre-hook, so that DDP and calls with tensors stay as
+    they are."""
+    if not columns or named or len(given) != 1 or not isinstance(given[0], dict):
+        return None
+    taken = {name: given[0][name] for name in columns}
+    return ((), taken) if by_name else ((*taken.values(),), {})
 
 
 # -- what a task means to a run
@@ -229,7 +299,7 @@ def objective(task: Task) -> tuple[Any, list[str], dict[str, float], dict[str, s
     if task.card is None:
         return None, [], {}, {}
     given = vars(task).get("given", {"loss": task.loss})
-    names: dict[str, str] = {"optimizer": "default", "schedule": "default"}
+    names = {"optimizer": "default", "schedule": "default"}
     for name in names:
         if getattr(hook := getattr(task, name), "__func__", None) is not getattr(Task, name):
             names[name] = qualified(given.get(name) or hook)
@@ -239,8 +309,7 @@ def objective(task: Task) -> tuple[Any, list[str], dict[str, float], dict[str, s
 def qualified(function: Any) -> str:
     """Return the name of a class or a function, of a partial with its keywords."""
     settings = ", ".join(f"{name}={value!r}" for name, value in getattr(function, "keywords", {}).items())
-    function = getattr(function, "func", function)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
+    name = getattr(getattr(function, "func", function), "__qualname__", type(function).__qualname__)
     return f"{name}({settings})" if settings else name
 
 
@@ -250,14 +319,13 @@ def qualified(function: Any) -> str:
 def task_name(task: Any) -> str:
     """Return `package.module` or `module:name`, from which a run imports its task again: of an instance the variable
     that holds it, of a Task without attributes of its own its class; `module:` where there is none."""
-    known = getattr(task, "__dict__", {})
-    if isinstance(task, Task) and known.keys() & {"_name", "source"}:  # of what `bound` copied, or was adapted
-        return known["_name"] if "_name" in known else task_name(known["source"])
     if isinstance(task, ModuleType):
         return task.__name__
     if isinstance(task, type):
         return f"{task.__module__}:{task.__qualname__}"
-    kind = type(task)
+    kind, known = type(task), getattr(task, "__dict__", {})
+    if isinstance(task, Task) and "_name" in known:  # of what `bound` copied, or `as_task` made
+        return known["_name"]
     for module in (getattr(task, "__module__", kind.__module__), "__main__"):
         for name, value in list(vars(sys.modules.get(module, object)).items()):
             if value is task and not name.startswith("_"):  # IPython's _ and _12

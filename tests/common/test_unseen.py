@@ -41,7 +41,7 @@ def test_one_call_evaluates_a_new_folder_and_training_on_it_is_refused_in_a_sent
     assert found == nb.evaluate(run, unseen)
     assert metric in found
     assert main(["train", name, *every, str(tmp_path / "never")]) == 1
-    assert f"all {second['count']} samples are test data, so there is nothing to train on" in capsys.readouterr().err
-    with pytest.raises(TrainError, match="nothing to train on"):
+    assert f"training needs at least 2 samples, the train split has 0 of {second['count']}" in capsys.readouterr().err
+    with pytest.raises(TrainError, match="training needs at least 2 samples"):
         nb.advise(task, unseen)
     assert not (tmp_path / "never").exists()

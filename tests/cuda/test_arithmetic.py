@@ -85,7 +85,7 @@ def test_advice_replays_the_steps_of_signs_which_take_longer_to_launch_than_to_c
     case, pack = CASES["sign transformer"], packs("sign transformer")
     advice = nb.advise(case.task, pack, seconds=12.0)
     assert advice.plan.graph, advice.evidence
-    assert advice.timings["plan"].samples_per_s > 1.5 * advice.timings["rules"].samples_per_s
+    assert advice.ratios["rules"] < 1 / 1.5
 
 
 def test_a_gpu_takes_a_fused_kernel_for_attention_with_mask_and_dropout(packs, gpu):

@@ -1,0 +1,98 @@
+"""The disk module: whole or absent, never half; and a full disk is a sentence."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from nbtools import disk, errors
+
+
+@pytest.mark.parametrize("operation", ["", "pathlib.Path.write_bytes", "os.fsync", "os.replace"])
+def test_write_atomic_replaces_the_whole_content_or_keeps_the_old_and_leaves_no_part(tmp_path, monkeypatch, operation):
+    def failing(*_, **more):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = disk.write_atomic(tmp_path / "new" / "run.json", "a longer first text")
+    if operation:
+        monkeypatch.setattr(operation, failing)
+        with pytest.raises(OSError, match="Input/output error"):
+            disk.write_atomic(path, "new")
+    else:
+        disk.write_atomic(path, b"new")
+    assert path.read_text() == ("a longer first text" if operation else "new")
+    assert os.listdir(path.parent) == ["run.json"]
+
+
+def test_a_folder_is_published_at_once_and_never_over_a_filled_one(tmp_path):
+    part = tmp_path / "data.part"
+    (part / "sub").mkdir(parents=True)
+    (part / "sub" / "file").write_text("data")
+    disk.publish_folder(part, tmp_path / "data")
+    assert os.listdir(tmp_path) == ["data"]
+    part.mkdir()
+    with pytest.raises(OSError, match="not empty"):
+        disk.publish_folder(part, tmp_path / "data")
+    assert (tmp_path / "data" / "sub" / "file").read_text() == "data"
+
+
+EXPLAINED = {errno.ENOSPC: "the disk is full", errno.EROFS: "Read-only file system", errno.EIO: "Input/output error"}
+
+
+@pytest.mark.parametrize(("code", "words"), EXPLAINED.items())
+def test_an_error_of_the_disk_says_what_failed_and_what_to_do(tmp_path, code, words):
+    with pytest.raises(errors.DiskError, match=words) as caught, disk.explained("staging x.tar", tmp_path):
+        raise OSError(code, os.strerror(code))
+    assert str(caught.value).startswith(f"staging x.tar: {tmp_path}")
+
+
+MOUNTS = "overlay / overlay rw 0 0\ndrive /content/drive fuse.drive rw 0 0\nhost:/x /data/my\\040share nfs4 rw 0 0\n"
+SLOW = {"/tmp/x": False, "/content/drive/MyDrive/x.tar": True, "/content/driven": False, "/data/my share/x": True}
+
+
+def test_a_path_is_slow_by_its_longest_mount_point(tmp_path, monkeypatch):
+    (tmp_path / "mounts").write_text(MOUNTS)
+    monkeypatch.setattr(disk, "MOUNTS", tmp_path / "mounts")
+    assert {path: disk.is_slow(Path(path)) for path in SLOW} == SLOW
+
+
+def add_ones(path, file):
+    for _ in range(50):
+        with disk.Lock(path):
+            file.write_text(str(int(file.read_text()) + 1))
+
+
+def test_only_one_process_is_inside_a_lock(tmp_path):
+    context, file = multiprocessing.get_context("fork"), tmp_path / "count"
+    file.write_text("0")
+    workers = [context.Process(target=add_ones, args=(tmp_path / "locks" / "x", file)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert file.read_text() == "200"
+
+
+def own_and_be_killed(path, left):
+    """Take a lock, leave a fork that lives on, and be killed."""
+    with disk.Lock(path):
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        process.start()
+        left.send(process.pid)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_fork_of_its_owner_does_not_hold_a_lock(tmp_path):
+    """The workers of a run that is killed live on for seconds, in which it can be started again."""
+    context, path = multiprocessing.get_context("fork"), tmp_path / "x"
+    here, there = context.Pipe(duplex=False)
+    owner = context.Process(target=own_and_be_killed, args=(path, there))
+    owner.start()
+    left = here.recv()
+    owner.join()
+    assert not disk.Lock(path, busy=errors.TrainError("held")).held()
+    os.kill(left, signal.SIGKILL)

@@ -1,0 +1,212 @@
+"""fit, Run and the receipt: what one call leaves behind."""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import toy
+from acting import QUIET, acting, interrupted, last_step, texts
+from archives import tree
+from safetensors.torch import load_file
+
+import nbtools as nb
+from nbtools import measure
+from nbtools.data import Card
+from nbtools.errors import CheckpointError, DiskError, PackError, PlanError
+from nbtools.show import number
+
+ONE = toy.PLAN.replace(epochs=1)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, pack):
+    return nb.fit(toy, pack, toy.PLAN, tmp_path_factory.mktemp("runs") / "run", **QUIET)
+
+
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_folder_holds_its_checkpoints_and_the_columns_of_the_guides_log(run):
+    files = {path.name for path in run.folder.iterdir()}
+    assert {"plan.json", "history.csv", "run.json", "card.json", "plot.png"} <= files
+    assert not [name for name in files if name.endswith(".part")]
+    frame = pd.read_csv(run.folder / "history.csv")
+    epochs = frame[frame.kind == "epoch"]
+    wanted = ["train_loss", "val_loss", "val_accuracy", "lr", "batch_size", "epoch_time", "samples_per_s", "data_wait"]
+    assert np.isfinite(np.asarray(epochs[wanted], float)).all()
+    assert list(run.summary().index) == [1, 2, 3]
+    assert 0 < epochs.lr.iloc[-1] < 0.02 * run.plan.lr  # the last step still learns
+
+
+def test_an_opened_run_gives_the_best_weights_and_reads_raw_files_with_the_runs_own_preprocessing(run, pack, tmp_path):
+    opened = nb.Run.open(run.folder, toy)
+    best = max(run.history.of("epoch"), key=lambda row: row["val_accuracy"])
+    assert opened.best["epoch"] == best["epoch"] + 1, "counted from 1, as everywhere on a screen"
+    assert nb.evaluate(opened, pack, "val")["accuracy"] == best["val_accuracy"]
+    assert "3 of 3 epochs, best accuracy" in repr(opened)
+    files = [pack.raw.source / name for name in pack.names[:20]]
+    assert run.predict(files, batch_size=7) == run.predict_pack(pack, range(20))
+    assert run.predict(files[0]) == run.predict([files[0]])
+    assert run.predict([]) == []
+    with pytest.raises(PackError, match=r"nothing\.npy: No such file"):
+        run.predict(tmp_path / "nothing.npy")
+
+
+def test_an_export_is_enough_to_use_the_model(run, pack, tmp_path):
+    path = run.export(tmp_path / "toy-v1.2")
+    assert path.name == "toy-v1.2.safetensors"
+    assert run.export(path) == path
+    card = json.loads(path.with_suffix(".json").read_text())
+    model = toy.model(Card.from_dict(card["card"]), toy.Plan.from_dict(card["plan"]))
+    model.load_state_dict(load_file(path))
+    x = torch.from_numpy(pack.arrays["x"][:9])
+    with torch.no_grad():
+        assert torch.equal(model.eval()({"x": x}), run.model("cpu")({"x": x}))
+    assert card["validation"]["val_accuracy"] == run.best["val_accuracy"]
+
+
+def test_fit_on_a_finished_run_trains_nothing_and_returns_it(run, pack):
+    before = {path.name: path.read_bytes() for path in run.folder.iterdir() if path.suffix != ".png"}
+    again = nb.fit(toy, pack, toy.PLAN, run.folder, **QUIET)
+    assert {path.name: path.read_bytes() for path in again.folder.iterdir() if path.suffix != ".png"} == before
+    finished = "it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
+    assert again.events == [f"{run!r}; {finished}"]
+    assert f"best accuracy {number(run.best['val_accuracy'])}" in again.events[0]
+
+
+def test_what_cannot_be_trained_evaluated_or_opened_is_refused_by_its_reason_before_anything_is_written(
+    run, pack, tmp_path
+):
+    def refused(kind, words, act: Any = nb.fit, *given, **more):
+        with pytest.raises(kind, match=words):
+            act(*given, **more)
+
+    def fit(*given):
+        return nb.fit(toy, *given, **QUIET)
+
+    new = tmp_path / "run"
+    refused(PlanError, r"plan must be a toy\.Plan .* got Plan; use toy\.PLAN", fit, pack, nb.Plan(), new)
+    refused(PackError, r"pack must be a nb\.Pack, got PosixPath; make one with toy\.pack", fit, tmp_path, ONE, new)
+    refused(CheckpointError, "and copied to Drive by keep='drive:runs/x'", fit, pack, ONE, "drive:runs/x")
+    assert not new.exists()
+    (tmp_path / "file").write_text("")
+    refused(DiskError, "starting a run", fit, pack, ONE, tmp_path / "file" / "run")
+    other = dataclasses.replace(pack, card=dataclasses.replace(pack.card, classes=list("dcba")))
+    for act in (lambda: nb.evaluate(run, other), lambda: run.report(other)):
+        refused(PackError, "classes are not the ones that the run was trained with", act)
+    new.mkdir()
+    for index, words in (
+        (None, r"no run\.json, so this is not a run folder; nb\.runs lists"),
+        ("{", "Expecting property name"),
+        ('{"task": "no.such.task"}', r"card\.json is missing; copy the whole run folder"),
+    ):
+        if index is not None:
+            (new / "run.json").write_text(index)
+        refused(CheckpointError, words, nb.Run.open, new)
+
+
+def test_ctrl_c_ends_a_scripts_loop_once_the_run_is_saved(pack, tmp_path):
+    steps = len(range(0, pack.splits["train"], ONE.batch_size))
+    task = acting({steps + 3: ctrl_c})
+
+    def script():
+        for lr in (0.001, 0.01, 0.1):
+            nb.fit(task, pack, ONE.replace(lr=lr), tmp_path / f"{lr}", **QUIET)
+
+    with pytest.raises(KeyboardInterrupt, match="run it again to continue"):
+        script()
+    assert {path.name for path in tmp_path.iterdir()} == {"0.001", "0.01"}
+    assert last_step(tmp_path / "0.01") == 3
+
+
+def test_an_early_stopped_run_goes_on_only_when_its_plan_changes(pack, tmp_path):
+    flat = acting(metrics=lambda outputs, batch: {"accuracy": (1, 2)})  # no epoch is better than the first
+    plan = toy.PLAN.replace(epochs=50, early_stop=3)
+    plans = plan, plan, plan.replace(epochs=60)
+    assert [len(nb.fit(flat, pack, each, tmp_path / "run", **QUIET).summary()) for each in plans] == [4, 4, 7]
+
+
+def test_a_setting_changed_on_resume_survives_a_crash_before_the_next_checkpoint(pack, tmp_path):
+    interrupted(lambda: nb.fit(acting({3: ctrl_c}), pack, toy.PLAN, tmp_path / "run", **QUIET))
+    plan = toy.PLAN.replace(batch_size=7, epochs=1)
+    with pytest.raises(ZeroDivisionError):
+        nb.fit(acting({2: lambda: 1 / 0}), pack, plan, tmp_path / "run", **QUIET)
+    task = acting()
+    run = nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
+    assert {len(ids) for _, _, ids in task.seen[:-1]} == {7}
+    assert texts(run, "change") == ["epochs 3 → 1, batch_size 16 → 7"]
+
+
+def test_a_kept_run_that_was_trained_on_elsewhere_since_the_last_copy_is_not_mixed_with_this_one(pack, tmp_path):
+    def once(name, epochs, keep):
+        return nb.fit(toy, pack, ONE.replace(epochs=epochs), tmp_path / name, keep, **QUIET)
+
+    once("pc", 1, tmp_path / "kept")
+    once("pc", 2, None)  # and the copy does not get it
+    once("colab", 3, tmp_path / "kept")
+    before = tree(tmp_path / "kept")
+    with pytest.raises(CheckpointError, match=r"pc \(step 18\) and .*kept \(step 27\) were trained apart"):
+        once("pc", 4, tmp_path / "kept")
+    assert tree(tmp_path / "kept") == before
+    once("pc", 2, tmp_path / "other")
+    assert len(once("pc", 4, tmp_path / "other").history.of("epoch")) == 4, "a copy that is behind is no obstacle"
+
+
+def test_a_receipt_is_measured_once_and_one_that_fails_costs_no_run(pack, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[measure.Receipt.__module__], "ROUNDS", 1)
+    monkeypatch.setattr(sys.modules[measure.step_profile.__module__], "SECONDS", 0.1)
+    real, ways = measure.receipt, [KeyboardInterrupt(), OSError("a raw file is gone"), None]
+
+    def receipt(*arguments, **more):
+        if trouble := ways.pop(0):
+            raise trouble
+        return real(*arguments, seconds=0.05, **more)
+
+    monkeypatch.setattr(measure, "receipt", receipt)
+    runs = [nb.fit(toy, pack, ONE, tmp_path / "run", progress=False) for _ in range(4)]
+    assert "no receipt: interrupted; run it again to get it" in runs[0].events
+    assert "no receipt: OSError: a raw file is gone" in runs[1].events
+    assert len(runs[1].summary()) == 1
+    assert ways == [], "the last call measured nothing"
+    assert runs[3].receipt.machine["torch"].endswith(torch.__version__)
+    assert runs[3].verdict is not None
+
+
+def test_a_run_goes_on_with_equal_data_elsewhere_and_not_with_other_data_of_equal_counts(pack, tmp_path):
+    nb.fit(toy, pack, ONE, tmp_path / "run", **QUIET)
+    equal = toy.make_pack(tmp_path / "equal")
+    assert len(nb.fit(toy, equal, ONE.replace(epochs=2), tmp_path / "run", **QUIET).summary()) == 2
+    other = toy.demo(tmp_path / "other")
+    np.save(next(other.glob("*_0.npy")), np.ones(8, np.float32))
+    with pytest.raises(CheckpointError, match=r"holds another run \(pack: .* → .*\)"):
+        nb.fit(toy, toy.pack(other, into=tmp_path / "p"), toy.PLAN, tmp_path / "run", **QUIET)
+
+
+def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk(pack, tmp_path, monkeypatch):
+    given_back: list[bool] = []
+    colab: Any = types.ModuleType("google.colab")
+    colab.runtime = types.SimpleNamespace(unassign=lambda: given_back.append(True))
+    colab.drive = types.SimpleNamespace()
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
+    monkeypatch.setitem(sys.modules, "google.colab", colab)
+
+    def fitted(task):
+        return nb.fit(task, pack, ONE, tmp_path / "run", "drive:kept", release_gpu=True, **QUIET)
+
+    nb.fit(toy, pack, ONE, tmp_path / "here", tmp_path / "beside", release_gpu=True, **QUIET)
+    assert given_back == [], "with the run on its disk"
+    interrupted(lambda: fitted(acting({3: ctrl_c})))
+    assert given_back == [], "taken from a user who stopped the run"
+    fitted(toy)
+    assert given_back == [True]
+    assert nb.Run.open(tmp_path / "kept", toy).history.of("epoch")

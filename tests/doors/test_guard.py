@@ -1,0 +1,183 @@
+"""A change of settings that makes training diverge costs nothing: the run goes back to before it, and undoes it."""
+
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import toy
+from acting import QUIET, acting, asking, first_is_best, losses, same, texts
+
+import nbtools as nb
+from nbtools.errors import TrainError
+from nbtools.train import checkpoint
+
+pytestmark = pytest.mark.usefixtures("at_once", "written")
+
+PLAN = toy.PLAN.replace(epochs=6, schedule="constant")
+SLOW = PLAN.replace(batch_size=2, epochs=2)  # about 65 steps an epoch, a log step every 6
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory, pack):
+    return nb.fit(toy, pack, PLAN, tmp_path_factory.mktemp("runs") / "untouched", **QUIET)
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory, pack):
+    return nb.fit(toy, pack, SLOW, tmp_path_factory.mktemp("runs") / "slow", **QUIET)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "run"
+
+
+def fit_and_end(task: Any, pack: Any, folder: Any, keep: Any = None) -> None:
+    """A run that is stopped, or dies; it writes a checkpoint after each step."""
+    with pytest.MonkeyPatch.context() as patch, suppress(ZeroDivisionError):
+        patch.setattr("nbtools.folder.SAVE_EVERY", 0.0)
+        patch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
+        nb.fit(task, pack, SLOW, folder, keep, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("actions", "changed"),
+    [
+        (
+            {20: {"lr": 1000.0, "batch_size": 32, "amp": "bf16", "betas": [0.5, 0.5], "clip_norm": None}},
+            "batch_size 16 → 32, lr 0.01 → 1000, betas (0.9, 0.999) → (0.5, 0.5), clip_norm 1 → none, amp off → bf16",
+        ),
+        ({20: {"weight_decay": 0.1}, 23: {"lr": 1000}}, "lr 0.01 → 1000, weight_decay 0 → 0.1"),
+    ],
+)
+def test_a_change_after_which_the_loss_explodes_is_undone_and_leaves_no_trace(
+    pack, folder, untouched, actions, changed
+):
+    task = acting({step: asking(folder, force=True, **settings) for step, settings in actions.items()})
+    run = nb.fit(task, pack, PLAN, folder, **QUIET)
+    event = f"Training diverged after {changed}, which was undone; back at step 20"
+    assert texts(run) == [event]
+    assert event in run.events
+    assert run.plan == nb.Run.open(folder, toy).plan == PLAN
+    assert not run.history.of("change")
+    assert same(run, untouched)
+
+
+def test_a_change_that_does_not_diverge_is_as_it_was_bit_for_bit_and_its_watch_ends(pack, folder):
+    """Passes without any rollback too: that is the claim."""
+    run = nb.fit(acting({20: asking(folder, lr=0.02, batch_size=7)}), pack, PLAN, folder, **QUIET)
+    state, seen = nb.TrainState(toy, pack, PLAN), []
+    for record in nb.train(toy, state, pack):
+        if record.kind == "step" and "loss" in record.values:
+            seen.append((record.step, record.values["loss"]))
+        if state.step == 20 and state.plan is PLAN:
+            state.plan = PLAN.replace(lr=0.02, batch_size=7)
+    assert losses(run) == seen
+    assert run.plan.lr == 0.02
+
+
+def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is_kept(pack, folder, tmp_path, slow):
+    """Checkpoints of every step: those of the ruined weights must not be gone on from."""
+    task = acting({13: asking(folder, force=True, lr=1000), 19: lambda: 1 / 0})  # 14 to 18 are ruined, then 14
+    fit_and_end(task, pack, folder, tmp_path / "kept")
+    assert task.acted == [13]
+    for place in (folder, nb.Run.open(tmp_path / "kept", toy).folder):
+        assert checkpoint.place(checkpoint.names(place)[0])[1] == 13
+        copy = shutil.copytree(place, tmp_path / f"copy of {place.name}")
+        again = nb.fit(toy, pack, None, copy, **QUIET)
+        assert same(again, slow)
+
+
+@pytest.mark.parametrize("ends", ["stop", "kill"])
+def test_a_change_stays_on_watch_when_the_run_is_interrupted_before_its_loss_is_read(pack, folder, ends, slow):
+    end: Any = (lambda: 1 / 0) if ends == "kill" else asking(folder, "stop")
+    fit_and_end(acting({13: asking(folder, force=True, lr=1000), 16: end}), pack, folder)
+    assert not [row for row in nb.History(folder / "history.csv").of("step") if row["step"] > 13]
+    run = nb.fit(toy, pack, None, folder, **QUIET)
+    assert "Training diverged after lr 0.01 → 1000, which was undone; back at step 13" in run.events
+    assert same(run, slow)
+
+
+def test_weights_that_diverged_are_not_the_best_though_they_score_best(pack, folder, tmp_path, slow):
+    """A metric that grows with the loss, and a change between the last log step and the epoch's evaluation."""
+    whole = nb.fit(acting({}, BEST="loss"), pack, SLOW, tmp_path / "untouched", **QUIET)
+    steps = slow.history.of("epoch")[0]["step"]
+    task = acting({steps - 1: asking(folder, force=True, lr=1000)}, BEST="loss")
+    run = nb.fit(task, pack, SLOW, folder, **QUIET)
+    assert f"undone; back at step {steps - 1}" in " ".join(run.events)
+    assert run.best["epoch"] == whole.best["epoch"]
+    assert same(run, whole)
+
+
+@dataclass(frozen=True)
+class Weighted(toy.Plan):
+    weight: float = nb.knob(1.0, "weight of the loss", least=0, live=True)
+
+
+def test_a_task_s_own_setting_that_raises_the_loss_is_not_undone(pack, folder):
+    def loss(model, batch, plan):
+        total, count = toy.loss(model, batch, plan)
+        return plan.weight * total, count
+
+    plan = Weighted(epochs=6, batch_size=16, lr=1e-2, schedule="constant")
+    more: dict[str, Any] = {"loss": loss, "PLAN": plan, "model": lambda card, plan: toy.Net(16, 0.1)}
+    run = nb.fit(acting({20: asking(folder, weight=10.0)}, **more), pack, plan, folder, **QUIET)
+    assert texts(run) == []
+    assert dict(losses(run))[21] > 3 * dict(losses(run))[20]
+
+
+def test_an_lr_that_diverges_from_the_start_is_one_sentence_and_a_lower_one_goes_on(pack, folder, untouched):
+    with pytest.raises(TrainError) as caught:
+        nb.fit(toy, pack, PLAN.replace(lr=1e25), folder, **QUIET)
+    said = str(caught.value)
+    assert said.startswith("Training diverged at lr 1e25")
+    assert "lower lr, in the panel or by plan.replace(lr=" in said
+    assert "sample" not in said, "no sample is to blame"
+    run = nb.fit(toy, pack, PLAN, folder, **QUIET)
+    assert same(run, untouched)
+
+
+def test_back_to_best_goes_on_from_the_best_checkpoint_with_the_settings_of_now(pack, folder, untouched):
+    best = untouched.history.of("epoch")[0]["step"]
+    task = acting({best + 12: asking(folder, eval_every=2), best + 15: asking(folder, "best")}, **first_is_best())
+    run = nb.fit(task, pack, PLAN, folder, **QUIET)
+    assert texts(run) == [f"back at step {best}, the best checkpoint: accuracy 0.500 after epoch 1"]
+    assert texts(run, "change") == ["eval_every 1 → 2"]
+    assert run.plan.eval_every == 2
+    assert losses(run) == losses(untouched)
+
+
+def test_undo_goes_back_to_before_the_last_changes_and_what_is_not_there_to_go_back_to_is_refused(
+    pack, folder, untouched
+):
+    """Steps 20 and 22 change a setting each, 26 one that is taken back before it is applied."""
+    asked = {3: ["best"], 20: [{"lr": 0.02}], 22: [{"clip_norm": None}], 24: ["undo"], 26: ["undo", {"lr": 0.02}]}
+    actions = {}
+    for step, wanted in {**asked, 28: ["undo"]}.items():
+        settings = {k: v for each in wanted if isinstance(each, dict) for k, v in each.items()}
+        actions[step] = asking(folder, *[each for each in wanted if isinstance(each, str)], **settings)
+    run = nb.fit(acting(actions, **first_is_best()), pack, PLAN, folder, **QUIET)
+    nothing, undone, taken, refused = texts(run)
+    assert nothing.startswith("refused: there is no best checkpoint yet")
+    assert undone == "lr 0.01 → 0.02, clip_norm 1 → none undone; back at step 20"
+    assert taken == "the last change was taken back before it was applied"
+    assert refused.startswith("refused: there is no change to undo")
+    assert not run.history.of("change")
+    assert run.plan == nb.Run.open(folder, toy).plan == PLAN
+    assert same(run, untouched)
+
+
+def test_a_kept_run_resumes_that_an_undo_took_to_before_its_last_start(pack, folder):
+    kept = folder.with_name("kept")
+    for actions in (
+        {10: asking(folder, lr=0.02), 15: asking(folder, "stop")},
+        {2: asking(folder, "undo"), 4: asking(folder, "stop")},  # starts at step 15, ends at 12
+        {2: asking(folder, "stop")},  # starts at step 12, ends at 14
+        {},
+    ):
+        run = nb.fit(acting(actions), pack, PLAN, folder, kept, **QUIET)
+    assert "lr 0.01 → 0.02 undone; back at step 10" in " ".join(texts(run))
+    assert len(run.history.of("epoch")) == PLAN.epochs
+    assert same(nb.Run.open(kept, toy), run)

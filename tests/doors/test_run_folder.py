@@ -1,0 +1,255 @@
+"""A notebook's situations: what the same call, or another one, makes of a run folder that is there."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from acting import QUIET, texts
+from torch import nn
+
+import nbtools as nb
+from nbtools.errors import CheckpointError, TrainError
+from nbtools.measure import Advice
+from nbtools.run import lock
+from nbtools.train import Task, checkpoint
+
+PLAN = nb.Plan(epochs=2, batch_size=16, lr=1e-2, schedule="constant")
+LONG = PLAN.replace(epochs=30)
+
+
+class Net(nn.Module):
+    def __init__(self, act=nn.ReLU, drop=0.0):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), act(), nn.Dropout(drop))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    into = tmp_path_factory.mktemp("pack")
+    return nb.pack([(each, int(each[0] > 0)) for each in x], into=into, progress=False)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def task(*network, **more) -> Task:
+    torch.manual_seed(0)
+    return nb.classify(Net(*network), **more)
+
+
+def frozen() -> Task:
+    net = Net()
+    net.body.requires_grad_(False)
+    return nb.classify(net)
+
+
+def fit(pack, plan=None, run=None, who=None, **more) -> nb.Run:
+    return nb.fit(who or task(), pack, plan, run, **{**QUIET, **more})
+
+
+def refused(pack, plan, run, who=None, *, says: str, error: Any = TrainError, **more) -> None:
+    """A call that is refused, which changes nothing."""
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    with pytest.raises(error, match=says):
+        fit(pack, plan, run, who, **more)
+    assert before == {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+
+
+def stopped(pack, plan, run=None, change: Any = None) -> nb.Run:
+    """A run that is asked for a change after three steps, and to stop four later."""
+
+    class Stopping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self._count = nn.Linear(4, 2), 0
+
+        def forward(self, x):
+            self._count += self.training
+            asked = {3: change, 7: {"do": ["stop"]}}.get(self._count) if self.training else None
+            if asked:
+                folder = max(Path().glob("**/run.json"), key=lambda path: path.stat().st_mtime_ns).parent
+                (folder / "control.json").write_text(json.dumps(asked))
+                time.sleep(0.11)  # a run looks for requests ten times a second
+            return self.body(x)
+
+    return fit(pack, plan, run, nb.classify(Stopping()))
+
+
+def advised(**values) -> Advice:
+    plan = PLAN.replace(**values)
+    return Advice(plan, dict.fromkeys(plan.to_dict(), "a rule of thumb"))
+
+
+def epochs(run) -> int:
+    return len(run.history.of("epoch"))
+
+
+# -- run=None
+
+
+def test_run_all_twice_returns_the_finished_run_and_says_so(pack, capsys):
+    first, again = fit(pack, PLAN), fit(pack, PLAN)
+    assert first.folder == again.folder == Path("runs/net-1")
+    assert epochs(again) == 2
+    assert "finished" in capsys.readouterr().err
+
+
+def test_other_settings_start_another_run_and_more_epochs_extend_a_finished_one(pack):
+    runs = [fit(pack, PLAN.replace(lr=lr)) for lr in (1e-3, 1e-2)]
+    assert [str(run.folder) for run in runs] == ["runs/net-1", "runs/net-2"]
+    assert [nb.Run.open(run.folder, task()).plan.lr for run in runs] == [1e-3, 1e-2]
+    more = fit(pack, PLAN.replace(epochs=3))
+    assert (more.folder.name, epochs(more)) == ("net-2", 3)
+    assert fit(pack, PLAN.replace(epochs=2)).folder.name == "net-3"
+
+
+def test_a_changed_cell_with_another_network_loss_or_metric_starts_another_run(pack):
+    smooth, weighted = nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(torch.tensor([1.0, 2.0]))
+    cells = [task(), task(nn.Tanh), task(loss=smooth), task(loss=weighted), task(metrics=["f1"]), frozen(), task()]
+    assert [fit(pack, PLAN, who=cell).folder.name[-1] for cell in cells] == list("1234561")
+
+
+def test_the_panel_that_drove_an_unfinished_run_changes_it_and_the_next_notebook_starts_another(pack):
+    panel, other = nb.Panel(advised(epochs=30)), nb.Panel(advised(epochs=30))
+    run = stopped(pack, panel)
+    panel.fields["batch_size"].value = "8"
+    again = stopped(pack, panel)
+    assert (again.folder, again.plan.batch_size) == (run.folder, 8)
+    assert texts(again, "change")[0].startswith("batch_size 16 → 8")
+    other.fields["batch_size"].value = "32"
+    assert stopped(pack, other).folder != run.folder
+
+
+def test_without_a_plan_what_the_task_gives_for_a_start_is_another_run(pack, monkeypatch):
+    monkeypatch.setattr("nbtools.measure.advisor.measured", lambda task, pack, thumb, *_: thumb)
+    runs = [fit(pack, who=task(plan=nb.Plan(lr=lr, epochs=2))) for lr in (1e-3, 1e-2, 1e-3)]
+    assert [run.folder.name for run in runs] == ["net-1", "net-2", "net-1"]
+    assert runs[0].plan.lr != runs[1].plan.lr
+    assert epochs(fit(pack, who=task(plan=nb.Plan(lr=1e-3, epochs=3)))) == 3, "more epochs extend"
+
+
+def test_a_refused_call_without_a_name_leaves_neither_a_folder_nor_a_request_unread(pack):
+    refused(pack, PLAN.replace(batch_size=10**6), None, says="larger than the train split")
+    assert list(Path("runs").iterdir()) == []
+    run = fit(pack, PLAN)
+    (run.folder / "control.json").write_text("{}")  # a request to the process that trains
+    with lock(run.folder):
+        refused(pack, PLAN, None, says="another process")
+
+
+# -- restart in the middle
+
+
+def test_a_live_change_stays_applied_though_the_restarted_kernels_cell_gives_the_old_value(pack):
+    runs = [stopped(pack, LONG, "r", change={"lr": 0.02})]
+    index = json.loads(Path("r/run.json").read_text())
+    assert (index["given"]["lr"], index["applied"]["lr"]) == (PLAN.lr, 0.02)
+    runs += [stopped(pack, LONG, "r") for _ in range(2)]
+    assert [(run.plan.lr, len(texts(run, "change"))) for run in runs] == [(0.02, 1)] * 3
+
+
+def test_newly_measured_advice_changes_nothing_in_a_resumed_run_and_is_said(pack, capsys):
+    stopped(pack, advised(epochs=30), "r")
+    again = stopped(pack, advised(epochs=30, batch_size=32, amp="bf16"), "r")
+    assert (again.plan.batch_size, again.plan.amp, texts(again, "change")) == (16, "off", [])
+    said = "this run keeps what it has applied so far; the advice would be batch_size 16 → 32, amp off → bf16"
+    assert said in capsys.readouterr().err
+    again = stopped(pack, advised(batch_size=32).plan.replace(epochs=20), "r")
+    assert (again.plan.epochs, again.plan.batch_size) == (20, 16), "only what code gave is a change"
+    assert "with epochs 30 → 20" in capsys.readouterr().err
+
+
+def test_a_fixed_setting_of_an_unfinished_run_is_refused_by_name_and_nothing_is_written(pack):
+    stopped(pack, LONG, "r")
+    other = LONG.replace(optimizer="sgd", seed=1, lr=0.5)
+    refused(pack, other, "r", nb.classify(nn.Linear(4, 2)), says=r"optimizer adamw → sgd, seed 0 → 1.*fresh=True")
+
+
+def test_a_run_without_a_finished_step_starts_over_as_whatever_comes(pack):
+    class Broken(Net):
+        def forward(self, x):
+            if self.training and len(x) == 16:
+                raise RuntimeError("a mistake")
+            return super().forward(x)
+
+    with pytest.raises(RuntimeError, match="a mistake"):
+        fit(pack, PLAN, "r", nb.classify(Broken()))
+    run = fit(pack, PLAN.replace(seed=1), "r", task(nn.Tanh))
+    assert (epochs(run), run.plan.seed) == (2, 1)
+
+
+# -- finished, named
+
+
+def test_more_epochs_say_the_lr_that_they_mean_and_any_other_change_is_refused_by_name(pack, capsys):
+    fit(pack, PLAN.replace(schedule="cosine"), "r")
+    refused(pack, PLAN.replace(lr=0.1), "r", says=r"finished.*lr 0.01 → 0.1.*fresh=True")
+    run = fit(pack, PLAN.replace(schedule="cosine", epochs=4), "r")
+    assert epochs(run) == 4
+    assert "epochs 2 → 4: lr goes on at 0.005, where it had come to 0" in capsys.readouterr().err
+
+
+def test_another_identity_in_a_named_folder_is_refused_with_what_differs_unless_layers_are_unfrozen(pack):
+    fit(pack, PLAN, "r", frozen())
+    more = PLAN.replace(epochs=4)
+    says = r"network: body.1: ReLU\(.*\), body.2: Dropout\(p=0.0.*\) → body.1: Tanh\(\), body.2: Dropout\(p=0.5"
+    refused(pack, more, "r", task(nn.Tanh, 0.5), says=says, error=CheckpointError)
+    refused(pack, more, "r", task(metrics=["f1"]), says="metrics: ", error=CheckpointError)
+    run = fit(pack, more, "r")
+    assert epochs(run) == 4
+    assert "newly trained, without moments from the checkpoint: body.0.weight, body.0.bias" in " ".join(run.events)
+
+
+def test_fresh_starts_over_leaves_other_files_alone_and_whoever_looks_sees_a_whole_run(pack, monkeypatch):
+    real, opened = checkpoint.mark, []
+
+    def mark(folder, **entries):
+        index = real(folder, **entries)
+        opened.append(nb.Run.open(folder, task()).plan.lr)
+        return index
+
+    monkeypatch.setattr(checkpoint, "mark", mark)
+    fit(pack, PLAN, "r")
+    Path("r/thesis.txt").write_text("mine")
+    run = fit(pack, PLAN.replace(epochs=1, lr=0.1), "r", task(nn.Tanh), fresh=True)
+    assert (epochs(run), opened[0], opened[-1]) == (1, 0.01, 0.1)
+    assert Path("r/thesis.txt").read_text() == "mine"
+
+
+# -- keep=
+
+
+def test_a_lost_folder_comes_back_and_a_kept_run_that_is_further_is_taken_over(pack):
+    fit(pack, PLAN, "pc", keep="kept")
+    fit(pack, PLAN.replace(epochs=4), "colab", keep="kept")
+    run = fit(pack, PLAN.replace(epochs=5), "pc", keep="kept")
+    assert [row["epoch"] for row in run.history.of("epoch")] == [0, 1, 2, 3, 4]
+    assert texts(run, "change") == ["epochs 2 → 4", "epochs 4 → 5"]
+    assert epochs(nb.Run.open("kept", task())) == 5
+
+
+def test_neither_two_runs_nor_the_files_of_others_are_mixed_with_a_kept_run(pack):
+    fit(pack, PLAN, "r", keep="kept")
+    fit(pack, PLAN, "other")
+    Path("mine").mkdir()
+    Path("mine/thesis.txt").write_text("mine")
+    for folder, says in {
+        "other": "kept holds a different run than other",
+        "mine": "holds files but no run",
+        "kept": "is the folder of a run itself",
+        None: "needs run=",
+    }.items():
+        refused(pack, PLAN, folder, says=says, error=CheckpointError, keep="kept")
+    says = "which fresh=True does not replace; name another keep="
+    refused(pack, PLAN, "r", says=says, error=CheckpointError, keep="kept", fresh=True)

@@ -1,0 +1,44 @@
+"""Tables: nothing in a cell is markup, columns line up, what is unknown is a dash. Values are written in one way."""
+
+import math
+
+from nbtools import show
+
+
+def test_no_cell_header_or_caption_becomes_markup_or_steers_the_terminal():
+    page = show.html(["<b>"], [["<img src=x onerror=alert(1)>"], ['"&'], ["x" * 200]], caption="</table><script>")
+    assert not [tag for tag in ("<img", "<b>", "<script", "</table><") if tag in page]
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page
+    assert "x" * 200 in page, "pandas would cut a long text"
+    assert "\x1b" not in show.text(["file"], [["\x1b[2Jgone\n"]])
+
+
+def test_terminal_columns_line_up_with_wide_characters_and_what_holds_nothing_is_left_out():
+    rows = [("漢字", "1.5 GB", None, 7), ("0001.png", "12 GB", "", 12.5), ("x", "9 GB", None, None)]
+    assert show.text(["name", "size", "note", "n"], rows).split("\n") == [
+        "name      size    n",
+        "漢字      1.5 GB  7",
+        "0001.png  12 GB   12.5",
+        "x         9 GB    –",
+    ]
+    assert show.text(["a"], []) == ""
+
+
+SHOWN = {0.002 * 2**0.5: "0.00283", 3e-4: "0.0003", 123456.789: "123457", 1e-6: "1e-6", None: "–", True: "yes", 3: "3"}
+MEASURED = {480.8672: "481", 0.00494975: "0.00495", 31.24: "31.2", 0.99954: "0.9995", 9.996: "10.0", 999.7: "1,000"}
+MEASURED |= {1.0: "1.00", 2e-7: "2.00e-7", 123_456.7: "123,457", 2.5e12: "2.50e12", -0.5: "-0.500", 0.0: "0"}
+MEASURED |= {math.inf: "inf"}
+
+
+def test_values_read_as_they_were_typed_and_measured_ones_have_three_digits_but_no_share_below_one_shows_as_one():
+    assert {value: show.shown(value) for value in SHOWN} == SHOWN
+    assert {value: show.number(value) for value in MEASURED} == MEASURED
+
+
+def test_sizes_are_decimal_and_times_and_shares_have_units():
+    sizes = {0: "0 B", 999: "999 B", 1500: "1.5 kB", 999_600: "1.0 MB", 123_456_789: "123 MB", 2.5e12: "2.5 TB"}
+    assert [show.size(count) for count in sizes] == list(sizes.values())
+    assert [show.timing(seconds) for seconds in (0.2031, 1.3512, 135.2)] == ["203 ms", "1.35 s", "2 min 15 s"]
+    times = {18.4: "18 s", 135.2: "2 min 15 s", 7500: "2 h 05 min", 4e5: "4 d 15 h"}
+    assert [show.duration(seconds) for seconds in times] == list(times.values())
+    assert [show.percent(0.943), show.percent(0.0043, 1)] == ["94 %", "0.4 %"]

@@ -1,0 +1,192 @@
+"""The terminal does what the notebook does, with every setting as an option: help, JSON, exit codes, and mistakes that
+are answered in a sentence."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+
+import nbtools as nb
+from nbtools.__main__ import COMMANDS, HOOKS, main
+from nbtools.train import knob
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return toy.demo(tmp_path_factory.mktemp("terminal") / "raw", count=120)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def train(data, tmp_path):
+    """Train the toy for an epoch in tmp_path/runs/toy; the exit code."""
+    words = ["train", "toy", "--data", str(data), "--run", str(tmp_path / "runs" / "toy"), "--no-receipt"]
+    return lambda *more: main([*words, "--epochs", "1", *more])
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *HOOKS])
+def test_the_help_of_a_command_shows_what_it_takes(command, capsys):
+    of_task = command in (*HOOKS, "advise", "train", "evaluate")
+    with pytest.raises(SystemExit, match="0"):
+        main([command, *(["sign"] if of_task else []), "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: python -m nbtools {command} [-h]")
+
+
+def test_the_command_nbtools_is_this_module_and_says_its_version_and_the_machine_as_it_is(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"nbtools {nb.__version__}\n"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == nb.__version__
+    assert project["scripts"] == {"nbtools": f"{main.__module__}:{main.__name__}"}
+    assert main(["gpus"]) == 0
+    shown = capsys.readouterr().out
+    for part in (torch.__version__, nb.__version__, "RAM", "GB free", "cuDNN", "TF32", "bf16", "GFLOP/s", "AMP"):
+        assert part in shown
+
+
+def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, tmp_path, monkeypatch):
+    steps, trained = iter(range(1000)), toy.loss
+
+    def loss(model, batch, plan):
+        if next(steps) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return trained(model, batch, plan)
+
+    monkeypatch.setattr(toy, "loss", loss)
+    assert train() == 130
+    assert nb.Run.open(tmp_path / "runs" / "toy", toy).state == "stopped"
+    assert train() == 0
+
+
+def test_runs_are_listed_and_compared_and_a_folder_is_predicted_into_a_csv_file(train, data, tmp_path, capsys):
+    runs, other = tmp_path / "runs", str(tmp_path / "runs" / "other")
+    assert train() == 0
+    shutil.copytree(runs / "toy", other)
+    assert main(["watch", str(runs / "tyo")]) == 1
+    assert "tyo: no such folder; nb.runs lists those of a folder" in capsys.readouterr().err
+    assert main(["runs", str(runs)]) == 0
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]} == {"toy", "other"}
+    assert main(["compare", str(runs / "toy"), other]) == 0
+    assert nb.compare(runs / "toy", other).conclusion in capsys.readouterr().out
+    folder, table = tmp_path / "new", tmp_path / "out.csv"
+    (folder / "more").mkdir(parents=True)
+    (folder / ".DS_Store").touch()
+    first, second, *_ = sorted(data.iterdir())
+    answers = nb.Run.open(other, toy).predict([shutil.copy(first, folder), shutil.copy(second, folder / "more")])
+    assert main(["predict", other, str(folder), "--csv", str(table)]) == 0
+    rows = [f"{first.name},{answers[0]}", f"more/{second.name},{answers[1]}"]
+    assert table.read_text().splitlines() == ["name,prediction", *rows]
+    assert capsys.readouterr().out == f"{table}\n"
+
+
+def test_demo_pack_advise_train_evaluate_predict_in_a_row(tmp_path, capsys):
+    raw, run = tmp_path / "raw", tmp_path / "runs" / "toy"
+    assert main(["demo", "toy", str(raw), "--count", "150"]) == 0
+    assert main(["pack", "toy", str(raw)]) == 0
+    assert "  4: a, b, c, d" in capsys.readouterr().out
+    assert main(["advise", "toy", "--data", str(raw), "--no-measure"]) == 0
+    assert "rule of thumb" in capsys.readouterr().out
+    train = ["train", "toy", "--data", str(raw), "--run", str(run), "--no-receipt", "--batch-size", "8"]
+    assert main([*train, "--epochs", "2", "--hidden", "24", "--no-compile", "--betas", "0.8,0.99"]) == 0
+    plan = json.loads((run / "plan.json").read_text())
+    assert (plan["epochs"], plan["hidden"], plan["batch_size"], plan["betas"]) == (2, 24, 8, [0.8, 0.99])
+    assert main([*train, "--epochs", "3"]) == 0  # resumes, with the settings it had
+    assert json.loads((run / "plan.json").read_text())["hidden"] == 24
+    assert "3 of 3 epochs" in capsys.readouterr().out
+    assert main(["evaluate", "toy", "--data", str(raw), "--run", str(run), "--split", "val"]) == 0
+    assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == {"loss", "accuracy"}
+    files = sorted(map(str, raw.glob("*.npy")))[:2]
+    assert main(["predict", str(run), *files]) == 0
+    assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == files
+
+
+def test_every_setting_of_the_plan_is_an_option_and_percent_signs_are_text(monkeypatch, capsys):
+    @dataclasses.dataclass(frozen=True)
+    class Plan(toy.Plan):
+        half: bool = knob(False, "drop 50 % of it")
+
+    monkeypatch.setattr(toy, "PLAN", Plan())
+    monkeypatch.setattr(toy, "pack", lambda source, *, pattern="%H": None)
+    with pytest.raises(SystemExit):
+        main(["train", "toy", "--help"])
+    text = capsys.readouterr().out
+    assert [f.name for f in dataclasses.fields(Plan) if "--" + f.name.replace("_", "-") not in text] == []
+    assert "drop 50 % of it" in text
+    assert "default %H" in text
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "sentence"),
+    [
+        ("train toy --data {} --batch-size x", 1, "Plan.batch_size must be a whole number, got 'x'"),
+        ("train toy --data {} --amp fp8", 1, "Plan.amp must be one of off, bf16, fp16, got 'fp8'"),
+        ("train toy --data {} --batch-size 5000", 1, "larger than the train split"),
+        ("train toy --data {} --processes 0", 1, "processes (--processes) must be at least 1, got 0"),
+        ("demo toy x --count x", 1, "--count must be int, got 'x'"),
+        ("train sign --batch-siz 4", 2, "unrecognized arguments: --batch-siz 4; did you mean --batch-size?"),
+        ("trian sign", 2, "; did you mean train? See python -m nbtools --help"),
+        ("gpus now", 2, "unrecognized arguments: now. See python -m nbtools"),
+        ("evaluate toy --run r", 2, "the following arguments are required: --data"),
+        ("pack captch x", 1, "no task 'captch': use captcha"),
+        ("pack toy no/such/folder", 1, "no/such/folder"),
+        ("train toy", 1, "name the data: --data SOURCE"),
+        ("validate toy anything", 1, "has no validate; define it"),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_the_nearest_word_and_starts_nothing(
+    data, tmp_path, monkeypatch, capsys, typed, code, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    try:
+        ended = main(typed.format(data).split())
+    except SystemExit as end:  # argparse
+        ended = end.code
+    out, err = capsys.readouterr()
+    last = err.splitlines()[-1]
+    assert (ended, out, sentence in last, last.startswith("nbtools: ")) == (code, "", True, True)
+    assert not list(tmp_path.glob("runs/*/*"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (str, "a,b", "a,b"),
+        (int, "-3", -3),
+        (float, "1e-3", 0.001),
+        (str | None, "None", None),
+        (int | tuple[int, int] | None, "4, 8", (4, 8)),
+        (tuple[float, ...], "1,0.5", (1, 0.5)),
+        (int | str | Iterable[int | str] | None, "7,sky", (7, "sky")),
+        (Sequence[str] | None, "012", "012"),
+    ],
+)
+def test_an_option_is_read_by_its_annotation_and_a_boolean_one_is_a_bare_flag(kind, text, value, monkeypatch, capsys):
+    def demo(folder: str, *, one_more=1, twice: bool = False, thrice: bool = True):
+        return repr((one_more, twice, thrice))
+
+    demo.__annotations__["one_more"] = kind
+    monkeypatch.setattr(toy, "demo", demo)
+    assert main(["demo", "toy", "x", "--one-more", text, "--twice", "--no-thrice"]) == 0
+    assert capsys.readouterr().out == f"{(value, True, False)!r}\n"
+
+
+def test_the_smoke_test_needs_no_data_and_takes_settings(capsys):
+    assert main(["train", "toy", "--smoke-test", "--hidden", "24"]) == 0
+    assert "364 parameters" in capsys.readouterr().out  # 8·24 + 24 + 2·24 + 24·4 + 4
+    assert main(["train", "toy", "--smoke-test", "--hidden", "0"]) == 1
+    assert "hidden must be at least 1" in capsys.readouterr().err

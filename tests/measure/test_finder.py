@@ -1,0 +1,95 @@
+"""The batch finder: its choice against exhaustive search, and that nothing outside changes, wherever memory ends. It
+chooses on simulated times; real ones are the benchmarks'."""
+
+from typing import Any
+
+import pytest
+import torch
+import toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated import Job
+
+from nbtools.errors import TrainError
+from nbtools.measure import find_batch
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory):
+    return toy.make_pack(tmp_path_factory.mktemp("toy"))
+
+
+def found(pack, job: Any = None, plan=toy.PLAN, seconds: float = 60.0, **more) -> Any:
+    """A search on the job's own clock; a step takes about as long as a turn, so that few are made."""
+    job = job or Job(fixed=0.1, a_sample=0.01)
+    with job.times():
+        return find_batch(job, pack, plan, seconds, **more)
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(
+    knee=st.floats(1.0, 100.0),
+    slower=st.sampled_from([None, 16, 32]),
+    best=st.sampled_from([6, 12, 24, 48, 96]),
+    gain=st.floats(0.9, 1.0),
+)
+def test_the_choice_is_within_5_percent_of_the_best_by_exhaustive_search(toys, knee, slower, best, gain):
+    """Of all sizes that it tried, whatever the knee, however a cache makes larger ones slower; and the smallest."""
+
+    def cost(n: int) -> float:
+        return 0.02 * (knee + n) * (gain if n == best else 1.0) * (1.5 if slower and n > slower else 1.0)
+
+    report = found(toys, Job(cost=cost), seconds=600.0)
+    rates = {row.batch_size: row.batch_size / cost(row.batch_size) for row in report.rows}
+    most = max(rates.values())
+    close = [size for size, rate in rates.items() if rate >= 0.95 * most]
+    assert report.batch_size == min(close)
+    powers = {size: size / cost(size) for size in (2, 4, 8, 16, 32, 64, 128)}
+    assert rates[report.batch_size] >= 0.95 * max(powers.values())
+
+
+def test_a_search_ends_in_time_and_says_what_ended_it(toys):
+    job = Job(fixed=0.1, a_sample=0.01)
+    short = found(toys, job, seconds=1.0)
+    assert job.now < 3.0
+    assert "time ran out" in short.footer()
+    flat = found(toys, Job(fixed=0.001, a_sample=0.1))
+    assert "throughput no longer rises" in flat.footer()
+    for most, why in (
+        (6, "no more than 6 were requested"),
+        (None, f"the train split has {toys.splits['train']} samples"),
+    ):
+        asked = found(toys, Job(fixed=100.0), seconds=1e6, most=most)
+        assert max(row.batch_size for row in asked.rows) <= (most or toys.splits["train"])
+        assert why in asked.footer()
+
+
+@pytest.mark.parametrize(("most", "largest"), [(5, 4), (63, 32)])
+def test_what_does_not_fit_is_never_chosen(most, largest, toys):
+    report = found(toys, Job(fixed=0.1, most=most))
+    assert report.batch_size == largest
+    assert all((not row.reason) == (row.batch_size <= most) for row in report.rows)
+    assert any(row.reason for row in report.rows)
+    assert "does not fit" in report.footer()
+    assert "memory" in report.footer()
+
+
+class WithoutBatchNorm(Job):
+    def model(self, card, plan):
+        return torch.nn.Linear(8, toy.CLASSES)
+
+    def loss(self, model, batch, plan):
+        return super().loss(lambda batch: model(batch["x"]), batch, plan)
+
+
+def test_one_sample_is_tried_where_two_do_not_fit(toys):
+    report = found(toys, WithoutBatchNorm(most=1))
+    assert report.batch_size == 1
+    assert "2 does not fit" in report.footer()
+
+
+@pytest.mark.parametrize("kind", [Job, WithoutBatchNorm])
+def test_not_even_one_sample_is_a_clear_error(kind, toys):
+    with pytest.raises(TrainError, match=r"not even one sample fits.*smaller network") as caught:
+        found(toys, kind(most=0))
+    assert caught.value.__context__ is None, "it would keep the tensors of the failed step"

@@ -1,0 +1,172 @@
+"""GPU readings against a fake NVML: two cards, cards that refuse readings, no driver, no library."""
+
+import re
+import sys
+import time
+import types
+
+import pytest
+import torch
+
+from nbtools.data import cores
+from nbtools.measure import Gpu, Sampler, gpus, nvml_index
+
+GIB = 2**30
+
+
+class NVMLError(Exception):
+    """As pynvml's: the base of all that NVML refuses."""
+
+
+def plain(value):
+    return lambda *_: value
+
+
+def fake_nvml(names=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-40GB"), **changed):
+    """A module with pynvml's functions for these cards; `changed` replaces functions, NVMLError makes one raise it."""
+    answers = {
+        "nvmlInit": plain(None),
+        "nvmlShutdown": plain(None),
+        "nvmlDeviceGetCount": plain(len(names)),
+        "nvmlSystemGetDriverVersion": plain("550.54.15"),
+        "nvmlDeviceGetHandleByIndex": lambda i: i,
+        "nvmlDeviceGetName": lambda i: names[i],
+        "nvmlDeviceGetUUID": lambda i: f"GPU-{i}{i}{i}{i}-aaaa",
+        "nvmlDeviceGetCudaComputeCapability": plain((8, 0)),
+        "nvmlDeviceGetMemoryInfo": lambda i: types.SimpleNamespace(
+            total=40 * GIB, free=(39 - i) * GIB, used=(1 + i) * GIB
+        ),
+        "nvmlDeviceGetUtilizationRates": plain(types.SimpleNamespace(gpu=97, memory=40)),
+        "nvmlDeviceGetPowerUsage": plain(250_500),
+        "nvmlDeviceGetEnforcedPowerLimit": plain(400_000),
+        "nvmlDeviceGetTemperature": lambda i, sensor: 65,
+        "nvmlDeviceGetClockInfo": plain(1110),
+        "nvmlDeviceGetMaxClockInfo": lambda i, kind: 1410,
+        "nvmlDeviceGetCurrentClocksEventReasons": plain(0x4 | 0x20),
+        "nvmlDeviceGetComputeRunningProcesses": plain([types.SimpleNamespace(pid=42)]),
+        "nvmlDeviceGetTotalEnergyConsumption": plain(5_000_000),
+        **changed,
+    }
+    module = types.ModuleType("pynvml")
+    vars(module).update({name: refuse if answer is NVMLError else answer for name, answer in answers.items()})
+    vars(module)["NVMLError"] = NVMLError
+    return module
+
+
+def refuse(*_):
+    raise NVMLError("Not Supported")
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """Installs a fake NVML; torch sees as many GPUs, or `visible`."""
+
+    def install(names=("NVIDIA A100-SXM4-40GB",) * 2, visible=None, **changed):
+        monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(names, **changed))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names) if visible is None else len(visible))
+
+    return install
+
+
+def test_two_cards_are_read_as_values_in_the_named_units(nvml):
+    nvml()
+    first, second = gpus()
+    assert first == Gpu(
+        index=0,
+        name="NVIDIA A100-SXM4-40GB",
+        torch_index=None,
+        capability=(8, 0),
+        memory_total=40960,
+        memory_used=1024,
+        utilisation=97,
+        power=250.5,
+        power_limit=400.0,
+        temperature=65,
+        clock=1110,
+        clock_max=1410,
+        throttle=("power limit", "too hot (driver)"),
+        processes=(42,),
+    )
+    assert (second.index, second.memory_used) == (1, 2048)
+
+
+def test_the_table_names_readings_and_escapes_the_name(nvml):
+    nvml(["<img src=x onerror=alert(1)>"])
+    found = gpus()
+    for shown in (str(found), found._repr_html_().replace("\xa0", " ")):
+        for part in ("cuda:0", "8.0", "1.1 of 42.9 GB", "97 %", "250 of 400 W", "65 °C", "1110 of 1410 MHz", "too hot"):
+            assert part in shown
+        assert "550.54.15" in shown
+    assert "<img" not in found._repr_html_()
+
+
+@pytest.mark.parametrize("cards", [["Tesla T4"], []])
+def test_cores_ram_and_free_disk_are_shown_with_a_gpu_and_without(nvml, cards, monkeypatch, tmp_path):
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "not yet made"))
+    nvml(cards)
+    ram, space = r"RAM: ([\d.]+) of ([\d.]+) GB free", r"disk: [\d.]+ [kMGT]?B free for (.+)"
+    rest = re.search(rf"CPU: .+, (\d+) cores?; {ram}; {space}", str(gpus()))
+    assert rest
+    assert int(rest[1]) == cores()
+    assert 0 < float(rest[2]) <= float(rest[3])
+    assert str(tmp_path / "not yet made") in rest[4]
+
+
+READINGS = [name for name in vars(fake_nvml()) if name.startswith(("nvmlDeviceGet", "nvmlSystemGet"))]
+READINGS = [name for name in READINGS if name not in ("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")]
+
+
+def test_a_reading_that_a_device_refuses_is_unknown_and_the_rest_stands(nvml):
+    nvml()
+    whole = gpus()
+    for refused in READINGS:
+        nvml(**{refused: NVMLError})
+        found = gpus()
+        assert len(found) == 2
+        lost = [name for name, value in vars(found[0]).items() if value is None and vars(whole[0])[name] is not None]
+        assert len(lost) <= 3, (refused, lost)
+    nvml(**dict.fromkeys(READINGS, NVMLError))
+    found = gpus()
+    assert found[0] == Gpu(index=0, name="NVIDIA GPU")
+    assert str(found).count("–") >= 14
+
+
+def test_without_nvidia_one_line_says_why_and_what_trains(nvml, monkeypatch):
+    nvml(nvmlInit=NVMLError)
+    assert gpus() == []
+    assert "\n" not in str(gpus())
+    assert "No NVIDIA GPU (Not Supported). Training uses the CPU" in str(gpus())
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "nvidia-ml-py is not installed" in str(gpus())
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert "Apple's GPU (MPS)" in str(gpus())
+
+
+def test_the_torch_index_is_that_of_the_same_card_once_cuda_has_started(nvml, monkeypatch):
+    """CUDA_VISIBLE_DEVICES hides and orders cards, and CUDA puts the fastest first."""
+    nvml(["A", "B"], visible=["1111-aaaa", "0000-aaaa"])
+    assert [card.torch_index for card in gpus()] == [None, None]
+    ids = [types.SimpleNamespace(uuid=f"{i}{i}{i}{i}-aaaa") for i in (1, 0)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: ids[index])
+    assert [card.torch_index for card in gpus()] == [1, 0]
+    assert nvml_index(0) == 1
+    nvml(["A", "B"], visible=["1111-aaaa"])
+    assert [card.torch_index for card in gpus()] == [None, 0]
+
+
+def test_a_run_samples_its_card_in_the_background(nvml):
+    joules = iter((1e6, 8.2e6))
+    nvml(nvmlDeviceGetTotalEnergyConsumption=lambda i: next(joules, 8.2e6))
+    with Sampler(1) as sampler:
+        until_read = time.monotonic() + 10
+        while sampler.latest is None and time.monotonic() < until_read:
+            time.sleep(0.01)
+        sampler.renew()
+        assert sampler.latest == {
+            "gpu_utilisation": 97,
+            "gpu_memory_used": 2048,
+            "gpu_power": 250.5,
+            "gpu_energy": 2.0,
+            "gpu_throttle": "power limit, too hot (driver)",
+        }

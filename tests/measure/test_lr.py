@@ -1,0 +1,297 @@
+"""The learning rate and the epochs that nobody chose: what advice proposes, and `nb.fit` without a plan uses, learns as
+well as the best of a grid; and the trial that decides it keeps to its rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from time import process_time
+from typing import Any
+
+import numpy as np
+import problems
+import pytest
+import simulated
+import torch
+import toy
+from problems import PROBLEMS
+from torch import nn
+
+import nbtools as nb
+from nbtools.measure import Machine, Stepper, decide
+from nbtools.measure.timing import Deadline
+
+GOOD = 0.97  # of the accuracy of the best lr of the grid
+SEEDS = (10, 11, 12)  # fixed before any of them was tried
+CPU = Machine("cpu", "CPU", cores=2)
+
+
+def advised(task: Any, pack: nb.Pack) -> nb.Advice:
+    """By CPU time: other programs on the machine leave no value out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nbtools.measure.timing.perf_counter", process_time)
+        return nb.advise(task, pack, seconds=2.0)
+
+
+def compared(name: str, pack: nb.Pack, seed: int) -> tuple[float, dict[float, float], nb.Plan]:
+    """The accuracy of the advised plan, those of the grid at its batch and epochs, and the plan."""
+    task = nb.classify(PROBLEMS[name][1], plan=nb.Plan(seed=seed))
+    plan = advised(task, pack).plan
+    return problems.accuracy(task, pack, plan), problems.spread(name, pack, plan), plan
+
+
+@pytest.mark.alone
+def test_the_advised_plan_learns_and_so_does_fit_without_a_plan(tmp_path):
+    pack = problems.packed("bags", tmp_path, seed=5)
+    accuracy, grid, plan = compared("bags", pack, SEEDS[0])
+    assert max(grid.values()) - min(grid.values()) >= 0.15
+    assert accuracy >= GOOD * max(grid.values())
+    task = nb.classify(PROBLEMS["bags"][1], plan=nb.Plan(seed=SEEDS[0]))
+    run = nb.fit(task, pack, run=tmp_path / "run", receipt=False, progress=False)
+    assert run.plan == plan  # what was measured before
+    assert run.history.of("epoch")[-1]["val_accuracy"] == pytest.approx(accuracy)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_on_every_problem_advice_and_fit_learn_as_well_as_the_best_of_the_grid(name, tmp_path):
+    """The mean over three seeds, at the advised batch and epochs; each `nb.fit` on a pack of its own, so that it
+    measures for itself."""
+    found, grids, alone = [], [], []
+    for seed in SEEDS:
+        pack = problems.packed(name, tmp_path / f"{seed}", seed=5)
+        accuracy, grid, _ = compared(name, pack, seed)
+        task = nb.classify(PROBLEMS[name][1], plan=nb.Plan(seed=seed))
+        fresh = problems.packed(name, tmp_path / f"{seed}-alone", seed=5)
+        run = nb.fit(task, fresh, run=tmp_path / f"{seed}-run", receipt=False, progress=False)
+        found.append(accuracy)
+        grids.append(list(grid.values()))
+        alone.append(run.history.of("epoch")[-1]["val_accuracy"])
+    require_good(found, grids)
+    require_good(alone, grids)
+
+
+def require_good(found: list[float], grids: list[list[float]]) -> None:
+    mean = np.mean(grids, axis=0)
+    print("found", found, "grid", dict(zip(problems.GRID, mean.round(3).tolist(), strict=True)))
+    assert mean.max() - mean.min() >= 0.15
+    assert np.mean(found) >= GOOD * mean.max()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_fine_tuning_learns_as_well_as_the_best_of_the_grid(tmp_path):
+    """The body of a network that two of four shapes taught learns the other two with a new head."""
+    items = problems.shapes(5, 720)
+    first, second = ([(x, y % 2) for x, y in items if y // 2 == half] for half in (0, 1))
+    source, pack = (
+        nb.pack(half, val=0.25, test=0, into=tmp_path / f"half{k}", progress=False)
+        for k, half in enumerate((first, second))
+    )
+    found, grids = [], []
+    for seed in SEEDS:
+        torch.manual_seed(seed)
+        plan = nb.Plan(epochs=40, batch_size=16, lr=3e-3, seed=seed)
+        taught = nb.classify(problems.Pictures(2, 3))
+        body = nb.fit(taught, source, plan, run=tmp_path / f"{seed}", receipt=False, progress=False).model("cpu")
+        body.train().head = nn.Linear(128, 2)
+        task = nb.classify(body, plan=nb.Plan(seed=seed), pretrained=True)
+        plan = advised(task, pack).plan
+        found.append(problems.accuracy(task, pack, plan))
+        grids.append([problems.accuracy(task, pack, plan.replace(lr=lr)) for lr in problems.GRID])
+    require_good(found, grids)
+
+
+def test_the_sweep_tries_what_it_is_given_or_values_around_the_plans_and_says_which_is_best(tmp_path):
+    pack = problems.packed("spirals", tmp_path)
+    task = nb.classify(problems.points, plan=nb.Plan(batch_size=32, lr=1e-3, epochs=2))
+    given = nb.lr_sweep(task, pack, task.PLAN, lrs=[1e-6, 3e-3, 1e3], seconds=30.0)
+    assert [each.lr for each in given.candidates] == [1e-6, 3e-3, 1e3]
+    assert given.lr == 3e-3
+    around = nb.lr_sweep(task, pack, task.PLAN, seconds=30.0)
+    assert len(around.candidates) >= 5
+    with pytest.raises(nb.NbtoolsError, match="lr_sweep: every lr must be greater than 0"):
+        nb.lr_sweep(task, pack, task.PLAN, lrs=[0.0])
+
+
+# -- the rules
+
+
+def rules(task: Any, pack: nb.Pack) -> nb.Plan:
+    return nb.advise(task, pack, measure=False).plan
+
+
+@pytest.fixture
+def pack(tmp_path) -> nb.Pack:
+    return problems.packed("spirals", tmp_path)
+
+
+def test_without_a_recipe_fresh_weights_start_at_0_002_and_pretrained_ones_at_0_0001_at_batch_64(pack):
+    fresh = rules(nb.classify(problems.points), pack)
+    scale = math.sqrt(fresh.batch_size / 64)
+    assert fresh.lr == pytest.approx(2e-3 * scale, rel=0.01)
+    assert rules(nb.classify(problems.points, pretrained=True), pack).lr == pytest.approx(1e-4 * scale, rel=0.01)
+    net: Any = problems.points(3, 2)
+    net[0].requires_grad_(False)
+    assert rules(nb.classify(net), pack).lr == pytest.approx(1e-4 * scale, rel=0.01)
+
+
+def test_a_recipe_keeps_its_lr_by_the_rule_and_its_epochs(pack):
+    own = rules(nb.classify(problems.points, plan=nb.Plan(batch_size=64, lr=8e-3, epochs=12)), pack)
+    assert own.lr == pytest.approx(8e-3 * math.sqrt(own.batch_size / 64), rel=0.01)
+    assert own.epochs == 12
+
+
+@pytest.mark.parametrize(("samples", "epochs"), [(600, 40), (9_999, 10), (10_000, 10)])
+def test_a_small_data_set_gets_about_1500_steps(samples, epochs, pack):
+    """At the batch of a CPU, 64, capped for the smallest."""
+    splits = {"train": samples, "val": 0, "test": 0}
+    plan = decide(nb.classify(problems.points), dataclasses.replace(pack.card, splits=splits), CPU).plan
+    per_epoch = -(-samples // plan.batch_size)
+    assert plan.epochs == (max(10, -(-1500 // per_epoch)) if samples < 10_000 else 10)
+
+
+# -- the trial
+
+
+class Bowl(nn.Module):
+    """½ λ Σ (w - x)²: gradient descent is lost where lr > 2 / λ."""
+
+    def __init__(self, curvature: float):
+        super().__init__()
+        self.curvature, self.w = curvature, nn.Parameter(torch.full((8,), 3.0))
+
+    def forward(self, batch):
+        return 0.5 * self.curvature * (self.w - batch["x"]).square().sum(1)
+
+
+def bowl(curvature: float, lr: float) -> Any:
+    def loss(model, batch, plan):
+        each = model(batch)
+        return each.sum(), len(each)
+
+    plan = toy.PLAN.replace(optimizer="sgd", betas=(0.0, 0.9), clip_norm=None, lr=lr, schedule="constant", noise=0.0)
+    return toy.with_(
+        model=lambda card, plan: Bowl(curvature),
+        loss=loss,
+        metrics=lambda *_: {},
+        BEST="-loss",
+        PLAN=plan,
+        BASELINE=plan,
+    )
+
+
+def trial_of(task: Any, pack: nb.Pack) -> Any:
+    trial = advised(task, pack).lr_trial
+    assert trial is not None
+    return trial
+
+
+def test_a_value_that_diverges_is_left_out_and_a_winner_at_the_edge_adds_the_next(tmp_path):
+    """Curvature 200: lost above 0.01. From 1e-5 all five values are too small, so two more are tried; from 0.3 all five
+    are lost, and smaller ones are added."""
+    low, high = (trial_of(bowl(200.0, lr), toy.make_pack(tmp_path / str(lr))) for lr in (1e-5, 0.3))
+    assert [round(each.lr / low.rule, 2) for each in low.candidates] == [0.11, 0.33, 1, 3, 9, 27, 81]
+    lost = [each.lr for each in high.candidates if each.loss is None]
+    assert len(lost) == 5
+    assert min(lost) > 0.01
+    assert len(high.candidates) == 7
+    assert high.lr is not None
+    assert high.lr < 0.01
+
+
+def test_within_noise_the_recipe_wins_and_else_the_smallest_value(tmp_path):
+    """A loss that no update changes."""
+
+    def loss(model, batch, plan):
+        return (model(batch) * 0).sum() + batch["x"].square().sum(), len(batch["x"])
+
+    for name, task in {
+        "recipe": toy.with_(loss=loss),
+        "none": toy.with_(
+            loss=loss, PLAN=toy.PLAN.replace(lr=nb.Plan().lr), BASELINE=toy.BASELINE.replace(lr=nb.Plan().lr)
+        ),
+    }.items():
+        trial = trial_of(task, toy.make_pack(tmp_path / name))
+        assert trial.lr == pytest.approx(trial.rule if name == "recipe" else trial.rule / 9, rel=0.01)
+
+
+def test_values_train_on_the_same_batches_from_the_same_weights_under_the_whole_schedule(tmp_path, monkeypatch):
+    """Seen by the task: the first weights of every value, its batches, and its lrs, which rise and fall to nearly 0."""
+    weights, batches, schedules = list[Any](), list[list[Any]](), list[list[float]]()
+    step = Stepper.step
+
+    def watched(self: Stepper, raw: Any) -> Any:
+        if self.plan.lr > 1e-9 and isinstance(self.clock, Deadline):  # a value of the trial
+            if not self.state.step:
+                weights.append({name: value.clone() for name, value in self.state.model.state_dict().items()})
+                batches.append([])
+                schedules.append([])
+            batches[-1].append(raw["id"].clone())
+            result = step(self, raw)
+            schedules[-1].append(self.state.position.lr / self.plan.lr)
+            return result
+        return step(self, raw)
+
+    monkeypatch.setattr(Stepper, "step", watched)
+    nb.lr_sweep(toy, toy.make_pack(tmp_path), toy.PLAN.replace(warmup_epochs=0.3), seconds=60.0)
+    assert len(weights) >= 5
+    for other, ids in zip(weights, batches, strict=True):
+        assert all(torch.equal(weights[0][name], value) for name, value in other.items())
+        assert all(map(torch.equal, batches[0], ids))
+    for lrs in schedules:
+        peak = int(np.argmax(lrs))
+        assert peak == pytest.approx(0.1 * len(lrs), abs=1.5)
+        assert lrs == [*sorted(lrs[:peak]), *sorted(lrs[peak:], reverse=True)]
+        assert lrs[-1] < 0.03
+
+
+def simulated_trial(job: simulated.Job, folder: Any) -> Any:
+    with job.times():
+        trial = nb.advise(job, toy.make_pack(folder, count=600), seconds=1.0).lr_trial
+    assert trial is not None
+    return trial
+
+
+def test_a_trial_takes_its_share_of_the_time_and_none_begins_where_it_would_not_suffice(tmp_path):
+    """Steps of 10 ms: at most 15 s for a run of seconds. Steps of half a second: none, and it is said."""
+    quick, slow = simulated.Job(fixed=0.01), simulated.Job(fixed=0.5)
+    trial, none = (simulated_trial(job, tmp_path / f"{job.fixed}") for job in (quick, slow))
+    assert trial.lr is not None
+    assert trial.seconds <= 16
+    assert trial.steps >= 100
+    assert none.lr is None
+    assert "5 values of 100 steps need" in none.reason
+
+
+def test_a_machine_that_becomes_busy_ends_a_trial_in_time_and_without_a_choice(tmp_path):
+    """A hundred times as slow as measured: fewer than three values end, amid one the time is over, and the rule's lr
+    stands."""
+
+    class Slowed(simulated.Job):
+        def loss(self, model, batch, plan):
+            self.fixed = 0.01 if plan.lr < 1e-9 else 1.0
+            return super().loss(model, batch, plan)
+
+    trial = simulated_trial(Slowed(), tmp_path)
+    assert trial.lr is None
+    assert trial.seconds <= 16
+    assert "as the machine is busy" in trial.reason
+
+
+def test_the_trial_is_kept_with_the_advice_shown_as_a_table_and_changes_nothing_outside(pack, monkeypatch):
+    net = problems.points(3, 2)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    torch.manual_seed(3)
+    random = torch.get_rng_state()
+    advice = advised(nb.classify(net), pack)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    trial = advice.lr_trial
+    assert trial is not None
+    assert advice.plan.lr == trial.lr
+    assert all(f"{each.loss:.3g}" in advice.reasons["lr"] for each in trial.candidates[-2:] if each.loss)
+    monkeypatch.setattr("nbtools.measure.advisor.lr_trial", None)  # nothing is tried again
+    assert advised(nb.classify(net), pack).lr_trial == trial
+    assert "chosen" in str(trial)

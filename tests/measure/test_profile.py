@@ -1,0 +1,123 @@
+"""What a step's profile measures is so, and the verdict that follows from it is right: on jobs whose parts take known
+times, and, where operations are counted, on real ones."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+import toy
+from simulated import Job
+
+import nbtools as nb
+from nbtools.errors import TrainError
+from nbtools.measure import StepProfile, Verdict, step_profile, timed, verdict
+
+SECONDS = 4.0  # on a job's own clock: enough for rounds of several steps
+FILES = {"feed": "workers", "workers": 0}
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packs")
+    return {ragged: toy.make_pack(folder / str(ragged), 1000, ragged) for ragged in (False, True)}
+
+
+def plan_of(**changes) -> toy.Plan:
+    """Few epochs, so that evaluations are not what to change."""
+    return toy.PLAN.replace(**{"epochs": 4, "batch_size": 16, **changes})
+
+
+def profiled(job: Job, pack, plan, **more) -> StepProfile:
+    with job.times():
+        return step_profile(job, job.pack(pack), plan, SECONDS, **more)
+
+
+JOBS = {  # name → job, plan, what it is bound by, the change that helps, by how much
+    "files": ({"reading": 0.05, "amp": {"bf16": 1.0}}, FILES, "data", {"feed": "resident"}, (16 * 0.05 + 0.05) / 0.05),
+    "launching": ({"fixed": 0.08, "amp": {"bf16": 1.0}}, {}, "memory", {"batch_size": 32}, 2.0),
+    "a faster precision": ({"a_sample": 0.01, "amp": {"bf16": 0.4}}, {}, "memory", {"amp": "bf16"}, 1 / 0.4),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_verdict_says_what_a_job_is_bound_by_and_the_measured_factor_of_its_change(packs, name):
+    parts, settings, bound, change, gain = JOBS[name]
+    job, plan = Job(**{"fixed": 0.001 if name.startswith("a ") else 0.05, **parts}), plan_of(**settings)
+    profile = profiled(job, packs[False], plan)
+    result = verdict(profile)
+    assert (result.bound, result.change) == (bound, change), result
+    assert result.factor == pytest.approx(gain, rel=0.03)
+    assert "measured: " in result.sentence
+    assert profile.wait + profile.host + profile.device == pytest.approx(1)
+    assert verdict(dataclasses.replace(profile, trials=())).change is None
+
+
+def test_shares_and_seconds_are_those_of_the_job(packs):
+    job = Job(reading=0.01, preparing=0.001, fixed=0.02, a_sample=0.002, scoring=0.5)
+    profile = profiled(job, packs[False], plan_of(**FILES), fixed=("feed", "batch_size", "amp", "workers"))
+    step = 16 * 0.003 + 0.02
+    assert profile.timing.samples_per_s == pytest.approx(16 / (step + 0.16))
+    assert profile.timing.step_s == pytest.approx(step + 0.16)
+    assert profile.timing.device_s == pytest.approx(step)
+    assert profile.wait == pytest.approx(0.16 / (step + 0.16))
+    assert profile.epoch_s == pytest.approx(profile.train_samples * (step + 0.16) / 16 + profile.evaluation_s)
+    assert profile.trials == ()
+    assert len(profile.kernels) == 5
+    assert sum(share for _, share in profile.kernels) <= 1.001
+
+
+def test_profile_and_verdict_survive_json(packs):
+    plan = plan_of(batch_size=8)
+    profile = profiled(Job(amp={"bf16": 1.0}), packs[False], plan)
+    again = StepProfile.from_dict(json.loads(json.dumps(profile.to_dict())))
+    assert verdict(again) == verdict(profile)
+    assert Verdict.from_dict(json.loads(json.dumps(verdict(profile).to_dict()))) == verdict(profile)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_pack_of_a_few_samples_is_measured_and_a_batch_larger_than_it_refused(tmp_path, ragged):
+    pack, plan = toy.make_pack(tmp_path, 8, ragged), toy.PLAN.replace(batch_size=2)
+    assert step_profile(toy, pack, plan, 0.05).timing.samples_per_s > 0
+    with pytest.raises(TrainError, match="larger than the train split"):
+        step_profile(toy, pack, toy.PLAN, 0.05)
+
+
+# -- the time of a step
+
+
+class Slow(Job):
+    """Whose first two passes load and tune kernels."""
+
+    def loss(self, model: Any, batch: Any, plan: Any) -> Any:
+        self.now += (1.0, 0.5)[len(self.passes)] if torch.is_grad_enabled() and len(self.passes) < 2 else 0.0
+        return super().loss(model, batch, plan)
+
+
+def test_first_steps_are_a_figure_of_their_own(packs):
+    job = Slow(fixed=0.1)
+    with job.times():
+        timing = timed(job, packs[False], plan_of(), 4.0)
+    assert timing.cold_s == pytest.approx(1.5)
+    assert timing.step_s == pytest.approx(0.1, rel=0.1)  # an epoch ends with a smaller batch
+
+
+@pytest.mark.parametrize("batch", [8, 64])
+def test_a_timing_and_the_rows_of_a_run_agree_within_5_percent(packs, batch):
+    job, plan = Job(fixed=0.05, a_sample=0.001), plan_of(epochs=1, batch_size=batch)
+    with job.times():
+        timing = timed(job, packs[False], plan, 4.0)
+    state = nb.TrainState(job, packs[False], plan, "cpu")
+    state.watch.clock = job.clock
+    [row] = [each for each in nb.train(job, state, packs[False]) if each.kind == "epoch"]
+    assert timing.samples_per_s == pytest.approx(row.values["samples_per_s"], rel=0.05)
+
+
+def test_measuring_leaves_random_states_and_switches_as_they_were(packs):
+    torch.manual_seed(3)
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    timed(toy, packs[False], plan_of(deterministic=True, threads=1), 0.05)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,99 @@
+"""The receipt: the same network trained two ways in turns on this machine, and what each group of settings brings; on a
+job whose parts take known times."""
+
+import math
+import shutil
+from typing import Any
+
+import pytest
+import toy
+from simulated import Job
+
+import nbtools as nb
+from nbtools.measure import Receipt, receipt
+from nbtools.show import duration
+
+FASTER = toy.PLAN.replace(batch_size=64, lr=2e-2, amp="bf16", channels_last=True, clip_norm=None, hidden=24)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=184)  # 128 to train on: whole batches of 16 and 64
+
+
+def slow() -> Job:
+    """Whose source files take 50 ms a sample, a pass 50 ms and 1 ms a sample, half in bf16."""
+    return Job(reading=0.05, fixed=0.05, a_sample=0.001, amp={"bf16": 0.5})
+
+
+def measured(job: Job, pack, plan: Any = toy.PLAN, seconds: float = 1.0) -> Receipt:
+    with job.times():
+        return receipt(job, job.pack(pack), plan, seconds)
+
+
+@pytest.fixture(scope="module")
+def found(pack) -> Receipt:
+    return measured(slow(), pack, FASTER)
+
+
+def test_the_rungs_are_the_groups_of_settings_in_which_the_plans_differ_and_each_brings_what_it_does(found, pack):
+    small, large = 0.05 + 16 * 0.001, 0.05 + 64 * 0.001
+    expected = {
+        "baseline": 1.0,
+        "+ packed feed": (16 * 0.05 + small) / small,
+        "+ batch and lr": 4 * small / large,
+        "+ mixed precision": 2.0,
+        "+ compile, layout, threads": 1.0,
+    }
+    counts = pack.splits["train"] % 64 == 0
+    assert {rung.name: rung.factor or 1.0 for rung in found.rungs} == pytest.approx(
+        expected, rel=0.01 if counts else 0.2
+    )
+    assert math.prod(expected.values()) == pytest.approx(found.ratio, rel=0.01 if counts else 0.2)
+    assert math.prod(rung.factor or 1.0 for rung in found.rungs) == pytest.approx(found.ratio)
+    assert found.rungs[-1].total == found.ratio
+    assert found.before.waited == pytest.approx(0.8 / (0.8 + small))
+    assert found.after.waited == 0
+    plans = [rung.timing.plan for rung in found.rungs]
+    assert [plan["feed"] for plan in plans] == ["workers", "auto", "auto", "auto", "auto"]
+    assert [plan["batch_size"] for plan in plans] == [16, 16, 64, 64, 64]
+    assert [plan["amp"] for plan in plans] == ["off", "off", "off", "bf16", "bf16"]
+    assert [plan["hidden"] for plan in plans] == [24] * 5, "a smaller network is no speed-up"
+    assert [list(rung.changes) for rung in found.rungs] == [[], ["feed"], ["batch_size"], ["amp"], ["channels_last"]]
+    assert found.rungs[-1].timing == found.after
+    assert found.after.plan == FASTER.to_dict()
+
+
+def test_the_receipt_says_how_long_all_epochs_take_either_way(found, pack):
+    assert found.samples == FASTER.epochs * pack.splits["train"]
+    took, before = (duration(found.samples / rate.samples_per_s) for rate in (found.after, found.before))
+    assert found.caption().endswith(f"; all epochs' steps take {took}, with the baseline's settings {before}")
+
+
+def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors(found):
+    headers, rows = found.table()
+    assert headers[1:4] == ("samples/s", "vs previous row", "vs baseline")
+    assert [row[0] for row in rows] == [rung.name for rung in found.rungs]
+    assert rows[1][2] == f"{found.rungs[1].factor:.2f}×"
+    assert rows[2][5] == "batch_size 16 → 64"
+    assert f"{found.ratio:.2f}× the baseline's samples/s on this machine ({found.rungs[-1].least:.2f}–" in str(found)
+    assert "No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not" in str(found)
+
+
+def test_where_a_step_is_slow_only_the_ends_are_measured_and_it_is_said(pack):
+    found = measured(Job(fixed=9.0), pack, FASTER)
+    assert [rung.name for rung in found.rungs] == ["baseline", "this run"]
+    assert found.rungs[-1].timing == found.after
+    assert list(found.rungs[1].changes) == ["batch_size", "amp", "channels_last", "feed"]
+    assert "A step takes 9.0 s: only the first and last rows were measured" in str(found)
+
+
+def test_without_the_source_files_the_receipt_says_that_data_was_not_measured(tmp_path):
+    pack = toy.make_pack(tmp_path, count=60)
+    assert pack.raw is not None
+    shutil.rmtree(pack.raw.source)
+    gone = nb.Pack.open(pack.folder)
+    assert gone.raw is None
+    found = receipt(toy, gone, toy.PLAN, seconds=0.02)
+    assert "the data pipeline was not measured" in str(found)
+    assert "+ packed feed" not in [rung.name for rung in found.rungs]

@@ -1,0 +1,173 @@
+"""Memory may end at any allocation of a step: the step is done once, in smaller parts, and training goes on."""
+
+import re
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy
+from kernels import MINE, started
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import nbtools as nb
+from nbtools.errors import TrainError
+
+ENDS = (
+    (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB."),
+    (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+)
+"""What a full GPU raises: torch's allocator, cuBLAS and cuDNN, each of the last two a plain RuntimeError."""
+
+
+PASSES = {"gradients", "forward"}  # of training and evaluation
+
+
+class Full(TorchDispatchMode):
+    """Memory that ends once, at the n-th operation of forward and backward passes that allocates: one that returns a
+    tensor which is none of its arguments. What follows them allocates less than they free."""
+
+    def __init__(self, at: int):
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        makes = any(value.alias_info is None and "Tensor" in str(value.type) for value in func._schema.returns)
+        makes &= any(frame.name in PASSES for frame in traceback.extract_stack(limit=60))
+        self.count += makes
+        if makes and self.count == self.at:
+            kind, said = ENDS[self.at % len(ENDS)]
+            raise kind(said)
+        return func(*args, **(kwargs or {}))
+
+
+class Linear(nn.Module):
+    """Without BatchNorm, which sees micro batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, toy.CLASSES)
+
+    def forward(self, batch):
+        return self.layer(batch["x"])
+
+
+def with_memory_for(allocations: int, pack: nb.Pack) -> tuple[bool, dict[str, torch.Tensor]]:
+    """Whether memory ended amid an epoch with its evaluation, and what it left behind."""
+    task = toy.with_(model=lambda card, plan: Linear())
+    state = nb.TrainState(task, pack, toy.PLAN.replace(epochs=1, ema=0.9), "cpu")
+    with Full(allocations) as full:
+        for _ in nb.train(task, state, pack):
+            continue
+    return full.count >= allocations, {name: value.clone() for name, value in state.tensors().items()}
+
+
+def test_memory_may_end_at_any_allocation_and_training_goes_on_as_if_it_had_not(odd):
+    """Nothing is applied twice: weights, optimizer and moving average."""
+    pack = nb.Pack.open(odd)
+    _, expected = with_memory_for(10**9, pack)
+    at, ended = 1, True
+    while ended:
+        ended, found = with_memory_for(at, pack)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4)
+        at += 7
+    assert at > 50
+
+
+def short_of(times: int):
+    """A loss for which memory runs out so many times on the second epoch's last batch, of ten."""
+
+    def loss(model, batch, plan):
+        seen.append(1 < len(batch["x"]) <= 10 and isinstance(model, nn.Module) and model.training)
+        if seen[-1] and 1 < sum(seen) <= 1 + times:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return toy.loss(model, batch, plan)
+
+    seen: list[bool] = []
+    return loss
+
+
+def ended(folder: Path, times: int, **names: Any) -> tuple[list[str], torch.Tensor]:
+    """What was said, and the weights, after three epochs of batches of 16, 16 and 10."""
+    task, pack = toy.with_(loss=short_of(times), **names), nb.Pack.open(folder)
+    state = nb.TrainState(task, pack, toy.PLAN.replace(dropout=0.0), "cpu")
+    told = [row.values["what"] for row in nb.train(task, state, pack) if row.kind == "event"]
+    return told, torch.cat([weight.detach().view(-1) for weight in state.model.parameters()])
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory) -> Path:
+    return toy.make_pack(tmp_path_factory.mktemp("odd"), count=60).folder  # 42 to train
+
+
+def test_a_later_batch_that_does_not_fit_is_halved_until_it_does_and_the_weights_are_the_same(odd):
+    small: Any = {"model": lambda card, plan: Linear()}
+    told, weights = ended(odd, 2, **small)
+    said = "out of memory: micro batch {} → {}; effective batch and lr unchanged"
+    assert told == [said.format(10, 5), said.format(5, 2)]
+    assert torch.allclose(weights, ended(odd, 0, **small)[1], 0, 1e-5)
+
+
+def test_batchnorm_that_would_get_single_samples_ends_the_run_with_what_to_do(odd):
+    with pytest.raises(TrainError, match="out of memory with two samples at a time, and BatchNorm needs two"):
+        ended(odd, 10**6)
+
+
+@pytest.mark.parametrize(("kind", "said"), ENDS, ids=["torch", "cublas", "cudnn"])
+def test_a_network_for_which_memory_never_suffices_is_said_so(pack, tmp_path, kind, said):
+    def model(card, plan):
+        raise kind(said)
+
+    with pytest.raises(TrainError, match="out of memory before the first step"):
+        nb.fit(toy.with_(model=model, PLAN=toy.PLAN), pack, toy.PLAN, tmp_path / "run", receipt=False, progress=False)
+
+
+PREPARED = f"""
+import gc, sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import torch; torch.set_num_threads(1)
+from pathlib import Path
+import nbtools as nb, toy
+pack, quick = toy.make_pack(Path("toy"), count=60), {{"epochs": 1, "batch_size": 32}}
+
+def loss(model, batch, plan):
+    found = toy.loss(model, batch, plan)
+    if plan.hidden > 16 and fails:
+        fails.pop()
+        assert fails
+    return found
+
+def used():
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    print('used', sum({{t.data_ptr(): t.nbytes for t in tensors}}.values()) // 2**20)
+
+task, fails = toy.with_(loss=loss), [1, 2]
+nb.fit(task, pack, toy.PLAN.replace(**quick), "first", receipt=False)
+used()
+"""
+FAILING = 'nb.fit(task, pack, toy.PLAN.replace(hidden=400_000, **quick), "failed", receipt=False)'  # 22 MB of weights
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stack", ["colab", MINE])
+def test_a_cell_that_fails_amid_training_leaves_no_memory_behind_and_the_next_one_trains(tmp_path, stack):
+    with started(stack, tmp_path) as kernel:
+        before = megabytes(kernel.run(PREPARED))
+        failed = kernel.client.execute(FAILING)
+        kernel.end(failed)
+        assert kernel.errors(failed) == ["AssertionError"]
+        assert megabytes(kernel.run("used()")) == pytest.approx(before, abs=1)
+        again = kernel.client.execute(FAILING)
+        kernel.end(again)
+        assert kernel.errors(again) == []
+
+
+def megabytes(text: str) -> int:
+    """Of the tensors that there are."""
+    found = re.search(r"used (\d+)", text)
+    assert found, text
+    return int(found[1])

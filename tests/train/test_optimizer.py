@@ -1,0 +1,192 @@
+"""Optimizers and schedules of one's own: they train, show their lr, follow a changed one as a factor, and resume."""
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from acting import QUIET
+from test_resume import log, same, trained
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import nbtools as nb
+from nbtools.errors import TrainError
+from nbtools.train import built_in
+
+PLAN = nb.Plan(epochs=4, batch_size=16, lr=3e-3, schedule="constant")
+
+
+class Lion(torch.optim.Optimizer):
+    """arXiv 2302.06675, algorithm 2."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            (b1, b2), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(average.lerp(p.grad, 1 - b1).sign(), alpha=-lr)
+                average.lerp_(p.grad, 1 - b2)
+
+
+def one_cycle(plan):
+    """The rise to the peak over 30 % and the fall to its 25e4-th that OneCycleLR makes by default."""
+
+    def factor(t):
+        start, end, share = (1 / 25, 1.0, t / 0.3) if t < 0.3 else (1.0, 1 / 25e4, (t - 0.3) / 0.7)
+        return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
+
+    return factor
+
+
+def two_groups(groups, plan):
+    """SGD with Nesterov, whose biases learn ten times as fast."""
+    [group] = groups
+    parts = [[p for p in group["params"] if (p.dim() == 1) == bias] for bias in (False, True)]
+    rates = [{"params": part, "lr": lr} for part, lr in zip(parts, (plan.lr, 10 * plan.lr), strict=True)]
+    return torch.optim.SGD(rates, momentum=0.9, nesterov=True)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "Lion": {"optimizer": Lion},
+    "two groups": {"optimizer": two_groups},
+    "OneCycle": {"schedule": one_cycle},
+    "both": {"optimizer": partial(Lion, weight_decay=0.1), "schedule": one_cycle},
+}
+
+
+@pytest.fixture(scope="module")
+def points(tmp_path_factory):
+    x = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, (x[:, 0] > x[:, 1]).long())
+    return nb.pack(data, into=tmp_path_factory.mktemp("points") / "pack", progress=False)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_an_own_optimizer_or_schedule_learns_and_the_history_has_its_lr(points, tmp_path, name):
+    task = nb.classify(net(), **GIVEN[name])
+    run = nb.fit(task, points, PLAN, tmp_path / "run", **QUIET)
+    assert run.best["val_loss"] < 0.9 * run.history.of("epoch")[0]["val_loss"]
+    shape = one_cycle(PLAN) if "schedule" in GIVEN[name] else lambda t: 1.0
+    count = points.splits["train"]
+    middles = [(start + min(start + 16, count)) / 2 for start in range(0, count, 16)]  # of an epoch's steps, in samples
+    expected = [PLAN.lr * shape((epoch + middle / count) / PLAN.epochs) for epoch in range(4) for middle in middles]
+    assert [row["lr"] for row in run.history.of("step")] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_interrupted_equals_uninterrupted_after_an_lr_and_a_batch_size_changed(points, name):
+    task = nb.classify(net(), **GIVEN[name])
+    state, history = trained(points, task, PLAN, {7: 10}, {1, 3, 12})
+    expected, rows = trained(points, task, PLAN, {7: 10})
+    assert log(history) == log(rows)
+    same(state, expected)
+
+
+def fixed_rates(groups, plan):
+    """An optimizer that does not look at the plan's lr."""
+    return two_groups(groups, plan.replace(lr=0.01))
+
+
+def test_interrupted_equals_uninterrupted_where_the_lr_was_changed_and_the_optimizer_has_rates_of_its_own(points):
+    def run(stop: bool) -> nb.TrainState:
+        task = nb.classify(net(), optimizer=fixed_rates)
+        state, _ = trained(points, task, PLAN.replace(epochs=2), ())
+        state.plan = state.plan.replace(lr=PLAN.lr / 3, epochs=4)
+        if stop:
+            resumed = nb.TrainState(task, points, state.plan)
+            resumed.load(state.tensors(), state.facts())
+            state = resumed
+        for _ in nb.train(task, state, points):
+            continue
+        return state
+
+    same(run(True), run(False))
+
+
+def test_a_changed_lr_is_a_factor_on_every_group_and_its_weight_decay_is_not_the_plans(points):
+    def after(given, **changes):
+        state = nb.TrainState(nb.classify(net(), optimizer=given), points, PLAN.replace(weight_decay=0.5))
+        assert not built_in(state.optimizer)
+        for record in nb.train(state.task, state, points):
+            if record.kind == "step" and state.step == 3:
+                state.plan = state.plan.replace(**changes)
+        return state.optimizer.param_groups
+
+    assert [g["lr"] for g in after(two_groups, lr=PLAN.lr / 3)] == pytest.approx([PLAN.lr / 3, 10 * PLAN.lr / 3])
+    [lion] = after(partial(Lion, weight_decay=0.1), lr=PLAN.lr / 3)
+    assert (lion["lr"], lion["weight_decay"]) == (pytest.approx(PLAN.lr / 3), 0.1)
+    with pytest.raises(TrainError, match=r"Plan\.weight_decay does nothing to the task's own optimizer, got 0.5 → 0.1"):
+        after(Lion, weight_decay=0.1)
+
+
+def test_the_hooks_of_a_task_are_the_same_and_its_groups_keep_their_scale(points):
+    class Mine(nb.Task):
+        def model(self, card, plan):
+            return net()
+
+        def loss(self, model, batch, plan):
+            return nn.functional.cross_entropy(model(batch), batch["y"])
+
+        def groups(self, model: Any, plan):
+            return [
+                {"params": model[0].parameters()},
+                {"params": model[2].parameters(), "lr_scale": 4, "decays": False},
+            ]
+
+        def optimizer(self, groups, plan):
+            return Lion(groups, lr=plan.lr, weight_decay=0.1)
+
+        def schedule(self, plan):
+            return lambda t: 0.5
+
+    state = nb.TrainState(Mine(), points, PLAN.replace(epochs=1))
+    history = list(nb.train(state.task, state, points))
+    assert {record.values["lr"] for record in history if record.kind == "step"} == {PLAN.lr / 2}
+    first, last = state.optimizer.param_groups
+    assert (first["lr"], last["lr"]) == pytest.approx((PLAN.lr / 2, 2 * PLAN.lr))
+    assert (first["weight_decay"], last["weight_decay"]) == (0.1, 0.0)
+
+
+def test_another_optimizer_or_schedule_in_the_folder_of_a_run_is_refused(points, tmp_path):
+    nb.fit(nb.classify(net(), optimizer=Lion), points, PLAN, tmp_path / "run", **QUIET)
+    other = nb.classify(net(), optimizer=partial(torch.optim.SGD, momentum=0.9), schedule=one_cycle)
+    with pytest.raises(nb.NbtoolsError, match=r"optimizer: Lion → SGD\(momentum=0\.9\).*schedule: default → one_cycle"):
+        nb.fit(other, points, PLAN, tmp_path / "run", **QUIET)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "an instance": (
+        {"optimizer": torch.optim.SGD(net().parameters(), 0.1)},
+        r"a function of \(groups, plan\), got SGD",
+    ),
+    "a name": ({"optimizer": "lion"}, r"optimizer must be a class of torch\.optim, .* got 'lion'"),
+    "an lr": ({"optimizer": partial(Lion, lr=0.1)}, r"got Lion with an lr, which is the plan's: pass plan=nb\.Plan"),
+    "others": (
+        {"optimizer": lambda groups, plan: Lion(net().parameters())},
+        "must be in exactly one of the optimizer's",
+    ),
+    "a scheduler": ({"schedule": torch.optim.lr_scheduler.OneCycleLR}, r"function of progress, .*, got .*OneCycleLR"),
+    "below 0": ({"schedule": lambda plan: lambda t: t - 1}, "a factor ≥ 0 on lr, got -1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_optimizer_or_schedule_is_refused_before_a_folder_exists(points, tmp_path, name):
+    given, said = REFUSED[name]
+    with pytest.raises(TrainError, match=said):
+        nb.fit(nb.classify(net(), **given), points, PLAN, tmp_path / "run", **QUIET)
+    assert not (tmp_path / "run").exists()
