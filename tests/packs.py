@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nbtools.data import Entry, Pack, Sample, Survey, build_pack
+import numpy as np
+
+from nbtools.data import Entry, Pack, Sample, Survey, build_pack, gather
 
 
 def pack_of(
@@ -38,3 +40,8 @@ def pack_of(
 
     more = {"val": val, "test": test, "seed": seed, "into": folder / "pack", "progress": progress}
     return build_pack(raw, task, options or {}, lambda folder, options: found, read, **more)
+
+
+def raw_batch(pack: Pack, ids) -> dict[str, Any]:
+    """These samples as a feed gives them to a task's `batch`."""
+    return gather(pack, np.array([*ids]))

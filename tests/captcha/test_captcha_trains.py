@@ -5,17 +5,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from packs import raw_batch
 from torch.nn import functional as F
 
-import nbtools as nb
-from nbtools.data import Card, collate, open_feed
+from nbtools.data import Card, open_feed
 from nbtools.errors import PlanError
 from nbtools.tasks import captcha
 from nbtools.train.evaluation import evaluate
-
-
-def raw_batch(pack, ids):
-    return {**collate([pack.sample(i) for i in ids], pack.columns), "id": torch.tensor(list(ids))}
 
 
 def card_of(layout):
@@ -106,11 +102,3 @@ def test_the_data_set_can_be_sent_to_workers_and_gives_the_packs_values(fixed):
     [raw] = open_feed(fixed, captcha.Plan(feed="workers", workers=1, batch_size=9), torch.device("cpu"))([ids])
     for column in ("image", "label"):
         assert torch.equal(raw[column], torch.from_numpy(fixed.arrays[column][ids]))
-
-
-def test_the_baseline_is_the_guides_and_runs_on_both_layouts(pack):
-    guide = {"batch_size": 64, "lr": 2e-4, "optimizer": "adam", "amp": "off", "feed": "workers", "workers": 0}
-    guide |= {"epochs": 150, "min_lr": 1e-6, "eval_every": 5, "schedule": "cosine"}
-    assert captcha.BASELINE.to_dict() | guide == captcha.BASELINE.to_dict()
-    state = nb.TrainState(captcha, pack, captcha.BASELINE.replace(batch_size=4))
-    assert next(record.kind for record in nb.train(captcha, state, pack)) == "step"

@@ -10,7 +10,7 @@ import torch
 
 from nbtools.errors import NbtoolsError, PackError
 from nbtools.tasks import hwdb
-from nbtools.tasks.hwdb import NGram, peaks_of, search, tune
+from nbtools.tasks.hwdb import NGram, peaks_of, search
 from nbtools.tasks.hwdb.data import UNKNOWN
 from nbtools.tasks.hwdb.decode import find_peaks
 from nbtools.tasks.hwdb.language_model import FALLBACK
@@ -136,20 +136,15 @@ def test_a_text_is_lines_or_a_file_and_other_characters_are_the_unknown_class_or
     assert np.array_equal(NGram.train(["aXb"], "ab").log_probs, NGram.train(["ab"], "ab").log_probs)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda path: NGram.train(["\n \n"], "ab"), "must have at least one character of the classes, got none"),
-        (lambda path: NGram.train(path / "gb.txt", "ab"), r"gb\.txt: the file must be UTF-8 text, got byte 0xd6"),
-        (lambda path: NGram.train(path / "none.txt", "ab"), "none.txt: .*, got No such file.*; name a readable text"),
-        (lambda _: NGram.train(["ab"], "ab", 1), "order must be a whole number from 2 to 8, got 1"),
-        (lambda _: NGram.train(["ab"], ["a", "bb"]), "single characters"),
-    ],
-)
-def test_what_cannot_be_counted_says_why(tmp_path, call, message):
+def test_what_cannot_be_counted_says_why(tmp_path):
     (tmp_path / "gb.txt").write_bytes("中文".encode("gb18030"))
-    with pytest.raises(PackError, match=message):
-        call(tmp_path)
+    for text, message in (
+        (["\n \n"], "must have at least one character of the classes, got none"),
+        (tmp_path / "gb.txt", r"gb\.txt: the file must be UTF-8 text, got byte 0xd6"),
+        (tmp_path / "none.txt", "none.txt: .*, got No such file.*; name a readable text"),
+    ):
+        with pytest.raises(PackError, match=message):
+            NGram.train(text, "ab")
 
 
 @pytest.mark.parametrize("peak", [0.5, 6.0])
@@ -229,14 +224,12 @@ def test_a_search_answers_in_the_order_of_the_ids_what_it_does_for_each_line_alo
     assert texts == [beam(picture[:, None], [len(picture)], classes)[0] for picture in pictures]
 
 
-def test_tuning_finds_the_weights_that_read_best_and_a_language_model_helps(drawn):
+def test_a_language_model_helps(drawn):
     pack, texts, classes = drawn
     lm = NGram.train(texts[:30], classes, 2)
     peaks = peaks_of(Spelling(), pack, hwdb.Plan(amp="bf16"), np.arange(30, 60))
-    cers = tune(peaks, texts[30:], classes, lm, alphas=(0.0, 0.5, 1.0), betas=(0.0, 1.0))
-    for pair in itertools.product((0.0, 0.5, 1.0), (0.0, 1.0)):
-        assert cers.to_dict()[pair] == hwdb.scores(texts[30:], search(peaks, classes, lm, 10, *pair))["cer"]
-    assert min(cers.to_dict().values()) < 0.7 * cers.to_dict()[0.0, 0.0]
+    plain, better = (hwdb.scores(texts[30:], search(peaks, classes, lm, 10, alpha))["cer"] for alpha in (0.0, 0.5))
+    assert better < 0.7 * plain
 
 
 def test_scores_of_texts_are_those_of_an_evaluation():

@@ -116,14 +116,11 @@ TEXT, BOX = 50, 58  # where the line begins, and its box
     [
         (b"", "the header needs 12 bytes, got 0 up to the end at byte 0"),
         (b"\x89PNG\r\n\x1a\n" + bytes(40), r"a .dgrl file must say DGRL, got .* at byte 12"),
-        (page(words(), kind=b"DGR"), r"a \.dgrl file must say DGRL, got b'DGR"),
         (with_int(0, -35), "the header needs -51 bytes, got 68 up to the end at byte 12"),
         (with_int(36, 24, "<h"), "a code must have 2 bytes, a pixel 1 or 8 bits"),
         (with_int(46, 2), "line 2 needs 4 bytes, got 0 up to the end at byte 80"),
         (with_int(TEXT, 0x7FFFFFFF), "line 1 needs 4,294,967,294 bytes, got 26 up to the end at byte 54"),
-        (with_int(TEXT, -1), "line 1 needs -2 bytes"),
         (with_int(BOX + 8, 0), "line 1 must have pixels, got 0 × 3"),
-        (with_int(BOX + 8, 70_000), "line 1 needs 210,000 bytes, got 6 up to"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

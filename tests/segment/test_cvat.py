@@ -26,9 +26,6 @@ def rectangle(top, bottom, left, right, value=2):
     return label
 
 
-# Shapes
-
-
 def test_a_polygon_is_filled_where_it_covers_the_centre_of_a_pixel(tmp_path):
     corners = [(5.3, 3.1), (40.2, 8.7), (30.9, 30.4), (12.0, 20.5)]
     source = xml(tmp_path / "raw", polygon(";".join(f"{x},{y}" for x, y in corners)))
@@ -74,9 +71,6 @@ def test_a_shape_that_cannot_be_drawn_leaves_its_image_out(tmp_path, shapes, rul
     assert value in row.value
     with pytest.raises(PackError, match="0 of 1 file can be used"):
         packed(source)
-
-
-# Images
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,6 @@ def test_options_of_a_card_pack_another_source_alike(tmp_path):
     assert set(np.unique(again.sample(0)["label"])) == {0, 255}
 
 
-# Sizes
-
-
 def test_images_of_many_sizes_are_scaled_to_fit_and_the_rest_is_ignored(tmp_path):
     for name, height, width in (("a", 60, 120), ("b", 120, 60)):
         saved(tmp_path / "raw/images" / f"{name}.png", np.full((height, width, 3), 200, np.uint8))
@@ -115,9 +112,6 @@ def test_images_are_reduced_by_area_and_labels_by_their_nearest_pixel(tmp_path):
     large = pair(tmp_path / "large", smooth, ids(0, 1200, 1600), "a.jpg", quality=95)  # decoded small
     exact = np.asarray(smooth.resize((100, 75), Image.Resampling.BOX))
     assert np.abs(sole(large, size=(75, 100))["image"].astype(int) - exact).mean() < 2
-
-
-# Images
 
 
 @pytest.mark.parametrize(("name", "more"), [("a.jpg", {"quality": 100, "subsampling": 0}), ("a.tif", {})])
@@ -158,9 +152,6 @@ def test_what_leaves_a_sample_out_is_one_row_with_what_to_do(tmp_path, name, con
     assert made.names == ["images/b.png"]
     bad = made.bad.iloc[0]
     assert (bad.file, bad.value, bad.fix) == (row.file, row.value, row.fix)
-
-
-# Predictions as files
 
 
 def test_predictions_for_padded_images_are_cropped_back_to_them_and_overwrite_no_file(tmp_path):

@@ -29,11 +29,10 @@ def packed(folder, names=("background", "shirt", "trousers"), channels=3):
 )
 def test_figures_are_drawn_without_warnings_and_name_their_classes(tmp_path, names):
     pack = packed(tmp_path, names, 4)
-    views = segment.training_views(pack, [0], segment.Plan(crop=32, flip=0.5))
-    for sheet in (segment.show(pack, [0]), views):
-        sheet.savefig(io.BytesIO(), format="raw")
-        legend: Any = sheet.axes[0].get_legend()
-        assert [text.get_text()[:6] for text in legend.get_texts()] == [*(name[:6] for name in names), "ignore"]
+    sheet = segment.show(pack, [0])
+    sheet.savefig(io.BytesIO(), format="raw")
+    legend: Any = sheet.axes[0].get_legend()
+    assert [text.get_text()[:6] for text in legend.get_texts()] == [*(name[:6] for name in names), "ignore"]
 
 
 def test_images_stand_next_to_their_classes_and_to_what_was_predicted(tmp_path):

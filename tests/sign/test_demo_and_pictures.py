@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 import nbtools as nb
-from nbtools.errors import PackError
-from nbtools.figures import RIGHT, WRONG
 from nbtools.tasks import sign
 from nbtools.tasks.sign.visualize import CELL, MOMENTS, skeleton
 
@@ -80,24 +78,13 @@ def test_what_is_not_seen_is_not_drawn_and_no_limb_leads_there():
     assert not np.asarray(skeleton(points, seen, 200))[:30, :30].any()
 
 
-def test_show_has_a_strip_of_each_clip_with_gloss_category_and_what_is_wrong(packed):
-    ids = [0, 5, 9]
-    truth = [sign.text_of(packed, i) for i in ids]
-    assert truth == [packed.classes[packed.sample(i)["label"][0]] for i in ids]
-    other = next(name for name in packed.classes if name != truth[1])
-    [axes] = sign.show(packed, np.array(ids), [truth[0], other, truth[2]]).axes
-    categories = [packed.options["categories"][packed.sample(i)["label"][1]] for i in ids]
-    abouts = [f" · {category}" for category in categories]
-    assert [(text.get_text(), text.get_color()) for text in axes.texts] == [
-        (truth[0] + abouts[0], RIGHT),
-        (f"{truth[1]} ≠ {other}{abouts[1]}", WRONG),
-        (truth[2] + abouts[2], RIGHT),
-    ]
+def test_show_has_a_strip_of_each_clip_with_its_category(packed):
+    [axes] = sign.show(packed, np.array([0, 5])).axes
+    categories = [packed.options["categories"][packed.sample(i)["label"][1]] for i in (0, 5)]
+    assert [text.get_text().split(" · ")[1] for text in axes.texts] == categories
     strip = np.asarray(axes.images[1].get_array())
     assert strip.shape == (CELL, MOMENTS * CELL, 4)
     assert all(cell.any() for cell in np.split(strip, MOMENTS, axis=1))
-    with pytest.raises(PackError, match="one gloss for each id, got 1 for 2 ids"):
-        sign.show(packed, [0, 1], ["x"])
 
 
 def test_clips_of_features_alone_are_shown_too_and_a_report_names_what_is_confused(tmp_path):

@@ -156,10 +156,9 @@ def test_what_cannot_be_used_has_a_row_and_the_rest_is_made(tmp_path):
     assert (into / "whole.npz").exists()
 
 
-@pytest.mark.parametrize("file", ["readme.txt", "a.mp4", "a.gif"])
-def test_a_folder_without_frames_is_refused_with_what_to_do(tmp_path, file):
+def test_a_folder_without_frames_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / file).write_bytes(b"....")
+    (tmp_path / "raw" / "a.mp4").write_bytes(b"....")
     with pytest.raises(PackError, match="give a folder with a folder of images for each clip, which ffmpeg makes of a"):
         made(tmp_path / "raw", tmp_path / "clips")
 

@@ -1,8 +1,6 @@
 """The files of a source: listing them, the split that a folder's name gives, opening images, and the table of what is
 wrong with them; and a demo's files."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -71,9 +69,6 @@ def on_white(image: Image.Image, mode: str = "RGB") -> Image.Image:
     return image.convert(mode)
 
 
-# -- what is wrong
-
-
 class Row(NamedTuple):
     """A broken rule: where, what came, the rule, what to do; the first four are a row of `pack.bad`."""
 
@@ -112,7 +107,7 @@ class Report(show.Table):
         return not self.errors
 
     @property
-    def frame(self) -> pd.DataFrame:
+    def frame(self) -> "pd.DataFrame":
         """Return all rows as a pandas table."""
         import pandas as pd
 
@@ -124,9 +119,6 @@ class Report(show.Table):
     def footer(self) -> str:
         counts = f"{show.plural(self.errors, ERROR)} and {show.plural(len(self.rows) - self.errors, WARNING)}"
         return f"{self.about}: {counts}" + (f", of which {SHOWN} are shown; all: .frame" * (len(self.rows) > SHOWN))
-
-
-# -- demo data
 
 
 def write_demo(folder: str | Path, files: Iterable[File], suffixes: tuple[str, ...]) -> Path:

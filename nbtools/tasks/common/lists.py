@@ -20,17 +20,11 @@ HEADS = ("file", "filename", "id", "image", "images", "image_path", "img", "name
 Rows = list[tuple[int, list[str]]]
 
 
-def read_rows(
-    text: str, file: str, fits: Callable[[list[str]], bool], heads: Collection[str] = HEADS, whole: bool = False
-) -> Rows:
+def read_rows(text: str, file: str, fits: Callable[[list[str]], bool], heads: Collection[str] = HEADS) -> Rows:
     """Return (line number, cells) of each row that is not empty, cut at the separator with which most rows fit: comma,
     semicolon, tab, bar or blanks; at the comma if none does. A first row that does not fit and begins with one of
-    `heads` is a header, and left out.
-
-    whole: where rows fit so, all after the first separator is one cell, taken as it is. Raises Refused for no CSV.
-    """
-    cuts = [partial(first_cut, text, separator) for separator in SEPARATORS if whole]
-    cuts += [partial(csv_rows, text, separator, file) for separator in SEPARATORS]
+    `heads` is a header, and left out. Raises Refused for no CSV."""
+    cuts = [partial(csv_rows, text, separator, file) for separator in SEPARATORS]
     rows = list(max(cuts, key=lambda cut: sum(fits(cells) for _, cells in islice(cut(), JUDGED)))())
     headed = bool(rows) and not fits(rows[0][1]) and rows[0][1][0].casefold() in heads
     return rows[headed:]
@@ -48,23 +42,9 @@ def csv_rows(text: str, separator: str, file: str) -> Iterator[tuple[int, list[s
         raise Refused(str(error)[:80], "the file must be CSV", "save it as CSV in UTF-8, with commas", file) from None
 
 
-def first_cut(text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            first, *rest = line.removesuffix("\r").split(None if separator == " " else separator, 1)
-            yield number, [first.strip(), *rest]
-
-
 def slashed(path: str) -> str:
     """Return a path of a list as names of files have it: with slashes, whatever system wrote it."""
     return path.strip().replace("\\", "/").removeprefix("./")
-
-
-def csv_bytes(head: Iterable[object], rows: Iterable[Iterable[object]]) -> bytes:
-    """Return a CSV file with a header."""
-    content = io.StringIO(newline="")
-    csv.writer(content, lineterminator="\n").writerows([head, *rows])
-    return content.getvalue().encode()
 
 
 def read_text(path: Path, fix: str) -> str:
@@ -82,9 +62,6 @@ def decode_text(data: bytes, file: str) -> str:
     except UnicodeDecodeError as error:
         value, fix = f"byte {data[error.start]:#04x} at offset {error.start:,}", "save it as UTF-8; it may be GB18030"
         raise Refused(value, "the file must be UTF-8 text", fix, file) from None
-
-
-# -- characters
 
 
 def characters(classes: Iterable[str], option: str = "classes") -> tuple[str, ...]:

@@ -60,9 +60,6 @@ def paired(truth: Sequence, predicted: Sequence, what: str = "answer", each: str
     return list(zip(truth, predicted, strict=True))
 
 
-# -- settings
-
-
 def epochs_for(card: Card, samples: float, least: int = 3, most: int = 200) -> int:
     """Return the epochs that show this many training samples in all, within limits."""
     return min(most, max(least, round(samples / max(card.splits["train"], 1))))

@@ -2,7 +2,7 @@
 
 from nbtools.tasks.common.lists import text_of
 from nbtools.tasks.hwdb.data import pack, pack_options, read, survey
-from nbtools.tasks.hwdb.decode import peaks_of, scores, search, tune
+from nbtools.tasks.hwdb.decode import peaks_of, scores, search
 from nbtools.tasks.hwdb.demo import demo
 from nbtools.tasks.hwdb.language_model import NGram
 from nbtools.tasks.hwdb.task import (

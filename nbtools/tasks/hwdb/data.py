@@ -28,12 +28,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, bar, build_pack, say, side_by_side
+from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side
 from nbtools.errors import PackError
 from nbtools.show import sized
 from nbtools.tasks.common.files import Refused, Row, decode_image, split_of, split_word, walk
-from nbtools.tasks.common.lists import characters, decode_text, read_rows, read_text, slashed
-from nbtools.tasks.common.metrics import THUMB
+from nbtools.tasks.common.lists import HEADS, SEPARATORS, characters, decode_text, read_text, slashed
 from nbtools.train import device
 
 UNKNOWN = "\ufffd"
@@ -63,7 +62,7 @@ def pack(
     """Return the pack of pages (.dgrl) or of images of lines, from a folder, archive or link; a second call opens it,
     and interrupted packing resumes.
 
-    height: pixels that every line is scaled to; `auto`: by `height_for`, 128 for a GPU of 40 GB, 32 without one.
+    height: pixels that every line is scaled to; `auto`: by TIERS, 128 for a GPU of 40 GB, 32 without one.
     classes: the characters to know, as a string, a list, or a file with one per line; all others are UNKNOWN. By
     default the source's chars_list.txt, else every character of all its texts: one that occurs only in a test line is
     then read wrong, as it must be, while as UNKNOWN it could be called right.
@@ -72,20 +71,13 @@ def pack(
     evaluated on.
     Raises PackError if nothing can be used.
     """
-    height, why = height_for(device.gigabytes(device.pick())) if height == "auto" else (height, "")
+    height = device.tier(device.gigabytes(device.pick()), TIERS)[1] if height == "auto" else height
     if type(height) is not int or not HEIGHTS[0] <= height <= HEIGHTS[1]:
         rule = f"height must be a whole number of pixels from {HEIGHTS[0]} to {HEIGHTS[1]}, or auto"
         raise PackError(f"{rule}, got {height!r}; 128 is the reference's, 32 is for CPUs")
     options = {"height": height, "classes": None if classes is None else "".join(charset_of(classes))}
-    look = partial(survey, progress=progress, why=why)
+    look = partial(survey, progress=progress)
     return build_pack(source, "hwdb", options, look, read, val=val, test=test, into=into, progress=progress)
-
-
-def height_for(gigabytes: float) -> tuple[int, str]:
-    """Return (pixels, why): the height of lines for a GPU of this memory, 10⁹ bytes; 0: no CUDA GPU."""
-    least, height = device.tier(gigabytes, TIERS)
-    size = f"{gigabytes:.0f} GB of GPU memory, {THUMB}, not tested on a GPU" if least else f"no CUDA GPU, {THUMB}"
-    return height, f"{height} pixels, for {'hctr' if height >= HCTR_HEIGHT else 'slim'}: {size}"
 
 
 def pack_options(card: Card) -> dict[str, Any]:
@@ -93,11 +85,8 @@ def pack_options(card: Card) -> dict[str, Any]:
     return {**card.options, "classes": [character for character in card.classes if character != UNKNOWN]}
 
 
-def survey(folder: Path, options: Mapping[str, Any], progress: bool = False, why: str = "") -> Survey:
-    """Return every usable line of a source with its label and split; the others are bad, with the rule that they break.
-    why: the reason for the height, which is shown."""
-    if progress and why:
-        say(f"lines are scaled to {why}; height= sets another")
+def survey(folder: Path, options: Mapping[str, Any], progress: bool = False) -> Survey:
+    """Return every usable line of a source with its label and split; the others are bad, each with its rule."""
     names = walk(folder)
     items = items_of(folder, names, progress)
     lines = [item for item in items if isinstance(item, Entry)]
@@ -133,7 +122,10 @@ def items_of(folder: Path, names: Sequence[str], progress: bool) -> list[Entry |
         looked = "no page (.dgrl) and no list of lines (train_img_id_gt.txt, val_… or test_…)"
         raise PackError(f"{folder}: {looked} is in it; give the folder that holds HWDB2.0Train, unpacked")
     if not pages:
-        return listed(folder, lists, names)
+        images, used = [name for name in names if name.lower().endswith(IMAGES)], dict[str, str]()
+        items = [item for name in lists for item in lines_of_list(folder, name, images, used)]
+        rule, fix = "an image must be in a list", "add its row name,text, or delete it"
+        return items + [Row(image, "no text", rule, fix) for image in images if image not in used]
     found = bar(side_by_side(partial(lines_in, folder), pages), "reading texts", len(pages), disable=not progress)
     return [item for page in found for item in page]
 
@@ -188,17 +180,6 @@ def entry_of(name: str, text: str, split: str | None) -> Entry | Row:
     return Row(name, "no characters", "a line must have a text", "correct its text, or leave it out")
 
 
-# -- lists of lines
-
-
-def listed(folder: Path, lists: Sequence[str], names: Sequence[str]) -> list[Entry | Row]:
-    """Return the lines of lists, and the images that are in none."""
-    images, used = [name for name in names if name.lower().endswith(IMAGES)], dict[str, str]()
-    items = [item for name in lists for item in lines_of_list(folder, name, images, used)]
-    rule, fix = "an image must be in a list", "add its row name,text, or delete it"
-    return items + [Row(image, "no text", rule, fix) for image in images if image not in used]
-
-
 def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str, str]) -> Iterator[Entry | Row]:
     """Yield the lines of a list, whose rows name images beside it or in the folder of its name; used: image → row."""
     own, text = name[: -len("_img_id_gt.txt")], decode_text((folder / name).read_bytes(), name)
@@ -206,20 +187,21 @@ def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str
     for above in (own[: own.rfind("/") + 1], f"{own}/"):
         inside = [(image.removeprefix(above), image) for image in images if image.startswith(above)]
         known |= {cell.rpartition(".")[0]: image for cell, image in inside} | dict(inside)
-    for number, cells in read_rows(text, name, lambda row: len(row) > 1 and slashed(row[0]) in known, whole=True):
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
+        cuts = (line.split(separator, 1) for separator in SEPARATORS)  # the text may have more of it
+        cells = next((cells for cells in cuts if slashed(cells[0]) in known), [line])
         where, image = f"{name}:{number}", known.get(slashed(cells[0]))
+        if not line.strip() or (number == 1 and image is None and line.casefold().startswith(HEADS)):
+            continue
         if image is None:
             rule, fix = "a row must be name,text of an image that exists", "copy the image too, or correct the row"
-            yield Row(where, ",".join(cells), rule, fix)
+            yield Row(where, line, rule, fix)
         elif image in used:
             rule = f"an image must be listed only once, and this one is in {used[image]} already"
             yield Row(where, image, rule, "delete one of the rows")
         else:
             used[image] = where
-            yield entry_of(image, ",".join(cells[1:]), split_word(own.rpartition("/")[2]))
-
-
-# -- pages
+            yield entry_of(image, "".join(cells[1:]), split_word(own.rpartition("/")[2]))
 
 
 class Line(NamedTuple):

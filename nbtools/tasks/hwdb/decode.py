@@ -1,4 +1,4 @@
-"""Prefix beam search over a network's answers, with or without a language model, and the weights with the lowest error.
+"""Prefix beam search over a network's answers, with or without a language model.
 
 CTC sums over all alignments of a text; greedy decoding takes the single best one. A beam holds the `width` best texts
 so far, each with the probability of all its alignments that end in a blank and of those that end in its last character
@@ -8,12 +8,9 @@ uses only the *peaks* of an output, the few likely classes of each time step; ma
 B lines, T time steps, C = 1 + classes, blank 0; F frames in which more than a blank is likely, K candidates, W beams.
 """
 
-from __future__ import annotations
-
-import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +25,7 @@ from nbtools.tasks.hwdb.data import UNKNOWN
 from nbtools.tasks.hwdb.language_model import NGram
 from nbtools.train import forward
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 CANDIDATES, LEAST = 20, 1e-5
-ALPHAS, BETAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), (0.0, 1.0, 2.0, 3.0, 4.0)
 EMPTY, FREE, NOWHERE = (np.uint64(n) for n in range(3))  # hashes: of the empty text, of no text, of no parent
 PRIME = np.uint64(0x9E3779B97F4A7C55)
 NEVER = "\U0010ffff"  # no character either: nothing reads it
@@ -170,24 +163,6 @@ class Beams:
             ranks += self.alpha * ends.reshape(ranks.shape)
         lines, first = np.arange(len(ranks)), ranks.argmax(1)
         return [text[:n].tolist() for text, n in zip(self.text[lines, first], self.length[lines, first], strict=True)]
-
-
-def tune(
-    batches: Batches,
-    texts: Sequence[str],
-    classes: Sequence[str],
-    lm: NGram,
-    width: int = 10,
-    alphas: Sequence[float] = ALPHAS,
-    betas: Sequence[float] = BETAS,
-) -> pd.Series:
-    """Return the CER by (alpha, beta) of lines of the validation split, whose true texts are `texts`; the best pair is
-    its `idxmin`."""
-    import pandas as pd
-
-    pairs = [*itertools.product(alphas, betas)]
-    cers = [scores(texts, search(batches, classes, lm, width, *pair))["cer"] for pair in pairs]
-    return pd.Series(cers, pd.MultiIndex.from_tuples(pairs, names=["alpha", "beta"]), name="cer")
 
 
 def scores(truth: Sequence[str], predicted: Sequence[str]) -> dict[str, float]:

@@ -119,9 +119,6 @@ def codes_of(text: str) -> bytes:
     return b"".join(one.encode("gb18030", "replace").ljust(CODE, b"\0") for one in text)
 
 
-# -- characters
-
-
 def pool() -> str:
     """Return the 6,763 characters of GB 2312, all of two bytes in a page: the frequent ones, then by its own order."""
     rows = (bytes((row, column)) for row in range(0xB0, 0xF8) for column in range(0xA1, 0xFF))
@@ -152,9 +149,6 @@ def soft(cells: Sequence[Image.Image]) -> np.ndarray:
     ink = np.stack([np.asarray(cell.filter(ImageFilter.GaussianBlur(radius))) for cell in cells])
     peak = max(np.quantile(ink.max(axis=(1, 2)), 0.1), 32)
     return np.minimum(ink * (255 / peak), 255).astype(np.uint8)
-
-
-# -- language and hands
 
 
 class Language:

@@ -9,8 +9,6 @@ A symbol is a place in `classes`, or V - 1: the boundary of a line, its start in
 Q queries at once, V = classes + 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,7 +42,7 @@ class NGram:
     back_off: np.ndarray
 
     @staticmethod
-    def train(texts: Texts, classes: Sequence[str], order: int = 3) -> NGram:
+    def train(texts: Texts, classes: Sequence[str], order: int = 3) -> "NGram":
         """Count a text: lines, or the path (or drive:…) of a UTF-8 file.
 
         Lines are independent, and should be as long as those to be read: where they end counts too. White space that is

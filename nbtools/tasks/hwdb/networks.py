@@ -12,8 +12,6 @@ percent.
 B samples, C channels, H × W pixels, T = ⌈W / stride⌉ time steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -22,24 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbtools.errors import PlanError
 from nbtools.train import Batch, again
 
 Size = tuple[int, int]
 """(down, along) of a stride, a kernel or a pool."""
 
 HCTR = ((128, 2, 0.3), (256, 4, 0.3), (512, 5, 0.3), (512, 1, 0.9))  # channels, blocks, dropout
-
-
-def build(name: str, height: int, classes: int) -> Hctr | Slim:
-    """Return a network for lines of a height in pixels. Raises PlanError if the lines are too low for it."""
-    kind = NETWORKS[name]
-    if height < kind.least_height:
-        raise PlanError(
-            f'Plan.network = "{name}" reads lines ≥ {kind.least_height} pixels high, but these are {height}; pack '
-            "with a larger height=, or choose another network"
-        )
-    return kind(height, classes)
 
 
 class Hctr(nn.Module):

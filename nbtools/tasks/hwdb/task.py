@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbtools.data import Card, Draws, Pack, constant, places
+from nbtools.errors import PlanError
 from nbtools.tasks.common import ctc
 from nbtools.tasks.common.lists import spell
 from nbtools.tasks.common.metrics import MEANINGS as OF_TEXTS
@@ -31,6 +32,7 @@ MEANINGS = {
     **OF_TEXTS,
     "infeasible": "share of lines with more characters than the network has steps: the loss leaves them out",
 }
+CHOICES = ("auto", *networks.NETWORKS)
 LINES_A_CLASS = 150  # to train on, over all epochs: that many read the demo's new writers with CER 0.02 (measured)
 SHORT = 12  # epochs up to which augmentation stays mild
 STRETCH, SLANT = 0.08, 0.2  # largest change of a line's length; columns a row leans by
@@ -41,11 +43,7 @@ SPOTS = 3
 class Plan(BasePlan):
     """The settings of lines, in addition to those of every plan."""
 
-    network: str = knob(
-        "auto",
-        f"hctr: the reference's; slim: for CPUs and small sets; auto: hctr from {HCTR_HEIGHT} px on",
-        choices=("auto", "hctr", "slim"),
-    )
+    network: str = knob("auto", f"hctr: the reference's, from {HCTR_HEIGHT} px on; slim: for CPUs", choices=CHOICES)
     augment: float = knob(0.0, "strength of the augmentation; 0: none", least=0, most=2)
     bucket: int = bucket_knob("columns")
 
@@ -110,8 +108,12 @@ def network_for(card: Card | Pack) -> str:
 
 def model(card: Card | Pack, plan: Plan) -> nn.Module:
     """Return the network for a data set. Raises PlanError if it cannot read lines of that height."""
-    name = network_for(card) if plan.network == "auto" else plan.network
-    network = networks.build(name, card.options["height"], len(card.classes))
+    name, height = network_for(card) if plan.network == "auto" else plan.network, card.options["height"]
+    kind = networks.NETWORKS[name]
+    if height < kind.least_height:
+        rule = f'Plan.network = "{name}" reads lines ≥ {kind.least_height} pixels high, but these are {height}'
+        raise PlanError(f"{rule}; pack with a larger height=, or choose another network")
+    network = kind(height, len(card.classes))
     network.recompute = plan.checkpoint_activations
     return network
 

@@ -6,4 +6,4 @@ from nbtools.tasks.segment.inference import decode, infer, metrics, tensors
 from nbtools.tasks.segment.losses import loss
 from nbtools.tasks.segment.networks import groups, model
 from nbtools.tasks.segment.task import BASELINE, BEST, PLAN, PRESETS, Plan, batch, suggest, with_network
-from nbtools.tasks.segment.visualize import preview, save, show, training_views
+from nbtools.tasks.segment.visualize import preview, save, show

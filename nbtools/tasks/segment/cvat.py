@@ -47,17 +47,15 @@ def read(path: Path) -> tuple[list[str], list[Drawing]]:
     if root.tag != "annotations":  # Pascal VOC's is <annotation>
         return [], []
     labels = [label.findtext("name", "").strip() for label in root.iterfind(".//label")]
-    drawings = [drawing_of(image) for image in root.iterfind("image")]
+    drawings = []
+    for image in root.iterfind("image"):
+        sides = image.get("height", ""), image.get("width", "")
+        size = (int(sides[0]), int(sides[1])) if all(side.isdecimal() for side in sides) else None
+        shapes = [(shape.tag, dict(shape.attrib)) for shape in image if shape.tag in AREAS]
+        drawings.append(Drawing(image.get("name", ""), image.get("subset", ""), size, shapes))
     if not drawings:
         raise Refused("no <image>", "annotations must name images", fix)
     return labels, drawings
-
-
-def drawing_of(image: ElementTree.Element) -> Drawing:
-    sides = image.get("height", ""), image.get("width", "")
-    size = (int(sides[0]), int(sides[1])) if all(side.isdecimal() for side in sides) else None
-    shapes = [(shape.tag, dict(shape.attrib)) for shape in image if shape.tag in AREAS]
-    return Drawing(image.get("name", ""), image.get("subset", ""), size, shapes)
 
 
 def draw(drawing: Drawing, size: Size, inside: Size, indices: Mapping[str, int], background: int) -> Image.Image:

@@ -100,9 +100,6 @@ def requested(size: Any, channels: int, classes: Given | None, ignore: Ignored) 
     }
 
 
-# -- classes
-
-
 def parse_classes(classes: Given) -> list[tuple[int, str]]:
     """Return (id, name) of names, of a mapping, or of a file."""
     if isinstance(classes, str | Path):
@@ -140,9 +137,6 @@ def class_options(classes: Sequence[tuple[int, str]], ignore: Sequence[int | str
     return {"names": [*kept.values()], "ids": [*kept], "ignored": [[i, names.get(i, "")] for i in sorted(ignored)]}
 
 
-# -- a folder
-
-
 def survey_of(source: Source, asked: Options) -> Survey:
     """Return the labelled images of a folder, and the options that the files decide: sizes and ids that nothing names
     are read from images and masks."""
@@ -167,9 +161,6 @@ def classes_of(source: Source) -> list[tuple[int, str]]:
         return [*enumerate([*(own or BACKGROUND[:1]), *(label for label in source.labels if label not in own)])]
     masks = {source.folder / item.label for item in source.items.values()}
     return [(i, f"class {i}") for i in sorted(set().union(*side_by_side(ids_in, masks)) - {IGNORE})]
-
-
-# -- a sample
 
 
 def read(path: Path, options: Options) -> Sample:
@@ -286,9 +277,6 @@ def distance_map(label: np.ndarray) -> np.ndarray:
         return np.full(label.shape, FAR, np.uint8)
     distance: np.ndarray = distance_transform_edt(~edge)  # pyright: ignore[reportAssignmentType]
     return np.minimum(np.rint(distance * PER_PIXEL), FAR).astype(np.uint8)
-
-
-# -- the validator
 
 
 def validate(

@@ -27,7 +27,10 @@ def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[T
     (main, auxiliary), labels = model(batch), batch["label"]
     outputs = [main, *auxiliary] if plan.aux_weight else [main]
     targets, valid = [subsampled(labels, logits) for logits in outputs], labels != IGNORE
-    entropies = [cross_entropy(*each) for each in zip(outputs, targets, strict=True)]
+    entropies = [  # (B, H, W) each, 0 where ignored; never in half precision
+        F.cross_entropy(logits.float(), target, ignore_index=IGNORE, reduction="none")
+        for logits, target in zip(outputs, targets, strict=True)
+    ]
     weights = hard_pixels(entropies, targets, plan)
     if plan.edge_factor:
         weights[0] = weights[0] + plan.edge_factor * edge_weights(batch["distance"], valid, plan)
@@ -35,11 +38,6 @@ def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[T
     for term in more:
         total = total + plan.aux_weight * term
     return total, valid.flatten(1).any(1).sum()
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """(B, H, W) float32, 0 where ignored; never in half precision."""
-    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="none")
 
 
 def subsampled(labels: Tensor, logits: Tensor) -> Tensor:

@@ -6,8 +6,6 @@ Strides round up; feature maps are enlarged by the whole stride and cropped, so 
 B images, C channels, K classes, H × W pixels, h × w positions of a stage: ⌈H / stride⌉ × ⌈W / stride⌉.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -50,7 +48,7 @@ machine."""
 SIZES = {"bisenetv2": PUBLISHED, "slim": SLIM}
 
 
-def model(card: Card | Pack, plan: Plan) -> BiSeNetV2:
+def model(card: Card | Pack, plan: Plan) -> "BiSeNetV2":
     """The network that the plan names, with the channels and classes of a data set."""
     channels = card.columns["image"].shape[-1]
     network = BiSeNetV2(len(card.classes), channels, SIZES[plan.net])

@@ -14,7 +14,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from nbtools import disk
 from nbtools.data import IMAGES
 from nbtools.tasks.common.files import Refused, Row, split_word, walk
 from nbtools.tasks.common.lists import decode_text, read_rows, slashed
@@ -43,11 +42,10 @@ class Source:
         self.items: dict[str, Item] = {}
         self.rows: list[Row] = []
         self.labels: list[str] = []
-        with disk.explained(f"looking at {folder}", folder):
-            self.names = dict.fromkeys(walk(folder))
-            for name in self.having(".txt", ".csv"):
-                self.read_list(name)
-            self.pair()
+        self.names = dict.fromkeys(walk(folder))
+        for name in self.having(".txt", ".csv"):
+            self.read_list(name)
+        self.pair()
 
     def having(self, *suffixes: str) -> list[str]:
         return [name for name in self.names if name.lower().endswith(suffixes)]

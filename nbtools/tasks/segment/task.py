@@ -18,6 +18,7 @@ from nbtools.train import Batch, knob
 from nbtools.train import Plan as BasePlan
 
 ALL_SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # the reference's (CoinCheung/BiSeNet, bisenetv2_city.py)
+NETWORKS = ("auto", "bisenetv2", "slim")
 BEST = "miou"  # the metric that chooses the best checkpoint
 SECONDS = 1800.0  # of training on one CPU core that a plan is advised for
 PIXEL = 0.6e-6  # seconds of slim a pixel of an image, in all, on one core (measured: 0.5, next to other work 0.7)
@@ -33,24 +34,14 @@ HALF = 0.5  # scale below which an image of half the size is read: bilinear weig
 class Plan(BasePlan):
     """The settings of segmentation, in addition to those of every plan."""
 
-    network: str = knob(
-        "auto",
-        "bisenetv2: the original network; slim: the same with few channels, for CPUs; auto: bisenetv2",
-        choices=("auto", "bisenetv2", "slim"),
-    )
-    crop: int | None = knob(
-        None, "height and width of training crops; None: the whole image", least=32, unit="px", live=True
-    )
+    network: str = knob("auto", "auto, bisenetv2: the original; slim: with few channels, for CPUs", choices=NETWORKS)
+    crop: int | None = knob(None, "side of training crops; None: the whole image", least=32, unit="px", live=True)
     scale_low: float = knob(1.0, "augmentation: the smallest zoom of a training image", least=0.25, most=4, live=True)
     scale_high: float = knob(1.0, "augmentation: the largest zoom of a training image", least=0.25, most=4, live=True)
     flip: float = knob(0.0, "augmentation: chance of a left-right mirror image", least=0, most=1, live=True)
-    jitter: float = knob(
-        0.0, "augmentation: brightness, contrast, saturation times 1 ± this", least=0, most=0.9, live=True
-    )
+    jitter: float = knob(0.0, "augmentation: brightness, contrast, saturation × 1 ± this", least=0, most=0.9, live=True)
     ohem_threshold: float = knob(0.7, "pixels whose class gets more count in no loss", above=0, most=1, live=True)
-    ohem_least: float = knob(
-        1 / 16, "share of an image's hardest pixels that always counts", above=0, most=1, live=True
-    )
+    ohem_least: float = knob(1 / 16, "share of the hardest pixels that always counts", above=0, most=1, live=True)
     aux_weight: float = knob(1.0, "weight of each auxiliary head in the loss; 0: the heads learn nothing", least=0)
     edge_factor: float = knob(2.0, "weight of the boundary term in the loss; 0: none", least=0, live=True)
     edge_weight: float = knob(10.0, "weight of a pixel on a boundary in it, against 1 far away", least=1, live=True)
@@ -64,10 +55,8 @@ class Plan(BasePlan):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.scale_low > self.scale_high:
-            raise PlanError(
-                f"Plan.scale_low must be at most scale_high ({self.scale_high:g}), got {self.scale_low:g}; "
-                "lower it or raise scale_high"
-            )
+            rule = f"Plan.scale_low must be at most scale_high ({self.scale_high:g}), got {self.scale_low:g}"
+            raise PlanError(f"{rule}; lower it or raise scale_high")
         if not self.eval_scales:
             raise PlanError("Plan.eval_scales must name at least one zoom, got none; 1.0 is the image at its own size")
 
@@ -100,9 +89,6 @@ PLAN = BASELINE.replace(lr_rule="linear", amp="bf16", channels_last=True, feed="
 PLAN = PLAN.replace(eval_every=1, eval_scales=(1.0,), eval_flip=False, eval_full=False)
 """For a GPU with bfloat16: the reference's recipe (SGD with momentum, heads at ten times the lr, warmup, poly), and
 evaluations in a single pass."""
-
-
-# -- advice
 
 
 def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
@@ -169,9 +155,6 @@ def with_network(plan: Plan, card: Card | Pack, network: str) -> Plan:
     """Return an advised plan for another network than the advised one."""
     named = plan.replace(network=network)
     return named.replace(**{name: value for name, (value, _) in recipe(named.net, plan.batch_size).items()})
-
-
-# -- batches
 
 
 def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:

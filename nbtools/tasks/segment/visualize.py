@@ -9,18 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from matplotlib.patches import Patch
 from PIL import Image
 
 from nbtools import disk
-from nbtools.data import Card, Draws, Pack, collate
+from nbtools.data import Card, Pack
 from nbtools.errors import PackError
 from nbtools.figures import GREY, MARGIN, WIDE, Picture, Sheet, gallery, look, scaled, shortened
 from nbtools.tasks.common.files import on_white
 from nbtools.tasks.common.metrics import paired
 from nbtools.tasks.segment.data import BACKGROUND, IGNORE, header_size, inner_box
-from nbtools.tasks.segment.task import MEAN, SPREAD, Plan, batch
 
 OKABE_ITO = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0), (204, 121, 167))
 ALPHA, FAINT = 0.6, 0.15  # opacity of a class's colour over the image; of a background's
@@ -29,32 +27,26 @@ CELL = (WIDE - (COLUMNS + 1) * MARGIN) // COLUMNS  # px: the width of an image
 ROW, SIZE = 20, 8.5  # px of a row of the legend; points of its text
 LIVE, PAPER = (400, 320), 6  # px of the live picture at most: what a screen of twice the pixels shows; its middle
 
-Ids = Sequence[int] | np.ndarray
 
-
-def show(pack: Pack, ids: Ids, predicted: Sequence[np.ndarray] | None = None) -> Sheet:
+def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[np.ndarray] | None = None) -> Sheet:
     """Draw images, each next to its classes, and with one class map an id also next to what was predicted. Classes are
     named below; pixels without a label are grey. Raises PackError for another number of class maps."""
     pictures: list[Picture] = []
     for i, guess in paired([*map(int, ids)], [None] * len(ids) if predicted is None else predicted, "class map"):
-        image = pack.arrays["image"][i]
-        pictures += labelled(pack, image, pack.arrays["label"][i], f"{i} · {pack.names[i]}", "truth")
+        image, label = pack.arrays["image"][i], pack.arrays["label"][i]
+        pictures.append((resized(image, scaled(image, CELL)), f"{i} · {pack.names[i]}", GREY))
+        pictures.append((overlay(pack, image, label, CELL), "truth", GREY))
         if guess is not None:
             pictures.append((overlay(pack, image, guess, CELL), "predicted", GREY))
-    return with_legend(pack, pictures, COLUMNS if predicted is None else 3)
-
-
-def training_views(pack: Pack, ids: Ids, plan: Plan, epoch: int = 0) -> Sheet:
-    """Draw what training sees of these images in an epoch (the first is 0): each crop, augmented as the plan says, next
-    to its classes. These are exactly training's own, since augmentation depends on seed, epoch and id alone."""
-    ids, pictures = [int(i) for i in ids], []
-    if ids:
-        raw = {**collate([pack.sample(i) for i in ids], pack.columns), "id": torch.tensor(ids)}
-        seen = batch(raw, plan, Draws(plan.seed, epoch, raw["id"]))
-        images = (seen["image"] * SPREAD + MEAN).round().clamp(0, 255).permute(0, 2, 3, 1).byte().contiguous().numpy()
-        for i, image, label in zip(ids, images, seen["label"].byte().numpy(), strict=True):
-            pictures += labelled(pack, image, label, f"{i} · {pack.names[i]}", f"epoch {epoch}")
-    return with_legend(pack, pictures, COLUMNS)
+    names = [*(shortened(name, SIZE, WIDE / NAMES - 50) for name in pack.classes), "ignored"]
+    columns, below = COLUMNS if predicted is None else 3, MARGIN + ROW * math.ceil(len(names) / NAMES)
+    sheet, shades = gallery(pictures, columns, below), [*(colours(pack.classes) / 255), "#c8c8c8"]
+    if pictures:
+        patches = [Patch(fc=shade, ec=GREY, label=name) for shade, name in zip(shades, names, strict=True)]
+        legend = sheet.axes[0].legend(handles=patches, ncols=NAMES, loc="lower left", frameon=False, labelcolor=GREY)
+        for text in legend.get_texts():
+            text.set(**look(SIZE))
+    return sheet
 
 
 def preview(pack: Pack, i: int, guess: np.ndarray) -> tuple[np.ndarray, str, str]:
@@ -66,26 +58,6 @@ def preview(pack: Pack, i: int, guess: np.ndarray) -> tuple[np.ndarray, str, str
     valid = truth != IGNORE
     share = f"{(guess == truth)[valid].mean():.0%} of pixels right" if valid.any() else "no labels"
     return np.concatenate([left, paper, right], 1), "", f"{share} | truth"
-
-
-def labelled(pack: Pack, image: np.ndarray, label: np.ndarray, title: str, about: str) -> list[Picture]:
-    """Return an image, and its classes over it."""
-    return [(resized(image, scaled(image, CELL)), title, GREY), (overlay(pack, image, label, CELL), about, GREY)]
-
-
-def with_legend(pack: Pack, pictures: Sequence[Picture], columns: int) -> Sheet:
-    """Draw pictures in rows, and the legend of the classes below."""
-    names = [*(shortened(name, SIZE, WIDE / NAMES - 50) for name in pack.classes), "ignored"]
-    sheet = gallery(pictures, columns, below=MARGIN + ROW * math.ceil(len(names) / NAMES))
-    if pictures:
-        shades = [*(colours(pack.classes) / 255), "#c8c8c8"]
-        patches = [
-            Patch(facecolor=shade, edgecolor=GREY, label=name) for shade, name in zip(shades, names, strict=True)
-        ]
-        legend = sheet.axes[0].legend(handles=patches, ncols=NAMES, loc="lower left", frameon=False, labelcolor=GREY)
-        for text in legend.get_texts():
-            text.set(**look(SIZE))
-    return sheet
 
 
 def overlay(pack: Pack, image: np.ndarray, label: np.ndarray, *limits: float) -> np.ndarray:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nbtools.tasks.common.files import File, require, whole, write_demo
-from nbtools.tasks.common.lists import csv_bytes
 from nbtools.tasks.sign.keypoints import FACE, HANDS, LEFT, MIRROR, ORDER, POINTS, RIGHT
 
 TAKES, HELD = 10, 5  # clips of a signer; every fifth signer is a val signer
@@ -84,7 +83,7 @@ def demo(
     )
     signs = [sign_of(n % categories, n // categories, seed) for n in range(glosses)]
     named = [(i, sign.name, sign.category, CATEGORIES[sign.category]) for i, sign in enumerate(signs)]
-    files: list[File] = [("labels_reference.csv", partial(csv_bytes, REFERENCE, named))]
+    files: list[File] = [("labels_reference.csv", partial(table, REFERENCE, *named))]
     rows: dict[str, list[tuple]] = {"train": [], "val": []}
     for number in range(count):
         split, name = "val" if number // TAKES % HELD == 1 else "train", f"clip_{number:05}"
@@ -92,8 +91,12 @@ def demo(
         gloss = int(np.random.default_rng([seed, TURN, split == "val", turn]).permutation(glosses)[place])
         rows[split].append((name, gloss, signs[gloss].category))
         files.append((f"{split}/{name}.npz", partial(clip_bytes, signs[gloss], number, frames, features, seed)))
-    files += [(f"{split}/labels.csv", partial(csv_bytes, LIST, some)) for split, some in rows.items()]
+    files += [(f"{split}/labels.csv", partial(table, LIST, *some)) for split, some in rows.items()]
     return write_demo(folder, files, (".npz",))
+
+
+def table(*rows: tuple) -> bytes:
+    return "".join(f"{','.join(map(str, row))}\n" for row in rows).encode()
 
 
 def sign_of(category: int, number: int, seed: int) -> Sign:

@@ -24,8 +24,7 @@ from nbtools.errors import MissingExtra, PackError, StageError
 from nbtools.show import plural
 from nbtools.tasks.common.files import Refused, Report, decode_image, split_of, walk
 from nbtools.tasks.sign import task
-from nbtools.tasks.sign.clips import AGAIN, FEATURES, MASK, TIMES, arrays_in, opened
-from nbtools.tasks.sign.data import SUFFIX, Ids, read_lists
+from nbtools.tasks.sign.data import AGAIN, FEATURES, MASK, SUFFIX, TIMES, Ids, arrays_in, opened, read_lists
 from nbtools.tasks.sign.networks import Gru
 from nbtools.train import again
 from nbtools.train import device as devices
@@ -112,9 +111,6 @@ def refuse_mixture(into: Path, weights: bytes) -> None:
         write(path, mark.encode())
 
 
-# -- frames
-
-
 def find_films(folder: Path) -> dict[str, Film]:
     """Return clip → its frames, by the numbers in their names: frame_2 before frame_10. Raises PackError without."""
     films = defaultdict(list)
@@ -152,9 +148,6 @@ def picture_of(path: Path) -> np.ndarray:
         raise
 
 
-# -- the backbone
-
-
 def normalised(frames: Tensor, network: nn.Module) -> Tensor:
     """Map frames (N, 3, H, W) uint8 to (N, 3, 299, 299) on the network's device: squeezed into the square whole, as by
     the extractor of the published clips, and normalised as ImageNet's pictures."""
@@ -189,9 +182,6 @@ def inception(weights: str | None) -> nn.Module:
 
 def weights_of(network: nn.Module) -> bytes:
     return safetensors.torch.save({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()})
-
-
-# -- fine-tuning
 
 
 def train_clips(folder: Path, films: dict[str, Film]) -> Clips:

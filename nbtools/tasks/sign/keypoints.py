@@ -33,17 +33,10 @@ NARROW = 0.02  # of the picture: least width of the shoulders, so that a profile
 STRETCH, BEND = 0.3, 0.5  # at time_warp 1: change of a clip's length; of its pace within it
 
 
-def mirror_table() -> list[int]:
-    """Return point → the point that takes its place in the mirrored clip."""
-    table = list(range(POINTS))
-    face = {mesh: FACE.start + i for i, mesh in enumerate(FACE_MESH)}
-    hands = zip(range(LEFT.start, LEFT.stop), range(RIGHT.start, RIGHT.stop), strict=True)
-    for a, b in (*POSE_PAIRS, *hands, *((face[a], face[b]) for a, b in FACE_PAIRS)):
-        table[a], table[b] = b, a
-    return table
-
-
-MIRROR = tuple(mirror_table())
+PAIRS = (*POSE_PAIRS, *zip(range(25, 46), range(46, 67), strict=True))
+PAIRS += tuple((FACE.start + FACE_MESH.index(a), FACE.start + FACE_MESH.index(b)) for a, b in FACE_PAIRS)
+PARTNER = dict(PAIRS) | {b: a for a, b in PAIRS}
+MIRROR = tuple(PARTNER.get(point, point) for point in range(POINTS))  # which takes a point's place in the mirrored clip
 
 
 class Keypoints(NamedTuple):
@@ -66,8 +59,9 @@ def prepared(clips: Keypoints, plan: Any, draws: Draws | None) -> Keypoints:
     if plan.normalise != "none":
         centre, width = body(points, clips.seen)
         points = (points - centre) / width
-    if plan.normalise == "hands":
-        points = about_wrists(points)
+    if plan.normalise == "hands":  # MediaPipe finds a hand whole or not at all: where a finger is seen, so is the wrist
+        hands = points[:, :, LEFT.start : RIGHT.stop].unflatten(2, (len(HANDS), -1))
+        hands[:, :, :, 1:].sub_(hands[:, :, :, :1]).mul_(SPAN)  # fingers relative to their wrist, enlarged
     zero = constant((0,), points.device)
     return clips._replace(points=points.where(clips.seen[..., None], zero))
 
@@ -87,14 +81,6 @@ def body(points: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     found = count > 0
     centre = torch.where(found, shoulders.mean(2, keepdim=True), middle)
     return centre, torch.where(found, apart.clamp(min=NARROW), constant((0.25,), found.device))
-
-
-def about_wrists(points: Tensor) -> Tensor:
-    """Return the fingers relative to their wrist, enlarged, in place. MediaPipe finds a hand whole or not at all: where
-    a finger is seen, so is the wrist."""
-    wrist, fingers = points[:, :, LEFT.start : RIGHT.stop].unflatten(2, (len(HANDS), -1)).split([1, 20], 3)
-    fingers.sub_(wrist).mul_(SPAN)
-    return points
 
 
 def retimed(clips: Keypoints, draws: Draws, warp: float, crop: float, longest: int) -> Keypoints:

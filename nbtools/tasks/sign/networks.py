@@ -39,7 +39,10 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.layers = nn.ModuleList([Layer(width, dropout) for _ in range(self.depth)])
         self.drop = nn.Dropout(dropout)
-        self.gloss, self.category = (head(width, classes, dropout) for classes in (glosses, categories))
+        self.gloss, self.category = (
+            nn.Sequential(nn.Linear(width, width // 2), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width // 2, classes))
+            for classes in (glosses, categories)
+        )
         self.recompute = False
 
     def forward(self, batch: Batch) -> Outputs:
@@ -91,11 +94,6 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=keys, dropout_p=dropout)
         return self.out(attended.transpose(1, 2).flatten(2))
-
-
-def head(width: int, classes: int, dropout: float) -> nn.Sequential:
-    half = width // 2
-    return nn.Sequential(nn.Linear(width, half), nn.ReLU(), nn.Dropout(dropout), nn.Linear(half, classes))
 
 
 def sinusoids(count: int, width: int) -> Tensor:

@@ -25,6 +25,7 @@ MEANINGS = {
     "top5": "share of clips whose gloss is among the five likeliest",
 }
 READS = {"transformer": ("x", "mask"), "gru": ("features",)}
+FRAMES = ("none", "body", "hands")  # of reference, of coordinates
 SHOWN = 480  # clips of a gloss to train on, all epochs together: more taught ten signs nothing (measured)
 
 
@@ -33,18 +34,14 @@ class Plan(BasePlan):
     """The settings of signs, in addition to those of every plan."""
 
     network: str = knob(
-        "auto",
-        "transformer: on keypoints; gru: on ready-made features; auto: transformer if there are keypoints",
-        choices=("auto", *READS),
+        "auto", "transformer: on keypoints, if there are any; gru: on features", choices=("auto", *READS)
     )
     alpha: float = knob(0.5, "weight of the gloss in the loss", least=0)
     beta: float = knob(0.5, "weight of the category in the loss", least=0)
     label_smoothing: float = knob(0.0, "share of a target spread over all classes", least=0, most=0.99)
     dropout: float | None = knob(None, "dropout; None: the network's (Transformer 0.1, GRU 0.3)", least=0, most=0.99)
     normalise: str = knob(
-        "hands",
-        "coordinates: none: as in the frame; body: relative to the shoulders; hands: also fingers to their wrists",
-        choices=("none", "body", "hands"),
+        "hands", "coordinates: of the frame; by the shoulders; also fingers by wrists", choices=FRAMES
     )
     bucket: int = bucket_knob("frames")
     time_warp: float = knob(0.0, "augmentation: change of length and pace; 1: up to 30 %", least=0, most=1)
@@ -127,9 +124,6 @@ def with_network(plan: Plan, card: Card | Pack, network: str) -> Plan:
     card = card.reading(["features"]).card if isinstance(card, Pack) else card
     settings = {name: value for name, (value, _) in for_gru(card).items()} if network == "gru" else {}
     return plan.replace(**{**settings, "network": network})
-
-
-# -- training
 
 
 def network_of(plan: Plan, columns: Collection[str]) -> str:

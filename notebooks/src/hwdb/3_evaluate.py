@@ -86,11 +86,13 @@ lm = hwdb.NGram.train(text, pack.classes, order=3)
 # The weight of the language model is chosen on the validation lines, never on the test lines.
 
 # %%
-val = pack.ids("val")
-peaks = hwdb.peaks_of(run.model(), pack, run.plan, val)
-cers = hwdb.tune(peaks, [hwdb.text_of(pack, i) for i in val], pack.classes, lm)
-alpha, beta = cers.idxmin()
-cers.unstack()
+import itertools
+
+val, weights = pack.ids("val"), itertools.product((0.0, 0.2, 0.4, 0.6, 0.8, 1.0), (0.0, 1.0, 2.0, 3.0))
+peaks, truth = hwdb.peaks_of(run.model(), pack, run.plan, val), [hwdb.text_of(pack, i) for i in val]
+cers = {pair: hwdb.scores(truth, hwdb.search(peaks, pack.classes, lm, 10, *pair))["cer"] for pair in weights}
+alpha, beta = min(cers, key=cers.get)
+print(f"log P(CTC) + {alpha} · log P(LM) + {beta} · length: CER {cers[alpha, beta]:.3f}, without {cers[0.0, 0.0]:.3f}")
 
 # %% [markdown]
 # All three decoders on the test lines.

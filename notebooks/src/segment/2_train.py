@@ -70,13 +70,6 @@ panel.put(panel.plan.replace(**CHANGES))
 panel
 
 # %% [markdown]
-# ## What the network will see
-# The same images after augmentation: scaled, cropped, mirrored, in other colours. Labels are never mixed.
-
-# %%
-segment.training_views(pack, pack.ids("train")[:3], panel.plan)
-
-# %% [markdown]
 # ## Train
 # Evaluations during training are single passes; several scales and mirror images, if the plan asks for them, are left
 # to the end.
