@@ -44,6 +44,9 @@ def test_a_notebook_keeps_the_house_rules(name):
         for node in ast.walk(ast.parse(re.sub(r"^(\s*)[%!].*$", r"\1pass", source, flags=re.M))):
             defines = isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda))
             assert not defines or name == "9_your_own_task", "this belongs in the package"  # but for one's own network
+    opening, *between = prose_between(name)
+    assert opening <= 125
+    assert max(between) <= 60
     first, install, *texts = cells(name, "markdown")
     assert re.match(r"# .+\n\n\[!\[Open in Colab\].+\n\n\S", first)
     assert "**GPU:**" in first
@@ -57,6 +60,18 @@ def test_a_notebook_keeps_the_house_rules(name):
     if name.endswith("2_train"):
         assert code.count("nb.fit(") == code.count("release_gpu=RELEASE_GPU")
         assert "nb.gpus()" in code
+
+
+def prose_between(name: str) -> list[int]:
+    """Words of prose, without tables and examples, before each cell of code and at the end; first of the opening."""
+    words = [0]
+    for cell in build.notebook(name, ADDRESS).cells:
+        if cell.cell_type == "code":
+            words.append(0)
+        else:
+            lines = [line for line in cell.source.splitlines() if not line.startswith(("|", "    ", "[![", "#"))]
+            words[-1] += sum(len(line.split()) for line in lines)
+    return words
 
 
 def apart(work, *arguments):

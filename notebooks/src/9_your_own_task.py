@@ -6,7 +6,7 @@
 # Trains your own network on your own data: images in one folder per class, any PyTorch Dataset, or a table. All that
 # the other notebooks have comes with it: the plan with reasons, the panel, the live picture, the receipt, exact resume.
 #
-# **GPU:** any NVIDIA GPU (not tested on one yet); none needed for the generated pictures. **Measured:** 1 min 52 s on
+# **GPU:** none needed for the generated pictures. **Measured:** 1 min 52 s on
 # two cores of an AMD EPYC (a cloud machine, no GPU, with other work beside it), installation aside.
 
 # {install}
@@ -182,5 +182,5 @@ rent_run = nb.fit(mlp, rents, nb.Plan(epochs=EPOCHS, lr=1e-2), run="runs/rents",
 nb.evaluate(rent_run, rents)
 
 # %% [markdown]
-# More, side by side with a PyTorch loop, Lightning and Keras:
+# More, side by side with a PyTorch loop and Lightning:
 # [docs/your-own.md]({repository}/blob/main/docs/your-own.md).

@@ -4,8 +4,7 @@
 # {badge}
 #
 # Fetches captchas from Drive, a link or an archive to fast local disk, checks each one, and packs them into a form that
-# a GPU never waits for. Without data of your own it generates some. The pack is kept on your Drive as one file, so that
-# the next notebook, or the next session, starts with one copy.
+# a GPU never waits for. Without data of your own it generates some. The pack is kept on your Drive as one file.
 #
 # **GPU:** none needed; reading images is work for the processor. **Measured:** 17 s on two cores of an AMD EPYC (a
 # cloud machine, no GPU), installation aside, with 6,000 generated images.

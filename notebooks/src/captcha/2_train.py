@@ -4,12 +4,11 @@
 # {badge}
 #
 # Proposes a plan for the machine you have with a reason for every number, trains, and ends with a receipt: how much
-# faster than the guide's own settings, measured here, on your data. Loss, accuracy, learning rate, speed and memory are
-# drawn while it runs, and you can change its settings at the same time. Stop it, or lose the session, and the same cell
-# resumes where it stopped.
+# faster than the guide's own settings, on your data. You can watch it and change its settings while it runs. Stop it,
+# or lose the session, and the same cell resumes.
 #
-# **GPU:** any NVIDIA GPU (not tested on one yet); without one a small network is chosen. **Measured:** 1 min 58 s on
-# two cores of an AMD EPYC (a cloud machine, no GPU), installation aside, with 6,000 generated images of four digits.
+# **GPU:** any NVIDIA GPU (not tested yet); without one a small network is chosen. **Measured:** 1 min 58 s on two cores
+# of an AMD EPYC (a cloud machine, no GPU), installation aside, with 6,000 generated images of four digits.
 
 # {install}
 

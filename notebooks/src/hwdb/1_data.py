@@ -4,23 +4,19 @@
 # {badge}
 #
 # Fetches handwritten lines (CASIA-HWDB pages, or any folder of line images with a list of their texts) to fast local
-# disk, checks each one, and packs them, scaled and turned to ink, into a form that a GPU never waits for. 50,000 lines
-# become a handful of files. Without data of your own it writes some pages in the same format. The pack is kept on your
-# Drive as one file.
+# disk, checks each one, and packs them into a form that a GPU never waits for. Without data of your own it writes some
+# pages. The pack is kept on your Drive as one file.
 #
-# **GPU:** none needed; reading pages is work for the processor. **Measured:** 15 s on two cores of an AMD EPYC
-# (a cloud machine, no GPU), installation aside, with 6,000 generated lines.
+# **GPU:** none needed; reading pages is work for the processor. **Measured:** 15 s on two cores of an AMD EPYC (a cloud
+# machine, no GPU), installation aside, with 6,000 generated lines.
 
 # {install}
 
 # %% [markdown]
 # ## Settings
-# `RAW` may be a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:…` for a path in your Drive, or a Drive link:
-# of the folders `HWDB2.0Train` … `HWDB2.2Test`, unpacked, or of `train/`, `train_img_id_gt.txt` with
-# `name,text` on each line, and `chars_list.txt`. `OPTIONS` are those of `hwdb.pack`; `help(hwdb.pack)` lists them. The
-# height of the lines follows the machine, by a rule of thumb (not tested on a GPU yet): 128 pixels, as the guide's
-# network reads them, on a GPU of 40 GB; 96 from 24 GB, 64 on a smaller one, and 32 without. `{"height": 96}` sets
-# another.
+# `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: of the folders `HWDB2.0Train`
+# … `HWDB2.2Test`, unpacked, or of `train/`, `train_img_id_gt.txt` with `name,text` on each line, and `chars_list.txt`.
+# `help(hwdb.pack)` lists the `OPTIONS`. The lines' height follows the GPU's memory; `{"height": 96}` sets another.
 
 # %% tags=["parameters"]
 import os

@@ -4,13 +4,12 @@
 # {badge}
 #
 # Trains a recogniser of handwritten lines, a convolutional network with CTC, by a plan that is measured on your
-# machine: batch size, what limits a step, which single change is worth making. While it trains, the truth and the
-# prediction of a few lines are shown below the curves, errors in colour, and you can change its settings. It ends with
-# a receipt: how much faster than the guide's own settings, measured here, on your data.
+# machine. You can change its settings while it trains. It ends with a receipt: how much faster than the
+# guide's own settings, on your data.
 #
-# **GPU:** any NVIDIA GPU for the guide's network of 53 M parameters (not tested on one yet); without one a slim network
-# is chosen. **Measured:** 1 min 58 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation aside, with
-# 6,000 generated lines of 60 characters.
+# **GPU:** any NVIDIA GPU (not tested yet) for the guide's network of 53 M parameters; without one a slim network is
+# chosen. **Measured:** 1 min 58 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation aside, with 6,000
+# generated lines of 60 characters.
 
 # {install}
 
@@ -54,10 +53,9 @@ pack
 
 # %% [markdown]
 # ## The plan
-# Measured here, on your data: which batch size is the fastest that fits, what a step spends its time on, how much of a
-# batch is padding, and which single change is worth making. It takes about a minute the first time and is kept next to
-# the pack. Every field has its reason next to it; where nothing was measured, the reason names the rule of thumb. Above
-# the table: how many steps that is, of these how many of warmup, and how long they take at the measured speed.
+# Measured here, on your data, in about a minute, and kept next to the pack. Every field has its reason next to it;
+# where nothing was measured, the reason names the rule of thumb. Above the table: how many steps that is, and how long
+# they take at the measured speed.
 
 # %%
 advice = nb.advise(hwdb, pack, measure=MEASURE)

@@ -46,7 +46,7 @@ run = nb.Run.open(nb.stage(trained))
 
 # %% [markdown]
 # ## How good is it?
-# On the test split: writers that neither training nor the choice of the best checkpoint has seen. `cer` counts
+# On writers that neither training nor the choice of the best checkpoint has seen. `cer` counts
 # substituted, missing and inserted characters, `ar` is 1 - cer, and `cr` ignores insertions: the ICDAR competition's
 # metrics.
 #

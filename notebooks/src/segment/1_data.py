@@ -3,10 +3,9 @@
 #
 # {badge}
 #
-# Checks images and their labels (PNGs of class ids, lists, or CVAT's polygons) before training: sizes, ids
-# that are in no class, files that are cut off. Then it shows them with their classes over them, and packs them: decoded
-# once, polygons drawn once, with the distance of every pixel to the nearest class boundary. Without data of your own it
-# generates images of striped and dotted shapes. The pack is kept on your Drive as one file.
+# Checks images and their labels (PNGs of class ids, lists, or CVAT's polygons) before training, shows them with their
+# classes over them, and packs them: decoded once, polygons drawn once. Without data of your own it generates images of
+# striped and dotted shapes. The pack is kept on your Drive as one file.
 #
 # **GPU:** none needed. **Measured:** 17 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation
 # aside, with 1,400 generated images.
@@ -17,7 +16,7 @@
 # ## Settings
 # `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: of `images/` and `labels/`,
 # of `train/` and `trainannot/`, of lists with `image,label` lines, or of images with CVAT's `annotations.xml`.
-# `OPTIONS` gives the meaning of the labels' numbers and the size of the packed images, where the source does not:
+# `OPTIONS` gives what the labels' numbers mean and the size, where the source does not:
 # `{"classes": ["background", "garment"], "ignore": [2], "size": (384, 384)}`.
 
 # %% tags=["parameters"]

@@ -3,12 +3,11 @@
 #
 # {badge}
 #
-# Trains BiSeNetV2, or on a CPU a slim version of it, to predict the class of every pixel: hard pixels first, boundaries
-# weighted by a distance map, augmentation of whole batches on the device, and a plan with a reason for every number.
-# Predictions are drawn while it trains. The receipt shows how much faster that is than the guide's own settings on this
-# machine.
+# Trains BiSeNetV2, or on a CPU a slim version of it, to predict the class of every pixel. The plan has a reason for
+# every number. Predictions are drawn while it trains. The receipt shows how much faster that is than the guide's own
+# settings on this machine.
 #
-# **GPU:** any NVIDIA GPU (not tested on one yet). **Measured:** 2 min 44 s on two cores of an AMD EPYC (a cloud
+# **GPU:** any NVIDIA GPU (not tested yet). **Measured:** 2 min 44 s on two cores of an AMD EPYC (a cloud
 # machine, no GPU), installation aside, with 1,400 generated images.
 
 # {install}

@@ -4,8 +4,8 @@
 # {badge}
 #
 # Checks clips of sign language, keypoints and features in `.npz` files with a list of labels, by every rule that
-# training depends on, shows them as moving skeletons, and packs them: decompressed once, not at every access. Without
-# data of your own it generates clips of invented signs. The pack is kept on your Drive as one file.
+# training depends on, shows them as moving skeletons, and packs them. Without data of your own it generates clips of
+# invented signs. The pack is kept on your Drive as one file.
 #
 # **GPU:** none needed. **Measured:** 11 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation
 # aside, with 600 generated clips.

@@ -4,10 +4,10 @@
 # {badge}
 #
 # Trains two models on the same clips, side by side: a Transformer on keypoints, and a GRU on ready-made image features,
-# each by a plan with a reason for every number. Both predict two things, the gloss and its category. The receipt shows
-# how much faster that is than the guide's own settings on this machine.
+# each by a plan with a reason for every number. The receipt shows how much faster that is than the guide's own settings
+# on this machine.
 #
-# **GPU:** any NVIDIA GPU (not tested on one yet); the steps are small, and a CPU will do. **Measured:** 2 min 57 s on
+# **GPU:** any NVIDIA GPU (not tested yet); the steps are small, and a CPU will do. **Measured:** 2 min 57 s on
 # two cores of an AMD EPYC (a cloud machine, no GPU), installation aside, with 600 generated clips of 12 signs.
 
 # {install}
