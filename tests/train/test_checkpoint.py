@@ -47,7 +47,7 @@ def test_where_every_checkpoint_is_damaged_the_way_out_is_the_kept_copy_and_none
 
 
 @pytest.mark.parametrize("name", ["card.json", "plan.json", "receipt.json"])
-def test_a_damaged_file_of_a_run_is_named_with_what_to_do(pack, tmp_path, untouched, name):
+def test_a_damaged_file_of_a_run_is_named_with_what_to_do(tmp_path, untouched, name):
     folder = shutil.copytree(untouched.folder, tmp_path / "run")
     fix = "copy the whole run folder again" if name in ("card.json", "plan.json") else "delete it"
     for text in ("{", "[1]"):
