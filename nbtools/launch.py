@@ -139,9 +139,8 @@ def reporting(act: Callable[[], Any]) -> Any:
 
 
 def failure(place: Path) -> str:
-    """Return why the last attempt failed: the first error that is not about another rank, else what torchrun says."""
-    attempt = max(place.glob("*/attempt_*"), key=os.path.getmtime, default=place)
-    for path in sorted(attempt.glob("*/error.json"), key=os.path.getmtime):
+    """Return why it failed: the latest error that is not about another rank, else what torchrun says."""
+    for path in sorted(place.glob("*/*/*/error.json"), key=os.path.getmtime, reverse=True):
         message = json.loads(path.read_text())["message"]  # what torch's `record` wrote
         kind = message["message"].partition(":")[0]
         if kind != RankLost.__name__:
