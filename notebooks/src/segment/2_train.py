@@ -88,10 +88,10 @@ segment.training_views(pack, pack.ids("train")[:3], panel.plan)
 run = nb.fit(segment, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu=RELEASE_GPU)
 
 # %% [markdown]
-# ## Epoch by epoch
+# ## The last epochs
 
 # %%
-run.summary()
+run.summary().tail(3)
 
 # %% [markdown]
 # ## The receipt
