@@ -47,7 +47,7 @@ class Notebook:
     at: the cell in whose output controls are looked for. errors: what scripts of the page did not catch.
     """
 
-    PROMPT = OUTPUT = CELL = PATH = LOADED = READY = RUN_ALL = RUN = INTERRUPT = SAVE = NO_KERNEL = ""
+    PROMPT = OUTPUT = CELL = PATH = LOADED = READY = RUN_ALL = RUN = INTERRUPT = SAVE = NO_KERNEL = BUSY = ""
 
     def __init__(self, browser: Browser, address: str, at: int = 0):
         self.address, self.at = address, at
@@ -216,7 +216,7 @@ class Lab(Notebook):
         window.jupyterapp.shell.currentWidget.content.activeCellIndex = cell;
         window.jupyterapp.commands.execute('notebook:run-cell') }"""
     INTERRUPT = "void window.jupyterapp.commands.execute('notebook:interrupt-kernel')"
-    SAVE = "window.jupyterapp.commands.execute('docmanager:save')"
+    SAVE, BUSY = "window.jupyterapp.commands.execute('docmanager:save')", "#jp-main-statusbar >> text=/Busy/"
 
     def theme(self, dark: bool) -> None:
         name = "JupyterLab Dark" if dark else "JupyterLab Light"
@@ -232,6 +232,7 @@ class Classic(Notebook):
     READY = "Jupyter.notebook.kernel?.widget_manager && Jupyter.notebook.kernel.info_reply.protocol_version"
     RUN_ALL, RUN = "Jupyter.notebook.execute_all_cells()", "cell => Jupyter.notebook.execute_cells([cell])"
     INTERRUPT, SAVE = "Jupyter.notebook.kernel.interrupt()", "Jupyter.notebook.save_notebook()"
+    BUSY = "#kernel_indicator_icon.kernel_busy_icon"
 
     def ready(self) -> None:
         """Also until it has asked the kernel for its widgets: then widgetsnbextension 3 renders all outputs again, and

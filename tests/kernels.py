@@ -148,7 +148,8 @@ def started(
         "{connection_file}",
     ]
     manager._kernel_spec = KernelSpec(argv=launch, display_name=stack, language="python")
-    environment = (environment or dict(os.environ)) | {"IPYTHONDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    environment = environment or {**os.environ, "PYTHONPATH": str(ROOT)}  # this checkout, whichever is installed
+    environment = environment | {"IPYTHONDIR": str(folder), "OMP_NUM_THREADS": "1"}
     with (folder / "stderr").open("w") as stderr:
         manager.start_kernel(cwd=str(folder), env=environment, stderr=stderr)
     client = manager.blocking_client()

@@ -67,7 +67,7 @@ SETTINGS = {
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Nobody's own settings, one thread, and the tests' modules importable in kernels."""
+    """Nobody's own settings, one thread, and this checkout with its tests' modules importable in kernels."""
     places = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
     lab = ("SETTINGS_DIR", "WORKSPACES_DIR")
     return {
@@ -77,7 +77,9 @@ def environment(folder: Path) -> dict[str, str]:
         "IPYTHONDIR": str(folder / "ipython"),
         "NBTOOLS_CACHE": str(folder / "cache"),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parent), str(kernels.ROOT), os.environ.get("PYTHONPATH", "")]
+        ),
     }
 
 

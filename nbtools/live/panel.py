@@ -73,28 +73,24 @@ class Panel:
         with self.lock:
             changes = listed(requests.state.plan.changes_from(self.plan))
             self.requests, self.running, self.fixed = requests, True, fixed(requests.state.plan)
-            if changes:
-                self.note, self.proposed = f"This run goes on with what it had applied: {changes}", {}
+            resumed = f"This run goes on with what it had applied: {changes}", {}
+            note, proposed = resumed if changes else (self.note, self.proposed)
             self.drop()
+            self.propose(note, proposed)
 
     def end(self) -> None:
         """The run is over: everything may be changed again, and there is nothing to pause."""
         with self.lock:
             self.requests = Requests(Plans(self.plan, self.plan), self.advised)
             self.running, self.fixed, self.form.told = False, {}, ""
-            self.forget()
+            self.drop()
 
     def refresh(self) -> None:
         """Show what was applied, or requested elsewhere; nothing is sent where nothing changed."""
         with self.lock:
             if self.form.plan != self.plan:
-                self.forget()
+                self.drop()
             self.form.show_run()
-
-    def forget(self) -> None:
-        """Take back what was said before a change."""
-        self.note, self.proposed = "", {}
-        self.drop()
 
     def propose(self, sentence: str, change: Mapping[str, Any] | None = None) -> None:
         """Show what limits the plan, and a button for the one change worth making."""
@@ -127,7 +123,7 @@ class Panel:
     def drop(self) -> None:
         """Keep the values in effect instead of what breaks a rule or had to be confirmed."""
         with self.lock:
-            self.bad, self.asked = {}, None
+            self.bad, self.asked, self.note, self.proposed = {}, None, "", {}
             self.form.show()
 
     def put(self, plan: Plan) -> None:

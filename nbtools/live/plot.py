@@ -87,15 +87,6 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Look:
-    """How curves are drawn. x: one of XS; scale: of SCALES, for the loss; smoothing: so many times the usual."""
-
-    x: str = "step"
-    scale: str = "auto"
-    smoothing: float = 1.0
-
-
-@dataclass(frozen=True)
 class Scale:
     """An axis from low to high. whole: only whole numbers are ticks."""
 
@@ -175,12 +166,15 @@ class Picture:
         return "; ".join(chart.alt for chart in self.charts)
 
 
-def picture(columns: Columns, best: str = "", look: Look = Look()) -> Picture:
+def picture(
+    columns: Columns, best: str = "", x_axis: str = "step", scale: str = "auto", smoothing: float = 1.0
+) -> Picture:
     """Return everything a frame draws: loss, metrics and lr. best: the metric that counts; a loss has no chart of
-    metrics before the first evaluation."""
+    metrics before the first evaluation. x_axis: one of XS; scale: of SCALES, for the loss; smoothing: so many times the
+    usual."""
     if columns.ended is None:
         return Picture()
-    charts = [*loss(columns, look), *metrics(columns)]
+    charts = [*loss(columns, scale, smoothing), *metrics(columns)]
     if len(charts) == 1 and best.lstrip("-") not in ("", "loss"):  # its place, so that nothing moves when it comes
         charts.append(Chart("validation metrics", (), Scale(0.0, 1.0), "after the first evaluation"))
     x, y = columns.either("lr")
@@ -188,29 +182,29 @@ def picture(columns: Columns, best: str = "", look: Look = Look()) -> Picture:
         line = drawn("lr", (x, y), VERMILLION)
         charts.append(Chart("learning rate", (line,), Scale(0.0, float(y.max()) * 1.08 or 1.0), small=True))
     for line in (line for chart in charts for line in chart.lines):
-        line.x = columns.along(look.x, line.x)
+        line.x = columns.along(x_axis, line.x)
     end = float(max(steps[-1] for steps, _ in columns.columns.values()))
-    *places, last = columns.along(look.x, np.array([*(float(row["step"]) for row in columns.changes), end])).tolist()
+    *places, last = columns.along(x_axis, np.array([*(float(row["step"]) for row in columns.changes), end])).tolist()
     marks = tuple(
         (x, str(row.get("mark") or row.get("what", ""))) for x, row in zip(places, columns.changes, strict=True)
     )
-    return Picture(tuple(charts), Scale(0.0, last or 1.0, whole=look.x != "minutes"), look.x, marks)
+    return Picture(tuple(charts), Scale(0.0, last or 1.0, whole=x_axis != "minutes"), x_axis, marks)
 
 
-def loss(columns: Columns, look: Look) -> list[Chart]:
+def loss(columns: Columns, axis: str, smoothing: float) -> list[Chart]:
     """Return the train loss as logged (faint) and smoothed, whose end the legend names, and the validation's."""
     train = columns.series("loss", "step") if ("step", "loss") in columns.columns else columns.either("train_loss")
     validation, lines = columns.evaluated("val_loss"), []
     if len(train[0]):
-        if len(train[0]) > 8 and look.smoothing:
+        if len(train[0]) > 8 and smoothing:
             lines.append(drawn("train", train, BLUE, faint=True))
-        lines.append(drawn("train", calmed(*train, look.smoothing / 20), BLUE))
+        lines.append(drawn("train", calmed(*train, smoothing / 20), BLUE))
     if len(validation[0]):
         lines.append(drawn("validation", validation, VERMILLION))
     if not lines:
         return []
     low, high = extent([train[1], validation[1]])
-    log = look.scale == "log" or (look.scale == "auto" and low > 0 and high / low > FALL)
+    log = axis == "log" or (axis == "auto" and low > 0 and high / low > FALL)
     scale = airy(max(low, high / 1e6), high, True) if log and high > 0 else airy(low, high)
     return [Chart("loss", tuple(lines), scale, "log scale" * scale.log)]
 

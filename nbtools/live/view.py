@@ -25,7 +25,7 @@ from nbtools.data import bar, in_notebook, say
 from nbtools.live import draw, facts, samples
 from nbtools.live.facts import TRAINING, About, fitting, line_of
 from nbtools.live.panel import VIEW, Panel, viewed
-from nbtools.live.plot import SCALES, XS, Columns, Look, picture
+from nbtools.live.plot import SCALES, XS, Columns, picture
 from nbtools.live.samples import Preview
 from nbtools.train import History, Plan, Record
 
@@ -85,7 +85,7 @@ class View:
             self.columns.follow(self.history)  # paid once a row, and not for the frame: a resumed run brings thousands
             start = time.thread_time()  # work of other processes on these cores is not a cost of drawing
             self.output.facts.value = facts.html(self.columns, self.about, status)
-            self.output.frame.value = draw.frame(picture(self.columns, self.about.best, self.output.look))
+            self.output.frame.value = draw.frame(picture(self.columns, self.about.best, *self.output.look))
             self.due = time.monotonic() + max(FRAME_EVERY, (time.thread_time() - start) / FRAME_COST)
         except Exception as error:
             self.due = math.inf
@@ -163,7 +163,7 @@ class View:
         try:
             image, alt = self.still(status)
             if self.output is not None and self.output.lives:
-                charts = draw.frame(picture(self.columns, self.about.best, self.output.look))
+                charts = draw.frame(picture(self.columns, self.about.best, *self.output.look))
                 top = facts.html(self.columns, self.about, status)
                 self.output.stay(image, alt, f"{draw.HEAD}{top}{charts}{samples.html(self.cards)}")
         except Exception as error:
@@ -192,13 +192,14 @@ class Output:
         self.whole.set_title(0, "The whole log")
         names = {"x axis": XS, "y axis": SCALES, "smoothing": (*SMOOTHING,)}
         self.choices = HBox([choice(name, options) for name, options in names.items()])
-        self.x, self.scale, self.smoothing = self.choices.children
         for control in self.choices.children:
             control.observe(lambda _: changed(), names="value")
 
     @property
-    def look(self) -> Look:
-        return Look(str(self.x.value), str(self.scale.value), SMOOTHING[str(self.smoothing.value)])
+    def look(self) -> tuple[str, str, float]:
+        """How curves are drawn, see `picture`."""
+        x, scale, smoothing = (str(control.value) for control in self.choices.children)
+        return x, scale, SMOOTHING[smoothing]
 
     def live(self, controls: Any, text: str) -> None:
         """Display the view. text: for readers without widgets."""

@@ -337,8 +337,7 @@ def task_name(task: Any) -> str:
 
 
 def spoken(task: TaskLike) -> str:
-    """Return a task's name in a sentence: of one of the notebook that of its variable, of one without a name what made
-    it, as `nb.classify(…)`."""
+    """Return a task's name in a sentence: a notebook's variable; without a name what made it, `nb.classify(…)`."""
     name = task_name(task)
     return vars(task).get("made", name[:-1]) if name.endswith(":") else name.removeprefix("__main__:")
 

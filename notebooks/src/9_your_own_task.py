@@ -125,10 +125,10 @@ run = nb.fit(task, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE)
 
 # %% [markdown]
 # ## The result
-# One row per epoch. `val_accuracy` is the share of images with the right class; the best epoch's weights are kept.
+# The last three epochs. `val_accuracy` is the share of images with the right class; the best epoch's weights are kept.
 
 # %%
-run.summary()
+run.summary().tail(3)
 
 # %% [markdown]
 # The receipt compares with a DataLoader that opens the same images one by one.

@@ -21,7 +21,7 @@ from acting import QUIET, acting, asking, interrupted, last_step, same, texts
 import nbtools as nb
 from nbtools import __main__ as terminal
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.guard import NOTHING, WATCHED
+from nbtools.guard import WATCHED
 from nbtools.live import send
 from nbtools.run import busy
 from nbtools.train import CONTROL, checkpoint
@@ -100,27 +100,6 @@ def test_pause_stops_the_steps_saves_and_evaluates_and_resume_goes_on_bit_equal(
         run = nb.fit(task, pack, PLAN, folder, **QUIET)
     assert counts == [17, 17]
     assert saved.count(17) == 1, "one checkpoint a batch of the evaluation"
-    assert same(run, untouched)
-
-
-def test_a_pause_holds_while_a_change_is_undone_and_what_cannot_be_gone_back_to_is_refused(pack, tmp_path, untouched):
-    folder = tmp_path / "run"
-    task = acting({3: asking(folder, "pause")})
-
-    def user():
-        wait_for(lambda: last_step(folder) == 3)
-        send(folder, settings={"lr": 0.005})
-        send(folder, ["undo"])
-        wait_for(lambda: "taken back before it was applied" in history_of(folder))
-        for action in ("best", "undo"):
-            send(folder, [action])
-            wait_for(lambda action=action: f"refused: {NOTHING[action]}" in history_of(folder))
-        time.sleep(0.2)
-        assert len(task.seen) == 3
-        send(folder, ["resume"])
-
-    with beside(folder, user):
-        run = nb.fit(task, pack, PLAN, folder, **QUIET)
     assert same(run, untouched)
 
 

@@ -80,10 +80,10 @@ run = nb.fit(captcha, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_
 
 # %% [markdown]
 # ## The result
-# One row per epoch. `val_whole_accuracy` is the share of captchas with every character right.
+# The last three epochs. `val_whole_accuracy` is the share of captchas with every character right.
 
 # %%
-run.summary()
+run.summary().tail(3)
 
 # %% [markdown]
 # ## The receipt

@@ -82,11 +82,11 @@ run = nb.fit(hwdb, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu
 
 # %% [markdown]
 # ## The result
-# One row per epoch. `val_cer` is the character error rate: substituted, missing and inserted characters over all
+# The last three epochs. `val_cer` is the character error rate: substituted, missing and inserted characters over all
 # characters, on writers that training never saw. `val_infeasible` is the share of lines too narrow for their text.
 
 # %%
-run.summary()
+run.summary().tail(3)
 
 # %% [markdown]
 # ## The receipt

@@ -80,10 +80,10 @@ panel
 run = nb.fit(segment, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu=RELEASE_GPU)
 
 # %% [markdown]
-# ## Epoch by epoch
+# ## The last epochs
 
 # %%
-run.summary()
+run.summary().tail(3)
 
 # %% [markdown]
 # ## The receipt
