@@ -183,8 +183,7 @@ class Search:
         self.evidence: dict[str, str] = {}
         self.ratios: dict[str, float] = {}
         self.batches: BatchReport | None = None
-        self.base, self.size = self.first_step()
-        self.step_s = max(self.base.advance().seconds, 1e-9) * plan.batch_size / self.size
+        self.base = self.first_step()
         self.clock.grant(self.clock.seconds - self.clock.left(1.0))  # imports, first kernels, the growth of the batch
         if seconds is None:
             self.clock.seconds = min(max(SHARE * self.training(self.step_s), LEAST), MOST)
@@ -203,23 +202,30 @@ class Search:
 
     # -- precision and layout
 
-    def first_step(self) -> tuple[Stepper, int]:
-        """Return (the plan in training, samples of its batch): on a CPU as many as make a short step."""
-        size = min(FEW, self.plan.batch_size) if self.cpu else self.plan.batch_size
-        stepper = self.stepper(self.plan, size)
+    def first_step(self) -> Stepper:
+        """Return the plan in training, on a CPU at a part of its batch that makes a short step."""
+        self.size = FEW if self.cpu else self.plan.batch_size
+        stepper = self.stepper(self.plan)
         rehearse(stepper.state, stepper.pack)
-        took = min(stepper.advance().seconds for _ in range(2))
-        if (larger := min(int(size * SHORT / max(took, 1e-9)), self.plan.batch_size)) >= 2 * size:
-            size = larger
-            stepper.close()
-            stepper = self.stepper(self.plan, size)
-        return stepper.warm_up(3), size
+        for _ in range(2):
+            self.step_s = stepper.advance().seconds * self.plan.batch_size / stepper.plan.batch_size
+        stepper.close()
+        self.size = self.part(self.plan, SHORT).batch_size
+        stepper = self.stepper(self.plan).warm_up(FEW_STEPS)
+        self.step_s = stepper.advance().seconds * self.plan.batch_size / stepper.plan.batch_size
+        return stepper
 
-    def stepper(self, plan: Plan, size: int) -> Stepper:
-        plan = plan if size == plan.batch_size else plan.replace(batch_size=size, micro_batch_size=None)
-        return Stepper(
-            self.task, self.pack, plan.replace(threads=1) if self.cpu else plan, self.device, clock=self.clock
-        )
+    def stepper(self, plan: Plan) -> Stepper:
+        """Return a plan in training at the size of all that are compared, on a CPU on one thread."""
+        if self.size < plan.batch_size:
+            plan = plan.replace(batch_size=self.size, micro_batch_size=None)
+        plan = plan.replace(threads=1) if self.cpu else plan
+        return Stepper(self.task, self.pack, plan, self.device, clock=self.clock)
+
+    def part(self, plan: Plan, step_s: float) -> Plan:
+        """Return the plan, on a CPU at the part of its batch of which a step takes so many seconds."""
+        size = max(2, int(step_s / max(self.step_s, 1e-9) * plan.batch_size)) if self.cpu else plan.batch_size
+        return plan if size >= plan.batch_size else plan.replace(batch_size=size, micro_batch_size=None)
 
     def precision_and_layout(self) -> Choices:
         """Take the combination with which the device works least for a sample, if it learns the same; return what
@@ -255,7 +261,7 @@ class Search:
         steppers = dict[Change, Stepper]()
         for change in changes:
             plan = self.plan.replace(**dict(change))
-            made = attempt(partial(self.stepper, plan, self.size), FEW_STEPS) if change else self.base
+            made = attempt(partial(self.stepper, plan), FEW_STEPS) if change else self.base
             if isinstance(made, Stepper):
                 made.advance()
                 steppers[change], costs[change] = made, made.device_s()
@@ -403,7 +409,9 @@ class Search:
         with self.until("beside others"):
             seconds = self.clock.left(PHASES["beside others"])
             for name, plan in plans.items():
-                make = partial(Stepper, self.task, self.pack, self.part(plan, seconds), self.device, clock=self.by_wall)
+                make = partial(
+                    Stepper, self.task, self.pack, self.part(plan, seconds / 32), self.device, clock=self.by_wall
+                )
                 made = make().warm_up(FEW_STEPS) if name == "plan" else attempt(make, FEW_STEPS)
                 steppers |= {name: made} if isinstance(made, Stepper) else {}
             in_turns([*steppers.values()], seconds / 2)
@@ -420,12 +428,6 @@ class Search:
         for stepper in steppers.values():
             stepper.close()
         return profile
-
-    def part(self, plan: Plan, seconds: float) -> Plan:
-        """Return the plan, on a CPU at the part of its batch of which 32 steps fit into so many seconds."""
-        most = seconds / 32 / self.step_s if self.cpu else 1.0
-        size = max(2, int(most * plan.batch_size))
-        return plan if size >= plan.batch_size else plan.replace(batch_size=size, micro_batch_size=None)
 
     def epochs_and_lr(self, chosen: Choices, profile: StepProfile | None) -> tuple[Choices, LrTrial]:
         """Choose the epochs of a small data set by the speed, and lr by a trial."""

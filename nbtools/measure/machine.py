@@ -97,11 +97,11 @@ def gpus() -> Gpus:
     try:
         with opened() as nvml:
             handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-            driver = word(ask(nvml, "nvmlSystemGetDriverVersion"))
-            places = torch_indices([word(ask(nvml, "nvmlDeviceGetUUID", handle)) for handle in handles])
+            driver = ask(nvml, "nvmlSystemGetDriverVersion")
+            places = torch_indices([ask(nvml, "nvmlDeviceGetUUID", handle) for handle in handles])
             found = []
             for index, (handle, place) in enumerate(zip(handles, places, strict=True)):
-                name = word(ask(nvml, "nvmlDeviceGetName", handle)) or "NVIDIA GPU"
+                name = ask(nvml, "nvmlDeviceGetName", handle) or "NVIDIA GPU"
                 found.append(Gpu(index, name, place, **state(nvml, handle)))
         why = "the driver lists no GPU"
     except Unavailable as error:
@@ -167,8 +167,6 @@ def state(nvml: Any, handle: Any) -> dict[str, Any]:
     running = ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle)
     capability = ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle)
     bits = ask(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
-    if bits is None:  # drivers before 535 know the older name only
-        bits = ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
     power, limit = (ask(nvml, f"nvmlDeviceGet{name}", handle) for name in ("PowerUsage", "EnforcedPowerLimit"))
     graphics = 0  # NVML_CLOCK_GRAPHICS
     return {
@@ -183,10 +181,6 @@ def state(nvml: Any, handle: Any) -> dict[str, Any]:
         "throttle": None if bits is None else tuple(text for bit, text in REASONS.items() if bits & bit),
         "processes": None if running is None else tuple(process.pid for process in running),
     }
-
-
-def word(text: str | bytes | None) -> str | None:
-    return text.decode(errors="replace") if isinstance(text, bytes) else text
 
 
 def cells(g: Gpu) -> dict[str, str | None]:

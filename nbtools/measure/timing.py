@@ -364,12 +364,11 @@ def finish(device: torch.device) -> None:
 
 @contextmanager
 def untouched(device: torch.device) -> Iterator[None]:
-    """Training inside changes nothing outside: random states, threads, determinism, cuDNN's and TF32's switches; what
-    was created inside is freed, its memory returned."""
-    numbers, backends = (random.getstate(), np.random.get_state()), torch.backends
+    """Training inside changes nothing outside: random states, threads, determinism, cuDNN's autotuner, TF32; what was
+    created inside is freed, its memory returned."""
+    numbers = random.getstate(), np.random.get_state()
     threads = torch.get_num_threads() if devices.OWN_THREADS else None
-    modes = torch.get_deterministic_debug_mode(), backends.cudnn.benchmark
-    precision = None
+    mode, tuning, precision = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, None
     with suppress(RuntimeError):  # torch does not tell it where the user set `fp32_precision` (torch ≥ 2.9)
         precision = torch.get_float32_matmul_precision()
     gc.collect()
@@ -381,8 +380,8 @@ def untouched(device: torch.device) -> Iterator[None]:
             random.setstate(numbers[0])
             np.random.set_state(numbers[1])
             devices.use_threads(threads)
-            torch.set_deterministic_debug_mode(modes[0])
-            backends.cudnn.benchmark = modes[1]
+            torch.set_deterministic_debug_mode(mode)
+            torch.backends.cudnn.benchmark = tuning
             if precision is not None:
                 torch.set_float32_matmul_precision(precision)
             gc.collect()

@@ -1,7 +1,6 @@
 """Advice: a table of machines and data sets, a reason for everything that differs from the task's own plan; and what
 was measured, with its evidence, kept next to the pack and never measured by surprise."""
 
-import dataclasses
 import importlib
 import json
 import math
@@ -36,15 +35,13 @@ GUIDED = {  # as torch sees machines: total_memory, capability → batch, lr, wa
     "T4": (Machine("cuda", "Tesla T4", 14.56 * GIB, 1, 2, (7, 5)), 128, 2.83e-4, 3, "fp16"),
     "L4": (Machine("cuda", "NVIDIA L4", 22.03 * GIB, 1, 12, (8, 9)), 256, 4e-4, 5, "bf16"),
     "A100-40": (Machine("cuda", "NVIDIA A100-SXM4-40GB", 39.39 * GIB, 1, 12, (8, 0)), 512, 5.66e-4, 10, "bf16"),
-    "3 × A100-40": (Machine("cuda", "NVIDIA A100", 39.39 * GIB, 3, 64, (8, 0)), 512, 5.66e-4, 10, "bf16"),
-    "A100-80": (Machine("cuda", "NVIDIA A100", 79.15 * GIB, 8, 128, (8, 0)), 512, 5.66e-4, 10, "bf16"),
-    "RTX 3060": (Machine("cuda", "RTX 3060", 11.63 * GIB, 1, 8, (8, 6)), 128, 2.83e-4, 3, "bf16"),
+    "8 × A100-80": (Machine("cuda", "NVIDIA A100", 79.15 * GIB, 8, 128, (8, 0)), 512, 5.66e-4, 10, "bf16"),
     "GTX 1080 Ti": (Machine("cuda", "GTX 1080 Ti", 10.91 * GIB, 1, 8, (6, 1)), 64, 2e-4, 0, "off"),
-    "RTX 3090": (Machine("cuda", "RTX 3090", 23.55 * GIB, 1, 16, (8, 6)), 256, 4e-4, 5, "bf16"),
     "MPS": (Machine("mps", "Apple GPU", cores=10), 64, 2e-4, 0, "off"),
     "CPU": (Machine("cpu", "CPU", cores=2), 64, 2e-4, 0, "off"),
 }
 MACHINES = {name: row[0] for name, row in GUIDED.items()}
+A100 = MACHINES["8 × A100-80"]
 
 
 def card(train: int) -> Card:
@@ -54,6 +51,10 @@ def card(train: int) -> Card:
 
 def with_plan(**changes) -> Any:
     return SimpleNamespace(PLAN=CAPTCHA.PLAN.replace(**changes), BASELINE=CAPTCHA.BASELINE)
+
+
+def suggesting(**suggested) -> Any:
+    return SimpleNamespace(**vars(CAPTCHA), suggest=lambda card, kind: {k: (v, kind) for k, v in suggested.items()})
 
 
 @pytest.mark.parametrize("name", GUIDED)
@@ -67,10 +68,10 @@ def test_machines_get_the_guides_tiers_and_tables(name):
 
 @pytest.mark.parametrize(
     ("train", "batch"),
-    [(50_030, 512), (10_240, 512), (10_239, 256), (1000, 32), (100, 8), (9, 8), (5, 5), (1, 1), (0, 1)],
+    [(50_030, 512), (10_240, 512), (10_239, 256), (1000, 32), (9, 8), (5, 5), (0, 1)],
 )
 def test_a_small_data_set_caps_the_batch(train, batch):
-    advice = decide(CAPTCHA, card(train), MACHINES["A100-80"])
+    advice = decide(CAPTCHA, card(train), A100)
     assert advice.plan.batch_size == batch
     assert ("capped" in advice.reasons["batch_size"]) == (batch < 512)
 
@@ -81,21 +82,15 @@ def test_a_small_data_set_caps_the_batch(train, batch):
 )
 def test_lr_follows_the_optimizers_rule_up_to_sixteen_times_the_batch(optimizer, batch, lr):
     task = suggesting(optimizer=optimizer, batch_size=batch)
-    advice = decide(task, card(100_000), MACHINES["A100-80"])
+    advice = decide(task, card(100_000), A100)
     assert advice.plan.lr == pytest.approx(lr)
     assert ("linear rule" if optimizer == "sgd" else "sqrt rule") in advice.reasons["lr"]
     assert ("no increase beyond 16" in advice.reasons["lr"]) == (batch == 4096)
 
 
-def suggesting(**suggested) -> Any:
-    return SimpleNamespace(
-        **vars(CAPTCHA), suggest=lambda card, accelerator: {k: (v, accelerator) for k, v in suggested.items()}
-    )
-
-
 def test_what_the_task_suggests_stands_and_the_rest_follows_from_it():
     task = suggesting(batch_size=256, epochs=10, optimizer="sgd", clip_norm=5.0)
-    advice = decide(task, card(50_030), MACHINES["A100-80"])
+    advice = decide(task, card(50_030), A100)
     assert (advice.plan.batch_size, advice.plan.epochs, advice.plan.clip_norm) == (256, 10, 5.0)
     assert advice.plan.lr == pytest.approx(8e-4)
     assert advice.plan.warmup_epochs == 2  # a fifth of the suggested epochs
@@ -112,7 +107,7 @@ def test_settings_that_cannot_stand_change_with_a_reason():
     assert "fp16" in advice.reasons["graph"]
 
 
-@pytest.mark.parametrize("name", ["T4", "A100-80", "CPU"])
+@pytest.mark.parametrize("name", ["T4", "A100-40", "CPU"])
 def test_every_changed_field_has_a_reason_and_every_figure_its_origin(name):
     task, machine = with_plan(micro_batch_size=256, min_lr=3e-4), MACHINES[name]
     advice = decide(task, card(4803), machine)
@@ -123,17 +118,6 @@ def test_every_changed_field_has_a_reason_and_every_figure_its_origin(name):
         assert reason.strip()
         if key in ("lr", "warmup_epochs") or "tier" in reason or "capped" in reason:
             assert re.search(r"rule of thumb \((captcha guide|guide to large batches|arXiv \d|ours)", reason), key
-
-
-def test_lr_is_rounded_where_it_is_read_and_exact_where_it_is_used(tmp_path):
-    """lr by the square root rule has seventeen digits; nobody reads more than three of them."""
-    advice = nb.advise(toy, toy.make_pack(tmp_path), measure=False)
-    plan = advice.plan.replace(lr=0.002 * math.sqrt(2), min_lr=0.0)
-    shown = dataclasses.replace(advice, plan=plan, reasons={**advice.reasons, "lr": "as it was"})
-    assert nb.Panel(shown).plan.lr == plan.lr
-    for text in (str(shown), shown._repr_html_()):
-        assert "0.00283" in text
-        assert "0.002828" not in text
 
 
 SECONDS = 6.0  # on a job's own clock
@@ -160,12 +144,6 @@ def advice(pack, job):
     return measured(job, pack)
 
 
-def own(**changes) -> Any:
-    """A task like toy, but for some of its names."""
-    names = {name: value for name, value in vars(toy).items() if not name.startswith("__")}
-    return type("Own", (), {**names, **changes})
-
-
 def test_each_measured_number_has_its_evidence_and_the_rest_its_rule(advice):
     assert re.match(r"\d+ is (the fastest|nearly as fast as the fastest \()", advice.evidence["batch_size"])
     assert "rule of thumb" in advice.reasons["lr"]
@@ -190,10 +168,13 @@ def test_rules_alone_when_nothing_was_measured_before(tmp_path):
     advice = nb.advise(toy, toy.make_pack(tmp_path, count=60), measure=False)
     assert isinstance(advice.plan, toy.Plan)
     assert (advice.baseline, advice.evidence) == (toy.BASELINE, {})
-    for shown in (str(advice), advice._repr_html_()):
-        assert "nothing here has been measured" in shown
-        assert f"{advice.samples} samples · " in shown
-        assert "of warmup · time not measured yet." in shown
+    for text in (
+        "nothing here has been measured",
+        f"{advice.samples} samples · ",
+        "of warmup · time not measured yet.",
+    ):
+        assert text in str(advice)
+        assert text in advice._repr_html_()
 
 
 def test_training_without_a_plan_takes_the_advice_and_a_resumed_run_keeps_it(tmp_path):
@@ -238,12 +219,12 @@ def test_a_model_that_cannot_be_trained_in_bf16_is_advised_in_float32_and_says_w
     class WithoutBf16(Job):
         def loss(self, model, batch, plan):
             if plan.amp == "bf16":
-                raise RuntimeError("\"ctc_loss\" not implemented for 'BFloat16'")
+                raise RuntimeError("no kernel for 'BFloat16'")
             return super().loss(model, batch, plan)
 
     advice = measured(WithoutBf16(), toy.make_pack(tmp_path, count=200))
     assert advice.plan.amp == "off"
-    assert "fails (\"ctc_loss\" not implemented for 'BFloat16')" in advice.evidence["amp"]
+    assert "fails (no kernel for 'BFloat16')" in advice.evidence["amp"]
 
 
 def test_a_run_asked_what_limits_it_answers_and_goes_on_bit_equal(pack, tmp_path, monkeypatch, at_once):
@@ -258,7 +239,7 @@ def test_a_run_asked_what_limits_it_answers_and_goes_on_bit_equal(pack, tmp_path
     monkeypatch.setattr("nbtools.measure.profile.SECONDS", 0.1)
     plan = toy.PLAN.replace(epochs=2)
     undisturbed = nb.fit(toy, pack, plan, tmp_path / "undisturbed", receipt=False, progress=False)
-    run = nb.fit(own(batch=batch), pack, plan, folder, receipt=False, progress=False)
+    run = nb.fit(toy.with_(batch=batch), pack, plan, folder, receipt=False, progress=False)
     assert run.verdict is not None
     assert run.verdict.sentence in run.events
     assert [row["loss"] for row in run.history.of("step")] == [row["loss"] for row in undisturbed.history.of("step")]
@@ -401,6 +382,7 @@ def settings_beside(task: Any, pack: Any, code: str) -> tuple[dict[str, Any], fl
 HOG = "while True: pass"
 
 
+@pytest.mark.alone
 def test_advice_beside_a_process_that_keeps_a_core_busy_is_the_same_and_ends_in_time(tmp_path, monkeypatch):
     pack = toy.make_pack(tmp_path, count=200)
     monkeypatch.setattr("nbtools.measure.advisor.LEAST", 3.0)

@@ -166,32 +166,22 @@ class Bowl(nn.Module):
         return 0.5 * self.curvature * (self.w - batch["x"]).square().sum(1)
 
 
-def bowl(curvature: float, lr: float) -> Any:
+def bowl(lr: float) -> Any:
+    """Of curvature 200: lost above an lr of 0.01."""
+
     def loss(model, batch, plan):
         each = model(batch)
         return each.sum(), len(each)
 
     plan = toy.PLAN.replace(optimizer="sgd", betas=(0.0, 0.9), clip_norm=None, lr=lr, schedule="constant", noise=0.0)
-    return toy.with_(
-        model=lambda card, plan: Bowl(curvature),
-        loss=loss,
-        metrics=lambda *_: {},
-        BEST="-loss",
-        PLAN=plan,
-        BASELINE=plan,
-    )
-
-
-def trial_of(task: Any, pack: nb.Pack) -> Any:
-    trial = advised(task, pack).lr_trial
-    assert trial is not None
-    return trial
+    return toy.with_(model=lambda *_: Bowl(200.0), loss=loss, metrics=lambda *_: {}, BEST="-loss", PLAN=plan)
 
 
 def test_a_value_that_diverges_is_left_out_and_a_winner_at_the_edge_adds_the_next(tmp_path):
-    """Curvature 200: lost above 0.01. From 1e-5 all five values are too small, so two more are tried; from 0.3 all five
-    are lost, and smaller ones are added."""
-    low, high = (trial_of(bowl(200.0, lr), toy.make_pack(tmp_path / str(lr))) for lr in (1e-5, 0.3))
+    """From 1e-5 all five values are too small, so two more are tried; from 0.3 all five are lost, and smaller ones are
+    added."""
+    pack = toy.make_pack(tmp_path)
+    low, high = (nb.lr_sweep(task, pack, task.PLAN) for task in map(bowl, (1e-5, 0.3)))
     assert [round(each.lr / low.rule, 2) for each in low.candidates] == [0.11, 0.33, 1, 3, 9, 27, 81]
     lost = [each.lr for each in high.candidates if each.loss is None]
     assert len(lost) == 5
@@ -207,40 +197,37 @@ def test_within_noise_the_recipe_wins_and_else_the_smallest_value(tmp_path):
     def loss(model, batch, plan):
         return (model(batch) * 0).sum() + batch["x"].square().sum(), len(batch["x"])
 
-    for name, task in {
-        "recipe": toy.with_(loss=loss),
-        "none": toy.with_(
-            loss=loss, PLAN=toy.PLAN.replace(lr=nb.Plan().lr), BASELINE=toy.BASELINE.replace(lr=nb.Plan().lr)
-        ),
-    }.items():
-        trial = trial_of(task, toy.make_pack(tmp_path / name))
-        assert trial.lr == pytest.approx(trial.rule if name == "recipe" else trial.rule / 9, rel=0.01)
+    plain = {name: getattr(toy, name).replace(lr=nb.Plan().lr) for name in ("PLAN", "BASELINE")}
+    for k, (task, factor) in enumerate(((toy.with_(loss=loss), 1), (toy.with_(loss=loss, **plain), 1 / 9))):
+        trial = advised(task, toy.make_pack(tmp_path / str(k))).lr_trial
+        assert trial is not None
+        assert trial.lr == pytest.approx(trial.rule * factor, rel=0.01)
 
 
 def test_values_train_on_the_same_batches_from_the_same_weights_under_the_whole_schedule(tmp_path, monkeypatch):
-    """Seen by the task: the first weights of every value, its batches, and its lrs, which rise and fall to nearly 0."""
-    weights, batches, schedules = list[Any](), list[list[Any]](), list[list[float]]()
+    """Each lr rises in the warmup, and falls to nearly 0."""
+    values = dict[int, tuple[dict[str, Any], list[Any], list[float]]]()
     step = Stepper.step
 
     def watched(self: Stepper, raw: Any) -> Any:
-        if self.plan.lr > 1e-9 and isinstance(self.clock, Deadline):  # a value of the trial
-            if not self.state.step:
-                weights.append({name: value.clone() for name, value in self.state.model.state_dict().items()})
-                batches.append([])
-                schedules.append([])
-            batches[-1].append(raw["id"].clone())
-            result = step(self, raw)
-            schedules[-1].append(self.state.position.lr / self.plan.lr)
-            return result
-        return step(self, raw)
+        if not isinstance(self.clock, Deadline):  # what is timed before
+            return step(self, raw)
+        weights = {name: value.clone() for name, value in self.state.model.state_dict().items()}
+        _, batches, lrs = values.setdefault(id(self.state), (weights, [], []))
+        alive.append(self.state)
+        result = step(self, raw)
+        batches.append(raw["id"].clone())
+        lrs.append(self.state.position.lr / self.plan.lr)
+        return result
 
+    alive = list[Any]()
     monkeypatch.setattr(Stepper, "step", watched)
-    nb.lr_sweep(toy, toy.make_pack(tmp_path), toy.PLAN.replace(warmup_epochs=0.3), seconds=60.0)
-    assert len(weights) >= 5
-    for other, ids in zip(weights, batches, strict=True):
-        assert all(torch.equal(weights[0][name], value) for name, value in other.items())
-        assert all(map(torch.equal, batches[0], ids))
-    for lrs in schedules:
+    nb.lr_sweep(toy, toy.make_pack(tmp_path), toy.PLAN.replace(warmup_epochs=0.3))
+    assert len(values) >= 5
+    first, *_ = values.values()
+    for weights, batches, lrs in values.values():
+        assert all(torch.equal(first[0][name], value) for name, value in weights.items())
+        assert all(map(torch.equal, first[1], batches))
         peak = int(np.argmax(lrs))
         assert peak == pytest.approx(0.1 * len(lrs), abs=1.5)
         assert lrs == [*sorted(lrs[:peak]), *sorted(lrs[peak:], reverse=True)]

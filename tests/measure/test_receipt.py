@@ -1,6 +1,7 @@
 """The receipt: the same network trained two ways in turns on this machine, and what each group of settings brings; on a
 job whose parts take known times."""
 
+import json
 import math
 import shutil
 from typing import Any
@@ -64,13 +65,7 @@ def test_the_rungs_are_the_groups_of_settings_in_which_the_plans_differ_and_each
     assert found.after.plan == FASTER.to_dict()
 
 
-def test_the_receipt_says_how_long_all_epochs_take_either_way(found, pack):
-    assert found.samples == FASTER.epochs * pack.splits["train"]
-    took, before = (duration(found.samples / rate.samples_per_s) for rate in (found.after, found.before))
-    assert found.caption().endswith(f"; all epochs' steps take {took}, with the baseline's settings {before}")
-
-
-def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors(found):
+def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors_and_the_time_of_all_epochs(found, pack):
     headers, rows = found.table()
     assert headers[1:4] == ("samples/s", "vs previous row", "vs baseline")
     assert [row[0] for row in rows] == [rung.name for rung in found.rungs]
@@ -78,6 +73,9 @@ def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors(found):
     assert rows[2][5] == "batch_size 16 → 64"
     assert f"{found.ratio:.2f}× the baseline's samples/s on this machine ({found.rungs[-1].least:.2f}–" in str(found)
     assert "No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not" in str(found)
+    assert found.samples == FASTER.epochs * pack.splits["train"]
+    took, before = (duration(found.samples / rate.samples_per_s) for rate in (found.after, found.before))
+    assert found.caption().endswith(f"; all epochs' steps take {took}, with the baseline's settings {before}")
 
 
 def test_where_a_step_is_slow_only_the_ends_are_measured_and_it_is_said(pack):
@@ -86,6 +84,45 @@ def test_where_a_step_is_slow_only_the_ends_are_measured_and_it_is_said(pack):
     assert found.rungs[-1].timing == found.after
     assert list(found.rungs[1].changes) == ["batch_size", "amp", "channels_last", "feed"]
     assert "A step takes 9.0 s: only the first and last rows were measured" in str(found)
+
+
+# -- the guide's optimised settings
+
+LARGE = toy.BASELINE.replace(batch_size=64, amp="fp16")
+
+
+def beside_the_guide(pack, **parts: Any) -> Receipt:
+    job: Any = Job(**{"reading": 0.001, "fixed": 0.1, "a_sample": 0.001, **parts})
+    job.PRESETS = {"guide": LARGE, "guide-large": toy.PLAN}
+    return measured(job, pack, toy.PLAN.replace(hidden=24))
+
+
+def test_the_guides_settings_are_measured_next_to_its_before(pack):
+    found = beside_the_guide(pack)
+    small, large = (0.1 / batch + 0.001 + 0.001 for batch in (16, 64))
+    assert found.guide is not None
+    assert found.guide.total == pytest.approx(small / large, rel=0.1)  # 128 to train on, or nearly
+    assert found.guide.timing.turns == found.after.turns
+    assert found.guide.timing.plan["hidden"] == 24, "the run's own network"
+    assert found.rungs[-1].total == found.ratio, "the guide's settings are no rung"
+    _, rows = found.table()
+    assert [row[0] for row in rows] == ["baseline", "guide's optimised", "+ packed feed", "+ other settings"]
+    assert rows[1][2:4] == (None, found.guide.over_baseline)
+    assert "batch_size 16 → 64" in rows[1][5]
+    assert Receipt.from_dict(json.loads(found.to_json())).to_json() == found.to_json()
+
+
+@pytest.mark.parametrize(
+    ("parts", "note"),
+    [
+        ({"fixed": 10.0}, "were not measured: their turns would take about "),
+        ({"most": 32}, "Memory ran out with the guide's optimised settings: measured in passes of 32 samples"),
+    ],
+)
+def test_a_note_tells_where_the_guides_settings_could_not_be_measured_as_they_are(pack, parts, note):
+    found = beside_the_guide(pack, **parts)
+    assert note in " ".join(found.notes)
+    assert (found.guide is None) == ("passes" not in note)
 
 
 def test_without_the_source_files_the_receipt_says_that_data_was_not_measured(tmp_path):
