@@ -7,7 +7,7 @@ import json
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -141,7 +141,8 @@ def prepare(
 ) -> Job:
     """Return the run of a folder, ready to train. call: what the user gave as the plan."""
     former = None if fresh else former_run(task, folder)
-    plan, given, messages = settle(task, pack, call, former)
+    with nullcontext() if progress else work("", False):  # the advice has a bar of its own
+        plan, given, messages = settle(task, pack, call, former)
     unread, pack = train.unread(task, pack, plan), train.readable(task, pack, plan)
     samples = None if samples is None else chosen(samples, pack)
     train.require_sizes(pack, plan)
@@ -186,7 +187,7 @@ def carry_out(job: Job, kept: Path | None, receipt: bool, callbacks: Sequence[Ca
                 surface.tell(surface.next_steps())
         finally:
             job.close()
-    return sigint.came or (surface.interrupts is not None and surface.interrupts.came)
+    return sigint.came or surface.interrupts.came
 
 
 def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | None:

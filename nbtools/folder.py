@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
@@ -332,16 +332,16 @@ class Job:
             return True
         if self.state.lost():
             return False
-        taken, draw = checkpoint.snapshot(self.state, len(self.history), best), self.surface.keep_still()
+        taken = checkpoint.snapshot(self.state, len(self.history), best)
+        self.surface.keep_still()
         self.place, self.state.improved, self.saved = place, False, monotonic()
-        self.writing = self.writer.submit(self.write, taken, draw)
+        self.writing = self.writer.submit(self.write, taken)
         return True
 
-    def write(self, taken: Checkpoint, draw: Callable[[], None]) -> float:
-        """Write a copied state and the picture of that moment; return the seconds. Called in the writer's thread."""
+    def write(self, taken: Checkpoint) -> float:
+        """Write a copied state; return the seconds. Called in the writer's thread."""
         began = monotonic()
         checkpoint.publish(self.folder, taken)
-        draw()
         if self.keeper is not None:
             self.keeper.keep()
         return monotonic() - began
@@ -351,7 +351,6 @@ class Job:
         if self.writing is not None:
             writing, self.writing = self.writing, None
             self.cost = writing.result()
-            self.surface.show_still()
         if self.keeper is not None:
             self.surface.report_all(self.keeper.complaints)
 

@@ -13,7 +13,6 @@ from typing import Any
 from browser import Notebook
 from serving import until
 
-from nbtools.live.panel import RESTS
 from nbtools.train import checkpoint
 
 
@@ -100,9 +99,9 @@ class Person:
         self.turned(f"{knob} = {option}", lambda: self.notebook.choose(knob, option), lambda row: row[knob] == option)
 
     def slid(self, knob: str, key: str) -> None:
-        """Press a key on a slider, whose value counts once it rests."""
+        """Press a key on a slider."""
         before = self.now(knob)
-        self.turned(f"{knob} {key}", lambda: self.notebook.slide(knob, key) + RESTS, lambda row: row[knob] != before)
+        self.turned(f"{knob} {key}", lambda: self.notebook.slide(knob, key), lambda row: row[knob] != before)
 
     def paused(self, meanwhile: Callable[[], None]) -> None:
         """Pause and Resume."""

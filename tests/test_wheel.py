@@ -46,7 +46,7 @@ def test_a_wheel_holds_the_package_its_script_its_marker_of_types_and_its_licens
         held = {name for name in archive.namelist() if not name.endswith("/")}
     package = {path.relative_to(build.ROOT).as_posix() for path in (build.ROOT / "nbtools").rglob("*.py")}
     about = {name for name in held if name.startswith("nbtools-")}
-    scripts = {f"nbtools/live/{name}.js" for name in ("kept", "charts")}
+    scripts = {f"nbtools/live/{name}" for name in ("kept.js", "charts.js", "live.css")}
     assert held - about == package | {"nbtools/py.typed", *scripts}
     assert {name.partition("/")[2] for name in about} == {
         *("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE"),

@@ -60,11 +60,13 @@ class Log:
 
 @contextmanager
 def work(doing: str, progress: bool = True, /, **expected: float) -> Iterator[None]:
-    """Show the time left while the block lasts. expected: phase → seconds, in their order."""
-    if ongoing or not progress:
+    """Show the time left while the block lasts; without progress nothing, nor of work inside of it. expected: phase →
+    seconds, in their order."""
+    if ongoing:
         yield
         return
     options = {"bar_format": CLOCK, "smoothing": 0, "miniters": 0, "leave": False, "delay": SLOW}
+    options["disable"] = not progress
     with bar(desc=doing, total=sum(expected.values()), **options) as shown:
         ongoing.append((shown, expected, monotonic()))
         try:

@@ -9,10 +9,7 @@
   let from = null; // the share of a chart's width where a drag began
   const part = (parent, name, words = '', look = '') =>
     parent.appendChild(Object.assign(document.createElement(name), { textContent: words, className: look }));
-  const digits = (value) => {
-    if (Math.abs(value) >= 999.5) return Math.round(value).toLocaleString('en');
-    return value && Math.abs(value) < 1e-3 ? value.toExponential(2) : value.toPrecision(3);
-  };
+  const digits = (value) => String(Math.abs(value) >= 999.5 ? Math.round(value) : Number(value.toPrecision(3)));
   const lines = (plot) => [...plot.querySelectorAll('g:not(.nbt-off) > polyline:not(.nbt-faint)')];
   const value = ({ dataset: { low, high, log } }, y, height = 1 - y / HEIGHT) =>
     log === undefined ? Number(low) + height * (high - low) : low * (high / low) ** height;
@@ -43,11 +40,10 @@
     const [top, bottom] = [Math.max(Math.min(...ys) - 200, 0), Math.min(Math.max(...ys) + 200, HEIGHT)];
     plot.querySelector('svg').setAttribute('viewBox', `${left} ${top} ${right - left} ${bottom - top}`);
     plot.classList.add('nbt-zoom');
-    plot.querySelectorAll('.nbt-x, .nbt-y:not([style*="margin"])').forEach((old) => old.remove());
+    plot.querySelectorAll('.nbt-x, .nbt-y').forEach((old) => old.remove());
     for (const k of [0.1, 0.5, 0.9]) {
-      const level = value(plot, top + k * (bottom - top));
       part(plot, 'span', digits(first + k * (last - first)), 'nbt-x').style.left = `${100 * k}%`;
-      part(plot, 'span', Math.abs(level) < 0.01 ? level.toExponential(1) : digits(level), 'nbt-y').style.top = `${100 * k}%`;
+      part(plot, 'span', digits(value(plot, top + k * (bottom - top))), 'nbt-y').style.top = `${100 * k}%`;
     }
   };
   const write = (plot, place, where) => {
@@ -69,7 +65,7 @@
     if (!under) return;
     const [grid, place] = [under.closest('.nbt-grid'), share(under, at[0])];
     const [x] = [along(under, place), stateOf(grid)]; // which watches for frames
-    const where = `${grid.dataset.x} ${grid.dataset.x === 'minutes' ? digits(x) : Math.round(x).toLocaleString('en')}`;
+    const where = `${grid.dataset.x} ${digits(grid.dataset.x === 'minutes' ? x : Math.round(x))}`;
     for (const plot of grid.querySelectorAll('.nbt-plot')) {
       write(plot, place, plot === under ? where : '');
       if (from === null) continue;

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
@@ -12,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nbtools.data import Pack, choose
-from nbtools.live.columns import Columns
-from nbtools.live.plot import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, thinned
+from nbtools.live.plot import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Columns, thinned
 from nbtools.measure import described
 from nbtools.show import EMPTY, digits, duration, header, number, percent, size
 from nbtools.train import Diverged, Record, TrainState, length_of, order
@@ -28,29 +28,25 @@ GREY = "#7d7d7d"  # of any other state
 OPENING = "opening"  # marks the event with these lines, where the process that trains is not the one that shows them
 LAST = 200  # logged steps, evaluations between them included, whose pace says how much time is left
 NOTABLE = 0.05  # share of the time that a run waits for data, above which it is shown
-STYLE = f"""
-.nbt-top>div{{display:grid;grid-template-columns:repeat(auto-fill,minmax(118px,1fr));gap:0 18px;white-space:nowrap}}
-.nbt-top>div>div{{height:54px;overflow:hidden}}
-.nbt-top span,.nbt-top b{{display:block;line-height:18px;overflow:hidden;text-overflow:ellipsis}}
-.nbt-top span{{font-size:11px;opacity:.75}}
-.nbt-top b{{font-size:14px}}
-.nbt-top i{{display:inline-block;width:9px;height:9px;border-radius:5px;margin-right:6px}}
-.nbt .nbt-top svg{{width:100%;height:16px;display:block}}
-.nbt-top>p{{height:4px;margin:2px 0 6px;border-radius:2px;background:rgba(128,128,128,.25);overflow:hidden}}
-.nbt-top>p>u{{display:block;height:4px;background:{BLUE}}}
-"""
 
 
 @dataclass(frozen=True)
 class About:
     """What a history does not record about its run: its name, its planned length, and which metric is the main one
-    (`whole_accuracy`, or `-cer` where lower is better); warmup in epochs."""
+    (`whole_accuracy`, or `-cer` where lower is better)."""
 
     title: str = ""
-    epochs: int | None = None
-    epoch_samples: int | None = None
+    epochs: int = 0
+    epoch_samples: int = 0
     best: str = ""
-    warmup: float = 0.0
+
+    @property
+    def samples(self) -> int:
+        return self.epochs * self.epoch_samples
+
+    def place(self, epoch: int) -> str:
+        """Return `3 of 8` for the epoch that counts as 2 from 0."""
+        return f"{epoch + 1:,}{f' of {self.epochs}' if self.epochs else ''}"
 
 
 class Fact(NamedTuple):
@@ -71,46 +67,41 @@ def ended(error: BaseException | None, stopped: bool) -> str:
     return DONE if error is None else FAILED
 
 
-def facts(columns: Columns, about: About, status: str, now: float | None = None) -> tuple[Fact, ...]:
-    """Return state, epoch, time, best, speed and memory, in places that stay; after them what is out of the ordinary.
-    now: seconds since 1970."""
-    state = Fact(about.title, status, about.title)
+def facts(columns: Columns, about: About, status: str) -> Iterator[Fact]:
+    """Yield state, epoch, time, best, speed and memory, in places that stay; after them what is out of the ordinary."""
+    yield Fact(about.title, status, about.title)
     if columns.ended is None:
-        return state, Fact("", "waiting for the first step")
-    memory = "gpu_memory_reserved" if columns.newest("gpu_memory_reserved") is not None else "memory"
-    speed = mean_pace(columns) if status in OVER else columns.newest("samples_per_s") or 0.0
-    waiting, of = columns.newest("data_wait") or 0.0, f" of {about.epochs}" if about.epochs else ""
-    unusual = [Fact("waiting for data", percent(waiting), "", "data_wait")] if waiting > NOTABLE else []
-    top = best(columns, about.best)
-    so_far = (number(top[0]), f"in epoch {top[1]}") if top else (EMPTY,)
-    return (
-        state,
-        Fact("epoch", f"{columns.ended['epoch'] + 1}{of}", f"step {columns.ended['step']:,}"),
-        clock(columns, about, status, time.time() if now is None else now),
-        *([Fact(f"best {header(about.best.lstrip('-'))}", *so_far)] if about.best else []),
-        Fact("samples/s", number(speed), "", "samples_per_s"),
-        Fact(
-            memory.split("_")[0].replace("gpu", "GPU memory"), size((columns.newest(memory) or 0) * 2**20), "", memory
-        ),
-        *unusual,
-    )
+        yield Fact("", "waiting for the first step")
+        return
+    yield Fact("epoch", about.place(columns.ended["epoch"]), f"step {columns.ended['step']:,}")
+    yield clock(columns, about, status)
+    if about.best:
+        top = best(columns, about.best)
+        name = f"best {header(about.best.lstrip('-'))}"
+        yield Fact(name, number(top[0]), f"in epoch {top[1]}") if top else Fact(name, EMPTY)
+    speed = mean_pace(columns) if status in OVER else columns.newest("samples_per_s")
+    yield Fact("samples/s", number(speed or 0.0), "", "samples_per_s")
+    gpu = columns.newest("gpu_memory_reserved")
+    label, memory = ("GPU memory", "gpu_memory_reserved") if gpu is not None else ("memory", "memory")
+    yield Fact(label, size((columns.newest(memory) or 0) * 2**20), "", memory)
+    if (waiting := columns.newest("data_wait") or 0.0) > NOTABLE:
+        yield Fact("waiting for data", percent(waiting), "", "data_wait")
 
 
-def clock(columns: Columns, about: About, status: str, now: float) -> Fact:
+def clock(columns: Columns, about: About, status: str) -> Fact:
     """Return how long the run took, or the time left."""
-    took = duration(columns.seconds()[1][-1])
+    took = duration(columns.since("wall")[1][-1])
     if status in OVER or not about.epochs:
         return Fact("took" if status in OVER else "elapsed", took)
     left = time_left(columns, about)
-    if not left:
-        return Fact("time left", EMPTY, f"{took} so far")
-    day = "%a " if left > 20 * 3600 else ""
-    ends = time.strftime(f"{day}%H:%M %Z", time.localtime(now + left)).strip()
-    return Fact("time left", duration(left), f"{took} so far" + ("" if status == PAUSED else f"; ends at {ends}"))
+    if not left or status == PAUSED:
+        return Fact("time left", duration(left) if left else EMPTY, f"{took} so far")
+    ends = time.strftime("%a %H:%M %Z", time.localtime(time.time() + left)).strip()
+    return Fact("time left", duration(left), f"{took} so far; ends at {ends}")
 
 
 def html(columns: Columns, about: About, status: str) -> str:
-    """Return the facts and a bar of the run's share that is done; a page needs STYLE once. All text is escaped."""
+    """Return the facts and a bar of the run's share that is done, for a page with live.css. All text is escaped."""
     dot, each = f'<i style="background:{HUES.get(status, GREY)}"></i>' if status else "", []
     for i, (label, value, more, column) in enumerate(facts(columns, about, status)):
         role = ' role="status"' if not i else ""
@@ -118,8 +109,7 @@ def html(columns: Columns, about: About, status: str) -> str:
             f'<div title="{escape(more or value)}"{role}><span>{escape(label) or "&#160;"}</span>'
             f"<b>{dot * (not i)}{escape(value)}</b>{spark(columns, column) if column else ''}</div>"
         )
-    row, total = columns.ended, (about.epochs or 0) * (about.epoch_samples or 0)
-    share = min(1.0, row["samples"] / total) if row and total else 0.0
+    share = min(1.0, columns.ended["samples"] / about.samples) if columns.ended and about.samples else 0.0
     bar = f'<p><u style="width:{100 * share:.1f}%"></u></p>'
     return f'<div class="nbt"><div class="nbt-top"><div>{"".join(each)}</div>{bar}</div></div>'
 
@@ -128,10 +118,8 @@ def spark(columns: Columns, name: str) -> str:
     """Return a column's values over the run as a small line from 0."""
     x, y = thinned(*columns.either(name))
     top, end = float(y.max(initial=0.0)) or 1.0, float(x[-1]) if len(x) else 1.0
-    points = " ".join(
-        f"{100 * at / end:.1f},{15 - 14 * max(value, 0) / top:.1f}" for at, value in zip(x, y, strict=True)
-    )
-    line = f'<polyline points="{points}" stroke="currentColor" stroke-opacity=".6"/>'
+    points = np.stack([100 * x / end, 15 - 14 * np.maximum(y, 0) / top], 1).round(1).ravel().tolist()
+    line = f'<polyline points="{str(points)[1:-1]}" stroke="currentColor" stroke-opacity=".6"/>'
     return f'<svg viewBox="0 0 100 16" preserveAspectRatio="none" aria-hidden="true">{line}</svg>'
 
 
@@ -147,26 +135,22 @@ def best(columns: Columns, metric: str) -> tuple[float, int] | None:
     return float(values[at]), int(epochs[np.searchsorted(ends, at_steps[at])]) + 1
 
 
-# -- how long it takes
-
-
 def time_left(columns: Columns, about: About) -> float | None:
     """Return seconds to the end of the run, at the pace of the last logged steps since the last change."""
-    total = (about.epochs or 0) * (about.epoch_samples or 0)
     at, wall = columns.series("wall", "step")
-    samples, changed = np.interp(at, *columns.samples()), columns.changes[-1]["step"] if columns.changes else 0
+    changed = columns.changes[-1]["step"] if columns.changes else 0
     recent = (np.flatnonzero(at > changed) if (at > changed).any() else np.arange(len(at)))[-LAST:]
-    took = wall[recent[-1]] - wall[recent[0]] if len(recent) > 1 else 0.0
-    pace = (samples[recent[-1]] - samples[recent[0]]) / took if took > 0 else columns.newest("samples_per_s")
-    if columns.ended is None or not total or not pace:
+    samples, took = np.interp(at, *columns.since("samples"))[recent], np.ptp(wall[recent]) if len(recent) else 0.0
+    pace = np.ptp(samples) / took if took > 0 else columns.newest("samples_per_s")
+    if columns.ended is None or not about.samples or not pace:
         return None
-    return float(max(total - columns.ended["samples"], 0) / pace)
+    return float(max(about.samples - columns.ended["samples"], 0) / pace)
 
 
-def mean_pace(columns: Columns) -> float:
+def mean_pace(columns: Columns) -> float | None:
     """Return the samples a second of the whole run by the clock."""
-    seconds = columns.seconds()[1][-1]
-    return float(columns.samples()[1][-1] / seconds) if seconds > 0 else columns.newest("samples_per_s") or 0.0
+    seconds = columns.since("wall")[1][-1]
+    return float(columns.since("samples")[1][-1] / seconds) if seconds > 0 else columns.newest("samples_per_s")
 
 
 # -- lines of text
@@ -180,14 +164,14 @@ def opening(state: TrainState, pack: Pack) -> list[str]:
     on = f" on {processes} processes" if processes > 1 else ""
     precision = "float32" if plan.amp == "off" else plan.amp
     settings = [f"batch {plan.batch_size}{on}{parts}", f"lr {digits(plan.lr)} ({plan.schedule})", plan.optimizer]
-    rows = [
-        ("GPU" if state.device.type == "cuda" else "device", described(state.device)),
-        ("plan", ", ".join([*settings, precision, f"{choose(pack, plan, state.device)[0]} feed"])),
-        ("length", length_of(plan, pack.splits["train"])),
-    ]
+    rows = {
+        "GPU" if state.device.type == "cuda" else "device": described(state.device),
+        "plan": ", ".join([*settings, precision, f"{choose(pack, plan, state.device)[0]} feed"]),
+        "length": length_of(plan, pack.splits["train"]),
+    }
     if state.step:
-        rows.append(("resumed", f"from step {state.step:,}, in epoch {state.epoch + 1} of {plan.epochs}"))
-    return [f"{name:<11}{text}" for name, text in rows]
+        rows["resumed"] = f"from step {state.step:,}, in epoch {state.epoch + 1} of {plan.epochs}"
+    return [f"{name:<11}{text}" for name, text in rows.items()]
 
 
 def line_of(record: Record, columns: Columns, about: About) -> list[str]:
@@ -201,13 +185,10 @@ def line_of(record: Record, columns: Columns, about: About) -> list[str]:
     ]
     if record.kind == "evaluation":
         return [f"step {record.step:,}", *shown]
-    of = f" of {about.epochs}" if about.epochs else ""
-    middle = record.epoch + 1 - values["batch_size"] / max(2 * (about.epoch_samples or 0), 1)  # of the last step
-    lr = f"lr {digits(values['lr'])}{' (warmup)' if middle < about.warmup else ''}"
     left = [f"{duration(seconds)} left" for seconds in [time_left(columns, about)] if seconds]
     peaks = [values[name] for name in ("gpu_memory_peak", "gpu_memory_allocated", "memory") if values.get(name)]
     readings = [f"{number(values['samples_per_s'])} samples/s", *(size(peak * 2**20) for peak in peaks[:1])]
-    return [f"epoch {record.epoch + 1:,}{of}", *shown, lr, *left, *readings]
+    return [f"epoch {about.place(record.epoch)}", *shown, f"lr {digits(values['lr'])}", *left, *readings]
 
 
 def fitting(fields: list[str], room: int) -> str:

@@ -27,10 +27,6 @@ PERIOD = 0.05  # seconds between two polls of the kernel's socket
 EVENTS, POLLIN, POLLOUT = 15, 1, 2  # zmq's, without importing it where there is no kernel
 
 
-class Unknown(Exception):
-    """This kernel is not supported; the message says why."""
-
-
 class Messages:
     """The widget messages pending for the running cell: enter it, and call `handle` between steps. A call costs a clock
     read (0.2 µs) and, once per PERIOD, a poll of the kernel's socket (3 to 60 µs). trouble: why widgets react only
@@ -192,9 +188,8 @@ def inbox(kernel: Any) -> Queued | Received | None:
     """Return where the messages for this cell are; None without a kernel, and off the main thread."""
     if kernel is None or threading.current_thread() is not threading.main_thread():
         return None
-    lacking = [name for name in NEEDED if not hasattr(kernel, name)]
-    if lacking:
-        raise Unknown(f"{type(kernel).__module__}.{type(kernel).__name__} has no {', '.join(lacking)}")
+    for name in NEEDED:
+        getattr(kernel, name)  # an AttributeError at once, and not at the first click
     if threads := getattr(kernel, "shell_channel_thread", None):  # ipykernel 7
         manager = threads.manager
         stream = manager.get_shell_channel_to_subshell_pair(None).to_stream
@@ -208,7 +203,7 @@ def done(result: Any) -> None:
         with suppress(StopIteration):
             result.send(None)
             result.close()
-            raise Unknown("its handlers await something")
+            raise RuntimeError("its handlers await something")
 
 
 def is_comm(session: Any, message: list) -> bool:

@@ -1,23 +1,94 @@
-"""What a run's charts show, from the columns of a History to lines, marks and axes: `svg` and `png` draw it."""
+"""What a run's charts show: from the rows of a History to lines, scales and marks, which svg.py and png.py draw."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 
-from nbtools.live.columns import Columns, Series
 from nbtools.show import digits, exponent, header, number
+from nbtools.train import History
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 """Okabe & Ito (2008): distinguishable with every kind of colour vision, on white and on black."""
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
-SCALES = ("auto", "linear", "log")
-TICKS, POINTS = 5, 150  # of an axis, about; a line has two points in each of so many columns at most
-DIGITS = re.compile(r"\d+\.\d{4,}")  # of a lr by rule
+XS, SCALES = ("step", "samples", "minutes"), ("auto", "linear", "log")
+TICKS, POINTS = 5, 150  # of an axis, about; a line has two points in each of so many parts at most
+FALL = 25  # a loss that falls to a part as small as this is drawn on a logarithmic axis
+Series = tuple[np.ndarray, np.ndarray]  # (steps, values), both (n,) float64
+NONE: tuple[array[float], array[float]] = (array("d"), array("d"))
+
+
+class Columns:
+    """The finite numbers of a history, by kind of row and column. `follow` reads new rows only: a frame of a long run
+    costs no more than one of a short run.
+
+    changes: rows of changed settings, and those that say that the run went back. ended: the newest step or epoch row.
+    """
+
+    def __init__(self, history: History | None = None):
+        self.clear()
+        if history is not None:
+            self.follow(history)
+
+    def clear(self) -> None:
+        self.count, self.seen = 0, None
+        self.columns: dict[tuple[str, str], tuple[array[float], array[float]]] = {}
+        self.changes: list[Mapping[str, Any]] = []
+        self.ended: Mapping[str, Any] | None = None
+
+    def follow(self, history: History) -> Self:
+        """Read the new rows; all of them again where rows were cut off."""
+        rows = history.rows
+        if self.count > len(rows) or (self.count and rows[self.count - 1] is not self.seen):
+            self.clear()
+        for row in rows[self.count :]:
+            if row["kind"] == "change" or row.get("mark"):
+                self.changes.append(row)
+            elif row["kind"] in ("step", "epoch"):
+                self.ended = row
+            for name, value in row.items():
+                if isinstance(value, (int, float)) and math.isfinite(value):  # a file edited by hand may hold text
+                    steps, values = self.columns.setdefault((row["kind"], name), (array("d"), array("d")))
+                    steps.append(row["step"])
+                    values.append(value)
+            self.count, self.seen = self.count + 1, row
+        return self
+
+    def series(self, name: str, *kinds: str) -> Series:
+        """Return the column in rows of these kinds, in order of steps."""
+        parts = [self.columns.get((kind, name), NONE) for kind in kinds]
+        steps, values = (np.concatenate([np.array(part[side]) for part in parts]) for side in (0, 1))
+        order = np.argsort(steps, kind="stable")
+        return steps[order], values[order]
+
+    def either(self, name: str) -> Series:
+        """Return the column as logged on steps, else on epochs."""
+        return self.series(name, "step" if ("step", name) in self.columns else "epoch")
+
+    def evaluated(self, name: str) -> Series:
+        """Return a metric at the ends of epochs, and wherever the user requested it in between."""
+        return self.series(name, "epoch", "evaluation")
+
+    def newest(self, name: str) -> float | None:
+        """Return the last number of a column."""
+        values = self.either(name)[1]
+        return float(values[-1]) if len(values) else None
+
+    def since(self, name: str) -> Series:
+        """Return a column that counts from (0, 0): `samples`, or `wall`, the seconds by the clock without pauses."""
+        steps, values = self.series(name, "step", "epoch")
+        return np.insert(steps, 0, 0.0), np.insert(values, 0, 0.0)
+
+    def along(self, x: str, steps: np.ndarray) -> np.ndarray:
+        """Return the places of steps on an axis of XS."""
+        if x == "step":
+            return steps
+        return np.interp(steps, *self.since("wall" if x == "minutes" else x)) / (60 if x == "minutes" else 1)
 
 
 @dataclass(frozen=True)
@@ -31,15 +102,16 @@ class Look:
 
 @dataclass(frozen=True)
 class Scale:
-    """An axis from low to high."""
+    """An axis from low to high. whole: only whole numbers are ticks."""
 
     low: float
     high: float
     log: bool = False
+    whole: bool = False
 
-    def places(self, values: np.ndarray) -> np.ndarray:
+    def places(self, values: Any) -> np.ndarray:
         """Return (n,) → (n,): 0 at low, 1 at high; values beyond stay at the edge."""
-        inside = np.minimum(np.maximum(values, self.low), self.high)
+        inside = np.clip(values, self.low, self.high)
         if self.log:
             return np.log(inside / self.low) / math.log(self.high / self.low)
         return (inside - self.low) / (self.high - self.low)
@@ -48,11 +120,12 @@ class Scale:
         """Return (values, labels) from low to high."""
         from matplotlib.ticker import LogLocator, MaxNLocator
 
-        values = MaxNLocator(TICKS, steps=[1, 2, 2.5, 5, 10]).tick_values(self.low, self.high)
-        if self.log and self.high > 10 * self.low:
-            values = LogLocator(numticks=TICKS + 1).tick_values(self.low, self.high)
-        inside = [float(value) for value in values if self.low <= value <= self.high]
-        return inside, tick_labels(inside, self.log)
+        wide = self.log and self.high > 10 * self.low
+        locator = (
+            LogLocator(numticks=TICKS + 1) if wide else MaxNLocator(TICKS, steps=[1, 2, 2.5, 5, 10], integer=self.whole)
+        )
+        values = [float(v) for v in locator.tick_values(self.low, self.high) if self.low <= v <= self.high]
+        return values, [exponent(f"{round(value, 12):g}") for value in values]
 
 
 @dataclass(frozen=True)
@@ -96,7 +169,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Picture:
-    """Charts that share an x axis; marks: (x, what was changed there), the newest named above the first chart."""
+    """Charts that share an x axis; marks: (x, what was changed there)."""
 
     charts: tuple[Chart, ...] = ()
     axis: Scale = Scale(0.0, 1.0)
@@ -107,130 +180,83 @@ class Picture:
     def alt(self) -> str:
         return "; ".join(chart.alt for chart in self.charts)
 
-    def ticks(self) -> tuple[list[float], list[str]]:
-        """Return (values, labels) of the x axis; a half step or sample is none."""
-        values = [x for x in self.axis.ticks()[0] if self.x == "minutes" or x == int(x)]
-        return values, tick_labels(values)
-
 
 def picture(columns: Columns, best: str = "", look: Look = Look()) -> Picture:
     """Return everything a frame draws: loss, metrics and lr. best: the metric that counts; a loss has no chart of
     metrics before the first evaluation."""
     if columns.ended is None:
         return Picture()
-    made = [*loss(columns, look), *metrics(columns, look)]
-    if len(made) == 1 and best.lstrip("-") not in ("", "loss"):  # its place, so that nothing moves when it comes
-        made.append(Chart("validation metrics", (), Scale(0.0, 1.0), "after the first evaluation"))
-    made += rate(columns, look)
-    end = max(steps[-1] for steps, _ in columns.columns.values())
-    last = float(columns.along(look.x, np.array([end]))[0])
+    charts = [*loss(columns, look), *metrics(columns, look)]
+    if len(charts) == 1 and best.lstrip("-") not in ("", "loss"):  # its place, so that nothing moves when it comes
+        charts.append(Chart("validation metrics", (), Scale(0.0, 1.0), "after the first evaluation"))
+    x, y = columns.either("lr")
+    if len(x):  # linear: a cosine on a logarithmic axis would be a cliff at its end
+        line = drawn("lr", (x, y), VERMILLION, columns, look)
+        charts.append(Chart("learning rate", (line,), Scale(0.0, float(y.max()) * 1.08 or 1.0), small=True))
+    last = columns.along(look.x, np.array([max(steps[-1] for steps, _ in columns.columns.values())]))[0]
     places = columns.along(look.x, np.array([float(row["step"]) for row in columns.changes]))
-    marks = tuple((float(x), said(row)) for x, row in zip(places, columns.changes, strict=True))
-    return Picture(tuple(made), Scale(0.0, last or 1.0), look.x, marks)
+    texts = [str(row.get("mark") or row.get("what", "")) for row in columns.changes]
+    axis = Scale(0.0, float(last) or 1.0, whole=look.x != "minutes")
+    return Picture(tuple(charts), axis, look.x, tuple(zip(places.tolist(), texts, strict=True)))
+
+
+def loss(columns: Columns, look: Look) -> list[Chart]:
+    """Return the train loss as logged (faint) and smoothed, whose end the legend names, and the validation's."""
+    train = columns.series("loss", "step") if ("step", "loss") in columns.columns else columns.either("train_loss")
+    validation, lines = columns.evaluated("val_loss"), []
+    if len(train[0]):
+        if len(train[0]) > 8 and look.smoothing:
+            lines.append(drawn("train", train, BLUE, columns, look, faint=True))
+        lines.append(drawn("train", calmed(*train, look.smoothing / 20), BLUE, columns, look))
+    if len(validation[0]):
+        lines.append(drawn("validation", validation, VERMILLION, columns, look, points=True))
+    if not lines:
+        return []
+    low, high = extent([train[1], validation[1]])
+    log = look.scale == "log" or (look.scale == "auto" and low > 0 and high / low > FALL)
+    scale = airy(max(low, high / 1e6), high, True) if log and high > 0 else airy(low, high)
+    return [Chart("loss", tuple(lines), scale, "log scale" * scale.log)]
+
+
+def metrics(columns: Columns, look: Look) -> list[Chart]:
+    """Return one chart of all metrics that are shares, and one of each other, as of an error in the target's unit."""
+    shares, others = [], []
+    names = dict.fromkeys(name for _, name in columns.columns if name.startswith("val_") and name != "val_loss")
+    for k, name in enumerate(names):
+        values = columns.evaluated(name)
+        made = drawn(header(name.removeprefix("val_")), values, COLOURS[(k + 2) % 6], columns, look, points=True)
+        (shares if np.abs(values[1]).min() <= 1 else others).append(made)
+    charts = [("validation metrics", tuple(shares))] * bool(shares) + [(line.name, (line,)) for line in others]
+    return [Chart(title, lines, airy(*extent([line.y for line in lines]))) for title, lines in charts]
 
 
 def compared(runs: Mapping[str, Columns], metric: str) -> Picture:
     """Return the validation loss, the metric that counts and the lr of several runs, a colour each."""
-    charts = []
-    for title, name in (("validation loss", "val_loss"), (header(metric), f"val_{metric}"), ("learning rate", "lr")):
+    charts, titles = [], {"val_loss": "validation loss", f"val_{metric}": header(metric), "lr": "learning rate"}
+    for name, title in titles.items():
         lines = []
         for k, (run, columns) in enumerate(runs.items()):
-            x, y = columns.series(name, "step") if name == "lr" else evaluated(columns, name)
-            if len(x):
-                lines.append(Line(run, *thinned(x, y), COLOURS[k % 6], number(y[-1]), points=name != "lr"))
-        if lines and title not in {chart.title for chart in charts}:
-            low, high = extent(line.y for line in lines)
-            scale = Scale(0.0, high * 1.08) if name == "lr" else falling(low, high, "auto")
+            values = columns.either(name) if name == "lr" else columns.evaluated(name)
+            if len(values[0]):
+                lines.append(drawn(run, values, COLOURS[k % 6], columns, points=name != "lr"))
+        if lines:
+            low, high = extent([line.y for line in lines])
+            scale = Scale(0.0, high * 1.08 or 1.0) if name == "lr" else airy(low, high, 0 < FALL * low < high)
             charts.append(Chart(title, tuple(lines), scale, small=name == "lr"))
     ends = [line.x[-1] for chart in charts for line in chart.lines]
-    return Picture(tuple(charts), Scale(0.0, float(max(ends, default=1.0)) or 1.0))
+    return Picture(tuple(charts), Scale(0.0, float(max(ends, default=1.0)) or 1.0, whole=True))
 
 
-def loss(columns: Columns, look: Look) -> Iterator[Chart]:
-    """Yield the train loss as logged (faint) and smoothed, whose end the legend names, and the validation's."""
-    lines: list[Line] = []
-    x, y = columns.series("loss", "step")
-    x, y = (x, y) if len(x) else columns.series("train_loss", "epoch")
-    logged = [(x, y)] if len(x) else []
-    if len(x):
-        smooth = calmed(x, y, look.smoothing / 20)
-        if len(x) > 8 and look.smoothing:
-            lines.append(Line("train", *placed(columns, look, thinned(x, y)), BLUE, faint=True))
-        lines.append(Line("train", *placed(columns, look, smooth), BLUE, number(smooth[1][-1])))
-    x, y = evaluated(columns, "val_loss")
-    if len(x):
-        logged.append((x, y))
-        line = placed(columns, look, thinned(x, y))
-        lines.append(Line("validation", *line, VERMILLION, number(y[-1]), points=True))
-    if lines:
-        low, peak = extent(y for _, y in logged)
-        high = extent(steady(x, y) for x, y in logged)[1]
-        cut = f"peak {number(peak)} cut off" if peak > high else ""
-        scale = falling(low, high, look.scale)
-        yield Chart("loss", tuple(lines), scale, " · ".join(filter(None, ["log scale" * scale.log, cut])))
-
-
-def metrics(columns: Columns, look: Look) -> Iterator[Chart]:
-    """Yield one chart of all metrics that are shares, and one of each other, as of an error in the target's unit."""
-    shares, others = [], []
-    names = dict.fromkeys(name for _, name in columns.columns if name.startswith("val_") and name != "val_loss")
-    for k, name in enumerate(names):
-        x, y = evaluated(columns, name)
-        colour, value = (GREEN, PURPLE, ORANGE, SKY, BLUE, VERMILLION)[k % 6], number(y[-1])
-        each = placed(columns, look, thinned(x, y))
-        line = Line(header(name.removeprefix("val_")), *each, colour, value, points=True)
-        (shares if np.abs(y).min() <= 1 else others).append(line)
-    if shares:
-        yield Chart("validation metrics", tuple(shares), airy(*extent(line.y for line in shares)))
-    for line in others:
-        yield Chart(line.name, (line,), airy(*extent([line.y])))
-
-
-def rate(columns: Columns, look: Look) -> Iterator[Chart]:
-    """Yield lr, linear: a cosine on a logarithmic axis would be a cliff at its end."""
-    x, y = columns.either("lr")
-    if len(x):
-        value = digits(columns.newest("lr") or 0.0)
-        line = Line("lr", *placed(columns, look, thinned(x, y)), VERMILLION, value)
-        yield Chart("learning rate", (line,), Scale(0.0, float(y.max()) * 1.08 or 1.0), small=True)
-
-
-def evaluated(columns: Columns, name: str) -> Series:
-    """Return a metric at the ends of epochs, and wherever the user requested it in between."""
-    return columns.series(name, "epoch", "evaluation")
-
-
-def placed(columns: Columns, look: Look, line: Series) -> Series:
-    return columns.along(look.x, line[0]), line[1]
-
-
-def said(change: Mapping[str, object]) -> str:
-    """Return what a row of changed settings says, in three digits; of one that says that the run went back, its
-    mark."""
-    return DIGITS.sub(lambda text: f"{float(text[0]):.3g}", str(change.get("mark") or change.get("what", "")))
-
-
-# -- axes
-
-
-def steady(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the values without an early spike, which would press all that follows flat: in the first quarter of the
-    line, those three times as high above the lowest as 98 of 100 are. A late one, as when training diverges, stays."""
-    low, most = y.min(), np.quantile(y, 0.98, method="lower")
-    return y[(y <= most + 2 * max(most - low, abs(most) / 2)) | (x > x[-1] / 4)]
-
-
-def falling(low: float, high: float, scale: str) -> Scale:
-    """Return the scale of a loss: by itself logarithmic when it falls to a thirtieth; a logarithm shows nothing below
-    0."""
-    if scale == "log" and high > 0:
-        return airy(max(low, high / 1e6), high, True)
-    return airy(low, high, scale == "auto" and low > 0 and high / low > 30)
+def drawn(name: str, values: Series, colour: str, columns: Columns, look: Look = Look(), **kind: bool) -> Line:
+    """Return the line of a column, in the legend with its last value; kind: of Line, `faint` or `points`."""
+    x, y = thinned(*values)
+    last = digits(float(y[-1])) if name == "lr" else number(float(y[-1]))
+    return Line(name, columns.along(look.x, x), y, colour, last, **kind)
 
 
 def extent(values: Iterable[np.ndarray]) -> tuple[float, float]:
-    pairs = [(float(v.min()), float(v.max())) for v in values]
-    return min(low for low, _ in pairs), max(high for _, high in pairs)
+    every = np.concatenate([*values])
+    return float(every.min()), float(every.max())
 
 
 def airy(low: float, high: float, log: bool = False) -> Scale:
@@ -242,38 +268,21 @@ def airy(low: float, high: float, log: bool = False) -> Scale:
     return Scale(max(0.0, low - air) if low >= 0 else low - air, high + air)
 
 
-def tick_labels(values: Sequence[float], log: bool = False) -> list[str]:
-    """Return labels of one axis with equal decimals; thousands as 2k, 2.5M."""
-    if log:
-        return [f"{v:g}" if 0.01 <= v < 1e4 else exponent(f"{v:.0e}") for v in values]
-    top = max(map(abs, values), default=0.0)
-    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if top >= 2 * scale:
-            return [f"{v / scale:g}{suffix}" if v else "0" for v in values]
-    if 0 < top < 0.01:  # 2.5e-4 is as short as the room on the left
-        return [re.sub(r"\.?0+e", "e", exponent(f"{v:.3e}")) if v else "0" for v in values]
-    decimals = next((d for d in range(12) if all(abs(round(v, d) - v) <= 1e-9 * top for v in values)), 12)
-    return [f"{v + 0.0:.{decimals}f}" for v in values]
-
-
-# -- lines of few points
-
-
 def calmed(x: np.ndarray, y: np.ndarray, part: float) -> Series:
     """Return means of a part of the line around each point: a mean of both sides does not lag."""
     half, total, at = int(len(y) * part / 2), np.concatenate(([0.0], np.cumsum(y))), np.arange(len(y))
     first, last = np.maximum(at - half, 0), np.minimum(at + half + 1, len(y))
-    return thinned(x, (total[last] - total[first]) / (last - first))
+    return x, (total[last] - total[first]) / (last - first)
 
 
 def thinned(x: np.ndarray, y: np.ndarray) -> Series:
-    """Return at most two points per column, its lowest and its highest: no peak is lost, unlike with every n-th
+    """Return at most two points of each part, its lowest and its highest: no peak is lost, unlike with every n-th
     point."""
     size = math.ceil(len(x) / POINTS)
     if size <= 2:
         return x, y
-    columns = np.concatenate((y, y[-1:].repeat(-len(y) % size))).reshape(-1, size)
+    parts = np.concatenate((y, y[-1:].repeat(-len(y) % size))).reshape(-1, size)
     starts = np.arange(0, len(y), size)
     keep = np.zeros(len(y), bool)
-    keep[starts + columns.argmin(1)] = keep[starts + columns.argmax(1)] = keep[0] = keep[-1] = True
+    keep[starts + parts.argmin(1)] = keep[starts + parts.argmax(1)] = keep[0] = keep[-1] = True
     return x[keep], y[keep]

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from nbtools.live import samples
 from nbtools.live.plot import GREEN, VERMILLION, Chart, Picture
 
@@ -63,13 +61,13 @@ def draw(shown: Picture, facts: Sequence[str] = (), previews: Sequence[samples.P
     for part in parts:
         part.set_facecolor("none")
     for i, chart in enumerate(shown.charts):
-        draw_chart(middle.add_subplot(rows, 2, i + 1), chart, shown, i == 0)
+        draw_chart(middle.add_subplot(rows, 2, i + 1), chart, shown)
     for i, (preview, text) in enumerate(zip(previews, texts, strict=True)):
-        axes = bottom.add_subplot(math.ceil(len(previews) / across), across, i + 1)
-        colour = GREEN if preview.right else VERMILLION if preview.truth else GREY
+        axes = bottom.add_subplot(math.ceil(len(previews) / across), across, i + 1, xticks=[], yticks=[])
         axes.imshow(preview.image, cmap="gray", vmin=0, vmax=255)
-        axes.set(xticks=[], yticks=[], anchor="NW", facecolor="none")
+        axes.set(anchor="NW", facecolor="none")
         axes.spines[:].set_visible(False)
+        colour = GREEN if preview.right else VERMILLION if preview.truth else GREY
         axes.set_xlabel("\n".join(text), loc="left", color=colour, linespacing=1.3, **look(12, mono=True))
     stream = io.BytesIO()
     with warnings.catch_warnings():
@@ -78,31 +76,24 @@ def draw(shown: Picture, facts: Sequence[str] = (), previews: Sequence[samples.P
     return stream.getvalue()
 
 
-def draw_chart(axes: Axes, chart: Chart, shown: Picture, first: bool) -> None:
-    """Draw a chart; the first has the name of the newest mark above it."""
-    small: dict[str, Any] = {"size": 12, "color": GREY, "parse_math": False}
+def draw_chart(axes: Axes, chart: Chart, shown: Picture) -> None:
     for line in chart.lines:
         label = "_" if line.faint else f"{line.name} {line.value}".strip().replace("$", r"\$")
-        look = {"linewidth": 1.0 if line.faint else 1.8, "alpha": 0.5 if line.faint else 1.0}
+        look: dict[str, Any] = {"linewidth": 1.0, "alpha": 0.5} if line.faint else {"linewidth": 1.8}
         marker = {"marker": "o" if line.dotted else "", "markersize": 5, "clip_on": not line.dotted}
         axes.plot(line.x, line.y, color=line.colour, label=label, **look, **marker)
     for x, _ in shown.marks:
         axes.axvline(x, color=GREY, linewidth=1, linestyle=(0, (3, 3)))
-    if first and shown.marks:
-        x, what = shown.marks[-1]
-        side = "left" if shown.axis.places(np.array([x]))[0] < 0.5 else "right"
-        name = textwrap.shorten(what, 40, placeholder=" …")
-        axes.annotate(name, (x, 1), (0, 2), ("data", "axes fraction"), "offset points", ha=side, **small)
     if chart.legend:
         axes.legend(frameon=False, fontsize=12, labelcolor=GREY, handlelength=1.3, labelspacing=0.25)
     title = f"{chart.title}  {chart.about}".strip()
-    axes.set_title(title, loc="left", pad=18, size=13, color=GREY, weight="bold", parse_math=False)
-    axes.set_yscale("log" if chart.scale.log else "linear")
-    axes.set(xlim=(shown.axis.low, shown.axis.high), ylim=(chart.scale.low, chart.scale.high), facecolor="none")
-    axes.set_xticks(*shown.ticks())
+    axes.set_title(title, loc="left", pad=10, size=13, color=GREY, weight="bold", parse_math=False)
+    axes.set(yscale="log" if chart.scale.log else "linear", facecolor="none")
+    axes.set(xlim=(shown.axis.low, shown.axis.high), ylim=(chart.scale.low, chart.scale.high))
+    axes.set_xticks(*shown.axis.ticks())
     axes.set_yticks(*chart.scale.ticks())
     axes.set_yticks([], minor=True)
-    axes.set_xlabel(shown.x, loc="right", **small)
+    axes.set_xlabel(shown.x, loc="right", size=12, color=GREY)
     axes.grid(axis="y", color=GREY, alpha=0.25, linewidth=1)
     axes.tick_params(length=0, labelsize=12, colors=GREY, pad=6)
     axes.spines[["left", "right", "top"]].set_visible(False)

@@ -38,7 +38,7 @@ class Requests:
     """What is wanted of a run. The wanted plan is `state.plan`, and `state.applied` the one that acts.
 
     advised: the plan that values are compared with. check: raises NbtoolsError for a plan that the run cannot continue
-    with. able: whether there is anything to do for an action. stopper: who asked for the stop. pace: seconds a step.
+    with. able: whether there is anything to do for an action. stopper: who asked for the stop.
     """
 
     state: TrainState | Plans
@@ -48,7 +48,6 @@ class Requests:
     paused: bool = False
     pending: set[str] = field(default_factory=set)
     stopper: str = "you"
-    pace: float = 0.0
 
     def post(self, action: str, by: str = "you") -> None:
         """Request one of ACTIONS."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from nbtools.data import Pack, gather
 from nbtools.errors import TrainError
-from nbtools.live.plot import GREEN, VERMILLION
 from nbtools.show import plain
 from nbtools.train import TrainState, evaluation
 
@@ -27,17 +26,6 @@ PATIENCE = 0.5  # seconds at most to look for the worst: the next step, or a sto
 FIRST, WORST = "first", "worst"
 WIDTH, HEIGHT = 200, 160  # px that a sample is wide, and high at most
 LONG, LINE_HEIGHT = 5, 48  # a line of text: wider than this many times its height; px that it is high
-TRUTH, PREDICTED, LABEL = "truth", "predicted", 10  # letters before a truth and a prediction
-STYLE = f"""
-.nbt-cards{{display:flex;flex-wrap:wrap;gap:12px 16px;padding:2px 2px 8px}}
-.nbt-cards figure{{margin:0;max-width:100%;min-width:160px}}
-.nbt-cards img{{display:block;max-width:100%;height:auto;border-radius:2px;margin:0 0 3px}}
-.nbt-cards div{{font:13px/18px ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace;overflow-wrap:anywhere;
- padding-left:66px;text-indent:-66px}}
-.nbt-cards div>span{{display:inline-block;width:66px;text-indent:0;opacity:.7;font-size:11px}}
-.nbt-cards u{{color:{VERMILLION};font-weight:700;text-decoration:underline 2px;text-underline-offset:2px}}
-.nbt-cards b{{color:{GREEN};margin-left:6px}}
-"""
 
 
 @dataclass(frozen=True)
@@ -54,34 +42,31 @@ class Preview:
     def right(self) -> bool:
         return bool(self.truth) and self.truth == self.predicted
 
+    def answers(self) -> list[tuple[str, str]]:
+        """Return (label, text) of the truth and the prediction; nothing of samples without a text."""
+        both = [("truth", self.truth), ("predicted", self.predicted)]
+        return both if self.truth else [pair for pair in both if pair[1]]
+
     def pairs(self) -> list[tuple[str, str]]:
         """Return (character, what was read for it), by place where lengths agree, else by the fewest edits: "" if
         nothing was read, or nothing was to be read."""
-        if self.whole or len(self.truth) == len(self.predicted):
-            return [(self.truth, self.predicted)] if self.whole else [*zip(self.truth, self.predicted, strict=True)]
+        if self.whole:
+            return [(self.truth, self.predicted)]
+        if len(self.truth) == len(self.predicted):
+            return [*zip(self.truth, self.predicted, strict=True)]
         return aligned(self.truth, self.predicted)
 
 
 def aligned(truth: str, predicted: str) -> list[tuple[str, str]]:
     """Return (character, what was read for it) of an alignment with the fewest edits."""
-    rows = [[*range(len(predicted) + 1)]]  # rows[i][j]: edits from truth[:i] to predicted[:j]
-    for i, a in enumerate(truth, 1):
-        row = [i]
-        for j, b in enumerate(predicted, 1):
-            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (a != b)))
-        rows.append(row)
-    i, j, pairs = len(truth), len(predicted), []
-    while i or j:
-        if i and j and rows[i][j] == rows[i - 1][j - 1] + (truth[i - 1] != predicted[j - 1]):
-            i, j = i - 1, j - 1
-            pairs.append((truth[i], predicted[j]))
-        elif i and rows[i][j] == rows[i - 1][j] + 1:
-            i -= 1
-            pairs.append((truth[i], ""))
-        else:
-            j -= 1
-            pairs.append(("", predicted[j]))
-    return pairs[::-1]
+    row = [(j, [("", c) for c in predicted[:j]]) for j in range(len(predicted) + 1)]  # (edits, pairs) of predicted[:j]
+    for a in truth:
+        above, row = row, [(row[0][0] + 1, [*row[0][1], (a, "")])]
+        for j, b in enumerate(predicted):
+            ways = ((above[j], a != b, (a, b)), (above[j + 1], 1, (a, "")), (row[j], 1, ("", b)))
+            (edits, pairs), more, pair = min(ways, key=lambda way: way[0][0] + way[1])
+            row.append((edits + more, [*pairs, pair]))
+    return row[-1][1]
 
 
 class Previews:
@@ -120,8 +105,7 @@ class Previews:
         """Return those of the highest loss, the highest first, of the worst batches of the last evaluation, else of
         samples all over the split; as many as PATIENCE lasts for."""
         end, state = time.monotonic() + PATIENCE, self.state
-        pool = evaluation.worst_first(state.last_evaluation) or spread(self.ids, POOL)
-        pool = [int(i) for i in np.random.default_rng(0).permutation(pool[:POOL])]
+        pool = evaluation.worst_first(state.last_evaluation)[:POOL] or spread(self.ids, POOL)
         one_by_one = (self.raw([i]) for k, i in enumerate(pool) if k < SAMPLES or time.monotonic() < end)
         losses = evaluation.losses(state.task, state.evaluated, one_by_one, state.applied, state.device)
         return [pool[k] for k in np.argsort(-losses, kind="stable")[:SAMPLES]]
@@ -135,10 +119,9 @@ def chosen(which: Any, pack: Pack) -> str | list[int]:
     if isinstance(which, str) and which in (FIRST, WORST):
         return which
     ids: list[Any] = list(which) if isinstance(which, Iterable) else []
-    if not ids or not all(isinstance(i, (int, np.integer)) for i in ids):
-        raise TrainError(f"samples must be {FIRST!r}, {WORST!r} or a list of ids of the pack, got {which!r}")
-    if unknown := [i for i in ids if not 0 <= i < len(pack)]:
-        raise TrainError(f"sample {unknown[0]} is not in the pack; choose ids from 0 to {len(pack) - 1:,}")
+    if not ids or not all(isinstance(i, (int, np.integer)) and 0 <= i < len(pack) for i in ids):
+        rule = f"samples must be {FIRST!r}, {WORST!r} or a list of ids of the pack"
+        raise TrainError(f"{rule}, got {which!r}; its ids are 0 to {len(pack) - 1:,}")
     return [int(i) for i in ids[:SAMPLES]]
 
 
@@ -153,8 +136,8 @@ def long(images: Sequence[np.ndarray]) -> bool:
 
 
 def html(previews: Sequence[Preview]) -> str:
-    """Return the samples as cards, equally wide, or equally high where they are lines of text; a page needs STYLE once.
-    All text is escaped."""
+    """Return the samples as cards, equally wide, or equally high where they are lines of text; for a page with
+    live.css. All text is escaped."""
     lines, cards = long([preview.image for preview in previews]), []
     for preview in previews:
         height, width = preview.image.shape[:2]
@@ -170,28 +153,22 @@ def card(preview: Preview, width: int, height: int) -> str:
     image, stream = Image.fromarray(preview.image), io.BytesIO()
     image.thumbnail((2 * width, 2 * height), Image.Resampling.LANCZOS)  # no more pixels than a screen shows
     image.save(stream, "png", compress_level=3)  # half the time of 6 for a tenth more bytes
-    alt = "; ".join(f"{label}: {text}" for label, text in answers(preview))
     groups = [(wrong, [*pairs]) for wrong, pairs in groupby(preview.pairs(), lambda pair: pair[0] != pair[1])]
-    texts = []
-    for label, text in answers(preview):
-        side = label == PREDICTED
-        parts = [(escape("".join(pair[side] for pair in pairs)), wrong) for wrong, pairs in groups]
-        marked = "".join(f"<u>{part}</u>" if wrong and part and preview.truth else part for part, wrong in parts)
-        tick = " <b>✓</b>" if side and preview.right else ""
-        texts.append(f"<div><span>{label}</span>{marked if text else '–'}{tick}</div>")
+    texts, tick = [], " <b>✓</b>" * preview.right
+    for label, text in preview.answers():
+        side, marked = label == "predicted", ""
+        for wrong, pairs in groups:
+            part = escape("".join(pair[side] for pair in pairs))
+            marked += f"<u>{part}</u>" if wrong and part and preview.truth else part
+        texts.append(f"<div><span>{label}</span>{marked if text else '–'}{tick * side}</div>")
     source = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
-    picture = f'<img src="{source}" alt="{escape(alt)}" width="{width}" height="{height}"/>'
+    alt = escape("; ".join(f"{label}: {text}" for label, text in preview.answers()))
+    picture = f'<img src="{source}" alt="{alt}" width="{width}" height="{height}"/>'
     return f'<figure style="width:{width}px">{picture}{"".join(texts)}</figure>'
-
-
-def answers(preview: Preview) -> list[tuple[str, str]]:
-    """Return (label, text) of the truth and the prediction; nothing of samples without a text."""
-    pairs = [(TRUTH, preview.truth), (PREDICTED, preview.predicted)]
-    return pairs if preview.truth else [pair for pair in pairs if pair[1]]
 
 
 def text(preview: Preview, room: int) -> list[str]:
     """Return truth and prediction in lines of at most so many columns, control characters escaped."""
-    lines = [f"{label:<{LABEL}}{plain(words)}" for label, words in answers(preview)]
+    lines = [f"{label:<10}{plain(words)}" for label, words in preview.answers()]
     lines = [line if len(line) < room - 2 else f"{line[: room - 3]}…" for line in lines]
     return [*lines[:-1], f"{lines[-1]} ✓"] if preview.right else lines

@@ -34,32 +34,34 @@ MOMENT = 0.05  # seconds between two reads of the requests during a pause
 
 class Surface(View):
     """A View whose buttons and fields act on the run; GPU readings; `control.json`; Ctrl-C. Enter it while the run
-    lasts."""
+    lasts.
+
+    wanted: the samples to show, of a callback, which may run on another thread and sets a value only. looking: at a
+    requested evaluation, which a pause lets end. next_steps: what to do when the run has ended. undoable: whether a
+    change of settings is recent enough.
+    """
 
     def __init__(self, folder: Path, state: TrainState, pack: Pack, history: History, given: Any, show: bool):
         if not isinstance(given, Panel) and getattr(given, "plan", None) is not state.plan:
             given = state.plan  # an Advice has reasons, which stand next to the fields
         super().__init__(folder, history, state.plan, pack.splits["train"], state.task.BEST, given, show)
-        self.state = state
+        self.state, self.pack = state, pack
         self.previews = Previews(state, pack, checkpoint.read_index(folder).get("samples", FIRST))
         check = partial(require_change, state, epoch_size=self.count)
         self.requests = Requests(state, advised(folder, state.plan), check, self.able)
-        self.messages = Messages()
+        self.messages, self.interrupts = Messages(), FirstSignal(signal.SIGINT, partial(self.requests.post, "stop"))
         self.sampler: Sampler | None = None
         self.energy = next((row["gpu_energy"] for row in reversed(history.rows) if "gpu_energy" in row), 0.0)
-        self.wanted = ""  # samples: a callback, which may run on another thread, sets a value only
         self.looked = self.shown = 0.0
-        self.seconds = 0.0  # of the run, at the last record
-        self.looking = False  # at a requested evaluation: a pause lets it end
-        self.next_steps: Callable[[], str] = str  # what to do when it has ended
-        self.undoable: Callable[[], bool] = bool  # whether a change of settings is recent enough
-        self.status = COMPILING if state.plan.compile else TRAINING
+        self.wanted, self.looking = "", False
+        self.next_steps: Callable[[], str] = str
+        self.undoable: Callable[[], bool] = bool
+        self.status = facts.DONE if state.over else COMPILING if state.plan.compile else TRAINING
         self.entered = ExitStack()
-        self.interrupts: FirstSignal | None = None
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            self.interrupts = stack.enter_context(FirstSignal(signal.SIGINT, partial(self.requests.post, "stop")))
+            stack.enter_context(self.interrupts)
             if self.panel is not None and self.notebook:
                 stack.enter_context(self.messages)
                 self.panel.begin(self.requests)
@@ -70,7 +72,7 @@ class Surface(View):
                 self.open()
             if self.output is not None and self.previews.ids:
                 self.output.offer(self.previews.which, partial(setattr, self, "wanted"))
-            self.start(facts.DONE if self.state.over else self.status)
+            self.start(self.status)
             if self.state.step and not self.state.over and self.visible:
                 self.show_samples(self.samples())
             self.entered = stack.pop_all()
@@ -91,16 +93,11 @@ class Surface(View):
 
     def open(self) -> None:
         """Show what the run starts with; under torchrun, where another process draws the run, through the history."""
-        lines = facts.opening(self.state, self.previews.pack)
+        lines = facts.opening(self.state, self.pack)
         if self.visible:
             self.log([[line] for line in lines])
         elif is_torchelastic_launched():
             self.record("\t".join(lines), facts.OPENING)
-
-    def record(self, what: str, asked: str = "") -> None:
-        """Write an event to the history, for whoever watches the run from elsewhere."""
-        state, values = self.state, {"what": what, **({"asked": asked} if asked else {})}
-        self.history.append(Record("event", state.epoch, state.step, state.samples, values))
 
     # -- samples
 
@@ -133,24 +130,19 @@ class Surface(View):
     def measured(self, record: Record) -> Record:
         """Return the record with the GPU's newest reading, if it is a row and there is one; at the end of training it
         is read once more. Energy adds to that of an earlier session."""
-        if self.sampler is not None and record.kind == "epoch" and self.state.over:
-            self.sampler.renew()
-        reading = self.sampler.latest if self.sampler is not None else None
-        if reading is None or record.kind not in ("step", "epoch") or not record.values:
+        if self.sampler is None or record.kind not in ("step", "epoch") or not record.values:
             return record
-        values = dict(reading)
-        if isinstance(used := values.get("gpu_energy"), float):
-            values["gpu_energy"] = self.energy + used
-        return dataclasses.replace(record, values={**record.values, **values})
+        if record.kind == "epoch" and self.state.over:
+            self.sampler.renew()
+        reading = dict(self.sampler.latest or {})
+        if isinstance(used := reading.get("gpu_energy"), float):
+            reading["gpu_energy"] = self.energy + used
+        return dataclasses.replace(record, values={**record.values, **reading})
 
     def update(self, record: Record) -> None:
         """Show a record when it is due."""
         self.advance(record)
         self.looking = self.looking and (self.state.evaluate_next or record.kind == "evaluating")
-        if record.step == self.state.step:  # else a log step's row, which may come after later steps
-            if record.kind == "step":
-                self.requests.pace = self.state.watch.wall - self.seconds
-            self.seconds = self.state.watch.wall
         if record.kind in ("step", "evaluating"):
             self.status = EVALUATING if record.kind == "evaluating" else TRAINING
         if record.kind in ("change", "event"):  # as of going back to a checkpoint
@@ -171,7 +163,7 @@ class Surface(View):
         if (trouble := self.messages.trouble) is not None and trouble not in self.events:
             self.tell(trouble)
         now = monotonic()
-        if self.panel is not None and (now >= self.shown or self.panel.sliding):
+        if self.panel is not None and now >= self.shown:
             self.panel.refresh()
             self.shown = now + SHOW_EVERY
         if now >= self.looked:
@@ -181,6 +173,11 @@ class Surface(View):
             except NbtoolsError as error:
                 self.answer(f"{REFUSED}{error}")
         return self.requests.paused or bool(self.requests.pending)
+
+    def record(self, what: str, asked: str = "") -> None:
+        """Write an event to the history, for whoever watches the run from elsewhere."""
+        state, values = self.state, {"what": what, **({"asked": asked} if asked else {})}
+        self.history.append(Record("event", state.epoch, state.step, state.samples, values))
 
     def answer(self, message: str, asked: str = "") -> None:
         """Show a message here and, through the history, wherever else the run is watched. asked: which of

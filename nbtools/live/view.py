@@ -1,4 +1,8 @@
-"""What is shown of a run: buttons, live picture and form in a notebook, a bar in a terminal, messages in both."""
+"""What is shown of a run: buttons, live picture and form in a notebook, a bar in a terminal, messages in both.
+
+Widgets do not outlive their kernel, and GitHub shows no SVG: so what stays is a PNG, which every reader of notebooks
+shows, and the last frame again, which takes its place where scripts run.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +11,50 @@ import math
 import shutil
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from html import escape
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from nbtools import disk
 from nbtools.data import bar, in_notebook, say
-from nbtools.live import facts, output, png, samples, svg
-from nbtools.live.columns import Columns
+from nbtools.live import facts, png, samples, svg
 from nbtools.live.facts import TRAINING, About, fitting, line_of
-from nbtools.live.output import Output
-from nbtools.live.panel import Panel
-from nbtools.live.plot import picture
+from nbtools.live.panel import VIEW, Panel
+from nbtools.live.plot import SCALES, XS, Columns, Look, picture
 from nbtools.live.png import Still
-from nbtools.live.samples import Preview
+from nbtools.live.samples import FIRST, WORST, Preview
 from nbtools.train import History, Plan, Record
 
 PLOT_FILE = "plot.png"
 FRAME_EVERY, FRAME_COST = 0.25, 0.006
 """Seconds between frames: quicker ones hang a Colab tab (lightning#2517); share of the time that drawing may take, of
 the 0.01 that the whole surface may."""
-STILL_EVERY, STILL_COST = 60.0, 0.004  # the same of PNGs of a run in progress
+STILL_EVERY, STILL_COST = 60.0, 0.003  # the same of PNGs of a run in progress
 SHOWN = 4  # samples in a terminal
+LINES, WIDTH = 5, 104  # lines of the log in view; letters of one in plain text
+SMOOTHING = {"none": 0.0, "light": 0.4, "medium": 1.0, "strong": 4.0}
+LIVE = "nbtools-live"
+STILL = f"""<style>
+:is(.jp-OutputArea, .output):has(.{LIVE}) :is(.jp-OutputArea-child, .output_area):has(.nbtools-still)
+  + :is(.jp-OutputArea-child, .output_area) {{ display: none }}
+:is(.jp-OutputArea, .output):has(.nbtools-still)
+  :is(.jp-OutputArea-output.jupyter-widgets, .jupyter-widgets-view):not(:has(*)) {{ display: none }}
+:is(.jp-OutputArea, .output):has(.{LIVE}) :is(.jp-OutputArea-child, .output_area):has(.nbtools-still) {{
+  display: none }}
+</style>
+<div class="nbtools-still" style="font-size:12px">Saved while it trained; run this cell again to continue.</div>"""
+"""Makes JupyterLab 4 and the classic notebook show the PNG after it only where the live view is not, and nothing where
+they would report that a widget's model was not found."""
+KEPT = escape(Path(__file__).with_name("kept.js").read_text("utf-8"))
 
 
 class View:
-    """A run's history, drawn as it grows: what is new at most 4 times a second, and more rarely where that would take
-    above FRAME_COST of the time; `due = 0.0` has the next `draw` draw in any case. events: every message so far.
+    """A run's history, drawn as it grows: at most 4 times a second, and more rarely where that would take above
+    FRAME_COST of the time; `due = 0.0` has the next `draw` draw in any case. events: every message so far.
 
     count: samples per epoch. best: the metric that counts, as in `Task.BEST`. given: the panel to show, or the Advice
     or Plan that one is made of where it can be shown. show: False draws and prints nothing.
@@ -44,26 +62,21 @@ class View:
 
     def __init__(self, folder: Path, history: History, plan: Plan, count: int, best: str, given: Any, show: bool):
         self.folder, self.history, self.count, self.progress = folder, history, count, show
-        self.about = About(folder.name, self.epochs(plan), count, best, plan.warmup_epochs)
+        self.about = About(folder.name, self.epochs(plan), count, best)
         self.columns, self.cards, self.events = Columns(), list[Preview](), list[str]()
-        self.drawn: Any = None
         self.due, self.next_still = 0.0, time.monotonic() + STILL_EVERY
         self.notebook = in_notebook()
         drawn = show and self.notebook
         self.panel: Panel | None = given if isinstance(given, Panel) else Panel(given) if drawn else None
         self.output = Output(self.redraw) if drawn else None
-        self.fresh: Still | None = None  # a PNG, until it is shown
-        self.drawing, self.ended = threading.Lock(), False  # the last picture replaces one that is still being drawn
         done, hidden = history.rows[-1]["samples"] if history.rows else 0, not show or self.notebook
         options: Any = {"unit": " samples", "disable": hidden, "mininterval": 0.5, "dynamic_ncols": True}
-        self.bar = bar(total=count * self.epochs(plan), initial=done, **options)
+        self.bar = bar(total=self.about.samples, initial=done, **options)
 
     def epochs(self, plan: Plan) -> int:
         """Return how many epochs to show: those of the plan, or those that have begun where these are more."""
-        rows = self.history.rows
-        ended = next((row for row in reversed(rows) if row["kind"] == "epoch"), {"epoch": -1, "samples": 0})
-        begun = rows[-1]["epoch"] + (rows[-1]["samples"] > ended["samples"]) if rows else 0
-        return max(plan.epochs, ended["epoch"] + 1, begun)
+        begun = (row["epoch"] + 1 for row in reversed(self.history.rows) if row["kind"] in ("step", "epoch"))
+        return max(plan.epochs, next(begun, 0))
 
     @property
     def visible(self) -> bool:
@@ -76,8 +89,7 @@ class View:
         """Put the live view into the output of the running cell."""
         self.draw(status)
         if self.output is not None and self.panel is not None:
-            text = f"{self.folder}: {PLOT_FILE} in it shows how the run went"
-            self.output.live(self.panel.form.controls, text)
+            self.output.live(self.panel.form.controls, f"{self.folder}: {PLOT_FILE} in it shows how the run went")
 
     def draw(self, status: str = TRAINING) -> None:
         """Draw a new frame when it is due; else it costs only a clock read. If one fails, a message says so, and the
@@ -87,11 +99,8 @@ class View:
         try:
             self.columns.follow(self.history)  # paid once a row, and not for the frame: a resumed run brings thousands
             start = time.thread_time()  # work of other processes on these cores is not a cost of drawing
-            news = (id(self.columns.seen), self.about, status, self.output.look)
-            if not self.due or news != self.drawn:
-                made = picture(self.columns, self.about.best, self.output.look)
-                self.output.facts.value = facts.html(self.columns, self.about, status)
-                self.output.frame.value, self.drawn = svg.frame(made), news
+            self.output.facts.value = facts.html(self.columns, self.about, status)
+            self.output.frame.value = svg.frame(picture(self.columns, self.about.best, self.output.look))
             self.due = time.monotonic() + max(FRAME_EVERY, (time.thread_time() - start) / FRAME_COST)
         except Exception as error:
             self.due = math.inf
@@ -107,14 +116,11 @@ class View:
             self.tell(record.values["what"])
         if record.kind in ("epoch", "evaluation") and self.visible:
             self.log([line_of(record, self.columns.follow(self.history), self.about)])
-        if self.bar.disable:
-            return
         if record.kind == "step":
             self.bar.update(max(record.samples - self.bar.n, 0))
-        if record.values:
+        if record.values and not self.bar.disable:
             named = {n: v for n, v in record.values.items() if n == "loss" or n.startswith("val_")}
-            named.pop("val_loss", None)
-            self.bar.set_postfix({name: f"{value:.3f}" for name, value in named.items()}, refresh=False)
+            self.bar.set_postfix({n: f"{v:.3f}" for n, v in named.items() if n != "val_loss"}, refresh=False)
 
     def log(self, lines: Sequence[list[str]]) -> None:
         """Add lines that stay, each of fields: to the cell, or to the terminal."""
@@ -136,9 +142,8 @@ class View:
 
     def changed(self, plan: Plan) -> None:
         """The run continues with another plan."""
-        epochs = self.epochs(plan)
-        self.about = dataclasses.replace(self.about, epochs=epochs, warmup=plan.warmup_epochs)
-        self.bar.total = self.count * epochs
+        self.about = dataclasses.replace(self.about, epochs=self.epochs(plan))
+        self.bar.total = self.about.samples
         if self.panel is not None:
             self.panel.refresh()
 
@@ -153,61 +158,141 @@ class View:
 
     # -- what stays
 
-    def still(self, status: str) -> Callable[[], Still]:
-        """Return what draws the picture of now, which takes half a second."""
+    def still(self, status: str) -> Still:
+        """Return the picture of now, which takes half a second to draw."""
         made = picture(self.columns.follow(self.history), self.about.best)
         said = [f"{fact.label} {fact.value}".strip() for fact in facts.facts(self.columns, self.about, status)]
-        cards, alt = self.cards, "; ".join(filter(None, (self.about.title, made.alt)))
-        return lambda: Still(png.draw(made, said, cards), alt)
+        alt = "; ".join(filter(None, (self.about.title, made.alt)))
+        return Still(png.draw(made, said, self.cards), alt)
 
-    def keep_still(self) -> Callable[[], None]:
-        """Return what draws the picture of now, if it is due, and writes it to the run folder, in another thread; one
-        that fails is left out, since the last one will say why."""
+    def keep_still(self) -> None:
+        """Write the picture of now to the run folder and put it below the live view, when that is due, for readers when
+        this kernel is gone. One that fails is left out, since the last one will say why."""
         if time.monotonic() < self.next_still:
-            return lambda: None
-        self.next_still = math.inf
-        try:
-            draw = self.still(TRAINING)
-        except Exception:
-            return lambda: None
-
-        def keep() -> None:
-            start = time.thread_time()
-            with self.drawing, suppress(Exception):
-                if not self.ended:
-                    self.fresh = draw()
-                    disk.write_atomic(self.folder / PLOT_FILE, self.fresh.image)
-            self.next_still = time.monotonic() + max(STILL_EVERY, (time.thread_time() - start) / STILL_COST)
-
-        return keep
-
-    def show_still(self) -> None:
-        """Put the last drawn PNG into the output, for readers of the notebook when this kernel is gone."""
-        fresh, self.fresh = self.fresh, None
-        if fresh is not None and self.output is not None and self.output.lives:
-            self.output.still(fresh)
+            return
+        start = time.thread_time()
+        with suppress(Exception):
+            still = self.still(TRAINING)
+            disk.write_atomic(self.folder / PLOT_FILE, still.image)
+            if self.output is not None and self.output.lives:
+                self.output.still(still)
+        self.next_still = time.monotonic() + max(STILL_EVERY, (time.thread_time() - start) / STILL_COST)
 
     def finish(self, previews: list[Preview], status: str, path: Path | None = None) -> None:
         """Replace the live view by the final picture, and write it to `path`. status: how the run ended. Raises
         DiskError; if the picture cannot be drawn, a message says so, since the run is complete without it."""
         self.bar.close()
-        with self.drawing:
-            self.ended = True
-        still, page, self.cards = None, "", previews
-        lives = self.output is not None and self.output.lives
+        self.cards = previews
         try:
-            still, page = self.still(status)(), self.page(status) if lives else ""
+            still = self.still(status)
+            if self.output is not None and self.output.lives:
+                charts = svg.frame(picture(self.columns, self.about.best, self.output.look))
+                top = facts.html(self.columns, self.about, status)
+                self.output.stay(still, f"{svg.HEAD}{top}{charts}{samples.html(self.cards)}")
         except Exception as error:
             self.tell(f"no picture: {type(error).__name__}: {error}")
-        if self.output is not None and lives:
-            self.output.stay(still, page)
-        if path is not None and still is not None:
+            return
+        if path is not None:
             with disk.explained("writing the plot", self.folder):
                 disk.write_atomic(path, still.image)
 
-    def page(self, status: str) -> str:
-        """Return facts, frame and samples as HTML, as in the live view."""
-        look = self.output.look if self.output is not None else None
-        made = picture(self.columns, self.about.best, *([look] if look else []))
-        parts = (facts.html(self.columns, self.about, status), svg.frame(made), samples.html(self.cards))
-        return svg.head(facts.STYLE, samples.STYLE, output.STYLE) + "".join(parts)
+
+class Output:
+    """A cell's output: controls, facts, charts, samples and log below one another: what grows is below what is clicked.
+
+    changed: called when the curves are to look otherwise. log: lines as fields, of which a page shows as many as it has
+    room for.
+    """
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        from ipywidgets import HTML, Accordion, HBox, Layout
+
+        self.name, self.lives, self.log = uuid4().hex, False, list[list[str]]()
+        self.stills: list[str] = []  # display ids of what replaces the view when the kernel is gone
+        made = [HTML(layout=Layout(width="100%", margin="0")) for _ in range(5)]  # apart: frames send no images again
+        self.facts, self.frame, self.samples, self.recent, self.every = made
+        self.whole = Accordion([self.every], selected_index=None)
+        self.whole.set_title(0, "The whole log")
+        self.x, self.scale = choice("x axis", XS), choice("y axis", SCALES)
+        self.smoothing = choice("smoothing", SMOOTHING, "medium")
+        self.choices = HBox([self.x, self.scale, self.smoothing], layout=Layout(flex_flow="row wrap"))
+        for control in self.choices.children:
+            control.observe(lambda _: changed(), names="value")
+
+    @property
+    def look(self) -> Look:
+        return Look(str(self.x.value), str(self.scale.value), SMOOTHING[str(self.smoothing.value)])
+
+    def offer(self, which: str | Sequence[int], chosen: Callable[[str], object]) -> None:
+        """Offer the first and the worst samples, and those that the user named. chosen: called after a change."""
+        named = [] if isinstance(which, str) else [("chosen", "")]
+        options = [("the first", FIRST), ("the worst", WORST), *named]
+        kind = choice("samples", options, which if isinstance(which, str) else "")
+        kind.observe(lambda change: change.new and chosen(change.new), names="value")
+        self.choices.children = [*self.choices.children, kind]
+
+    def live(self, controls: Any, text: str) -> None:
+        """Display the view. text: for readers without widgets."""
+        from IPython.display import display
+        from ipywidgets import Layout, VBox
+
+        curves = [self.facts, self.frame, self.choices, self.samples, self.recent, self.whole]
+        self.view, self.lives = VBox([controls, *curves], layout=Layout(width="100%")), True
+        self.view.add_class(LIVE)
+        shown = {VIEW: {"version_major": 2, "version_minor": 0, "model_id": self.view.model_id}, "text/plain": text}
+        display(shown, raw=True, display_id=self.name)
+
+    def write(self, lines: Sequence[list[str]]) -> None:
+        """Add lines to the log: the newest are in view, all of them folded."""
+        self.log.extend(lines)
+        self.recent.value, self.every.value = log_html(self.log[-LINES:]), log_html(self.log)
+
+    def still(self, image: Still) -> None:
+        """Put a PNG below the view, visible only where the view is not. In a separate output: updating the view's would
+        make Jupyter draw all its widgets again."""
+        from IPython.display import HTML, display
+
+        known, self.stills = bool(self.stills), [f"{self.name}-style", f"{self.name}-still"]
+        for part, name in zip((HTML(STILL), image), self.stills, strict=True):
+            display(part, display_id=name, update=known)
+
+    def stay(self, image: Still, page: str) -> None:
+        """Put the picture in the place of the view, and the log under it; page: the frame that replaces it where
+        scripts run. The view itself lives on with the last frame, for a page that was closed before the end and is
+        opened again."""
+        from IPython.display import HTML, display
+        from ipywidgets import HTML as Markup
+
+        self.lives, log = False, log_html(self.log[-LINES:])
+        if len(self.log) > LINES:
+            log = f'<details class="nbt"><summary>The whole log</summary>{log_html(self.log)}</details>{log}'
+        display(image, display_id=self.name, update=True)
+        for name in self.stills:
+            display(HTML(""), display_id=name, update=True)
+        width, height = image.pixels
+        size = f'data-width="{width}" data-height="{height}"'
+        display(HTML(f'<style onload="{KEPT}" {size} data-page="{escape(page)}"></style>'))
+        self.view.children = [Markup(page + log)]
+        if self.log:
+            text = "\n".join(fitting(fields, WIDTH) for fields in self.log)
+            display({"text/html": f"<style>{svg.STYLE}</style>{log}", "text/plain": text}, raw=True)
+
+
+def choice(name: str, options: Any, value: Any = None) -> Any:
+    """Return a list to choose from, next to its name."""
+    from ipywidgets import Dropdown, Layout
+
+    style, layout = {"description_width": "initial"}, Layout(width="auto", margin="0 16px 0 0")
+    made = Dropdown(options=[*options], description=name, style=style, layout=layout)
+    if value is not None:
+        made.value = value
+    return made
+
+
+def log_html(lines: Sequence[list[str]]) -> str:
+    """Return lines of the log; of one with fields those that do not fit their cell are left out, from the right."""
+    rows = []
+    for fields in lines:
+        texts = "".join(f"<span>{escape(field)}</span>" for field in fields)
+        rows.append(f'<div class="nbt-line">{texts}</div>' if len(fields) > 1 else f"<div>{texts}</div>")
+    return f'<div class="nbt nbt-log">{"".join(rows)}</div>' if rows else ""

@@ -211,6 +211,9 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     model = task.model(card, plan)
     if not isinstance(model, nn.Module):
         raise TrainError(f"{spoken(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
+    if any(map(is_lazy, model.parameters())):
+        fix = "give its layers their sizes, or call the network on a sample once before"
+        raise TrainError(f"{spoken(task)}: the network has layers that learn their sizes when first called; {fix}")
     keep_recurrent_in_float32(model)
     if any(map(is_lazy, model.parameters())):
         fix = "give its layers their sizes, or call the network on a sample once before"

@@ -210,3 +210,13 @@ def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk
     fitted(toy)
     assert given_back == [True]
     assert nb.Run.open(tmp_path / "kept", toy).history.of("epoch")
+
+
+def test_without_progress_the_advice_of_the_call_shows_no_bar_either(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("nbtools.measure.advisor.measured", lambda task, pack, thumb, *_: thumb)
+    for name in ("LEAST", "SLOW", "PATIENCE"):
+        monkeypatch.setattr(f"nbtools.data.progress.{name}", 0)
+    for progress in (True, False):
+        pack = toy.make_pack(tmp_path / f"{progress}", 60)
+        nb.fit(toy, pack, None, tmp_path / f"{progress}" / "run", receipt=False, progress=progress)
+        assert ("measuring toy on this machine" in capsys.readouterr().err) == progress

@@ -32,24 +32,23 @@ class Advice:
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
     baseline: Plan | None = None
     largest: Plan | None = None
-    largest_reason: str = ""
 
 
-def panel(reasons=None, baseline=None, largest=None, largest_reason="", **chosen):
-    return Panel(Advice(Plan(**chosen), reasons or {}, baseline, largest, largest_reason))
+def panel(reasons=None, baseline=None, largest=None, **chosen):
+    return Panel(Advice(Plan(**chosen), reasons or {}, baseline, largest))
 
 
 # What a user sees and clicks: all that knows how the panel is built.
 
 
-def running(made, samples=10_000, **more):
-    """The requests to a run that this panel belongs to, which has so many training samples."""
+def running(made, able=lambda action: True):
+    """The requests to a run that this panel belongs to, which has 300 training samples."""
 
     def check(plan):
-        if plan.batch_size > samples:
-            raise TrainError(f"Plan.batch_size {plan.batch_size} is larger than the train split ({samples} samples)")
+        if plan.batch_size > 300:
+            raise TrainError(f"Plan.batch_size {plan.batch_size} is larger than the train split (300 samples)")
 
-    requests = Requests(Plans(made.plan, made.plan), more.pop("advised", made.advised), check, **more)
+    requests = Requests(Plans(made.plan, made.plan), made.advised, check, able)
     made.begin(requests)
     return requests
 
@@ -87,10 +86,6 @@ def words(made) -> str:
     return unescape(re.sub("<[^>]*>", "", page(made)))
 
 
-def slide(made, name, value):
-    made.form.sliders[name].value = value
-
-
 # Fields
 
 
@@ -98,7 +93,6 @@ def test_untouched_it_is_the_advised_plan_with_a_field_for_every_setting():
     made = panel(lr=0.00123456789, batch_size=48)
     assert list(made.fields) == [field.name for field in dataclasses.fields(Plan)]
     assert made.plan == made.advised == Plan(lr=0.00123456789, batch_size=48)
-    assert Panel(Plan(epochs=2)).plan == Plan(epochs=2)
     wrong: Any = {"lr": 1}
     with pytest.raises(PlanError, match="takes an Advice or a Plan, got dict"):
         Panel(wrong)
@@ -107,10 +101,8 @@ def test_untouched_it_is_the_advised_plan_with_a_field_for_every_setting():
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
-        ("epochs", "30", 30),
         ("lr", " 3e-4 ", 3e-4),
         ("clip_norm", "none", None),
-        ("betas", "0.8, 0.95", (0.8, 0.95)),
         ("scales", "0.5,0.75,1", (0.5, 0.75, 1.0)),
         ("amp", "bf16", "bf16"),
         ("compile", True, True),
@@ -127,9 +119,7 @@ def test_a_field_sets_its_setting(name, text, value):
     ("name", "text", "rule"),
     [
         ("lr", "-1", "lr must be greater than 0, got -1.0"),
-        ("lr", "fast", "lr must be a number, got 'fast'"),
         ("epochs", "1.5", "epochs must be a whole number"),
-        ("alpha", "1.5", "alpha must be at most 1"),
         ("betas", "0.9", "betas must be 2 values"),
         ("micro_batch_size", "128", "micro_batch_size must be at most batch_size (64)"),
         ("seed", EVIL, EVIL),
@@ -146,18 +136,16 @@ def test_a_value_that_breaks_a_rule_shows_the_rule_and_changes_nothing(name, tex
     assert "<img" not in page(made)
 
 
-def test_the_menu_of_other_settings_and_reset_bring_whole_plans_back_even_over_a_wrong_value():
+def test_the_menu_of_other_settings_brings_whole_plans_also_over_a_wrong_value():
     baseline, largest = Plan(epochs=150, feed="workers", optimizer="adam"), Plan(batch_size=1024, lr=4e-3)
-    made = panel(baseline=baseline, largest=largest, largest_reason="batch 1024", epochs=5)
-    assert made.form.menu.value == "as advised"
+    made = panel(baseline=baseline, largest=largest, epochs=5)
     made.fields["lr"].value = "no"
-    for label, plan in (("the guide's before", baseline), ("the largest batch", largest)):
+    plans = {"the guide's before": baseline, "the largest batch": largest, "as advised": made.advised}
+    for label, plan in plans.items():
         made.form.menu.value = label
         assert made.plan == plan
         assert (made.fields["epochs"].value, made.fields["lr"].value) == (f"{plan.epochs}", f"{plan.lr}")
-    made.reset()
-    assert (made.plan, made.form.menu.value) == (made.advised, "as advised")
-    assert "the largest batch" not in panel(largest_reason="64 is the largest allowed").form.menu.options
+    assert "the largest batch" not in panel().form.menu.options
 
 
 def test_reasons_and_help_stand_next_to_the_fields_also_without_a_kernel_and_are_escaped():
@@ -172,15 +160,17 @@ def test_reasons_and_help_stand_next_to_the_fields_also_without_a_kernel_and_are
         assert all(name in shown for name in made.fields)
 
 
-def test_a_slider_moves_its_field_to_two_digits_or_a_power_of_two_and_follows_it():
-    made = panel(lr=1e-3, batch_size=8)
-    slide(made, "lr", 10**-3.45)
+def test_a_slider_moves_its_field_to_two_digits_or_halves_and_doubles_and_follows_it():
+    made = panel(lr=1e-3, batch_size=48)
+    sliders = made.form.sliders
+    sliders["lr"].value = 10**-3.45
     assert (made.fields["lr"].value, made.plan.lr) == ("0.00035", 0.00035)
-    slide(made, "batch_size", 128.0)
-    assert (made.fields["batch_size"].value, made.plan.batch_size) == ("128", 128)
+    assert sliders["batch_size"].value == pytest.approx(48)
+    sliders["batch_size"].value = 2 ** (sliders["batch_size"].min + 5)
+    assert (made.fields["batch_size"].value, made.plan.batch_size) == ("96", 96)
     made.fields["lr"].value = "1.2345e-7"
     assert made.plan.lr == 1.2345e-7
-    assert made.form.sliders["lr"].value == pytest.approx(1.2345e-7)
+    assert sliders["lr"].value == pytest.approx(1.2345e-7)
 
 
 # During a run
@@ -208,15 +198,14 @@ def test_while_it_trains_the_panels_cell_has_the_buttons_and_points_to_the_setti
     assert (requests.state.plan, requests.pending) == (Plan(), set())
 
 
-def test_a_resumed_run_shows_the_plan_it_had_applied_and_says_so():
+def test_a_resumed_run_shows_the_plan_it_had_applied_and_says_so_until_something_is_changed():
     made = panel(lr=0.002)
     made.adopt(Plan(lr=0.001))
-    requests = Requests(Plans(made.plan, made.plan), Plan(lr=0.002))
-    made.begin(requests)
+    made.begin(Requests(Plans(made.plan, made.plan), Plan(lr=0.002)))
     assert made.fields["lr"].value == "0.001"
     assert "This run goes on with what it had applied: lr 0.002 → 0.001" in words(made)
     made.refresh()
-    assert "goes on with" in words(made), "until something is changed"
+    assert "goes on with" in words(made)
     made.fields["clip_norm"].value = "2"
     assert "goes on with" not in words(made)
 
@@ -226,7 +215,7 @@ def test_a_button_posts_a_request_and_shows_it_until_the_run_has_answered(label)
     action, message = ACTIONS[label], f"{label}: after this step …"
     able: set[str] = set()
     made = panel()
-    requests = running(made, able=able.__contains__)
+    requests = running(made, able.__contains__)
     assert buttons(made)[label].disabled, "there is nothing to do for it"
     able.add(action)
     made.refresh()
@@ -271,7 +260,7 @@ def test_a_change_during_a_run_is_pending_until_it_is_applied_and_nothing_reques
 
 def test_a_value_that_a_run_refuses_is_not_wanted_and_its_reason_is_shown():
     made = panel()
-    requests = running(made, samples=300)
+    requests = running(made)
     made.fields["batch_size"].value = "512"
     assert requests.state.plan == Plan()
     assert "batch_size 512 is larger than the train split (300 samples)" in words(made)
@@ -286,16 +275,16 @@ def test_what_a_started_run_keeps_is_disabled_with_the_reason_until_it_ends():
     disabled = {name for name, field in made.fields.items() if field.disabled}
     assert {"optimizer", "seed", "feed", "network", "alpha"} <= disabled
     assert not disabled & {"lr", "batch_size", "epochs", "amp"}
+    assert "fixed in a started run: its model and optimizer depend on it" in words(made)
     made.fields["optimizer"].value = "sgd"  # as a front end that lags behind might
-    assert requests.state.plan.optimizer == made.plan.optimizer == "adamw"
-    assert "optimizer cannot change now: fixed in a started run" in words(made)
+    assert requests.state.plan.optimizer == made.fields["optimizer"].value == "adamw"
     made.end()
     assert not any(field.disabled for field in made.fields.values())
 
 
 def test_a_preset_during_a_run_changes_what_may_change_and_says_what_it_kept():
     made = panel(baseline=Plan(optimizer="adam", feed="workers", lr=2e-4), largest=Plan(batch_size=1024, lr=4e-3))
-    requests = running(made, samples=300)
+    requests = running(made)
     made.form.menu.value = "the guide's before"
     assert made.plan == requests.state.plan == Plan(lr=2e-4)
     assert "kept: optimizer, feed (fixed in a started run)" in words(made)
@@ -306,12 +295,12 @@ def test_a_preset_during_a_run_changes_what_may_change_and_says_what_it_kept():
 
 def test_more_than_three_settings_at_once_are_asked_about_together():
     """As by a preset, or a proposal of several changes."""
-    largest = Plan(batch_size=1024, lr=4e-3, warmup_epochs=2.0, amp="bf16")
+    largest = Plan(batch_size=256, lr=4e-3, warmup_epochs=2.0, amp="bf16")
     made = panel(largest=largest)
     requests = running(made)
     made.form.menu.value = "the largest batch"
     assert requests.state.plan == made.advised
-    assert "4 settings change at once: batch_size 64 → 1024, lr 0.001 → 0.004" in words(made)
+    assert "4 settings change at once: batch_size 64 → 256, lr 0.001 → 0.004" in words(made)
     buttons(made)["Apply 4 changes"].click()
     assert requests.state.plan == largest
     made.end()
@@ -340,10 +329,10 @@ def test_a_value_beyond_ten_times_the_advised_asks_once_more_and_can_be_declined
     assert getattr(made.plan, name) == 3 * usual, "on the way down nothing is asked"
 
 
-@pytest.mark.parametrize("back", ["Undo", f"Keep lr = {0.002}", "Escape"])
+@pytest.mark.parametrize("back", ["Undo", "Keep lr = 0.002", "Escape"])
 def test_an_invalid_field_is_restored_before_a_change_is_undone(back):
     made = panel(lr=0.002)
-    requests = running(made, able=lambda action: True)
+    requests = running(made)
     made.fields["weight_decay"].value = "0.02"
     applied(made, requests)
     made.fields["lr"].value = "inf"
@@ -359,27 +348,18 @@ def test_an_invalid_field_is_restored_before_a_change_is_undone(back):
     assert requests.pending == {"undo"}
 
 
-def test_the_slider_of_a_batch_holds_the_advised_one_and_its_halves_and_doubles():
-    made = panel(batch_size=48)
-    slider = made.form.sliders["batch_size"]
-    assert slider.value == pytest.approx(48)
-    assert 2 ** (slider.min + 2) == pytest.approx(12)
-    slide(made, "batch_size", 2 ** (slider.min + 5))
-    assert made.plan.batch_size == 96
-
-
 def test_a_verdict_is_shown_with_a_button_that_makes_its_change():
     made = panel(amp="off")
     made.propose(f"Compute-bound: {EVIL}; amp = bf16 makes training 1.4× as fast", {"amp": "bf16"})
     assert f"Compute-bound: {EVIL}" in words(made)
     assert "<img" not in page(made)
-    requests = running(made, samples=300)
-    buttons(made)["Apply: amp = bf16"].click()
+    requests = running(made)
+    buttons(made)["Apply amp = bf16"].click()
     assert requests.state.plan.amp == "bf16"
     assert "Compute-bound" not in words(made), "a change that was made is proposed no more"
     made.propose("Launch-bound: larger batch", {"batch_size": 10**6})
-    buttons(made)["Apply: batch_size = 1000000"].click()
+    buttons(made)["Apply batch_size = 1000000"].click()
     assert made.plan.batch_size == Plan().batch_size
     assert "larger than the train split" in words(made)
-    made.propose("Compute-bound: nothing worth changing", None)
+    made.propose("Compute-bound: nothing worth changing")
     assert not [label for label in buttons(made) if label.startswith("Apply")]

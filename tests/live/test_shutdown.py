@@ -20,7 +20,7 @@ import nbtools as nb
 
 PLAN = toy.PLAN.replace(epochs=4)
 TRAIN = f"""
-import sys, time; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import sys, time; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import torch; torch.set_num_threads(1)
 import nbtools as nb, toy
 from pathlib import Path
@@ -147,7 +147,7 @@ def test_sigterm_ends_the_receipt_which_can_be_had_later(tmp_path, terminated):
 def test_kill_ends_training_in_a_terminal_with_nothing_lost(tmp_path):
     data = toy.demo(tmp_path / "raw", count=60)
     command = [sys.executable, "-m", "nbtools", "train", "toy", "--data", str(data), "--run", str(tmp_path / "run")]
-    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths, "NBTOOLS_CACHE": str(tmp_path / "cache")}
     process = subprocess.Popen(
         [*command, "--no-receipt", "--epochs", "100000"],

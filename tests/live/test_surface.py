@@ -10,7 +10,7 @@ import pytest
 from kernels import Client, parent, started
 
 SETUP = f"""
-import sys, threading, time; sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parent.parent)!r}]
+import sys, threading, time; sys.path[:0] = [{str(Path(__file__).parents[1])!r}, {str(Path(__file__).parents[2])!r}]
 import torch; torch.set_num_threads(1)
 import nbtools as nb, toy
 from nbtools.live import surface
@@ -53,25 +53,6 @@ def kernel(request, tmp_path_factory):
     with started(request.param, tmp_path_factory.mktemp("kernel")) as client:
         client.run(SETUP)
         yield client
-
-
-def open_widgets(kernel: Client) -> set[str]:
-    """Those that were opened so far and not closed, as a frontend counts them."""
-    found = set()
-    for message in kernel.said:
-        if message["msg_type"] == "comm_open":
-            found.add(message["content"]["comm_id"])
-        if message["msg_type"] == "comm_close":
-            found.discard(message["content"]["comm_id"])
-    return found
-
-
-def test_a_run_leaves_only_its_last_frame_behind(kernel):
-    before = len(open_widgets(kernel))
-    kernel.run("form = nb.Panel(plan)")
-    form = len(open_widgets(kernel)) - before
-    assert "1 epochs" in kernel.run('print(nb.fit(toy, pack, plan, "own", receipt=False).plan.epochs, "epochs")')
-    assert len(open_widgets(kernel)) == before + 2 * form + 5, "a box and its text, with layouts and a style"
 
 
 def test_the_panel_acts_on_a_network_and_data_of_ones_own(kernel):

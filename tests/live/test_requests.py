@@ -258,7 +258,7 @@ nb.fit(toy, pack, toy.PLAN.replace(epochs=100000, eval_every=1000), sys.argv[3],
 def elsewhere(tmp_path):
     """The folder of a run that another process trains."""
     folder = tmp_path / "run"
-    command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent), str(tmp_path), str(folder)]
+    command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parents[1]), str(tmp_path), str(folder)]
     process = subprocess.Popen(command)
     try:
         yield folder
