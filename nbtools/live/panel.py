@@ -182,5 +182,4 @@ def presets(advice: Any, plan: Plan) -> dict[str, Plan]:
     for name, (preset, _) in getattr(advice, "presets", {}).items():
         _, *rest = name.split("-")
         named[f"the guide's {' '.join(rest) or 'optimised'}"] = preset
-    named["the largest batch"] = getattr(advice, "largest", None)
     return {name: preset for name, preset in named.items() if preset is not None}

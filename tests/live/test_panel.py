@@ -31,11 +31,12 @@ class Advice:
     plan: Plan
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
     baseline: Plan | None = None
-    largest: Plan | None = None
+    presets: dict[str, tuple[Plan, str]] = dataclasses.field(default_factory=dict)
 
 
-def panel(reasons=None, baseline=None, largest=None, **chosen):
-    return Panel(Advice(Plan(**chosen), reasons or {}, baseline, largest))
+def panel(reasons=None, baseline=None, optimised=None, **chosen):
+    presets = {"guide": (optimised, "")} if optimised else {}
+    return Panel(Advice(Plan(**chosen), reasons or {}, baseline, presets))
 
 
 # What a user sees and clicks: all that knows how the panel is built.
@@ -137,15 +138,15 @@ def test_a_value_that_breaks_a_rule_shows_the_rule_and_changes_nothing(name, tex
 
 
 def test_the_menu_of_other_settings_brings_whole_plans_also_over_a_wrong_value():
-    baseline, largest = Plan(epochs=150, feed="workers", optimizer="adam"), Plan(batch_size=1024, lr=4e-3)
-    made = panel(baseline=baseline, largest=largest, epochs=5)
+    baseline, optimised = Plan(epochs=150, feed="workers", optimizer="adam"), Plan(batch_size=1024, lr=4e-3)
+    made = panel(baseline=baseline, optimised=optimised, epochs=5)
     made.fields["lr"].value = "no"
-    plans = {"the guide's before": baseline, "the largest batch": largest, "as advised": made.advised}
+    plans = {"the guide's before": baseline, "the guide's optimised": optimised, "as advised": made.advised}
     for label, plan in plans.items():
         made.form.menu.value = label
         assert made.plan == plan
         assert (made.fields["epochs"].value, made.fields["lr"].value) == (f"{plan.epochs}", f"{plan.lr}")
-    assert "the largest batch" not in panel().form.menu.options
+    assert "the guide's optimised" not in panel().form.menu.options
 
 
 def test_reasons_and_help_stand_next_to_the_fields_and_are_escaped_and_a_page_without_a_kernel_names_the_changes():
@@ -278,26 +279,26 @@ def test_what_a_started_run_keeps_is_disabled_with_the_reason_until_it_ends():
 
 
 def test_a_preset_during_a_run_changes_what_may_change_and_says_what_it_kept():
-    made = panel(baseline=Plan(optimizer="adam", feed="workers", lr=2e-4), largest=Plan(batch_size=1024, lr=4e-3))
+    made = panel(baseline=Plan(optimizer="adam", feed="workers", lr=2e-4), optimised=Plan(batch_size=1024, lr=4e-3))
     requests = running(made)
     made.form.menu.value = "the guide's before"
     assert made.plan == requests.state.plan == Plan(lr=2e-4)
     assert "kept: optimizer, feed (fixed in a started run)" in words(made)
-    made.form.menu.value = "the largest batch"
+    made.form.menu.value = "the guide's optimised"
     assert requests.state.plan == Plan(lr=2e-4), "refused, as a whole"
     assert "Not applied: batch_size" in words(made)
 
 
 def test_more_than_three_settings_at_once_are_asked_about_together():
     """As by a preset, or a proposal of several changes."""
-    largest = Plan(batch_size=256, lr=4e-3, warmup_epochs=2.0, amp="bf16")
-    made = panel(largest=largest)
+    optimised = Plan(batch_size=256, lr=4e-3, warmup_epochs=2.0, amp="bf16")
+    made = panel(optimised=optimised)
     requests = running(made)
-    made.form.menu.value = "the largest batch"
+    made.form.menu.value = "the guide's optimised"
     assert requests.state.plan == made.advised
     assert "4 settings change at once: batch_size 64 → 256, lr 0.001 → 0.004" in words(made)
     buttons(made)["Apply 4 changes"].click()
-    assert requests.state.plan == largest
+    assert requests.state.plan == optimised
     made.end()
     made.form.menu.value = "as advised"
     assert made.plan == made.advised, "without a run nothing is asked"
