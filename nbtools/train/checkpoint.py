@@ -190,6 +190,7 @@ class Keeper:
     def __init__(self, source: Path, target: Path):
         self.source, self.target = source, target
         self.requested, self.done, self.kept = 0, 0, "nothing yet"
+        self.left = False  # an interrupt ended the wait, and another call may keep its run there
         self.complaints: list[str] = []
         self.trouble: BaseException | None = None  # since which nothing could be copied
         with disk.explained("keeping a run", target):
@@ -252,7 +253,7 @@ class Keeper:
     def require_own(self, index: dict[str, Any]) -> None:
         """Raise CheckpointError unless what is there was there before, or is of this session, by the run's starts."""
         there = read_index(self.target)
-        if there != self.before and there.get("starts", []) != index.get("starts"):
+        if self.left or not index or (there != self.before and there.get("starts", []) != index.get("starts")):
             rule = "another session has kept its run there since, or the disk was changed"
             raise CheckpointError(f"{rule}; to keep this one, name another keep=")
 
@@ -269,7 +270,7 @@ class Keeper:
                 remount(self.target)
                 self.attempt()
         except KeyboardInterrupt:
-            self.trouble = self.trouble or KeyboardInterrupt("interrupted")
+            self.left, self.trouble = True, self.trouble or KeyboardInterrupt("interrupted")
         if self.done != self.requested:
             what = f"not kept to the end ({self.trouble}); kept: {self.kept}"
             fix = f"all of it is in {self.source}: run it again to copy the rest, before this machine is given back"
