@@ -27,7 +27,6 @@ from nbtools.train import Plan, Ranks, Record, Task, TaskLike, TrainState, check
 from nbtools.train import device as devices
 
 COLD_STEPS = 10  # after which a start is over
-RECEIPT_S, RECEIPT_SHARE = 36.0, 0.1  # seconds that the receipt may take, or this share of the run if that is more
 Callback = Callable[[Record, Run], Any]
 
 
@@ -254,10 +253,9 @@ def finish(job: Job, receipt: bool, cold_start: float | None) -> None:
     if receipt and not surface.requests.stop and not path.exists():
         if state.ranks.world > 1:
             surface.report(f"the receipt measures one of {state.ranks.world} processes, with its share of the batch")
-        most = max(RECEIPT_S, RECEIPT_SHARE * state.watch.wall)
         with optional("no receipt", surface), work("measuring the receipt", surface.progress):
             plan = one_share(state)
-            made = measure.receipt(job.task, job.pack, plan, most=most, cold_start=cold_start)
+            made = measure.receipt(job.task, job.pack, plan, run_s=state.watch.wall, cold_start=cold_start)
             disk.write_atomic(path, made.to_json())
             diagnose(job, surface.report)
 
@@ -290,7 +288,7 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
     state, surface, plan = job.state, job.surface, one_share(job.state)
     kept = {**train.fixed(plan), **({"batch_size": "the share of one process"} if state.ranks.world > 1 else {})}
-    profile = measure.step_profile(job.task, job.pack, plan, fixed=kept)
+    profile = measure.step_profile(job.task, job.pack, plan, fixed=kept, run_s=state.watch.wall)
     verdict = measure.verdict(profile)
     disk.write_atomic(job.folder / VERDICT, json.dumps(verdict.to_dict()))
     if surface.panel is not None:

@@ -28,6 +28,7 @@ from nbtools.measure.timing import (
     epoch_batches,
     finish,
     in_turns,
+    share_of,
     trace,
     typical,
     untouched,
@@ -116,15 +117,21 @@ class StepProfile(Report):
 
 
 def step_profile(
-    task: TaskLike, pack: Pack, plan: Plan, seconds: float | None = None, fixed: Collection[str] = ()
+    task: TaskLike,
+    pack: Pack,
+    plan: Plan,
+    seconds: float | None = None,
+    fixed: Collection[str] = (),
+    run_s: float | None = None,
 ) -> StepProfile:
     """Measure a plan, and what changes of it give, for about twice `seconds` (SECONDS) after warming up; compiling,
     which is tried where training will last long enough, takes a minute or two more.
 
-    fixed: settings that may not change (a run that has started keeps some). Nothing outside changes. Raises TrainError
+    fixed: settings that may not change (a run that has started keeps some). run_s: seconds that the run took, if it
+    did; after a short one, less time. Nothing outside changes. Raises TrainError
     if training could not start.
     """
-    device, seconds = devices.pick(), seconds or SECONDS
+    device, seconds = devices.pick(), seconds or SECONDS * share_of(run_s)
     with untouched(device):
         run = Stepper(task, pack, plan, device).warm_up()
         in_turns([run], seconds)

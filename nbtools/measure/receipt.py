@@ -13,12 +13,13 @@ from nbtools.data import Pack, Resident, choose, cores, phase
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
-from nbtools.measure.timing import Stepper, Timing, attempt, untouched
+from nbtools.measure.timing import Stepper, Timing, attempt, share_of, untouched
 from nbtools.show import duration, percent, plural
 from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
 
 ROUNDS, SECONDS, MOST = 3, 1.5, 24  # turns; seconds of one, were there only two; times that for all
+LEAST, SHARE = 36.0, 0.1  # seconds that the receipt of a run may take, or this share of the run if that is more
 GROUPS = {
     "+ packed feed": ("feed", "workers", "prefetch"),
     "+ batch and lr": ("batch_size", "micro_batch_size"),
@@ -116,15 +117,17 @@ def receipt(
     pack: Pack,
     plan: Plan,
     seconds: float | None = None,
-    most: float | None = None,
+    run_s: float | None = None,
     cold_start: float | None = None,
 ) -> Receipt:
     """Measure the task's BASELINE, a plan, the rungs between them and the first of its PRESETS in turns.
 
-    seconds: of a turn, were there only two (SECONDS); more rungs have shorter ones. most: seconds of all; rungs that
-    would take longer are left out, and it is said. Raises TrainError where the two ends alone would.
+    seconds: of a turn, were there only two (SECONDS); more rungs have shorter ones. run_s: seconds that the run took,
+    if known: after a short one turns are shorter, and rungs that would take more than a tenth of it (LEAST, if that is
+    more) are left out, and it is said. Raises TrainError where the two ends alone would.
     """
-    pack, seconds, presets = readable(task, pack, plan), seconds or SECONDS, as_task(task).PRESETS
+    pack, seconds, presets = readable(task, pack, plan), seconds or SECONDS * share_of(run_s), as_task(task).PRESETS
+    most = None if run_s is None else max(LEAST, SHARE * run_s)
     baseline, notes = comparable(as_task(task).BASELINE, plan, pack)
     plans = ladder(baseline, plan, pack)
     with untouched(devices.pick()):

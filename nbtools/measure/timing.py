@@ -34,6 +34,8 @@ from nbtools.train import device as devices
 
 Clock = Callable[[], float]  # seconds since some moment
 
+FULL = 60.0  # seconds of a run from which it is measured as long as any
+
 STILL = {"schedule": "constant", "warmup_epochs": 0.0, "lr": 1e-12, "min_lr": 0.0}
 """The same work per step, and no progress: a full lr without its warmup may lose the loss."""
 EAGER = {"compile": False, "graph": False}
@@ -272,6 +274,12 @@ def timed(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 2.0) -> Timin
         in_turns([stepper], seconds)
         stepper.close()
         return stepper.timing()
+
+
+def share_of(run_s: float | None) -> float:
+    """Return what share of its usual time a measurement after a run of so many seconds gets: who trained for a few
+    seconds waits no longer than that for a receipt."""
+    return 1.0 if run_s is None else min(max(run_s / FULL, 0.1), 1.0)
 
 
 def attempt(make: Callable[[], Stepper], steps: int = MOST_WARMING) -> Stepper | str:
