@@ -8,6 +8,10 @@ run = nb.fit(captcha, pack, nb.advise(captcha, pack), run="runs/captcha", keep="
 run.summary(), run.receipt, nb.evaluate(run, pack)
 """
 
+import os
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler else writes lines of its own into every output
+
 from nbtools.data import Pack, cached, kept, pack, stage
 from nbtools.disk import VERSION
 from nbtools.errors import NbtoolsError

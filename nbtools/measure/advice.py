@@ -18,7 +18,7 @@ from nbtools.measure.batch import BatchReport
 from nbtools.measure.lr import LrTrial
 from nbtools.measure.profile import LEAST_STEPS, StepProfile, Verdict
 from nbtools.measure.report import Report, restored
-from nbtools.show import digits, duration, plural
+from nbtools.show import digits, duration, html, note, plural
 from nbtools.train import (
     LARGER,
     OPTIMIZERS,
@@ -38,6 +38,7 @@ MOST_PROCESSES = 8  # that read files: more wait for the same disk
 LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
 THUMB = "rule of thumb"
 CAPTCHA_GUIDE, LARGE_GUIDE = "captcha guide", "guide to large batches"
+ASKED = ("epochs", "batch_size", "lr", "amp")  # settings that are shown in a notebook wherever they come from
 GUIDES = "The guides named here are the speed-up guides that nbtools replaces: see docs/guides.md."
 SPEED = ("amp", "channels_last", "threads", "feed", "workers", "prefetch", "compile", "graph", "micro_batch_size")
 """Settings that are advice's to choose, whether or not it tried them."""
@@ -94,6 +95,15 @@ class Advice(Report):
         guides = GUIDES if any("guide" in reason for reason in self.reasons.values()) else ""
         bound = sentence(self.verdict.sentence) if self.verdict else ""
         return "\n".join(filter(None, [bound, self.note, guides]))
+
+    def _repr_html_(self) -> str:
+        """Return what was decided or measured, with the other settings folded."""
+        headers, rows = self.table()
+        first = [row for row in rows if row[0] in ASKED or row[3]]
+        others = [row for row in rows if row not in first]
+        title = f"{plural(len(others), 'other setting')}, each with its reason"
+        folded = f"<details><summary>{title}</summary>{html(headers, others)}</details>" if others else ""
+        return html(headers, first, self.caption()) + folded + "".join(map(note, self.footer().splitlines()))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], kind: type[Plan] = Plan) -> Self:

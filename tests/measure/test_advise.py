@@ -175,6 +175,9 @@ def test_rules_alone_when_nothing_was_measured_before(tmp_path):
     ):
         assert text in str(advice)
         assert text in advice._repr_html_()
+    before, folded = advice._repr_html_().split("<details>")
+    assert all(f">{name}<" in before for name in ("batch_size", "lr", "amp"))
+    assert all(f">{name}<" in folded for name in set(advice.reasons) - {"epochs", "batch_size", "lr", "amp"})
 
 
 def test_training_without_a_plan_takes_the_advice_and_a_resumed_run_keeps_it(tmp_path):
