@@ -220,7 +220,11 @@ class Search:
         if self.size < plan.batch_size:
             plan = plan.replace(batch_size=self.size, micro_batch_size=None)
         plan = plan.replace(threads=1) if self.cpu else plan
-        return Stepper(self.task, self.pack, plan, self.device, clock=self.clock)
+        made = Stepper(self.task, self.pack, plan, self.device, clock=self.clock)
+        if self.pack.card.bucket_by:  # one batch for all: lengths differ by more than what is compared
+            [(ids, _)] = typical(self.pack, plan)
+            made.batches = itertools.repeat(on(self.device, gather(self.pack, ids, Padding(self.pack, plan))))
+        return made
 
     def part(self, plan: Plan, step_s: float) -> Plan:
         """Return the plan, on a CPU at the part of its batch of which a step takes so many seconds."""

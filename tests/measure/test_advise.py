@@ -23,6 +23,8 @@ import nbtools as nb
 from nbtools.data import Card, Column
 from nbtools.live import send
 from nbtools.measure import Machine, decide
+from nbtools.measure.advisor import Search
+from nbtools.measure.timing import Stepper
 from nbtools.show import duration
 from nbtools.train import Plan
 
@@ -288,6 +290,25 @@ def test_a_setting_is_kept_where_it_is_reliably_faster(tmp_path, factor, kept, w
 
 H200 = {("off", False): 18.6, ("bf16", False): 20.1, ("off", True): 13.8, ("bf16", True): 9.0}
 """(amp, channels_last) → ms that the H200 works for a step of 256 captchas: 13.7, 12.7, 18.5 and 28.4 thousand/s."""
+
+
+def test_precisions_are_compared_on_one_batch_where_lengths_differ(tmp_path, monkeypatch):
+    """Else the narrowest comes once, and a look at it is all there is."""
+    compare, step, batches = Search.compare, Stepper.step, list[tuple[int, ...]]()
+
+    def compared(self: Search, *args: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Stepper, "step", stepped)
+            compare(self, *args)
+
+    def stepped(self: Stepper, raw: Any) -> Any:
+        batches.append(tuple(raw["id"].tolist()))
+        return step(self, raw)
+
+    monkeypatch.setattr(Search, "compare", compared)
+    nb.advise(toy, toy.make_pack(tmp_path, 600, ragged=True), seconds=3.0)
+    assert len(batches) > 2
+    assert len({*batches}) == 1
 
 
 def test_precision_and_layout_are_chosen_together_where_either_alone_gains_nothing(tmp_path, monkeypatch):
