@@ -265,6 +265,8 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
         ask("lr=1000", refused=True)
         send(elsewhere, settings={"lr": 1000.0}, force=True)
         wait_for(lambda: "Training diverged" in history_of(elsewhere))
+        since = history_of(elsewhere).count("step,")  # an undo at the very step of a return takes back its line too
+        wait_for(lambda: history_of(elsewhere).count("step,") > since + 1)
         ask("weight_decay=0.1", answer="weight_decay 0 → 0.1")
         ask("undo", answer="weight_decay 0 → 0.1 undone; back at step")
         ask("stopp", refused=True)

@@ -99,4 +99,4 @@ def test_memory_of_activations_is_kept_between_steps_on_a_cpu():
     """20 × 4,096 pages of 4 KiB would be faults again."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run([sys.executable, "-c", FAULTS], env=env, capture_output=True, text=True, check=True)
-    assert int(done.stdout) <= 4096, "at most once more, as the heap grows"
+    assert int(done.stdout) < 20 * 4096 / 4, "small objects between them may have the heap grow once or twice more"
