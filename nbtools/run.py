@@ -63,7 +63,7 @@ class Run:
 
     @cached_property
     def task(self) -> Task:
-        """What it trained. Raises CheckpointError for a task that cannot be imported by name, and was not given."""
+        """Return what it trained. Raises CheckpointError for one that was not given and cannot be imported by name."""
         return train.bound(self.known or train.import_task(self.index.get("task", "none"), self.folder), self.card)
 
     @property
@@ -110,7 +110,7 @@ class Run:
 
     @property
     def over(self) -> bool:
-        """Whether its last epoch ended, or it has stopped by itself."""
+        """Return whether its last epoch ended, or it has stopped by itself."""
         (epoch, _), facts = checkpoint.place(self.index.get("last", "0-0")), self.facts
         return bool(facts["stopped"]) or (epoch >= self.plan.epochs and not facts["position"]["segments"])
 
@@ -407,7 +407,7 @@ class Comparison:
 
     @cached_property
     def conclusion(self) -> str:
-        """Which run is the best and by how much; or that none is, also where chance may explain it, see `alike`."""
+        """Return which run is best and by how much; or that none is, also where chance may explain it, see `alike`."""
         values = {name: run.best[f"val_{run.metric[0]}"] for name, run in self.runs.items() if run.best}
         if len({(run.metric, run.card.digest) for run in self.runs.values()}) > 1:
             return "No best run: they are of different tasks, or validated on different data."

@@ -231,7 +231,7 @@ class Form:
 
     @property
     def unit(self) -> int:
-        """What 1 is kept as: 255 in images of bytes."""
+        """Return what 1 is kept as: 255 in images of bytes."""
         return 255 if self.dtype == "|u1" and self.layout else 1
 
     @property

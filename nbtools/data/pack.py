@@ -131,17 +131,17 @@ class Pack(show.Table):
 
     @property
     def remarks(self) -> list[str]:
-        """What whoever trains on it should hear, a sentence each."""
+        """Return what whoever trains on it should hear, a sentence each."""
         return self.manifest["remarks"]
 
     @property
     def bytes(self) -> int:
-        """Of the arrays."""
+        """Return the size of the arrays."""
         return sum(array.nbytes for arrays in (self.arrays, self.offsets) for array in arrays.values())
 
     @property
     def is_stored(self) -> bool:
-        """Whether it has the arrays of its samples: not after `nb.pack(store=False)`."""
+        """Return whether it has the arrays of its samples: not after `nb.pack(store=False)`."""
         return self.arrays.keys() == self.columns.keys()
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a run's charts show: from the rows of a History to lines, scales and marks, which svg.py and png.py draw."""
+"""What a run's charts show: from the rows of a History to lines, scales and marks, which draw.py draws."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Line:
 
     @property
     def dotted(self) -> bool:
-        """Whether each value is a dot, where they are few."""
+        """Return whether each value is a dot, where they are few."""
         return len(self.x) <= DOTS and not self.faint
 
 

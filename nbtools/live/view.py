@@ -197,7 +197,7 @@ class Output:
 
     @property
     def look(self) -> tuple[str, str, float]:
-        """How curves are drawn, see `picture`."""
+        """Return how curves are drawn, see `picture`."""
         x, scale, smoothing = (str(control.value) for control in self.choices.children)
         return x, scale, SMOOTHING[smoothing]
 

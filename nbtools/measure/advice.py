@@ -188,7 +188,7 @@ def enough(card: Card) -> int:
 
 
 def has_recipe(task: Task, name: str) -> bool:
-    """Whether the task itself gives a value to a setting."""
+    """Return whether the task itself gives a value to a setting."""
     return any(getattr(plan, name) != getattr(Plan(), name) for plan in (task.PLAN, task.BASELINE))
 
 
