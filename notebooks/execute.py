@@ -105,6 +105,7 @@ def announce(cell: NotebookNode, say: Callable[[str], None]) -> None:
 def page(notebook: NotebookNode) -> str:
     """The executed notebook as one HTML page, without what only lives in a kernel: widgets and progress bars."""
     from nbconvert import HTMLExporter
+    from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
     shown = copy.deepcopy(notebook)
     for cell in shown.cells:
@@ -113,7 +114,8 @@ def page(notebook: NotebookNode) -> str:
             for output in cell.outputs:
                 output.get("data", {}).pop(WIDGET, None)
     shown.metadata.pop("widgets", None)
-    return HTMLExporter().from_notebook_node(shown)[0]
+    # of a bar's states, each after a carriage return, the last one stays: nothing, once it is closed
+    return HTMLExporter(preprocessors=[CoalesceStreamsPreprocessor]).from_notebook_node(shown)[0]
 
 
 def fleeting(output: NotebookNode) -> bool:
