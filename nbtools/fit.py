@@ -32,11 +32,10 @@ Callback = Callable[[Record, Run], Any]
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Leave no_grad and autocast after an error, and in a notebook no memory."""
+    """Leave no memory in a notebook after an error."""
     try:
         yield
     except BaseException as error:
-        devices.leave_modes()
         # IPython keeps a traceback until the next one, and with it the variables of its frames, such as a model.
         cause: BaseException | None = error if running_kernel() is not None else None
         while cause is not None:
@@ -103,7 +102,7 @@ def fit(
         del job
     if release_gpu:
         release()
-        if keeper and keeper.done == keeper.requested and not stopped and str(keep).startswith("drive:"):
+        if keeper and keeper.trouble is None and not stopped and str(keep).startswith("drive:"):
             release_runtime()
     if interrupted and running_kernel() is None and not is_torchelastic_launched():
         raise ctrl_c(result)
