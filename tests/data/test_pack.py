@@ -255,7 +255,7 @@ def test_what_was_decoded_before_an_interrupt_is_not_read_again_unless_it_is_of_
 @pytest.fixture
 def long(monkeypatch):
     """After the first block, the rest is worth worker processes."""
-    for name, value in {"LOOK": 0.0, "CHEAP": 0.0, "SHORT": 0.0, "cores": lambda: 2}.items():
+    for name, value in {"LOOK": 0.0, "SHORT": 0.0, "cores": lambda: 2}.items():
         monkeypatch.setattr(progress, name, value)
 
 
