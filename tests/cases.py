@@ -127,6 +127,13 @@ CASES = {
     "segment slim": Case(segment, scene, {"network": "slim", "crop": 64}, SCENES),
     "segment bisenetv2": Case(segment, scene, {"network": "bisenetv2", "crop": 64}, SCENES, large=True),
 }
+AUGMENT: dict[str, dict[str, Any]] = {
+    "captcha": {"augment": 1.0},
+    "hwdb": {"augment": 1.0},
+    "sign": {"time_warp": 0.5, "time_crop": 0.2, "mirror": 0.5, "label_smoothing": 0.1, "bucket": 8},
+    "segment": {"scale_low": 0.25, "scale_high": 2.0, "flip": 0.5, "jitter": 0.4},
+}
+"""Task → all that it draws random numbers for."""
 LEAN = ("captcha small", "captcha ctc", "sign transformer", "segment slim")
 """One network of each kind, for what takes several runs."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, LEAN, Case, fixed, image, without_dropout
+from cases import AUGMENT, CASES, LEAN, Case, fixed, image, without_dropout
 from tape import READS
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -201,16 +201,12 @@ class Made(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-CROPS = {"scale_low": 0.25, "scale_high": 2.0, "flip": 0.5, "jitter": 0.4}
-CLIPS = {"time_warp": 0.5, "time_crop": 0.2, "mirror": 0.5, "label_smoothing": 0.1, "bucket": 8}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_batch_forward_loss_and_backward_stay_on_the_device_of_the_samples(name, packs, monkeypatch):
     """The first step may send what then stays there. CTC itself is left out: it reads lengths."""
     monkeypatch.setattr(ctc, "loss", lambda outputs, *_, reduction="sum": outputs[0].sum((0, 2)))
-    kind, pack = name.split()[0], packs[name]
-    task, plan, model = built(name, pack, **{"sign": CLIPS, "segment": CROPS}.get(kind, {"augment": 1.0}))
+    pack = packs[name]
+    task, plan, model = built(name, pack, **AUGMENT[name.split()[0]])
     model, ids = model.to("meta").train(), pack.ids("train")[:6]
     there = {key: values.to("meta") for key, values in gather(pack, ids).items()}
     keys = Keys(len(ids), torch.device("meta"))
