@@ -51,7 +51,7 @@ def stepped(name: str, pack: nb.Pack, steps: int, **settings: Any) -> tuple[list
     for step in range(steps):
         raw = gather(pack, pack.ids("train")[:6])
         if "x_length" in raw and step % 2:
-            raw = {key: each.clamp(max=32) if "_length" in key else each[:, :32] for key, each in raw.items()}
+            raw = {key: each[:, :32] if each.ndim > 1 else each.clamp(max=32) for key, each in raw.items()}
         state.epoch, state.samples = step // 3, step * 6
         loss_sum, count = train_step(state, {**raw, "id": (torch.arange(6) + step) % 12}, 18)
         losses.append(float(loss_sum) / float(count))
