@@ -44,7 +44,7 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     prepare(state.plan, state.device)
     feed = feed or required(partial(open_feed, pack, state.plan, state.device))
     samples = pack.splits["train"]
-    state.begin(len(pack))
+    state.begin()
     try:
         while not state.agree(samples).over:
             yield from train_epoch(state, feed, pack)

@@ -23,7 +23,7 @@ from nbtools.train.meter import Meter, Stopwatch
 from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, built_in, follow
 from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch
 from nbtools.train.ranks import Ranks, Restarted
-from nbtools.train.task import TaskLike, best_metric, bound, build, order, readable, spoken
+from nbtools.train.task import TaskLike, best_metric, bound, build, order, readable
 
 POSITION = ("epoch", "step", "samples", "segments", "lr")  # of a state: where it is
 OTHER_RUN = "for another network choose another run folder, run='runs/…'"
@@ -113,10 +113,6 @@ class TrainState:
             model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
         return model
 
-    def __repr__(self) -> str:
-        done = f"{self.epoch:,} of {plural(self.plan.epochs, 'epoch')}"
-        return f"TrainState of {spoken(self.task)}: {plural(self.step, 'step')}, {done} done, on {self.device}"
-
     # -- where it is
 
     @property
@@ -145,12 +141,8 @@ class TrainState:
 
     # -- while it trains
 
-    def begin(self, samples: int) -> None:
-        """Begin the loop, on a pack of so many samples: give the other ranks this state, torch this run's random
-        numbers."""
-        if samples > len(self.keys.table):  # of another pack than the one that it was made for
-            self.keys = Keys(samples, self.device)
-            self.forget_graphs()  # which read those of before
+    def begin(self) -> None:
+        """Begin the loop: give the other ranks this state, torch this run's random numbers."""
         if self.ranks.world > 1 and self.ranks.first:
             tensors = {name: tensor.detach().cpu() for name, tensor in self.tensors().items()}
             self.ranks.broadcast(Restarted())
