@@ -58,8 +58,7 @@ class Ranks:
         self.first, self.ended = self.rank == 0, self.world == 1
 
     def broadcast(self, what: Any = None) -> Any:
-        """Return rank 0's object on every rank. Raises Restarted or Ended on the others, where rank 0 has left the loop
-        that they are in."""
+        """Return rank 0's object on every rank. Raises Restarted or Ended on others, whose loop rank 0 has left."""
         if self.world == 1:
             return what
         box = [what]

@@ -69,8 +69,7 @@ def whole_step(state: TrainState, raw: Batch) -> LossSum:
 
 
 def gradients(state: TrainState, raw: Batch, size: int) -> LossSum:
-    """Compute the gradient of sum / count over the whole batch of `size` samples, of which raw is this rank's share, in
-    any number of micro-batches; return (sum, count)."""
+    """Compute the gradient of sum / count over the batch, of which raw is this rank's share; return (sum, count)."""
     ranks = state.ranks
     if not state.model.training:
         set_training(state.model)
@@ -172,8 +171,7 @@ def at_least_one(count: Tensor | float) -> Tensor | float:
 
 def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
     """Return the parts of raw that take a forward pass each: of at most `recovery.micro` samples, and of at least two
-    unless one is requested, since a single sample breaks BatchNorm. Each rank has as many, which SyncBatchNorm
-    needs."""
+    unless one is wanted, since a single one breaks BatchNorm. Each rank has as many, which SyncBatchNorm needs."""
     micro, own = state.recovery.micro, len(raw["id"])
     if micro is None:
         return [raw]
