@@ -46,8 +46,7 @@ MARKING = Lock()
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state as it was. facts: rows of the history, whether it is the best, applied plan, plain part of the state;
-    complaints: about newer ones, which are damaged."""
+    """A state as it was, its plain part in `facts`. complaints: about newer ones, which are damaged."""
 
     name: str
     tensors: dict[str, Tensor]
@@ -56,8 +55,7 @@ class Checkpoint:
 
 
 def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None:
-    """Write the state, and delete old checkpoints. rows: of the history, which a resume cuts to them. Raises DiskError;
-    the older checkpoints are intact then."""
+    """Write the state, delete old checkpoints. rows: of the history, which a resume cuts to them. Raises DiskError."""
     publish(folder, snapshot(state, rows, best))
 
 
@@ -181,10 +179,8 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 
 class Keeper:
-    """Copies a run to a second folder on a thread of its own; after an error there the next checkpoint is tried again.
-
-    complaints: said once where copies begin to fail, and at the end; trouble: why the last copy is not there, if so.
-    """
+    """Copies a run to a second folder on a thread of its own. complaints: said once where copies begin to fail, and at
+    the end; trouble: why the last copy is not there, if so: the next checkpoint is tried again."""
 
     def __init__(self, source: Path, target: Path):
         self.source, self.target, self.kept, self.left = source, target, "nothing yet", False
@@ -220,8 +216,7 @@ class Keeper:
             self.trouble = error
 
     def copy(self) -> None:
-        """Copy what is new, run.json last; delete checkpoints there that are no longer here. Raises OSError,
-        CheckpointError."""
+        """Copy what is new, run.json last; delete checkpoints there that are no longer here."""
         index = read_index(self.source)
         self.require_own(index)
         for path in self.source.iterdir():

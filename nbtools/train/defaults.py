@@ -24,8 +24,7 @@ from nbtools.train.plan import require_known
 
 Batch = dict[str, Tensor]
 Pair = tuple[Tensor | float, Tensor | float]
-"""A metric's numerator and denominator, which add up; (K,) each for a mean over K classes, as mIoU is; (K, BINS) each,
-of `binned`, for mean average precision."""
+"""Numerator and denominator, which add up; (K,) each for a mean over K classes, as mIoU is; (K, BINS) of `binned`."""
 BINS, WIDTH = 2048, 1 / 64  # logits from -16 to 16, between which average precision tells no finer than this
 FEW = 8  # numbers of an answer that are shown
 PREPARED = "as `batch` makes it; default: channels first, bytes as 0 to 1, minus options' mean over its std"
@@ -113,8 +112,7 @@ def strengths(names: Collection[str] | Mapping[str, float]) -> dict[str, float]:
 
 
 def require_augmentable(card: Card, names: Any) -> None:
-    """Raise TrainError for augmentations that the inputs do not take, or that would leave what belongs to an image,
-    such as a mask, as it is."""
+    """Raise TrainError for what the inputs do not take, or what would leave a mask or boxes of an image as they are."""
     wanted, images = strengths(names).keys(), images_of(card)
     if wanted and not images:
         there = ", ".join(f"{name} {card.columns[name]}" for name in card.options["inputs"])
@@ -156,8 +154,7 @@ def crop(x: Tensor, bits: Tensor, most: float) -> Tensor:
 
 
 def flip(batch: Batch, card: Card, images: Collection[str], chosen: Tensor) -> None:
-    """Swap left and right of the chosen samples (B,): of their images, and of the points and boxes on them. A point
-    keeps its place in the list."""
+    """Swap left and right of the chosen samples (B,): of their images, and of the points and boxes on them."""
     for name in images:
         batch[name] = torch.where(chosen[:, None, None, None], batch[name].flip(3), batch[name])
     for name, (image, kind) in card.options.get("points", {}).items():
@@ -237,8 +234,7 @@ def binned(logits: Tensor, y: Tensor) -> Pair:
 
 
 def mean_average_precision(true: Tensor, all: Tensor) -> float:
-    """Return Σ (recall_n - recall_(n-1)) · precision_n, averaged over the labels that some sample has, from the sums of
-    `binned`; scikit-learn's definition."""
+    """Return Σ (recall_n - recall_(n-1)) · precision_n, averaged over the labels that some sample has, as sklearn."""
     hits, chosen = (each.cpu().double().flip(1).cumsum(1) for each in (true, all))  # from the highest logit down
     average = (true.cpu().flip(1) * hits / chosen.clamp(min=1)).sum(1) / hits[:, -1]
     return float(average.nanmean().nan_to_num())  # 0 / 0 of a label that no sample has
@@ -333,8 +329,7 @@ def answers(outputs: Any, card: Card) -> list[Any]:
 
 
 def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool]:
-    """Return `Task.preview` of a sample: its first image, floats beyond 0 to 1 from least to most; values stand next to
-    the true ones, neither right nor wrong."""
+    """Return `Task.preview` of a sample: its first image; values stand next to the true ones, not right or wrong."""
     card, sample, name = pack.card, pack.sample(i), images_of(pack.card)[0]
     image = sample[name].transpose(1, 2, 0) if layout_of(card, name) == "chw" else sample[name]
     if image.dtype != np.uint8:

@@ -104,15 +104,17 @@ def tier(gigabytes: float, tiers: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def prepare(plan: Plan, device: torch.device) -> None:
-    """Set determinism, the number of threads, on CUDA TF32, on a CPU how malloc frees; cuDNN's autotuner is off but for
-    `autotuning`."""
+    """Set determinism, the number of threads, on CUDA TF32, on a CPU how malloc frees."""
     torch.use_deterministic_algorithms(plan.deterministic)
     own = threads()
     torch.set_num_threads((plan.threads if world() == 1 else None) or own)  # torchrun shares out the cores itself
-    if device.type == "cpu":
-        keep_freed()
+    if device.type == "cpu" and hasattr(LIBRARY, "mallopt"):
+        # glibc's malloc keeps what tensors free: else every large activation goes back to the system, and a step spends
+        # 5 % (small network) to 20 % (captcha guide) of its time on page faults.
+        LIBRARY.mallopt(TRIM_THRESHOLD, 2**31 - 1)
+        any(LIBRARY.mallopt(MMAP_THRESHOLD, size) for size in (2**30, 2**25))  # some allow no more
     if device.type == "cuda":
-        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.benchmark = False  # but for `autotuning`
         # The newer `fp32_precision` alone makes torch.get_float32_matmul_precision() raise, which inductor calls
         # (pytorch#166387). Convolutions take TF32 by default.
         torch.set_float32_matmul_precision("high")
@@ -122,15 +124,6 @@ def prepare(plan: Plan, device: torch.device) -> None:
 def threads() -> int:
     """Return the number of CPU threads as the user or torch set it, before a plan asked for another."""
     return torch.get_num_threads()
-
-
-@cache
-def keep_freed() -> None:
-    """Have glibc's malloc keep what tensors free: else every large activation goes back to the system, and a CPU step
-    spends 5 % (small network) to 20 % (captcha guide) of its time on page faults."""
-    if hasattr(LIBRARY, "mallopt"):
-        LIBRARY.mallopt(TRIM_THRESHOLD, 2**31 - 1)
-        any(LIBRARY.mallopt(MMAP_THRESHOLD, size) for size in (2**30, 2**25))  # some allow no more
 
 
 @contextmanager
@@ -146,8 +139,7 @@ def autotuning(device: torch.device, plan: Plan, times: int) -> Iterator[None]:
 
 
 def again(part: nn.Module, *inputs: Any) -> Any:
-    """Return `part(*inputs)`, whose activations backward computes a second time instead of keeping them, without moving
-    the running averages of batch norm a second time."""
+    """Return `part(*inputs)`, whose activations backward computes again, though not batch norm's running averages."""
     return checkpoint(part, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), still(part)))
 
 
@@ -234,8 +226,7 @@ def within_memory(act: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def required(act: Callable[[], T], when: str = "before the first step") -> T:
-    """Return its result, computed with all memory that nothing uses. Raises TrainError where memory runs out: for what
-    cannot be done in smaller parts."""
+    """Return the result of what cannot be done in smaller parts. Raises TrainError where memory runs out."""
     gc.collect()
     result, reason = within_memory(act)
     if result is None:

@@ -51,8 +51,7 @@ class Sums:
                 self.totals[name] = self.totals[name] + total if name in self.totals else total
 
     def read(self) -> dict[str, float]:
-        """Return name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those that
-        were. Waits for the device."""
+        """Return name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those counted."""
         values = {}
         for name, total in self.totals.items():
             if total.dim() == 3:
@@ -65,8 +64,7 @@ class Sums:
 
 @torch.no_grad()
 def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, device: torch.device) -> tuple[Any, Any]:
-    """Return (batch, outputs) of a raw batch in evaluation: never augmented, in eval mode, which is restored
-    afterwards."""
+    """Return (batch, outputs) of a raw batch in evaluation: never augmented, in eval mode, which ends with it."""
     task, training = as_task(task), model.training
     model.eval()
     try:
@@ -142,8 +140,7 @@ def score_split(
 def evaluate(
     task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str = "test", progress: bool = True
 ) -> dict[str, float]:
-    """Return metric → value over a whole split, or what the network can read of it. Raises TrainError if that is
-    empty."""
+    """Return metric → value over what the network can read of a split. Raises TrainError if that is empty."""
     sums, pack = Sums(next(model.parameters()).device), readable(task, pack, plan)
     shown = {"total": len(pack.ids(split)), "unit": " samples", "leave": False, "delay": SLOW, "disable": not progress}
     with bar(desc=f"evaluating the {split} split", **shown) as counted:

@@ -53,9 +53,8 @@ class Graphs:
             self.give_up(why)
 
     def step(self, raw: Batch, size: int, act: Act, written: Callable[[], list[Tensor]]) -> Sums:
-        """Return act(raw), a step: replayed where such a step is recorded; its result is overwritten by the next one
-        then. size: of a whole batch. act reads what else may change, such as lr, in tensors; written: those that it
-        changes."""
+        """Return act(raw), a step: replayed where such a step is recorded; the next one overwrites its result then.
+        size: of a whole batch. act reads what else may change, such as lr, in tensors; written: those it changes."""
         shapes = tuple(tensor.shape for tensor in raw.values())
         if shapes in self.recorded:
             inputs, replay, sums = self.recorded[shapes]

@@ -44,7 +44,7 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     prepare(state.plan, state.device)
     feed = feed or required(partial(open_feed, pack, state.plan, state.device))
     samples = pack.splits["train"]
-    state.begin(len(pack))
+    state.begin()
     try:
         while not state.agree(samples).over:
             yield from train_epoch(state, feed, pack)
@@ -53,7 +53,9 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
                 values = yield from evaluate(state, feed, pack)
                 state.evaluate_next = False
                 state.agree(samples).judge(values)
-            yield end_epoch(state, values, samples)
+            row = state.record("epoch", {**state.meter.epoch(samples), **values, **readings(state)})
+            state.epoch, state.segments = state.epoch + 1, []
+            yield row
         yield from changes(state, samples)  # requested since the last step, such as fewer epochs
     finally:
         state.end()
@@ -144,12 +146,8 @@ def readings(state: TrainState) -> dict[str, Any]:
     return {"lr": state.lr, "batch_size": state.applied.batch_size, **memory(state.device)}
 
 
-# -- the end of an epoch
-
-
 def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
-    """Evaluate the validation split, or as many of its samples as the plan does during training; return loss and
-    metrics."""
+    """Return loss and metrics of the validation split, or of as many of its samples as the plan takes meanwhile."""
     start, sums, plan = perf_counter(), Sums(state.device), state.applied.while_training()
     plan = plan.replace(micro_batch_size=state.recovery.micro)  # what does not fit in training may not fit here
     state.ranks.align(state.evaluated.buffers())
@@ -159,13 +157,6 @@ def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
     sums.add_up(state.ranks)
     values = {f"val_{name}": value for name, value in sums.read().items()}
     return {**values, "eval_time": perf_counter() - start}
-
-
-def end_epoch(state: TrainState, values: dict[str, Any], samples: int) -> Record:
-    """Return the epoch's row; move to the next epoch."""
-    row = state.record("epoch", {**state.meter.epoch(samples), **values, **readings(state)})
-    state.epoch, state.segments = state.epoch + 1, []
-    return row
 
 
 # -- the other ranks

@@ -42,12 +42,9 @@ def knob(
     live: bool = False,
     asks_beyond: float | None = None,
 ) -> Any:
-    """Return a Plan field: its default, one line of help, and the rule that a value must obey (≥ least, > above,
-    ≤ most).
-
-    live: for a task's own setting: a started run may change it, since neither model nor optimizer depends on it.
-    asks_beyond: a value more than this many times the advised one may be a typo, and a run asks before applying it.
-    """
+    """Return a Plan field: its default, one line of help, and the rule of a value (≥ least, > above, ≤ most). live: a
+    started run may change this setting of a task: neither model nor optimizer depends on it. asks_beyond: more than so
+    many times the advised value may be a typo, and a run asks before applying it."""
     rule = {"choices": choices, "least": least, "above": above, "most": most, "live": live, "asks_beyond": asks_beyond}
     return dataclasses.field(default=default, metadata={"help": help, "unit": unit, **rule})
 
@@ -267,10 +264,7 @@ def lr_factor(rule: str, k: float) -> float:
 
 def lr_at(plan: Plan, progress: float, drops: int = 0, own: Callable[[float], float] | None = None) -> float:
     """Return lr at a point of the run, in epochs: linear warmup, then the schedule; drops: of a plateau, so far. own: a
-    task's schedule in place of both, the factor on lr at 0…1 of the run.
-
-    A pure function, so that resuming and changed settings need no memory.
-    """
+    task's schedule in place of both, the factor on lr at 0…1 of the run. Pure, so that a resume needs no memory."""
     if own is not None:
         return plan.lr * own(min(1.0, progress / plan.epochs))
     if progress < plan.warmup_epochs:

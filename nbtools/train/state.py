@@ -23,7 +23,7 @@ from nbtools.train.meter import Meter, Stopwatch
 from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, built_in, follow
 from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch
 from nbtools.train.ranks import Ranks, Restarted
-from nbtools.train.task import TaskLike, best_metric, bound, build, order, readable, spoken
+from nbtools.train.task import TaskLike, best_metric, bound, build, order, readable
 
 POSITION = ("epoch", "step", "samples", "segments", "lr")  # of a state: where it is
 OTHER_RUN = "for another network choose another run folder, run='runs/…'"
@@ -113,10 +113,6 @@ class TrainState:
             model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
         return model
 
-    def __repr__(self) -> str:
-        done = f"{self.epoch:,} of {plural(self.plan.epochs, 'epoch')}"
-        return f"TrainState of {spoken(self.task)}: {plural(self.step, 'step')}, {done} done, on {self.device}"
-
     # -- where it is
 
     @property
@@ -130,8 +126,7 @@ class TrainState:
 
     @property
     def over(self) -> bool:
-        """Return whether there is nothing left to train: an epoch that has begun is finished, even if fewer were
-        requested."""
+        """Return whether nothing is left to train: an epoch that has begun is finished, even if fewer are wanted."""
         return self.stopped is not None or (self.epoch >= self.plan.epochs and not self.segments)
 
     @property
@@ -145,12 +140,8 @@ class TrainState:
 
     # -- while it trains
 
-    def begin(self, samples: int) -> None:
-        """Begin the loop, on a pack of so many samples: give the other ranks this state, torch this run's random
-        numbers."""
-        if samples > len(self.keys.table):  # of another pack than the one that it was made for
-            self.keys = Keys(samples, self.device)
-            self.forget_graphs()  # which read those of before
+    def begin(self) -> None:
+        """Begin the loop: give the other ranks this state, torch this run's random numbers."""
         if self.ranks.world > 1 and self.ranks.first:
             tensors = {name: tensor.detach().cpu() for name, tensor in self.tensors().items()}
             self.ranks.broadcast(Restarted())
@@ -165,9 +156,8 @@ class TrainState:
         self.training = False
 
     def agree(self, samples: int) -> Self:
-        """Return the state, which on several ranks wants what rank 0 does: to be called after each record, since a
-        watcher of rank 0 may have changed it. samples: of the training split. Raises TrainError for a plan that this
-        run cannot adopt, which is then forgotten."""
+        """Return the state, which on several ranks wants what rank 0 does, whose watcher may have changed it at any
+        record. samples: of the training split. Raises TrainError for a plan that this run cannot adopt."""
         try:
             require_change(self, self.plan, samples)
         except TrainError:
@@ -181,8 +171,7 @@ class TrainState:
         return self
 
     def judge(self, values: Mapping[str, Any]) -> None:
-        """Decide whether an evaluation is the best so far, and count those in which the metric did not improve; a
-        plateau and an early stop follow from it."""
+        """Decide whether an evaluation is the best so far, and what follows: a plateau, an early stop."""
         metric, sign = best_metric(self.task)
         if self.best.metric not in (None, metric):
             self.best = Best(drops=self.best.drops)  # a best value of another metric does not count
@@ -275,8 +264,7 @@ class TrainState:
         self.rng, self.cuda_rng = tensors["rng"], tensors.get("cuda_rng", self.cuda_rng)
 
     def load_moments(self, saved: Mapping[str, Any]) -> None:
-        """Give each trained parameter its own moments. Those of parameters that are no longer trained are left out.
-        Raises CheckpointError for other shapes."""
+        """Give each trained parameter its own moments, leave out others. Raises CheckpointError for other shapes."""
         kept, states = defaultdict[str, dict[str, Any]](dict), defaultdict[int, dict[str, Any]](dict)
         for full, value in saved.items():
             name, _, key = full.rpartition(".")
