@@ -295,7 +295,7 @@ def test_what_is_no_whole_pack_of_this_format_is_refused_in_a_sentence(place):
     path, manifest = made.folder / "x.npy", made.folder / MANIFEST
     data = bytearray(path.read_bytes())
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(PackError, match=r"x.npy: SHA-256 \w+…, the manifest says"):
+    with pytest.raises(PackError, match=r"x.npy: its SHA-256 is not"):
         Pack.open(made.folder).verify()
     path.write_bytes(data + b"!")
     with pytest.raises(PackError, match=r"x.npy: has \d+ bytes, when packed it had \d+; delete the folder"):
@@ -340,7 +340,7 @@ def test_a_flipped_bit_in_a_kept_pack_is_noticed_when_it_comes_back(place):
         data = file.read_bytes()
         at = data.index((made.folder / "x.npy").read_bytes()[-200:])
         file.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-        with pytest.raises(ArchiveError, match=r"the pack in it is damaged: .*x\.npy: SHA-256"):
+        with pytest.raises(ArchiveError, match=r"the pack in it is damaged: .*x\.npy: its SHA-256"):
             pack(source)
         file.write_bytes(data)
         assert contents(pack(source)) == contents(made)
