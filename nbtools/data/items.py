@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from nbtools import disk
-from nbtools.data.build import Entry, Problem, Survey, why
+from nbtools.data.build import Entry, Survey
 from nbtools.data.forms import (
     FIX,
     TARGET,
@@ -95,8 +95,8 @@ def column_name(key: Any) -> str:
 
 
 class Items:
-    """The items of all parts, one after another: `self[i]` is a sample, or its row of the table of bad samples. 64 of
-    them, spread over the data, show what all have in common.
+    """The items of all parts, one after another: `self[i]` is a sample as it is stored. 64 of them, spread over the
+    data, show what all have in common.
 
     options: of `nb.pack`, with `key`: the target and inputs of an item; target: the key of that part of an item;
     listed: items are in memory, their images perhaps as paths; pictures: columns of PIL images; resize: (height, width,
@@ -168,13 +168,8 @@ class Items:
             raise PackError(", ".join(values), rule, "make it match, or leave it out")
         return {name: self.forms[name].fit(name, values[name]) for name in columns}
 
-    def __getitem__(self, i: int) -> dict[str, Any] | Problem:
-        try:
-            return self.sample(i, self.stored)
-        except PackError as error:
-            if len(error.args) != 3:  # of all items
-                raise PackError(f"{self.names[i]}: {error}") from None
-            return self.names[i], *why(error)
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.sample(i, self.stored)
 
     def read_again(self, classes: Sequence[str], path: Path, _: Any) -> Sample:
         """Return the arrays of the item of a name, as a pack with these classes has them."""
