@@ -66,10 +66,10 @@ def pack(
     DataFrame, a CSV file, or images by class, `class/*.png` or `train/class/*.png`, in anything that `stage` takes.
     target, inputs: keys or columns; by default y, label, labels or target, of (x, y) y, and all others. image: the
     column of file names in root, or beside the CSV. text: a function of a text, kept by its name. sep: divides a text
-    into several labels, an empty one into none; these, or lists of names, or columns of 0 and 1, become y (K,).
-    classes: all, in order; by default those that occur; False: whole numbers are values. val, test: data, shares, or
-    numbers of samples; test=1.0: all. groups: what stays in one split: a column, a value an item, or a function of its
-    name. folds: return so many.
+    into several labels, an empty one into none; these, or lists of names, become y (K,) of 0 and 1. classes: all, in
+    order, where arrays of 0 and 1 are labels too; by default those that occur; False: whole numbers are values. val,
+    test: data, shares, or numbers of samples; test=1.0: all. groups: what stays in one split: a column, a value an
+    item, or a function of its name. folds: return so many.
     size: (H, W) of PIL images, masks as targets (by nearest ids) and points. resize: crop (the default for classes),
     pad, squash. points: columns, also the target's, of (…, 2) x, y or (…, 4) x1, y1, x2, y2 in pixels. mean, std: per
     channel of images in 0…1; by default those of the training split, with store=False of 64 items: then no copy is
@@ -132,8 +132,6 @@ def opened(given: Mapping[str | None, Any], options: Any, root: Any, groups: Any
             parts.append((split, rows, [f"{front}row {i}" for i in range(len(rows))]))
             values += frame[groups].tolist() if isinstance(groups, str) and groups in frame else []
             options.key, options.columns = (TARGET if roles[0] else None, None), roles[1]
-            flags = len(roles[0]) > 1 and bool(frame[roles[0]].isin((0, 1, None)).to_numpy().all())
-            options.classes = roles[0] if flags and options.classes is None else options.classes
             continue
         if options.sep is not None:
             raise PackError(f"sep divides texts of a table, got {type(data).__name__}; return a list of labels instead")

@@ -7,7 +7,6 @@ A pack holds uint8, whole numbers, booleans and float32: other floats become flo
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import struct
 import unicodedata
@@ -214,10 +213,6 @@ class Form:
     def of(cls, values: Mapping[str, Any]) -> Self:
         """Return the form that a card keeps."""
         return cls(**{**values, "shape": tuple(values["shape"])})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for a card, which has the names of its classes itself."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "names"}
 
     @property
     def unit(self) -> int:

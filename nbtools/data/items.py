@@ -228,7 +228,7 @@ class Items:
             "inputs": [name for name in self.forms if name != TARGET],
             "kind": self.kind,
             "roles": {"key": self.target, **{name: getattr(self.options, name) for name in ROLES}},
-            "forms": {name: form.to_dict() for name, form in self.forms.items()},
+            "forms": {name: vars(form) | {"names": ()} for name, form in self.forms.items()},  # the card has them
             "resize": self.resize,
             "points": {name: [*images_in(self.forms), end] for name, end in ends.items()},
             "text": self.text,

@@ -194,6 +194,6 @@ def test_bombs_stop_at_the_budget(tmp_path, monkeypatch):
         tar_bytes({f"{number}": b"" for number in range(4)}),
     ]
     for number, data in enumerate(bombs):
-        with pytest.raises(errors.ArchiveError, match=r"bomb|comes after 3 entries"):
+        with pytest.raises(errors.ArchiveError, match=r"bomb|has more than 3 entries"):
             extracted(tmp_path / str(number), data)
         assert sum(map(len, tree(tmp_path / str(number) / "inside").values())) <= 100_000

@@ -212,7 +212,7 @@ def test_a_file_that_another_of_its_size_replaces_during_its_copy_is_never_a_mix
 REFUSED = {
     "missing": ("drive:digits.zip", None, r"drive:digits\.zip: there is no .* has digits\.tar"),
     "outside of Drive": ("drive:../x", None, r"no `\.\.`"),
-    "truncated": ("half.tar", TAR[:9000], "digits/images/1.png.*damaged"),
+    "truncated": ("half.tar", TAR[:9000], r"half\.tar: is damaged: .*Copy or download it again"),
     "no archive in it": ("labels.csv.gz", gzip.compress(b"file"), r"labels\.csv\.gz: not an archive: it begins with"),
     "not an archive": ("notes.txt", b"hello world", "not an archive: it begins with b'hello world'"),
     "empty archive": ("nothing.tar", bytes(10240), "holds no files"),
