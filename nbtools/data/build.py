@@ -372,16 +372,13 @@ def split_entries(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: 
 
 def remarks(entries: Sequence[Entry], survey: Survey, split: list[str], labels: Any, draw: Draw) -> list[str]:
     """Return what is to be said of the splits."""
-    val, test, _ = draw
-    every, kept = (Counter(entry.split for entry in some) for some in (survey.entries, entries))
-    lines = [
-        f"{count - kept[one]:,} of {plural(count, 'sample')} {f'of the {one} split ' if one else ''}cannot be used, "
-        "see pack.bad"
-        for one, count in every.items()
-        if count - kept[one] > count / 2
-    ]
-    shares = {"train": 1, "val": val, "test": 0 if kept.keys() - {None} else test}
-    drawn = [one for one, share in shares.items() if share and not splits.is_all(test)]
+    lines, kept = [], Counter(entry.split for entry in entries)
+    for one, count in Counter(entry.split for entry in survey.entries).items():
+        if (lost := count - kept[one]) > count / 2:
+            of = f" of the {one} split" if one else ""
+            lines.append(f"{lost:,} of {plural(count, 'sample')}{of} cannot be used, see pack.bad")
+    shares = {"train": 1, "val": draw[0], "test": 0 if kept.keys() - {None} else draw[1]}
+    drawn = [one for one, share in shares.items() if share and not splits.is_all(draw[1])]
     return lines + splits.remarks(split, labels, drawn)
 
 

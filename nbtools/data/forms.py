@@ -23,6 +23,7 @@ import torch
 
 from nbtools import disk
 from nbtools.data.pack import Column
+from nbtools.data.splits import some
 from nbtools.errors import PackError
 
 if TYPE_CHECKING:
@@ -185,11 +186,6 @@ def class_text(value: Any, names: Sequence[str]) -> str:
         rule = f"the {len(names)} classes {some(names)} are numbered from 0"
         raise PackError(f"{rule}, and a label is {value}; subtract 1 where labels count from 1, or return names")
     return names[value]
-
-
-def some(names: Sequence[str]) -> str:
-    """Return the first of many names."""
-    return ", ".join(names[:5]) + " …" * (len(names) > 5)
 
 
 # -- a column
