@@ -37,11 +37,11 @@ from nbtools.show import plural
 
 Options = Mapping[str, Any]
 Reader = Callable[[Path, Options], Sample]
+Sampler = Callable[[int], Sample]  # of an entry; it refuses one by PackError(value, rule, fix)
 Problem = tuple[str, ...]  # a row of the table of bad samples: file, value, rule, fix
 Draw = tuple[float, float, int]  # val, test, seed
 
 BLOCK = 32  # samples in a file
-READABLE = "the file must be readable"
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,13 @@ def build_pack(
         text = json.dumps([FORMAT, task, str(folder.resolve()), given], sort_keys=True)
         text += "".join(f"{name}\0{size}\0{mtime}\n" for name, (size, mtime) in sorted(listing(folder).items()))
     read = reader(folder) if reader else read
-    sample, draw = partial(decode, read, folder), (val, test, seed)
     made = {"key": digest(text), "source": str(folder)}
-    pack = make_pack(task, made, into, lambda: survey(folder, given), sample, draw, progress)
+
+    def look() -> tuple[Survey, Sampler]:
+        inventory = survey(folder, given)
+        return inventory, partial(decode, read, folder, inventory)
+
+    pack = make_pack(task, made, into, look, (val, test, seed), progress)
     return dataclasses.replace(pack, raw=RawFiles(pack, folder, read))
 
 
@@ -124,16 +128,12 @@ def make_pack(
     task: str,
     made: Mapping[str, Any],
     into: str | Path | None,
-    survey: Callable[[], Survey],
-    sample: Callable[[Survey, int], Sample | Problem],
+    look: Callable[[], tuple[Survey, Sampler]],
     draw: Draw,
     progress: bool,
 ) -> Pack:
-    """Return the pack with a key: the finished one, or a new one, without its source.
-
-    made: what the manifest records: `key`, which says of what files and options it is made, and `source`. sample: what
-    becomes of the survey's n-th entry.
-    """
+    """Return the pack with a key: the finished one, or a new one, without its source. made: what the manifest records:
+    `key`, which says of what files and options it is made, and `source`."""
     target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{made['key']}").absolute()
     touch(target)
     lock = disk.Lock(cache() / "locks" / f"pack-{digest(str(target))}.lock")
@@ -141,7 +141,7 @@ def make_pack(
         part, blocks = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.blocks.part")
         if not is_finished(target, task, made["key"]):
             try:
-                inventory = survey()
+                inventory, sample = look()
                 paths = read_blocks(inventory, sample, blocks / digest(f"{disk.VERSION} {made['key']}"), progress)
                 disk.remove(part)
                 part.mkdir(parents=True)
@@ -159,12 +159,10 @@ def make_pack(
 
 def is_finished(target: Path, task: str, key: str) -> bool:
     """Return whether the pack exists. Raises PackError if something else is there."""
-    if is_pack(target):
-        if of_task(Pack.open(target), task).manifest.get("key") == key:
-            return True
-        raise PackError(f"{target} holds a pack of other files or options; delete it, or choose another folder")
+    if is_pack(target) and of_task(Pack.open(target), task).manifest.get("key") == key:
+        return True
     if target.exists() and any(target.iterdir()):
-        raise PackError(f"{target} is not a pack, and not empty; choose a new folder for the pack")
+        raise PackError(f"{target} holds other files, or a pack of other data or options; choose a new folder")
     return False
 
 
@@ -178,29 +176,21 @@ def of_task(pack: Pack, task: str) -> Pack:
 # -- samples
 
 
-def decode(read: Reader, folder: Path, survey: Survey, i: int) -> Sample | Problem:
-    """Return a sample with its label, or its row of the table of bad samples."""
+def decode(read: Reader, folder: Path, survey: Survey, i: int) -> Sample:
+    """Return a sample with its label. Raises PackError(value, rule, fix) for a file that cannot be used."""
     entry = survey.entries[i]
     try:
         sample = read(folder / entry.name, survey.options)
-        if entry.label is not None:
-            sample = {**sample, "label": np.asarray(entry.label)}
-        if survey.check is not None:
-            survey.check(entry, sample)
-        return sample
-    except PackError as error:
-        return entry.name, *why(error)
     except DAMAGED as error:
         if isinstance(error, OSError) and disk.is_away(error):  # a moment's trouble must not leave it out for ever
             raise OSError(error.errno, error.strerror, str(folder / entry.name)) from None
         came = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        return entry.name, came, READABLE, "copy it again, or delete it"
-
-
-def why(error: PackError) -> tuple[str, str, str]:
-    """Return (value, rule, fix) of an error that refuses a sample."""
-    value, rule, fix = error.args if len(error.args) == 3 else (error, READABLE, "fix it")
-    return str(value), str(rule), str(fix)
+        raise PackError(came, "the file must be readable", "copy it again, or delete it") from None
+    if entry.label is not None:
+        sample = {**sample, "label": np.asarray(entry.label)}
+    if survey.check is not None:
+        survey.check(entry, sample)
+    return sample
 
 
 @dataclass(eq=False)
@@ -223,9 +213,7 @@ class RawFiles(Dataset):
 # -- blocks of samples
 
 
-def read_blocks(
-    survey: Survey, sample: Callable[[Survey, int], Sample | Problem], folder: Path, progress: bool
-) -> list[Path]:
+def read_blocks(survey: Survey, sample: Sampler, folder: Path, progress: bool) -> list[Path]:
     """Read all entries into files of a folder, but for those that an interrupted packing has left; return the files in
     order."""
     if not folder.exists():
@@ -236,24 +224,28 @@ def read_blocks(
     todo = [(path, block) for path, block in blocks.items() if not is_whole(path)]
     ready = count - sum(len(block) for _, block in todo)
     with bar(desc="packing", total=count, initial=ready, unit=" samples", disable=not progress, leave=False) as shown:
-        for done in side_by_side(partial(write_block, survey, partial(sample, survey)), todo, size=1):
+        for done in side_by_side(partial(write_block, survey, sample), todo, size=1):
             shown.update(done)
     return [*blocks]
 
 
-def write_block(survey: Survey, sample: Callable[[int], Sample | Problem], todo: tuple[Path, range]) -> int:
+def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> int:
     """Write the samples of a block of entries into one file; return how many entries that are."""
     path, block = todo
     facts: dict[str, Any] = {"kept": [], "bad": [], "classes": []}
     columns, rows = dict[str, Column](), dict[str, list[np.ndarray]]()
     for i in block:
-        made = sample(i)
-        if isinstance(made, tuple):
-            facts["bad"].append(made)
+        name = survey.entries[i].name
+        try:
+            made = sample(i)
+        except PackError as error:
+            if len(error.args) != 3:  # of all samples
+                raise PackError(f"{name}: {error}") from None
+            facts["bad"].append((name, *map(str, error.args)))
             continue
         arrays = {name: np.asarray(array, order="C") for name, array in made.items() if name != survey.named}
         own = {name: column_of(name, array, name in survey.ragged) for name, array in arrays.items()}
-        columns = require_alike(survey.entries[i].name, own, columns if facts["kept"] else own)
+        columns = require_alike(name, own, columns if facts["kept"] else own)
         facts["kept"].append(i)
         facts["classes"] += [str(made[survey.named])] if survey.named else []
         for name, array in arrays.items():
@@ -332,7 +324,11 @@ def finish(
     columns, bad = dict(joined["columns"]), [*survey.bad, *joined["bad"]]
     entries = [survey.entries[i] for i in joined["kept"]]
     if not entries:
-        raise PackError(nothing_usable(made["source"], bad), entry="Keys, columns and paths")
+        reason = "no samples found; is this the right folder?"
+        if bad:
+            reason = f"0 of {plural(len(bad), 'file')} can be used. The first: "
+            reason += "{0}: {2}, got {1}; {3}".format(*bad[0])
+        raise PackError(f"{made['source']}: {reason}", entry="Keys, columns and paths")
     classes = list(survey.classes) or in_value_order({*joined["classes"]})
     if survey.named is not None:
         index = {name: i for i, name in enumerate(classes)}
@@ -376,16 +372,13 @@ def split_entries(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: 
 
 def remarks(entries: Sequence[Entry], survey: Survey, split: list[str], labels: Any, draw: Draw) -> list[str]:
     """Return what is to be said of the splits."""
-    val, test, _ = draw
-    every, kept = (Counter(entry.split for entry in some) for some in (survey.entries, entries))
-    lines = [
-        f"{count - kept[one]:,} of {plural(count, 'sample')} {f'of the {one} split ' if one else ''}cannot be used, "
-        "see pack.bad"
-        for one, count in every.items()
-        if count - kept[one] > count / 2
-    ]
-    shares = {"train": 1, "val": val, "test": 0 if kept.keys() - {None} else test}
-    drawn = [one for one, share in shares.items() if share and not splits.is_all(test)]
+    lines, kept = [], Counter(entry.split for entry in entries)
+    for one, count in Counter(entry.split for entry in survey.entries).items():
+        if (lost := count - kept[one]) > count / 2:
+            of = f" of the {one} split" if one else ""
+            lines.append(f"{lost:,} of {plural(count, 'sample')}{of} cannot be used, see pack.bad")
+    shares = {"train": 1, "val": draw[0], "test": 0 if kept.keys() - {None} else draw[1]}
+    drawn = [one for one, share in shares.items() if share and not splits.is_all(draw[1])]
     return lines + splits.remarks(split, labels, drawn)
 
 
@@ -393,10 +386,3 @@ def in_value_order(classes: Collection[str]) -> list[str]:
     """Return classes sorted as numbers where all are whole numbers, so that 10 follows 9, else as texts."""
     numbers = all(re.fullmatch(r"-?\d+", name) for name in classes)
     return sorted(classes, key=int if numbers else None)
-
-
-def nothing_usable(source: str, bad: Sequence[Problem]) -> str:
-    if not bad:
-        return f"{source}: no samples found; is this the right folder?"
-    file, value, rule, fix = bad[0]
-    return f"{source}: 0 of {plural(len(bad), 'file')} can be used. The first: {file}: {rule}, got {value}; {fix}"

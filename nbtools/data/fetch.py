@@ -50,8 +50,19 @@ class File:
         """Yield the bytes from `start` on, also of a server that begins anew. Raises Dropped; StageError if the file
         has changed."""
         if isinstance(self.place, Path):
-            yield from read_mount(self.place, start)
-            stat = self.place.stat()
+            try:
+                with FileIO(self.place) as file:
+                    file.seek(start)
+                    while data := file.read(CHUNK):
+                        yield data
+                    stat = self.place.stat()
+            except OSError as error:
+                if not (
+                    disk.is_away(error) or isinstance(error, FileNotFoundError)
+                ):  # without its mount nothing is there
+                    raise
+                drive.remount(self.place)
+                raise Dropped(f"stopped responding (errno {error.errno}, {error.strerror})") from None
             same = (stat.st_size, self.version and stat.st_mtime_ns) == (self.size, self.version)
         else:
             with connected(self.place, start) as response:
@@ -101,20 +112,6 @@ def fetch(remote: File, part: Path, progress: Callable[[int], object]) -> None:
             time.sleep(drive.PAUSE * 2**tries)
     reason = f"{reason}, {drive.TRIES} times in a row. What arrived is kept: run it again"
     raise StageError(f"{remote.place}: {reason}.", entry="Drive errors 5 and 107")
-
-
-def read_mount(path: Path, start: int) -> Iterator[bytes]:
-    """Yield the bytes of a file from `start` on. Raises Dropped where its mount does not respond."""
-    try:
-        with FileIO(path) as file:
-            file.seek(start)
-            while data := file.read(CHUNK):
-                yield data
-    except OSError as error:
-        if not (disk.is_away(error) or isinstance(error, FileNotFoundError)):  # without its mount nothing is there
-            raise
-        drive.remount(path)
-        raise Dropped(f"stopped responding (errno {error.errno}, {error.strerror})") from None
 
 
 def listing(path: Path) -> dict[str, tuple[int, int]]:

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from nbtools import disk
-from nbtools.data.build import Entry, Problem, Survey, why
+from nbtools.data.build import Entry, Survey
 from nbtools.data.forms import (
     FIX,
     TARGET,
@@ -31,7 +31,6 @@ from nbtools.data.forms import (
     class_text,
     common_form,
     composed,
-    function_name,
     is_image,
     is_missing,
     is_names,
@@ -41,7 +40,7 @@ from nbtools.data.forms import (
 from nbtools.data.pack import FORMAT, Pack, Sample
 from nbtools.errors import NbtoolsError, PackError
 
-VERSION = 6  # of what a card keeps of them; packs of another are made anew
+VERSION = 7  # of what a card keeps of them; packs of another are made anew
 SEEN = 64  # items looked at
 KNOWN = (list, np.ndarray, torch.Tensor, TensorDataset)  # in memory: all that they hold identifies a pack
 Part = tuple[str | None, Any, list[str]]  # split, items, their names
@@ -79,7 +78,7 @@ def named(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | None) -
     chosen = [key for key in parts if key != target] if inputs is None else [*inputs]
     places = [key for key in chosen if isinstance(key, int)]
     names = {key: f"x{i}" for i, key in enumerate(places, 1)} if len(places) > 1 else dict.fromkeys(places, "x")
-    columns = [names.get(key) or re.sub(r"[^\w-]+", "_", str(key)) for key in chosen]  # they name files
+    columns = [names.get(key) or column_name(key) for key in chosen]
     if target is not None:
         chosen, columns = [*chosen, target], [*columns, TARGET]
     if lacking := [key for key in chosen if key not in parts]:
@@ -90,9 +89,14 @@ def named(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | None) -
     return {column: parts[key] for column, key in zip(columns, chosen, strict=True)}
 
 
+def column_name(key: Any) -> str:
+    """Return the column of a key, which names a file."""
+    return re.sub(r"[^\w-]+", "_", str(key))
+
+
 class Items:
-    """The items of all parts, one after another: `self[i]` is a sample, or its row of the table of bad samples. 64 of
-    them, spread over the data, show what all have in common.
+    """The items of all parts, one after another: `self[i]` is a sample as it is stored. 64 of them, spread over the
+    data, show what all have in common.
 
     options: of `nb.pack`, with `key`: the target and inputs of an item; target: the key of that part of an item;
     listed: items are in memory, their images perhaps as paths; pictures: columns of PIL images; resize: (height, width,
@@ -112,18 +116,17 @@ class Items:
         self.looked = sorted({i * len(self) // SEEN for i in range(SEEN)})
         self.listed = all(isinstance(part, list) for _, part, _ in parts)
         self.text = function_name(options.text) if options.text else ""
-        self.marked = [options.points] if isinstance(options.points, str) else [*(options.points or ())]
         first = self.first()
         self.target = target_of(first, *options.key)
-        self.marked = [TARGET if name in ("target", options.target, self.target) else name for name in self.marked]
+        points = [options.points] if isinstance(options.points, str) else options.points or ()
+        self.marked = [TARGET if name in ("target", options.target, self.target) else name for name in points]
         self.classes = [classes_of(part, self.target) for _, part, _ in parts]
         with suppress(PackError):
             first = named(first, self.target, options.key[1])
         self.pictures = {name for name, value in first.items() if is_image(value) or isinstance(value, Path)}
         label = bare(first.get(TARGET))
         whole = options.classes is not False and (isinstance(label, str | int) or is_names(label))
-        how = options.resize or ("crop" if whole else "squash")
-        self.resize = [*options.size, how] if options.size else None
+        self.resize = [*options.size, options.resize or ("crop" if whole else "squash")] if options.size else None
         self.marks: list[bytes] = []
         self.forms = self.look()
         self.stored = [name for name in self.forms if options.store or (self.listed and name == TARGET)]
@@ -140,7 +143,8 @@ class Items:
         return {}
 
     def values(self, i: int, columns: Collection[str] | None = None) -> dict[str, Any]:
-        """Return column → plain value of an item, or of these alone. Raises PackError(value, rule, fix) without."""
+        """Return column → plain value of an item, or of these alone; of a number of a part that has names for them its
+        name. Raises PackError(value, rule, fix) without."""
         k, place = self.places[i]
         try:
             parts = named(parts_of(self.parts[k][1][place]), self.target, self.options.key[1])
@@ -152,12 +156,9 @@ class Items:
             if disk.is_away(error):
                 raise
             raise PackError(f"{type(error).__name__}: {error}", "the Dataset must return each item", FIX) from error
-        return values | ({TARGET: self.class_of(k, values[TARGET])} if TARGET in values else {})
-
-    def class_of(self, k: int, value: Any) -> Any:
-        """Return a number of a part that has names for them as its name."""
-        names = self.classes[k] if self.options.classes is not False else []
-        return class_text(value, names) if names and isinstance(value, int) else value
+        if isinstance(label := values.get(TARGET), int) and self.classes[k] and self.options.classes is not False:
+            values[TARGET] = class_text(label, self.classes[k])
+        return values
 
     def sample(self, i: int, columns: Collection[str]) -> dict[str, Any]:
         """Return the arrays of an item; its class as a text. Raises PackError(value, rule, fix)."""
@@ -167,13 +168,8 @@ class Items:
             raise PackError(", ".join(values), rule, "make it match, or leave it out")
         return {name: self.forms[name].fit(name, values[name]) for name in columns}
 
-    def __getitem__(self, i: int) -> dict[str, Any] | Problem:
-        try:
-            return self.sample(i, self.stored)
-        except PackError as error:
-            if len(error.args) != 3:  # of all items
-                raise PackError(f"{self.names[i]}: {error}") from None
-            return self.names[i], *why(error)
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.sample(i, self.stored)
 
     def read_again(self, classes: Sequence[str], path: Path, _: Any) -> Sample:
         """Return the arrays of the item of a name, as a pack with these classes has them."""
@@ -232,7 +228,7 @@ class Items:
             "inputs": [name for name in self.forms if name != TARGET],
             "kind": self.kind,
             "roles": {"key": self.target, **{name: getattr(self.options, name) for name in ROLES}},
-            "forms": {name: form.to_dict() for name, form in self.forms.items()},
+            "forms": {name: vars(form) | {"names": ()} for name, form in self.forms.items()},  # the card has them
             "resize": self.resize,
             "points": {name: [*images_in(self.forms), end] for name, end in ends.items()},
             "text": self.text,
@@ -249,22 +245,22 @@ class Items:
             digest.update(repr((split, type(part).__qualname__, len(part))).encode())
             known = range(len(part)) if isinstance(part, KNOWN) else ()
             digest.update(b"".join(mark({} if part[i] is None else parts_of(part[i])) for i in known))
-        if self.options.store or not self.varying():
-            digest.update(b"".join(self.marks))
+        digest.update(b"" if self.varying else b"".join(self.marks))
         return digest.hexdigest()
 
-    def varying(self) -> list[str]:
-        """Return the names of items looked at that differ when they are read again."""
-        pairs = zip(self.looked, self.marks, strict=True)
-        return [self.names[i] for i, before in pairs if before != mark({}) and mark(self.values(i)) != before]
+    @cached_property
+    def varying(self) -> str:
+        """Return the name of the first item that can be read, if it differs when it is read again."""
+        i = next((k for k, before in enumerate(self.marks) if before != mark({})), 0)
+        return self.names[self.looked[i]] if mark(self.values(self.looked[i])) != self.marks[i] else ""
 
     def survey(self) -> Survey:
         """Return what `make_pack` needs. Raises PackError where stored items would differ at each reading."""
         store, forms = self.options.store, self.forms
-        if store and (varying := self.varying()):
+        if store and self.varying:
             rule = "differs each time it is read: the Dataset augments at random, and a pack keeps one reading"
             fix = "Augment on the device instead, nb.classify(net, augment=(…)), or pass store=False"
-            raise PackError(f"{varying[0]} {rule}. {fix}: each epoch then reads the Dataset itself")
+            raise PackError(f"{self.varying} {rule}. {fix}: each epoch then reads the Dataset itself")
         classes = [*forms[TARGET].names] if self.kind in ("classes", "labels") else []
         if self.kind == "classes" and not classes and TARGET not in self.stored:
             raise PackError("store=False reads no item before training; name the classes: classes=[…]")
@@ -323,7 +319,15 @@ def classes_of(data: Any, target: Any) -> list[str]:
     features = getattr(data, "features", None)
     names = getattr(features.get(target), "names", None) if isinstance(features, Mapping) else None
     names = names or getattr(data, "classes", None)
-    return [*map(composed, names)] if isinstance(names, list | tuple) and {*map(type, names)} == {str} else []
+    return [*map(composed, names)] if isinstance(names, list | tuple) and is_names(names) else []
+
+
+def function_name(function: Any) -> str:
+    """Return `module:name` of a function, by which a pack keeps it. Raises PackError for one that has none."""
+    name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '<none>')}"
+    if "<" in name or "." in name.partition(":")[2]:
+        raise PackError(f"text must be a function of a module, by whose name predictions find it, got {function!r}")
+    return name
 
 
 def mark(values: Mapping[Any, Any]) -> bytes:

@@ -82,7 +82,8 @@ def decide(text: str, into: str | Path | None, sha256: str | None) -> Job:
         far, folder = is_far(path), path.is_dir()
         why = "copied from a slow disk" if far else "unpacked" if not folder else "copied" if into else "used in place"
         if not folder:
-            archive.kind(path, text)
+            with archive.explained(f"{text}: "):
+                archive.kind(path)
         elif sha256:
             raise StageError(f"{text}: sha256 is for an archive, and this is a folder. Leave it out.")
         elif not any(True for _ in disk.walk(path)):

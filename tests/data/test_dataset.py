@@ -344,7 +344,10 @@ def test_images_from_a_table_lie_in_the_folder_of_the_csv_or_in_root(tmp_path, s
 LABELS = {
     "a separator": ({"tags": ["sea  sky", "sea", "", "sky"] * 5}, {"target": "tags", "sep": " "}),
     "lists": ({"tags": [["sea", "sky"], ["sea"], [], ["sky"]] * 5}, {"target": "tags"}),
-    "columns": ({"sea": [1, 1, 0, 0] * 5, "sky": [True, False, False, True] * 5}, {"target": ["sea", "sky"]}),
+    "columns": (
+        {"sea": [1, 1, 0, 0] * 5, "sky": [True, False, False, True] * 5},
+        {"target": ["sea", "sky"], "classes": ["sea", "sky"]},
+    ),
     "items": ([(0.5, ["sky", "sea"]), (1.5, ["sea"]), (2.5, []), (3.5, {"sky"})] * 5, {}),
     "arrays": ([(0.5, np.array(y)) for y in [[1, 1], [1, 0], [0, 0], [0, 1]] * 5], {"classes": ["sea", "sky"]}),
 }

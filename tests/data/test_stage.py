@@ -179,16 +179,15 @@ def test_what_a_mount_fails_to_give_is_tried_again_and_nothing_is_missing(place,
         assert tree(stage(source)) == {"a": bytes(range(256)) * 10_000}
 
 
-@pytest.mark.parametrize("nth", range(3))
-def test_one_error_while_a_mount_is_looked_at_is_tried_again(place, monkeypatch, nth):
+def test_one_error_while_a_mount_is_looked_at_is_tried_again(place, monkeypatch):
     put(place / "drive" / "folder" / "a" / "x", b"1")
     count, scandir = itertools.count(), os.scandir
     monkeypatch.setattr(drive, "PAUSE", 0.001)
     monkeypatch.setattr(
-        os, "scandir", lambda path: away() if "/drive/" in f"{path}" and next(count) == nth else scandir(path)
+        os, "scandir", lambda path: away() if "/drive/" in f"{path}" and not next(count) else scandir(path)
     )
     assert tree(stage("drive:folder")) == {"a/x": b"1"}
-    assert next(count) > nth
+    assert next(count) > 1
 
 
 @pytest.mark.parametrize("source", ["drive:digits.tar", "drive:folder"])
@@ -211,16 +210,10 @@ def test_a_file_that_another_of_its_size_replaces_during_its_copy_is_never_a_mix
 
 
 REFUSED = {
-    "missing": ("digit.tar", None, r"there is no .*digit\.tar.* has digits\.tar"),
-    "missing on Drive": ("drive:digits.zip", None, r"drive:digits\.zip: there is no .* has digits\.tar"),
+    "missing": ("drive:digits.zip", None, r"drive:digits\.zip: there is no .* has digits\.tar"),
     "outside of Drive": ("drive:../x", None, r"no `\.\.`"),
-    "truncated": ("half.tar", TAR[:9000], "digits/images/1.png.*damaged"),
-    "no archive in it": (
-        "labels.csv.gz",
-        gzip.compress(b"file,label"),
-        r"labels\.csv\.gz: not an archive: it begins with b'file,label",
-    ),
-    "without its end": ("half.tar", TAR.rstrip(b"\0") + bytes(600), "truncated"),
+    "truncated": ("half.tar", TAR[:9000], r"half\.tar: is damaged: .*Copy or download it again"),
+    "no archive in it": ("labels.csv.gz", gzip.compress(b"file"), r"labels\.csv\.gz: not an archive: it begins with"),
     "not an archive": ("notes.txt", b"hello world", "not an archive: it begins with b'hello world'"),
     "empty archive": ("nothing.tar", bytes(10240), "holds no files"),
     "hostile": ("digits.zip", zip_bytes(("../evil", b"x")), r"entry '\.\./evil'"),
@@ -230,7 +223,6 @@ REFUSED = {
 
 @pytest.mark.parametrize(("name", "content", "words"), REFUSED.values(), ids=REFUSED)
 def test_bad_sources_are_refused_in_words_and_nothing_is_published(place, name, content, words):
-    put(place / "digits.tar", TAR)
     put(place / "drive" / "digits.tar", TAR)
     path = place / name.replace("drive:", "drive/")
     if content == "folder":
