@@ -135,9 +135,7 @@ def test_masks_are_learned_by_a_unet():
     run = run_cell(CELLS["masks"], UNet=UNet, scenes=scenes)["run"]
     assert run.report(nb.pack(scenes, size=32)).table.loc["1", "IoU"] > 0.7
     assert run.predict(scenes[0][0])[0].shape == (32, 32)
-    with pytest.raises(
-        nb.NbtoolsError, match="for a class of each pixel or sequences write a Task with"
-    ):
+    with pytest.raises(nb.NbtoolsError, match="for a class of each pixel or sequences write a Task with"):
         nb.fit(nb.classify(UNet()), nb.pack(scenes, size=32), JOB, run="runs/pixels")
 
 
