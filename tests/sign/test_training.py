@@ -1,7 +1,7 @@
 """What the settings of signs do to batches, loss, metrics and augmentation, and none of the guide's faults."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_where_a_body_stands_and_how_large_it_is_changes_nothing(pack, kind):
 @pytest.mark.parametrize("kind", ["none", "body", "hands"])
 def test_without_shoulders_or_any_point_nothing_is_nan(pack, kind, narrow):
     for clips, places in ((slice(3), SHOULDERS), (slice(3), slice(0, POINTS)), (slice(1), slice(0, POINTS))):
-        raw, network, keys = raw_batch(pack, range(3)), sign.model(pack, Plan()), []
+        raw, keys, network = raw_batch(pack, range(3)), [], cast(Any, sign.model(pack, Plan()))
         raw["mask"] = raw["mask"].clone()
         raw["mask"][clips, :, places] = False
         for layer in network.layers:
