@@ -147,7 +147,8 @@ class Pack(show.Table):
     def arrays(self) -> dict[str, np.ndarray]:
         """Column → memory map of its values, private to this process: writes do not reach the file."""
         files = {name: self.folder / f"{name}.npy" for name in self.columns}
-        return {name: memory_map(path) for name, path in files.items() if path.exists()}
+        with disk.explained("reading a pack", self.folder):
+            return {name: memory_map(path) for name, path in files.items() if path.exists()}
 
     @cached_property
     def offsets(self) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ import pytest
 
 import nbtools as nb
 from nbtools.tasks import sign
-from nbtools.tasks.sign.visualize import CELL, MOMENTS, skeleton
+from nbtools.tasks.sign.visualize import skeleton
 
 COUNT, GLOSSES, CATEGORIES = 60, 4, 2
 
@@ -71,12 +71,3 @@ def test_what_is_not_seen_is_not_drawn_and_no_limb_leads_there():
     assert np.asarray(skeleton(points, seen, 200))[:30, :30].any()
     seen[13] = False
     assert not np.asarray(skeleton(points, seen, 200))[:30, :30].any()
-
-
-def test_show_has_a_strip_of_each_clip_with_its_category(packed):
-    [axes] = sign.show(packed, np.array([0, 5])).axes
-    categories = [packed.options["categories"][packed.sample(i)["label"][1]] for i in (0, 5)]
-    assert [text.get_text().split(" · ")[1] for text in axes.texts] == categories
-    strip = np.asarray(axes.images[1].get_array())
-    assert strip.shape == (CELL, MOMENTS * CELL, 4)
-    assert all(cell.any() for cell in np.split(strip, MOMENTS, axis=1))
