@@ -20,7 +20,7 @@ from nbtools.live import Columns, draw, facts, samples, view
 from nbtools.live.facts import About
 from nbtools.live.plot import picture
 from nbtools.live.samples import Preview
-from nbtools.train import History, Record, evaluation
+from nbtools.train import History, Record
 
 pytestmark = pytest.mark.drawn
 
@@ -202,18 +202,6 @@ def test_what_was_not_read_and_what_was_misread_are_underlined_and_a_right_answe
     made = samples.html([Preview(CAPTCHA, truth, predicted)])
     marked = texts(f"<div>{made.replace('<u>', '[').replace('</u>', ']')}</div>")
     assert said.replace(" ", "") in marked.replace(" ", "")
-
-
-def test_the_worst_samples_are_those_of_the_last_evaluations_worst_batches(pack):
-    state = nb.TrainState(toy, pack, toy.PLAN.replace(epochs=1, batch_size=8))
-    for _ in nb.train(toy, state, pack):
-        continue
-    batches = state.last_evaluation
-    assert sorted(i for ids, _ in batches for i in ids.tolist()) == sorted(pack.ids("val"))
-    worst, *_, best = evaluation.worst_first(batches)
-    means = {i: float(total) / float(count) for ids, (total, count) in batches for i in ids.tolist()}
-    assert (means[worst], means[best]) == (max(means.values()), min(means.values()))
-    assert set(samples.Previews(state, pack, "worst").worst()) <= set(evaluation.worst_first(batches)[: samples.POOL])
 
 
 def test_a_name_is_wrong_as_a_whole_however_many_letters_it_shares():
