@@ -31,16 +31,11 @@ HEAD = f'<style onload="{escape(SCRIPT)}">{STYLE}</style>'
 """What a page needs once. The style brings the script, since the markup of a widget cannot run a <script>."""
 
 
-def page(shown: Picture) -> str:
-    """Return a frame for a page of its own."""
-    return HEAD + frame(shown)
-
-
-def frame(shown: Picture) -> str:
-    """Return one live frame; charts.js reads its data-. All text is escaped. A page needs HEAD once."""
+def page(shown: Picture, head: str = HEAD) -> str:
+    """Return charts for a page, which needs HEAD once; charts.js reads their data-. All text is escaped."""
     charts = "".join([panel(chart, shown) for chart in shown.charts])
     axis = f'data-x="{escape(shown.x)}" data-first="{shown.axis.low:.6g}" data-last="{shown.axis.high:.6g}"'
-    return f'<div class="nbt nbt-charts"><div class="nbt-grid" {axis}>{charts}</div></div>'
+    return f'{head}<div class="nbt nbt-charts"><div class="nbt-grid" {axis}>{charts}</div></div>'
 
 
 def panel(chart: Chart, shown: Picture) -> str:
@@ -137,8 +132,7 @@ def png(shown: Picture, facts: Sequence[str] = (), previews: Sequence[samples.Pr
 
 
 def as_data(image: bytes, alt: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a PNG as a notebook shows it, two pixels a px: data and metadata by type. alt: its text and alternative
-    text, what it shows in words."""
+    """Return a PNG as a notebook shows it, two pixels a px: data and metadata by type. alt: what it shows in words."""
     width, height = (int.from_bytes(image[i : i + 4]) // 2 for i in (16, 20))  # of its first chunk
     data = {"image/png": base64.b64encode(image).decode(), "text/plain": alt}
     return data, {"image/png": {"width": width, "height": height, "alt": alt}}
@@ -156,8 +150,8 @@ def draw_chart(axes: Axes, chart: Chart, shown: Picture) -> None:
         axes.legend(frameon=False, fontsize=12, labelcolor=GREY, handlelength=1.3, labelspacing=0.25)
     title = f"{chart.title}  {chart.about}".strip()
     axes.set_title(title, loc="left", pad=10, size=13, color=GREY, weight="bold", parse_math=False)
-    axes.set(yscale="log" if chart.scale.log else "linear", facecolor="none")
-    axes.set(xlim=(shown.axis.low, shown.axis.high), ylim=(chart.scale.low, chart.scale.high))
+    axes.set(yscale="log" if chart.scale.log else "linear", ylim=(chart.scale.low, chart.scale.high))
+    axes.set(xlim=(shown.axis.low, shown.axis.high), facecolor="none")
     axes.set_xticks(*shown.axis.ticks())
     axes.set_yticks(*chart.scale.ticks())
     axes.set_yticks([], minor=True)

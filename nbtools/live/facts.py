@@ -16,7 +16,7 @@ from nbtools.data import Pack, choose
 from nbtools.live.plot import Columns, drawn
 from nbtools.measure import described
 from nbtools.show import EMPTY, digits, duration, header, number, percent, size
-from nbtools.train import Diverged, Record, TrainState, length_of, order
+from nbtools.train import Record, TrainState, length_of, order
 
 STARTING, COMPILING, TRAINING, EVALUATING = "starting", "compiling", "training", "evaluating"
 MEASURING, PAUSED = "measuring", "paused"
@@ -48,15 +48,6 @@ class Fact(NamedTuple):
     value: str
     more: str = ""
     column: str = ""
-
-
-def ended(error: BaseException | None, stopped: bool) -> str:
-    """Return the state of a run whose training has ended: by itself, in an error, or because somebody stopped it."""
-    if isinstance(error, Diverged):
-        return DIVERGED
-    if stopped or isinstance(error, KeyboardInterrupt):
-        return STOPPED
-    return DONE if error is None else FAILED
 
 
 def facts(columns: Columns, about: About, status: str) -> Iterator[Fact]:
@@ -137,10 +128,8 @@ def spark(columns: Columns, name: str) -> str:
 
 def opening(state: TrainState, pack: Pack) -> str:
     """Return what a run starts or resumes with: device, the settings that matter most, and how many steps it takes."""
-    plan, micro, processes = state.plan, state.recovery.micro, state.ranks.world
-    share = math.ceil(plan.batch_size / processes)
-    parts = f" in {math.ceil(share / micro)} parts" if micro is not None and micro < share else ""
-    batch = f"batch {plan.batch_size}{f' on {processes} processes' if processes > 1 else ''}{parts}"
+    plan, processes = state.plan, state.ranks.world
+    batch = f"batch {plan.batch_size}{f' on {processes} processes' if processes > 1 else ''}"
     precision, feed = "float32" if plan.amp == "off" else plan.amp, choose(pack, plan, state.device)[0]
     settings = f"{batch}, lr {digits(plan.lr)} ({plan.schedule}), {plan.optimizer}, {precision}, {feed} feed"
     begun = f"; from step {state.step:,}, in epoch {state.epoch + 1} of {plan.epochs}" if state.step else ""

@@ -18,10 +18,9 @@ from ipywidgets import HTML, Button, FloatLogSlider, HBox, Layout, Text, VBox
 
 from nbtools import show
 from nbtools.live.draw import HEAD
-from nbtools.train import Plan, listed
+from nbtools.train import listed
 
-STRIP = ("lr", "batch_size", "amp", "epochs", "clip_norm", "early_stop")
-"""The settings that users change most, next to the curves of a run in progress."""
+STRIP = ("lr", "batch_size", "amp", "epochs", "clip_norm", "early_stop")  # settings next to the curves of a run
 IN_VIEW = ("network", *STRIP, "eval_every")  # of the form; all other settings are under More
 BUTTONS = {
     "pause": ("Pause", "pause", "Pause after this step; the run stays in memory until Resume"),
@@ -31,8 +30,7 @@ BUTTONS = {
     "profile": ("What limits it?", "search", "Measure for a few seconds what a step consists of, then continue"),
     "best": ("Back to best", "history", "Go back to the best checkpoint and continue from there with these settings"),
     "undo": ("Undo", "undo", "Go back to before the last change of settings"),
-}
-"""action → label, icon (a name that Font Awesome 4 to 6 know), tooltip."""
+}  # action → label, icon (a name that Font Awesome 4 to 6 know), tooltip
 RESUME = ("Resume", "play", "Continue with the next step")
 PAUSED = "paused between two steps: change what you like, then Resume"
 ELSEWHERE = "It trains: these settings are in the cell below, next to its curves."
@@ -94,9 +92,9 @@ class Form:
             elif change.new in self.panel.presets:
                 self.panel.put(self.panel.presets[change.new])
 
-    def holds(self, name: str, plan: Plan) -> Any:
-        """Return the value of a setting as its input holds it."""
-        value = getattr(plan, name)
+    def holds(self, name: str) -> Any:
+        """Return the wanted value of a setting as its input holds it."""
+        value = getattr(self.panel.plan, name)
         return written(value) if isinstance(self.fields[name], Text) else value
 
     # -- what is shown
@@ -108,7 +106,7 @@ class Form:
         for name, each in self.fields.items():
             each.disabled, wrong = name in panel.fixed, panel.bad.get(name, "")
             if name not in held:
-                each.value = self.holds(name, self.plan)
+                each.value = self.holds(name)
             good = said(panel.rules[name].metadata.get("help", "")) + said(panel.reason(name), "nbtools-muted")
             self.notes[name].value = said(wrong, "nbtools-bad") or good
             (each.add_class if wrong else each.remove_class)("nbtools-wrong")

@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Self
 
@@ -59,7 +58,7 @@ class Messages:
         else:
             stream = threads.manager.get_shell_channel_to_subshell_pair(None).to_stream
             self.replies = threads.manager.get_subshell_to_shell_channel_socket(None)
-        self.receiver: Callable[[list], Any] = stream._recv_callback
+        self.receiver = stream._recv_callback
         stream.on_recv(self.receive, copy=False)
         self.stream = stream
         for _ in range(kernel.msg_queue.qsize() if threads is None else 0):
@@ -85,14 +84,14 @@ class Messages:
     def handle(self) -> int:
         """Handle the pending widget messages, at most once per PERIOD; return their number."""
         now, count = time.perf_counter(), 0
-        if self.stream is None or now < self.due:
+        if self.stream is None or now < self.due or closing(self.kernel):
             return 0
         self.due = now + PERIOD
         try:
-            if not closing(self.kernel) and now >= self.busy:
+            if now >= self.busy:
                 self.kernel._publish_status("busy", "shell")  # a subshell's thread says idle after each of its events
                 self.busy = now + SAID
-            if closing(self.kernel) or not (self.comms or self.stream.socket.get(EVENTS) & POLLIN):
+            if not (self.comms or self.stream.socket.get(EVENTS) & POLLIN):
                 return 0
             self.stream.flush(POLLIN)
             while self.comms:

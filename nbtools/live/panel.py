@@ -69,10 +69,9 @@ class Panel:
         with self.lock:
             changes = listed(requests.state.plan.changes_from(self.plan))
             self.requests, self.running, self.fixed, self.bad = requests, True, fixed(requests.state.plan), {}
-            if changes:
-                self.propose(f"This run goes on with what it had applied: {changes}")
-            else:
-                self.form.show()
+            self.note = f"This run goes on with what it had applied: {changes}" if changes else self.note
+            self.proposed = {} if changes else self.proposed
+            self.form.show()
 
     def end(self) -> None:
         """The run is over: everything may be changed again, and there is nothing to pause."""
@@ -105,7 +104,7 @@ class Panel:
     def read(self, name: str, text: Any) -> None:
         """Adopt what the user put into a field, else keep it there with the reason; empty, as after Escape, the field
         gets the plan's value back."""
-        kept = name in self.fixed or text in ("", self.form.holds(name, self.plan))  # of which it shows three digits
+        kept = name in self.fixed or text in ("", self.form.holds(name))  # of which it shows three digits
         read = (lambda: text) if isinstance(text, bool) else (lambda: self.plan.parse(name, text.strip()))
         self.make(lambda: self.plan if kept else self.plan.turn(**{name: read()}), name)
 
@@ -153,12 +152,12 @@ class Panel:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         """Return the form, and for a page without a kernel what was changed of the advice."""
-        return {"text/plain": repr(self), VIEW: viewed(self.form.whole)}
+        return viewed(self.form.whole, repr(self))
 
 
-def viewed(widget: Any) -> dict[str, Any]:
-    """Return a widget as the data of VIEW."""
-    return {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
+def viewed(widget: Any, text: str) -> dict[str, Any]:
+    """Return a widget as a notebook shows it: data by type. text: for a page without a kernel."""
+    return {"text/plain": text, VIEW: {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}}
 
 
 def presets(advice: Any, plan: Plan) -> dict[str, Plan]:

@@ -20,7 +20,6 @@ TICKS, POINTS, DOTS = 5, 150, 30  # of an axis, about; parts of a line with two 
 FALL = 25  # a loss that falls to a part as small as this is drawn on a logarithmic axis
 EVALUATED = ("epoch", "evaluation")  # kinds of rows with metrics: ends of epochs, and where the user requested it
 Series = tuple[np.ndarray, np.ndarray]  # (steps, values), both (n,) float64
-NONE: tuple[array[float], array[float]] = (array("d"), array("d"))
 
 
 class Columns:
@@ -34,8 +33,7 @@ class Columns:
     def __init__(self) -> None:
         self.count, self.seen = 0, None
         self.columns: dict[tuple[str, str], tuple[array[float], array[float]]] = {}
-        self.changes: list[Mapping[str, Any]] = []
-        self.epochs: list[Mapping[str, Any]] = []
+        self.changes, self.epochs = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
         self.newest: Mapping[str, Any] | None = None
 
     def follow(self, history: History) -> Self:
@@ -61,8 +59,8 @@ class Columns:
         """Return the column in rows of these kinds, in order of steps; by default as logged on steps, else on
         epochs."""
         kinds = kinds or (("step",) if ("step", name) in self.columns else ("epoch",))
-        parts = [self.columns.get((kind, name), NONE) for kind in kinds]
-        steps, values = (np.concatenate([np.array(part[side]) for part in parts]) for side in (0, 1))
+        parts = [self.columns.get((kind, name), ((), ())) for kind in kinds]
+        steps, values = (np.concatenate([np.array(part[side], float) for part in parts]) for side in (0, 1))
         order = np.argsort(steps, kind="stable")
         return steps[order], values[order]
 
@@ -153,11 +151,9 @@ class Picture:
     marks: Sequence[tuple[float, str]] = ()
 
 
-def picture(
-    columns: Columns, best: str = "", x_axis: str = "step", scale: str = "auto", smoothing: float = 1.0
-) -> Picture:
+def picture(columns: Columns, best: str = "", x: str = "step", scale: str = "auto", smoothing: float = 1.0) -> Picture:
     """Return everything a frame draws: loss, metrics and lr. best: the metric that counts; a loss has no chart of
-    metrics before the first evaluation. x_axis: one of XS; scale: of SCALES, for the loss; smoothing: so many times the
+    metrics before the first evaluation. x: one of XS; scale: of SCALES, for the loss; smoothing: so many times the
     usual."""
     if columns.newest is None:
         return Picture()
@@ -167,12 +163,12 @@ def picture(
     if ("step", "lr") in columns.columns or ("epoch", "lr") in columns.columns:
         charts.append(learning_rate([drawn("lr", columns.series("lr"), VERMILLION, digits)]))
     for line in (line for chart in charts for line in chart.lines):
-        line.x = columns.along(x_axis, line.x)
+        line.x = columns.along(x, line.x)
     steps = [row["step"] for row in columns.changes] + [max(steps[-1] for steps, _ in columns.columns.values())]
-    *places, end = columns.along(x_axis, np.array(steps, float)).tolist()
+    *places, end = columns.along(x, np.array(steps, float)).tolist()
     changes = [str(row.get("mark") or row.get("what", "")) for row in columns.changes]
-    axis = Scale(0.0, end or 1.0, whole=x_axis != "minutes")
-    return Picture(charts, axis, x_axis, [*zip(places, changes, strict=True)])
+    axis = Scale(0.0, end or 1.0, whole=x != "minutes")
+    return Picture(charts, axis, x, [*zip(places, changes, strict=True)])
 
 
 def loss(columns: Columns, axis: str, smoothing: float) -> list[Chart]:

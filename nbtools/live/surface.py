@@ -23,9 +23,9 @@ from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.panel import Panel
 from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised
 from nbtools.live.samples import Preview, Previews
-from nbtools.live.view import PLOT_FILE, View
+from nbtools.live.view import View
 from nbtools.measure import Sampler, nvml_index
-from nbtools.train import History, Record, TrainState, checkpoint, require_change
+from nbtools.train import Diverged, History, Record, TrainState, checkpoint, require_change
 
 LOOK_EVERY = 0.2  # seconds between looks for control.json, and between updates of the panel
 MOMENT = 0.05  # seconds between two reads of the requests during a pause
@@ -66,19 +66,18 @@ class Surface(View):
                 line = f"{facts.opening(self.state, self.pack)}; nb.watch({str(self.folder)!r}) shows it elsewhere"
                 self.answer(line) if is_torchelastic_launched() else self.log([line])
             self.start(self.status)
-            if self.state.step and not self.state.over and self.output:
-                self.show_samples(self.samples())
             self.entered = stack.pop_all()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        status, path = facts.ended(error, self.requests.stop and not self.state.over), self.folder / PLOT_FILE
+        stopped = (self.requests.stop and not self.state.over) or isinstance(error, KeyboardInterrupt)
+        status = facts.STOPPED if stopped else facts.DONE if error is None else facts.FAILED
+        status = facts.DIVERGED if isinstance(error, Diverged) else status
         with self.entered:  # until the picture is there Ctrl-C is a request
-            if error is None:
-                return self.finish(self.samples(), status, path)
-            with suppress(NbtoolsError):  # as where a disk is full: the error that ended the run is the one to raise
-                checkpoint.mark(self.folder, ended=status)
-                self.finish([], status, path)
+            if error is not None:
+                with suppress(NbtoolsError):  # as where a disk is full: the error that ended the run is to be raised
+                    checkpoint.mark(self.folder, ended=status)
+            self.finish([] if error else self.samples(), status, write=True)
 
     def samples(self) -> list[Preview]:
         """Return the network's current answers; none where they are not displayed. If the task fails to show them, a

@@ -11,7 +11,6 @@ import math
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -22,16 +21,15 @@ from nbtools import disk
 from nbtools.data import bar, in_notebook, say
 from nbtools.live import draw, facts, samples
 from nbtools.live.facts import TRAINING, About, line_of
-from nbtools.live.panel import VIEW, Panel, viewed
+from nbtools.live.panel import Panel, viewed
 from nbtools.live.plot import SCALES, XS, Columns, picture
 from nbtools.live.samples import Preview
 from nbtools.show import number
 from nbtools.train import History, Plan, Record
 
 PLOT_FILE = "plot.png"
-FRAME_EVERY, FRAME_COST = 0.25, 0.006
-"""Seconds between frames: quicker ones hang a Colab tab (lightning#2517); share of the time that drawing may take, of
-the 0.01 that the whole surface may."""
+FRAME_EVERY = 0.25  # seconds between frames: quicker ones hang a Colab tab (lightning#2517)
+FRAME_COST = 0.006  # share of the time that drawing may take, of the 0.01 that the whole surface may
 STILL_EVERY = 180.0  # the same between PNGs of a run in progress, each of which takes half a second to draw
 LINES = 5  # of the log in view
 SMOOTHING = {"medium": 1.0, "strong": 4.0, "light": 0.4, "none": 0.0}
@@ -60,8 +58,7 @@ class View:
         self.panel = given if isinstance(given, Panel) else Panel(given) if drawn else None
         self.output = Output(self.panel, partial(setattr, self, "due", 0.0)) if drawn and self.panel else None
         done, hidden = history.rows[-1]["samples"] if history.rows else 0, not show or self.notebook
-        options: Any = {"unit": " samples", "disable": hidden, "mininterval": 0.5, "dynamic_ncols": True}
-        self.bar = bar(total=self.about.samples, initial=done, **options)
+        self.bar = bar(total=self.about.samples, initial=done, unit=" samples", disable=hidden, dynamic_ncols=True)
 
     def epochs(self, plan: Plan) -> int:
         """Return how many epochs to show: those of the plan, or those that have begun where these are more."""
@@ -75,7 +72,7 @@ class View:
         self.draw(status)
         if self.output is not None:
             self.output.lives, text = True, f"{self.folder}: {PLOT_FILE} in it shows how the run went"
-            show({VIEW: viewed(self.output.view), "text/plain": text}, self.output.name)
+            show(viewed(self.output.view, text), self.output.name)
 
     def draw(self, status: str = TRAINING) -> None:
         """Draw a new frame when it is due; else it costs only a clock read. If one fails, a message says so, and the
@@ -86,7 +83,8 @@ class View:
             self.columns.follow(self.history)  # paid once a row, and not for the frame: a resumed run brings thousands
             start = time.thread_time()  # work of other processes on these cores is not a cost of drawing
             self.output.facts.value = facts.html(self.columns, self.about, status)
-            self.output.frame.value = draw.frame(picture(self.columns, self.about.best, *self.output.look))
+            look: list[Any] = [choice.value for choice in self.output.choices]
+            self.output.frame.value = draw.page(picture(self.columns, self.about.best, *look), head="")
             self.due = time.monotonic() + max(FRAME_EVERY, (time.thread_time() - start) / FRAME_COST)
         except Exception as error:
             self.due = math.inf
@@ -132,42 +130,34 @@ class View:
 
     # -- what stays
 
-    def still(self, status: str) -> tuple[bytes, str]:
-        """Return the picture of now, a PNG and what it shows in words."""
-        made = picture(self.columns.follow(self.history), self.about.best)
-        lines = [f"{fact.label} {fact.value}".strip() for fact in facts.facts(self.columns, self.about, status)]
-        alt = "; ".join([self.about.title, *map(draw.said, made.charts)])
-        return draw.png(made, lines, self.cards), alt
-
     def keep_still(self) -> None:
-        """Write the picture of now to the run folder and put it below the live view, when that is due, for readers when
-        this kernel is gone. One that fails is left out, since the last one will say why."""
-        if time.monotonic() < self.next_still:
-            return
-        with suppress(Exception):
-            image, alt = self.still(TRAINING)
-            disk.write_atomic(self.folder / PLOT_FILE, image)
-            if self.output is not None and self.output.lives:
-                self.output.still(image, alt)
-        self.next_still = time.monotonic() + STILL_EVERY
+        """Draw the picture that stays when this kernel is gone, if it is due."""
+        if time.monotonic() >= self.next_still:
+            self.next_still = time.monotonic() + STILL_EVERY
+            self.still(TRAINING)
 
-    def finish(self, previews: list[Preview], status: str, path: Path | None = None) -> None:
-        """Replace the live view by the final picture, and write it to `path`. status: how the run ended. Raises
-        DiskError; if the picture cannot be drawn, a message says so, since the run is complete without it."""
+    def finish(self, previews: list[Preview], status: str, write: bool = False) -> None:
+        """Replace the live view by the final picture. status: how the run ended; write: also into the run folder."""
         self.bar.close()
         self.due = 0.0
         self.draw(status)
         self.show_samples(previews)
+        self.still(status, last=True, write=write)
+
+    def still(self, status: str, last: bool = False, write: bool = True) -> None:
+        """Put the picture of now, a PNG, below the live view or in its place, and into the run folder. If that fails, a
+        message says so, since the run is complete without."""
         try:
-            image, alt = self.still(status)
+            made = picture(self.columns.follow(self.history), self.about.best)
+            lines = [f"{fact.label} {fact.value}".strip() for fact in facts.facts(self.columns, self.about, status)]
+            image, alt = draw.png(made, lines, self.cards), "; ".join([self.about.title, *map(draw.said, made.charts)])
             if self.output is not None and self.output.lives:
-                self.output.stay(image, alt)
+                (self.output.stay if last else self.output.still)(*draw.as_data(image, alt))
+            if write:
+                disk.write_atomic(self.folder / PLOT_FILE, image)
         except Exception as error:
+            self.next_still = math.inf
             self.tell(f"no picture: {type(error).__name__}: {error}")
-            return
-        if path is not None:
-            with disk.explained("writing the plot", self.folder):
-                disk.write_atomic(path, image)
 
 
 class Output:
@@ -178,62 +168,49 @@ class Output:
     """
 
     def __init__(self, panel: Panel, changed: Callable[[], None]) -> None:
-        from ipywidgets import HTML, Accordion, Dropdown, HBox, Layout, VBox
+        from ipywidgets import HTML, Dropdown, HBox, Layout, VBox
 
         self.form, self.name, self.lives, self.log = panel.form, uuid4().hex, False, list[list[str]]()
         self.stills: list[str] = []  # display ids of what replaces the view when the kernel is gone
-        made = [HTML(layout=Layout(width="100%", margin="0")) for _ in range(5)]  # apart: frames send no images again
-        self.facts, self.frame, self.samples, self.recent, self.every = made
+        made = [HTML(layout=Layout(width="100%", margin="0")) for _ in range(4)]  # apart: frames send no images again
+        self.facts, self.frame, self.samples, self.lines = made
         style, layout = {"description_width": "initial"}, Layout(width="auto", margin="0 16px 0 0")
-        names = {"x axis": XS, "y axis": SCALES, "smoothing": (*SMOOTHING,)}
+        names: dict[str, Any] = {"x axis": XS, "y axis": SCALES, "smoothing": (*SMOOTHING.items(),)}
         self.choices = [Dropdown(options=names[n], description=n, style=style, layout=layout) for n in names]
-        for control in self.choices:
-            control.observe(lambda _: changed(), names="value")
-        whole = Accordion([self.every], selected_index=None)
-        whole.set_title(0, "The whole log")
-        parts = [self.facts, self.frame, HBox(self.choices), self.samples, self.recent, whole]
+        for choice in self.choices:
+            choice.observe(lambda _: changed(), names="value")
+        parts = [self.facts, self.frame, HBox(self.choices), self.samples, self.lines]
         self.view = VBox([self.form.controls, *parts], layout=Layout(width="100%"))
         self.view.add_class("nbtools-live")
 
-    @property
-    def look(self) -> tuple[str, str, float]:
-        """Return how curves are drawn, see `picture`."""
-        x, scale, smoothing = (str(control.value) for control in self.choices)
-        return x, scale, SMOOTHING[smoothing]
-
     def write(self, fields: list[str]) -> None:
-        """Add a line to the log: the newest are in view, all of them folded."""
+        """Add a line to the log."""
         self.log.append(fields)
-        self.recent.value, self.every.value = log_html(self.log[-LINES:]), log_html(self.log)
+        self.lines.value = log_html(self.log)
 
-    def still(self, image: bytes, alt: str) -> None:
+    def still(self, image: Any, metadata: Any) -> None:
         """Put a PNG below the view, visible only where the view is not. In a separate output: updating the view's would
         make Jupyter draw all its widgets again."""
         known, self.stills = bool(self.stills), [f"{self.name}-style", f"{self.name}-still"]
-        data, metadata = draw.as_data(image, alt)
         show({"text/html": STILL, "text/plain": ""}, self.stills[0], update=known)
-        show(data, self.stills[1], metadata, update=known)
+        show(image, self.stills[1], metadata, update=known)
 
-    def stay(self, image: bytes, alt: str) -> None:
-        """Put the picture in the place of the view, with the last frame, which replaces it where scripts run, and the
-        log under it. The view itself lives on with that frame, for a page that was closed before the end and is opened
+    def stay(self, image: Any, metadata: Any) -> None:
+        """Put a PNG in the place of the view, with the last frame, which replaces it where scripts run, and the log
+        under it. The view itself lives on with that frame, for a page that was closed before the end and is opened
         again."""
-        self.lives, log = False, log_html(self.log[-LINES:])
-        if len(self.log) > LINES:
-            log = f'<details class="nbt"><summary>The whole log</summary>{log_html(self.log)}</details>{log}'
-        data, metadata = draw.as_data(image, alt)
-        show(data, self.name, metadata, update=True)
+        self.lives = False
+        show(image, self.name, metadata, update=True)
         for name in self.stills:
             show({"text/plain": ""}, name, update=True)
         page = draw.HEAD + self.facts.value + self.frame.value + self.samples.value
         size = " ".join(f'data-{side}="{2 * metadata["image/png"][side]}"' for side in ("width", "height"))
-        style = f'<style onload="{KEPT}" {size} data-page="{escape(page)}"></style>'
-        show({"text/html": style, "text/plain": ""})
-        self.recent.value = page + log
-        self.view.children = [self.recent]
+        show({"text/html": f'<style onload="{KEPT}" {size} data-page="{escape(page)}"></style>', "text/plain": ""})
         if self.log:
             text = "\n".join(map("  ".join, self.log))
-            show({"text/html": f"<style>{draw.STYLE}</style>{log}", "text/plain": text})
+            show({"text/html": f"<style>{draw.STYLE}</style>{self.lines.value}", "text/plain": text})
+        self.lines.value = page + self.lines.value
+        self.view.children = [self.lines]
 
 
 def show(data: Any, name: str | None = None, metadata: Any = None, update: bool = False) -> None:
@@ -244,9 +221,11 @@ def show(data: Any, name: str | None = None, metadata: Any = None, update: bool 
 
 
 def log_html(lines: Sequence[list[str]]) -> str:
-    """Return lines of the log; of one with fields those that do not fit their cell are left out, from the right."""
+    """Return the last lines of the log, and all of them folded; of one with fields those that do not fit their cell are
+    left out, from the right."""
     rows = []
     for fields in lines:
         texts = "".join(f"<span>{escape(field)}</span>" for field in fields)
         rows.append(f'<div class="nbt-line">{texts}</div>' if len(fields) > 1 else f"<div>{texts}</div>")
-    return f'<div class="nbt nbt-log">{"".join(rows)}</div>' if rows else ""
+    every = f"<details><summary>The whole log</summary>{''.join(rows)}</details>" if len(rows) > LINES else ""
+    return f'<div class="nbt nbt-log">{every}{"".join(rows[-LINES:])}</div>' if rows else ""

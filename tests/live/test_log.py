@@ -15,7 +15,7 @@ PLAN = toy.PLAN.replace(epochs=3, warmup_epochs=1.0, min_lr=1e-6, weight_decay=0
 
 
 def test_a_terminal_is_told_what_a_run_starts_with_and_every_epoch(pack, tmp_path, capsys):
-    run = nb.fit(toy, pack, PLAN.replace(micro_batch_size=6), tmp_path / "run", receipt=False)
+    run = nb.fit(toy, pack, PLAN, tmp_path / "run", receipt=False)
     text = capsys.readouterr()
     assert text.out == "", "which is for results"
     said = [line for line in text.err.splitlines() if line.strip() and "%|" not in line]  # without the bar
@@ -23,7 +23,7 @@ def test_a_terminal_is_told_what_a_run_starts_with_and_every_epoch(pack, tmp_pat
     each = last["step"] // 3
     machine, settings, rest = said[0].split("; ")
     assert re.search(r", \d+ cores?, [\d.]+ GB RAM: ", machine)
-    assert machine.endswith(": batch 16 in 3 parts, lr 0.01 (cosine), adamw, float32, resident feed")
+    assert machine.endswith(": batch 16, lr 0.01 (cosine), adamw, float32, resident feed")
     assert (
         settings == f"{count} samples · {each} steps per epoch · {3 * each} steps in 3 epochs · {each} steps of warmup"
     )

@@ -38,7 +38,7 @@ def shown(found, about=ABOUT, x="step"):
 
 def page(found, about=ABOUT, status=""):
     """What a notebook shows of it: facts and charts."""
-    return f"<div>{facts.html(Columns().follow(found), about, status)}{draw.frame(shown(found, about))}</div>"
+    return f"<div>{facts.html(Columns().follow(found), about, status)}{draw.page(shown(found, about), head='')}</div>"
 
 
 def texts(page):
@@ -91,7 +91,7 @@ def test_the_x_axis_is_steps_samples_or_minutes():
     for row in found.rows:
         row["wall"] = row["step"] * 0.6
     for x, last in (("step", "200"), ("samples", "12800"), ("minutes", "2")):
-        assert f'data-x="{x}" data-first="0" data-last="{last}"' in draw.frame(shown(found, x=x))
+        assert f'data-x="{x}" data-first="0" data-last="{last}"' in draw.page(shown(found, x=x))
 
 
 def test_of_a_line_of_the_log_as_many_fields_stay_as_the_cell_has_room_for():
