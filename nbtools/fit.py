@@ -64,7 +64,7 @@ def fit(
     receipt: bool = True,
     progress: bool = True,
     release_gpu: bool = False,
-    samples: str | Sequence[int] | None = None,
+    samples: Sequence[int] | None = None,
     callbacks: Sequence[Callback] = (),
     log: str | None = None,
     fresh: bool = False,
@@ -75,7 +75,7 @@ def fit(
     plan: a Plan, Panel or Advice; None: the run's own, else the advised one. run: its
     folder; None: that of the run below `runs/` which this call means, else a new one. keep: a second folder for copies,
     usually `drive:…`. receipt: measure the baseline next to it at the end. release_gpu: then free the GPU, on Colab the
-    machine. samples: to show: "first", "worst" or up to eight ids. callbacks: f(record, run); "stop" stops the run.
+    machine. samples: up to eight ids to show. callbacks: f(record, run); "stop" stops the run.
     log: "tensorboard". fresh: start over. Raises TrainError, PlanError, CheckpointError; the checkpoints stay intact.
     """
     begun, task, watchers = monotonic(), train.as_task(task), callbacks_of(callbacks, log)
@@ -154,7 +154,6 @@ def prepare(
     if samples is not None:
         checkpoint.mark(folder, samples=samples)
     surface = Surface(folder, state, pack, history, call, progress)
-    surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not surface.requests.stop)
     if ranks.again:
         messages.append(f"resumed from step {state.step:,}: a process was lost")
     elif state.over:
@@ -181,7 +180,7 @@ def carry_out(job: Job, kept: Path | None, receipt: bool, callbacks: Sequence[Ca
             with FirstSignal(signal.SIGINT, partial(stop, "stop")) as sigint:
                 finish(job, receipt, cold_start)
             if surface.notebook:
-                surface.tell(surface.next_steps())
+                surface.tell(what_next(Run.open(job.folder, job.task), job.state.over and not surface.requests.stop))
         finally:
             job.close()
     return sigint.came or surface.interrupts.came

@@ -42,8 +42,8 @@ def html(headers: Sequence[str], rows: Rows, caption: str = "") -> str:
 
     names, *lines = filled(headers, rows)
     with pd.option_context("display.max_colwidth", None):
-        drawn = pd.DataFrame(lines, columns=names).to_html(index=False, border=0, justify="left")
-    return note(caption) + drawn.replace("<td>", '<td style="text-align: left">')  # Jupyter aligns to the right
+        drawn = pd.DataFrame(lines, columns=names).to_html(index=False, border=0)
+    return note(caption) + re.sub("<(t[hd])>", r'<\1 style="text-align: left">', drawn)  # Jupyter: to the right
 
 
 def note(text: str) -> str:

@@ -53,6 +53,7 @@ def test_a_notebook_keeps_the_house_rules(name):
     assert next(text for text in texts if text.startswith("## ")).startswith("## Settings")
     code = "\n".join(cells(name, "code"))
     assert f'SOURCE = "{ADDRESS}"' in code
+    assert str(made).count("'source_hidden': True") == 3, "the cells that install are folded"
     if name.endswith(("1_data", "2_train")):
         assert re.search(r"\.pack\(.*\*\*OPTIONS\)", code)
     if name.endswith("2_train"):
