@@ -85,7 +85,7 @@ def launch(
     result = Run.open(folder, task)
     result.events = events
     if interrupted and running_kernel() is None:
-        raise errors.ctrl_c(result)
+        raise KeyboardInterrupt(result)
     return result
 
 

@@ -146,7 +146,7 @@ def make_pack(
     target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{made['key']}").absolute()
     touch(target)
     name = hashlib.blake2b(str(target).encode(errors="surrogateescape"), digest_size=8).hexdigest()
-    with disk.explained(f"packing {made['source']}", target), disk.Lock(cache() / "locks" / f"pack-{name}.lock"):
+    with disk.explained(f"packing {made['source']}", target), disk.lock(cache() / "locks" / f"pack-{name}.lock"):
         part, blocks = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.blocks.part")
         if is_finished(target, task, made["key"]):
             disk.remove(blocks)

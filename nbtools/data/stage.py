@@ -51,7 +51,7 @@ def stage(
         job = patient(lambda: decide(str(source), into, sha256), Path(source))
     if (ready := job.ready) is None:
         lock = cache() / "locks" / f"stage-{hashlib.sha256(bytes(job.target)).hexdigest()[:16]}.lock"
-        with disk.explained(f"staging {source}", job.target), disk.Lock(lock):
+        with disk.explained(f"staging {source}", job.target), disk.lock(lock):
             ready = staged(job) or act(job, progress)
     touch(ready)
     return ready
