@@ -122,24 +122,24 @@ def settle(task: Task, pack: Pack, plan: Any, former: Run | None) -> tuple[Plan,
 def decide(former: Run, plan: Plan) -> tuple[Plan, list[str]]:
     """Return the plan that a run goes on with where a call gives `plan`, and what to say: what is given otherwise than
     last time is a change, newly measured advice is not. Raises TrainError for a change that the run refuses."""
-    (epoch, step), old, given = last_place(former.index), former.plan, given_by(plan)
-    changed = {name: value for name, value in given.items() if value != former.index["given"].get(name, ...)}
+    index, old, given = former.index, former.plan, given_by(plan)
+    (epoch, step), messages = last_place(index), []
+    changed = {name: value for name, value in given.items() if value != index["given"].get(name, ...)}
     # lr follows a batch size where the plan was made, see Plan.turn, and is given then
     new = old.turn(**{"lr": old.lr, **changed}) if changed else old
-    moved, extended = new.changes_from(old), former.over and new.epochs > old.epochs
-    refused = moved.keys() & train.fixed(old).keys() - set(train.AT_START)
-    if former.over:
-        refused = moved.keys() - ({"epochs"} if extended else set())
-    if refused:
-        why = "finished: more epochs extend it, but it" if former.over else "started, and"
-        changes = train.listed({name: change for name, change in moved.items() if name in refused})
-        rule = f"{former.folder}: this run is {why} cannot change {changes}"
-        raise TrainError(f"{rule}; name another run=, or start over with fresh=True")
-    messages = [f"resumed at step {step:,} with {train.listed(moved)}"] if moved else []
-    if extended:
-        drops = checkpoint.facts_of(former.folder, former.index["last"])["state"]["best"]["drops"]
-        now, then = (train.shown(train.lr_at(each, epoch, drops)) for each in (new, old))
-        messages = [f"{train.listed(moved)}: lr goes on at {now}, where it had come to {then}"]
+    if moved := new.changes_from(old):
+        changes, fix = train.listed(moved), "name another run=, or start over with fresh=True"
+        messages = [f"resumed at step {step:,} with {changes}"]
+        if former.over and (new.epochs < old.epochs or moved.keys() != {"epochs"}):
+            rule = f"{former.folder}: this run is finished: more epochs extend it, but it cannot change"
+            raise TrainError(f"{rule} {changes}; {fix}")
+        if former.over:
+            drops = checkpoint.facts_of(former.folder, index["last"])["state"]["best"]["drops"]
+            now, then = (train.shown(train.lr_at(each, epoch, drops)) for each in (new, old))
+            messages = [f"{changes}: lr goes on at {now}, where it had come to {then}"]
+        elif refused := train.fixed(old).keys() & moved.keys() - set(train.AT_START):
+            changes = train.listed({name: moved[name] for name in moved if name in refused})
+            raise TrainError(f"{former.folder}: this run is started, and cannot change {changes}; {fix}")
     if (moved or not former.over) and (advice := plan.changes_from(new)):
         messages.append(f"this run keeps what it has applied so far; the advice would be {train.listed(advice)}")
     return plan if new == plan else new.marked(new.to_dict().keys() - given.keys()), messages
@@ -303,7 +303,7 @@ class Job:
         self.surface, self.history = surface, surface.history
         self.keeper: Keeper | None = None
         self.saved, self.place, self.plan = monotonic(), (state.epoch, state.step), state.applied  # when, and what
-        # Written by a thread: 100 MB take 1.5 s, with which epochs of 10 s would lose a seventh.
+        # A thread writes, since 100 MB take 1.5 s, a seventh of an epoch of 10 s. Its result: the seconds it took.
         self.writer, self.writing = ThreadPoolExecutor(1, "nbtools-writer"), Future[float]()
         self.writing.set_result(0.0)
 
@@ -329,7 +329,6 @@ class Job:
         return True
 
     def write(self, taken: checkpoint.Checkpoint) -> float:
-        """Write a copied state; return the seconds. Called in the writer's thread."""
         began = monotonic()
         checkpoint.publish(self.folder, taken)
         if self.keeper is not None:
