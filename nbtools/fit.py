@@ -78,7 +78,7 @@ def fit(
     machine. samples: to show: "first", "worst" or up to eight ids. callbacks: f(record, run); "stop" stops the run.
     log: "tensorboard". fresh: start over. Raises TrainError, PlanError, CheckpointError; the checkpoints stay intact.
     """
-    begun, task, watchers = monotonic(), train.as_task(task), callbacks_of(callbacks, log)
+    begun, task, watchers = monotonic(), train.as_task(task), watchers_of(callbacks, log)
     ranks = train.join()
     if not ranks.first:
         return follower(task, pack, ranks)
@@ -288,20 +288,15 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     tell(verdict.sentence)
 
 
-# -- callbacks
-
-
-def callbacks_of(functions: Sequence[Callback], log: str | None) -> list[Callback]:
-    """Return what a call of `fit` gives, the logger last. Raises TrainError, and MissingExtra without its package."""
-    if not isinstance(functions, Sequence) or not all(map(callable, functions)):
-        raise TrainError(f"callbacks must be a list of functions f(record, run), got {functions!r}; pass [f]")
+def watchers_of(callbacks: Sequence[Callback], log: str | None) -> list[Callback]:
+    """Return what a call of `fit` gives, the logger last: it writes the numbers of a run's rows into its folder, by
+    global step. Raises TrainError, and MissingExtra without its package."""
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise TrainError(f"callbacks must be a list of functions f(record, run), got {callbacks!r}; pass [f]")
     if log not in (None, "tensorboard"):
         raise TrainError(f'log must be "tensorboard" or None, got {log!r}; any other logger is a function in callbacks')
-    return [*functions, *([] if log is None else [tensorboard()])]
-
-
-def tensorboard() -> Callback:
-    """Return what writes the numbers of a run's rows into its folder, by global step."""
+    if log is None:
+        return [*callbacks]
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -319,4 +314,4 @@ def tensorboard() -> Callback:
                 writer.add_scalar(f"{record.kind}/{name}", value, record.step)
         writer.flush()  # a run that is killed repeats only what is beyond its checkpoint
 
-    return write
+    return [*callbacks, write]

@@ -252,13 +252,13 @@ def begin(
                 state.stopped, state.best.stale = None, 0  # asked to continue: an early stop counts anew from here
             for record in changes:
                 history.append(record)
-        else:
-            checkpoint.mark(folder, version=checkpoint.VERSION, nbtools=disk.VERSION, id=uuid4().hex)
-            checkpoint.save(folder, state, rows=0)
     advised = getattr(call, "advised", getattr(call, "plan", None))
-    left = [start for start in index.get("starts", []) if state.over or start[1] < state.step]  # else undone since
+    starts = [start for start in index.get("starts", []) if state.over or start[1] < state.step]  # else undone since
     checkpoint.mark(
         folder,
+        version=checkpoint.VERSION,
+        nbtools=disk.VERSION,
+        id=index.get("id", uuid4().hex),
         task=train.task_name(state.task),
         metric=state.task.BEST,
         pack=str(pack.folder.absolute()),
@@ -266,9 +266,11 @@ def begin(
         applied=state.applied.to_dict(),
         advised=advised.to_dict() if advised else index.get("advised", state.plan.to_dict()),
         identity=now,
-        starts=left if state.over else [*left, [uuid4().hex[:8], state.step]],
+        starts=starts if state.over else [*starts, [uuid4().hex[:8], state.step]],
         panel=getattr(call, "id", None),
     )
+    if former is None:
+        checkpoint.save(folder, state, rows=0)
     return history, [*complaints]
 
 
