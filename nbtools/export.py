@@ -79,22 +79,17 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
     parts = np.split(ids[np.linspace(0, len(ids) - 1, SAMPLES).round().astype(int)], (1, 3))  # from all over a split
     raws = (collate([pack.sample(int(i)) for i in part], pack.columns) for part in parts)
     batches = [tuple(run.task.batch(raw, run.plan, None)[name] for name in inputs) for raw in raws]
-    with (
-        redirect_stdout(io.StringIO()),
-        redirect_stderr(io.StringIO()),
-        warnings.catch_warnings(record=True, action="always") as warned,
-    ):
+    quiet = io.StringIO()
+    with redirect_stdout(quiet), redirect_stderr(quiet), warnings.catch_warnings(action="ignore"):
         try:
             content = to_onnx(run, graph, batches[-1], inputs, outputs)
             apart = difference(graph, content, batches)
         except Exception as error:  # exporters raise all kinds
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            hint = next((f" ({each.message})" for each in warned if "Using len" in str(each.message)), "")
-            cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX: {why}{hint}"
+            cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX: {why}"
             raise TrainError(f"{cannot}; nothing was written. {INSTEAD}") from None
-    write(run, path, content)
     say(f"{path}: on {SAMPLES} samples its outputs in onnxruntime differ from torch's by at most {apart:.1g}")
-    return path
+    return write(run, path, content)
 
 
 def to_onnx(run: Run, graph: Graph, batch: tuple[Tensor, ...], inputs: Any, outputs: Any) -> bytes:

@@ -85,7 +85,7 @@ def launch(
     result = Run.open(folder, task)
     result.events = events
     if interrupted and running_kernel() is None:
-        raise errors.ctrl_c(result)
+        raise KeyboardInterrupt(result)
     return result
 
 
@@ -94,11 +94,8 @@ def started(job: tuple[Any, ...], processes: int, restarts: int) -> Iterator[sub
     """Run torchrun in a session of its own, which Ctrl-C does not reach; all its processes end with the block. Raises
     TrainError where they fail."""
     options = f"--standalone --nproc-per-node {processes} --max-restarts {restarts} --redirects 3 --no-python".split()
-    env = {
-        "OMP_NUM_THREADS": str(max(1, cores() // processes)),
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(str(Path(path).absolute()) for path in sys.path),  # where the task is
-    }
+    paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)  # where the task is
+    env = {"OMP_NUM_THREADS": str(max(1, cores() // processes)), **os.environ, "PYTHONPATH": paths}
     with tempfile.TemporaryDirectory(prefix="nbtools-launch-", ignore_cleanup_errors=True) as folder:
         place = Path(folder)  # of what the processes print, and of their errors
         (place / "job.pickle").write_bytes(pickle.dumps(job))

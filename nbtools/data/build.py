@@ -136,7 +136,7 @@ def make_pack(
     `key`, which says of what files and options it is made, and `source`."""
     target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{made['key']}").absolute()
     touch(target)
-    lock = disk.Lock(cache() / "locks" / f"pack-{digest(str(target))}.lock")
+    lock = disk.lock(cache() / "locks" / f"pack-{digest(str(target))}.lock")
     with disk.explained(f"packing {made['source']}", target), lock:
         part, blocks = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.blocks.part")
         if not is_finished(target, task, made["key"]):

@@ -52,7 +52,7 @@ def stage(
         ready = job.path if job.why == "used in place" else patient(lambda: staged(job), Path(source))
     if ready is None:
         lock = cache() / "locks" / f"stage-{hashlib.sha256(bytes(job.target)).hexdigest()[:16]}.lock"
-        with disk.explained(f"staging {source}", job.target), disk.Lock(lock):
+        with disk.explained(f"staging {source}", job.target), disk.lock(lock):
             ready = staged(job) or act(job, progress)
     touch(ready)
     return ready

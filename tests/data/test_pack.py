@@ -198,7 +198,7 @@ def test_a_folder_of_the_packs_own_is_not_given_to_other_options_or_tasks(place)
         pack(source, {"scale": 2}, into=place / "mine")
     with pytest.raises(PackError, match="is a pack of the task 'plain', not of 'other'"):
         pack(place / "mine", task="other")
-    with pytest.raises(DiskError, match="If a file is where a folder should be"):
+    with pytest.raises(DiskError, match="Choose another folder or disk"):
         pack(source, into=source / "0.npy" / "pack")
     (place / "full").mkdir()
     (place / "full" / "thesis.tex").write_text("mine")

@@ -259,7 +259,7 @@ def test_a_place_to_keep_is_made_on_drive_and_a_path_on_drive_must_exist(place, 
     (place / "drive" / "runs").mkdir()
     assert nb.kept("drive:runs") is None
     put(place / "drive" / "file", b"a file")
-    with pytest.raises(errors.DiskError, match=r"looking at drive:file/sign: .*If a file is where a folder"):
+    with pytest.raises(errors.DiskError, match=r"looking at drive:file/sign: .*Choose another folder"):
         nb.kept("drive:file/sign")
     monkeypatch.delenv("NBTOOLS_DRIVE")
     with pytest.raises(errors.StageError, match="NBTOOLS_DRIVE"):
