@@ -44,11 +44,10 @@ class Job:
 
     @contextmanager
     def times(self) -> Iterator[None]:
-        """Measurements of the block read the job's own clock, on a machine that does nothing else."""
+        """Measurements of the block read the job's own clock."""
         with pytest.MonkeyPatch.context() as patch:
             for name in ("perf_counter", "process_time"):
                 patch.setattr(f"nbtools.measure.timing.{name}", self.clock)
-            patch.setattr("nbtools.measure.advisor.others_share", lambda: lambda: 0.0)
             yield
 
     def pack(self, pack: Pack) -> Pack:

@@ -14,7 +14,7 @@ import numpy as np
 
 from nbtools.data import Pack, choose
 from nbtools.live.plot import Columns, drawn
-from nbtools.measure import described
+from nbtools.measure import machine
 from nbtools.show import EMPTY, digits, duration, header, number, percent, size
 from nbtools.train import Record, TrainState, length_of, order
 
@@ -133,7 +133,8 @@ def opening(state: TrainState, pack: Pack) -> str:
     precision, feed = "float32" if plan.amp == "off" else plan.amp, choose(pack, plan, state.device)[0]
     settings = f"{batch}, lr {digits(plan.lr)} ({plan.schedule}), {plan.optimizer}, {precision}, {feed} feed"
     begun = f"; from step {state.step:,}, in epoch {state.epoch + 1} of {plan.epochs}" if state.step else ""
-    return f"{described(state.device)}: {settings}; {length_of(plan, pack.splits['train'])}{begun}"
+    here = machine(state.device)
+    return f"{here['device']}, {here['cores']}: {settings}; {length_of(plan, pack.splits['train'])}{begun}"
 
 
 def line_of(record: Record, about: About) -> list[str]:

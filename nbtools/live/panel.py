@@ -16,7 +16,6 @@ from uuid import uuid4
 from nbtools import show
 from nbtools.errors import NbtoolsError, PlanError
 from nbtools.live.requests import Plans, Requests
-from nbtools.measure import explained
 from nbtools.train import Plan, fixed, listed
 
 VIEW = "application/vnd.jupyter.widget-view+json"
@@ -43,8 +42,7 @@ class Panel:
         self.requests, self.running = Requests(Plans(plan, plan), plan), False
         self.lock = threading.RLock()  # the run and the user may both be changing it
         self.rules = {field.name: field for field in dataclasses.fields(plan)}
-        why, measured = getattr(advice, "reasons", {}), getattr(advice, "evidence", {})
-        self.reasons = {n: explained(why.get(n, ""), measured.get(n, "")) for n in {**why, **measured}}
+        self.reasons: Mapping[str, str] = getattr(advice, "reasons", {})
         self.presets, self.fixed = presets(advice, plan), dict[str, str]()
         self.bad, self.note, self.proposed = dict[str, str](), "", dict[str, Any]()
         self.form = Form(self)

@@ -14,21 +14,11 @@ import torch
 
 from nbtools.data import Card, batches_in, cores
 from nbtools.errors import sentence
-from nbtools.measure.batch import BatchReport
 from nbtools.measure.lr import LrTrial
-from nbtools.measure.profile import LEAST_STEPS, StepProfile, Verdict
+from nbtools.measure.profile import LEAST_STEPS, Verdict
 from nbtools.measure.report import Report, restored
 from nbtools.show import digits, duration, html, note, plural
-from nbtools.train import (
-    LARGER,
-    OPTIMIZERS,
-    Plan,
-    Task,
-    TaskLike,
-    as_task,
-    length_of,
-    lr_factor,
-)
+from nbtools.train import LARGER, OPTIMIZERS, Plan, Task, TaskLike, as_task, length_of, lr_factor
 from nbtools.train import device as devices
 
 TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch (captcha guide)
@@ -43,15 +33,17 @@ GUIDES = "The guides named here are the speed-up guides that nbtools replaces: s
 SPEED = ("amp", "channels_last", "threads", "feed", "workers", "prefetch", "compile", "graph", "micro_batch_size")
 """Settings that are advice's to choose, whether or not it tried them."""
 
+Choices = dict[str, tuple[Any, str]]
+"""setting → (value, why)"""
+
 
 @dataclass(frozen=True)
 class Advice(Report):
-    """A plan, one reason per field, and the evidence for those that were measured. Shows as a table.
+    """A plan, and one reason per field with what was measured of it here. Shows as a table.
 
     baseline: the guide's "before"; presets: the task's own, name → (plan, what differs here), or (None, why it cannot
-    train here). evidence: setting → what was measured of it; ratios: samples/s of the rules' plan and of the baseline
-    over the plan's, in turns. batches, lr_trial, profile: what else was measured, None if it was not; verdict: what the
-    plan is bound by here. samples: of the train split.
+    train here). ratios: samples/s of the rules' plan and of the baseline over the plan's, in turns. lr_trial, verdict:
+    what else was measured, None if it was not. samples: of the train split.
     """
 
     plan: Plan
@@ -59,11 +51,8 @@ class Advice(Report):
     baseline: Plan | None = None
     note: str = ""
     presets: dict[str, tuple[Plan | None, str]] = field(default_factory=dict)
-    evidence: dict[str, str] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
-    batches: BatchReport | None = None
     lr_trial: LrTrial | None = None
-    profile: StepProfile | None = None
     verdict: Verdict | None = None
     samples: int = 0
 
@@ -75,21 +64,19 @@ class Advice(Report):
     def table(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
         """Return one row per setting with its reason."""
         values = self.plan.to_dict()
-        rows = [(name, values[name], reason, self.evidence.get(name)) for name, reason in self.reasons.items()]
-        return ("setting", "value", "reason", "measured here"), rows
+        return ("setting", "value", "reason"), [(name, values[name], why) for name, why in self.reasons.items()]
 
     def caption(self) -> str:
         """Return samples, steps per epoch, in all and of warmup; and the time for them, and with the baseline's
         settings, where a step was measured."""
-        length, plan = length_of(self.plan, self.samples), self.plan
-        if self.profile is None:
+        length = length_of(self.plan, self.samples)
+        if self.verdict is None:
             return f"{length} · time not measured yet."
-        steps = plan.epochs * self.profile.steps_s
-        between = plan.epochs * self.profile.evaluation_s / plan.eval_every
-        text = f"{length} · about {duration(steps + between)} at the measured speed"
-        if "baseline" not in self.ratios:
+        steps = self.plan.epochs * self.samples / self.verdict.timing.samples_per_s
+        text = f"{length} · these take about {duration(steps)} at the measured speed"
+        if not self.ratios.get("baseline"):
             return f"{text}."
-        return f"{text}, {duration(steps / self.ratios['baseline'] + between)} with the baseline's settings."
+        return f"{text}, {duration(steps / self.ratios['baseline'])} with the baseline's settings."
 
     def footer(self) -> str:
         guides = GUIDES if any("guide" in reason for reason in self.reasons.values()) else ""
@@ -99,7 +86,7 @@ class Advice(Report):
     def _repr_html_(self) -> str:
         """Return what was decided or measured, with the other settings and where they were measured folded."""
         headers, rows = self.table()
-        first = [row for row in rows if row[0] in ASKED or row[3]]
+        first = [row for row in rows if row[0] in ASKED or "measured here" in row[2]]
         others = [row for row in rows if row not in first]
         notes = [*map(note, self.footer().splitlines())]
         inside = "".join([html(headers, others), *notes[1:]])
@@ -111,11 +98,6 @@ class Advice(Report):
         """Return the advice of `to_dict` without its presets, which follow from the task. kind: of the plans."""
         plans = {name: values[name] and kind.from_dict(values[name]) for name in ("plan", "baseline")}
         return restored(cls, {**values, **plans, "presets": {}})
-
-
-def explained(reason: str, measured: str) -> str:
-    """Return a setting's reason in full, and what was measured of it on this machine."""
-    return ". ".join(filter(None, [reason, measured and f"Measured here: {measured}"]))
 
 
 @dataclass(frozen=True)
@@ -142,38 +124,35 @@ def inspect() -> Machine:
 
 
 def decide(
-    task: TaskLike,
-    card: Card,
-    machine: Machine,
-    found: Mapping[str, tuple[Any, str]] | None = None,
-    pretrained: bool = False,
+    task: TaskLike, card: Card, machine: Machine, chosen: Choices | None = None, pretrained: bool = False
 ) -> Advice:
-    """Pure: the same card and machine give the same advice. found: setting → (value, why) of what was measured; it goes
-    first, then what the task suggests, and the rest follows from these. pretrained: whether the network's weights
-    are."""
+    """Return advice that depends on card and machine alone. chosen: what was measured; it goes first, then what the
+    task suggests, and the rest follows from these. pretrained: whether the network's weights are."""
     task = as_task(task)
     plan, base = task.PLAN, task.BASELINE
-    advised: dict[str, tuple[Any, str]] = {**task.suggest(card, machine.accelerator), **(found or {})}
+    advised: Choices = {**task.suggest(card, machine.accelerator), **(chosen or {})}
 
-    def chosen(name: str) -> Any:
+    def value(name: str) -> Any:
         return advised[name][0] if name in advised else getattr(plan, name)
 
     advised.setdefault("batch_size", batch_size(card, machine, base.batch_size))
-    batch = chosen("batch_size")
-    origin = base if has_recipe(task, "lr") else starting(chosen("optimizer"), pretrained)
-    advised.setdefault("lr", learning_rate(origin, chosen("optimizer"), batch))
+    batch = value("batch_size")
+    origin = base if has_recipe(task, "lr") else starting(value("optimizer"), pretrained)
+    advised.setdefault("lr", learning_rate(origin, value("optimizer"), batch))
     if (few := epochs_for_few(card, batch)) and not has_recipe(task, "epochs"):
         advised.setdefault("epochs", few)
-    advised.setdefault("warmup_epochs", warmup(batch / base.batch_size, chosen("epochs")))
+    advised.setdefault("warmup_epochs", warmup(batch / base.batch_size, value("epochs")))
     advised.setdefault("amp", precision(machine))
-    if chosen("feed") == "workers":
-        advised.setdefault("workers", processes(machine.cores))
-    if chosen("graph") and (machine.accelerator != "cuda" or chosen("amp") == "fp16"):
-        advised["graph"] = False, f"CUDA graphs need CUDA and no fp16, but this is {machine.name}, amp {chosen('amp')}"
-    if chosen("min_lr") > chosen("lr"):
-        advised["min_lr"] = chosen("lr"), f"the task's {digits(chosen('min_lr'))} is above the advised lr"
-    if "micro_batch_size" not in advised and plan.micro_batch_size is not None:
-        advised["micro_batch_size"] = None, "the whole batch at once; training halves it if memory runs out"
+    if value("feed") == "workers":
+        many = min(machine.cores, MOST_PROCESSES)
+        why = f"min({plural(machine.cores, 'core')}, {MOST_PROCESSES}), {THUMB} (ours)"
+        advised.setdefault("workers", (many, why))
+    if value("graph") and (machine.accelerator != "cuda" or value("amp") == "fp16"):
+        advised["graph"] = False, f"CUDA graphs need CUDA and no fp16, but this is {machine.name}, amp {value('amp')}"
+    if value("min_lr") > value("lr"):
+        advised["min_lr"] = value("lr"), f"the task's {digits(value('min_lr'))} is above the advised lr"
+    if plan.micro_batch_size is not None:
+        advised.setdefault("micro_batch_size", (None, "the whole batch at once; training halves it if memory runs out"))
     made = plan.replace(**{name: value for name, (value, _) in advised.items()})
     own = dict.fromkeys(("channels_last", "compile", "graph"), (None, "the task's own"))  # shown in any case
     reasons = {name: {**own, **advised}[name][1] for name in made.to_dict() if name in {**own, **advised}}
@@ -230,15 +209,10 @@ def learning_rate(base: Plan, optimizer: str, batch: int) -> tuple[float, str]:
 
 
 def warmup(k: float, epochs: int) -> tuple[float, str]:
-    found = next((least for times, _, (least, _) in LARGER if k <= times), LARGER[-1][2][0])
-    capped = min(float(found), epochs / 5)
-    why = f"{plural(found, 'epoch')} for {k:.3g} × the baseline's batch, {THUMB} ({LARGE_GUIDE})"
-    return capped, why + (f"; capped to a fifth of {plural(epochs, 'epoch')}" if capped < found else "")
-
-
-def processes(cores: int) -> tuple[int, str]:
-    """DataLoader processes of `feed="workers"`, and why so many."""
-    return min(cores, MOST_PROCESSES), f"min({plural(cores, 'core')}, {MOST_PROCESSES}), {THUMB} (ours)"
+    least = next((least for times, _, (least, _) in LARGER if k <= times), LARGER[-1][2][0])
+    capped = min(float(least), epochs / 5)
+    why = f"{plural(least, 'epoch')} for {k:.3g} × the baseline's batch, {THUMB} ({LARGE_GUIDE})"
+    return capped, why + (f"; capped to a fifth of {plural(epochs, 'epoch')}" if capped < least else "")
 
 
 def precision(machine: Machine) -> tuple[str, str]:

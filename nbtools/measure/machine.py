@@ -1,5 +1,5 @@
-"""The machine: its GPUs as plain values, a thread that samples one of them, its memory, and the names of device and
-versions that every measured figure carries.
+"""The machine: its GPUs as plain values, a thread that samples one of them, and the names of device and versions that
+every measured figure carries.
 
 NVML (through nvidia-ml-py) reads a GPU without starting CUDA on it: that costs no VRAM, and processes can still be
 forked. What a device does not report (Colab's vGPUs and MIG slices omit much) is None.
@@ -8,30 +8,25 @@ forked. What a device does not report (Colab's vGPUs and MIG slices omit much) i
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nbtools import disk, show
 from nbtools.data import cache, cores
-from nbtools.train import TrainState
 from nbtools.train import device as devices
 
 MIB = 2**20
 PERIOD = 1.0  # seconds between two readings
-HEADROOM = {"cuda": 0.1, "cpu": 0.2}  # of what is free: fragments, others; glibc's malloc kept 14–19 % beyond its use
 CGROUPS = (  # of a container: limit, in use, the line of memory.stat with what the kernel can drop; versions 2 and 1
-    (Path("/sys/fs/cgroup/memory.max"), "memory.current", "inactive_file "),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), "memory.usage_in_bytes", "total_inactive_file "),
+    (Path("/sys/fs/cgroup/memory.max"), "memory.current", "inactive_file"),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), "memory.usage_in_bytes", "total_inactive_file"),
 )
 REASONS = {  # nvml.h, nvmlClocksEventReason*
     0x1: "idle",
@@ -70,6 +65,32 @@ class Gpu:
     throttle: tuple[str, ...] | None = None
     processes: tuple[int, ...] | None = None
 
+    def cells(self) -> dict[str, str | None]:
+        """Return row → cell of the table: what is not known is None, which shows as a dash."""
+        return {
+            "torch": written(self.torch_index, "cuda:{}".format),
+            "name": self.name,
+            "capability": written(self.capability, lambda pair: ".".join(map(str, pair))),
+            "memory": of(self.memory_used, self.memory_total, lambda count: show.size(count * MIB)),
+            "use": written(self.utilisation, "{} %".format),
+            "power": of(self.power, self.power_limit, "{:.0f} W".format),
+            "temperature": written(self.temperature, "{} °C".format),
+            "clock": of(self.clock, self.clock_max, "{:.0f} MHz".format),
+            "throttled by": written(self.throttle, lambda reasons: ", ".join(reasons) or "nothing"),
+            "processes": written(self.processes, lambda pids: str(len(pids))),
+        }
+
+
+def written(value: Any, write: Callable[[Any], str]) -> str | None:
+    return None if value is None else write(value)
+
+
+def of(now: float | None, limit: float | None, write: Callable[[Any], str]) -> str | None:
+    """Return `11.2 GB of 42.9 GB`, with a dash for what is not known."""
+    if now is None and limit is None:
+        return None
+    return " of ".join(written(value, write) or show.EMPTY for value in (now, limit))
+
 
 class Gpus(show.Table, list[Gpu]):
     """The GPUs of this machine; shows as a table. Empty without NVIDIA. note: driver, or why there is none; processor,
@@ -87,31 +108,30 @@ class Gpus(show.Table, list[Gpu]):
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         """Return (headers, rows): one column per GPU."""
-        columns = [cells(gpu) for gpu in self]
+        columns = [gpu.cells() for gpu in self]
         names = columns[0] if columns else ()
         return ["", *(f"GPU {gpu.index}" for gpu in self)], [(name, *(c[name] for c in columns)) for name in names]
 
 
 def gpus() -> Gpus:
     """Return every NVIDIA GPU of this machine with its present state; never raises."""
+    found, why = list[Gpu](), "the driver lists no GPU"
     try:
         with opened() as nvml:
             handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-            driver = ask(nvml, "nvmlSystemGetDriverVersion")
             places = torch_indices([ask(nvml, "nvmlDeviceGetUUID", handle) for handle in handles])
-            found = []
             for index, (handle, place) in enumerate(zip(handles, places, strict=True)):
                 name = ask(nvml, "nvmlDeviceGetName", handle) or "NVIDIA GPU"
-                found.append(Gpu(index, name, place, **state(nvml, handle)))
-        why = "the driver lists no GPU"
+                found.append(Gpu(index, name, place, **readings(nvml, handle)))
+            driver = ask(nvml, "nvmlSystemGetDriverVersion")
     except Unavailable as error:
-        found, driver, why = [], None, str(error)
+        why = str(error).rstrip(".")
     if found:
         return Gpus(found, f"NVIDIA driver {driver}; CPU: {processor()}")
     if torch.backends.mps.is_available():
         return Gpus((), f"No NVIDIA GPU. Training uses Apple's GPU (MPS); the CPU is {processor()}.")
     hint = " On Colab: Runtime, Change runtime type, T4 GPU." if "google.colab" in sys.modules else ""
-    return Gpus((), f"No NVIDIA GPU ({why.rstrip('.')}). Training uses the CPU: {processor()}.{hint}")
+    return Gpus((), f"No NVIDIA GPU ({why}). Training uses the CPU: {processor()}.{hint}")
 
 
 def nvml_index(torch_index: int) -> int | None:
@@ -160,51 +180,28 @@ def ask(nvml: Any, question: str, *arguments: Any) -> Any:
         return None
 
 
-def state(nvml: Any, handle: Any) -> dict[str, Any]:
-    """Return the readings of one device, as fields of Gpu."""
-    memory = ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
-    use = ask(nvml, "nvmlDeviceGetUtilizationRates", handle)
-    running = ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle)
-    capability = ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle)
-    bits = ask(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
-    power, limit = (ask(nvml, f"nvmlDeviceGet{name}", handle) for name in ("PowerUsage", "EnforcedPowerLimit"))
-    graphics = 0  # NVML_CLOCK_GRAPHICS
+def readings(nvml: Any, handle: Any) -> dict[str, Any]:
+    """Return what a device reports now, as fields of Gpu."""
+
+    def get(name: str, *more: int) -> Any:
+        return ask(nvml, f"nvmlDeviceGet{name}", handle, *more)
+
+    memory, use, graphics = get("MemoryInfo"), get("UtilizationRates"), 0  # NVML_CLOCK_GRAPHICS
+    running, bits = get("ComputeRunningProcesses"), get("CurrentClocksEventReasons")
+    power, limit, capability = get("PowerUsage"), get("EnforcedPowerLimit"), get("CudaComputeCapability")
     return {
         "capability": capability and tuple(capability),
-        **{f"memory_{name}": memory and getattr(memory, name) // MIB for name in ("total", "used")},
+        "memory_total": memory and memory.total // MIB,
+        "memory_used": memory and memory.used // MIB,
         "utilisation": use and use.gpu,
         "power": power and power / 1000,
         "power_limit": limit and limit / 1000,
-        "temperature": ask(nvml, "nvmlDeviceGetTemperature", handle, 0),
-        "clock": ask(nvml, "nvmlDeviceGetClockInfo", handle, graphics),
-        "clock_max": ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, graphics),
+        "temperature": get("Temperature", 0),
+        "clock": get("ClockInfo", graphics),
+        "clock_max": get("MaxClockInfo", graphics),
         "throttle": None if bits is None else tuple(text for bit, text in REASONS.items() if bits & bit),
         "processes": None if running is None else tuple(process.pid for process in running),
     }
-
-
-def cells(g: Gpu) -> dict[str, str | None]:
-    """Return row → cell of the table: what is not known is None, which shows as a dash."""
-    return {
-        "torch": None if g.torch_index is None else f"cuda:{g.torch_index}",
-        "name": g.name,
-        "capability": None if g.capability is None else ".".join(map(str, g.capability)),
-        "memory": pair(g.memory_used, g.memory_total, lambda count: show.size(count * MIB)),
-        "use": None if g.utilisation is None else f"{g.utilisation} %",
-        "power": pair(g.power, g.power_limit, "{:.0f} W".format),
-        "temperature": None if g.temperature is None else f"{g.temperature} °C",
-        "clock": pair(g.clock, g.clock_max, "{:.0f} MHz".format),
-        "throttled by": None if g.throttle is None else ", ".join(g.throttle) or "nothing",
-        "processes": None if g.processes is None else str(len(g.processes)),
-    }
-
-
-def pair(now: float | None, limit: float | None, write: Callable[[float], str]) -> str | None:
-    """Return `11.2 of 42.9 GB`, with a dash for what is not known."""
-    if now is None and limit is None:
-        return None
-    first, last = (show.EMPTY if value is None else write(value) for value in (now, limit))
-    return f"{first.removesuffix(last.lstrip('0123456789.'))} of {last}"
 
 
 class Sampler:
@@ -237,46 +234,19 @@ class Sampler:
         """Read the GPU now: `latest` may be a second old, which is much of the energy of a short run."""
         with contextlib.suppress(Unavailable), opened() as nvml:
             handle = nvml.nvmlDeviceGetHandleByIndex(self.index)
-            readings, energy = state(nvml, handle), ask(nvml, "nvmlDeviceGetTotalEnergyConsumption", handle)
+            now, energy = readings(nvml, handle), ask(nvml, "nvmlDeviceGetTotalEnergyConsumption", handle)
             self.first = energy if self.first is None else self.first
             values = {
-                "gpu_utilisation": readings["utilisation"],
-                "gpu_memory_used": readings["memory_used"],
-                "gpu_power": readings["power"],
+                "gpu_utilisation": now["utilisation"],
+                "gpu_memory_used": now["memory_used"],
+                "gpu_power": now["power"],
                 "gpu_energy": None if self.first is None or energy is None else (energy - self.first) / 3.6e6,
-                "gpu_throttle": ", ".join(each for each in readings["throttle"] or () if each != "idle") or None,
+                "gpu_throttle": ", ".join(each for each in now["throttle"] or () if each != "idle") or None,
             }
             self.latest = {name: value for name, value in values.items() if value is not None}
 
 
-# -- memory
-
-
-def peak(device: torch.device, act: Callable[[], Any]) -> int:
-    """Return the peak bytes that `act` takes, above those in use before: by torch's allocator on CUDA, whose statistics
-    begin anew; by what the process holds at most on Linux; 0 elsewhere."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        act()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    before = devices.resident()
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-    act()
-    return max([0, *(mark - before for mark in kilobytes("/proc/self/status", "VmHWM"))])
-
-
-def held(state: TrainState) -> int:
-    """Return the bytes of a state that stay between steps: weights, buffers, moving average, what the optimizer
-    keeps."""
-    modules = [state.model, *([] if state.ema is None else [state.ema])]
-    kept = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    values = [value for each in state.optimizer.state.values() for value in each.values()]
-    storages = [t.untyped_storage() for t in (*kept, *values) if isinstance(t, Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+# -- memory and names
 
 
 def room(device: torch.device) -> int | None:
@@ -287,98 +257,55 @@ def room(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0] + reserve
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    rooms = kilobytes("/proc/meminfo", "MemAvailable")
+    rooms = [1024 * kilobytes for kilobytes in numbers("/proc/meminfo", "MemAvailable:")]
     for limit, used, droppable in CGROUPS:  # file cache that can be dropped is not in use
-        if (most := number(limit)) is not None:
-            lines = read(limit.with_name("memory.stat"))
-            dropped = sum(int(line.split()[1]) for line in lines if line.startswith(droppable))
-            rooms.append(max(0, most - (number(limit.with_name(used)) or 0) + dropped))
+        for most in numbers(limit):
+            in_use = sum(numbers(limit.with_name(used))) - sum(numbers(limit.with_name("memory.stat"), droppable))
+            rooms.append(max(0, most - in_use))
     return min(rooms, default=None)
 
 
-def ram_in_all() -> int | None:
-    """Return the bytes of RAM that this process may use if nothing else does; None if the system does not report it."""
-    limits = [number(limit) for limit, _, _ in CGROUPS]
-    return min((size for size in (*kilobytes("/proc/meminfo", "MemTotal"), *limits) if size is not None), default=None)
-
-
-def kilobytes(file: str, name: str) -> list[int]:
-    """Return the bytes of a line of such a file of Linux; [] without it."""
-    return [int(line.split()[1]) * 1024 for line in read(Path(file)) if line.startswith(f"{name}:")]
-
-
-def number(file: Path) -> int | None:
-    """Return a cgroup's number of bytes; None for "max", or version 1's equivalent."""
-    text = read(file)
-    return int(text[0]) if text and text[0].isdigit() and int(text[0]) < 1 << 60 else None
-
-
-def read(path: Path) -> list[str]:
-    """Return the lines of a file; [] if there is none."""
+def numbers(path: str | Path, word: str = "") -> list[int]:
+    """Return the number of each line of a file of Linux that begins with the word; [] where there is none."""
     try:
-        return path.read_text(errors="replace").splitlines()
+        lines = [line.split() for line in Path(path).read_text(errors="replace").splitlines()]
     except OSError:
         return []
-
-
-# -- names
+    words = [line[1:2] if word else line for line in lines if not word or line[:1] == [word]]
+    return [int(each) for line in words for each in line if each.isdigit()]
 
 
 def processor() -> str:
-    """Return the processor, and what this process may use of the machine: `AMD EPYC 7B13, 2 cores; RAM: 6.1 of 7.8 GB
-    free; disk: 74 GB free for /tmp/nbtools`, the folder of staged data and packs."""
+    """Return the processor, and what is free: `AMD EPYC 7B13, 2 cores; RAM: 6.1 GB free; disk: 74 GB free for
+    /tmp/nbtools`, the folder of staged data and packs."""
     parts = [f"{cpu_name()}, {show.plural(cores(), 'core')}"]
     if free := room(torch.device("cpu")):
-        parts.append(f"RAM: {pair(free, ram_in_all() or free, show.size)} free")
+        parts.append(f"RAM: {show.size(free)} free")
     with contextlib.suppress(OSError):
         parts.append(f"disk: {show.size(disk.free_bytes(cache()))} free for {cache()}")
     return "; ".join(parts)
 
 
-def described(device: torch.device) -> str:
-    """Return name and memory of what trains: `NVIDIA A100-SXM4-40GB, 42.3 GB`; of a CPU also its cores."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return f"{properties.name}, {show.size(properties.total_memory)}"
-    size = ram_in_all()
-    parts = ["Apple GPU (MPS)"] if device.type == "mps" else [cpu_name(), show.plural(cores(), "core")]
-    return ", ".join([*parts, *([] if size is None else [f"{show.size(size)} RAM"])])
-
-
 def cpu_name() -> str:
     """Return the model name of the CPU, or its architecture."""
-    names = [line for line in read(Path("/proc/cpuinfo")) if line.lower().startswith("model name")]
-    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.lower().startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
-def machine() -> dict[str, str]:
+def machine(device: torch.device | None = None) -> dict[str, str]:
     """Return what every measured figure depends on: device, cores, versions."""
-    device = devices.pick()
+    device = device or devices.pick()
+    name = cpu_name() if device.type == "cpu" else "Apple GPU (MPS)"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name = f"{properties.name}, {show.size(properties.total_memory)}"
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "device": name,
         "cores": f"{show.plural(cores(), 'CPU core')}, {show.plural(devices.threads(), 'thread')}",
         "torch": f"torch {torch.__version__}",
         "python": f"Python {platform.python_version()}",
         "system": f"{platform.system()} {platform.machine()}",
     }
-
-
-def others_share() -> Callable[[], float]:
-    """Return what tells the share of the processor that other programs took since, 0–1."""
-    before, own = cpu_time(), time.process_time()
-
-    def share() -> float:
-        now = cpu_time()
-        if not before or not now or now[1] == before[1]:
-            return 0.0
-        busy = (now[0] - before[0]) - (time.process_time() - own) * os.sysconf("SC_CLK_TCK")
-        return min(max(busy / (now[1] - before[1]), 0.0), 1.0)
-
-    return share
-
-
-def cpu_time() -> tuple[int, int] | None:
-    """Return (ticks in use, ticks in all) of all cores since the machine started; None where that is not said."""
-    first, *_ = [*read(Path("/proc/stat")), ""]
-    ticks = [int(word) for word in first.split()[1:9]]  # user, nice, system, idle, iowait, irq, softirq, steal
-    return (sum(ticks) - ticks[3] - ticks[4], sum(ticks)) if len(ticks) == 8 else None

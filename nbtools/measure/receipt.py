@@ -4,22 +4,24 @@ turns on the same machine and data. A rung has one more group of settings as the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
-from nbtools.data import Pack, Resident, choose, cores, phase
+from nbtools.data import Pack, choose, cores, phase
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
-from nbtools.measure.timing import Stepper, Timing, attempt, share_of, untouched
+from nbtools.measure.timing import Stepper, Timing, untouched
+from nbtools.measure.turns import attempt, in_turns, share_of, shared
 from nbtools.show import duration, html, note, percent, plural
 from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
 
-ROUNDS, SECONDS, MOST = 3, 1.5, 24  # turns; seconds of one, were there only two; times that for all
-LEAST, SHARE = 36.0, 0.1  # seconds that the receipt of a run may take, or this share of the run if that is more
+SECONDS, ROUNDS = 9.0, 3  # of all turns; of these at least
+LEAST, SHARE = 36.0, 0.1  # seconds that a receipt may take, or this share of the run if that is more
 GROUPS = {
     "+ packed feed": ("feed", "workers", "prefetch"),
     "+ batch and lr": ("batch_size", "micro_batch_size"),
@@ -28,7 +30,7 @@ GROUPS = {
 }
 """In the guide's order, each with the settings in which plans must differ for it to be a rung; OTHERS has the rest."""
 NOTABLE = 0.005  # share of the time that a row waits for data, above which it is shown
-ALL, OTHERS, GUIDE = "this run", "+ other settings", "guide's optimised"
+BASELINE, ALL, OTHERS, GUIDE = "baseline", "this run", "+ other settings", "guide's optimised"
 SILENT = (
     *("epochs", "lr", "lr_rule", "schedule", "warmup_epochs", "min_lr", "weight_decay", "betas", "eps"),
     *("eval_every", "early_stop", "patience", "seed"),
@@ -97,8 +99,7 @@ class Receipt(Report):
         return ("", "samples/s", "vs previous row", "vs baseline", "waiting for data", "what changes"), rows
 
     def caption(self) -> str:
-        last = self.rungs[-1]
-        spread = f"{last.least:.2f}–{last.most:.2f}, n = {self.after.turns}"
+        spread = f"{self.rungs[-1].least:.2f}–{self.rungs[-1].most:.2f}, n = {self.after.turns}"
         guide = f"; the guide's optimised settings: {self.guide.over_baseline}" if self.guide is not None else ""
         took, before = (duration(self.samples / timing.samples_per_s) for timing in (self.after, self.before))
         whole = f"all epochs' steps take {took}, with the baseline's settings {before}"
@@ -129,108 +130,77 @@ def receipt(
 ) -> Receipt:
     """Measure the task's BASELINE, a plan, the rungs between them and the first of its PRESETS in turns.
 
-    seconds: of a turn, were there only two (SECONDS); more rungs have shorter ones. run_s: seconds that the run took,
-    if known: after a short one turns are shorter, and rungs that would take more than a tenth of it (LEAST, if that is
-    more) are left out, and it is said. Raises TrainError where the two ends alone would.
+    seconds: of all turns (SECONDS). run_s: seconds that the run took, if known: after a short one turns are shorter,
+    and what would take more than a tenth of it (LEAST, if that is more) is left out, and it is said. Raises TrainError
+    where the two ends alone would.
     """
-    pack, seconds, presets = readable(task, pack, plan), seconds or SECONDS * share_of(run_s), as_task(task).PRESETS
-    most = None if run_s is None else max(LEAST, SHARE * run_s)
-    baseline, notes = comparable(as_task(task).BASELINE, plan, pack)
-    plans = ladder(baseline, plan, pack)
+    task, pack, seconds = as_task(task), readable(task, pack, plan), seconds or SECONDS * share_of(run_s)
+    baseline, notes = comparable(task.BASELINE, plan, pack)
+    plans, guide = ladder(baseline, plan, pack), dict[str, Plan]()
+    if task.PRESETS:
+        made, why = preset(task, pack, next(iter(task.PRESETS)), **own_values(plan))
+        guide = {GUIDE: made} if made else {}
+        notes += [f"The {GUIDE} settings {'here' if made else 'cannot train here'}: {why.rstrip('.')}"] if why else []
     with untouched(devices.pick()):
-        course = Course(task, pack, seconds, most)
-        notes += course.enter_ladder(plans)
-        if presets:
-            notes += course.enter_guide(*preset(task, pack, next(iter(presets)), **own_values(plan)))
-        course.take_turns()
-        rungs, guide = course.rungs([*plans])
-        del course
+        runs, more = side_by_side(task, pack, plans, guide, seconds, run_s)
+        rungs = list[Rung]()
+        for name in (name for name in plans if name in runs):
+            rungs.append(rung(name, pack, runs, rungs[-1] if rungs else None))
+        beside = rung(GUIDE, pack, runs, rungs[0]) if GUIDE in runs else None
+        del runs
+    if len(rungs) == 2:
+        rungs[1] = replace(rungs[1], name=ALL)
     if devices.pick().type == "cpu":
-        notes.append("No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not measured")
-    return Receipt(rungs, guide, machine(), tuple(notes), plan.epochs * pack.splits["train"], cold_start)
+        more.append("No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not measured")
+    samples = plan.epochs * pack.splits["train"]
+    return Receipt(tuple(rungs), beside, machine(), (*notes, *more), samples, cold_start)
 
 
-class Course:
-    """Plans in training side by side, by name, each with a turn of some seconds a round. step_s: seconds of a step."""
-
-    def __init__(self, task: TaskLike, pack: Pack, seconds: float, most: float | None):
-        self.task, self.pack, self.device, self.seconds, self.most = task, pack, devices.pick(), seconds, most
-        self.shared: Resident | None = None  # the pack in memory, for all that read it there
-        self.steppers: dict[str, Stepper] = {}
-        self.step_s: dict[str, float] = {}
-
-    def enter(self, name: str, plan: Plan, halves: bool = False) -> str:
-        """Warm a plan up; return why it does not train. halves: smaller passes where memory ends."""
-        feed = None
-        if choose(self.pack, plan, self.device)[0] == "resident":
-            self.shared = self.shared or Resident(self.pack, self.device)
-            feed = self.shared.padded(plan)
-        made = attempt(lambda: Stepper(self.task, self.pack, plan, self.device, feed, halves=halves))
+def side_by_side(
+    task: TaskLike, pack: Pack, plans: dict[str, Plan], guide: dict[str, Plan], seconds: float, run_s: float | None
+) -> tuple[dict[str, Stepper], list[str]]:
+    """Train the first and the last plan in turns, and as many others as have time for it; return (name → what trained,
+    what is to say of the others). Raises TrainError where not even these two can."""
+    first, *between, last = plans
+    runs, notes, late, most = dict[str, Stepper](), list[str](), list[str](), max(LEAST, SHARE * (run_s or 0.0))
+    need = slowest = 0.0  # seconds of a round; of a sample
+    for name in (first, last, *guide, *between):  # those that matter most first
+        plan = {**plans, **guide}[name]
+        if name not in (first, last) and ROUNDS * (need + plan.batch_size * slowest) > most:
+            late.append(name)
+            continue
+        run = next((run for run in runs.values() if shared(run, plan)), None)
+        made = attempt(partial(Stepper, task, pack, plan, devices.pick(), shared(run, plan)))
         if isinstance(made, str):
-            return made
-        self.steppers[name], self.step_s[name] = made, made.advance().seconds
+            notes.append(f"{name} {made}")
+            continue
+        runs[name], step_s = made, made.advance().seconds
         made.turns.clear()
-        return ""
+        need, slowest = need + step_s, max(slowest, step_s / plan.batch_size)
+        if (micro := made.state.recovery.micro) != plan.micro_batch_size:
+            notes.append(f"Memory ran out with {name}: measured in passes of {micro} samples")
+    if not {first, last} <= runs.keys():
+        raise TrainError("; ".join(notes))
+    if run_s is not None and ROUNDS * need > 2 * most:
+        raise TrainError(f"it would take about {duration(ROUNDS * need)}, longer than a tenth of the run")
+    if late:
+        notes.append(f"Not measured, as that would take longer than {duration(most)}: {', '.join(late)}")
+    phase("turns", max(seconds, ROUNDS * need))
+    in_turns([*runs.values()], max(seconds, ROUNDS * need))
+    for run in runs.values():
+        run.close()
+    return runs, notes
 
-    def enter_ladder(self, plans: Mapping[str, Plan]) -> list[str]:
-        """Enter the first and the last plan, and those between them where there is time and memory; return why not."""
-        names = [*plans]
-        for name in (names[0], names[-1]):
-            if why := self.enter(name, plans[name], halves=True):
-                raise TrainError(f"{name} {why}")
-        slowest = max(self.step_s.values())
-        two, all_of_them = (ROUNDS * max(2 * self.seconds, count * slowest) for count in (2, len(names)))
-        if self.most and two > 2 * self.most:
-            need = f"it would take about {duration(two)}, longer than a tenth of the run"
-            raise TrainError(f"{need}; it was not measured")
-        if all_of_them > (self.most or MOST * self.seconds):
-            return [f"A step takes {slowest:.1f} s: only the first and last rows were measured"]
-        whys = [(name, self.enter(name, plans[name])) for name in names[1:-1]]
-        return [f"{name} {why}" for name, why in whys if why]
 
-    def enter_guide(self, plan: Plan | None, why: str) -> list[str]:
-        """Enter the guide's settings, unless their large batches would take too long; return what is to say of them.
-        The receipt is complete without them."""
-        if plan is None:
-            return [f"The {GUIDE} settings cannot train here: {why.rstrip('.')}"]
-        notes = [f"The {GUIDE} settings here: {why}"] if why else []
-        likely = ROUNDS * plan.batch_size * self.step_s["baseline"] / self.steppers["baseline"].plan.batch_size
-        if likely > 2 * (self.most or MOST * self.seconds):
-            notes.append(f"The {GUIDE} settings were not measured: their turns would take about {duration(likely)}")
-        elif why := self.enter(GUIDE, plan, halves=True):
-            notes.append(f"A step with the {GUIDE} settings {why}")
-        elif (micro := self.steppers[GUIDE].state.recovery.micro) != plan.micro_batch_size:
-            notes.append(f"Memory ran out with the {GUIDE} settings: measured in passes of {micro} samples")
-        return notes
-
-    def take_turns(self) -> None:
-        each = 2 * self.seconds / len(self.steppers)
-        phase("turns", ROUNDS * sum(max(each, step_s) for step_s in self.step_s.values()))
-        for _ in range(ROUNDS):
-            for stepper in self.steppers.values():
-                stepper.turn(each)
-        for stepper in self.steppers.values():
-            stepper.close()
-
-    def rungs(self, names: Sequence[str]) -> tuple[tuple[Rung, ...], Rung | None]:
-        """Return (the rungs that were measured, from the baseline up, the guide's)."""
-        rungs = [self.rung(names[0], None)]
-        for name in names[1:]:
-            if name in self.steppers:
-                made = self.rung(name, rungs[-1])
-                rungs.append(replace(made, factor=made.total / rungs[-1].total))
-        if len(rungs) == 2:
-            rungs[1] = replace(rungs[1], name=ALL)
-        return tuple(rungs), self.rung(GUIDE, rungs[0]) if GUIDE in self.steppers else None
-
-    def rung(self, name: str, below: Rung | None) -> Rung:
-        stepper, changes = self.steppers[name], dict[str, str]()
-        ratios = stepper.over(self.steppers["baseline"])
-        if below is not None:
-            before = costs(type(stepper.plan).from_dict(below.timing.plan), self.pack)
-            now = costs(stepper.plan, self.pack)
-            changes = {n: f"{shown(before.get(n))} → {shown(now[n])}" for n in now if now[n] != before.get(n)}
-        return Rung(name, changes, stepper.timing(), None, median(ratios), min(ratios), max(ratios))
+def rung(name: str, pack: Pack, runs: dict[str, Stepper], below: Rung | None) -> Rung:
+    """Return what the turns of a plan showed. below: the rung that it is compared with."""
+    run, changes, factor = runs[name], dict[str, str](), None
+    ratios = run.over(next(iter(runs.values())))
+    if below is not None:
+        before, now = costs(type(run.plan).from_dict(below.timing.plan), pack), costs(run.plan, pack)
+        changes = {n: f"{shown(before.get(n))} → {shown(now[n])}" for n in now if now[n] != before.get(n)}
+        factor = None if name == GUIDE else median(ratios) / below.total
+    return Rung(name, changes, run.timing(), factor, median(ratios), min(ratios), max(ratios))
 
 
 # -- the plans
@@ -260,7 +230,7 @@ def ladder(baseline: Plan, plan: Plan, pack: Pack) -> dict[str, Plan]:
     grouped = {setting for settings in GROUPS.values() for setting in settings}
     groups = [*GROUPS.items(), (OTHERS, tuple(name for name in now if name not in grouped))]
     groups = [(name, settings) for name, settings in groups if differing & set(settings)]
-    plans = {"baseline": baseline}
+    plans = {BASELINE: baseline}
     for number, (name, _) in enumerate(groups):
         above = [setting for _, settings in groups[number + 1 :] for setting in settings]
         plans[name] = plan.replace(**{setting: getattr(baseline, setting) for setting in above})

@@ -14,7 +14,7 @@ import json
 import math
 import random
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -27,27 +27,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nbtools.data import Feed, Pack, Padding, Raw, batches_left, lengths_of, open_feed, phase, tick
-from nbtools.errors import NbtoolsError
+from nbtools.data import Feed, Pack, Padding, Raw, batches_left, lengths_of, open_feed, tick
 from nbtools.train import Plan, Task, TaskLike, TrainState, bound, meter, readable, require_sizes, train_step
 from nbtools.train import device as devices
 
 Clock = Callable[[], float]  # seconds since some moment
-
-FULL = 60.0  # seconds of a run from which it is measured as long as any
 
 STILL = {"schedule": "constant", "warmup_epochs": 0.0, "lr": 1e-12, "min_lr": 0.0}
 """The same work per step, and no progress: a full lr without its warmup may lose the loss."""
 EAGER = {"compile": False, "graph": False}
 """The same arithmetic, without minutes of compilation."""
 
-ROUNDS, LEAST_ROUNDS = 12, 3  # of turns
-STEADY = 0.1  # two steps this close are steady
-MOST_WARMING, MOST_WARMING_S = 8, 10.0  # steps and seconds of warming up
-LONG = 0.2  # seconds of a step, of which two suffice
+STEADY, WARMING, WARMING_S = 0.1, 8, 10.0  # two steps this close are steady; most steps and seconds of warming up
+REPEATED = 64  # batches that a feed is given at once
+RECORDED = 4  # steps of a shape, after which a graph replays it
 TRACED = 5  # steps in a trace of the device
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what occupies the device in a trace
-REDRAWN = 0.1  # seconds between two looks at the bar
+
+
+def wall() -> float:
+    return perf_counter()
+
+
+def own_time() -> float:
+    """Return the seconds that this process has computed for, on all cores together."""
+    return process_time()
 
 
 @dataclass(frozen=True)
@@ -74,58 +78,6 @@ class Timing:
         return self.plan["batch_size"] / self.samples_per_s
 
 
-def wall() -> float:
-    return perf_counter()
-
-
-def own_time() -> float:
-    """Return the seconds that this process has computed for, on all cores together."""
-    return process_time()
-
-
-class Late(Exception):
-    """The time of a measurement is over."""
-
-
-class Deadline:
-    """A clock that ends what takes too long: within `until`, the first reading after the end raises Late, and every
-    step reads it. seconds: by `clock`, in all; most: by the wall, whatever else the machine does."""
-
-    def __init__(self, seconds: float, most: float = math.inf, clock: Clock = wall):
-        self.seconds, self.most, self.clock = seconds, most, clock
-        self.start, self.drawn, self.share = (clock(), wall()), 0.0, math.inf
-
-    def __call__(self) -> float:
-        if (now := wall()) - self.drawn > REDRAWN:
-            self.drawn = now
-            tick()
-        if self.left(self.share) < 0:
-            raise Late
-        return self.clock()
-
-    def left(self, share: float) -> float:
-        """Return the seconds until this share of the time is used. What other programs take does not count, but for
-        `most`."""
-        own, passed = self.clock() - self.start[0], wall() - self.start[1]
-        return min(share * self.seconds - min(own, passed), share * self.most - passed)
-
-    def grant(self, seconds: float) -> None:
-        """Leave out what something took that is not of this time."""
-        self.start = self.start[0] + seconds, self.start[1] + seconds
-
-    @contextmanager
-    def until(self, share: float = 1.0, doing: str = "") -> Iterator[None]:
-        """Do what the block does until this share of the time is used, and show it as a phase of the work."""
-        if doing:
-            phase(doing, max(self.left(share), 0.0))
-        self.share = share
-        try:
-            with suppress(Late):
-                yield
-        finally:
-            self.share = math.inf
-
-
 @dataclass(frozen=True)
 class Turn:
     """Some steps. waited: seconds of them that waited for data; host_s: of the fastest, by the host's clock."""
@@ -144,8 +96,8 @@ class Turn:
 class Stepper:
     """A separate model in training, at an lr that moves no weight unless it is `learning`.
 
-    feed: an open one, for several to share; None: the plan's. halves: whether a step that does not fit into memory is
-    taken in smaller parts. Raises TrainError if training could not start.
+    feed: an open one, to be shared; None: the plan's. halves: whether a step that does not fit into memory is taken in
+    smaller parts. Raises TrainError if training could not start.
     """
 
     def __init__(
@@ -167,7 +119,6 @@ class Stepper:
         devices.prepare(plan, device)
         self.feed = feed or open_feed(pack, plan, device)
         self.lanes = {"resident": 0, "streamed": 1}.get(self.feed.name, plan.workers)  # threads or processes
-        self.ahead = self.lanes * plan.prefetch  # batches that they prepare
         self.epoch_size: float = pack.splits["train"]  # samples from one epoch of the schedule to the next
         self.batches: Iterator[Raw] = self.epochs()
         self.turns: list[Turn] = []
@@ -181,8 +132,17 @@ class Stepper:
             self.state.epoch = epoch
             yield from self.feed(epoch_batches(self.pack, self.plan, epoch))
 
+    def repeat(self, batch_size: int, number: int = 1) -> float:
+        """Go on with so many typical batches of a size again and again; return how many samples one of theirs stands
+        for."""
+        loads = typical(self.pack, self.plan.replace(batch_size=batch_size, micro_batch_size=None), number)
+        ids = [each for each, _ in loads]
+        self.batches = (raw for _ in count() for raw in self.feed(ids * REPEATED))
+        self.turns.clear()
+        return sum(samples for _, samples in loads) / sum(map(len, ids))
+
     def step(self, raw: Raw) -> tuple[Tensor, Tensor | float]:
-        """Train on one batch; returns its (loss sum, count)."""
+        """Train on one batch; return its (loss sum, count)."""
         self.clock()  # a Deadline ends here
         state = self.state
         self.loss, number = train_step(state, raw, self.epoch_size, halves=self.halves)
@@ -218,21 +178,21 @@ class Stepper:
     def turn(self, seconds: float) -> Turn:
         """`advance`, without what the feed prepared during the turns of other steppers: that is drawn, and the first
         batch of each of its threads or processes trained on, untimed."""
-        for _ in range(self.ahead):
+        for _ in range(self.lanes * self.plan.prefetch):
             next(self.batches)
         if self.lanes:
             self.advance(steps=self.lanes)
             self.turns.pop()
         return self.advance(seconds, max(1, self.lanes))
 
-    def warm_up(self, most: int = MOST_WARMING) -> Self:
+    def warm_up(self, most: int = WARMING) -> Self:
         """Train until steps take as long as the ones before; what they took beyond that is `cold_s`."""
-        times = [self.advance().seconds]
-        while len(times) < most and sum(times) < MOST_WARMING_S:
+        times, steady = list[float](), False
+        while len(times) < 3 or (len(times) < most and sum(times) < WARMING_S and not steady):
             times.append(self.advance().seconds)
-            steady = abs(times[-1] - times[-2]) < STEADY * times[-1]
-            if steady and (len(times) > 2 or times[-1] > LONG):
-                break
+            steady = len(times) > 1 and abs(times[-1] - times[-2]) < STEADY * times[-1]
+        if self.state.graphs is not None:
+            self.advance(steps=RECORDED * shapes(self.pack, self.plan))
         self.cold_s = sum(times) - len(times) * min(times)
         self.turns.clear()
         return self
@@ -265,45 +225,7 @@ class Stepper:
             self.batches.close()
 
 
-def timed(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 2.0) -> Timing:
-    """Return how a plan trains here, measured for about `seconds` after warming up. Raises TrainError if training could
-    not start."""
-    device = devices.pick()
-    with untouched(device):
-        stepper = Stepper(task, pack, plan, device).warm_up()
-        in_turns([stepper], seconds)
-        stepper.close()
-        return stepper.timing()
-
-
-def share_of(run_s: float | None) -> float:
-    """Return what share of its usual time a measurement after a run of so many seconds gets: who trained for a few
-    seconds waits no longer than that for a receipt."""
-    return 1.0 if run_s is None else min(max(run_s / FULL, 0.1), 1.0)
-
-
-def attempt(make: Callable[[], Stepper], steps: int = MOST_WARMING) -> Stepper | str:
-    """Return what trains, warm; or why it does not: bfloat16 lacks some operations, memory ends, there is no
-    compiler."""
-    try:
-        stepper, why = devices.within_memory(lambda: make().warm_up(steps))
-    except (RuntimeError, NbtoolsError, OSError) as error:
-        return f"fails ({(str(error).splitlines() or [type(error).__name__])[0].split('. ')[0].rstrip('.')})"
-    if stepper is None:
-        return f"does not fit into memory ({why})"
-    return f"fails (the loss became {float(stepper.loss)})" if stepper.lost else stepper
-
-
-def in_turns(steppers: Sequence[Stepper], seconds: float) -> None:
-    """Train each for a while, round after round, for about `seconds` in all: at least three rounds, but one where these
-    would take more than twice as long."""
-    clock = steppers[0].clock
-    start, each = clock(), seconds / ROUNDS / len(steppers)
-    for number in range(ROUNDS):
-        if number and clock() - start > seconds * (1 if number >= LEAST_ROUNDS else 2):
-            break
-        for stepper in steppers:
-            stepper.turn(each)
+# -- a device's own clock
 
 
 def trace(stepper: Stepper) -> list[dict[str, Any]]:
@@ -331,14 +253,15 @@ def busy(events: Iterable[dict[str, Any]]) -> float:
     return total / 1e6
 
 
-def apart(task: Task) -> Task:
-    """Return the task with a separate model: one that returns the same module each time does not see it trained.
-    `build` sees to that where `nb.pack` made the pack."""
-    if task.card is not None:
-        return task
-    own = copy.copy(task)
-    vars(own)["model"] = lambda card, plan: copy.deepcopy(task.model(card, plan))
-    return own
+def finish(device: torch.device) -> None:
+    """Wait until the device has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+# -- batches
 
 
 def epoch_batches(pack: Pack, plan: Plan, epoch: int = 0) -> list[np.ndarray]:
@@ -347,27 +270,36 @@ def epoch_batches(pack: Pack, plan: Plan, epoch: int = 0) -> list[np.ndarray]:
     return batches_left(ids, lengths_of(pack, ids), plan.seed, epoch, [[plan.batch_size, 0]])
 
 
+def shapes(pack: Pack, plan: Plan) -> int:
+    """Return how many different shapes an epoch's batches have, as they are padded."""
+    lengths = Padding(pack, plan).of(pack, epoch_batches(pack, plan))
+    return len(set(zip(*lengths.values(), strict=True))) or 1
+
+
 def typical(pack: Pack, plan: Plan, number: int = 1) -> list[tuple[np.ndarray, float]]:
     """Return [(ids, samples that they stand for)]: whole batches of the plan's first epoch; where lengths differ, those
     whose padded length is nearest to the epoch's mean a sample, so that few stand for all."""
     batches, column = epoch_batches(pack, plan), pack.card.bucket_by
     whole = [ids for ids in batches if len(ids) == plan.batch_size] or batches
-    lengths = Padding(pack, plan).of(pack, batches)
+    lengths = Padding(pack, plan).of(pack, whole)
     if column not in lengths:
         return [(ids, len(ids)) for ids in whole[:number]]
-    padded = list(zip(lengths[column], batches, strict=True))
-    mean = sum(length * len(ids) for length, ids in padded) / sum(map(len, batches))
-    like = [(length, ids) for length, ids in padded if len(ids) == len(whole[0])]
-    like.sort(key=lambda each: abs(each[0] - mean))
+    mean = float(np.mean(lengths[column]))
+    like = sorted(zip(lengths[column], whole, strict=True), key=lambda each: abs(each[0] - mean))
     return [(ids, len(ids) * length / mean) for length, ids in like[:number]]
 
 
-def finish(device: torch.device) -> None:
-    """Wait until the device has done all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+# -- nothing outside changes
+
+
+def apart(task: Task) -> Task:
+    """Return the task with a separate model: one that returns the same module each time does not see it trained.
+    `build` sees to that where `nb.pack` made the pack."""
+    if task.card is not None:
+        return task
+    own = copy.copy(task)
+    vars(own)["model"] = lambda card, plan: copy.deepcopy(task.model(card, plan))
+    return own
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def test_a_compiled_step_has_the_loss_and_the_gradient_of_an_eager_one(packs, de
 def test_advice_replays_the_steps_of_signs_which_take_longer_to_launch_than_to_compute(packs, gpu):
     case, pack = CASES["sign transformer"], packs("sign transformer")
     advice = nb.advise(case.task, pack, seconds=12.0)
-    assert advice.plan.graph, advice.evidence
+    assert advice.plan.graph, advice.reasons
     assert advice.ratios["rules"] < 1 / 1.5
 
 

@@ -163,7 +163,7 @@ def test_a_kept_run_that_was_trained_on_elsewhere_since_the_last_copy_is_not_mix
 
 def test_a_receipt_is_measured_once_and_one_that_fails_costs_no_run(pack, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[measure.Receipt.__module__], "ROUNDS", 1)
-    monkeypatch.setattr(sys.modules[measure.step_profile.__module__], "SECONDS", 0.1)
+    monkeypatch.setattr(sys.modules[measure.verdict.__module__], "SECONDS", 0.1)
     real, ways = measure.receipt, [KeyboardInterrupt(), OSError("a raw file is gone"), None]
 
     def receipt(*arguments, **more):

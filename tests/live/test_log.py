@@ -22,7 +22,7 @@ def test_a_terminal_is_told_what_a_run_starts_with_and_every_epoch(pack, tmp_pat
     count, last = pack.splits["train"], run.history.of("epoch")[-1]
     each = last["step"] // 3
     machine, settings, rest = said[0].split("; ")
-    assert re.search(r", \d+ cores?, [\d.]+ GB RAM: ", machine)
+    assert re.search(r", \d+ CPU cores?, \d+ threads?: ", machine)
     assert machine.endswith(": batch 16, lr 0.01 (cosine), adamw, float32, resident feed")
     assert (
         settings == f"{count} samples · {each} steps per epoch · {3 * each} steps in 3 epochs · {each} steps of warmup"

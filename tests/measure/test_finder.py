@@ -52,16 +52,13 @@ def test_a_search_ends_in_time_and_says_what_ended_it(toys):
     job = Job(fixed=0.1, a_sample=0.01)
     short = found(toys, job, seconds=1.0)
     assert job.now < 3.0
-    assert "time ran out" in short.footer()
+    assert "time ran out" in str(short)
     flat = found(toys, Job(fixed=0.001, a_sample=0.1))
-    assert "throughput no longer rises" in flat.footer()
-    for most, why in (
-        (6, "no more than 6 were requested"),
-        (None, f"the train split has {toys.splits['train']} samples"),
-    ):
-        asked = found(toys, Job(fixed=100.0), seconds=1e6, most=most)
-        assert max(row.batch_size for row in asked.rows) <= (most or toys.splits["train"])
-        assert why in asked.footer()
+    assert "throughput no longer rises" in str(flat)
+    for most in (6, None):
+        asked, cap = found(toys, Job(fixed=100.0), seconds=1e6, most=most), most or toys.splits["train"]
+        assert max(row.batch_size for row in asked.rows) == cap
+        assert f"{cap} samples are all that the train split has" in str(asked)
 
 
 @pytest.mark.parametrize(("most", "largest"), [(5, 4), (63, 32)])
@@ -70,8 +67,8 @@ def test_what_does_not_fit_is_never_chosen(most, largest, toys):
     assert report.batch_size == largest
     assert all((not row.reason) == (row.batch_size <= most) for row in report.rows)
     assert any(row.reason for row in report.rows)
-    assert "does not fit" in report.footer()
-    assert "memory" in report.footer()
+    assert "does not fit" in str(report)
+    assert "memory" in str(report)
 
 
 class WithoutBatchNorm(Job):
@@ -85,7 +82,7 @@ class WithoutBatchNorm(Job):
 def test_one_sample_is_tried_where_two_do_not_fit(toys):
     report = found(toys, WithoutBatchNorm(most=1))
     assert report.batch_size == 1
-    assert "2 does not fit" in report.footer()
+    assert "2 does not fit" in str(report)
 
 
 @pytest.mark.parametrize("kind", [Job, WithoutBatchNorm])

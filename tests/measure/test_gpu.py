@@ -94,7 +94,7 @@ def test_the_table_names_readings_and_escapes_the_name(nvml):
     nvml(["<img src=x onerror=alert(1)>"])
     found = gpus()
     for shown in (str(found), found._repr_html_().replace("\xa0", " ")):
-        for part in ("cuda:0", "8.0", "1.1 of 42.9 GB", "97 %", "250 of 400 W", "65 °C", "1110 of 1410 MHz", "too hot"):
+        for part in ("cuda:0", "8.0", "1.1 GB of 42.9 GB", "97 %", "250 W of 400 W", "65 °C", "1110 MHz of 1410 MHz"):
             assert part in shown
         assert "550.54.15" in shown
     assert "<img" not in found._repr_html_()
@@ -104,12 +104,12 @@ def test_the_table_names_readings_and_escapes_the_name(nvml):
 def test_cores_ram_and_free_disk_are_shown_with_a_gpu_and_without(nvml, cards, monkeypatch, tmp_path):
     monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "not yet made"))
     nvml(cards)
-    ram, space = r"RAM: ([\d.]+) of ([\d.]+) GB free", r"disk: [\d.]+ [kMGT]?B free for (.+)"
+    ram, space = r"RAM: ([\d.]+) GB free", r"disk: [\d.]+ [kMGT]?B free for (.+)"
     rest = re.search(rf"CPU: .+, (\d+) cores?; {ram}; {space}", str(gpus()))
     assert rest
     assert int(rest[1]) == cores()
-    assert 0 < float(rest[2]) <= float(rest[3])
-    assert str(tmp_path / "not yet made") in rest[4]
+    assert float(rest[2]) > 0
+    assert str(tmp_path / "not yet made") in rest[3]
 
 
 READINGS = [name for name in vars(fake_nvml()) if name.startswith(("nvmlDeviceGet", "nvmlSystemGet"))]
@@ -128,7 +128,7 @@ def test_a_reading_that_a_device_refuses_is_unknown_and_the_rest_stands(nvml):
     nvml(**dict.fromkeys(READINGS, NVMLError))
     found = gpus()
     assert found[0] == Gpu(index=0, name="NVIDIA GPU")
-    assert str(found).count("–") >= 14
+    assert str(found).count("–") >= 9
 
 
 def test_without_nvidia_one_line_says_why_and_what_trains(nvml, monkeypatch):

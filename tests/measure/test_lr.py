@@ -19,7 +19,7 @@ from torch import nn
 
 import nbtools as nb
 from nbtools.measure import Machine, Stepper, decide
-from nbtools.measure.timing import Deadline
+from nbtools.measure.turns import Deadline
 
 GOOD = 0.97  # of the accuracy of the best lr of the grid
 SEEDS = (10, 11, 12)  # fixed before any of them was tried
