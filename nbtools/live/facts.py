@@ -4,10 +4,10 @@ reads; and the same as lines of text, for a terminal, a notebook and a log file.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
+from time import localtime, strftime, time
 from typing import NamedTuple
 
 import numpy as np
@@ -61,9 +61,8 @@ def facts(columns: Columns, about: About, status: str) -> Iterator[Fact]:
     if status in OVER:
         yield Fact("took", duration(seconds))
     else:
-        ends = time.strftime("; ends at %a %H:%M %Z", time.localtime(time.time() + (left or 0))).strip()
-        more = f"{duration(seconds)} so far{ends if left and status != PAUSED else ''}"
-        yield Fact("time left", duration(left) if left else EMPTY, more)
+        ends = strftime("; ends at %a %H:%M", localtime(time() + left)) if left and status != PAUSED else ""
+        yield Fact("time left", duration(left) if left else EMPTY, f"{duration(seconds)} so far{ends}")
     if about.best:
         yield best(columns, about.best)
     speed = columns.last("samples_per_s")

@@ -62,7 +62,7 @@ class Form:
 
     def arrange(self) -> None:
         """Put the widgets together, each in a class of live.css."""
-        asking, knobs, rows = made(HBox, [self.notice, self.apply, self.keep], look="asking"), [], {}
+        asking, knobs, rows = made(HBox, [self.notice, self.apply, self.keep], look="asking"), {}, {}
         for name, rule in self.panel.rules.items():
             unit = f" ({rule.metadata['unit']})" if rule.metadata.get("unit") else ""
             inputs = HBox([self.fields[name], *[self.slider] * (name == "lr")])
@@ -70,11 +70,14 @@ class Form:
             rows[name] = made(HBox, parts, look="row narrow" if name in STRIP else "row")
             if name in STRIP:
                 label = HTML(f'<div class="nbtools-said"><b>{name}</b></div>')
-                knobs.append(made(VBox, [label, inputs], look="knob narrow"))
+                knobs[name] = made(VBox, [label, inputs], look="knob narrow")
         first = [rows.pop(name) for name in IN_VIEW if name in rows]
         form = made(VBox, [self.menu, *first, folded(f"More: {len(rows)} settings", [*rows.values()])], look="form")
         head, actions = HTML(HEAD, layout=Layout(display="none")), made(HBox, [*self.actions.values()], look="bar")
-        strip, every = made(HBox, knobs, look="bar"), folded("All settings", [made(VBox, [form], look="fold")])
+        strip, every = (
+            made(HBox, [knobs[name] for name in STRIP], look="bar"),
+            folded("All settings", [made(VBox, [form], look="fold")]),
+        )
         self.controls = made(VBox, [head, actions, self.pending, strip, asking, every], look="panel")
         self.own = VBox([actions, self.pending, HTML(said(ELSEWHERE, "nbtools-muted"))])
         self.before = VBox([asking, form])

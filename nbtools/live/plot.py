@@ -167,8 +167,7 @@ def picture(columns: Columns, best: str = "", x: str = "step", scale: str = "aut
     steps = [row["step"] for row in columns.changes] + [max(steps[-1] for steps, _ in columns.columns.values())]
     *places, end = columns.along(x, np.array(steps, float)).tolist()
     changes = [str(row.get("mark") or row.get("what", "")) for row in columns.changes]
-    axis = Scale(0.0, end or 1.0, whole=x != "minutes")
-    return Picture(charts, axis, x, [*zip(places, changes, strict=True)])
+    return Picture(charts, Scale(0.0, end or 1.0, whole=x != "minutes"), x, [*zip(places, changes, strict=True)])
 
 
 def loss(columns: Columns, axis: str, smoothing: float) -> list[Chart]:

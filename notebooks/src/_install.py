@@ -1,7 +1,7 @@
 # %% [markdown]
 # ## Install
-# `SOURCE`, in the folded cell, is where nbtools comes from: the address of its repository or of your fork, or a copy on
-# your Drive: a folder, a wheel, or `"drive:nbtools-main.zip"` as downloaded from GitHub.
+# `SOURCE` in the folded cell says where nbtools comes from: its repository or your fork, or a copy on your Drive: a
+# folder, a wheel, or `"drive:nbtools-main.zip"` as downloaded from GitHub.
 
 # %% cellView="form" jupyter={"source_hidden": true}
 SOURCE = "{repository}"
