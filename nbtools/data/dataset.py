@@ -90,7 +90,9 @@ def pack(
     if progress and items.resize and not resize:
         height, width, how = items.resize
         say(f"images become {height} × {width} by resize={how!r}; there are {', '.join(RESIZES)}")
-    pack = make_pack(TASK, made, into, lambda: (items.survey(), items.__getitem__), draw, progress)
+    pack = make_pack(
+        TASK, made, into, lambda: (items.survey(), partial(items.sample, columns=items.stored)), draw, progress
+    )
     pack = dataclasses.replace(pack, raw=RawFiles(pack, Path(), partial(items.read_again, pack.classes)))
     return pack.folds(folds, seed) if folds else pack
 

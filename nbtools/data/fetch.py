@@ -138,6 +138,13 @@ def probe(url: str) -> File:
         raise StageError(f"{url}: cannot be downloaded: {error}. Check the address and the network.") from None
 
 
+def files_at(address: str) -> dict[str, File]:
+    """Return relative name → file behind a link to Drive, "" for a single file, or of the archive at an address. Raises
+    StageError, as if a web page came instead."""
+    link = drive_address(address)
+    return drive_files(link) if link else only(probe(address))
+
+
 def only(file: File) -> dict[str, File]:
     """Return an archive as the only file of a source; raise StageError if a web page came instead."""
     if file.page:

@@ -21,22 +21,9 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from nbtools import disk
+from nbtools.data import forms
 from nbtools.data.build import Entry, Survey
-from nbtools.data.forms import (
-    FIX,
-    TARGET,
-    TARGETS,
-    Form,
-    bare,
-    class_text,
-    common_form,
-    composed,
-    is_image,
-    is_missing,
-    is_names,
-    moments_of,
-    plain_values,
-)
+from nbtools.data.forms import FIX, TARGET, TARGETS, Form, is_image, is_names
 from nbtools.data.pack import FORMAT, Pack, Sample
 from nbtools.errors import NbtoolsError, PackError
 
@@ -95,8 +82,7 @@ def column_name(key: Any) -> str:
 
 
 class Items:
-    """The items of all parts, one after another: `self[i]` is a sample as it is stored. 64 of them, spread over the
-    data, show what all have in common.
+    """The items of all parts, one after another. 64 of them, spread over the data, show what all have in common.
 
     options: of `nb.pack`, with `key`: the target and inputs of an item; target: the key of that part of an item;
     listed: items are in memory, their images perhaps as paths; pictures: columns of PIL images; resize: (height, width,
@@ -124,7 +110,7 @@ class Items:
         with suppress(PackError):
             first = named(first, self.target, options.key[1])
         self.pictures = {name for name, value in first.items() if is_image(value) or isinstance(value, Path)}
-        label = bare(first.get(TARGET))
+        label = forms.bare(first.get(TARGET))
         whole = options.classes is not False and (isinstance(label, str | int) or is_names(label))
         self.resize = [*options.size, options.resize or ("crop" if whole else "squash")] if options.size else None
         self.marks: list[bytes] = []
@@ -149,7 +135,7 @@ class Items:
         try:
             parts = named(parts_of(self.parts[k][1][place]), self.target, self.options.key[1])
             parts = {name: part for name, part in parts.items() if columns is None or name in columns}
-            values = plain_values(parts, self.resize, self.text, self.marked)
+            values = forms.plain_values(parts, self.resize, self.text, self.marked)
         except NbtoolsError:
             raise
         except Exception as error:  # whatever a Dataset, Pillow or the function of texts may raise
@@ -157,7 +143,7 @@ class Items:
                 raise
             raise PackError(f"{type(error).__name__}: {error}", "the Dataset must return each item", FIX) from error
         if isinstance(label := values.get(TARGET), int) and self.classes[k] and self.options.classes is not False:
-            values[TARGET] = class_text(label, self.classes[k])
+            values[TARGET] = forms.class_text(label, self.classes[k])
         return values
 
     def sample(self, i: int, columns: Collection[str]) -> dict[str, Any]:
@@ -167,9 +153,6 @@ class Items:
             rule = f"an item must have {', '.join(columns)}, like the others"
             raise PackError(", ".join(values), rule, "make it match, or leave it out")
         return {name: self.forms[name].fit(name, values[name]) for name in columns}
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return self.sample(i, self.stored)
 
     def read_again(self, classes: Sequence[str], path: Path, _: Any) -> Sample:
         """Return the arrays of the item of a name, as a pack with these classes has them."""
@@ -195,7 +178,7 @@ class Items:
             try:
                 values = self.values(i)
                 for name, value in values.items():
-                    seen.setdefault(name, []).extend([] if is_missing(value) else [value])
+                    seen.setdefault(name, []).extend([] if forms.is_missing(value) else [value])
             except PackError as error:
                 if len(error.args) != 3 or (i == self.looked[-1] and not seen):
                     raise PackError(f"{self.names[i]}: {error}") from None
@@ -207,17 +190,19 @@ class Items:
             raise PackError("items have several labels each; name all that there are: classes=[…]")
         if options.size and not self.pictures - {TARGET}:
             raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset instead")
-        forms = {name: common_form(name, each, classes, name in self.pictures) for name, each in seen.items() if each}
-        images, there = images_in(forms), ", ".join(f"{name} {form.column}" for name, form in forms.items())
+        common = {
+            name: forms.common_form(name, each, classes, name in self.pictures) for name, each in seen.items() if each
+        }
+        images, there = images_in(common), ", ".join(f"{name} {form.column}" for name, form in common.items())
         for name in images if options.mean or options.std else ():
-            count = {"hwc": forms[name].shape[-1], "chw": forms[name].shape[0]}.get(forms[name].layout, 1)
+            count = {"hwc": common[name].shape[-1], "chw": common[name].shape[0]}.get(common[name].layout, 1)
             if {len(options.mean or ()), len(options.std or ())} != {count}:
                 raise PackError(f"mean and std must have {count} numbers, one per channel of {name}; columns: {there}")
         for name in self.marked:
-            if len(images) != 1 or name not in forms or (0, *forms[name].column.shape)[-1] not in POINTS:
+            if len(images) != 1 or name not in common or (0, *common[name].column.shape)[-1] not in POINTS:
                 rule = "points must name columns (…, 2) of x, y or (…, 4) of x1, y1, x2, y2 beside one image"
                 raise PackError(f"{rule}, got {name!r} of {there}")
-        return forms
+        return common
 
     # -- the pack of them
 
@@ -256,16 +241,16 @@ class Items:
 
     def survey(self) -> Survey:
         """Return what `make_pack` needs. Raises PackError where stored items would differ at each reading."""
-        store, forms = self.options.store, self.forms
+        store, columns = self.options.store, self.forms
         if store and self.varying:
             rule = "differs each time it is read: the Dataset augments at random, and a pack keeps one reading"
             fix = "Augment on the device instead, nb.classify(net, augment=(…)), or pass store=False"
             raise PackError(f"{self.varying} {rule}. {fix}: each epoch then reads the Dataset itself")
-        classes = [*forms[TARGET].names] if self.kind in ("classes", "labels") else []
+        classes = [*columns[TARGET].names] if self.kind in ("classes", "labels") else []
         if self.kind == "classes" and not classes and TARGET not in self.stored:
             raise PackError("store=False reads no item before training; name the classes: classes=[…]")
         splits = [self.parts[k][0] for k, _ in self.places]
-        ragged = [name for name, form in forms.items() if form.ragged]
+        ragged = [name for name, form in columns.items() if form.ragged]
         return Survey(
             [*map(Entry, self.names, splits, [None] * len(self), self.groups)],
             classes,
@@ -275,7 +260,7 @@ class Items:
             exact=True,
             named=TARGET if self.kind == "classes" and self.stored else None,
             learn=self.learn,
-            elsewhere={name: form.column for name, form in forms.items() if name not in self.stored},
+            elsewhere={name: form.column for name, form in columns.items() if name not in self.stored},
         )
 
     def learn(self, pack: Pack, train: np.ndarray) -> dict[str, Any]:
@@ -292,7 +277,7 @@ class Items:
                 array = (np.concatenate if form.ragged else np.stack)([*self.column(name)])
                 rows = np.ones(len(array), bool)
             given = form.layout and name != TARGET and self.options.mean
-            moments = (self.options.mean, self.options.std) if given else moments_of(form, array, rows)
+            moments = (self.options.mean, self.options.std) if given else forms.moments_of(form, array, rows)
             learned["mean"][name], learned["std"][name] = ([*map(float, each)] for each in moments)
         return learned
 
@@ -303,9 +288,9 @@ class Items:
                 yield self.sample(i, self.forms)[name]
 
 
-def images_in(forms: Mapping[str, Form]) -> list[str]:
+def images_in(columns: Mapping[str, Form]) -> list[str]:
     """Return the columns of inputs that are images."""
-    return [name for name, form in forms.items() if form.layout and name != TARGET]
+    return [name for name, form in columns.items() if form.layout and name != TARGET]
 
 
 def classes_of(data: Any, target: Any) -> list[str]:
@@ -313,13 +298,13 @@ def classes_of(data: Any, target: Any) -> list[str]:
     torchvision, also below a Subset, which leaves labels as they are; of several labels in a list all that occur."""
     if isinstance(data, list):
         several: Any = [parts_of(item).get(target) for item in data if item is not None]
-        return sorted({composed(name) for names in several if is_names(names) for name in names})
+        return sorted({forms.composed(name) for names in several if is_names(names) for name in names})
     while isinstance(data, Subset):
         data = data.dataset
     features = getattr(data, "features", None)
     names = getattr(features.get(target), "names", None) if isinstance(features, Mapping) else None
     names = names or getattr(data, "classes", None)
-    return [*map(composed, names)] if isinstance(names, list | tuple) and is_names(names) else []
+    return [*map(forms.composed, names)] if isinstance(names, list | tuple) and is_names(names) else []
 
 
 def function_name(function: Any) -> str:
@@ -341,9 +326,7 @@ def mark(values: Mapping[Any, Any]) -> bytes:
             array = np.asarray(value)
             digest.update(array.tobytes())
             value = array.dtype, array.shape
-        elif isinstance(value, set):
-            value = sorted(value)
         elif not isinstance(value, str | int | float | list | tuple | None):
-            value = type(value).__name__
+            value = sorted(value) if isinstance(value, set) else type(value).__name__
         digest.update(repr((name, value)).encode())
     return digest.digest()

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -60,27 +59,34 @@ def stage(
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done with a source, and why: `target` is made, unless it is used in place. path: on a disk, else
-    None; look: returns relative name → file, "" for the only one of an archive; it may take a connection."""
+    """What is to be done with a source, and why: `target` is made, unless it is used in place. path: on a disk, None of
+    an address."""
 
     text: str
     path: Path | None
-    look: Callable[[], dict[str, fetch.File]]
     target: Path
     sha256: str | None
     why: str
 
+    def look(self) -> dict[str, fetch.File]:
+        """Return relative name → file, "" for the only one of an archive; it may take a connection."""
+        if (path := self.path) is None:
+            return fetch.files_at(self.text)
+        return {name: fetch.File(path / name, *facts) for name, facts in sorted(fetch.listing(path).items())}
+
 
 def decide(text: str, into: str | Path | None, sha256: str | None) -> Job:
     """Return what is to be done with a source. Raises StageError, OSError."""
-    path, root = None, cache() if into is None else Path(into).expanduser().absolute()
-    if not re.match("https?://", text):
+    if re.match("https?://", text):
+        path, why, link = None, "fetched from the network", fetch.drive_address(text)
+        name, origin = ("drive", link) if link else (PurePosixPath(urlsplit(text).path).name, text)
+    else:
         path = Path(text).expanduser().absolute()
         if text.startswith("drive:") or not disk.exists(path):
             path = drive_path(text)  # or an error that names what is there instead
-        name, origin, place = path.name, str(path), path
-        far, folder = is_far(path), path.is_dir()
-        why = "copied from a slow disk" if far else "unpacked" if not folder else "copied" if into else "used in place"
+        name, origin, folder = path.name, str(path), path.is_dir()
+        why = "unpacked" if not folder else "copied" if into else "used in place"
+        why = "copied from a slow disk" if is_far(path) else why
         if not folder:
             with archive.explained(f"{text}: "):
                 archive.kind(path)
@@ -88,20 +94,10 @@ def decide(text: str, into: str | Path | None, sha256: str | None) -> Job:
             raise StageError(f"{text}: sha256 is for an archive, and this is a folder. Leave it out.")
         elif not any(True for _ in disk.walk(path)):
             raise StageError(f"{text}: {path} holds no files. Is it the right folder?", entry="Keys, columns and paths")
-
-        def look() -> dict[str, fetch.File]:
-            return {one: fetch.File(place / one, *facts) for one, facts in sorted(fetch.listing(place).items())}
-    else:
-        name, origin, why = PurePosixPath(urlsplit(text).path).name, text, "fetched from the network"
-        if address := fetch.drive_address(text):
-            name, origin = "drive", address
-
-        def look() -> dict[str, fetch.File]:
-            return fetch.drive_files(address) if address else fetch.only(fetch.probe(text))
-
+    root = cache() if into is None else Path(into).expanduser().absolute()
     stem = re.sub(r"[^\w.]+", "-", re.sub(SUFFIXES, "", name, flags=re.I))[:60].strip(".-") or "data"
     target = root / f"{stem}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}"
-    return Job(text, path, look, target, sha256, why)
+    return Job(text, path, target, sha256, why)
 
 
 def version_of(files: dict[str, fetch.File]) -> str:
