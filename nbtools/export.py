@@ -62,8 +62,7 @@ class Graph(nn.Module):
 
 
 def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
-    """Write the network, and say how its answers compare with torch's on samples of a pack. Raises MissingExtra, and
-    TrainError for a network that cannot be exported or whose answers differ by more than TOLERANCE."""
+    """Write the network, and say how its answers compare with torch's on a pack. Raises MissingExtra, TrainError."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
@@ -93,9 +92,8 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
 
 
 def to_onnx(run: Run, graph: Graph, batch: tuple[Tensor, ...], inputs: Any, outputs: Any) -> bytes:
-    """Return an ONNX file by torch's exporter of traces: it takes a second, that of Python code up to minutes. inputs,
-    outputs: of `Task.tensors`, whose axes with a name are free; of an `nb.pack` its columns say which are."""
-    free: dict[str, dict[int, str]] = {}
+    """Return an ONNX file by torch's exporter of traces: it takes a second, that of Python code up to minutes."""
+    free: dict[str, dict[int, str]] = {}  # axes that have a name, and of an `nb.pack` those that its columns say
     for name, (shape, _) in {**inputs, **outputs}.items():
         ragged = name in run.card.columns and run.card.columns[name].kind == "ragged"
         shape = shape or (("batch", f"{name}_steps") if ragged else ("batch",))
@@ -107,8 +105,7 @@ def to_onnx(run: Run, graph: Graph, batch: tuple[Tensor, ...], inputs: Any, outp
 
 
 def difference(graph: Graph, content: bytes, batches: list[tuple[Tensor, ...]]) -> float:
-    """Return the largest difference of a file's outputs from torch's, relative to the largest value where that is above
-    1. Raises TrainError for one above TOLERANCE."""
+    """Return the largest difference from torch's outputs, relative to values above 1. Raises TrainError."""
     import onnxruntime
 
     session, worst = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"]), 0.0

@@ -166,8 +166,7 @@ def prepare(
 
 
 def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback], begun: float) -> bool:
-    """Train to the end, or to a stop, then measure what is left to the end; return whether Ctrl-C ended any of it.
-    begun: when `fit` was called."""
+    """Train, then measure what is left to the end; return whether Ctrl-C ended it. begun: when `fit` was called."""
     surface, alone = job.surface, not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
     stop = surface.requests.post
     with FirstSignal(signal.SIGTERM, partial(stop, "stop", by="SIGTERM"), later=alone):
@@ -186,8 +185,7 @@ def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback], begun: flo
 
 
 def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | None:
-    """Watch the loop: rows, picture, checkpoints, callbacks, and what is requested. Return the seconds that a new run
-    took from the call to its tenth step."""
+    """Watch the loop, and do what is requested; return the seconds from the call to the tenth step of a new run."""
     state, surface, run = job.state, job.surface, Run(job.folder, job.task, job.pack.card, job.state.applied)
     run.history, new, cold_start = job.history, not state.step, None
     # Closed here and not with the traceback, which would keep the feed and its threads.
@@ -215,8 +213,7 @@ def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | Non
 
 
 def act(job: Job) -> bool:
-    """Do what is requested, and hold the run while it is paused; return whether it is to stop. The guard does the rest
-    once the loop goes on."""
+    """Do what is requested but for ways back, see Guard; hold a paused run; return whether it is to stop."""
     state, surface, requests = job.state, job.surface, job.surface.requests
     while True:
         if requests.take("save"):

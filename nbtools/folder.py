@@ -1,5 +1,4 @@
-"""The folder of a run: which one a call means, and what the call changes in it; how it starts, resumes, is taken over
-from where it is kept, and is saved while it trains."""
+"""The folder of a run: which one a call means and changes, how it starts, resumes, is taken over, and is saved."""
 
 from __future__ import annotations
 
@@ -154,8 +153,7 @@ def given_by(plan: Plan) -> dict[str, Any]:
 
 
 def own_folder(task: Task, pack: Pack, plan: Any, fresh: bool) -> Path:
-    """Return the folder of the newest run below `runs/` that a call resumes, extends or returns, else a new one with
-    the next free number; two processes never get the same."""
+    """Return the folder of the newest run below `runs/` that a call means, else a new one, which no other gets."""
     panel, plan = getattr(plan, "id", None), plan_for(task, pack, plan)
     card, name = train.readable(task, pack, plan).card, train.task_name(task)
     with torch.random.fork_rng(devices=[]):
@@ -194,8 +192,7 @@ def matches(task: Task, plan: Plan, panel: str | None, now: Lines, folder: Path)
 
 
 def restore(folder: Path, kept: Path, fresh: bool) -> None:
-    """Take over the kept run where the local folder is missing, as after a lost session, or behind. Raises
-    CheckpointError if that would mix two runs, or replace files that belong to no run."""
+    """Take over the kept run where the local folder is missing or behind. Raises CheckpointError for other runs."""
     ours, theirs = checkpoint.read_index(folder), patient(lambda: checkpoint.read_index(kept), kept)
     if not theirs:
         return
@@ -233,9 +230,8 @@ def continues(longer: Index, shorter: Index) -> bool:
 def begin(
     folder: Path, pack: Pack, state: TrainState, former: Run | None = None, given: Plan | None = None, call: Any = None
 ) -> tuple[History, list[str]]:
-    """Start the run in a folder, or load its last checkpoint; return its history, and what was wrong with newer
-    checkpoints. given: the plan that counts as given; call: what the user gave. Raises CheckpointError for another
-    identity."""
+    """Start the run in a folder, or load its last checkpoint; return its history, and complaints about newer ones.
+    given: the plan that counts as given; call: what the user gave. Raises CheckpointError for another identity."""
     now, index = identity(state.task, pack.card, state.model, state.plan), former.index if former else {}
     if former and (differing := differences(index["identity"], now)):
         rule = f"{folder} holds another run ({'; '.join(differing)})"
@@ -275,8 +271,7 @@ def begin(
 
 
 def clear(folder: Path, resumes: bool) -> None:
-    """Remove what a killed process left half-written, and a run in whose place a new one starts; files of others stay.
-    control.json's writers may be at it."""
+    """Remove what a killed process left half-written, and a run in whose place a new one starts; other files stay."""
     for path in [folder / checkpoint.INDEX, *folder.glob("*")]:  # without its index the folder holds no run
         name = path.name
         ours = name in (checkpoint.INDEX, *LEFT) or name.startswith(EVENTS) or checkpoint.FILE.fullmatch(name)
@@ -285,8 +280,7 @@ def clear(folder: Path, resumes: bool) -> None:
 
 
 def resume(folder: Path, state: TrainState, history: History) -> tuple[checkpoint.Checkpoint, list[Record]]:
-    """Load the last checkpoint and cut the history to it; return it, and the row of what the wanted plan has otherwise,
-    which is still to come."""
+    """Load the last checkpoint, cut the history to it; return it, and the row of what the wanted plan changes."""
     saved = checkpoint.newest(folder)
     old = type(state.plan).from_dict(saved.facts["plan"])  # plan.json may be ahead of the checkpoint
     train.adopt(state, state.plan)  # first: a scaler takes over its saved state

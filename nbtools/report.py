@@ -80,8 +80,7 @@ class Report:
 
 
 def make_report(run: Run, pack: Pack, split: str) -> Report:
-    """Return the report of a run on a split of a pack that it can read. Raises PackError for an empty split, TrainError
-    where answers cannot be compared."""
+    """Return the report of a run on a split of a pack that it can read. Raises PackError, TrainError."""
     if not (ids := list(map(int, pack.ids(split)))):
         raise PackError(f"{pack.folder}: the {split} split is empty; name another one with split=")
     answers, shares = run.answers(pack.sample(i) for i in ids)
@@ -118,9 +117,8 @@ def right_answer(run: Run, pack: Pack, i: int) -> Any:
 
 
 def compare_answers(run: Run, pack: Pack, truths: list[Any], answers: list[Any]) -> tuple[str, list[str], list[Any]]:
-    """Return what is compared: the kind of the answers, the names that occur, and for each sample (N, 2) places of a
-    true and an answered name: its class, or each of its labels, characters or pixels; "" is the name of what is missing
-    or too much. Raises TrainError for other answers, such as values, whose errors are metrics."""
+    """Return the kind of the answers, the names that occur, and for each sample the places (N, 2) of a true and an
+    answered one: of its class, or of each label, character or pixel; "" is missing or too much. Raises TrainError."""
     truth, answer, classes = truths[0], answers[0], pack.classes
     both = [*zip(truths, answers, strict=True)]
     if np.ndim(answer) == 2 and np.shape(answer) == np.shape(truth) and answer.dtype.kind in "iu":

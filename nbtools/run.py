@@ -1,5 +1,4 @@
-"""What training leaves behind: a run, opened from its folder, with its scores and history, network and answers; and
-several runs in a table, or side by side."""
+"""What training leaves behind: a run with its scores, network and answers; several in a table, or side by side."""
 
 from __future__ import annotations
 
@@ -224,8 +223,7 @@ class Run:
             raise PackError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
 
     def read_folder(self, folder: Path, names: list[str]) -> Iterator[Sample]:
-        """Yield a sample of each file below a folder that the task reads, and add its name to `names`; hidden files are
-        passed over."""
+        """Yield a sample of each file below a folder that the task reads, and add its name to `names`."""
         files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
         files = [file for file in files if not any(part.startswith(".") for part in file.parts)]
         left_out: list[str] = []
@@ -254,8 +252,7 @@ def evaluate(run: Run | train.TrainState, pack: Pack, split: str = "test", **kno
 
 
 def require_like(run: Any, pack: Pack) -> None:
-    """Raise PackError for a pack with other classes or preprocessing than the run's: its results would be wrong.
-    Options and columns that its network does not read may differ."""
+    """Raise PackError for a pack with other classes or preprocessing, in what the network reads, than the run's."""
     pack = train.readable(run.task, pack, run.plan)
     for name in ("task", "classes", "options", "columns"):
         ours, theirs = (getattr(each.card, name) for each in (run, pack))
@@ -312,9 +309,8 @@ def lock(folder: Path) -> AbstractContextManager[None]:
 
 
 def runs(folder: str | Path = "runs") -> pd.DataFrame:
-    """Return a row for each run in a folder and its subfolders, the newest first, named by where it is in there: state,
-    best metric, epochs, minutes, samples/s, when it last went on. A message names those that cannot be opened. Raises
-    CheckpointError for a folder that is not there."""
+    """Return a row for each run in a folder and below, the newest first: state, best metric, epochs, minutes,
+    samples/s, when it last went on. A message names those that cannot be opened. Raises CheckpointError."""
     opened = open_runs(Path(folder))
     frame = outcomes({run.folder.relative_to(folder).as_posix(): run for _, run in opened})
     return frame.assign(changed=[datetime.fromtimestamp(time) for time, _ in opened])

@@ -39,9 +39,8 @@ def watch(run: str | Path, wait: float = 60.0) -> Run:
 
 
 class Remote:
-    """A run in another process. given: the panel to show, or the Advice that one is made of; None: the run's plan.
-    show: False draws and prints nothing. sent: actions that it has not taken yet; asked: the plan and the pause that it
-    was asked for; shown: rows of the history."""
+    """A run in another process. given: the panel or the Advice to show; None: the run's plan. sent: actions that it has
+    not taken yet; asked: the plan and the pause that it was asked for; shown: rows of the history."""
 
     def __init__(self, run: Run, given: Any = None, show: bool = True):
         (metric, sign), plan, count = run.metric, run.plan, run.card.splits["train"]
