@@ -32,10 +32,11 @@ Callback = Callable[[Record, Run], Any]
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Leave no memory in a notebook after an error."""
+    """Leave no_grad and autocast after an error, and in a notebook no memory."""
     try:
         yield
     except BaseException as error:
+        devices.leave_modes()
         # IPython keeps a traceback until the next one, and with it the variables of its frames, such as a model.
         cause: BaseException | None = error if running_kernel() is not None else None
         while cause is not None:

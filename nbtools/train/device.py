@@ -198,6 +198,18 @@ def find_scale(scaler: torch.amp.GradScaler, parameters: Sequence[Tensor], diffe
     return differentiate()
 
 
+def leave_modes() -> None:
+    """Leave no_grad and autocast, which an interrupt leaves on if it comes while torch enters or leaves them: in
+    autocast torch would go on with copies of weights that have changed since."""
+    torch.set_grad_enabled(True)
+    for kind in ("cpu", "cuda"):
+        torch.set_autocast_enabled(kind, False)
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > 0:
+        continue
+    torch.clear_autocast_cache()
+
+
 # -- memory
 
 
