@@ -32,6 +32,9 @@ class Diverged(TrainError):
         super().__init__(message, entry="NaN")
         self.steps, self.setting = steps, setting
 
+    def _render_traceback_(self) -> list[str]:  # in IPython, instead of a traceback: no line of code is at fault
+        return [f"{type(self).__name__}: {self}"]
+
 
 class Stopwatch:
     """Time steps by the device: `mark` before a batch is fetched, when it is there, and after the step make a span.
