@@ -28,10 +28,10 @@ REHEARSED = 8  # samples
 
 
 class Sums:
-    """Running (numerator, denominator) sums by name, kept on the device until `read`."""
+    """Running (numerator, denominator) sums by name, kept on the device until `read`; ranks: over all of these."""
 
-    def __init__(self, device: torch.device | str = "cpu"):
-        self.device = torch.device(device)
+    def __init__(self, device: torch.device | str = "cpu", ranks: Ranks | None = None):
+        self.device, self.ranks = torch.device(device), ranks or Ranks()
         self.batches: list[tuple[Tensor, Pair]] = []  # (ids, loss) of each
         self.totals: dict[str, Tensor] = {}  # name → (2,), (2, K) or (2, K, bins) float64, float32 on MPS
 
@@ -43,17 +43,14 @@ class Sums:
             for total, value in zip(self.totals[name], pair, strict=True):
                 total += value
 
-    def add_up(self, ranks: Ranks) -> None:
-        """Add the sums of all ranks, some of which may have had no batch."""
-        if ranks.world > 1:
-            there, self.totals = ranks.gather({name: total.cpu() for name, total in self.totals.items()}), {}
-            for name, total in (pair for totals in there for pair in totals.items()):
-                self.totals[name] = self.totals[name] + total if name in self.totals else total
-
     def read(self) -> dict[str, float]:
         """Return name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those counted."""
-        values = {}
-        for name, total in self.totals.items():
+        values, totals = {}, self.totals
+        if self.ranks.world > 1:
+            totals = dict[str, Any]()
+            for there in self.ranks.gather({name: total.cpu() for name, total in self.totals.items()}):
+                totals |= {name: totals.get(name, 0) + total for name, total in there.items()}  # some had no batch
+        for name, total in totals.items():
             if total.dim() == 3:
                 values[name] = mean_average_precision(*total)
             else:
@@ -110,20 +107,11 @@ def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> N
 
 
 def score_split(
-    task: TaskLike,
-    model: nn.Module,
-    pack: Pack,
-    plan: Plan,
-    split: str,
-    sums: Sums,
-    feed: Feed | None = None,
-    most: int | None = None,
-    ranks: Ranks | None = None,
+    task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str, sums: Sums, feed: Feed | None = None
 ) -> Iterator[int]:
-    """Add loss and metrics of a split to sums; yields after every batch how many samples it had. most: at most this
-    many samples, always the same ones, evenly spaced over the split. ranks: take turns with the others, batch by batch;
-    `Sums.add_up` follows. Raises TrainError if the split is empty."""
-    ids, ranks = pack.ids(split), ranks or Ranks()
+    """Add loss and metrics of a split to sums, of several ranks in turns; yields after every batch how many samples it
+    had. At most `plan.eval_samples`, always the same ones, evenly spaced. Raises TrainError if the split is empty."""
+    ids, most, ranks = pack.ids(split), plan.eval_samples, sums.ranks
     if not len(ids):
         there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
         fix = f"choose one that is not ({there}) with split=, or pack with {split}= a larger share"
@@ -144,7 +132,7 @@ def evaluate(
     sums, pack = Sums(next(model.parameters()).device), readable(task, pack, plan)
     shown = {"total": len(pack.ids(split)), "unit": " samples", "leave": False, "delay": SLOW, "disable": not progress}
     with bar(desc=f"evaluating the {split} split", **shown) as counted:
-        for number in score_split(task, model, pack, plan, split, sums):
+        for number in score_split(task, model, pack, plan.replace(eval_samples=None), split, sums):
             counted.update(number)
     return sums.read()
 

@@ -148,13 +148,12 @@ def readings(state: TrainState) -> dict[str, Any]:
 
 def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
     """Return loss and metrics of the validation split, or of as many of its samples as the plan takes meanwhile."""
-    start, sums, plan = perf_counter(), Sums(state.device), state.applied.while_training()
+    start, sums, plan = perf_counter(), Sums(state.device, state.ranks), state.applied.while_training()
     plan = plan.replace(micro_batch_size=state.recovery.micro)  # what does not fit in training may not fit here
     state.ranks.align(state.evaluated.buffers())
-    for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed, plan.eval_samples, state.ranks):
+    for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed):
         yield state.record("evaluating")
     state.last_evaluation = sums.batches
-    sums.add_up(state.ranks)
     values = {f"val_{name}": value for name, value in sums.read().items()}
     return {**values, "eval_time": perf_counter() - start}
 

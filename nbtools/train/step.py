@@ -43,8 +43,8 @@ def train_step(
     set_lr(state, size, epoch_size)
     if state.graphs is not None and not state.graphs.off and not careful:
         state.keys.of(state.applied.seed, state.epoch)
-        act = partial(state.graphs.step, raw, state.applied.batch_size, partial(whole_step, state))
-        if (sums := within_memory(partial(act, partial(written, state)))[0]) is not None:
+        act, whole = partial(whole_step, state), state.applied.batch_size
+        if (sums := within_memory(partial(state.graphs.step, raw, whole, act, partial(written, state)))[0]) is not None:
             return sums
         release(state)
     buffers = [buffer.clone() for buffer in state.model.buffers()] if careful else []
