@@ -80,7 +80,7 @@ def stopped(pack, plan, run=None, change: Any = None) -> nb.Run:
             if asked:
                 folder = max(Path().glob("**/run.json"), key=lambda path: path.stat().st_mtime_ns).parent
                 (folder / "control.json").write_text(json.dumps(asked))
-                time.sleep(0.11)  # a run looks for requests ten times a second
+                time.sleep(0.21)  # a run looks for requests five times a second
             return self.body(x)
 
     return fit(pack, plan, run, nb.classify(Stopping()))
