@@ -17,5 +17,5 @@ from nbtools.tasks.captcha.task import (
     suggest,
     tensors,
 )
-from nbtools.tasks.captcha.visualize import preview, show
 from nbtools.tasks.common.lists import text_of
+from nbtools.tasks.common.pictures import preview, show
