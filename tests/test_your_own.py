@@ -269,7 +269,7 @@ class Trial:
         self.pruned, self.reported = pruned, list[float]()
 
     def suggest_float(self, name: str, low: float, high: float, log: bool) -> float:
-        return (low * high) ** 0.5
+        return low if self.pruned else (low * high) ** 0.5
 
     def report(self, value: float, step: int) -> None:
         self.reported.append(value)
