@@ -10,10 +10,11 @@ import pytest
 import torch
 import toy
 from cases import CASES, LEAN, require_near, run
+from torch import nn
 
 import nbtools as nb
 from nbtools.data import gather, on
-from nbtools.measure import Stepper, check, find_batch, untouched
+from nbtools.measure import Stepper, check, find_batch, step_profile, untouched, verdict
 from nbtools.train import TrainState, checkpoint, step, synchronizing, train, train_step
 from nbtools.train import device as devices
 from nbtools.train.graph import uncapturable
@@ -207,6 +208,19 @@ def test_rows_are_within_three_percent_of_a_clock_around_whole_epochs(graph, wat
         assert wall == pytest.approx(clock, rel=0.03)
         assert steps <= 1.03 * clock
         assert dry or watcher or steps == pytest.approx(clock, rel=0.03)
+
+
+def test_many_tiny_layers_are_launch_bound(pack, gpu):
+    class Deep(nn.Sequential):
+        def forward(self, batch):
+            return super().forward(batch["x"])
+
+    def deep(card, plan):
+        return Deep(*(layer for _ in range(40) for layer in (nn.Linear(8, 8), nn.ReLU())), nn.Linear(8, 4))
+
+    plan = toy.PLAN.replace(epochs=4, batch_size=8)
+    profile = step_profile(toy.with_(model=deep), pack, plan, seconds=1.0)
+    assert verdict(profile).bound == "launch"
 
 
 def test_each_format_is_measured_and_torch_is_left_as_it_was(device):
