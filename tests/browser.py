@@ -184,21 +184,11 @@ class Notebook:
         return self.acting(lambda: [self.page.keyboard.press(key) for _ in range(times)])
 
     def shot(self, name: str, cell: int | None = None) -> None:
-        """A screenshot of the window, kept for people to look at; with a cell, of its output, and where the environment
-        names a folder for them also narrow, and dark where there is a dark theme."""
+        """A screenshot of the window, kept for people to look at; with a cell, of its output."""
         SHOTS.mkdir(parents=True, exist_ok=True)
         if cell is not None:
             self.output(cell).scroll_into_view_if_needed()
         self.page.screenshot(path=SHOTS / f"{name}.png")
-        if cell is None or "NBTOOLS_SCREENSHOTS" not in os.environ:
-            return
-        self.page.set_viewport_size(ViewportSize(width=640, height=WINDOW["height"]))
-        self.shot(f"{name}-narrow")
-        self.page.set_viewport_size(WINDOW)
-        if isinstance(self, Lab):
-            self.theme(dark=True)
-            self.shot(f"{name}-dark")
-            self.theme(dark=False)
 
     def shows(self, picture: Locator) -> bool:
         """Whether an <img> is there, loaded and not collapsed."""
@@ -217,12 +207,6 @@ class Lab(Notebook):
         window.jupyterapp.commands.execute('notebook:run-cell') }"""
     INTERRUPT = "void window.jupyterapp.commands.execute('notebook:interrupt-kernel')"
     SAVE, BUSY = "window.jupyterapp.commands.execute('docmanager:save')", "#jp-main-statusbar >> text=/Busy/"
-
-    def theme(self, dark: bool) -> None:
-        name = "JupyterLab Dark" if dark else "JupyterLab Light"
-        self.page.evaluate(f"window.jupyterapp.commands.execute('apputils:change-theme', {{theme: '{name}'}})")
-        self.page.wait_for_selector(f"body[data-jp-theme-light={'false' if dark else 'true'}]", state="attached")
-        self.page.wait_for_selector("#jupyterlab-splash", state="detached")
 
 
 class Classic(Notebook):

@@ -35,9 +35,8 @@ from nbtools.measure.lr import LEAST_S, LrTrial, lr_trial
 from nbtools.measure.machine import machine
 from nbtools.measure.profile import Verdict, replays, verdict_of
 from nbtools.measure.receipt import comparable, preset
-from nbtools.measure.same import objection
 from nbtools.measure.timing import EAGER, Clock, Stepper, own_time, untouched, wall
-from nbtools.measure.turns import Deadline, Trial, attempt, beside
+from nbtools.measure.turns import Deadline, Trial, attempt, beside, objection
 from nbtools.train import (
     Plan,
     Task,

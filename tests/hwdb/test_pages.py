@@ -108,6 +108,7 @@ WHOLE = header(note=b"#\0") + struct.pack("<3i", 90, 80, 1) + line(b"1\0\xb0\xa1
 @pytest.mark.parametrize(
     ("offset", "value", "message"),
     [
+        (0, b"\xdd\xff\xff\xff", "the header needs -51 bytes, got 68 up to the end at byte 12"),
         (8, b"JUNK", r"a .dgrl file must say DGRL, got .* at byte 12"),
         (36, b"\x18\0", "a code must have 2 bytes, a pixel 1 or 8 bits"),
         (46, b"\2", "line 2 needs 4 bytes, got 0 up to the end at byte 80"),

@@ -56,10 +56,10 @@ def test_paths_of_a_list_may_start_at_any_folder_above_it_and_never_leave_the_so
 
 def test_lines_that_cannot_be_used_are_rows_with_their_numbers(tmp_path):
     files = {f"{folder}/{name}.png": make() for name in "ab" for folder, make in (("p", photo), ("q", ids))}
-    lines = "p/a.png,q/a.png\np/b.png\np/b.png,q/none.png\np/a.png,q/b.png\np/a.png,q/a.png\n"
+    lines = "p/b.png\np/a.png,q/a.png\np/b.png,q/none.png\np/a.png,q/b.png\np/a.png,q/a.png\n"
     folder = tree(tmp_path / "raw", {**files, "train.txt": lines})
     assert {row.file: (row.severity, row.rule) for row in checked(folder).rows} == {
-        "train.txt:2": (ERROR, MISSING),
+        "train.txt:1": (ERROR, MISSING),
         "train.txt:3": (ERROR, MISSING),
         "train.txt:4": (ERROR, "an image must have one label and one split"),
         "p/b.png": (ERROR, "an image must have a label"),

@@ -218,6 +218,7 @@ def test_a_damaged_list_gives_its_row_and_each_clip_without_a_label_has_one(tmp_
     assert {row.rule for row in report.rows if row.file not in causes} == {"a clip must have a label"}
     made = packed(source)
     assert sorted(made.bad["file"]) == sorted(row.file for row in report.rows)
+    assert sorted(made.names) == ["01/b.npz", "02/a.npz", "02/b.npz", "03/b.npz", "04/b.npz"]
 
 
 def changed(**arrays_: Any):

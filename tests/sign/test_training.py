@@ -117,12 +117,14 @@ def test_a_warped_clip_keeps_its_ends_and_its_order():
     """A point that only moves to the right still does, from where it began to where it stopped."""
     line = torch.linspace(0.1, 0.9, 20)[None, :, None].expand(3, 20, 2 * POINTS)
     raw = {"x": line, "mask": torch.ones(3, 20, POINTS), "x_length": torch.tensor([20, 20, 11]), "id": torch.arange(3)}
+    raw["mask"][:, 10:, 1] = False  # which is seen or not as in the nearer frame
     batch = sign.batch(raw, Plan(normalise="none", time_warp=1.0), Draws(0, 0, raw["id"]))
     lengths = batch["x_length"].tolist()
     for b, (length, last) in enumerate(zip(lengths, (0.9, 0.9, float(line[0, 10, 0])), strict=True)):
         own = batch["x"][b, :length, 0]
         assert (own.diff() > 0).all()
         assert own[[0, -1]].tolist() == pytest.approx([0.1, last], abs=1e-5)
+        assert batch["mask"][b, :length, 1].tolist() == (own < 0.5).tolist()
         assert batch["mask"][b].any(1).tolist() == [t < length for t in range(batch["mask"].shape[1])]
     assert lengths != [20, 20, 11]
 
