@@ -16,8 +16,7 @@ from nbtools.data import Card, batches_in, cores
 from nbtools.errors import sentence
 from nbtools.measure.lr import LrTrial
 from nbtools.measure.profile import LEAST_STEPS, Verdict
-from nbtools.measure.report import Report, restored
-from nbtools.show import digits, duration, html, note, plural
+from nbtools.show import Report, digits, duration, html, note, plural, restored
 from nbtools.train import LARGER, OPTIMIZERS, Plan, Task, TaskLike, as_task, length_of, lr_factor
 from nbtools.train import device as devices
 

@@ -16,10 +16,9 @@ import torch
 
 from nbtools.data import Feed, Pack, batches_in, in_order, lengths_of, open_feed, phase, work
 from nbtools.errors import TrainError
-from nbtools.measure.report import Report
 from nbtools.measure.timing import EAGER, Clock, Stepper, untouched
 from nbtools.measure.turns import Deadline, timed
-from nbtools.show import digits, number, plural
+from nbtools.show import Report, digits, number, plural
 from nbtools.train import Plan, TaskLike, evaluation, readable
 from nbtools.train import device as devices
 

@@ -17,10 +17,9 @@ from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from nbtools.data import Pack, Padding, choose, gather, on
-from nbtools.measure.report import Report
 from nbtools.measure.timing import Stepper, Timing, busy, shapes, trace, typical, untouched
 from nbtools.measure.turns import Trial, beside, in_turns, share_of
-from nbtools.show import percent, timing
+from nbtools.show import Report, percent, timing
 from nbtools.train import DTYPES, MOST_GRAPHS, Plan, TaskLike, gradients, synchronizing, unrecordable
 from nbtools.train import device as devices
 

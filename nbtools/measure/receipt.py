@@ -13,10 +13,9 @@ from typing import Any
 from nbtools.data import Pack, choose, cores, phase
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.measure.machine import machine
-from nbtools.measure.report import Report
 from nbtools.measure.timing import Stepper, Timing, untouched
 from nbtools.measure.turns import attempt, in_turns, share_of, shared
-from nbtools.show import duration, html, note, percent, plural
+from nbtools.show import Report, duration, html, note, percent, plural
 from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
 
