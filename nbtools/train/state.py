@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from nbtools.data import Card, Keys, Pack
+from nbtools.data import Keys, Pack
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.show import plural
 from nbtools.train import device as devices
@@ -59,14 +59,14 @@ class TrainState:
     def __init__(
         self,
         task: TaskLike,
-        pack: Pack | Card,
+        pack: Pack,
         plan: Plan,
         device: torch.device | str | None = None,
         ranks: Ranks | None = None,
     ):
         self.plan = self.applied = plan
         self.ranks = ranks or Ranks()
-        self.card = readable(task, pack, plan).card if isinstance(pack, Pack) else pack
+        self.card = readable(task, pack, plan).card
         self.task = bound(task, self.card)
         self.device = torch.device(device) if device is not None else devices.pick()
         devices.require(plan, self.device, self.ranks.world)
@@ -92,8 +92,7 @@ class TrainState:
         self.meter = Meter(self.device)
         self.events: list[str] = []  # messages for the next yield
         self.graphs = Graphs(self.device, self.events) if plan.graph else None
-        count = len(pack) if isinstance(pack, Pack) else sum(pack.splits.values())
-        self.keys = Keys(count, self.device)  # of draws
+        self.keys = Keys(len(pack), self.device)  # of draws
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
         self.evaluate_next = False  # ask for an evaluation before the next step
         self.last_evaluation: list[tuple[Tensor, Any]] = []  # (ids, loss) of its batches
