@@ -102,7 +102,7 @@ def fit(
         del job
     if release_gpu:
         release()
-        if keeper and keeper.done == keeper.requested and not stopped and str(keep).startswith("drive:"):
+        if keeper and keeper.trouble is None and not stopped and str(keep).startswith("drive:"):
             release_runtime()
     if interrupted and running_kernel() is None and not is_torchelastic_launched():
         raise KeyboardInterrupt(result)  # once everything is saved; it ends a script's loop over runs, too

@@ -32,7 +32,8 @@ METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # of bzip2 and lzma, a rea
 ENTRIES = 5_000_000  # more than this is an attack on memory
 RATIO, FLOOR = 200, 100_000_000  # bytes unpacked: at most this many times the archive (deflate can 1,032), or the floor
 LITTER = re.compile(r"(^|/)(__MACOSX|\.DS_Store|\._[^/]*)(/|$)")  # of macOS
-PLAIN = "only plain files and folders are read"
+PAGES = [("utf-8", "utf-8"), ("gbk", "gb2312"), ("cp932", "cp932"), ("gbk", "gbk")]  # encoding, its common part
+ODD = re.compile(r"^/|\\|\0|^[A-Za-z]:|(^|/)\.\.(/|$)")  # could lead outside a folder
 
 
 class Entry(NamedTuple):
@@ -65,32 +66,30 @@ def unpack(path: Path, folder: Path, text: str, progress: bool) -> None:
     more bytes or entries than the limits; DiskError where there is no room. What was written until then stays: the
     caller unpacks into a `.part` and publishes afterwards.
     """
+    limit, plain = max(FLOOR, RATIO * path.stat().st_size), folder.with_name(f"{folder.name}.tar")
     with explained(text) as where:
         if opener := OPENERS.get(form := kind(path, text)):
-            plain = folder.with_name(f"{folder.name}.tar")
-            inflate(path, opener, plain, progress)
-            unpack(plain, folder, text, progress)
-            disk.remove(plain)
-            return
+            inflate(path, opener, plain, limit, progress)
+            path, form = plain, kind(plain, text)
         with open(path, "rb") as file:
             entries = list(islice((in_zip if form == "zip" else in_tar)(file, where), ENTRIES + 1))
-            files = checked(entries, max(FLOOR, RATIO * path.stat().st_size), text, where)
+            files = checked(entries, limit, text, where)
             size = sum(entry.size for _, entry in files)
             disk.require_space(folder, size)
             with bar(total=size, desc=f"unpack {folder.name}", disable=not progress, **BYTES) as shown:
                 for name, entry in files:
                     where.entry = name
                     extract(entry, folder / name, shown.update)
+        disk.remove(plain)
 
 
-def inflate(path: Path, opener: Callable, plain: Path, progress: bool) -> None:
+def inflate(path: Path, opener: Callable, plain: Path, limit: int, progress: bool) -> None:
     """Write what is compressed, within the limit, to the end, where gzip and xz compare checksums."""
-    size = path.stat().st_size
-    shown = bar(total=size, desc=f"unpack {path.name}", disable=not progress, **BYTES)
+    shown = bar(total=path.stat().st_size, desc=f"unpack {path.name}", disable=not progress, **BYTES)
     with shown, open(path, "rb") as raw, opener(raw) as packed, open(plain, "wb", 0) as whole:
         while data := packed.read(1 << 20):
             disk.write(whole, data)
-            require_below(whole.tell(), max(FLOOR, RATIO * size))
+            require_below(whole.tell(), limit)
             shown.update(raw.tell() - shown.n)
 
 
@@ -130,7 +129,7 @@ def checked(entries: list[Entry], limit: int, text: str, where: SimpleNamespace)
 
 def safe_parts(name: str) -> tuple[str, ...]:
     """Return the components of a relative POSIX name; raise ArchiveError for one that could lead outside its folder."""
-    if name.startswith("/") or re.search(r"\\|\0|^[A-Za-z]:", name) or ".." in name.split("/"):
+    if ODD.search(name):
         rule = "has a name that is absolute, or holds `..`, a backslash, a drive letter or NUL"
         raise ArchiveError(f"{rule}. Make the archive again with relative names")
     return tuple(part for part in name.split("/") if part not in ("", "."))
@@ -149,13 +148,14 @@ def in_tar(file: IO[bytes], where: SimpleNamespace) -> Iterator[Entry]:
         where.entry = member.name
         if tar.offset <= end:
             raise ArchiveError("has a header that points backwards")  # an endless loop before CVE-2025-8194
-        end, is_file = tar.offset, member.isreg() and not member.issparse()
-        if not (is_file or member.isdir()):
+        end = tar.offset
+        if not (member.isdir() or (member.isreg() and not member.issparse())):
             fix = "Make the archive again with tar --dereference --hard-dereference"
-            raise ArchiveError(f"is a link, a device or sparse: {PLAIN}. {fix}")
-        if is_file:
-            name = member.name.encode("utf-8", "surrogateescape")
-            yield Entry(name, member.size, partial(at, file, member.offset_data))
+            raise ArchiveError(f"is a link, a device or sparse: only plain files and folders are read. {fix}")
+        if not member.isdir():
+            yield Entry(
+                member.name.encode("utf-8", "surrogateescape"), member.size, partial(at, file, member.offset_data)
+            )
     where.entry = ""
     if at(file, tar.offset).read(2 * tarfile.BLOCKSIZE) != bytes(2 * tarfile.BLOCKSIZE):  # else tarfile is silent
         raise ArchiveError("ends before its end-of-archive marker: it is truncated or damaged")
@@ -171,7 +171,7 @@ def in_zip(file: IO[bytes], where: SimpleNamespace) -> Iterator[Entry]:
     for info in archive.infolist():
         where.entry = info.filename
         if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
-            raise ArchiveError(f"is a link or a device: {PLAIN}")
+            raise ArchiveError("is a link or a device: only plain files and folders are read")
         if info.compress_type not in METHODS or (info.CRC and not info.file_size):
             raise ArchiveError("is damaged, or neither stored nor deflated. Make the zip again with the usual settings")
         yield Entry(marked_name(info), info.file_size, partial(archive.open, info))
@@ -193,8 +193,7 @@ def marked_name(info: zipfile.ZipInfo) -> str | bytes:
 def decoded(text: str, names: list[str | bytes]) -> list[str]:
     """Return names as text, and say so where their encoding was guessed; with slashes where Windows wrote none."""
     raw = b"/".join(name for name in names if isinstance(name, bytes))
-    encoding = code_page(raw)
-    if encoding != "utf-8":
+    if (encoding := code_page(raw)) != "utf-8":
         first = next(name for name in names if isinstance(name, bytes) and not name.isascii()).decode(encoding)
         rule = f"names that are not UTF-8; by their bytes the encoding {encoding} was guessed, as in {first!r}"
         say(f"{text}: {rule}. If that is wrong, make the archive again with names in UTF-8.")
@@ -203,15 +202,10 @@ def decoded(text: str, names: list[str | bytes]) -> list[str]:
 
 
 def code_page(raw: bytes) -> str:
-    """Return the encoding that names without a mark most likely have: UTF-8, or that of China, Japan, or the West.
-
-    A Western name has a few Latin letters among others: read as such, Asian ones have signs for drawing boxes, capitals
-    behind small letters, or nothing but such letters. Common Chinese characters are those of GB 2312.
-    """
-    western = raw.decode("cp437")
-    asian = re.search(r"[^\0-\x7f\u00c0-\u00ff]|[\u00df-\u00ff][A-Z]|(^|/)[\u00c0-\u00ff]{2,}([/.]|$)", western)
-    choices = [("gbk", "gb2312"), ("cp932", "cp932"), ("gbk", "gbk")] if asian else []
-    for encoding, common in (("utf-8", "utf-8"), *choices):
+    """Return the encoding that names without a mark most likely have: UTF-8, or that of China, Japan, or the West,
+    where Asian ones have signs for drawing boxes. Common Chinese characters are those of GB 2312."""
+    asian = re.search(r"[^\0-\x7f\u00c0-\u00ff]", raw.decode("cp437"))
+    for encoding, common in PAGES if asian else PAGES[:1]:
         with contextlib.suppress(UnicodeError):
             raw.decode(encoding).encode(common)
             return encoding
@@ -228,7 +222,7 @@ def explained(text: str) -> Iterator[SimpleNamespace]:
     except DiskError:
         raise
     except ArchiveError as error:
-        if str(error).startswith(f"{text}: "):  # of the plain tar within
+        if str(error).startswith(f"{text}: "):
             raise
         reason = str(error)
     except Exception as error:  # readers let nearly anything escape on damaged input, as mutation shows

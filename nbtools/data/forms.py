@@ -14,7 +14,7 @@ import sys
 import unicodedata
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -320,12 +320,14 @@ def layout_of(picture: bool, dtype: np.dtype, shape: tuple[int | None, ...], tar
 # -- mean and standard deviation
 
 
-def moments_of(form: Form, blocks: Iterable[np.ndarray]) -> tuple[list[float], list[float]]:
-    """Return (mean, standard deviation, 1 of what never varies) of a column, of images in 0…1: per channel of images;
-    per value of vectors and of each step of ragged columns; else one of all, as nothing says which axis holds what."""
+def moments_of(form: Form, array: np.ndarray, rows: np.ndarray) -> tuple[list[float], list[float]]:
+    """Return (mean, standard deviation, 1 of what never varies) of the chosen rows, (n,) bool, of a column, of images
+    in 0…1: per channel of images; per value of vectors and of each step of ragged columns; else one of all, as nothing
+    says which axis holds what."""
     axis = {"chw": 1, "hwc": 3}.get(form.layout, 1 if len(form.shape) == 1 + form.ragged else None)
-    mean, squares, count = np.zeros(1), np.zeros(1), 0
-    for block in blocks:  # Chan's update: far from 0 a difference of squares says nothing
+    mean, squares, count, step = np.zeros(1), np.zeros(1), 0, max(1, BLOCK * len(array) // max(array.size, 1))
+    for start in range(0, len(array), step):  # Chan's update: far from 0 a difference of squares says nothing
+        block = array[start : start + step][rows[start : start + step]]
         if len(block):
             flat = np.moveaxis(block, axis or 0, 0).reshape(1 if axis is None else block.shape[axis], -1)
             flat, n = flat.astype(np.float64), flat.shape[1]
@@ -334,10 +336,3 @@ def moments_of(form: Form, blocks: Iterable[np.ndarray]) -> tuple[list[float], l
             mean, count = mean + (now - mean) * n / (count + n), count + n
     std = np.sqrt(squares / max(count, 1))
     return (mean / form.unit).tolist(), np.where(std > 0, std / form.unit, 1).tolist()
-
-
-def blocks_of(array: np.ndarray, rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the chosen rows, (n,) bool, of an array, so many at once that they stay in the processor's cache."""
-    step = max(1, BLOCK * len(array) // max(array.size, 1))
-    for start in range(0, len(array), step):
-        yield array[start : start + step][rows[start : start + step]]

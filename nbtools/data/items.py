@@ -28,7 +28,6 @@ from nbtools.data.forms import (
     TARGETS,
     Form,
     bare,
-    blocks_of,
     class_text,
     common_form,
     composed,
@@ -39,7 +38,7 @@ from nbtools.data.forms import (
     moments_of,
     plain_values,
 )
-from nbtools.data.pack import FORMAT, Sample
+from nbtools.data.pack import FORMAT, Pack, Sample
 from nbtools.errors import NbtoolsError, PackError
 
 VERSION = 6  # of what a card keeps of them; packs of another are made anew
@@ -277,35 +276,35 @@ class Items:
             self.card_options(),
             ragged=[name for name in ragged if name in self.stored],
             bucket_by=next(iter(ragged), None),
-            by_content=store,
-            stratified=self.kind == "classes",
+            exact=True,
             named=TARGET if self.kind == "classes" and self.stored else None,
             learn=self.learn,
             elsewhere={name: form.column for name, form in forms.items() if name not in self.stored},
         )
 
-    def learn(self, arrays: Mapping[str, np.ndarray], train: np.ndarray) -> dict[str, Any]:
+    def learn(self, pack: Pack, train: np.ndarray) -> dict[str, Any]:
         """Return mean and std of targets, float32 columns and images: as given, else those of the training split, or
         without a copy of the items looked at."""
-        chosen, learned = np.isin(np.arange(len(arrays["split"])), train), {"mean": {}, "std": {}}
+        learned: dict[str, Any] = {"mean": {}, "std": {}}
         for name, form in self.forms.items():
             if form.kind in KINDS or not (name == TARGET or form.dtype == "<f4" or form.layout):
                 continue
-            blocks = self.column(name)
-            if name in arrays:
-                rows = np.repeat(chosen, np.diff(arrays[f"{name}.offsets"])) if form.ragged else chosen
-                blocks = blocks_of(arrays[name], rows)
+            if name in pack.arrays:
+                array, rows = pack.arrays[name], np.isin(np.arange(len(pack)), train)
+                rows = np.repeat(rows, np.diff(pack.offsets[name])) if form.ragged else rows
+            else:
+                array = (np.concatenate if form.ragged else np.stack)([*self.column(name)])
+                rows = np.ones(len(array), bool)
             given = form.layout and name != TARGET and self.options.mean
-            moments = (self.options.mean, self.options.std) if given else moments_of(form, blocks)
+            moments = (self.options.mean, self.options.std) if given else moments_of(form, array, rows)
             learned["mean"][name], learned["std"][name] = ([*map(float, each)] for each in moments)
         return learned
 
     def column(self, name: str) -> Iterator[np.ndarray]:
-        """Yield a column of the items looked at, one at a time."""
+        """Yield a column of each of the items looked at."""
         for i in self.looked:
             with suppress(PackError):
-                array = self.sample(i, self.forms)[name]
-                yield array if self.forms[name].ragged else array[None]
+                yield self.sample(i, self.forms)[name]
 
 
 def images_in(forms: Mapping[str, Form]) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, constant, places
+from nbtools.data import TARGET, Card, Draws, Form, Pack, constant, places
 from nbtools.errors import TrainError
 from nbtools.show import percent
 from nbtools.train.plan import require_known
@@ -287,8 +287,7 @@ def score(metrics: Any, outputs: Any, batch: Batch, card: Card | None) -> dict[s
 
 
 def by_name(metric: str, outputs: Any, y: Tensor, card: Card | None) -> Pair:
-    kinds, _, measure = METRICS[metric]
-    kind = card.options.get("kind", "none") if card is not None else "not of nb.pack"
+    (kinds, _, measure), kind = METRICS[metric], "not of nb.pack" if card is None else card.options.get("kind", "none")
     if card is None or kind not in kinds:
         rule = f"metrics: {metric!r} is for {kinds} of nb.pack, but the targets of the pack are {kind}"
         raise TrainError(f"{rule}; choose another, or write metrics(outputs, batch)")
@@ -325,13 +324,31 @@ def answers(outputs: Any, card: Card) -> list[Any]:
             values = values.permute(0, 2, 3, 1) if layout == "hwc" else values.squeeze(1) if layout == "hw" else values
             return values.tolist() if values.dim() < 3 else list(values.cpu().numpy())
     elif kind == "labels":
-        shares = class_logits(outputs, card).float().sigmoid().tolist()
-        pairs = [map(Answer, card.classes, row) for row in shares]
-        return [Labels(answer for answer in row if answer.probability > SURE) for row in pairs]
+        rows = class_logits(outputs, card).float().sigmoid().tolist()
+        return [Labels(Answer(*pair) for pair in zip(card.classes, row, strict=True) if pair[1] > SURE) for row in rows]
     elif kind == "classes" and outputs.shape[1:] == (len(card.classes),):
         best = outputs.float().softmax(1).max(1)
         return [Answer(card.classes[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     return list(outputs)
+
+
+def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool]:
+    """Return `Task.preview` of a sample: its first image, floats beyond 0 to 1 from least to most; values stand next to
+    the true ones, neither right nor wrong."""
+    card, sample, name = pack.card, pack.sample(i), images_of(pack.card)[0]
+    image = sample[name].transpose(1, 2, 0) if layout_of(card, name) == "chw" else sample[name]
+    if image.dtype != np.uint8:
+        low, high = min(float(image.min()), 0.0), max(float(image.max()), 1.0)
+        image = ((image - low) * (255 / (high - low))).round().astype(np.uint8)
+    image = image if image.ndim == 2 else image[..., :3] if image.shape[2] >= 3 else image[..., 0]
+    y, kind, truth, text = sample.get(TARGET, np.zeros(0)), card.options["kind"], "", as_text(answer)
+    if kind == "classes":
+        truth = card.classes[int(y)]
+    elif kind == "labels":
+        truth = ", ".join(card.classes[k] for k in np.flatnonzero(y)) or "none"
+    elif kind == "values":
+        text += f" (true: {as_text(y)})"
+    return image, truth, text, True
 
 
 def as_text(answer: Any) -> str:
@@ -344,25 +361,3 @@ def as_text(answer: Any) -> str:
     if values.size > FEW:
         return f"{' × '.join(map(str, values.shape))} values"
     return ", ".join(f"{value:.4g}" for value in values.reshape(-1))
-
-
-def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool]:
-    """Return `Task.preview` of a sample; values stand next to the true ones, neither right nor wrong."""
-    sample, kind, truth, text = pack.sample(i), pack.options["kind"], "", as_text(answer)
-    if kind == "classes":
-        truth = pack.classes[int(sample[TARGET])]
-    elif kind == "labels":
-        truth = ", ".join(pack.classes[k] for k in np.flatnonzero(sample[TARGET])) or "none"
-    elif kind == "values":
-        text += f" (true: {as_text(sample[TARGET])})"
-    return picture(sample, pack.card), truth, text, True
-
-
-def picture(sample: Sample, card: Card) -> np.ndarray:
-    """Return the first image of a sample, (H, W) or (H, W, 3) uint8; floats beyond 0 to 1 from least to most."""
-    name = images_of(card)[0]
-    image = sample[name].transpose(1, 2, 0) if layout_of(card, name) == "chw" else sample[name]
-    if image.dtype != np.uint8:
-        low, high = min(float(image.min()), 0.0), max(float(image.max()), 1.0)
-        image = ((image - low) * (255 / (high - low))).round().astype(np.uint8)
-    return image if image.ndim == 2 else image[..., :3] if image.shape[2] >= 3 else image[..., 0]

@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_map_only
 
 from nbtools.data import SLOW, TARGET, Draws, Feed, Pack, bar, gather, in_order, lengths_of, open_feed
 from nbtools.errors import NbtoolsError, TrainError
+from nbtools.show import plural
 from nbtools.train.defaults import mean_average_precision
 from nbtools.train.defaults import score as score_batch
-from nbtools.train.device import autocast, out_of_memory, required, within_memory
+from nbtools.train.device import autocast, required, within_memory
 from nbtools.train.meter import sum_dtype
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
@@ -56,10 +57,9 @@ class Sums:
         for name, total in self.totals.items():
             if total.dim() == 3:
                 values[name] = mean_average_precision(*total)
-                continue
-            sums, counts = total.view(2, -1).tolist()
-            ratios = [n / d for n, d in zip(sums, counts, strict=True) if d]
-            values[name] = sum(ratios) / max(len(ratios), 1)
+            else:
+                ratios = [n / d for n, d in zip(*total.view(2, -1).tolist(), strict=True) if d]
+                values[name] = sum(ratios) / max(len(ratios), 1)
         return values
 
 
@@ -102,20 +102,13 @@ def worst_first(batches: Iterable[tuple[Tensor, Pair]]) -> list[int]:
 
 
 def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
-    """Add loss and metrics of a batch; out of memory, of its halves. Raises TrainError if a single sample does not
-    fit."""
+    """Add loss and metrics of a batch. Raises TrainError where memory ends."""
     pairs, reason = within_memory(partial(scores, task, model, raw, plan, sums.device))
-    if pairs is not None:
-        sums.batches.append((raw["id"], pairs["loss"]))
-        return sums.add(pairs)
-    if sums.device.type == "cuda":
-        torch.cuda.empty_cache()
-    half = len(raw["id"]) // 2
-    if not half:
-        rule = f"out of memory evaluating one sample ({reason})"
-        raise TrainError(f"{rule}; use a smaller network or smaller samples", entry="Out of memory")
-    for part in (slice(half), slice(half, None)):
-        score(task, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
+    if pairs is None:
+        rule = f"out of memory evaluating {plural(len(raw['id']), 'sample')} ({reason})"
+        raise TrainError(f"{rule}; set a smaller micro_batch_size, which evaluations take too", entry="Out of memory")
+    sums.batches.append((raw["id"], pairs["loss"]))
+    sums.add(pairs)
 
 
 def score_split(
@@ -166,10 +159,9 @@ def rehearse(state: Any, pack: Pack) -> None:
     """Raise TrainError, with shapes, if the network does not take the pack's samples, or loss and metrics what it
     returns. No weight and no random state changes."""
     task, plan, device, outputs = state.task, state.applied.while_training(), state.device, None
-    ids = pack.ids("train")
-    first, target = ids[:REHEARSED], pack.arrays[TARGET] if TARGET in pack.arrays else np.zeros(())
+    first, target = pack.ids("train")[:REHEARSED], pack.arrays.get(TARGET, np.zeros(()))
     if pack.options.get("kind") == "classes" and target.ndim == 1:  # a loss may not take the highest one
-        first = np.append(first, ids[np.argmax(target[ids])])
+        first = np.append(first, pack.ids("train")[np.argmax(target[pack.ids("train")])])
     raw = {name: tensor.to(device) for name, tensor in gather(pack, first).items()}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -184,11 +176,11 @@ def rehearse(state: Any, pack: Pack) -> None:
                     check_batch(task, *tree_map_only(Tensor, Tensor.cpu, (outputs, batch)), plan=plan)
             with autocast(plan, device):
                 check_batch(task, outputs, batch, plan)
+    except torch.OutOfMemoryError:
+        return  # the first step takes smaller parts
     except NbtoolsError:
         raise
     except Exception as error:
-        if out_of_memory(error):
-            return
         shape, y = (tuple(getattr(value, "shape", ())) for value in (outputs, raw.get(TARGET)))
         what = f"the loss or a metric does not take outputs {shape}, y {y}"
         if outputs is None:

@@ -16,8 +16,6 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from nbtools.data import Feed, Pack, batches_left, lengths_of, open_feed
 from nbtools.train.device import autotuning, memory, prepare, required
 from nbtools.train.evaluation import Sums, score_split
@@ -67,7 +65,9 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     lengths, whole = lengths_of(pack, ids), False
     while not whole:
         yield from between_steps(state, feed, pack)
-        batches = rest_of_epoch(state, ids, lengths)
+        if not state.segments or regrouped(state):
+            state.segments.append([state.applied.batch_size, 0])
+        batches = batches_left(ids, lengths, state.applied.seed, state.epoch, state.segments)
         stream = feed([state.ranks.share(batch) for batch in batches])
         repeats = (state.applied.epochs - state.epoch) * len(batches) if lengths is None else 0
         for batch in batches:
@@ -90,13 +90,6 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
         raise Diverged(f"the loss became non-finite in steps {start + 1} to {state.step}", (start, state.step))
 
 
-def rest_of_epoch(state: TrainState, ids: np.ndarray, lengths: np.ndarray | None) -> list[np.ndarray]:
-    """Return the batches of ids that are left of this epoch, by the applied batch size."""
-    if not state.segments or regrouped(state):
-        state.segments.append([state.applied.batch_size, 0])
-    return batches_left(ids, lengths, state.applied.seed, state.epoch, state.segments)
-
-
 def regrouped(state: TrainState) -> bool:
     """Return whether the batch size has changed since the batches of this epoch were made."""
     return bool(state.segments) and state.applied.batch_size != state.segments[-1][0]
@@ -116,8 +109,7 @@ def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]
             return
         state.evaluate_next = False
         if len(pack.ids("val")):
-            values = yield from evaluate(state, feed, pack)
-            yield state.record("evaluation", values)
+            yield state.record("evaluation", (yield from evaluate(state, feed, pack)))
         else:
             what = "nothing to evaluate: the validation split is empty"
             yield state.record("event", {"what": what, "asked": "evaluate"})
@@ -159,6 +151,7 @@ def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
     """Evaluate the validation split, or as many of its samples as the plan does during training; return loss and
     metrics."""
     start, sums, plan = perf_counter(), Sums(state.device), state.applied.while_training()
+    plan = plan.replace(micro_batch_size=state.recovery.micro)  # what does not fit in training may not fit here
     state.ranks.align(state.evaluated.buffers())
     for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed, plan.eval_samples, state.ranks):
         yield state.record("evaluating")

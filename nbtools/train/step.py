@@ -41,10 +41,10 @@ def train_step(
     """
     size, careful = size or len(raw["id"]), state.step < state.recovery.careful_until
     set_lr(state, size, epoch_size)
-    if state.graphs is not None and not careful and state.graphs.follow(state.applied):
+    if state.graphs is not None and not state.graphs.off and not careful:
         state.keys.of(state.applied.seed, state.epoch)
-        step = partial(state.graphs.step, raw, partial(whole_step, state), partial(written, state))
-        if (sums := within_memory(step)[0]) is not None:
+        act = partial(state.graphs.step, raw, state.applied.batch_size, partial(whole_step, state))
+        if (sums := within_memory(partial(act, partial(written, state)))[0]) is not None:
             return sums
         release(state)
     buffers = [buffer.clone() for buffer in state.model.buffers()] if careful else []
@@ -157,7 +157,8 @@ def tensors(model: nn.Module) -> list[Tensor]:
 def written(state: TrainState) -> list[Tensor]:
     """Return the tensors that a step changes, parameters first."""
     ema = [] if state.ema is None else tensors(state.ema)
-    return [*tensors(state.model), *ema, *state.moments().values()]
+    kept = (value for value in state.moments().values() if isinstance(value, Tensor))
+    return [*tensors(state.model), *ema, *kept]
 
 
 def at_least_one(count: Tensor | float) -> Tensor | float:

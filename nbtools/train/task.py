@@ -215,9 +215,6 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
         fix = "give its layers their sizes, or call the network on a sample once before"
         raise TrainError(f"{spoken(task)}: the network has layers that learn their sizes when first called; {fix}")
     keep_recurrent_in_float32(model)
-    if any(map(is_lazy, model.parameters())):
-        fix = "give its layers their sizes, or call the network on a sample once before"
-        raise TrainError(f"{spoken(task)}: the network has layers that learn their sizes when first called; {fix}")
     if task.card is not None:
         require_augmentable(card, task.augment)
         hook = partial(pass_columns, *find_columns(model, card))

@@ -306,17 +306,16 @@ def colab(place, monkeypatch) -> FakeColab:
     return fake
 
 
-@pytest.mark.parametrize("calls", [[], [False], [False, True]])
-def test_drive_is_mounted_on_colab_when_needed_and_forced_when_stale(colab, calls):
+@pytest.mark.parametrize("calls", [[], [True]])
+def test_drive_is_mounted_on_colab_when_needed_whatever_a_lost_mount_left(colab, calls):
     put(colab.point / "MyDrive" / "digits.tar", TAR)
     colab.mounted = not calls
-    colab.errors = {False: ValueError("mount failed")} if True in calls else {}
     assert tree(stage("drive:digits.tar")) == INSIDE
     assert colab.calls == calls
 
 
 def test_a_drive_that_does_not_mount_is_an_error_and_an_empty_one_an_empty_place(colab):
-    colab.errors = dict.fromkeys((False, True), ValueError("mount failed"))
+    colab.errors = {True: ValueError("mount failed")}
     with pytest.raises(errors.StageError, match="not mounted: ValueError: mount failed"):
         nb.kept("drive:captcha.tar")
     colab.errors = {}
@@ -336,7 +335,7 @@ def test_the_machine_is_given_back_after_drive_is_written_out_and_kept_where_it_
 
 
 def test_where_drive_is_declined_nothing_counts_as_kept_and_the_dialog_comes_once(colab, capsys):
-    colab.errors = {False: MessageError("Error: credential propagation was unsuccessful")}
+    colab.errors = {True: MessageError("Error: credential propagation was unsuccessful")}
     assert nb.kept("drive:nbtools-data/runs/captcha", "a short run") is None
     assert place_to_keep("drive:nbtools-data/runs/captcha") is None
     printed = capsys.readouterr().err
@@ -344,7 +343,7 @@ def test_where_drive_is_declined_nothing_counts_as_kept_and_the_dialog_comes_onc
         assert re.search(rf"Access to Drive was declined in Colab's dialog .*{end}", printed)
     with pytest.raises(errors.NbtoolsError, match="declined in Colab's dialog"):
         stage("drive:datasets/captcha.tar")
-    assert colab.calls == [False], "the user was asked again"
+    assert colab.calls == [True], "the user was asked again"
 
 
 # Over the network
