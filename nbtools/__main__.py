@@ -1,9 +1,6 @@
-"""The terminal: `nbtools COMMAND`, or `python -m nbtools COMMAND`.
-
-A command is a function of COMMANDS: its docstring is the help, its parameters are the arguments, those with a default
-or a keyword the options; `of_pack: Options` are those of the task's `pack`, `of_plan` the fields of its Plan. Results
-go to stdout, all else to stderr.
-"""
+"""The terminal, `nbtools COMMAND`. A command is a function: its docstring is the help, its parameters are arguments, or
+options if they have a default or are keywords; of_pack: those of the task's `pack`; of_plan: the fields of its Plan.
+Results go to stdout, all else to stderr."""
 
 from __future__ import annotations
 
@@ -73,8 +70,8 @@ def train(
 
 
 def plan_of(task: Task, pack: nb.Pack, measured: bool, given: Options) -> nb.Plan:
-    """Return the advised plan for the given network, with the given settings; a warmup becomes shorter with fewer
-    epochs. All else counts as advised: a started run keeps its own."""
+    """Return the advised plan for the given network, with the given settings; fewer epochs shorten its warmup. All else
+    counts as advised: a started run keeps its own."""
     plan = nb.advise(task, pack, measure=measured).plan
     plan = task.with_network(plan, pack, given["network"]) if "network" in given else plan
     share = min(1.0, given.get("epochs", plan.epochs) / plan.epochs)
@@ -174,11 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("nbtools: stopped by you", file=sys.stderr)
         return 130
-    by_torchrun = "RANK" in os.environ  # which would start a stopped run again
     if value is not None and os.environ.get("RANK", "0") == "0":
         print(text(value), flush=True)
-    stopped = isinstance(value, nb.Run) and value.state == "stopped" and not by_torchrun
-    return 130 if stopped else int(getattr(value, "ok", True) is False)
+    if isinstance(value, nb.Run) and value.state == "stopped" and "RANK" not in os.environ:
+        return 130  # under torchrun it would be started again
+    return int(getattr(value, "ok", True) is False)
 
 
 def text(value: Any) -> str:
@@ -212,10 +209,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def parser(words: Sequence[str]) -> Parser:
     """Return the parser of a command line, with the options of the task that its second word names."""
-    shape = argparse.RawDescriptionHelpFormatter  # the description is code
-    top = Parser(
-        prog="python -m nbtools", description=nb.__doc__, epilog=CODES, allow_abbrev=False, formatter_class=shape
-    )
+    shape: Any = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}  # for code
+    top = Parser(prog="python -m nbtools", description=nb.__doc__, epilog=CODES, **shape)
     top.add_argument("--version", action="version", version=f"nbtools {nb.__version__}")
     commands, (command, second, *_) = top.add_subparsers(metavar="COMMAND", required=True), [*words, "", ""]
     for name in (*HOOKS, *COMMANDS):
@@ -259,10 +254,9 @@ def add_arguments(one: Parser, task: Task, act: Any, of_task: bool) -> None:
 
 
 def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    try:
+    with suppress(NameError):  # of a type that is imported for type checkers only
         return inspect.signature(function, eval_str=True).parameters
-    except NameError:  # of a type that is imported for type checkers only
-        return inspect.signature(function).parameters
+    return inspect.signature(function).parameters
 
 
 def add(one: Parser, dest: str, each: inspect.Parameter, plan: Any = None) -> None:
@@ -290,12 +284,15 @@ def read(flag: str, kind: str, text: str) -> Any:
         return None
     if several and "," in text:
         return tuple(read(flag, several[1], part.strip()) for part in text.split(","))
-    for number, kinds in ((int, "int|float"), (float, "float")):  # val=100 are 100 samples
+    for number, kinds in (
+        (int, "int|float"),
+        (float, "float"),
+        (str, "str"),
+        (Path, "Path"),
+    ):  # val=100 are 100 samples
         with suppress(ValueError):
             if re.search(kinds, kind):
                 return number(text)
-    if "str" in kind or "Path" in kind:
-        return text if "str" in kind else Path(text)
     raise NbtoolsError(f"{flag} must be {kind}, got {text!r}")
 
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from nbtools.errors import DiskError, NbtoolsError
 from nbtools.show import size
@@ -19,12 +19,6 @@ VERSION = "0.3.0.dev0"  # of the package, which packs and runs record
 PIECE = 1 << 18  # bytes that are unpacked at once: they stay in the processor's cache
 AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)  # Drive gives the first two after a while
 MOUNTS = Path("/proc/self/mounts")  # Linux
-MAKE_ROOM = "Free some space, or choose another disk."
-FIXES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), MAKE_ROOM),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Choose another folder, or change its permissions."),
-    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "If a file is where a folder should be, move it."),
-}
 
 
 def write(file, data: bytes | bytearray | memoryview) -> None:
@@ -70,11 +64,11 @@ def write_atomic(path: Path, data: bytes | memoryview | str, digest: str = "") -
         if sha256(part) != (digest or hashlib.sha256(data).hexdigest()):
             raise OSError(errno.EIO, "reads back differently from what was written", os.fspath(path))
         rename(part, path)
-        return path
     except OSError:
         with suppress(OSError):  # the disk that failed may refuse this too: the first error counts
-            remove(part)
+            part.unlink(missing_ok=True)
         raise
+    return path
 
 
 def remove(path: Path) -> None:
@@ -94,10 +88,9 @@ def from_json(data: str | bytes) -> dict[str, Any]:
 
 def exists(path: Path) -> bool:
     """Return whether something is there; raise OSError where that is unknown, unlike Path.exists() of Python 3.14."""
-    try:
+    with suppress(FileNotFoundError):
         return bool(path.stat())
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def walk(folder: Path | str, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[os.DirEntry[str]]:
@@ -126,7 +119,8 @@ def free_bytes(path: Path) -> int:
 def require_space(path: Path, need: int) -> None:
     """Raise DiskError unless `need` bytes are free where `path` is, or will be."""
     if need > (free := free_bytes(path)):
-        raise DiskError(f"{path}: needs {size(need)}, only {size(free)} are free there. {MAKE_ROOM}")
+        rule = f"{path}: needs {size(need)}, only {size(free)} are free there"
+        raise DiskError(f"{rule}. Free some space, or choose another disk.")
 
 
 def is_slow(path: Path) -> bool:
@@ -148,51 +142,34 @@ def explained(doing: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason, entry = error.strerror or str(error), "Drive errors 5 and 107" if is_away(error) else ""
+        reason, fix = error.strerror or str(error), "Choose another folder or disk, or try again."
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            reason = f"the disk is full ({size(free_bytes(path))} free)"
-        fix = FIXES.get(error.errno or 0, "Try again; if it happens again, choose another disk.")
+            reason, fix = (
+                f"the disk is full ({size(free_bytes(path))} free)",
+                "Free some space, or choose another disk.",
+            )
+        entry = "Drive errors 5 and 107" if is_away(error) else ""
         raise DiskError(f"{doing}: {error.filename or path}: {reason}. {fix}", entry=entry) from error
 
 
-class Lock:
-    """Let one process or thread in at a time; others wait, or raise `busy`. The system releases it when its owner dies.
-    The file stays, on a local disk: deleting it would let two owners in."""
-
-    def __init__(self, path: Path, busy: NbtoolsError | None = None) -> None:
-        self.path, self.busy, self.descriptor = path, busy, -1
-
-    def __enter__(self) -> "Lock":
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+@contextmanager
+def lock(path: Path, busy: NbtoolsError | None = None) -> Iterator[None]:
+    """Let one process or thread in at a time; others wait, or raise `busy`. The system lets go when the owner dies. The
+    file stays, on a local disk: deleting it would let two owners in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
         try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if self.busy else 0))
+            fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
         except BlockingIOError:
-            os.close(self.descriptor)
-            raise self.busy or BlockingIOError from None
-        HELD.add(self)
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self in HELD:  # else this is a fork of the owner
-            HELD.discard(self)
-            fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # at once: a new fork has not closed its own yet
-            os.close(self.descriptor)
-
-    def held(self) -> bool:
-        """Return whether somebody has it now; only of one with `busy`. Raises DiskError where that is unknown."""
-        with explained("looking whether a lock is held", self.path), suppress(NbtoolsError), self:
-            return False
-        return True
+            raise busy or BlockingIOError from None
+        HELD.add(file)
+        try:
+            yield
+        finally:
+            HELD.discard(file)
+            fcntl.flock(file, fcntl.LOCK_UN)  # at once: a new fork has not closed its own yet
 
 
-HELD: set[Lock] = set()
-
-
-def close_in_fork() -> None:
-    """Close the locks in a fork: a killed owner's workers live on for seconds, in which it may be started again."""
-    while HELD:
-        os.close(HELD.pop().descriptor)
-
-
-os.register_at_fork(after_in_child=close_in_fork)
+HELD: set[IO[Any]] = set()
+# A killed owner's workers live on for seconds, in which it may be started again.
+os.register_at_fork(after_in_child=lambda: [file.close() for file in HELD])

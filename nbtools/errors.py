@@ -1,6 +1,4 @@
-"""The errors that nbtools raises on purpose: each names the field, the rule, the value, and what to do next. Ctrl-C."""
-
-from typing import Any
+"""The errors that nbtools raises on purpose: each names the field, the rule, the value, and what to do next."""
 
 
 class NbtoolsError(Exception):
@@ -39,10 +37,7 @@ class PackError(NbtoolsError):
     """Raw data cannot be packed, or a pack cannot be opened. Of a single sample its arguments are value, rule, fix."""
 
     def __str__(self) -> str:
-        if len(self.args) != 3:
-            return super().__str__()
-        value, rule, fix = self.args
-        return f"{rule}, got {value}; {fix}"
+        return "{1}, got {0}; {2}".format(*self.args) if len(self.args) == 3 else super().__str__()
 
 
 class CheckpointError(NbtoolsError):
@@ -60,11 +55,3 @@ class MissingExtra(NbtoolsError, ImportError):
 def sentence(text: str) -> str:
     """Return a text with a full stop, unless it ends with one or asks."""
     return text if text.endswith((".", "?")) else f"{text}."
-
-
-def ctrl_c(run: Any) -> KeyboardInterrupt:
-    """Return the KeyboardInterrupt to raise once everything is saved; its `run` is the run."""
-    # Not of a class of its own: for KeyboardInterrupt alone Python ends by SIGINT, which ends a shell's loop too.
-    error = KeyboardInterrupt(f"{run}; run it again to continue")
-    vars(error)["run"] = run
-    return error

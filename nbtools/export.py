@@ -62,8 +62,7 @@ class Graph(nn.Module):
 
 
 def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
-    """Write the network, and say how its answers compare with torch's on samples of a pack. Raises MissingExtra, and
-    TrainError for a network that cannot be exported or whose answers differ by more than TOLERANCE."""
+    """Write the network, and say how its answers compare with torch's on a pack. Raises MissingExtra, TrainError."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
@@ -79,28 +78,22 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
     parts = np.split(ids[np.linspace(0, len(ids) - 1, SAMPLES).round().astype(int)], (1, 3))  # from all over a split
     raws = (collate([pack.sample(int(i)) for i in part], pack.columns) for part in parts)
     batches = [tuple(run.task.batch(raw, run.plan, None)[name] for name in inputs) for raw in raws]
-    with (
-        redirect_stdout(io.StringIO()),
-        redirect_stderr(io.StringIO()),
-        warnings.catch_warnings(record=True, action="always") as warned,
-    ):
+    quiet = io.StringIO()
+    with redirect_stdout(quiet), redirect_stderr(quiet), warnings.catch_warnings(action="ignore"):
         try:
             content = to_onnx(run, graph, batches[-1], inputs, outputs)
             apart = difference(graph, content, batches)
         except Exception as error:  # exporters raise all kinds
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            hint = next((f" ({each.message})" for each in warned if "Using len" in str(each.message)), "")
-            cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX: {why}{hint}"
+            cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX: {why}"
             raise TrainError(f"{cannot}; nothing was written. {INSTEAD}") from None
-    write(run, path, content)
     say(f"{path}: on {SAMPLES} samples its outputs in onnxruntime differ from torch's by at most {apart:.1g}")
-    return path
+    return write(run, path, content)
 
 
 def to_onnx(run: Run, graph: Graph, batch: tuple[Tensor, ...], inputs: Any, outputs: Any) -> bytes:
-    """Return an ONNX file by torch's exporter of traces: it takes a second, that of Python code up to minutes. inputs,
-    outputs: of `Task.tensors`, whose axes with a name are free; of an `nb.pack` its columns say which are."""
-    free: dict[str, dict[int, str]] = {}
+    """Return an ONNX file by torch's exporter of traces: it takes a second, that of Python code up to minutes."""
+    free: dict[str, dict[int, str]] = {}  # axes that have a name, and of an `nb.pack` those that its columns say
     for name, (shape, _) in {**inputs, **outputs}.items():
         ragged = name in run.card.columns and run.card.columns[name].kind == "ragged"
         shape = shape or (("batch", f"{name}_steps") if ragged else ("batch",))
@@ -112,8 +105,7 @@ def to_onnx(run: Run, graph: Graph, batch: tuple[Tensor, ...], inputs: Any, outp
 
 
 def difference(graph: Graph, content: bytes, batches: list[tuple[Tensor, ...]]) -> float:
-    """Return the largest difference of a file's outputs from torch's, relative to the largest value where that is above
-    1. Raises TrainError for one above TOLERANCE."""
+    """Return the largest difference from torch's outputs, relative to values above 1. Raises TrainError."""
     import onnxruntime
 
     session, worst = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"]), 0.0

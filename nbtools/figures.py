@@ -1,7 +1,4 @@
-"""Figures that a notebook shows by itself: captioned pictures, and confusion tables.
-
-Places on a canvas are px from its top left, at 100 px an inch.
-"""
+"""Captioned pictures that a notebook shows by itself. Places are px from the top left, at 100 px an inch."""
 
 from __future__ import annotations
 
@@ -10,22 +7,18 @@ import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findSystemFonts, fontManager
 from matplotlib.text import Text
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 RIGHT, WRONG = "#0072b2", "#d55e00"  # blue and vermilion of the colour-blind-safe palette (Okabe & Ito)
 GREY = "#6b6b6b"  # of text
 WIDE, MARGIN, TITLE = 1200, 8, 22  # px: a canvas; around pictures; the line of text above one
 TALL = 340  # px: a picture at most
 SIZE = 9  # points of a caption
-WRITTEN, NAMED = 24, 120  # classes up to which a confusion figure writes its numbers; its names
 CHINESE = ("notosanscjk-regular", "notosanssc-regular", "wqy-zenhei", "wqy-microhei", "pingfang", "msyh", "simhei")
 """Fonts with Chinese characters, which matplotlib's own has not: Noto (fonts-noto-cjk), WenQuanYi, macOS, Windows."""
 
@@ -66,8 +59,7 @@ def gallery(pictures: Sequence[Picture], columns: int = 4, below: float = 0) -> 
         axes.text(MARGIN, TITLE - 6, "No samples to show: the list of ids is empty.", color=GREY, size=SIZE)
     for n, ((image, caption, colour), (width, height)) in enumerate(zip(pictures, sizes, strict=True)):
         left, top = MARGIN + n % columns * (cell + MARGIN), sum(rows[: n // columns]) + TITLE
-        extent = (left, left + width, top + height, top)
-        axes.imshow(image, cmap="gray", vmin=0, vmax=255, extent=extent, aspect="auto")
+        axes.imshow(image, cmap="gray", vmin=0, vmax=255, extent=(left, left + width, top + height, top), aspect="auto")
         axes.text(left, top - 6, shortened(caption, SIZE, cell), color=colour, **look(SIZE))
     return sheet
 
@@ -85,27 +77,6 @@ def judged(truth: str, predicted: str | None) -> tuple[str, str]:
     return (truth, RIGHT) if predicted == truth else (f"{truth} ≠ {predicted}", WRONG)
 
 
-def confusion_figure(table: pd.DataFrame) -> Sheet:
-    """Draw a table of counts, the samples of each true class (rows) by what was predicted; the diagonal is right. The
-    colour is the root of the share, so that one sample in a hundred is still seen."""
-    counts, size = table.to_numpy(), min(7, 420 / len(table))
-    shares, side = counts / np.maximum(counts.sum(1, keepdims=True), 1), min(max(4.5, 0.3 * len(table) + 2.5), 16)
-    sheet = Sheet(figsize=(side, side), layout="constrained")
-    axes = sheet.add_subplot(xlabel=table.columns.name or "", ylabel=table.index.name or "", xticks=[], yticks=[])
-    axes.set_title("per cent of each true class", fontsize=8, color=GREY, loc="right")
-    axes.imshow(np.sqrt(shares), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-    if len(table) <= NAMED:
-        columns, rows = ([shortened(str(name), size, 260) for name in names] for names in (table, table.index))
-        axes.set_xticks(range(len(table)), columns, rotation=90, **look(size))
-        axes.set_yticks(range(len(table)), rows, **look(size))
-    if len(table) <= WRITTEN:
-        for row, column in zip(*np.nonzero(shares >= 0.005), strict=True):
-            share = shares[row, column]
-            ink = "white" if share > 0.45 else "black"
-            axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=6.5, color=ink)
-    return sheet
-
-
 def chinese() -> Path | None:
     """Return the file of the first of the fonts of CHINESE that is installed."""
     there = {path.stem.lower(): path for path in map(Path, findSystemFonts())}
@@ -114,8 +85,8 @@ def chinese() -> Path | None:
 
 def look(size: float, mono: bool = False) -> dict[str, Any]:
     """Return the arguments of matplotlib's texts, size in points: a $ is no formula."""
-    families, font = ["DejaVu Sans Mono" if mono else "DejaVu Sans"], chinese()
-    if font is not None:
+    families = ["DejaVu Sans Mono" if mono else "DejaVu Sans"]
+    if (font := chinese()) is not None:
         if all(entry.fname != str(font) for entry in fontManager.ttflist):
             fontManager.addfont(font)
         families.append(FontProperties(fname=font).get_name())

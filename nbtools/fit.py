@@ -18,9 +18,9 @@ from torch.distributed import is_torchelastic_launched
 
 from nbtools import disk, measure, train
 from nbtools.data import Pack, meanwhile, place_to_keep, release_runtime, say, work
-from nbtools.errors import CheckpointError, MissingExtra, NbtoolsError, PackError, TrainError, ctrl_c
+from nbtools.errors import CheckpointError, MissingExtra, NbtoolsError, PackError, TrainError
 from nbtools.folder import Job, begin, former_run, own_folder, restore, settle
-from nbtools.guard import NOTHING, Guard
+from nbtools.guard import Guard
 from nbtools.live import FirstSignal, Surface, chosen, running_kernel
 from nbtools.run import RECEIPT, VERDICT, Run, lock, what_next
 from nbtools.train import Plan, Ranks, Record, Task, TaskLike, TrainState, checkpoint
@@ -64,7 +64,7 @@ def fit(
     receipt: bool = True,
     progress: bool = True,
     release_gpu: bool = False,
-    samples: str | Sequence[int] | None = None,
+    samples: Sequence[int] | None = None,
     callbacks: Sequence[Callback] = (),
     log: str | None = None,
     fresh: bool = False,
@@ -75,15 +75,14 @@ def fit(
     plan: a Plan, Panel or Advice; None: the run's own, else the advised one. run: its
     folder; None: that of the run below `runs/` which this call means, else a new one. keep: a second folder for copies,
     usually `drive:…`. receipt: measure the baseline next to it at the end. release_gpu: then free the GPU, on Colab the
-    machine. samples: to show: "first", "worst" or up to eight ids. callbacks: f(record, run); "stop" stops the run.
+    machine. samples: up to eight ids to show. callbacks: f(record, run); "stop" stops the run.
     log: "tensorboard". fresh: start over. Raises TrainError, PlanError, CheckpointError; the checkpoints stay intact.
     """
-    begun, task, watchers = monotonic(), train.as_task(task), callbacks_of(callbacks, log)
+    begun, task, watchers = monotonic(), train.as_task(task), watchers_of(callbacks, log)
     ranks = train.join()
     if not ranks.first:
         return follower(task, pack, ranks)
-    fresh = fresh and not ranks.again
-    folder, kept = opening(task, pack, plan, run, keep, fresh)
+    folder, kept = opening(task, pack, plan, run, keep, fresh := fresh and not ranks.again)
     with lock(folder):
         try:
             if not is_torchelastic_launched():  # else `launch` has removed requests that were meant for an earlier run
@@ -96,17 +95,17 @@ def fit(
             with suppress(OSError):  # of a folder that is not empty: one that was made for this call is
                 folder.rmdir()
             raise
-        interrupted = carry_out(job, kept, receipt, watchers, begun)
-        result, keeper = Run.open(folder, task), job.keeper
+        job.keeper = None if kept is None else train.Keeper(folder, kept)
+        interrupted = carry_out(job, receipt, watchers, begun)
+        result, keeper, stopped = Run.open(folder, task), job.keeper, job.surface.requests.stop
         result.events = job.surface.events
-        stopped = job.surface.requests.stop
         del job
     if release_gpu:
         release()
-        if keeper and keeper.done == keeper.requested and not stopped and str(keep).startswith("drive:"):
+        if keeper and keeper.trouble is None and not stopped and str(keep).startswith("drive:"):
             release_runtime()
     if interrupted and running_kernel() is None and not is_torchelastic_launched():
-        raise ctrl_c(result)
+        raise KeyboardInterrupt(result)  # once everything is saved; it ends a script's loop over runs, too
     return result
 
 
@@ -154,7 +153,6 @@ def prepare(
     if samples is not None:
         checkpoint.mark(folder, samples=samples)
     surface = Surface(folder, state, pack, history, call, progress)
-    surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not surface.requests.stop)
     if ranks.again:
         messages.append(f"resumed from step {state.step:,}: a process was lost")
     elif state.over:
@@ -167,33 +165,31 @@ def prepare(
     return Job(pack, folder, state, surface)
 
 
-def carry_out(job: Job, kept: Path | None, receipt: bool, callbacks: Sequence[Callback], begun: float) -> bool:
-    """Train to the end, or to a stop, then measure what is left to the end; return whether Ctrl-C ended any of it.
-    begun: when `fit` was called."""
-    job.keeper = None if kept is None else train.Keeper(job.folder, kept)
+def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback], begun: float) -> bool:
+    """Train, then measure what is left to the end; return whether Ctrl-C ended it. begun: when `fit` was called."""
     surface, alone = job.surface, not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
     stop = surface.requests.post
     with FirstSignal(signal.SIGTERM, partial(stop, "stop", by="SIGTERM"), later=alone):
         try:
             with surface:
                 cold_start = follow(job, callbacks, begun)
+            checkpoint.mark(job.folder, ended="stopped" if surface.requests.stop and not job.state.over else "done")
             job.state.ranks.end()
             with FirstSignal(signal.SIGINT, partial(stop, "stop")) as sigint:
                 finish(job, receipt, cold_start)
             if surface.notebook:
-                surface.tell(surface.next_steps())
+                surface.tell(what_next(Run.open(job.folder, job.task), job.state.over and not surface.requests.stop))
         finally:
             job.close()
     return sigint.came or surface.interrupts.came
 
 
 def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | None:
-    """Watch the loop: rows, picture, checkpoints, callbacks, and what is requested. Return the seconds that a new run
-    took from the call to its tenth step."""
+    """Watch the loop, and do what is requested; return the seconds from the call to the tenth step of a new run."""
     state, surface, run = job.state, job.surface, Run(job.folder, job.task, job.pack.card, job.state.applied)
-    run.history, guard, new, cold_start = job.history, Guard(job), not state.step, None
+    run.history, new, cold_start = job.history, not state.step, None
     # Closed here and not with the traceback, which would keep the feed and its threads.
-    with closing(guard.records()) as records:
+    with closing(Guard(job).records()) as records:
         for record in records:
             record = surface.measured(record)
             if new and record.kind == "step" and state.step == COLD_STEPS:
@@ -208,7 +204,7 @@ def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | Non
                     surface.requests.post("stop", by=f"the callback {getattr(function, '__name__', function)}")
             if record.kind != "change":  # a checkpoint amid a change would resume with its row, but without the change
                 job.watch(record)
-                if surface.listen() and act(job, guard):
+                if surface.listen() and act(job):
                     break
     job.write_plan()
     job.save()
@@ -216,13 +212,10 @@ def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | Non
     return cold_start
 
 
-def act(job: Job, guard: Guard) -> bool:
-    """Do what is requested, and hold the run while it is paused; return whether it is to stop."""
+def act(job: Job) -> bool:
+    """Do what is requested but for ways back, see Guard; hold a paused run; return whether it is to stop."""
     state, surface, requests = job.state, job.surface, job.surface.requests
     while True:
-        for action in NOTHING:  # the guard goes back once the loop goes on, for which a paused run would take a step
-            if action in requests.pending and not guard.able(action):
-                requests.take(action)
         if requests.take("save"):
             worth = job.save()
             job.wait()
@@ -246,16 +239,13 @@ def act(job: Job, guard: Guard) -> bool:
 
 
 def finish(job: Job, receipt: bool, cold_start: float | None) -> None:
-    """Report why the run stopped early; measure the receipt."""
+    """Report why the run stopped early; measure the receipt, under torchrun of one process with its share."""
     state, surface, path = job.state, job.surface, job.folder / RECEIPT
     if state.stopped:
         surface.report(f"{state.stopped}; to continue, give more epochs")
     if receipt and not surface.requests.stop and not path.exists():
-        if state.ranks.world > 1:
-            surface.report(f"the receipt measures one of {state.ranks.world} processes, with its share of the batch")
         with optional("no receipt", surface), work("measuring the receipt", surface.progress):
-            plan = one_share(state)
-            made = measure.receipt(job.task, job.pack, plan, run_s=state.watch.wall, cold_start=cold_start)
+            made = measure.receipt(job.task, job.pack, one_share(state), run_s=state.watch.wall, cold_start=cold_start)
             disk.write_atomic(path, made.to_json())
             diagnose(job, surface.report)
 
@@ -280,8 +270,7 @@ def optional(missing: str, surface: Surface) -> Iterator[None]:
 
 def one_share(state: TrainState) -> Plan:
     """Return the plan of what one process does in a step: with several, its share of the batch."""
-    plan, world = state.plan, state.ranks.world
-    return plan if world == 1 else plan.replace(batch_size=max(plan.batch_size // world, 1))
+    return state.plan.replace(batch_size=max(state.plan.batch_size // state.ranks.world, 1))
 
 
 def diagnose(job: Job, tell: Callable[[str], None]) -> None:
@@ -295,20 +284,15 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     tell(verdict.sentence)
 
 
-# -- callbacks
-
-
-def callbacks_of(functions: Sequence[Callback], log: str | None) -> list[Callback]:
-    """Return what a call of `fit` gives, the logger last. Raises TrainError, and MissingExtra without its package."""
-    if not isinstance(functions, Sequence) or not all(map(callable, functions)):
-        raise TrainError(f"callbacks must be a list of functions f(record, run), got {functions!r}; pass [f]")
+def watchers_of(callbacks: Sequence[Callback], log: str | None) -> list[Callback]:
+    """Return what a call of `fit` gives, the logger last: it writes the numbers of a run's rows into its folder, by
+    global step. Raises TrainError, and MissingExtra without its package."""
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise TrainError(f"callbacks must be a list of functions f(record, run), got {callbacks!r}; pass [f]")
     if log not in (None, "tensorboard"):
         raise TrainError(f'log must be "tensorboard" or None, got {log!r}; any other logger is a function in callbacks')
-    return [*functions, *([] if log is None else [tensorboard()])]
-
-
-def tensorboard() -> Callback:
-    """Return what writes the numbers of a run's rows into its folder, by global step."""
+    if log is None:
+        return [*callbacks]
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -326,4 +310,4 @@ def tensorboard() -> Callback:
                 writer.add_scalar(f"{record.kind}/{name}", value, record.step)
         writer.flush()  # a run that is killed repeats only what is beyond its checkpoint
 
-    return write
+    return [*callbacks, write]

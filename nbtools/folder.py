@@ -1,5 +1,4 @@
-"""The folder of a run: which one a call means, and what the call changes in it; how it starts, resumes, is taken over
-from where it is kept, and is saved while it trains."""
+"""The folder of a run: which one a call means and changes, how it starts, resumes, is taken over, and is saved."""
 
 from __future__ import annotations
 
@@ -7,9 +6,8 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -34,7 +32,8 @@ PLAIN, VARYING = (int, float, str, tuple, type(None)), ("training", "process_gro
 FREE = {"lr", "batch_size"}  # what advice chooses where a call gives neither
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.01  # of the time that checkpoints may take
-Checkpoint = checkpoint.Checkpoint
+Lines = Mapping[str, list[str]]
+Index = Mapping[str, Any]
 
 
 # -- what makes two runs the same
@@ -65,15 +64,14 @@ def structure(model: nn.Module, values: bool = False) -> Iterator[str]:
     for name, module in model.named_modules():
         # SyncBatchNorm takes the place of BatchNorm in several processes, and the run stays the same
         kind = "BatchNorm" if isinstance(module, _BatchNorm) else type(module).__name__
-        plain = [(n, v) for n, v in vars(module).items() if isinstance(v, PLAIN) and n not in VARYING and n[0] != "_"]
-        settings = [f"{n}={value}" for n, value in plain]
-        yield f"{name}: {kind}({', '.join(settings)})".removeprefix(": ")
+        plain = ((n, v) for n, v in vars(module).items() if isinstance(v, PLAIN) and n not in VARYING and n[0] != "_")
+        yield f"{name}: {kind}({', '.join(f'{n}={value}' for n, value in plain)})".removeprefix(": ")
     for name, tensor in model.state_dict().items():
         digest = hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()[:12] if values else ""
         yield f"{name} {[*tensor.shape]} {digest}".strip()
 
 
-def differences(before: Mapping[str, list[str]], now: Mapping[str, list[str]]) -> list[str]:
+def differences(before: Lines, now: Lines) -> list[str]:
     """Return what differs between two identities but the trained parameters: `metrics: accuracy → f1`."""
     phrases = []
     for part in [part for part in now if part in before and part != "trained" and before[part] != now[part]]:
@@ -91,7 +89,7 @@ def former_run(task: Task, folder: Path) -> Run | None:
     return Run.open(folder, task) if last_place(checkpoint.read_index(folder))[1] else None
 
 
-def last_place(index: Mapping[str, Any]) -> tuple[int, ...]:
+def last_place(index: Index) -> tuple[int, ...]:
     """Return the (epoch, step) of the last checkpoint of a run, which has none before it begins."""
     return checkpoint.place(index.get("last", "0-0"))
 
@@ -123,23 +121,24 @@ def settle(task: Task, pack: Pack, plan: Any, former: Run | None) -> tuple[Plan,
 def decide(former: Run, plan: Plan) -> tuple[Plan, list[str]]:
     """Return the plan that a run goes on with where a call gives `plan`, and what to say: what is given otherwise than
     last time is a change, newly measured advice is not. Raises TrainError for a change that the run refuses."""
-    (epoch, step), old, given = last_place(former.index), former.plan, given_by(plan)
-    changed = {name: value for name, value in given.items() if value != former.index["given"].get(name, ...)}
+    index, old, given = former.index, former.plan, given_by(plan)
+    (epoch, step), messages = last_place(index), []
+    changed = {name: value for name, value in given.items() if value != index["given"].get(name, ...)}
     # lr follows a batch size where the plan was made, see Plan.turn, and is given then
     new = old.turn(**{"lr": old.lr, **changed}) if changed else old
-    moved, extended = new.changes_from(old), former.over and new.epochs > old.epochs
-    refused = moved.keys() & train.fixed(old).keys() - set(train.AT_START)
-    if former.over:
-        refused = moved.keys() - ({"epochs"} if extended else set())
-    if refused:
-        why = "finished: more epochs extend it, but it" if former.over else "started, and"
-        changes = train.listed({name: change for name, change in moved.items() if name in refused})
-        rule = f"{former.folder}: this run is {why} cannot change {changes}"
-        raise TrainError(f"{rule}; name another run=, or start over with fresh=True")
-    messages = [f"resumed at step {step:,} with {train.listed(moved)}"] if moved else []
-    if extended:
-        now, then = (train.shown(train.lr_at(each, epoch, former.facts["best"]["drops"])) for each in (new, old))
-        messages = [f"{train.listed(moved)}: lr goes on at {now}, where it had come to {then}"]
+    if moved := new.changes_from(old):
+        changes, fix = train.listed(moved), "name another run=, or start over with fresh=True"
+        messages = [f"resumed at step {step:,} with {changes}"]
+        if former.over and (new.epochs < old.epochs or moved.keys() != {"epochs"}):
+            rule = f"{former.folder}: this run is finished: more epochs extend it, but it cannot change"
+            raise TrainError(f"{rule} {changes}; {fix}")
+        if former.over:
+            drops = checkpoint.facts_of(former.folder, index["last"])["state"]["best"]["drops"]
+            now, then = (train.shown(train.lr_at(each, epoch, drops)) for each in (new, old))
+            messages = [f"{changes}: lr goes on at {now}, where it had come to {then}"]
+        elif refused := train.fixed(old).keys() & moved.keys() - set(train.AT_START):
+            changes = train.listed({name: moved[name] for name in moved if name in refused})
+            raise TrainError(f"{former.folder}: this run is started, and cannot change {changes}; {fix}")
     if (moved or not former.over) and (advice := plan.changes_from(new)):
         messages.append(f"this run keeps what it has applied so far; the advice would be {train.listed(advice)}")
     return plan if new == plan else new.marked(new.to_dict().keys() - given.keys()), messages
@@ -154,23 +153,29 @@ def given_by(plan: Plan) -> dict[str, Any]:
 
 
 def own_folder(task: Task, pack: Pack, plan: Any, fresh: bool) -> Path:
-    """Return the folder of the newest run below `runs/` that a call resumes, extends or returns, else a new one."""
+    """Return the folder of the newest run below `runs/` that a call means, else a new one, which no other gets."""
     panel, plan = getattr(plan, "id", None), plan_for(task, pack, plan)
-    card = train.readable(task, pack, plan).card
-    bound, name = train.bound(task, card), train.task_name(task)
+    card, name = train.readable(task, pack, plan).card, train.task_name(task)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(plan.seed)
-        network = train.build(bound, card, plan)
+        network = train.build(bound := train.bound(task, card), card, plan)
     now = identity(bound, card, network, plan)
     indices = sorted(RUNS.glob(f"*/{checkpoint.INDEX}"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in [] if fresh else indices:
         with suppress(NbtoolsError):  # another kind of run, or one that refuses this call
             if matches(task, plan, panel, now, path.parent):
                 return path.parent
-    return new_folder(type(network).__name__ if ":" in name else name.rpartition(".")[2])
+    short = type(network).__name__ if ":" in name else name.rpartition(".")[2]
+    short, number = re.sub("[^a-z0-9]+", "-", short.lower()).strip("-") or "run", 0
+    with disk.explained("making a run folder", RUNS):
+        RUNS.mkdir(parents=True, exist_ok=True)
+        while True:
+            number += 1
+            with suppress(FileExistsError):
+                (folder := RUNS / f"{short}-{number}").mkdir()
+                return folder
 
 
-def matches(task: Task, plan: Plan, panel: str | None, now: Mapping[str, list[str]], folder: Path) -> bool:
+def matches(task: Task, plan: Plan, panel: str | None, now: Lines, folder: Path) -> bool:
     """Return whether a call without `run=` means this run. Raises TrainError where the run refuses the call."""
     index, former = checkpoint.read_index(folder), former_run(task, folder)
     theirs, given, before = index["identity"], given_by(plan), index["given"]
@@ -183,51 +188,38 @@ def matches(task: Task, plan: Plan, panel: str | None, now: Mapping[str, list[st
     return given == before or (panel is not None and panel == index.get("panel"))
 
 
-def new_folder(name: str) -> Path:
-    """Make the folder of a run with the next free number; two processes never get the same."""
-    short = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-") or "run"
-    with disk.explained("making a run folder", RUNS):
-        RUNS.mkdir(parents=True, exist_ok=True)
-        for number in count(1):
-            with suppress(FileExistsError):
-                (folder := RUNS / f"{short}-{number}").mkdir()
-                return folder
-    raise AssertionError
-
-
 # -- how a run starts, resumes, or is taken over
 
 
 def restore(folder: Path, kept: Path, fresh: bool) -> None:
-    """Take over the kept run where the local folder is missing, as after a lost session, or behind. Raises
-    CheckpointError if that would mix two runs, or replace files that belong to no run."""
-    theirs = patient(lambda: checkpoint.read_index(kept), kept)
+    """Take over the kept run where the local folder is missing or behind. Raises CheckpointError for other runs."""
+    ours, theirs = checkpoint.read_index(folder), patient(lambda: checkpoint.read_index(kept), kept)
     if not theirs:
         return
-    if kept.resolve() == folder.resolve():
-        raise CheckpointError(f"{kept} is the folder of a run itself; name another one with keep=")
-    if fresh:
-        raise CheckpointError(f"{kept} holds a run, which fresh=True does not replace; name another keep=")
-    if ours := checkpoint.read_index(folder):
-        if ours["id"] != theirs["id"]:
-            raise CheckpointError(f"{kept} holds a different run than {folder}; name another keep=, or another run=")
-        if continues(ours, theirs):
-            return
-        if not continues(theirs, ours):
-            here, there = (f"{last_place(each)[1]:,}" for each in (ours, theirs))
-            rule = f"{folder} (step {here}) and {kept} (step {there}) were trained apart"
-            raise CheckpointError(f"{rule}; name another keep=, or another run= to go on from the kept one")
+    for wrong, rule in (
+        (kept.resolve() == folder.resolve(), f"{kept} is the folder of a run itself; name another keep="),
+        (fresh, f"{kept} holds a run, which fresh=True does not replace; name another keep="),
+        (ours and ours["id"] != theirs["id"], f"{kept} holds a different run than {folder}; name another keep="),
+        (not ours and folder.exists() and any(folder.iterdir()), f"{folder} holds files but no run; name another run="),
+    ):
+        if wrong:
+            raise CheckpointError(rule)
+    if ours and continues(ours, theirs):
+        return
+    if ours and not continues(theirs, ours):
+        here, there = (f"{last_place(each)[1]:,}" for each in (ours, theirs))
+        rule = f"{folder} (step {here}) and {kept} (step {there}) were trained apart"
+        raise CheckpointError(f"{rule}; name another keep=, or another run= to go on from the kept one")
+    if ours:
         say(f"{kept} is further than {folder}, and is taken over")
     with disk.explained(f"restoring {folder} from {kept}", folder):
-        if not ours and folder.exists() and [*folder.iterdir()]:
-            raise CheckpointError(f"{folder} holds files but no run, and {kept} holds one; name a new folder with run=")
         part = folder.with_name(f"{folder.name}.part")
         train.restore_kept(kept, part)
         disk.remove(folder)
         disk.publish_folder(part, folder)
 
 
-def continues(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> bool:
+def continues(longer: Index, shorter: Index) -> bool:
     """Return whether a copy of a run went on from where the other had ended, or later: by their starts' first steps."""
     last, end = (last_place(each)[1] for each in (longer, shorter))
     shared = [start for start in shorter["starts"] if start[1] < end]
@@ -236,16 +228,10 @@ def continues(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> bool:
 
 
 def begin(
-    folder: Path,
-    pack: Pack,
-    state: TrainState,
-    former: Run | None = None,
-    given: Plan | None = None,
-    call: Any = None,
+    folder: Path, pack: Pack, state: TrainState, former: Run | None = None, given: Plan | None = None, call: Any = None
 ) -> tuple[History, list[str]]:
-    """Start the run in a folder, or load its last checkpoint; return its history, and what was wrong with newer
-    checkpoints. given: the plan that counts as given; call: what the user gave. Raises CheckpointError for another
-    identity."""
+    """Start the run in a folder, or load its last checkpoint; return its history, and complaints about newer ones.
+    given: the plan that counts as given; call: what the user gave. Raises CheckpointError for another identity."""
     now, index = identity(state.task, pack.card, state.model, state.plan), former.index if former else {}
     if former and (differing := differences(index["identity"], now)):
         rule = f"{folder} holds another run ({'; '.join(differing)})"
@@ -262,13 +248,13 @@ def begin(
                 state.stopped, state.best.stale = None, 0  # asked to continue: an early stop counts anew from here
             for record in changes:
                 history.append(record)
-        else:
-            checkpoint.mark(folder, version=checkpoint.VERSION, nbtools=disk.VERSION, id=uuid4().hex)
-            checkpoint.save(folder, state, rows=0)
     advised = getattr(call, "advised", getattr(call, "plan", None))
-    left = [start for start in index.get("starts", []) if state.over or start[1] < state.step]  # else undone since
+    starts = [start for start in index.get("starts", []) if state.over or start[1] < state.step]  # else undone since
     checkpoint.mark(
         folder,
+        version=checkpoint.VERSION,
+        nbtools=disk.VERSION,
+        id=index.get("id", uuid4().hex),
         task=train.task_name(state.task),
         metric=state.task.BEST,
         pack=str(pack.folder.absolute()),
@@ -276,15 +262,16 @@ def begin(
         applied=state.applied.to_dict(),
         advised=advised.to_dict() if advised else index.get("advised", state.plan.to_dict()),
         identity=now,
-        starts=left if state.over else [*left, [uuid4().hex[:8], state.step]],
+        starts=starts if state.over else [*starts, [uuid4().hex[:8], state.step]],
         panel=getattr(call, "id", None),
     )
+    if former is None:
+        checkpoint.save(folder, state, rows=0)
     return history, [*complaints]
 
 
 def clear(folder: Path, resumes: bool) -> None:
-    """Remove what a killed process left half-written, and a run in whose place a new one starts; files of others stay.
-    control.json's writers may be at it."""
+    """Remove what a killed process left half-written, and a run in whose place a new one starts; other files stay."""
     for path in [folder / checkpoint.INDEX, *folder.glob("*")]:  # without its index the folder holds no run
         name = path.name
         ours = name in (checkpoint.INDEX, *LEFT) or name.startswith(EVENTS) or checkpoint.FILE.fullmatch(name)
@@ -292,9 +279,8 @@ def clear(folder: Path, resumes: bool) -> None:
             disk.remove(path)
 
 
-def resume(folder: Path, state: TrainState, history: History) -> tuple[Checkpoint, list[Record]]:
-    """Load the last checkpoint and cut the history to it; return it, and the row of what the wanted plan has otherwise,
-    which is still to come."""
+def resume(folder: Path, state: TrainState, history: History) -> tuple[checkpoint.Checkpoint, list[Record]]:
+    """Load the last checkpoint, cut the history to it; return it, and the row of what the wanted plan changes."""
     saved = checkpoint.newest(folder)
     old = type(state.plan).from_dict(saved.facts["plan"])  # plan.json may be ahead of the checkpoint
     train.adopt(state, state.plan)  # first: a scaler takes over its saved state
@@ -312,18 +298,18 @@ class Job:
         self.task, self.pack, self.folder, self.state = state.task, pack, folder, state
         self.surface, self.history = surface, surface.history
         self.keeper: Keeper | None = None
-        self.saved, self.cost = monotonic(), 0.0  # when the state was last copied, and the seconds it took to write
-        self.writer, self.writing = ThreadPoolExecutor(1, "nbtools-writer"), None  # the last checkpoint, until written
-        self.place, self.plan = (state.epoch, state.step), state.applied  # as saved
+        self.saved, self.place, self.plan = monotonic(), (state.epoch, state.step), state.applied  # when, and what
+        # A thread writes, since 100 MB take 1.5 s, a seventh of an epoch of 10 s. Its result: the seconds it took.
+        self.writer, self.writing = ThreadPoolExecutor(1, "nbtools-writer"), Future[float]()
+        self.writing.set_result(0.0)
 
     def watch(self, record: Record) -> None:
         """Save where it is due. Training continues once the state is copied."""
-        if self.writing is not None and self.writing.done():
-            self.wait()
         ends, since = record.kind == "epoch", monotonic() - self.saved
-        cheap = self.writing is None and since * SAVE_SHARE >= self.cost
-        if (ends and self.state.improved) or (cheap and (ends or since > SAVE_EVERY)):
-            self.save(best=ends and self.state.improved)
+        best = ends and self.state.improved
+        due = (ends or since > SAVE_EVERY) and self.writing.done() and since * SAVE_SHARE >= self.writing.result()
+        if best or due:
+            self.save(best)
 
     def save(self, best: bool = False) -> bool:
         """Have the state written, unless it is; return False for one whose loss is no number, which will be undone."""
@@ -338,8 +324,7 @@ class Job:
         self.writing = self.writer.submit(self.write, taken)
         return True
 
-    def write(self, taken: Checkpoint) -> float:
-        """Write a copied state; return the seconds. Called in the writer's thread."""
+    def write(self, taken: checkpoint.Checkpoint) -> float:
         began = monotonic()
         checkpoint.publish(self.folder, taken)
         if self.keeper is not None:
@@ -348,9 +333,7 @@ class Job:
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written. Raises DiskError if it could not be."""
-        if self.writing is not None:
-            writing, self.writing = self.writing, None
-            self.cost = writing.result()
+        self.writing.result()
         if self.keeper is not None:
             self.surface.report_all(self.keeper.complaints)
 

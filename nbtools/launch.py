@@ -1,5 +1,4 @@
-"""launch: nb.fit in several processes of this machine, one for each GPU, under torchrun. The process that calls it
-watches the run as `nb.watch` does, never trains, and ends every process with itself."""
+"""launch: nb.fit in several processes under torchrun, which the calling process watches as `nb.watch` does."""
 
 from __future__ import annotations
 
@@ -85,20 +84,16 @@ def launch(
     result = Run.open(folder, task)
     result.events = events
     if interrupted and running_kernel() is None:
-        raise errors.ctrl_c(result)
+        raise KeyboardInterrupt(result)
     return result
 
 
 @contextmanager
 def started(job: tuple[Any, ...], processes: int, restarts: int) -> Iterator[subprocess.Popen[Any]]:
-    """Run torchrun in a session of its own, which Ctrl-C does not reach; all its processes end with the block. Raises
-    TrainError where they fail."""
+    """Run torchrun where Ctrl-C does not reach it; its processes end with the block. Raises TrainError."""
     options = f"--standalone --nproc-per-node {processes} --max-restarts {restarts} --redirects 3 --no-python".split()
-    env = {
-        "OMP_NUM_THREADS": str(max(1, cores() // processes)),
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(str(Path(path).absolute()) for path in sys.path),  # where the task is
-    }
+    paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)  # where the task is
+    env = {"OMP_NUM_THREADS": str(max(1, cores() // processes)), **os.environ, "PYTHONPATH": paths}
     with tempfile.TemporaryDirectory(prefix="nbtools-launch-", ignore_cleanup_errors=True) as folder:
         place = Path(folder)  # of what the processes print, and of their errors
         (place / "job.pickle").write_bytes(pickle.dumps(job))

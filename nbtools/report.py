@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from nbtools.data import TARGET, Form, Pack
+from nbtools.data import TARGET, Pack
 from nbtools.errors import MissingExtra, PackError, TrainError
-from nbtools.figures import Sheet, confusion_figure, gallery, judged
+from nbtools.figures import Sheet, gallery, judged, look, shortened
 from nbtools.show import note, number, plural
 from nbtools.train import Answer, Labels, spoken
 
@@ -25,31 +25,40 @@ if TYPE_CHECKING:
     from nbtools.run import Run
 
 CONFUSED, SHOWN = 20, 12  # classes of the figure; worst samples that are shown
-Scores = tuple[str, pd.DataFrame, Any, str, Any]  # (sentence, table, counts, name of the samples' scores, scores)
 
 
 @dataclass(frozen=True, eq=False)
 class Report:
     """Where a run is right and wrong. table: of classes precision, recall, F1 and support; of segmentation also IoU,
-    support in pixels; of texts which character was read as which ("": a missing or an extra one); of values MAE and
-    RMSE. counts: truth (rows) by answer; None of sets of labels and of values. worst: every sample, the worst first: by
-    the probability of its class, the CER of its text, its mean IoU or its mean absolute error."""
+    support in pixels; of texts which character was read as which ("": a missing or an extra one). counts: truth (rows)
+    by answer. worst: every sample, the worst first: by the probability of its class, or the share of its labels,
+    characters or pixels that are right."""
 
     about: str
     table: pd.DataFrame
-    counts: pd.DataFrame | None
+    counts: pd.DataFrame
     worst: pd.DataFrame
     run: Run
     pack: Pack
 
     @cached_property
-    def confusion(self) -> Sheet | None:
-        """A figure of the at most 20 most confused classes: what each was taken for. None where `counts` is."""
-        if self.counts is None:
-            return None
-        wrong = self.counts.to_numpy() * ~np.eye(len(self.counts), dtype=bool)
+    def confusion(self) -> Sheet:
+        """A figure of the at most 20 most confused classes, the per cent of each true one (rows) by what it was taken
+        for. The colour is the root of the share, so that one sample in a hundred is still seen."""
+        counts, named = self.counts.to_numpy(), [shortened(str(name) or "(none)", 7, 260) for name in self.counts]
+        wrong = counts * ~np.eye(len(counts), dtype=bool)
         places = np.sort((-wrong.sum(0) - wrong.sum(1)).argsort(kind="stable")[:CONFUSED])
-        return confusion_figure(self.counts.iloc[places, places].rename(index={"": "(none)"}, columns={"": "(none)"}))
+        shares, side = (counts / np.maximum(counts.sum(1, keepdims=True), 1))[np.ix_(places, places)], len(places)
+        wide = max(4.5, 0.3 * side + 2.5)
+        sheet = Sheet(figsize=(wide, wide), layout="constrained")
+        axes = sheet.add_subplot(xlabel="answer", ylabel="truth", title="per cent of each true class")
+        axes.imshow(np.sqrt(shares), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+        axes.set_xticks(range(side), [named[k] for k in places], rotation=90, **look(7))
+        axes.set_yticks(range(side), [named[k] for k in places], **look(7))
+        for row, column in zip(*np.nonzero(shares >= 0.005), strict=True):
+            share, ink = shares[row, column], "white" if shares[row, column] > 0.45 else "black"
+            axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=6.5, color=ink)
+        return sheet
 
     @cached_property
     def pictures(self) -> Sheet | None:
@@ -71,21 +80,29 @@ class Report:
 
 
 def make_report(run: Run, pack: Pack, split: str) -> Report:
-    """Return the report of a run on a split of a pack that it can read. Raises PackError for an empty split, TrainError
-    where answers cannot be compared."""
+    """Return the report of a run on a split of a pack that it can read. Raises PackError, TrainError."""
     if not (ids := list(map(int, pack.ids(split)))):
         raise PackError(f"{pack.folder}: the {split} split is empty; name another one with split=")
     answers, shares = run.answers(pack.sample(i) for i in ids)
     answers = [tuple(one.name for one in each) if isinstance(each, Labels) else each for each in answers]
     answers = [each.name if isinstance(each, Answer) else each for each in answers]  # without its probability
     truths = [right_answer(run, pack, i) for i in ids]
-    about, table, counts, name, score = compare_answers(run, pack, truths, answers)
-    if name == "right" and shares:
-        score = [share[pack.classes.index(truth)] for share, truth in zip(shares, truths, strict=True)]
-        name = "probability"
-    worst = pd.DataFrame({"file": [pack.names[i] for i in ids], name: score}, pd.Index(ids, name="id"))
-    worst = worst if np.ndim(answers[0]) > 1 else worst.assign(truth=truths, answer=answers)
-    worst = worst.sort_values(name, ascending=name not in ("CER", "error"), kind="stable")
+    kind, names, pairs = compare_answers(run, pack, truths, answers)
+    counts = count_pairs(names, pairs if kind == "map" else [np.concatenate(pairs)])
+    if kind == "text":
+        flat: Any = counts.stack()
+        every = flat.reset_index(name="count")
+        table = every[(every.truth != every.answer) & (every["count"] > 0)].sort_values("count", ascending=False)
+        about = f"CER {number(table['count'].sum() / max(every['count'][every.truth != ''].sum(), 1))}"
+    else:
+        table, main = scores(counts, iou=kind == "map"), "IoU" if kind == "map" else "F1"
+        share, mean = np.trace(counts) / counts.to_numpy().sum(), table[main].to_dict()["macro mean"]
+        about = f"{number(share)} right, mean {main} {number(mean)}"
+    right = [float(np.mean(each[:, 0] == each[:, 1])) if len(each) else 1.0 for each in pairs]
+    if kind == "class" and shares:
+        right = [share[pack.classes.index(truth)] for share, truth in zip(shares, truths, strict=True)]
+    worst = pd.DataFrame({"file": [pack.names[i] for i in ids], "right": right}, pd.Index(ids, name="id"))
+    worst = (worst if kind == "map" else worst.assign(truth=truths, answer=answers)).sort_values("right", kind="stable")
     return Report(f"{plural(len(ids), 'sample')} of the {split} split: {about}", table, counts, worst, run, pack)
 
 
@@ -99,93 +116,28 @@ def right_answer(run: Run, pack: Pack, i: int) -> Any:
     return pack.classes[int(value)] if kind == "classes" else tuple(pack.classes[k] for k in np.flatnonzero(value))
 
 
-def compare_answers(run: Run, pack: Pack, truths: list[Any], answers: list[Any]) -> Scores:
-    """Compare answers that are classes, sets of labels, texts, class maps or values. Raises TrainError for others."""
+def compare_answers(run: Run, pack: Pack, truths: list[Any], answers: list[Any]) -> tuple[str, list[str], list[Any]]:
+    """Return the kind of the answers, the names that occur, and for each sample the places (N, 2) of a true and an
+    answered one: of its class, or of each label, character or pixel; "" is missing or too much. Raises TrainError."""
     truth, answer, classes = truths[0], answers[0], pack.classes
-    if isinstance(truth, tuple) and isinstance(answer, tuple):
-        return of_labels(truths, answers, classes)
-    if isinstance(truth, str) and isinstance(answer, str):
-        return of_classes(truths, answers, classes) if truth in classes else of_texts(truths, answers)
+    both = [*zip(truths, answers, strict=True)]
     if np.ndim(answer) == 2 and np.shape(answer) == np.shape(truth) and answer.dtype.kind in "iu":
-        return of_maps(truths, answers, classes or [*map(str, range(1 + int(max(map(np.max, answers)))))])
-    if pack.options.get("kind") == "values" and np.shape(answer) == np.shape(truth):
-        return of_values(truths, answers, pack)
-    rule = (
-        "a report compares classes, labels, texts, class maps and values; of a task of its own define text_of(pack, i)"
-    )
-    raise TrainError(f"{spoken(run.task)} answers with {type(answer).__name__}: {rule}, the right answer as text")
-
-
-def of_classes(truths: Sequence[str], answers: Sequence[str], classes: Sequence[str]) -> Scores:
-    counts, right = count_pairs(truths, answers, classes), np.array(truths) == np.array(answers)
-    table = by_class(counts).drop(columns="IoU")
-    about = f"accuracy {number(right.mean())}, mean F1 {number(table.F1['macro mean'])}"
-    return about, table, counts, "right", right
-
-
-def of_labels(truths: Sequence[tuple[str, ...]], answers: Sequence[tuple[str, ...]], classes: Sequence[str]) -> Scores:
-    """Compare sets of labels, each label by itself."""
-    true, read = (np.array([[name in each for name in classes] for each in sets]) for sets in (truths, answers))
-    right, support, count = (pd.Series(each.sum(0), pd.Index(classes)) for each in (true & read, true, read))
-    table = class_scores(right, support, count).drop(columns="IoU").drop(index="weighted mean")
-    return f"mean F1 {number(table.F1['macro mean'])}", table, None, "labels right", (true == read).mean(1)
-
-
-def of_maps(truths: Sequence[np.ndarray], answers: Sequence[np.ndarray], classes: Sequence[str]) -> Scores:
-    """Compare class maps (H, W) pixel by pixel; a label that is no class, such as 255, is ignored."""
-    each = [count_pairs(np.ravel(t), np.ravel(a), range(len(classes))) for t, a in zip(truths, answers, strict=True)]
-    names = dict(enumerate(classes))
-    total = sum(each[1:], each[0]).rename(index=names, columns=names)
-    table, ious = by_class(total), [by_class(one).IoU["macro mean"] for one in each]
-    return f"mean IoU {number(table.IoU['macro mean'])}", table, total, "IoU", ious
-
-
-def of_values(truths: Sequence[Any], answers: Sequence[Any], pack: Pack) -> Scores:
-    """Compare values in the target's own unit, those of a vector also each by itself."""
-    unit = Form.of(pack.options["forms"][TARGET]).unit
-    errors = [np.ravel(np.asarray(a, float) - np.asarray(t) / unit) for a, t in zip(answers, truths, strict=True)]
-    goals, width = pack.options["roles"]["target"], len(errors[0])
-    named = goals if isinstance(goals, list) and len(goals) == width else range(width)
-    columns: dict[Any, Any] = dict(zip(named, np.transpose(errors), strict=True)) if np.ndim(truths[0]) == 1 else {}
-    columns["all"] = np.concatenate(errors)
-    scores = {name: (np.abs(each).mean(), np.sqrt(np.square(each).mean())) for name, each in columns.items()}
-    table = pd.DataFrame.from_dict(scores, orient="index", columns=["MAE", "RMSE"])
-    about = f"MAE {number(table.MAE['all'])}, RMSE {number(table.RMSE['all'])}"
-    return about, table, None, "error", [np.abs(each).mean() for each in errors]
-
-
-def of_texts(truths: Sequence[str], answers: Sequence[str]) -> Scores:
-    """Compare texts character by character, along a shortest edit."""
-    pairs = [align(truth, answer) for truth, answer in zip(truths, answers, strict=True)]
-    wrong, lengths = np.array([sum(a != b for a, b in each) for each in pairs]), np.array([*map(len, truths)])
-    every = pd.DataFrame(chain.from_iterable(pairs), columns=["truth", "answer"])
-    table = every[every.truth != every.answer].value_counts().reset_index()
-    counts = count_pairs(every.truth, every.answer, sorted({*every.truth, *every.answer}))
-    about = f"CER {number(wrong.sum() / max(lengths.sum(), 1))}, {number((wrong == 0).mean())} of them without an error"
-    return about, table, counts, "CER", wrong / lengths.clip(1)
-
-
-def count_pairs(truths: Any, answers: Any, names: Sequence[Any]) -> pd.DataFrame:
-    """Return how often each name was answered (columns) for each (rows); a truth that is none of them is left out."""
-    index = pd.Index(names)
-    rows, columns = index.get_indexer(truths), index.get_indexer(answers)
-    counts = np.bincount((rows * len(index) + columns)[rows >= 0], minlength=len(index) ** 2)
-    return pd.DataFrame(counts.reshape(len(index), -1), index=index.rename("truth"), columns=index.rename("answer"))
-
-
-def by_class(counts: pd.DataFrame) -> pd.DataFrame:
-    """Return the scores of a table of counts, see `class_scores`."""
-    return class_scores(pd.Series(np.diag(counts), counts.index), counts.sum(axis=1), counts.sum())
-
-
-def class_scores(right: Any, true: Any, read: Any) -> pd.DataFrame:
-    """Return IoU and, as scikit-learn's `classification_report` does, precision, recall, F1 and support of the classes
-    that are true or answered somewhere; 0 where there is nothing to divide by. right, true, read: Series by class."""
-    scores = {"precision": right / read, "recall": right / true, "F1": 2 * right / (true + read)}
-    frame = pd.DataFrame({"IoU": right / (true + read - right), **scores})[true + read > 0].fillna(0)
-    true = true[frame.index]
-    means = pd.DataFrame([frame.mean(), frame.mul(true, axis=0).sum() / true.sum()], ["macro mean", "weighted mean"])
-    return pd.concat([frame, means]).assign(support=[*true, true.sum(), true.sum()])
+        names = classes or [*map(str, range(1 + int(max(map(np.max, answers)))))]
+        # A label that is no class, such as 255, is ignored.
+        return "map", names, [np.stack([t, a], -1)[t < len(names)] for t, a in both]
+    if isinstance(truth, str) and isinstance(answer, str) and truth in classes:
+        kind, pairs = "class", [[pair] for pair in both]
+    elif isinstance(truth, tuple) and isinstance(answer, tuple):
+        kind, pairs = "labels", [[(n * (n in t), n * (n in a)) for n in classes if n in (*t, *a)] for t, a in both]
+    elif isinstance(truth, str) and isinstance(answer, str):
+        kind, pairs = "text", [align(*pair) for pair in both]
+    else:
+        rule = "a report compares classes, labels, texts and class maps; of a task of its own define text_of(pack, i)"
+        raise TrainError(f"{spoken(run.task)} answers with {type(answer).__name__}: {rule}, the right answer as text")
+    every = {*chain.from_iterable(chain.from_iterable(pairs))}
+    names = [*dict.fromkeys([*(classes if kind != "text" else ()), *sorted(every)])]
+    places = {name: k for k, name in enumerate(names)}
+    return kind, names, [np.array([(places[t], places[a]) for t, a in each], int).reshape(-1, 2) for each in pairs]
 
 
 def align(truth: str, answer: str) -> list[tuple[str, str]]:
@@ -197,3 +149,23 @@ def align(truth: str, answer: str) -> list[tuple[str, str]]:
     steps = Levenshtein.opcodes(truth, answer)
     ranges = [(truth[s.src_start : s.src_end], answer[s.dest_start : s.dest_end]) for s in steps]
     return [pair for true, read in ranges for pair in zip_longest(true, read, fillvalue="")]
+
+
+def count_pairs(names: Sequence[str], parts: Sequence[Any]) -> pd.DataFrame:
+    """Return how often each name was answered (columns) for each (rows), by their places (N, 2)."""
+    counts = sum(np.bincount(part @ [len(names), 1], minlength=len(names) ** 2) for part in parts)
+    index, columns = pd.Index(names, name="truth"), pd.Index(names, name="answer")
+    return pd.DataFrame(np.reshape(counts, (len(names), -1)), index, columns)
+
+
+def scores(counts: pd.DataFrame, iou: bool = False) -> pd.DataFrame:
+    """Return, as scikit-learn's `classification_report` does, precision, recall, F1 and support of the classes that are
+    true or answered somewhere, 0 where there is nothing to divide by; with IoU in front for class maps."""
+    right, true, read = pd.Series(np.diag(counts), counts.index), counts.sum(axis=1), counts.sum()
+    frame = pd.DataFrame({"precision": right / read, "recall": right / true, "F1": 2 * right / (true + read)})
+    if iou:
+        frame.insert(0, "IoU", right / (true + read - right))
+    frame = frame[(true + read > 0) & (counts.index != "")].fillna(0)
+    true = true[frame.index]
+    means = pd.DataFrame([frame.mean(), frame.mul(true, axis=0).sum() / true.sum()], ["macro mean", "weighted mean"])
+    return pd.concat([frame, means]).assign(support=[*true, true.sum(), true.sum()])

@@ -1,12 +1,11 @@
-"""What training leaves behind: a run, opened from its folder, with its scores and history, network and answers; and
-several runs in a table, or side by side."""
+"""What training leaves behind: a run with its scores, network and answers; several in a table, or side by side."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from nbtools import disk, live, show, train
 from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, items_of, patient, say
-from nbtools.errors import CheckpointError, NbtoolsError, PackError, TrainError
+from nbtools.errors import CheckpointError, PackError, TrainError
 from nbtools.export import write_onnx, write_weights
 from nbtools.measure import Receipt, Verdict
 from nbtools.show import header, number, plural
@@ -78,12 +77,12 @@ class Run:
 
     @property
     def receipt(self) -> Receipt | None:
-        """Return how much faster it was than the task's baseline, on the machine that trained; None if not measured."""
+        """How much faster it was than the task's baseline, on the machine that trained; None if not measured."""
         return self.measured(RECEIPT, Receipt)
 
     @property
     def verdict(self) -> Verdict | None:
-        """Return what this run is bound by, and the one change worth making; None if it was not measured."""
+        """What this run is bound by, and the one change worth making; None if it was not measured."""
         return self.measured(VERDICT, Verdict)
 
     def measured(self, name: str, kind: Any) -> Any:
@@ -93,31 +92,17 @@ class Run:
     def state(self) -> str:
         """training: a process on this machine trains it; done: its last epoch ended, or early_stop ended it; stopped:
         by the user; diverged; failed: in another error; interrupted: its process was lost. All but the first resume."""
-        if busy(self.folder):
-            return "training"
-        if ended := self.index.get("ended"):  # in an error
-            return ended
-        rows = self.history.rows
-        stopped = rows and rows[-1].get("asked") == "stop"
-        return "done" if self.over else "stopped" if stopped else "interrupted"
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The plain part of the state in the last checkpoint."""
-        with suppress(NbtoolsError, KeyError):  # a damaged one is reported when it is loaded
-            return checkpoint.facts_of(self.folder, self.index["last"])["state"]
-        return {"position": {"segments": []}, "stopped": None, "best": {"drops": 0}}
+        return "training" if busy(self.folder) else self.index.get("ended", "interrupted")
 
     @property
     def over(self) -> bool:
-        """Return whether its last epoch ended, or it has stopped by itself."""
-        (epoch, _), facts = checkpoint.place(self.index.get("last", "0-0")), self.facts
-        return bool(facts["stopped"]) or (epoch >= self.plan.epochs and not facts["position"]["segments"])
+        """Whether its last epoch ended, or it has stopped by itself."""
+        return self.index.get("ended") == "done"
 
     @property
     def metric(self) -> tuple[str, float]:
         """The metric that chooses the best weights, and its sign: -1 where lower is better."""
-        best = self.index.get("metric", "-loss") if self.known is None else self.task.BEST
+        best = self.index.get("metric", "-loss")
         return best.lstrip("-"), -1.0 if best.startswith("-") else 1.0
 
     @property
@@ -147,6 +132,8 @@ class Run:
         best = f", best {self.reached}" if self.reached else ""
         return f"Run {self.folder}: {done} of {plural(max(done, self.plan.epochs), 'epoch')}{best}"
 
+    # -- its network
+
     def model(self, device: torch.device | str | None = None) -> nn.Module:
         """Return the network with the weights that were best on the validation split, in eval mode, on a GPU if any."""
         model = train.build(self.task, self.card, self.plan)
@@ -171,21 +158,22 @@ class Run:
         the probability of every class instead, a DataFrame with a row a sample. Raises PackError naming a file that
         cannot be read, and TrainError for `all` where the answers are not classes.
         """
-        names: list[str] = []  # of the files of a folder, once they are read
-        if folder := isinstance(files, str | Path) and Path(files).is_dir():
-            samples = self.read_folder(Path(files), names)
+        names: list[str] | None = None  # of the files of a folder, once they are read
+        if isinstance(files, str | Path) and Path(files).is_dir():
+            samples = self.read_folder(Path(files), names := [])
+        elif self.task.card is None:
+            samples = map(self.read, map(Path, [files] if isinstance(files, str | Path) else files))
         else:
-            paths = [files] if isinstance(files, str | Path) else files
-            items: Any = [*map(Path, paths)] if self.task.card is None else items_of(files, self.card)
+            items = items_of(files, self.card)
             samples = (self.read(items[i]) for i in range(len(items)))
         answers, shares = self.answers(samples, batch_size)
         if not all:
-            return dict(zip(names, answers, strict=True)) if folder else answers
+            return answers if names is None else dict(zip(names, answers, strict=True))
         if len(shares) < len(answers):
             raise TrainError("predict(…, all=True) needs answers that are classes, got others; leave all out")
         import pandas as pd
 
-        return pd.DataFrame(shares, pd.Index(names, name="file") if folder else None, self.card.classes)
+        return pd.DataFrame(shares, None if names is None else pd.Index(names, name="file"), self.card.classes)
 
     def predict_pack(self, pack: Pack, ids: Sequence[int] | np.ndarray, batch_size: int = 64) -> list[Any]:
         """Return the answers to samples of a pack."""
@@ -212,33 +200,30 @@ class Run:
         return write_onnx(self, path, pack or Pack.open(self.index.get("pack", "")))
 
     def answers(self, samples: Iterable[Sample], size: int = 64) -> tuple[list[Any], list[list[float]]]:
-        """Return the answers to samples, and of those that are classes the probability of every class. size: samples a
-        batch. Raises PackError."""
-        model, samples = self.model(), iter(samples)
+        """Return the answers to samples, `size` at a time, and of those that are classes the probability of each."""
+        model, samples, card = self.model(), iter(samples), self.card
         device, answers, shares = next(model.parameters()).device, [], []
         while chunk := list(islice(samples, size)):
-            raw = {name: tensor.to(device) for name, tensor in collate(chunk, self.card.columns).items()}
+            raw = {name: tensor.to(device) for name, tensor in collate(chunk, card.columns).items()}
             outputs = evaluation.forward(self.task, model, raw, self.plan, device)[1]
-            answers += self.task.decode(outputs, self.card)
-            shares += probabilities(outputs, self.card)
+            answers += self.task.decode(outputs, card)
+            logits = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", outputs)
+            logits = logits.get("out") if isinstance(logits, dict) else logits
+            if isinstance(logits, Tensor) and card.classes and logits.shape[1:] == (len(card.classes),):
+                several = card.options.get("kind") == "labels"
+                shares += (logits.float().sigmoid() if several else logits.float().softmax(1)).tolist()
         return answers, shares
 
     def read(self, item: Any) -> Sample:
         """Return the sample of a file, or of an item in its place. Raises PackError."""
-        where = item if isinstance(item, str | Path) else f"an item ({type(item).__name__})"
         try:
             return self.task.read(item, self.card.options)
-        except OSError as error:
-            raise PackError(f"{where}: {error.strerror or error}; name a readable file") from None
-        except PackError as error:
-            if len(error.args) != 3:
-                raise
-            value, rule, fix = error.args
-            raise PackError(f"{where}: {rule}, got {value}; {fix}") from None
+        except (OSError, PackError) as error:
+            where = item if isinstance(item, str | Path) else f"an item ({type(item).__name__})"
+            raise PackError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
 
     def read_folder(self, folder: Path, names: list[str]) -> Iterator[Sample]:
-        """Yield a sample of each file below a folder that the task reads, and add its name to `names`; hidden files are
-        passed over."""
+        """Yield a sample of each file below a folder that the task reads, and add its name to `names`."""
         files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
         files = [file for file in files if not any(part.startswith(".") for part in file.parts)]
         left_out: list[str] = []
@@ -251,16 +236,6 @@ class Run:
                 left_out.append(str(error))
         if left_out:
             say(f"{folder}: {plural(len(left_out), 'file')} of {len(files):,} left out, the first: {left_out[0]}")
-
-
-def probabilities(outputs: Any, card: Card) -> list[list[float]]:
-    """Return the probabilities (B, K) of the classes where the first output holds one logit for each; else nothing."""
-    logits = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", outputs)
-    logits = logits.get("out") if isinstance(logits, dict) else logits
-    if not isinstance(logits, Tensor) or not card.classes or logits.shape[1:] != (len(card.classes),):
-        return []
-    several = card.options.get("kind") == "labels"
-    return (logits.float().sigmoid() if several else logits.float().softmax(1)).tolist()
 
 
 def evaluate(run: Run | train.TrainState, pack: Pack, split: str = "test", **knobs: Any) -> dict[str, float]:
@@ -277,8 +252,7 @@ def evaluate(run: Run | train.TrainState, pack: Pack, split: str = "test", **kno
 
 
 def require_like(run: Any, pack: Pack) -> None:
-    """Raise PackError for a pack with other classes or preprocessing than the run's: its results would be wrong.
-    Options and columns that its network does not read may differ."""
+    """Raise PackError for a pack with other classes or preprocessing, in what the network reads, than the run's."""
     pack = train.readable(run.task, pack, run.plan)
     for name in ("task", "classes", "options", "columns"):
         ours, theirs = (getattr(each.card, name) for each in (run, pack))
@@ -319,44 +293,41 @@ def what_next(run: Run, over: bool) -> str:
 
 def busy(folder: Path) -> bool:
     """Return whether a process on this machine is training in a run folder now."""
-    return lock(folder).held()
+    with suppress(TrainError), lock(folder):
+        return False
+    return True
 
 
-def lock(folder: Path) -> disk.Lock:
+def lock(folder: Path) -> AbstractContextManager[None]:
     """Return the lock of whoever trains in a run folder, which raises TrainError where another process does."""
     key = hashlib.blake2b(str(folder.resolve()).encode(errors="surrogateescape"), digest_size=8).hexdigest()
     busy = TrainError(f"{folder}: another process is training this run; stop it, or name another run folder")
-    return disk.Lock(cache() / "locks" / f"run-{key}.lock", busy)
+    return disk.lock(cache() / "locks" / f"run-{key}.lock", busy)
 
 
 # -- several runs
 
 
 def runs(folder: str | Path = "runs") -> pd.DataFrame:
-    """Return a row for each run in a folder and its subfolders, the newest first, named by where it is in there: state,
-    best metric, epochs, minutes, samples/s, when it last went on. A message names those that cannot be opened. Raises
-    CheckpointError for a folder that is not there."""
+    """Return a row for each run in a folder and below, the newest first: state, best metric, epochs, minutes,
+    samples/s, when it last went on. A message names those that cannot be opened. Raises CheckpointError."""
     opened = open_runs(Path(folder))
-    frame = outcomes({run.folder.relative_to(folder).as_posix(): run for run in opened})
-    return frame.assign(changed=[datetime.fromtimestamp(last_change(run)) for run in opened])
+    frame = outcomes({run.folder.relative_to(folder).as_posix(): run for _, run in opened})
+    return frame.assign(changed=[datetime.fromtimestamp(time) for time, _ in opened])
 
 
-def open_runs(folder: Path) -> list[Run]:
-    """Open the runs in a folder and its subfolders, the newest first. Raises CheckpointError."""
+def open_runs(folder: Path) -> list[tuple[float, Run]]:
+    """Open the runs in a folder and its subfolders; return (when it last went on, run), the newest first."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder; name the one in which the run folders are")
-    opened: list[Run] = []
+    opened: list[tuple[float, Run]] = []
     with disk.explained("looking for runs", folder):
         for path in patient(lambda: list(folder.glob(f"**/{checkpoint.INDEX}")), folder):
             try:
-                opened.append(Run.open(path.parent))
+                opened.append((path.stat().st_mtime, Run.open(path.parent)))
             except CheckpointError as error:
                 say(f"left out: {error}")
-    return sorted(opened, key=last_change, reverse=True)
-
-
-def last_change(run: Run) -> float:
-    return (run.folder / checkpoint.INDEX).stat().st_mtime
+    return sorted(opened, key=lambda each: each[0], reverse=True)
 
 
 def outcomes(runs: Mapping[str, Run]) -> pd.DataFrame:
@@ -381,7 +352,7 @@ def compare(*runs: Run | str | Path) -> Comparison:
         if isinstance(run, Run):
             every.append(run)
         elif Path(run).is_dir() and not (Path(run) / checkpoint.INDEX).exists():
-            every += open_runs(Path(run))[:MOST][::-1]
+            every += [each for _, each in open_runs(Path(run))[:MOST][::-1]]
         else:
             every.append(Run.open(run))
     if not every:
@@ -407,7 +378,7 @@ class Comparison:
 
     @cached_property
     def conclusion(self) -> str:
-        """Return which run is best and by how much; or that none is, also where chance may explain it, see `alike`."""
+        """Which run is best and by how much; or that none is, also where chance may explain it, see `alike`."""
         values = {name: run.best[f"val_{run.metric[0]}"] for name, run in self.runs.items() if run.best}
         if len({(run.metric, run.card.digest) for run in self.runs.values()}) > 1:
             return "No best run: they are of different tasks, or validated on different data."

@@ -15,13 +15,12 @@ Rows = Sequence[Sequence[Any]]
 
 
 class Table:
-    """The base of results that show as a sentence, a table and a remark; each of them may be empty."""
+    """The base of results that show as a sentence, a table (headers, rows) and a remark; each of them may be empty."""
 
     def caption(self) -> str:
         return ""
 
     def table(self) -> tuple[Sequence[str], Rows]:
-        """Return (headers, rows)."""
         return (), ()
 
     def footer(self) -> str:
@@ -42,8 +41,8 @@ def html(headers: Sequence[str], rows: Rows, caption: str = "") -> str:
 
     names, *lines = filled(headers, rows)
     with pd.option_context("display.max_colwidth", None):
-        drawn = pd.DataFrame(lines, columns=names).to_html(index=False, border=0, justify="left")
-    return note(caption) + drawn.replace("<td>", '<td style="text-align: left">')  # Jupyter aligns to the right
+        drawn = pd.DataFrame(lines, columns=names).to_html(index=False, border=0)
+    return note(caption) + re.sub("<(t[hd])>", r'<\1 style="text-align: left">', drawn)  # Jupyter: to the right
 
 
 def note(text: str) -> str:
@@ -54,9 +53,7 @@ def note(text: str) -> str:
 def text(headers: Sequence[str], rows: Rows) -> str:
     """Return a table for a terminal, which a file name can neither colour nor overwrite."""
     lines = [[plain(cell) for cell in row] for row in filled(headers, rows)] if rows else []
-    widths = [
-        max(map(disp_len, column)) for column in zip(*lines, strict=True)
-    ]  # a Chinese character takes two columns
+    widths = [max(map(disp_len, column)) for column in zip(*lines, strict=True)]  # two of a Chinese character
     padded = ([cell + " " * (most - disp_len(cell)) for cell, most in zip(line, widths, strict=True)] for line in lines)
     return "\n".join("  ".join(line).rstrip() for line in padded)
 
@@ -144,9 +141,9 @@ def timing(seconds: float) -> str:
 def duration(seconds: float) -> str:
     """Return `45 s`, `3 min 20 s`, `2 h 05 min`, `4 d 17 h`."""
     minutes, rest = divmod(round(seconds), 60)
-    hours, days = minutes // 60, minutes // 1440
     if not minutes:
         return f"{rest} s"
-    if not hours:
+    if minutes < 60:
         return f"{minutes} min {rest:02} s"
-    return f"{hours} h {minutes % 60:02} min" if days < 2 else f"{days} d {hours % 24} h"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"

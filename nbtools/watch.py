@@ -39,31 +39,30 @@ def watch(run: str | Path, wait: float = 60.0) -> Run:
 
 
 class Remote:
-    """A run in another process. given: the panel to show, or the Advice that one is made of; None: the run's plan.
-    show: False draws and prints nothing. sent: actions that it has not taken yet; asked: the plan and the pause that it
-    was asked for; shown: rows of the history."""
+    """A run in another process. given: the panel or the Advice to show; None: the run's plan. sent: actions that it has
+    not taken yet; asked: the plan and the pause that it was asked for; shown: rows of the history."""
 
     def __init__(self, run: Run, given: Any = None, show: bool = True):
         (metric, sign), plan, count = run.metric, run.plan, run.card.splits["train"]
         given = given if isinstance(given, live.Panel) or getattr(given, "plan", None) == plan else plan
-        self.run, self.history = run, History(run.folder / HISTORY)
+        self.run, self.history, self.plans = run, History(run.folder / HISTORY), live.Plans(plan, plan)
         best = f"-{metric}" if sign < 0 else metric
         self.view = live.View(run.folder, self.history, plan, count, best, given, show)
-        self.plans, fits = live.Plans(plan, plan), partial(require_batch, count=count)
+        fits = partial(require_batch, count=count)
         self.requests = live.Requests(self.plans, live.advised(run.folder, plan), fits)
         self.sent: set[str] = set()
         self.asked, self.shown, self.status = (plan, False), len(self.history), live.STARTING
 
     def follow(self, lasts: Callable[[], bool]) -> None:
         """Draw while the run lasts, and send what is requested; then draw how it ended, and say what to do next."""
-        due, panel = 0.0, self.view.panel if self.view.notebook else None
+        due, view, panel = 0.0, self.view, self.view.panel if self.view.notebook else None
         with ExitStack() as stack:
             stack.callback(self.finish)
             messages = stack.enter_context(live.Messages())
             if panel is not None:
                 stack.callback(panel.end)
                 panel.begin(self.requests)
-            self.view.start()
+            view.start()
             while lasts():
                 messages.handle()
                 self.send()
@@ -72,42 +71,39 @@ class Remote:
                     self.read()
                 if panel is not None:
                     panel.refresh()
-                self.view.draw(self.status)
+                view.draw(self.status)
                 sleep(MOMENT)
             self.read()
 
     def finish(self) -> None:
         run = Run(self.run.folder, self.run.known, self.run.card, self.plans.plan)
-        state = run.state
-        next_steps = what_next(run, state == live.DONE)
-        self.view.finish([], state)
-        if state in live.OVER and run.index:  # else it goes on, or did not begin
-            self.view.tell(next_steps)
+        self.view.finish([], run.state)
+        if run.state in live.OVER and run.index:  # else it goes on, or did not begin
+            self.view.tell(what_next(run, run.over))
 
     def send(self) -> None:
         """Send what was requested since the last call, once the run has taken that; until then an action is pending."""
-        requests, (plan, paused) = self.requests, self.asked
-        if (self.run.folder / CONTROL).exists() or not self.run.folder.is_dir():
+        requests, (plan, paused), folder = self.requests, self.asked, self.run.folder
+        if (folder / CONTROL).exists() or not folder.is_dir():
             return
         requests.pending -= self.sent
         self.sent = set(requests.pending)
         turned = ["pause" if requests.paused else "resume"] * (requests.paused != paused)
         settings = {name: getattr(self.plans.plan, name) for name in self.plans.plan.changes_from(plan)}
         if self.sent or turned or settings:  # which the panel has asked to confirm already
-            live.send(self.run.folder, [*self.sent, *turned], settings, force=bool(settings))
+            live.send(folder, [*self.sent, *turned], settings, force=bool(settings))
         self.asked = self.plans.plan, requests.paused
 
     def read(self) -> None:
-        """Show what the other process wrote, follow what it says of the plan; where it went back, every row in place of
-        those that it went back over."""
+        """Show the rows that are new, or other ones where it went back, and follow what they say of the plan."""
         before, view = self.history.rows[: self.shown], self.view
         self.history.refresh()
         pairs = zip(before, self.history.rows, strict=False)
         equal = takewhile(lambda rows: str(rows[0]) == str(rows[1]), pairs)  # as text: NaN is not NaN
         for row in self.history.rows[len([*equal]) :]:
             values = {name: value for name, value in row.items() if name not in KEYS}
-            what, self.status = values.get("what", ""), live.TRAINING
-            if row["kind"] == "change" or what.startswith(live.REFUSED):
+            self.status = live.TRAINING
+            if row["kind"] == "change" or values.get("what", "").startswith(live.REFUSED):
                 plan = type(self.run.plan).from_json((self.run.folder / PLAN).read_text())
                 self.plans.plan = self.plans.applied = plan
                 self.asked = plan, self.asked[1]

@@ -82,7 +82,8 @@ def notebook(name: str, address: str) -> NotebookNode:
     for cell in jupytext.reads(text, fmt="py:percent").cells:
         make = nbformat.v4.new_code_cell if cell.cell_type == "code" else nbformat.v4.new_markdown_cell
         made = make(cell.source, id=identity(cell.source, {c.id for c in cells}))
-        made.metadata.update({name: cell.metadata[name] for name in ("tags",) if name in cell.metadata})
+        kept = ("tags", "cellView", "jupyter")  # the last two fold a cell, in Colab and in JupyterLab
+        made.metadata.update({name: cell.metadata[name] for name in kept if name in cell.metadata})
         cells.append(made)
     return nbformat.v4.new_notebook(cells=cells, metadata=METADATA)
 

@@ -43,7 +43,7 @@ def interrupted(act: Callable[[], Any]) -> nb.Run:
     """The run that Ctrl-C stopped, which raises KeyboardInterrupt outside of a notebook."""
     with pytest.raises(KeyboardInterrupt) as caught:
         act()
-    return caught.value.run  # pyright: ignore[reportAttributeAccessIssue]
+    return caught.value.args[0]
 
 
 def first_is_best(batches: int = 3) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from hypothesis import settings
 
 from nbtools.data import cores
 from nbtools.folder import Job
-from nbtools.train import device, meter
+from nbtools.train import device
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -125,12 +125,6 @@ def fp16_on_cpu(monkeypatch):
     """Lift the rule that fp16 trains on a GPU only: the loss scaler's bookkeeping is the same anywhere, and toys are
     small enough."""
     monkeypatch.setattr(device, "FP16_DEVICES", ("cuda", "mps", "cpu"))
-
-
-@pytest.fixture
-def late(monkeypatch):
-    """What a step sends to the host has not arrived when the loop looks, as on a GPU that is far behind."""
-    monkeypatch.setattr(meter.Meter, "arrived", False)
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,12 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from nbformat import NotebookNode
 
@@ -78,6 +82,12 @@ def machine(folder: Path, drive: Path | None, stack: str = "colab") -> Machine:
     [purelib] = (folder / "venv").glob("lib/python*/site-packages")
     (purelib / "packages.pth").write_text(f"{packages}\n")
     return Machine(folder, folder / "venv" / "bin" / "python", drive)
+
+
+def apart(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns in a process of its own: nbclient leaves its event loop open in a thread."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(work, *arguments).result()
 
 
 def name(entry: Path) -> str:

@@ -1,16 +1,24 @@
-"""README and docs: links lead somewhere, every figure has its receipt, every name of nbtools exists."""
+"""README and docs: links lead somewhere, every figure has its receipt, names exist, and commands and options parse."""
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import nbtools as nb
+from nbtools.__main__ import parser
+from nbtools.errors import NbtoolsError, TrainError
+from nbtools.tasks import captcha, hwdb, segment, sign
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+COMMAND = re.compile(r"(?:python -m|-m --) nbtools ((?:[^`\n\\#]|\\\n)+)")
+GUIDES = {"Handwritten": "hwdb", "Captchas": "captcha", "Sign": "sign", "Segmentation": "segment"}
+TROUBLES = (DOCS / "troubleshooting.md").read_text()
 NUMBER = r"[−-]?[\d,]+(?:\.\d+)?"
 
 
@@ -72,8 +80,80 @@ def test_every_figure_is_that_of_its_receipt():
         assert spread or count == 1, "a figure of several runs has its spread"
 
 
-def test_the_pages_are_short():
-    budgets = {"README": 1300, "CONTRIBUTING": 500, "CHANGELOG": 3000, "your-own": 2200, "options": 1800, "live": 900}
-    budgets |= {"several": 500, "troubleshooting": 1500, "architecture": 900, "measured": 1500, "guides": 2500}
-    words = {page.stem: len(page.read_text().split()) for page in PAGES}
-    assert {name: count for name, count in words.items() if count > budgets[name]} == {}
+# -- commands and options
+
+
+def commands() -> list[str]:
+    """What follows `python -m nbtools`, each once; not where a part is left out (`…`) or where one is only named."""
+    texts = [found for page in PAGES if page.stem != "CHANGELOG" for found in COMMAND.findall(page.read_text())]
+    joined = dict.fromkeys(" ".join(text.replace("\\\n", " ").split()) for text in texts)
+    named = re.compile(r"…|\b(TASK|COMMAND)\b|--help|^(?!gpus|cache)\w+$")
+    return [text for text in joined if not named.search(text)]
+
+
+def options() -> list[tuple[str, str]]:
+    """(task, options) in the right column of each table of docs/guides.md."""
+    found = []
+    for part in (DOCS / "guides.md").read_text().split("\n## ")[1:]:
+        for line in re.findall(r"^\| `?.*? \| (.*) \|$", part, re.M):
+            found += [(GUIDES[part.split()[0].strip(",")], typed) for typed in re.findall(r"`(--[^`]+)`", line)]
+    return found
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_of_the_documentation_parses(command):
+    words = shlex.split(command)
+    assert parser(words).parse_args(words).act
+
+
+def test_the_options_of_the_guides_tables_parse():
+    assert len(options()) > 80
+    for task, typed in options():
+        words = ["train", task, "--data", "D", *shlex.split(typed)]
+        assert parser(words).parse_args(words).act, typed
+
+
+def test_each_of_the_five_guides_has_its_programs_in_the_tables():
+    text = (DOCS / "guides.md").read_text()
+    for program in (
+        *("preprocess_all_hwdb.py", "train_optimized.py", "main.py -m hctr", "check_gpu.py", "captcha_train.py"),
+        *("captcha_train_a100_optimized.py", "captcha_train_a100_ultra_optimized.py", "captcha_test.py"),
+        *("training/train.py", "preprocessing.validate_npz", "tools/train_amp.py", "ims_per_gpu"),
+    ):
+        assert f"| `{program}" in text or f"`python -m {program}" in text, program
+
+
+# -- troubles
+
+
+def test_every_entry_that_the_code_names_is_a_heading():
+    named = set()
+    for path in (ROOT / "nbtools").rglob("*.py"):
+        named |= set(re.findall(r'\bentry ?= ?"([^"]+)"', path.read_text()))
+    assert len(named) > 6
+    assert named <= {*re.findall(r"^## (.+)$", TROUBLES, re.M)}
+
+
+def test_a_message_ends_with_its_entry():
+    assert str(TrainError("stop; go on")) == "stop; go on"
+    for text in ("Done", "Done."):
+        assert str(TrainError(text, entry="NaN")) == "Done. See “NaN” in docs/troubleshooting.md"
+
+
+def test_every_option_and_preset_of_the_troubles_is_one():
+    plans = [task.PLAN for task in (captcha, hwdb, segment, sign)]
+    for name, value in re.findall(r"(?<=[` ])--([a-z][\w-]*) ?([\w.-]*)", TROUBLES):
+        field = name.replace("-", "_")
+        fitting = [plan for plan in plans if hasattr(plan, field)]
+        others = {"data", "why", "keep", "processes", "label", "kp_key", "feature_key", "smoke_test", "measured"}
+        assert fitting or field in others, name
+        assert not value or not fitting or any(takes(plan, field, value) for plan in fitting), name
+    presets = {name for task in (captcha, hwdb, segment, sign) for name in task.PRESETS}
+    assert set(re.findall(r'\["([\w.-]+)"\]', TROUBLES)) <= presets
+
+
+def takes(plan: nb.Plan, field: str, value: str) -> bool:
+    try:
+        return bool(plan.turn(**{field: plan.parse(field, value)}))
+    except NbtoolsError:
+        return False

@@ -3,7 +3,6 @@
 import logging
 import warnings
 from contextlib import suppress
-from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -13,16 +12,8 @@ from nbtools import Run
 from nbtools.data import batches_in
 from nbtools.tasks import captcha
 
-PLAN = captcha.PLAN.replace(
-    network="small",
-    loss="cross_entropy",
-    epochs=2,
-    batch_size=16,
-    lr=2e-3,
-    warmup_epochs=0.5,
-    amp="off",
-    channels_last=False,
-)
+PLAN = captcha.PLAN.replace(network="small", loss="cross_entropy", epochs=2, batch_size=16, lr=2e-3, warmup_epochs=0.5)
+PLAN = PLAN.replace(amp="off", channels_last=False)
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +37,12 @@ def trained(files, tmp_path, monkeypatch):
     monkeypatch.setattr(captcha, "model", model)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-    def train(name, levers=None, plan=PLAN, read=None, **limits):
+    def train(name, levers=None, plan=PLAN, **limits):
         meter, folder = Meter(**limits), tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
-        given = replace(pack, raw=replace(pack.raw, read=read or pack.raw.read))
         with warnings.catch_warnings(), meter.watching(captcha), suppress(Enough):
             warnings.simplefilter("ignore")
-            run(name, Job(captcha, given, source, plan, levers or Levers(), meter), folder)
+            run(name, Job(captcha, pack, source, plan, levers or Levers(), meter), folder)
         return meter, folder
 
     return train

@@ -19,7 +19,6 @@ from nbtools.data.feed import (
     on,
     open_feed,
 )
-from nbtools.data.fetch import File, fetch_all
 from nbtools.data.forms import IMAGES, TARGET, Form, open_image
 from nbtools.data.pack import SPLITS, Card, Column, Pack, Sample
 from nbtools.data.progress import SLOW, bar, cores, in_notebook, meanwhile, phase, say, side_by_side, tick, work

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, NamedTuple
 
 from nbtools import disk, show
@@ -32,7 +31,8 @@ METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # of bzip2 and lzma, a rea
 ENTRIES = 5_000_000  # more than this is an attack on memory
 RATIO, FLOOR = 200, 100_000_000  # bytes unpacked: at most this many times the archive (deflate can 1,032), or the floor
 LITTER = re.compile(r"(^|/)(__MACOSX|\.DS_Store|\._[^/]*)(/|$)")  # of macOS
-PLAIN = "only plain files and folders are read"
+PAGES = [("utf-8", "utf-8"), ("gbk", "gb2312"), ("cp932", "cp932"), ("gbk", "gbk")]  # encoding, its common part
+ODD = re.compile(r"^/|\\|\0|^[A-Za-z]:|(^|/)\.\.(/|$)")  # could lead outside a folder
 
 
 class Entry(NamedTuple):
@@ -44,7 +44,7 @@ class Entry(NamedTuple):
     open: Callable[[], IO[bytes]]
 
 
-def kind(path: Path, text: str) -> str:
+def kind(path: Path) -> str:
     """Return `tar`, `tar.gz`, `tar.xz` or `zip` by the first bytes, whatever the name says. Raises ArchiveError."""
     with open(path, "rb") as file:
         head = file.read(tarfile.BLOCKSIZE)
@@ -54,8 +54,7 @@ def kind(path: Path, text: str) -> str:
     with contextlib.suppress(tarfile.HeaderError, ValueError):
         if head == bytes(tarfile.BLOCKSIZE) or tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape"):
             return "tar"
-    rule = f"not an archive: it begins with {head[:16]!r}"
-    raise ArchiveError(f"{text}: {rule}. Give a folder, tar (plain, gz, xz) or zip.")
+    raise ArchiveError(f"not an archive: it begins with {head[:16]!r}. Give a folder, tar (plain, gz, xz) or zip")
 
 
 def unpack(path: Path, folder: Path, text: str, progress: bool) -> None:
@@ -65,32 +64,29 @@ def unpack(path: Path, folder: Path, text: str, progress: bool) -> None:
     more bytes or entries than the limits; DiskError where there is no room. What was written until then stays: the
     caller unpacks into a `.part` and publishes afterwards.
     """
-    with explained(text) as where:
-        if opener := OPENERS.get(form := kind(path, text)):
-            plain = folder.with_name(f"{folder.name}.tar")
-            inflate(path, opener, plain, progress)
-            unpack(plain, folder, text, progress)
-            disk.remove(plain)
-            return
+    limit, plain = max(FLOOR, RATIO * path.stat().st_size), folder.with_name(f"{folder.name}.tar")
+    with explained(f"{text}: "):
+        if opener := OPENERS.get(form := kind(path)):
+            inflate(path, opener, plain, limit, progress)
+            path, form = plain, kind(plain)
         with open(path, "rb") as file:
-            entries = list(islice((in_zip if form == "zip" else in_tar)(file, where), ENTRIES + 1))
-            files = checked(entries, max(FLOOR, RATIO * path.stat().st_size), text, where)
+            files = checked(list(islice((in_zip if form == "zip" else in_tar)(file), ENTRIES + 1)), limit, text)
             size = sum(entry.size for _, entry in files)
             disk.require_space(folder, size)
             with bar(total=size, desc=f"unpack {folder.name}", disable=not progress, **BYTES) as shown:
                 for name, entry in files:
-                    where.entry = name
-                    extract(entry, folder / name, shown.update)
+                    with explained(f"entry {name!r} "):
+                        extract(entry, folder / name, shown.update)
+        disk.remove(plain)
 
 
-def inflate(path: Path, opener: Callable, plain: Path, progress: bool) -> None:
+def inflate(path: Path, opener: Callable, plain: Path, limit: int, progress: bool) -> None:
     """Write what is compressed, within the limit, to the end, where gzip and xz compare checksums."""
-    size = path.stat().st_size
-    shown = bar(total=size, desc=f"unpack {path.name}", disable=not progress, **BYTES)
+    shown = bar(total=path.stat().st_size, desc=f"unpack {path.name}", disable=not progress, **BYTES)
     with shown, open(path, "rb") as raw, opener(raw) as packed, open(plain, "wb", 0) as whole:
         while data := packed.read(1 << 20):
             disk.write(whole, data)
-            require_below(whole.tell(), max(FLOOR, RATIO * size))
+            require_below(whole.tell(), limit)
             shown.update(raw.tell() - shown.n)
 
 
@@ -111,18 +107,14 @@ def extract(entry: Entry, target: Path, progress: Callable[[int], object]) -> No
         raise ArchiveError(f"is damaged: {rest} of {entry.size} bytes are missing")
 
 
-def checked(entries: list[Entry], limit: int, text: str, where: SimpleNamespace) -> list[tuple[str, Entry]]:
+def checked(entries: list[Entry], limit: int, text: str) -> list[tuple[str, Entry]]:
     """Return (relative path, entry) of all files but litter. Raises ArchiveError."""
     if len(entries) > ENTRIES:
-        raise ArchiveError(f"comes after {ENTRIES} entries, which are too many. Combine small files into fewer")
+        raise ArchiveError(f"has more than {ENTRIES} entries, which are too many. Combine small files into fewer")
     require_below(sum(entry.size for entry in entries), limit)
-    files: list[tuple[str, Entry]] = []
-    for name, entry in zip(decoded(text, [entry.name for entry in entries]), entries, strict=True):
-        where.entry = name
-        path = "/".join(safe_parts(name))
-        if path and not name.endswith("/") and not LITTER.search(name):
-            files.append((path, entry))
-    where.entry = ""
+    names = decoded(text, [entry.name for entry in entries])
+    paths = ["/".join(safe_parts(name)) * (name[-1:] != "/" and not LITTER.search(name)) for name in names]
+    files = [(path, entry) for path, entry in zip(paths, entries, strict=True) if path]
     if not files:
         raise ArchiveError("holds no files")
     return files
@@ -130,9 +122,9 @@ def checked(entries: list[Entry], limit: int, text: str, where: SimpleNamespace)
 
 def safe_parts(name: str) -> tuple[str, ...]:
     """Return the components of a relative POSIX name; raise ArchiveError for one that could lead outside its folder."""
-    if name.startswith("/") or re.search(r"\\|\0|^[A-Za-z]:", name) or ".." in name.split("/"):
+    if ODD.search(name):
         rule = "has a name that is absolute, or holds `..`, a backslash, a drive letter or NUL"
-        raise ArchiveError(f"{rule}. Make the archive again with relative names")
+        raise ArchiveError(f"entry {name!r} {rule}. Make the archive again with relative names")
     return tuple(part for part in name.split("/") if part not in ("", "."))
 
 
@@ -142,21 +134,19 @@ def require_below(size: int, limit: int) -> None:
         raise ArchiveError(f"{bomb}. If it is yours, make it a plain tar")
 
 
-def in_tar(file: IO[bytes], where: SimpleNamespace) -> Iterator[Entry]:
+def in_tar(file: IO[bytes]) -> Iterator[Entry]:
     tar, end = tarfile.TarFile(fileobj=file, encoding="utf-8"), -1
     while (member := tar.next()) is not None:
         tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]: it would keep every header of a million files
-        where.entry = member.name
+        name = member.name.encode("utf-8", "surrogateescape")
         if tar.offset <= end:
-            raise ArchiveError("has a header that points backwards")  # an endless loop before CVE-2025-8194
-        end, is_file = tar.offset, member.isreg() and not member.issparse()
-        if not (is_file or member.isdir()):
-            fix = "Make the archive again with tar --dereference --hard-dereference"
-            raise ArchiveError(f"is a link, a device or sparse: {PLAIN}. {fix}")
-        if is_file:
-            name = member.name.encode("utf-8", "surrogateescape")
+            raise ArchiveError(f"entry {member.name!r} points backwards")  # endless before CVE-2025-8194
+        end = tar.offset
+        if member.isreg() and not member.issparse():
             yield Entry(name, member.size, partial(at, file, member.offset_data))
-    where.entry = ""
+        elif not member.isdir():
+            fix = "Make the archive again with tar --dereference --hard-dereference"
+            raise ArchiveError(f"entry {member.name!r} is a link, a device or sparse, which are not read. {fix}")
     if at(file, tar.offset).read(2 * tarfile.BLOCKSIZE) != bytes(2 * tarfile.BLOCKSIZE):  # else tarfile is silent
         raise ArchiveError("ends before its end-of-archive marker: it is truncated or damaged")
 
@@ -166,14 +156,14 @@ def at(file: IO[bytes], start: int) -> IO[bytes]:
     return file
 
 
-def in_zip(file: IO[bytes], where: SimpleNamespace) -> Iterator[Entry]:
+def in_zip(file: IO[bytes]) -> Iterator[Entry]:
     archive = zipfile.ZipFile(file)
     for info in archive.infolist():
-        where.entry = info.filename
         if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
-            raise ArchiveError(f"is a link or a device: {PLAIN}")
+            raise ArchiveError(f"entry {info.filename!r} is a link or a device, which are not read")
         if info.compress_type not in METHODS or (info.CRC and not info.file_size):
-            raise ArchiveError("is damaged, or neither stored nor deflated. Make the zip again with the usual settings")
+            fix = "Make the zip again with the usual settings"
+            raise ArchiveError(f"entry {info.filename!r} is damaged, or neither stored nor deflated. {fix}")
         yield Entry(marked_name(info), info.file_size, partial(archive.open, info))
 
 
@@ -193,8 +183,7 @@ def marked_name(info: zipfile.ZipInfo) -> str | bytes:
 def decoded(text: str, names: list[str | bytes]) -> list[str]:
     """Return names as text, and say so where their encoding was guessed; with slashes where Windows wrote none."""
     raw = b"/".join(name for name in names if isinstance(name, bytes))
-    encoding = code_page(raw)
-    if encoding != "utf-8":
+    if (encoding := code_page(raw)) != "utf-8":
         first = next(name for name in names if isinstance(name, bytes) and not name.isascii()).decode(encoding)
         rule = f"names that are not UTF-8; by their bytes the encoding {encoding} was guessed, as in {first!r}"
         say(f"{text}: {rule}. If that is wrong, make the archive again with names in UTF-8.")
@@ -203,15 +192,10 @@ def decoded(text: str, names: list[str | bytes]) -> list[str]:
 
 
 def code_page(raw: bytes) -> str:
-    """Return the encoding that names without a mark most likely have: UTF-8, or that of China, Japan, or the West.
-
-    A Western name has a few Latin letters among others: read as such, Asian ones have signs for drawing boxes, capitals
-    behind small letters, or nothing but such letters. Common Chinese characters are those of GB 2312.
-    """
-    western = raw.decode("cp437")
-    asian = re.search(r"[^\0-\x7f\u00c0-\u00ff]|[\u00df-\u00ff][A-Z]|(^|/)[\u00c0-\u00ff]{2,}([/.]|$)", western)
-    choices = [("gbk", "gb2312"), ("cp932", "cp932"), ("gbk", "gbk")] if asian else []
-    for encoding, common in (("utf-8", "utf-8"), *choices):
+    """Return the encoding that names without a mark most likely have: UTF-8, or that of China, Japan, or the West,
+    where Asian ones have signs for drawing boxes. Common Chinese characters are those of GB 2312."""
+    asian = re.search(r"[^\0-\x7f\u00c0-\u00ff]", raw.decode("cp437"))
+    for encoding, common in PAGES if asian else PAGES[:1]:
         with contextlib.suppress(UnicodeError):
             raw.decode(encoding).encode(common)
             return encoding
@@ -219,20 +203,17 @@ def code_page(raw: bytes) -> str:
 
 
 @contextlib.contextmanager
-def explained(text: str) -> Iterator[SimpleNamespace]:
-    """Put the archive and the entry noted in what this yields into whatever goes wrong inside; a disk's errors pass."""
-    where = SimpleNamespace(entry="")
+def explained(what: str) -> Iterator[None]:
+    """Put what is unpacked in front of whatever goes wrong inside; a disk's errors pass."""
     try:
-        yield where
+        yield
         return
     except DiskError:
         raise
     except ArchiveError as error:
-        if str(error).startswith(f"{text}: "):  # of the plain tar within
-            raise
         reason = str(error)
     except Exception as error:  # readers let nearly anything escape on damaged input, as mutation shows
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL, errno.ENAMETOOLONG, errno.EILSEQ):
             raise  # None: a decompressor's
         reason = f"is damaged: {type(error).__name__}: {error}. Copy or download it again"
-    raise ArchiveError(f"{text}: {f'entry {where.entry!r} ' if where.entry else ''}{reason}.") from None
+    raise ArchiveError(f"{what}{reason}") from None

@@ -1,8 +1,8 @@
 """The pack of a source: the finished one, or a new one that appears under its name only when it is whole.
 
 A task says what its samples are (`survey`) and how to read one (`read`). Processes read blocks of them into files
-`<pack>.blocks.part/<number>.npz`, which the next call finds again if it is interrupted; then they are joined into the
-arrays. What cannot be used is listed in one table, never dropped silently.
+`<pack>.blocks.part/<key>/<number>.npz`, which the next call finds again if it is interrupted; then they are joined into
+the arrays. What cannot be used is listed in one table, never dropped silently.
 """
 
 from __future__ import annotations
@@ -29,33 +29,19 @@ from nbtools.data import splits
 from nbtools.data.drive import cache
 from nbtools.data.fetch import listing
 from nbtools.data.forms import DAMAGED
-from nbtools.data.pack import (
-    FORMAT,
-    MANIFEST,
-    Card,
-    Column,
-    Pack,
-    Sample,
-    class_names,
-    columns_of,
-    is_pack,
-    memory_map,
-    touch,
-)
+from nbtools.data.pack import FORMAT, MANIFEST, Card, Column, Pack, Sample, class_names, columns_of, is_pack, touch
 from nbtools.data.progress import bar, say, side_by_side
 from nbtools.data.stage import stage
-from nbtools.disk import VERSION
 from nbtools.errors import PackError
 from nbtools.show import plural
 
 Options = Mapping[str, Any]
-Arrays = Mapping[str, np.ndarray]  # columns, and the offsets of ragged ones
 Reader = Callable[[Path, Options], Sample]
+Sampler = Callable[[int], Sample]  # of an entry; it refuses one by PackError(value, rule, fix)
 Problem = tuple[str, ...]  # a row of the table of bad samples: file, value, rule, fix
+Draw = tuple[float, float, int]  # val, test, seed
 
 BLOCK = 32  # samples in a file
-MARK = "mark.json"  # in the folder of blocks: what they are of
-READABLE = "the file must be readable"
 
 
 @dataclass(frozen=True)
@@ -71,7 +57,7 @@ class Entry:
 @dataclass(frozen=True)
 class Survey:
     """What a task finds in a source without decoding it. Entries without a split get theirs by a hash of their group or
-    name, or with by_content of their arrays."""
+    name; exact: of their group or arrays, by exact shares, of each class alike."""
 
     entries: Sequence[Entry]  # in the pack's order
     classes: Sequence[str] = ()
@@ -79,11 +65,10 @@ class Survey:
     ragged: Collection[str] = ()  # columns whose samples differ in their first dimension
     bucket_by: str | None = None  # the ragged column whose length groups batches
     bad: Sequence[Problem] = ()  # (file, value, rule, fix) of each file that cannot be used
-    by_content: bool = False
-    stratified: bool = False  # each class is divided by the shares
+    exact: bool = False
     check: Callable[[Entry, Sample], None] | None = None  # raises PackError(value, rule, fix)
     named: str | None = None  # a column that `read` gives as the name of a class; None of `classes`: those that occur
-    learn: Callable[[Arrays, np.ndarray], dict[str, Any]] | None = None  # (…, training ids) → more options, as means
+    learn: Callable[[Pack, np.ndarray], dict[str, Any]] | None = None  # (…, training ids) → more options, as means
     elsewhere: Mapping[str, Column] = field(default_factory=dict)  # columns that are not to be stored
 
 
@@ -121,62 +106,63 @@ def build_pack(
             raise PackError(f"{folder} is a pack, and its splits are fixed; {fix}")
         return pack
     given = {**options, "val": val, "test": test, **({"seed": seed} if seed else {})}
-    with disk.explained(f"looking at {folder}", folder):
-        made = {"key": fingerprint(task, folder, given), "source": str(folder)}
+    with disk.explained(f"looking at {folder}", folder):  # what is packed, by name, size and time of change
+        text = json.dumps([FORMAT, task, str(folder.resolve()), given], sort_keys=True)
+        text += "".join(f"{name}\0{size}\0{mtime}\n" for name, (size, mtime) in sorted(listing(folder).items()))
     read = reader(folder) if reader else read
-    sample = partial(decode, read, folder)
-    pack = make_pack(task, made, into, lambda: survey(folder, given), sample, (val, test, seed), progress)
+    made = {"key": digest(text), "source": str(folder)}
+
+    def look() -> tuple[Survey, Sampler]:
+        inventory = survey(folder, given)
+        return inventory, partial(decode, read, folder, inventory)
+
+    pack = make_pack(task, made, into, look, (val, test, seed), progress)
     return dataclasses.replace(pack, raw=RawFiles(pack, folder, read))
+
+
+def digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
 def make_pack(
     task: str,
     made: Mapping[str, Any],
     into: str | Path | None,
-    survey: Callable[[], Survey],
-    sample: Callable[[Survey, int], Sample | Problem],
-    draw: tuple[float, float, int],
+    look: Callable[[], tuple[Survey, Sampler]],
+    draw: Draw,
     progress: bool,
 ) -> Pack:
-    """Return the pack with a key: the finished one, or a new one, without its source.
-
-    made: what the manifest records: `key`, which says of what files and options it is made, and `source`. sample: what
-    becomes of the survey's n-th entry; draw: val, test and seed.
-    """
+    """Return the pack with a key: the finished one, or a new one, without its source. made: what the manifest records:
+    `key`, which says of what files and options it is made, and `source`."""
     target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{made['key']}").absolute()
     touch(target)
-    name = hashlib.blake2b(str(target).encode(errors="surrogateescape"), digest_size=8).hexdigest()
-    with disk.explained(f"packing {made['source']}", target), disk.Lock(cache() / "locks" / f"pack-{name}.lock"):
+    lock = disk.lock(cache() / "locks" / f"pack-{digest(str(target))}.lock")
+    with disk.explained(f"packing {made['source']}", target), lock:
         part, blocks = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.blocks.part")
-        if is_finished(target, task, made["key"]):
-            disk.remove(blocks)
-            return Pack.open(target)
-        try:
-            inventory = survey()
-            paths = read_blocks(inventory, sample, blocks, [VERSION, made["key"]], progress)
-            disk.remove(part)
-            part.mkdir(parents=True)
-            finish(part, join(part, paths, inventory), inventory, task, made, draw)
-        except PackError:
-            disk.remove(part)
-            disk.remove(blocks)  # the data's fault: there is nothing to resume
-            raise
-        disk.publish_folder(part, target)
+        if not is_finished(target, task, made["key"]):
+            try:
+                inventory, sample = look()
+                paths = read_blocks(inventory, sample, blocks / digest(f"{disk.VERSION} {made['key']}"), progress)
+                disk.remove(part)
+                part.mkdir(parents=True)
+                finish(part, join(part, paths, inventory), inventory, task, made, draw)
+            except PackError:
+                disk.remove(part)
+                disk.remove(blocks)  # the data's fault: there is nothing to resume
+                raise
+            disk.publish_folder(part, target)
+            for line in Pack.open(target).remarks if progress else ():
+                say(line)
         disk.remove(blocks)
-    pack = Pack.open(target)
-    for line in pack.remarks if progress else ():
-        say(line)
-    return pack
+    return Pack.open(target)
 
 
 def is_finished(target: Path, task: str, key: str) -> bool:
     """Return whether the pack exists. Raises PackError if something else is there."""
-    if is_pack(target):
-        if of_task(Pack.open(target), task).manifest.get("key") == key:
-            return True
-        raise PackError(f"{target} holds a pack of other files or options; delete it, or choose another folder")
+    if is_pack(target) and of_task(Pack.open(target), task).manifest.get("key") == key:
+        return True
     if target.exists() and any(target.iterdir()):
-        raise PackError(f"{target} is not a pack, and not empty; choose a new folder for the pack")
+        raise PackError(f"{target} holds other files, or a pack of other data or options; choose a new folder")
     return False
 
 
@@ -187,39 +173,24 @@ def of_task(pack: Pack, task: str) -> Pack:
     return pack
 
 
-def fingerprint(task: str, folder: Path, given: Options) -> str:
-    """Return a key of the files (relative name, size, time of change) and of what is to be made of them."""
-    text = json.dumps([FORMAT, task, str(folder.resolve()), given], sort_keys=True)
-    files = "".join(f"{name}\0{size}\0{mtime}\n" for name, (size, mtime) in sorted(listing(folder).items()))
-    return hashlib.blake2b((text + files).encode(errors="surrogateescape"), digest_size=8).hexdigest()
-
-
 # -- samples
 
 
-def decode(read: Reader, folder: Path, survey: Survey, i: int) -> Sample | Problem:
-    """Return a sample with its label, or its row of the table of bad samples."""
+def decode(read: Reader, folder: Path, survey: Survey, i: int) -> Sample:
+    """Return a sample with its label. Raises PackError(value, rule, fix) for a file that cannot be used."""
     entry = survey.entries[i]
     try:
         sample = read(folder / entry.name, survey.options)
-        if entry.label is not None:
-            sample = {**sample, "label": np.asarray(entry.label)}
-        if survey.check is not None:
-            survey.check(entry, sample)
-        return sample
-    except PackError as error:
-        return entry.name, *why(error)
     except DAMAGED as error:
         if isinstance(error, OSError) and disk.is_away(error):  # a moment's trouble must not leave it out for ever
             raise OSError(error.errno, error.strerror, str(folder / entry.name)) from None
         came = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        return entry.name, came, READABLE, "copy it again, or delete it"
-
-
-def why(error: PackError) -> tuple[str, str, str]:
-    """Return (value, rule, fix) of an error that refuses a sample."""
-    value, rule, fix = error.args if len(error.args) == 3 else (error, READABLE, "fix it")
-    return str(value), str(rule), str(fix)
+        raise PackError(came, "the file must be readable", "copy it again, or delete it") from None
+    if entry.label is not None:
+        sample = {**sample, "label": np.asarray(entry.label)}
+    if survey.check is not None:
+        survey.check(entry, sample)
+    return sample
 
 
 @dataclass(eq=False)
@@ -242,38 +213,39 @@ class RawFiles(Dataset):
 # -- blocks of samples
 
 
-def read_blocks(
-    survey: Survey, sample: Callable[[Survey, int], Sample | Problem], folder: Path, mark: list[Any], progress: bool
-) -> list[Path]:
-    """Read all entries into files of a folder, but for those that an interrupted packing with the same mark has left;
-    return the files in order."""
-    count, path = len(survey.entries), folder / MARK
-    mark = [*mark, count]
-    if not path.exists() or json.loads(path.read_bytes()) != mark:
-        disk.remove(folder)
-        disk.write_atomic(path, json.dumps(mark))
+def read_blocks(survey: Survey, sample: Sampler, folder: Path, progress: bool) -> list[Path]:
+    """Read all entries into files of a folder, but for those that an interrupted packing has left; return the files in
+    order."""
+    if not folder.exists():
+        disk.remove(folder.parent)  # of other files or options
+        folder.mkdir(parents=True)
+    count = len(survey.entries)
     blocks = {folder / f"{start}.npz": range(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)}
     todo = [(path, block) for path, block in blocks.items() if not is_whole(path)]
     ready = count - sum(len(block) for _, block in todo)
     with bar(desc="packing", total=count, initial=ready, unit=" samples", disable=not progress, leave=False) as shown:
-        for done in side_by_side(partial(write_block, survey, partial(sample, survey)), todo, size=1):
+        for done in side_by_side(partial(write_block, survey, sample), todo, size=1):
             shown.update(done)
     return [*blocks]
 
 
-def write_block(survey: Survey, sample: Callable[[int], Sample | Problem], todo: tuple[Path, range]) -> int:
+def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> int:
     """Write the samples of a block of entries into one file; return how many entries that are."""
     path, block = todo
     facts: dict[str, Any] = {"kept": [], "bad": [], "classes": []}
     columns, rows = dict[str, Column](), dict[str, list[np.ndarray]]()
     for i in block:
-        made = sample(i)
-        if isinstance(made, tuple):
-            facts["bad"].append(made)
+        name = survey.entries[i].name
+        try:
+            made = sample(i)
+        except PackError as error:
+            if len(error.args) != 3:  # of all samples
+                raise PackError(f"{name}: {error}") from None
+            facts["bad"].append((name, *map(str, error.args)))
             continue
         arrays = {name: np.asarray(array, order="C") for name, array in made.items() if name != survey.named}
         own = {name: column_of(name, array, name in survey.ragged) for name, array in arrays.items()}
-        columns = require_alike(survey.entries[i].name, own, columns if facts["kept"] else own)
+        columns = require_alike(name, own, columns if facts["kept"] else own)
         facts["kept"].append(i)
         facts["classes"] += [str(made[survey.named])] if survey.named else []
         for name, array in arrays.items():
@@ -281,10 +253,10 @@ def write_block(survey: Survey, sample: Callable[[int], Sample | Problem], todo:
     ragged = [name for name, column in columns.items() if column.kind == "ragged"]
     facts["columns"] = {name: vars(column) for name, column in columns.items()}
     facts["lengths"] = {name: [len(array) for array in rows[name]] for name in ragged}
-    arrays = [(np.concatenate if name in ragged else np.stack)(rows[name]) for name in sorted(rows)]
+    arrays: Any = {f"{name}.array": (np.concatenate if name in ragged else np.stack)(rows[name]) for name in rows}
     part = path.with_suffix(".part")
     with open(part, "wb") as file:  # not synced: its checksums tell whether all of it reached the disk
-        np.savez(file, np.frombuffer(json.dumps(facts).encode(), np.uint8), *arrays)
+        np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
     os.replace(part, path)
     return len(block)
 
@@ -296,13 +268,18 @@ def is_whole(block: Path) -> bool:
     return False
 
 
+def read_block(block: Path, name: str) -> np.ndarray:
+    with np.load(block) as arrays:
+        return arrays[name]
+
+
 def join(folder: Path, blocks: Sequence[Path], survey: Survey) -> dict[str, Any]:
     """Write the arrays of all blocks, one after another, as .npy files; return `kept`: the entries that became samples,
     `classes`: of each, `bad`: the rows of the others, and `columns`. Raises PackError unless all blocks have the same
     columns, under names that neither the pack nor a batch needs."""
-    all_facts = [json.loads(bytes(array_of(path, 0))) for path in blocks]
+    all_facts = [json.loads(str(read_block(path, "facts"))) for path in blocks]
     joined = {name: [each for facts in all_facts for each in facts[name]] for name in ("kept", "classes", "bad")}
-    columns = dict[str, Column]()
+    columns, rows = dict[str, Column](), len(joined["kept"])
     for facts in (facts for facts in all_facts if facts["kept"]):
         own = columns_of(facts["columns"])
         columns = require_alike(survey.entries[facts["kept"][0]].name, own, columns or own)
@@ -310,24 +287,17 @@ def join(folder: Path, blocks: Sequence[Path], survey: Survey) -> dict[str, Any]
     reserved = {"split", "id", *(f"{name}{end}" for name in ragged for end in (".offsets", "_length"))}
     if taken := sorted(reserved & columns.keys()):
         raise PackError(f"column {taken[0]!r}: nbtools reserves {', '.join(sorted(reserved))}; rename it in `read`")
-    for k, (name, column) in enumerate(sorted(columns.items()), 1):
-        rows = len(joined["kept"])
+    for name, column in columns.items():
+        lengths = [length for facts in all_facts for length in facts["lengths"].get(name, ())]
         if name in ragged:
-            lengths = [length for facts in all_facts for length in facts["lengths"].get(name, ())]
-            offsets = np.cumsum([0, *lengths], dtype=np.int64)
-            np.save(folder / f"{name}.offsets.npy", offsets)
-            rows = int(offsets[-1])
-        header = {"descr": column.dtype, "fortran_order": False, "shape": (rows, *column.shape)}
+            np.save(folder / f"{name}.offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
+        shape = (sum(lengths) if name in ragged else rows, *column.shape)
         with open(folder / f"{name}.npy", "xb", 1 << 20) as file:
+            header = {"descr": column.dtype, "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(file, header)
             for path, facts in zip(blocks, all_facts, strict=True):
-                file.write(array_of(path, k).data if facts["kept"] else b"")
+                file.write(read_block(path, f"{name}.array").data if facts["kept"] else b"")
     return {**joined, "columns": columns}
-
-
-def array_of(block: Path, k: int) -> np.ndarray:
-    with np.load(block) as arrays:
-        return arrays[f"arr_{k}"]
 
 
 def column_of(name: str, array: np.ndarray, ragged: bool) -> Column:
@@ -347,12 +317,18 @@ def require_alike(name: str, own: dict[str, Column], first: dict[str, Column]) -
 # -- what all samples together decide
 
 
-def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made: Mapping[str, Any], draw: Any) -> None:
+def finish(
+    folder: Path, joined: dict[str, Any], survey: Survey, task: str, made: Mapping[str, Any], draw: Draw
+) -> None:
     """Write classes, names, splits and the manifest beside the arrays: the folder is then a whole pack."""
     columns, bad = dict(joined["columns"]), [*survey.bad, *joined["bad"]]
     entries = [survey.entries[i] for i in joined["kept"]]
     if not entries:
-        raise PackError(nothing_usable(made["source"], bad), entry="Keys, columns and paths")
+        reason = "no samples found; is this the right folder?"
+        if bad:
+            reason = f"0 of {plural(len(bad), 'file')} can be used. The first: "
+            reason += "{0}: {2}, got {1}; {3}".format(*bad[0])
+        raise PackError(f"{made['source']}: {reason}", entry="Keys, columns and paths")
     classes = list(survey.classes) or in_value_order({*joined["classes"]})
     if survey.named is not None:
         index = {name: i for i, name in enumerate(classes)}
@@ -363,52 +339,46 @@ def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made
         (folder / "groups.json").write_text(json.dumps([entry.group for entry in entries]))
     with open(folder / "bad.csv", "w", encoding="utf-8-sig", errors="backslashreplace", newline="") as file:
         csv.writer(file).writerows([("file", "value", "rule", "fix"), *bad])
-    arrays = {path.stem: memory_map(path) for path in folder.glob("*.npy")}
+    card = Card(task, classes, {**survey.options}, {**columns, **survey.elsewhere}, {}, survey.bucket_by)
+    pack = Pack(folder, card, {}, np.zeros(len(entries), np.uint8))
     label = survey.named or ("label" if classes and str(columns.get("label")) in ("int64 ()", "int64 (1)") else None)
-    labels = None if label is None else class_names(arrays[label], classes)
-    split = split_entries(entries, survey, arrays, labels, draw)
-    arrays["split"] = np.array([splits.SPLITS.index(one) for one in split], np.uint8)
-    np.save(folder / "split.npy", arrays["split"])
-    learned = survey.learn(arrays, np.flatnonzero(arrays["split"] == 0)) if survey.learn else {}
+    labels = None if label is None else class_names(pack.arrays[label], classes)
+    split = split_entries(entries, survey, pack, labels, draw)
+    ids = np.array([splits.SPLITS.index(one) for one in split], np.uint8)
+    np.save(folder / "split.npy", ids)
+    learned = survey.learn(pack, np.flatnonzero(ids == 0)) if survey.learn else {}
     files = {path.name: {"size": path.stat().st_size, "sha256": disk.sha256(path)} for path in sorted(folder.iterdir())}
-    digest = hashlib.sha256("".join(entry["sha256"] for entry in files.values()).encode()).hexdigest()
+    whole = hashlib.sha256("".join(entry["sha256"] for entry in files.values()).encode()).hexdigest()
     shares = {one: split.count(one) for one in splits.SPLITS}
-    options, every = {**survey.options, **learned}, {**columns, **survey.elsewhere}
-    card = Card(task, classes, options, every, shares, survey.bucket_by, digest)
+    card = dataclasses.replace(card, options={**card.options, **learned}, splits=shares, digest=whole)
     more = {"bad": len(bad), "label": label, "remarks": remarks(entries, survey, split, labels, draw)}
-    manifest = {**made, **more, "version": FORMAT, "nbtools": VERSION, "card": card.to_dict(), "files": files}
+    manifest = {**made, **more, "version": FORMAT, "nbtools": disk.VERSION, "card": card.to_dict(), "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-def split_entries(entries: Sequence[Entry], survey: Survey, arrays: Arrays, labels: Any, draw: Any) -> list[str]:
+def split_entries(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: Any, draw: Draw) -> list[str]:
     """Return the split of every sample."""
+    by_content = survey.exact and not survey.elsewhere
+
+    def text(i: int) -> str | bytes:
+        """Return what tells where a sample belongs: its name, or what it holds, but for its class."""
+        arrays = pack.sample(i) if by_content else {}
+        return b"".join(arrays[name].tobytes() for name in sorted(arrays.keys() - {survey.named})) or entries[i].name
+
+    places = [splits.position(entry.group or text(i), draw[2]) for i, entry in enumerate(entries)]
     given, groups = [entry.split for entry in entries], [entry.group for entry in entries]
-    columns = sorted(name for name in arrays if name != survey.named and not name.endswith(".offsets"))
-
-    def content(i: int) -> bytes:
-        """Return what a sample holds, but for its class."""
-        ends = {name: arrays.get(f"{name}.offsets") for name in columns}
-        rows = {name: i if end is None else slice(end[i], end[i + 1]) for name, end in ends.items()}
-        return b"".join(arrays[name][row].tobytes() for name, row in rows.items())
-
-    texts = (content(i) if survey.by_content else entry.name for i, entry in enumerate(entries))
-    places = [splits.position(group or text, draw[2]) for group, text in zip(groups, texts, strict=True)]
-    exact = survey.stratified or survey.by_content
-    return splits.assign(given, places, groups, labels if survey.stratified else None, draw[:2], exact)
+    return splits.assign(given, places, groups, labels if survey.exact else None, draw[:2], survey.exact)
 
 
-def remarks(entries: Sequence[Entry], survey: Survey, split: list[str], labels: Any, draw: Any) -> list[str]:
+def remarks(entries: Sequence[Entry], survey: Survey, split: list[str], labels: Any, draw: Draw) -> list[str]:
     """Return what is to be said of the splits."""
-    val, test, _ = draw
-    every, kept = (Counter(entry.split for entry in some) for some in (survey.entries, entries))
-    lines = [
-        f"{count - kept[one]:,} of {plural(count, 'sample')} {f'of the {one} split ' if one else ''}cannot be used, "
-        "see pack.bad"
-        for one, count in every.items()
-        if count - kept[one] > count / 2
-    ]
-    shares = {"train": 1, "val": val, "test": 0 if kept.keys() - {None} else test}
-    drawn = [one for one, share in shares.items() if share and not splits.is_all(test)]
+    lines, kept = [], Counter(entry.split for entry in entries)
+    for one, count in Counter(entry.split for entry in survey.entries).items():
+        if (lost := count - kept[one]) > count / 2:
+            of = f" of the {one} split" if one else ""
+            lines.append(f"{lost:,} of {plural(count, 'sample')}{of} cannot be used, see pack.bad")
+    shares = {"train": 1, "val": draw[0], "test": 0 if kept.keys() - {None} else draw[1]}
+    drawn = [one for one, share in shares.items() if share and not splits.is_all(draw[1])]
     return lines + splits.remarks(split, labels, drawn)
 
 
@@ -416,10 +386,3 @@ def in_value_order(classes: Collection[str]) -> list[str]:
     """Return classes sorted as numbers where all are whole numbers, so that 10 follows 9, else as texts."""
     numbers = all(re.fullmatch(r"-?\d+", name) for name in classes)
     return sorted(classes, key=int if numbers else None)
-
-
-def nothing_usable(source: str, bad: Sequence[Problem]) -> str:
-    if not bad:
-        return f"{source}: no samples found; is this the right folder?"
-    file, value, rule, fix = bad[0]
-    return f"{source}: 0 of {plural(len(bad), 'file')} can be used. The first: {file}: {rule}, got {value}; {fix}"

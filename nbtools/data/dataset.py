@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -18,22 +16,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from torch.utils.data import DataLoader
 
 from nbtools import disk
 from nbtools.data.build import RawFiles, make_pack, of_task
-from nbtools.data.forms import (
-    IMAGES,
-    RESIZES,
-    TARGET,
-    TARGETS,
-    composed,
-    forms_in,
-    is_image,
-    is_missing,
-    plain_values,
-)
-from nbtools.data.items import Items, Part, named, parts_of
+from nbtools.data.forms import IMAGES, RESIZES, TARGET, TARGETS, Form, composed, is_image, is_missing, plain_values
+from nbtools.data.items import Items, Part, column_name, parts_of
 from nbtools.data.pack import Card, Pack, Sample, is_pack
 from nbtools.data.progress import say
 from nbtools.data.splits import require_shares
@@ -79,10 +66,10 @@ def pack(
     DataFrame, a CSV file, or images by class, `class/*.png` or `train/class/*.png`, in anything that `stage` takes.
     target, inputs: keys or columns; by default y, label, labels or target, of (x, y) y, and all others. image: the
     column of file names in root, or beside the CSV. text: a function of a text, kept by its name. sep: divides a text
-    into several labels, an empty one into none; these, or lists of names, or columns of 0 and 1, become y (K,).
-    classes: all, in order; by default those that occur; False: whole numbers are values. val, test: data, shares, or
-    numbers of samples; test=1.0: all. groups: what stays in one split: a column, a value an item, or a function of its
-    name. folds: return so many.
+    into several labels, an empty one into none; these, or lists of names, become y (K,) of 0 and 1. classes: all, in
+    order, where arrays of 0 and 1 are labels too; by default those that occur; False: whole numbers are values. val,
+    test: data, shares, or numbers of samples; test=1.0: all. groups: what stays in one split: a column, a value an
+    item, or a function of its name. folds: return so many.
     size: (H, W) of PIL images, masks as targets (by nearest ids) and points. resize: crop (the default for classes),
     pad, squash. points: columns, also the target's, of (…, 2) x, y or (…, 4) x1, y1, x2, y2 in pixels. mean, std: per
     channel of images in 0…1; by default those of the training split, with store=False of 64 items: then no copy is
@@ -103,7 +90,9 @@ def pack(
     if progress and items.resize and not resize:
         height, width, how = items.resize
         say(f"images become {height} × {width} by resize={how!r}; there are {', '.join(RESIZES)}")
-    pack = make_pack(TASK, made, into, items.survey, lambda _, i: items[i], draw, progress)
+    pack = make_pack(
+        TASK, made, into, lambda: (items.survey(), partial(items.sample, columns=items.stored)), draw, progress
+    )
     pack = dataclasses.replace(pack, raw=RawFiles(pack, Path(), partial(items.read_again, pack.classes)))
     return pack.folds(folds, seed) if folds else pack
 
@@ -136,6 +125,7 @@ def opened(given: Mapping[str | None, Any], options: Any, root: Any, groups: Any
     parts, values, roles = list[Part](), [], None
     for split, data in given.items():
         path, front = isinstance(data, str | Path), f"{split}/" * bool(split)
+        options.source += f"{' + ' * bool(options.source)}{data if path else type(data).__name__}"
         if is_table(data):
             frame = read_table(data)
             roles = roles or roles_of(frame, options, groups)  # the first is that of training
@@ -144,33 +134,29 @@ def opened(given: Mapping[str | None, Any], options: Any, root: Any, groups: Any
             parts.append((split, rows, [f"{front}row {i}" for i in range(len(rows))]))
             values += frame[groups].tolist() if isinstance(groups, str) and groups in frame else []
             options.key, options.columns = (TARGET if roles[0] else None, None), roles[1]
-            flags = len(roles[0]) > 1 and bool(frame[roles[0]].isin((0, 1, None)).to_numpy().all())
-            options.classes = roles[0] if flags and options.classes is None else options.classes
-        elif path:
+            continue
+        if options.sep is not None:
+            raise PackError(f"sep divides texts of a table, got {type(data).__name__}; return a list of labels instead")
+        if path:
             parts += image_folders(stage(data, progress=progress), split, options.classes is not None, progress)
             options.key = (TARGET, None)
         else:
-            data = map_style(data)
+            require_items(data)
             parts.append((split, data, [f"{front}item {i}" for i in range(len(data))]))
-        if options.sep is not None and not is_table(data):
-            raise PackError(f"sep divides texts of a table, got {type(data).__name__}; return a list of labels instead")
-        options.source = " + ".join(filter(None, [options.source, str(data) if path else type(data).__name__]))
     return parts, values if isinstance(groups, str) else groups
 
 
-def map_style(data: Any) -> Any:
-    """Return the data, if its items can be asked for by number. Raises PackError with the way out where they cannot."""
-    fix = "pass list(dataset), or define __getitem__ and __len__"
-    if isinstance(data, DataLoader):
+def require_items(data: Any) -> None:
+    """Raise PackError, with the way out, unless items can be asked for by number."""
+    numbered = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if hasattr(data, "dataset") and not numbered:
         fix = "pass its dataset: loader.dataset"
-    elif isinstance(data, tuple):
-        fix = "pass torch.utils.data.TensorDataset(x, y), or a list"
-    elif isinstance(data, Mapping):
-        fix = "pass its splits as train=…, val=… and test=…, or of arrays torch.utils.data.TensorDataset(x, y)"
-    elif hasattr(data, "__getitem__"):
-        with suppress(TypeError, NotImplementedError):
-            len(data)
-            return data
+    elif isinstance(data, tuple | Mapping):
+        fix = "pass a list, TensorDataset(x, y), or its splits as train=…, val=… and test=…"
+    elif numbered:
+        return
+    else:
+        fix = "pass list(dataset), or define __getitem__ and __len__"
     raise PackError(f"data must be a Dataset with items by number and a length, got {type(data).__name__}; {fix}")
 
 
@@ -190,20 +176,19 @@ def image_folders(root: Path, split: str | None, one: bool, progress: bool) -> l
     files = sorted(name for name in files if not any(part[0] == "." or part == "__MACOSX" for part in name.split("/")))
     names = [name for name in files if name.lower().endswith(IMAGES)]
     place = descend(names, "")
-    words = {folder: split_word(folder) for folder in inside(names, place)}
-    deep = {folder: word for folder, word in words.items() if word and inside(names, f"{place}{folder}/")}
+    folders = inside(names, place)
+    deep = {f: word for f in folders if (word := split_word(f)) and inside(names, f"{place}{f}/")}
     places: list[tuple[str | None, str]] = [(split, place)]
     if split is None and "train" in deep.values():
         several = len({*deep.values()}) > 1
         places = [(word if several else None, descend(names, f"{place}{folder}/")) for folder, word in deep.items()]
-    elif not words or (len(words) == 1 and split is None and not one):
-        came = f"one folder, {min(words)!r}" if words else "no folder with images"
+    elif not folders or (len(folders) == 1 and split is None and not one):
+        came = f"one folder, {folders[0]!r}" if folders else "no folder with images"
         raise PackError(f"{root} must hold a folder of images for each class, got {came}; name the folder above")
     parts, left_out = list[Part](), {*files}
     for word, at in places:
         there = [name for name in names if name.startswith(at) and "/" in name[len(at) :]]
-        classes = [composed(name[len(at) :].split("/")[0]) for name in there]
-        items = [{"image": root / name, TARGET: label} for name, label in zip(there, classes, strict=True)]
+        items = [{"image": root / name, TARGET: composed(name[len(at) :].split("/")[0])} for name in there]
         parts.append((word, items, [f"{split}/{name}" if split else name for name in there]))
         left_out.difference_update(there)
     if progress and left_out:
@@ -233,9 +218,8 @@ def descend(names: list[str], place: str) -> str:
 
 def is_table(data: Any) -> bool:
     """Return whether data are a DataFrame, or the path of a CSV file."""
-    pandas = sys.modules.get("pandas")
     path = isinstance(data, str | Path) and str(data).lower().endswith((".csv", ".tsv"))
-    return path or (pandas is not None and isinstance(data, pandas.DataFrame))
+    return path or hasattr(data, "select_dtypes")
 
 
 def read_table(data: Any) -> pd.DataFrame:
@@ -276,9 +260,7 @@ def rows_of(frame: pd.DataFrame, goals: Sequence[str], inputs: Sequence[str], op
     numbers = frame[[*inputs]].select_dtypes(["number", "bool", "boolean"])
     texts = [name for name in inputs if name not in numbers and name != options.image]
     if texts and not options.text:
-        fix = f"pass inputs={[*numbers]}, text= for a function, or pd.get_dummies(df)"
-        if dates := [name for name in texts if is_date(next(iter(frame[name].dropna()), None))]:
-            fix += f"; of a date make numbers, df[{dates[0]!r}] = pd.to_datetime(df[{dates[0]!r}]).dt.day_of_year"
+        fix = f"pass inputs={[*numbers]}, text= for a function, or pd.get_dummies(df), and of dates make numbers"
         raise PackError(f"these columns are not numeric: {', '.join(texts)}; {fix}")
     columns: dict[str, Any] = {name: frame[name].tolist() for name in texts}
     if options.image in inputs:
@@ -291,11 +273,6 @@ def rows_of(frame: pd.DataFrame, goals: Sequence[str], inputs: Sequence[str], op
     elif goals:
         columns[TARGET] = frame[[*goals]].to_numpy(np.float32, na_value=np.nan)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def is_date(value: Any) -> bool:
-    """Return whether a value is a date, also as a text such as 2024-05-31 or 31.5.2024."""
-    return bool(re.match(r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[./]\d{1,2}[./]\d{2}", str(value)))
 
 
 def labels_in(text: Any, sep: str) -> list[str]:
@@ -331,22 +308,24 @@ def items_of(given: Any, card: Card) -> Sequence[Any]:
 
 def sample_of(item: Any, card: Card) -> Sample:
     """Return an item, or an image file, as packing would have stored its inputs. Raises PackError(value, rule, fix)."""
-    forms, roles, text = forms_in(card.options), card.options["roles"], card.options["text"]
-    parts = inputs_of(item, card.options["inputs"], roles["key"], roles["inputs"])
+    options = card.options
+    forms = {name: Form.of(options["forms"][name]) for name in options["inputs"]}
+    parts = inputs_of(item, options["inputs"], options["roles"]["key"], options["roles"]["inputs"])
     for name, value in parts.items():
-        if isinstance(value, str) and (forms[name].layout or not text):
+        if isinstance(value, str) and (forms[name].layout or not options["text"]):
             parts[name] = Path(value)
-    values = plain_values(parts, card.options["resize"], text)
+    values = plain_values(parts, options["resize"], options["text"])
     return {name: np.asarray(forms[name].fit(name, value)) for name, value in values.items()}
 
 
 def inputs_of(item: Any, columns: Sequence[str], target: Any, inputs: Sequence[Any] | None) -> dict[str, Any]:
     """Return input column → value of an item to predict: as the Dataset returns it, or without its target; else a dict
     by the columns, or values in their order. Raises PackError(value, rule, fix)."""
-    parts = {key: value for key, value in parts_of(item).items() if key != target}
-    values = named(parts, None, inputs if parts.keys() >= {*(inputs or ())} else None)
-    if not values.keys() >= {*columns} and not isinstance(item, Mapping):
-        values = dict(zip(columns, parts_of(item).values(), strict=False))
+    parts = parts_of(item)
+    values = {column_name(key): value for key, value in parts.items()}
+    if not isinstance(item, Mapping):
+        chosen = [parts[key] for key in (inputs or parts) if key != target and key in parts]
+        values = dict(zip(columns, chosen if len(chosen) == len(columns) else parts.values(), strict=False))
     if not values.keys() >= {*columns}:
         raise PackError(", ".join(values), f"an item must have {', '.join(columns)}", "add what is missing")
     return {name: values[name] for name in columns}

@@ -92,57 +92,6 @@ def is_far(path: Path) -> bool:
     return not path.is_relative_to(cache()) and any(far)
 
 
-# -- Colab's mount
-
-
-def mounted() -> Path:
-    """Return Colab's My Drive; it is mounted first, which asks for access."""
-    global _declined
-    reason = "it does not respond"
-    for force in (False, True):  # a stale mount needs the second try
-        if answers() or _declined:
-            break
-        try:
-            mount(force)
-        except ImportError:
-            fix = "Set NBTOOLS_DRIVE to a folder to use instead"
-            raise StageError(f"drive: is Colab's Drive, and this is not Colab. {fix}.") from None
-        except Exception as error:  # ValueError, RuntimeError or Colab's own MessageError, by version
-            _declined = type(error).__name__ == "MessageError"  # the browser's answer, when access is not granted
-            reason = f"{type(error).__name__}: {error}"
-    if answers():
-        return MOUNT / "MyDrive"
-    if _declined:
-        raise DriveRefused("Access to Drive was declined in Colab's dialog (restart the session to be asked again)")
-    raise StageError(f"Drive is not mounted: {reason}. Allow access in Colab's dialog, or restart the runtime.")
-
-
-def mount(force: bool) -> None:
-    from google.colab import drive  # pyright: ignore[reportMissingImports]
-
-    drive.mount(str(MOUNT), force_remount=force)
-
-
-def answers() -> bool:
-    """Return whether Drive can be read: a folder MyDrive may remain when the mount is gone."""
-    try:
-        return os.path.ismount(MOUNT) and os.listdir(MOUNT / "MyDrive") is not None
-    except OSError:
-        return False
-
-
-def remount(path: Path) -> None:
-    """Mount Drive anew if a path, or `drive:…`, is on Colab's: a mount that gave errno 5 or 107 does not come back by
-    itself. Only the main thread can, since Colab may ask the user."""
-    named = str(path).startswith("drive:") and not os.environ.get("NBTOOLS_DRIVE")
-    if _declined or not (named or path.is_relative_to(MOUNT)) or current_thread() is not main_thread():
-        return
-    try:
-        mount(force=True)
-    except Exception as error:
-        say(f"Drive could not be mounted again: {type(error).__name__}: {error}.")
-
-
 def patient(look: Callable[[], T], place: Path) -> T:
     """Return what `look` returns, tried again with longer pauses while a mount does not answer."""
     for tries in range(TRIES - 1):
@@ -154,6 +103,48 @@ def patient(look: Callable[[], T], place: Path) -> T:
         time.sleep(PAUSE * 2**tries)
         remount(place)
     return look()
+
+
+# -- Colab's mount
+
+
+def mounted() -> Path:
+    """Return Colab's My Drive; it is mounted first, which asks for access. Raises DriveRefused, StageError."""
+    global _declined
+    try:
+        if not (answers() or _declined):
+            from google.colab import drive  # pyright: ignore[reportMissingImports]
+
+            drive.mount(str(MOUNT), force_remount=True)  # the folder that a lost mount leaves counts as mounted
+    except ImportError:
+        fix = "Set NBTOOLS_DRIVE to a folder to use instead"
+        raise StageError(f"drive: is Colab's Drive, and this is not Colab. {fix}.") from None
+    except Exception as error:  # ValueError, RuntimeError or Colab's own MessageError, by version
+        if not (_declined := type(error).__name__ == "MessageError"):  # the browser's answer: access is not granted
+            reason = f"Drive is not mounted: {type(error).__name__}: {error}"
+            raise StageError(f"{reason}. Allow access in Colab's dialog, or restart the runtime.") from None
+    if _declined:
+        raise DriveRefused("Access to Drive was declined in Colab's dialog (restart the session to be asked again)")
+    return MOUNT / "MyDrive"
+
+
+def answers() -> bool:
+    """Return whether Drive can be read: a folder MyDrive may remain when the mount is gone."""
+    try:
+        return os.path.ismount(MOUNT) and os.listdir(MOUNT / "MyDrive") is not None
+    except OSError:
+        return False
+
+
+def remount(path: Path) -> None:
+    """Mount Drive anew if a path, or `drive:…`, is on Colab's, and that does not answer: it does not come back by
+    itself. Only the main thread can, since Colab may ask the user."""
+    named = str(path).startswith("drive:") and not os.environ.get("NBTOOLS_DRIVE")
+    if (named or path.is_relative_to(MOUNT)) and current_thread() is main_thread():
+        try:
+            mounted()
+        except StageError as error:
+            say(str(error))
 
 
 def release_runtime() -> None:

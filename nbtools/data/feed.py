@@ -12,9 +12,9 @@ import signal
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from itertools import pairwise
+from threading import current_thread, main_thread
 from typing import Any, Self
 
 import numpy as np
@@ -295,16 +295,14 @@ class Workers(Feed):
         handler = signal.getsignal(signal.SIGCHLD)
         try:
             stream = iter(loader)
-            with suppress(ValueError):  # not in the main thread
-                # torch has it raise wherever this process is, as amid a step; else where a batch is waited for, in 5 s
+            if current_thread() is main_thread():  # torch has it raise wherever this process is, as amid a step
                 signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
             for raw in stream:
                 yield on(self.device, raw)
         except GeneratorExit:  # the caller left early: the next call drops what is on its way
             pass
         except (RuntimeError, ConnectionError, EOFError) as error:  # of a worker that dies as it hands over a batch
-            text = str(error)
-            if text.startswith("Caught ") or (isinstance(error, RuntimeError) and "DataLoader worker (pid" not in text):
+            if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker (pid"):
                 raise  # what the Dataset raised
             rule = "a worker process of the DataLoader died, as where memory or shared memory (/dev/shm) runs out"
             fix = "set fewer workers or a smaller prefetch, and run it again to resume"

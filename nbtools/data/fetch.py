@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import parse_qs, urljoin, urlsplit
 
 from nbtools import disk
@@ -51,8 +50,19 @@ class File:
         """Yield the bytes from `start` on, also of a server that begins anew. Raises Dropped; StageError if the file
         has changed."""
         if isinstance(self.place, Path):
-            yield from read_mount(self.place, start)
-            stat = self.place.stat()
+            try:
+                with FileIO(self.place) as file:
+                    file.seek(start)
+                    while data := file.read(CHUNK):
+                        yield data
+                    stat = self.place.stat()
+            except OSError as error:
+                if not (
+                    disk.is_away(error) or isinstance(error, FileNotFoundError)
+                ):  # without its mount nothing is there
+                    raise
+                drive.remount(self.place)
+                raise Dropped(f"stopped responding (errno {error.errno}, {error.strerror})") from None
             same = (stat.st_size, self.version and stat.st_mtime_ns) == (self.size, self.version)
         else:
             with connected(self.place, start) as response:
@@ -68,18 +78,15 @@ class File:
 def fetch_all(files: Mapping[str, File], folder: Path, part: Path, name: str, progress: bool, times: int = 1) -> None:
     """Fetch files below a folder, unless they are there, each by way of `part`, which the next call resumes. times: how
     often their bytes must fit on the disk. Raises StageError, DiskError; what came is kept."""
-    sizes = {path: file.size or 0 for path, file in files.items()}
-    there = {path for path in sizes if (place := folder / path).is_file() and place.stat().st_size >= sizes[path]}
-    total, need = sum(sizes.values()), sum(size for path, size in sizes.items() if path not in there)
+    todo = {path: file for path, file in files.items() if not (folder / path).exists()}
+    need = sum(file.size or 0 for file in todo.values())
     disk.require_space(part, times * need - (part.stat().st_size if part.exists() else 0))
     part.parent.mkdir(parents=True, exist_ok=True)
-    with bar(total=total or None, desc=f"copy {name}", disable=not progress, **BYTES) as shown:
-        shown.update(total - need)
-        for path, file in files.items():
-            if path not in there:
-                fetch(file, part, shown.update)
-                (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                disk.rename(part, folder / path)
+    with bar(total=need or None, desc=f"copy {name}", disable=not progress, **BYTES) as shown:
+        for path, file in todo.items():
+            fetch(file, part, shown.update)
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            disk.rename(part, folder / path)
 
 
 def fetch(remote: File, part: Path, progress: Callable[[int], object]) -> None:
@@ -107,20 +114,6 @@ def fetch(remote: File, part: Path, progress: Callable[[int], object]) -> None:
     raise StageError(f"{remote.place}: {reason}.", entry="Drive errors 5 and 107")
 
 
-def read_mount(path: Path, start: int) -> Iterator[bytes]:
-    """Yield the bytes of a file from `start` on. Raises Dropped where its mount does not respond."""
-    try:
-        with FileIO(path) as file:
-            file.seek(start)
-            while data := file.read(CHUNK):
-                yield data
-    except OSError as error:
-        if not (disk.is_away(error) or isinstance(error, FileNotFoundError)):  # without its mount nothing is there
-            raise
-        drive.remount(path)
-        raise Dropped(f"stopped responding (errno {error.errno}, {error.strerror})") from None
-
-
 def listing(path: Path) -> dict[str, tuple[int, int]]:
     """Return relative path → (size, mtime in ns) of the files below a folder, and of a dangling link itself; of a file:
     ""."""
@@ -143,6 +136,13 @@ def probe(url: str) -> File:
             return File(response.url, size, version, "" if is_file else response.read().decode("utf-8", "replace"))
     except Dropped as error:
         raise StageError(f"{url}: cannot be downloaded: {error}. Check the address and the network.") from None
+
+
+def files_at(address: str) -> dict[str, File]:
+    """Return relative name → file behind a link to Drive, "" for a single file, or of the archive at an address. Raises
+    StageError, as if a web page came instead."""
+    link = drive_address(address)
+    return drive_files(link) if link else only(probe(address))
 
 
 def only(file: File) -> dict[str, File]:
@@ -196,65 +196,51 @@ def about_page(page: str, forbidden: bool = False) -> str:
 # -- links to Google Drive
 
 
-class Link(NamedTuple):
-    """A link to Google Drive. key: what files that were shared before 2021 need besides."""
-
-    id: str
-    key: str
-    is_folder: bool
-
-    def probe(self, page: str) -> File:
-        """Return what is behind a page of Drive for this link, or behind an address of it."""
-        url = page if "id=" in page else f"{SITE}/{page}?id={self.id}"
-        return probe(f"{url}&resourcekey={self.key}" if self.key and "resourcekey=" not in url else url)
-
-
-def drive_link(url: str) -> Link | None:
-    """Return what a Drive link in any of its spellings names; None for another text."""
-    parts = urlsplit(url)
+def drive_address(link: str) -> str:
+    """Return the address of the file, or of the list of the folder, that a link to Drive in any of its spellings names;
+    "" for another text. Files that were shared before 2021 need the key in their link besides."""
+    parts = urlsplit(link)
     if parts.hostname not in HOSTS:
-        return None
-    query = parse_qs(parts.query)
+        return ""
+    query = {name: values[0] for name, values in parse_qs(parts.query).items()}
     match = re.search(r"/(?:d|(folders))/([\w-]+)", parts.path)
-    name = match[2] if match else query.get("id", [""])[0]
-    if not name:
-        raise StageError(f"{url}: no file or folder in this Drive link. Copy it again with Share → Copy link.")
-    return Link(name, query.get("resourcekey", [""])[0], bool(match and match[1]))
+    if not (name := match[2] if match else query.get("id")):
+        raise StageError(f"{link}: no file or folder in this Drive link. Copy it again with Share → Copy link.")
+    key = f"&resourcekey={query['resourcekey']}" if "resourcekey" in query else ""
+    return f"{SITE}/{'embeddedfolderview' if match and match[1] else 'uc'}?id={name}{key}"
 
 
-def drive_files(link: Link, followed: bool = False) -> dict[str, File]:
+def drive_files(address: str) -> dict[str, File]:
     """Return the files of a Drive link, past the page that says that a file is too large for the virus scan. A shortcut
     is followed to what it stands for, as `open?id=` is."""
     from gdown.download import get_url_from_gdrive_confirmation  # which follows the changes of that page
     from gdown.exceptions import FileURLRetrievalError
 
-    if link.is_folder:
-        return files_in_folder(link)
-    file = link.probe("uc")
+    page, _, query = address.rpartition("/")[2].partition("?")
+    if page != "uc":
+        return files_in_folder(address)
+    file, key = probe(address), query.partition("&")[2]
     with suppress(FileURLRetrievalError):  # it is another page
         for _ in range(2 * bool(file.page)):
-            file = link.probe(urljoin(str(file.place), get_url_from_gdrive_confirmation(file.page)))
-    there = drive_link(str(link.probe("open").place)) if file.page and not followed else None
-    if there and (there.id, there.is_folder) != (link.id, False):
-        return drive_files(there._replace(key=there.key or link.key), followed=True)
-    return only(file)
+            file = probe(f"{urljoin(str(file.place), get_url_from_gdrive_confirmation(file.page))}&{key}".rstrip("&"))
+    there = drive_address(str(probe(f"{SITE}/open?{query}").place)) if file.page else ""
+    return drive_files(there) if there and there.partition("&")[0] != address.partition("&")[0] else only(file)
 
 
-def files_in_folder(link: Link) -> dict[str, File]:
-    """Return the files of a shared Drive folder and those below it; gdown loses resource keys there (its #281)."""
-    page, files = link.probe("embeddedfolderview").page, {}
-    for href, title in re.findall(r'(?is)<a\b[^>]*\bhref="(https://d[^"]+)"[^>]*>(.*?)</a>', page):
+def files_in_folder(address: str) -> dict[str, File]:
+    """Return the files of a shared Drive folder and those below it; gdown loses their keys (its #281)."""
+    files: dict[str, File] = {}
+    for href, title in re.findall(r'(?is)<a\b[^>]*\bhref="(https://d[^"]+)"[^>]*>(.*?)</a>', probe(address).page):
         name = html.unescape(re.sub(r"<[^>]*>", "", title)).strip().replace("/", "_")
-        there = drive_link(html.unescape(href))
-        if there is None or urlsplit(href).hostname == "docs.google.com":
+        if urlsplit(href).hostname == "docs.google.com":
             say(f"{name}: a Google document, left out")
             continue
-        for below, file in drive_files(there).items():
+        for below, file in drive_files(drive_address(html.unescape(href))).items():
             path = "/".join(archive.safe_parts(f"{name}/{below}"))
             if path in files:
-                raise StageError(f"{link.id}: two files in this Drive folder have the name {path!r}. Rename one.")
+                raise StageError(f"{address}: two files in this Drive folder have the name {path!r}. Rename one.")
             files[path] = file
     if not files:
         fix = f"Better put the files into one tar; {SHARE}"
-        raise StageError(f"{SITE}/drive/folders/{link.id}: Drive lists no files in this folder. {fix}.")
+        raise StageError(f"{address}: Drive lists no files in this folder. {fix}.")
     return files

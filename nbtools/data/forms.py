@@ -7,14 +7,12 @@ A pack holds uint8, whole numbers, booleans and float32: other floats become flo
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import struct
-import sys
 import unicodedata
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -25,6 +23,7 @@ import torch
 
 from nbtools import disk
 from nbtools.data.pack import Column
+from nbtools.data.splits import some
 from nbtools.errors import PackError
 
 if TYPE_CHECKING:
@@ -46,39 +45,33 @@ Resize = Sequence[Any] | None  # (height, width, how)
 
 
 def is_image(value: Any) -> bool:
-    """Return whether it is a PIL image. Nobody has one where Pillow, which is slow to import, is not loaded."""
-    pillow = sys.modules.get("PIL.Image")
-    return pillow is not None and isinstance(value, pillow.Image)
+    """Return whether it is a PIL image, of which nothing else has the bands; Pillow is slow to import."""
+    return hasattr(value, "getbands")
 
 
-def open_image(source: str | Path | bytes, side: int = 0) -> Image.Image:
-    """Return the image in a file, or in its bytes, decoded, and turned upright as its EXIF says. side: a JPEG may be
-    decoded at a half, a quarter or an eighth, if no side is then shorter than this: in a fifth of the time.
+def open_image(source: Any, side: int = 0) -> Image.Image:
+    """Return the image in a file, in its bytes, or itself, decoded, and turned upright as its EXIF says. side: a JPEG
+    may be decoded at a half, a quarter or an eighth, if no side is then shorter than this: in a fifth of the time.
 
     Raises PackError(value, rule, fix) for a file that is empty, damaged, too large, or no image.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        file = io.BytesIO(source) if isinstance(source, bytes) else source
+        opened: Any = contextlib.nullcontext(source) if is_image(source) else Image.open(file)
+        with opened as image:
             if side:
                 image.draft("RGB", (side, side))
-            return upright(image)
+            image.load()  # a TIFF is turned in that
+            with contextlib.suppress(*DAMAGED):  # EXIF often is
+                return ImageOps.exif_transpose(image)
+            return image
     except (*DAMAGED, Image.DecompressionBombError) as error:
         if disk.is_away(error):
             raise
         came = "no image" if isinstance(error, UnidentifiedImageError) else getattr(error, "strerror", None) or error
         raise PackError(came, "the file must be a whole image", "delete it, or copy it again from its origin") from None
-
-
-def upright(image: Image.Image) -> Image.Image:
-    """Return an image decoded, and turned as its EXIF says."""
-    from PIL import ImageOps
-
-    image.load()  # a TIFF is turned in that
-    with contextlib.suppress(*DAMAGED):  # EXIF often is
-        return ImageOps.exif_transpose(image)
-    return image
 
 
 def pixels(image: Image.Image, resize: Resize, ids: bool) -> np.ndarray:
@@ -102,10 +95,13 @@ def pixels(image: Image.Image, resize: Resize, ids: bool) -> np.ndarray:
     return array.astype(np.uint8) if array.dtype == bool else array
 
 
-def moved(points: Any, shape: Sequence[int], resize: Sequence[Any]) -> np.ndarray:
-    """Return points (…, 2) x, y or boxes (…, 4) x1, y1, x2, y2 of an image (H, W) where `pixels` moves them; padded
+def moved(points: Any, size: Sequence[int], resize: Resize) -> np.ndarray:
+    """Return points (…, 2) x, y or boxes (…, 4) x1, y1, x2, y2 of an image (W, H) where `pixels` moves them; padded
     to within half a pixel, as Pillow pads by whole ones."""
-    points, before, after = numeric("points", points), np.array(shape[::-1]), np.array([resize[1], resize[0]])  # x, y
+    points = numeric("points", points).astype(np.float32)
+    if not resize:
+        return points
+    before, after = np.array(size), np.array([resize[1], resize[0]])  # x, y
     ratio = after / before
     if resize[2] != "squash":
         ratio = np.full(2, ratio.max() if resize[2] == "crop" else ratio.min())
@@ -117,28 +113,25 @@ def moved(points: Any, shape: Sequence[int], resize: Sequence[Any]) -> np.ndarra
 
 
 def plain_values(parts: Mapping[str, Any], resize: Resize, text: str, marked: Sequence[str] = ()) -> dict[str, Any]:
-    """Return column → plain value, of images as they are packed. parts: images, also as the paths of their files;
-    marked: columns of points on the only image. Raises PackError(value, rule, fix)."""
-    images = {name: open_image(value) for name, value in parts.items() if isinstance(value, Path)}
-    images |= {name: upright(value) for name, value in parts.items() if is_image(value)}
-    values = {name: plain(name, value, resize, text) for name, value in {**parts, **images}.items()}
-    for name in values.keys() & {*marked} if images else ():
-        image = next(iter(images.values()))
-        shape = (image.height, image.width)
-        values[name] = moved(values[name], shape, resize or (*shape, "squash"))
-    return values
+    """Return column → plain value, of images as they are packed: an array, of a target also its class, a text or a
+    whole number, or several in a list.
 
-
-def plain(name: str, value: Any, resize: Resize, text: str) -> Any:
-    """Return a value as an array; of a target also its class, a text or a whole number, or several in a list. text: the
-    function of texts, by name. Raises PackError(value, rule, fix) for all else."""
-    target = name == TARGET
-    if is_image(value):
-        return pixels(value, resize, target)
-    value = bare(value) if target else resolve_name(text)(value) if text and isinstance(value, str) else value
-    if target and (isinstance(value, str | int) or is_missing(value)):
-        return value
-    return sorted(value) if target and is_names(value) else numeric(name, value)
+    parts: images, also as the paths of their files; text: the function of texts, by name; marked: columns of points on
+    the only image. Raises PackError(value, rule, fix) for all else.
+    """
+    values, sizes = dict[str, Any](), []
+    for name, value in parts.items():
+        target = name == TARGET
+        if isinstance(value, Path) or is_image(value):
+            sizes.append((image := open_image(value)).size)
+            values[name] = pixels(image, resize, target)
+        elif target and (isinstance(value := bare(value), str | int) or is_missing(value)):
+            values[name] = value
+        elif target and is_names(value):
+            values[name] = sorted(value)
+        else:
+            values[name] = numeric(name, resolve_name(text)(value) if text and isinstance(value, str) else value)
+    return values | {name: moved(values[name], sizes[0], resize) for name in marked if sizes and name in values}
 
 
 def numeric(name: str, value: Any) -> np.ndarray:
@@ -190,17 +183,9 @@ def class_text(value: Any, names: Sequence[str]) -> str:
     if isinstance(value, str) or not names or value < 0 or any(name.lstrip("-").isdecimal() for name in names):
         return composed(value)
     if value >= len(names):
-        rule = f"the {len(names)} classes {', '.join(names[:5])}{' …' * (len(names) > 5)} are numbered from 0"
+        rule = f"the {len(names)} classes {some(names)} are numbered from 0"
         raise PackError(f"{rule}, and a label is {value}; subtract 1 where labels count from 1, or return names")
     return names[value]
-
-
-def function_name(function: Any) -> str:
-    """Return `module:name` of a function, by which a pack keeps it. Raises PackError for one that has none."""
-    name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '<none>')}"
-    if "<" in name or "." in name.partition(":")[2]:
-        raise PackError(f"text must be a function of a module, by whose name predictions find it, got {function!r}")
-    return name
 
 
 # -- a column
@@ -225,10 +210,6 @@ class Form:
         """Return the form that a card keeps."""
         return cls(**{**values, "shape": tuple(values["shape"])})
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for a card, which has the names of its classes itself."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "names"}
-
     @property
     def unit(self) -> int:
         """Return what 1 is kept as: 255 in images of bytes."""
@@ -245,36 +226,25 @@ class Form:
 
     def fit(self, name: str, value: Any) -> Any:
         """Return the array of a plain value as packed; a class as its text. Raises PackError(value, rule, fix)."""
-        if self.kind == "class":
-            return self.allowed(class_text(value, self.names))
-        if isinstance(value, list):
-            labels = {self.allowed(composed(each)) for each in value}
-            return np.array([each in labels for each in self.names], np.uint8)
+        if self.kind == "class" or isinstance(value, list):
+            given = value if isinstance(value, list) else [class_text(value, self.names)]
+            labels = [*map(composed, given)]
+            if self.names and (other := [label for label in labels if label not in self.names]):
+                raise PackError(other[0], f"the class must be one of {len(self.names):,}: {some(self.names)}", FIX)
+            return labels[0] if self.kind == "class" else np.array([each in labels for each in self.names], np.uint8)
         array = numeric(name, value)
         if self.layout == "hwc" and array.ndim == 2:
             array = np.stack([array] * 3, -1)  # a grey one among colours
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             came = "nan" if np.isnan(array).any() else "inf"
             raise PackError(came, f"all numbers of {name} must be finite", "replace it, or leave the item out")
-        made, rest = array.astype(self.dtype, copy=False), self.column.shape
-        exact = np.array_equal(made, array) and not (self.layout and made.dtype.kind != array.dtype.kind)
-        exact = exact or made.dtype.kind == array.dtype.kind == "f"
-        if self.kind == "labels" and not np.isin(made, (0, 1)).all():
-            exact = False
-        if array.ndim != len(self.shape) or array.shape[self.ragged :] != rest or not array.size or not exact:
+        made, floats = array.astype(self.dtype, copy=False), {array.dtype.kind, self.dtype[1]} == {"f"}
+        exact = floats or (np.array_equal(made, array) and not (self.layout and made.dtype.kind != array.dtype.kind))
+        exact = exact and (self.kind != "labels" or bool(np.isin(made, (0, 1)).all()))
+        alike = array.ndim == len(self.shape) and array.shape[self.ragged :] == self.column.shape and array.size > 0
+        if not (exact and alike):
             raise PackError(f"{array.dtype} {array.shape}", f"{name} must be {self.column}, as in other items", FIX)
         return made
-
-    def allowed(self, name: str) -> str:
-        if self.names and name not in self.names:
-            listed = ", ".join(self.names[:5]) + " …" * (len(self.names) > 5)
-            raise PackError(name, f"the class must be one of {len(self.names):,}: {listed}", FIX)
-        return name
-
-
-def forms_in(options: Mapping[str, Any]) -> dict[str, Form]:
-    """Return the forms that a card's options keep."""
-    return {name: Form.of(form) for name, form in options["forms"].items()}
 
 
 def common_form(name: str, values: Sequence[Any], classes: Any, picture: bool) -> Form:
@@ -292,40 +262,33 @@ def common_form(name: str, values: Sequence[Any], classes: Any, picture: bool) -
     dtype = np.dtype(np.float32) if dtype.kind == "f" or kinds <= {int, bool} else dtype
     if picture and any(len(shape) > 2 for shape in shapes):  # greys become RGB beside them
         shapes = [(*shape[:2], 3) for shape in shapes]
-    shape = common_shape(name, picture, [*dict.fromkeys(shapes)])
-    return Form("array", dtype.str, shape, layout_of(picture, dtype, shape, name == TARGET))
-
-
-def common_shape(name: str, picture: bool, shapes: Sequence[tuple[int | None, ...]]) -> tuple[int | None, ...]:
-    """Return the shape that items share; None in front where their first axes differ."""
-    if len(shapes) == 1:
-        return shapes[0]
-    came = ", ".join(map(str, shapes[:3]))
-    if picture:
+    shape, *others = dict.fromkeys(shapes)
+    came = ", ".join(map(str, [shape, *others[:2]]))
+    if others and picture:
         raise PackError(f"{name} must be of one size, got images (height, width) {came} …; pass size= to resize")
-    if len({(len(shape), shape[1:]) for shape in shapes}) > 1 or not shapes[0]:
+    if others and (not shape or {(len(each), each[1:]) for each in others} != {(len(shape), shape[1:])}):
         raise PackError(f"{name} must have one shape, apart from its first axis, got {came} …; make them match")
-    return (None, *shapes[0][1:])
+    return Form("array", dtype.str, (None, *shape[1:]) if others else shape, layout_of(name, picture, dtype, shapes))
 
 
-def layout_of(picture: bool, dtype: np.dtype, shape: tuple[int | None, ...], target: bool) -> str:
+def layout_of(name: str, picture: bool, dtype: np.dtype, shapes: Sequence[tuple[int, ...]]) -> str:
     """Return which axes an image has: those of PIL, or those of bytes or float32 of which one can be channels."""
-    if None in shape or dtype not in (np.uint8, np.float32) or len(shape) not in (2, 3):
+    shape = shapes[0]
+    if len({*shapes}) > 1 or dtype not in (np.uint8, np.float32) or len(shape) not in (2, 3):
         return ""
     if len(shape) == 2:  # of a target they are ids
-        return "hw" if dtype == np.uint8 and not target else ""
+        return "hw" if dtype == np.uint8 and name != TARGET else ""
     return "chw" if shape[0] in (1, 3, 4) and not picture else "hwc" if shape[2] in (1, 3, 4) else ""
 
 
-# -- mean and standard deviation
-
-
-def moments_of(form: Form, blocks: Iterable[np.ndarray]) -> tuple[list[float], list[float]]:
-    """Return (mean, standard deviation, 1 of what never varies) of a column, of images in 0…1: per channel of images;
-    per value of vectors and of each step of ragged columns; else one of all, as nothing says which axis holds what."""
+def moments_of(form: Form, array: np.ndarray, rows: np.ndarray) -> tuple[list[float], list[float]]:
+    """Return (mean, standard deviation, 1 of what never varies) of the chosen rows, (n,) bool, of a column, of images
+    in 0…1: per channel of images; per value of vectors and of each step of ragged columns; else one of all, as nothing
+    says which axis holds what."""
     axis = {"chw": 1, "hwc": 3}.get(form.layout, 1 if len(form.shape) == 1 + form.ragged else None)
-    mean, squares, count = np.zeros(1), np.zeros(1), 0
-    for block in blocks:  # Chan's update: far from 0 a difference of squares says nothing
+    mean, squares, count, step = np.zeros(1), np.zeros(1), 0, max(1, BLOCK * len(array) // max(array.size, 1))
+    for start in range(0, len(array), step):  # Chan's update: far from 0 a difference of squares says nothing
+        block = array[start : start + step][rows[start : start + step]]
         if len(block):
             flat = np.moveaxis(block, axis or 0, 0).reshape(1 if axis is None else block.shape[axis], -1)
             flat, n = flat.astype(np.float64), flat.shape[1]
@@ -334,10 +297,3 @@ def moments_of(form: Form, blocks: Iterable[np.ndarray]) -> tuple[list[float], l
             mean, count = mean + (now - mean) * n / (count + n), count + n
     std = np.sqrt(squares / max(count, 1))
     return (mean / form.unit).tolist(), np.where(std > 0, std / form.unit, 1).tolist()
-
-
-def blocks_of(array: np.ndarray, rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the chosen rows, (n,) bool, of an array, so many at once that they stay in the processor's cache."""
-    step = max(1, BLOCK * len(array) // max(array.size, 1))
-    for start in range(0, len(array), step):
-        yield array[start : start + step][rows[start : start + step]]

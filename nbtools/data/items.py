@@ -21,28 +21,13 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from nbtools import disk
-from nbtools.data.build import Entry, Problem, Survey, why
-from nbtools.data.forms import (
-    FIX,
-    TARGET,
-    TARGETS,
-    Form,
-    bare,
-    blocks_of,
-    class_text,
-    common_form,
-    composed,
-    function_name,
-    is_image,
-    is_missing,
-    is_names,
-    moments_of,
-    plain_values,
-)
-from nbtools.data.pack import FORMAT, Sample
+from nbtools.data import forms
+from nbtools.data.build import Entry, Survey
+from nbtools.data.forms import FIX, TARGET, TARGETS, Form, is_image, is_names
+from nbtools.data.pack import FORMAT, Pack, Sample
 from nbtools.errors import NbtoolsError, PackError
 
-VERSION = 6  # of what a card keeps of them; packs of another are made anew
+VERSION = 7  # of what a card keeps of them; packs of another are made anew
 SEEN = 64  # items looked at
 KNOWN = (list, np.ndarray, torch.Tensor, TensorDataset)  # in memory: all that they hold identifies a pack
 Part = tuple[str | None, Any, list[str]]  # split, items, their names
@@ -80,7 +65,7 @@ def named(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | None) -
     chosen = [key for key in parts if key != target] if inputs is None else [*inputs]
     places = [key for key in chosen if isinstance(key, int)]
     names = {key: f"x{i}" for i, key in enumerate(places, 1)} if len(places) > 1 else dict.fromkeys(places, "x")
-    columns = [names.get(key) or re.sub(r"[^\w-]+", "_", str(key)) for key in chosen]  # they name files
+    columns = [names.get(key) or column_name(key) for key in chosen]
     if target is not None:
         chosen, columns = [*chosen, target], [*columns, TARGET]
     if lacking := [key for key in chosen if key not in parts]:
@@ -91,9 +76,13 @@ def named(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | None) -
     return {column: parts[key] for column, key in zip(columns, chosen, strict=True)}
 
 
+def column_name(key: Any) -> str:
+    """Return the column of a key, which names a file."""
+    return re.sub(r"[^\w-]+", "_", str(key))
+
+
 class Items:
-    """The items of all parts, one after another: `self[i]` is a sample, or its row of the table of bad samples. 64 of
-    them, spread over the data, show what all have in common.
+    """The items of all parts, one after another. 64 of them, spread over the data, show what all have in common.
 
     options: of `nb.pack`, with `key`: the target and inputs of an item; target: the key of that part of an item;
     listed: items are in memory, their images perhaps as paths; pictures: columns of PIL images; resize: (height, width,
@@ -113,18 +102,17 @@ class Items:
         self.looked = sorted({i * len(self) // SEEN for i in range(SEEN)})
         self.listed = all(isinstance(part, list) for _, part, _ in parts)
         self.text = function_name(options.text) if options.text else ""
-        self.marked = [options.points] if isinstance(options.points, str) else [*(options.points or ())]
         first = self.first()
         self.target = target_of(first, *options.key)
-        self.marked = [TARGET if name in ("target", options.target, self.target) else name for name in self.marked]
+        points = [options.points] if isinstance(options.points, str) else options.points or ()
+        self.marked = [TARGET if name in ("target", options.target, self.target) else name for name in points]
         self.classes = [classes_of(part, self.target) for _, part, _ in parts]
         with suppress(PackError):
             first = named(first, self.target, options.key[1])
         self.pictures = {name for name, value in first.items() if is_image(value) or isinstance(value, Path)}
-        label = bare(first.get(TARGET))
+        label = forms.bare(first.get(TARGET))
         whole = options.classes is not False and (isinstance(label, str | int) or is_names(label))
-        how = options.resize or ("crop" if whole else "squash")
-        self.resize = [*options.size, how] if options.size else None
+        self.resize = [*options.size, options.resize or ("crop" if whole else "squash")] if options.size else None
         self.marks: list[bytes] = []
         self.forms = self.look()
         self.stored = [name for name in self.forms if options.store or (self.listed and name == TARGET)]
@@ -141,24 +129,22 @@ class Items:
         return {}
 
     def values(self, i: int, columns: Collection[str] | None = None) -> dict[str, Any]:
-        """Return column → plain value of an item, or of these alone. Raises PackError(value, rule, fix) without."""
+        """Return column → plain value of an item, or of these alone; of a number of a part that has names for them its
+        name. Raises PackError(value, rule, fix) without."""
         k, place = self.places[i]
         try:
             parts = named(parts_of(self.parts[k][1][place]), self.target, self.options.key[1])
             parts = {name: part for name, part in parts.items() if columns is None or name in columns}
-            values = plain_values(parts, self.resize, self.text, self.marked)
+            values = forms.plain_values(parts, self.resize, self.text, self.marked)
         except NbtoolsError:
             raise
         except Exception as error:  # whatever a Dataset, Pillow or the function of texts may raise
             if disk.is_away(error):
                 raise
             raise PackError(f"{type(error).__name__}: {error}", "the Dataset must return each item", FIX) from error
-        return values | ({TARGET: self.class_of(k, values[TARGET])} if TARGET in values else {})
-
-    def class_of(self, k: int, value: Any) -> Any:
-        """Return a number of a part that has names for them as its name."""
-        names = self.classes[k] if self.options.classes is not False else []
-        return class_text(value, names) if names and isinstance(value, int) else value
+        if isinstance(label := values.get(TARGET), int) and self.classes[k] and self.options.classes is not False:
+            values[TARGET] = forms.class_text(label, self.classes[k])
+        return values
 
     def sample(self, i: int, columns: Collection[str]) -> dict[str, Any]:
         """Return the arrays of an item; its class as a text. Raises PackError(value, rule, fix)."""
@@ -167,14 +153,6 @@ class Items:
             rule = f"an item must have {', '.join(columns)}, like the others"
             raise PackError(", ".join(values), rule, "make it match, or leave it out")
         return {name: self.forms[name].fit(name, values[name]) for name in columns}
-
-    def __getitem__(self, i: int) -> dict[str, Any] | Problem:
-        try:
-            return self.sample(i, self.stored)
-        except PackError as error:
-            if len(error.args) != 3:  # of all items
-                raise PackError(f"{self.names[i]}: {error}") from None
-            return self.names[i], *why(error)
 
     def read_again(self, classes: Sequence[str], path: Path, _: Any) -> Sample:
         """Return the arrays of the item of a name, as a pack with these classes has them."""
@@ -200,7 +178,7 @@ class Items:
             try:
                 values = self.values(i)
                 for name, value in values.items():
-                    seen.setdefault(name, []).extend([] if is_missing(value) else [value])
+                    seen.setdefault(name, []).extend([] if forms.is_missing(value) else [value])
             except PackError as error:
                 if len(error.args) != 3 or (i == self.looked[-1] and not seen):
                     raise PackError(f"{self.names[i]}: {error}") from None
@@ -212,17 +190,19 @@ class Items:
             raise PackError("items have several labels each; name all that there are: classes=[…]")
         if options.size and not self.pictures - {TARGET}:
             raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset instead")
-        forms = {name: common_form(name, each, classes, name in self.pictures) for name, each in seen.items() if each}
-        images, there = images_in(forms), ", ".join(f"{name} {form.column}" for name, form in forms.items())
+        common = {
+            name: forms.common_form(name, each, classes, name in self.pictures) for name, each in seen.items() if each
+        }
+        images, there = images_in(common), ", ".join(f"{name} {form.column}" for name, form in common.items())
         for name in images if options.mean or options.std else ():
-            count = {"hwc": forms[name].shape[-1], "chw": forms[name].shape[0]}.get(forms[name].layout, 1)
+            count = {"hwc": common[name].shape[-1], "chw": common[name].shape[0]}.get(common[name].layout, 1)
             if {len(options.mean or ()), len(options.std or ())} != {count}:
                 raise PackError(f"mean and std must have {count} numbers, one per channel of {name}; columns: {there}")
         for name in self.marked:
-            if len(images) != 1 or name not in forms or (0, *forms[name].column.shape)[-1] not in POINTS:
+            if len(images) != 1 or name not in common or (0, *common[name].column.shape)[-1] not in POINTS:
                 rule = "points must name columns (…, 2) of x, y or (…, 4) of x1, y1, x2, y2 beside one image"
                 raise PackError(f"{rule}, got {name!r} of {there}")
-        return forms
+        return common
 
     # -- the pack of them
 
@@ -233,7 +213,7 @@ class Items:
             "inputs": [name for name in self.forms if name != TARGET],
             "kind": self.kind,
             "roles": {"key": self.target, **{name: getattr(self.options, name) for name in ROLES}},
-            "forms": {name: form.to_dict() for name, form in self.forms.items()},
+            "forms": {name: vars(form) | {"names": ()} for name, form in self.forms.items()},  # the card has them
             "resize": self.resize,
             "points": {name: [*images_in(self.forms), end] for name, end in ends.items()},
             "text": self.text,
@@ -250,67 +230,67 @@ class Items:
             digest.update(repr((split, type(part).__qualname__, len(part))).encode())
             known = range(len(part)) if isinstance(part, KNOWN) else ()
             digest.update(b"".join(mark({} if part[i] is None else parts_of(part[i])) for i in known))
-        if self.options.store or not self.varying():
-            digest.update(b"".join(self.marks))
+        digest.update(b"" if self.varying else b"".join(self.marks))
         return digest.hexdigest()
 
-    def varying(self) -> list[str]:
-        """Return the names of items looked at that differ when they are read again."""
-        pairs = zip(self.looked, self.marks, strict=True)
-        return [self.names[i] for i, before in pairs if before != mark({}) and mark(self.values(i)) != before]
+    @cached_property
+    def varying(self) -> str:
+        """Return the name of the first item that can be read, if it differs when it is read again."""
+        i = next((k for k, before in enumerate(self.marks) if before != mark({})), 0)
+        return self.names[self.looked[i]] if mark(self.values(self.looked[i])) != self.marks[i] else ""
 
     def survey(self) -> Survey:
         """Return what `make_pack` needs. Raises PackError where stored items would differ at each reading."""
-        store, forms = self.options.store, self.forms
-        if store and (varying := self.varying()):
+        store, columns = self.options.store, self.forms
+        if store and self.varying:
             rule = "differs each time it is read: the Dataset augments at random, and a pack keeps one reading"
             fix = "Augment on the device instead, nb.classify(net, augment=(…)), or pass store=False"
-            raise PackError(f"{varying[0]} {rule}. {fix}: each epoch then reads the Dataset itself")
-        classes = [*forms[TARGET].names] if self.kind in ("classes", "labels") else []
+            raise PackError(f"{self.varying} {rule}. {fix}: each epoch then reads the Dataset itself")
+        classes = [*columns[TARGET].names] if self.kind in ("classes", "labels") else []
         if self.kind == "classes" and not classes and TARGET not in self.stored:
             raise PackError("store=False reads no item before training; name the classes: classes=[…]")
         splits = [self.parts[k][0] for k, _ in self.places]
-        ragged = [name for name, form in forms.items() if form.ragged]
+        ragged = [name for name, form in columns.items() if form.ragged]
         return Survey(
             [*map(Entry, self.names, splits, [None] * len(self), self.groups)],
             classes,
             self.card_options(),
             ragged=[name for name in ragged if name in self.stored],
             bucket_by=next(iter(ragged), None),
-            by_content=store,
-            stratified=self.kind == "classes",
+            exact=True,
             named=TARGET if self.kind == "classes" and self.stored else None,
             learn=self.learn,
-            elsewhere={name: form.column for name, form in forms.items() if name not in self.stored},
+            elsewhere={name: form.column for name, form in columns.items() if name not in self.stored},
         )
 
-    def learn(self, arrays: Mapping[str, np.ndarray], train: np.ndarray) -> dict[str, Any]:
+    def learn(self, pack: Pack, train: np.ndarray) -> dict[str, Any]:
         """Return mean and std of targets, float32 columns and images: as given, else those of the training split, or
         without a copy of the items looked at."""
-        chosen, learned = np.isin(np.arange(len(arrays["split"])), train), {"mean": {}, "std": {}}
+        learned: dict[str, Any] = {"mean": {}, "std": {}}
         for name, form in self.forms.items():
             if form.kind in KINDS or not (name == TARGET or form.dtype == "<f4" or form.layout):
                 continue
-            blocks = self.column(name)
-            if name in arrays:
-                rows = np.repeat(chosen, np.diff(arrays[f"{name}.offsets"])) if form.ragged else chosen
-                blocks = blocks_of(arrays[name], rows)
+            if name in pack.arrays:
+                array, rows = pack.arrays[name], np.isin(np.arange(len(pack)), train)
+                rows = np.repeat(rows, np.diff(pack.offsets[name])) if form.ragged else rows
+            else:
+                array = (np.concatenate if form.ragged else np.stack)([*self.column(name)])
+                rows = np.ones(len(array), bool)
             given = form.layout and name != TARGET and self.options.mean
-            moments = (self.options.mean, self.options.std) if given else moments_of(form, blocks)
+            moments = (self.options.mean, self.options.std) if given else forms.moments_of(form, array, rows)
             learned["mean"][name], learned["std"][name] = ([*map(float, each)] for each in moments)
         return learned
 
     def column(self, name: str) -> Iterator[np.ndarray]:
-        """Yield a column of the items looked at, one at a time."""
+        """Yield a column of each of the items looked at."""
         for i in self.looked:
             with suppress(PackError):
-                array = self.sample(i, self.forms)[name]
-                yield array if self.forms[name].ragged else array[None]
+                yield self.sample(i, self.forms)[name]
 
 
-def images_in(forms: Mapping[str, Form]) -> list[str]:
+def images_in(columns: Mapping[str, Form]) -> list[str]:
     """Return the columns of inputs that are images."""
-    return [name for name, form in forms.items() if form.layout and name != TARGET]
+    return [name for name, form in columns.items() if form.layout and name != TARGET]
 
 
 def classes_of(data: Any, target: Any) -> list[str]:
@@ -318,13 +298,21 @@ def classes_of(data: Any, target: Any) -> list[str]:
     torchvision, also below a Subset, which leaves labels as they are; of several labels in a list all that occur."""
     if isinstance(data, list):
         several: Any = [parts_of(item).get(target) for item in data if item is not None]
-        return sorted({composed(name) for names in several if is_names(names) for name in names})
+        return sorted({forms.composed(name) for names in several if is_names(names) for name in names})
     while isinstance(data, Subset):
         data = data.dataset
     features = getattr(data, "features", None)
     names = getattr(features.get(target), "names", None) if isinstance(features, Mapping) else None
     names = names or getattr(data, "classes", None)
-    return [*map(composed, names)] if isinstance(names, list | tuple) and {*map(type, names)} == {str} else []
+    return [*map(forms.composed, names)] if isinstance(names, list | tuple) and is_names(names) else []
+
+
+def function_name(function: Any) -> str:
+    """Return `module:name` of a function, by which a pack keeps it. Raises PackError for one that has none."""
+    name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '<none>')}"
+    if "<" in name or "." in name.partition(":")[2]:
+        raise PackError(f"text must be a function of a module, by whose name predictions find it, got {function!r}")
+    return name
 
 
 def mark(values: Mapping[Any, Any]) -> bytes:
@@ -338,9 +326,7 @@ def mark(values: Mapping[Any, Any]) -> bytes:
             array = np.asarray(value)
             digest.update(array.tobytes())
             value = array.dtype, array.shape
-        elif isinstance(value, set):
-            value = sorted(value)
         elif not isinstance(value, str | int | float | list | tuple | None):
-            value = type(value).__name__
+            value = sorted(value) if isinstance(value, set) else type(value).__name__
         digest.update(repr((name, value)).encode())
     return digest.digest()

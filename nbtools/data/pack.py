@@ -108,9 +108,8 @@ class Pack(show.Table):
         """Compare every file's SHA-256 with the manifest; raises PackError naming the first that differs."""
         for name, entry in self.manifest["files"].items():
             with disk.explained("verifying a pack", self.folder / name):
-                if (came := disk.sha256(self.folder / name)) != entry["sha256"]:
-                    says = f"the manifest says {entry['sha256'][:12]}"
-                    raise PackError(f"{self.folder / name}: SHA-256 {came[:12]}…, {says}…")
+                if disk.sha256(self.folder / name) != entry["sha256"]:
+                    raise PackError(f"{self.folder / name}: its SHA-256 is not the manifest's; {ANEW}")
         return self
 
     @property
@@ -148,7 +147,8 @@ class Pack(show.Table):
     def arrays(self) -> dict[str, np.ndarray]:
         """Column → memory map of its values, private to this process: writes do not reach the file."""
         files = {name: self.folder / f"{name}.npy" for name in self.columns}
-        return {name: memory_map(path) for name, path in files.items() if path.exists()}
+        with disk.explained("reading a pack", self.folder):
+            return {name: memory_map(path) for name, path in files.items() if path.exists()}
 
     @cached_property
     def offsets(self) -> dict[str, np.ndarray]:
@@ -239,8 +239,7 @@ class Pack(show.Table):
         if target is not None:
             target = target if target.suffix == ".tar" else target.with_name(f"{target.name}.tar")
             with disk.explained(f"keeping {self.folder}", target):
-                if not self.is_kept(target):
-                    patient(lambda: self.write_tar(target), target)
+                patient(lambda: self.is_kept(target) or self.write_tar(target), target)
         return target
 
     def is_kept(self, path: Path) -> bool:
@@ -266,10 +265,9 @@ class Pack(show.Table):
                 raise OSError(errno.EIO, "reads back differently from what was written", str(part))
             disk.sync_path(part)
             disk.rename(part, path)
-        except BaseException:  # also where the user interrupts: a full Drive has no room for it
+        finally:  # also where the user interrupts: a full Drive has no room for it
             with contextlib.suppress(OSError):  # the disk that failed may refuse this too: the first error counts
                 disk.remove(part)
-            raise
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
         names, bad = ", ".join(self.classes[:40]) + ", …" * (len(self.classes) > 40), self.manifest["bad"]

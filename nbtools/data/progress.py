@@ -1,5 +1,5 @@
-"""Long work: the same on many items by all cores; bars, which tqdm draws, and messages above them: on stderr, in a
-notebook in the output of the cell.
+"""Long work: the same on many items by all cores; tqdm's bars, and messages above them: on stderr, in a notebook in the
+output of the cell.
 
 `bar` counts; `work` is for phases whose length is only expected: `phase` begins one, and `tick` draws now and then.
 """
@@ -25,18 +25,14 @@ from nbtools.errors import NbtoolsError
 
 T = TypeVar("T")
 R = TypeVar("R")
-LOOK = 0.1  # seconds of work that say whether the rest is worth starting processes
-SHORT = 1.0  # seconds in which all is done: not worth it
-CHEAP = 2e-4  # seconds: an item that costs less is done faster here than it travels between processes
-WORK: list[Callable[[Any], Any]] = []  # of a worker process
-
+LOOK, SHORT = 0.1, 1.0  # seconds of work that say how long the rest takes; in which it is not worth starting processes
 LEAST, PATIENCE = 0.25, 30.0  # seconds between updates: quicker ones hang a Colab tab (lightning#2517); in a log file
 SLOW = 2.0  # seconds before there is a bar of work that may be short
 BYTES = {"unit": "B", "unit_scale": True}  # options of a bar
-CLOCK = "{l_bar}{bar}| {remaining} left{postfix}"
+CLOCK = {"bar_format": "{l_bar}{bar}| {remaining} left{postfix}", "smoothing": 0, "miniters": 0, "leave": False}
 
-ongoing: list[tuple[tqdm, dict[str, float], float]] = []
-"""(bar, phase → expected seconds, start), at most one: what is measured inside of other work has no bar of its own."""
+WORK: list[Callable[[Any], Any]] = []  # of a worker process
+ongoing: list[tuple[tqdm, dict[str, float], float]] = []  # (bar, phase → expected seconds, start), at most one
 attending: list[Callable[[], object]] = []
 
 
@@ -45,17 +41,7 @@ def bar(*arguments: Any, **options: Any) -> tqdm:
     options["mininterval"] = LEAST if in_notebook() or sys.stderr.isatty() else PATIENCE
     if in_notebook():  # which shows stderr in red
         options |= {"file": sys.stdout, "ncols": 90}
-    elif not sys.stderr.isatty():
-        options |= {"file": Log(), "position": 0}
     return tqdm(*arguments, **options)
-
-
-class Log:
-    """A stderr that is a file: each state of a bar is a line."""
-
-    def write(self, text: str) -> None:
-        if line := text.strip():
-            print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -65,9 +51,7 @@ def work(doing: str, progress: bool = True, /, **expected: float) -> Iterator[No
     if ongoing:
         yield
         return
-    options = {"bar_format": CLOCK, "smoothing": 0, "miniters": 0, "leave": False, "delay": SLOW}
-    options["disable"] = not progress
-    with bar(desc=doing, total=sum(expected.values()), **options) as shown:
+    with bar(desc=doing, total=sum(expected.values()), delay=SLOW, disable=not progress, **CLOCK) as shown:
         ongoing.append((shown, expected, monotonic()))
         try:
             yield
@@ -79,8 +63,7 @@ def phase(name: str, seconds: float | None = None) -> None:
     """Begin a phase of the work that is shown, if any is. seconds: what it will take, where that is clearer now."""
     for shown, expected, start in ongoing:
         expected[name] = expected.get(name, 0.0) if seconds is None else seconds
-        later = [*expected.values()][[*expected].index(name) :]
-        shown.total = monotonic() - start + sum(later)
+        shown.total = monotonic() - start + sum([*expected.values()][[*expected].index(name) :])
         shown.set_postfix_str(name, refresh=False)
     tick()
 
@@ -116,9 +99,6 @@ def in_notebook() -> bool:
     return getattr(core and core.get_ipython(), "kernel", None) is not None
 
 
-# -- on all cores
-
-
 def cores() -> int:
     """Return the CPU cores that this process may use, which containers make fewer than the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -133,8 +113,8 @@ def side_by_side(work: Callable[[T], R], items: Iterable[T], size: int = 16) -> 
         result = work(items[done])
         spent, done = spent + monotonic() - start, done + 1
         yield result
-    rest, cost = items[done:], spent / max(done, 1)
-    if not (cost > CHEAP and cost * len(rest) > SHORT and cores() > 1 and sys.platform == "linux"):
+    rest = items[done:]
+    if spent * len(rest) <= SHORT * done or cores() == 1 or sys.platform != "linux":
         yield from map(work, rest)
         return
     pool = ProcessPoolExecutor(cores(), get_context("fork"), begin, (work,))

@@ -100,9 +100,13 @@ def remarks(splits: Sequence[str], labels: Sequence[str] | None, drawn: Iterable
     for split, so in (("train", "it cannot be learned"), ("val", "no evaluation sees it")):
         seen = {label for label, one in zip(labels or (), splits, strict=False) if one == split}
         if (lacking := sorted(classes - seen)) and seen:
-            some = ", ".join(lacking[:5]) + " …" * (len(lacking) > 5)
-            lines.append(f"{plural(len(lacking), 'class')} without a {split} sample ({some}): {so}")
+            lines.append(f"{plural(len(lacking), 'class')} without a {split} sample ({some(lacking)}): {so}")
     return lines
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first of many names."""
+    return ", ".join(names[:5]) + " …" * (len(names) > 5)
 
 
 def require_shares(val: float, test: float) -> None:

@@ -15,8 +15,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -48,10 +47,11 @@ def stage(
     (also its subclass ArchiveError) or DiskError if that fails; then nothing is published.
     """
     with disk.explained(f"looking at {source}", Path(source)):
-        job = patient(lambda: decide(str(source), into, sha256), Path(source))
-    if (ready := job.ready) is None:
+        job = patient(lambda: decide(str(source), into, sha256 and sha256.lower()), Path(source))
+        ready = job.path if job.why == "used in place" else patient(lambda: staged(job), Path(source))
+    if ready is None:
         lock = cache() / "locks" / f"stage-{hashlib.sha256(bytes(job.target)).hexdigest()[:16]}.lock"
-        with disk.explained(f"staging {source}", job.target), disk.Lock(lock):
+        with disk.explained(f"staging {source}", job.target), disk.lock(lock):
             ready = staged(job) or act(job, progress)
     touch(ready)
     return ready
@@ -59,50 +59,45 @@ def stage(
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done with a source, and why: nothing where `ready` is the result, else `target` is made. path: on a
-    disk, else None; look: returns relative name → file, "" for the only one of an archive; it may take a connection."""
+    """What is to be done with a source, and why: `target` is made, unless it is used in place. path: on a disk, None of
+    an address."""
 
     text: str
     path: Path | None
-    look: Callable[[], dict[str, fetch.File]]
     target: Path
     sha256: str | None
     why: str
-    ready: Path | None = None
+
+    def look(self) -> dict[str, fetch.File]:
+        """Return relative name → file, "" for the only one of an archive; it may take a connection."""
+        if (path := self.path) is None:
+            return fetch.files_at(self.text)
+        return {name: fetch.File(path / name, *facts) for name, facts in sorted(fetch.listing(path).items())}
 
 
 def decide(text: str, into: str | Path | None, sha256: str | None) -> Job:
     """Return what is to be done with a source. Raises StageError, OSError."""
-    name, origin, why = PurePosixPath(urlsplit(text).path).name, text, "fetched from the network"
-    path = link = ready = None
-
-    def look() -> dict[str, fetch.File]:
-        if path is not None:
-            return {name: fetch.File(path / name, *facts) for name, facts in sorted(fetch.listing(path).items())}
-        return fetch.drive_files(link) if link else fetch.only(fetch.probe(text))
-
-    if not re.match("https?://", text):
+    if re.match("https?://", text):
+        path, why, link = None, "fetched from the network", fetch.drive_address(text)
+        name, origin = ("drive", link) if link else (PurePosixPath(urlsplit(text).path).name, text)
+    else:
         path = Path(text).expanduser().absolute()
         if text.startswith("drive:") or not disk.exists(path):
             path = drive_path(text)  # or an error that names what is there instead
-        name, origin, why = path.name, str(path), "copied" if path.is_dir() else "unpacked"
-        if is_far(path):
-            why = "copied from a slow disk"
-        elif path.is_dir() and into is None:
-            ready = path
-        if not path.is_dir():
-            archive.kind(path, text)
+        name, origin, folder = path.name, str(path), path.is_dir()
+        why = "unpacked" if not folder else "copied" if into else "used in place"
+        why = "copied from a slow disk" if is_far(path) else why
+        if not folder:
+            with archive.explained(f"{text}: "):
+                archive.kind(path)
         elif sha256:
             raise StageError(f"{text}: sha256 is for an archive, and this is a folder. Leave it out.")
         elif not any(True for _ in disk.walk(path)):
             raise StageError(f"{text}: {path} holds no files. Is it the right folder?", entry="Keys, columns and paths")
-    elif link := fetch.drive_link(text):
-        name, origin = f"drive-{link.id[:8]}", link.id
     root = cache() if into is None else Path(into).expanduser().absolute()
     stem = re.sub(r"[^\w.]+", "-", re.sub(SUFFIXES, "", name, flags=re.I))[:60].strip(".-") or "data"
     target = root / f"{stem}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}"
-    job = Job(text, path, look, target, sha256 and sha256.lower(), why)
-    return replace(job, ready=ready or staged(job))
+    return Job(text, path, target, sha256, why)
 
 
 def version_of(files: dict[str, fetch.File]) -> str:
@@ -126,27 +121,28 @@ def act(job: Job, progress: bool) -> Path:
     """Fetch, check, unpack, and publish under the final name; the caller holds the lock."""
     target, part = job.target, job.target.with_name(f"{job.target.name}.part")
     files = patient(job.look, Path(job.text))
-    version = version_of(files)
-    begun, stem = part / version, target.name.rpartition("-")[0]
-    new = begun / "new"
+    version, stem = version_of(files), target.name.rpartition("-")[0]
+    begun, path = part / version, job.path
+    new, data = begun / "new", begun / "new" / stem
     if not begun.exists():
         disk.remove(part)  # of another version of the source
     if progress:
         say(f"{job.text}: {job.why}, to {target}")
     try:
-        if set(files) == {""}:
-            path = job.path
+        if set(files) != {""}:
+            fetch.fetch_all(files, data, begun / "file.part", stem, progress)
+        else:
             if path is None or is_far(path):
                 path = begun / "archive"
                 fetch.fetch_all({"archive": files[""]}, begun, begun / "file.part", stem, progress, 2)
-            data = unpacked(job, path, new / stem, progress)
-        else:
-            fetch.fetch_all(files, new / stem, begun / "file.part", stem, progress)
-            data = new / stem
-        verify(data, job.text)
-    except ArchiveError:
+            data = unpacked(job, path, data, progress)
+        if (data / MANIFEST).is_file():
+            Pack.open(data).verify()  # a plain tar has no checksum of its own
+    except (ArchiveError, PackError) as error:
         disk.remove(part)  # else the next call would resume a bad copy
-        raise
+        if isinstance(error, ArchiveError):
+            raise
+        raise ArchiveError(f"{job.text}: the pack in it is damaged: {error}. Keep or copy it again.") from None
     folder = data.relative_to(new).as_posix()
     receipt = {"source": job.text, "version": version, "sha256": job.sha256, "folder": folder}
     disk.write_atomic(new / RECEIPT, json.dumps(receipt, indent=2) + "\n")
@@ -168,15 +164,6 @@ def unpacked(job: Job, path: Path, data: Path, progress: bool) -> Path:
     archive.unpack(path, data, job.text, progress)
     top = list(data.iterdir())
     return top[0] if len(top) == 1 and top[0].is_dir() else data
-
-
-def verify(folder: Path, text: str) -> None:
-    """Compare each file of a pack with the hash in its manifest: a plain tar has no checksum of its own."""
-    try:
-        if (folder / MANIFEST).is_file():
-            Pack.open(folder).verify()
-    except PackError as error:
-        raise ArchiveError(f"{text}: the pack in it is damaged: {error}. Keep or copy it again.") from None
 
 
 def cached(free: int | str | None = None) -> pd.DataFrame:

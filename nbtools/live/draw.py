@@ -31,39 +31,37 @@ HEAD = f'<style onload="{escape(SCRIPT)}">{STYLE}</style>'
 """What a page needs once. The style brings the script, since the markup of a widget cannot run a <script>."""
 
 
-def page(shown: Picture) -> str:
-    """Return a frame for a page of its own."""
-    return HEAD + frame(shown)
-
-
-def frame(shown: Picture) -> str:
-    """Return one live frame; charts.js reads its data-. All text is escaped. A page needs HEAD once."""
+def page(shown: Picture, head: str = HEAD) -> str:
+    """Return charts for a page, which needs HEAD once; charts.js reads their data-. All text is escaped."""
     charts = "".join([panel(chart, shown) for chart in shown.charts])
     axis = f'data-x="{escape(shown.x)}" data-first="{shown.axis.low:.6g}" data-last="{shown.axis.high:.6g}"'
-    return f'<div class="nbt nbt-charts"><div class="nbt-grid" {axis}>{charts}</div></div>'
+    return f'{head}<div class="nbt nbt-charts"><div class="nbt-grid" {axis}>{charts}</div></div>'
 
 
 def panel(chart: Chart, shown: Picture) -> str:
-    """Return one chart under its title and legend."""
-    values, labels = chart.scale.ticks()
-    heights = (1 - chart.scale.places(np.array(values))).tolist()
-    levels = "".join([f"M0 {HEIGHT * height:.0f}h{WIDTH}" for height in heights])
-    texts = "".join(
-        [
-            f'<span class="nbt-y" style="top:{100 * height:.1f}%">{label}</span>'
-            for height, label in zip(heights, labels, strict=True)
-        ]
-    )
-    places = shown.axis.places(np.array([x for x, _ in shown.marks])).tolist()
-    marks = "".join([mark(place, what) for place, (_, what) in zip(places, shown.marks, strict=True)])
-    log = ' data-log=""' if chart.scale.log else ""
+    """Return one chart under its title and legend: levels, changes and curves as SVG, the labels of both axes next to
+    it. A change says on hover what it was; a label at the end of the x axis ends there."""
+    levels, texts, scale = "", f'<span class="nbt-unit">{escape(shown.x)}</span>', chart.scale
+    for value, label in zip(*scale.ticks(), strict=True):
+        height = 1 - float(scale.places(value))
+        levels += f"M0 {HEIGHT * height:.0f}h{WIDTH}"
+        texts += f'<span class="nbt-y" style="top:{100 * height:.1f}%">{label}</span>'
+    for value, label in zip(*shown.axis.ticks(), strict=True):
+        share = float(shown.axis.places(value))
+        at = f"left:{100 * share:.1f}%" if share < 0.95 else f"right:{100 - 100 * share:.1f}%;transform:none"
+        texts += f'<span class="nbt-x" style="{at}">{label}</span>'
+    grey = 'stroke="currentColor" stroke-opacity'
+    lines = f'<path d="{levels}" {grey}=".14"/><path d="M0 {HEIGHT}h{WIDTH}" {grey}=".5"/>'
+    for x, what in shown.marks:
+        place = f"M{WIDTH * float(shown.axis.places(x)):.0f} {HEIGHT}V0"
+        lines += f'<path d="{place}" {grey}=".5" stroke-dasharray="3 3"><title>{escape(what)}</title></path>'
+    lines += "".join([curve(line, chart, shown) for line in chart.lines])
+    log = ' data-log=""' * scale.log
     return (
         f'<div class="{"nbt-small" * chart.small}">{heading(chart)}'
-        f'<div class="nbt-plot" data-low="{chart.scale.low:.6g}" data-high="{chart.scale.high:.6g}"{log}>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(chart.alt)}">'
-        f'<path d="{levels}" stroke="currentColor" stroke-opacity=".14"/>'
-        f'<path d="M0 {HEIGHT}h{WIDTH}" stroke="currentColor" stroke-opacity=".5"/>{marks}'
-        f"{''.join([curve(line, chart, shown) for line in chart.lines])}</svg>{x_axis(shown)}{texts}</div></div>"
+        f'<div class="nbt-plot" data-low="{scale.low:.6g}" data-high="{scale.high:.6g}"{log}>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(said(chart))}">'
+        f"{lines}</svg>{texts}</div></div>"
     )
 
 
@@ -71,7 +69,7 @@ def heading(chart: Chart) -> str:
     """Return title and legend: a piece of each line as it is drawn, its name and its last value."""
     about, key = f" <span>{escape(chart.about)}</span>" if chart.about else "", []
     for line in chart.legend:
-        path = f'<path d="M0 4h16" stroke="{line.colour}" stroke-width="2"/>{dots("M8 4h.1", line) * line.dotted}'
+        path = f'<path d="M0 4h16" stroke="{line.colour}" stroke-width="2"/>{dots("M8 4h.1", line)}'
         name, value = escape(line.name), escape(line.value)
         text = f'<svg viewBox="0 0 16 8">{path}</svg><i>{name}</i><b>{value}</b>'
         key.append(f'<span title="{name}" data-name="{name}">{text}</span>')
@@ -83,32 +81,21 @@ def curve(line: Line, chart: Chart, shown: Picture) -> str:
     points = np.empty((len(line.x), 2), np.int64)
     points[:, 0] = shown.axis.places(line.x) * WIDTH
     points[:, 1] = HEIGHT - HEIGHT * chart.scale.places(line.y)
-    marked = dots("".join([f"M{x} {y}h1" for x, y in points.tolist()]), line) if line.dotted else ""
     look = 'stroke-width="1" stroke-opacity=".5" class="nbt-faint"' if line.faint else 'stroke-width="1.8"'
     path = f'<polyline points="{str(points.ravel().tolist())[1:-1]}" stroke="{line.colour}" {look}/>'
+    marked = dots("".join([f"M{x} {y}h1" for x, y in points.tolist()]) if line.dotted else "", line)
     return f'<g data-name="{escape(line.name)}">{path}{marked}</g>'
 
 
 def dots(path: str, line: Line) -> str:
-    return f'<path d="{path}" stroke="{line.colour}" stroke-width="6" stroke-linecap="round"/>'
+    """Return round dots at the places of a path; none for a line of many points."""
+    return f'<path d="{path}" stroke="{line.colour}" stroke-width="6" stroke-linecap="round"/>' * line.dotted
 
 
-def mark(place: float, what: str) -> str:
-    """Return a dashed line where a setting was changed, which says so on hover."""
-    return (
-        f'<path d="M{WIDTH * place:.0f} {HEIGHT}V0" stroke="currentColor" stroke-opacity=".5" '
-        f'stroke-dasharray="3 3"><title>{escape(what)}</title></path>'
-    )
-
-
-def x_axis(shown: Picture) -> str:
-    """Return the name of the x axis and its labels; one at its end ends there."""
-    values, labels = shown.axis.ticks()
-    spans = [f'<span class="nbt-unit">{escape(shown.x)}</span>']
-    for share, label in zip(shown.axis.places(np.array(values)).tolist(), labels, strict=True):
-        at = f"left:{100 * share:.1f}%" if share < 0.95 else f"right:{100 - 100 * share:.1f}%;transform:none"
-        spans.append(f'<span class="nbt-x" style="{at}">{label}</span>')
-    return "".join(spans)
+def said(chart: Chart) -> str:
+    """Return a chart in words: `loss: train 0.231, validation 0.305`."""
+    values = ", ".join(f"{line.name} {line.value}".strip() for line in chart.legend)
+    return f"{chart.title}: {values}" if values else chart.title
 
 
 # -- the PNG
@@ -127,14 +114,11 @@ def png(shown: Picture, facts: Sequence[str] = (), previews: Sequence[samples.Pr
     heights = [ROW * len(head) + 8, rows * PLOT, math.ceil(len(previews) / across) * high]
     figure = Figure(figsize=(WIDE / 72, sum(heights) / 72), dpi=DPI, facecolor="none", layout="constrained")
     figure.suptitle("\n".join(head), x=0.01, ha="left", color=GREY, **look(13))
-    parts: Any = figure.subfigures(2, 1, height_ratios=[max(height, 1) for height in heights[1:]])
-    middle, bottom = parts
-    for part in parts:
-        part.set_facecolor("none")
+    parts: Any = figure.subfigures(2, 1, height_ratios=[max(height, 1) for height in heights[1:]], facecolor="none")
     for i, chart in enumerate(shown.charts):
-        draw_chart(middle.add_subplot(rows, 2, i + 1), chart, shown)
+        draw_chart(parts[0].add_subplot(rows, 2, i + 1), chart, shown)
     for i, (preview, text) in enumerate(zip(previews, texts, strict=True)):
-        axes = bottom.add_subplot(math.ceil(len(previews) / across), across, i + 1, xticks=[], yticks=[])
+        axes = parts[1].add_subplot(math.ceil(len(previews) / across), across, i + 1, xticks=[], yticks=[])
         axes.imshow(preview.image, cmap="gray", vmin=0, vmax=255)
         axes.set(anchor="NW", facecolor="none")
         axes.spines[:].set_visible(False)
@@ -147,9 +131,8 @@ def png(shown: Picture, facts: Sequence[str] = (), previews: Sequence[samples.Pr
     return stream.getvalue()
 
 
-def shown_as(image: bytes, alt: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a PNG as a notebook shows it, two pixels a px: data and metadata by type. alt: its text and alternative
-    text, what it shows in words."""
+def as_data(image: bytes, alt: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a PNG as a notebook shows it, two pixels a px: data and metadata by type. alt: what it shows in words."""
     width, height = (int.from_bytes(image[i : i + 4]) // 2 for i in (16, 20))  # of its first chunk
     data = {"image/png": base64.b64encode(image).decode(), "text/plain": alt}
     return data, {"image/png": {"width": width, "height": height, "alt": alt}}
@@ -167,8 +150,8 @@ def draw_chart(axes: Axes, chart: Chart, shown: Picture) -> None:
         axes.legend(frameon=False, fontsize=12, labelcolor=GREY, handlelength=1.3, labelspacing=0.25)
     title = f"{chart.title}  {chart.about}".strip()
     axes.set_title(title, loc="left", pad=10, size=13, color=GREY, weight="bold", parse_math=False)
-    axes.set(yscale="log" if chart.scale.log else "linear", facecolor="none")
-    axes.set(xlim=(shown.axis.low, shown.axis.high), ylim=(chart.scale.low, chart.scale.high))
+    axes.set(yscale="log" if chart.scale.log else "linear", ylim=(chart.scale.low, chart.scale.high))
+    axes.set(xlim=(shown.axis.low, shown.axis.high), facecolor="none")
     axes.set_xticks(*shown.axis.ticks())
     axes.set_yticks(*chart.scale.ticks())
     axes.set_yticks([], minor=True)

@@ -18,10 +18,9 @@ from ipywidgets import HTML, Button, FloatLogSlider, HBox, Layout, Text, VBox
 
 from nbtools import show
 from nbtools.live.draw import HEAD
-from nbtools.train import Plan
+from nbtools.train import listed
 
-STRIP = ("lr", "batch_size", "amp", "epochs", "clip_norm", "early_stop")
-"""The settings that users change most, next to the curves of a run in progress."""
+STRIP = ("lr", "batch_size", "amp", "epochs", "clip_norm", "early_stop")  # settings next to the curves of a run
 IN_VIEW = ("network", *STRIP, "eval_every")  # of the form; all other settings are under More
 BUTTONS = {
     "pause": ("Pause", "pause", "Pause after this step; the run stays in memory until Resume"),
@@ -31,8 +30,7 @@ BUTTONS = {
     "profile": ("What limits it?", "search", "Measure for a few seconds what a step consists of, then continue"),
     "best": ("Back to best", "history", "Go back to the best checkpoint and continue from there with these settings"),
     "undo": ("Undo", "undo", "Go back to before the last change of settings"),
-}
-"""action → label, icon (a name that Font Awesome 4 to 6 know), tooltip."""
+}  # action → label, icon (a name that Font Awesome 4 to 6 know), tooltip
 RESUME = ("Resume", "play", "Continue with the next step")
 PAUSED = "paused between two steps: change what you like, then Resume"
 ELSEWHERE = "It trains: these settings are in the cell below, next to its curves."
@@ -51,57 +49,55 @@ class Form:
         self.panel, self.plan, self.told, self.filling = panel, panel.plan, "", False
         self.actions = {action: button(partial(panel.click, action)) for action in BUTTONS}
         self.apply, self.keep = button(panel.accept, "check"), button(panel.drop, "times")
-        self.pending, self.notice = classed(HTML(), "line"), classed(HTML(), "lines")
+        self.pending, self.notice = made(HTML, look="line"), made(HTML, look="lines")
         self.fields = {name: field(getattr(self.plan, name), rule) for name, rule in panel.rules.items()}
         span: Any = {"base": 10, "min": -6, "max": 0, "step": 0.05, "continuous_update": False}
-        self.slider = classed(FloatLogSlider(value=self.plan.lr, readout_format=".2g", **span), "slider")
-        self.inputs = {n: HBox([made, *[self.slider] * (n == "lr")]) for n, made in self.fields.items()}
-        self.captions, self.notes = {name: HTML() for name in STRIP}, {name: HTML() for name in self.fields}
-        self.menu = classed(widgets.Dropdown(options=[OTHER, *panel.presets]), "menu")
-        for name, made in (*self.fields.items(), ("lr", self.slider), ("Other settings", self.menu)):
-            tooltip = "tooltip" if made.has_trait("tooltip") else "description_tooltip"  # ipywidgets 8, or 7
-            made.set_trait(tooltip, name)
-            acts = self.moved if made is self.slider else self.chosen if made is self.menu else panel.read
-            made.observe(partial(self.by_user, acts, name), names="value")
+        self.slider = made(FloatLogSlider, value=self.plan.lr, readout_format=".2g", **span, look="slider")
+        self.menu = made(widgets.Dropdown, options=[OTHER, *panel.presets], look="menu")
+        self.notes = {name: HTML() for name in self.fields}
+        for name, each in (*self.fields.items(), ("lr", self.slider), ("Other settings", self.menu)):
+            each.set_trait("tooltip" if each.has_trait("tooltip") else "description_tooltip", name)  # ipywidgets 8, 7
+            each.observe(partial(self.by_user, name), names="value")
         self.arrange()
 
     def arrange(self) -> None:
         """Put the widgets together, each in a class of live.css."""
-        asking, rows = classed(HBox([self.notice, self.apply, self.keep]), "asking"), dict[str, HBox]()
+        asking, knobs, rows = made(HBox, [self.notice, self.apply, self.keep], look="asking"), {}, {}
         for name, rule in self.panel.rules.items():
             unit = f" ({rule.metadata['unit']})" if rule.metadata.get("unit") else ""
-            parts = [HTML(escape(name + unit)), self.inputs[name], self.notes[name]]
-            rows[name] = classed(HBox(parts), "row", *["narrow"] * (name in STRIP))
-        parts = [rows.pop(name) for name in IN_VIEW if name in rows]
-        more = folded(f"More: {len(rows)} settings", VBox([*rows.values()]))
-        form = classed(VBox([self.menu, *parts, more]), "form")
-        knobs = [classed(VBox([self.captions[name], self.inputs[name]]), "knob", "narrow") for name in STRIP]
-        actions, strip = classed(HBox([*self.actions.values()]), "bar"), classed(HBox(knobs), "bar")
-        every = folded("All settings", classed(VBox([form]), "fold"))
-        head = HTML(HEAD, layout=Layout(display="none"))
-        self.controls = classed(VBox([head, actions, self.pending, strip, asking, every]), "panel")
+            inputs = HBox([self.fields[name], *[self.slider] * (name == "lr")])
+            parts = [HTML(escape(name + unit)), inputs, self.notes[name]]
+            rows[name] = made(HBox, parts, look="row narrow" if name in STRIP else "row")
+            if name in STRIP:
+                label = HTML(f'<div class="nbtools-said"><b>{name}</b></div>')
+                knobs[name] = made(VBox, [label, inputs], look="knob narrow")
+        first = [rows.pop(name) for name in IN_VIEW if name in rows]
+        form = made(VBox, [self.menu, *first, folded(f"More: {len(rows)} settings", [*rows.values()])], look="form")
+        head, actions = HTML(HEAD, layout=Layout(display="none")), made(HBox, [*self.actions.values()], look="bar")
+        strip, every = (
+            made(HBox, [knobs[name] for name in STRIP], look="bar"),
+            folded("All settings", [made(VBox, [form], look="fold")]),
+        )
+        self.controls = made(VBox, [head, actions, self.pending, strip, asking, every], look="panel")
         self.own = VBox([actions, self.pending, HTML(said(ELSEWHERE, "nbtools-muted"))])
         self.before = VBox([asking, form])
-        self.whole = classed(VBox([head, self.own, self.before]), "panel")
+        self.whole = made(VBox, [head, self.own, self.before], look="panel")
 
-    # -- what the user does
-
-    def by_user(self, acts: Callable[[str, Any], None], name: str, change: Any) -> None:
+    def by_user(self, name: str, change: Any) -> None:
+        """Read a field; the slider, released, sets the field of lr in two digits."""
         with self.panel.lock:
-            if not self.filling:
-                acts(name, change.new)
+            if self.filling:
+                return
+            if change.owner is self.slider:
+                self.fields[name].value = f"{change.new:.2g}"
+            elif change.owner is not self.menu:
+                self.panel.read(name, change.new)
+            elif change.new in self.panel.presets:
+                self.panel.put(self.panel.presets[change.new])
 
-    def moved(self, name: str, value: float) -> None:
-        """The user released the slider: its field gets the value in two digits."""
-        self.fields[name].value = f"{value:.2g}"
-
-    def chosen(self, _: str, label: str) -> None:
-        if label in self.panel.presets:
-            self.panel.put(self.panel.presets[label])
-
-    def holds(self, name: str, plan: Plan) -> Any:
-        """Return the value of a setting as its input holds it."""
-        value = getattr(plan, name)
+    def holds(self, name: str) -> Any:
+        """Return the wanted value of a setting as its input holds it."""
+        value = getattr(self.panel.plan, name)
         return written(value) if isinstance(self.fields[name], Text) else value
 
     # -- what is shown
@@ -109,19 +105,16 @@ class Form:
     def show(self) -> None:
         """Show the wanted plan; what is refused or has to be confirmed stays in its field."""
         panel, self.plan, self.filling = self.panel, self.panel.plan, True
-        held = {*panel.bad, *(panel.asked.changes_from(self.plan) if panel.asked else ())}
-        for name, made in self.fields.items():
-            made.disabled, wrong = name in panel.fixed, panel.bad.get(name, "")
+        held = {*panel.bad, *panel.proposed} if panel.bad else set()
+        for name, each in self.fields.items():
+            each.disabled, wrong = name in panel.fixed, panel.bad.get(name, "")
             if name not in held:
-                made.value = self.holds(name, self.plan)
+                each.value = self.holds(name)
             good = said(panel.rules[name].metadata.get("help", "")) + said(panel.reason(name), "nbtools-muted")
             self.notes[name].value = said(wrong, "nbtools-bad") or good
-            (made.add_class if wrong else made.remove_class)("nbtools-wrong")
+            (each.add_class if wrong else each.remove_class)("nbtools-wrong")
         self.slider.value = self.plan.lr
         self.menu.value = next((label for label, plan in panel.presets.items() if plan == self.plan), OTHER)
-        for name, caption in self.captions.items():
-            advised = escape(show.shown(getattr(panel.advised, name)))
-            caption.value = f'<div class="nbtools-said"><b>{name}</b> <span>advised {advised}</span></div>'
         self.filling = False
         self.show_notice()
         self.show_run()
@@ -129,37 +122,34 @@ class Form:
     def show_notice(self) -> None:
         """Show what is asked or refused, else what a change brought with it or what limits the plan, else what was
         changed, and the buttons that answer."""
-        panel, bad = self.panel, "; ".join(self.panel.bad.values())
-        text = f"Not applied: {bad}" if bad else panel.note or panel.changed()
-        self.notice.value = said(text, "nbtools-bad" * bool(bad), True)
-        asked = (
-            {name: getattr(panel.asked, name) for name in panel.asked.changes_from(self.plan)} if panel.asked else {}
-        )
-        wanted = asked or ({} if bad else panel.proposed)
-        values = ", ".join(f"{name} = {show.shown(value)}" for name, value in wanted.items())
-        apply = f"Apply {values if len(wanted) < 3 else f'{len(wanted)} changes'}" if wanted else ""
-        kept = next(iter(asked if len(asked) == 1 else {} if asked else panel.bad), "")
-        keep = f"Keep {kept} = {show.shown(getattr(self.plan, kept))}" if kept else "Keep what is applied"
-        for made, text in ((self.apply, apply), (self.keep, keep if bad else "")):
-            made.description, made.layout.display = text, "inline-block" if text else "none"
+        panel, names = self.panel, [*self.panel.bad]
+        changed = listed(self.plan.changes_from(panel.advised))
+        text = panel.note or (f"Changed: {changed}" if changed else "No setting is changed")
+        bad = f"Not applied: {'; '.join(panel.bad.values())}" if names else ""
+        self.notice.value = said(bad or text, "nbtools-bad" * bool(bad), True)
+        few, count = ", ".join(f"{n} = {show.shown(value)}" for n, value in panel.proposed.items()), len(panel.proposed)
+        apply = f"Apply {few if count < 3 else f'{count} changes'}" if count else ""
+        single = len(names) == 1 and names[0] and count < 2
+        keep = f"Keep {names[0]} = {show.shown(getattr(self.plan, names[0]))}" if single else "Keep what is applied"
+        for each, text in ((self.apply, apply), (self.keep, keep if bad else "")):
+            each.description, each.layout.display = text, "inline-block" if text else "none"
 
     def show_run(self) -> None:
-        """Show what is pending in the run, if one is in progress. An unchanged value sends nothing."""
+        """Show what is pending in the run, if one is in progress, else its newest message. An unchanged value sends
+        nothing."""
         requests = self.panel.requests if self.panel.running else None
         paused, pending = (requests.paused, requests.pending) if requests else (False, ())
         messages = [PAUSED] if paused and "stop" not in pending else []
         messages += [f"{BUTTONS[action][0]}: after this step …" for action in BUTTONS if action in pending]
-        if requests is not None and requests.change:
-            messages.append(f"after this step: {requests.change}")
-        text = " · ".join(messages) or self.told
-        self.pending.value = said(text, "" if messages else "nbtools-muted", True)
+        messages += [f"after this step: {requests.change}"] if requests and requests.change else []
+        self.pending.value = said(" · ".join(messages) or self.told, "" if messages else "nbtools-muted", True)
         self.own.layout.display, self.before.layout.display = ("flex", "none") if requests else ("none", "flex")
-        for action, made in self.actions.items():
+        for action, each in self.actions.items():
             resume = action == "pause" and paused
-            made.description, made.icon, made.tooltip = RESUME if resume else BUTTONS[action]
-            made.button_style = "primary" if resume else ""
+            each.description, each.icon, each.tooltip = RESUME if resume else BUTTONS[action]
+            each.button_style = "primary" if resume else ""
             able = requests is not None and (requests.able(action) or (action == "undo" and bool(self.panel.bad)))
-            made.disabled = not able or "stop" in pending or action in pending
+            each.disabled = not able or "stop" in pending or action in pending
 
     def tell(self, message: str) -> None:
         """Show a message where nothing is pending."""
@@ -191,19 +181,20 @@ def said(text: str, look: str = "", status: bool = False) -> str:
 
 
 def button(action: Callable[[], None], icon: str = "") -> Button:
-    made = Button(icon=icon)
-    made.on_click(lambda _: action())
-    return made
+    each = Button(icon=icon)
+    each.on_click(lambda _: action())
+    return each
 
 
-def folded(title: str, child: Any) -> widgets.Accordion:
-    made = widgets.Accordion([child], selected_index=None)
-    made.set_title(0, title)
-    return made
+def folded(title: str, children: list[Any]) -> widgets.Accordion:
+    each = widgets.Accordion([VBox(children)], selected_index=None)
+    each.set_title(0, title)
+    return each
 
 
-def classed(widget: Any, *names: str) -> Any:
-    """Return the widget, in classes of live.css."""
-    for name in names:
+def made(kind: Any, *values: Any, look: str, **options: Any) -> Any:
+    """Return a widget in classes of live.css."""
+    widget = kind(*values, **options)
+    for name in look.split():
         widget.add_class(f"nbtools-{name}")
     return widget

@@ -27,9 +27,8 @@ class Panel:
     `plan` is always valid: if a value breaks a rule, the rule is shown next to its field and nothing changes. A change
     of batch size adjusts lr by the plan's lr_rule. Works without a front end: `panel.fields["lr"].value = "3e-4"`.
 
-    bad: setting → why what its field holds is not applied, "" for several at once; asked: the plan that has to be
-    confirmed first. note: what the last change brought with it, or what limits the plan; proposed: the change worth
-    making.
+    bad: setting → why what its field holds is not applied, "" for several at once. note: what the last change brought
+    with it, or what limits the plan; proposed: the values that *Apply* makes wanted, to confirm or worth making.
     """
 
     def __init__(self, advice: Any):
@@ -45,14 +44,11 @@ class Panel:
         self.rules = {field.name: field for field in dataclasses.fields(plan)}
         self.reasons: Mapping[str, str] = getattr(advice, "reasons", {})
         self.presets, self.fixed = presets(advice, plan), dict[str, str]()
-        self.bad, self.asked = dict[str, str](), None
-        self.note, self.proposed = "", dict[str, Any]()
+        self.bad, self.note, self.proposed = dict[str, str](), "", dict[str, Any]()
         self.form = Form(self)
         self.fields = self.form.fields
         verdict = getattr(advice, "verdict", None)
-        if verdict is not None and verdict.change:
-            self.note, self.proposed = verdict.sentence, dict(verdict.change)
-        self.form.show()
+        self.propose(verdict.sentence if verdict and verdict.change else "", verdict and verdict.change)
 
     @property
     def plan(self) -> Plan:
@@ -70,11 +66,10 @@ class Panel:
         """A run starts: changes and clicks are posted to its requests. A resumed one keeps what it had applied."""
         with self.lock:
             changes = listed(requests.state.plan.changes_from(self.plan))
-            self.requests, self.running, self.fixed = requests, True, fixed(requests.state.plan)
-            resumed = f"This run goes on with what it had applied: {changes}", {}
-            note, proposed = resumed if changes else (self.note, self.proposed)
-            self.drop()
-            self.propose(note, proposed)
+            self.requests, self.running, self.fixed, self.bad = requests, True, fixed(requests.state.plan), {}
+            self.note = f"This run goes on with what it had applied: {changes}" if changes else self.note
+            self.proposed = {} if changes else self.proposed
+            self.form.show()
 
     def end(self) -> None:
         """The run is over: everything may be changed again, and there is nothing to pause."""
@@ -86,14 +81,12 @@ class Panel:
     def refresh(self) -> None:
         """Show what was applied, or requested elsewhere; nothing is sent where nothing changed."""
         with self.lock:
-            if self.form.plan != self.plan:
-                self.drop()
-            self.form.show_run()
+            self.drop() if self.form.plan != self.plan else self.form.show_run()
 
     def propose(self, sentence: str, change: Mapping[str, Any] | None = None) -> None:
         """Show what limits the plan, and a button for the one change worth making."""
         with self.lock:
-            self.note, self.proposed = sentence, dict(change or {})
+            self.bad, self.note, self.proposed = {}, sentence, dict(change or {})
             self.form.show()
 
     # -- what the widgets call
@@ -109,27 +102,23 @@ class Panel:
     def read(self, name: str, text: Any) -> None:
         """Adopt what the user put into a field, else keep it there with the reason; empty, as after Escape, the field
         gets the plan's value back."""
-        kept = name in self.fixed or text in ("", self.form.holds(name, self.plan))  # of which it shows three digits
+        kept = name in self.fixed or text in ("", self.form.holds(name))  # of which it shows three digits
         read = (lambda: text) if isinstance(text, bool) else (lambda: self.plan.parse(name, text.strip()))
         self.make(lambda: self.plan if kept else self.plan.turn(**{name: read()}), name)
 
     def accept(self) -> None:
         """Make the change that had to be confirmed, or that is proposed."""
-        asked, proposed = self.asked, self.proposed
-        self.make(lambda: asked or self.plan.turn(**proposed), sure=asked is not None)
+        sure, change = bool(self.bad), self.proposed
+        self.make(lambda: self.plan.replace(**change) if sure else self.plan.turn(**change), sure=sure)
 
     def drop(self) -> None:
         """Keep the values in effect instead of what breaks a rule or had to be confirmed."""
-        with self.lock:
-            self.bad, self.asked, self.note, self.proposed = {}, None, "", {}
-            self.form.show()
+        self.propose("")
 
     def put(self, plan: Plan) -> None:
         """Request a whole plan, or none of it if it breaks a rule; a started run keeps its fixed settings."""
-        kept = {
-            name: getattr(self.plan, name) for name in self.fixed if getattr(plan, name) != getattr(self.plan, name)
-        }
-        self.make(lambda: plan.replace(**kept))
+        kept = [name for name in plan.changes_from(self.plan) if name in self.fixed]
+        self.make(lambda: plan.replace(**{name: getattr(self.plan, name) for name in kept}))
         if kept:
             self.note = f"kept: {', '.join(kept)} (fixed in a started run)"
             self.form.show()
@@ -141,11 +130,10 @@ class Panel:
             try:
                 new, old = plan(), self.plan
                 self.bad = self.requests.want(new, sure or not self.running)
-                self.asked = new if self.bad else None
-                if self.plan != old:
-                    self.note, self.proposed = "", {}  # older than this change
+                if self.bad or self.plan != old:  # else what is proposed is not older than this change
+                    self.note, self.proposed = "", {n: getattr(new, n) for n in new.changes_from(self.plan)}
             except NbtoolsError as error:  # `lr must be greater than 0, got -1`, below the field that it names
-                self.bad, self.asked = {name: re.sub(r"^\w+\.(?=\w+ )", "", str(error))}, None
+                self.bad, self.note, self.proposed = {name: re.sub(r"^\w+\.(?=\w+ )", "", str(error))}, "", {}
             self.form.show()
 
     # -- what is shown
@@ -157,27 +145,22 @@ class Panel:
             return self.fixed[name]
         return reason if value == advised else f"advised {show.shown(advised)}{f': {reason}' if reason else ''}"
 
-    def changed(self) -> str:
-        changes = self.plan.changes_from(self.advised)
-        return f"Changed: {', '.join(changes)}" if changes else "No setting is changed"
-
     def __repr__(self) -> str:
         return f"Panel: {listed(self.plan.changes_from(self.advised)) or 'no setting is changed'}"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         """Return the form, and for a page without a kernel what was changed of the advice."""
-        return {"text/plain": repr(self), VIEW: viewed(self.form.whole)}
+        return viewed(self.form.whole, repr(self))
 
 
-def viewed(widget: Any) -> dict[str, Any]:
-    """Return a widget as the data of VIEW."""
-    return {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
+def viewed(widget: Any, text: str) -> dict[str, Any]:
+    """Return a widget as a notebook shows it: data by type. text: for a page without a kernel."""
+    return {"text/plain": text, VIEW: {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}}
 
 
 def presets(advice: Any, plan: Plan) -> dict[str, Plan]:
-    """Return plain name → plan of those that an advice brings."""
+    """Return plain name → plan of those that an advice brings: of `guide-large` *the guide's large*."""
     named = {"as advised": plan, "the guide's before": getattr(advice, "baseline", None)}
     for name, (preset, _) in getattr(advice, "presets", {}).items():
-        _, *rest = name.split("-")
-        named[f"the guide's {' '.join(rest) or 'optimised'}"] = preset
+        named[f"the guide's {' '.join(name.split('-')[1:]) or 'optimised'}"] = preset
     return {name: preset for name, preset in named.items() if preset is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -13,28 +13,28 @@ import numpy as np
 from nbtools.show import digits, exponent, header, number
 from nbtools.train import History
 
-BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+COLOURS = BLUE, VERMILLION, GREEN, *_ = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 """Okabe & Ito (2008): distinguishable with every kind of colour vision, on white and on black."""
-COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 XS, SCALES = ("step", "samples", "minutes"), ("auto", "linear", "log")
 TICKS, POINTS, DOTS = 5, 150, 30  # of an axis, about; parts of a line with two points each; values that are dots
 FALL = 25  # a loss that falls to a part as small as this is drawn on a logarithmic axis
+EVALUATED = ("epoch", "evaluation")  # kinds of rows with metrics: ends of epochs, and where the user requested it
 Series = tuple[np.ndarray, np.ndarray]  # (steps, values), both (n,) float64
-NONE: tuple[array[float], array[float]] = (array("d"), array("d"))
 
 
 class Columns:
     """The finite numbers of a history, by kind of row and column. `follow` reads new rows only: a frame of a long run
     costs no more than one of a short run.
 
-    changes: rows of changed settings, and those that say that the run went back. ended: the newest step or epoch row.
+    changes: rows of changed settings, and those that say that the run went back; epochs: rows of their ends. newest:
+    the last step or epoch row.
     """
 
     def __init__(self) -> None:
         self.count, self.seen = 0, None
         self.columns: dict[tuple[str, str], tuple[array[float], array[float]]] = {}
-        self.changes: list[Mapping[str, Any]] = []
-        self.ended: Mapping[str, Any] | None = None
+        self.changes, self.epochs = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
+        self.newest: Mapping[str, Any] | None = None
 
     def follow(self, history: History) -> Self:
         """Read the new rows; all of them again where rows were cut off."""
@@ -45,7 +45,8 @@ class Columns:
             if row["kind"] == "change" or row.get("mark"):
                 self.changes.append(row)
             elif row["kind"] in ("step", "epoch"):
-                self.ended = row
+                self.newest = row
+                self.epochs += [row] * (row["kind"] == "epoch")
             for name, value in row.items():
                 if isinstance(value, (int, float)) and math.isfinite(value):  # a file edited by hand may hold text
                     steps, values = self.columns.setdefault((row["kind"], name), (array("d"), array("d")))
@@ -55,23 +56,17 @@ class Columns:
         return self
 
     def series(self, name: str, *kinds: str) -> Series:
-        """Return the column in rows of these kinds, in order of steps."""
-        parts = [self.columns.get((kind, name), NONE) for kind in kinds]
-        steps, values = (np.concatenate([np.array(part[side]) for part in parts]) for side in (0, 1))
+        """Return the column in rows of these kinds, in order of steps; by default as logged on steps, else on
+        epochs."""
+        kinds = kinds or (("step",) if ("step", name) in self.columns else ("epoch",))
+        parts = [self.columns.get((kind, name), ((), ())) for kind in kinds]
+        steps, values = (np.concatenate([np.array(part[side], float) for part in parts]) for side in (0, 1))
         order = np.argsort(steps, kind="stable")
         return steps[order], values[order]
 
-    def either(self, name: str) -> Series:
-        """Return the column as logged on steps, else on epochs."""
-        return self.series(name, "step" if ("step", name) in self.columns else "epoch")
-
-    def evaluated(self, name: str) -> Series:
-        """Return a metric at the ends of epochs, and wherever the user requested it in between."""
-        return self.series(name, "epoch", "evaluation")
-
-    def newest(self, name: str) -> float | None:
+    def last(self, name: str) -> float | None:
         """Return the last number of a column."""
-        values = self.either(name)[1]
+        values = self.series(name)[1]
         return float(values[-1]) if len(values) else None
 
     def since(self, name: str) -> Series:
@@ -136,7 +131,7 @@ class Chart:
     """Lines over the picture's x axis. about: next to the title. small: drawn small, as of the schedule."""
 
     title: str
-    lines: tuple[Line, ...]
+    lines: Sequence[Line]
     scale: Scale
     about: str = ""
     small: bool = False
@@ -145,68 +140,47 @@ class Chart:
     def legend(self) -> list[Line]:
         return [line for line in self.lines if not line.faint]
 
-    @property
-    def alt(self) -> str:
-        """Return it in words: `loss: train 0.231, validation 0.305`."""
-        values = ", ".join(f"{line.name} {line.value}".strip() for line in self.legend)
-        return f"{self.title}: {values}" if values else self.title
-
 
 @dataclass(frozen=True)
 class Picture:
     """Charts that share an x axis; marks: (x, what was changed there)."""
 
-    charts: tuple[Chart, ...] = ()
+    charts: Sequence[Chart] = ()
     axis: Scale = Scale(0.0, 1.0)
     x: str = "step"
-    marks: tuple[tuple[float, str], ...] = ()
-
-    @property
-    def alt(self) -> str:
-        return "; ".join(chart.alt for chart in self.charts)
+    marks: Sequence[tuple[float, str]] = ()
 
 
-def picture(
-    columns: Columns, best: str = "", x_axis: str = "step", scale: str = "auto", smoothing: float = 1.0
-) -> Picture:
+def picture(columns: Columns, best: str = "", x: str = "step", scale: str = "auto", smoothing: float = 1.0) -> Picture:
     """Return everything a frame draws: loss, metrics and lr. best: the metric that counts; a loss has no chart of
-    metrics before the first evaluation. x_axis: one of XS; scale: of SCALES, for the loss; smoothing: so many times the
+    metrics before the first evaluation. x: one of XS; scale: of SCALES, for the loss; smoothing: so many times the
     usual."""
-    if columns.ended is None:
+    if columns.newest is None:
         return Picture()
     charts = [*loss(columns, scale, smoothing), *metrics(columns)]
     if len(charts) == 1 and best.lstrip("-") not in ("", "loss"):  # its place, so that nothing moves when it comes
         charts.append(Chart("validation metrics", (), Scale(0.0, 1.0), "after the first evaluation"))
-    x, y = columns.either("lr")
-    if len(x):  # linear: a cosine on a logarithmic axis would be a cliff at its end
-        line = drawn("lr", (x, y), VERMILLION)
-        charts.append(Chart("learning rate", (line,), Scale(0.0, float(y.max()) * 1.08 or 1.0), small=True))
+    if ("step", "lr") in columns.columns or ("epoch", "lr") in columns.columns:
+        charts.append(learning_rate([drawn("lr", columns.series("lr"), VERMILLION, digits)]))
     for line in (line for chart in charts for line in chart.lines):
-        line.x = columns.along(x_axis, line.x)
-    end = float(max(steps[-1] for steps, _ in columns.columns.values()))
-    *places, last = columns.along(x_axis, np.array([*(float(row["step"]) for row in columns.changes), end])).tolist()
-    marks = tuple(
-        (x, str(row.get("mark") or row.get("what", ""))) for x, row in zip(places, columns.changes, strict=True)
-    )
-    return Picture(tuple(charts), Scale(0.0, last or 1.0, whole=x_axis != "minutes"), x_axis, marks)
+        line.x = columns.along(x, line.x)
+    steps = [row["step"] for row in columns.changes] + [max(steps[-1] for steps, _ in columns.columns.values())]
+    *places, end = columns.along(x, np.array(steps, float)).tolist()
+    changes = [str(row.get("mark") or row.get("what", "")) for row in columns.changes]
+    return Picture(charts, Scale(0.0, end or 1.0, whole=x != "minutes"), x, [*zip(places, changes, strict=True)])
 
 
 def loss(columns: Columns, axis: str, smoothing: float) -> list[Chart]:
     """Return the train loss as logged (faint) and smoothed, whose end the legend names, and the validation's."""
-    train = columns.series("loss", "step") if ("step", "loss") in columns.columns else columns.either("train_loss")
-    validation, lines = columns.evaluated("val_loss"), []
+    train = columns.series("loss", "step") if ("step", "loss") in columns.columns else columns.series("train_loss")
+    validation, lines = columns.series("val_loss", *EVALUATED), []
+    if len(train[0]) > 8 and smoothing:
+        lines.append(drawn("train", train, BLUE, faint=True))
     if len(train[0]):
-        if len(train[0]) > 8 and smoothing:
-            lines.append(drawn("train", train, BLUE, faint=True))
-        lines.append(drawn("train", calmed(*train, smoothing / 20), BLUE))
+        lines.append(drawn("train", smoothed(*train, smoothing / 20), BLUE))
     if len(validation[0]):
         lines.append(drawn("validation", validation, VERMILLION))
-    if not lines:
-        return []
-    low, high = extent([train[1], validation[1]])
-    log = axis == "log" or (axis == "auto" and low > 0 and high / low > FALL)
-    scale = airy(max(low, high / 1e6), high, True) if log and high > 0 else airy(low, high)
-    return [Chart("loss", tuple(lines), scale, "log scale" * scale.log)]
+    return [charted("loss", lines, axis)] if lines else []
 
 
 def metrics(columns: Columns) -> list[Chart]:
@@ -214,66 +188,58 @@ def metrics(columns: Columns) -> list[Chart]:
     shares, others = [], []
     names = dict.fromkeys(name for _, name in columns.columns if name.startswith("val_") and name != "val_loss")
     for k, name in enumerate(names):
-        values = columns.evaluated(name)
-        made = drawn(header(name.removeprefix("val_")), values, COLOURS[(k + 2) % 6])
-        (shares if np.abs(values[1]).min() <= 1 else others).append(made)
-    charts = [("validation metrics", tuple(shares))] * bool(shares) + [(line.name, (line,)) for line in others]
-    return [Chart(title, lines, airy(*extent([line.y for line in lines]))) for title, lines in charts]
+        line = drawn(header(name.removeprefix("val_")), columns.series(name, *EVALUATED), COLOURS[(k + 2) % 6])
+        (shares if np.abs(line.y).min() <= 1 else others).append(line)
+    charts = [("validation metrics", shares)] * bool(shares) + [(line.name, [line]) for line in others]
+    return [charted(title, lines) for title, lines in charts]
+
+
+def learning_rate(lines: list[Line]) -> Chart:
+    """Return the chart of the schedule: linear, since a cosine on a logarithmic axis would be a cliff at its end."""
+    high = max(float(line.y.max()) for line in lines)
+    return Chart("learning rate", lines, Scale(0.0, high * 1.08 or 1.0), small=True)
 
 
 def compared(runs: Mapping[str, Columns], metric: str) -> Picture:
     """Return the validation loss, the metric that counts and the lr of several runs, a colour each."""
-    charts, titles = [], {"val_loss": "validation loss", f"val_{metric}": header(metric), "lr": "learning rate"}
-    for name, title in titles.items():
-        lines = []
-        for k, (run, columns) in enumerate(runs.items()):
-            values = columns.either(name) if name == "lr" else columns.evaluated(name)
-            if len(values[0]):
-                lines.append(drawn(run, values, COLOURS[k % 6]))
-        if lines:
-            low, high = extent([line.y for line in lines])
-            scale = Scale(0.0, high * 1.08 or 1.0) if name == "lr" else airy(low, high, 0 < FALL * low < high)
-            charts.append(Chart(title, tuple(lines), scale, small=name == "lr"))
+
+    def lines(name: str, *kinds: str, text: Any = number) -> list[Line]:
+        series = [(run, columns.series(name, *kinds), COLOURS[k % 6]) for k, (run, columns) in enumerate(runs.items())]
+        return [drawn(*each, text) for each in series if len(each[1][0])]
+
+    titles = {"val_loss": "validation loss", f"val_{metric}": header(metric)}
+    charts = [charted(title, made, "auto") for name, title in titles.items() if (made := lines(name, *EVALUATED))]
+    charts += [learning_rate(made)] if (made := lines("lr", text=digits)) else []
     ends = [line.x[-1] for chart in charts for line in chart.lines]
-    return Picture(tuple(charts), Scale(0.0, float(max(ends, default=1.0)) or 1.0, whole=True))
+    return Picture(charts, Scale(0.0, float(max(ends, default=1.0)) or 1.0, whole=True))
 
 
-def drawn(name: str, values: Series, colour: str, faint: bool = False) -> Line:
-    """Return the line of a column over its steps, in the legend with its last value."""
-    x, y = thinned(*values)
-    last = digits(float(y[-1])) if name == "lr" else number(float(y[-1]))
-    return Line(name, x, y, colour, last, faint)
-
-
-def extent(values: Iterable[np.ndarray]) -> tuple[float, float]:
-    every = np.concatenate([*values])
-    return float(every.min()), float(every.max())
-
-
-def airy(low: float, high: float, log: bool = False) -> Scale:
-    """Return a scale with a little air above and below low … high."""
-    if log:
+def charted(title: str, lines: list[Line], axis: str = "linear") -> Chart:
+    """Return lines on a scale with a little air above and below them. axis: one of SCALES."""
+    every = np.concatenate([line.y for line in lines])
+    low, high = float(every.min()), float(every.max())
+    if (axis == "log" and high > 0) or (axis == "auto" and 0 < FALL * low < high):
+        low = max(low, high / 1e6)
         air = max((high / low) ** 0.06, 1.12)
-        return Scale(low / air, high * air, True)
+        return Chart(title, lines, Scale(low / air, high * air, log=True), "log scale")
     air = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    return Scale(max(0.0, low - air) if low >= 0 else low - air, high + air)
+    return Chart(title, lines, Scale(max(0.0, low - air) if low >= 0 else low - air, high + air))
 
 
-def calmed(x: np.ndarray, y: np.ndarray, part: float) -> Series:
+def smoothed(x: np.ndarray, y: np.ndarray, part: float) -> Series:
     """Return means of a part of the line around each point: a mean of both sides does not lag."""
     half, total, at = int(len(y) * part / 2), np.concatenate(([0.0], np.cumsum(y))), np.arange(len(y))
     first, last = np.maximum(at - half, 0), np.minimum(at + half + 1, len(y))
     return x, (total[last] - total[first]) / (last - first)
 
 
-def thinned(x: np.ndarray, y: np.ndarray) -> Series:
-    """Return at most two points of each part, its lowest and its highest: no peak is lost, unlike with every n-th
-    point."""
-    size = math.ceil(len(x) / POINTS)
-    if size <= 2:
-        return x, y
-    parts = np.concatenate((y, y[-1:].repeat(-len(y) % size))).reshape(-1, size)
-    starts = np.arange(0, len(y), size)
-    keep = np.zeros(len(y), bool)
-    keep[starts + parts.argmin(1)] = keep[starts + parts.argmax(1)] = keep[0] = keep[-1] = True
-    return x[keep], y[keep]
+def drawn(name: str, values: Series, colour: str, text: Any = number, faint: bool = False) -> Line:
+    """Return the line of a column over its steps, in the legend with its last value. Of many points two of each part,
+    its lowest and its highest: no peak is lost, unlike with every n-th point."""
+    (x, y), size = values, math.ceil(len(values[0]) / POINTS)
+    if size > 2:
+        parts = np.concatenate((y, y[-1:].repeat(-len(y) % size))).reshape(-1, size)
+        starts = np.arange(0, len(y), size)
+        keep = np.unique(np.concatenate(([0, len(y) - 1], starts + parts.argmin(1), starts + parts.argmax(1))))
+        x, y = x[keep], y[keep]
+    return Line(name, x, y, colour, text(float(y[-1])) if len(y) else "", faint)

@@ -53,10 +53,9 @@ class Requests:
         """Request one of ACTIONS."""
         if action in ("pause", "resume"):
             self.paused = action == "pause"
-            return
-        self.pending.add(action)
-        if action == "stop":
-            self.stopper = by
+        else:
+            self.pending.add(action)
+            self.stopper = by if action == "stop" else self.stopper
 
     def take(self, action: str) -> bool:
         """Return whether an action was pending; it no longer is."""
@@ -103,24 +102,31 @@ def send(
     with disk.explained("sending a request", path):
         with suppress(FileNotFoundError, ValueError):  # the run takes it at any moment
             waiting = disk.from_json(path.read_text())
-        both = known([*known(waiting.pop("do", [])), *actions])
-        forced = waiting.pop("force", False)
+        actions, forced = known([*known(waiting.pop("do", [])), *actions]), waiting.pop("force", False)
         if waiting:
             force = forced and (force or not settings)  # force must not extend to requests of somebody else
-        content = {"do": both, **waiting, **(settings or {}), **({"force": True} if force else {})}
-        return disk.write_atomic(path, json.dumps(content))
+        return disk.write_atomic(path, json.dumps({"do": actions, "force": force, **waiting, **(settings or {})}))
 
 
 def receive(folder: Path, requests: Requests) -> None:
     """Post what control.json requests, if the folder has one, and remove it. Raises NbtoolsError for a request that
     breaks a rule or must be forced; then none of it is posted."""
-    path, plan = folder / CONTROL, requests.state.plan
-    if (settings := take_file(path)) is None:
+    path, mine, plan = folder / CONTROL, folder / f"{CONTROL}.part", requests.state.plan
+    if not path.exists():
         return
+    with disk.explained("taking a request", path):
+        disk.rename(path, mine)  # later requests are read the next time
+        text = mine.read_text(errors="replace")
+        disk.remove(mine)
+    try:
+        settings = disk.from_json(text)
+    except ValueError:
+        rule = 'a request must be a JSON object such as {"do": "pause", "lr": 1e-4}'
+        raise TrainError(f"{path}: {rule}, got {text[:40]!r}; write one") from None
     try:
         actions, force = known(settings.pop("do", [])), settings.pop("force", False)
         if not isinstance(force, bool):
-            raise TrainError(f'"force" must be true or false, got {force!r}')
+            raise TrainError(f'"force" must be true or false, got {force!r}; write true')
         wanted = plan.turn(**{n: plan.parse(n, v) if isinstance(v, str) else v for n, v in settings.items()})
         if asks := requests.want(wanted, sure=force):
             raise TrainError(f'{"; ".join(asks.values())}; to apply it anyway add "force": true')
@@ -128,25 +134,6 @@ def receive(folder: Path, requests: Requests) -> None:
         raise type(error)(f"{path}: {error}") from None
     for action in actions:
         requests.post(action)
-
-
-def take_file(path: Path) -> dict[str, Any] | None:
-    """Remove a control file and return what it requests; None if there is none, or `echo` has yet to fill it."""
-    mine = path.with_name(f"{path.name}.part")
-    with disk.explained("taking a request", path):
-        try:
-            if not path.stat().st_size:
-                return None
-            disk.rename(path, mine)  # later requests are read the next time
-        except FileNotFoundError:
-            return None
-        text = mine.read_text(errors="replace")
-        disk.remove(mine)
-    try:
-        return disk.from_json(text)
-    except ValueError:
-        example = f'{path} must be a JSON object such as {{"do": "pause", "lr": 1e-4}}'
-        raise TrainError(f"{example}, got {text[:40]!r}") from None
 
 
 def known(actions: Any) -> list[str]:
@@ -187,6 +174,5 @@ class FirstSignal:
         signal.signal(self.number, self.before)
         if self.came and self.later and error is None:  # an error has to be shown, which ends a process as well
             flush()
-            if running_kernel():
-                time.sleep(SENDING)
+            time.sleep(SENDING if running_kernel() else 0)
             signal.raise_signal(self.number)

@@ -1,5 +1,5 @@
-"""Samples with the model's answers: which ones, chosen while it trains; HTML for the live view, text for a terminal and
-the picture that stays."""
+"""Samples with the model's answers, chosen while it trains; as HTML for the live view, as text for the picture that
+stays."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from nbtools.data import Pack, gather
 from nbtools.errors import TrainError
 from nbtools.show import plain
 from nbtools.train import TrainState, evaluation
 
-SAMPLES, POOL = 8, 64  # shown in the live picture; looked through for the worst
-COST = 0.002  # share of the time that they may take
-PATIENCE = 0.5  # seconds at most to look for the worst: the next step, or a stop, waits for it
-FIRST, WORST = "first", "worst"
+SAMPLES, COST = 8, 0.002  # samples in the live picture; share of the time that they may take
 WIDTH, HEIGHT = 200, 160  # px that a sample is wide, and high at most
 LONG, LINE_HEIGHT = 5, 48  # a line of text: wider than this many times its height; px that it is high
 
@@ -54,33 +50,25 @@ class Preview:
             return [(self.truth, self.predicted)]
         if len(self.truth) == len(self.predicted):
             return [*zip(self.truth, self.predicted, strict=True)]
-        return aligned(self.truth, self.predicted)
-
-
-def aligned(truth: str, predicted: str) -> list[tuple[str, str]]:
-    """Return (character, what was read for it) of an alignment with the fewest edits."""
-    row = [(j, [("", c) for c in predicted[:j]]) for j in range(len(predicted) + 1)]  # (edits, pairs) of predicted[:j]
-    for a in truth:
-        above, row = row, [(row[0][0] + 1, [*row[0][1], (a, "")])]
-        for j, b in enumerate(predicted):
-            ways = ((above[j], a != b, (a, b)), (above[j + 1], 1, (a, "")), (row[j], 1, ("", b)))
-            (edits, pairs), more, pair = min(ways, key=lambda way: way[0][0] + way[1])
-            row.append((edits + more, [*pairs, pair]))
-    return row[-1][1]
+        row = [(j, [("", c) for c in self.predicted[:j]]) for j in range(len(self.predicted) + 1)]
+        for a in self.truth:  # row: (edits, pairs) of what was read of the text so far and of each predicted[:j]
+            above, row = row, [(row[0][0] + 1, [*row[0][1], (a, "")])]
+            for j, b in enumerate(self.predicted):
+                ways = ((above[j], a != b, (a, b)), (above[j + 1], 1, (a, "")), (row[j], 1, ("", b)))
+                (edits, pairs), more, pair = min(ways, key=lambda way: way[0][0] + way[1])
+                row.append((edits + more, [*pairs, pair]))
+        return row[-1][1]
 
 
 class Previews:
-    """A few samples of the validation split with the network's current answers; none if the task has no `preview`.
+    """A few samples with the network's current answers; none if the task has no `preview`. ids: of the pack; None: some
+    evenly spaced over the validation split, the same ones each time."""
 
-    which: first, the same ones each time, evenly spaced over the split; worst, those of the highest loss in the last
-    evaluation; or ids of the pack, see `chosen`.
-    """
-
-    def __init__(self, state: TrainState, pack: Pack, which: str | Sequence[int] = FIRST):
-        self.state, self.pack, self.which = state, pack, which
-        ids = pack.ids("val") if len(pack.ids("val")) else pack.ids("train")
-        self.ids = [int(i) for i in ids] if state.task.preview is not None else []
-        self.next = 0.0
+    def __init__(self, state: TrainState, pack: Pack, ids: Sequence[int] | None = None):
+        self.state, self.pack, self.next = state, pack, 0.0
+        split = pack.ids("val") if len(pack.ids("val")) else pack.ids("train")
+        places = np.unique(np.linspace(0, len(split) - 1, SAMPLES).round().astype(int))
+        self.ids: Sequence[int] = (split[places].tolist() if ids is None else ids) if state.task.preview else []
 
     def due(self) -> bool:
         """Return whether another update costs less than its share of the time."""
@@ -91,43 +79,22 @@ class Previews:
         if not self.ids:
             return []
         start, state = time.monotonic(), self.state
-        ids = spread(self.ids, SAMPLES) if isinstance(self.which, str) else self.which
-        ids = self.worst() if self.which == WORST else ids
-        plan = state.applied.while_training()
-        _, outputs = evaluation.forward(state.task, state.evaluated, self.raw(ids), plan, state.device)
-        answers = state.task.decode(outputs, state.card)
-        previews = [Preview(*state.task.preview(self.pack, i, a)) for i, a in zip(ids, answers, strict=True)]
+        raw = {name: tensor.to(state.device) for name, tensor in gather(self.pack, np.array(self.ids)).items()}
+        _, outputs = evaluation.forward(state.task, state.evaluated, raw, state.applied.while_training(), state.device)
+        answers = zip(self.ids, state.task.decode(outputs, state.card), strict=True)
+        previews = [Preview(*state.task.preview(self.pack, i, answer)) for i, answer in answers]
         end = time.monotonic()
         self.next = end + (end - start) / COST
         return previews
 
-    def worst(self) -> list[int]:
-        """Return those of the highest loss, the highest first, of the worst batches of the last evaluation, else of
-        samples all over the split; as many as PATIENCE lasts for."""
-        end, state = time.monotonic() + PATIENCE, self.state
-        pool = evaluation.worst_first(state.last_evaluation)[:POOL] or spread(self.ids, POOL)
-        one_by_one = (self.raw([i]) for k, i in enumerate(pool) if k < SAMPLES or time.monotonic() < end)
-        losses = evaluation.losses(state.task, state.evaluated, one_by_one, state.applied, state.device)
-        return [pool[k] for k in np.argsort(-losses, kind="stable")[:SAMPLES]]
 
-    def raw(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        return {name: tensor.to(self.state.device) for name, tensor in gather(self.pack, np.array(ids)).items()}
-
-
-def chosen(which: Any, pack: Pack) -> str | list[int]:
-    """Return FIRST, WORST or ids of the pack, of which SAMPLES can be shown. Raises TrainError for anything else."""
-    if isinstance(which, str) and which in (FIRST, WORST):
-        return which
-    ids: list[Any] = list(which) if isinstance(which, Iterable) else []
-    if not ids or not all(isinstance(i, (int, np.integer)) and 0 <= i < len(pack) for i in ids):
-        rule = f"samples must be {FIRST!r}, {WORST!r} or a list of ids of the pack"
-        raise TrainError(f"{rule}, got {which!r}; its ids are 0 to {len(pack) - 1:,}")
-    return [int(i) for i in ids[:SAMPLES]]
-
-
-def spread(ids: Sequence[int], count: int) -> list[int]:
-    """Return at most so many of them, evenly spaced."""
-    return [ids[k] for k in np.unique(np.linspace(0, len(ids) - 1, count).round().astype(int))]
+def chosen(ids: Any, pack: Pack) -> list[int]:
+    """Return ids of the pack, as many as can be shown. Raises TrainError for anything else."""
+    given: list[Any] = list(ids) if isinstance(ids, Iterable) else []
+    if not given or not all(isinstance(i, (int, np.integer)) and 0 <= i < len(pack) for i in given):
+        rule = f"samples must be a list of ids of the pack, 0 to {len(pack) - 1:,}"
+        raise TrainError(f"{rule}, got {ids!r}; leave it out to see some of the validation split")
+    return [int(i) for i in given[:SAMPLES]]
 
 
 def long(images: Sequence[np.ndarray]) -> bool:

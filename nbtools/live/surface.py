@@ -22,13 +22,12 @@ from nbtools.live.facts import COMPILING, EVALUATING, TRAINING
 from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.panel import Panel
 from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised
-from nbtools.live.samples import FIRST, Preview, Previews
-from nbtools.live.view import PLOT_FILE, View
+from nbtools.live.samples import Preview, Previews
+from nbtools.live.view import View
 from nbtools.measure import Sampler, nvml_index
-from nbtools.train import History, Record, TrainState, checkpoint, require_change
+from nbtools.train import Diverged, History, Record, TrainState, checkpoint, require_change
 
-LOOK_EVERY = 0.1  # seconds between looks for control.json, which cost microseconds
-SHOW_EVERY = 0.25  # seconds between updates of the panel
+LOOK_EVERY = 0.2  # seconds between looks for control.json, and between updates of the panel
 MOMENT = 0.05  # seconds between two reads of the requests during a pause
 
 
@@ -36,24 +35,20 @@ class Surface(View):
     """A View whose buttons and fields act on the run; GPU readings; `control.json`; Ctrl-C. Enter it while the run
     lasts.
 
-    looking: at a requested evaluation, which a pause lets end. next_steps: what to do when the run has ended. undoable:
-    whether a change of settings is recent enough.
+    looking: at a requested evaluation, which a pause lets end. undoable: whether a change of settings is recent enough.
     """
 
     def __init__(self, folder: Path, state: TrainState, pack: Pack, history: History, given: Any, show: bool):
         if not isinstance(given, Panel) and getattr(given, "plan", None) is not state.plan:
             given = state.plan  # an Advice has reasons, which stand next to the fields
-        super().__init__(folder, history, state.plan, pack.splits["train"], state.task.BEST, given, show)
-        self.state, self.pack = state, pack
-        self.previews = Previews(state, pack, checkpoint.read_index(folder).get("samples", FIRST))
-        check = partial(require_change, state, epoch_size=self.count)
+        count = pack.splits["train"]
+        super().__init__(folder, history, state.plan, count, state.task.BEST, given, show)
+        self.state, self.pack, self.sampler = state, pack, None
+        self.previews = Previews(state, pack, checkpoint.read_index(folder).get("samples"))
+        check = partial(require_change, state, epoch_size=count)
         self.requests = Requests(state, advised(folder, state.plan), check, self.able)
         self.messages, self.interrupts = Messages(), FirstSignal(signal.SIGINT, partial(self.requests.post, "stop"))
-        self.sampler: Sampler | None = None
-        self.energy = next((row["gpu_energy"] for row in reversed(history.rows) if "gpu_energy" in row), 0.0)
-        self.looked = self.shown = 0.0
-        self.looking = False
-        self.next_steps: Callable[[], str] = str
+        self.looked, self.looking = 0.0, False
         self.undoable: Callable[[], bool] = bool
         self.status = facts.DONE if state.over else COMPILING if state.plan.compile else TRAINING
         self.entered = ExitStack()
@@ -69,27 +64,20 @@ class Surface(View):
                 self.sampler = stack.enter_context(Sampler(index))
             if not self.state.over:
                 line = f"{facts.opening(self.state, self.pack)}; nb.watch({str(self.folder)!r}) shows it elsewhere"
-                self.answer(line) if is_torchelastic_launched() else self.log([[line]])
+                self.answer(line) if is_torchelastic_launched() else self.log([line])
             self.start(self.status)
-            if self.state.step and not self.state.over and self.output:
-                self.show_samples(self.samples())
             self.entered = stack.pop_all()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        stopped = (self.requests.stop and not self.state.over) or isinstance(error, KeyboardInterrupt)
+        status = facts.STOPPED if stopped else facts.DONE if error is None else facts.FAILED
+        status = facts.DIVERGED if isinstance(error, Diverged) else status
         with self.entered:  # until the picture is there Ctrl-C is a request
-            stopped = self.requests.stop and not self.state.over
-            status, path = facts.ended(error, stopped), self.folder / PLOT_FILE
-            if error is None:
-                self.finish(self.samples(), status, path)
-            else:
-                with suppress(
-                    NbtoolsError
-                ):  # as where a disk is full: the error that ended the run is the one to raise
+            if error is not None:
+                with suppress(NbtoolsError):  # as where a disk is full: the error that ended the run is to be raised
                     checkpoint.mark(self.folder, ended=status)
-                    self.finish([], status, path)
-
-    # -- samples
+            self.finish([] if error else self.samples(), status, write=True)
 
     def samples(self) -> list[Preview]:
         """Return the network's current answers; none where they are not displayed. If the task fails to show them, a
@@ -111,15 +99,12 @@ class Surface(View):
 
     def measured(self, record: Record) -> Record:
         """Return the record with the GPU's newest reading, if it is a row and there is one; at the end of training it
-        is read once more. Energy adds to that of an earlier session."""
+        is read once more."""
         if self.sampler is None or record.kind not in ("step", "epoch") or not record.values:
             return record
         if record.kind == "epoch" and self.state.over:
             self.sampler.renew()
-        reading = dict(self.sampler.latest or {})
-        if isinstance(used := reading.get("gpu_energy"), float):
-            reading["gpu_energy"] = self.energy + used
-        return dataclasses.replace(record, values={**record.values, **reading})
+        return dataclasses.replace(record, values={**record.values, **(self.sampler.latest or {})})
 
     def update(self, record: Record) -> None:
         """Show a record when it is due."""
@@ -129,8 +114,8 @@ class Surface(View):
             self.status = EVALUATING if record.kind == "evaluating" else TRAINING
         if record.kind in ("change", "event"):  # as of going back to a checkpoint
             self.changed(self.state.plan)
-            if self.state.plan.compile and record.kind == "change":  # another batch size is another program
-                self.status, self.due = COMPILING, 0.0
+        if record.kind == "change" and self.state.plan.compile:  # another batch size is another program
+            self.status, self.due = COMPILING, 0.0
         if record.kind in ("epoch", "evaluation") and self.output and self.previews.due():
             self.show_samples(self.samples())
         self.draw(self.status)
@@ -143,12 +128,10 @@ class Surface(View):
             self.requests.post("stop", by="the kernel's shutdown")
         if (trouble := self.messages.trouble) is not None and trouble not in self.events:
             self.tell(trouble)
-        now = monotonic()
-        if self.panel is not None and now >= self.shown:
-            self.panel.refresh()
-            self.shown = now + SHOW_EVERY
-        if now >= self.looked:
+        if (now := monotonic()) >= self.looked:
             self.looked = now + LOOK_EVERY
+            if self.panel is not None:
+                self.panel.refresh()
             try:
                 requests.receive(self.folder, self.requests)
             except NbtoolsError as error:

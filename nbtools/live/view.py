@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shutil
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -23,18 +20,18 @@ from uuid import uuid4
 from nbtools import disk
 from nbtools.data import bar, in_notebook, say
 from nbtools.live import draw, facts, samples
-from nbtools.live.facts import TRAINING, About, fitting, line_of
-from nbtools.live.panel import VIEW, Panel, viewed
+from nbtools.live.facts import TRAINING, About, line_of
+from nbtools.live.panel import Panel, viewed
 from nbtools.live.plot import SCALES, XS, Columns, picture
 from nbtools.live.samples import Preview
+from nbtools.show import number
 from nbtools.train import History, Plan, Record
 
 PLOT_FILE = "plot.png"
-FRAME_EVERY, FRAME_COST = 0.25, 0.006
-"""Seconds between frames: quicker ones hang a Colab tab (lightning#2517); share of the time that drawing may take, of
-the 0.01 that the whole surface may."""
-STILL_EVERY, STILL_COST = 60.0, 0.003  # the same of PNGs of a run in progress
-LINES, WIDTH = 5, 104  # lines of the log in view; letters of one in plain text
+FRAME_EVERY = 0.25  # seconds between frames: quicker ones hang a Colab tab (lightning#2517)
+FRAME_COST = 0.006  # share of the time that drawing may take, of the 0.01 that the whole surface may
+STILL_EVERY = 180.0  # the same between PNGs of a run in progress, each of which takes half a second to draw
+LINES = 5  # of the log in view
 SMOOTHING = {"medium": 1.0, "strong": 4.0, "light": 0.4, "none": 0.0}
 STILL = f"""<style>{draw.STYLE}</style>
 <div class="nbtools-still">Saved while it trained; run this cell again to continue.</div>"""
@@ -51,17 +48,17 @@ class View:
     """
 
     def __init__(self, folder: Path, history: History, plan: Plan, count: int, best: str, given: Any, show: bool):
-        self.folder, self.history, self.count, self.progress = folder, history, count, show
+        self.folder, self.history, self.progress = folder, history, show
         self.about = About(folder.name, self.epochs(plan), count, best)
-        self.columns, self.cards, self.events = Columns(), list[Preview](), list[str]()
+        self.columns, self.events = Columns(), list[str]()
+        self.cards: Sequence[Preview] = ()
         self.due, self.next_still = 0.0, time.monotonic() + STILL_EVERY
         self.notebook = in_notebook()
         drawn = show and self.notebook
-        self.panel: Panel | None = given if isinstance(given, Panel) else Panel(given) if drawn else None
-        self.output = Output(partial(setattr, self, "due", 0.0)) if drawn else None
+        self.panel = given if isinstance(given, Panel) else Panel(given) if drawn else None
+        self.output = Output(self.panel, partial(setattr, self, "due", 0.0)) if drawn and self.panel else None
         done, hidden = history.rows[-1]["samples"] if history.rows else 0, not show or self.notebook
-        options: Any = {"unit": " samples", "disable": hidden, "mininterval": 0.5, "dynamic_ncols": True}
-        self.bar = bar(total=self.about.samples, initial=done, **options)
+        self.bar = bar(total=self.about.samples, initial=done, unit=" samples", disable=hidden, dynamic_ncols=True)
 
     def epochs(self, plan: Plan) -> int:
         """Return how many epochs to show: those of the plan, or those that have begun where these are more."""
@@ -73,8 +70,9 @@ class View:
     def start(self, status: str = TRAINING) -> None:
         """Put the live view into the output of the running cell."""
         self.draw(status)
-        if self.output is not None and self.panel is not None:
-            self.output.live(self.panel.form.controls, f"{self.folder}: {PLOT_FILE} in it shows how the run went")
+        if self.output is not None:
+            self.output.lives, text = True, f"{self.folder}: {PLOT_FILE} in it shows how the run went"
+            show(viewed(self.output.view, text), self.output.name)
 
     def draw(self, status: str = TRAINING) -> None:
         """Draw a new frame when it is due; else it costs only a clock read. If one fails, a message says so, and the
@@ -85,7 +83,8 @@ class View:
             self.columns.follow(self.history)  # paid once a row, and not for the frame: a resumed run brings thousands
             start = time.thread_time()  # work of other processes on these cores is not a cost of drawing
             self.output.facts.value = facts.html(self.columns, self.about, status)
-            self.output.frame.value = draw.frame(picture(self.columns, self.about.best, *self.output.look))
+            look: list[Any] = [choice.value for choice in self.output.choices]
+            self.output.frame.value = draw.page(picture(self.columns, self.about.best, *look), head="")
             self.due = time.monotonic() + max(FRAME_EVERY, (time.thread_time() - start) / FRAME_COST)
         except Exception as error:
             self.due = math.inf
@@ -96,24 +95,22 @@ class View:
         if record.kind in ("event", "change"):
             self.tell(record.values["what"])
         if record.kind in ("epoch", "evaluation"):
-            self.log([line_of(record, self.columns.follow(self.history), self.about)])
+            self.log(line_of(record, self.about))
         if record.kind == "step":
             self.bar.update(max(record.samples - self.bar.n, 0))
-        if record.values and not self.bar.disable:
-            named = {n: v for n, v in record.values.items() if n == "loss" or n.startswith("val_")}
-            self.bar.set_postfix({n: f"{v:.3f}" for n, v in named.items() if n != "val_loss"}, refresh=False)
+            if "loss" in record.values:
+                self.bar.set_postfix(loss=number(record.values["loss"]), refresh=False)
 
-    def log(self, lines: Sequence[list[str]]) -> None:
-        """Add lines that stay, each of fields: to the cell, or to the terminal."""
+    def log(self, fields: list[str]) -> None:
+        """Add a line that stays: to the cell, or to the terminal."""
         if self.output is not None:
-            self.output.write(lines)
+            self.output.write(fields)
         elif not self.bar.disable:
-            room = shutil.get_terminal_size().columns - 1 if sys.stderr.isatty() else sys.maxsize
-            say("\n".join(fitting(fields, room) for fields in lines))
+            say("  ".join(fields))
 
     def show_samples(self, previews: Sequence[Preview]) -> None:
         """Show the newest samples with their answers."""
-        self.cards = [*previews]
+        self.cards = previews
         if self.output is not None:
             self.output.samples.value = samples.html(previews)
 
@@ -121,145 +118,114 @@ class View:
         """The run continues with another plan."""
         self.about = dataclasses.replace(self.about, epochs=self.epochs(plan))
         self.bar.total = self.about.samples
-        if self.panel is not None:
-            self.panel.refresh()
 
     def tell(self, message: str) -> None:
         """Show a message under the buttons and in the log of the live picture where there is one."""
         self.events.append(message)
-        if self.output is not None and self.output.lives and self.panel is not None:
-            self.output.write([[message]])
-            self.panel.form.tell(message)
+        if self.output is not None and self.output.lives:
+            self.output.write([message])
+            self.output.form.tell(message)
         elif self.progress:
             say(textwrap.fill(message, 90, break_long_words=False) if self.notebook else message)
 
     # -- what stays
 
-    def still(self, status: str) -> tuple[bytes, str]:
-        """Return the picture of now, a PNG and what it shows in words, which takes half a second to draw."""
-        made = picture(self.columns.follow(self.history), self.about.best)
-        said = [f"{fact.label} {fact.value}".strip() for fact in facts.facts(self.columns, self.about, status)]
-        alt = "; ".join(filter(None, (self.about.title, made.alt)))
-        return draw.png(made, said, self.cards), alt
-
     def keep_still(self) -> None:
-        """Write the picture of now to the run folder and put it below the live view, when that is due, for readers when
-        this kernel is gone. One that fails is left out, since the last one will say why."""
-        if time.monotonic() < self.next_still:
-            return
-        start = time.thread_time()
-        with suppress(Exception):
-            image, alt = self.still(TRAINING)
-            disk.write_atomic(self.folder / PLOT_FILE, image)
-            if self.output is not None and self.output.lives:
-                self.output.still(image, alt)
-        self.next_still = time.monotonic() + max(STILL_EVERY, (time.thread_time() - start) / STILL_COST)
+        """Draw the picture that stays when this kernel is gone, if it is due."""
+        if time.monotonic() >= self.next_still:
+            self.next_still = time.monotonic() + STILL_EVERY
+            self.still(TRAINING)
 
-    def finish(self, previews: list[Preview], status: str, path: Path | None = None) -> None:
-        """Replace the live view by the final picture, and write it to `path`. status: how the run ended. Raises
-        DiskError; if the picture cannot be drawn, a message says so, since the run is complete without it."""
+    def finish(self, previews: list[Preview], status: str, write: bool = False) -> None:
+        """Replace the live view by the final picture. status: how the run ended; write: also into the run folder."""
         self.bar.close()
-        self.cards = previews
+        self.due = 0.0
+        self.draw(status)
+        self.show_samples(previews)
+        self.still(status, last=True, write=write)
+
+    def still(self, status: str, last: bool = False, write: bool = True) -> None:
+        """Put the picture of now, a PNG, below the live view or in its place, and into the run folder. If that fails, a
+        message says so, since the run is complete without."""
         try:
-            image, alt = self.still(status)
+            made = picture(self.columns.follow(self.history), self.about.best)
+            lines = [f"{fact.label} {fact.value}".strip() for fact in facts.facts(self.columns, self.about, status)]
+            image, alt = draw.png(made, lines, self.cards), "; ".join([self.about.title, *map(draw.said, made.charts)])
             if self.output is not None and self.output.lives:
-                charts = draw.frame(picture(self.columns, self.about.best, *self.output.look))
-                top = facts.html(self.columns, self.about, status)
-                self.output.stay(image, alt, f"{draw.HEAD}{top}{charts}{samples.html(self.cards)}")
+                (self.output.stay if last else self.output.still)(*draw.as_data(image, alt))
+            if write:
+                disk.write_atomic(self.folder / PLOT_FILE, image)
         except Exception as error:
+            self.next_still = math.inf
             self.tell(f"no picture: {type(error).__name__}: {error}")
-            return
-        if path is not None:
-            with disk.explained("writing the plot", self.folder):
-                disk.write_atomic(path, image)
 
 
 class Output:
     """A cell's output: controls, facts, charts, samples and log below one another: what grows is below what is clicked.
 
     changed: called when the curves are to look otherwise. log: lines as fields, of which a page shows as many as it has
-    room for.
+    room for. lives: whether the view is displayed.
     """
 
-    def __init__(self, changed: Callable[[], None]) -> None:
-        from ipywidgets import HTML, Accordion, HBox, Layout
+    def __init__(self, panel: Panel, changed: Callable[[], None]) -> None:
+        from ipywidgets import HTML, Dropdown, HBox, Layout, VBox
 
-        self.name, self.lives, self.log = uuid4().hex, False, list[list[str]]()
+        self.form, self.name, self.lives, self.log = panel.form, uuid4().hex, False, list[list[str]]()
         self.stills: list[str] = []  # display ids of what replaces the view when the kernel is gone
-        made = [HTML(layout=Layout(width="100%", margin="0")) for _ in range(5)]  # apart: frames send no images again
-        self.facts, self.frame, self.samples, self.recent, self.every = made
-        self.whole = Accordion([self.every], selected_index=None)
-        self.whole.set_title(0, "The whole log")
-        names = {"x axis": XS, "y axis": SCALES, "smoothing": (*SMOOTHING,)}
-        self.choices = HBox([choice(name, options) for name, options in names.items()])
-        for control in self.choices.children:
-            control.observe(lambda _: changed(), names="value")
-
-    @property
-    def look(self) -> tuple[str, str, float]:
-        """Return how curves are drawn, see `picture`."""
-        x, scale, smoothing = (str(control.value) for control in self.choices.children)
-        return x, scale, SMOOTHING[smoothing]
-
-    def live(self, controls: Any, text: str) -> None:
-        """Display the view. text: for readers without widgets."""
-        from IPython.display import display
-        from ipywidgets import Layout, VBox
-
-        curves = [self.facts, self.frame, self.choices, self.samples, self.recent, self.whole]
-        self.view, self.lives = VBox([controls, *curves], layout=Layout(width="100%")), True
+        made = [HTML(layout=Layout(width="100%", margin="0")) for _ in range(4)]  # apart: frames send no images again
+        self.facts, self.frame, self.samples, self.lines = made
+        style, layout = {"description_width": "initial"}, Layout(width="auto", margin="0 16px 0 0")
+        names: dict[str, Any] = {"x axis": XS, "y axis": SCALES, "smoothing": (*SMOOTHING.items(),)}
+        self.choices = [Dropdown(options=names[n], description=n, style=style, layout=layout) for n in names]
+        for choice in self.choices:
+            choice.observe(lambda _: changed(), names="value")
+        parts = [self.facts, self.frame, HBox(self.choices), self.samples, self.lines]
+        self.view = VBox([self.form.controls, *parts], layout=Layout(width="100%"))
         self.view.add_class("nbtools-live")
-        display({VIEW: viewed(self.view), "text/plain": text}, raw=True, display_id=self.name)
 
-    def write(self, lines: Sequence[list[str]]) -> None:
-        """Add lines to the log: the newest are in view, all of them folded."""
-        self.log.extend(lines)
-        self.recent.value, self.every.value = log_html(self.log[-LINES:]), log_html(self.log)
+    def write(self, fields: list[str]) -> None:
+        """Add a line to the log."""
+        self.log.append(fields)
+        self.lines.value = log_html(self.log)
 
-    def still(self, image: bytes, alt: str) -> None:
+    def still(self, image: Any, metadata: Any) -> None:
         """Put a PNG below the view, visible only where the view is not. In a separate output: updating the view's would
         make Jupyter draw all its widgets again."""
-        from IPython.display import HTML, display
-
         known, self.stills = bool(self.stills), [f"{self.name}-style", f"{self.name}-still"]
-        (data, metadata), (style, place) = draw.shown_as(image, alt), self.stills
-        display(HTML(STILL), display_id=style, update=known)
-        display(data, metadata=metadata, raw=True, display_id=place, update=known)
+        show({"text/html": STILL, "text/plain": ""}, self.stills[0], update=known)
+        show(image, self.stills[1], metadata, update=known)
 
-    def stay(self, image: bytes, alt: str, page: str) -> None:
-        """Put the picture in the place of the view, and the log under it; page: the frame that replaces it where
-        scripts run. The view itself lives on with the last frame, for a page that was closed before the end and is
-        opened again."""
-        from IPython.display import HTML, display
-        from ipywidgets import HTML as Markup
-
-        self.lives, log = False, log_html(self.log[-LINES:])
-        if len(self.log) > LINES:
-            log = f'<details class="nbt"><summary>The whole log</summary>{log_html(self.log)}</details>{log}'
-        data, metadata = draw.shown_as(image, alt)
-        display(data, metadata=metadata, raw=True, display_id=self.name, update=True)
+    def stay(self, image: Any, metadata: Any) -> None:
+        """Put a PNG in the place of the view, with the last frame, which replaces it where scripts run, and the log
+        under it. The view itself lives on with that frame, for a page that was closed before the end and is opened
+        again."""
+        self.lives = False
+        show(image, self.name, metadata, update=True)
         for name in self.stills:
-            display(HTML(""), display_id=name, update=True)
+            show({"text/plain": ""}, name, update=True)
+        page = draw.HEAD + self.facts.value + self.frame.value + self.samples.value
         size = " ".join(f'data-{side}="{2 * metadata["image/png"][side]}"' for side in ("width", "height"))
-        display(HTML(f'<style onload="{KEPT}" {size} data-page="{escape(page)}"></style>'))
-        self.view.children = [Markup(page + log)]
+        show({"text/html": f'<style onload="{KEPT}" {size} data-page="{escape(page)}"></style>', "text/plain": ""})
         if self.log:
-            text = "\n".join(fitting(fields, WIDTH) for fields in self.log)
-            display({"text/html": f"<style>{draw.STYLE}</style>{log}", "text/plain": text}, raw=True)
+            text = "\n".join(map("  ".join, self.log))
+            show({"text/html": f"<style>{draw.STYLE}</style>{self.lines.value}", "text/plain": text})
+        self.lines.value = page + self.lines.value
+        self.view.children = [self.lines]
 
 
-def choice(name: str, options: Sequence[str]) -> Any:
-    """Return a list to choose from, next to its name."""
-    from ipywidgets import Dropdown, Layout
+def show(data: Any, name: str | None = None, metadata: Any = None, update: bool = False) -> None:
+    """Display data by type; with a name, in a place that can be updated."""
+    from IPython.display import display
 
-    style, layout = {"description_width": "initial"}, Layout(width="auto", margin="0 16px 0 0")
-    return Dropdown(options=options, description=name, style=style, layout=layout)
+    display(data, metadata=metadata, raw=True, display_id=name, update=update)
 
 
 def log_html(lines: Sequence[list[str]]) -> str:
-    """Return lines of the log; of one with fields those that do not fit their cell are left out, from the right."""
+    """Return the last lines of the log, and all of them folded; of one with fields those that do not fit their cell are
+    left out, from the right."""
     rows = []
     for fields in lines:
         texts = "".join(f"<span>{escape(field)}</span>" for field in fields)
         rows.append(f'<div class="nbt-line">{texts}</div>' if len(fields) > 1 else f"<div>{texts}</div>")
-    return f'<div class="nbt nbt-log">{"".join(rows)}</div>' if rows else ""
+    every = f"<details><summary>The whole log</summary>{''.join(rows)}</details>" if len(rows) > LINES else ""
+    return f'<div class="nbt nbt-log">{every}{"".join(rows[-LINES:])}</div>' if rows else ""

@@ -84,13 +84,14 @@ class Advice(Report):
         return "\n".join(filter(None, [bound, self.note, guides]))
 
     def _repr_html_(self) -> str:
-        """Return what was decided or measured, with the other settings folded."""
+        """Return what was decided or measured, with the other settings and where they were measured folded."""
         headers, rows = self.table()
         first = [row for row in rows if row[0] in ASKED or "measured here" in row[2]]
         others = [row for row in rows if row not in first]
-        title = f"{plural(len(others), 'other setting')}, each with its reason"
-        folded = f"<details><summary>{title}</summary>{html(headers, others)}</details>" if others else ""
-        return html(headers, first, self.caption()) + folded + "".join(map(note, self.footer().splitlines()))
+        notes = [*map(note, self.footer().splitlines())]
+        inside = "".join([html(headers, others), *notes[1:]])
+        folded = f"<details><summary>{plural(len(others), 'other setting')}, with reasons</summary>{inside}</details>"
+        return "".join([html(headers, first, self.caption()), *notes[:1], folded])
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], kind: type[Plan] = Plan) -> Self:

@@ -15,7 +15,7 @@ from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
 from nbtools.measure.timing import Stepper, Timing, untouched
 from nbtools.measure.turns import Trial, attempt, beside, share_of
-from nbtools.show import duration, percent, plural
+from nbtools.show import duration, html, note, percent, plural
 from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
 
@@ -28,6 +28,7 @@ GROUPS = {
     "+ compile, layout, threads": ("compile", "graph", "channels_last", "threads"),
 }
 """In the guide's order, each with the settings in which plans must differ for it to be a rung; OTHERS has the rest."""
+NOTABLE = 0.005  # share of the time that a row waits for data, above which it is shown
 BASELINE, ALL, OTHERS, GUIDE = "baseline", "this run", "+ other settings", "guide's optimised"
 SILENT = (
     *("epochs", "lr", "lr_rule", "schedule", "warmup_epochs", "min_lr", "weight_decay", "betas", "eps"),
@@ -86,7 +87,8 @@ class Receipt(Report):
             here, factor = rung.timing, None if rung.factor is None else f"{rung.factor:.2f}×"
             speed = f"{here.samples_per_s:,.0f} ({here.least:,.0f}–{here.most:,.0f})"
             total = None if rung is first else rung.trial.spread
-            rows.append((rung.name, speed, factor, total, percent(here.waited), listed(rung.changes)))
+            waited = percent(here.waited) if here.waited > NOTABLE else None
+            rows.append((rung.name, speed, factor, total, waited, listed(rung.changes)))
         return ("", "samples/s", "vs previous row", "vs baseline", "waiting for data", "what changes"), rows
 
     def caption(self) -> str:
@@ -100,6 +102,11 @@ class Receipt(Report):
         if self.cold_start is not None:
             notes.append(f"From the call of nb.fit to the tenth step: {duration(self.cold_start)}")
         return " ".join([*(f"{note}." for note in notes), ", ".join(self.machine.values())])
+
+    def _repr_html_(self) -> str:
+        """Return the sentence and the table, with how it was measured folded."""
+        how = f"<details><summary>How, and what was not measured</summary>{note(self.footer())}</details>"
+        return html(*self.table(), self.caption()) + how
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)

@@ -155,7 +155,7 @@ class Stepper:
     def advance(self, seconds: float = 0.0, steps: int = 1) -> Turn:
         """Train for at least this long and this many steps, until the device has finished. On CUDA, where launching
         takes less time than the steps do, their number follows from the turn before."""
-        devices.use_threads(self.plan.threads)
+        torch.set_num_threads(self.plan.threads or devices.threads())
         if self.device.type == "cuda" and self.turns:
             steps, seconds = max(steps, round(seconds / self.turns[-1].seconds * self.turns[-1].steps)), 0.0
         finish(self.device)
@@ -303,7 +303,7 @@ def untouched(device: torch.device) -> Iterator[None]:
     """Training inside changes nothing outside: random states, threads, determinism, cuDNN's autotuner, TF32; what was
     created inside is freed, its memory returned."""
     numbers = random.getstate(), np.random.get_state()
-    threads = torch.get_num_threads() if devices.OWN_THREADS else None
+    threads = torch.get_num_threads()
     mode, tuning, precision = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, None
     with suppress(RuntimeError):  # torch does not tell it where the user set `fp32_precision` (torch ≥ 2.9)
         precision = torch.get_float32_matmul_precision()
@@ -315,7 +315,7 @@ def untouched(device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(numbers[0])
             np.random.set_state(numbers[1])
-            devices.use_threads(threads)
+            torch.set_num_threads(threads)
             torch.set_deterministic_debug_mode(mode)
             torch.backends.cudnn.benchmark = tuning
             if precision is not None:

@@ -3,9 +3,9 @@
 from nbtools.train import checkpoint, device, evaluation, meter
 from nbtools.train.checkpoint import CONTROL, Keeper, restore_kept
 from nbtools.train.defaults import Answer, Batch, Labels, Pair
-from nbtools.train.device import DTYPES, again
+from nbtools.train.device import DTYPES, again, unrecordable
 from nbtools.train.evaluation import Sums, forward, rehearse
-from nbtools.train.graph import MOST_GRAPHS, synchronizing, unrecordable
+from nbtools.train.graph import MOST_GRAPHS, synchronizing
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.loop import obey, train
 from nbtools.train.meter import Diverged

@@ -30,7 +30,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from nbtools import disk
-from nbtools.data import File, fetch_all, patient, remount, say
+from nbtools.data import patient, remount, say
 from nbtools.errors import CheckpointError
 from nbtools.train.state import TrainState, below
 
@@ -46,8 +46,7 @@ MARKING = Lock()
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state as it was. facts: rows of the history, whether it is the best, applied plan, plain part of the state;
-    complaints: about newer ones, which are damaged."""
+    """A state as it was, its plain part in `facts`. complaints: about newer ones, which are damaged."""
 
     name: str
     tensors: dict[str, Tensor]
@@ -56,8 +55,7 @@ class Checkpoint:
 
 
 def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None:
-    """Write the state, and delete old checkpoints. rows: of the history, which a resume cuts to them. Raises DiskError;
-    the older checkpoints are intact then."""
+    """Write the state, delete old checkpoints. rows: of the history, which a resume cuts to them. Raises DiskError."""
     publish(folder, snapshot(state, rows, best))
 
 
@@ -181,18 +179,13 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 
 class Keeper:
-    """Copies a run to a second folder on a thread of its own; after an error there the next checkpoint is tried again.
-
-    complaints: said once where copies begin to fail, and at the end; requested, done: calls of `keep`, and the last one
-    whose copy is there.
-    """
+    """Copies a run to a second folder on a thread of its own. complaints: said once where copies begin to fail, and at
+    the end; trouble: why the last copy is not there, if so: the next checkpoint is tried again."""
 
     def __init__(self, source: Path, target: Path):
-        self.source, self.target = source, target
-        self.requested, self.done, self.kept = 0, 0, "nothing yet"
-        self.left = False  # an interrupt ended the wait, and another call may keep its run there
+        self.source, self.target, self.kept, self.left = source, target, "nothing yet", False
         self.complaints: list[str] = []
-        self.trouble: BaseException | None = None  # since which nothing could be copied
+        self.trouble: BaseException | None = None
         with disk.explained("keeping a run", target):
             self.before = read_index(target)
         self.queue: SimpleQueue[bool] = SimpleQueue()
@@ -202,19 +195,18 @@ class Keeper:
 
     def keep(self) -> None:
         """Request a copy of the run as it is now."""
-        self.requested += 1
         self.queue.put(True)
 
     def work(self) -> None:
         while self.queue.get():
-            if self.done != self.requested:  # else a copy has brought what is requested with what came before
+            if self.queue.empty():  # else what comes next brings this too
                 self.attempt()
+        self.attempt()
 
     def attempt(self) -> None:
-        number = self.requested
         try:
             self.copy()
-            self.done, self.trouble = number, None
+            self.trouble = None
         except Exception as error:
             if isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source:
                 return  # pruned: a newer state is on its way
@@ -224,8 +216,7 @@ class Keeper:
             self.trouble = error
 
     def copy(self) -> None:
-        """Copy what is new, run.json last; delete checkpoints there that are no longer here. Raises OSError,
-        CheckpointError."""
+        """Copy what is new, run.json last; delete checkpoints there that are no longer here."""
         index = read_index(self.source)
         self.require_own(index)
         for path in self.source.iterdir():
@@ -258,7 +249,7 @@ class Keeper:
             raise CheckpointError(f"{rule}; to keep this one, name another keep=")
 
     def close(self, mount: bool = False, tell: Callable[[str], None] = say) -> None:
-        """Wait until everything requested is copied, or cannot be; an interrupt ends that. mount: mount Drive anew if
+        """Wait until the run as it is now is copied, or cannot be; an interrupt ends that. mount: mount Drive anew if
         it does not answer, which may ask the user; tell: shows what a long wait is for."""
         self.queue.put(False)
         try:
@@ -266,26 +257,19 @@ class Keeper:
             if self.thread.is_alive():
                 tell(f"{self.target}: waiting for the last copy of {self.source}; interrupt to end the wait")
             self.thread.join()
-            if self.done != self.requested and mount:
+            if self.trouble is not None and mount:
                 remount(self.target)
                 self.attempt()
-        except KeyboardInterrupt:
-            self.left, self.trouble = True, self.trouble or KeyboardInterrupt("interrupted")
-        if self.done != self.requested:
+        except KeyboardInterrupt:  # from now on another call may keep its run there
+            self.left, self.trouble = True, KeyboardInterrupt("interrupted")
+        if self.trouble is not None:
             what = f"not kept to the end ({self.trouble}); kept: {self.kept}"
             fix = f"all of it is in {self.source}: run it again to copy the rest, before this machine is given back"
             self.complaints.append(f"{self.target}: {what}; {fix}")
 
 
 def restore_kept(kept: Path, target: Path) -> None:
-    """Copy a kept run into a new folder `target`; weights that a call which was interrupted has copied are not copied
-    again. Raises StageError, DiskError."""
-    paths = patient(lambda: sorted(kept.iterdir()), kept)
-    tensors = {path.name: path for path in paths if path.suffix == ".safetensors"}
-    files = {name: File(path, patient(path.stat, path).st_size) for name, path in tensors.items()}
-    for path in paths:
-        if path.suffix in SMALL:
+    """Copy a kept run into a new folder `target`. Raises StageError, DiskError."""
+    for path in patient(lambda: sorted(kept.iterdir()), kept):
+        if path.suffix in (*SMALL, ".safetensors"):
             disk.write_atomic(target / path.name, patient(path.read_bytes, path))
-    fetch_all(files, target, target / "weights.part", target.name, progress=True)
-    for name in files:
-        disk.sync_path(target / name)

@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, constant, places
+from nbtools.data import TARGET, Card, Draws, Form, Pack, constant, places
 from nbtools.errors import TrainError
 from nbtools.show import percent
 from nbtools.train.plan import require_known
 
 Batch = dict[str, Tensor]
 Pair = tuple[Tensor | float, Tensor | float]
-"""A metric's numerator and denominator, which add up; (K,) each for a mean over K classes, as mIoU is; (K, BINS) each,
-of `binned`, for mean average precision."""
+"""Numerator and denominator, which add up; (K,) each for a mean over K classes, as mIoU is; (K, BINS) of `binned`."""
 BINS, WIDTH = 2048, 1 / 64  # logits from -16 to 16, between which average precision tells no finer than this
 FEW = 8  # numbers of an answer that are shown
 PREPARED = "as `batch` makes it; default: channels first, bytes as 0 to 1, minus options' mean over its std"
@@ -113,8 +112,7 @@ def strengths(names: Collection[str] | Mapping[str, float]) -> dict[str, float]:
 
 
 def require_augmentable(card: Card, names: Any) -> None:
-    """Raise TrainError for augmentations that the inputs do not take, or that would leave what belongs to an image,
-    such as a mask, as it is."""
+    """Raise TrainError for what the inputs do not take, or what would leave a mask or boxes of an image as they are."""
     wanted, images = strengths(names).keys(), images_of(card)
     if wanted and not images:
         there = ", ".join(f"{name} {card.columns[name]}" for name in card.options["inputs"])
@@ -156,8 +154,7 @@ def crop(x: Tensor, bits: Tensor, most: float) -> Tensor:
 
 
 def flip(batch: Batch, card: Card, images: Collection[str], chosen: Tensor) -> None:
-    """Swap left and right of the chosen samples (B,): of their images, and of the points and boxes on them. A point
-    keeps its place in the list."""
+    """Swap left and right of the chosen samples (B,): of their images, and of the points and boxes on them."""
     for name in images:
         batch[name] = torch.where(chosen[:, None, None, None], batch[name].flip(3), batch[name])
     for name, (image, kind) in card.options.get("points", {}).items():
@@ -237,8 +234,7 @@ def binned(logits: Tensor, y: Tensor) -> Pair:
 
 
 def mean_average_precision(true: Tensor, all: Tensor) -> float:
-    """Return Σ (recall_n - recall_(n-1)) · precision_n, averaged over the labels that some sample has, from the sums of
-    `binned`; scikit-learn's definition."""
+    """Return Σ (recall_n - recall_(n-1)) · precision_n, averaged over the labels that some sample has, as sklearn."""
     hits, chosen = (each.cpu().double().flip(1).cumsum(1) for each in (true, all))  # from the highest logit down
     average = (true.cpu().flip(1) * hits / chosen.clamp(min=1)).sum(1) / hits[:, -1]
     return float(average.nanmean().nan_to_num())  # 0 / 0 of a label that no sample has
@@ -287,8 +283,7 @@ def score(metrics: Any, outputs: Any, batch: Batch, card: Card | None) -> dict[s
 
 
 def by_name(metric: str, outputs: Any, y: Tensor, card: Card | None) -> Pair:
-    kinds, _, measure = METRICS[metric]
-    kind = card.options.get("kind", "none") if card is not None else "not of nb.pack"
+    (kinds, _, measure), kind = METRICS[metric], "not of nb.pack" if card is None else card.options.get("kind", "none")
     if card is None or kind not in kinds:
         rule = f"metrics: {metric!r} is for {kinds} of nb.pack, but the targets of the pack are {kind}"
         raise TrainError(f"{rule}; choose another, or write metrics(outputs, batch)")
@@ -325,13 +320,30 @@ def answers(outputs: Any, card: Card) -> list[Any]:
             values = values.permute(0, 2, 3, 1) if layout == "hwc" else values.squeeze(1) if layout == "hw" else values
             return values.tolist() if values.dim() < 3 else list(values.cpu().numpy())
     elif kind == "labels":
-        shares = class_logits(outputs, card).float().sigmoid().tolist()
-        pairs = [map(Answer, card.classes, row) for row in shares]
-        return [Labels(answer for answer in row if answer.probability > SURE) for row in pairs]
+        rows = class_logits(outputs, card).float().sigmoid().tolist()
+        return [Labels(Answer(*pair) for pair in zip(card.classes, row, strict=True) if pair[1] > SURE) for row in rows]
     elif kind == "classes" and outputs.shape[1:] == (len(card.classes),):
         best = outputs.float().softmax(1).max(1)
         return [Answer(card.classes[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     return list(outputs)
+
+
+def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool]:
+    """Return `Task.preview` of a sample: its first image; values stand next to the true ones, not right or wrong."""
+    card, sample, name = pack.card, pack.sample(i), images_of(pack.card)[0]
+    image = sample[name].transpose(1, 2, 0) if layout_of(card, name) == "chw" else sample[name]
+    if image.dtype != np.uint8:
+        low, high = min(float(image.min()), 0.0), max(float(image.max()), 1.0)
+        image = ((image - low) * (255 / (high - low))).round().astype(np.uint8)
+    image = image if image.ndim == 2 else image[..., :3] if image.shape[2] >= 3 else image[..., 0]
+    y, kind, truth, text = sample.get(TARGET, np.zeros(0)), card.options["kind"], "", as_text(answer)
+    if kind == "classes":
+        truth = card.classes[int(y)]
+    elif kind == "labels":
+        truth = ", ".join(card.classes[k] for k in np.flatnonzero(y)) or "none"
+    elif kind == "values":
+        text += f" (true: {as_text(y)})"
+    return image, truth, text, True
 
 
 def as_text(answer: Any) -> str:
@@ -344,25 +356,3 @@ def as_text(answer: Any) -> str:
     if values.size > FEW:
         return f"{' × '.join(map(str, values.shape))} values"
     return ", ".join(f"{value:.4g}" for value in values.reshape(-1))
-
-
-def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool]:
-    """Return `Task.preview` of a sample; values stand next to the true ones, neither right nor wrong."""
-    sample, kind, truth, text = pack.sample(i), pack.options["kind"], "", as_text(answer)
-    if kind == "classes":
-        truth = pack.classes[int(sample[TARGET])]
-    elif kind == "labels":
-        truth = ", ".join(pack.classes[k] for k in np.flatnonzero(sample[TARGET])) or "none"
-    elif kind == "values":
-        text += f" (true: {as_text(sample[TARGET])})"
-    return picture(sample, pack.card), truth, text, True
-
-
-def picture(sample: Sample, card: Card) -> np.ndarray:
-    """Return the first image of a sample, (H, W) or (H, W, 3) uint8; floats beyond 0 to 1 from least to most."""
-    name = images_of(card)[0]
-    image = sample[name].transpose(1, 2, 0) if layout_of(card, name) == "chw" else sample[name]
-    if image.dtype != np.uint8:
-        low, high = min(float(image.min()), 0.0), max(float(image.max()), 1.0)
-        image = ((image - low) * (255 / (high - low))).round().astype(np.uint8)
-    return image if image.ndim == 2 else image[..., :3] if image.shape[2] >= 3 else image[..., 0]

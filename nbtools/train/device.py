@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from nbtools.errors import TrainError
@@ -30,7 +30,6 @@ GRAPH_DEVICES = ("cuda",)
 FP16_DEVICES = ("cuda", "mps")  # on a CPU most of its kernels are not vectorised, or emulated: a step took 14 s
 FULL = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "ALLOCATION_FAILED")  # of a RuntimeError
 NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
-OWN_THREADS: list[int] = []  # the number before a plan asked for another; empty: none did
 # Tuning takes 0.5 s a convolution and shape on an H200 (BiSeNetV2: 70, 40 s), where a step takes 1.4 to 2.3 ms for each
 # (captcha guide). If tuning makes it 5 % faster, which is a guess, that comes back after 0.5 / (0.05 × 0.002) steps.
 TUNING_PAYS = 5_000
@@ -51,14 +50,13 @@ def pick(name: str | None = None) -> torch.device:
     """Return the device of a name, else of the environment variable NBTOOLS_DEVICE; else CUDA, Apple's MPS, or the CPU.
     Each of several processes has a GPU of its own, cuda:LOCAL_RANK. Raises TrainError for one that is not here."""
     field, name = "device" if name else "NBTOOLS_DEVICE", name or os.environ.get("NBTOOLS_DEVICE", "")
-    if world() > 1 and (name.startswith("cuda") or (not name and torch.cuda.is_available())):
+    name = name or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+    if world() > 1 and name.startswith("cuda"):
         local, here = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if local >= here or ":" in name:
-            rule = f"each process needs a GPU of its own: torch has {here} here, and NBTOOLS_DEVICE is {name!r}"
+            rule = f"each process needs a GPU of its own: torch has {here} here, and {field} is {name!r}"
             raise TrainError(f"{rule}; start at most {here} processes, or set NBTOOLS_DEVICE to cuda or cpu")
         return torch.device("cuda", local)
-    if not name:
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -68,17 +66,21 @@ def pick(name: str | None = None) -> torch.device:
 
 def require(plan: Plan, device: torch.device, processes: int = 1) -> None:
     """Raise TrainError for a setting that the device cannot follow."""
-    kind, rule = device.type, ""
-    if plan.graph and processes > 1:
-        rule = f"graph replays CUDA graphs of one process, but {processes} train together; set graph=False"
-    elif plan.graph and kind not in GRAPH_DEVICES:
-        rule = f"graph replays CUDA graphs, but this device is {kind}; set graph=False"
-    elif plan.sync_batchnorm and processes > 1 and kind != "cuda":
-        rule = f"sync_batchnorm needs CUDA: torch has none on {kind}; set sync_batchnorm=False"
-    elif plan.amp == "fp16" and kind not in FP16_DEVICES:
-        rule = f"amp = fp16 needs a GPU, but this device is {kind}; use amp=bf16 or amp=off"
-    if rule:
-        raise TrainError(f"Plan.{rule}")
+    kind, here = device.type, f"but this device is {device.type}"
+    for wrong, rule in (
+        (plan.graph and processes > 1, f"graph replays one process, but {processes} train together; set graph=False"),
+        (plan.graph and kind not in GRAPH_DEVICES, f"graph replays CUDA graphs, {here}; set graph=False"),
+        (plan.graph and unrecordable(plan), "graph cannot replay fp16, compile or checkpoint_activations; choose one"),
+        (plan.sync_batchnorm and processes > 1 and kind != "cuda", f"sync_batchnorm needs CUDA, {here}; set it False"),
+        (plan.amp == "fp16" and kind not in FP16_DEVICES, f"amp = fp16 needs a GPU, {here}; use amp=bf16 or amp=off"),
+    ):
+        if wrong:
+            raise TrainError(f"Plan.{rule}")
+
+
+def unrecordable(plan: Plan) -> bool:
+    """Return whether steps under a plan decide something on the host, which no CUDA graph repeats."""
+    return plan.amp == "fp16" or plan.checkpoint_activations or plan.compile
 
 
 def reduced(device: torch.device) -> str:
@@ -102,30 +104,26 @@ def tier(gigabytes: float, tiers: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def prepare(plan: Plan, device: torch.device) -> None:
-    """Set determinism, the number of threads, on CUDA TF32, on a CPU how malloc frees; cuDNN's autotuner is off but for
-    `autotuning`."""
+    """Set determinism, the number of threads, on CUDA TF32, on a CPU how malloc frees."""
     torch.use_deterministic_algorithms(plan.deterministic)
-    use_threads(None if world() > 1 else plan.threads)  # torchrun and the ranks' shares of the cores set their own
-    if device.type == "cpu":
-        keep_freed()
+    own = threads()
+    torch.set_num_threads((plan.threads if world() == 1 else None) or own)  # torchrun shares out the cores itself
+    if device.type == "cpu" and hasattr(LIBRARY, "mallopt"):
+        # glibc's malloc keeps what tensors free: else every large activation goes back to the system, and a step spends
+        # 5 % (small network) to 20 % (captcha guide) of its time on page faults.
+        LIBRARY.mallopt(TRIM_THRESHOLD, 2**31 - 1)
+        any(LIBRARY.mallopt(MMAP_THRESHOLD, size) for size in (2**30, 2**25))  # some allow no more
     if device.type == "cuda":
-        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.benchmark = False  # but for `autotuning`
         # The newer `fp32_precision` alone makes torch.get_float32_matmul_precision() raise, which inductor calls
         # (pytorch#166387). Convolutions take TF32 by default.
         torch.set_float32_matmul_precision("high")
 
 
-def use_threads(count: int | None) -> None:
-    """Compute with so many CPU threads; None: with as many as before a plan asked for another number."""
-    if count is not None:
-        OWN_THREADS[:] = OWN_THREADS or [torch.get_num_threads()]
-    if count is not None or OWN_THREADS:
-        torch.set_num_threads(count or OWN_THREADS.pop())
-
-
+@cache
 def threads() -> int:
-    """Return the number of CPU threads, as the user or torch set it."""
-    return OWN_THREADS[0] if OWN_THREADS else torch.get_num_threads()
+    """Return the number of CPU threads as the user or torch set it, before a plan asked for another."""
+    return torch.get_num_threads()
 
 
 @contextmanager
@@ -141,8 +139,7 @@ def autotuning(device: torch.device, plan: Plan, times: int) -> Iterator[None]:
 
 
 def again(part: nn.Module, *inputs: Any) -> Any:
-    """Return `part(*inputs)`, whose activations backward computes a second time instead of keeping them, without moving
-    the running averages of batch norm a second time."""
+    """Return `part(*inputs)`, whose activations backward computes again, though not batch norm's running averages."""
     return checkpoint(part, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), still(part)))
 
 
@@ -179,14 +176,11 @@ def keep_recurrent_in_float32(model: nn.Module) -> None:
 
 def in_float32(layer: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
     """Return the layer's forward pass, under bf16 without autocast."""
-
-    def widened(value: Any) -> Any:
-        return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    kind, forward = next(layer.parameters()).device.type, type(layer).forward
+    weight, forward = next(layer.parameters()), type(layer).forward
+    kind = weight.device.type
     if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != torch.bfloat16:
         return forward(layer, *args, **kwargs)
-    args, kwargs = tree_map(widened, (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, lambda x: x.to(weight.dtype) if x.is_floating_point() else x, (args, kwargs))
     with torch.autocast(kind, enabled=False):
         return forward(layer, *args, **kwargs)
 
@@ -219,40 +213,26 @@ def leave_modes() -> None:
 # -- memory
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out: torch's own error, or what a CPU, MPS, cuBLAS and cuDNN raise instead."""
-    full = isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
-    return full or isinstance(error, (torch.OutOfMemoryError, MemoryError))
-
-
 def within_memory(act: Callable[[], T]) -> tuple[T | None, str]:
-    """Return (its result, ""), or (None, why) where memory ran out; no error, whose frames would keep tensors."""
+    """Return (its result, ""), or (None, why) where memory ran out: torch's own error, or what a CPU, MPS, cuBLAS and
+    cuDNN raise instead. No error, whose frames would keep tensors."""
     try:
         return act(), ""
     except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
+        full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in str(error) for words in FULL)
+        if not full:
             raise
         return None, str(error).split(". ")[0] or "out of memory"
 
 
 def required(act: Callable[[], T], when: str = "before the first step") -> T:
-    """Return its result, computed with all memory that nothing uses. Raises TrainError where memory runs out: for what
-    cannot be done in smaller parts."""
+    """Return the result of what cannot be done in smaller parts. Raises TrainError where memory runs out."""
     gc.collect()
     result, reason = within_memory(act)
     if result is None:
         rule = f"out of memory {when} ({reason})"
         raise TrainError(f"{rule}; use a smaller network, or free memory", entry="Out of memory")
     return result
-
-
-@cache
-def keep_freed() -> None:
-    """Have glibc's malloc keep what tensors free, unless the user sets MALLOC_…: else every large activation goes back
-    to the system, and a CPU step spends 5 % (small network) to 20 % (captcha guide) of its time on page faults."""
-    if hasattr(LIBRARY, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
-        LIBRARY.mallopt(TRIM_THRESHOLD, 2**31 - 1)
-        any(LIBRARY.mallopt(MMAP_THRESHOLD, size) for size in (2**30, 2**25))  # some allow no more
 
 
 def give_back(device: torch.device) -> None:

@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_map_only
 
 from nbtools.data import SLOW, TARGET, Draws, Feed, Pack, bar, gather, in_order, lengths_of, open_feed
 from nbtools.errors import NbtoolsError, TrainError
+from nbtools.show import plural
 from nbtools.train.defaults import mean_average_precision
 from nbtools.train.defaults import score as score_batch
-from nbtools.train.device import autocast, out_of_memory, required, within_memory
+from nbtools.train.device import autocast, required, within_memory
 from nbtools.train.meter import sum_dtype
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
@@ -27,10 +28,10 @@ REHEARSED = 8  # samples
 
 
 class Sums:
-    """Running (numerator, denominator) sums by name, kept on the device until `read`."""
+    """Running (numerator, denominator) sums by name, kept on the device until `read`; ranks: over all of these."""
 
-    def __init__(self, device: torch.device | str = "cpu"):
-        self.device = torch.device(device)
+    def __init__(self, device: torch.device | str = "cpu", ranks: Ranks | None = None):
+        self.device, self.ranks = torch.device(device), ranks or Ranks()
         self.batches: list[tuple[Tensor, Pair]] = []  # (ids, loss) of each
         self.totals: dict[str, Tensor] = {}  # name → (2,), (2, K) or (2, K, bins) float64, float32 on MPS
 
@@ -42,31 +43,25 @@ class Sums:
             for total, value in zip(self.totals[name], pair, strict=True):
                 total += value
 
-    def add_up(self, ranks: Ranks) -> None:
-        """Add the sums of all ranks, some of which may have had no batch."""
-        if ranks.world > 1:
-            there, self.totals = ranks.gather({name: total.cpu() for name, total in self.totals.items()}), {}
-            for name, total in (pair for totals in there for pair in totals.items()):
-                self.totals[name] = self.totals[name] + total if name in self.totals else total
-
     def read(self) -> dict[str, float]:
-        """Return name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those that
-        were. Waits for the device."""
-        values = {}
-        for name, total in self.totals.items():
+        """Return name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those counted."""
+        values, totals = {}, self.totals
+        if self.ranks.world > 1:
+            totals = dict[str, Any]()
+            for there in self.ranks.gather({name: total.cpu() for name, total in self.totals.items()}):
+                totals |= {name: totals.get(name, 0) + total for name, total in there.items()}  # some had no batch
+        for name, total in totals.items():
             if total.dim() == 3:
                 values[name] = mean_average_precision(*total)
-                continue
-            sums, counts = total.view(2, -1).tolist()
-            ratios = [n / d for n, d in zip(sums, counts, strict=True) if d]
-            values[name] = sum(ratios) / max(len(ratios), 1)
+            else:
+                ratios = [n / d for n, d in zip(*total.view(2, -1).tolist(), strict=True) if d]
+                values[name] = sum(ratios) / max(len(ratios), 1)
         return values
 
 
 @torch.no_grad()
 def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, device: torch.device) -> tuple[Any, Any]:
-    """Return (batch, outputs) of a raw batch in evaluation: never augmented, in eval mode, which is restored
-    afterwards."""
+    """Return (batch, outputs) of a raw batch in evaluation: never augmented, in eval mode, which ends with it."""
     task, training = as_task(task), model.training
     model.eval()
     try:
@@ -102,37 +97,21 @@ def worst_first(batches: Iterable[tuple[Tensor, Pair]]) -> list[int]:
 
 
 def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
-    """Add loss and metrics of a batch; out of memory, of its halves. Raises TrainError if a single sample does not
-    fit."""
+    """Add loss and metrics of a batch. Raises TrainError where memory ends."""
     pairs, reason = within_memory(partial(scores, task, model, raw, plan, sums.device))
-    if pairs is not None:
-        sums.batches.append((raw["id"], pairs["loss"]))
-        return sums.add(pairs)
-    if sums.device.type == "cuda":
-        torch.cuda.empty_cache()
-    half = len(raw["id"]) // 2
-    if not half:
-        rule = f"out of memory evaluating one sample ({reason})"
-        raise TrainError(f"{rule}; use a smaller network or smaller samples", entry="Out of memory")
-    for part in (slice(half), slice(half, None)):
-        score(task, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
+    if pairs is None:
+        rule = f"out of memory evaluating {plural(len(raw['id']), 'sample')} ({reason})"
+        raise TrainError(f"{rule}; set a smaller micro_batch_size, which evaluations take too", entry="Out of memory")
+    sums.batches.append((raw["id"], pairs["loss"]))
+    sums.add(pairs)
 
 
 def score_split(
-    task: TaskLike,
-    model: nn.Module,
-    pack: Pack,
-    plan: Plan,
-    split: str,
-    sums: Sums,
-    feed: Feed | None = None,
-    most: int | None = None,
-    ranks: Ranks | None = None,
+    task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str, sums: Sums, feed: Feed | None = None
 ) -> Iterator[int]:
-    """Add loss and metrics of a split to sums; yields after every batch how many samples it had. most: at most this
-    many samples, always the same ones, evenly spaced over the split. ranks: take turns with the others, batch by batch;
-    `Sums.add_up` follows. Raises TrainError if the split is empty."""
-    ids, ranks = pack.ids(split), ranks or Ranks()
+    """Add loss and metrics of a split to sums, of several ranks in turns; yields after every batch how many samples it
+    had. At most `plan.eval_samples`, always the same ones, evenly spaced. Raises TrainError if the split is empty."""
+    ids, most, ranks = pack.ids(split), plan.eval_samples, sums.ranks
     if not len(ids):
         there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
         fix = f"choose one that is not ({there}) with split=, or pack with {split}= a larger share"
@@ -149,12 +128,11 @@ def score_split(
 def evaluate(
     task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str = "test", progress: bool = True
 ) -> dict[str, float]:
-    """Return metric → value over a whole split, or what the network can read of it. Raises TrainError if that is
-    empty."""
+    """Return metric → value over what the network can read of a split. Raises TrainError if that is empty."""
     sums, pack = Sums(next(model.parameters()).device), readable(task, pack, plan)
     shown = {"total": len(pack.ids(split)), "unit": " samples", "leave": False, "delay": SLOW, "disable": not progress}
     with bar(desc=f"evaluating the {split} split", **shown) as counted:
-        for number in score_split(task, model, pack, plan, split, sums):
+        for number in score_split(task, model, pack, plan.replace(eval_samples=None), split, sums):
             counted.update(number)
     return sums.read()
 
@@ -166,10 +144,9 @@ def rehearse(state: Any, pack: Pack) -> None:
     """Raise TrainError, with shapes, if the network does not take the pack's samples, or loss and metrics what it
     returns. No weight and no random state changes."""
     task, plan, device, outputs = state.task, state.applied.while_training(), state.device, None
-    ids = pack.ids("train")
-    first, target = ids[:REHEARSED], pack.arrays[TARGET] if TARGET in pack.arrays else np.zeros(())
+    first, target = pack.ids("train")[:REHEARSED], pack.arrays.get(TARGET, np.zeros(()))
     if pack.options.get("kind") == "classes" and target.ndim == 1:  # a loss may not take the highest one
-        first = np.append(first, ids[np.argmax(target[ids])])
+        first = np.append(first, pack.ids("train")[np.argmax(target[pack.ids("train")])])
     raw = {name: tensor.to(device) for name, tensor in gather(pack, first).items()}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -184,11 +161,11 @@ def rehearse(state: Any, pack: Pack) -> None:
                     check_batch(task, *tree_map_only(Tensor, Tensor.cpu, (outputs, batch)), plan=plan)
             with autocast(plan, device):
                 check_batch(task, outputs, batch, plan)
+    except torch.OutOfMemoryError:
+        return  # the first step takes smaller parts
     except NbtoolsError:
         raise
     except Exception as error:
-        if out_of_memory(error):
-            return
         shape, y = (tuple(getattr(value, "shape", ())) for value in (outputs, raw.get(TARGET)))
         what = f"the loss or a metric does not take outputs {shape}, y {y}"
         if outputs is None:

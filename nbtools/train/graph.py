@@ -22,7 +22,6 @@ from torch import Tensor
 from nbtools import data, disk
 from nbtools.train.defaults import Batch
 from nbtools.train.device import within_memory
-from nbtools.train.plan import Plan
 
 Sums = tuple[Tensor, Tensor | float]
 Act = Callable[[Batch], Sums]
@@ -38,6 +37,7 @@ x = torch.ones(4, 8, device="cuda")
 torch.cuda.make_graphed_callables(torch.nn.Linear(8, 8, device="cuda"), (x,))(x).sum().backward()
 torch.cuda.synchronize()
 """
+stream = cache(torch.cuda.Stream)  # one for all recorders of the process: on each, cuBLAS keeps 32 MiB for good
 
 
 class Graphs:
@@ -48,23 +48,13 @@ class Graphs:
         self.recorder, self.events, self.off, self.replayed = Recorder(device), events, "", 0
         index = torch.empty(0, device=device).device.index  # also of a device without its number
         self.numbers = torch.default_generator if index is None else torch.cuda.default_generators[index]
-        self.plan: Plan | None = None
         self.clear()
         if why := uncapturable(device):
             self.give_up(why)
 
-    def follow(self, plan: Plan) -> bool:
-        """Return whether steps under this plan, the present one from now on, may be replayed."""
-        if plan is not self.plan:
-            self.plan = plan
-            self.clear()
-            if unrecordable(plan) and not self.off:
-                self.give_up("fp16, compile and checkpoint_activations decide on the host")
-        return not self.off
-
-    def step(self, raw: Batch, act: Act, written: Callable[[], list[Tensor]]) -> Sums:
-        """Return act(raw), a step: replayed where such a step is recorded; its result is overwritten by the next one
-        then. act reads what else may change, such as lr, in tensors. written: the tensors that it changes."""
+    def step(self, raw: Batch, size: int, act: Act, written: Callable[[], list[Tensor]]) -> Sums:
+        """Return act(raw), a step: replayed where such a step is recorded; the next one overwrites its result then.
+        size: of a whole batch. act reads what else may change, such as lr, in tensors; written: those it changes."""
         shapes = tuple(tensor.shape for tensor in raw.values())
         if shapes in self.recorded:
             inputs, replay, sums = self.recorded[shapes]
@@ -72,18 +62,18 @@ class Graphs:
             replay()
             self.replayed += 1
             return sums
-        self.seen[shapes] += len(raw["id"]) == getattr(self.plan, "batch_size", 0)
+        self.seen[shapes] += len(raw["id"]) == size
         if self.seen[shapes] == WARM_UP + 1 and len(self.recorded) < MOST_GRAPHS:
             return self.first(raw, act, written(), shapes)
         return self.recorder.run(partial(act, raw))
 
     def first(self, raw: Batch, act: Act, written: list[Tensor], shapes: tuple[torch.Size, ...]) -> Sums:
-        """Return an eager step, then recorded and replayed from where it began. Where the two differ, or recording
-        fails, the eager one counts, and the run goes on without graphs. A step in which the host waits is not recorded:
-        after a capture that fails for it, the allocator keeps believing in one (pytorch#180395)."""
+        """Return an eager step, then recorded and replayed from where it began. Where that gives something else, or
+        fails, the eager one counts, and no step is recorded any more; nor where the host waits in it: a capture that
+        fails for that leaves the allocator believing in one."""
         before, why = within_memory(partial(self.copy, written))
-        eager, lines = synchronizing(partial(self.recorder.run, partial(act, raw)))
-        why = why or "".join(f"the host waits for the device at {line}" for line in lines[:1])
+        eager, waits = synchronizing(partial(self.recorder.run, partial(act, raw)))
+        why = why or "".join(f"the host waits for the device at {line}" for line in waits[:1])
         try:
             if before is not None and not why:
                 after, inputs = self.copy(written), {name: tensor.clone() for name, tensor in raw.items()}
@@ -114,14 +104,9 @@ class Graphs:
         self.events.append(f"graph off: {why}; each kernel is launched by the host")
 
     def clear(self) -> None:
-        """Forget all recorded steps, where their memory is needed, or other tensors take the place of some."""
+        """Forget all recorded steps: for their memory, or where a plan or other tensors take the place of theirs."""
         self.recorded: dict[tuple[torch.Size, ...], tuple[Batch, Callable[[], Any], Sums]] = {}
         self.seen: Counter[tuple[torch.Size, ...]] = Counter()
-
-
-def unrecordable(plan: Plan) -> bool:
-    """Return whether steps under a plan decide something on the host."""
-    return plan.amp == "fp16" or plan.checkpoint_activations or plan.compile
 
 
 @torch.no_grad()
@@ -133,13 +118,10 @@ def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
 def near(loss: Tensor, expected: Tensor, now: list[Tensor], after: list[Tensor], before: list[Tensor]) -> bool:
     """Return whether two steps from the same state give the same loss, and weights that differ by little of a step: of
     a gradient that is only rounding Adam makes a whole one."""
-
-    def apart(these: list[Tensor], those: list[Tensor]) -> float:
-        pairs = ((a, b) for a, b, tensor in zip(these, those, now, strict=False) if tensor.requires_grad)
-        return sum(float((a - b).float().square().sum()) for a, b in pairs) ** 0.5
-
-    same_loss = torch.allclose(loss, expected, NEAR, NEAR, equal_nan=True)
-    return same_loss and apart(now, after) <= NEAR_STEP * apart(after, before)
+    weights = [each for each in zip(now, after, before, strict=False) if each[0].requires_grad]
+    apart = sum(float((a - b).float().square().sum()) for a, b, _ in weights)
+    moved = sum(float((b - c).float().square().sum()) for _, b, c in weights)
+    return torch.allclose(loss, expected, NEAR, NEAR, equal_nan=True) and apart <= NEAR_STEP**2 * moved
 
 
 class Recorder:
@@ -164,22 +146,14 @@ class Recorder:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
         gc.collect()  # graphs of other runs that end amid a capture would end it too
         try:  # the current stream, else a failed capture leaves its own as that; a feed's thread copies meanwhile
-            with (
-                torch.cuda.stream(current),
-                torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"),
-            ):
+            recording = torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local")
+            with torch.cuda.stream(current), recording:
                 result = act()
         except RuntimeError:
             numbers = torch.cuda.default_generators[self.stream.device_index]
             numbers.graphsafe_set_state(numbers.clone_state())  # else it waits for the end of the capture
             raise
         return graph.replay, result
-
-
-@cache
-def stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream for all recorders of the process: on each, cuBLAS keeps 32 MiB a thread for good."""
-    return torch.cuda.Stream(device)
 
 
 def synchronizing(act: Callable[[], T]) -> tuple[T, list[str]]:
@@ -205,13 +179,12 @@ def uncapturable(device: torch.device) -> str:
         return ""
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name(device)}"
     path = data.cache() / "captured" / versions.replace("/", "-")
-    if path.exists():
-        return ""
-    command = [sys.executable, "-c", CHILD, str(device.index or 0)]
-    try:
-        subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
-    except subprocess.SubprocessError as error:
-        last = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
-        return f"a trial in a child process failed: {last}"
-    disk.write_atomic(path, "captured and replayed")
+    if not path.exists():
+        command = [sys.executable, "-c", CHILD, str(device.index or 0)]
+        try:
+            subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
+        except subprocess.SubprocessError as error:
+            last = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
+            return f"a trial in a child process failed: {last}"
+        disk.write_atomic(path, "captured and replayed")
     return ""

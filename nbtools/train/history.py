@@ -64,14 +64,13 @@ class History:
         if not record.values:
             return
         row = {**{name: getattr(record, name) for name in KEYS}, **record.values}
-        new = [name for name in row if name not in self.columns]
         self.rows.append(row)
-        self.columns += new
-        if new or not self.whole or self.path is None:
-            self.write()
-        else:
+        if self.path is not None and self.whole and row.keys() <= {*self.columns}:
             with disk.explained("writing the history", self.path), self.path.open("ab") as file:
                 file.write(self.lines([row]))
+        else:
+            self.columns += [name for name in row if name not in self.columns]
+            self.write()
 
     def cut(self, count: int) -> None:
         """Keep the first rows only: a resumed run writes those beyond its checkpoint again."""

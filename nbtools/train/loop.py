@@ -16,8 +16,6 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from nbtools.data import Feed, Pack, batches_left, lengths_of, open_feed
 from nbtools.train.device import autotuning, memory, prepare, required
 from nbtools.train.evaluation import Sums, score_split
@@ -46,7 +44,7 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     prepare(state.plan, state.device)
     feed = feed or required(partial(open_feed, pack, state.plan, state.device))
     samples = pack.splits["train"]
-    state.begin(len(pack))
+    state.begin()
     try:
         while not state.agree(samples).over:
             yield from train_epoch(state, feed, pack)
@@ -55,7 +53,9 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
                 values = yield from evaluate(state, feed, pack)
                 state.evaluate_next = False
                 state.agree(samples).judge(values)
-            yield end_epoch(state, values, samples)
+            row = state.record("epoch", {**state.meter.epoch(samples), **values, **readings(state)})
+            state.epoch, state.segments = state.epoch + 1, []
+            yield row
         yield from changes(state, samples)  # requested since the last step, such as fewer epochs
     finally:
         state.end()
@@ -67,7 +67,9 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     lengths, whole = lengths_of(pack, ids), False
     while not whole:
         yield from between_steps(state, feed, pack)
-        batches = rest_of_epoch(state, ids, lengths)
+        if not state.segments or regrouped(state):
+            state.segments.append([state.applied.batch_size, 0])
+        batches = batches_left(ids, lengths, state.applied.seed, state.epoch, state.segments)
         stream = feed([state.ranks.share(batch) for batch in batches])
         repeats = (state.applied.epochs - state.epoch) * len(batches) if lengths is None else 0
         for batch in batches:
@@ -90,13 +92,6 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
         raise Diverged(f"the loss became non-finite in steps {start + 1} to {state.step}", (start, state.step))
 
 
-def rest_of_epoch(state: TrainState, ids: np.ndarray, lengths: np.ndarray | None) -> list[np.ndarray]:
-    """Return the batches of ids that are left of this epoch, by the applied batch size."""
-    if not state.segments or regrouped(state):
-        state.segments.append([state.applied.batch_size, 0])
-    return batches_left(ids, lengths, state.applied.seed, state.epoch, state.segments)
-
-
 def regrouped(state: TrainState) -> bool:
     """Return whether the batch size has changed since the batches of this epoch were made."""
     return bool(state.segments) and state.applied.batch_size != state.segments[-1][0]
@@ -116,8 +111,7 @@ def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]
             return
         state.evaluate_next = False
         if len(pack.ids("val")):
-            values = yield from evaluate(state, feed, pack)
-            yield state.record("evaluation", values)
+            yield state.record("evaluation", (yield from evaluate(state, feed, pack)))
         else:
             what = "nothing to evaluate: the validation split is empty"
             yield state.record("event", {"what": what, "asked": "evaluate"})
@@ -152,27 +146,16 @@ def readings(state: TrainState) -> dict[str, Any]:
     return {"lr": state.lr, "batch_size": state.applied.batch_size, **memory(state.device)}
 
 
-# -- the end of an epoch
-
-
 def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
-    """Evaluate the validation split, or as many of its samples as the plan does during training; return loss and
-    metrics."""
-    start, sums, plan = perf_counter(), Sums(state.device), state.applied.while_training()
+    """Return loss and metrics of the validation split, or of as many of its samples as the plan takes meanwhile."""
+    start, sums, plan = perf_counter(), Sums(state.device, state.ranks), state.applied.while_training()
+    plan = plan.replace(micro_batch_size=state.recovery.micro)  # what does not fit in training may not fit here
     state.ranks.align(state.evaluated.buffers())
-    for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed, plan.eval_samples, state.ranks):
+    for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed):
         yield state.record("evaluating")
     state.last_evaluation = sums.batches
-    sums.add_up(state.ranks)
     values = {f"val_{name}": value for name, value in sums.read().items()}
     return {**values, "eval_time": perf_counter() - start}
-
-
-def end_epoch(state: TrainState, values: dict[str, Any], samples: int) -> Record:
-    """Return the epoch's row; move to the next epoch."""
-    row = state.record("epoch", {**state.meter.epoch(samples), **values, **readings(state)})
-    state.epoch, state.segments = state.epoch + 1, []
-    return row
 
 
 # -- the other ranks

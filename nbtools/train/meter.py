@@ -57,11 +57,6 @@ class Stopwatch:
         event.record(torch.cuda.current_stream(self.device))  # not that of torch's current device, which may idle
         return event
 
-    def lap(self) -> Spans:
-        """Return the spans since the last lap, which the device may still be at."""
-        spans, self.spans = self.spans, []
-        return spans
-
     def start(self) -> None:
         self.since = self.clock()
 
@@ -85,15 +80,10 @@ class Stopwatch:
 
 def seconds(spans: Spans) -> tuple[float, float]:
     """Return (seconds of steps, seconds of them that waited for data). Waits for the steps."""
-    return sum(between(begin, end) for begin, _, end in spans), sum(between(begin, got) for begin, got, _ in spans)
-
-
-def between(start: Any, end: Any) -> float:
-    """Return the seconds from one mark to another, for which it waits."""
-    if isinstance(start, float):
-        return end - start
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    if spans and not isinstance(spans[-1][-1], float):
+        spans[-1][-1].synchronize()
+        spans = [[0.0, begin.elapsed_time(got) / 1e3, begin.elapsed_time(end) / 1e3] for begin, got, end in spans]
+    return sum(end - begin for begin, _, end in spans), sum(got - begin for begin, got, _ in spans)
 
 
 class Meter:
@@ -122,7 +112,7 @@ class Meter:
         """Send the values of a log step to the host. record: its row so far."""
         scale: Any = math.inf if scaler is None else scaler._scale  # on the device: `get_scale` would wait for it
         self.send(self.loss, self.count, scale)
-        self.pending = record, self.since, self.watch.lap()
+        self.pending, self.watch.spans = (record, self.since, self.watch.spans), []
         self.since = record.step, record.samples
 
     def send(self, *numbers: Tensor | float) -> None:
@@ -130,10 +120,6 @@ class Meter:
         if self.event is not None:
             self.host.copy_(self.sent, non_blocking=True)
             self.event.record(torch.cuda.current_stream(self.device))
-
-    @property
-    def arrived(self) -> bool:
-        return self.event is None or self.event.query()
 
     def received(self) -> list[float]:
         """Return the numbers that were sent. Waits for them."""
@@ -144,11 +130,11 @@ class Meter:
     def rows(self, wait: bool = True) -> list[Record]:
         """Return the row of the last log step, if it is still to come; without waiting, only if its values are here.
         Raises Diverged if the loss is not finite, or fp16 skips all steps."""
-        if self.pending is None or not (wait or self.arrived):
+        if self.pending is None or not (wait or self.event is None or self.event.query()):
             return []
-        (record, (step, samples), lap), self.pending = self.pending, None
+        (record, (step, samples), spans), self.pending = self.pending, None
         total, count, scale = self.received()
-        speed, steps = self.speed(record.samples - samples, *self.timed(lap)), (step, record.step)
+        steps, took, waited = (step, record.step), *self.timed(spans)
         if not math.isfinite(total):
             raise Diverged(f"the loss became {total} in steps {step + 1} to {record.step}", steps)
         if scale < LEAST_SCALE:
@@ -156,26 +142,21 @@ class Meter:
             raise Diverged(f"{what}, and none counts", steps, "amp")
         loss = mean("loss", total - self.logged[0], count - self.logged[1])
         self.logged = total, count
-        return [replace(record, values={**loss, **speed, **record.values, "wall": self.watch.wall})]
+        values = {**loss, **speed(record.samples - samples, took, waited), **record.values, "wall": self.watch.wall}
+        return [replace(record, values=values)]
 
-    def timed(self, lap: Spans) -> tuple[float, float]:
-        """Add the times of a lap to the epoch's, and return them."""
-        took, waited = seconds(lap)
+    def timed(self, spans: Spans) -> tuple[float, float]:
+        """Add the times of steps to the epoch's, and return them."""
+        took, waited = seconds(spans)
         self.seconds, self.waited = self.seconds + took, self.waited + waited
         return took, waited
 
-    @staticmethod
-    def speed(samples: int, seconds: float, waited: float) -> dict[str, float]:
-        """Return samples_per_s, and the share of the time in which the device waited for data."""
-        seconds = max(seconds, 1e-9)
-        return {"samples_per_s": samples / seconds, "data_wait": waited / seconds}
-
     def epoch(self, samples: int) -> dict[str, Any]:
         """Return loss, speed and memory of an epoch of so many samples, and begin the next one. Waits."""
-        self.timed(self.watch.lap())
+        self.timed(self.watch.spans)
         values = {
             **mean("train_loss", float(self.loss), float(self.count)),
-            **self.speed(samples, self.seconds, self.waited),
+            **speed(samples, self.seconds, self.waited),
             "epoch_time": self.seconds,
             "wall": self.watch.wall,
         }
@@ -183,7 +164,7 @@ class Meter:
             values["gpu_memory_peak"] = torch.cuda.max_memory_allocated(self.device) / 2**20
             torch.cuda.reset_peak_memory_stats(self.device)
         self.loss.zero_()
-        self.count, self.seconds, self.waited, self.logged = 0, 0.0, 0.0, (0.0, 0.0)
+        self.count, self.seconds, self.waited, self.logged, self.watch.spans = 0, 0.0, 0.0, (0.0, 0.0), []
         return values
 
     def facts(self) -> dict[str, Any]:
@@ -192,8 +173,8 @@ class Meter:
         facts = {"loss": float(self.loss), "count": float(self.count), "logged": self.logged, "since": self.since}
         facts |= {"seconds": self.seconds + took, "waited": self.waited + waited, "wall": self.watch.wall}
         if self.pending is not None:
-            record, since, lap = self.pending
-            facts["pending"] = [asdict(record), since, seconds(lap), self.received()]
+            record, since, spans = self.pending
+            facts["pending"] = [asdict(record), since, seconds(spans), self.received()]
         return facts
 
     def load(self, facts: dict[str, Any]) -> None:
@@ -207,6 +188,12 @@ class Meter:
             record, since, (took, waited), values = facts["pending"]
             self.send(*values)
             self.pending = Record(**record), tuple(since), [[0.0, waited, took]]
+
+
+def speed(samples: int, seconds: float, waited: float) -> dict[str, float]:
+    """Return samples_per_s, and the share of the time in which the device waited for data."""
+    seconds = max(seconds, 1e-9)
+    return {"samples_per_s": samples / seconds, "data_wait": waited / seconds}
 
 
 def mean(name: str, total: float, count: float) -> dict[str, float]:

@@ -72,8 +72,7 @@ def require_all(model: nn.Module, groups: list[dict[str, Any]], of: str) -> None
 
 
 def build_schedule(task: Any, plan: Any) -> Any:
-    """Return the function of `task.schedule`, None for the plan's own schedule. Raises TrainError for anything but
-    factors from 0 up."""
+    """Return the function of `task.schedule`, None for the plan's own. Raises TrainError but for factors from 0 up."""
     factor: Any = task.schedule if isinstance(task.schedule, type) else task.schedule(plan)
     if factor is None:
         return None

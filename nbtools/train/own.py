@@ -189,8 +189,7 @@ def terms(loss: Any, outputs: Tensor, y: Tensor) -> Pair:
 
 
 def maker_of(optimizer: Any) -> Callable[[Any, Any], Any]:
-    """Return a function of (groups, plan) that makes the optimizer. Raises TrainError for anything but a class, a
-    partial of one, and such a function."""
+    """Return a function of (groups, plan) that makes the optimizer, of what `classify` takes. Raises TrainError."""
     kind, given = getattr(optimizer, "func", optimizer), getattr(optimizer, "keywords", {})
     if isinstance(kind, type) and issubclass(kind, Optimizer) and "lr" not in given:
         return lambda groups, plan: optimizer(groups, lr=plan.lr)

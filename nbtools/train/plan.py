@@ -42,12 +42,9 @@ def knob(
     live: bool = False,
     asks_beyond: float | None = None,
 ) -> Any:
-    """Return a Plan field: its default, one line of help, and the rule that a value must obey (≥ least, > above,
-    ≤ most).
-
-    live: for a task's own setting: a started run may change it, since neither model nor optimizer depends on it.
-    asks_beyond: a value more than this many times the advised one may be a typo, and a run asks before applying it.
-    """
+    """Return a Plan field: its default, one line of help, and the rule of a value (≥ least, > above, ≤ most). live: a
+    started run may change this setting of a task: neither model nor optimizer depends on it. asks_beyond: more than so
+    many times the advised value may be a typo, and a run asks before applying it."""
     rule = {"choices": choices, "least": least, "above": above, "most": most, "live": live, "asks_beyond": asks_beyond}
     return dataclasses.field(default=default, metadata={"help": help, "unit": unit, **rule})
 
@@ -66,29 +63,21 @@ class Plan:
     min_lr: float = knob(0.0, "lr at the end of cosine, poly and plateau", least=0)
     optimizer: str = knob("adamw", "update rule, fused", choices=tuple(OPTIMIZERS))
     weight_decay: float = knob(0.0, "decoupled for adamw, an L2 term for adam and sgd", least=0, asks_beyond=10)
-    betas: tuple[float, float] = knob(
-        (0.9, 0.999), "decay rates of adam's moments; the first is sgd's momentum", least=0, most=0.99999
-    )
+    betas: tuple[float, float] = knob((0.9, 0.999), "decay of adam's moments, first of sgd's", least=0, most=0.99999)
     eps: float = knob(1e-8, "added to the denominator of adam's step; larger is steadier in bf16", above=0)
     clip_norm: float | None = knob(None, "largest gradient norm; None: no clipping", above=0)
     amp: str = knob("off", "mixed precision in forward and backward; fp16 needs a GPU", choices=("off", "bf16", "fp16"))
     compile: bool = knob(False, "torch.compile the model: a slow first step, faster ones after")
-    graph: bool = knob(
-        False, "replay whole steps as CUDA graphs where nothing in them waits for the GPU (CUDA; no fp16, CTC, compile)"
-    )
+    graph: bool = knob(False, "replay whole steps as CUDA graphs (CUDA; no fp16, CTC, compile)")
     channels_last: bool = knob(False, "NHWC weights and activations for convolutions")
     checkpoint_activations: bool = knob(False, "recompute activations in backward: less memory, about 1/3 more work")
-    sync_batchnorm: bool = knob(
-        False,
-        "several GPUs: batch norm over the samples of all processes at once; each makes as many micro-batches then",
-    )
+    sync_batchnorm: bool = knob(False, "several GPUs: batch norm over the samples of all processes at once")
     deterministic: bool = knob(False, "refuse kernels whose results differ from run to run")
     workers: int = knob(0, 'DataLoader processes of feed "workers"', least=0)
     prefetch: int = knob(2, "batches prepared ahead (per worker, or in the streaming ring)", least=1)
     feed: str = knob(
         "auto",
-        "where batches come from: resident, a pack in memory (the GPU's, if there is one); streamed, a pack copied "
-        "batch by batch; workers, DataLoader processes that read the source files; auto: resident where it fits",
+        "batches from a pack in memory (resident), copied one by one (streamed), read by DataLoader processes; or auto",
         choices=("auto", "resident", "streamed", "workers"),
     )
     threads: int | None = knob(None, "CPU threads of the arithmetic; None: as many as torch takes", least=1)
@@ -96,9 +85,7 @@ class Plan:
     eval_samples: int | None = knob(None, "validation samples per evaluation during training; None: all", least=1)
     early_stop: int | None = knob(None, "stop after this many evaluations without improvement; None: never", least=1)
     patience: int = knob(5, "evaluations without improvement before plateau multiplies lr by 0.1", least=1)
-    ema: float | None = knob(
-        None, "decay of a moving average of the weights, which is then evaluated; None: off", above=0, most=0.99999
-    )
+    ema: float | None = knob(None, "decay of a moving average of the weights, to evaluate", above=0, most=0.99999)
     seed: int = knob(0, "seed of weights, order, augmentation and dropout", least=0, most=2**31 - 1)
 
     _advised: ClassVar[frozenset[str]] = frozenset()  # of one instance: settings that are still an advice's own
@@ -267,10 +254,7 @@ def lr_factor(rule: str, k: float) -> float:
 
 def lr_at(plan: Plan, progress: float, drops: int = 0, own: Callable[[float], float] | None = None) -> float:
     """Return lr at a point of the run, in epochs: linear warmup, then the schedule; drops: of a plateau, so far. own: a
-    task's schedule in place of both, the factor on lr at 0…1 of the run.
-
-    A pure function, so that resuming and changed settings need no memory.
-    """
+    task's schedule in place of both, the factor on lr at 0…1 of the run. Pure, so that a resume needs no memory."""
     if own is not None:
         return plan.lr * own(min(1.0, progress / plan.epochs))
     if progress < plan.warmup_epochs:
@@ -287,13 +271,10 @@ def lr_at(plan: Plan, progress: float, drops: int = 0, own: Callable[[float], fl
 def length_of(plan: Plan, samples: int) -> str:
     """Return how long a plan trains on so many samples: steps per epoch, in all, and with a rising lr."""
     per_epoch = batches_in(samples, plan.batch_size)
-    parts = (
-        show.plural(samples, "sample"),
-        f"{show.plural(per_epoch, 'step')} per epoch",
-        f"{show.plural(plan.epochs * per_epoch, 'step')} in {show.plural(plan.epochs, 'epoch')}",
-        f"{show.plural(math.ceil(plan.warmup_epochs * per_epoch), 'step')} of warmup",
-    )
-    return " · ".join(parts)
+    total, rising = plan.epochs * per_epoch, math.ceil(plan.warmup_epochs * per_epoch)
+    whole = f"{show.plural(total, 'step')} in {show.plural(plan.epochs, 'epoch')}"
+    start = f"{show.plural(samples, 'sample')} · {show.plural(per_epoch, 'step')} per epoch"
+    return f"{start} · {whole} · {show.plural(rising, 'step')} of warmup"
 
 
 def require_batch(plan: Plan, count: int) -> None:
@@ -340,10 +321,8 @@ def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:
     that more than MANY change at once, for example by a click on a preset."""
     sentences = {}
     for field in dataclasses.fields(new):
-        factor, (before, value, usual) = (
-            field.metadata["asks_beyond"],
-            (getattr(p, field.name) for p in (old, new, advised)),
-        )
+        before, value, usual = (getattr(plan, field.name) for plan in (old, new, advised))
+        factor = field.metadata["asks_beyond"]
         if factor is not None and usual and value > max(before, factor * usual * (1 + 1e-9)):
             times = f"{value / usual:,.0f}×"
             sentences[field.name] = f"{field.name} {shown(value)} is {times} the advised {shown(usual)}"

@@ -58,15 +58,14 @@ class Ranks:
         self.first, self.ended = self.rank == 0, self.world == 1
 
     def broadcast(self, what: Any = None) -> Any:
-        """Return rank 0's object on every rank. Raises Restarted or Ended on the others, where rank 0 has left the loop
-        that they are in."""
+        """Return rank 0's object on every rank. Raises Restarted or Ended on others, whose loop rank 0 has left."""
         if self.world == 1:
             return what
         box = [what]
         dist.broadcast_object_list(box, 0, group=self.control)
-        if isinstance(box[0], Ended) and not self.first:
-            self.leave()
         if isinstance(box[0], (Restarted, Ended)) and not self.first:
+            if isinstance(box[0], Ended):
+                self.leave()
             raise box[0]
         return box[0]
 
@@ -110,7 +109,7 @@ class Ranks:
         """Return the network with gradients that are the mean over all ranks."""
         if self.world == 1:
             return network
-        wrapped = WrappedNetwork(network, gradient_as_bucket_view=True, find_unused_parameters=True)
+        wrapped = DistributedDataParallel(network, gradient_as_bucket_view=True, find_unused_parameters=True)
         wrapped.broadcast_buffers = False  # an argument until torch 2.12
         # Freed after the reducer, which would join gloo's threads while they may wait for Python's lock.
         vars(wrapped)["freed_last"] = wrapped.process_group
@@ -134,30 +133,24 @@ class Ranks:
         dist.destroy_process_group()
 
 
-class WrappedNetwork(DistributedDataParallel):
-    """DDP with the attributes of its network, which a task's loss may read."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-
 def join() -> Ranks:
-    """Meet the other processes that torchrun started, if this is not the only one. Stage and pack before: who
-    comes first waits here. Raises TrainError where processes cannot share work, RankLost."""
+    """Meet the other processes that torchrun started, if this is not the only one. Stage and pack before: who comes
+    first waits here. Raises TrainError where processes cannot share work, RankLost."""
     if devices.world() == 1:
         return Ranks()
-    device, backend = devices.pick(), {"backend": "gloo"}
+    device = devices.pick()
+    backend: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend: dict[str, Any] = {"backend": "nccl", "device_id": device}
-    limit = timedelta(seconds=float(os.environ.get("NBTOOLS_TIMEOUT", TIMEOUT)))
-    store, rank, world = next(rendezvous("env://", timeout=limit))
+        backend = {"backend": "nccl", "device_id": device}
+    store, rank, world = next(rendezvous("env://", timeout=(limit := timedelta(seconds=patience()))))
     store = PrefixStore(f"nbtools/{next(JOINS)}", store)  # an earlier run of these processes left its addresses there
     dist.init_process_group(timeout=limit, store=store, rank=rank, world_size=world, **backend)
     return Ranks(device)
+
+
+def patience() -> float:
+    return float(os.environ.get("NBTOOLS_TIMEOUT", TIMEOUT))
 
 
 @contextmanager
@@ -168,8 +161,7 @@ def naming() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(words in str(error) for words in GLOO):
             raise
-        limit = os.environ.get("NBTOOLS_TIMEOUT", f"{TIMEOUT:g}")
-        what = f"another rank of this run ended, or did not answer for {limit} s (NBTOOLS_TIMEOUT): {error}"
+        what = f"another rank of this run ended, or did not answer for {patience():g} s (NBTOOLS_TIMEOUT): {error}"
         raise RankLost(f"{what.splitlines()[0]}; start again to resume from the last checkpoint") from error
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import reduce
 from typing import Any, Self
 
 import torch
@@ -23,7 +23,7 @@ from nbtools.train.meter import Meter, Stopwatch
 from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, built_in, follow
 from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch
 from nbtools.train.ranks import Ranks, Restarted
-from nbtools.train.task import TaskLike, best_metric, bound, build, order, readable, spoken
+from nbtools.train.task import TaskLike, best_metric, bound, build, order, readable
 
 POSITION = ("epoch", "step", "samples", "segments", "lr")  # of a state: where it is
 OTHER_RUN = "for another network choose another run folder, run='runs/…'"
@@ -78,21 +78,20 @@ class TrainState:
             raise TrainError(f"{name} has no parameter that requires a gradient; unfreeze what should be trained")
         self.optimizer = build_optimizer(self.task, self.model, plan)
         self.built_in = built_in(self.optimizer)
+        if plan.graph and not self.built_in:
+            raise TrainError("Plan.graph needs an optimizer of Plan.optimizer, whose lr a graph reads; set graph=False")
         self.schedule = build_schedule(self.task, plan)
         self.scaler = new_scaler(plan, self.device)
         self.unscaled = True  # whether fp16 still has to find its scale
         self.ema = AveragedModel(self.model, use_buffers=True) if plan.ema else None
-        network = torch.compile(self.model) if plan.compile else self.model
-        self.network: Any = self.ranks.wrap(network)  # what training calls
+        self.network: Any = self.ranks.wrap(torch.compile(self.model) if plan.compile else self.model)  # for training
         self.epoch = self.step = self.samples = 0
         self.segments: list[list[int]] = []  # [[batch size, batches]] of this epoch
         self.lr = 0.0  # of the last step
         self.best, self.recovery = Best(), Recovery(plan.micro_batch_size)
         self.meter = Meter(self.device)
         self.events: list[str] = []  # messages for the next yield
-        self.graphs = Graphs(self.device, self.events) if plan.graph and self.built_in else None
-        if plan.graph and not self.built_in:
-            self.events.append("graph off: lr is a number of the task's own optimizer, not a tensor that a graph reads")
+        self.graphs = Graphs(self.device, self.events) if plan.graph else None
         count = len(pack) if isinstance(pack, Pack) else sum(pack.splits.values())
         self.keys = Keys(count, self.device)  # of draws
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
@@ -114,10 +113,6 @@ class TrainState:
             model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
         return model
 
-    def __repr__(self) -> str:
-        done = f"{self.epoch:,} of {plural(self.plan.epochs, 'epoch')}"
-        return f"TrainState of {spoken(self.task)}: {plural(self.step, 'step')}, {done} done, on {self.device}"
-
     # -- where it is
 
     @property
@@ -131,8 +126,7 @@ class TrainState:
 
     @property
     def over(self) -> bool:
-        """Return whether there is nothing left to train: an epoch that has begun is finished, even if fewer were
-        requested."""
+        """Return whether nothing is left to train: an epoch that has begun is finished, even if fewer are wanted."""
         return self.stopped is not None or (self.epoch >= self.plan.epochs and not self.segments)
 
     @property
@@ -146,12 +140,8 @@ class TrainState:
 
     # -- while it trains
 
-    def begin(self, samples: int) -> None:
-        """Begin the loop, on a pack of so many samples: give the other ranks this state, torch this run's random
-        numbers."""
-        if samples > len(self.keys.table):  # of another pack than the one that it was made for
-            self.keys = Keys(samples, self.device)
-            self.forget_graphs()  # which read those of before
+    def begin(self) -> None:
+        """Begin the loop: give the other ranks this state, torch this run's random numbers."""
         if self.ranks.world > 1 and self.ranks.first:
             tensors = {name: tensor.detach().cpu() for name, tensor in self.tensors().items()}
             self.ranks.broadcast(Restarted())
@@ -166,9 +156,8 @@ class TrainState:
         self.training = False
 
     def agree(self, samples: int) -> Self:
-        """Return the state, which on several ranks wants what rank 0 does: to be called after each record, since a
-        watcher of rank 0 may have changed it. samples: of the training split. Raises TrainError for a plan that this
-        run cannot adopt, which is then forgotten."""
+        """Return the state, which on several ranks wants what rank 0 does, whose watcher may have changed it at any
+        record. samples: of the training split. Raises TrainError for a plan that this run cannot adopt."""
         try:
             require_change(self, self.plan, samples)
         except TrainError:
@@ -182,8 +171,7 @@ class TrainState:
         return self
 
     def judge(self, values: Mapping[str, Any]) -> None:
-        """Decide whether an evaluation is the best so far, and count those in which the metric did not improve; a
-        plateau and an early stop follow from it."""
+        """Decide whether an evaluation is the best so far, and what follows: a plateau, an early stop."""
         metric, sign = best_metric(self.task)
         if self.best.metric not in (None, metric):
             self.best = Best(drops=self.best.drops)  # a best value of another metric does not count
@@ -218,13 +206,9 @@ class TrainState:
         if self.cuda_rng is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(self.cuda_rng, self.device)
 
-    @torch.no_grad()
     def lost(self) -> bool:
         """Return whether the loss or a weight is no longer a number: not to be saved. Waits for the device."""
-        wide = reduce(torch.promote_types, {p.dtype for p in self.parameters}, torch.float32)
-        parameters: Any = self.parameters
-        norms = torch._foreach_norm(parameters, 2, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
-        return not bool(torch.isfinite(torch.stack([self.meter.loss.to(wide), *norms])).all())
+        return not bool(torch.stack([torch.isfinite(each).all() for each in (self.meter.loss, *self.parameters)]).all())
 
     # -- saved and loaded
 
@@ -238,13 +222,8 @@ class TrainState:
             "stopped": self.stopped,
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "lr_scales": [group["lr_scale"] for group in self.optimizer.param_groups],
-            "optimizer": {name: kept for name, kept in self.kept(tensors=False).items() if kept},
+            "optimizer": {name: value for name, value in self.moments().items() if not isinstance(value, Tensor)},
         }
-
-    def kept(self, tensors: bool) -> dict[str, dict[str, Any]]:
-        """Return what the optimizer keeps of each trained parameter, by its name: the tensors, or the rest."""
-        states = ((name, self.optimizer.state.get(parameter, {})) for parameter, name in self.names.items())
-        return {name: {k: v for k, v in state.items() if isinstance(v, Tensor) == tensors} for name, state in states}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors by name: model., ema., optimizer.<parameter>.<name>, and the random states."""
@@ -253,13 +232,13 @@ class TrainState:
         named = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         if self.ema is not None:
             named |= {f"ema.{k}": v for k, v in self.ema.state_dict().items()}
-        named |= {**self.moments(), "rng": self.rng}
-        return named if self.cuda_rng is None else {**named, "cuda_rng": self.cuda_rng}
+        named |= {f"optimizer.{k}": v for k, v in self.moments().items() if isinstance(v, Tensor)}
+        return {**named, "rng": self.rng, **({} if self.cuda_rng is None else {"cuda_rng": self.cuda_rng})}
 
-    def moments(self) -> dict[str, Tensor]:
-        """Return the tensors that the optimizer keeps: optimizer.<name of the parameter>.<key>."""
-        pairs = self.kept(tensors=True).items()
-        return {f"optimizer.{name}.{key}": value for name, kept in pairs for key, value in kept.items()}
+    def moments(self) -> dict[str, Any]:
+        """Return what the optimizer keeps, tensors and plain values: <name of the parameter>.<key>."""
+        pairs = ((name, self.optimizer.state.get(parameter, {})) for parameter, name in self.names.items())
+        return {f"{name}.{key}": value for name, kept in pairs for key, value in kept.items()}
 
     def load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Load the saved state. Parameters that were not trained when it was saved start without moments, and an event
@@ -271,7 +250,7 @@ class TrainState:
         except RuntimeError as error:
             first = [*str(error).splitlines()[1:], str(error)][0].strip().rstrip(". ")
             raise CheckpointError(f"the checkpoint has the weights of another network: {first}; {OTHER_RUN}") from None
-        self.load_moments(below(tensors, "optimizer."), facts["optimizer"])
+        self.load_moments({**below(tensors, "optimizer."), **facts["optimizer"]})
         if not self.built_in:  # whose lr may have been another multiple of the plan's when it was built
             for group, scale in zip(self.optimizer.param_groups, facts["lr_scales"], strict=True):
                 group["lr_scale"] = scale
@@ -284,36 +263,27 @@ class TrainState:
             self.unscaled = not self.step
         self.rng, self.cuda_rng = tensors["rng"], tensors.get("cuda_rng", self.cuda_rng)
 
-    def load_moments(self, saved: Mapping[str, Tensor], plain: Mapping[str, dict[str, Any]]) -> None:
-        """Give each trained parameter its own moments. Those of parameters that are no longer trained are left out."""
-        moments: dict[str, dict[str, Any]] = {name: dict(values) for name, values in plain.items()}
-        for full, tensor in saved.items():
+    def load_moments(self, saved: Mapping[str, Any]) -> None:
+        """Give each trained parameter its own moments, leave out others. Raises CheckpointError for other shapes."""
+        kept, states = defaultdict[str, dict[str, Any]](dict), defaultdict[int, dict[str, Any]](dict)
+        for full, value in saved.items():
             name, _, key = full.rpartition(".")
-            moments.setdefault(name, {})[key] = tensor
-        self.optimizer.state.clear()
-        for group in self.optimizer.param_groups:
-            counts_on_host = not (group.get("fused") or group.get("capturable"))  # as torch has it
-            for parameter in group["params"]:
-                name = self.names[parameter]
-                for key, value in moments.get(name, {}).items():
-                    if isinstance(value, Tensor) and not (key == "step" and counts_on_host):
-                        value = self.moment(name, parameter, value)
-                    self.optimizer.state[parameter][key] = value
+            kept[name][key] = value
+        for place, parameter in enumerate(p for group in self.optimizer.param_groups for p in group["params"]):
+            name = self.names[parameter]
+            for key, value in kept[name].items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # in its memory format
+                elif isinstance(value, Tensor) and value.dim() and self.built_in:
+                    shapes = f"{tuple(value.shape)}, but the parameter has {tuple(parameter.shape)}"
+                    raise CheckpointError(f"the optimizer state of {name} has the shape {shapes}; {OTHER_RUN}")
+                states[place][key] = copy.deepcopy(value)
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": states})
         allocate(self.optimizer, self.applied)
-        fresh = [name for name in self.names.values() if name not in moments]
+        fresh = [name for name in self.names.values() if not kept[name]]
         if fresh and saved:
             more = f" and {len(fresh) - 3} more" if len(fresh) > 3 else ""
             self.events.append(f"newly trained, without moments from the checkpoint: {', '.join(fresh[:3])}{more}")
-
-    def moment(self, name: str, parameter: Tensor, saved: Tensor) -> Tensor:
-        """Return a saved tensor of the optimizer on its parameter's device and in its memory format. Raises
-        CheckpointError for another shape."""
-        if saved.shape == parameter.shape:
-            return torch.empty_like(parameter, dtype=saved.dtype).copy_(saved)
-        if saved.dim() and self.built_in:
-            shapes = f"{tuple(saved.shape)}, but the parameter has {tuple(parameter.shape)}"
-            raise CheckpointError(f"the checkpoint's optimizer state of {name} has the shape {shapes}; {OTHER_RUN}")
-        return saved.to(parameter.device)
 
 
 def new_scaler(plan: Plan, device: torch.device) -> torch.amp.GradScaler | None:
@@ -350,6 +320,7 @@ def adopt(state: TrainState, new: Plan, since: Plan | None = None) -> None:
         state.recovery.micro = new.micro_batch_size
     if "amp" in differing:
         state.scaler, state.unscaled = new_scaler(new, state.device), True
+    state.forget_graphs()  # which compute by the plan of before
     follow(state.optimizer, new)
     state.applied = new
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -31,20 +32,19 @@ LossSum = tuple[Tensor, Tensor | float]  # sum of the loss, and of how many term
 def train_step(
     state: TrainState, raw: Batch, epoch_size: float, size: int | None = None, halves: bool = True
 ) -> LossSum:
-    """Train on one raw batch, or on this rank's share of one of `size` samples.
+    """Train on one raw batch, or on this rank's share of one of `size` samples; return the (loss sum, count) of the
+    whole batch, still on the device: with Plan.graph until the next step. epoch_size: samples of an epoch, for the lr.
 
-    Returns the (loss sum, count) of the whole batch, still on the device: with Plan.graph until the next step. Where
-    memory runs out, the gradients are computed again in micro-batches of half the size, unless `halves` is False;
+    Where memory runs out, the gradients are computed again in micro-batches of half the size, unless `halves` is False;
     effective batch and lr stay. After a loss that was no number, steps are checked, and left out without any effect if
-    theirs is none. epoch_size: samples of an epoch, for the lr. Raises TrainError where nothing fits, Diverged where
-    steps are left out more often than by accident.
+    theirs is none. Raises TrainError where nothing fits, Diverged where more steps are left out than by accident.
     """
     size, careful = size or len(raw["id"]), state.step < state.recovery.careful_until
     set_lr(state, size, epoch_size)
-    if state.graphs is not None and not careful and state.graphs.follow(state.applied):
+    if state.graphs is not None and not state.graphs.off and not careful:
         state.keys.of(state.applied.seed, state.epoch)
-        step = partial(state.graphs.step, raw, partial(whole_step, state), partial(written, state))
-        if (sums := within_memory(step)[0]) is not None:
+        act, whole = partial(whole_step, state), state.applied.batch_size
+        if (sums := within_memory(partial(state.graphs.step, raw, whole, act, partial(written, state)))[0]) is not None:
             return sums
         release(state)
     buffers = [buffer.clone() for buffer in state.model.buffers()] if careful else []
@@ -53,8 +53,10 @@ def train_step(
         sums, state.unscaled = find_scale(state.scaler, state.parameters, differentiate), False
     else:
         sums = differentiate()
-    if careful and (lost := not_finite(state, sums[0])):
-        return leave_out(state, raw, size, buffers, lost)
+    if careful:
+        named = state.model.named_parameters() if state.scaler is None else ()  # fp16's scaler skips by itself
+        if lost := not_finite([("loss", sums[0]), *((f"gradient of {name}", p.grad) for name, p in named)]):
+            return leave_out(state, raw, size, buffers, lost)
     update(state)
     return sums
 
@@ -67,8 +69,7 @@ def whole_step(state: TrainState, raw: Batch) -> LossSum:
 
 
 def gradients(state: TrainState, raw: Batch, size: int) -> LossSum:
-    """Compute the gradient of sum / count over the whole batch of `size` samples, of which raw is this rank's share, in
-    any number of micro-batches; returns (sum, count)."""
+    """Compute the gradient of sum / count over the batch, of which raw is this rank's share; return (sum, count)."""
     ranks = state.ranks
     if not state.model.training:
         set_training(state.model)
@@ -156,8 +157,8 @@ def tensors(model: nn.Module) -> list[Tensor]:
 
 def written(state: TrainState) -> list[Tensor]:
     """Return the tensors that a step changes, parameters first."""
-    ema = [] if state.ema is None else tensors(state.ema)
-    return [*tensors(state.model), *ema, *state.moments().values()]
+    kept = (value for value in state.moments().values() if isinstance(value, Tensor))
+    return [*tensors(state.model), *([] if state.ema is None else tensors(state.ema)), *kept]
 
 
 def at_least_one(count: Tensor | float) -> Tensor | float:
@@ -170,8 +171,7 @@ def at_least_one(count: Tensor | float) -> Tensor | float:
 
 def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
     """Return the parts of raw that take a forward pass each: of at most `recovery.micro` samples, and of at least two
-    unless one is requested, since a single sample breaks BatchNorm. Each rank has as many, which SyncBatchNorm
-    needs."""
+    unless one is wanted, since a single one breaks BatchNorm. Each rank has as many, which SyncBatchNorm needs."""
     micro, own = state.recovery.micro, len(raw["id"])
     if micro is None:
         return [raw]
@@ -222,30 +222,23 @@ def release(state: TrainState) -> None:
 # -- a loss that is no number
 
 
-def finite(tensor: Any) -> bool:
-    return not isinstance(tensor, Tensor) or not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
-def not_finite(state: TrainState, loss_sum: Tensor) -> str:
-    """Return the first of loss and gradients that is not finite; "" if all are. fp16's scaler skips by itself."""
-    named = state.model.named_parameters() if state.scaler is None else ()
-    pairs = [("loss", loss_sum), *((f"gradient of {name}", p.grad) for name, p in named)]
-    return next((name for name, tensor in pairs if not finite(tensor)), "")
+def not_finite(named: Iterable[tuple[str, Any]]) -> str:
+    """Return the first name whose tensor has a number that is not finite; "" if none has."""
+    floats = ((name, x) for name, x in named if isinstance(x, Tensor) and x.is_floating_point())
+    return next((name for name, tensor in floats if not torch.isfinite(tensor).all()), "")
 
 
 def leave_out(state: TrainState, raw: Batch, size: int, buffers: list[Tensor], lost: str) -> LossSum:
     """Undo a step that has updated no weight yet, and report what is not finite: with the samples to look at, if it is
-    in their batch; else training has diverged, and any sample would do the same. Several ranks agree on one. Raises
-    Diverged where that happens more often than by accident."""
+    in their batch. Several ranks agree on one. Raises Diverged where that happens more often than by accident."""
     for buffer, value in zip(state.model.buffers(), buffers, strict=True):
         buffer.copy_(value)
     state.optimizer.zero_grad()
-    plan, weights = state.applied, state.model.named_parameters()
-    bad: list[tuple[int, str, list[int]]] = [(2, lost, [])]
-    bad += [(1, f"weight {name}", []) for name, weight in weights if not finite(weight)]
+    plan, bad = state.applied, list[tuple[int, str, list[int]]]([(1, lost, [])])
     for part in micro_batches(state, raw, size):
         batch = state.task.batch(part, plan, Draws(plan.seed, state.epoch, part["id"]))
-        bad += [(0, f"batch[{n!r}]", raw["id"].tolist()) for n, tensor in batch.items() if not finite(tensor)]
+        if name := not_finite((f"batch[{name!r}]", tensor) for name, tensor in batch.items()):
+            bad.append((0, name, part["id"].tolist()))
     _, name, ids = min(state.ranks.gather(min(bad)))
     named = f" (sample ids {', '.join(map(str, ids[:16]))}{' …' if len(ids) > 16 else ''})" if ids else ""
     what = f"step {state.step + 1} skipped: {name} is not finite{named}"

@@ -206,8 +206,7 @@ def bound(task: TaskLike, card: Card) -> Task:
 
 
 def build(task: Task, card: Card, plan: Any) -> nn.Module:
-    """Return the network of a bound task; for a pack of `nb.pack` one that takes batches. Raises TrainError for
-    anything else."""
+    """Return the network of a bound task; for a pack of `nb.pack` one that takes batches. Raises TrainError."""
     model = task.model(card, plan)
     if not isinstance(model, nn.Module):
         raise TrainError(f"{spoken(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
@@ -215,9 +214,6 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
         fix = "give its layers their sizes, or call the network on a sample once before"
         raise TrainError(f"{spoken(task)}: the network has layers that learn their sizes when first called; {fix}")
     keep_recurrent_in_float32(model)
-    if any(map(is_lazy, model.parameters())):
-        fix = "give its layers their sizes, or call the network on a sample once before"
-        raise TrainError(f"{spoken(task)}: the network has layers that learn their sizes when first called; {fix}")
     if task.card is not None:
         require_augmentable(card, task.augment)
         hook = partial(pass_columns, *find_columns(model, card))
@@ -227,8 +223,7 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
 
 
 def set_training(model: nn.Module, training: bool = True) -> None:
-    """Call `model.train(training)`, but leave norm layers whose parameters are all frozen in eval mode, and so the
-    statistics that they apply."""
+    """Call `model.train(training)`, but leave norm layers whose parameters are all frozen in eval mode."""
     model.train(training)
     for layer in model.modules() if training else ():
         trained = [p.requires_grad for p in layer.parameters(recurse=False)]
@@ -238,8 +233,7 @@ def set_training(model: nn.Module, training: bool = True) -> None:
 
 def find_columns(model: nn.Module, card: Card) -> tuple[tuple[str, ...], bool]:
     """Return (the columns that forward takes, whether by name): the inputs and their lengths, `<input>_length`, that
-    its parameters name; else the inputs in order; none where it takes the whole `batch`. Raises TrainError for other
-    parameters."""
+    its parameters name; else the inputs in order; none where it takes the whole `batch`. Raises TrainError."""
     inputs, start = card.options["inputs"], f"{type(model).__name__}.forward"
     parameters = inspect.signature(model.forward).parameters.values()
     plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -256,8 +250,7 @@ def find_columns(model: nn.Module, card: Card) -> tuple[tuple[str, ...], bool]:
 
 
 def pass_columns(columns: tuple[str, ...], by_name: bool, module: nn.Module, given: Any, named: Any) -> Any:
-    """Replace a batch, and nothing else, by its columns: a forward pre-hook, so that DDP and calls with tensors stay as
-    they are."""
+    """Replace a batch, and nothing else, by its columns: a forward pre-hook."""
     if not columns or named or len(given) != 1 or not isinstance(given[0], dict):
         return None
     taken = {name: given[0][name] for name in columns}

@@ -1,9 +1,9 @@
 # %% [markdown]
 # ## Install
-# `SOURCE` is where nbtools comes from: the address of its repository or of your fork, or a copy on your Drive: a
+# `SOURCE` in the folded cell says where nbtools comes from: its repository or your fork, or a copy on your Drive: a
 # folder, a wheel, or `"drive:nbtools-main.zip"` as downloaded from GitHub.
 
-# %%
+# %% cellView="form" jupyter={"source_hidden": true}
 SOURCE = "{repository}"
 import importlib.util
 import os
@@ -20,7 +20,7 @@ print(f"nbtools comes from {SOURCE}" if MISSING else "nbtools is already install
 # %% [markdown]
 # If `SOURCE` is a copy on Drive, Colab asks for your permission here.
 
-# %%
+# %% cellView="form" jupyter={"source_hidden": true}
 COPY, PROBLEM = Path(SOURCE).expanduser(), ""
 if MISSING and SOURCE.startswith("drive:"):
     try:
@@ -38,7 +38,7 @@ if not (PROBLEM or "://" in SOURCE or COPY.is_file() or (COPY / "pyproject.toml"
 # No package that came with Colab is replaced. If the installation fails, one sentence gives the reason, and *Run all*
 # stops here.
 
-# %%
+# %% cellView="form" jupyter={"source_hidden": true}
 if MISSING and not PROBLEM:
     if COPY.is_dir():  # a build writes next to its sources, which a shared folder on Drive does not allow
         COPY = Path(shutil.copytree(COPY, tempfile.mkdtemp(), ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True))

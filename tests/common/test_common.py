@@ -14,18 +14,9 @@ from nbtools.tasks.common import ctc, files, lists, metrics
 
 def test_cer_ar_and_cr_by_their_definitions_over_all_characters():
     guesses, truths = ["abd", "ab", "xabc", "abc"], ["abc", "abc", "abc", "abc"]  # S, D, I, right: 12 characters
-    assert metrics.text_metrics(guesses, truths) == {
-        "cer": (3, 12),
-        "ar": (9, 12),
-        "cr": (10, 12),
-        "whole_accuracy": (1, 4),
-    }
-    assert metrics.text_metrics(["aaaaaa"], ["b"]) == {
-        "cer": (6, 1),
-        "ar": (-5, 1),
-        "cr": (0, 1),
-        "whole_accuracy": (0, 1),
-    }
+    expected = {"cer": (3, 12), "ar": (9, 12), "cr": (10, 12), "whole_accuracy": (1, 4)}
+    assert metrics.text_metrics(guesses, truths) == expected
+    assert metrics.text_metrics(["aaaaaa"], ["b"])["ar"] == (-5, 1)
     predicted, target = torch.tensor([[1, 2, 0], [1, 1, 1], [0, 2, 2]]), torch.tensor([[1, 2, 0], [1, 0, 1], [2, 2, 0]])
     assert metrics.accuracy(predicted, target) == (6, 9)
     assert metrics.whole_accuracy(predicted, target) == (1, 3)
@@ -109,11 +100,7 @@ def test_a_report_counts_errors_and_shows_every_broken_rule_as_a_pandas_table():
     assert (whole.errors, whole.ok, whole.rows[0], whole.rows[-1]) == (100, False, rows[0], rows[-1])
     assert list(whole.frame.iloc[0]) == list(rows[0])
     assert "100 clips: 100 errors and 1 warning, of which 60 are shown" in str(whole)
-    assert whole._repr_html_().count("be finite") == 60
     assert files.Report(rows[-1:], "1 clip").ok
-    assert (
-        str(files.Refused("nan", "x must be finite", "cut it", "a.npz")) == "a.npz: x must be finite, got nan; cut it"
-    )
 
 
 def test_a_demo_replaces_a_demo_and_neither_mixes_with_other_data_nor_removes_it(tmp_path):

@@ -12,7 +12,7 @@ import os
 
 import pytest
 import torch
-from cuda_cases import CASES
+from cases import CASES
 from tape import Tape
 
 from nbtools.train import device as devices

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cuda_cases import CASES, LEAN, first_losses, one_pass, require_close, require_near
+from cases import CASES, LEAN, first_losses, one_pass, require_close, require_near
 
 import nbtools as nb
 from nbtools.measure import Stepper

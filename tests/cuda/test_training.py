@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import toy
-from cuda_cases import CASES, LEAN, require_near, run
+from cases import CASES, LEAN, require_near, run
 from torch import nn
 
 import nbtools as nb

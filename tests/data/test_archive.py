@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 from archives import FORMS, archived, put, tar_bytes, tree, zip_bytes
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import nbtools as nb
 from nbtools import errors
@@ -35,38 +33,13 @@ def assert_refused(data: bytes, match: str | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         with pytest.raises(errors.ArchiveError, match=match):
             extracted(Path(name), data)
-        assert_nothing_outside(Path(name))
-
-
-def assert_nothing_outside(place: Path) -> None:
-    assert set(os.listdir(place)) <= {"inside", "some.archive"}
-    assert not any(path.is_symlink() for path in place.rglob("*"))
+        assert set(os.listdir(name)) <= {"inside", "some.archive"}
+        assert not any(path.is_symlink() for path in Path(name).rglob("*"))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_format_comes_out_as_it_went_in(tmp_path, form):
     assert extracted(tmp_path, WHOLE[form]) == FILES
-
-
-NAMES = st.lists(st.text(st.sampled_from("aB.é-_ 1字"), min_size=1, max_size=4), min_size=1, max_size=3).map("/".join)
-
-
-@settings(max_examples=25)
-@given(
-    st.dictionaries(NAMES, st.binary(max_size=600), min_size=1, max_size=6), st.sampled_from(["tar", "zip", "tar.gz"])
-)
-def test_safe_names_come_out_as_they_went_in_and_others_are_refused(files, form):
-    """Safe: none leads upwards, and no two are one file, or a file and a folder."""
-    parts = {name: [part for part in name.split("/") if part != "."] for name in files}
-    kept = {name: p for name, p in parts.items() if p and not any(part.startswith("._") for part in p)}
-    wanted = {"/".join(p): files[name] for name, p in kept.items()}
-    folders = {"/".join(p[:i]) for p in kept.values() for i in range(len(p))}
-    unique = len(wanted) == len(kept) and not folders & wanted.keys()
-    if not (unique and wanted) or any(".." in name.split("/") for name in files):
-        return assert_refused(archived(files, form))
-    with tempfile.TemporaryDirectory() as name:
-        assert extracted(Path(name), archived(files, form)) == wanted
-        assert_nothing_outside(Path(name))
 
 
 @pytest.mark.parametrize("form", ["tar", "zip"])
@@ -190,14 +163,10 @@ def test_a_hostile_archive_is_refused_by_its_entry_and_nothing_lands_outside(dat
     assert_refused(data, r"some\.archive: entry '")
 
 
-def huge_header() -> bytes:
-    info = special("x", tarfile.XHDTYPE)
-    info.size = 1 << 40
-    return info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
-
-
 def test_a_huge_header_and_empty_archives_are_refused():
-    for data in (huge_header(), zip_bytes(), gzip.compress(b"")):
+    header = special("x", tarfile.XHDTYPE)
+    header.size = 1 << 40
+    for data in (header.tobuf(tarfile.GNU_FORMAT) + bytes(1024), zip_bytes(), gzip.compress(b"")):
         assert_refused(data)
 
 
@@ -225,6 +194,6 @@ def test_bombs_stop_at_the_budget(tmp_path, monkeypatch):
         tar_bytes({f"{number}": b"" for number in range(4)}),
     ]
     for number, data in enumerate(bombs):
-        with pytest.raises(errors.ArchiveError, match=r"bomb|comes after 3 entries"):
+        with pytest.raises(errors.ArchiveError, match=r"bomb|has more than 3 entries"):
             extracted(tmp_path / str(number), data)
         assert sum(map(len, tree(tmp_path / str(number) / "inside").values())) <= 100_000

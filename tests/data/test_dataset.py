@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import own
 import pandas as pd
 import pytest
 import torch
@@ -344,7 +343,10 @@ def test_images_from_a_table_lie_in_the_folder_of_the_csv_or_in_root(tmp_path, s
 LABELS = {
     "a separator": ({"tags": ["sea  sky", "sea", "", "sky"] * 5}, {"target": "tags", "sep": " "}),
     "lists": ({"tags": [["sea", "sky"], ["sea"], [], ["sky"]] * 5}, {"target": "tags"}),
-    "columns": ({"sea": [1, 1, 0, 0] * 5, "sky": [True, False, False, True] * 5}, {"target": ["sea", "sky"]}),
+    "columns": (
+        {"sea": [1, 1, 0, 0] * 5, "sky": [True, False, False, True] * 5},
+        {"target": ["sea", "sky"], "classes": ["sea", "sky"]},
+    ),
     "items": ([(0.5, ["sky", "sea"]), (1.5, ["sea"]), (2.5, []), (3.5, {"sky"})] * 5, {}),
     "arrays": ([(0.5, np.array(y)) for y in [[1, 1], [1, 0], [0, 0], [0, 1]] * 5], {"classes": ["sea", "sky"]}),
 }
@@ -427,9 +429,8 @@ def test_random_items_need_no_copy_and_are_read_anew_each_time():
     with pytest.raises(nb.NbtoolsError, match=r"item 0 differs each time it is read: .* pass store=False"):
         pack(data)
     made = pack(data, store=False)
-    assert pack(data, store=False).folder == made.folder
+    assert (pack(data, store=False).folder, made.raw[3]["y"]) == (made.folder, 1)
     assert (made.raw[0]["x"] != made.raw[0]["x"]).all()
-    assert made.raw[3]["y"] == 1
 
 
 def test_without_a_copy_the_pack_has_labels_and_splits_and_the_dataset_the_rest(tmp_path):
@@ -447,15 +448,3 @@ def test_without_a_copy_the_pack_has_labels_and_splits_and_the_dataset_the_rest(
     assert (list(other.columns), other.options["stored"], other.raw[1]["y"]) == (["x", "y"], False, 1)
     changed = Items(lambda i: (vector(i) + 1, i % 2), classes=["cat", "dog"])
     assert pack(changed, store=False).folder != other.folder
-
-
-def test_without_a_copy_training_learns_as_fast_as_with_one():
-    """Inputs of unlike sizes and prices about 5,000: without mean and std nothing is learned in 3 epochs."""
-    plan, errors = nb.Plan(epochs=3, batch_size=16, lr=1e-2, workers=0), []
-    for store in (True, False):
-        made = pack(own.rows(240), store=store, val=0.2, test=0)
-        state = nb.TrainState(nb.regress(own.line), made, plan)
-        *_, last = (record for record in nb.train(nb.regress(own.line), state, made) if record.kind == "epoch")
-        errors.append(last.values["val_mae"])
-    assert max(errors) < 300
-    assert errors[1] < 1.5 * errors[0]

@@ -46,9 +46,7 @@ def reads(place: Path) -> int:
 
 def pack(source, options=None, *, task="plain", read=read, **more) -> Pack:
     def survey(folder, _) -> Survey:
-        return Survey(
-            [Entry(path.name) for path in sorted(folder.rglob("*.npy"))], options=options or {}, by_content=True
-        )
+        return Survey([Entry(path.name) for path in sorted(folder.rglob("*.npy"))], options=options or {}, exact=True)
 
     return build_pack(source, task, options or {}, survey, read, **{"progress": False, **more})
 
@@ -196,15 +194,15 @@ def test_the_second_call_opens_and_another_source_or_option_is_another_pack(plac
 def test_a_folder_of_the_packs_own_is_not_given_to_other_options_or_tasks(place):
     source = vectors(place / "raw")
     assert pack(source, into=place / "mine").folder == place / "mine"
-    with pytest.raises(PackError, match=r"mine holds a pack of other files or options.*; delete"):
+    with pytest.raises(PackError, match=r"mine holds other files, or a pack of other data or options; choose a new"):
         pack(source, {"scale": 2}, into=place / "mine")
     with pytest.raises(PackError, match="is a pack of the task 'plain', not of 'other'"):
         pack(place / "mine", task="other")
-    with pytest.raises(DiskError, match="If a file is where a folder should be"):
+    with pytest.raises(DiskError, match="Choose another folder or disk"):
         pack(source, into=source / "0.npy" / "pack")
     (place / "full").mkdir()
     (place / "full" / "thesis.tex").write_text("mine")
-    with pytest.raises(PackError, match="full is not a pack, and not empty; choose a new folder"):
+    with pytest.raises(PackError, match="full holds other files"):
         pack(source, into=place / "full")
     (place / "empty").mkdir()
     with pytest.raises(StageError, match="empty holds no files"):
@@ -244,7 +242,7 @@ def test_what_was_decoded_before_an_interrupt_is_not_read_again_unless_it_is_of_
         pack(source, read=interrupted, into=into)
     if change == "a file":
         np.save(source / "1.npy", np.full(3, -1, np.float32))
-    for path in place.glob("*.blocks.part/*.npz") if change == "a power cut" else ():
+    for path in place.glob("*.blocks.part/*/*.npz") if change == "a power cut" else ():
         path.write_bytes(bytes(path.stat().st_size))
     before, options = reads(place), {"scale": 2} if change == "an option" else {}
     made = pack(source, options, into=into)
@@ -255,7 +253,7 @@ def test_what_was_decoded_before_an_interrupt_is_not_read_again_unless_it_is_of_
 @pytest.fixture
 def long(monkeypatch):
     """After the first block, the rest is worth worker processes."""
-    for name, value in {"LOOK": 0.0, "CHEAP": 0.0, "SHORT": 0.0, "cores": lambda: 2}.items():
+    for name, value in {"LOOK": 0.0, "SHORT": 0.0, "cores": lambda: 2}.items():
         monkeypatch.setattr(progress, name, value)
 
 
@@ -297,7 +295,7 @@ def test_what_is_no_whole_pack_of_this_format_is_refused_in_a_sentence(place):
     path, manifest = made.folder / "x.npy", made.folder / MANIFEST
     data = bytearray(path.read_bytes())
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(PackError, match=r"x.npy: SHA-256 \w+…, the manifest says"):
+    with pytest.raises(PackError, match=r"x.npy: its SHA-256 is not"):
         Pack.open(made.folder).verify()
     path.write_bytes(data + b"!")
     with pytest.raises(PackError, match=r"x.npy: has \d+ bytes, when packed it had \d+; delete the folder"):
@@ -342,7 +340,7 @@ def test_a_flipped_bit_in_a_kept_pack_is_noticed_when_it_comes_back(place):
         data = file.read_bytes()
         at = data.index((made.folder / "x.npy").read_bytes()[-200:])
         file.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-        with pytest.raises(ArchiveError, match=r"the pack in it is damaged: .*x\.npy: SHA-256"):
+        with pytest.raises(ArchiveError, match=r"the pack in it is damaged: .*x\.npy: its SHA-256"):
             pack(source)
         file.write_bytes(data)
         assert contents(pack(source)) == contents(made)

@@ -52,7 +52,7 @@ def test_whole_numbers_are_exact_counts_and_a_share_stands_next_to_one(place):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 15])
-@pytest.mark.parametrize("survey", [{}, {"by_content": True}, {"classes": "ab", "stratified": True}])
+@pytest.mark.parametrize("survey", [{}, {"exact": True}, {"classes": "ab", "exact": True}])
 def test_a_share_gives_at_least_one_sample_and_never_all(place, count, survey):
     splits = drawn(place, count, val=0.01, test=0, **survey).splits
     assert splits == {"train": count - (count > 1), "val": int(count > 1), "test": 0}
@@ -90,28 +90,28 @@ def test_the_sources_own_splits_are_kept_and_unknown_ones_refused(place):
 
 
 def test_a_table_in_another_order_has_its_rows_in_the_same_splits(place):
-    first, other = drawn(place, 200, by_content=True), drawn(place, 200, by_content=True, order=[*range(199, -1, -1)])
+    first, other = drawn(place, 200, exact=True), drawn(place, 200, exact=True, order=[*range(199, -1, -1)])
     assert first.splits == other.splits == {"train": 160, "val": 20, "test": 20}
     assert all(rows(first, split) == rows(other, split) for split in SPLITS)
-    less = drawn(place, by_content=True, order=[i for i in range(200) if i != 77])
+    less = drawn(place, exact=True, order=[i for i in range(200) if i != 77])
     assert len(rows(less, "test") - rows(first, "test")) <= 1, "a dropped row moves no more than the border"
-    assert rows(drawn(place, 200, by_content=True, seed=1), "test") != rows(first, "test")
+    assert rows(drawn(place, 200, exact=True, seed=1), "test") != rows(first, "test")
 
 
 def test_each_class_is_divided_by_the_shares(place):
     rare = "a" * 13 + "b" * 6 + "c"
-    made = drawn(place, 200, val=0.1, test=0.2, classes=rare, by_content=True, stratified=True)
+    made = drawn(place, 200, val=0.1, test=0.2, classes=rare, exact=True)
     assert made.splits == {"train": 140, "val": 20, "test": 40}
     counts = {split: Counter(made.classes[made.arrays["y"][i]] for i in made.ids(split)) for split in SPLITS}
     assert counts["test"] == {"a": 26, "b": 12, "c": 2}
     assert counts["val"] == {"a": 13, "b": 6, "c": 1}
-    few = drawn(place, 40, classes="abcdefgh", by_content=True, stratified=True)
+    few = drawn(place, 40, classes="abcdefgh", exact=True)
     assert few.splits == {"train": 32, "val": 4, "test": 4}, "exact also where a class has too few for a whole sample"
     assert not [line for line in few.remarks if "train" in line]
 
 
 def test_a_group_stays_in_one_split_and_in_one_fold(place):
-    surveys: Any = ({}, {"by_content": True}, {"classes": "ab", "stratified": True})
+    surveys: Any = ({}, {"exact": True}, {"classes": "ab", "exact": True})
     for survey in surveys:
         made = drawn(place, 120, val=0.2, test=0.2, group=lambda i: f"patient {i // 6}", **survey)
         assert min(made.splits.values()) >= 12
@@ -138,7 +138,7 @@ def test_what_is_wrong_with_the_splits_is_said_once_and_kept(place, capsys):
         ),
     ):
         assert remark in made.remarks
-    assert not drawn(place, 40, classes="ab", stratified=True).remarks
+    assert not drawn(place, 40, classes="ab", exact=True).remarks
     assert not drawn(place, 40, test=1.0).remarks
 
 
@@ -155,7 +155,7 @@ def test_a_split_of_which_most_is_refused_is_said(place):
 
 
 def test_folds_validate_each_sample_once_share_the_arrays_and_keep_the_test_split(place):
-    made = drawn(place, 63, test=0.2, classes="aab", by_content=True, stratified=True)
+    made = drawn(place, 63, test=0.2, classes="aab", exact=True)
     folds = made.folds(5)
     assert len({fold.card.digest for fold in (made, *folds)}) == 6
     val = np.concatenate([fold.ids("val") for fold in folds])

@@ -12,7 +12,7 @@ from acting import QUIET
 
 import nbtools as nb
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.run import Run, lock
+from nbtools.run import lock
 from nbtools.train import History, Record, checkpoint
 
 EVIL = '<img src=x onerror="alert(1)">'
@@ -71,7 +71,8 @@ def test_no_run_is_the_best_of_different_data_or_before_both_have_been_evaluated
     plan = toy.PLAN.replace(epochs=1)
     other = nb.fit(toy, toy.make_pack(tmp_path / "other", count=120), plan, tmp_path / "b", **QUIET)
     assert "of different tasks, or validated on different data" in nb.compare(runs[0], other).conclusion
-    compared = nb.compare(runs[0], Run(tmp_path / "empty", toy, runs[0].card, runs[0].plan))
+    checkpoint.mark(copy := shutil.copytree(runs[0].folder, tmp_path / "empty"), best=None)
+    compared = nb.compare(runs[0], copy)
     assert compared.conclusion == "No best run: fewer than two have been evaluated."
 
 
@@ -115,10 +116,9 @@ def test_the_state_of_a_run_is_read_off_its_folder(runs, tmp_path):
     assert opened.state == "done"
     with lock(folder):
         assert opened.state == "training"
-    (folder / "plan.json").write_text(opened.plan.replace(epochs=9).to_json())
-    assert nb.Run.open(folder).state == "interrupted"
-    opened.history.append(Record("event", 4, 99, 999, {"what": "stopped", "asked": "stop"}))
-    assert nb.Run.open(folder).state == "stopped"
+    for ended, state in ((None, "interrupted"), ("stopped", "stopped"), ("diverged", "diverged")):
+        checkpoint.mark(folder, ended=ended)
+        assert nb.Run.open(folder).state == state
 
 
 def test_samples_can_be_chosen_in_the_call_and_what_is_none_is_refused(pack, tmp_path, monkeypatch):
@@ -129,7 +129,7 @@ def test_samples_can_be_chosen_in_the_call_and_what_is_none_is_refused(pack, tmp
         assert [each.truth for each in shown[-1]] == ["abcd"[int(pack.sample(i)["label"][0])] for i in (7, 3)]
     lacking = rf"sample {len(pack)} is not in the pack; choose ids from 0 to {len(pack) - 1}"
     wrong: Any
-    for wrong in ("last", ["a.png"], 5, [], [3, len(pack)]):
-        with pytest.raises(TrainError, match=rf"samples must be 'first', 'worst' or a list of ids|{lacking}"):
+    for wrong in ("first", ["a.png"], 5, [], [3, len(pack)]):
+        with pytest.raises(TrainError, match=rf"samples must be a list of ids|{lacking}"):
             nb.fit(toy, pack, plan, tmp_path / "other", samples=wrong, **QUIET)
         assert not (tmp_path / "other").exists(), "refused before anything is written"

@@ -62,7 +62,7 @@ def test_a_path_is_slow_by_its_longest_mount_point(tmp_path, monkeypatch):
 
 def add_ones(path, file):
     for _ in range(50):
-        with disk.Lock(path):
+        with disk.lock(path):
             file.write_text(str(int(file.read_text()) + 1))
 
 
@@ -79,7 +79,7 @@ def test_only_one_process_is_inside_a_lock(tmp_path):
 
 def own_and_be_killed(path, left):
     """Take a lock, leave a fork that lives on, and be killed."""
-    with disk.Lock(path):
+    with disk.lock(path):
         process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         process.start()
         left.send(process.pid)
@@ -94,5 +94,6 @@ def test_a_fork_of_its_owner_does_not_hold_a_lock(tmp_path):
     owner.start()
     left = here.recv()
     owner.join()
-    assert not disk.Lock(path, busy=errors.TrainError("held")).held()
+    with disk.lock(path, busy=errors.TrainError("held")):
+        pass
     os.kill(left, signal.SIGKILL)

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import toy
-from acting import QUIET, acting, interrupted, last_step, texts
+from acting import QUIET, acting, interrupted, last_step, same, texts
 from archives import tree
 from safetensors.torch import load_file
 
@@ -122,7 +122,7 @@ def test_ctrl_c_ends_a_scripts_loop_once_the_run_is_saved(pack, tmp_path):
         for lr in (0.001, 0.01, 0.1):
             nb.fit(task, pack, ONE.replace(lr=lr), tmp_path / f"{lr}", **QUIET)
 
-    with pytest.raises(KeyboardInterrupt, match="run it again to continue"):
+    with pytest.raises(KeyboardInterrupt, match=r"Run .*: 0 of 1 epoch"):
         script()
     assert {path.name for path in tmp_path.iterdir()} == {"0.001", "0.01"}
     assert last_step(tmp_path / "0.01") == 3
@@ -200,23 +200,27 @@ def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk
     monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
     monkeypatch.setitem(sys.modules, "google.colab", colab)
 
-    def fitted(task):
-        return nb.fit(task, pack, ONE, tmp_path / "run", "drive:kept", release_gpu=True, **QUIET)
+    def given_back_by(task, run="run", keep: Any = "drive:kept") -> int:
+        nb.fit(task, pack, ONE, tmp_path / run, keep, release_gpu=True, **QUIET)
+        return len(given_back)
 
-    nb.fit(toy, pack, ONE, tmp_path / "here", tmp_path / "beside", release_gpu=True, **QUIET)
-    assert given_back == [], "with the run on its disk"
-    interrupted(lambda: fitted(acting({3: ctrl_c})))
-    assert given_back == [], "taken from a user who stopped the run"
-    fitted(toy)
-    assert given_back == [True]
+    assert given_back_by(toy, "here", tmp_path / "beside") == 0, "with the run on its disk"
+    interrupted(lambda: given_back_by(acting({3: ctrl_c})))
+    assert given_back_by(toy) == 1, "not when the user stopped it"
     assert nb.Run.open(tmp_path / "kept", toy).history.of("epoch")
 
 
-def test_without_progress_the_advice_of_the_call_shows_no_bar_either(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("nbtools.measure.advisor.measured", lambda task, pack, thumb, *_: thumb)
-    for name in ("LEAST", "SLOW", "PATIENCE"):
-        monkeypatch.setattr(f"nbtools.data.progress.{name}", 0)
-    for progress in (True, False):
-        pack = toy.make_pack(tmp_path / f"{progress}", 60)
-        nb.fit(toy, pack, None, tmp_path / f"{progress}" / "run", receipt=False, progress=progress)
-        assert ("measuring toy on this machine" in capsys.readouterr().err) == progress
+def test_an_interrupt_while_torch_enters_a_context_leaves_it_entered_for_no_later_run(pack, tmp_path):
+    """Under autocast that is left on, steps would go on with the weights of the first."""
+
+    def interrupt() -> None:
+        for context in (torch.no_grad(), torch.autocast("cpu", torch.float16)):
+            context.__enter__()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        nb.fit(acting({5: interrupt}), pack, ONE.replace(amp="bf16"), tmp_path / "run", **QUIET)
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    whole = nb.fit(toy, pack, ONE.replace(amp="bf16"), tmp_path / "whole", **QUIET)
+    assert same(nb.fit(toy, pack, ONE.replace(amp="bf16"), tmp_path / "run", **QUIET), whole)

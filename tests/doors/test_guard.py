@@ -65,19 +65,6 @@ def test_a_change_after_which_the_loss_explodes_is_undone_and_leaves_no_trace(
     assert same(run, untouched)
 
 
-def test_a_change_that_does_not_diverge_is_as_it_was_bit_for_bit_and_its_watch_ends(pack, folder):
-    """Passes without any rollback too: that is the claim."""
-    run = nb.fit(acting({20: asking(folder, lr=0.02, batch_size=7)}), pack, PLAN, folder, **QUIET)
-    state, seen = nb.TrainState(toy, pack, PLAN), []
-    for record in nb.train(toy, state, pack):
-        if record.kind == "step" and "loss" in record.values:
-            seen.append((record.step, record.values["loss"]))
-        if state.step == 20 and state.plan is PLAN:
-            state.plan = PLAN.replace(lr=0.02, batch_size=7)
-    assert losses(run) == seen
-    assert run.plan.lr == 0.02
-
-
 def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is_kept(pack, folder, tmp_path, slow):
     """Checkpoints of every step: those of the ruined weights must not be gone on from."""
     task = acting({13: asking(folder, force=True, lr=1000), 19: lambda: 1 / 0})  # 14 to 18 are ruined, then 14
@@ -143,7 +130,7 @@ def test_back_to_best_goes_on_from_the_best_checkpoint_with_the_settings_of_now(
     best = untouched.history.of("epoch")[0]["step"]
     task = acting({best + 12: asking(folder, eval_every=2), best + 15: asking(folder, "best")}, **first_is_best())
     run = nb.fit(task, pack, PLAN, folder, **QUIET)
-    assert texts(run) == [f"back at step {best}, the best checkpoint: accuracy 0.500 after epoch 1"]
+    assert texts(run) == [f"the best checkpoint: back at step {best}"]
     assert texts(run, "change") == ["eval_every 1 → 2"]
     assert run.plan.eval_every == 2
     assert losses(run) == losses(untouched)

@@ -2,6 +2,10 @@
 
 import math
 
+import browser
+import pytest
+import serving
+
 from nbtools import show
 
 
@@ -42,3 +46,27 @@ def test_sizes_are_decimal_and_times_and_shares_have_units():
     times = {18.4: "18 s", 135.2: "2 min 15 s", 7500: "2 h 05 min", 4e5: "4 d 15 h"}
     assert [show.duration(seconds) for seconds in times] == list(times.values())
     assert [show.percent(0.943), show.percent(0.0043, 1)] == ["94 %", "0.4 %"]
+
+
+CELL = """import nbtools as nb, toy
+from pathlib import Path
+nb.advise(toy, toy.make_pack(Path("data")), measure=False)"""
+PLACES = "each => each.map(cell => [getComputedStyle(cell).textAlign, cell.getBoundingClientRect().x])"
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    "stack", [serving.LAB, pytest.param(serving.CLASSIC, marks=pytest.mark.full)], ids=lambda stack: stack.name
+)
+def test_a_notebook_aligns_a_column_of_a_table_as_its_header(stack, chromium, tmp_path):
+    with serving.serving(stack, tmp_path) as address, browser.chromium(chromium) as window:
+        serving.write(tmp_path / "work" / "tables.ipynb", [CELL])
+        page = browser.OPENED[stack.name](window, address)
+        page.open("tables.ipynb")
+        page.ready()
+        page.run(0)
+        table = page.output(0).locator("table").first
+        table.wait_for()
+        headers = table.locator("thead th").evaluate_all(PLACES)
+        assert len(headers) == 3
+        assert headers == table.locator("tbody tr").first.locator("td").evaluate_all(PLACES)

@@ -51,7 +51,7 @@ panel""",
     'order = ["second"]; run.summary()',
     'order.append("third"); print(nb.evaluate(run, pack, split="test"))',
     'order.append("asked"); print(*order)',
-    "from nbtools.live import view; view.STILL_EVERY, view.STILL_COST = 0.3, 1.0",
+    "from nbtools.live import view; view.STILL_EVERY = 0.3",
 )
 PANEL, FIT, SECOND, THIRD, ASKED, STILLS = range(len(CELLS))
 LIVE = """() => {
@@ -181,6 +181,8 @@ class Visit:
         steps = len(self.log.steps())
         until(lambda: len(self.log.steps()) > steps + 5, "steps")
         seen.texts["asked"], seen.facts["asked"] = notebook.notice(), self.person.now("lr")
+        field = notebook.row("lr").locator("input[type=text]").first
+        seen.facts["marked"] = field.evaluate("field => getComputedStyle(field).boxShadow")
         notebook.shot(f"{self.name}-typo")
         notebook.click("Apply lr = 1000")
         told = self.output.get_by_text("Training diverged")
@@ -227,6 +229,7 @@ class Visit:
         notebook.open("captcha.ipynb")
         until(notebook.frames, "the last frame")
         until(notebook.output(PANEL).locator(".nbtools-row").count, "the panel")
+        until(lambda: "stopped by you" in self.output.inner_text(), "how it ended")
         self.seen.texts["gone"] = self.output.inner_text()
         notebook.shot(f"{self.name}-gone", FIT)
 
@@ -326,6 +329,7 @@ def test_pause_stops_the_steps_and_resume_goes_on(seen):
 def test_a_typo_is_asked_about_and_insisted_on_it_is_undone_by_the_run(seen):
     assert "lr 1000 is 500,000× the advised 0.002" in seen.texts["asked"]
     assert seen.facts["asked"] == 0.002
+    assert "rgb(213, 94, 0)" in seen.facts["marked"], "the field is marked"
     assert seen.facts["ruined"]
     sentence = r"Training diverged after lr 0\.002 → 1000, which was undone; back at step [\d,]+"
     assert re.search(sentence, seen.texts["diverged"])

@@ -20,7 +20,7 @@ from nbtools.live import Columns, draw, facts, samples, view
 from nbtools.live.facts import About
 from nbtools.live.plot import picture
 from nbtools.live.samples import Preview
-from nbtools.train import History, Record, evaluation
+from nbtools.train import History, Record
 
 pytestmark = pytest.mark.drawn
 
@@ -38,7 +38,7 @@ def shown(found, about=ABOUT, x="step"):
 
 def page(found, about=ABOUT, status=""):
     """What a notebook shows of it: facts and charts."""
-    return f"<div>{facts.html(Columns().follow(found), about, status)}{draw.frame(shown(found, about))}</div>"
+    return f"<div>{facts.html(Columns().follow(found), about, status)}{draw.page(shown(found, about), head='')}</div>"
 
 
 def texts(page):
@@ -91,7 +91,7 @@ def test_the_x_axis_is_steps_samples_or_minutes():
     for row in found.rows:
         row["wall"] = row["step"] * 0.6
     for x, last in (("step", "200"), ("samples", "12800"), ("minutes", "2")):
-        assert f'data-x="{x}" data-first="0" data-last="{last}"' in draw.frame(shown(found, x=x))
+        assert f'data-x="{x}" data-first="0" data-last="{last}"' in draw.page(shown(found, x=x))
 
 
 def test_of_a_line_of_the_log_as_many_fields_stay_as_the_cell_has_room_for():
@@ -202,18 +202,6 @@ def test_what_was_not_read_and_what_was_misread_are_underlined_and_a_right_answe
     made = samples.html([Preview(CAPTCHA, truth, predicted)])
     marked = texts(f"<div>{made.replace('<u>', '[').replace('</u>', ']')}</div>")
     assert said.replace(" ", "") in marked.replace(" ", "")
-
-
-def test_the_worst_samples_are_those_of_the_last_evaluations_worst_batches(pack):
-    state = nb.TrainState(toy, pack, toy.PLAN.replace(epochs=1, batch_size=8))
-    for _ in nb.train(toy, state, pack):
-        continue
-    batches = state.last_evaluation
-    assert sorted(i for ids, _ in batches for i in ids.tolist()) == sorted(pack.ids("val"))
-    worst, *_, best = evaluation.worst_first(batches)
-    means = {i: float(total) / float(count) for ids, (total, count) in batches for i in ids.tolist()}
-    assert (means[worst], means[best]) == (max(means.values()), min(means.values()))
-    assert set(samples.Previews(state, pack, "worst").worst()) <= set(evaluation.worst_first(batches)[: samples.POOL])
 
 
 def test_a_name_is_wrong_as_a_whole_however_many_letters_it_shares():

@@ -190,7 +190,6 @@ def test_requests_made_before_the_run_looks_are_all_taken_and_a_forced_one_force
     steps = [
         (asking(folder, "save", lr=2e-3), asking(folder, "evaluate", clip_norm=2.0)),
         (asking(folder, lr=1000.0), asking(folder, weight_decay=0.1, force=True)),
-        ((folder / CONTROL).touch,),  # echo, before it writes
         (lambda: (folder / CONTROL).write_text('{"do": ["stop"]}'),),
     ]
     actions = {3 + n: lambda each=each: [act() for act in each] for n, each in enumerate(steps)}
@@ -200,7 +199,7 @@ def test_requests_made_before_the_run_looks_are_all_taken_and_a_forced_one_force
     saved_, refused, stopped = texts(run)
     assert saved_ == "saved at step 3"
     assert "lr 1000 is 100,000× the advised" in refused
-    assert re.fullmatch(r"stopped by .* after step 6; .*", stopped)
+    assert re.fullmatch(r"stopped by .* after step 5; .*", stopped)
     with pytest.raises(TrainError, match="name the folder of a run"):
         send(tmp_path / "gone", ["stop"])
     assert not (tmp_path / "gone").exists()

@@ -1,4 +1,4 @@
-"""Augmentation of images and their labels: against a version that goes pixel by pixel, and the draws themselves."""
+"""Batches, and the augmentation of images and their labels: against a version that goes pixel by pixel."""
 
 import math
 
@@ -7,6 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from nbtools.data import Draws
+from nbtools.errors import PlanError
+from nbtools.tasks import segment
 from nbtools.tasks.segment import Plan, task
 
 GREY, OUTSIDE = 127.5, 255
@@ -91,3 +93,23 @@ def test_colours_change_as_brightness_contrast_and_saturation_one_after_the_othe
         grey = steep.mean(0)
         torch.testing.assert_close(made[b, :3], grey + (steep - grey) * saturation[b], atol=1e-2, rtol=1e-5)
         assert torch.equal(made[b, 3], image[3])
+
+
+def test_training_and_prediction_see_the_same_tensor():
+    """The guide normalised in two places, and differently."""
+    raw = raw_batch(1)
+    trained, predicted = segment.batch(raw, Plan(), Draws(0, 0, raw["id"])), segment.batch(raw, Plan(), None)
+    assert torch.equal(trained["image"], predicted["image"])
+    expected = (raw["image"].permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.25
+    torch.testing.assert_close(trained["image"], expected, atol=1e-6, rtol=0)
+    assert torch.equal(trained["distance"], raw["distance"] / 8)
+    assert segment.batch({"image": raw["image"]}, Plan(), None).keys() == {"image"}, "images alone are a batch too"
+    cropped = segment.batch(raw, Plan(crop=128), Draws(0, 0, raw["id"]))
+    outside = cropped["label"] == OUTSIDE
+    assert (cropped["image"].movedim(1, 3)[outside] == 0).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("settings", [{"scale_high": 0.5}, {"eval_scales": ()}])
+def test_impossible_settings_are_refused_by_name(settings):
+    with pytest.raises(PlanError, match=r"^Plan\.(scale_low|eval_scales) must .*, got "):
+        Plan(**settings)

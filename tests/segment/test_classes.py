@@ -74,14 +74,20 @@ def test_a_mask_of_0_and_255_says_how_to_be_read(tmp_path):
     np.testing.assert_array_equal(label, (ids() > 0).astype(np.uint8))
 
 
+@pytest.mark.parametrize("ignore", [1, "shirt", [np.int64(1)]])
+def test_ignored_classes_leave_no_gap_and_are_named_by_id_or_name(tmp_path, ignore):
+    made = packed(corpus(tmp_path / "raw"), classes=tuple(NAMES), ignore=ignore)
+    assert (made.classes, made.options["ids"]) == (["ground", "shoe"], [0, 2])
+    expected = np.array([0, 255, 1], np.uint8)[ids()]
+    np.testing.assert_array_equal(sample(made, "images/train/0.png")["label"], expected)
+
+
 @pytest.mark.parametrize(
     ("text", "table"),
     [
         ("ground\nshirt\n\n", {0: "ground", 1: "shirt"}),
         ("id,name\n3,ground\n7, a shirt\n", {3: "ground", 7: "a shirt"}),
-        ("0,ground,0,0,0\n1,shirt,255,0,9", {0: "ground", 1: "shirt"}),
         ("3;ground\n7;shirt, red\n", {3: "ground", 7: "shirt, red"}),
-        ("bg\nshirt, red\n", {0: "bg", 1: "shirt, red"}),
     ],
 )
 def test_files_of_classes_are_read(tmp_path, text, table):
@@ -94,24 +100,9 @@ def test_files_of_classes_are_read(tmp_path, text, table):
     assert packed(source, val=0, test=0).classes == made.classes, "of the source too"
 
 
-@pytest.mark.parametrize("ignore", [1, "shirt", [np.int64(1)]])
-def test_ignored_classes_leave_no_gap_and_are_named_by_id_or_name(tmp_path, ignore):
-    made = packed(corpus(tmp_path / "raw"), classes=tuple(NAMES), ignore=ignore)
-    assert (made.classes, made.options["ids"]) == (["ground", "shoe"], [0, 2])
-    expected = np.array([0, 255, 1], np.uint8)[ids()]
-    np.testing.assert_array_equal(sample(made, "images/train/0.png")["label"], expected)
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ("0,ground\n0,shirt\n1,shoe\n", "each id must be used only once, got 0 twice"),
-        ("0,ground\n1,ground\n2,shoe\n", "each name must be used only once, got 'ground' twice"),
-        ("0,ground\nshirt\n", r"classes\.txt: .* got 'shirt'"),
-    ],
-)
-def test_class_tables_that_are_ambiguous_are_refused(tmp_path, lines, message):
+@pytest.mark.parametrize("lines", ["0,ground\n0,shirt\n1,shoe\n", "0,ground\n1,ground\n2,shoe\n"])
+def test_class_tables_that_are_ambiguous_are_refused(tmp_path, lines):
     source = corpus(tmp_path / "raw")
     saved(source / "classes.txt", lines)
-    with pytest.raises(PackError, match=message):
+    with pytest.raises(PackError, match=r"each (id|name) must be used only once, got .* twice"):
         packed(source)

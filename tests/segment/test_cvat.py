@@ -5,12 +5,10 @@ import pytest
 from matplotlib.path import Path as Outline
 
 from nbtools.errors import PackError
-from nbtools.tasks.common.files import ERROR
 from tests.segment.masks import H, W, checked, faults, ids, only, packed, photo, polygon, saved, sole, tree, xml
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TRIANGLE = polygon("1,1;30,1;30,30")
-POINTS = "a polygon must have at least 3 points, x and y of each in pixels"
 
 
 def edited(source, old, new):
@@ -37,13 +35,6 @@ def test_a_polygon_is_filled_where_it_covers_the_centre_of_a_pixel(tmp_path):
     np.testing.assert_array_equal((sole(source)["label"] == 1)[sure], inside[sure])
 
 
-@pytest.mark.parametrize("size", [(H, W), (2 * H, 2 * W)])
-def test_polygons_of_whole_pixels_cover_these_at_every_size(tmp_path, size):
-    expected = rectangle(4, 10, 10, 20).repeat(size[0] // H, 0).repeat(size[1] // W, 1)
-    shape = polygon("10,4;20,4;20,10;10,10", "shoe")
-    np.testing.assert_array_equal(sole(xml(tmp_path / "whole", shape), size=size)["label"], expected)
-
-
 def test_a_higher_z_order_covers_so_holes_can_be_drawn(tmp_path):
     shapes = polygon("10,10;20,10;20,20;10,20", "background", 2) + polygon("0,0;48,0;48,36;0,36", "shirt", 1)
     source = xml(tmp_path / "raw", shapes, "background shirt shoe")
@@ -58,32 +49,28 @@ def test_a_higher_z_order_covers_so_holes_can_be_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("shapes", "rule", "value"),
     [
-        (polygon("1,1;20,20"), POINTS, "shirt: 2"),
-        (polygon("1,1;20,nan;3,3"), POINTS, "nan"),
+        (polygon("1,1;20,20"), "a polygon must have at least 3 points, x and y of each in pixels", "shirt: 2"),
+        (polygon("1,1;20,nan;3,3"), "a polygon must have at least 3 points, x and y of each in pixels", "nan"),
         (polygon("1,1;20,20;3,3", "hat"), "a shape's label must be in the class table", "hat"),
         ('<box label="shoe" xtl="1" ytl="1" xbr="9" ybr="9"></box>', "a shape must be a polygon", "shoe: box"),
     ],
 )
 def test_a_shape_that_cannot_be_drawn_leaves_its_image_out(tmp_path, shapes, rule, value):
-    source = xml(tmp_path / "raw", shapes)
-    [row] = faults(checked(source))
+    [row] = faults(checked(xml(tmp_path, shapes)))
     assert (row.file, row.rule) == ("a.png", rule)
     assert value in row.value
-    with pytest.raises(PackError, match="0 of 1 file can be used"):
-        packed(source)
 
 
 @pytest.mark.parametrize(
     ("attributes", "place", "split"),
     [
         ('name="a.png" subset="Validation"', "images/Validation/a.png", "val"),
-        ('name="a.png" subset="Test"', "images/a.png", "test"),
         ('name="sub\\a.png"', "images/sub/a.png", "train"),
     ],
 )
 def test_an_image_is_found_where_cvat_puts_it_and_its_subset_is_its_split(tmp_path, attributes, place, split):
     source = edited(xml(tmp_path / "raw", TRIANGLE), 'name="a.png"', attributes)
-    (source / place).parent.mkdir(parents=True, exist_ok=True)
+    (source / place).parent.mkdir(parents=True)
     (source / "a.png").rename(source / place)
     made = packed(source, val=0, test=0)
     assert (made.names, made.splits[split]) == ([place], 1)
@@ -93,7 +80,6 @@ def test_an_image_is_found_where_cvat_puts_it_and_its_subset_is_its_split(tmp_pa
     ("name", "rule"),
     [
         ("../../secret.png", "an annotated image must exist"),
-        ("", "an annotated image must exist"),
         ("a.png", "an image must have one label and one split"),
     ],
 )
@@ -106,24 +92,16 @@ def test_names_lead_to_no_file_outside_the_source_and_an_image_is_annotated_once
     assert packed(source, val=0, test=0).names == ["a.png"]
 
 
-def test_an_image_of_another_size_than_the_annotated_one_is_a_row(tmp_path):
-    [row] = faults(checked(xml(tmp_path / "size", TRIANGLE, size=(100, 200))))
-    assert "100 × 200 pixels (height × width), the image has 36 × 48 pixels (height × width)" in row.value
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("<annotations><image>", "must be whole XML"),
-        ("", "must be whole XML, got no element found.*; export it .*CVAT for images 1.1"),
+        ("<annotations><image>", "must be whole XML.*; export it .*CVAT for images 1.1"),
         ("<annotations></annotations>", "must name images, got no <image>; export it again as CVAT"),
-        ('<annotations><image name="b.png"/></annotations>', "an annotated image must exist, got b.png"),
     ],
 )
-def test_annotations_that_cannot_be_used_are_refused_or_a_row_next_to_good_labels(tmp_path, text, message):
+def test_annotations_that_cannot_be_used_are_a_row_next_to_good_labels_and_else_refused(tmp_path, text, message):
     source = tree(tmp_path / "raw", {"a.png": photo(), "annotations.xml": text})
-    with pytest.raises(PackError, match=rf"annotations\.xml: (annotations )?{message}"):
+    with pytest.raises(PackError, match=rf"annotations\.xml: annotations {message}"):
         packed(source)
     saved(source / "labels" / "a.png", ids())
-    row = only(checked(source))
-    assert (row.severity, row.file) == (ERROR, "annotations.xml")
+    assert only(checked(source)).file == "annotations.xml"

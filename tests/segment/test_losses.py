@@ -1,13 +1,14 @@
-"""The loss against slow loops over images and pixels; each image counts by itself, so batches add up."""
+"""BiSeNetV2 at any size, and its loss against slow loops over images and pixels."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from nbtools.tasks import segment
-from nbtools.tasks.segment.networks import SLIM, BiSeNetV2
+from nbtools.tasks.segment.networks import SIZES, BiSeNetV2, Norm
 
 CLASSES, IGNORE, HEIGHT, WIDTH = 4, 255, 9, 7
 PLAN = segment.Plan(ohem_least=0.25)
@@ -92,11 +93,47 @@ def test_loss_and_gradient_are_those_of_a_loop_over_images_and_pixels(plan):
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(fast, slow, strict=True))
 
 
-def test_a_batch_without_a_valid_pixel_adds_nothing_and_its_gradient_is_zero_not_nan():
+def small(kind: str = "slim", channels: int = 3) -> Any:
     torch.manual_seed(0)
-    network, label = BiSeNetV2(CLASSES, sizes=SLIM), torch.full((2, 40, 48), IGNORE)
-    batch = {"image": torch.randn(2, 3, 40, 48), "label": label, "distance": torch.zeros(2, 40, 48)}
-    total, count = segment.loss(network, batch, PLAN)
+    return BiSeNetV2(CLASSES, channels, SIZES[kind])
+
+
+def images(label: int, count: int) -> dict[str, torch.Tensor]:
+    image, distance = torch.randn(count, 3, 40, 48), torch.zeros(count, 40, 48)
+    return {"image": image, "label": torch.full((count, 40, 48), label), "distance": distance}
+
+
+def test_a_batch_without_a_valid_pixel_adds_nothing_and_its_gradient_is_zero_not_nan():
+    network = small()
+    total, count = segment.loss(network, images(IGNORE, 2), PLAN)
     total.backward()
     assert total.item() == count.item() == 0
     assert all(p.grad is not None and not p.grad.any() for p in network.parameters())
+
+
+@pytest.mark.parametrize(("kind", "channels"), [("bisenetv2", 3), ("slim", 4)])
+@pytest.mark.parametrize("size", [(180, 240), (33, 47)])
+def test_logits_have_the_size_of_any_image_and_strides_round_up(kind, channels, size):
+    network = small(kind, channels).to("meta")
+    logits, auxiliary = network({"image": torch.empty(2, channels, *size, device="meta")})
+    assert logits.shape == (2, CLASSES, *size)
+    for i, found in enumerate(auxiliary):  # of the slim network, those of their stages
+        assert found.shape[2:] == (size if kind == "bisenetv2" else tuple(math.ceil(n / (4 * 2**i)) for n in size))
+
+
+def test_a_micro_batch_of_one_image_trains_and_its_pooled_norms_keep_their_averages():
+    network = small()
+    pooled = [m for m in network.context.pooled.modules() if isinstance(m, Norm)]
+    before = [{k: v.clone() for k, v in m.state_dict().items()} for m in pooled]
+    loss, _ = segment.loss(network, images(1, 1), PLAN)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
+    for module, old in zip(pooled, before, strict=True):
+        assert all(torch.equal(value, old[k]) for k, value in module.state_dict().items())
+
+
+def test_heads_learn_head_lr_times_as_fast_and_norms_and_biases_do_not_decay():
+    for group in segment.groups(small(), segment.Plan(head_lr=7.0)):
+        assert group["decays"] == all(p.dim() > 1 for p in group["params"])
+    scales = {group["lr_scale"]: len(group["params"]) for group in segment.groups(small(), segment.Plan(head_lr=7.0))}
+    assert scales.keys() == {1.0, 7.0}

@@ -4,10 +4,8 @@ import io
 from typing import Any
 
 import numpy as np
-import pytest
 from packs import pack_of
 
-from nbtools.errors import PackError
 from nbtools.tasks import segment
 
 HEIGHT, WIDTH = 24, 32
@@ -24,12 +22,9 @@ def packed(folder, names=("background", "shirt", "trousers"), channels=3):
     return pack_of(samples, folder, task="segment", classes=list(names))
 
 
-@pytest.mark.parametrize(
-    "names", [("background", "shirt", "trousers"), ("$a_b$ %d <b>", "a very long name of things " * 5, "手写\n\t")]
-)
-def test_figures_are_drawn_without_warnings_and_name_their_classes(tmp_path, names):
-    pack = packed(tmp_path, names, 4)
-    sheet = segment.show(pack, [0])
+def test_figures_are_drawn_without_warnings_and_name_their_classes(tmp_path):
+    names = ("$a_b$ %d <b>", "a very long name of things " * 5, "手写\n\t")
+    sheet = segment.show(packed(tmp_path, names, 4), [0])
     sheet.savefig(io.BytesIO(), format="raw")
     legend: Any = sheet.axes[0].get_legend()
     assert [text.get_text()[:6] for text in legend.get_texts()] == [*(name[:6] for name in names), "ignore"]
@@ -43,8 +38,5 @@ def test_images_stand_next_to_their_classes_and_to_what_was_predicted(tmp_path):
     drawn = [np.asarray(image.get_array()).astype(int) for image in sheet.axes[0].images]
     assert len(drawn) == 9
     assert np.ptp(drawn[7], 2).max() == 0, "pixels without a label are grey"
-    with pytest.raises(PackError, match=r"got 1 for 3 ids"):
-        segment.show(pack, range(3), answers[:1])
-    assert "No samples to show" in repr(segment.show(pack, []))
     assert segment.preview(pack, 0, pack.arrays["label"][0])[1:] == ("", "100% of pixels right | truth")
     assert segment.preview(pack, 2, answers[0])[2] == "no labels | truth"

@@ -1,8 +1,6 @@
 """Clips of signs become a pack, and one table says what is wrong with a folder of them before that."""
 
-import contextlib
 import json
-import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from nbtools.tasks import sign
 from nbtools.tasks.common.files import ERROR, WARNING
 
 T = 5
-DATA = os.environ.get("NBTOOLS_REAL_DATA", "")
 META = {"video": "10.MOV", "order": "pose25,left_hand21,right_hand21,face11"}
 KEYPOINTS = {"kp_key": "X", "feature_key": None}
 FIRST = "file,gloss,cat"
@@ -168,8 +165,7 @@ def test_clips_without_labels_are_validated_and_read_and_a_pack_says_what_can_be
 @pytest.mark.parametrize(
     "lines",
     [
-        (FIRST, "./a,0,0", r"train\b.NPZ,1,1"),
-        (FIRST, "", "a,0,0", "  ", '"b", 1 ,1 ', "a.npz,0,0"),
+        (FIRST, "", "./a.npz,0,0", "  ", '"b", 1 ,1 ', "a,0,0"),
         (" Signer,CAT,file,gloss,occluded\r", "S0,0,a,0,1\r", "S1,1,b,1,0\r"),
         ("file;gloss;cat;notes", "a;0;0;", '"b";1;1;"a, b; c"'),
     ],
@@ -201,9 +197,7 @@ def test_one_list_above_the_folders_names_clips_by_an_end_of_their_path(tmp_path
 
 LISTS = {  # (lines, file of the row, part of its rule, of its value)
     "a column is missing": (("file,gloss", "a,0", "b,1"), "labels.csv", "the columns file, gloss, cat", "file,gloss"),
-    "it is not UTF-8": ((FIRST, "s\udced,0,0"), "labels.csv", "be UTF-8 text", "byte 0xed"),
     "an id is a name": ((FIRST, "b,1,1", "a,0,red"), "labels.csv:3", "cat must be a whole number from 0", "red"),
-    "a cell is missing": ((FIRST, "a,0", "b,1,1"), "labels.csv:2", "cat must be a whole number", "nothing"),
     "its clip is not there": ((FIRST, "a,0,0", "b,1,1", "A,1,1"), "labels.csv:4", "must name one clip", "A"),
     "a clip has no row": ((FIRST, "b,1,1"), "a.npz", "a clip must have a label", "no row"),
     "two rows contradict": ((FIRST, "a,0,0", "b,1,1", "a,1,1"), "labels.csv:4", "labels.csv:2 says 0, 0", "1, 1"),
@@ -215,7 +209,7 @@ def test_a_damaged_list_gives_its_row_and_each_clip_without_a_label_has_one(tmp_
     for i, (kind, (lines, file, *parts)) in enumerate(LISTS.items()):
         for k, name in enumerate("ab"):
             clip(source / f"{i:02}" / f"{name}.npz", seed=2 * i + k, frames=1, without=("X2048",))
-        (source / f"{i:02}" / "labels.csv").write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+        (source / f"{i:02}" / "labels.csv").write_bytes("\n".join(lines).encode())
         causes[f"{i:02}/{file}"] = (kind, *parts)
     report = checked(source)
     for file, (kind, rule, value) in causes.items():
@@ -275,30 +269,3 @@ def test_a_damaged_clip_gives_its_row_and_no_other(tmp_path, severity, kinds):
     wrong = [row[:4] for row in rows if severity == ERROR]
     assert list(made.bad.itertuples(index=False, name=None)) == wrong
     assert len(made) == len(kinds) + 1 - len(wrong)
-
-
-def test_a_clip_with_damaged_bytes_is_refused_or_has_the_right_form(tmp_path):
-    """A checksum guards the numbers, but not the names around them."""
-    whole, draw, path = clip(tmp_path / "a.npz", frames=2).read_bytes(), np.random.default_rng(0), tmp_path / "a.npz"
-    shapes = []
-    for _ in range(100):
-        damaged = bytearray(whole)
-        for place in draw.integers(len(whole), size=3):
-            damaged[place] = draw.integers(256)
-        path.write_bytes(damaged[: draw.integers(len(whole)) if draw.random() < 0.3 else None])
-        with contextlib.suppress(PackError):
-            shapes.append(sign.read(path, KEYPOINTS)["x"].shape)
-    assert len(shapes) < 80
-    assert set(shapes) <= {(2, 156)}
-
-
-@pytest.mark.real
-@pytest.mark.skipif(not DATA, reason="NBTOOLS_REAL_DATA names no folder of real data")
-def test_real_clips_pass_and_are_read_and_packed():
-    report = checked(nb.stage(Path(DATA) / "fsl-clips.tar", progress=False), require_x2048=True)
-    assert [(row.severity, row.value) for row in report.rows] == [(WARNING, "no labels.csv")]
-    source = nb.stage(Path(DATA) / "isl-keypoints.tar", progress=False)
-    assert (checked(source).about, checked(source).errors) == ("200 clips, 200 with a label", 0)
-    made = packed(source)
-    assert (made.splits, len(made.bad)) == ({"train": 160, "val": 40, "test": 0}, 0)
-    assert (len(made.classes), len(made.options["categories"])) == (10, 3)

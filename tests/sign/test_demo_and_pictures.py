@@ -8,7 +8,7 @@ import pytest
 
 import nbtools as nb
 from nbtools.tasks import sign
-from nbtools.tasks.sign.visualize import CELL, MOMENTS, skeleton
+from nbtools.tasks.sign.visualize import skeleton
 
 COUNT, GLOSSES, CATEGORIES = 60, 4, 2
 
@@ -26,17 +26,14 @@ def packed(clips, tmp_path_factory):
 
 
 def test_clips_are_in_the_guides_format_and_the_validator_finds_nothing(tmp_path):
-    plain, rich = (sign.demo(tmp_path / str(f), 12, glosses=4, features=f) for f in (False, True))
+    rich = sign.demo(tmp_path, 12, glosses=4, features=True)
     report = nb.validate(sign, rich, require_x2048=True, progress=False)
     assert (report.about, report.rows) == ("12 clips, 12 with a label", [])
-    with np.load(plain / "train/clip_00000.npz") as a, np.load(rich / "train/clip_00000.npz") as b:
-        assert all(np.array_equal(a[key], b[key]) for key in a), "features change nothing else"
-        count, features = len(b["X"]), b["X2048"]
+    with np.load(rich / "train/clip_00000.npz") as clip:
+        count = len(clip["X"])
         expected = {"X": ("<f4", (count, 156)), "X2048": ("<f4", (count, 2048)), "mask": ("|b1", (count, 78))}
         expected |= {"timestamps_ms": ("<i8", (count,))}
-        assert {key: (b[key].dtype.str, b[key].shape) for key in b if key != "meta"} == expected
-    assert features.min() == 0
-    assert 0.2 < features.mean() < 0.5
+        assert {key: (clip[key].dtype.str, clip[key].shape) for key in clip if key != "meta"} == expected
 
 
 def signers_of(folder):
@@ -54,9 +51,7 @@ def test_val_signers_never_train_and_every_gloss_comes_equally_often(clips, pack
     assert (len(train), len(val)) == (packed.splits["train"], packed.splits["val"]) == (50, 10)
     labels = packed.arrays["label"][packed.ids("train"), 0]
     assert {*np.bincount(labels)} == {12, 13}
-    assert sorted(labels[:GLOSSES]) == list(range(GLOSSES)), "every gloss is there from the first"
     assert packed.options["categories"] == ["greeting", "survival"]
-    assert packed.classes[:4] == ["greeting 1a", "survival 1a", "greeting 1b", "survival 1b"]
 
 
 @pytest.mark.full
@@ -76,21 +71,3 @@ def test_what_is_not_seen_is_not_drawn_and_no_limb_leads_there():
     assert np.asarray(skeleton(points, seen, 200))[:30, :30].any()
     seen[13] = False
     assert not np.asarray(skeleton(points, seen, 200))[:30, :30].any()
-
-
-def test_show_has_a_strip_of_each_clip_with_its_category(packed):
-    [axes] = sign.show(packed, np.array([0, 5])).axes
-    categories = [packed.options["categories"][packed.sample(i)["label"][1]] for i in (0, 5)]
-    assert [text.get_text().split(" · ")[1] for text in axes.texts] == categories
-    strip = np.asarray(axes.images[1].get_array())
-    assert strip.shape == (CELL, MOMENTS * CELL, 4)
-    assert all(cell.any() for cell in np.split(strip, MOMENTS, axis=1))
-
-
-def test_clips_of_features_alone_are_shown_too_and_a_report_names_what_is_confused(tmp_path):
-    source = sign.demo(tmp_path / "raw", 40, glosses=4, categories=2, frames=(10, 12), features=True)
-    pack = sign.pack(source, kp_key=None, progress=False)
-    run = nb.fit(sign, pack, sign.Plan(epochs=1, batch_size=16), tmp_path / "run", receipt=False, progress=False)
-    report = run.report(pack, "val")
-    assert set(report.table.index) >= set(pack.classes)
-    assert report.pictures is not None

@@ -1,8 +1,6 @@
 """The device that training goes to, what is refused on it, and what is switched on around single steps."""
 
 import os
-import subprocess
-import sys
 from contextlib import suppress
 
 import pytest
@@ -12,7 +10,7 @@ import toy
 import nbtools as nb
 from nbtools.errors import TrainError
 from nbtools.tasks import captcha, hwdb
-from nbtools.train.device import LIBRARY, autotuning, find_scale
+from nbtools.train.device import autotuning, find_scale
 
 CUDA = torch.device("cuda")  # a name: nothing is put there
 
@@ -78,25 +76,3 @@ def test_fp16_finds_its_scale_on_one_batch_and_its_first_step_counts(slope, halv
     scaler.step(optimizer)
     scaler.update()
     assert weight.tolist() == [-slope if halved < 16 else 0.0] * 3
-
-
-FAULTS = """
-import resource, torch, nbtools as nb
-from nbtools.train.device import prepare
-prepare(nb.Plan(), torch.device("cpu"))
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(10):
-        torch.ones(2**22).add(1)  # 16 MiB each
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-faults()
-print(faults())
-"""
-
-
-@pytest.mark.skipif(not hasattr(LIBRARY, "mallopt"), reason="not glibc's malloc")
-def test_memory_of_activations_is_kept_between_steps_on_a_cpu():
-    """20 × 4,096 pages of 4 KiB would be faults again."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run([sys.executable, "-c", FAULTS], env=env, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 20 * 4096 / 4, "small objects between them may have the heap grow once or twice more"

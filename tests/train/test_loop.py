@@ -138,24 +138,21 @@ def test_channels_last_and_compile_keep_the_loss(pack):
 # -- memory that runs out, and losses that are lost
 
 
-def hungry(most: int):
-    """A loss for which memory suffices up to so many samples of an evaluation."""
+def test_out_of_memory_in_evaluation_is_said_and_what_training_halved_evaluation_takes_too(pack):
+    """Else a run that fits by halves would end at its first evaluation."""
+    seen = []
 
     def loss(model, batch, plan):
-        if not isinstance(model, nn.Module) and len(batch["x"]) > most:
+        seen.append(len(batch["x"]))
+        if len(batch["x"]) > 8:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return toy.loss(model, batch, plan)
 
-    return loss
-
-
-def test_out_of_memory_in_evaluation_takes_the_batch_in_halves(pack):
-    def evaluated(**names):
-        return nb.evaluate(TrainState(toy.with_(**names), pack, toy.PLAN), pack, "val")
-
-    assert evaluated(loss=hungry(5)) == pytest.approx(evaluated(), abs=1e-6)
-    with pytest.raises(TrainError, match="out of memory evaluating one sample"):
-        evaluated(loss=hungry(0))
+    state = TrainState(toy.with_(loss=loss), pack, toy.PLAN.replace(epochs=1))
+    assert losses(state, pack)
+    assert seen[0] == 16 > max(seen[1:])
+    with pytest.raises(TrainError, match=r"out of memory evaluating 16 samples \(.*\); set a smaller micro_batch_size"):
+        nb.evaluate(state, pack, "val")
 
 
 def nan_from(step: int):

@@ -23,12 +23,9 @@ ENDS = (
 """What a full GPU raises: torch's allocator, cuBLAS and cuDNN, each of the last two a plain RuntimeError."""
 
 
-PASSES = {"gradients", "forward"}  # of training and evaluation
-
-
 class Full(TorchDispatchMode):
-    """Memory that ends once, at the n-th operation of forward and backward passes that allocates: one that returns a
-    tensor which is none of its arguments. What follows them allocates less than they free."""
+    """Memory that ends once, at the n-th operation of training's forward and backward passes that allocates: one that
+    returns a tensor which is none of its arguments. What follows them allocates less than they free."""
 
     def __init__(self, at: int):
         super().__init__()
@@ -36,7 +33,7 @@ class Full(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         makes = any(value.alias_info is None and "Tensor" in str(value.type) for value in func._schema.returns)
-        makes &= any(frame.name in PASSES for frame in traceback.extract_stack(limit=60))
+        makes &= any(frame.name == "gradients" for frame in traceback.extract_stack(limit=60))
         self.count += makes
         if makes and self.count == self.at:
             kind, said = ENDS[self.at % len(ENDS)]

@@ -1,7 +1,6 @@
 """Mixed precision: the same loss, nothing left switched on, recurrent layers in float32 under bf16, fp16 on a GPU only;
 and parts that are computed twice. No claim depends on what this machine's CPU can do."""
 
-import copy
 import re
 from typing import Any
 
@@ -96,21 +95,6 @@ def test_recurrent_layers_compute_in_float32_under_bf16_in_training(pack, again)
     assert {name for name, *_ in network.seen} == {"lstm", "gru", "rnn"}
     assert network.seen[0][1].dtype == dtypes.pop() == torch.bfloat16  # the rest is in mixed precision
     assert all(answer.dtype == torch.float32 for *_, answer in network.seen)
-
-
-def test_they_do_in_evaluation_and_prediction_too(pack, tmp_path):
-    networks = []
-    task = toy.with_(model=lambda card, plan: networks.append(Reader()) or networks[-1])
-    run = nb.fit(task, pack, toy.PLAN.replace(amp="bf16", epochs=1), tmp_path / "run", **QUIET)
-    for answer in (lambda: nb.evaluate(run, pack), lambda: run.predict_pack(pack, [0, 1, 2])):
-        networks.clear()
-        answer()
-        alone = copy.deepcopy(networks[-1].layers)
-        assert networks[-1].seen
-        for name, given, found in networks[-1].seen:
-            assert found.dtype == torch.float32
-            with torch.no_grad():
-                assert torch.equal(found, alone[name](given.float())[0])
 
 
 # -- fp16 on a CPU

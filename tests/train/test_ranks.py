@@ -225,6 +225,6 @@ def test_layers_that_communicate_run_as_often_on_every_rank(pack, tmp_path):
 
 
 def test_what_needs_a_gpu_or_one_process_is_refused():
-    for setting, said in (("sync_batchnorm", "needs CUDA: torch has none on cpu"), ("graph", "2 train together")):
+    for setting, said in (("sync_batchnorm", "needs CUDA, but this device is cpu"), ("graph", "2 train together")):
         with pytest.raises(TrainError, match=said):
             device.require(PLAN.replace(**{setting: True}), torch.device("cpu"), 2)

@@ -20,6 +20,7 @@ import nbtools as nb
 from nbtools.data import gather, on
 from nbtools.measure import Stepper, untouched
 from nbtools.tasks import captcha, hwdb, segment, sign
+from nbtools.tasks.hwdb.data import UNKNOWN
 from nbtools.train import TrainState, task_name, train
 from nbtools.train import device as devices
 from nbtools.train.step import gradients
@@ -65,8 +66,9 @@ class Case:
         return pack_of(samples, folder, task=task_name(self.task), split=splits, **self.survey)
 
 
-def image(rng: Rng) -> dict[str, np.ndarray]:
-    return {"image": rng.integers(256, size=(60, 160), dtype=np.uint8), "label": rng.integers(10, size=4)}
+def image(height: int, width: int) -> Callable[[Rng], dict[str, np.ndarray]]:
+    size = height, width
+    return lambda rng: {"image": rng.integers(256, size=size, dtype=np.uint8), "label": rng.integers(10, size=4)}
 
 
 def line(height: int) -> Callable[[Rng], dict[str, np.ndarray]]:
@@ -89,11 +91,17 @@ def clip(rng: Rng) -> dict[str, np.ndarray]:
 
 
 def scene(rng: Rng) -> dict[str, np.ndarray]:
-    shapes = {"image": (256, (96, 128, 3)), "label": (3, (96, 128)), "distance": (256, (96, 128))}
-    return {name: rng.integers(most, size=shape, dtype=np.uint8) for name, (most, shape) in shapes.items()}
+    """Blocks of three classes, each of its own colour in noise."""
+    label = rng.integers(3, size=(3, 4), dtype=np.uint8).repeat(32, 0).repeat(32, 1)
+    noise, distance = rng.integers(128, size=(96, 128, 3)), rng.integers(256, size=(96, 128), dtype=np.uint8)
+    pixels = (noise + 120 * np.eye(3, dtype=int)[label]).astype(np.uint8)
+    return {"image": pixels, "label": label, "distance": distance}
 
 
-FIXED = {"classes": LETTERS, "options": {"layout": "fixed", "size": [60, 160], "length": 4}}
+def fixed(height: int, width: int) -> dict[str, Any]:
+    return {"classes": LETTERS, "options": {"layout": "fixed", "size": [height, width], "length": 4}}
+
+
 CLIPS = {
     "classes": LETTERS,
     "options": {"categories": ["a", "b"]},
@@ -103,22 +111,29 @@ CLIPS = {
 SCENES = {"classes": list("abc"), "options": {"size": [96, 128]}}
 
 
-def lines(height: int) -> dict[str, Any]:
+def lines(height: int, *more: str) -> dict[str, Any]:
     ragged = {"ragged": ("image", "label"), "bucket_by": "image"}
-    return {"classes": LETTERS, "options": {"layout": "lines", "height": height}, **ragged}
+    return {"classes": [*LETTERS, *more], "options": {"layout": "lines", "height": height}, **ragged}
 
 
 CASES = {
-    "captcha guide": Case(captcha, image, {"network": "guide"}, FIXED, large=True),
-    "captcha small": Case(captcha, image, {"network": "small"}, FIXED),
+    "captcha guide": Case(captcha, image(60, 160), {"network": "guide"}, fixed(60, 160), large=True),
+    "captcha small": Case(captcha, image(60, 160), {"network": "small"}, fixed(60, 160)),
     "captcha ctc": Case(captcha, line(32), {"network": "ctc"}, lines(32), ctc=True),
-    "hwdb slim": Case(hwdb, line(32), {"network": "slim"}, lines(32), ctc=True),
-    "hwdb hctr": Case(hwdb, line(64), {"network": "hctr"}, lines(64), ctc=True, large=True),
+    "hwdb slim": Case(hwdb, line(32), {"network": "slim"}, lines(32, UNKNOWN), ctc=True),
+    "hwdb hctr": Case(hwdb, line(64), {"network": "hctr"}, lines(64, UNKNOWN), ctc=True, large=True),
     "sign transformer": Case(sign, clip, {"network": "transformer"}, CLIPS),
     "sign gru": Case(sign, clip, {"network": "gru"}, CLIPS),
     "segment slim": Case(segment, scene, {"network": "slim", "crop": 64}, SCENES),
     "segment bisenetv2": Case(segment, scene, {"network": "bisenetv2", "crop": 64}, SCENES, large=True),
 }
+AUGMENT: dict[str, dict[str, Any]] = {
+    "captcha": {"augment": 1.0},
+    "hwdb": {"augment": 1.0},
+    "sign": {"time_warp": 0.5, "time_crop": 0.2, "mirror": 0.5, "label_smoothing": 0.1, "bucket": 8},
+    "segment": {"scale_low": 0.25, "scale_high": 2.0, "flip": 0.5, "jitter": 0.4},
+}
+"""Task → all that it draws random numbers for."""
 LEAN = ("captcha small", "captcha ctc", "sign transformer", "segment slim")
 """One network of each kind, for what takes several runs."""
 
