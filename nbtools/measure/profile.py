@@ -128,7 +128,7 @@ def verdict(
         trials = [beside(run, run.plan.turn(**change), seconds / len(changes)) for change in changes]
         run.close()
     pairs = zip(trials, changes, strict=True)
-    return replace(made, trials=tuple(replace(trial, change=change) for trial, change in pairs))
+    return replace(made, trials=tuple(replace(trial, change=change, timing=None) for trial, change in pairs))
 
 
 def verdict_of(run: Stepper, seconds: float) -> Verdict:
