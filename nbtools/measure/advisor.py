@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch
 from torch import nn
 
 from nbtools import disk
-from nbtools.data import Pack, batches_in, choose, phase, work
+from nbtools.data import Pack, batches_in, choose, cores, phase, work
 from nbtools.disk import VERSION
 from nbtools.errors import DiskError
 from nbtools.measure.advice import THUMB, Advice, Choices, decide, enough, epochs_for_few, has_recipe, inspect
@@ -36,7 +37,7 @@ from nbtools.measure.machine import machine
 from nbtools.measure.profile import Verdict, replays, verdict_of
 from nbtools.measure.receipt import comparable, preset
 from nbtools.measure.timing import EAGER, Clock, Stepper, own_time, untouched, wall
-from nbtools.measure.turns import Deadline, Trial, attempt, beside, objection
+from nbtools.measure.turns import Deadline, attempt, beside, objection
 from nbtools.train import (
     Plan,
     Task,
@@ -63,6 +64,7 @@ SLOW, LOOKS = 1.5, 5  # times the fastest combination: no further look at one th
 FEW_STEPS = 3  # of warming up
 SHORT, FEW = 0.1, 4  # seconds of a step on a CPU that are enough to compare; samples of the first one
 BATCH_GAIN = 1.08  # of another batch over the rules': less is within the noise of two measurements
+BUSY = 1.5  # processes that want to run, times the cores, from which a CPU is contended
 LAUNCHES = 1.2  # times what the device works that the host takes, from which graphs are tried
 WORDS = {"off": "float32", True: "channels_last", False: "channels_last=False"}
 COMPILE_PAYS = 1800.0  # seconds of training planned from which compiling is tried: it took 69 s here, on two busy cores
@@ -118,7 +120,7 @@ def measured(task: Task, pack: Pack, thumb: Advice, seconds: float | None) -> Ad
     with untouched(device):
         search = Search(task, pack, thumb, fixed, seconds)
         search.choose_arithmetic()
-        if "batch_size" not in fixed or device.type == "cuda":  # of a GPU the memory has to be known in any case
+        if "batch_size" not in fixed:  # what does not fit into memory, training takes in smaller passes
             search.choose_batch()
         if device.type == "cuda":
             search.choose_graph_or_compiler()
@@ -126,7 +128,9 @@ def measured(task: Task, pack: Pack, thumb: Advice, seconds: float | None) -> Ad
         phase("learning rate", LEAST_S)
         trial = search.choose_epochs_and_lr(verdict)
     note = f"Measured on {', '.join(machine().values())} in {wall() - start:.0f} s, except where a {THUMB} is named."
-    return dataclasses.replace(search.advice, note=note, ratios=search.ratios, lr_trial=trial, verdict=verdict)
+    return dataclasses.replace(
+        search.advice, note=note + search.note, ratios=search.ratios, lr_trial=trial, verdict=verdict
+    )
 
 
 class Search:
@@ -137,11 +141,11 @@ class Search:
         self.task, self.pack, self.advice, self.fixed, self.device = task, pack, advice, fixed, devices.pick()
         self.cpu = self.device.type == "cpu"
         self.clock: Clock = own_time if self.cpu else wall
-        self.chosen, self.ratios = Choices(), dict[str, float]()
+        self.chosen, self.ratios, self.note = Choices(), dict[str, float](), ""
         self.size = FEW if self.cpu else self.plan.batch_size  # samples of the steps that are compared
-        self.step_s = self.first_steps()
+        self.sample_s = self.first_steps()
         self.size = self.part_of(self.plan, SHORT).batch_size
-        self.seconds = seconds or min(max(SHARE * self.training(self.step_s), LEAST), MOST)
+        self.seconds = seconds or min(max(SHARE * self.training(self.sample_s), LEAST), MOST)
         self.most, self.start = seconds or MOST, [self.clock(), wall()]
 
     @property
@@ -153,42 +157,45 @@ class Search:
         self.chosen |= choices
         self.advice = by_rules(self.task, self.pack, self.chosen)
 
-    def until(self, part: str, clock: Clock | None = None) -> Deadline:
+    def until(self, part: str) -> Deadline:
         """Begin a part of the search; return the clock that ends it."""
         own, passed = self.clock() - self.start[0], wall() - self.start[1]
-        left = min(PARTS[part] * self.seconds - min(own, passed), PARTS[part] * self.most - passed)
-        phase(part, max(left, 0.0))
-        return Deadline(left, PARTS[part] * self.most - passed, clock or self.clock)
+        deadline = Deadline(PARTS[part] * self.seconds - min(own, passed), PARTS[part] * self.most - passed, self.clock)
+        phase(part, max(deadline.left(), 0.0))
+        return deadline
 
-    def training(self, step_s: float) -> float:
+    def training(self, sample_s: float) -> float:
         """Return the seconds of all steps of the plan."""
-        return self.plan.epochs * batches_in(self.pack.splits["train"], self.plan.batch_size) * step_s
+        return self.plan.epochs * self.pack.splits["train"] * sample_s
 
     def part_of(self, plan: Plan, step_s: float) -> Plan:
         """Return the plan, on a CPU at the part of its batch of which a step takes so many seconds."""
-        size = max(2, int(step_s / self.step_s * plan.batch_size)) if self.cpu else plan.batch_size
+        size = max(2, int(step_s / self.sample_s)) if self.cpu else plan.batch_size
         return plan if size >= plan.batch_size else plan.replace(batch_size=size, micro_batch_size=None)
 
     # -- precision and layout
 
+    def plain(self, plan: Plan) -> Plan:
+        """Return the plan without graphs and compiler, on a CPU on one thread."""
+        return plan.replace(**EAGER, threads=1) if self.cpu else plan.replace(**EAGER)
+
     def stepper(self, plan: Plan, clock: Clock) -> Stepper:
         """Return a plan in training at the size of all that are compared, on one batch for all, since lengths differ by
-        more than what is compared; on a CPU on one thread."""
-        plan = plan.replace(batch_size=min(self.size, plan.batch_size), micro_batch_size=None, **EAGER)
-        plan = plan.replace(threads=1) if self.cpu else plan
+        more than what is compared."""
+        plan = self.plain(plan).replace(batch_size=min(self.size, plan.batch_size), micro_batch_size=None)
         made = Stepper(self.task, self.pack, plan, self.device, clock=clock)
         made.repeat(plan.batch_size)
         return made
 
     def first_steps(self) -> float:
-        """Return the seconds of a step, on a CPU from some of its samples; and see whether layers convolve."""
+        """Return the seconds that a step takes for a sample; and see which layers there are."""
         stepper = self.stepper(self.plan, self.clock)
         rehearse(stepper.state, stepper.pack)
         stepper.advance()
         layers = {type(layer) for layer in stepper.state.model.modules()}
         self.convolves = any(issubclass(layer, nn.Conv2d) for layer in layers)
         self.compiles = not any(issubclass(layer, nn.RNNBase) for layer in layers)  # there the compiler gives up
-        return max(stepper.advance().seconds * self.plan.batch_size / stepper.plan.batch_size, 1e-9)
+        return max(stepper.advance().seconds / stepper.plan.batch_size, 1e-9)
 
     def choose_arithmetic(self) -> None:
         """Take the precision and layout with which the device works least for a sample, if they learn the same."""
@@ -200,7 +207,7 @@ class Search:
         for name in sorted(faster, key=lambda name: (costs[name] > NEAR * least, len(changes[name]), costs[name])):
             whys[name] = "is faster, but there was no time to see whether it learns the same"
             with self.until("its losses") as clock:
-                whys[name] = objection(self.task, self.pack, self.plan.replace(**EAGER), changes[name], clock)
+                whys[name] = objection(self.task, self.pack, self.plain(self.plan), changes[name], clock)
             if not whys[name]:
                 best = name
                 break
@@ -245,26 +252,22 @@ class Search:
     # -- batch, graphs, compiler
 
     def choose_batch(self) -> None:
-        """Take another batch where that is faster, and smaller passes where the task's own does not fit."""
-        own, report, plan = self.plan.batch_size, None, self.plan.replace(threads=1) if self.cpu else self.plan
+        """Take another batch where that is faster."""
+        own, report, most = self.plan.batch_size, None, enough(self.pack.card)
         with self.until("batch size") as clock:
-            report = find_batch(self.task, self.pack, plan, max(clock.left(), 0.1), enough(self.pack.card), clock)
+            seconds = max(clock.left(), 0.1)
+            report = find_batch(self.task, self.pack, self.plain(self.plan), seconds, most, clock)
         if report is None:
             reason = f"{self.advice.reasons['batch_size']}; there was no time to measure others"
             return self.take({"batch_size": (own, reason)})
         speeds = {row.batch_size: row.samples_per_s for row in report.rows if not row.reason}
         kept = ""
-        if "batch_size" in self.fixed:
-            kept = "the task is known to need it"
-        elif own in speeds and speeds[report.batch_size] < BATCH_GAIN * speeds[own]:
+        if own in speeds and speeds[report.batch_size] < BATCH_GAIN * speeds[own]:
             kept = f"it is within {BATCH_GAIN - 1:.0%} of that"
         elif report.ended == LATE and own > max(speeds):
             kept = "there was no time to try it"
         text = f"measured here: {report}" + (f"; {own} is kept: {kept}" if kept else "")
-        choices: Choices = {"batch_size": (own if kept else report.batch_size, text)}
-        if kept and report.micro_batch_size is not None:
-            choices["micro_batch_size"] = report.micro_batch_size, "the whole batch does not fit at once"
-        self.take(choices)
+        self.take({"batch_size": (own if kept else report.batch_size, text)})
 
     def choose_graph_or_compiler(self) -> None:
         """Use CUDA graphs where launching is the limit, torch.compile where training is long, if they are faster in
@@ -273,10 +276,10 @@ class Search:
         host, device, name = run.advance(steps=3).host_s, run.device_s(), ""
         if "graph" not in self.fixed and host > LAUNCHES * device and replays(run):
             name = "graph"
-        elif "compile" not in self.fixed and device > host and self.compiles and self.training(device) >= COMPILE_PAYS:
-            name = "compile"
+        elif "compile" not in self.fixed and device > host and self.compiles:
+            name = "compile" if self.training(device / self.plan.batch_size) >= COMPILE_PAYS else ""
         if name:  # a capture that could end this process is tried in another one before (nbtools.train.graph)
-            trial = beside(run, {name: True}, max(self.seconds / 10, 1.0))
+            trial = beside(run, self.plan.replace(**{name: True}), max(self.seconds / 10, 1.0))
             used = trial.faster and trial.ratio >= FASTER
             self.take({name: (used, f"measured here in turns with the plan: {trial}")})
         self.start = [each + wall() - begun for each in self.start]  # recording and compiling take as long as they take
@@ -289,31 +292,37 @@ class Search:
         time."""
         made, baseline = None, comparable(self.task.BASELINE, self.plan, self.pack)[0]
 
-        def against(run: Stepper, plan: Plan) -> Trial:
-            part = self.part_of(plan, short)
-            change = {name: getattr(part, name) for name in part.changes_from(run.plan)}
-            return beside(run, change, seconds, FEW_STEPS)
+        busy = self.cpu and os.getloadavg()[0] > BUSY * cores()
+        if busy:  # threads would wait for each other
+            self.note = " The machine was busy with other work: times are of one thread beside that."
 
-        with self.until("beside others", wall) as clock:
-            seconds, short = clock.left() / 4, clock.left() / 32
-            make = partial(Stepper, self.task, self.pack, device=self.device, clock=clock)
-            run = make(self.part_of(self.plan, short)).warm_up(FEW_STEPS)
+        def by_wall() -> float:
+            deadline()
+            return wall()
+
+        def part(plan: Plan) -> Plan:
+            return self.part_of(plan.replace(threads=1) if busy else plan, short)
+
+        with self.until("beside others") as deadline:
+            seconds, short = deadline.left() / 6, deadline.left() / 32
+            make = partial(Stepper, self.task, self.pack, device=self.device, clock=by_wall)
+            run = make(part(self.plan)).warm_up(FEW_STEPS)
             if self.plan != rules:
-                trial = against(run, rules)
+                trial = beside(run, part(rules), seconds, FEW_STEPS)
                 self.ratios["rules"] = trial.ratio
                 if trial.faster:
                     why = f"measured here: the rules' value was {trial.ratio:.2f}× as fast in {len(trial.ratios)} turns"
                     back = self.plan.changes_from(rules).keys() & self.chosen.keys()
                     self.take({name: (getattr(rules, name), why) for name in back})
-                    self.ratios["rules"], run = 1.0, make(self.part_of(rules, short)).warm_up(FEW_STEPS)
+                    self.ratios["rules"], run = 1.0, make(part(rules)).warm_up(FEW_STEPS)
             made = verdict_of(run, seconds)
-            self.ratios["baseline"] = against(run, baseline).ratio
+            self.ratios["baseline"] = beside(run, part(baseline), seconds, FEW_STEPS).ratio
         return made
 
     def choose_epochs_and_lr(self, verdict: Verdict | None) -> LrTrial:
         """Choose the epochs of a small data set by the speed, and lr by a trial."""
         samples = self.pack.splits["train"]
-        epoch_s = samples / verdict.timing.samples_per_s if verdict else self.training(self.step_s) / self.plan.epochs
+        epoch_s = samples * (1 / verdict.timing.samples_per_s if verdict else self.sample_s)
         few = epochs_for_few(self.pack.card, self.plan.batch_size)
         if few and not has_recipe(self.task, "epochs") and self.plan.epochs == few[0] and few[0] * epoch_s > LONG_S:
             why = f"about {LONG_S / 60:.0f} minutes at the measured speed, or the default"

@@ -42,11 +42,9 @@ class Row:
 
 @dataclass(frozen=True)
 class BatchReport:
-    """A batch size. micro_batch_size: samples a forward pass for the plan's own batch size where that does not fit at
-    once, else None; rows: what was tried; ended: why no larger one was."""
+    """A batch size. rows: what was tried; ended: why no larger one was."""
 
     batch_size: int
-    micro_batch_size: int | None
     rows: tuple[Row, ...]
     ended: str
 
@@ -75,10 +73,9 @@ def find_batch(
     if not fitting:
         fix = "use a smaller network or smaller samples, Plan.amp or Plan.checkpoint_activations"
         raise TrainError(f"not even one sample fits ({ended}): {fix}, or free memory", entry="Out of memory")
-    best, largest = max(row.samples_per_s for row in fitting), fitting[-1].batch_size
+    best = max(row.samples_per_s for row in fitting)
     chosen = next(row.batch_size for row in fitting if row.samples_per_s >= WITHIN * best)
-    micro = largest if len(fitting) < len(rows) and plan.batch_size > largest else None
-    return BatchReport(chosen, micro, tuple(rows), ended)
+    return BatchReport(chosen, tuple(rows), ended)
 
 
 class Finder:

@@ -7,7 +7,6 @@ the device had nothing to do because the host had not launched it yet. On a CPU 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,7 @@ from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from nbtools.data import Pack, Padding, choose, gather, on
-from nbtools.measure.timing import Stepper, Timing, busy, shapes, trace, typical, untouched
+from nbtools.measure.timing import Stepper, Timing, shapes, traced, typical, untouched
 from nbtools.measure.turns import Trial, beside, in_turns, share_of
 from nbtools.show import Report, percent, timing
 from nbtools.train import DTYPES, MOST_GRAPHS, Plan, TaskLike, gradients, synchronizing, unrecordable
@@ -125,9 +124,10 @@ def verdict(
         run = Stepper(task, pack, plan, device).warm_up()
         made = verdict_of(run, seconds)
         changes = [change for change in worth_trying(run, made) if not set(change) & set(fixed)]
-        trials = tuple(beside(run, change, seconds / len(changes)) for change in changes)
+        trials = [beside(run, run.plan.turn(**change), seconds / len(changes)) for change in changes]
         run.close()
-    return replace(made, trials=trials)
+    pairs = zip(trials, changes, strict=True)
+    return replace(made, trials=tuple(replace(trial, change=change, timing=None) for trial, change in pairs))
 
 
 def verdict_of(run: Stepper, seconds: float) -> Verdict:
@@ -139,7 +139,7 @@ def verdict_of(run: Stepper, seconds: float) -> Verdict:
     device = 1 - here.waited
     if run.device.type == "cuda":
         device *= min(1.0, here.device_s / max(here.step_s * device, 1e-9))
-    rate = max(matrix_rates(run.device, DTYPES.get(plan.amp, torch.float32)))
+    times, rate = traced(run), max(matrix_rates(run.device, DTYPES.get(plan.amp, torch.float32)))
     return Verdict(
         timing=here,
         device_type="processor" if run.device.type == "cpu" else "GPU",
@@ -147,7 +147,7 @@ def verdict_of(run: Stepper, seconds: float) -> Verdict:
         host=max(1 - here.waited - device, 0.0),
         device=device,
         products=min(flops(run, raw) / len(raw["id"]) * here.samples_per_s / rate, device),
-        kernels=kernels(run),
+        kernels=tuple((name, each / max(sum(times.values()), 1e-9)) for name, each in times.most_common(KERNELS)),
         waits=tuple(synchronizing(lambda: run.step(raw))[1]),
     )
 
@@ -175,23 +175,6 @@ def replays(run: Stepper) -> bool:
 
 
 # -- parts of a step
-
-
-def kernels(run: Stepper) -> tuple[tuple[str, float], ...]:
-    """Return (name, share of the device's time) of what takes it longest in a step: kernels, operations on a CPU."""
-    times: Counter[str] = Counter()
-    if run.device.type == "cuda":
-        events = trace(run)
-        for event in events:
-            times[event["name"].partition("<")[0].removeprefix("void ")] += event["dur"] / 1e6
-        whole = busy(events)
-    else:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            run.step(next(run.batches))
-        for event in profiler.key_averages():
-            times[event.key] += event.self_cpu_time_total
-        whole = sum(times.values())
-    return tuple((name, seconds / max(whole, 1e-9)) for name, seconds in times.most_common(KERNELS))
 
 
 def flops(run: Stepper, raw: Any) -> int:

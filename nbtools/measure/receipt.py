@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from statistics import median
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from nbtools.data import Pack, choose, cores, phase
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.measure.machine import machine
 from nbtools.measure.timing import Stepper, Timing, untouched
-from nbtools.measure.turns import attempt, in_turns, share_of, shared
+from nbtools.measure.turns import Trial, attempt, beside, share_of
 from nbtools.show import Report, duration, html, note, percent, plural
 from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
@@ -39,21 +38,15 @@ SILENT = (
 
 @dataclass(frozen=True)
 class Rung:
-    """One more group of settings as the run has them. changes: setting → `before → now`. total: samples/s over the
-    baseline, the median of the turns, with least and most; factor: over the previous rung, so that factors multiply to
-    the total; None for the baseline and the guide's settings."""
+    """One more group of settings as the run has them. trial: in turns with the baseline; changes: setting → `before →
+    now`; factor: over the previous rung, so that factors multiply to the total; None for the baseline and the guide's
+    settings."""
 
     name: str
-    changes: dict[str, str]
+    trial: Trial
     timing: Timing
-    factor: float | None
-    total: float
-    least: float
-    most: float
-
-    @property
-    def over_baseline(self) -> str:
-        return f"{self.total:.2f}× ({self.least:.2f}–{self.most:.2f})"
+    changes: dict[str, str] = field(default_factory=dict)
+    factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,7 @@ class Receipt(Report):
     @property
     def ratio(self) -> float:
         """Return samples/s of the run over the baseline's, the median of what was measured in turns."""
-        return self.rungs[-1].total
+        return self.rungs[-1].trial.ratio
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         """Return (headers, rows): one row a rung, below the first one the guide's, spreads from least to most."""
@@ -92,17 +85,16 @@ class Receipt(Report):
         for rung in (first, *([self.guide] if self.guide is not None else []), *others):
             here, factor = rung.timing, None if rung.factor is None else f"{rung.factor:.2f}×"
             speed = f"{here.samples_per_s:,.0f} ({here.least:,.0f}–{here.most:,.0f})"
-            total = None if rung is first else rung.over_baseline
+            total = None if rung is first else rung.trial.spread
             waited = percent(here.waited) if here.waited > NOTABLE else None
             rows.append((rung.name, speed, factor, total, waited, listed(rung.changes)))
         return ("", "samples/s", "vs previous row", "vs baseline", "waiting for data", "what changes"), rows
 
     def caption(self) -> str:
-        spread = f"{self.rungs[-1].least:.2f}–{self.rungs[-1].most:.2f}, n = {self.after.turns}"
-        guide = f"; the guide's optimised settings: {self.guide.over_baseline}" if self.guide is not None else ""
+        guide = f"; the guide's optimised settings: {self.guide.trial.spread}" if self.guide is not None else ""
         took, before = (duration(self.samples / timing.samples_per_s) for timing in (self.after, self.before))
         whole = f"all epochs' steps take {took}, with the baseline's settings {before}"
-        return f"{self.ratio:.2f}× the baseline's samples/s on this machine ({spread}){guide}; {whole}"
+        return f"Samples/s over the baseline's on this machine: {self.rungs[-1].trial.spread}{guide}; {whole}"
 
     def footer(self) -> str:
         notes = [*self.notes]
@@ -141,65 +133,61 @@ def receipt(
         guide = {GUIDE: made} if made else {}
         notes += [f"The {GUIDE} settings {'here' if made else 'cannot train here'}: {why.rstrip('.')}"] if why else []
     with untouched(devices.pick()):
-        runs, more = side_by_side(task, pack, plans, guide, seconds, run_s)
-        rungs = list[Rung]()
-        for name in (name for name in plans if name in runs):
-            rungs.append(rung(name, pack, runs, rungs[-1] if rungs else None))
-        beside = rung(GUIDE, pack, runs, rungs[0]) if GUIDE in runs else None
-        del runs
-    if len(rungs) == 2:
-        rungs[1] = replace(rungs[1], name=ALL)
+        run = attempt(lambda: Stepper(task, pack, baseline, devices.pick()))
+        if isinstance(run, str):
+            raise TrainError(f"{BASELINE} {run}")
+        del plans[BASELINE]
+        last = [*plans][-1]
+        trials, more = compare(run, {last: plans[last], **guide, **plans}, seconds, run_s)  # what matters most first
+        rungs = [Rung(BASELINE, Trial({}, (1.0,) * len(run.turns)), run.timing())]
+        run.close()
+        del run
+    for name in (name for name in plans if name in trials):
+        rungs.append(rung(name if len(trials.keys() - {GUIDE}) > 1 else ALL, trials[name], rungs[-1], pack))
+    guided = rung(GUIDE, trials[GUIDE], rungs[0], pack) if GUIDE in trials else None
     if devices.pick().type == "cpu":
         more.append("No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not measured")
     samples = plan.epochs * pack.splits["train"]
-    return Receipt(tuple(rungs), beside, machine(), (*notes, *more), samples, cold_start)
+    return Receipt(tuple(rungs), guided, machine(), (*notes, *more), samples, cold_start)
 
 
-def side_by_side(
-    task: TaskLike, pack: Pack, plans: dict[str, Plan], guide: dict[str, Plan], seconds: float, run_s: float | None
-) -> tuple[dict[str, Stepper], list[str]]:
-    """Train the first and the last plan in turns, and as many others as have time for it; return (name → what trained,
-    what is to say of the others). Raises TrainError where not even these two can."""
-    first, *between, last = plans
-    runs, notes, late, most = dict[str, Stepper](), list[str](), list[str](), max(LEAST, SHARE * (run_s or 0.0))
-    need = slowest = 0.0  # seconds of a round; of a sample
-    for name in (first, last, *guide, *between):  # those that matter most first
-        plan = {**plans, **guide}[name]
-        if name not in (first, last) and ROUNDS * (need + plan.batch_size * slowest) > most:
+def compare(
+    run: Stepper, plans: dict[str, Plan], seconds: float, run_s: float | None
+) -> tuple[dict[str, Trial], list[str]]:
+    """Train plans in turns with the baseline, the first and as many others as there is time for; return (name → trial,
+    what is to say of the rest). Raises TrainError where the first cannot be."""
+    trials, notes, late, most = dict[str, Trial](), list[str](), list[str](), max(LEAST, SHARE * (run_s or 0.0))
+    first, step_s, start = next(iter(plans)), run.advance().seconds, run.clock()
+    if run_s is not None and ROUNDS * step_s > most:
+        raise TrainError(f"it would take about {duration(2 * ROUNDS * step_s)}, longer than a tenth of the run")
+    phase("turns", seconds)
+    for name, plan in plans.items():
+        times = plan.batch_size / run.plan.batch_size if plan.feed == run.plan.feed else 1  # as long as the baseline's
+        likely = ROUNDS * step_s * (1 + times)
+        if name != first and run.clock() - start + likely > most:
             late.append(name)
             continue
-        run = next((run for run in runs.values() if shared(run, plan)), None)
-        made = attempt(partial(Stepper, task, pack, plan, devices.pick(), shared(run, plan)))
-        if isinstance(made, str):
-            notes.append(f"{name} {made}")
+        trial = beside(run, plan, max(seconds / len(plans), likely))
+        if trial.timing is None:
+            notes.append(f"{name} {trial.failed}")
             continue
-        runs[name], step_s = made, made.advance().seconds
-        made.turns.clear()
-        need, slowest = need + step_s, max(slowest, step_s / plan.batch_size)
-        if (micro := made.state.recovery.micro) != plan.micro_batch_size:
-            notes.append(f"Memory ran out with {name}: measured in passes of {micro} samples")
-    if not {first, last} <= runs.keys():
+        trials[name] = trial
+        if trial.micro_batch_size != plan.micro_batch_size:
+            notes.append(f"Memory ran out with {name}: measured in passes of {trial.micro_batch_size} samples")
+    if first not in trials:
         raise TrainError("; ".join(notes))
-    if run_s is not None and ROUNDS * need > 2 * most:
-        raise TrainError(f"it would take about {duration(ROUNDS * need)}, longer than a tenth of the run")
     if late:
         notes.append(f"Not measured, as that would take longer than {duration(most)}: {', '.join(late)}")
-    phase("turns", max(seconds, ROUNDS * need))
-    in_turns([*runs.values()], max(seconds, ROUNDS * need))
-    for run in runs.values():
-        run.close()
-    return runs, notes
+    return trials, notes
 
 
-def rung(name: str, pack: Pack, runs: dict[str, Stepper], below: Rung | None) -> Rung:
-    """Return what the turns of a plan showed. below: the rung that it is compared with."""
-    run, changes, factor = runs[name], dict[str, str](), None
-    ratios = run.over(next(iter(runs.values())))
-    if below is not None:
-        before, now = costs(type(run.plan).from_dict(below.timing.plan), pack), costs(run.plan, pack)
-        changes = {n: f"{shown(before.get(n))} → {shown(now[n])}" for n in now if now[n] != before.get(n)}
-        factor = None if name == GUIDE else median(ratios) / below.total
-    return Rung(name, changes, run.timing(), factor, median(ratios), min(ratios), max(ratios))
+def rung(name: str, trial: Trial, below: Rung, pack: Pack) -> Rung:
+    """Return what a trial showed, compared with the rung below."""
+    timing = trial.timing or below.timing
+    before, now = costs(below.timing.plan, pack), costs(timing.plan, pack)
+    changes = {n: f"{shown(before.get(n))} → {shown(now[n])}" for n in now if now[n] != before.get(n)}
+    factor = None if name == GUIDE else trial.ratio / below.trial.ratio
+    return Rung(name, replace(trial, timing=None), timing, changes, factor)
 
 
 # -- the plans
@@ -224,7 +212,7 @@ def ladder(baseline: Plan, plan: Plan, pack: Pack) -> dict[str, Plan]:
 
     A rung is the run's plan with the groups above it still as in the baseline, so each is a plan that can train.
     """
-    before, now = costs(baseline, pack), costs(plan, pack)
+    before, now = costs(baseline.to_dict(), pack), costs(plan.to_dict(), pack)
     differing = {name for name in {**before, **now} if before.get(name) != now.get(name)}
     grouped = {setting for settings in GROUPS.values() for setting in settings}
     groups = [*GROUPS.items(), (OTHERS, tuple(name for name in now if name not in grouped))]
@@ -236,12 +224,12 @@ def ladder(baseline: Plan, plan: Plan, pack: Pack) -> dict[str, Plan]:
     return plans if groups else {**plans, ALL: plan}
 
 
-def costs(plan: Plan, pack: Pack) -> dict[str, Any]:
+def costs(settings: dict[str, Any], pack: Pack) -> dict[str, Any]:
     """Return the settings that make a step faster or slower, with the feed chosen; workers and prefetch only where that
     has them."""
-    name, _ = choose(pack, plan, devices.pick())
+    name, _ = choose(pack, SimpleNamespace(feed=settings["feed"]), devices.pick())
     unused = {"resident": ("workers", "prefetch"), "streamed": ("workers",)}.get(name, ())
-    return {k: v for k, v in {**plan.to_dict(), "feed": name}.items() if k not in (*SILENT, *unused)}
+    return {k: v for k, v in {**settings, "feed": name}.items() if k not in (*SILENT, *unused)}
 
 
 def preset(task: TaskLike, pack: Pack, name: str, /, **own: Any) -> tuple[Plan | None, str]:

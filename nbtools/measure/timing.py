@@ -14,7 +14,8 @@ import json
 import math
 import random
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -206,11 +207,7 @@ class Stepper:
         """Return the seconds that the device works for a step: on CUDA by a trace, elsewhere the fastest step's."""
         if self.device.type != "cuda":
             return min(turn.host_s for turn in self.turns)
-        return busy(trace(self)) / TRACED or median(turn.seconds / turn.steps for turn in self.turns)
-
-    def over(self, other: Stepper) -> list[float]:
-        """Return how many times as fast as another one it was, turn by turn."""
-        return [a.samples_per_s / b.samples_per_s for a, b in zip(self.turns, other.turns, strict=True)]
+        return sum(traced(self).values()) or median(turn.seconds / turn.steps for turn in self.turns)
 
     def timing(self) -> Timing:
         """Return what its turns showed."""
@@ -228,29 +225,28 @@ class Stepper:
 # -- a device's own clock
 
 
-def trace(stepper: Stepper) -> list[dict[str, Any]]:
-    """Return the events of some steps on a GPU, by its own clock (Kineto's format: ts and dur in µs).
+def traced(stepper: Stepper) -> Counter[str]:
+    """Return name → seconds of a step: of kernels, copies and fills on a GPU by its own clock (from Kineto's trace, ts
+    and dur in µs), of operations on a CPU.
 
     Events around a step queued behind long products would serve for short steps only: beyond about 1,000 launches the
     queue is full, the host waits, and its launching counts as the device's work.
     """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(TRACED):
+    activity, times = torch.profiler.ProfilerActivity, Counter[str]()
+    cuda = stepper.device.type == "cuda"
+    with torch.profiler.profile(activities=[activity.CUDA if cuda else activity.CPU]) as profiler:
+        for _ in range(TRACED if cuda else 1):
             stepper.step(next(stepper.batches))
         finish(stepper.device)
+    if not cuda:
+        return Counter({event.key: event.self_cpu_time_total / 1e6 for event in profiler.key_averages()})
     with tempfile.TemporaryDirectory(prefix="nbtools-profile-") as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
-        return [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") in WORK]
-
-
-def busy(events: Iterable[dict[str, Any]]) -> float:
-    """Return the seconds in which at least one kernel, copy or fill of a trace runs: streams overlap."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
-        total += max(stop - max(start, end), 0.0)
-        end = max(end, stop)
-    return total / 1e6
+        for event in json.loads(path.read_text())["traceEvents"]:
+            if event.get("cat") in WORK:
+                times[event["name"].partition("<")[0].removeprefix("void ")] += event["dur"] / 1e6 / TRACED
+    return times
 
 
 def finish(device: torch.device) -> None:

@@ -69,11 +69,13 @@ def attempt(make: Callable[[], Stepper], steps: int = WARMING) -> Stepper | str:
 
 @dataclass(frozen=True)
 class Trial:
-    """A change of a plan, trained in turns with it. ratios: its samples/s over the plan's, a turn each; failed: why it
-    does not train, there are none then."""
+    """A change of a plan, trained in turns with it. ratios: its samples/s over the plan's, a turn each; timing: how it
+    trains, micro_batch_size: in what parts of a batch; or failed: why it does not train."""
 
     change: dict[str, Any]
     ratios: tuple[float, ...] = ()
+    timing: Timing | None = None
+    micro_batch_size: int | None = None
     failed: str = ""
 
     @property
@@ -97,9 +99,9 @@ class Trial:
         return f"{self.name} {self.failed or self.spread}"
 
 
-def beside(run: Stepper, change: dict[str, Any], seconds: float, warming: int = WARMING) -> Trial:
-    """Train the plan of a run with a change in turns with it, for about `seconds`."""
-    plan = run.plan.turn(**change)
+def beside(run: Stepper, plan: Plan, seconds: float, warming: int = WARMING) -> Trial:
+    """Train another plan in turns with a run, for about `seconds`."""
+    change = {name: getattr(plan, name) for name in plan.changes_from(run.plan)}
     other = attempt(lambda: Stepper(run.task, run.pack, plan, run.device, shared(run, plan), run.clock), warming)
     if isinstance(other, Stepper) and other.state.graphs is not None:
         other = other.state.graphs.off or other
@@ -109,14 +111,13 @@ def beside(run: Stepper, change: dict[str, Any], seconds: float, warming: int = 
         stepper.turns.clear()
     in_turns([run, other], seconds)
     other.close()
-    return Trial(change, tuple(other.over(run)))
+    ratios = (a.samples_per_s / b.samples_per_s for a, b in zip(other.turns, run.turns, strict=True))
+    return Trial(change, tuple(ratios), other.timing(), other.state.recovery.micro)
 
 
-def shared(run: Stepper | None, plan: Plan) -> Feed | None:
+def shared(run: Stepper, plan: Plan) -> Feed | None:
     """Return the feed of a plan that reads the pack in memory as a run does; None where it has one of its own."""
-    if run is None or not isinstance(run.feed, Resident) or plan.feed != run.plan.feed:
-        return None
-    return run.feed.padded(plan)
+    return run.feed.padded(plan) if isinstance(run.feed, Resident) and plan.feed == run.plan.feed else None
 
 
 # -- whether other arithmetic learns the same
