@@ -69,15 +69,12 @@ class Form:
             parts = [HTML(escape(name + unit)), inputs, self.notes[name]]
             rows[name] = made(HBox, parts, look="row narrow" if name in STRIP else "row")
             if name in STRIP:
-                label = HTML(f'<div class="nbtools-said"><b>{name}</b></div>')
-                knobs[name] = made(VBox, [label, inputs], look="knob narrow")
+                knobs[name] = made(VBox, [HTML(f"<b>{name}</b>"), inputs], look="knob narrow")
         first = [rows.pop(name) for name in IN_VIEW if name in rows]
         form = made(VBox, [self.menu, *first, folded(f"More: {len(rows)} settings", [*rows.values()])], look="form")
         head, actions = HTML(HEAD, layout=Layout(display="none")), made(HBox, [*self.actions.values()], look="bar")
-        strip, every = (
-            made(HBox, [knobs[name] for name in STRIP], look="bar"),
-            folded("All settings", [made(VBox, [form], look="fold")]),
-        )
+        strip = made(HBox, [knobs[name] for name in STRIP], look="bar")
+        every = folded("All settings", [made(VBox, [form], look="fold")])
         self.controls = made(VBox, [head, actions, self.pending, strip, asking, every], look="panel")
         self.own = VBox([actions, self.pending, HTML(said(ELSEWHERE, "nbtools-muted"))])
         self.before = VBox([asking, form])

@@ -88,9 +88,10 @@ class Advice(Report):
         first = [row for row in rows if row[0] in ASKED or "measured here" in row[2]]
         others = [row for row in rows if row not in first]
         notes = [*map(note, self.footer().splitlines())]
-        inside = "".join([html(headers, others), *notes[1:]])
+        shown = notes[:1] if self.verdict else []
+        inside = "".join([html(headers, others), *notes[len(shown) :]])
         folded = f"<details><summary>{plural(len(others), 'other setting')}, with reasons</summary>{inside}</details>"
-        return "".join([html(headers, first, self.caption()), *notes[:1], folded])
+        return "".join([html(headers, first, self.caption()), *shown, folded])
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], kind: type[Plan] = Plan) -> Self:
