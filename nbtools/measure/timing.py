@@ -316,6 +316,8 @@ def untouched(device: torch.device) -> Iterator[None]:
             random.setstate(numbers[0])
             np.random.set_state(numbers[1])
             torch.set_num_threads(threads)
+            if threads == devices.threads():  # else a run goes on by its plan's
+                devices.restore_threads()
             torch.set_deterministic_debug_mode(mode)
             torch.backends.cudnn.benchmark = tuning
             if precision is not None:

@@ -122,8 +122,14 @@ def prepare(plan: Plan, device: torch.device) -> None:
 
 @cache
 def threads() -> int:
-    """Return the number of CPU threads as the user or torch set it, before a plan asked for another."""
+    """Return the number of CPU threads as the user or torch set it, before a plan asked for another; `restore_threads`
+    sets it again."""
     return torch.get_num_threads()
+
+
+def restore_threads() -> None:
+    torch.set_num_threads(threads())
+    threads.cache_clear()  # the user may set another from now on
 
 
 @contextmanager

@@ -32,7 +32,6 @@ class Sums:
 
     def __init__(self, device: torch.device | str = "cpu", ranks: Ranks | None = None):
         self.device, self.ranks = torch.device(device), ranks or Ranks()
-        self.batches: list[tuple[Tensor, Pair]] = []  # (ids, loss) of each
         self.totals: dict[str, Tensor] = {}  # name → (2,), (2, K) or (2, K, bins) float64, float32 on MPS
 
     def add(self, pairs: Mapping[str, Pair]) -> None:
@@ -89,20 +88,12 @@ def losses(task: TaskLike, model: nn.Module, raws: Iterable[Batch], plan: Plan, 
     return np.nan_to_num(torch.stack(values).cpu().numpy().astype(np.float64), nan=np.inf)
 
 
-def worst_first(batches: Iterable[tuple[Tensor, Pair]]) -> list[int]:
-    """Return the ids of an evaluation's batches, those of the highest mean loss first, one that is no number before."""
-    means = [(float(total) / max(float(count), 1.0), ids.tolist()) for ids, (total, count) in batches]
-    means.sort(key=lambda pair: np.nan_to_num(pair[0], nan=np.inf), reverse=True)
-    return [i for _, ids in means for i in ids]
-
-
 def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
     """Add loss and metrics of a batch. Raises TrainError where memory ends."""
     pairs, reason = within_memory(partial(scores, task, model, raw, plan, sums.device))
     if pairs is None:
         rule = f"out of memory evaluating {plural(len(raw['id']), 'sample')} ({reason})"
         raise TrainError(f"{rule}; set a smaller micro_batch_size, which evaluations take too", entry="Out of memory")
-    sums.batches.append((raw["id"], pairs["loss"]))
     sums.add(pairs)
 
 

@@ -153,7 +153,6 @@ def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
     state.ranks.align(state.evaluated.buffers())
     for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed):
         yield state.record("evaluating")
-    state.last_evaluation = sums.batches
     values = {f"val_{name}": value for name, value in sums.read().items()}
     return {**values, "eval_time": perf_counter() - start}
 

@@ -95,7 +95,6 @@ class TrainState:
         self.keys = Keys(len(pack), self.device)  # of draws
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
         self.evaluate_next = False  # ask for an evaluation before the next step
-        self.last_evaluation: list[tuple[Tensor, Any]] = []  # (ids, loss) of its batches
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
         self.stopped: str | None = None  # why nothing is left to train before the last epoch
 
@@ -150,6 +149,7 @@ class TrainState:
 
     def end(self) -> None:
         """End or pause the loop."""
+        devices.restore_threads()
         self.watch.stop()
         self.capture_rng()
         self.training = False

@@ -9,6 +9,7 @@ import toy
 
 import nbtools as nb
 from nbtools import measure
+from nbtools.data import progress
 from nbtools.train import evaluation
 
 
@@ -34,6 +35,18 @@ def test_advice_sweep_receipt_and_evaluation_say_how_long_they_take(at_once, pac
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(name)]
         assert len(lines) > 1, name
         assert name.startswith("evaluating") or sum(" left" in line for line in lines) > 1, lines
+
+
+def test_an_estimate_that_is_exceeded_grows(at_once, capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(progress, "monotonic", lambda: clock[0])
+    with progress.work("measuring", first=10.0):
+        for _ in range(4):
+            clock[0] += 8.0
+            progress.tick()
+            [(shown, *_)] = progress.ongoing
+            assert shown.n == clock[0] < shown.total
+    assert shown.total > 30
 
 
 BARS = """

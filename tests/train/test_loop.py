@@ -291,3 +291,22 @@ def test_what_cannot_be_trained_is_refused_before_the_first_step(tmp_path, pack)
         TrainState(toy.with_(model=lambda card, plan: toy.Net(4, 0.0).requires_grad_(False)), pack, toy.PLAN)
     with pytest.raises(TrainError, match=r"Plan.graph replays CUDA graphs, but this device is cpu"):
         TrainState(toy, pack, toy.PLAN.replace(graph=True), device="cpu")
+
+
+def test_threads_are_the_plans_while_it_trains_and_the_users_before_and_after(pack):
+    seen = []
+
+    def loss(model, batch, plan):
+        seen.append(torch.get_num_threads())
+        return toy.loss(model, batch, plan)
+
+    before = torch.get_num_threads()
+    try:
+        for mine, plans in ((1, None), (1, 2), (2, None)):
+            torch.set_num_threads(mine)
+            assert losses(TrainState(toy.with_(loss=loss), pack, toy.PLAN.replace(epochs=1, threads=plans)), pack)
+            assert {*seen} == {plans or mine}
+            assert torch.get_num_threads() == mine
+            seen.clear()
+    finally:
+        torch.set_num_threads(before)
