@@ -6,6 +6,7 @@ The guides' tiers and tables are labelled as what they are: rules of thumb. What
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -16,13 +17,14 @@ from nbtools.data import Card, batches_in, cores
 from nbtools.errors import sentence
 from nbtools.measure.lr import LrTrial
 from nbtools.measure.profile import LEAST_STEPS, Verdict
-from nbtools.show import Report, digits, duration, html, note, plural, restored
+from nbtools.show import Report, digits, duration, html, note, percent, plural, restored
 from nbtools.train import LARGER, OPTIMIZERS, Plan, Task, TaskLike, as_task, length_of, lr_factor
 from nbtools.train import device as devices
 
 TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch (captcha guide)
 MOST_K = LARGER[-1][0]  # beyond it Adam's best lr falls again (arXiv 2405.14578); the guides' table ends there too
 FEW_SAMPLES, FEW_STEPS = 10_000, 1_500  # training samples below which a run gets about so many steps
+FORWARD, EVALUATION_SHARE = 1 / 3, 0.1  # of a step's time: what evaluating takes a sample; of the time, what all may
 MOST_PROCESSES = 8  # that read files: more wait for the same disk
 LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
 THUMB = "rule of thumb"
@@ -142,6 +144,8 @@ def decide(
     if (few := epochs_for_few(card, batch)) and not has_recipe(task, "epochs"):
         advised.setdefault("epochs", few)
     advised.setdefault("warmup_epochs", warmup(batch / base.batch_size, value("epochs")))
+    if (seldom := evaluations(card, value("epochs"))) and plan.eval_every == 1:
+        advised.setdefault("eval_every", seldom)
     advised.setdefault("amp", precision(machine))
     if value("feed") == "workers":
         many = min(machine.cores, MOST_PROCESSES)
@@ -213,6 +217,15 @@ def warmup(k: float, epochs: int) -> tuple[float, str]:
     capped = min(float(least), epochs / 5)
     why = f"{plural(least, 'epoch')} for {k:.3g} × the baseline's batch, {THUMB} ({LARGE_GUIDE})"
     return capped, why + (f"; capped to a fifth of {plural(epochs, 'epoch')}" if capped < least else "")
+
+
+def evaluations(card: Card, epochs: int) -> tuple[int, str] | None:
+    """Return the epochs between evaluations, so that these take at most a tenth of the time; None for each epoch."""
+    share = card.splits.get("val", 0) * FORWARD / max(card.splits["train"], 1)
+    every = min(math.ceil(share / EVALUATION_SHARE), max(epochs // 3, 1))
+    if every <= 1:
+        return None
+    return every, f"one takes about {percent(share)} of an epoch's time: a sample a third of a step's, {THUMB} (ours)"
 
 
 def precision(machine: Machine) -> tuple[str, str]:

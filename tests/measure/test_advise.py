@@ -1,6 +1,7 @@
 """Advice: a table of machines and data sets, a reason for everything that differs from the task's own plan; and what
 was measured, kept next to the pack and never measured by surprise."""
 
+import dataclasses
 import importlib
 import json
 import math
@@ -87,6 +88,14 @@ def test_lr_follows_the_optimizers_rule_up_to_sixteen_times_the_batch(optimizer,
     assert advice.plan.lr == pytest.approx(lr)
     assert ("linear rule" if optimizer == "sgd" else "sqrt rule") in advice.reasons["lr"]
     assert ("no increase beyond 16" in advice.reasons["lr"]) == (batch == 4096)
+
+
+@pytest.mark.parametrize(("val", "epochs", "every"), [(5_000, 30, 1), (50_000, 30, 4), (50_000, 6, 2), (0, 30, 1)])
+def test_evaluations_take_at_most_a_tenth_of_the_time(val, epochs, every):
+    data = dataclasses.replace(card(50_000), splits={"train": 50_000, "val": val})
+    advice = decide(with_plan(epochs=epochs, eval_every=1), data, A100)
+    assert advice.plan.eval_every == every
+    assert "a third of a step's, rule of thumb (ours)" in advice.reasons.get("eval_every", "") or every == 1
 
 
 def test_what_the_task_suggests_stands_and_the_rest_follows_from_it():
