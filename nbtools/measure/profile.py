@@ -30,7 +30,8 @@ WORTH = 1.1  # a smaller gain is within the noise of such a measurement: rule of
 SENTENCES = {
     "data": "Loading data is the limit: training waits for it {wait} of each {step} step.",
     "launch": "Kernel launches are the limit: the {device_type} waits for them {host} of each {step} step.",
-    "compute": "The {device_type} is the limit: busy {device} of each {step} step.",
+    "compute": "Arithmetic is the limit: {products} of each {step} step goes into matrix products, {moves} into reading "
+    "and writing tensors.",
     "memory": "Memory bandwidth is the limit: {moves} of each {step} step goes into reading and writing tensors, "
     "{products} into matrix products.",
 }
