@@ -30,12 +30,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import nbtools as nb
 from nbtools.data import Draws, Pack, batches_left, collate, in_order, lengths_of, on
-from nbtools.train import Plan, Sums, best_metric, bound, build, device
+from nbtools.train import Plan, Sums, best_metric, bind, build, device
 from nbtools.train.evaluation import score
 from nbtools.train.optimizer import build_optimizer
 from nbtools.train.plan import lr_at
 from nbtools.train.step import at_least_one
-from nbtools.train.task import summed
+from nbtools.train.task import as_sum
 
 Raw = dict[str, Tensor]
 WARM = 3  # steps of a trial before it is timed: the first compile, and start workers
@@ -135,7 +135,7 @@ class Job:
 
     def __init__(self, task: Any, pack: Pack, source: Path, plan: Plan, levers: Levers, meter: Meter):
         self.task, self.pack, self.source, self.plan, self.levers, self.meter = task, pack, source, plan, levers, meter
-        self.bound, self.device, self.order = bound(task, pack.card), device.pick(), Batches(pack, plan)
+        self.bound, self.device, self.order = bind(task, pack.card), device.pick(), Batches(pack, plan)
         self.epochs, self.clip, self.bf16 = plan.epochs, plan.clip_norm, levers.bf16
 
     def loader(self, split: str = "train") -> DataLoader:
@@ -171,7 +171,7 @@ class Job:
             if self.levers.channels_last:
                 nhwc = torch.channels_last
                 batch = {k: v.contiguous(memory_format=nhwc) if v.dim() == 4 else v for k, v in batch.items()}
-        total, count = summed(self.bound.loss(net, batch, self.plan), len(raw["id"]))
+        total, count = as_sum(self.bound.loss(net, batch, self.plan), len(raw["id"]))
         return total / at_least_one(count)
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:

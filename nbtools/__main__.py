@@ -24,7 +24,7 @@ import nbtools as nb
 from nbtools import disk, measure, tasks
 from nbtools.errors import CheckpointError, NbtoolsError, sentence
 from nbtools.launch import reporting
-from nbtools.live import advised, send
+from nbtools.live import advised_plan, send
 from nbtools.run import busy
 from nbtools.train import Task, as_task, doubts
 
@@ -128,7 +128,7 @@ def control(run: Path, requests: list[str]) -> None:
         raise CheckpointError(f"{run}: {text}")
     pairs = [request.partition("=") for request in requests]
     settings = {name: plan.parse(name, value) for name, equals, value in pairs if equals}
-    if asks := doubts(plan, plan.turn(**settings), advised(run, plan)):
+    if asks := doubts(plan, plan.turn(**settings), advised_plan(run, plan)):
         anyway = f"nbtools.live.send({str(run)!r}, settings={settings}, force=True)"
         raise NbtoolsError(f"{'; '.join(asks.values())}; to apply it anyway: {anyway}")
     send(run, [name for name, equals, _ in pairs if not equals], settings)

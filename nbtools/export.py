@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from nbtools import disk
 from nbtools.data import Pack, collate, say
 from nbtools.errors import MissingExtra, TrainError
-from nbtools.train import checkpoint, spoken
+from nbtools.train import checkpoint, title_of
 
 if TYPE_CHECKING:
     from nbtools.run import Run
@@ -71,7 +71,7 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
         raise MissingExtra(f"an ONNX file needs onnx and onnxruntime ({error}): {install}") from None
     inputs, outputs = run.task.tensors(run.card, run.plan)
     if not inputs:
-        missing = f"{spoken(run.task)} has no tensors(card, plan), which says what an ONNX file reads and returns"
+        missing = f"{title_of(run.task)} has no tensors(card, plan), which says what an ONNX file reads and returns"
         raise TrainError(f"{missing}; define it, or leave .onnx out: {INSTEAD}")
     pack, graph = run.readable(pack), Graph(run.model("cpu"), list(inputs))
     ids = next(filter(len, map(pack.ids, ("val", "test", "train"))))

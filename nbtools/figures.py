@@ -49,7 +49,7 @@ def gallery(pictures: Sequence[Picture], columns: int = 4, below: float = 0) -> 
     """Draw pictures in rows, each scaled to the width of its column or to TALL. below: px left free under the last row,
     for a legend. Of no pictures, such as wrong answers where none is wrong, a sentence says so."""
     cell = (WIDE - (columns + 1) * MARGIN) // columns
-    sizes = [scaled(image, cell) for image, *_ in pictures]
+    sizes = [scale(image, cell) for image, *_ in pictures]
     rows = [max(height for _, height in sizes[i : i + columns]) + TITLE for i in range(0, len(sizes), columns)]
     high = sum(rows) + MARGIN + below if pictures else TITLE
     sheet = Sheet(figsize=(WIDE / 100, high / 100), dpi=100)
@@ -60,17 +60,17 @@ def gallery(pictures: Sequence[Picture], columns: int = 4, below: float = 0) -> 
     for n, ((image, caption, colour), (width, height)) in enumerate(zip(pictures, sizes, strict=True)):
         left, top = MARGIN + n % columns * (cell + MARGIN), sum(rows[: n // columns]) + TITLE
         axes.imshow(image, cmap="gray", vmin=0, vmax=255, extent=(left, left + width, top + height, top), aspect="auto")
-        axes.text(left, top - 6, shortened(caption, SIZE, cell), color=colour, **look(SIZE))
+        axes.text(left, top - 6, shorten(caption, SIZE, cell), color=colour, **look(SIZE))
     return sheet
 
 
-def scaled(image: np.ndarray, width: float, height: float = TALL) -> tuple[int, int]:
+def scale(image: np.ndarray, width: float, height: float = TALL) -> tuple[int, int]:
     """Return the (width, height) in px of an image that fills one of two limits and exceeds neither."""
     scale = min(width / image.shape[1], height / image.shape[0])
     return max(1, round(scale * image.shape[1])), max(1, round(scale * image.shape[0]))
 
 
-def judged(truth: str, predicted: str | None) -> tuple[str, str]:
+def judge(truth: str, predicted: str | None) -> tuple[str, str]:
     """Return (caption, colour) of a sample: its truth, with what was predicted where that is wrong."""
     if predicted is None:
         return truth, GREY
@@ -93,7 +93,7 @@ def look(size: float, mono: bool = False) -> dict[str, Any]:
     return {"family": families, "size": size, "parse_math": False}
 
 
-def shortened(text: str, size: float, room: float) -> str:
+def shorten(text: str, size: float, room: float) -> str:
     """Return a text as drawn in about `room` px: a longer one loses its middle, since its ends identify it."""
     half = int(room / (0.7 * size * 100 / 72)) // 2  # a Latin letter is at most about 0.7 em wide
     return text if len(text) <= 2 * half else f"{text[:half]}…{text[-half:]}"

@@ -21,7 +21,7 @@ from nbtools.data import Pack, meanwhile, place_to_keep, release_runtime, say, w
 from nbtools.errors import CheckpointError, MissingExtra, NbtoolsError, PackError, TrainError
 from nbtools.folder import Job, begin, former_run, own_folder, restore, settle
 from nbtools.guard import Guard
-from nbtools.live import FirstSignal, Surface, chosen, running_kernel
+from nbtools.live import FirstSignal, Surface, choose_ids, running_kernel
 from nbtools.run import RECEIPT, VERDICT, Run, lock, what_next
 from nbtools.train import Plan, Ranks, Record, Task, TaskLike, TrainState, checkpoint
 from nbtools.train import device as devices
@@ -129,7 +129,7 @@ def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
         values, folder = ranks.broadcast()
         plan = type(task.PLAN).from_dict(values)
         pack = train.readable(task, pack, plan)
-        state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
+        state = devices.run_or_explain(lambda: TrainState(task, pack, plan, ranks=ranks))
         train.obey(task, state, pack)
     return Run(Path(folder), task, pack.card, state.plan)
 
@@ -142,11 +142,11 @@ def prepare(
     with nullcontext() if progress else work("", False):  # the advice has a bar of its own
         plan, given, messages = settle(task, pack, call, former)
     unread, pack = train.unread(task, pack, plan), train.readable(task, pack, plan)
-    samples = None if samples is None else chosen(samples, pack)
+    samples = None if samples is None else choose_ids(samples, pack)
     train.require_sizes(pack, plan)
     if ranks.world > 1:
         ranks.broadcast((plan.to_dict(), str(folder)))
-    state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
+    state = devices.run_or_explain(lambda: TrainState(task, pack, plan, ranks=ranks))
     if former is None:
         train.rehearse(state, pack)  # before anything is written
     history, complaints = begin(folder, pack, state, former, given, call)

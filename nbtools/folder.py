@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbtools import disk, measure, train
-from nbtools.data import Card, Pack, patient, say
+from nbtools.data import Card, Pack, retry, say
 from nbtools.errors import CheckpointError, NbtoolsError, PlanError, TrainError
 from nbtools.live import Surface
 from nbtools.run import CARD, HISTORY, PLAN, RECEIPT, VERDICT, Run
@@ -193,7 +193,7 @@ def matches(task: Task, plan: Plan, panel: str | None, now: Lines, folder: Path)
 
 def restore(folder: Path, kept: Path, fresh: bool) -> None:
     """Take over the kept run where the local folder is missing or behind. Raises CheckpointError for other runs."""
-    ours, theirs = checkpoint.read_index(folder), patient(lambda: checkpoint.read_index(kept), kept)
+    ours, theirs = checkpoint.read_index(folder), retry(lambda: checkpoint.read_index(kept), kept)
     if not theirs:
         return
     for wrong, rule in (

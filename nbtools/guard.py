@@ -42,7 +42,7 @@ class Guard:
             for record in records:
                 if record.kind == "change":  # which is applied when the loop goes on
                     self.watch()
-                elif self.risen(record):
+                elif self.has_risen(record):
                     return "risen"
                 yield record
                 for action in filter(surface.requests.take, NOTHING):
@@ -74,7 +74,7 @@ class Guard:
         count = bisect_right(steps, checkpoint.place(self.anchor["name"])[1]) if self.anchor else len(steps)
         return losses[:count], losses[count:]
 
-    def risen(self, record: Record) -> bool:
+    def has_risen(self, record: Record) -> bool:
         """Return whether a log step's loss is far above the last WATCHED ones before the watched changes."""
         if self.anchor is None or record.kind != "step" or "loss" not in record.values:
             return False

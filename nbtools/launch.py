@@ -73,7 +73,7 @@ def launch(
     if progress:
         say(f"starting {processes} processes under torchrun …")
     events, interrupted = [], False
-    with started((name, pack, call, folder, kept, receipt, fresh), processes, restarts) as torchrun:
+    with start((name, pack, call, folder, kept, receipt, fresh), processes, restarts) as torchrun:
         while torchrun.poll() is None and not checkpoint.read_index(folder):
             sleep(MOMENT)
         if checkpoint.read_index(folder):
@@ -89,7 +89,7 @@ def launch(
 
 
 @contextmanager
-def started(job: tuple[Any, ...], processes: int, restarts: int) -> Iterator[subprocess.Popen[Any]]:
+def start(job: tuple[Any, ...], processes: int, restarts: int) -> Iterator[subprocess.Popen[Any]]:
     """Run torchrun where Ctrl-C does not reach it; its processes end with the block. Raises TrainError."""
     options = f"--standalone --nproc-per-node {processes} --max-restarts {restarts} --redirects 3 --no-python".split()
     paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)  # where the task is

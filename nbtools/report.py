@@ -17,9 +17,9 @@ import pandas as pd
 
 from nbtools.data import TARGET, Pack
 from nbtools.errors import MissingExtra, PackError, TrainError
-from nbtools.figures import Sheet, gallery, judged, look, shortened
+from nbtools.figures import Sheet, gallery, judge, look, shorten
 from nbtools.show import note, number, plural
-from nbtools.train import Answer, Labels, spoken
+from nbtools.train import Answer, Labels, title_of
 
 if TYPE_CHECKING:
     from nbtools.run import Run
@@ -45,7 +45,7 @@ class Report:
     def confusion(self) -> Sheet:
         """A figure of the at most 20 most confused classes, the per cent of each true one (rows) by what it was taken
         for. The colour is the root of the share, so that one sample in a hundred is still seen."""
-        counts, named = self.counts.to_numpy(), [shortened(str(name) or "(none)", 7, 260) for name in self.counts]
+        counts, named = self.counts.to_numpy(), [shorten(str(name) or "(none)", 7, 260) for name in self.counts]
         wrong = counts * ~np.eye(len(counts), dtype=bool)
         places = np.sort((-wrong.sum(0) - wrong.sum(1)).argsort(kind="stable")[:CONFUSED])
         shares, side = (counts / np.maximum(counts.sum(1, keepdims=True), 1))[np.ix_(places, places)], len(places)
@@ -68,7 +68,7 @@ class Report:
         ids = list(map(int, self.worst.index[:SHOWN]))
         answers = self.run.predict_pack(self.pack, ids)
         previews = [self.run.task.preview(self.pack, i, answer) for i, answer in zip(ids, answers, strict=True)]
-        return gallery([(image, *judged(truth or text, text)) for image, truth, text, *_ in previews])
+        return gallery([(image, *judge(truth or text, text)) for image, truth, text, *_ in previews])
 
     def __repr__(self) -> str:
         return f"{self.about}\n\n{self.table.to_string()}\n\nThe worst:\n{self.worst.head(SHOWN).to_string()}"
@@ -133,7 +133,7 @@ def compare_answers(run: Run, pack: Pack, truths: list[Any], answers: list[Any])
         kind, pairs = "text", [align(*pair) for pair in both]
     else:
         rule = "a report compares classes, labels, texts and class maps; of a task of its own define text_of(pack, i)"
-        raise TrainError(f"{spoken(run.task)} answers with {type(answer).__name__}: {rule}, the right answer as text")
+        raise TrainError(f"{title_of(run.task)} answers with {type(answer).__name__}: {rule}, the right answer as text")
     every = {*chain.from_iterable(chain.from_iterable(pairs))}
     names = [*dict.fromkeys([*(classes if kind != "text" else ()), *sorted(every)])]
     places = {name: k for k, name in enumerate(names)}

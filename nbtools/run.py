@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nbtools import disk, live, show, train
-from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, items_of, patient, say
+from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, items_of, retry, say
 from nbtools.errors import CheckpointError, PackError, TrainError
 from nbtools.export import write_onnx, write_weights
 from nbtools.measure import Receipt, Verdict
@@ -49,11 +49,11 @@ class Run:
         for what needs its network: `predict`, `model`, `export`, `report`, `nb.evaluate`. Raises CheckpointError."""
         folder = Path(folder)
         with disk.explained("opening a run", folder):
-            index = patient(lambda: checkpoint.read_index(folder), folder)
+            index = retry(lambda: checkpoint.read_index(folder), folder)
             if not index:
                 why = f"no {checkpoint.INDEX}, so this is not a run folder" if folder.is_dir() else "no such folder"
                 raise CheckpointError(f"{folder}: {why}; nb.runs lists those of a folder, nb.fit with run= trains one")
-            card, plan = (patient(partial(read_json, folder / name), folder) for name in (CARD, PLAN))
+            card, plan = (retry(partial(read_json, folder / name), folder) for name in (CARD, PLAN))
         with suppress(CheckpointError):
             task = train.import_task(index.get("task", "none"), folder) if task is None else task
         kind = Plan if task is None else type(train.as_task(task).PLAN)
@@ -322,7 +322,7 @@ def open_runs(folder: Path) -> list[tuple[float, Run]]:
         raise CheckpointError(f"{folder}: there is no such folder; name the one in which the run folders are")
     opened: list[tuple[float, Run]] = []
     with disk.explained("looking for runs", folder):
-        for path in patient(lambda: list(folder.glob(f"**/{checkpoint.INDEX}")), folder):
+        for path in retry(lambda: list(folder.glob(f"**/{checkpoint.INDEX}")), folder):
             try:
                 opened.append((path.stat().st_mtime, Run.open(path.parent)))
             except CheckpointError as error:
@@ -401,7 +401,7 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         metric = next(iter(self.runs.values())).metric[0]
-        charts = live.compared({name: live.Columns().follow(run.history) for name, run in self.runs.items()}, metric)
+        charts = live.comparison({name: live.Columns().follow(run.history) for name, run in self.runs.items()}, metric)
         return show.note(self.conclusion) + live.page(charts) + self.frame.T.to_html()
 
 

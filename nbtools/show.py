@@ -47,21 +47,21 @@ class Report(Table):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the report of `to_dict`, also after JSON; fields that another version had are left out."""
-        return restored(cls, values)
+        return restore(cls, values)
 
 
-def restored(kind: Any, value: Any) -> Any:
+def restore(kind: Any, value: Any) -> Any:
     """Return a value read from JSON as the type that a field declares: dataclasses and tuples are built again."""
     parts = typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         hints = typing.get_type_hints(kind)
         made: Any = kind
-        return made(**{name: restored(hints[name], each) for name, each in value.items() if name in hints})
+        return made(**{name: restore(hints[name], each) for name, each in value.items() if name in hints})
     if typing.get_origin(kind) in (types.UnionType, typing.Union) and value is not None:
-        return restored(next(part for part in parts if part is not types.NoneType), value)
+        return restore(next(part for part in parts if part is not types.NoneType), value)
     if typing.get_origin(kind) is tuple and parts and value is not None:
         kinds = repeat(parts[0]) if parts[-1] is Ellipsis else parts
-        return tuple(restored(each, item) for each, item in zip(kinds, value, strict=False))
+        return tuple(restore(each, item) for each, item in zip(kinds, value, strict=False))
     return value
 
 
@@ -71,7 +71,7 @@ def html(headers: Sequence[str], rows: Rows, caption: str = "") -> str:
         return note(caption)
     import pandas as pd  # half a second, for which no terminal should wait
 
-    names, *lines = filled(headers, rows)
+    names, *lines = fill_cells(headers, rows)
     with pd.option_context("display.max_colwidth", None):
         drawn = pd.DataFrame(lines, columns=names).to_html(index=False, border=0)
     return note(caption) + re.sub("<(t[hd])>", r'<\1 style="text-align: left">', drawn)  # Jupyter: to the right
@@ -84,13 +84,13 @@ def note(text: str) -> str:
 
 def text(headers: Sequence[str], rows: Rows) -> str:
     """Return a table for a terminal, which a file name can neither colour nor overwrite."""
-    lines = [[plain(cell) for cell in row] for row in filled(headers, rows)] if rows else []
+    lines = [[plain(cell) for cell in row] for row in fill_cells(headers, rows)] if rows else []
     widths = [max(map(disp_len, column)) for column in zip(*lines, strict=True)]  # two of a Chinese character
     padded = ([cell + " " * (most - disp_len(cell)) for cell, most in zip(line, widths, strict=True)] for line in lines)
     return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
-def filled(headers: Sequence[str], rows: Rows) -> list[list[str]]:
+def fill_cells(headers: Sequence[str], rows: Rows) -> list[list[str]]:
     """Return the headers and the rows as they are shown, without the columns that hold nothing."""
     kept = [k for k in range(len(headers)) if any(row[k] not in (None, "") for row in rows)]
     return [[shown(row[k]) for k in kept] for row in (headers, *rows)]
@@ -152,7 +152,7 @@ def size(count: float) -> str:
     return f"{count:.{0 if units[-1] == 'B' or abs(count) >= 100 else 1}f} {units[-1]}"
 
 
-def sized(height: int, width: int) -> str:
+def size_text(height: int, width: int) -> str:
     """Return `96 × 128 pixels (height × width)`: the order of tensors; viewers and Pillow put the width first."""
     return f"{height:,} × {width:,} pixels (height × width)"
 

@@ -49,7 +49,7 @@ class Remote:
         best = f"-{metric}" if sign < 0 else metric
         self.view = live.View(run.folder, self.history, plan, count, best, given, show)
         fits = partial(require_batch, count=count)
-        self.requests = live.Requests(self.plans, live.advised(run.folder, plan), fits)
+        self.requests = live.Requests(self.plans, live.advised_plan(run.folder, plan), fits)
         self.sent: set[str] = set()
         self.asked, self.shown, self.status = (plan, False), len(self.history), live.STARTING
 

@@ -3,7 +3,7 @@
 from nbtools.data.build import Entry, Survey, build_pack
 from nbtools.data.dataset import items_of, options_like, pack, sample_of
 from nbtools.data.draws import Draws, Keys, constant, places
-from nbtools.data.drive import cache, drive_path, kept, patient, place_to_keep, release_runtime, remount
+from nbtools.data.drive import cache, drive_path, kept, place_to_keep, release_runtime, remount, retry
 from nbtools.data.feed import (
     Feed,
     Padding,

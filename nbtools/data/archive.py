@@ -65,17 +65,17 @@ def unpack(path: Path, folder: Path, text: str, progress: bool) -> None:
     caller unpacks into a `.part` and publishes afterwards.
     """
     limit, plain = max(FLOOR, RATIO * path.stat().st_size), folder.with_name(f"{folder.name}.tar")
-    with explained(f"{text}: "):
+    with explain_damage(f"{text}: "):
         if opener := OPENERS.get(form := kind(path)):
             inflate(path, opener, plain, limit, progress)
             path, form = plain, kind(plain)
         with open(path, "rb") as file:
-            files = checked(list(islice((in_zip if form == "zip" else in_tar)(file), ENTRIES + 1)), limit, text)
+            files = entries_of(list(islice((in_zip if form == "zip" else in_tar)(file), ENTRIES + 1)), limit, text)
             size = sum(entry.size for _, entry in files)
             disk.require_space(folder, size)
             with bar(total=size, desc=f"unpack {folder.name}", disable=not progress, **BYTES) as shown:
                 for name, entry in files:
-                    with explained(f"entry {name!r} "):
+                    with explain_damage(f"entry {name!r} "):
                         extract(entry, folder / name, shown.update)
         disk.remove(plain)
 
@@ -107,12 +107,12 @@ def extract(entry: Entry, target: Path, progress: Callable[[int], object]) -> No
         raise ArchiveError(f"is damaged: {rest} of {entry.size} bytes are missing")
 
 
-def checked(entries: list[Entry], limit: int, text: str) -> list[tuple[str, Entry]]:
+def entries_of(entries: list[Entry], limit: int, text: str) -> list[tuple[str, Entry]]:
     """Return (relative path, entry) of all files but litter. Raises ArchiveError."""
     if len(entries) > ENTRIES:
         raise ArchiveError(f"has more than {ENTRIES} entries, which are too many. Combine small files into fewer")
     require_below(sum(entry.size for entry in entries), limit)
-    names = decoded(text, [entry.name for entry in entries])
+    names = decode_names(text, [entry.name for entry in entries])
     paths = ["/".join(safe_parts(name)) * (name[-1:] != "/" and not LITTER.search(name)) for name in names]
     files = [(path, entry) for path, entry in zip(paths, entries, strict=True) if path]
     if not files:
@@ -180,7 +180,7 @@ def marked_name(info: zipfile.ZipInfo) -> str | bytes:
     return raw
 
 
-def decoded(text: str, names: list[str | bytes]) -> list[str]:
+def decode_names(text: str, names: list[str | bytes]) -> list[str]:
     """Return names as text, and say so where their encoding was guessed; with slashes where Windows wrote none."""
     raw = b"/".join(name for name in names if isinstance(name, bytes))
     if (encoding := code_page(raw)) != "utf-8":
@@ -203,7 +203,7 @@ def code_page(raw: bytes) -> str:
 
 
 @contextlib.contextmanager
-def explained(what: str) -> Iterator[None]:
+def explain_damage(what: str) -> Iterator[None]:
     """Put what is unpacked in front of whatever goes wrong inside; a disk's errors pass."""
     try:
         yield

@@ -19,7 +19,7 @@ import numpy as np
 
 from nbtools import disk
 from nbtools.data.build import RawFiles, make_pack, of_task
-from nbtools.data.forms import IMAGES, RESIZES, TARGET, TARGETS, Form, composed, is_image, is_missing, plain_values
+from nbtools.data.forms import IMAGES, RESIZES, TARGET, TARGETS, Form, compose, is_image, is_missing, plain_values
 from nbtools.data.items import Items, Part, column_name, parts_of
 from nbtools.data.pack import Card, Pack, Sample, is_pack
 from nbtools.data.progress import say
@@ -83,8 +83,8 @@ def pack(
     given = {"target": target, "inputs": inputs, "image": image, "sep": sep, "classes": classes, "resize": resize}
     given |= {"mean": mean, "std": std, "points": points, "text": text, "store": store}
     options = SimpleNamespace(**given, size=size_of(size, resize), key=(target, inputs), columns=None, source="")
-    shares, val, test = divided(data, train, val, test)
-    parts, groups = opened(shares, options, root, groups, progress)
+    shares, val, test = divide(data, train, val, test)
+    parts, groups = open_parts(shares, options, root, groups, progress)
     items, draw = Items(parts, options, groups), (val, test, seed)
     made = {"key": items.key(draw), "source": options.source}
     if progress and items.resize and not resize:
@@ -110,7 +110,7 @@ def size_of(size: Any, resize: str | None) -> list[int] | None:
 # -- what is given
 
 
-def divided(data: Any, train: Any, val: Any, test: Any) -> tuple[dict[str | None, Any], float, float]:
+def divide(data: Any, train: Any, val: Any, test: Any) -> tuple[dict[str | None, Any], float, float]:
     """Return split → its data, None: of data yet to be divided; and the shares of val and test that are drawn."""
     if (data is None) == (train is None):
         raise PackError(f"pack takes the data, or train=…, got {'neither' if data is None else 'both'}; pass one")
@@ -120,7 +120,7 @@ def divided(data: Any, train: Any, val: Any, test: Any) -> tuple[dict[str | None
     return {"train" if given else None: train if data is None else data, **given}, val, test
 
 
-def opened(given: Mapping[str | None, Any], options: Any, root: Any, groups: Any, progress: bool) -> tuple[Any, Any]:
+def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups: Any, progress: bool) -> Any:
     """Return the parts, and the groups, of a column its values. Raises PackError for what has no items to ask for."""
     parts, values, roles = list[Part](), [], None
     for split, data in given.items():
@@ -188,7 +188,7 @@ def image_folders(root: Path, split: str | None, one: bool, progress: bool) -> l
     parts, left_out = list[Part](), {*files}
     for word, at in places:
         there = [name for name in names if name.startswith(at) and "/" in name[len(at) :]]
-        items = [{"image": root / name, TARGET: composed(name[len(at) :].split("/")[0])} for name in there]
+        items = [{"image": root / name, TARGET: compose(name[len(at) :].split("/")[0])} for name in there]
         parts.append((word, items, [f"{split}/{name}" if split else name for name in there]))
         left_out.difference_update(there)
     if progress and left_out:

@@ -34,7 +34,7 @@ def local(text: str) -> Path:
     if ".." in inside.parts:
         raise StageError(f"{text}: a drive: path stays inside My Drive and holds no `..`.")
     folder = os.environ.get("NBTOOLS_DRIVE")
-    return (Path(folder).absolute() if folder else mounted()) / inside
+    return (Path(folder).absolute() if folder else mount()) / inside
 
 
 def drive_path(path: str | Path) -> Path:
@@ -92,7 +92,7 @@ def is_far(path: Path) -> bool:
     return not path.is_relative_to(cache()) and any(far)
 
 
-def patient(look: Callable[[], T], place: Path) -> T:
+def retry(look: Callable[[], T], place: Path) -> T:
     """Return what `look` returns, tried again with longer pauses while a mount does not answer."""
     for tries in range(TRIES - 1):
         try:
@@ -108,7 +108,7 @@ def patient(look: Callable[[], T], place: Path) -> T:
 # -- Colab's mount
 
 
-def mounted() -> Path:
+def mount() -> Path:
     """Return Colab's My Drive; it is mounted first, which asks for access. Raises DriveRefused, StageError."""
     global _declined
     try:
@@ -142,7 +142,7 @@ def remount(path: Path) -> None:
     named = str(path).startswith("drive:") and not os.environ.get("NBTOOLS_DRIVE")
     if (named or path.is_relative_to(MOUNT)) and current_thread() is main_thread():
         try:
-            mounted()
+            mount()
         except StageError as error:
             say(str(error))
 

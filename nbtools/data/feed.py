@@ -44,13 +44,13 @@ def batches_left(
     batches: list[np.ndarray] = []
     for k, (batch_size, done) in enumerate(segments):
         rng = np.random.default_rng([seed, epoch, k + 1])  # NumPy takes [seed, epoch, 0] for [seed, epoch]
-        batches = grouped(left, lengths, batch_size, rng)
+        batches = group(left, lengths, batch_size, rng)
         left = left[~np.isin(left, np.concatenate([left[:0], *batches[:done]]))]
         batches = batches[done:]
     return [ids[batch] for batch in batches]
 
 
-def grouped(order: np.ndarray, lengths: Any, batch_size: int, rng: np.random.Generator) -> list[np.ndarray]:
+def group(order: np.ndarray, lengths: Any, batch_size: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Return positions cut into batches: by length within megabatches, whose batches are then shuffled."""
     if lengths is None:
         return split(order, batch_size)

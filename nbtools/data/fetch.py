@@ -65,8 +65,8 @@ class File:
                 raise Dropped(f"stopped responding (errno {error.errno}, {error.strerror})") from None
             same = (stat.st_size, self.version and stat.st_mtime_ns) == (self.size, self.version)
         else:
-            with connected(self.place, start) as response:
-                same = announced(response)[0] == self.version
+            with connect(self.place, start) as response:
+                same = read_headers(response)[0] == self.version
                 skip = 0 if response.headers.get("Content-Range", "").startswith(f"bytes {start}-") else start
                 while same and (data := response.read(CHUNK)):
                     yield data[skip:]
@@ -130,8 +130,8 @@ def listing(path: Path) -> dict[str, tuple[int, int]]:
 def probe(url: str) -> File:
     """Return what a server announces about a file, and the text of a web page. Raises StageError."""
     try:
-        with connected(url) as response:
-            version, size = announced(response)
+        with connect(url) as response:
+            version, size = read_headers(response)
             is_file = response.headers.get_content_type() != "text/html" or "Content-Disposition" in response.headers
             return File(response.url, size, version, "" if is_file else response.read().decode("utf-8", "replace"))
     except Dropped as error:
@@ -152,7 +152,7 @@ def only(file: File) -> dict[str, File]:
     return {"": file}
 
 
-def announced(response: http.client.HTTPResponse) -> tuple[str, int | None]:
+def read_headers(response: http.client.HTTPResponse) -> tuple[str, int | None]:
     """Return (version, size) of a file by the headers of the whole or of a part."""
     headers = response.headers
     total = headers.get("Content-Range", "").rpartition("/")[2] or headers.get("Content-Length", "")
@@ -160,7 +160,7 @@ def announced(response: http.client.HTTPResponse) -> tuple[str, int | None]:
 
 
 @contextmanager
-def connected(url: str, start: int = 0) -> Iterator[http.client.HTTPResponse]:
+def connect(url: str, start: int = 0) -> Iterator[http.client.HTTPResponse]:
     """Yield a server's answer, from a byte on. Raises Dropped for trouble of the moment, StageError for a wrong address
     and without permission: the network's OSErrors must not look like the disk's."""
     headers = {"User-Agent": "Mozilla/5.0 nbtools"} | ({"Range": f"bytes={start}-"} if start else {})

@@ -95,7 +95,7 @@ def pixels(image: Image.Image, resize: Resize, ids: bool) -> np.ndarray:
     return array.astype(np.uint8) if array.dtype == bool else array
 
 
-def moved(points: Any, size: Sequence[int], resize: Resize) -> np.ndarray:
+def move_points(points: Any, size: Sequence[int], resize: Resize) -> np.ndarray:
     """Return points (…, 2) x, y or boxes (…, 4) x1, y1, x2, y2 of an image (W, H) where `pixels` moves them; padded
     to within half a pixel, as Pillow pads by whole ones."""
     points = numeric("points", points).astype(np.float32)
@@ -131,7 +131,7 @@ def plain_values(parts: Mapping[str, Any], resize: Resize, text: str, marked: Se
             values[name] = sorted(value)
         else:
             values[name] = numeric(name, resolve_name(text)(value) if text and isinstance(value, str) else value)
-    return values | {name: moved(values[name], sizes[0], resize) for name in marked if sizes and name in values}
+    return values | {name: move_points(values[name], sizes[0], resize) for name in marked if sizes and name in values}
 
 
 def numeric(name: str, value: Any) -> np.ndarray:
@@ -166,7 +166,7 @@ def is_names(value: Any) -> bool:
     return isinstance(value, list | tuple | set) and all(isinstance(each, str) for each in value)
 
 
-def composed(name: Any) -> str:
+def compose(name: Any) -> str:
     """Return the name of a class with é as one character, where macOS writes e and an accent."""
     return unicodedata.normalize("NFC", str(name))
 
@@ -181,7 +181,7 @@ def class_text(value: Any, names: Sequence[str]) -> str:
         rule = "every sample must have a class: a string or a whole number"
         raise PackError("nothing" if is_missing(value) else str(value), rule, FIX)
     if isinstance(value, str) or not names or value < 0 or any(name.lstrip("-").isdecimal() for name in names):
-        return composed(value)
+        return compose(value)
     if value >= len(names):
         rule = f"the {len(names)} classes {some(names)} are numbered from 0"
         raise PackError(f"{rule}, and a label is {value}; subtract 1 where labels count from 1, or return names")
@@ -228,7 +228,7 @@ class Form:
         """Return the array of a plain value as packed; a class as its text. Raises PackError(value, rule, fix)."""
         if self.kind == "class" or isinstance(value, list):
             given = value if isinstance(value, list) else [class_text(value, self.names)]
-            labels = [*map(composed, given)]
+            labels = [*map(compose, given)]
             if self.names and (other := [label for label in labels if label not in self.names]):
                 raise PackError(other[0], f"the class must be one of {len(self.names):,}: {some(self.names)}", FIX)
             return labels[0] if self.kind == "class" else np.array([each in labels for each in self.names], np.uint8)

@@ -59,7 +59,7 @@ def target_of(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | Non
     return None
 
 
-def named(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | None) -> dict[str, Any]:
+def name_columns(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | None) -> dict[str, Any]:
     """Return column → value: the target as `y`; inputs, None: all others, by their keys, those of a tuple as `x`, or
     `x1`, `x2` … Raises PackError(value, rule, fix)."""
     chosen = [key for key in parts if key != target] if inputs is None else [*inputs]
@@ -108,7 +108,7 @@ class Items:
         self.marked = [TARGET if name in ("target", options.target, self.target) else name for name in points]
         self.classes = [classes_of(part, self.target) for _, part, _ in parts]
         with suppress(PackError):
-            first = named(first, self.target, options.key[1])
+            first = name_columns(first, self.target, options.key[1])
         self.pictures = {name for name, value in first.items() if is_image(value) or isinstance(value, Path)}
         label = forms.bare(first.get(TARGET))
         whole = options.classes is not False and (isinstance(label, str | int) or is_names(label))
@@ -133,7 +133,7 @@ class Items:
         name. Raises PackError(value, rule, fix) without."""
         k, place = self.places[i]
         try:
-            parts = named(parts_of(self.parts[k][1][place]), self.target, self.options.key[1])
+            parts = name_columns(parts_of(self.parts[k][1][place]), self.target, self.options.key[1])
             parts = {name: part for name, part in parts.items() if columns is None or name in columns}
             values = forms.plain_values(parts, self.resize, self.text, self.marked)
         except NbtoolsError:
@@ -298,13 +298,13 @@ def classes_of(data: Any, target: Any) -> list[str]:
     torchvision, also below a Subset, which leaves labels as they are; of several labels in a list all that occur."""
     if isinstance(data, list):
         several: Any = [parts_of(item).get(target) for item in data if item is not None]
-        return sorted({forms.composed(name) for names in several if is_names(names) for name in names})
+        return sorted({forms.compose(name) for names in several if is_names(names) for name in names})
     while isinstance(data, Subset):
         data = data.dataset
     features = getattr(data, "features", None)
     names = getattr(features.get(target), "names", None) if isinstance(features, Mapping) else None
     names = names or getattr(data, "classes", None)
-    return [*map(forms.composed, names)] if isinstance(names, list | tuple) and is_names(names) else []
+    return [*map(forms.compose, names)] if isinstance(names, list | tuple) and is_names(names) else []
 
 
 def function_name(function: Any) -> str:

@@ -29,7 +29,7 @@ import numpy as np
 
 from nbtools import disk, show
 from nbtools.data import splits
-from nbtools.data.drive import cache, patient, place_to_keep
+from nbtools.data.drive import cache, place_to_keep, retry
 from nbtools.data.splits import SPLITS
 from nbtools.errors import PackError
 
@@ -235,11 +235,11 @@ class Pack(show.Table):
         Colab's dialog."""
         if self.card.digest != self.manifest["card"]["digest"]:
             raise PackError("a fold shares the files of the pack that was divided; keep that one")
-        target = patient(lambda: place_to_keep(where), Path(where))
+        target = retry(lambda: place_to_keep(where), Path(where))
         if target is not None:
             target = target if target.suffix == ".tar" else target.with_name(f"{target.name}.tar")
             with disk.explained(f"keeping {self.folder}", target):
-                patient(lambda: self.is_kept(target) or self.write_tar(target), target)
+                retry(lambda: self.is_kept(target) or self.write_tar(target), target)
         return target
 
     def is_kept(self, path: Path) -> bool:

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from nbtools import disk, show
 from nbtools.data import archive, fetch
-from nbtools.data.drive import cache, drive_path, is_far, patient
+from nbtools.data.drive import cache, drive_path, is_far, retry
 from nbtools.data.pack import MANIFEST, Pack, touch
 from nbtools.data.progress import say
 from nbtools.errors import ArchiveError, PackError, StageError
@@ -47,12 +47,12 @@ def stage(
     (also its subclass ArchiveError) or DiskError if that fails; then nothing is published.
     """
     with disk.explained(f"looking at {source}", Path(source)):
-        job = patient(lambda: decide(str(source), into, sha256 and sha256.lower()), Path(source))
-        ready = job.path if job.why == "used in place" else patient(lambda: staged(job), Path(source))
+        job = retry(lambda: decide(str(source), into, sha256 and sha256.lower()), Path(source))
+        ready = job.path if job.why == "used in place" else retry(lambda: find_staged(job), Path(source))
     if ready is None:
         lock = cache() / "locks" / f"stage-{hashlib.sha256(bytes(job.target)).hexdigest()[:16]}.lock"
         with disk.explained(f"staging {source}", job.target), disk.lock(lock):
-            ready = staged(job) or act(job, progress)
+            ready = find_staged(job) or act(job, progress)
     touch(ready)
     return ready
 
@@ -88,7 +88,7 @@ def decide(text: str, into: str | Path | None, sha256: str | None) -> Job:
         why = "unpacked" if not folder else "copied" if into else "used in place"
         why = "copied from a slow disk" if is_far(path) else why
         if not folder:
-            with archive.explained(f"{text}: "):
+            with archive.explain_damage(f"{text}: "):
                 archive.kind(path)
         elif sha256:
             raise StageError(f"{text}: sha256 is for an archive, and this is a folder. Leave it out.")
@@ -106,7 +106,7 @@ def version_of(files: dict[str, fetch.File]) -> str:
     return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
-def staged(job: Job) -> Path | None:
+def find_staged(job: Job) -> Path | None:
     """Return what an earlier call made from the same version of the source; behind an address, from any."""
     try:
         receipt = json.loads((job.target / RECEIPT).read_text())
@@ -120,7 +120,7 @@ def staged(job: Job) -> Path | None:
 def act(job: Job, progress: bool) -> Path:
     """Fetch, check, unpack, and publish under the final name; the caller holds the lock."""
     target, part = job.target, job.target.with_name(f"{job.target.name}.part")
-    files = patient(job.look, Path(job.text))
+    files = retry(job.look, Path(job.text))
     version, stem = version_of(files), target.name.rpartition("-")[0]
     begun, path = part / version, job.path
     new, data = begun / "new", begun / "new" / stem
@@ -135,7 +135,7 @@ def act(job: Job, progress: bool) -> Path:
             if path is None or is_far(path):
                 path = begun / "archive"
                 fetch.fetch_all({"archive": files[""]}, begun, begun / "file.part", stem, progress, 2)
-            data = unpacked(job, path, data, progress)
+            data = unpack(job, path, data, progress)
         if (data / MANIFEST).is_file():
             Pack.open(data).verify()  # a plain tar has no checksum of its own
     except (ArchiveError, PackError) as error:
@@ -154,7 +154,7 @@ def act(job: Job, progress: bool) -> Path:
     return target / folder
 
 
-def unpacked(job: Job, path: Path, data: Path, progress: bool) -> Path:
+def unpack(job: Job, path: Path, data: Path, progress: bool) -> Path:
     """Check the hash of an archive, and unpack it into the new folder `data` → it, or the only folder in it."""
     if job.sha256 and (digest := disk.sha256(path)) != job.sha256:
         fix = "Copy it again, or correct the number"

@@ -4,8 +4,8 @@ from nbtools.live.draw import page
 from nbtools.live.facts import DONE, OVER, STARTING, TRAINING
 from nbtools.live.kernel import Messages, running_kernel
 from nbtools.live.panel import Panel
-from nbtools.live.plot import Columns, compared
-from nbtools.live.requests import REFUSED, FirstSignal, Plans, Requests, advised, send
-from nbtools.live.samples import chosen
+from nbtools.live.plot import Columns, comparison
+from nbtools.live.requests import REFUSED, FirstSignal, Plans, Requests, advised_plan, send
+from nbtools.live.samples import choose_ids
 from nbtools.live.surface import Surface
 from nbtools.live.view import View

@@ -56,11 +56,11 @@ def panel(chart: Chart, shown: Picture) -> str:
         place = f"M{WIDTH * float(shown.axis.places(x)):.0f} {HEIGHT}V0"
         lines += f'<path d="{place}" {grey}=".5" stroke-dasharray="3 3"><title>{escape(what)}</title></path>'
     lines += "".join([curve(line, chart, shown) for line in chart.lines])
-    log = ' data-log=""' * scale.log
+    log, words = ' data-log=""' * scale.log, escape(describe(chart))
     return (
         f'<div class="{"nbt-small" * chart.small}">{heading(chart)}'
         f'<div class="nbt-plot" data-low="{scale.low:.6g}" data-high="{scale.high:.6g}"{log}>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(said(chart))}">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{words}">'
         f"{lines}</svg>{texts}</div></div>"
     )
 
@@ -92,7 +92,7 @@ def dots(path: str, line: Line) -> str:
     return f'<path d="{path}" stroke="{line.colour}" stroke-width="6" stroke-linecap="round"/>' * line.dotted
 
 
-def said(chart: Chart) -> str:
+def describe(chart: Chart) -> str:
     """Return a chart in words: `loss: train 0.231, validation 0.305`."""
     values = ", ".join(f"{line.name} {line.value}".strip() for line in chart.legend)
     return f"{chart.title}: {values}" if values else chart.title

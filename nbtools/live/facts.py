@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nbtools.data import Pack, choose
-from nbtools.live.plot import Columns, drawn
+from nbtools.live.plot import Columns, curve_of
 from nbtools.measure import machine
 from nbtools.show import EMPTY, digits, duration, header, number, percent, size
 from nbtools.train import Record, TrainState, length_of, order
@@ -115,7 +115,7 @@ def html(columns: Columns, about: About, status: str) -> str:
 
 def spark(columns: Columns, name: str) -> str:
     """Return a column's values over the run as a small line from 0."""
-    line = drawn(name, columns.series(name), "currentColor")
+    line = curve_of(name, columns.series(name), "currentColor")
     top, end = float(line.y.max(initial=0.0)) or 1.0, float(line.x[-1]) if len(line.x) else 1.0
     points = np.stack([100 * line.x / end, 15 - 14 * np.maximum(line.y, 0) / top], 1).round(1).ravel().tolist()
     curve = f'<polyline points="{str(points)[1:-1]}" stroke="{line.colour}" stroke-opacity=".6"/>'

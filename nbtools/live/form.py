@@ -18,7 +18,7 @@ from ipywidgets import HTML, Button, FloatLogSlider, HBox, Layout, Text, VBox
 
 from nbtools import show
 from nbtools.live.draw import HEAD
-from nbtools.train import listed
+from nbtools.train import list_changes
 
 STRIP = ("lr", "batch_size", "amp", "epochs", "clip_norm", "early_stop")  # settings next to the curves of a run
 IN_VIEW = ("network", *STRIP, "eval_every")  # of the form; all other settings are under More
@@ -49,11 +49,11 @@ class Form:
         self.panel, self.plan, self.told, self.filling = panel, panel.plan, "", False
         self.actions = {action: button(partial(panel.click, action)) for action in BUTTONS}
         self.apply, self.keep = button(panel.accept, "check"), button(panel.drop, "times")
-        self.pending, self.notice = made(HTML, look="line"), made(HTML, look="lines")
+        self.pending, self.notice = make(HTML, look="line"), make(HTML, look="lines")
         self.fields = {name: field(getattr(self.plan, name), rule) for name, rule in panel.rules.items()}
         span: Any = {"base": 10, "min": -6, "max": 0, "step": 0.05, "continuous_update": False}
-        self.slider = made(FloatLogSlider, value=self.plan.lr, readout_format=".2g", **span, look="slider")
-        self.menu = made(widgets.Dropdown, options=[OTHER, *panel.presets], look="menu")
+        self.slider = make(FloatLogSlider, value=self.plan.lr, readout_format=".2g", **span, look="slider")
+        self.menu = make(widgets.Dropdown, options=[OTHER, *panel.presets], look="menu")
         self.notes = {name: HTML() for name in self.fields}
         for name, each in (*self.fields.items(), ("lr", self.slider), ("Other settings", self.menu)):
             each.set_trait("tooltip" if each.has_trait("tooltip") else "description_tooltip", name)  # ipywidgets 8, 7
@@ -62,23 +62,23 @@ class Form:
 
     def arrange(self) -> None:
         """Put the widgets together, each in a class of live.css."""
-        asking, knobs, rows = made(HBox, [self.notice, self.apply, self.keep], look="asking"), {}, {}
+        asking, knobs, rows = make(HBox, [self.notice, self.apply, self.keep], look="asking"), {}, {}
         for name, rule in self.panel.rules.items():
             unit = f" ({rule.metadata['unit']})" if rule.metadata.get("unit") else ""
             inputs = HBox([self.fields[name], *[self.slider] * (name == "lr")])
             parts = [HTML(escape(name + unit)), inputs, self.notes[name]]
-            rows[name] = made(HBox, parts, look="row narrow" if name in STRIP else "row")
+            rows[name] = make(HBox, parts, look="row narrow" if name in STRIP else "row")
             if name in STRIP:
-                knobs[name] = made(VBox, [HTML(f"<b>{name}</b>"), inputs], look="knob narrow")
+                knobs[name] = make(VBox, [HTML(f"<b>{name}</b>"), inputs], look="knob narrow")
         first = [rows.pop(name) for name in IN_VIEW if name in rows]
-        form = made(VBox, [self.menu, *first, folded(f"More: {len(rows)} settings", [*rows.values()])], look="form")
-        head, actions = HTML(HEAD, layout=Layout(display="none")), made(HBox, [*self.actions.values()], look="bar")
-        strip = made(HBox, [knobs[name] for name in STRIP], look="bar")
-        every = folded("All settings", [made(VBox, [form], look="fold")])
-        self.controls = made(VBox, [head, actions, self.pending, strip, asking, every], look="panel")
-        self.own = VBox([actions, self.pending, HTML(said(ELSEWHERE, "nbtools-muted"))])
+        form = make(VBox, [self.menu, *first, fold(f"More: {len(rows)} settings", [*rows.values()])], look="form")
+        head, actions = HTML(HEAD, layout=Layout(display="none")), make(HBox, [*self.actions.values()], look="bar")
+        strip = make(HBox, [knobs[name] for name in STRIP], look="bar")
+        every = fold("All settings", [make(VBox, [form], look="fold")])
+        self.controls = make(VBox, [head, actions, self.pending, strip, asking, every], look="panel")
+        self.own = VBox([actions, self.pending, HTML(message(ELSEWHERE, "nbtools-muted"))])
         self.before = VBox([asking, form])
-        self.whole = made(VBox, [head, self.own, self.before], look="panel")
+        self.whole = make(VBox, [head, self.own, self.before], look="panel")
 
     def by_user(self, name: str, change: Any) -> None:
         """Read a field; the slider, released, sets the field of lr in two digits."""
@@ -95,7 +95,7 @@ class Form:
     def holds(self, name: str) -> Any:
         """Return the wanted value of a setting as its input holds it."""
         value = getattr(self.panel.plan, name)
-        return written(value) if isinstance(self.fields[name], Text) else value
+        return to_text(value) if isinstance(self.fields[name], Text) else value
 
     # -- what is shown
 
@@ -107,8 +107,8 @@ class Form:
             each.disabled, wrong = name in panel.fixed, panel.bad.get(name, "")
             if name not in held:
                 each.value = self.holds(name)
-            good = said(panel.rules[name].metadata.get("help", "")) + said(panel.reason(name), "nbtools-muted")
-            self.notes[name].value = said(wrong, "nbtools-bad") or good
+            good = message(panel.rules[name].metadata.get("help", "")) + message(panel.reason(name), "nbtools-muted")
+            self.notes[name].value = message(wrong, "nbtools-bad") or good
             (each.add_class if wrong else each.remove_class)("nbtools-wrong")
         self.slider.value = self.plan.lr
         self.menu.value = next((label for label, plan in panel.presets.items() if plan == self.plan), OTHER)
@@ -120,10 +120,10 @@ class Form:
         """Show what is asked or refused, else what a change brought with it or what limits the plan, else what was
         changed, and the buttons that answer."""
         panel, names = self.panel, [*self.panel.bad]
-        changed = listed(self.plan.changes_from(panel.advised))
+        changed = list_changes(self.plan.changes_from(panel.advised))
         text = panel.note or (f"Changed: {changed}" if changed else "No setting is changed")
         bad = f"Not applied: {'; '.join(panel.bad.values())}" if names else ""
-        self.notice.value = said(bad or text, "nbtools-bad" * bool(bad), True)
+        self.notice.value = message(bad or text, "nbtools-bad" * bool(bad), True)
         few, count = ", ".join(f"{n} = {show.shown(value)}" for n, value in panel.proposed.items()), len(panel.proposed)
         apply = f"Apply {few if count < 3 else f'{count} changes'}" if count else ""
         single = len(names) == 1 and names[0] and count < 2
@@ -139,7 +139,7 @@ class Form:
         messages = [PAUSED] if paused and "stop" not in pending else []
         messages += [f"{BUTTONS[action][0]}: after this step …" for action in BUTTONS if action in pending]
         messages += [f"after this step: {requests.change}"] if requests and requests.change else []
-        self.pending.value = said(" · ".join(messages) or self.told, "" if messages else "nbtools-muted", True)
+        self.pending.value = message(" · ".join(messages) or self.told, "" if messages else "nbtools-muted", True)
         self.own.layout.display, self.before.layout.display = ("flex", "none") if requests else ("none", "flex")
         for action, each in self.actions.items():
             resume = action == "pause" and paused
@@ -161,17 +161,17 @@ def field(value: Any, rule: Field[Any]) -> Any:
         return widgets.Checkbox(value=value, indent=False)
     if rule.metadata.get("choices"):
         return widgets.Dropdown(options=list(rule.metadata["choices"]), value=value)
-    return Text(value=written(value), continuous_update=False)
+    return Text(value=to_text(value), continuous_update=False)
 
 
-def written(value: Any) -> str:
+def to_text(value: Any) -> str:
     """Return a value as text that Plan.parse reads."""
     if isinstance(value, tuple):
-        return ", ".join(map(written, value))
+        return ", ".join(map(to_text, value))
     return "none" if value is None else show.shown(value)
 
 
-def said(text: str, look: str = "", status: bool = False) -> str:
+def message(text: str, look: str = "", status: bool = False) -> str:
     """Return escaped text; status: read aloud when it changes, in full as a tooltip."""
     title = f' role="status" title="{escape(text)}"' if status else ""
     return f'<div class="nbtools-said {look}"{title}>{escape(text)}</div>' if text else ""
@@ -183,13 +183,13 @@ def button(action: Callable[[], None], icon: str = "") -> Button:
     return each
 
 
-def folded(title: str, children: list[Any]) -> widgets.Accordion:
+def fold(title: str, children: list[Any]) -> widgets.Accordion:
     each = widgets.Accordion([VBox(children)], selected_index=None)
     each.set_title(0, title)
     return each
 
 
-def made(kind: Any, *values: Any, look: str, **options: Any) -> Any:
+def make(kind: Any, *values: Any, look: str, **options: Any) -> Any:
     """Return a widget in classes of live.css."""
     widget = kind(*values, **options)
     for name in look.split():

@@ -16,7 +16,7 @@ from uuid import uuid4
 from nbtools import show
 from nbtools.errors import NbtoolsError, PlanError
 from nbtools.live.requests import Plans, Requests
-from nbtools.train import Plan, fixed, listed
+from nbtools.train import Plan, fixed_settings, list_changes
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -65,8 +65,8 @@ class Panel:
     def begin(self, requests: Requests) -> None:
         """A run starts: changes and clicks are posted to its requests. A resumed one keeps what it had applied."""
         with self.lock:
-            changes = listed(requests.state.plan.changes_from(self.plan))
-            self.requests, self.running, self.fixed, self.bad = requests, True, fixed(requests.state.plan), {}
+            changes = list_changes(requests.state.plan.changes_from(self.plan))
+            self.requests, self.running, self.fixed, self.bad = requests, True, fixed_settings(requests.state.plan), {}
             self.note = f"This run goes on with what it had applied: {changes}" if changes else self.note
             self.proposed = {} if changes else self.proposed
             self.form.show()
@@ -146,14 +146,14 @@ class Panel:
         return reason if value == advised else f"advised {show.shown(advised)}{f': {reason}' if reason else ''}"
 
     def __repr__(self) -> str:
-        return f"Panel: {listed(self.plan.changes_from(self.advised)) or 'no setting is changed'}"
+        return f"Panel: {list_changes(self.plan.changes_from(self.advised)) or 'no setting is changed'}"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         """Return the form, and for a page without a kernel what was changed of the advice."""
-        return viewed(self.form.whole, repr(self))
+        return bundle_of(self.form.whole, repr(self))
 
 
-def viewed(widget: Any, text: str) -> dict[str, Any]:
+def bundle_of(widget: Any, text: str) -> dict[str, Any]:
     """Return a widget as a notebook shows it: data by type. text: for a page without a kernel."""
     return {"text/plain": text, VIEW: {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}}
 

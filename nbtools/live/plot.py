@@ -161,7 +161,7 @@ def picture(columns: Columns, best: str = "", x: str = "step", scale: str = "aut
     if len(charts) == 1 and best.lstrip("-") not in ("", "loss"):  # its place, so that nothing moves when it comes
         charts.append(Chart("validation metrics", (), Scale(0.0, 1.0), "after the first evaluation"))
     if ("step", "lr") in columns.columns or ("epoch", "lr") in columns.columns:
-        charts.append(learning_rate([drawn("lr", columns.series("lr"), VERMILLION, digits)]))
+        charts.append(learning_rate([curve_of("lr", columns.series("lr"), VERMILLION, digits)]))
     for line in (line for chart in charts for line in chart.lines):
         line.x = columns.along(x, line.x)
     steps = [row["step"] for row in columns.changes] + [max(steps[-1] for steps, _ in columns.columns.values())]
@@ -175,12 +175,12 @@ def loss(columns: Columns, axis: str, smoothing: float) -> list[Chart]:
     train = columns.series("loss", "step") if ("step", "loss") in columns.columns else columns.series("train_loss")
     validation, lines = columns.series("val_loss", *EVALUATED), []
     if len(train[0]) > 8 and smoothing:
-        lines.append(drawn("train", train, BLUE, faint=True))
+        lines.append(curve_of("train", train, BLUE, faint=True))
     if len(train[0]):
-        lines.append(drawn("train", smoothed(*train, smoothing / 20), BLUE))
+        lines.append(curve_of("train", smooth(*train, smoothing / 20), BLUE))
     if len(validation[0]):
-        lines.append(drawn("validation", validation, VERMILLION))
-    return [charted("loss", lines, axis)] if lines else []
+        lines.append(curve_of("validation", validation, VERMILLION))
+    return [make_chart("loss", lines, axis)] if lines else []
 
 
 def metrics(columns: Columns) -> list[Chart]:
@@ -188,10 +188,10 @@ def metrics(columns: Columns) -> list[Chart]:
     shares, others = [], []
     names = dict.fromkeys(name for _, name in columns.columns if name.startswith("val_") and name != "val_loss")
     for k, name in enumerate(names):
-        line = drawn(header(name.removeprefix("val_")), columns.series(name, *EVALUATED), COLOURS[(k + 2) % 6])
+        line = curve_of(header(name.removeprefix("val_")), columns.series(name, *EVALUATED), COLOURS[(k + 2) % 6])
         (shares if np.abs(line.y).min() <= 1 else others).append(line)
     charts = [("validation metrics", shares)] * bool(shares) + [(line.name, [line]) for line in others]
-    return [charted(title, lines) for title, lines in charts]
+    return [make_chart(title, lines) for title, lines in charts]
 
 
 def learning_rate(lines: list[Line]) -> Chart:
@@ -200,21 +200,21 @@ def learning_rate(lines: list[Line]) -> Chart:
     return Chart("learning rate", lines, Scale(0.0, high * 1.08 or 1.0), small=True)
 
 
-def compared(runs: Mapping[str, Columns], metric: str) -> Picture:
+def comparison(runs: Mapping[str, Columns], metric: str) -> Picture:
     """Return the validation loss, the metric that counts and the lr of several runs, a colour each."""
 
     def lines(name: str, *kinds: str, text: Any = number) -> list[Line]:
         series = [(run, columns.series(name, *kinds), COLOURS[k % 6]) for k, (run, columns) in enumerate(runs.items())]
-        return [drawn(*each, text) for each in series if len(each[1][0])]
+        return [curve_of(*each, text) for each in series if len(each[1][0])]
 
     titles = {"val_loss": "validation loss", f"val_{metric}": header(metric)}
-    charts = [charted(title, made, "auto") for name, title in titles.items() if (made := lines(name, *EVALUATED))]
+    charts = [make_chart(title, made, "auto") for name, title in titles.items() if (made := lines(name, *EVALUATED))]
     charts += [learning_rate(made)] if (made := lines("lr", text=digits)) else []
     ends = [line.x[-1] for chart in charts for line in chart.lines]
     return Picture(charts, Scale(0.0, float(max(ends, default=1.0)) or 1.0, whole=True))
 
 
-def charted(title: str, lines: list[Line], axis: str = "linear") -> Chart:
+def make_chart(title: str, lines: list[Line], axis: str = "linear") -> Chart:
     """Return lines on a scale with a little air above and below them. axis: one of SCALES."""
     every = np.concatenate([line.y for line in lines])
     low, high = float(every.min()), float(every.max())
@@ -226,14 +226,14 @@ def charted(title: str, lines: list[Line], axis: str = "linear") -> Chart:
     return Chart(title, lines, Scale(max(0.0, low - air) if low >= 0 else low - air, high + air))
 
 
-def smoothed(x: np.ndarray, y: np.ndarray, part: float) -> Series:
+def smooth(x: np.ndarray, y: np.ndarray, part: float) -> Series:
     """Return means of a part of the line around each point: a mean of both sides does not lag."""
     half, total, at = int(len(y) * part / 2), np.concatenate(([0.0], np.cumsum(y))), np.arange(len(y))
     first, last = np.maximum(at - half, 0), np.minimum(at + half + 1, len(y))
     return x, (total[last] - total[first]) / (last - first)
 
 
-def drawn(name: str, values: Series, colour: str, text: Any = number, faint: bool = False) -> Line:
+def curve_of(name: str, values: Series, colour: str, text: Any = number, faint: bool = False) -> Line:
     """Return the line of a column over its steps, in the legend with its last value. Of many points two of each part,
     its lowest and its highest: no peak is lost, unlike with every n-th point."""
     (x, y), size = values, math.ceil(len(values[0]) / POINTS)

@@ -18,7 +18,7 @@ from torch.distributed import is_torchelastic_launched
 from nbtools import disk
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.live.kernel import flush, running_kernel
-from nbtools.train import CONTROL, Plan, TrainState, checkpoint, doubts, listed
+from nbtools.train import CONTROL, Plan, TrainState, checkpoint, doubts, list_changes
 
 ACTIONS = ("pause", "resume", "stop", "evaluate", "save", "profile", "best", "undo")
 REFUSED = "refused: "  # the start of a row of the history that answers a request the run cannot fulfil
@@ -79,10 +79,10 @@ class Requests:
     @property
     def change(self) -> str:
         """The settings that are wanted but not applied yet, in a line."""
-        return listed(self.state.plan.changes_from(self.state.applied))
+        return list_changes(self.state.plan.changes_from(self.state.applied))
 
 
-def advised(folder: Path, plan: Plan) -> Plan:
+def advised_plan(folder: Path, plan: Plan) -> Plan:
     """Return the plan that was advised for the run in a folder, else the one it was started with, else `plan`."""
     values = checkpoint.read_index(folder).get("advised", {})
     return plan.replace(**{name: value for name, value in values.items() if name in plan.to_dict()})
@@ -102,7 +102,7 @@ def send(
     with disk.explained("sending a request", path):
         with suppress(FileNotFoundError, ValueError):  # the run takes it at any moment
             waiting = disk.from_json(path.read_text())
-        actions, forced = known([*known(waiting.pop("do", [])), *actions]), waiting.pop("force", False)
+        actions, forced = parse_actions([*parse_actions(waiting.pop("do", [])), *actions]), waiting.pop("force", False)
         if waiting:
             force = forced and (force or not settings)  # force must not extend to requests of somebody else
         return disk.write_atomic(path, json.dumps({"do": actions, "force": force, **waiting, **(settings or {})}))
@@ -124,7 +124,7 @@ def receive(folder: Path, requests: Requests) -> None:
         rule = 'a request must be a JSON object such as {"do": "pause", "lr": 1e-4}'
         raise TrainError(f"{path}: {rule}, got {text[:40]!r}; write one") from None
     try:
-        actions, force = known(settings.pop("do", [])), settings.pop("force", False)
+        actions, force = parse_actions(settings.pop("do", [])), settings.pop("force", False)
         if not isinstance(force, bool):
             raise TrainError(f'"force" must be true or false, got {force!r}; write true')
         wanted = plan.turn(**{n: plan.parse(n, v) if isinstance(v, str) else v for n, v in settings.items()})
@@ -136,7 +136,7 @@ def receive(folder: Path, requests: Requests) -> None:
         requests.post(action)
 
 
-def known(actions: Any) -> list[str]:
+def parse_actions(actions: Any) -> list[str]:
     """Return one action or several as a list. Raises TrainError for an unknown one."""
     actions = actions if isinstance(actions, list) else [actions]
     if unknown := [action for action in actions if action not in ACTIONS]:

@@ -88,7 +88,7 @@ class Previews:
         return previews
 
 
-def chosen(ids: Any, pack: Pack) -> list[int]:
+def choose_ids(ids: Any, pack: Pack) -> list[int]:
     """Return ids of the pack, as many as can be shown. Raises TrainError for anything else."""
     given: list[Any] = list(ids) if isinstance(ids, Iterable) else []
     if not given or not all(isinstance(i, (int, np.integer)) and 0 <= i < len(pack) for i in given):

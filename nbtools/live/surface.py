@@ -21,7 +21,7 @@ from nbtools.live import facts, requests
 from nbtools.live.facts import COMPILING, EVALUATING, TRAINING
 from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.panel import Panel
-from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised
+from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised_plan
 from nbtools.live.samples import Preview, Previews
 from nbtools.live.view import View
 from nbtools.measure import Sampler, nvml_index
@@ -46,7 +46,7 @@ class Surface(View):
         self.state, self.pack, self.sampler = state, pack, None
         self.previews = Previews(state, pack, checkpoint.read_index(folder).get("samples"))
         check = partial(require_change, state, epoch_size=count)
-        self.requests = Requests(state, advised(folder, state.plan), check, self.able)
+        self.requests = Requests(state, advised_plan(folder, state.plan), check, self.able)
         self.messages, self.interrupts = Messages(), FirstSignal(signal.SIGINT, partial(self.requests.post, "stop"))
         self.looked, self.looking = 0.0, False
         self.undoable: Callable[[], bool] = bool

@@ -21,7 +21,7 @@ from nbtools import disk
 from nbtools.data import bar, in_notebook, say
 from nbtools.live import draw, facts, samples
 from nbtools.live.facts import TRAINING, About, line_of
-from nbtools.live.panel import Panel, viewed
+from nbtools.live.panel import Panel, bundle_of
 from nbtools.live.plot import SCALES, XS, Columns, picture
 from nbtools.live.samples import Preview
 from nbtools.show import number
@@ -72,7 +72,7 @@ class View:
         self.draw(status)
         if self.output is not None:
             self.output.lives, text = True, f"{self.folder}: {PLOT_FILE} in it shows how the run went"
-            show(viewed(self.output.view, text), self.output.name)
+            show(bundle_of(self.output.view, text), self.output.name)
 
     def draw(self, status: str = TRAINING) -> None:
         """Draw a new frame when it is due; else it costs only a clock read. If one fails, a message says so, and the
@@ -150,9 +150,9 @@ class View:
         try:
             made = picture(self.columns.follow(self.history), self.about.best)
             lines = [f"{fact.label} {fact.value}".strip() for fact in facts.facts(self.columns, self.about, status)]
-            image, alt = draw.png(made, lines, self.cards), "; ".join([self.about.title, *map(draw.said, made.charts)])
+            image, words = draw.png(made, lines, self.cards), [self.about.title, *map(draw.describe, made.charts)]
             if self.output is not None and self.output.lives:
-                (self.output.stay if last else self.output.still)(*draw.as_data(image, alt))
+                (self.output.stay if last else self.output.still)(*draw.as_data(image, "; ".join(words)))
             if write:
                 disk.write_atomic(self.folder / PLOT_FILE, image)
         except Exception as error:

@@ -17,7 +17,7 @@ from nbtools.data import Card, batches_in, cores
 from nbtools.errors import sentence
 from nbtools.measure.lr import LrTrial
 from nbtools.measure.profile import LEAST_STEPS, Verdict
-from nbtools.show import Report, digits, duration, html, note, percent, plural, restored
+from nbtools.show import Report, digits, duration, html, note, percent, plural, restore
 from nbtools.train import LARGER, OPTIMIZERS, Plan, Task, TaskLike, as_task, length_of, lr_factor
 from nbtools.train import device as devices
 
@@ -99,7 +99,7 @@ class Advice(Report):
     def from_dict(cls, values: Mapping[str, Any], kind: type[Plan] = Plan) -> Self:
         """Return the advice of `to_dict` without its presets, which follow from the task. kind: of the plans."""
         plans = {name: values[name] and kind.from_dict(values[name]) for name in ("plan", "baseline")}
-        return restored(cls, {**values, **plans, "presets": {}})
+        return restore(cls, {**values, **plans, "presets": {}})
 
 
 @dataclass(frozen=True)

@@ -43,14 +43,14 @@ from nbtools.train import (
     Task,
     TaskLike,
     as_task,
-    bound,
+    bind,
     build,
     objective,
     readable,
     rehearse,
     require_sizes,
-    spoken,
     task_name,
+    title_of,
 )
 from nbtools.train import device as devices
 
@@ -83,13 +83,13 @@ def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | No
     advice, path = by_rules(task, pack, {}), shelf(pack)
     if (part := readable(task, pack, advice.plan)) is not pack:
         pack, advice = part, by_rules(task, part, {})
-    name, before = label(task, pack, advice.plan), kept(path)
+    name, before = label(task, pack, advice.plan), read_kept(path)
     if name in before:
         advice = Advice.from_dict(before[name], type(task.PLAN))
     elif measure:
         require_sizes(pack)
-        with work(f"measuring {spoken(task).rpartition('.')[2]} on this machine", **dict.fromkeys(PARTS, LEAST / 4)):
-            advice = measured(task, pack, advice, seconds)
+        with work(f"measuring {title_of(task).rpartition('.')[2]} on this machine", **dict.fromkeys(PARTS, LEAST / 4)):
+            advice = search_plan(task, pack, advice, seconds)
         shelved = [*before.items(), (name, advice.to_dict())][-KEPT:]
         try:
             with disk.explained("saving the advice", path):
@@ -101,7 +101,7 @@ def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | No
 
 def by_rules(task: TaskLike, pack: Pack, chosen: Choices) -> Advice:
     """Return advice by the rules from the results so far; the feed is chosen by the pack's size."""
-    own = bound(task, pack.card)
+    own = bind(task, pack.card)
     pretrained = bool(own.pretrained)
     if own.card is not None and not pretrained:  # frozen parameters say so of a network of one's own
         with torch.random.fork_rng(devices=[]):
@@ -113,7 +113,7 @@ def by_rules(task: TaskLike, pack: Pack, chosen: Choices) -> Advice:
     return dataclasses.replace(advice, reasons={**advice.reasons, "feed": f"auto is {name} here: {why}"})
 
 
-def measured(task: Task, pack: Pack, thumb: Advice, seconds: float | None) -> Advice:
+def search_plan(task: Task, pack: Pack, thumb: Advice, seconds: float | None) -> Advice:
     """Search for a plan that is faster than the rules' own, then for its learning rate."""
     device, start = devices.pick(), wall()
     fixed = task.suggest(pack.card, device.type)
@@ -338,7 +338,7 @@ class Search:
 def precisions(device: torch.device) -> tuple[str, ...]:
     """Return the settings of Plan.amp that may be fast on a device."""
     if device.type == "cuda":
-        return ("off", "bf16", "fp16") if devices.reduced(device) == "bf16" else ("off", "fp16")
+        return ("off", "bf16", "fp16") if devices.reduced_precision(device) == "bf16" else ("off", "fp16")
     return ("off", "bf16") if device.type == "cpu" else ()
 
 
@@ -350,7 +350,7 @@ def shelf(pack: Pack) -> Path:
     return pack.folder.with_name(f"{pack.folder.name}.advice.json")
 
 
-def kept(path: Path) -> dict[str, Any]:
+def read_kept(path: Path) -> dict[str, Any]:
     """Return label → what was measured before; {} if nothing was."""
     try:
         return dict(json.loads(path.read_text()))
@@ -360,7 +360,7 @@ def kept(path: Path) -> dict[str, Any]:
 
 def label(task: Task, pack: Pack, plan: Plan) -> str:
     """Return a hash of what the measurements depend on: machine and versions, data, task and the rules' plan."""
-    own, network = bound(task, pack.card), []
+    own, network = bind(task, pack.card), []
     if own.card is not None:  # a task of one's own may have no name, or the same one for another network
         with torch.random.fork_rng(devices=[]):
             model = build(own, pack.card, plan)

@@ -66,7 +66,7 @@ def find_batch(
     train = pack.splits["train"]
     whole = plan.replace(micro_batch_size=None, batch_size=min(plan.batch_size, train), **EAGER)
     with untouched(device):  # no local name outlives it that would keep the model in memory
-        stepper = devices.required(lambda: Stepper(task, pack, whole, device, clock=clock, halves=False))
+        stepper = devices.run_or_explain(lambda: Stepper(task, pack, whole, device, clock=clock, halves=False))
         rows, ended = Finder(stepper, seconds).climb(min(most or train, train))
         del stepper
     fitting = [row for row in rows if not row.reason]

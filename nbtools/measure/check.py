@@ -58,7 +58,7 @@ def check() -> Check:
         "nbtools": f"{VERSION}, {here['python']}, {platform.system()} {platform.machine()}",
         "torch": f"{torch.__version__}, {cuda}",
         "cuDNN": None if cudnn is None else str(cudnn),
-        "AMP": f"{devices.reduced(device)}, where nb.advise measures a gain",
+        "AMP": f"{devices.reduced_precision(device)}, where nb.advise measures a gain",
     }
     dtypes: dict[str, torch.dtype | None]
     ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

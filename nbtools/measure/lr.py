@@ -113,7 +113,7 @@ def lr_trial(
     room = int(seconds / (max(step_s, 1e-9) * (count if lrs else count + MORE)))
     steps, losses = max(LEAST_STEPS, min(room, planned)), Losses()
     with untouched(device), Deadline(seconds) as clock:
-        feed, validation = open_feed(pack, plan, device), scored(pack, plan, steps)
+        feed, validation = open_feed(pack, plan, device), scoring_batches(pack, plan, steps)
         for lr in values(losses, plan.lr, lrs):
             made = plan.replace(**EAGER, ema=None, lr=lr, min_lr=min(plan.min_lr, lr))
             stepper = Stepper(task, pack, made, device, feed, clock, learning=True)
@@ -130,16 +130,16 @@ def values(losses: Losses, rule: float, lrs: Sequence[float] | None) -> Iterator
     """Yield the values in turn; without given ones also beyond the end at which the lowest loss lies, and smaller ones
     where all diverged."""
     for lr in lrs or [rule * factor for factor in FACTORS]:
-        yield rounded(lr)
+        yield round_lr(lr)
     for _ in range(0 if lrs else MORE):
         best = lowest(losses)
         if best == max(losses):
-            yield rounded(3 * max(losses))
+            yield round_lr(3 * max(losses))
         elif best in (None, min(losses)):
-            yield rounded(min(losses) / 3)
+            yield round_lr(min(losses) / 3)
 
 
-def rounded(lr: float) -> float:
+def round_lr(lr: float) -> float:
     return float(f"{lr:.3g}")
 
 
@@ -149,7 +149,7 @@ def lowest(losses: Losses) -> float | None:
     return min(finite, key=finite.__getitem__, default=None)
 
 
-def scored(pack: Pack, plan: Plan, steps: int) -> list[np.ndarray]:
+def scoring_batches(pack: Pack, plan: Plan, steps: int) -> list[np.ndarray]:
     """Return the validation samples that every value is scored on, in parts."""
     ids, most = pack.ids("val"), max(LEAST_SCORED, int(SCORED_SHARE * steps * plan.batch_size))
     if len(ids) > most:
@@ -197,8 +197,8 @@ def choose_lr(losses: Losses, rule: float, recipe: bool, steps: int, seconds: fl
     if best is None:
         reason = f"every lr diverged ({tried}); the rule's is kept: check data and loss"
         return LrTrial(rule, None, reason, tuple(rows), steps, seconds)
-    own = recipe and rounded(rule) in near
-    lr, why = rounded(rule) if own else near[0], f"lowest {where} loss of {tried}, measured here"
+    own = recipe and round_lr(rule) in near
+    lr, why = round_lr(rule) if own else near[0], f"lowest {where} loss of {tried}, measured here"
     if lr != best:
         kind = "the task's own" if own else "the smallest"
         why = f"{kind} of those whose {where} loss is the lowest within noise; {tried}, measured here"

@@ -96,8 +96,8 @@ class Gpus(show.Table, list[Gpu]):
     """The GPUs of this machine; shows as a table. Empty without NVIDIA. note: driver, or why there is none; processor,
     cores, RAM and disk."""
 
-    def __init__(self, found: Iterable[Gpu] = (), note: str = ""):
-        super().__init__(found)
+    def __init__(self, gpus_here: Iterable[Gpu] = (), note: str = ""):
+        super().__init__(gpus_here)
         self.note = note
 
     def footer(self) -> str:
@@ -115,19 +115,19 @@ class Gpus(show.Table, list[Gpu]):
 
 def gpus() -> Gpus:
     """Return every NVIDIA GPU of this machine with its present state; never raises."""
-    found, why = list[Gpu](), "the driver lists no GPU"
+    gpus_here, why = list[Gpu](), "the driver lists no GPU"
     try:
-        with opened() as nvml:
+        with open_nvml() as nvml:
             handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
             places = torch_indices([ask(nvml, "nvmlDeviceGetUUID", handle) for handle in handles])
             for index, (handle, place) in enumerate(zip(handles, places, strict=True)):
                 name = ask(nvml, "nvmlDeviceGetName", handle) or "NVIDIA GPU"
-                found.append(Gpu(index, name, place, **readings(nvml, handle)))
+                gpus_here.append(Gpu(index, name, place, **readings(nvml, handle)))
             driver = ask(nvml, "nvmlSystemGetDriverVersion")
     except Unavailable as error:
         why = str(error).rstrip(".")
-    if found:
-        return Gpus(found, f"NVIDIA driver {driver}; CPU: {processor()}")
+    if gpus_here:
+        return Gpus(gpus_here, f"NVIDIA driver {driver}; CPU: {processor()}")
     if torch.backends.mps.is_available():
         return Gpus((), f"No NVIDIA GPU. Training uses Apple's GPU (MPS); the CPU is {processor()}.")
     hint = " On Colab: Runtime, Change runtime type, T4 GPU." if "google.colab" in sys.modules else ""
@@ -156,7 +156,7 @@ class Unavailable(Exception):
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[Any]:
+def open_nvml() -> Iterator[Any]:
     """NVML, started and stopped (it is reference-counted). Raises Unavailable."""
     try:
         import pynvml as nvml
@@ -225,14 +225,14 @@ class Sampler:
         self.thread.join()
 
     def work(self) -> None:
-        with contextlib.suppress(Unavailable), opened():
+        with contextlib.suppress(Unavailable), open_nvml():
             while not self.stopping.is_set():
                 self.renew()
                 self.stopping.wait(PERIOD)
 
     def renew(self) -> None:
         """Read the GPU now: `latest` may be a second old, which is much of the energy of a short run."""
-        with contextlib.suppress(Unavailable), opened() as nvml:
+        with contextlib.suppress(Unavailable), open_nvml() as nvml:
             handle = nvml.nvmlDeviceGetHandleByIndex(self.index)
             now, energy = readings(nvml, handle), ask(nvml, "nvmlDeviceGetTotalEnergyConsumption", handle)
             self.first = energy if self.first is None else self.first

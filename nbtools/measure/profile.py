@@ -16,7 +16,7 @@ from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from nbtools.data import Pack, Padding, choose, gather, on
-from nbtools.measure.timing import Stepper, Timing, shapes, traced, typical, untouched
+from nbtools.measure.timing import Stepper, Timing, shapes, trace, typical, untouched
 from nbtools.measure.turns import Trial, beside, in_turns, share_of
 from nbtools.show import Report, percent, timing
 from nbtools.train import DTYPES, MOST_GRAPHS, Plan, TaskLike, gradients, synchronizing, unrecordable
@@ -30,8 +30,7 @@ WORTH = 1.1  # a smaller gain is within the noise of such a measurement: rule of
 SENTENCES = {
     "data": "Loading data is the limit: training waits for it {wait} of each {step} step.",
     "launch": "Kernel launches are the limit: the {device_type} waits for them {host} of each {step} step.",
-    "compute": "Arithmetic is the limit: {products} of each {step} step goes into matrix products, {moves} into reading "
-    "and writing tensors.",
+    "compute": "Arithmetic is the limit: matrix products take {products} of each {step} step, moving tensors {moves}.",
     "memory": "Memory bandwidth is the limit: {moves} of each {step} step goes into reading and writing tensors, "
     "{products} into matrix products.",
 }
@@ -140,7 +139,7 @@ def verdict_of(run: Stepper, seconds: float) -> Verdict:
     device = 1 - here.waited
     if run.device.type == "cuda":
         device *= min(1.0, here.device_s / max(here.step_s * device, 1e-9))
-    times, rate = traced(run), max(matrix_rates(run.device, DTYPES.get(plan.amp, torch.float32)))
+    times, rate = trace(run), max(matrix_rates(run.device, DTYPES.get(plan.amp, torch.float32)))
     return Verdict(
         timing=here,
         device_type="processor" if run.device.type == "cpu" else "GPU",
@@ -155,7 +154,7 @@ def verdict_of(run: Stepper, seconds: float) -> Verdict:
 
 def worth_trying(run: Stepper, made: Verdict) -> Iterator[dict[str, Any]]:
     """Yield changes for what a step is bound by: another feed; graphs and a larger batch; another precision."""
-    plan, reduced = run.plan, devices.reduced(run.device)
+    plan, reduced = run.plan, devices.reduced_precision(run.device)
     if made.wait >= WAIT_SHARE:
         feed = choose(run.pack, plan.replace(feed="auto"), run.device)[0]
         yield {"feed": feed if feed != run.feed.name else "streamed"}

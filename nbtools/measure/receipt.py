@@ -15,7 +15,7 @@ from nbtools.measure.machine import machine
 from nbtools.measure.timing import Stepper, Timing, untouched
 from nbtools.measure.turns import Trial, attempt, beside, share_of
 from nbtools.show import Report, duration, html, note, percent, plural
-from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
+from nbtools.train import Plan, TaskLike, as_task, list_changes, readable, shown
 from nbtools.train import device as devices
 
 SECONDS, ROUNDS = 9.0, 3  # of all turns; of these at least
@@ -87,7 +87,7 @@ class Receipt(Report):
             speed = f"{here.samples_per_s:,.0f} ({here.least:,.0f}–{here.most:,.0f})"
             total = None if rung is first else rung.trial.spread
             waited = percent(here.waited) if here.waited > NOTABLE else None
-            rows.append((rung.name, speed, factor, total, waited, listed(rung.changes)))
+            rows.append((rung.name, speed, factor, total, waited, list_changes(rung.changes)))
         return ("", "samples/s", "vs previous row", "vs baseline", "waiting for data", "what changes"), rows
 
     def caption(self) -> str:

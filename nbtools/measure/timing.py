@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from nbtools.data import Feed, Pack, Padding, Raw, batches_left, lengths_of, open_feed, tick
-from nbtools.train import Plan, Task, TaskLike, TrainState, bound, meter, readable, require_sizes, train_step
+from nbtools.train import Plan, Task, TaskLike, TrainState, bind, meter, readable, require_sizes, train_step
 from nbtools.train import device as devices
 
 Clock = Callable[[], float]  # seconds since some moment
@@ -114,7 +114,7 @@ class Stepper:
     ):
         pack = readable(task, pack, plan)
         require_sizes(pack, plan)
-        self.task, self.pack, self.plan, self.device = bound(task, pack.card), pack, plan, device
+        self.task, self.pack, self.plan, self.device = bind(task, pack.card), pack, plan, device
         self.clock, self.halves = clock, halves
         self.state = TrainState(apart(self.task), pack, plan if learning else plan.replace(**STILL), device)
         devices.prepare(plan, device)
@@ -207,7 +207,7 @@ class Stepper:
         """Return the seconds that the device works for a step: on CUDA by a trace, elsewhere the fastest step's."""
         if self.device.type != "cuda":
             return min(turn.host_s for turn in self.turns)
-        return sum(traced(self).values()) or median(turn.seconds / turn.steps for turn in self.turns)
+        return sum(trace(self).values()) or median(turn.seconds / turn.steps for turn in self.turns)
 
     def timing(self) -> Timing:
         """Return what its turns showed."""
@@ -225,7 +225,7 @@ class Stepper:
 # -- a device's own clock
 
 
-def traced(stepper: Stepper) -> Counter[str]:
+def trace(stepper: Stepper) -> Counter[str]:
     """Return name → seconds of a step: of kernels, copies and fills on a GPU by its own clock (from Kineto's trace, ts
     and dur in µs), of operations on a CPU.
 

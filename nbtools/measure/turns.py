@@ -102,7 +102,7 @@ class Trial:
 def beside(run: Stepper, plan: Plan, seconds: float, warming: int = WARMING) -> Trial:
     """Train another plan in turns with a run, for about `seconds`."""
     change = {name: getattr(plan, name) for name in plan.changes_from(run.plan)}
-    other = attempt(lambda: Stepper(run.task, run.pack, plan, run.device, shared(run, plan), run.clock), warming)
+    other = attempt(lambda: Stepper(run.task, run.pack, plan, run.device, share_feed(run, plan), run.clock), warming)
     if isinstance(other, Stepper) and other.state.graphs is not None:
         other = other.state.graphs.off or other
     if isinstance(other, str):
@@ -115,7 +115,7 @@ def beside(run: Stepper, plan: Plan, seconds: float, warming: int = WARMING) -> 
     return Trial(change, tuple(ratios), other.timing(), other.state.recovery.micro)
 
 
-def shared(run: Stepper, plan: Plan) -> Feed | None:
+def share_feed(run: Stepper, plan: Plan) -> Feed | None:
     """Return the feed of a plan that reads the pack in memory as a run does; None where it has one of its own."""
     return run.feed.padded(plan) if isinstance(run.feed, Resident) and plan.feed == run.plan.feed else None
 

@@ -30,7 +30,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from nbtools import disk
-from nbtools.data import patient, remount, say
+from nbtools.data import remount, retry, say
 from nbtools.errors import CheckpointError
 from nbtools.train.state import TrainState, below
 
@@ -82,7 +82,7 @@ def publish(folder: Path, taken: Checkpoint) -> None:
 def rewind(folder: Path, last: str, **entries: Any) -> None:
     """Make a checkpoint the last; delete later ones and those too old. entries: others of the index, which goes first:
     a run that is killed in between does not resume from a later one."""
-    stay = {*named(mark(folder, last=last, **entries)), *names(folder, last)[: 1 + OLDER]}
+    stay = {*names_in(mark(folder, last=last, **entries)), *names(folder, last)[: 1 + OLDER]}
     with disk.explained(f"deleting checkpoints around {last}", folder):
         for path in folder.iterdir():
             if FILE.fullmatch(path.name) and (path.suffix == ".part" or path.stem not in stay):
@@ -112,7 +112,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def named(index: dict[str, Any]) -> set[str]:
+def names_in(index: dict[str, Any]) -> set[str]:
     """Return the names of the checkpoints in an index."""
     anchor = index.get("anchor", {})
     return {index.get("last"), index.get("best"), anchor.get("name"), anchor.get("best")} - {None}
@@ -141,7 +141,7 @@ def read(folder: Path, name: str) -> Checkpoint:
     """Read one checkpoint. Raises CheckpointError if it is missing or damaged."""
     path, facts = folder / f"{name}.safetensors", facts_of(folder, name)
     try:
-        data = patient(path.read_bytes, path)
+        data = retry(path.read_bytes, path)
         if hashlib.sha256(data).hexdigest() != facts["sha256"]:
             raise ValueError("its hash is not that of what was written")
         return Checkpoint(name, load_tensors(data), facts)
@@ -222,13 +222,14 @@ class Keeper:
         for path in self.source.iterdir():
             if path.suffix in SMALL and path.name not in (CONTROL, INDEX) and not FILE.fullmatch(path.name):
                 self.bring(path)
-        for name in named(index):
+        for name in names_in(index):
             self.bring(self.source / f"{name}.json")
         self.require_own(index)  # the copy may have taken long
         disk.write_atomic(self.target / INDEX, json.dumps(index, indent=1))
         self.kept = f"step {place(index['last'])[1]:,}"
         for path in self.target.iterdir():
-            if FILE.fullmatch(path.name) and path.stem not in named(index) and not (self.source / path.name).exists():
+            gone = path.stem not in names_in(index) and not (self.source / path.name).exists()
+            if gone and FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)
 
     def bring(self, path: Path) -> None:
@@ -270,6 +271,6 @@ class Keeper:
 
 def restore_kept(kept: Path, target: Path) -> None:
     """Copy a kept run into a new folder `target`. Raises StageError, DiskError."""
-    for path in patient(lambda: sorted(kept.iterdir()), kept):
+    for path in retry(lambda: sorted(kept.iterdir()), kept):
         if path.suffix in (*SMALL, ".safetensors"):
-            disk.write_atomic(target / path.name, patient(path.read_bytes, path))
+            disk.write_atomic(target / path.name, retry(path.read_bytes, path))

@@ -24,7 +24,7 @@ from nbtools.train.plan import require_known
 
 Batch = dict[str, Tensor]
 Pair = tuple[Tensor | float, Tensor | float]
-"""Numerator and denominator, which add up; (K,) each for a mean over K classes, as mIoU is; (K, BINS) of `binned`."""
+"""Numerator and denominator, which add up; (K,) each for a mean over K classes, as mIoU; (K, BINS) of `bin_logits`."""
 BINS, WIDTH = 2048, 1 / 64  # logits from -16 to 16, between which average precision tells no finer than this
 FEW = 8  # numbers of an answer that are shown
 PREPARED = "as `batch` makes it; default: channels first, bytes as 0 to 1, minus options' mean over its std"
@@ -226,7 +226,7 @@ def per_class(logits: Tensor, y: Tensor, f1: bool) -> Pair:
     return (2 * hits, predicted.sum(0) + true.sum(0)) if f1 else (hits, true.sum(0))
 
 
-def binned(logits: Tensor, y: Tensor) -> Pair:
+def bin_logits(logits: Tensor, y: Tensor) -> Pair:
     """Return how many samples have each label, and how many there are, by the bin of their logit, (K, BINS) each."""
     bins = (logits.float() / WIDTH + BINS // 2).long().clamp(0, BINS - 1).t()  # (K, B)
     zeros, true = torch.zeros(len(bins), BINS, device=logits.device), y.t().float()
@@ -245,14 +245,14 @@ METRICS: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Pair]]] = {
     "top5_accuracy": ("classes", "", partial(top, 5)),
     "balanced_accuracy": ("classes", "", partial(per_class, f1=False)),
     "f1": ("classes or labels", "", partial(per_class, f1=True)),
-    "map": ("labels", "", binned),
+    "map": ("labels", "", bin_logits),
     "mae": ("values", "-", lambda values, y: ((values - y).abs().sum(), y.numel())),
     "mse": ("values", "-", lambda values, y: ((values - y).square().sum(), y.numel())),
 }
 """Name → kinds of target, "-" where lower is better, (outputs, targets) → Pair."""
 
 
-def listed(metrics: Any) -> tuple[Any, ...]:
+def as_tuple(metrics: Any) -> tuple[Any, ...]:
     """Return names and functions as a tuple. Raises TrainError for an unknown name."""
     each = (metrics,) if isinstance(metrics, str) or callable(metrics) else tuple(metrics)
     for name in each:
@@ -270,7 +270,7 @@ def score(metrics: Any, outputs: Any, batch: Batch, card: Card | None) -> dict[s
     """Return metric → Pair, of names and of functions of (outputs, batch), which return a Pair or a mapping of them.
     Raises TrainError for anything else, and for a name that is taken."""
     pairs: dict[str, Pair] = {}
-    for metric in listed(metrics):
+    for metric in as_tuple(metrics):
         made = metric(outputs, batch) if callable(metric) else by_name(metric, outputs, batch[TARGET], card)
         for name, pair in (made if isinstance(made, Mapping) else {name_of(metric): made}).items():
             if name == "loss" or name in pairs:

@@ -83,7 +83,7 @@ def unrecordable(plan: Plan) -> bool:
     return plan.amp == "fp16" or plan.checkpoint_activations or plan.compile
 
 
-def reduced(device: torch.device) -> str:
+def reduced_precision(device: torch.device) -> str:
     """Return the Plan.amp that may be faster than float32 here, to be measured; "off" where none was tried (MPS)."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
@@ -122,8 +122,7 @@ def prepare(plan: Plan, device: torch.device) -> None:
 
 @cache
 def threads() -> int:
-    """Return the number of CPU threads as the user or torch set it, before a plan asked for another; `restore_threads`
-    sets it again."""
+    """Return the number of CPU threads as the user or torch set it, before a plan asked for another."""
     return torch.get_num_threads()
 
 
@@ -231,7 +230,7 @@ def within_memory(act: Callable[[], T]) -> tuple[T | None, str]:
         return None, str(error).split(". ")[0] or "out of memory"
 
 
-def required(act: Callable[[], T], when: str = "before the first step") -> T:
+def run_or_explain(act: Callable[[], T], when: str = "before the first step") -> T:
     """Return the result of what cannot be done in smaller parts. Raises TrainError where memory runs out."""
     gc.collect()
     result, reason = within_memory(act)
@@ -254,10 +253,10 @@ def memory(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         used = {"allocated": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
         return {f"gpu_memory_{name}": size / 2**20 for name, size in used.items()}
-    return {"memory": resident() / 2**20}
+    return {"memory": resident_bytes() / 2**20}
 
 
-def resident() -> int:
+def resident_bytes() -> int:
     """Return the bytes of this process in RAM now (Linux), or its peak (macOS)."""
     with suppress(FileNotFoundError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -18,11 +18,11 @@ from nbtools.errors import NbtoolsError, TrainError
 from nbtools.show import plural
 from nbtools.train.defaults import mean_average_precision
 from nbtools.train.defaults import score as score_batch
-from nbtools.train.device import autocast, required, within_memory
+from nbtools.train.device import autocast, run_or_explain, within_memory
 from nbtools.train.meter import sum_dtype
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
-from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, readable, set_training, spoken, summed
+from nbtools.train.task import Batch, Pair, Task, TaskLike, as_sum, as_task, readable, set_training, title_of
 
 REHEARSED = 8  # samples
 
@@ -77,7 +77,7 @@ def scores(
     """Return loss and metrics of a batch, from one forward pass. metrics: others than the task's."""
     batch, outputs = forward(task, model, raw, plan, device)
     with torch.no_grad(), autocast(plan, device):
-        loss = summed(task.loss(lambda *_, **__: outputs, batch, plan), len(next(iter(raw.values()))))
+        loss = as_sum(task.loss(lambda *_, **__: outputs, batch, plan), len(next(iter(raw.values()))))
     return {"loss": loss, **score_batch(task.metrics if metrics is None else metrics, outputs, batch, task.card)}
 
 
@@ -109,7 +109,7 @@ def score_split(
         raise TrainError(f"{pack.folder}: the {split} split is empty; {fix}")
     if most is not None and most < len(ids):
         ids = ids[np.linspace(0, len(ids) - 1, most).round().astype(int)]
-    feed = feed or required(partial(open_feed, pack, plan, sums.device), "opening the pack")
+    feed = feed or run_or_explain(partial(open_feed, pack, plan, sums.device), "opening the pack")
     batches = in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)
     for raw in feed(batches[ranks.rank :: ranks.world]):
         score(as_task(task), model, raw, plan, sums)
@@ -143,7 +143,7 @@ def rehearse(state: Any, pack: Pack) -> None:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if task.card is not None:
                 if not {*state.model.parameters()}.isdisjoint(task.model(state.card, plan).parameters()):
-                    rule = f"{spoken(task)}: model returns the same network each time, and a later run goes on with it"
+                    rule = f"{title_of(task)}: model returns the same network each time, which a later run goes on with"
                     raise TrainError(f"{rule}; make a new one in it, or pass it to nb.classify, which copies it")
                 task.batch(raw, plan, Draws(plan.seed, 0, raw["id"]))
             batch, outputs = forward(task, state.model, raw, plan, device)
@@ -163,7 +163,7 @@ def rehearse(state: Any, pack: Pack) -> None:
             columns = ", ".join(f"{name} {column}" for name, column in pack.columns.items())
             what = f"the network or its `batch` does not take the pack's {columns}"
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise TrainError(f"{spoken(task)}: {what}: {why}; change it") from error
+        raise TrainError(f"{title_of(task)}: {what}: {why}; change it") from error
 
 
 def check_batch(task: Any, outputs: Any, batch: Any, plan: Any) -> None:
@@ -171,6 +171,6 @@ def check_batch(task: Any, outputs: Any, batch: Any, plan: Any) -> None:
     loss = task.loss(lambda *_, **__: outputs, batch, plan)
     if not isinstance(loss, Tensor) and not (isinstance(loss, tuple) and len(loss) == 2):
         rule = "loss must return (sum, count), or a tensor: the mean, or a term per sample"
-        raise TrainError(f"{spoken(task)}: {rule}; got a {type(loss).__name__}")
+        raise TrainError(f"{title_of(task)}: {rule}; got a {type(loss).__name__}")
     if task.card is not None:
         score_batch(task.metrics, outputs, batch, task.card)

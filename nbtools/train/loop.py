@@ -17,15 +17,15 @@ from time import perf_counter
 from typing import Any
 
 from nbtools.data import Feed, Pack, batches_left, lengths_of, open_feed
-from nbtools.train.device import autotuning, memory, prepare, required
+from nbtools.train.device import autotuning, memory, prepare, run_or_explain
 from nbtools.train.evaluation import Sums, score_split
 from nbtools.train.history import Record
 from nbtools.train.meter import Diverged
-from nbtools.train.plan import listed, require_sizes
+from nbtools.train.plan import list_changes, require_sizes
 from nbtools.train.ranks import Ended, Restarted
 from nbtools.train.state import TrainState, adopt
 from nbtools.train.step import train_step
-from nbtools.train.task import TaskLike, bound, readable
+from nbtools.train.task import TaskLike, bind, readable
 
 
 def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> Generator[Record, None, None]:
@@ -38,11 +38,11 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     feed: one that is open, to share it. Raises TrainError for what cannot train, Diverged where the loss is NaN or
     infinite: a checkpoint may be loaded, and this called again. On several ranks this is rank 0's; the others `obey`.
     """
-    state.task = bound(task, state.card)
+    state.task = bind(task, state.card)
     pack = readable(task, pack, state.plan)
     require_sizes(pack, state.plan)
     prepare(state.plan, state.device)
-    feed = feed or required(partial(open_feed, pack, state.plan, state.device))
+    feed = feed or run_or_explain(partial(open_feed, pack, state.plan, state.device))
     samples = pack.splits["train"]
     state.begin()
     try:
@@ -67,14 +67,14 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     lengths, whole = lengths_of(pack, ids), False
     while not whole:
         yield from between_steps(state, feed, pack)
-        if not state.segments or regrouped(state):
+        if not state.segments or needs_regrouping(state):
             state.segments.append([state.applied.batch_size, 0])
         batches = batches_left(ids, lengths, state.applied.seed, state.epoch, state.segments)
         stream = feed([state.ranks.share(batch) for batch in batches])
         repeats = (state.applied.epochs - state.epoch) * len(batches) if lengths is None else 0
         for batch in batches:
             yield from between_steps(state, feed, pack)
-            if regrouped(state):
+            if needs_regrouping(state):
                 break
             begin = meter.watch.mark()
             raw = next(stream)
@@ -92,7 +92,7 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
         raise Diverged(f"the loss became non-finite in steps {start + 1} to {state.step}", (start, state.step))
 
 
-def regrouped(state: TrainState) -> bool:
+def needs_regrouping(state: TrainState) -> bool:
     """Return whether the batch size has changed since the batches of this epoch were made."""
     return bool(state.segments) and state.applied.batch_size != state.segments[-1][0]
 
@@ -107,7 +107,7 @@ def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]
     while state.agree(samples).requested:
         yield from state.meter.rows()
         yield from changes(state, samples)
-        if regrouped(state) or not state.evaluate_next:
+        if needs_regrouping(state) or not state.evaluate_next:
             return
         state.evaluate_next = False
         if len(pack.ids("val")):
@@ -121,7 +121,7 @@ def changes(state: TrainState, samples: int) -> Iterator[Record]:
     """Apply a replaced plan to model and optimizer; a row says what changes."""
     while (wanted := state.agree(samples).plan) is not state.applied:
         if differing := wanted.changes_from(state.applied):
-            yield state.record("change", {"what": listed(differing)})  # a watcher may save: the old plan still applies
+            yield state.record("change", {"what": list_changes(differing)})  # a watcher may save by the old plan
         adopt(state, wanted)
 
 

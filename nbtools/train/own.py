@@ -21,9 +21,9 @@ from nbtools.train.defaults import (
     Batch,
     Pair,
     as_input,
+    as_tuple,
     class_logits,
     layout_of,
-    listed,
     logits_of,
     packed_dataset,
     scale_of,
@@ -33,7 +33,7 @@ from nbtools.train.defaults import (
     values_like,
 )
 from nbtools.train.plan import Plan
-from nbtools.train.task import Task, summed
+from nbtools.train.task import Task, as_sum
 
 CROSS_ENTROPY = (nn.CrossEntropyLoss, nn.NLLLoss)
 LOGISTIC = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, F.binary_cross_entropy_with_logits)
@@ -80,7 +80,7 @@ class classify(Task):
             rule = f"loss {type(loss).__name__} has parameters, which are not trained"
             raise TrainError(f"{rule}; write a Task whose model holds them")
         self.network, self.pretrained, self.PLAN = model, pretrained, plan or Plan()
-        self.chosen, self.augment = None if metrics is None else listed(metrics), strengths(augment)
+        self.chosen, self.augment = None if metrics is None else as_tuple(metrics), strengths(augment)
         self.given = {"loss": loss, "optimizer": optimizer, "schedule": schedule}
         self.criterion: Any = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
         if isinstance(loss, CROSS_ENTROPY) and loss.reduction == "mean":  # over the weights of a batch, see `terms`
@@ -181,7 +181,7 @@ def terms(loss: Any, outputs: Tensor, y: Tensor) -> Pair:
     """Return (sum, count) of a loss that was given."""
     made = (loss.to(y.device) if isinstance(loss, nn.Module) else loss)(outputs, y)
     if isinstance(made, tuple) or made.dim() or getattr(loss, "reduction", "mean") != "sum":
-        return summed(made, len(y))
+        return as_sum(made, len(y))
     if not isinstance(loss, CROSS_ENTROPY) or y.is_floating_point():
         return made, len(y)
     counted = y != loss.ignore_index  # the mean of cross entropy is over the weights of the samples' classes

@@ -239,7 +239,7 @@ def shown(value: Any) -> str:
     return "none" if value is None else show.shown(value)
 
 
-def listed(changes: Mapping[str, str]) -> str:
+def list_changes(changes: Mapping[str, str]) -> str:
     """Return the changes of `changes_from` in a sentence."""
     return ", ".join(f"{name} {change}" for name, change in changes.items())
 
@@ -298,7 +298,7 @@ def require_sizes(pack: Pack, plan: Plan | None = None) -> None:
 # -- what a run may change
 
 
-def fixed(plan: Plan) -> dict[str, str]:
+def fixed_settings(plan: Plan) -> dict[str, str]:
     """Return the settings that a run cannot change while it trains, each with the reason."""
     basic = Plan.__dataclass_fields__
     own = [f.name for f in dataclasses.fields(plan) if f.name not in basic and not f.metadata["live"]]
@@ -310,7 +310,7 @@ def fixed(plan: Plan) -> dict[str, str]:
 
 def refuse_fixed(differing: Mapping[str, str], plan: Plan, resumed: bool = False) -> None:
     """Raise TrainError for a setting that a run cannot change. resumed: those of AT_START may differ."""
-    for name in fixed(plan):
+    for name in fixed_settings(plan):
         if name in differing and not (resumed and name in AT_START):
             rule = f"Plan.{name} cannot change in a started run, got {differing[name]}"
             raise TrainError(f"{rule}; keep the value, or start another run folder")
@@ -327,5 +327,5 @@ def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:
             times = f"{value / usual:,.0f}×"
             sentences[field.name] = f"{field.name} {shown(value)} is {times} the advised {shown(usual)}"
     if len(changed := new.changes_from(old)) > MANY:
-        sentences[""] = f"{len(changed)} settings change at once: {listed(changed)}"
+        sentences[""] = f"{len(changed)} settings change at once: {list_changes(changed)}"
     return sentences

@@ -21,9 +21,9 @@ from nbtools.train.graph import Graphs
 from nbtools.train.history import Record
 from nbtools.train.meter import Meter, Stopwatch
 from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, built_in, follow
-from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch
+from nbtools.train.plan import Plan, list_changes, refuse_fixed, require_batch
 from nbtools.train.ranks import Ranks, Restarted
-from nbtools.train.task import TaskLike, best_metric, bound, build, order, readable
+from nbtools.train.task import TaskLike, best_metric, bind, build, order, readable
 
 POSITION = ("epoch", "step", "samples", "segments", "lr")  # of a state: where it is
 OTHER_RUN = "for another network choose another run folder, run='runs/…'"
@@ -67,7 +67,7 @@ class TrainState:
         self.plan = self.applied = plan
         self.ranks = ranks or Ranks()
         self.card = readable(task, pack, plan).card
-        self.task = bound(task, self.card)
+        self.task = bind(task, self.card)
         self.device = torch.device(device) if device is not None else devices.pick()
         devices.require(plan, self.device, self.ranks.world)
         self.model = self.new_model()
@@ -328,4 +328,4 @@ def caught_up(state: TrainState, saved: Plan) -> Iterator[Record]:
     """Keep the settings that were changed since a checkpoint was saved, and record them in a row."""
     adopt(state, state.applied, since=saved)
     if differing := state.applied.changes_from(saved):
-        yield state.record("change", {"what": listed(differing)})
+        yield state.record("change", {"what": list_changes(differing)})

@@ -23,7 +23,7 @@ from nbtools.train.meter import Diverged
 from nbtools.train.plan import lr_at
 from nbtools.train.ranks import shares
 from nbtools.train.state import TrainState
-from nbtools.train.task import set_training, summed
+from nbtools.train.task import as_sum, set_training
 
 MAX_SKIPPED = 3  # steps with a non-finite loss that a run skips: more are no accident
 LossSum = tuple[Tensor, Tensor | float]  # sum of the loss, and of how many terms
@@ -43,8 +43,8 @@ def train_step(
     set_lr(state, size, epoch_size)
     if state.graphs is not None and not state.graphs.off and not careful:
         state.keys.of(state.applied.seed, state.epoch)
-        act, whole = partial(whole_step, state), state.applied.batch_size
-        if (sums := within_memory(partial(state.graphs.step, raw, whole, act, partial(written, state)))[0]) is not None:
+        acts = partial(whole_step, state), partial(changed_tensors, state)
+        if (sums := within_memory(partial(state.graphs.step, raw, state.applied.batch_size, *acts))[0]) is not None:
             return sums
         release(state)
     buffers = [buffer.clone() for buffer in state.model.buffers()] if careful else []
@@ -103,7 +103,7 @@ def backward(state: TrainState, raw: Batch, denominator: float | None) -> LossSu
     if plan.channels_last:
         batch = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in batch.items()}
     with autocast(plan, state.device):
-        loss_sum, count = summed(task.loss(state.network, batch, plan), len(raw["id"]))
+        loss_sum, count = as_sum(task.loss(state.network, batch, plan), len(raw["id"]))
     loss = loss_sum / at_least_one(denominator or count)
     (loss if scaler is None else scaler.scale(loss)).backward()
     return loss_sum.detach(), count
@@ -155,7 +155,7 @@ def tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def written(state: TrainState) -> list[Tensor]:
+def changed_tensors(state: TrainState) -> list[Tensor]:
     """Return the tensors that a step changes, parameters first."""
     kept = (value for value in state.moments().values() if isinstance(value, Tensor))
     return [*tensors(state.model), *([] if state.ema is None else tensors(state.ema)), *kept]

@@ -30,8 +30,8 @@ from nbtools.train.defaults import (
     Batch,
     Pair,
     answers,
+    as_tuple,
     images_of,
-    listed,
     name_of,
     packed_dataset,
     prepare,
@@ -68,7 +68,7 @@ class Task:
     SMOKE: Mapping[str, Any] = {}  # options of `demo` for the smoke test
     augment: Any = ()  # names of augmentations of the default `batch`, or name → strength
     pretrained: Any = False  # whether the weights are: advice then starts from a lower lr, as for frozen parameters
-    card: Card | None = None  # of the pack of `nb.pack` that it trains or answers on; `bound` sets it on a copy
+    card: Card | None = None  # of the pack of `nb.pack` that it trains or answers on; `bind` sets it on a copy
 
     model: Any
     """model(card, plan) -> a new network for a data set; card: its classes, columns and options."""
@@ -160,10 +160,10 @@ class Task:
             return self.PLAN.replace(feed="workers", workers=0)
         if name == "BEST":
             return next((METRICS[each][1] + each for each in metrics_of(self) if isinstance(each, str)), "-loss")
-        raise AttributeError(name) if name.startswith("_") else Lacking(f"{spoken(self)} has no {name}; define it")
+        raise AttributeError(name) if name.startswith("_") else Lacking(f"{title_of(self)} has no {name}; define it")
 
     def __repr__(self) -> str:
-        return f"Task {spoken(self)}"
+        return f"Task {title_of(self)}"
 
 
 HOOKS = {name for name in (*vars(Task), *Task.__annotations__) if not name.startswith("_")} - {"card"}
@@ -171,7 +171,7 @@ HOOKS = {name for name in (*vars(Task), *Task.__annotations__) if not name.start
 
 def metrics_of(task: Any) -> tuple[Any, ...]:
     """Return names and functions of a task's metrics, as they were given."""
-    return listed(getattr(task, "measured", task.metrics))
+    return as_tuple(getattr(task, "measured", task.metrics))
 
 
 def as_task(task: Any) -> Task:
@@ -190,7 +190,7 @@ def as_task(task: Any) -> Task:
     return adapted
 
 
-def bound(task: TaskLike, card: Card) -> Task:
+def bind(task: TaskLike, card: Card) -> Task:
     """Return the task as it trains and answers on a pack: for one of `nb.pack` a copy that knows its card."""
     task = as_task(task)
     if not packed_dataset(card) or task.card is card:
@@ -209,10 +209,10 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     """Return the network of a bound task; for a pack of `nb.pack` one that takes batches. Raises TrainError."""
     model = task.model(card, plan)
     if not isinstance(model, nn.Module):
-        raise TrainError(f"{spoken(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
+        raise TrainError(f"{title_of(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
     if any(map(is_lazy, model.parameters())):
         fix = "give its layers their sizes, or call the network on a sample once before"
-        raise TrainError(f"{spoken(task)}: the network has layers that learn their sizes when first called; {fix}")
+        raise TrainError(f"{title_of(task)}: the network has layers that learn their sizes when first called; {fix}")
     keep_recurrent_in_float32(model)
     if task.card is not None:
         require_augmentable(card, task.augment)
@@ -260,7 +260,7 @@ def pass_columns(columns: tuple[str, ...], by_name: bool, module: nn.Module, giv
 # -- what a task means to a run
 
 
-def summed(loss: Any, size: int) -> tuple[Tensor, Tensor | float]:
+def as_sum(loss: Any, size: int) -> tuple[Tensor, Tensor | float]:
     """Return what a task's `loss` returned for so many samples as (sum, count): a scalar is their mean."""
     if not isinstance(loss, Tensor):
         return loss
@@ -298,11 +298,11 @@ def objective(task: Task) -> tuple[Any, list[str], dict[str, float], dict[str, s
     names = {"optimizer": "default", "schedule": "default"}
     for name in names:
         if getattr(hook := getattr(task, name), "__func__", None) is not getattr(Task, name):
-            names[name] = qualified(given.get(name) or hook)
+            names[name] = qualified_name(given.get(name) or hook)
     return given["loss"], [name_of(metric) for metric in metrics_of(task)], strengths(task.augment), names
 
 
-def qualified(function: Any) -> str:
+def qualified_name(function: Any) -> str:
     """Return the name of a class or a function, of a partial with its keywords."""
     settings = ", ".join(f"{name}={value!r}" for name, value in getattr(function, "keywords", {}).items())
     name = getattr(getattr(function, "func", function), "__qualname__", type(function).__qualname__)
@@ -320,7 +320,7 @@ def task_name(task: Any) -> str:
     if isinstance(task, type):
         return f"{task.__module__}:{task.__qualname__}"
     kind, known = type(task), getattr(task, "__dict__", {})
-    if isinstance(task, Task) and "_name" in known:  # of what `bound` copied, or `as_task` made
+    if isinstance(task, Task) and "_name" in known:  # of what `bind` copied, or `as_task` made
         return known["_name"]
     for module in (getattr(task, "__module__", kind.__module__), "__main__"):
         for name, value in list(vars(sys.modules.get(module, object)).items()):
@@ -329,7 +329,7 @@ def task_name(task: Any) -> str:
     return f"{kind.__module__}:{kind.__qualname__ if isinstance(task, Task) and not known else ''}"
 
 
-def spoken(task: TaskLike) -> str:
+def title_of(task: TaskLike) -> str:
     """Return a task's name in a sentence: a notebook's variable; without a name what made it, `nb.classify(…)`."""
     name = task_name(task)
     return vars(task).get("made", name[:-1]) if name.endswith(":") else name.removeprefix("__main__:")

@@ -16,7 +16,7 @@ from PIL import Image
 
 from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, build_pack
 from nbtools.errors import PackError
-from nbtools.show import sized
+from nbtools.show import size_text
 from nbtools.tasks.captcha.networks import STRIDE
 from nbtools.tasks.common.ctc import needed_steps
 from nbtools.tasks.common.files import Refused, Row, decode_image, require, split_of, walk
@@ -150,8 +150,8 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
         return {"image": line_of(np.asarray(decode_image(path, "RGB")), options["height"])}
     image = np.asarray(decode_image(path, "L"))
     if image.shape != (*options["size"],):
-        rule, fix = f"images must be {sized(*options['size'])}", 'resize it, or pack with layout="lines"'
-        raise Refused(sized(*image.shape), rule, fix)
+        rule, fix = f"images must be {size_text(*options['size'])}", 'resize it, or pack with layout="lines"'
+        raise Refused(size_text(*image.shape), rule, fix)
     return {"image": image}
 
 

@@ -54,10 +54,10 @@ def file_of(number: int, alphabet: str, length: tuple[int, int], size: tuple[int
     rng = Seeded(f"{seed}-{number}")
     text = "".join(rng.choice(alphabet) for _ in range(rng.randint(*length)))
     room = size if length[0] == length[1] else (size[0], round(size[1] * len(text) / 4))
-    return f"{text}_{number}.png", functools.partial(drawn, text, room, rng)
+    return f"{text}_{number}.png", functools.partial(draw, text, room, rng)
 
 
-def drawn(text: str, size: tuple[int, int], rng: Seeded) -> bytes:
+def draw(text: str, size: tuple[int, int], rng: Seeded) -> bytes:
     content = io.BytesIO()
     with ONE_AT_A_TIME, mock.patch("captcha.image.secrets", rng):
         image = canvas(size).generate_image(text)

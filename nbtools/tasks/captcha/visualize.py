@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from nbtools.data import Pack
-from nbtools.figures import Sheet, gallery, judged
+from nbtools.figures import Sheet, gallery, judge
 from nbtools.tasks.common.lists import text_of
-from nbtools.tasks.common.metrics import paired
+from nbtools.tasks.common.metrics import pair
 
 
 def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] | None = None) -> Sheet:
     """Draw a grid of samples, each under its text; of wrong predictions both, marked by colour and ≠."""
-    pairs = paired(list(ids), [None] * len(ids) if predicted is None else predicted, "text")
-    return gallery([(picture(pack, int(i)), *judged(text_of(pack, int(i)), answer)) for i, answer in pairs])
+    pairs = pair(list(ids), [None] * len(ids) if predicted is None else predicted, "text")
+    return gallery([(picture(pack, int(i)), *judge(text_of(pack, int(i)), answer)) for i, answer in pairs])
 
 
 def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str]:

@@ -42,7 +42,7 @@ def csv_rows(text: str, separator: str, file: str) -> Iterator[tuple[int, list[s
         raise Refused(str(error)[:80], "the file must be CSV", "save it as CSV in UTF-8, with commas", file) from None
 
 
-def slashed(path: str) -> str:
+def with_slashes(path: str) -> str:
     """Return a path of a list as names of files have it: with slashes, whatever system wrote it."""
     return path.strip().replace("\\", "/").removeprefix("./")
 

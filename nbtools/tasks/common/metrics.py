@@ -52,7 +52,7 @@ def text_metrics(predicted: Sequence[Sequence], target: Sequence[Sequence]) -> d
     }
 
 
-def paired(truth: Sequence, predicted: Sequence, what: str = "answer", each: str = "id") -> list[tuple[Any, Any]]:
+def pair(truth: Sequence, predicted: Sequence, what: str = "answer", each: str = "id") -> list[tuple[Any, Any]]:
     """Return both side by side. Raises PackError unless there is one prediction for each."""
     if len(truth) != len(predicted):
         came = f"{len(predicted)} for {plural(len(truth), each)}"

@@ -30,9 +30,9 @@ from PIL import Image
 
 from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side
 from nbtools.errors import PackError
-from nbtools.show import sized
+from nbtools.show import size_text
 from nbtools.tasks.common.files import Refused, Row, decode_image, split_of, split_word, walk
-from nbtools.tasks.common.lists import HEADS, SEPARATORS, characters, decode_text, read_text, slashed
+from nbtools.tasks.common.lists import HEADS, SEPARATORS, characters, decode_text, read_text, with_slashes
 from nbtools.train import device
 
 UNKNOWN = "\ufffd"
@@ -126,8 +126,8 @@ def items_of(folder: Path, names: Sequence[str], progress: bool) -> list[Entry |
         items = [item for name in lists for item in lines_of_list(folder, name, images, used)]
         rule, fix = "an image must be in a list", "add its row name,text, or delete it"
         return items + [Row(image, "no text", rule, fix) for image in images if image not in used]
-    found = bar(side_by_side(partial(lines_in, folder), pages), "reading texts", len(pages), disable=not progress)
-    return [item for page in found for item in page]
+    read = bar(side_by_side(partial(lines_in, folder), pages), "reading texts", len(pages), disable=not progress)
+    return [item for page in read for item in page]
 
 
 def read(path: Path, options: Mapping[str, Any]) -> Sample:
@@ -151,7 +151,7 @@ def ink_of(grey: np.ndarray, height: int) -> np.ndarray:
     width = max(1, round(columns * height / rows))
     if width > WIDEST * height:
         rule = f"a line must be at most {WIDEST} times as wide as high"
-        raise Refused(sized(rows, columns), rule, "cut it into shorter lines")
+        raise Refused(size_text(rows, columns), rule, "cut it into shorter lines")
     scaling = Image.Resampling.BOX if rows > height else Image.Resampling.BILINEAR
     return np.ascontiguousarray(~np.asarray(Image.fromarray(grey).resize((width, height), scaling)).T)
 
@@ -189,8 +189,8 @@ def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str
         known |= {cell.rpartition(".")[0]: image for cell, image in inside} | dict(inside)
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
         cuts = (line.split(separator, 1) for separator in SEPARATORS)  # the text may have more of it
-        cells = next((cells for cells in cuts if slashed(cells[0]) in known), [line])
-        where, image = f"{name}:{number}", known.get(slashed(cells[0]))
+        cells = next((cells for cells in cuts if with_slashes(cells[0]) in known), [line])
+        where, image = f"{name}:{number}", known.get(with_slashes(cells[0]))
         if not line.strip() or (number == 1 and image is None and line.casefold().startswith(HEADS)):
             continue
         if image is None:
@@ -275,7 +275,7 @@ class Reader:
 
     def bitmap(self, layout: str, what: str, bits: int) -> tuple[int, int, int, np.ndarray]:
         top, left, height, width = self.numbers(layout, what)
-        self.require(height > 0 and width > 0, f"{what} must have pixels", sized(height, width))
+        self.require(height > 0 and width > 0, f"{what} must have pixels", size_text(height, width))
         rows = np.frombuffer(self.take(height * -(-width * bits // 8), what), np.uint8)
         return top, left, width, rows.reshape(height, -1)
 

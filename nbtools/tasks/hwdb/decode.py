@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nbtools.data import Pack, gather, in_order, lengths_of, on
 from nbtools.errors import NbtoolsError, PlanError
 from nbtools.tasks.common.ctc import BLANK
-from nbtools.tasks.common.metrics import paired, text_metrics
+from nbtools.tasks.common.metrics import pair, text_metrics
 from nbtools.tasks.hwdb import task
 from nbtools.tasks.hwdb.data import UNKNOWN
 from nbtools.tasks.hwdb.language_model import NGram
@@ -168,6 +168,6 @@ class Beams:
 def scores(truth: Sequence[str], predicted: Sequence[str]) -> dict[str, float]:
     """Return cer, ar, cr and whole_accuracy as `metrics` does: an unknown character of the truth is read wrong,
     whatever was read. Raises PackError unless there is one answer for each line."""
-    pairs = paired([text.replace(UNKNOWN, NEVER) for text in truth], predicted, "text", "line")
+    pairs = pair([text.replace(UNKNOWN, NEVER) for text in truth], predicted, "text", "line")
     sums = text_metrics([read for _, read in pairs], [true for true, _ in pairs])
     return {name: float(wrong) / max(float(count), 1) for name, (wrong, count) in sums.items()}

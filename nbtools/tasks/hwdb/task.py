@@ -126,7 +126,7 @@ def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
     """
     ink, lengths = raw["image"].transpose(1, 2).unsqueeze(1).contiguous() / 255, raw["image_length"]
     if draws is not None and plan.augment:
-        image, lengths = augmented(ink, lengths, draws, plan.augment)
+        image, lengths = augment_lines(ink, lengths, draws, plan.augment)
     else:
         image = ink.mul_(2)
     return {**raw, "image": image, "image_length": lengths}
@@ -170,7 +170,7 @@ def tensors(card: Card, plan: Plan) -> tuple[Tensors, Tensors]:
     return ctc.tensors(card.options["height"], len(card.classes), line)
 
 
-def augmented(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[Tensor, Tensor]:
+def augment_lines(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[Tensor, Tensor]:
     """Return lines bent, with thicker or thinner strokes, in another contrast, partly covered by spots of paper, in
     [0, 2]; and their lengths, which never shrink: every text that fitted still fits. strength: 1 is the recipe's."""
     height, width = ink.shape[2:]
@@ -181,13 +181,13 @@ def augmented(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tu
     bend, thick, contrast, spots = drawn.split([5, 1, 2, 6 * SPOTS], 1)
     wider = math.ceil(width * (1 + STRETCH * strength) + SLANT * strength * height) + 1
     x, y = places(wider, ink.device), places(height, ink.device)
-    ink, lengths = bent(ink, lengths, bend, x, y[:, None])
+    ink, lengths = bend_lines(ink, lengths, bend, x, y[:, None])
     gain, offset = (contrast * (2 * strength)).view(-1, 2, 1, 1, 1).unbind(1)
-    ink = thickened(ink, thick.view(-1, 1, 1, 1)).mul_(2 + gain).add_(offset).clamp_(0, 2)
-    return ink.masked_fill_(covered(x, y, lengths[:, None], spots.unflatten(1, (SPOTS, 6))), 0), lengths
+    ink = thicken_strokes(ink, thick.view(-1, 1, 1, 1)).mul_(2 + gain).add_(offset).clamp_(0, 2)
+    return ink.masked_fill_(cover_mask(x, y, lengths[:, None], spots.unflatten(1, (SPOTS, 6))), 0), lengths
 
 
-def bent(ink: Tensor, lengths: Tensor, drawn: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def bend_lines(ink: Tensor, lengths: Tensor, drawn: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return lines stretched, slanted, scaled, shifted and turned a little, for columns x (W,) and rows y (H, 1)."""
     height, width = ink.shape[2:]
     drawn = drawn[..., None, None]
@@ -202,14 +202,14 @@ def bent(ink: Tensor, lengths: Tensor, drawn: Tensor, x: Tensor, y: Tensor) -> t
     return F.grid_sample(ink, grid, align_corners=False), torch.maximum(lengths, grown)
 
 
-def thickened(ink: Tensor, amount: Tensor) -> Tensor:
+def thicken_strokes(ink: Tensor, amount: Tensor) -> Tensor:
     """Make strokes a pixel wider or thinner, by an amount (B, 1, 1, 1) towards the 3 × 3 maximum or minimum."""
     signed = ink * amount.sign()
     most = F.max_pool2d(F.pad(signed, (1, 1, 1, 1)), 3, 1)
     return most.sub_(signed).mul_(amount).add_(ink)
 
 
-def covered(x: Tensor, y: Tensor, lengths: Tensor, spots: Tensor) -> Tensor:
+def cover_mask(x: Tensor, y: Tensor, lengths: Tensor, spots: Tensor) -> Tensor:
     """Return (B, 1, H, W) bool: what lies beyond the lengths (B, 1), and spots (B, SPOTS, 6) of paper: rectangles of up
     to a quarter of the height, and strips across all of it of up to a tenth; no character is covered whole."""
     top, high = spots[..., 1], spots[..., 3]

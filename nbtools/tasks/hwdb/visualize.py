@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from nbtools.data import Pack
-from nbtools.figures import Sheet, gallery, judged
+from nbtools.figures import Sheet, gallery, judge
 from nbtools.tasks.common.lists import text_of
-from nbtools.tasks.common.metrics import paired
+from nbtools.tasks.common.metrics import pair
 
 LONG = 10  # times as wide as high
 
@@ -16,8 +16,8 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     """Draw lines, each under its text; of wrong answers both, marked by colour and ≠. A long line has a row for itself.
     Raises PackError unless there is one answer for each id."""
     answers = [None] * len(ids) if predicted is None else predicted
-    pairs = paired([int(i) for i in ids], answers, "text")
-    pictures = [(picture(pack, i), *judged(text_of(pack, i), answer)) for i, answer in pairs]
+    pairs = pair([int(i) for i in ids], answers, "text")
+    pictures = [(picture(pack, i), *judge(text_of(pack, i), answer)) for i, answer in pairs]
     return gallery(pictures, 1 if any(image.shape[1] > LONG * len(image) for image, *_ in pictures) else 2)
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
 from nbtools.errors import PackError
-from nbtools.show import plural, sized
+from nbtools.show import plural, size_text
 from nbtools.tasks.common.files import DAMAGED, WARNING, Refused, Report, Row, decode_image, on_white
 from nbtools.tasks.common.lists import read_rows, read_text
 from nbtools.tasks.segment import cvat
@@ -64,7 +64,7 @@ def pack(
     test=1.0 makes all of them test, for a source that a run is evaluated on.
     Raises PackError if nothing can be used. `validate` also reports what is wrong with single files.
     """
-    scanned, options = cache(Source), requested(size, channels, classes, ignore)
+    scanned, options = cache(Source), options_of(size, channels, classes, ignore)
 
     def survey(folder: Path, options: Options) -> Survey:
         return survey_of(scanned(folder), options)
@@ -84,7 +84,7 @@ def pack_options(card: Card) -> dict[str, Any]:
     return {"size": options["size"], "channels": options["channels"], "classes": classes, "ignore": ignore}
 
 
-def requested(size: Any, channels: int, classes: Given | None, ignore: Ignored) -> dict[str, Any]:
+def options_of(size: Any, channels: int, classes: Given | None, ignore: Ignored) -> dict[str, Any]:
     """Return the options of `pack` and `validate` as plain values; what is None is decided from the files."""
     sides = size if isinstance(size, tuple | list) else (size, size)
     if size is not None and not (len(sides) == 2 and all(isinstance(s, int) and LEAST <= s <= MOST for s in sides)):
@@ -191,7 +191,7 @@ def read_item(folder: Path, item: Item, options: Options) -> tuple[np.ndarray, n
     except Refused as refusal:
         value, rule, fix = refusal.args
         raise Refused(f"{item.label}: {value}", rule, fix) from None
-    return image, fitted(label, box, options["size"], IGNORE, Image.Resampling.NEAREST)
+    return image, fit_image(label, box, options["size"], IGNORE, Image.Resampling.NEAREST)
 
 
 def read_image(path: Path, options: Options) -> tuple[np.ndarray, Size]:
@@ -201,7 +201,7 @@ def read_image(path: Path, options: Options) -> tuple[np.ndarray, Size]:
     size = header_size(path) or (image.height, image.width)
     box = inner_box(size, options["size"])
     method = Image.Resampling.BOX if box[2] - box[0] < image.width else Image.Resampling.BILINEAR
-    return fitted(image, box, options["size"], 0, method), size
+    return fit_image(image, box, options["size"], 0, method), size
 
 
 def header_size(path: Path) -> Size | None:
@@ -220,7 +220,7 @@ def inner_box(size: Size, packed: Sequence[int]) -> tuple[int, int, int, int]:
     return left, top, left + width, top + height
 
 
-def fitted(image: Image.Image, box: Sequence[int], packed: Sequence[int], fill: int, method: Any) -> np.ndarray:
+def fit_image(image: Image.Image, box: Sequence[int], packed: Sequence[int], fill: int, method: Any) -> np.ndarray:
     """Return an image resized into a box of a packed one, (H, W) or (H, W, C) uint8."""
     left, top, right, bottom = box
     inner = np.asarray(image.resize((right - left, bottom - top), method))
@@ -243,7 +243,7 @@ def read_mask(path: Path, options: Options, size: Size) -> np.ndarray:
 
 def require_size(label: Size, image: Size) -> None:
     if label != image:
-        value, fix = f"{sized(*label)}, the image has {sized(*image)}", "export it again from the image as it is"
+        value, fix = f"{size_text(*label)}, the image has {size_text(*image)}", "export it again from that image"
         raise Refused(value, "a label must have the size of its image", fix)
 
 
@@ -291,7 +291,7 @@ def validate(
     """Check every image and every label of a folder, archive or link: each rule broken is a row. Options as for `pack`:
     an error is what a pack with the same ones leaves out. Raises PackError without a class table."""
     made = Source(stage(source, progress=progress))
-    survey = survey_of(made, requested(size, channels, classes, ignore))
+    survey = survey_of(made, options_of(size, channels, classes, ignore))
 
     def check(item: Item) -> Row | set[int]:
         """Return what is wrong with an image or its label, or the classes in it."""

@@ -70,7 +70,7 @@ def photograph(rng: Rng, shapes: Sequence[Shape], height: int, width: int) -> by
     """Return a JPEG of the shapes, later ones on top, under uneven light, slightly out of focus and with noise."""
     pixels = pattern(rng, "background", height, width)
     for name, points in shapes:
-        inside = covered(points, height, width)
+        inside = polygon_mask(points, height, width)
         pixels[inside] = pattern(rng, name, height, width)[inside]
     y, x = np.linspace(-1, 1, height)[:, None], np.linspace(-1, 1, width)
     light = 1 + rng.normal(0, 0.15) * x + rng.normal(0, 0.15) * y
@@ -102,13 +102,13 @@ def mask(shapes: Sequence[Shape], height: int, width: int) -> bytes:
     """Return a PNG of class ids: of the uppermost shape that covers a pixel's centre, else the background's."""
     ids = np.zeros((height, width), np.uint8)
     for name, points in shapes:
-        ids[covered(points, height, width)] = CLASSES.index(name)
+        ids[polygon_mask(points, height, width)] = CLASSES.index(name)
     content = io.BytesIO()
     Image.fromarray(ids).save(content, "PNG", compress_level=3)
     return content.getvalue()
 
 
-def covered(points: np.ndarray, height: int, width: int) -> np.ndarray:
+def polygon_mask(points: np.ndarray, height: int, width: int) -> np.ndarray:
     """Return (H, W) bool: the pixels whose centres a polygon covers."""
     canvas = Image.new("1", (width * FINE, height * FINE))
     ImageDraw.Draw(canvas).polygon((FINE * points).ravel().tolist(), fill=1)

@@ -26,7 +26,7 @@ def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[T
     batch: label (B, H, W) int64 and, with edge_factor, distance (B, H, W) to the nearest boundary in pixels."""
     (main, auxiliary), labels = model(batch), batch["label"]
     outputs = [main, *auxiliary] if plan.aux_weight else [main]
-    targets, valid = [subsampled(labels, logits) for logits in outputs], labels != IGNORE
+    targets, valid = [subsample(labels, logits) for logits in outputs], labels != IGNORE
     entropies = [  # (B, H, W) each, 0 where ignored; never in half precision
         F.cross_entropy(logits.float(), target, ignore_index=IGNORE, reduction="none")
         for logits, target in zip(outputs, targets, strict=True)
@@ -40,7 +40,7 @@ def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[T
     return total, valid.flatten(1).any(1).sum()
 
 
-def subsampled(labels: Tensor, logits: Tensor) -> Tensor:
+def subsample(labels: Tensor, logits: Tensor) -> Tensor:
     """Labels (B, h, w) at the pixels on which the positions of coarser logits are centred: every stride-th, where
     strides are powers of two."""
     fraction = max(n / m for n, m in zip(labels.shape[1:], logits.shape[2:], strict=True))
@@ -50,10 +50,10 @@ def subsampled(labels: Tensor, logits: Tensor) -> Tensor:
 
 def hard_pixels(entropies: list[Tensor], targets: list[Tensor], plan: Plan) -> list[Tensor]:
     """`ohem_weights` of every output; of those at the input's size, as published, at once: a fifth of the launches."""
-    found, rule = [entropy.detach() for entropy in entropies], (plan.ohem_threshold, plan.ohem_least)
-    if len({entropy.shape for entropy in found}) == 1:
-        return list(ohem_weights(torch.cat(found), torch.cat(targets) != IGNORE, *rule).split(len(found[0])))
-    return [ohem_weights(entropy, target != IGNORE, *rule) for entropy, target in zip(found, targets, strict=True)]
+    flat, rule = [entropy.detach() for entropy in entropies], (plan.ohem_threshold, plan.ohem_least)
+    if len({entropy.shape for entropy in flat}) == 1:
+        return list(ohem_weights(torch.cat(flat), torch.cat(targets) != IGNORE, *rule).split(len(flat[0])))
+    return [ohem_weights(entropy, target != IGNORE, *rule) for entropy, target in zip(flat, targets, strict=True)]
 
 
 def ohem_weights(entropy: Tensor, valid: Tensor, threshold: float, least: float) -> Tensor:

@@ -58,12 +58,12 @@ def model(card: Card | Pack, plan: Plan) -> "BiSeNetV2":
 
 def groups(model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
     """At most four parameter groups: the heads learn `head_lr` times as fast; norms and biases have no weight decay."""
-    found: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    parts: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        found.setdefault((name.startswith(HEADS), parameter.dim() > 1), []).append(parameter)
+        parts.setdefault((name.startswith(HEADS), parameter.dim() > 1), []).append(parameter)
     return [
         {"params": parameters, "lr_scale": plan.head_lr if head else 1.0, "decays": decays}
-        for (head, decays), parameters in found.items()
+        for (head, decays), parameters in parts.items()
     ]
 
 

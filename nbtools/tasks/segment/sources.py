@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from nbtools.data import IMAGES
 from nbtools.tasks.common.files import Refused, Row, split_word, walk
-from nbtools.tasks.common.lists import decode_text, read_rows, slashed
+from nbtools.tasks.common.lists import decode_text, read_rows, with_slashes
 from nbtools.tasks.segment import cvat
 
 SPLIT = r"(train|val|test)?(?:ing|id|idation)?"
@@ -60,7 +60,7 @@ class Source:
 
     def find(self, path: str, where: str) -> str | None:
         """Return the file that a path in a list or an XML names, relative to its folder or to one above it."""
-        names = (os.path.normpath(folder / slashed(path)) for folder in PurePosixPath(where).parents)
+        names = (os.path.normpath(folder / with_slashes(path)) for folder in PurePosixPath(where).parents)
         return next((name for name in names if name in self.names), None)
 
     def read_list(self, name: str) -> None:
@@ -100,7 +100,7 @@ class Source:
             return
         self.labels += [label for label in labels if label not in self.labels]
         for drawing in drawings:
-            called = slashed(drawing.name)
+            called = with_slashes(drawing.name)
             places = (f"images/{called}", called, f"images/{drawing.subset}/{called}")
             image = next(filter(None, (self.find(place, name) for place in places)), None)
             if image is None:

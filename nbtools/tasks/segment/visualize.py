@@ -15,9 +15,9 @@ from PIL import Image
 from nbtools import disk
 from nbtools.data import Card, Pack
 from nbtools.errors import PackError
-from nbtools.figures import GREY, MARGIN, WIDE, Picture, Sheet, gallery, look, scaled, shortened
+from nbtools.figures import GREY, MARGIN, WIDE, Picture, Sheet, gallery, look, scale, shorten
 from nbtools.tasks.common.files import on_white
-from nbtools.tasks.common.metrics import paired
+from nbtools.tasks.common.metrics import pair
 from nbtools.tasks.segment.data import BACKGROUND, IGNORE, header_size, inner_box
 
 OKABE_ITO = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0), (204, 121, 167))
@@ -32,13 +32,13 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[np.nda
     """Draw images, each next to its classes, and with one class map an id also next to what was predicted. Classes are
     named below; pixels without a label are grey. Raises PackError for another number of class maps."""
     pictures: list[Picture] = []
-    for i, guess in paired([*map(int, ids)], [None] * len(ids) if predicted is None else predicted, "class map"):
+    for i, guess in pair([*map(int, ids)], [None] * len(ids) if predicted is None else predicted, "class map"):
         image, label = pack.arrays["image"][i], pack.arrays["label"][i]
-        pictures.append((resized(image, scaled(image, CELL)), f"{i} · {pack.names[i]}", GREY))
+        pictures.append((resize_image(image, scale(image, CELL)), f"{i} · {pack.names[i]}", GREY))
         pictures.append((overlay(pack, image, label, CELL), "truth", GREY))
         if guess is not None:
             pictures.append((overlay(pack, image, guess, CELL), "predicted", GREY))
-    names = [*(shortened(name, SIZE, WIDE / NAMES - 50) for name in pack.classes), "ignored"]
+    names = [*(shorten(name, SIZE, WIDE / NAMES - 50) for name in pack.classes), "ignored"]
     columns, below = COLUMNS if predicted is None else 3, MARGIN + ROW * math.ceil(len(names) / NAMES)
     sheet, shades = gallery(pictures, columns, below), [*(colours(pack.classes) / 255), "#c8c8c8"]
     if pictures:
@@ -64,8 +64,8 @@ def overlay(pack: Pack, image: np.ndarray, label: np.ndarray, *limits: float) ->
     """Return (h, w, 3) uint8 of an image (H, W, C) and a label (H, W), scaled into limits, px: classes in colour, a
     background's faintly; a white line between two; ignored pixels grey. The image below is desaturated as much as it is
     covered: red on yellow would be the orange of another class."""
-    size = scaled(image, *limits)  # in the size at which they are shown, lines are one pixel wide
-    image, label = resized(image, size), np.asarray(Image.fromarray(label).resize(size, Image.Resampling.NEAREST))
+    size = scale(image, *limits)  # in the size at which they are shown, lines are one pixel wide
+    image, label = resize_image(image, size), np.asarray(Image.fromarray(label).resize(size, Image.Resampling.NEAREST))
     alphas = np.array([FAINT if name.casefold() in BACKGROUND else ALPHA for name in pack.classes])
     index, luma = np.where(label == IGNORE, 0, label), image @ np.array([[0.299], [0.587], [0.114]])  # ITU-R BT.601
     alpha = alphas[index][..., None]
@@ -76,7 +76,7 @@ def overlay(pack: Pack, image: np.ndarray, label: np.ndarray, *limits: float) ->
     return drawn.round().astype(np.uint8)
 
 
-def resized(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def resize_image(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Return an image (H, W, 3 or 4) on white as (h, w, 3), at a (width, height)."""
     return np.asarray(on_white(Image.fromarray(np.asarray(image))).resize(size, Image.Resampling.LANCZOS))
 

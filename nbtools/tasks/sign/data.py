@@ -33,7 +33,7 @@ from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, sid
 from nbtools.errors import PackError
 from nbtools.show import plural
 from nbtools.tasks.common.files import ERROR, WARNING, Refused, Report, Row, split_word, walk
-from nbtools.tasks.common.lists import decode_text, read_rows, slashed
+from nbtools.tasks.common.lists import decode_text, read_rows, with_slashes
 from nbtools.tasks.sign.keypoints import POINTS
 from nbtools.tasks.sign.networks import POSITIONS
 
@@ -153,7 +153,7 @@ def validate(
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[Any]:
+def open_clip(path: Path) -> Iterator[Any]:
     """Open a clip; nothing is unpickled. Raises Refused for what cannot be opened, and for damage."""
     try:
         with open(path, "rb") as file, np.lib.npyio.NpzFile(file) as npz:
@@ -169,7 +169,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 def arrays_in(path: Path) -> list[str]:
     """Return the names of a clip's arrays; none if it cannot be read."""
-    with contextlib.suppress(Refused), opened(path) as npz:
+    with contextlib.suppress(Refused), open_clip(path) as npz:
         return npz.files
     return []
 
@@ -180,7 +180,7 @@ def read_clip(path: Path, options: Mapping[str, Any]) -> tuple[Sample, list[Row]
     options: kp_key, feature_key, require_x2048. Raises Refused with the first error.
     """
     sample, warnings, frames = {}, [], "T"
-    with opened(path) as npz:
+    with open_clip(path) as npz:
         for column, key in places_in(npz.files, options).items():
             values = npz[key]
             for broken, came, rule, fix, severity in rules_of(column, key, values, frames):
@@ -315,7 +315,7 @@ def ends_of(clips: Sequence[str], above: str) -> dict[str, list[str]]:
 
 
 def clip_of(file: str, ends: Mapping[str, list[str]]) -> str:
-    some = ends.get(re.sub(rf"\{SUFFIX}$", "", slashed(file), flags=re.I), [])
+    some = ends.get(re.sub(rf"\{SUFFIX}$", "", with_slashes(file), flags=re.I), [])
     if len(some) != 1:
         fix = "correct the name, add its folder as in train/CLIP, or delete the row"
         raise Refused(f"{file or 'nothing'}, of {len(some)} clips", "a row must name one clip", fix)

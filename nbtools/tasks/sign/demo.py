@@ -117,7 +117,7 @@ def clip_bytes(sign: Sign, number: int, frames: tuple[int, int], features: bool,
     points, width, left_handed = perform(sign, np.random.default_rng([seed, SIGNER, signer]), frames, rng)
     x = points + width * SHAKE * rng.standard_normal(points.shape)
     x = np.round(x * GRAIN).astype(np.float32) / GRAIN
-    seen = detected(x, None if sign.both else HANDS[int(left_handed)], rng)
+    seen = detect(x, None if sign.both else HANDS[int(left_handed)], rng)
     times = np.round(np.arange(len(x)) * 1000 / FPS + rng.uniform(-3, 3, len(x))).astype(np.int64)
     arrays: dict[str, Any] = {"X": np.where(seen[..., None], x, np.float32(0)).reshape(len(x), -1)}
     arrays |= {"X2048": looked_at(points, rng)} if features else {}
@@ -173,7 +173,7 @@ def between(stations: np.ndarray, count: int, rng: np.random.Generator) -> np.nd
     return stations[first] + (at - first)[:, None, None] * (stations[first + 1] - stations[first])
 
 
-def detected(x: np.ndarray, idle: slice | None, rng: np.random.Generator) -> np.ndarray:
+def detect(x: np.ndarray, idle: slice | None, rng: np.random.Generator) -> np.ndarray:
     """Return (T, P) which of the points (T, P, 2) are seen: none outside of the picture, a hand whole or not at all."""
     seen = np.all((x > 0) & (x < 1), axis=2)
     for points, often, long in GAPS:

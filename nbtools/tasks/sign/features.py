@@ -24,7 +24,7 @@ from nbtools.errors import MissingExtra, PackError, StageError
 from nbtools.show import plural
 from nbtools.tasks.common.files import Refused, Report, decode_image, split_of, walk
 from nbtools.tasks.sign import task
-from nbtools.tasks.sign.data import AGAIN, FEATURES, MASK, SUFFIX, TIMES, Ids, arrays_in, opened, read_lists
+from nbtools.tasks.sign.data import AGAIN, FEATURES, MASK, SUFFIX, TIMES, Ids, arrays_in, open_clip, read_lists
 from nbtools.tasks.sign.networks import Gru
 from nbtools.train import again
 from nbtools.train import device as devices
@@ -83,10 +83,10 @@ def write_features(path: Path, film: Film, network: nn.Module, batch_size: int) 
     Raises Refused for frames that cannot be used, PackError for a network that returns something else, DiskError."""
     arrays, content = {}, io.BytesIO()
     if path.is_file():
-        with opened(path) as npz:
+        with open_clip(path) as npz:
             arrays = dict(npz)
     with torch.inference_mode():
-        made = torch.cat([network(normalised(frames, network)) for frames in batches_of(film, batch_size)])
+        made = torch.cat([network(normalise(frames, network)) for frames in batches_of(film, batch_size)])
     if made.shape != (len(film), FEATURES):
         came = f"{tuple(made.shape)} for {len(film)} frames"
         raise PackError(f"network must return (N, {FEATURES}), got {came}; take its output before the classifier")
@@ -148,7 +148,7 @@ def picture_of(path: Path) -> np.ndarray:
         raise
 
 
-def normalised(frames: Tensor, network: nn.Module) -> Tensor:
+def normalise(frames: Tensor, network: nn.Module) -> Tensor:
     """Map frames (N, 3, H, W) uint8 to (N, 3, 299, 299) on the network's device: squeezed into the square whole, as by
     the extractor of the published clips, and normalised as ImageNet's pictures."""
     device = next(network.parameters()).device
@@ -223,7 +223,7 @@ def tune(network: nn.Module, path: Path, clips: Clips, epochs: int, batch_size: 
 def clip_loss(network: nn.Module, gru: Gru, film: Film, ids: Ids, batch_size: int) -> Tensor:
     """Return the loss of one clip. A frame keeps 98 MB of InceptionV3's activations until backward, and a clip has
     about 122: they are computed again there, so that only those of `batch_size` frames exist at once."""
-    features = torch.cat([again(network, normalised(frames, network)) for frames in batches_of(film, batch_size)])[None]
+    features = torch.cat([again(network, normalise(frames, network)) for frames in batches_of(film, batch_size)])[None]
     length, label = (torch.tensor([value], device=features.device) for value in (features.shape[1], ids))
     batch = {"features": features, "features_length": length, "label": label}
     return task.loss(gru, batch, task.Plan(network="gru"))[0]

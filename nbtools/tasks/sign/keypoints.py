@@ -48,13 +48,13 @@ class Keypoints(NamedTuple):
     lengths: Tensor
 
 
-def prepared(clips: Keypoints, plan: Any, draws: Draws | None) -> Keypoints:
+def prepare_clips(clips: Keypoints, plan: Any, draws: Draws | None) -> Keypoints:
     """Return clips in the plan's coordinates, augmented given draws; 0 where a point is not seen, whatever its value
     was."""
     if draws is not None and (plan.time_warp or plan.time_crop):
-        clips = retimed(clips, draws, plan.time_warp, plan.time_crop, longest=POSITIONS)
+        clips = retime(clips, draws, plan.time_warp, plan.time_crop, longest=POSITIONS)
     if draws is not None and plan.mirror:
-        clips = mirrored(clips, draws.chance(plan.mirror))
+        clips = mirror(clips, draws.chance(plan.mirror))
     points = clips.points
     if plan.normalise != "none":
         centre, width = body(points, clips.seen)
@@ -78,12 +78,12 @@ def body(points: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     apart = (shoulders[:, :, :1] - shoulders[:, :, 1:]).norm(dim=3, keepdim=True)
     shown = seen[..., None]
     middle = (points * shown).sum((1, 2), keepdim=True) / shown.sum((1, 2), keepdim=True)
-    found = count > 0
-    centre = torch.where(found, shoulders.mean(2, keepdim=True), middle)
-    return centre, torch.where(found, apart.clamp(min=NARROW), constant((0.25,), found.device))
+    seen = count > 0
+    centre = torch.where(seen, shoulders.mean(2, keepdim=True), middle)
+    return centre, torch.where(seen, apart.clamp(min=NARROW), constant((0.25,), seen.device))
 
 
-def retimed(clips: Keypoints, draws: Draws, warp: float, crop: float, longest: int) -> Keypoints:
+def retime(clips: Keypoints, draws: Draws, warp: float, crop: float, longest: int) -> Keypoints:
     """Return clips cut at both ends, and played faster or slower, and unevenly. None grows beyond `longest` frames that
     was not longer before."""
     points, seen, lengths = clips
@@ -121,7 +121,7 @@ def between(points: Tensor, seen: Tensor, place: Tensor) -> tuple[Tensor, Tensor
     return mixed, torch.where(part < 0.5, before, after)
 
 
-def mirrored(clips: Keypoints, chosen: Tensor) -> Keypoints:
+def mirror(clips: Keypoints, chosen: Tensor) -> Keypoints:
     """Return left-right mirror images of the chosen (B,) clips; the left hand then becomes the right one."""
     table, swapped = constant(MIRROR, clips.points.device, torch.int64), chosen[:, None, None]
     image, seen = clips.points.index_select(2, table), clips.seen.index_select(2, table)

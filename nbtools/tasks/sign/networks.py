@@ -116,8 +116,8 @@ class Gru(nn.Module):
 
     def __init__(self, inputs: int, glosses: int, categories: int, dropout: float | None = None):
         super().__init__()
-        self.first = initialised(nn.GRU(inputs, UNITS[0], batch_first=True))
-        self.second = initialised(nn.GRU(UNITS[0], UNITS[1], batch_first=True))
+        self.first = initialise(nn.GRU(inputs, UNITS[0], batch_first=True))
+        self.second = initialise(nn.GRU(UNITS[0], UNITS[1], batch_first=True))
         self.drop = nn.Dropout(self.dropout if dropout is None else dropout)
         self.gloss, self.category = nn.Linear(UNITS[1], glosses), nn.Linear(UNITS[1], categories)
 
@@ -130,7 +130,7 @@ class Gru(nn.Module):
         return self.gloss(hidden), self.category(hidden)
 
 
-def initialised(gru: nn.GRU) -> nn.GRU:
+def initialise(gru: nn.GRU) -> nn.GRU:
     """Apply the guide's initialisation: torch's own, ± 1/√16 for 2048 inputs, would start with saturated gates."""
     for name, weight in gru.named_parameters():
         if name.startswith("weight_ih"):

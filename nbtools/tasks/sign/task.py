@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from nbtools.data import Card, Draws, Pack
 from nbtools.errors import PlanError
 from nbtools.tasks.common.metrics import THUMB, accuracy, at_most, bucket_knob, epochs_for
-from nbtools.tasks.sign.keypoints import Keypoints, prepared
+from nbtools.tasks.sign.keypoints import Keypoints, prepare_clips
 from nbtools.tasks.sign.networks import Gru, Outputs, Transformer
 from nbtools.train import Batch, Pair, Tensors, knob
 from nbtools.train import Plan as BasePlan
@@ -171,7 +171,7 @@ def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
     if network_of(plan, raw) == "gru":
         return {**kept, "features": raw["features"], "features_length": raw["features_length"]}
     points = raw["x"].unflatten(2, (-1, 2))
-    points, seen, lengths = prepared(Keypoints(points, raw["mask"].bool(), raw["x_length"]), plan, draws)
+    points, seen, lengths = prepare_clips(Keypoints(points, raw["mask"].bool(), raw["x_length"]), plan, draws)
     return {**kept, "x": points.flatten(2), "mask": seen, "x_length": lengths}
 
 

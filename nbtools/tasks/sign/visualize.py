@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from nbtools.data import Pack
-from nbtools.figures import Sheet, gallery, judged
-from nbtools.tasks.common.metrics import paired
+from nbtools.figures import Sheet, gallery, judge
+from nbtools.tasks.common.metrics import pair
 from nbtools.tasks.sign.keypoints import FACE, FACE_MESH, LEFT, POINTS, RIGHT
 
 BODY_INK, FACE_INK = "#7d7d7d", "#999999"  # seen on white and on black: a skeleton has no ground of its own
@@ -76,9 +76,9 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     """Draw clips one below the other, each as a strip of frames with its gloss and category; wrong predictions are
     marked by colour and ≠. Raises PackError unless there is one prediction an id."""
     ids, pictures = [int(i) for i in ids], []
-    for i, guess in paired(ids, [None] * len(ids) if predicted is None else predicted, "gloss"):
+    for i, guess in pair(ids, [None] * len(ids) if predicted is None else predicted, "gloss"):
         category = pack.options["categories"][int(pack.arrays["label"][i][1])]
-        caption, colour = judged(text_of(pack, i), guess)
+        caption, colour = judge(text_of(pack, i), guess)
         pictures.append((strip(pack, i, np.linspace(0, 1, MOMENTS).tolist()), f"{caption} · {category}", colour))
     return gallery(pictures, columns=1)
 
