@@ -43,8 +43,8 @@ class Report:
 
     @cached_property
     def confusion(self) -> Sheet:
-        """A figure of the at most 20 most confused classes, the per cent of each true one (rows) by what it was taken
-        for. The colour is the root of the share, so that one sample in a hundred is still seen."""
+        """Return a figure of the at most 20 most confused classes, the per cent of each true one (rows) by what it was
+        taken for. The colour is the root of the share, so that one sample in a hundred is still seen."""
         counts, named = self.counts.to_numpy(), [shorten(str(name) or "(none)", 7, 260) for name in self.counts]
         wrong = counts * ~np.eye(len(counts), dtype=bool)
         places = np.sort((-wrong.sum(0) - wrong.sum(1)).argsort(kind="stable")[:CONFUSED])
@@ -62,7 +62,7 @@ class Report:
 
     @cached_property
     def pictures(self) -> Sheet | None:
-        """A figure of the worst samples with truth and answer, where the task has a `preview`; else None."""
+        """Return a figure of the worst samples with truth and answer, where the task has a `preview`; else None."""
         if self.run.task.preview is None:
             return None
         ids = list(map(int, self.worst.index[:SHOWN]))

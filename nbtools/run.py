@@ -67,22 +67,22 @@ class Run:
 
     @property
     def index(self) -> dict[str, Any]:
-        """The content of `run.json`."""
+        """Return the content of `run.json`."""
         return checkpoint.read_index(self.folder)
 
     @cached_property
     def history(self) -> History:
-        """Every row that was logged; `.frame("epoch")` is a DataFrame."""
+        """Return every row that was logged; `.frame("epoch")` is a DataFrame."""
         return History(self.folder / HISTORY)
 
     @property
     def receipt(self) -> Receipt | None:
-        """How much faster it was than the task's baseline, on the machine that trained; None if not measured."""
+        """Return how much faster it was than the task's baseline, on the machine that trained; None if not measured."""
         return self.measured(RECEIPT, Receipt)
 
     @property
     def verdict(self) -> Verdict | None:
-        """What this run is bound by, and the one change worth making; None if it was not measured."""
+        """Return what this run is bound by, and the one change worth making; None if it was not measured."""
         return self.measured(VERDICT, Verdict)
 
     def measured(self, name: str, kind: Any) -> Any:
@@ -96,26 +96,26 @@ class Run:
 
     @property
     def over(self) -> bool:
-        """Whether its last epoch ended, or it has stopped by itself."""
+        """Return whether its last epoch ended, or it has stopped by itself."""
         return self.index.get("ended") == "done"
 
     @property
     def metric(self) -> tuple[str, float]:
-        """The metric that chooses the best weights, and its sign: -1 where lower is better."""
+        """Return the metric that chooses the best weights, and its sign: -1 where lower is better."""
         best = self.index.get("metric", "-loss")
         return best.lstrip("-"), -1.0 if best.startswith("-") else 1.0
 
     @property
     def best(self) -> dict[str, Any]:
-        """The epoch, from 1, of the weights that `model` returns, with its losses, metrics (val_…), lr, seconds and
-        MiB; {} before an evaluation."""
+        """Return the epoch, from 1, of the weights that `model` returns, with its losses, metrics (val_…), lr, seconds
+        and MiB; {} before an evaluation."""
         epoch, step = checkpoint.place(self.index.get("best", "0-0"))
         rows = [row for row in self.history.of("epoch") if row["step"] == step]
         return {**rows[-1], "epoch": epoch} if rows else {}
 
     @property
     def reached(self) -> str:
-        """The best value: `whole accuracy 0.953 in epoch 7`; "" before the first evaluation."""
+        """Return the best value: `whole accuracy 0.953 in epoch 7`; "" before the first evaluation."""
         best, metric = self.best, self.metric[0]
         return f"{header(metric)} {number(best[f'val_{metric}'])} in epoch {best['epoch']}" if best else ""
 
@@ -368,7 +368,7 @@ class Comparison:
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """A row a run: what came out, and each setting of the plan in which the runs differ."""
+        """Return a row a run: what came out, and each setting of the plan in which the runs differ."""
         frame, plans = outcomes(self.runs), [run.plan.to_dict() for run in self.runs.values()]
         for name in dict.fromkeys(chain.from_iterable(plans)):
             values = [plan.get(name) for plan in plans]
@@ -378,7 +378,7 @@ class Comparison:
 
     @cached_property
     def conclusion(self) -> str:
-        """Which run is best and by how much; or that none is, also where chance may explain it, see `alike`."""
+        """Return which run is best and by how much; or that none is, also where chance may explain it, see `alike`."""
         values = {name: run.best[f"val_{run.metric[0]}"] for name, run in self.runs.items() if run.best}
         if len({(run.metric, run.card.digest) for run in self.runs.values()}) > 1:
             return "No best run: they are of different tasks, or validated on different data."

@@ -145,14 +145,14 @@ class Pack(show.Table):
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
-        """Column → memory map of its values, private to this process: writes do not reach the file."""
+        """Return the memory map of each column's values, private to this process: writes do not reach the file."""
         files = {name: self.folder / f"{name}.npy" for name in self.columns}
         with disk.explained("reading a pack", self.folder):
             return {name: memory_map(path) for name, path in files.items() if path.exists()}
 
     @cached_property
     def offsets(self) -> dict[str, np.ndarray]:
-        """Ragged column → (n + 1,) int64."""
+        """Return where the samples of each ragged column begin, (n + 1,) int64."""
         ragged = (name for name in self.arrays if self.columns[name].kind == "ragged")
         return {name: np.load(self.folder / f"{name}.offsets.npy") for name in ragged}
 
@@ -162,7 +162,7 @@ class Pack(show.Table):
 
     @cached_property
     def bad(self) -> pd.DataFrame:
-        """The samples that were left out: file, value, rule, fix."""
+        """Return the samples that were left out: file, value, rule, fix."""
         import pandas as pd
 
         return pd.read_csv(self.folder / "bad.csv", encoding="utf-8-sig", dtype=str, keep_default_na=False)

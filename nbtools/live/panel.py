@@ -52,12 +52,12 @@ class Panel:
 
     @property
     def plan(self) -> Plan:
-        """The wanted plan: of the run in progress, else of the next one."""
+        """Return the wanted plan: of the run in progress, else of the next one."""
         return self.requests.state.plan
 
     @property
     def advised(self) -> Plan:
-        """The plan that values are compared with."""
+        """Return the plan that values are compared with."""
         return self.requests.advised
 
     # -- of the run

@@ -78,7 +78,7 @@ class Requests:
 
     @property
     def change(self) -> str:
-        """The settings that are wanted but not applied yet, in a line."""
+        """Return the settings that are wanted but not applied yet, in a line."""
         return list_changes(self.state.plan.changes_from(self.state.applied))
 
 

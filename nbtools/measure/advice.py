@@ -167,7 +167,7 @@ def decide(
 
 
 def enough(card: Card) -> int:
-    """The largest batch that leaves a small data set its steps."""
+    """Return the largest batch that leaves a small data set its steps."""
     return min(max(card.splits["train"] // LEAST_STEPS, LEAST_BATCH), card.splits["train"])
 
 
@@ -177,12 +177,12 @@ def has_recipe(task: Task, name: str) -> bool:
 
 
 def starting(optimizer: str, pretrained: bool) -> Plan:
-    """The lr at which a network without a recipe starts, and its batch."""
+    """Return the lr at which a network without a recipe starts, and its batch."""
     return Plan(batch_size=64, lr=OPTIMIZERS[optimizer].lr / (20 if pretrained else 1))
 
 
 def epochs_for_few(card: Card, batch: int) -> tuple[int, str] | None:
-    """More than the default epochs for a small data set, which else would have few steps; None for others."""
+    """Return the epochs that give a small data set enough steps, and why; None where the default does."""
     train = card.splits["train"]
     epochs = -(-FEW_STEPS // batches_in(train, batch)) if 0 < train < FEW_SAMPLES else 0
     if epochs <= Plan().epochs:
@@ -204,7 +204,7 @@ def batch_size(card: Card, machine: Machine, base: int) -> tuple[int, str]:
 
 
 def learning_rate(base: Plan, optimizer: str, batch: int) -> tuple[float, str]:
-    """From another plan's lr at its batch size, by the rule for the optimizer; k is capped."""
+    """Return lr by another plan's at its batch size and the rule for the optimizer; k is capped."""
     rule, source = OPTIMIZERS[optimizer].lr_rule
     k = batch / base.batch_size
     factor = lr_factor(rule, min(k, MOST_K))

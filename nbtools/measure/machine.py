@@ -157,7 +157,7 @@ class Unavailable(Exception):
 
 @contextlib.contextmanager
 def open_nvml() -> Iterator[Any]:
-    """NVML, started and stopped (it is reference-counted). Raises Unavailable."""
+    """Yield NVML, started and stopped (it is reference-counted). Raises Unavailable."""
     try:
         import pynvml as nvml
     except ImportError:

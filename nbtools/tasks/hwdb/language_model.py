@@ -57,16 +57,16 @@ class NGram:
 
     @property
     def end(self) -> int:
-        """The symbol of a line's boundary."""
+        """Return the symbol of a line's boundary."""
         return len(self.classes)
 
     @property
     def start(self) -> int:
-        """The state at the start of a line."""
+        """Return the state at the start of a line."""
         return self.end + 1
 
     def step(self, states: np.ndarray, symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """states (Q,), symbols (Q,) → log-probability of each symbol there (Q,) float64, the states after them (Q,)."""
+        """Return the log-probability of each symbol in its state (Q,) float64, and the states after them (Q,)."""
         arcs, scores = symbols.astype(np.int64), np.zeros(len(states))  # the arcs without any context
         open_, states = np.arange(len(states)), states.astype(np.int64)
         while len(open_):

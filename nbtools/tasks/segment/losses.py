@@ -22,7 +22,7 @@ from nbtools.train import Batch
 
 
 def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
-    """(sum over images, number of images with a valid pixel) of main logits (B, K, H, W) and auxiliary ones, if any.
+    """Return (sum over images, number of images with a valid pixel) of main logits (B, K, H, W) and auxiliary ones.
     batch: label (B, H, W) int64 and, with edge_factor, distance (B, H, W) to the nearest boundary in pixels."""
     (main, auxiliary), labels = model(batch), batch["label"]
     outputs = [main, *auxiliary] if plan.aux_weight else [main]
@@ -41,15 +41,15 @@ def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[T
 
 
 def subsample(labels: Tensor, logits: Tensor) -> Tensor:
-    """Labels (B, h, w) at the pixels on which the positions of coarser logits are centred: every stride-th, where
-    strides are powers of two."""
+    """Return labels (B, h, w) at the pixels on which the positions of coarser logits are centred: every stride-th,
+    where strides are powers of two."""
     fraction = max(n / m for n, m in zip(labels.shape[1:], logits.shape[2:], strict=True))
     stride = 2 ** math.ceil(math.log2(fraction))
     return labels[:, ::stride, ::stride]
 
 
 def hard_pixels(entropies: list[Tensor], targets: list[Tensor], plan: Plan) -> list[Tensor]:
-    """`ohem_weights` of every output; of those at the input's size, as published, at once: a fifth of the launches."""
+    """Return `ohem_weights` of every output; of those of one size, as published, at once: few launches."""
     flat, rule = [entropy.detach() for entropy in entropies], (plan.ohem_threshold, plan.ohem_least)
     if len({entropy.shape for entropy in flat}) == 1:
         return list(ohem_weights(torch.cat(flat), torch.cat(targets) != IGNORE, *rule).split(len(flat[0])))
@@ -57,7 +57,7 @@ def hard_pixels(entropies: list[Tensor], targets: list[Tensor], plan: Plan) -> l
 
 
 def ohem_weights(entropy: Tensor, valid: Tensor, threshold: float, least: float) -> Tensor:
-    """Weights (B, H, W) of the mean over each image's hard pixels: those whose class has a probability below
+    """Return weights (B, H, W) of the mean over each image's hard pixels: those whose class has a probability below
     `threshold`, or the hardest `least` share of the valid pixels, whichever is more.
 
     Pixels that tie for the last places share them, so the loss does not depend on the order of pixels. The number of
@@ -76,8 +76,8 @@ def ohem_weights(entropy: Tensor, valid: Tensor, threshold: float, least: float)
 
 
 def edge_weights(distance: Tensor, valid: Tensor, plan: Plan) -> Tensor:
-    """Weights (B, H, W) of the mean over each image's valid pixels, in which one on a boundary counts `edge_weight`
-    times, falling to 1 by exp(-distance / edge_width); and once where that closeness is below `edge_threshold`."""
+    """Return weights (B, H, W) of the mean over each image's valid pixels, in which one on a boundary counts
+    `edge_weight` times, falling to 1 by exp(-distance / edge_width); once where that is below `edge_threshold`."""
     closeness = (distance / -plan.edge_width).exp()
     near = 1 + (plan.edge_weight - 1) * closeness * (closeness >= plan.edge_threshold)
     weights = near * valid

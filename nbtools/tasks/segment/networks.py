@@ -49,7 +49,7 @@ SIZES = {"bisenetv2": PUBLISHED, "slim": SLIM}
 
 
 def model(card: Card | Pack, plan: Plan) -> "BiSeNetV2":
-    """The network that the plan names, with the channels and classes of a data set."""
+    """Return the network that the plan names, with the channels and classes of a data set."""
     channels = card.columns["image"].shape[-1]
     network = BiSeNetV2(len(card.classes), channels, SIZES[plan.net])
     network.recompute = plan.checkpoint_activations
@@ -57,7 +57,7 @@ def model(card: Card | Pack, plan: Plan) -> "BiSeNetV2":
 
 
 def groups(model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
-    """At most four parameter groups: the heads learn `head_lr` times as fast; norms and biases have no weight decay."""
+    """Return the parameter groups: heads learn `head_lr` times as fast, norms and biases have no weight decay."""
     parts: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         parts.setdefault((name.startswith(HEADS), parameter.dim() > 1), []).append(parameter)
@@ -245,8 +245,8 @@ def enlarge(x: Tensor, factor: int, size: tuple[int, int]) -> Tensor:
 @lru_cache(128)  # nine sizes of pictures
 @torch.inference_mode(False)  # training would refuse what was made there
 def weights(positions: int, pixels: int, factor: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """(pixels, positions): of each position in each of the first pixels. Kept: a forward pass needs 14 of them, of 11
-    kernels each."""
+    """Return (pixels, positions): of each position in each of the first pixels. Kept, as a forward pass
+    needs 14 of them, of 11 kernels each."""
     at = (torch.arange(pixels, device=device, dtype=torch.float32) + 0.5) / factor - 0.5
     distance = at.clamp(0, positions - 1)[:, None] - torch.arange(positions, device=device)
     return (1 - distance.abs()).clamp(min=0).to(dtype)
