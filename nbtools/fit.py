@@ -112,7 +112,7 @@ def fit(
 def opening(task: Task, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool) -> tuple[Path, Path | None]:
     """Return the folder of a call's run, and where it is kept. Raises PackError, CheckpointError."""
     if not isinstance(pack, Pack):
-        makes = f"{train.spoken(task)}.pack(source), or nb.pack(data)"
+        makes = f"{train.title_of(task)}.pack(source), or nb.pack(data)"
         raise PackError(f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {makes}")
     if run is None and keep is not None:
         raise CheckpointError(f"keep={str(keep)!r} needs run=, the local folder of the run; name one, run='runs/…'")
@@ -276,7 +276,8 @@ def one_share(state: TrainState) -> Plan:
 def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
     state, surface, plan = job.state, job.surface, one_share(job.state)
-    kept = {**train.fixed(plan), **({"batch_size": "the share of one process"} if state.ranks.world > 1 else {})}
+    own = {"batch_size": "the share of one process"} if state.ranks.world > 1 else {}
+    kept = {**train.fixed_settings(plan), **own}
     verdict = measure.verdict(job.task, job.pack, plan, fixed=kept, run_s=state.watch.wall)
     disk.write_atomic(job.folder / VERDICT, json.dumps(verdict.to_dict()))
     if surface.panel is not None:

@@ -100,7 +100,7 @@ def plan_for(task: Task, pack: Pack, plan: Any, measured: bool = False) -> Plan:
     plan, kind = getattr(plan, "plan", plan), type(task.PLAN)
     if not isinstance(plan, kind):
         rule = f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one)"
-        raise PlanError(f"{rule}, got {type(plan).__qualname__}; use {train.spoken(task)}.PLAN.replace(...)")
+        raise PlanError(f"{rule}, got {type(plan).__qualname__}; use {train.title_of(task)}.PLAN.replace(...)")
     return plan
 
 
@@ -127,7 +127,7 @@ def decide(former: Run, plan: Plan) -> tuple[Plan, list[str]]:
     # lr follows a batch size where the plan was made, see Plan.turn, and is given then
     new = old.turn(**{"lr": old.lr, **changed}) if changed else old
     if moved := new.changes_from(old):
-        changes, fix = train.listed(moved), "name another run=, or start over with fresh=True"
+        changes, fix = train.list_changes(moved), "name another run=, or start over with fresh=True"
         messages = [f"resumed at step {step:,} with {changes}"]
         if former.over and (new.epochs < old.epochs or moved.keys() != {"epochs"}):
             rule = f"{former.folder}: this run is finished: more epochs extend it, but it cannot change"
@@ -136,11 +136,11 @@ def decide(former: Run, plan: Plan) -> tuple[Plan, list[str]]:
             drops = checkpoint.facts_of(former.folder, index["last"])["state"]["best"]["drops"]
             now, then = (train.shown(train.lr_at(each, epoch, drops)) for each in (new, old))
             messages = [f"{changes}: lr goes on at {now}, where it had come to {then}"]
-        elif refused := train.fixed(old).keys() & moved.keys() - set(train.AT_START):
-            changes = train.listed({name: moved[name] for name in moved if name in refused})
+        elif refused := train.fixed_settings(old).keys() & moved.keys() - set(train.AT_START):
+            changes = train.list_changes({name: moved[name] for name in moved if name in refused})
             raise TrainError(f"{former.folder}: this run is started, and cannot change {changes}; {fix}")
     if (moved or not former.over) and (advice := plan.changes_from(new)):
-        messages.append(f"this run keeps what it has applied so far; the advice would be {train.listed(advice)}")
+        messages.append(f"this run keeps what it has applied so far; the advice would be {train.list_changes(advice)}")
     return plan if new == plan else new.marked(new.to_dict().keys() - given.keys()), messages
 
 
@@ -157,7 +157,7 @@ def own_folder(task: Task, pack: Pack, plan: Any, fresh: bool) -> Path:
     panel, plan = getattr(plan, "id", None), plan_for(task, pack, plan)
     card, name = train.readable(task, pack, plan).card, train.task_name(task)
     with torch.random.fork_rng(devices=[]):
-        network = train.build(bound := train.bound(task, card), card, plan)
+        network = train.build(bound := train.bind(task, card), card, plan)
     now = identity(bound, card, network, plan)
     indices = sorted(RUNS.glob(f"*/{checkpoint.INDEX}"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in [] if fresh else indices:

@@ -103,7 +103,7 @@ class Guard:
             what = f"{self.reason(why, checkpoint.place(name)[1])}; each step is checked: "
         else:  # to before the watched changes; what was wanted since is void
             self.anchor, state.plan, name, best = None, self.plan_of(anchor), anchor["name"], anchor["best"]
-            changes = train.listed(state.applied.changes_from(state.plan)) or "a change"
+            changes = train.list_changes(state.applied.changes_from(state.plan)) or "a change"
             what = f"{changes} undone; " if why == "undo" else f"Training diverged after {changes}, which was undone; "
         checkpoint.rewind(self.folder, name, anchor=self.anchor, best=best)
         rows = resume(self.folder, state, job.history)[1]

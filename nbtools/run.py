@@ -63,7 +63,7 @@ class Run:
     @cached_property
     def task(self) -> Task:
         """Return what it trained. Raises CheckpointError for one that was not given and cannot be imported by name."""
-        return train.bound(self.known or train.import_task(self.index.get("task", "none"), self.folder), self.card)
+        return train.bind(self.known or train.import_task(self.index.get("task", "none"), self.folder), self.card)
 
     @property
     def index(self) -> dict[str, Any]:
