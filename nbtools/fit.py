@@ -276,8 +276,7 @@ def one_share(state: TrainState) -> Plan:
 def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
     state, surface, plan = job.state, job.surface, one_share(job.state)
-    own = {"batch_size": "the share of one process"} if state.ranks.world > 1 else {}
-    kept = {**train.fixed_settings(plan), **own}
+    kept = train.fixed_settings(plan) | ({"batch_size": "the share of one process"} if state.ranks.world > 1 else {})
     verdict = measure.verdict(job.task, job.pack, plan, fixed=kept, run_s=state.watch.wall)
     disk.write_atomic(job.folder / VERDICT, json.dumps(verdict.to_dict()))
     if surface.panel is not None:
