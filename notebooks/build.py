@@ -27,7 +27,7 @@ MADE = r"(<!-- {0} -->\n).*?(<!-- /{0} -->)"  # their generated lines lie betwee
 METADATA = {
     "accelerator": "GPU",  # Colab opens the notebook with one
     "colab": {"gpuType": "T4", "provenance": []},
-    "kernelspec": {"title_of": "Python 3", "language": "python", "name": "python3"},
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
 

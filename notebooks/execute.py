@@ -92,7 +92,7 @@ def run(
         on_cell_start=lambda cell, cell_index: announce(cell, say) if say else None,
     )
     launch = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    client.create_kernel_manager()._kernel_spec = KernelSpec(argv=launch, title_of="Python 3", language="python")
+    client.create_kernel_manager()._kernel_spec = KernelSpec(argv=launch, display_name="Python 3", language="python")
     return client.execute(env=environment)
 
 

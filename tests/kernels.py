@@ -147,7 +147,7 @@ def started(
         "-f",
         "{connection_file}",
     ]
-    manager._kernel_spec = KernelSpec(argv=launch, title_of=stack, language="python")
+    manager._kernel_spec = KernelSpec(argv=launch, display_name=stack, language="python")
     environment = environment or {**os.environ, "PYTHONPATH": str(ROOT)}  # this checkout, whichever is installed
     environment = environment | {"IPYTHONDIR": str(folder), "OMP_NUM_THREADS": "1"}
     with (folder / "stderr").open("w") as stderr:

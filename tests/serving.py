@@ -127,6 +127,6 @@ def write(path: Path, cells: Sequence[str]) -> Path:
     import nbformat  # three seconds, which other users of this module do without
 
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
-    made.metadata["kernelspec"] = {"name": "python3", "title_of": "Python 3", "language": "python"}
+    made.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(made, path)
     return path

@@ -260,7 +260,7 @@ class Visit:
         file, kernel = self.seen.saved["amid"], name == "new-kernel"
         facts = {name: value for name, value in file["metadata"].items() if name != "language_info"}
         if not kernel:
-            facts["kernelspec"] = {"name": "gone", "title_of": "gone"}
+            facts["kernelspec"] = {"name": "gone", "display_name": "gone"}
         ended = dict(self.seen.saved["stopped"]["cells"][FIT], id="ended")
         cells = [*file["cells"], ended]
         (self.work / f"{name}.ipynb").write_text(json.dumps({**file, "metadata": facts, "cells": cells}))
