@@ -284,12 +284,8 @@ def read(flag: str, kind: str, text: str) -> Any:
         return None
     if several and "," in text:
         return tuple(read(flag, several[1], part.strip()) for part in text.split(","))
-    for number, kinds in (
-        (int, "int|float"),
-        (float, "float"),
-        (str, "str"),
-        (Path, "Path"),
-    ):  # val=100 are 100 samples
+    # val=100 are 100 samples
+    for number, kinds in ((int, "int|float"), (float, "float"), (str, "str"), (Path, "Path")):
         with suppress(ValueError):
             if re.search(kinds, kind):
                 return number(text)

@@ -144,10 +144,8 @@ def explained(doing: str, path: Path) -> Iterator[None]:
     except OSError as error:
         reason, fix = error.strerror or str(error), "Choose another folder or disk, or try again."
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            reason, fix = (
-                f"the disk is full ({size(free_bytes(path))} free)",
-                "Free some space, or choose another disk.",
-            )
+            reason = f"the disk is full ({size(free_bytes(path))} free)"
+            fix = "Free some space, or choose another disk."
         entry = "Drive errors 5 and 107" if is_away(error) else ""
         raise DiskError(f"{doing}: {error.filename or path}: {reason}. {fix}", entry=entry) from error
 

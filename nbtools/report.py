@@ -29,10 +29,10 @@ CONFUSED, SHOWN = 20, 12  # classes of the figure; worst samples that are shown
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """Where a run is right and wrong. table: of classes precision, recall, F1 and support; of segmentation also IoU,
-    support in pixels; of texts which character was read as which ("": a missing or an extra one). counts: truth (rows)
-    by answer. worst: every sample, the worst first: by the probability of its class, or the share of its labels,
-    characters or pixels that are right."""
+    """Show where a run is right and wrong. table: of classes precision, recall, F1 and support; of segmentation also
+    IoU and support in pixels; of texts which character was read as which ("": a missing or an extra one). counts:
+    truth (rows) by answer. worst: every sample, the worst first: by the probability of its class, or the share of its
+    labels, characters or pixels that are right."""
 
     about: str
     table: pd.DataFrame

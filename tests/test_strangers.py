@@ -198,6 +198,10 @@ def test_7_masks_with_a_unet(fit, monkeypatch):
     run = run_cell(CELLS["masks"], UNet=UNet, scenes=scenes)["run"]
     assert run.report(nb.pack(scenes, size=32)).table.loc["1", "IoU"] > 0.7
     assert run.predict(scenes[0][0])[0].shape == (32, 32)
+    with pytest.raises(nb.NbtoolsError, match="for a class of each pixel or sequences write a Task with"):
+        nb.fit(
+            nb.classify(UNet()), nb.pack(scenes, size=32), nb.Plan(epochs=5, batch_size=16, lr=1e-2), run="runs/pixels"
+        )
 
 
 class Twice(nn.Module):

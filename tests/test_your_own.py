@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
-from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
@@ -87,35 +86,6 @@ def test_a_table_is_learned():
 def test_sequences_of_any_length_are_learned():
     found = run_cell(CELLS["sequences"], sequences=own.sequences(400))
     assert nb.evaluate(found["run"], found["pack"], "test")["accuracy"] >= 0.9
-
-
-def test_masks_are_learned_by_a_unet():
-    class UNet(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.down, self.up = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(11, 2, 3, padding=1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.up(torch.cat([x, F.interpolate(self.down(x).relu(), scale_factor=2)], 1))
-
-    def scene() -> tuple[Image.Image, Image.Image]:
-        pixels, (x, y) = rng.integers(0, 90, (40, 50, 3)).astype(np.uint8), rng.integers(0, 25, 2)
-        inside = np.zeros((40, 50), np.uint8)
-        inside[y : y + 15, x : x + 20] = 1
-        return Image.fromarray(pixels + 120 * inside[..., None]), Image.fromarray(inside)
-
-    rng = np.random.default_rng(0)
-    scenes = [scene() for _ in range(60)]
-    run = run_cell(CELLS["masks"], UNet=UNet, scenes=scenes)["run"]
-    assert run.report(nb.pack(scenes, size=32)).table.loc["1", "IoU"] > 0.7
-    assert run.predict(scenes[0][0])[0].shape == (32, 32)
-    with pytest.raises(nb.NbtoolsError, match="for a class of each pixel or sequences write a Task with"):
-        nb.fit(nb.classify(UNet()), nb.pack(scenes, size=32), JOB, run="runs/pixels")
-
-
-# -- other jobs
-
-JOB = nb.Plan(epochs=5, batch_size=16, lr=1e-2)
 
 
 # -- the blocks beside each other

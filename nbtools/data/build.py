@@ -56,8 +56,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a task finds in a source without decoding it. Entries without a split get theirs by a hash of their group or
-    name; exact: of their group or arrays, by exact shares, of each class alike."""
+    """List what a task finds in a source without decoding it. Entries without a split get theirs by a hash of their
+    group or name; exact: of their group or arrays, by exact shares, of each class alike."""
 
     entries: Sequence[Entry]  # in the pack's order
     classes: Sequence[str] = ()
@@ -195,7 +195,7 @@ def decode(read: Reader, folder: Path, survey: Survey, i: int) -> Sample:
 
 @dataclass(eq=False)
 class RawFiles(Dataset):
-    """What a pack was made of, read at each access, as a DataLoader does: for comparison, and where nothing is stored.
+    """Read what a pack was made of at each access, as a DataLoader does: for comparison, and where nothing is stored.
     Item i has the values of the pack's sample i."""
 
     pack: Pack

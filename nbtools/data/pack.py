@@ -57,7 +57,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Card:
-    """What a model needs to know of a data set: enough to build it, feed it and read its answers. A run keeps it."""
+    """Describe a data set to a model: enough to build it, feed it and read its answers. A run keeps it."""
 
     task: str
     classes: list[str]

@@ -59,8 +59,8 @@ def stage(
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done with a source, and why: `target` is made, unless it is used in place. path: on a disk, None of
-    an address."""
+    """Tell what is to be done with a source, and why: `target` is made, unless it is used in place. path: on a disk,
+    None of an address."""
 
     text: str
     path: Path | None

@@ -28,7 +28,7 @@ NOTABLE = 0.05  # share of the time that a run waits for data, above which it is
 
 @dataclass(frozen=True)
 class About:
-    """What a history does not record about its run: its name, its planned length, and which metric is the main one
+    """Hold what a history does not record about its run: its name, its planned length, and which metric is the main one
     (`whole_accuracy`, or `-cer` where lower is better)."""
 
     title: str = ""

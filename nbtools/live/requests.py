@@ -35,7 +35,7 @@ class Plans:
 
 @dataclass(eq=False)
 class Requests:
-    """What is wanted of a run. The wanted plan is `state.plan`, and `state.applied` the one that acts.
+    """Hold what is wanted of a run. The wanted plan is `state.plan`, and `state.applied` the one that acts.
 
     advised: the plan that values are compared with. check: raises NbtoolsError for a plan that the run cannot continue
     with. able: whether there is anything to do for an action. stopper: who asked for the stop.

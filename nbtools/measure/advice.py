@@ -104,7 +104,7 @@ class Advice(Report):
 
 @dataclass(frozen=True)
 class Machine:
-    """What the rules depend on. accelerator: cuda, mps or cpu; gigabytes: of the GPU's memory, 10⁹ bytes."""
+    """Describe a machine to the rules. accelerator: cuda, mps or cpu; gigabytes: of the GPU's memory, 10⁹ bytes."""
 
     accelerator: str
     name: str

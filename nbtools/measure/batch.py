@@ -31,8 +31,8 @@ LATE, FLAT = "time ran out", "throughput no longer rises"
 
 @dataclass(frozen=True)
 class Row:
-    """What one batch size gave. samples_per_s: 0 where it does not fit, and `reason` says why; memory: bytes that a run
-    holds at its peak with the largest samples beyond those in use before, 0 where that is not known."""
+    """Hold what one batch size gave. samples_per_s: 0 where it does not fit, and `reason` says why; memory: bytes that
+    a run holds at its peak with the largest samples beyond those in use before, 0 where that is not known."""
 
     batch_size: int
     samples_per_s: float = 0.0

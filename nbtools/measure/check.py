@@ -30,7 +30,7 @@ SECONDS = 0.1  # of matrix products in each precision
 
 @dataclass(frozen=True)
 class Check:
-    """What this machine is. parts: part → what it is, None for what is not there; rates: precision → FLOP/s of square
+    """Describe this machine. parts: part → what it is, None for what is not there; rates: precision → FLOP/s of square
     matrix products, a value a round. Shows as tables."""
 
     gpus: Gpus

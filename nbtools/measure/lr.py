@@ -50,7 +50,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class LrTrial(Report):
-    """What trying learning rates gave. Shows as a table.
+    """Hold what trying learning rates gave. Shows as a table.
 
     rule: the lr that the values lie around; lr: the chosen one, None if none could be tried; reason: one sentence;
     candidates: by rising lr; steps: of each; seconds: of all.

@@ -57,7 +57,7 @@ def own_time() -> float:
 
 @dataclass(frozen=True)
 class Timing:
-    """How a plan trains here, the median over `turns` turns.
+    """Hold how fast a plan trains here, the median over `turns` turns.
 
     samples_per_s: by the wall, with least and most; waited: the share of the time in which the device waited for data,
     0–1. Seconds of a step: device_s, that the device works; host_s, that launching it takes the host (on a CPU both are

@@ -51,7 +51,7 @@ def knob(
 
 @dataclass(frozen=True)
 class Plan:
-    """How to train: settings only, nothing about the data or the machine. Raises PlanError naming field and rule."""
+    """Hold the settings of a training, nothing of the data or the machine. Raises PlanError naming field and rule."""
 
     epochs: int = knob(10, "passes over the training split", least=1)
     batch_size: int = knob(64, "samples per optimizer step", least=1)

@@ -42,7 +42,7 @@ class Best:
 
 @dataclass
 class Recovery:
-    """What failed steps left behind."""
+    """Hold what failed steps left behind."""
 
     micro: int | None = None  # samples a forward pass: fewer than the plan's after an out-of-memory
     careful_until: int = 0  # each step before this one is checked before it counts
