@@ -72,11 +72,11 @@ def fit(
     """Train in this cell, drawing as it goes; return the Run. Stop and Ctrl-C finish the step, save, and return it, in
     a script by a KeyboardInterrupt. The same call then resumes, bit for bit on a CPU.
 
-    plan: a Plan, Panel or Advice; None: the run's own, else the advised one. run: its
-    folder; None: that of the run below `runs/` which this call means, else a new one. keep: a second folder for copies,
-    usually `drive:…`. receipt: measure the baseline next to it at the end. release_gpu: then free the GPU, on Colab the
-    machine. samples: up to eight ids to show. callbacks: f(record, run); "stop" stops the run.
-    log: "tensorboard". fresh: start over. Raises TrainError, PlanError, CheckpointError; the checkpoints stay intact.
+    plan: a Plan, Panel or Advice; None: the run's own, else the advised one. run: its folder; None: that of the run
+    below `runs/` which this call means, else a new one. keep: a second folder for copies, usually `drive:…`. receipt:
+    measure the baseline next to it at the end. release_gpu: then free the GPU, on Colab the machine. samples: up to
+    eight ids to show. callbacks: f(record, run); "stop" stops the run. log: "tensorboard". fresh: start over. Raises
+    TrainError, PlanError, CheckpointError; the checkpoints stay intact.
     """
     begun, task, watchers = monotonic(), train.as_task(task), watchers_of(callbacks, log)
     ranks = train.join()
@@ -189,7 +189,7 @@ def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | Non
     state, surface, run = job.state, job.surface, Run(job.folder, job.task, job.pack.card, job.state.applied)
     run.history, new, cold_start = job.history, not state.step, None
     # Closed here and not with the traceback, which would keep the feed and its threads.
-    with closing(Guard(job).records()) as records:
+    with closing((guard := Guard(job)).records()) as records:
         for record in records:
             record = surface.measured(record)
             if new and record.kind == "step" and state.step == COLD_STEPS:
@@ -204,7 +204,7 @@ def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | Non
                     surface.requests.post("stop", by=f"the callback {getattr(function, '__name__', function)}")
             if record.kind != "change":  # a checkpoint amid a change would resume with its row, but without the change
                 job.watch(record)
-                if surface.listen() and act(job):
+                if surface.listen() and act(job, guard):
                     break
     job.write_plan()
     job.save()
@@ -212,8 +212,8 @@ def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | Non
     return cold_start
 
 
-def act(job: Job) -> bool:
-    """Do what is requested but for ways back, see Guard; hold a paused run; return whether it is to stop."""
+def act(job: Job, guard: Guard) -> bool:
+    """Do what is requested, and hold the run while it is paused; return whether it is to stop."""
     state, surface, requests = job.state, job.surface, job.surface.requests
     while True:
         if requests.take("save"):
@@ -231,7 +231,7 @@ def act(job: Job) -> bool:
                 diagnose(job, partial(surface.answer, asked="profile"))
         if requests.take("evaluate"):
             state.evaluate_next = surface.looking = not state.over
-        if not requests.paused or surface.looking or requests.pending:
+        if guard.ask() or not requests.paused or surface.looking or requests.pending:
             return False
         with state.watch.paused():
             surface.hold()

@@ -22,11 +22,11 @@ NOTHING = {
 
 
 class Guard:
-    """The loop of a run, with its ways back. anchor: the `name` of the checkpoint from before the changes that are
-    watched, the `plan` and the `best` checkpoint of then; in the index too, so that a killed run stays on watch."""
+    """The loop of a run, with its ways back. anchor: the `name` of the checkpoint before the watched changes, the
+    `plan` and the `best` one of then; in the index too, for a killed run. way: back, that is requested and there."""
 
     def __init__(self, job: Job):
-        self.job, self.state, self.folder, self.retries = job, job.state, job.folder, 0
+        self.job, self.state, self.folder, self.retries, self.way = job, job.state, job.folder, 0, ""
         self.anchor: dict[str, Any] | None = checkpoint.mark(self.folder, ended=None).get("anchor")
         job.surface.undoable = lambda: self.anchor is not None
 
@@ -37,7 +37,7 @@ class Guard:
 
     def stretch(self) -> Generator[Record, None, Any]:
         """Train to the end, and return None, or until the run is to go back, and return why."""
-        records, surface = train.train(self.job.task, self.state, self.job.pack), self.job.surface
+        records = train.train(self.job.task, self.state, self.job.pack)
         try:
             for record in records:
                 if record.kind == "change":  # which is applied when the loop goes on
@@ -45,19 +45,25 @@ class Guard:
                 elif self.has_risen(record):
                     return "risen"
                 yield record
-                for action in filter(surface.requests.take, NOTHING):
-                    self.job.wait()  # the best checkpoint may be on its way to the disk
-                    if action == "undo" and self.state.plan != self.state.applied:
-                        self.state.plan = self.state.applied
-                        surface.answer("the last change was taken back before it was applied", action)
-                    elif surface.able(action):
-                        return action
-                    else:
-                        surface.answer(f"{REFUSED}{NOTHING[action]}", action)
+                if way := self.ask():
+                    return way
         except Diverged as error:
             return error.with_traceback(None)  # whose frames hold the feed, on a GPU a second copy of the pack
         finally:
             records.close()
+
+    def ask(self) -> str:
+        """Return the way back that is requested; say so where it is not there, for which no paused run takes a step."""
+        for action in filter(self.job.surface.requests.take, NOTHING):
+            self.job.wait()  # the best checkpoint may be on its way to the disk
+            if action == "undo" and self.state.plan != self.state.applied:
+                self.state.plan = self.state.applied
+                self.job.surface.answer("the last change was taken back before it was applied", action)
+            elif self.job.surface.able(action):
+                self.way = action
+            else:
+                self.job.surface.answer(f"{REFUSED}{NOTHING[action]}", action)
+        return self.way
 
     def watch(self) -> None:
         """Watch the change from the applied plan to the wanted one, unless an earlier one is watched still."""
@@ -91,7 +97,7 @@ class Guard:
 
     def back(self, why: Any) -> Generator[Record, None, None]:
         """Resume from the checkpoint that is meant, with the wanted plan; a row says so."""
-        job, state, anchor = self.job, self.state, self.anchor
+        job, state, anchor, self.way = self.job, self.state, self.anchor, ""
         job.wait()
         index = checkpoint.read_index(self.folder)
         name, best, what = index["last"], index.get("best"), ""

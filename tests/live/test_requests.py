@@ -103,6 +103,23 @@ def test_pause_stops_the_steps_saves_and_evaluates_and_resume_goes_on_bit_equal(
     assert same(run, untouched)
 
 
+def test_a_paused_run_takes_no_step_for_a_way_back_that_is_not_there(pack, tmp_path):
+    folder, counts = tmp_path / "run", []
+    task = acting({3: asking(folder, "pause")})
+
+    def user():
+        wait_for(lambda: last_step(folder) == 3)
+        send(folder, ["undo", "best"])
+        wait_for(lambda: "no best checkpoint yet" in history_of(folder) and "no change to undo" in history_of(folder))
+        time.sleep(0.2)
+        counts.append(len(task.seen))
+        send(folder, ["stop"])
+
+    with beside(folder, user):
+        nb.fit(task, pack, PLAN, folder, **QUIET)
+    assert counts == [3]
+
+
 @pytest.mark.parametrize("ctrl_c", [False, True])
 def test_stop_and_ctrl_c_leave_a_usable_run_that_goes_on_bit_equal(pack, tmp_path, untouched, ctrl_c):
     folder = tmp_path / "run"
