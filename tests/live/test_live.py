@@ -185,7 +185,7 @@ class Visit:
         seen.facts["marked"] = field.evaluate("field => getComputedStyle(field).boxShadow")
         notebook.shot(f"{self.name}-typo")
         notebook.click("Apply lr = 1000")
-        told = self.output.get_by_text("Training diverged")
+        told = self.output.get_by_text("Training diverged").locator("visible=true")  # not the one in the folded log
         until(told.count, "the sentence")
         seen.texts["diverged"] = told.first.inner_text()
         self.steps_of(0.002)
