@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -37,6 +39,23 @@ def acting(actions: Mapping[int, Callable[[], Any]] = MappingProxyType({}), **ho
 def asking(folder: Path, *actions: str, force: bool = False, **settings: Any) -> Callable[[], Any]:
     """An action: request something of the run in a folder."""
     return lambda: send(folder, actions, settings, force)
+
+
+@contextmanager
+def beside(folder: Path, user: Callable[[], Any]) -> Iterator[None]:
+    """What a user does while the run in a folder trains here; where they fail, it is stopped, and the test fails."""
+
+    def act() -> None:
+        try:
+            user()
+        except BaseException:
+            send(folder, ["stop"])
+            raise
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(act)
+        yield
+    done.result()
 
 
 def interrupted(act: Callable[[], Any]) -> nb.Run:

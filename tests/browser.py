@@ -7,7 +7,6 @@ by the clock that the kernel's log has too.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from typing import Any
 from playwright.sync_api import Browser, Locator, Page, ViewportSize, sync_playwright
 from serving import LIMIT, until
 
-SHOTS = Path(os.environ.get("NBTOOLS_SCREENSHOTS", Path(__file__).parents[1] / "screenshots"))
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
@@ -170,11 +168,6 @@ class Notebook:
         field.fill(words)
         return self.acting(lambda: field.press("Enter"))
 
-    def holds(self, setting: str, words: str) -> None:
-        """Wait until a field shows what the run made of it."""
-        field = self.row(setting).locator("input[type=text]").first
-        until(lambda: field.input_value() == words, f"{words} in the field of {setting}")
-
     def choose(self, setting: str, option: str) -> float:
         field = self.row(setting).locator("select")
         return self.acting(lambda: field.select_option(option))
@@ -182,13 +175,6 @@ class Notebook:
     def slide(self, setting: str, key: str, times: int = 1) -> float:
         self.row(setting).locator(".noUi-handle, .ui-slider-handle").focus()
         return self.acting(lambda: [self.page.keyboard.press(key) for _ in range(times)])
-
-    def shot(self, name: str, cell: int | None = None) -> None:
-        """A screenshot of the window, kept for people to look at; with a cell, of its output."""
-        SHOTS.mkdir(parents=True, exist_ok=True)
-        if cell is not None:
-            self.output(cell).scroll_into_view_if_needed()
-        self.page.screenshot(path=SHOTS / f"{name}.png")
 
     def shows(self, picture: Locator) -> bool:
         """Whether an <img> is there, loaded and not collapsed."""

@@ -33,14 +33,8 @@ def pytest_configure():
 
 
 def pytest_xdist_auto_num_workers(config):
-    """`-n auto`: one more than cores, since tests wait for kernels, browsers and processes about a quarter of their
-    time: 3,160 tests took 227 s instead of 346 on two cores."""
+    """`-n auto`: one more than cores, since tests wait for kernels, browsers and processes a quarter of their time."""
     return cores() + 1
-
-
-def pytest_report_header():
-    found = torch.cuda.get_device_name() if torch.cuda.is_available() else "skipped, no GPU here"
-    return f"device: {os.environ['NBTOOLS_DEVICE']} (NBTOOLS_DEVICE); tests marked cuda: {found}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -56,9 +50,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def chromium():
     """The path of a Chromium."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    assert found, f"none of {', '.join(BROWSERS)} is installed, and CI must not skip browser tests"
-    return found
+    return next(filter(None, map(shutil.which, BROWSERS)))
 
 
 @pytest.fixture(scope="module", autouse=True)

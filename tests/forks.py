@@ -1,10 +1,11 @@
-"""A forked child: it has everything imported, so that one starts and ends in milliseconds."""
+"""A job in a forked child: it has everything imported, so that one starts and ends in milliseconds."""
 
 import contextlib
 import ctypes
 import faulthandler
 import gc
 import importlib
+import math
 import os
 import signal
 import tempfile
@@ -13,7 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 from tqdm import tqdm
 
@@ -26,58 +27,41 @@ for name in ("torch._dynamo", "torch.nn.parallel", "torch.distributed.optim"):
 gc.freeze()  # else a collection in a child copies all pages
 
 
-class Child:
-    """A process of a session of its own that does a job, and ends with this one. env: added to its environment.
-    limit: seconds after which it is killed."""
-
-    def __init__(self, job: Callable[[], Any], env: dict[str, str] | None = None, limit: float = LIMIT) -> None:
-        self.limit, self.due, self.hangs = limit, time.monotonic() + limit, False
-        # No pipe: it would stay open as long as a worker that outlives the child.
-        self.answer = tempfile.TemporaryFile()  # noqa: SIM115
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-            self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                os.setsid()
-                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-                os.environ.update(env or {})
-                tqdm.set_lock(threading.RLock())  # its own is shared by processes, and stays with one that is killed
-                nowhere = os.open(os.devnull, os.O_RDWR)
-                for stream in (1, 2):
-                    os.dup2(nowhere, stream)
-                faulthandler.register(signal.SIGUSR1, file=self.answer)
-                code, text = DONE, repr(job())
-            except NbtoolsError as error:
-                code, text = REFUSED, f"{type(error).__name__}: {error}"
-            except BaseException:
-                code, text = FAILED, traceback.format_exc()
-            os.write(self.answer.fileno(), text.encode())
-            os._exit(code)
-
-    def end(self) -> tuple[int, str]:
-        """(how it ended, negative for a signal; its result or error in words). Whatever else it started is killed."""
-        while (ended := self.ended()) is None:
+def forked(job: Callable[[], Any]) -> tuple[int, str]:
+    """(how a job ended, negative for a signal; its result or error in words). Whatever else it started is killed."""
+    hangs, due = False, time.monotonic() + LIMIT
+    with tempfile.TemporaryFile() as answer, warnings.catch_warnings():  # a pipe would wait for workers that live on
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+        if (pid := os.fork()) == 0:
+            work(job, answer)
+        while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+            if time.monotonic() > due:
+                hangs, due = True, math.inf
+                os.kill(pid, signal.SIGUSR1)  # to say where
+                time.sleep(0.1)
+                os.kill(pid, signal.SIGKILL)
             time.sleep(0.0005)
-        return ended
-
-    def ended(self) -> tuple[int, str] | None:
-        """As `end`, or None as long as it works."""
-        if not self.hangs and time.monotonic() > self.due:
-            self.hangs = True
-            os.kill(self.pid, signal.SIGUSR1)  # to say where
-            time.sleep(0.1)
-            self.kill()
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        if pid == 0:
-            return None
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        with self.answer:
-            self.answer.seek(0)
-            text = self.answer.read().decode()
-        code = os.waitstatus_to_exitcode(status)
-        return (FAILED, f"nothing in {self.limit} s: {text}") if self.hangs else (code, text)
+            os.killpg(pid, signal.SIGKILL)
+        answer.seek(0)
+        text = answer.read().decode()
+    return (FAILED, f"nothing in {LIMIT} s: {text}") if hangs else (os.waitstatus_to_exitcode(ended[1]), text)
 
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+
+def work(job: Callable[[], Any], answer: IO[bytes]) -> None:
+    """Do a job in a session of its own that ends with this one's."""
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        tqdm.set_lock(threading.RLock())  # its own is shared by processes, and stays with one that is killed
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)
+        faulthandler.register(signal.SIGUSR1, file=answer)
+        code, text = DONE, repr(job())
+    except NbtoolsError as error:
+        code, text = REFUSED, f"{type(error).__name__}: {error}"
+    except BaseException:
+        code, text = FAILED, traceback.format_exc()
+    os.write(answer.fileno(), text.encode())
+    os._exit(code)

@@ -135,10 +135,6 @@ def check_chain(task: str, said: list[str]) -> None:
 def with_settings(notebook: NotebookNode, **settings: object) -> NotebookNode:
     """The notebook with other values in its settings, as a user types them."""
     for setting, value in settings.items():
-        pattern, count = re.compile(rf"^{setting} = .*$", re.M), 0
-        for cell in notebook.cells:
-            if cell.cell_type == "code":
-                cell.source, found = pattern.subn(lambda _, s=setting, v=value: f"{s} = {v!r}", cell.source)
-                count += found
-        assert count == 1, f"{setting} is set {count} times"
+        [cell] = [c for c in notebook.cells if c.cell_type == "code" and re.search(rf"(?m)^{setting} = ", c.source)]
+        cell.source = re.sub(rf"(?m)^{setting} = .*$", lambda _, s=setting, v=value: f"{s} = {v!r}", cell.source)
     return notebook

@@ -99,9 +99,8 @@ class Client:
         return [m["content"]["ename"] for m in self.said if m["msg_type"] == "error" and parent(m) == request]
 
     def states(self, request: str) -> list[str]:
-        return [
-            m["content"]["execution_state"] for m in self.said if m["msg_type"] == "status" and parent(m) == request
-        ]
+        own = [m["content"] for m in self.said if m["msg_type"] == "status" and parent(m) == request]
+        return [content["execution_state"] for content in own]
 
     def ended(self) -> int:
         """Waits for the end of the process; its exit code."""
@@ -139,14 +138,8 @@ def started(
     """A kernel of a stack, or of another interpreter and environment, until the block ends; its complaints are in
     folder/stderr."""
     manager = KernelManager(connection_file=str(folder / "connection.json"), shutdown_wait_time=1)
-    launch = [
-        str(interpreter or python(stack)),
-        "-Xfrozen_modules=off",
-        "-m",
-        "ipykernel_launcher",
-        "-f",
-        "{connection_file}",
-    ]
+    launch = [str(interpreter or python(stack)), "-Xfrozen_modules=off", "-m", "ipykernel_launcher"]
+    launch += ["-f", "{connection_file}"]
     manager._kernel_spec = KernelSpec(argv=launch, display_name=stack, language="python")
     environment = environment or {**os.environ, "PYTHONPATH": str(ROOT)}  # this checkout, whichever is installed
     environment = environment | {"IPYTHONDIR": str(folder), "OMP_NUM_THREADS": "1"}

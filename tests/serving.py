@@ -45,10 +45,7 @@ LAB = Stack(
         *("-m", "jupyterlab", "--ServerApp.port={port}", "--ServerApp.port_retries=0", "--ServerApp.root_dir={folder}"),
         *("--IdentityProvider.token=", "--LabApp.expose_app_in_browser=True", "--LabApp.news_url=None"),
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-        *(
-            "--ServerApp.jpserver_extensions=jupyter_lsp=False",
-            "--ServerApp.jpserver_extensions=jupyterlab_jupytext=False",
-        ),
+        *(f"--ServerApp.jpserver_extensions={name}=False" for name in ("jupyter_lsp", "jupyterlab_jupytext")),
     ),
 )
 CLASSIC = Stack(

@@ -43,6 +43,8 @@ class Recording(TorchDispatchMode):
             if place(tensor) not in self.made | self.found.keys():
                 self.found[place(tensor)] = tensor.untyped_storage(), tensor.untyped_storage().clone()
         out = func(*args, **kwargs)
+        if name in ("_to_copy", "copy_") and args[name == "copy_"].device != out.device:
+            self.waits.append(name)
         self.made |= {place(tensor) for tensor in tensors(out)} - self.found.keys()
         self.operations.append((func, args, kwargs, out))
         return out
@@ -84,7 +86,7 @@ class Tape:
 
 
 def synchronizing(act: Callable[[], T]) -> tuple[T, list[str]]:
-    """As that of `nbtools.train` on a GPU."""
+    """As that of `nbtools.train` on a GPU: a result, and what the host waited for."""
     with Recording() as recording:
         result = act()
     return result, recording.waits

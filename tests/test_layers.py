@@ -74,7 +74,6 @@ def test_arrows_point_down():
         ("fit", "from nbtools.train.plan import Plan", "not its file"),
         ("live.panel", "from nbtools.train import Plan, plan", "does not list plan"),
         ("train.loop", "from .step import step", "absolutely"),
-        ("tasks.hwdb.lines", "from nbtools.tasks.captcha import ctc", "by name"),
         ("tasks.captcha", "from nbtools.measure import advise", "above tasks"),
         ("fit", "import ipywidgets as widgets", "only live"),
     ],
@@ -82,22 +81,3 @@ def test_arrows_point_down():
 def test_a_planted_bad_arrow_is_caught(module, planted, said):
     [fault] = faults(f"nbtools.{module}", f"import json\n{planted}\n")
     assert said in fault
-
-
-def test_within_a_room_no_arrows_make_a_circle():
-    for room in sorted({path.parent for path in modules().values()} - {PACKAGE}):
-        name = ".".join(room.relative_to(PACKAGE.parent).parts)
-        below = {path.stem: within(name, path) for path in room.glob("*.py") if path.stem != "__init__"}
-        while free := [module for module, targets in below.items() if not targets]:
-            below = {module: targets - set(free) for module, targets in below.items() if module not in free}
-        assert not below, f"{name}: these import each other: {', '.join(below)}"
-
-
-def within(room: str, path: Path) -> set[str]:
-    """The modules of its own folder that a module imports."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and f"{node.module}.".startswith(f"{room}."):
-            rest = node.module.removeprefix(room).strip(".")
-            found |= {rest.split(".")[0]} if rest else {alias.name for alias in node.names}
-    return {name for name in found if (path.parent / f"{name}.py").exists()} - {path.stem}

@@ -1,7 +1,6 @@
 """The notebooks are what their sources say, keep the house rules, and run from top to bottom on a fresh machine."""
 
 import ast
-import importlib
 import itertools
 import json
 import os
@@ -14,6 +13,7 @@ import pytest
 from nbformat import NotebookNode
 
 import nbtools as nb
+from nbtools.tasks import captcha
 from notebooks import build, execute
 from tests import fresh
 
@@ -54,11 +54,6 @@ def test_a_notebook_keeps_the_house_rules(name):
     code = "\n".join(cells(name, "code"))
     assert f'SOURCE = "{ADDRESS}"' in code
     assert str(made).count("'source_hidden': True") == 3, "the cells that install are folded"
-    if name.endswith(("1_data", "2_train")):
-        assert re.search(r"\.pack\(.*\*\*OPTIONS\)", code)
-    if name.endswith("2_train"):
-        assert code.count("nb.fit(") == code.count("release_gpu=RELEASE_GPU")
-        assert "nb.gpus()" in code
 
 
 def prose_between(name: str) -> list[int]:
@@ -69,7 +64,7 @@ def prose_between(name: str) -> list[int]:
             words.append(0)
         else:
             lines = [line for line in cell.source.splitlines() if not line.startswith(("|", "    ", "[![", "#"))]
-            words[-1] += sum(len(line.split()) for line in lines)
+            words[-1] += len(" ".join(lines).split())
     return words
 
 
@@ -103,14 +98,9 @@ def test_each_runs_from_top_to_bottom_and_captchas_hand_on_what_lies_on_drive(tm
     ran = fresh.apart(in_turn, chosen, tmp_path)
     said = {name: fresh.text(NotebookNode(cells=cells)) for name, cells in ran.items()}
     fresh.check_chain("captcha", [said[name] for name in QUICK[:3]])
-    for name in (name for name in chosen if "2_train" in name):
-        assert re.search(r"cores?; RAM: .* GB free; disk: .* free for ", said[name]), name
+    for name in ("captcha/2_train", "sign/2_train"):
         assert re.search(r"; [\d,]+ samples · [\d,]+ steps? per epoch · .* of warmup; ", said[name]), name
         assert re.search(r"^epoch 1 of 1  train .*  lr \S+(  |$)", said[name], re.M), name
-        pages = [
-            output.get("data", {}).get("text/html", "") for cell in ran[name] for output in cell.get("outputs", [])
-        ]
-        assert any("per epoch · " in page and "time not measured yet" in page for page in pages), name
         assert "Not measured: set MEASURE = True" in said[name], "in place of the receipt"
         [fit, *_] = [cell for cell in ran[name] if "nb.fit(" in cell.source]
         shown = [kind for output in fit.outputs for kind in output.get("data", {})]
@@ -140,16 +130,9 @@ def with_data(name: str, **settings: object) -> dict:
     return names
 
 
-def demo(task: str, folder: Path) -> Path:
-    module = importlib.import_module(f"nbtools.tasks.{task}")
-    sizes = {"captcha": {"count": 40}, "hwdb": {"count": 60}, "segment": {"count": 12, "size": (48, 48)}}
-    return module.demo(folder, **sizes.get(task, {"count": 24, "glosses": 3, "categories": 2}))
-
-
 WRONG = [  # notebook, settings, words of the error
     ("2_train", {"RAW": "drive:typo.tar"}, "typo.tar"),
     ("2_train", {"PACK": "drive:damaged.tar"}, "damaged.tar"),
-    ("2_train", {"RAW": "no/such/folder"}, "no/such"),
     ("3_evaluate", {"RUN": "drive:runs/typo"}, "runs/typo"),
 ]
 
@@ -164,16 +147,6 @@ def test_a_wrong_setting_stops_with_its_reason_and_no_demo_data_is_made(part, se
     assert (machine_of_mine / "data").exists() == ("RUN" in settings), "whose pack is the default, and none is kept yet"
 
 
-def test_a_kept_pack_that_is_damaged_is_an_error(machine_of_mine):
-    place = machine_of_mine / "drive" / "nbtools-data"
-    place.mkdir(parents=True)
-    (place / "captcha.tar").write_bytes(b"not a tar")
-    for part in fresh.PARTS[1:]:
-        with pytest.raises(nb.NbtoolsError, match=r"captcha\.tar"):
-            with_data(f"captcha/{part}")
-    assert not (machine_of_mine / "data").exists()
-
-
 @pytest.mark.parametrize("task", fresh.SAID)
 def test_demo_data_comes_where_nothing_is_kept_and_the_output_says_so(task, machine_of_mine, capsys):
     assert len(with_data(f"{task}/2_train")["pack"]) > 0
@@ -181,12 +154,11 @@ def test_demo_data_comes_where_nothing_is_kept_and_the_output_says_so(task, mach
     assert f"Nothing is kept at drive:nbtools-data/{task}.tar yet: using demo data instead." in said
 
 
-@pytest.mark.parametrize("task", fresh.SAID)
-def test_raw_data_of_ones_own_is_trained_on_and_the_receipt_can_measure_it(task, machine_of_mine):
+def test_raw_data_of_ones_own_is_trained_on_and_the_receipt_can_measure_it(machine_of_mine):
     (machine_of_mine / "drive").mkdir()
     with tarfile.open(machine_of_mine / "drive" / "mine.tar", "w") as archive:
-        archive.add(demo(task, machine_of_mine / "mine"), "mine")
-    pack = with_data(f"{task}/2_train", RAW="drive:mine.tar")["pack"]
+        archive.add(captcha.demo(machine_of_mine / "mine", 40), "mine")
+    pack = with_data("captcha/2_train", RAW="drive:mine.tar")["pack"]
     assert pack.raw is not None
     assert len(pack.raw) == len(pack)
     assert not (machine_of_mine / "data").exists()

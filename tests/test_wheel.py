@@ -3,8 +3,6 @@
 import re
 import subprocess
 import zipfile
-from email.message import Message
-from email.parser import Parser
 
 import pytest
 
@@ -12,19 +10,10 @@ from notebooks import build
 from tests import fresh
 from tests.kernels import MINE
 
-ADDRESS = build.repository()
-
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     return fresh.wheel(tmp_path_factory.mktemp("wheel"))
-
-
-@pytest.fixture(scope="module")
-def metadata(wheel) -> Message:
-    with zipfile.ZipFile(wheel) as archive:
-        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        return Parser().parsestr(archive.read(name).decode())
 
 
 def test_a_wheel_holds_the_package_its_script_its_marker_of_types_and_its_license_only(wheel):
@@ -34,20 +23,15 @@ def test_a_wheel_holds_the_package_its_script_its_marker_of_types_and_its_licens
     about = {name for name in held if name.startswith("nbtools-")}
     scripts = {f"nbtools/live/{name}" for name in ("kept.js", "charts.js", "live.css")}
     assert held - about == package | {"nbtools/py.typed", *scripts}
-    assert {name.partition("/")[2] for name in about} == {
-        *("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE"),
-    }
+    assert {"entry_points.txt", "LICENSE"} <= {name.rpartition("/")[2] for name in about}
     assert wheel.name.endswith("-py3-none-any.whl")
 
 
-def test_its_metadata_has_what_an_index_shows_and_the_links_of_its_readme_lead_to_the_repository(metadata):
-    for field in ("Name", "Version", "Summary", "Keywords", "License-Expression", "Requires-Python"):
-        assert metadata[field], field
-    links = dict(each.split(", ") for each in metadata.get_all("Project-URL", []))
-    assert all(link.startswith(ADDRESS) for link in links.values())
-    assert {"Repository", "Documentation", "Changelog", "Issues"} <= links.keys()
-    page = metadata.get_payload()
-    inside = re.findall(rf"{re.escape(ADDRESS)}/(blob|raw)/main/([^)\s\"#]+)", page)
+def test_the_links_of_its_readme_lead_to_the_repository(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        page = archive.read(name).decode()
+    inside = re.findall(rf"{re.escape(build.repository())}/(blob|raw)/main/([^)\s\"#]+)", page)
     assert {kind for kind, path in inside if path.endswith(".png")} == {"raw"}, "a picture's page is no picture"
     assert [path for _, path in inside if not (build.ROOT / path).exists()] == []
     assert not re.findall(r"\]\((?!https?://|#)|(?:src|srcset)=\"(?!https?://)", page)

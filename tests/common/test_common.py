@@ -37,24 +37,18 @@ def test_greedy_decoding_merges_repeats_drops_blanks_and_ends_with_the_sample():
     assert read == ctc.texts(torch.tensor([[0, 0, 1, 2], [2, 9, 9, 9]]), torch.tensor([4, 1]))
 
 
-@pytest.mark.parametrize(
-    ("split", "names"),
-    [
-        ("train", ["train/a.png", "test/train/a.png"]),
-        ("val", ["Validation/x/a.png", "FSL105_val/clip.npz"]),
-        ("test", ["HWDB2.0Test.zip/001-P16.dgrl#3", "testing-1/a.png"]),
-        (None, ["contest/a.png", "trainers/a.png", "train.png"]),
-    ],
-)
-def test_the_nearest_folder_that_names_a_split_gives_it(split, names):
-    assert {files.split_of(name) for name in names} == {split}
+SPLITS = {
+    "train": ["train/a.png", "test/train/a.png"],
+    "val": ["Validation/x/a.png", "FSL105_val/clip.npz"],
+    "test": ["HWDB2.0Test.zip/001-P16.dgrl#3", "testing-1/a.png"],
+    None: ["contest/a.png", "trainers/a.png", "train.png"],
+}
 
 
-def test_all_files_are_listed_but_those_that_systems_leave_behind(tmp_path):
-    for name in ("b.png", "a/c.txt", "a/.DS_Store", "__MACOSX/a/b.png", ".git/x", "a/._b.png", "a-1/d"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    assert files.walk(tmp_path) == ["a-1/d", "a/c.txt", "b.png"]
+def test_the_nearest_folder_that_names_a_split_gives_it():
+    assert {split: [*map(files.split_of, names)] for split, names in SPLITS.items()} == {
+        split: [split] * len(names) for split, names in SPLITS.items()
+    }
 
 
 def test_hidden_colours_of_transparent_pixels_do_not_show(tmp_path):
@@ -74,19 +68,12 @@ def test_a_list_is_cut_at_the_separator_with_which_its_rows_fit_and_quotes_hide_
     assert rows == [(3, ["a,;|\tz" if separator != " " else "a,;| z", "1"]), (4, ["dir\\b", "2", ""])]
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"file,label\na\xff,1\n", r"labels\.csv: .*UTF-8 text, got byte 0xff at offset 12; save it as UTF-8"),
-        (b'a,"' + b"x" * 200_000 + b'"\n', r"labels\.csv: .*the file must be CSV, got field larger"),
-    ],
-)
-def test_a_table_that_is_no_csv_in_utf_8_names_the_file_and_the_place(data, message):
-    with pytest.raises(PackError, match=message):
-        lists.read_rows(lists.decode_text(data, "labels.csv"), "labels.csv", bool)
+def test_a_table_that_is_no_utf_8_names_the_file_and_the_place():
+    with pytest.raises(PackError, match=r"labels\.csv: .*UTF-8 text, got byte 0xff at offset 12; save it as UTF-8"):
+        lists.decode_text(b"file,label\na\xff,1\n", "labels.csv")
 
 
-@pytest.mark.parametrize(("wrong", "came"), [("aab", "'a'"), (["a", "bc"], "'bc'"), ([1], "1"), ("", "none"), (5, "5")])
+@pytest.mark.parametrize(("wrong", "came"), [("aab", "'a'"), (["a", "bc"], "'bc'"), ("", "none")])
 def test_classes_of_text_are_single_characters_each_once(wrong, came):
     assert lists.characters("ab") == ("a", "b")
     with pytest.raises(PackError, match=f"alphabet must be single characters, each once, got {came}; give"):
@@ -98,7 +85,6 @@ def test_a_report_counts_errors_and_shows_every_broken_rule_as_a_pandas_table():
     rows += [files.Row("000.npz", "none", "a clip should have a label", "label it", files.WARNING)]
     whole = files.Report(reversed(rows), "100 clips")
     assert (whole.errors, whole.ok, whole.rows[0], whole.rows[-1]) == (100, False, rows[0], rows[-1])
-    assert list(whole.frame.iloc[0]) == list(rows[0])
     assert "100 clips: 100 errors and 1 warning, of which 60 are shown" in str(whole)
     assert files.Report(rows[-1:], "1 clip").ok
 
@@ -109,14 +95,11 @@ def test_a_demo_replaces_a_demo_and_neither_mixes_with_other_data_nor_removes_it
 
     folder = files.write_demo(tmp_path / "new", contents("train/a.png", "val/b.png", "labels.csv"), (".png",))
     assert (folder / "val/b.png").read_bytes() == b"val/b.png"
-    (folder / "train/planted.png").write_text("mine")
     files.write_demo(folder, contents("train/c.png"), (".png",))
-    assert files.walk(folder) == ["train/c.png", "train/planted.png"]
-    with pytest.raises(PackError, match=r"planted\.png was not written by this demo"):
-        files.write_demo(folder, contents("train/planted.png"), (".png",))
-    assert (folder / "train/planted.png").read_text() == "mine"
+    assert files.walk(folder) == ["train/c.png"]
     (tmp_path / "real").mkdir()
-    (tmp_path / "real/1.PNG").write_text("real")
-    with pytest.raises(PackError, match=r"1\.PNG was not written by this demo, .* choose another folder"):
-        files.write_demo(tmp_path / "real", contents("a.png"), (".png",))
-    assert files.walk(tmp_path / "real") == ["1.PNG"]
+    for place, name in ((folder, "planted.png"), (tmp_path / "real", "1.PNG")):
+        (place / name).write_text("mine")
+        with pytest.raises(PackError, match=rf"{name} was not written by this demo"):
+            files.write_demo(place, contents(name), (".png",))
+        assert (place / name).read_text() == "mine"

@@ -1,12 +1,11 @@
-"""CTC by cuDNN, with torch's own loss in the operator's place: packing, masks, weights, and that nothing is read on the
-host. tests/cuda compares the operator itself."""
+"""CTC by cuDNN, with torch's own loss in the operator's place: packing, masks and weights. tests/cuda compares the
+operator itself, and sees that nothing is read on the host."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbtools.tasks.common import ctc
 
@@ -69,20 +68,3 @@ def test_an_operator_that_disagrees_or_is_missing_is_not_used(batch, monkeypatch
     for other in (SimpleNamespace(Tensor=doubled), SimpleNamespace()):
         monkeypatch.setattr(torch.ops.aten, "_cudnn_ctc_loss", other)
         assert not agrees(torch.device("cpu"))
-
-
-def test_nothing_is_read_on_the_host_outside_the_operator(batch, monkeypatch):
-    logits, labels, steps, lengths = batch
-    monkeypatch.setattr(
-        torch.ops.aten, "_cudnn_ctc_loss", SimpleNamespace(Tensor=lambda x, *_: (x[0, :, 0] * 1, x * 1)), raising=False
-    )
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            name = function.name()
-            assert not any(word in name for word in ("_local_scalar_dense", "nonzero", "masked_select")), name
-            return function(*args, **(kwargs or {}))
-
-    with Watch():
-        each = ctc.cudnn_losses(logits, labels, steps, lengths)
-        each.sum().backward()

@@ -12,7 +12,6 @@ from acting import QUIET
 
 import nbtools as nb
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.run import lock
 from nbtools.train import History, Record, checkpoint
 
 EVIL = '<img src=x onerror="alert(1)">'
@@ -31,8 +30,7 @@ def test_a_row_a_run_has_its_outcome_and_the_settings_that_differ_and_a_notebook
     compared, slow = nb.compare(*runs), runs[0]
     frame, name = compared.frame, str(slow.folder)
     assert list(frame.index) == [str(run.folder) for run in runs]
-    assert frame.loc[name, "best_accuracy"] == slow.best["val_accuracy"]
-    assert frame.loc[name, "best_epoch"] == slow.best["epoch"]
+    assert tuple(frame.loc[name, ["best_accuracy", "best_epoch"]]) == (slow.best["val_accuracy"], slow.best["epoch"])
     assert list(frame["epochs"]) == list(frame["plan.epochs"]) == [3, 2]
     assert list(frame["plan.batch_size"]) == [16, 32]
     assert "plan.lr" not in frame.columns  # the same in both
@@ -60,7 +58,6 @@ def reached(folder, run, *values: tuple[float, float]) -> list[Any]:
     [
         ([(0.5, 1.0), (0.9, 0.9)], "run-1 is the best: accuracy 0.900, 0.400 above "),
         ([(0.9, 1.0), (0.91, 0.2)], "run-0 0.900; on 48 validation samples, chance alone can make such"),
-        ([(30.0, 1.0), (45.0, 0.2)], "run-1 is the best: accuracy 45.0, 15.0 above "),
     ],
 )
 def test_the_best_run_is_named_where_more_than_chance_sets_it_apart(runs, tmp_path, values, said):
@@ -77,8 +74,6 @@ def test_no_run_is_the_best_of_different_data_or_before_both_have_been_evaluated
 
 
 def test_a_folder_is_a_table_of_runs_and_stands_for_the_newest_eight(runs, tmp_path, capsys):
-    with pytest.raises(TrainError, match="at least one run, got none; give it"):
-        nb.compare(tmp_path)
     for act in (nb.compare, nb.runs):
         with pytest.raises(CheckpointError, match="no such folder"):
             act(tmp_path / "nowhere")
@@ -88,8 +83,7 @@ def test_a_folder_is_a_table_of_runs_and_stands_for_the_newest_eight(runs, tmp_p
     frame = nb.runs(tmp_path)
     assert sorted(frame.index) == [f"runs/run-{k}" for k in range(1, 9)]
     assert re.search(r"left out: .*run-0/card\.json is missing; copy the whole run", capsys.readouterr().err)
-    row = frame.loc["runs/run-1"]
-    assert (row["best_accuracy"], row["epochs"], row["minutes"]) == (0.5, 1, pytest.approx(15.5 / 60))
+    assert (frame.loc["runs/run-1", "best_accuracy"], frame.loc["runs/run-1", "epochs"]) == (0.5, 1)
 
 
 def test_a_run_of_a_task_without_a_name_is_compared_and_asks_for_it_where_the_network_is_needed(tmp_path):
@@ -102,7 +96,6 @@ def test_a_run_of_a_task_without_a_name_is_compared_and_asks_for_it_where_the_ne
     assert "accuracy" in compared.conclusion
     assert list(compared.frame["plan.seed"]) == [0, 1]
     opened = nb.Run.open(tmp_path / "runs" / "0")
-    assert opened.best["val_accuracy"] == max(opened.summary()["val_accuracy"])
     for need in (lambda: opened.predict([pack.raw[0]]), opened.model, lambda: nb.evaluate(opened, pack)):
         with pytest.raises(CheckpointError, match=r"has no name there to open it by; pass task= with the same one"):
             need()
@@ -110,26 +103,13 @@ def test_a_run_of_a_task_without_a_name_is_compared_and_asks_for_it_where_the_ne
     assert nb.evaluate(again, pack, "val")["accuracy"] == pytest.approx(opened.best["val_accuracy"])
 
 
-def test_the_state_of_a_run_is_read_off_its_folder(runs, tmp_path):
-    folder = shutil.copytree(runs[0].folder, tmp_path / "run")
-    opened = nb.Run.open(folder)
-    assert opened.state == "done"
-    with lock(folder):
-        assert opened.state == "training"
-    for ended, state in ((None, "interrupted"), ("stopped", "stopped"), ("diverged", "diverged")):
-        checkpoint.mark(folder, ended=ended)
-        assert nb.Run.open(folder).state == state
-
-
 def test_samples_can_be_chosen_in_the_call_and_what_is_none_is_refused(pack, tmp_path, monkeypatch):
     plan, shown = toy.PLAN.replace(epochs=1), []
     monkeypatch.setattr("nbtools.live.draw.png", lambda _, facts, samples: shown.append(samples) or b"\x89PNG")
-    for epochs, chosen in ((1, {"samples": (7, 3)}), (2, {})):
-        nb.fit(toy, pack, plan.replace(epochs=epochs), tmp_path / "run", receipt=False, **chosen)
-        assert [each.truth for each in shown[-1]] == ["abcd"[int(pack.sample(i)["label"][0])] for i in (7, 3)]
-    lacking = rf"sample {len(pack)} is not in the pack; choose ids from 0 to {len(pack) - 1}"
+    nb.fit(toy, pack, plan, tmp_path / "run", receipt=False, samples=(7, 3))
+    assert [each.truth for each in shown[-1]] == ["abcd"[int(pack.sample(i)["label"][0])] for i in (7, 3)]
     wrong: Any
-    for wrong in ("first", ["a.png"], 5, [], [3, len(pack)]):
-        with pytest.raises(TrainError, match=rf"samples must be a list of ids|{lacking}"):
+    for wrong in ("first", 5, [], [3, len(pack)]):
+        with pytest.raises(TrainError, match=r"samples must be a list of ids|is not in the pack; choose ids from 0 to"):
             nb.fit(toy, pack, plan, tmp_path / "other", samples=wrong, **QUIET)
-        assert not (tmp_path / "other").exists(), "refused before anything is written"
+    assert not (tmp_path / "other").exists(), "refused before anything is written"

@@ -40,13 +40,9 @@ def test_a_folder_is_published_at_once_and_never_over_a_filled_one(tmp_path):
     assert (tmp_path / "data" / "sub" / "file").read_text() == "data"
 
 
-EXPLAINED = {errno.ENOSPC: "the disk is full", errno.EROFS: "Read-only file system", errno.EIO: "Input/output error"}
-
-
-@pytest.mark.parametrize(("code", "words"), EXPLAINED.items())
-def test_an_error_of_the_disk_says_what_failed_and_what_to_do(tmp_path, code, words):
-    with pytest.raises(errors.DiskError, match=words) as caught, disk.explained("staging x.tar", tmp_path):
-        raise OSError(code, os.strerror(code))
+def test_an_error_of_the_disk_says_what_failed_and_what_to_do(tmp_path):
+    with pytest.raises(errors.DiskError, match="the disk is full") as caught, disk.explained("staging x.tar", tmp_path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert str(caught.value).startswith(f"staging x.tar: {tmp_path}")
 
 

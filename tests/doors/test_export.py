@@ -15,7 +15,7 @@ from torch import nn
 import nbtools as nb
 from nbtools.__main__ import main
 from nbtools.data import collate
-from nbtools.errors import PackError, TrainError
+from nbtools.errors import TrainError
 from nbtools.folder import begin
 from nbtools.run import Run
 from nbtools.tasks import captcha, hwdb, segment, sign
@@ -136,23 +136,13 @@ def test_nothing_is_written_of_a_network_that_answers_differently(tmp_path):
     assert not list(tmp_path.glob("model*"))
 
 
-def test_a_task_that_does_not_say_what_its_network_reads_is_refused(tmp_path):
-    task = toy.with_()
-    del task.tensors
-    run = a_run(task, toy.make_pack(tmp_path / "data", 60), toy.PLAN, tmp_path / "run")
-    with pytest.raises(TrainError, match=r"has no tensors\(card, plan\), .*; define it, or leave \.onnx out"):
-        run.export(tmp_path / "model.onnx")
-
-
 def test_the_samples_are_the_runs_own_while_its_pack_is_there_else_those_of_a_pack_that_is_named(tmp_path, capsys):
     pack = toy.make_pack(tmp_path / "data", 60)
     run = a_run(toy, pack, toy.PLAN, tmp_path / "run")
     moved = pack.folder.rename(tmp_path / "moved")
-    with pytest.raises(PackError, match=str(pack.folder)):
-        run.export(tmp_path / "toy.onnx")
     words = ["export", str(run.folder), str(tmp_path / "toy.onnx")]
     assert main(words) == 1
+    assert str(pack.folder) in capsys.readouterr().err
     assert main([*words, "--pack", str(moved)]) == 0
-    assert "differ from torch's by at most" in capsys.readouterr().err
     assert main(["export", str(run.folder), str(tmp_path / "toy")]) == 0  # safetensors, which need no sample
     assert capsys.readouterr().out.endswith("toy.safetensors\n")

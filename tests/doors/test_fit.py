@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import toy
-from acting import QUIET, acting, interrupted, last_step, same, texts
+from acting import QUIET, acting, interrupted, last_step
 from archives import tree
 from safetensors.torch import load_file
 
@@ -21,7 +21,6 @@ import nbtools as nb
 from nbtools import measure
 from nbtools.data import Card
 from nbtools.errors import CheckpointError, DiskError, PackError, PlanError
-from nbtools.show import number
 
 ONE = toy.PLAN.replace(epochs=1)
 
@@ -52,7 +51,6 @@ def test_an_opened_run_gives_the_best_weights_and_reads_raw_files_with_the_runs_
     best = max(run.history.of("epoch"), key=lambda row: row["val_accuracy"])
     assert opened.best["epoch"] == best["epoch"] + 1, "counted from 1, as everywhere on a screen"
     assert nb.evaluate(opened, pack, "val")["accuracy"] == best["val_accuracy"]
-    assert "3 of 3 epochs, best accuracy" in repr(opened)
     files = [pack.raw.source / name for name in pack.names[:20]]
     assert run.predict(files, batch_size=7) == run.predict_pack(pack, range(20))
     assert run.predict(files[0]) == run.predict([files[0]])
@@ -78,9 +76,7 @@ def test_fit_on_a_finished_run_trains_nothing_and_returns_it(run, pack):
     before = {path.name: path.read_bytes() for path in run.folder.iterdir() if path.suffix != ".png"}
     again = nb.fit(toy, pack, toy.PLAN, run.folder, **QUIET)
     assert {path.name: path.read_bytes() for path in again.folder.iterdir() if path.suffix != ".png"} == before
-    finished = "it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
-    assert again.events == [f"{run!r}; {finished}"]
-    assert f"best accuracy {number(run.best['val_accuracy'])}" in again.events[0]
+    assert "it is finished: the same call returns it; more epochs extend it, and fresh=True" in again.events[0]
 
 
 def test_what_cannot_be_trained_evaluated_or_opened_is_refused_by_its_reason_before_anything_is_written(
@@ -128,24 +124,6 @@ def test_ctrl_c_ends_a_scripts_loop_once_the_run_is_saved(pack, tmp_path):
     assert last_step(tmp_path / "0.01") == 3
 
 
-def test_an_early_stopped_run_goes_on_only_when_its_plan_changes(pack, tmp_path):
-    flat = acting(metrics=lambda outputs, batch: {"accuracy": (1, 2)})  # no epoch is better than the first
-    plan = toy.PLAN.replace(epochs=50, early_stop=3)
-    plans = plan, plan, plan.replace(epochs=60)
-    assert [len(nb.fit(flat, pack, each, tmp_path / "run", **QUIET).summary()) for each in plans] == [4, 4, 7]
-
-
-def test_a_setting_changed_on_resume_survives_a_crash_before_the_next_checkpoint(pack, tmp_path):
-    interrupted(lambda: nb.fit(acting({3: ctrl_c}), pack, toy.PLAN, tmp_path / "run", **QUIET))
-    plan = toy.PLAN.replace(batch_size=7, epochs=1)
-    with pytest.raises(ZeroDivisionError):
-        nb.fit(acting({2: lambda: 1 / 0}), pack, plan, tmp_path / "run", **QUIET)
-    task = acting()
-    run = nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
-    assert {len(ids) for _, _, ids in task.seen[:-1]} == {7}
-    assert texts(run, "change") == ["epochs 3 → 1, batch_size 16 → 7"]
-
-
 def test_a_kept_run_that_was_trained_on_elsewhere_since_the_last_copy_is_not_mixed_with_this_one(pack, tmp_path):
     def once(name, epochs, keep):
         return nb.fit(toy, pack, ONE.replace(epochs=epochs), tmp_path / name, keep, **QUIET)
@@ -162,8 +140,6 @@ def test_a_kept_run_that_was_trained_on_elsewhere_since_the_last_copy_is_not_mix
 
 
 def test_a_receipt_is_measured_once_and_one_that_fails_costs_no_run(pack, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[measure.Receipt.__module__], "ROUNDS", 1)
-    monkeypatch.setattr(sys.modules[measure.verdict.__module__], "SECONDS", 0.1)
     real, ways = measure.receipt, [KeyboardInterrupt(), OSError("a raw file is gone"), None]
 
     def receipt(*arguments, **more):
@@ -175,20 +151,9 @@ def test_a_receipt_is_measured_once_and_one_that_fails_costs_no_run(pack, tmp_pa
     runs = [nb.fit(toy, pack, ONE, tmp_path / "run", progress=False) for _ in range(4)]
     assert "no receipt: interrupted; run it again to get it" in runs[0].events
     assert "no receipt: OSError: a raw file is gone" in runs[1].events
-    assert len(runs[1].summary()) == 1
     assert ways == [], "the last call measured nothing"
     assert runs[3].receipt.machine["torch"].endswith(torch.__version__)
     assert runs[3].verdict is not None
-
-
-def test_a_run_goes_on_with_equal_data_elsewhere_and_not_with_other_data_of_equal_counts(pack, tmp_path):
-    nb.fit(toy, pack, ONE, tmp_path / "run", **QUIET)
-    equal = toy.make_pack(tmp_path / "equal")
-    assert len(nb.fit(toy, equal, ONE.replace(epochs=2), tmp_path / "run", **QUIET).summary()) == 2
-    other = toy.demo(tmp_path / "other")
-    np.save(next(other.glob("*_0.npy")), np.ones(8, np.float32))
-    with pytest.raises(CheckpointError, match=r"holds another run \(pack: .* → .*\)"):
-        nb.fit(toy, toy.pack(other, into=tmp_path / "p"), toy.PLAN, tmp_path / "run", **QUIET)
 
 
 def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk(pack, tmp_path, monkeypatch):
@@ -208,19 +173,3 @@ def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk
     interrupted(lambda: given_back_by(acting({3: ctrl_c})))
     assert given_back_by(toy) == 1, "not when the user stopped it"
     assert nb.Run.open(tmp_path / "kept", toy).history.of("epoch")
-
-
-def test_an_interrupt_while_torch_enters_a_context_leaves_it_entered_for_no_later_run(pack, tmp_path):
-    """Under autocast that is left on, steps would go on with the weights of the first."""
-
-    def interrupt() -> None:
-        for context in (torch.no_grad(), torch.autocast("cpu", torch.float16)):
-            context.__enter__()
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        nb.fit(acting({5: interrupt}), pack, ONE.replace(amp="bf16"), tmp_path / "run", **QUIET)
-    assert torch.is_grad_enabled()
-    assert not torch.is_autocast_enabled("cpu")
-    whole = nb.fit(toy, pack, ONE.replace(amp="bf16"), tmp_path / "whole", **QUIET)
-    assert same(nb.fit(toy, pack, ONE.replace(amp="bf16"), tmp_path / "run", **QUIET), whole)

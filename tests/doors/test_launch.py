@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import crew
 import pytest
-import torch
 import toy
-from acting import QUIET, last_step, same, texts
+from acting import QUIET, beside, last_step, same, texts
 from crew import notes, will
 from ranks import together
 from serving import until
 
 import nbtools as nb
-from nbtools.__main__ import main
 from nbtools.errors import TrainError
 from nbtools.live import send
 
@@ -48,22 +44,6 @@ def launched(pack: nb.Pack, run: str = "run", epochs: int = 3, **more: Any) -> n
     return nb.launch(crew, pack, plan, run, processes=2, **QUIET, **more)
 
 
-@contextmanager
-def beside(user: Callable[[], Any]) -> Iterator[None]:
-    """Act in a thread, and stop the run, also where the test has failed there."""
-
-    def act() -> None:
-        try:
-            user()
-        finally:
-            send("run", ["stop"])
-
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(act)
-        yield
-    done.result()
-
-
 def left_behind(folder: Path) -> list[str]:
     """Processes that work in a folder, this one aside."""
     found = []
@@ -82,10 +62,9 @@ class Cell(nb.Task):
     __module__ = "__main__"
 
 
-def test_what_cannot_start_is_refused_in_a_sentence(pack, monkeypatch, capsys):
+def test_what_cannot_start_is_refused_in_a_sentence(pack, monkeypatch):
     for task, count, said in (
         (Cell, 2, r"can import, got '__main__:Cell'; .*%%writefile"),
-        (nb.classify(torch.nn.Linear), 2, r"can import, got '.*:'; .*%%writefile"),
         (toy, 0, r"processes \(--processes\) must be at least 1, got 0; start one"),
     ):
         with pytest.raises(TrainError, match=said):
@@ -94,10 +73,6 @@ def test_what_cannot_start_is_refused_in_a_sentence(pack, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")  # torchrun by hand
     with pytest.raises(TrainError, match=r"each process needs a GPU of its own: .* NBTOOLS_DEVICE is 'cuda:0'"):
         nb.fit(crew, pack, crew.PLAN)
-    monkeypatch.setenv("NBTOOLS_DEVICE", "cpu")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    assert main(["train", "crew", "--data", "raw", "--run", "run", "--processes", "2"]) == 1
-    assert "starts torchrun, got 2 in a process that torchrun started; leave it out" in capsys.readouterr().err
     assert not Path("runs").exists()
 
 
@@ -119,8 +94,9 @@ def test_what_is_asked_of_two_processes_reaches_both_at_the_same_step(pack, tmp_
         before = len(notes(1))
         send("run", ["resume"])
         until(lambda: len(notes(1)) > before + 2, "steps after Resume")
+        send("run", ["stop"])
 
-    with beside(user):
+    with beside(Path("run"), user):
         run = launched(pack, epochs=100_000)
     assert left_behind(tmp_path) == []
     ours, theirs = ([(note["lr"], note["batch_size"], len(note["ids"])) for note in notes(rank)] for rank in range(2))
@@ -168,8 +144,6 @@ def test_after_a_rank_is_lost_all_start_again_and_the_run_becomes_the_one_withou
     monkeypatch.setenv("NBTOOLS_TIMEOUT", "5")
     will(sign, rank, step=6)
     run = launched(pack)
-    gaps = [later["time"] - note["time"] for note, later in itertools.pairwise(notes(0))]
-    assert max(gaps) < 5 + 30 + 60, "the timeout, torchrun's patience, and a start"
     assert left_behind(tmp_path) == []
     assert any("a process was lost" in event for event in run.events)
     assert [row["epoch"] for row in run.history.of("epoch")] == [0, 1, 2]
@@ -181,17 +155,16 @@ def test_after_a_rank_is_lost_all_start_again_and_the_run_becomes_the_one_withou
 
 
 @contextmanager
-def begun(by_hand: bool, *more: str, steps: int = 0) -> Iterator[subprocess.Popen[str]]:
-    """Two processes that train, by --processes or by torchrun, once both have begun so many steps. Ended with the
-    test."""
-    train = ["-m", "nbtools", "train", "crew", "--data", "raw", "--run", "run", "--no-receipt", *more]
+def begun(by_hand: bool) -> Iterator[subprocess.Popen[str]]:
+    """Two processes that train for long, by --processes or by torchrun, once both have begun. Ended with the test."""
+    train = ["-m", "nbtools", "train", "crew", "--data", "raw", "--run", "run", "--no-receipt", "--epochs", "100000"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
     command = [sys.executable, *([*torchrun, "-m", "--", *train[1:]] if by_hand else [*train, "--processes", "2"])]
     paths = os.pathsep.join(filter(None, [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": paths, "NBTOOLS_CACHE": str(Path("cache").absolute())}
     process = subprocess.Popen(command, env=env, stdout=-1, stderr=-1, text=True)
     try:
-        until(lambda: min(len(notes(0)), len(notes(1))) >= steps, "steps", 100)
+        until(lambda: min(len(notes(0)), len(notes(1))) >= 3, "steps", 100)
         yield process
     finally:
         process.terminate()
@@ -199,21 +172,10 @@ def begun(by_hand: bool, *more: str, steps: int = 0) -> Iterator[subprocess.Pope
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_the_terminal_and_torchrun_train_and_pack_once(pack, by_hand):
-    with begun(by_hand, "--epochs", "2") as process:
-        said = process.communicate(timeout=200)
-    assert process.returncode == 0, said
-    assert said[0].count("train_loss") == 1, "rank 0 alone prints the result"
-    assert len(nb.Run.open("run").history.of("epoch")) == 2
-    assert len(notes(0)) == len(notes(1)) > 0
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(("by_hand", "number"), [(False, "SIGKILL"), (False, "SIGINT"), (True, "SIGTERM")])
 def test_whatever_ends_the_process_that_started_them_ends_all_and_the_run_is_saved(pack, tmp_path, by_hand, number):
     """A scheduler, as Slurm, sends SIGTERM to each of torchrun's processes too, which get it from torchrun again."""
-    with begun(by_hand, "--epochs", "100000", steps=3) as process:
+    with begun(by_hand) as process:
         for pid in {notes(rank)[-1]["pid"] for rank in range(2)} if by_hand else ():
             os.kill(pid, signal.SIGTERM)
         process.send_signal(signal.Signals[number])

@@ -1,7 +1,7 @@
 """A notebook's situations: what the same call, or another one, makes of a run folder that is there."""
 
 import json
-import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch import nn
 
 import nbtools as nb
 from nbtools.errors import CheckpointError, TrainError
+from nbtools.live import send
 from nbtools.measure import Advice
 from nbtools.run import lock
-from nbtools.train import Task, checkpoint
+from nbtools.train import Task
 
 PLAN = nb.Plan(epochs=2, batch_size=16, lr=1e-2, schedule="constant")
 LONG = PLAN.replace(epochs=30)
@@ -39,7 +40,7 @@ def pack(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
+def here(tmp_path, monkeypatch, at_once):
     monkeypatch.chdir(tmp_path)
 
 
@@ -66,24 +67,17 @@ def refused(pack, plan, run, who=None, *, says: str, error: Any = TrainError, **
     assert before == {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
 
-def stopped(pack, plan, run=None, change: Any = None) -> nb.Run:
+def stopped(pack, plan, run=None, **change) -> nb.Run:
     """A run that is asked for a change after three steps, and to stop four later."""
+    steps = count(1)
 
-    class Stopping(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self._count = nn.Linear(4, 2), 0
+    def act(record: nb.Record, run: nb.Run) -> Any:
+        step = next(steps) if record.kind == "step" else 0
+        if step == 3 and change:
+            send(run.folder, settings=change)
+        return "stop" if step == 7 else None
 
-        def forward(self, x):
-            self._count += self.training
-            asked = {3: change, 7: {"do": ["stop"]}}.get(self._count) if self.training else None
-            if asked:
-                folder = max(Path().glob("**/run.json"), key=lambda path: path.stat().st_mtime_ns).parent
-                (folder / "control.json").write_text(json.dumps(asked))
-                time.sleep(0.21)  # a run looks for requests five times a second
-            return self.body(x)
-
-    return fit(pack, plan, run, nb.classify(Stopping()))
+    return fit(pack, plan, run, callbacks=[act])
 
 
 def advised(**values) -> Advice:
@@ -121,13 +115,12 @@ def test_a_changed_cell_with_another_network_loss_or_metric_starts_another_run(p
 
 
 def test_the_panel_that_drove_an_unfinished_run_changes_it_and_the_next_notebook_starts_another(pack):
-    panel, other = nb.Panel(advised(epochs=30)), nb.Panel(advised(epochs=30))
+    panel, other = nb.Panel(advised(epochs=30)), nb.Panel(advised(epochs=30, batch_size=32))
     run = stopped(pack, panel)
     panel.fields["batch_size"].value = "8"
     again = stopped(pack, panel)
     assert (again.folder, again.plan.batch_size) == (run.folder, 8)
     assert texts(again, "change")[0].startswith("batch_size 16 → 8")
-    other.fields["batch_size"].value = "32"
     assert stopped(pack, other).folder != run.folder
 
 
@@ -152,11 +145,11 @@ def test_a_refused_call_without_a_name_leaves_neither_a_folder_nor_a_request_unr
 
 
 def test_a_live_change_stays_applied_though_the_restarted_kernels_cell_gives_the_old_value(pack):
-    runs = [stopped(pack, LONG, "r", change={"lr": 0.02})]
+    runs = [stopped(pack, LONG, "r", lr=0.02)]
     index = json.loads(Path("r/run.json").read_text())
     assert (index["given"]["lr"], index["applied"]["lr"]) == (PLAN.lr, 0.02)
-    runs += [stopped(pack, LONG, "r") for _ in range(2)]
-    assert [(run.plan.lr, len(texts(run, "change"))) for run in runs] == [(0.02, 1)] * 3
+    runs += [stopped(pack, LONG, "r")]
+    assert [(run.plan.lr, len(texts(run, "change"))) for run in runs] == [(0.02, 1)] * 2
 
 
 def test_newly_measured_advice_changes_nothing_in_a_resumed_run_and_is_said(pack, capsys):
@@ -173,7 +166,7 @@ def test_newly_measured_advice_changes_nothing_in_a_resumed_run_and_is_said(pack
 def test_a_fixed_setting_of_an_unfinished_run_is_refused_by_name_and_nothing_is_written(pack):
     stopped(pack, LONG, "r")
     other = LONG.replace(optimizer="sgd", seed=1, lr=0.5)
-    refused(pack, other, "r", nb.classify(nn.Linear(4, 2)), says=r"optimizer adamw → sgd, seed 0 → 1.*fresh=True")
+    refused(pack, other, "r", says=r"optimizer adamw → sgd, seed 0 → 1.*fresh=True")
 
 
 def test_a_run_without_a_finished_step_starts_over_as_whatever_comes(pack):
@@ -206,24 +199,18 @@ def test_another_identity_in_a_named_folder_is_refused_with_what_differs_unless_
     says = r"network: body.1: ReLU\(.*\), body.2: Dropout\(p=0.0.*\) → body.1: Tanh\(\), body.2: Dropout\(p=0.5"
     refused(pack, more, "r", task(nn.Tanh, 0.5), says=says, error=CheckpointError)
     refused(pack, more, "r", task(metrics=["f1"]), says="metrics: ", error=CheckpointError)
+    other = nb.pack([(np.ones(4, np.float32), i % 2) for i in range(64)], progress=False)
+    refused(other, more, "r", frozen(), says="pack: ", error=CheckpointError)
     run = fit(pack, more, "r")
     assert epochs(run) == 4
     assert "newly trained, without moments from the checkpoint: body.0.weight, body.0.bias" in " ".join(run.events)
 
 
-def test_fresh_starts_over_leaves_other_files_alone_and_whoever_looks_sees_a_whole_run(pack, monkeypatch):
-    real, opened = checkpoint.mark, []
-
-    def mark(folder, **entries):
-        index = real(folder, **entries)
-        opened.append(nb.Run.open(folder, task()).plan.lr)
-        return index
-
-    monkeypatch.setattr(checkpoint, "mark", mark)
+def test_fresh_starts_over_and_leaves_other_files_alone(pack):
     fit(pack, PLAN, "r")
     Path("r/thesis.txt").write_text("mine")
     run = fit(pack, PLAN.replace(epochs=1, lr=0.1), "r", task(nn.Tanh), fresh=True)
-    assert (epochs(run), opened[0], opened[-1]) == (1, 0.01, 0.1)
+    assert (epochs(run), nb.Run.open("r", task(nn.Tanh)).plan.lr) == (1, 0.1)
     assert Path("r/thesis.txt").read_text() == "mine"
 
 

@@ -2,10 +2,6 @@
 
 import math
 
-import browser
-import pytest
-import serving
-
 from nbtools import show
 
 
@@ -28,10 +24,8 @@ def test_terminal_columns_line_up_with_wide_characters_and_what_holds_nothing_is
     assert show.text(["a"], []) == ""
 
 
-SHOWN = {0.002 * 2**0.5: "0.00283", 3e-4: "0.0003", 123456.789: "123457", 1e-6: "1e-6", None: "–", True: "yes", 3: "3"}
-MEASURED = {480.8672: "481", 0.00494975: "0.00495", 31.24: "31.2", 0.99954: "0.9995", 9.996: "10.0", 999.7: "1,000"}
-MEASURED |= {1.0: "1.00", 2e-7: "2.00e-7", 123_456.7: "123,457", 2.5e12: "2.50e12", -0.5: "-0.500", 0.0: "0"}
-MEASURED |= {math.inf: "inf"}
+SHOWN = {0.002 * 2**0.5: "0.00283", 3e-4: "0.0003", 123456.789: "123457", 1e-6: "1e-6", None: "–", True: "yes"}
+MEASURED = {480.8672: "481", 0.00494975: "0.00495", 0.99954: "0.9995", 9.996: "10.0", 2e-7: "2.00e-7", math.inf: "inf"}
 
 
 def test_values_read_as_they_were_typed_and_measured_ones_have_three_digits_but_no_share_below_one_shows_as_one():
@@ -40,33 +34,8 @@ def test_values_read_as_they_were_typed_and_measured_ones_have_three_digits_but_
 
 
 def test_sizes_are_decimal_and_times_and_shares_have_units():
-    sizes = {0: "0 B", 999: "999 B", 1500: "1.5 kB", 999_600: "1.0 MB", 123_456_789: "123 MB", 2.5e12: "2.5 TB"}
-    assert [show.size(count) for count in sizes] == list(sizes.values())
-    assert [show.timing(seconds) for seconds in (0.2031, 1.3512, 135.2)] == ["203 ms", "1.35 s", "2 min 15 s"]
-    times = {18.4: "18 s", 135.2: "2 min 15 s", 7500: "2 h 05 min", 4e5: "4 d 15 h"}
-    assert [show.duration(seconds) for seconds in times] == list(times.values())
-    assert [show.percent(0.943), show.percent(0.0043, 1)] == ["94 %", "0.4 %"]
-
-
-CELL = """import nbtools as nb, toy
-from pathlib import Path
-nb.advise(toy, toy.make_pack(Path("data")), measure=False)"""
-PLACES = "each => each.map(cell => [getComputedStyle(cell).textAlign, cell.getBoundingClientRect().x])"
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize(
-    "stack", [serving.LAB, pytest.param(serving.CLASSIC, marks=pytest.mark.full)], ids=lambda stack: stack.name
-)
-def test_a_notebook_aligns_a_column_of_a_table_as_its_header(stack, chromium, tmp_path):
-    with serving.serving(stack, tmp_path) as address, browser.chromium(chromium) as window:
-        serving.write(tmp_path / "work" / "tables.ipynb", [CELL])
-        page = browser.OPENED[stack.name](window, address)
-        page.open("tables.ipynb")
-        page.ready()
-        page.run(0)
-        table = page.output(0).locator("table").first
-        table.wait_for()
-        headers = table.locator("thead th").evaluate_all(PLACES)
-        assert len(headers) == 3
-        assert headers == table.locator("tbody tr").first.locator("td").evaluate_all(PLACES)
+    sizes = {0: "0 B", 1500: "1.5 kB", 999_600: "1.0 MB", 123_456_789: "123 MB"}
+    assert {count: show.size(count) for count in sizes} == sizes
+    times = {18.4: "18 s", 135.2: "2 min 15 s", 7500: "2 h 05 min"}
+    assert {seconds: show.duration(seconds) for seconds in times} == times
+    assert [show.timing(0.2031), show.percent(0.943), show.percent(0.0043, 1)] == ["203 ms", "94 %", "0.4 %"]

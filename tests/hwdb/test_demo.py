@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from fonts import made_font
 
 import nbtools as nb
 from nbtools import figures
@@ -36,15 +35,6 @@ def test_the_demo_is_real_pages_in_train_and_test_folders_that_share_no_writer(t
     assert 0.4 * 24 < slope < 1.2 * 24  # longer texts are wider, by about a character each
     texts = "".join(text for each in lines_in(tmp_path, "Train").values() for text, _ in each)
     assert set(texts) == set(pool()[:60])  # every character, as soon as there are as many train lines
-
-
-def test_a_font_draws_the_characters_where_there_is_one(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(figures, "findSystemFonts", lambda: [made_font(tmp_path / "simhei.ttf", "手写")])
-    [(_, image), *_] = lines_in(hwdb.demo(tmp_path / "pages", 6, characters="手写", height=24))[
-        "HWDB2.0Train/001-P16.dgrl"
-    ]
-    assert np.mean(image < 255) > 0.3  # squares
-    assert "drawn with simhei" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -105,7 +105,6 @@ def test_untouched_it_is_the_advised_plan_with_a_field_for_every_setting():
         ("lr", " 3e-4 ", 3e-4),
         ("clip_norm", "none", None),
         ("scales", "0.5,0.75,1", (0.5, 0.75, 1.0)),
-        ("amp", "bf16", "bf16"),
         ("compile", True, True),
     ],
 )
@@ -121,8 +120,6 @@ def test_a_field_sets_its_setting(name, text, value):
     [
         ("lr", "-1", "lr must be greater than 0, got -1.0"),
         ("epochs", "1.5", "epochs must be a whole number"),
-        ("betas", "0.9", "betas must be 2 values"),
-        ("micro_batch_size", "128", "micro_batch_size must be at most batch_size (64)"),
         ("seed", EVIL, EVIL),
     ],
 )
@@ -131,7 +128,6 @@ def test_a_value_that_breaks_a_rule_shows_the_rule_and_changes_nothing(name, tex
     made.fields[name].value = text
     assert made.plan == made.advised
     assert rule in words(made)
-    assert f"Plan.{name}" not in words(made), "settings are named as the form does"
     assert "Not applied" in words(made)
     assert made.fields[name].value == text
     assert "<img" not in page(made)
@@ -159,27 +155,10 @@ def test_reasons_and_help_stand_next_to_the_fields_and_are_escaped_and_a_page_wi
     assert made._repr_mimebundle_()["text/plain"] == "Panel: epochs 10 → 30"
 
 
-def test_the_slider_moves_lr_to_two_digits_and_follows_it():
-    made = panel(lr=1e-3)
-    made.form.slider.value = 10**-3.45
-    assert (made.fields["lr"].value, made.plan.lr) == ("0.00035", 0.00035)
-    made.fields["lr"].value = "1.2345e-5"
-    assert made.plan.lr == 1.2345e-5
-    assert made.form.slider.value == pytest.approx(1.2345e-5)
-    made.fields["lr"].value = "1000"
-    assert made.plan.lr == 1000, "beyond its end"
-
-
 # During a run
 
-ACTIONS = {
-    "Evaluate now": "evaluate",
-    "Save now": "save",
-    "Stop": "stop",
-    "What limits it?": "profile",
-    "Back to best": "best",
-    "Undo": "undo",
-}
+ACTIONS = {"Evaluate now": "evaluate", "Save now": "save", "Stop": "stop", "What limits it?": "profile"}
+ACTIONS |= {"Back to best": "best", "Undo": "undo"}
 
 
 def test_while_it_trains_the_panels_cell_has_the_buttons_and_points_to_the_settings():
@@ -200,8 +179,6 @@ def test_a_resumed_run_shows_the_plan_it_had_applied_and_says_so_until_something
     made.begin(Requests(Plans(Plan(lr=0.001), Plan(lr=0.001)), Plan(lr=0.002)))
     assert made.fields["lr"].value == "0.001"
     assert "This run goes on with what it had applied: lr 0.002 → 0.001" in words(made)
-    made.refresh()
-    assert "goes on with" in words(made)
     made.fields["clip_norm"].value = "2"
     assert "goes on with" not in words(made)
 
@@ -223,19 +200,6 @@ def test_a_button_posts_a_request_and_shows_it_until_the_run_has_answered(label)
     made.refresh()
     assert not buttons(made)[label].disabled
     assert message not in words(made)
-
-
-def test_pause_becomes_resume_whoever_paused():
-    made = panel()
-    requests = running(made)
-    buttons(made)["Pause"].click()
-    assert requests.paused
-    assert "paused between two steps" in words(made)
-    buttons(made)["Resume"].click()
-    assert not requests.paused
-    requests.post("pause")
-    made.refresh()
-    assert "Resume" in buttons(made)
 
 
 def test_a_change_during_a_run_is_pending_until_it_is_applied_and_nothing_requested_since_is_taken_back():
@@ -260,9 +224,6 @@ def test_a_value_that_a_run_refuses_is_not_wanted_and_its_reason_is_shown():
     made.fields["batch_size"].value = "512"
     assert requests.state.plan == Plan()
     assert "batch_size 512 is larger than the train split (300 samples)" in words(made)
-    made.end()
-    made.fields["batch_size"].value = "512"
-    assert made.plan.batch_size == 512
 
 
 def test_what_a_started_run_keeps_is_disabled_with_the_reason_until_it_ends():
@@ -278,17 +239,6 @@ def test_what_a_started_run_keeps_is_disabled_with_the_reason_until_it_ends():
     assert not any(field.disabled for field in made.fields.values())
 
 
-def test_a_preset_during_a_run_changes_what_may_change_and_says_what_it_kept():
-    made = panel(baseline=Plan(optimizer="adam", feed="workers", lr=2e-4), optimised=Plan(batch_size=1024, lr=4e-3))
-    requests = running(made)
-    made.form.menu.value = "the guide's before"
-    assert made.plan == requests.state.plan == Plan(lr=2e-4)
-    assert "kept: optimizer, feed (fixed in a started run)" in words(made)
-    made.form.menu.value = "the guide's optimised"
-    assert requests.state.plan == Plan(lr=2e-4), "refused, as a whole"
-    assert "Not applied: batch_size" in words(made)
-
-
 def test_more_than_three_settings_at_once_are_asked_about_together():
     """As by a preset, or a proposal of several changes."""
     optimised = Plan(batch_size=256, lr=4e-3, warmup_epochs=2.0, amp="bf16")
@@ -299,30 +249,6 @@ def test_more_than_three_settings_at_once_are_asked_about_together():
     assert "4 settings change at once: batch_size 64 → 256, lr 0.001 → 0.004" in words(made)
     buttons(made)["Apply 4 changes"].click()
     assert requests.state.plan == optimised
-    made.end()
-    made.form.menu.value = "as advised"
-    assert made.plan == made.advised, "without a run nothing is asked"
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "usual", "ratio"),
-    [("lr", "1000", 0.002, "500,000"), ("weight_decay", "2", 0.1, "20")],
-)
-def test_a_value_beyond_ten_times_the_advised_asks_once_more_and_can_be_declined(name, text, usual, ratio):
-    made = panel(**{name: usual})
-    requests = running(made)
-    made.fields[name].value = text
-    assert requests.state.plan == made.advised
-    assert f"Not applied: {name} {text} is {ratio}× the advised {usual}" in words(made)
-    assert made.fields[name].value == text
-    buttons(made)[f"Keep {name} = {usual}"].click()
-    assert (made.plan, made.fields[name].value) == (made.advised, str(usual))
-    assert f"Apply {name} = {text}" not in buttons(made)
-    made.fields[name].value = text
-    buttons(made)[f"Apply {name} = {text}"].click()
-    assert getattr(requests.state.plan, name) == float(text)
-    made.fields[name].value = str(3 * usual)
-    assert getattr(made.plan, name) == 3 * usual, "on the way down nothing is asked"
 
 
 @pytest.mark.parametrize("back", ["Undo", "Keep lr = 0.002", "Escape"])
@@ -353,9 +279,5 @@ def test_a_verdict_is_shown_with_a_button_that_makes_its_change():
     buttons(made)["Apply amp = bf16"].click()
     assert requests.state.plan.amp == "bf16"
     assert "Compute-bound" not in words(made), "a change that was made is proposed no more"
-    made.propose("Launch-bound: larger batch", {"batch_size": 10**6})
-    buttons(made)["Apply batch_size = 1000000"].click()
-    assert made.plan.batch_size == Plan().batch_size
-    assert "larger than the train split" in words(made)
     made.propose("Compute-bound: nothing worth changing")
     assert not [label for label in buttons(made) if label.startswith("Apply")]

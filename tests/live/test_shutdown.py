@@ -4,11 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from queue import Empty
-from types import SimpleNamespace
 
 import pytest
 import toy
@@ -35,50 +33,12 @@ def batch(raw, plan, draws):
     return toy.batch(raw, plan, draws)
 held = SimpleNamespace(**dict(vars(toy), batch=batch))
 print("ready", flush=True)
-run = nb.fit(held, pack, toy.PLAN.replace(epochs=4, {{knobs}}), "run", receipt=False)
+run = nb.fit(held, pack, toy.PLAN.replace(epochs=4, feed='workers', workers=1), "run", receipt=False)
 """
 """A cell whose fifth step lasts until a file `go` is there; every step is noted in a file `steps`."""
 
 
-def as_jupyter_does(kernel: Client, finish_step: Callable[[], None]) -> None:
-    """What jupyter_client's shutdown_kernel sends, SIGKILL aside: the step under way outlasts all of it."""
-    kernel.manager.interrupt_kernel()
-    kernel.client.shutdown()
-    kernel.client.get_control_msg(timeout=PATIENCE)
-    kernel.manager.signal_kernel(signal.SIGTERM)
-    finish_step()
-
-
-def by_message_alone(kernel: Client, finish_step: Callable[[], None]) -> None:
-    kernel.client.shutdown()
-    kernel.client.get_control_msg(timeout=PATIENCE)
-    finish_step()
-
-
-WAYS = [
-    pytest.param(("colab", as_jupyter_does, "feed='workers', workers=1"), id="colab-jupyter-workers"),
-    pytest.param(
-        ("newest", by_message_alone, "feed='workers', workers=1"), id="newest-message", marks=pytest.mark.full
-    ),
-    pytest.param(("ipykernel-7.3", by_message_alone, ""), id="ipykernel-7.3-message", marks=pytest.mark.full),
-]
-
-
-@pytest.fixture(params=WAYS)
-def ended(request, tmp_path):
-    """A kernel that was asked to end in the midst of a run's fifth step, and what it said until it had ended."""
-    stack, shut_down, knobs = request.param
-    with started(stack, tmp_path) as kernel:
-        cell = kernel.client.execute(TRAIN.format(knobs=knobs))
-        kernel.printed("ready")
-        until(lambda: steps(tmp_path) == 5, "the fifth step")
-        shut_down(kernel, (tmp_path / "go").touch)
-        code = kernel.ended()
-        said = list(pending(kernel))
-        yield SimpleNamespace(folder=tmp_path, code=code, said=said, cell=cell)
-
-
-def steps(folder: Path) -> int:
+def noted(folder: Path) -> int:
     return (folder / "steps").read_text().count("step\n") if (folder / "steps").exists() else 0
 
 
@@ -91,15 +51,26 @@ def pending(kernel: Client):
             return
 
 
-def test_a_kernel_shut_down_finishes_the_step_saves_and_ends(ended):
-    assert ended.code in (0, -signal.SIGTERM)
-    assert last_step(ended.folder / "run") == steps(ended.folder) == 5
-    said = [m["content"] for m in ended.said if parent(m) == ended.cell]
-    logs = [content["data"]["text/plain"] for content in said if "text/plain" in content.get("data", {})]
-    assert "after step 5; run it again to continue" in "".join(logs)
-    assert [m["content"]["ename"] for m in ended.said if m["msg_type"] == "error"] == []
-    assert "nbtools" not in (ended.folder / "stderr").read_text()  # ipykernel 7 has complaints of its own
-    goes_on_bit_equal(nb.Pack.open(ended.folder / "toy" / "pack"), ended.folder)
+@pytest.mark.parametrize("stack", ["colab", pytest.param("newest", marks=pytest.mark.full)])
+def test_a_kernel_shut_down_finishes_the_step_saves_and_ends(stack, tmp_path):
+    """By what jupyter_client's shutdown_kernel sends, SIGKILL aside: the step under way outlasts all of it."""
+    with started(stack, tmp_path) as kernel:
+        cell = kernel.client.execute(TRAIN)
+        kernel.printed("ready")
+        until(lambda: noted(tmp_path) == 5, "the fifth step")
+        kernel.manager.interrupt_kernel()
+        kernel.client.shutdown()
+        kernel.client.get_control_msg(timeout=PATIENCE)
+        kernel.manager.signal_kernel(signal.SIGTERM)
+        (tmp_path / "go").touch()
+        assert kernel.ended() in (0, -signal.SIGTERM)
+        said = list(pending(kernel))
+    assert last_step(tmp_path / "run") == noted(tmp_path) == 5
+    shown = [m["content"].get("data", {}).get("text/plain", "") for m in said if parent(m) == cell]
+    assert "after step 5; run it again to continue" in "".join(shown)
+    assert [m["content"]["ename"] for m in said if m["msg_type"] == "error"] == []
+    assert "nbtools" not in (tmp_path / "stderr").read_text()  # ipykernel 7 has complaints of its own
+    goes_on_bit_equal(nb.Pack.open(tmp_path / "toy" / "pack"), tmp_path)
 
 
 def goes_on_bit_equal(pack: nb.Pack, folder: Path) -> None:
@@ -132,16 +103,6 @@ def test_sigterm_is_a_request_to_stop_and_comes_through_when_the_run_is_saved(tm
     assert terminated == [(signal.SIGTERM, True)], "it came through before the run was saved"
     goes_on_bit_equal(pack, tmp_path)
     assert len(terminated) == 1
-
-
-def test_sigterm_ends_the_receipt_which_can_be_had_later(tmp_path, terminated):
-    pack = toy.make_pack(tmp_path, count=60)
-    steps = PLAN.epochs * -(-pack.splits["train"] // PLAN.batch_size)
-    task = acting({steps + 1: partial(os.kill, os.getpid(), signal.SIGTERM)})
-    run = nb.fit(task, pack, PLAN, tmp_path / "run", progress=False)
-    assert run.events[-1] == "no receipt: interrupted; run it again to get it"
-    assert (run.receipt, len(run.summary())) == (None, PLAN.epochs)
-    assert terminated == [(signal.SIGTERM, True)]
 
 
 def test_kill_ends_training_in_a_terminal_with_nothing_lost(tmp_path):

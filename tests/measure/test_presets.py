@@ -7,10 +7,8 @@ import toy
 
 import nbtools as nb
 from nbtools.data import Card, Column, cores
-from nbtools.errors import PlanError
 from nbtools.measure import preset
 from nbtools.tasks import captcha, hwdb, segment, sign
-from nbtools.train import Plan
 
 TASKS: dict[str, Any] = {"captcha": captcha, "hwdb": hwdb, "segment": segment, "sign": sign}
 GUIDES = {  # as the guides write them
@@ -39,33 +37,26 @@ GUIDES = {  # as the guides write them
 }
 
 
-def clips(*columns: str) -> Card:
-    shapes = {"x": Column("ragged", "<f4", (156,)), "features": Column("ragged", "<f4", (2048,))}
-    return Card("sign", list("ab"), {}, {name: shapes[name] for name in columns}, {"train": 9})
+COLUMNS = {"x": Column("ragged", "<f4", (156,)), "features": Column("ragged", "<f4", (2048,))}
+CLIPS = Card("sign", list("ab"), {}, COLUMNS, {"train": 9})
 
 
 def test_the_presets_are_the_guides_optimised_settings_read_as_the_guides_do():
     for name, settings in GUIDES.items():
         task, _, named = name.partition(" ")
         made = TASKS[task].PRESETS[named]
-        plan: Any = made(clips("x", "features")) if callable(made) else made
+        plan: Any = made(CLIPS) if callable(made) else made
         assert isinstance(plan, type(TASKS[task].PLAN))
         expected = dict(pair.split("=") for pair in settings.split())
         assert {n: getattr(plan, n) for n in expected} == {n: plan.parse(n, text) for n, text in expected.items()}
         assert plan.feed == "workers"
     assert {f"{name} {each}" for name, task in TASKS.items() for each in task.PRESETS} == GUIDES.keys()
-    assert {next(iter(task.PRESETS)) for task in TASKS.values()} == {"guide"}, "the main one"
-
-
-def no_features(card: Card) -> Plan:
-    raise PlanError("the network reads features, and this data has none")
 
 
 LARGE = {"batch_size": 10_000, "micro_batch_size": 5000, "lr": 0.1, "amp": "fp16", "workers": 100}
 PRESETS = {
     "guide": toy.BASELINE.replace(**LARGE),
     "guide-as-it-is": toy.BASELINE.replace(epochs=2),
-    "guide-features": no_features,
 }
 
 
@@ -83,6 +74,5 @@ def test_a_preset_leaves_to_machine_and_data_what_it_must_and_says_so(tmp_path):
     gone, why = preset(guided, dataclasses.replace(pack, raw=None), "guide-as-it-is")
     assert gone is not None
     assert (gone.feed, why) == ("auto", "feed workers → auto (the source files are gone)")
-    assert preset(guided, pack, "guide-features") == (None, "the network reads features, and this data has none")
     panel = nb.Panel(nb.advise(guided, pack, measure=False))
     assert [*panel.presets][1:] == ["the guide's before", "the guide's optimised", "the guide's as it is"]

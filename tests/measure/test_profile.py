@@ -2,7 +2,6 @@
 times, and, where operations are counted, on real ones."""
 
 import dataclasses
-import json
 from typing import Any
 
 import pytest
@@ -64,14 +63,6 @@ def test_shares_and_seconds_are_those_of_the_job(packs):
     assert profile.trials == ()
     assert len(profile.kernels) == 5
     assert sum(share for _, share in profile.kernels) <= 1.001
-
-
-def test_a_verdict_survives_json(packs):
-    result = judged(Job(amp={"bf16": 1.0}), packs[False], plan_of(batch_size=8))
-    saved = json.dumps(result.to_dict())
-    again = Verdict.from_dict(json.loads(saved))
-    assert (json.dumps(again.to_dict()), str(again)) == (saved, str(result))
-    assert all(name in str(result) for name, _ in result.kernels)
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -46,19 +46,12 @@ def test_the_rungs_are_the_groups_of_settings_in_which_the_plans_differ_and_each
         "+ mixed precision": 2.0,
         "+ compile, layout, threads": 1.0,
     }
-    counts = pack.splits["train"] % 64 == 0
-    assert {rung.name: rung.factor or 1.0 for rung in found.rungs} == pytest.approx(
-        expected, rel=0.01 if counts else 0.2
-    )
-    assert math.prod(expected.values()) == pytest.approx(found.ratio, rel=0.01 if counts else 0.2)
+    within = 0.01 if pack.splits["train"] % 64 == 0 else 0.2
+    assert {rung.name: rung.factor or 1.0 for rung in found.rungs} == pytest.approx(expected, rel=within)
     assert math.prod(rung.factor or 1.0 for rung in found.rungs) == pytest.approx(found.ratio)
     assert found.before.waited == pytest.approx(0.8 / (0.8 + small))
     assert found.after.waited == 0
-    plans = [rung.timing.plan for rung in found.rungs]
-    assert [plan["feed"] for plan in plans] == ["workers", "auto", "auto", "auto", "auto"]
-    assert [plan["batch_size"] for plan in plans] == [16, 16, 64, 64, 64]
-    assert [plan["amp"] for plan in plans] == ["off", "off", "off", "bf16", "bf16"]
-    assert [plan["hidden"] for plan in plans] == [24] * 5, "a smaller network is no speed-up"
+    assert {rung.timing.plan["hidden"] for rung in found.rungs} == {24}, "a smaller network is no speed-up"
     assert [list(rung.changes) for rung in found.rungs] == [[], ["feed"], ["batch_size"], ["amp"], ["channels_last"]]
     assert found.rungs[-1].timing == found.after
     assert found.after.plan == FASTER.to_dict()
@@ -68,8 +61,7 @@ def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors_and_the_t
     headers, rows = found.table()
     assert headers[1:4] == ("samples/s", "vs previous row", "vs baseline")
     assert [row[0] for row in rows] == [rung.name for rung in found.rungs]
-    assert rows[1][2] == f"{found.rungs[1].factor:.2f}×"
-    assert rows[2][5] == "batch_size 16 → 64"
+    assert (rows[1][2], rows[2][5]) == (f"{found.rungs[1].factor:.2f}×", "batch_size 16 → 64")
     assert f"Samples/s over the baseline's on this machine: {found.rungs[-1].trial.spread}" in str(found)
     assert "No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not" in str(found)
     assert found.samples == FASTER.epochs * pack.splits["train"]
@@ -81,7 +73,6 @@ def test_where_a_step_is_slow_only_the_ends_are_measured_and_it_is_said(pack):
     found = measured(Job(fixed=9.0), pack, FASTER)
     assert [rung.name for rung in found.rungs] == ["baseline", "this run"]
     assert found.rungs[-1].timing == found.after
-    assert list(found.rungs[1].changes) == ["batch_size", "amp", "channels_last", "feed"]
     assert "Not measured, as that would take longer than 36 s: + " in str(found)
 
 
@@ -102,14 +93,10 @@ def test_who_trained_for_seconds_waits_no_longer_than_that_for_receipt_and_verdi
 LARGE = toy.BASELINE.replace(batch_size=64, amp="fp16")
 
 
-def beside_the_guide(pack, **parts: Any) -> Receipt:
-    job: Any = Job(**{"reading": 0.001, "fixed": 0.1, "a_sample": 0.001, **parts})
+def test_the_guides_settings_are_measured_next_to_its_before_in_passes_that_fit_memory(pack):
+    job: Any = Job(reading=0.001, fixed=0.1, a_sample=0.001)
     job.PRESETS = {"guide": LARGE, "guide-large": toy.PLAN}
-    return measured(job, pack, toy.PLAN.replace(hidden=24))
-
-
-def test_the_guides_settings_are_measured_next_to_its_before(pack):
-    found = beside_the_guide(pack)
+    found = measured(job, pack, toy.PLAN.replace(hidden=24))
     small, large = (0.1 / batch + 0.001 + 0.001 for batch in (16, 64))
     assert found.guide is not None
     assert found.guide.trial.ratio == pytest.approx(small / large, rel=0.1)  # 128 to train on, or nearly
@@ -120,19 +107,9 @@ def test_the_guides_settings_are_measured_next_to_its_before(pack):
     assert rows[1][2:4] == (None, found.guide.trial.spread)
     assert "batch_size 16 → 64" in rows[1][5]
     assert Receipt.from_dict(json.loads(found.to_json())).to_json() == found.to_json()
-
-
-@pytest.mark.parametrize(
-    ("parts", "note"),
-    [
-        ({"fixed": 4.0}, "Not measured, as that would take longer than 36 s: guide's optimised"),
-        ({"most": 32}, "Memory ran out with guide's optimised: measured in passes of 32 samples"),
-    ],
-)
-def test_a_note_tells_where_the_guides_settings_could_not_be_measured_as_they_are(pack, parts, note):
-    found = beside_the_guide(pack, **parts)
-    assert note in " ".join(found.notes)
-    assert (found.guide is None) == ("passes" not in note)
+    job.most = 32
+    notes = " ".join(measured(job, pack).notes)
+    assert "Memory ran out with guide's optimised: measured in passes of 32 samples" in notes
 
 
 def test_without_the_source_files_the_receipt_says_that_data_was_not_measured(tmp_path):
