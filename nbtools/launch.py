@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,13 +21,13 @@ from typing import Any
 from torch.distributed import is_torchelastic_launched
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from nbtools import errors
+from nbtools import disk, errors
 from nbtools.data import Pack, cores, say
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.fit import fit, opening
 from nbtools.live import FirstSignal, running_kernel
 from nbtools.run import Run
-from nbtools.train import RankLost, TaskLike, as_task, checkpoint, import_task, task_name
+from nbtools.train import CONTROL, RankLost, TaskLike, as_task, checkpoint, import_task, task_name
 from nbtools.watch import MOMENT, Remote
 
 CODE = """
@@ -60,8 +61,7 @@ def launch(
     """
     task, name = as_task(task), task_name(task)
     if is_torchelastic_launched():
-        rule = f"processes (--processes) starts torchrun, got {processes} in a process that torchrun started"
-        raise TrainError(f"{rule}; leave it out")
+        raise TrainError(f"processes (--processes) starts torchrun, got {processes} in a process of it; leave it out")
     if processes < 1:
         raise TrainError(f"processes (--processes) must be at least 1, got {processes}; start one for each GPU")
     if name.startswith("__main__:") or name.endswith(":"):
@@ -72,6 +72,8 @@ def launch(
     call = plan and SimpleNamespace(plan=getattr(plan, "plan", plan), **parts)
     if progress:
         say(f"starting {processes} processes under torchrun …")
+    with disk.explained("starting a run", folder):
+        disk.remove(folder / CONTROL)  # which was meant for an earlier run
     events, interrupted = [], False
     with start((name, pack, call, folder, kept, receipt, fresh), processes, restarts) as torchrun:
         while torchrun.poll() is None and not checkpoint.read_index(folder):
@@ -115,9 +117,13 @@ def start(job: tuple[Any, ...], processes: int, restarts: int) -> Iterator[subpr
 def rank() -> None:
     """Call `fit` in a process of torchrun's. sys.argv: the file of a job, see `launch`."""
     task, pack, plan, run, keep, receipt, fresh = pickle.loads(Path(sys.argv[1]).read_bytes())
-    make = partial(import_task, task, "nb.launch")
-    reporting(lambda: fit(make(), pack, plan, run, keep, receipt, progress=False, fresh=fresh))
-    os._exit(0)  # gloo's threads may crash a process that tidies up, and torchrun would start a finished run again
+    make, code = partial(import_task, task, "nb.launch"), 1
+    try:
+        reporting(lambda: fit(make(), pack, plan, run, keep, receipt, progress=False, fresh=fresh))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)  # gloo's threads may crash or hang a process that tidies up
 
 
 def reporting(act: Callable[[], Any]) -> Any:

@@ -97,7 +97,7 @@ def test_what_cannot_start_is_refused_in_a_sentence(pack, monkeypatch, capsys):
     monkeypatch.setenv("NBTOOLS_DEVICE", "cpu")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     assert main(["train", "crew", "--data", "raw", "--run", "run", "--processes", "2"]) == 1
-    assert "starts torchrun, got 2 in a process that torchrun started; leave it out" in capsys.readouterr().err
+    assert "starts torchrun, got 2 in a process of it; leave it out" in capsys.readouterr().err
     assert not Path("runs").exists()
 
 
