@@ -286,16 +286,14 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
 
 
 def watchers_of(callbacks: Sequence[Callback], log: str | None) -> list[Callback]:
-    """Return what a call of `fit` gives, the logger last. Raises TrainError, MissingExtra."""
+    """Return what a call of `fit` gives, the logger last: it writes the numbers of a run's rows into its folder, by
+    global step. Raises TrainError, and MissingExtra without its package."""
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
         raise TrainError(f"callbacks must be a list of functions f(record, run), got {callbacks!r}; pass [f]")
     if log not in (None, "tensorboard"):
         raise TrainError(f'log must be "tensorboard" or None, got {log!r}; any other logger is a function in callbacks')
-    return [*callbacks] if log is None else [*callbacks, tensorboard()]
-
-
-def tensorboard() -> Callback:
-    """Return a function that writes the numbers of a run's rows into its folder, by global step."""
+    if log is None:
+        return [*callbacks]
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -313,4 +311,4 @@ def tensorboard() -> Callback:
                 writer.add_scalar(f"{record.kind}/{name}", value, record.step)
         writer.flush()  # a run that is killed repeats only what is beyond its checkpoint
 
-    return write
+    return [*callbacks, write]

@@ -235,21 +235,16 @@ def begin(
                 history.append(record)
     advised = getattr(call, "advised", getattr(call, "plan", None))
     starts = [start for start in index.get("starts", []) if state.over or start[1] < state.step]  # else undone since
-    checkpoint.mark(
-        folder,
-        version=checkpoint.VERSION,
-        nbtools=disk.VERSION,
-        id=index.get("id", uuid4().hex),
-        task=train.task_name(state.task),
-        metric=state.task.BEST,
-        pack=str(pack.folder.absolute()),
-        given=(given or state.plan).given() or index.get("given", {}),
-        applied=state.applied.to_dict(),
-        advised=advised.to_dict() if advised else index.get("advised", state.plan.to_dict()),
-        identity=now,
-        starts=starts if state.over else [*starts, [uuid4().hex[:8], state.step]],
-        panel=getattr(call, "id", None),
-    )
+    plans = {
+        "given": (given or state.plan).given() or index.get("given", {}),
+        "applied": state.applied.to_dict(),
+        "advised": advised.to_dict() if advised else index.get("advised", state.plan.to_dict()),
+    }
+    made = {"version": checkpoint.VERSION, "nbtools": disk.VERSION, "pack": str(pack.folder.absolute())}
+    task = {"task": train.task_name(state.task), "metric": state.task.BEST, "identity": now}
+    starts = starts if state.over else [*starts, [uuid4().hex[:8], state.step]]
+    run = {"id": index.get("id", uuid4().hex), "starts": starts, "panel": getattr(call, "id", None)}
+    checkpoint.mark(folder, **made, **task, **plans, **run)
     if former is None:
         checkpoint.save(folder, state, rows=0)
     return history, complaints
