@@ -10,7 +10,6 @@ import pytest
 
 import nbtools as nb
 from nbtools.__main__ import parser
-from nbtools.errors import TrainError
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -121,4 +120,3 @@ def test_every_entry_that_the_code_names_is_a_heading():
         named |= set(re.findall(r'\bentry ?= ?"([^"]+)"', path.read_text()))
     assert len(named) > 6
     assert named <= {*re.findall(r"^## (.+)$", TROUBLES, re.M)}
-    assert str(TrainError("Done.", entry="NaN")) == "Done. See “NaN” in docs/troubleshooting.md"

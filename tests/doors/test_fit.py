@@ -72,13 +72,6 @@ def test_an_export_is_enough_to_use_the_model(run, pack, tmp_path):
     assert card["validation"]["val_accuracy"] == run.best["val_accuracy"]
 
 
-def test_fit_on_a_finished_run_trains_nothing_and_returns_it(run, pack):
-    before = {path.name: path.read_bytes() for path in run.folder.iterdir() if path.suffix != ".png"}
-    again = nb.fit(toy, pack, toy.PLAN, run.folder, **QUIET)
-    assert {path.name: path.read_bytes() for path in again.folder.iterdir() if path.suffix != ".png"} == before
-    assert "it is finished: the same call returns it; more epochs extend it, and fresh=True" in again.events[0]
-
-
 def test_what_cannot_be_trained_evaluated_or_opened_is_refused_by_its_reason_before_anything_is_written(
     run, pack, tmp_path
 ):

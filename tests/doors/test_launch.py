@@ -84,7 +84,7 @@ def test_what_is_asked_of_two_processes_reaches_both_at_the_same_step(pack, tmp_
     will("crash at its exit", rank=1, step=3)
 
     def user():
-        until(lambda: len(notes(1)) > 5, "steps")
+        until(lambda: len(notes(1)) > 5, "steps", 120)
         send("run", settings={"lr": 0.005})
         until(lambda: notes(0)[-1]["lr"] == 0.005, "another lr")
         send("run", ["evaluate"], {"batch_size": 24})
