@@ -40,16 +40,18 @@ Index = Mapping[str, Any]
 def identity(task: Task, card: Card, model: nn.Module, plan: Plan) -> dict[str, list[str]]:
     """Return what a run is besides its plan, each part as a list of lines."""
     (loss, metrics, augment, functions), name = train.objective(task), train.task_name(task)
-    kind = getattr(loss, "__qualname__", type(loss).__qualname__) if loss else "default"
+    named, own = train.qualified_name(loss) if loss else "default", "given" not in vars(task)
     parts = {
         "pack": [card.digest[:12]],
         "network": [*structure(model)],
-        "loss": [*structure(loss, values=True)] if isinstance(loss, nn.Module) else [kind],  # such as class weights
+        "loss": [*structure(loss, values=True)] if isinstance(loss, nn.Module) else [named],  # such as class weights
         "metrics": metrics,
         "augment": [f"{name} {strength}" for name, strength in augment.items()],
         **{part: [name] for part, name in functions.items()},
         "trained": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
     }
+    if task.card is not None and own:  # a Task that somebody wrote, whose loss may read its attributes
+        parts["settings"] = [*settings(task, values=True)]
     if ":" not in name:  # else the name of a variable, which may change
         parts["task"] = [name]
     if task.card is not None and not plan.given().keys() & FREE:
@@ -62,11 +64,22 @@ def structure(model: nn.Module, values: bool = False) -> Iterator[str]:
     for name, module in model.named_modules():
         # SyncBatchNorm takes the place of BatchNorm in several processes, and the run stays the same
         kind = "BatchNorm" if isinstance(module, _BatchNorm) else type(module).__name__
-        plain = ((n, v) for n, v in vars(module).items() if isinstance(v, PLAIN) and n not in VARYING and n[0] != "_")
-        yield f"{name}: {kind}({', '.join(f'{n}={value}' for n, value in plain)})".removeprefix(": ")
+        yield f"{name}: {kind}({', '.join(settings(module, values))})".removeprefix(": ")
     for name, tensor in model.state_dict().items():
-        digest = hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()[:12] if values else ""
-        yield f"{name} {[*tensor.shape]} {digest}".strip()
+        yield f"{name} {[*tensor.shape]} {digest(tensor) if values else ''}".strip()
+
+
+def settings(thing: Any, values: bool) -> Iterator[str]:
+    """Yield `name=value` of its plain attributes; values: also of lists, mappings and tensors."""
+    for name, value in vars(thing).items():
+        if values and isinstance(value, torch.Tensor):
+            value = digest(value)
+        if isinstance(value, (*PLAIN, list, dict) if values else PLAIN) and name not in VARYING and name[0] != "_":
+            yield f"{name}={value}"
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()[:12]
 
 
 def differences(before: Lines, now: Lines) -> list[str]:
@@ -200,8 +213,14 @@ def restore(folder: Path, kept: Path, fresh: bool) -> None:
     with disk.explained(f"restoring {folder} from {kept}", folder):
         part = folder.with_name(f"{folder.name}.part")
         train.restore_kept(kept, part)
-        disk.remove(folder)
+        if ours:
+            folder.rename(former := folder.with_name(f"{folder.name}.former"))
         disk.publish_folder(part, folder)
+        for path in former.iterdir() if ours else ():  # of callbacks, of TensorBoard
+            if not is_ours(path):
+                path.rename(folder / path.name)
+        if ours:
+            disk.remove(former)
 
 
 def continues(longer: Index, shorter: Index) -> bool:
@@ -253,10 +272,14 @@ def begin(
 def clear(folder: Path, resumes: bool) -> None:
     """Remove what a killed process left half-written, and a run in whose place a new one starts; other files stay."""
     for path in [folder / checkpoint.INDEX, *folder.glob("*")]:  # without its index the folder holds no run
-        part = path.suffix == ".part"
-        ours = (path.name.rsplit(".", 2)[0] if part else path.name) in OURS or checkpoint.FILE.fullmatch(path.name)
-        if ours and (part or not resumes):
+        if is_ours(path) and (path.suffix == ".part" or not resumes):
             disk.remove(path)
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether a run wrote this file of its folder, whole or in part."""
+    whole = path.name.rsplit(".", 2)[0] if path.suffix == ".part" else path.name
+    return whole in OURS or checkpoint.FILE.fullmatch(path.name) is not None
 
 
 def resume(folder: Path, state: TrainState, history: History) -> tuple[list[str], list[Record]]:
@@ -273,13 +296,15 @@ def resume(folder: Path, state: TrainState, history: History) -> tuple[list[str]
 
 class Job:
     """A run in progress. It is saved at the end of each epoch, and within one every minute, where that takes at most
-    1 % of the time; at its best in any case. keeper: copies the folder to where the run is kept, if it is."""
+    1 % of the time. Its best state is copied at once, and written before the next. keeper: copies the folder to where
+    the run is kept, if it is."""
 
     def __init__(self, pack: Pack, folder: Path, state: TrainState, surface: Surface):
         self.task, self.pack, self.folder, self.state = state.task, pack, folder, state
         self.surface, self.history = surface, surface.history
         self.keeper: Keeper | None = None
         self.saved, self.place, self.plan = monotonic(), (state.epoch, state.step), state.applied  # when, and what
+        self.best: checkpoint.Checkpoint | None = None  # the best state, where it is still to be written
         # A thread writes, since 100 MB take 1.5 s, a seventh of an epoch of 10 s. Its result: the seconds it took.
         self.writer, self.writing = ThreadPoolExecutor(1, "nbtools-writer"), Future[float]()
         self.writing.set_result(0.0)
@@ -291,8 +316,12 @@ class Job:
         since, ends = monotonic() - self.saved, record.kind == "epoch"
         due = (ends or since > SAVE_EVERY) and self.writing.done() and since * SAVE_SHARE >= self.writing.result()
         # A checkpoint amid a change would resume with its row, but without the change.
-        if record.kind != "change" and (due or self.state.improved):
+        if record.kind == "change":
+            return
+        if due:
             self.save()
+        elif self.state.improved and not self.state.lost():
+            self.best, self.state.improved = checkpoint.snapshot(self.state, len(self.history), best=True), False
 
     def write_plan(self) -> None:
         if self.plan is not self.state.applied:
@@ -305,26 +334,36 @@ class Job:
         """Have the state written, unless it is; return False for one whose loss is no number, which will be undone.
         Training continues once the state is copied."""
         self.write_plan()
-        self.wait()  # for the memory of the last copy
+        self.finish_writing()  # for the memory of the last copy
         if self.place == (place := (self.state.epoch, self.state.step)):
+            self.wait()
             return True
         if self.state.lost():
             return False
-        taken = checkpoint.snapshot(self.state, len(self.history), self.state.improved)
+        taken, best = checkpoint.snapshot(self.state, len(self.history), self.state.improved), self.best
+        if best is not None and best.name == taken.name:
+            best, taken.facts["best"] = None, True
         self.surface.keep_still()
-        self.place, self.state.improved, self.saved = place, False, monotonic()
-        self.writing = self.writer.submit(self.write, taken)
+        self.place, self.state.improved, self.saved, self.best = place, False, monotonic(), None
+        self.writing = self.writer.submit(self.write, *filter(None, (best, taken)))
         return True
 
-    def write(self, taken: checkpoint.Checkpoint) -> float:
+    def write(self, *taken: checkpoint.Checkpoint) -> float:
         began = monotonic()
-        checkpoint.publish(self.folder, taken)
+        for each in taken:
+            checkpoint.publish(self.folder, each)
         if self.keeper is not None:
             self.keeper.keep()
         return monotonic() - began
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written. Raises DiskError if it could not be."""
+        """Wait until all that is to be saved is written. Raises DiskError where it could not be."""
+        self.finish_writing()
+        if self.best is not None:
+            self.writing, self.best = self.writer.submit(self.write, self.best), None
+            self.finish_writing()
+
+    def finish_writing(self) -> None:
         self.writing.result()
         if self.keeper is not None:
             self.surface.report_all(self.keeper.complaints)

@@ -40,6 +40,7 @@ from nbtools.train.task import (
     import_task,
     objective,
     order,
+    qualified_name,
     readable,
     task_name,
     title_of,
