@@ -276,17 +276,3 @@ def test_advice_for_each_task_is_the_same_beside_a_busy_process_and_ends_in_time
         assert perf_counter() - start - (advice.lr_trial.seconds if advice.lr_trial else 0) <= 65
         speed.append([getattr(advice.plan, name) for name in SPEED])
     assert speed[0] == speed[1]
-
-
-def test_advice_says_how_long_training_takes_and_how_long_with_the_baseline(tmp_path):
-    job = Turned(reading=0.02, fixed=0.1)
-    pack = job.pack(toy.make_pack(tmp_path, count=300))
-    advice = measured(job, pack)
-    found = re.search(r"about (.+) at the measured speed, (.+) with the baseline's settings", str(advice))
-    assert found
-    assert seconds(found[2]) - seconds(found[1]) == pytest.approx(3 * advice.samples * 0.02, rel=0.2)
-
-
-def seconds(text: str) -> float:
-    parts = re.findall(r"([\d.]+) (min|s)\b", text)
-    return sum(float(number) * {"min": 60, "s": 1}[unit] for number, unit in parts)

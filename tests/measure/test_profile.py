@@ -10,7 +10,6 @@ import toy
 from simulated import Job
 
 import nbtools as nb
-from nbtools.errors import TrainError
 from nbtools.measure import Verdict, timed, verdict
 
 SECONDS = 4.0  # on a job's own clock: enough for rounds of several steps
@@ -63,14 +62,6 @@ def test_shares_and_seconds_are_those_of_the_job(packs):
     assert profile.trials == ()
     assert len(profile.kernels) == 5
     assert sum(share for _, share in profile.kernels) <= 1.001
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-def test_a_pack_of_a_few_samples_is_measured_and_a_batch_larger_than_it_refused(tmp_path, ragged):
-    pack, plan = toy.make_pack(tmp_path, 8, ragged), toy.PLAN.replace(batch_size=2)
-    assert verdict(toy, pack, plan, 0.05).timing.samples_per_s > 0
-    with pytest.raises(TrainError, match="larger than the train split"):
-        verdict(toy, pack, toy.PLAN, 0.05)
 
 
 # -- the time of a step
