@@ -1,5 +1,6 @@
 """Memory may end at any allocation of a step: the step is done once, in smaller parts, and training goes on."""
 
+import re
 import traceback
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def fit(run, hidden, *callbacks):
 def used():
     gc.collect()
     tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
-    print(sum({{t.data_ptr(): t.nbytes for t in tensors}}.values()) // 2**20)
+    print("used", sum({{t.data_ptr(): t.nbytes for t in tensors}}.values()) // 2**20, "MB")
 fit("first", 16)
 used()
 """
@@ -131,10 +132,12 @@ used()
 @pytest.mark.parametrize("stack", ["colab", MINE])
 def test_a_cell_that_fails_amid_training_leaves_no_memory_behind_and_the_next_one_trains(tmp_path, stack):
     with started(stack, tmp_path) as kernel:
-        before, errors = int(kernel.run(CELL)), []
+        used, errors = [kernel.run(CELL)], []
         for fails in (", lambda *_: 1 / 0", ""):
             cell = kernel.client.execute(f'fit("large", 400_000{fails})')  # 22 MB of weights
             kernel.end(cell)
             errors += [kernel.errors(cell)]
-            assert int(kernel.run("used()")) == pytest.approx(before, abs=1)
+            used += [kernel.run("used()")]
+    before, *after = (int(re.findall(r"used (\d+) MB", text)[0]) for text in used)
+    assert after == pytest.approx([before] * 2, abs=1)
     assert errors == [["ZeroDivisionError"], []]
