@@ -30,6 +30,8 @@ def test_unknown_ids_are_named_unless_they_are_ignored(tmp_path):
     source = labelled(tmp_path / "raw", label)
     assert only(checked(source, classes=NAMES)).value == "labels/a.png: 7, 1000"
     assert packed(source, classes=NAMES, ignore=[7, 1000]).manifest["bad"] == 0
+    with pytest.raises(PackError, match=r"each name must be used only once, got .* twice"):
+        packed(source, classes=["ground", "shirt", "shirt"])
 
 
 def test_a_mask_of_0_and_255_says_how_to_be_read(tmp_path):
