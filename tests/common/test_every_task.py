@@ -147,7 +147,7 @@ CARDS = {
 @pytest.mark.parametrize("accelerator", ["cuda", "cpu"])
 @pytest.mark.parametrize("name", CARDS)
 def test_advice_fits_machine_and_data_and_gives_every_number_a_reason(name, accelerator):
-    machine = Machine(accelerator, "x", 40 if accelerator == "cuda" else 0, 1, 2, (8, 0))
+    machine = Machine(accelerator, "x", 40 if accelerator == "cuda" else 0, 2, (8, 0))
     for card in CARDS[name]:
         advice = decide(TASKS[name], card, machine)
         assert all(advice.reasons.values())

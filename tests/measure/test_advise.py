@@ -1,7 +1,6 @@
 """Advice: a table of machines and data sets, a reason for everything that differs from the task's own plan; and what
 was measured, kept next to the pack and never measured by surprise."""
 
-import dataclasses
 import importlib
 import json
 import math
@@ -34,11 +33,11 @@ CAPTCHA: Any = SimpleNamespace(
 )
 GIB = 2**30 / 1e9
 GUIDED = {  # as torch sees machines: total_memory, capability → batch, lr, warmup, amp
-    "T4": (Machine("cuda", "Tesla T4", 14.56 * GIB, 1, 2, (7, 5)), 128, 2.83e-4, 3, "fp16"),
-    "L4": (Machine("cuda", "NVIDIA L4", 22.03 * GIB, 1, 12, (8, 9)), 256, 4e-4, 5, "bf16"),
-    "A100-40": (Machine("cuda", "NVIDIA A100-SXM4-40GB", 39.39 * GIB, 1, 12, (8, 0)), 512, 5.66e-4, 10, "bf16"),
-    "8 × A100-80": (Machine("cuda", "NVIDIA A100", 79.15 * GIB, 8, 128, (8, 0)), 512, 5.66e-4, 10, "bf16"),
-    "GTX 1080 Ti": (Machine("cuda", "GTX 1080 Ti", 10.91 * GIB, 1, 8, (6, 1)), 64, 2e-4, 0, "off"),
+    "T4": (Machine("cuda", "Tesla T4", 14.56 * GIB, 2, (7, 5)), 128, 2.83e-4, 3, "fp16"),
+    "L4": (Machine("cuda", "NVIDIA L4", 22.03 * GIB, 12, (8, 9)), 256, 4e-4, 5, "bf16"),
+    "A100-40": (Machine("cuda", "NVIDIA A100-SXM4-40GB", 39.39 * GIB, 12, (8, 0)), 512, 5.66e-4, 10, "bf16"),
+    "8 × A100-80": (Machine("cuda", "NVIDIA A100", 79.15 * GIB, 128, (8, 0)), 512, 5.66e-4, 10, "bf16"),
+    "GTX 1080 Ti": (Machine("cuda", "GTX 1080 Ti", 10.91 * GIB, 8, (6, 1)), 64, 2e-4, 0, "off"),
     "MPS": (Machine("mps", "Apple GPU", cores=10), 64, 2e-4, 0, "off"),
     "CPU": (Machine("cpu", "CPU", cores=2), 64, 2e-4, 0, "off"),
 }
@@ -63,9 +62,6 @@ def suggesting(**suggested) -> Any:
 def test_machines_get_the_guides_tiers_and_tables(name):
     plan = decide(CAPTCHA, card(50_030), MACHINES[name]).plan
     assert (plan.batch_size, plan.lr, plan.warmup_epochs, plan.amp, plan.workers) == (*GUIDED[name][1:], 0)
-    reading = decide(with_plan(feed="workers"), card(50_030), MACHINES[name])
-    assert reading.plan.workers == min(MACHINES[name].cores, 8)
-    assert "rule of thumb (ours)" in reading.reasons["workers"]
 
 
 @pytest.mark.parametrize(
@@ -90,14 +86,6 @@ def test_lr_follows_the_optimizers_rule_up_to_sixteen_times_the_batch(optimizer,
     assert ("no increase beyond 16" in advice.reasons["lr"]) == (batch == 4096)
 
 
-@pytest.mark.parametrize(("val", "epochs", "every"), [(5_000, 30, 1), (50_000, 30, 4), (50_000, 6, 2), (0, 30, 1)])
-def test_evaluations_take_at_most_a_tenth_of_the_time(val, epochs, every):
-    data = dataclasses.replace(card(50_000), splits={"train": 50_000, "val": val})
-    advice = decide(with_plan(epochs=epochs, eval_every=1), data, A100)
-    assert advice.plan.eval_every == every
-    assert "a third of a step's, rule of thumb (ours)" in advice.reasons.get("eval_every", "") or every == 1
-
-
 def test_what_the_task_suggests_stands_and_the_rest_follows_from_it():
     task = suggesting(batch_size=256, epochs=10, optimizer="sgd", clip_norm=5.0)
     advice = decide(task, card(50_030), A100)
@@ -108,13 +96,9 @@ def test_what_the_task_suggests_stands_and_the_rest_follows_from_it():
 
 
 def test_settings_that_cannot_stand_change_with_a_reason():
-    advice = decide(with_plan(min_lr=5e-4, graph=True), card(50_030), MACHINES["CPU"])
-    assert (advice.plan.min_lr, advice.plan.lr, advice.plan.graph) == (2e-4, 2e-4, False)
+    advice = decide(with_plan(min_lr=5e-4), card(50_030), MACHINES["CPU"])
+    assert (advice.plan.min_lr, advice.plan.lr) == (2e-4, 2e-4)
     assert "above the advised lr" in advice.reasons["min_lr"]
-    assert "need CUDA" in advice.reasons["graph"]
-    advice = decide(with_plan(graph=True, amp="fp16"), card(50_030), MACHINES["T4"])
-    assert (advice.plan.amp, advice.plan.graph) == ("fp16", False)
-    assert "fp16" in advice.reasons["graph"]
 
 
 @pytest.mark.parametrize("name", ["T4", "A100-40", "CPU"])
@@ -187,9 +171,6 @@ def test_rules_alone_when_nothing_was_measured_before(tmp_path):
     ):
         assert text in str(advice)
         assert text in advice._repr_html_()
-    before, folded = advice._repr_html_().split("<details>")
-    assert all(f">{name}<" in before for name in ("batch_size", "lr", "amp"))
-    assert all(f">{name}<" in folded for name in set(advice.reasons) - {"epochs", "batch_size", "lr", "amp"})
 
 
 def test_the_tasks_own_batch_size_is_not_overruled_by_speed(pack):

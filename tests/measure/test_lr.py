@@ -205,7 +205,7 @@ def test_within_noise_the_recipe_wins_and_else_the_smallest_value(tmp_path):
 
 
 def test_values_train_on_the_same_batches_from_the_same_weights_under_the_whole_schedule(tmp_path, monkeypatch):
-    """Each lr rises in the warmup, and falls to nearly 0."""
+    """Each lr rises in the warmup, and falls to the schedule's end, though each epoch has a leftover batch."""
     values = dict[int, tuple[dict[str, Any], list[Any], list[float]]]()
     step = Stepper.step
 
@@ -231,7 +231,7 @@ def test_values_train_on_the_same_batches_from_the_same_weights_under_the_whole_
         peak = int(np.argmax(lrs))
         assert peak == pytest.approx(0.1 * len(lrs), abs=1.5)
         assert lrs == [*sorted(lrs[:peak]), *sorted(lrs[peak:], reverse=True)]
-        assert lrs[-1] < 0.03
+        assert lrs[-1] < 0.001
 
 
 def simulated_trial(job: simulated.Job, folder: Any) -> Any:
