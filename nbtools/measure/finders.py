@@ -156,7 +156,7 @@ class Finder:
             torch.cuda.reset_peak_memory_stats(self.device)
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-        for raw in self.stepper.feed([ids] if len(ids) else []):
+        for raw in self.stepper.feed([ids]) if len(ids) else ():
             self.stepper.step(raw)
         if cuda:
             torch.cuda.synchronize(self.device)

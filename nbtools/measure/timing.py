@@ -196,7 +196,7 @@ class Stepper:
 
     def timing(self) -> Timing:
         """Return what its turns showed, with the micro-batch that fits into memory."""
-        speeds, waited, host = ([turn[k] for turn in self.turns] for k in (0, 2, 4))
+        speeds, _, waited, _, host = zip(*self.turns, strict=True)
         settings = {**self.plan.to_dict(), "micro_batch_size": self.state.recovery.micro}
         spread = median(speeds), min(speeds), max(speeds), len(speeds)
         return Timing(settings, *spread, median(waited), self.device_s(), min(host), self.cold_s)
