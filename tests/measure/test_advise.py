@@ -1,6 +1,7 @@
 """Advice: a table of machines and data sets, a reason for everything that differs from the task's own plan; and what
 was measured, kept next to the pack and never measured by surprise."""
 
+import dataclasses
 import importlib
 import json
 import math
@@ -29,10 +30,10 @@ CAPTCHA: Any = SimpleNamespace(
 )
 GIB = 2**30 / 1e9
 GUIDED = {  # as torch sees machines: total_memory, capability → batch, lr, warmup, amp
-    "T4": (Machine("cuda", "Tesla T4", 14.56 * GIB, 1, 2, (7, 5)), 128, 2.83e-4, 3, "fp16"),
-    "L4": (Machine("cuda", "NVIDIA L4", 22.03 * GIB, 1, 12, (8, 9)), 256, 4e-4, 5, "bf16"),
-    "8 × A100-80": (Machine("cuda", "NVIDIA A100", 79.15 * GIB, 8, 128, (8, 0)), 512, 5.66e-4, 10, "bf16"),
-    "GTX 1080 Ti": (Machine("cuda", "GTX 1080 Ti", 10.91 * GIB, 1, 8, (6, 1)), 64, 2e-4, 0, "off"),
+    "T4": (Machine("cuda", "Tesla T4", 14.56 * GIB, 2, (7, 5)), 128, 2.83e-4, 3, "fp16"),
+    "L4": (Machine("cuda", "NVIDIA L4", 22.03 * GIB, 12, (8, 9)), 256, 4e-4, 5, "bf16"),
+    "8 × A100-80": (Machine("cuda", "NVIDIA A100", 79.15 * GIB, 128, (8, 0)), 512, 5.66e-4, 10, "bf16"),
+    "GTX 1080 Ti": (Machine("cuda", "GTX 1080 Ti", 10.91 * GIB, 8, (6, 1)), 64, 2e-4, 0, "off"),
     "MPS": (Machine("mps", "Apple GPU", cores=10), 64, 2e-4, 0, "off"),
     "CPU": (Machine("cpu", "CPU", cores=2), 64, 2e-4, 0, "off"),
 }
@@ -81,6 +82,14 @@ def test_a_small_data_set_caps_the_batch_which_lr_follows_by_the_optimizers_rule
     advice = decide(suggesting(**suggested), card(train), A100)
     assert (advice.plan.batch_size, advice.plan.lr) == (batch, pytest.approx(lr, rel=0.01))
     assert ("capped" in advice.reasons["batch_size"]) == (batch < 512 and not suggested)
+
+
+@pytest.mark.parametrize(("val", "epochs", "every"), [(5_000, 30, 1), (50_000, 30, 4), (50_000, 6, 2), (0, 30, 1)])
+def test_evaluations_take_at_most_a_tenth_of_the_time(val, epochs, every):
+    data = dataclasses.replace(card(50_000), splits={"train": 50_000, "val": val})
+    advice = decide(with_plan(epochs=epochs, eval_every=1), data, A100)
+    assert advice.plan.eval_every == every
+    assert "a third of a step's, rule of thumb (ours)" in advice.reasons.get("eval_every", "") or every == 1
 
 
 def test_what_the_task_suggests_stands_and_the_rest_follows_from_it():
@@ -142,6 +151,15 @@ def test_rules_alone_when_nothing_was_measured_before(tmp_path):
     for text in ("nothing here has been measured", f"{advice.samples} samples · ", "time not measured yet."):
         assert text in str(advice)
         assert text in advice._repr_html_()
+
+
+def test_the_tasks_own_batch_size_is_not_overruled_by_speed(pack):
+    class Own(Job):
+        def suggest(self, card, accelerator):
+            return {"batch_size": (12, "learns best so")}
+
+    advice = measured(Own(fixed=0.1, a_sample=0.0001), pack)
+    assert (advice.plan.batch_size, advice.reasons["batch_size"]) == (12, "learns best so")
 
 
 @pytest.mark.parametrize(
