@@ -151,6 +151,9 @@ def test_rules_alone_when_nothing_was_measured_before(tmp_path):
     for text in ("nothing here has been measured", f"{advice.samples} samples · ", "time not measured yet."):
         assert text in str(advice)
         assert text in advice._repr_html_()
+    before, folded = advice._repr_html_().split("<details>")
+    assert all(f">{name}<" in before for name in ("batch_size", "lr", "amp"))
+    assert all(f">{name}<" in folded for name in set(advice.reasons) - {"epochs", "batch_size", "lr", "amp"})
 
 
 def test_the_tasks_own_batch_size_is_not_overruled_by_speed(pack):
