@@ -151,3 +151,14 @@ def test_a_kept_run_resumes_that_an_undo_took_to_before_its_last_start(pack, fol
     assert "lr 0.01 → 0.02 undone; back at step 10" in " ".join(texts(run))
     assert len(run.history.of("epoch")) == PLAN.epochs
     assert same(nb.Run.open(kept, toy), run)
+
+
+def test_weights_that_diverged_are_not_the_best_though_they_score_best(pack, folder, tmp_path, slow):
+    """A metric that grows with the loss, and a change between the last log step and the epoch's evaluation."""
+    whole = nb.fit(acting({}, BEST="loss"), pack, SLOW, tmp_path / "untouched", **QUIET)
+    steps = slow.history.of("epoch")[0]["step"]
+    task = acting({steps - 1: asking(folder, force=True, lr=1000)}, BEST="loss")
+    run = nb.fit(task, pack, SLOW, folder, **QUIET)
+    assert f"undone; back at step {steps - 1}" in " ".join(run.events)
+    assert run.best["epoch"] == whole.best["epoch"]
+    assert same(run, whole)

@@ -20,7 +20,7 @@ from torch import nn
 
 import nbtools as nb
 from nbtools.data import Card, Column
-from nbtools.measure import Machine, decide
+from nbtools.measure import Machine, Stepper, decide
 from nbtools.show import duration
 from nbtools.train import Plan
 
@@ -297,3 +297,22 @@ def test_advice_for_each_task_is_the_same_beside_a_busy_process_and_ends_in_time
         assert perf_counter() - start - (advice.lr_trial.seconds if advice.lr_trial else 0) <= 65
         speed.append([getattr(advice.plan, name) for name in SPEED])
     assert speed[0] == speed[1]
+
+
+def test_precisions_are_compared_on_one_batch_where_lengths_differ(tmp_path, monkeypatch):
+    """Else the narrowest comes once, and a look at it is all there is."""
+    step, batches = Stepper.step, list[tuple[int, ...]]()
+
+    def stepped(self: Stepper, raw: Any) -> Any:
+        batches.append(tuple(raw["id"].tolist()))
+        return step(self, raw)
+
+    def enough(*_: Any) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stepper, "step", stepped)
+    monkeypatch.setattr("nbtools.measure.advisor.find_batch", enough)
+    monkeypatch.setattr("nbtools.measure.advisor.objection", enough)
+    with pytest.raises(KeyboardInterrupt):
+        nb.advise(toy, toy.make_pack(tmp_path, 600, ragged=True), seconds=3.0)
+    assert len({*batches[2:]}) == 1 < len(batches[2:]), "after the two steps that say how long one takes"
