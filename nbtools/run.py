@@ -22,7 +22,7 @@ from nbtools import disk, live, show, train
 from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, items_of, retry, say
 from nbtools.errors import CheckpointError, PackError, TrainError
 from nbtools.export import write_onnx, write_weights
-from nbtools.measure import Receipt, Verdict
+from nbtools.measure import LrTrial, Receipt, Verdict
 from nbtools.show import header, number, plural
 from nbtools.train import History, Plan, Task, TaskLike, checkpoint, evaluation
 
@@ -83,6 +83,11 @@ class Run:
     def verdict(self) -> Verdict | None:
         """Return what this run is bound by, and the one change worth making; None if it was not measured."""
         return self.measured(VERDICT, Verdict)
+
+    @property
+    def lr_trial(self) -> LrTrial | None:
+        """Return which learning rates were tried before it, with their losses; None if none were."""
+        return LrTrial.from_dict(tried) if (tried := self.index.get("lr_trial")) else None
 
     def measured(self, name: str, kind: Any) -> Any:
         return kind.from_dict(read_json(self.folder / name, "delete it")) if (self.folder / name).exists() else None
