@@ -89,6 +89,17 @@ def in_turn(notebooks: dict[str, NotebookNode], top: Path) -> dict[str, list[Not
     return {name: ran[start:end] for name, start, end in zip(notebooks, [0, *ends], ends, strict=False)}
 
 
+def words(cells: list[NotebookNode]) -> int:
+    """How many words the outputs show, without what is folded, drawings and progress bars."""
+    count = 0
+    for output in (output for cell in cells for output in cell.get("outputs", [])):
+        data = output.get("data", {})
+        page = re.sub(r"<(style|script|svg|details)\b.*?</\1>", " ", data.get("text/html", ""), flags=re.S)
+        said = re.sub("<[^>]+>", " ", page) if "text/html" in data else data.get("text/plain", output.get("text", ""))
+        count += len([word for line in said.splitlines() if "%|" not in line for word in line.split()])
+    return count
+
+
 QUICK = [*(f"captcha/{part}" for part in fresh.PARTS), "sign/2_train"]
 
 
@@ -102,6 +113,7 @@ def test_each_runs_from_top_to_bottom_and_captchas_hand_on_what_lies_on_drive(tm
         assert re.search(r"; [\d,]+ samples · [\d,]+ steps? per epoch · .* of warmup; ", said[name]), name
         assert re.search(r"^epoch 1 of 1  train .*  lr \S+(  |$)", said[name], re.M), name
         assert "Not measured: set MEASURE = True" in said[name], "in place of the receipt"
+        assert words(ran[name]) <= (350 if name.startswith("captcha") else 600), "and a receipt has 110"
         [fit, *_] = [cell for cell in ran[name] if "nb.fit(" in cell.source]
         shown = [kind for output in fit.outputs for kind in output.get("data", {})]
         assert (shown.count("image/png"), shown.count(execute.WIDGET)) == (1, 0), "nothing that needs a kernel stays"
