@@ -89,18 +89,18 @@
     if (ends[1] - ends[0] > 0.02) zoom(plot, ends);
   });
   on('pointerdown', '.nbt-key span', (key) => {
-    if (!key) return;
-    const { hidden } = stateOf(key.closest('.nbt-grid'));
-    hidden.delete(key.dataset.name) || hidden.add(key.dataset.name);
-    apply(key.closest('.nbt-grid'));
+    const grid = key?.closest('.nbt-grid');
+    if (grid && !stateOf(grid).hidden.delete(key.dataset.name)) stateOf(grid).hidden.add(key.dataset.name);
+    if (grid) apply(grid);
   });
-  for (const [kind, wait] of [['focusin', 0], ['keyup', 500]]) // a slider of ipywidgets has no name, and says the exponent
-    on(kind, '.nbtools-slider', (slider) => setTimeout(() => Object.assign(slider?.querySelector('[tabindex]') ?? {}, {
-      role: 'slider', ariaLabel: 'lr', ariaValueText: slider?.querySelector('.widget-readout').textContent }), wait));
+  on('focusin', '.nbtools-slider', (slider) => { // of ipywidgets: it has no name, and for its value the exponent
+    const [handle, words] = ['[tabindex]', '.widget-readout'].map((css) => slider?.querySelector(css));
+    const name = () => Object.assign(handle, { role: 'slider', ariaLabel: 'lr', ariaValueText: words.textContent });
+    if (slider) name(new MutationObserver(name).observe(words, { childList: true }));
+  });
   on('keydown', '.nbtools-row input, .nbtools-knob input', (field, event) => {
     if (event.key !== 'Escape' || field?.type !== 'text') return;
-    field.value = '';
-    for (const kind of ['input', 'change']) field.dispatchEvent(new Event(kind, { bubbles: true }));
+    Object.assign(field, { value: '' }).dispatchEvent(new Event('change', { bubbles: true }));
   });
   document.documentElement.addEventListener('pointerleave', () => ((at = null), show()));
 })();
