@@ -114,26 +114,14 @@ class Notebook:
         """How many charts are drawn."""
         return self.output(self.at).locator("svg[role=img]").count()
 
-    def remember_places(self, label: str) -> None:
-        """From now on, of the curves below a button, while the window has the width that it has now."""
-        self.button(label).evaluate(
+    def place(self, label: str) -> float:
+        """Pixels from a button to the curves below it."""
+        return self.button(label).evaluate(
             """button => {
-                const width = window.innerWidth, view = button.closest('.nbtools-live');
-                clearInterval(window.watch);
-                window.places = new Set();
-                window.watch = setInterval(() => {
-                    const curves = view.querySelector('.nbt-grid');
-                    if (window.innerWidth != width || !curves || !button.offsetParent) return;
-                    const [top, below] = [button, curves].map(each => each.getBoundingClientRect().top);
-                    window.places.add(Math.round(below - top));
-                }, 50);
+                const curves = button.closest('.nbtools-live').querySelector('.nbt-grid');
+                return Math.round(curves.getBoundingClientRect().top - button.getBoundingClientRect().top);
             }"""
         )
-
-    def places(self) -> list[float]:
-        """Pixels from the button to the curves so far, each once."""
-        found: list[float] = self.page.evaluate("[...window.places]")
-        return found
 
     def point(self, chart: int) -> None:
         """Put the pointer into the middle of a chart."""

@@ -52,10 +52,7 @@ class Client:
         raise AssertionError(f"nothing after {PATIENCE} s: {say}; the last: {self.said[-3:]}")
 
     def idle(self, request: str) -> dict:
-        return self.until(
-            lambda m: m["msg_type"] == "status" and m["content"]["execution_state"] == "idle" and parent(m) == request,
-            f"the end of {request}",
-        )
+        return self.until(lambda m: parent(m) == request and over(m), f"the end of {request}")
 
     def end(self, cell: str) -> None:
         """Waits for all that ends a cell, and until others may follow: ipykernel 7.3 may never read a request that
@@ -68,17 +65,14 @@ class Client:
     def printed(self, text: str) -> dict:
         return self.until(lambda m: text in m["content"].get("text", ""), f"“{text}”")
 
-    def send(self, kind: str, content: dict, subshell: str | None = None) -> str:
-        message = self.client.session.msg(kind, content)
+    def slide(self, slider: str, value: int, subshell: str | None = None) -> str:
+        """What a frontend sends when the user moves a slider."""
+        data = {"method": "update", "state": {"value": value}, "buffer_paths": []}
+        message = self.client.session.msg("comm_msg", {"comm_id": slider, "data": data})
         if subshell:
             message["header"]["subshell_id"] = subshell
         self.client.shell_channel.send(message)
         return message["header"]["msg_id"]
-
-    def slide(self, slider: str, value: int, subshell: str | None = None) -> str:
-        """What a frontend sends when the user moves a slider."""
-        data = {"method": "update", "state": {"value": value}, "buffer_paths": []}
-        return self.send("comm_msg", {"comm_id": slider, "data": data}, subshell)
 
     def reply(self, request: str) -> dict:
         while not any(parent(message) == request for message in self.replies):
@@ -90,17 +84,18 @@ class Client:
         opened = [m["content"] for m in self.said if m["msg_type"] == "comm_open"]
         return [c["comm_id"] for c in opened if c["data"]["state"].get("_model_name") == "IntSliderModel"][-1]
 
+    def own(self, kind: str, request: str) -> list[dict]:
+        """What was published of a kind in the name of a request."""
+        return [m["content"] for m in self.said if m["msg_type"] == kind and parent(m) == request]
+
     def text(self, request: str) -> str:
-        """What was printed in the name of a request."""
-        return "".join(m["content"]["text"] for m in self.said if m["msg_type"] == "stream" and parent(m) == request)
+        return "".join(content["text"] for content in self.own("stream", request))
 
     def errors(self, request: str) -> list[str]:
-        """The names of the exceptions shown in the name of a request."""
-        return [m["content"]["ename"] for m in self.said if m["msg_type"] == "error" and parent(m) == request]
+        return [content["ename"] for content in self.own("error", request)]
 
     def states(self, request: str) -> list[str]:
-        own = [m["content"] for m in self.said if m["msg_type"] == "status" and parent(m) == request]
-        return [content["execution_state"] for content in own]
+        return [content["execution_state"] for content in self.own("status", request)]
 
     def ended(self) -> int:
         """Waits for the end of the process; its exit code."""
@@ -118,6 +113,10 @@ class Client:
 
 def parent(message: dict) -> str | None:
     return message["parent_header"].get("msg_id")
+
+
+def over(message: dict) -> bool:
+    return message["content"].get("execution_state") == "idle"
 
 
 def python(stack: str) -> Path:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
+import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,7 @@ from serving import until
 
 from nbtools.train import checkpoint
 
-
-@dataclass(frozen=True)
-class Act:
-    """One interaction. clicked, came: when it was done, and when the run showed its effect, in seconds since 1970.
-    step: seconds of the step that was under way, without anything between steps."""
-
-    what: str
-    clicked: float
-    came: float
-    step: float
-
-    @property
-    def beyond(self) -> float:
-        """Seconds that its effect took, without the step's own."""
-        return max(0.0, self.came - self.clicked - self.step)
+Holds = Callable[[dict[str, Any]], bool]
 
 
 class Log:
@@ -44,46 +30,40 @@ class Log:
                 file.seek(self.place)
                 lines = [line for line in file if line.endswith("\n")]
             self.place += sum(map(len, lines))
-            for row in map(json.loads, lines):
-                if "ended" in row:
-                    self.rows[-1] |= row
-                else:
-                    self.rows.append(row)
+            self.rows += map(json.loads, lines)
         return self.rows
 
     def steps(self) -> list[dict[str, Any]]:
         return [row for row in self.read() if row["training"]]
 
-    def first(self, holds: Callable[[dict[str, Any]], bool], since: float) -> float:
+    def first(self, holds: Holds, since: float) -> float:
         """When the first batch after a time came of which something holds; 0 where none came yet."""
         return next((row["time"] for row in self.read() if row["time"] > since and holds(row)), 0.0)
 
-    def under_way(self, at: float) -> float:
-        """Seconds of the step that was computed at a time; 0 between steps."""
-        steps = ((row["time"], row["ended"]) for row in self.read() if "ended" in row)
-        return next((end - start for start, end in steps if start <= at < end), 0.0)
+    def step(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(b["time"] - a["time"] for a, b in pairwise(self.steps()))
 
 
 class Person:
     """Interactions with a run under way, each followed until its effect is there.
 
-    cell: the one that trains. run: the run's folder. silences: seconds without a step in each pause, after the last
-    one's end.
+    cell: the one that trains. run: the run's folder. waits: (seconds from a click to its effect, what) of each;
+    silences: seconds without a step in each pause.
     """
 
     def __init__(self, notebook: Notebook, cell: int, run: Path, log: Log):
         self.notebook, self.cell, self.run, self.log = notebook, cell, run, log
-        self.acts: list[Act] = []
+        self.waits: list[tuple[float, str]] = []
         self.silences: list[float] = []
 
-    def turned(self, what: str, act: Callable[[], float], holds: Callable[[dict[str, Any]], bool]) -> None:
+    def noted(self, what: str, clicked: float, came: float) -> None:
+        self.waits.append((came - clicked, what))
+
+    def turned(self, what: str, act: Callable[[], float], holds: Holds) -> None:
         """Act, and wait for the batch that shows it."""
         clicked = act()
-        came = until(lambda: self.log.first(holds, clicked), what)
-        self.noted(what, clicked, came)
-
-    def noted(self, what: str, clicked: float, came: float) -> None:
-        self.acts.append(Act(what, clicked, came, self.log.under_way(clicked)))
+        self.noted(what, clicked, until(lambda: self.log.first(holds, clicked), what))
 
     def now(self, knob: str) -> Any:
         return self.log.steps()[-1][knob]
@@ -98,20 +78,19 @@ class Person:
         """Pause and Resume."""
         clicked = self.notebook.click("Pause")
         until(self.notebook.button("Resume").is_visible, "Resume")
-        until(lambda: time.time() - self.log.steps()[-1].get("ended", math.inf) > 0.3, "a pause without steps")
-        last = self.log.steps()[-1]
-        self.noted("Pause", clicked, last["time"])
+        until(lambda: time.time() - self.log.steps()[-1]["time"] > 0.5, "a pause without steps")
+        last = self.log.steps()[-1]["time"]
+        self.noted("Pause", clicked, last)
         resumed = self.notebook.click("Resume")
-        came = until(lambda: self.log.first(lambda row: row["training"], last["time"]), "steps after Resume")
-        self.silences.append(resumed - last["ended"] if came >= resumed else 0.0)
+        came = until(lambda: self.log.first(lambda row: row["training"], last), "steps after Resume")
+        self.silences.append(came - last)
         self.noted("Resume", resumed, came)
 
     def evaluated(self) -> None:
         """Evaluate now, and wait for its end."""
-        clicked = self.notebook.click("Evaluate now")
-        came = until(lambda: self.log.first(lambda row: not row["training"], clicked), "an evaluation")
-        until(lambda: self.log.first(lambda row: row["training"], came), "steps after an evaluation")
-        self.noted("Evaluate now", clicked, came)
+        self.turned("Evaluate now", lambda: self.notebook.click("Evaluate now"), lambda row: not row["training"])
+        done = self.log.read()[-1]["time"]
+        until(lambda: self.log.first(lambda row: row["training"], done), "steps after an evaluation")
 
     def saved(self) -> None:
         """Save now: the checkpoint of the step that the run names."""

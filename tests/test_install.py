@@ -55,26 +55,6 @@ def test_run_all_on_a_new_machine_installs_from_githubs_zip_and_runs_to_the_end(
         fresh.check_chain(task, said)
 
 
-def declined(name: str, top: Path) -> tuple[str, list[str]]:
-    """(what a notebook said where the dialog is declined, files that it left on no machine)."""
-    top.mkdir()
-    source = fresh.repository_zip(top / ZIP)
-    said, _ = run_all(name, top / "machine", None, "colab", str(source))
-    return said, [path.name for path in (top / "machine").rglob("nbtools-data")]
-
-
-@full
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["0_start_here", "captcha/1_data", "captcha/2_train"])
-def test_where_drive_is_declined_run_all_goes_on_and_nothing_is_kept(name, tmp_path):
-    python("colab")
-    said, kept = fresh.apart(declined, name, tmp_path / "top")
-    assert kept == []
-    assert said.count("asking for Drive") == (name != "0_start_here"), "the dialog comes once"
-    assert ("Access to Drive was declined in Colab's dialog" in said) == (name != "0_start_here")
-    assert ("nothing is kept at drive:nbtools-data/runs" in said) == name.endswith("2_train")
-
-
 def installing(source: str) -> list[str]:
     """The install cells of a notebook with a SOURCE, and one more."""
     made = fresh.with_settings(execute.tiny("0_start_here"), SOURCE=source)

@@ -73,20 +73,18 @@ import os; os.makedirs({folder!r}); os.chdir({folder!r})
 os.environ.update(NBTOOLS_CACHE={cache!r}, NBTOOLS_DRIVE={drive!r})"""
 
 
-def in_turn(notebooks: dict[str, NotebookNode], top: Path) -> dict[str, list[NotebookNode]]:
-    """The cells of notebooks, executed one after another in one kernel, which spares the imports: each in a folder of
-    its own and without the names of those before it. Only captcha's have a Drive in common."""
-    cells, ends = [], []
-    for name, notebook in notebooks.items():
-        folder = top / name.replace("/", "-")
-        drive = top / "drive" if name.startswith("captcha/") else top / f"drive of {folder.name}"
-        drive.mkdir(exist_ok=True)
-        places = {"folder": str(folder), "drive": str(drive), "cache": str(folder / "cache")}
-        cells += [nbformat.v4.new_code_cell(BEFORE.format(**places)), *notebook.cells]
+def in_turn(top: Path) -> list[NotebookNode]:
+    """The notebooks of captchas, executed one after another in one kernel, which spares the imports: each in a folder
+    of its own and without the names of those before it, with a Drive in common."""
+    (top / "drive").mkdir()
+    cells, ends = [], [0]
+    for part in fresh.PARTS:
+        places = {"folder": str(top / part), "drive": str(top / "drive"), "cache": str(top / part / "cache")}
+        cells += [nbformat.v4.new_code_cell(BEFORE.format(**places)), *execute.tiny(f"captcha/{part}").cells]
         ends.append(len(cells))
     whole = nbformat.v4.new_notebook(cells=[NotebookNode({**cell, "id": f"cell-{i}"}) for i, cell in enumerate(cells)])
     ran = execute.run(whole, top, {**os.environ, "OMP_NUM_THREADS": "1"}).cells
-    return {name: ran[start:end] for name, start, end in zip(notebooks, [0, *ends], ends, strict=False)}
+    return [NotebookNode(cells=ran[start:end]) for start, end in itertools.pairwise(ends)]
 
 
 def words(cells: list[NotebookNode]) -> int:
@@ -100,23 +98,17 @@ def words(cells: list[NotebookNode]) -> int:
     return count
 
 
-QUICK = [*(f"captcha/{part}" for part in fresh.PARTS), "sign/2_train"]
-
-
 @pytest.mark.timeout(900)
-def test_each_runs_from_top_to_bottom_and_captchas_hand_on_what_lies_on_drive(tmp_path):
-    chosen = {name: execute.tiny(name) for name in QUICK}
-    ran = fresh.apart(in_turn, chosen, tmp_path)
-    said = {name: fresh.text(NotebookNode(cells=cells)) for name, cells in ran.items()}
-    fresh.check_chain("captcha", [said[name] for name in QUICK[:3]])
-    for name in ("captcha/2_train", "sign/2_train"):
-        assert re.search(r"; [\d,]+ samples · [\d,]+ steps? per epoch · .* of warmup; ", said[name]), name
-        assert re.search(r"^epoch 1 of 1  train .*  lr \S+(  |$)", said[name], re.M), name
-        assert "Not measured: set MEASURE = True" in said[name], "in place of the receipt"
-        assert words(ran[name]) <= (350 if name.startswith("captcha") else 600), "and a receipt has 110"
-        [fit, *_] = [cell for cell in ran[name] if "nb.fit(" in cell.source]
-        shown = [kind for output in fit.outputs for kind in output.get("data", {})]
-        assert (shown.count("image/png"), shown.count(execute.WIDGET)) == (1, 0), "nothing that needs a kernel stays"
+def test_captchas_run_from_top_to_bottom_and_hand_on_what_lies_on_drive(tmp_path):
+    ran = fresh.apart(in_turn, tmp_path)
+    said = [fresh.text(notebook) for notebook in ran]
+    fresh.check_chain("captcha", said)
+    assert re.search(r"^epoch 1 of 1  train .*  lr \S+(  |$)", said[1], re.M)
+    assert "Not measured: set MEASURE = True" in said[1], "in place of the receipt"
+    assert words(ran[1].cells) <= 350, "and a receipt has 110"
+    [fit, *_] = [cell for cell in ran[1].cells if "nb.fit(" in cell.source]
+    shown = [kind for output in fit.outputs for kind in output.get("data", {})]
+    assert (shown.count("image/png"), shown.count(execute.WIDGET)) == (1, 0), "nothing that needs a kernel stays"
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The files around the package agree with each other and with what they say."""
 
-import os
 import re
 import subprocess
 import sys
@@ -63,14 +62,6 @@ def test_the_readmes_tree_is_true_and_names_each_folder_of_the_package():
     assert [path for path in named if not (ROOT / path).exists()] == []
     package = [path for path in (ROOT / "nbtools").iterdir() if (path / "__init__.py").exists()]
     assert {f"nbtools/{path.name}/" for path in package} <= {*named}
-
-
-def test_make_alone_explains_every_target():
-    said = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "MAKEFLAGS": ""})
-    assert said.returncode == 0
-    [targets] = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.M)
-    for target in [*targets.split(), "quick-STACK", "test-STACK"]:
-        assert re.search(rf"^  make {target}\s+\S", said.stdout, re.M), target
 
 
 def test_importing_nbtools_loads_torch_and_nothing_else_that_is_slow():

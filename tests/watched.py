@@ -1,15 +1,12 @@
 """The captcha task, which writes down when it trains on what, in watched.jsonl: a line for each batch of the training
-and validation split, and one for the end of each step."""
+and validation split."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
-from typing import Any
 
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nbtools.data import Draws
 from nbtools.tasks import captcha
@@ -24,16 +21,8 @@ KNOBS = ("lr", "batch_size", "amp", "clip_norm", "weight_decay", "eval_every", "
 
 def batch(raw: dict[str, Tensor], plan: Plan, draws: Draws | None) -> dict[str, Tensor]:
     if "id" in raw:  # samples to preview have none
-        knobs = {name: getattr(plan, name) for name in KNOBS}
-        note({"time": time.time(), "training": draws is not None, "ids": raw["id"].tolist(), **knobs})
+        row = {"time": time.time(), "training": draws is not None, **{name: getattr(plan, name) for name in KNOBS}}
+        with open(LOG, "a") as file:  # closed each time: whoever reads it finds whole lines
+            file.write(json.dumps(row) + "\n")
         time.sleep(PAUSE if draws is not None else 0)
     return captcha.batch(raw, plan, draws)
-
-
-def note(row: dict[str, Any]) -> None:
-    with open(LOG, "a") as file:  # closed each time: whoever reads it finds whole lines
-        file.write(json.dumps(row) + "\n")
-
-
-if "pytest" not in sys.modules:  # tests import this module too, and train other things in their own process
-    register_optimizer_step_post_hook(lambda *_: note({"ended": time.time()}))

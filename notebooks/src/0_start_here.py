@@ -23,7 +23,7 @@ EPOCHS = 6  # enough to see it learn; the advice takes minutes
 # %% [markdown]
 # ## The machine
 # One row per GPU: what it is, what is free on it, what holds it back. It also works without an NVIDIA GPU: nbtools then
-# uses Apple's, or the processor's cores, and the table shows it. On Colab you get a GPU with *Runtime → Change runtime
+# uses Apple's, or the processor's cores, and the table says so. On Colab you get a GPU with *Runtime → Change runtime
 # type*.
 
 # %%
@@ -54,7 +54,7 @@ folder
 
 # %% [markdown]
 # ## A first run
-# These images are captchas of four digits. Packed, they are a few flat arrays; a second call opens the pack at once.
+# These images are four-digit captchas. Packed, they become a few flat arrays; a second call opens the pack at once.
 
 # %%
 pack = captcha.pack(folder)
@@ -83,12 +83,12 @@ run.summary()
 
 # %% [markdown]
 # ## Where to go next
-# Each task has three notebooks: `1_data` checks and packs, `2_train` trains and measures how much faster than the
-# guide's settings, `3_evaluate` looks at the mistakes and takes the model away. Each also runs on its own.
+# Each task has three notebooks: `1_data` checks and packs, `2_train` trains and measures the gain over the settings
+# of a published guide, `3_evaluate` looks at the mistakes and exports the model. Each also runs on its own.
 #
-# | first notebook | what is read or recognised |
+# | first notebook | what it reads or recognises |
 # | --- | --- |
-# | [captcha/1_data]({open}captcha/1_data.ipynb) | captchas: fixed or varying numbers of characters |
+# | [captcha/1_data]({open}captcha/1_data.ipynb) | captchas with a fixed or varying number of characters |
 # | [hwdb/1_data]({open}hwdb/1_data.ipynb) | handwritten lines of Chinese, or of any other script |
 # | [sign/1_data]({open}sign/1_data.ipynb) | signs, from keypoints or features of filmed clips |
 # | [segment/1_data]({open}segment/1_data.ipynb) | the class of every pixel |

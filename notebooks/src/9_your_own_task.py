@@ -26,7 +26,7 @@ RUN, KEEP = "runs/own", "drive:nbtools-data/runs/own"  # on this machine, fast; 
 COUNT, EPOCHS = 3000, 15  # generated pictures; passes over them, fewer than advised: they are easy
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
 if "COLAB_RELEASE_TAG" not in os.environ:
-    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
 # ## The machine
@@ -38,7 +38,7 @@ nb.gpus()
 
 # %% [markdown]
 # ## The data
-# Generated pictures: triangles, squares and hexagons in any place, size, angle and colour. The class is the folder.
+# Generated pictures: triangles, squares and hexagons of any position, size, angle and colour. The class is the folder.
 
 # %%
 from PIL import Image, ImageDraw
@@ -53,7 +53,7 @@ def draw(corners, rng):
 
 
 # %% [markdown]
-# With `DATA` of your own, nothing is drawn.
+# If `DATA` is set, nothing is drawn.
 
 # %%
 import random
@@ -75,9 +75,9 @@ pack
 
 # %% [markdown]
 # ## The task
-# A network, or a function that makes one, and its loss: `nb.classify` has cross entropy, accuracy and the drawing of
-# samples; `nb.regress` is its sibling for numbers. The function gets what its parameters ask for: `classes`, how many
-# there are, and `inputs`, here the channels. `augment` changes each batch on the device, reproducibly for each sample.
+# A network, or a function that makes one, and its loss: `nb.classify` brings cross entropy, accuracy and pictures of
+# samples; `nb.regress` is its counterpart for numbers. The function gets what its parameters ask for: `classes`, their
+# number, and `inputs`, here the channels. `augment` changes each batch on the device, reproducibly for each sample.
 
 # %%
 from torch import nn
@@ -94,7 +94,7 @@ def network(inputs, classes):
 task = nb.classify(network, augment=["flip"])
 
 # %% [markdown]
-# A loss of your own takes a class with two methods; `batch` holds the pack's columns, as the table above names them:
+# A loss of your own needs a class with two methods; `batch` holds the pack's columns, as the table above names them:
 #
 #     class Mine(nb.Task):
 #         metrics = ["accuracy"]
@@ -138,7 +138,7 @@ run.receipt or print("Not measured: set MEASURE = True, then run the settings an
 
 # %% [markdown]
 # ## Use it
-# On images that were never seen, then on files; with the classes and the preprocessing of the training.
+# On images that were never seen, then on files; with the classes and the preprocessing used in training.
 
 # %%
 nb.evaluate(run, pack, split="test")
@@ -172,7 +172,7 @@ rate = np.where(flats["town"] == "Köln", 14, 11)
 flats["rent"] = flats["area"] * rate + 20 * flats["floor"] + rng.normal(0, 40, 2000)
 
 # %% [markdown]
-# pandas makes a column of each word, numbers are normalised, and `mae` is in the target's own unit; the noise alone
+# pandas makes a column for each word, numbers are normalised, and `mae` is in the target's own unit; the noise alone
 # is 32.
 
 # %%

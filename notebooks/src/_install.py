@@ -1,7 +1,7 @@
 # %% [markdown]
 # ## Install
-# `SOURCE` in the folded cell says where nbtools comes from: its repository or your fork, or a copy on your Drive: a
-# folder, a wheel, or `"drive:nbtools-main.zip"` as downloaded from GitHub.
+# `SOURCE` in the folded cell says where nbtools comes from: its repository, your fork, or a copy on your Drive (a
+# folder, a wheel, or `"drive:nbtools-main.zip"` as downloaded from GitHub).
 
 # %% cellView="form" jupyter={"source_hidden": true}
 SOURCE = "{repository}"
@@ -29,7 +29,7 @@ if MISSING and SOURCE.startswith("drive:"):
 
             drive.mount("/content/drive")
     except Exception as error:  # declined, or this is not Colab
-        PROBLEM = f"Drive cannot be opened ({error}); off Colab a folder in NBTOOLS_DRIVE stands for it"
+        PROBLEM = f"Drive cannot be opened ({error}); outside Colab, set NBTOOLS_DRIVE to a folder to use instead"
     COPY = Path(os.environ.get("NBTOOLS_DRIVE", "/content/drive/MyDrive"), SOURCE.removeprefix("drive:"))
 if not (PROBLEM or "://" in SOURCE or COPY.is_file() or (COPY / "pyproject.toml").is_file()):
     PROBLEM = f"{SOURCE} {'holds packs and runs, not a copy of nbtools' if COPY.is_dir() else 'does not exist'}"

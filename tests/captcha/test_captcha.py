@@ -43,17 +43,18 @@ def test_lines_keep_their_own_width_and_length(lines):
     assert {s["image"].shape[1] for s in samples} == {32}
 
 
-@pytest.mark.parametrize(
-    ("options", "name", "classes"),
-    [
-        ({}, "Ab3_17_x.png", "3Ab"),
-        ({"label": "-"}, "Ab3-0.png", "3Ab"),
-        ({"label": ""}, "Ab3.png", "3Ab"),
-        ({"label": r"^x(.+)\d$"}, "xAb37.png", "3Ab"),
-        ({"case": "lower"}, "Ab3_1.png", "3ab"),
-    ],
-)
-def test_where_the_text_ends_and_its_case_are_the_callers(own_cache, tmp_path, options, name, classes):
+NAMED = {  # file → options, classes
+    "Ab3_17_x.png": ({}, "3Ab"),
+    "Ab3-0.png": ({"label": "-"}, "3Ab"),
+    "Ab3.png": ({"label": ""}, "3Ab"),
+    "xAb37.png": ({"label": r"^x(.+)\d$"}, "3Ab"),
+    "Ab3_1.png": ({"case": "lower"}, "3ab"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_where_the_text_ends_and_its_case_are_the_callers(own_cache, tmp_path, name):
+    options, classes = NAMED[name]
     png(tmp_path / name)
     pack = captcha.pack(tmp_path, layout="fixed", progress=False, **options)
     assert ("".join(pack.classes), pack.sample(0)["label"].tolist()) == (classes, [1, 2, 0])

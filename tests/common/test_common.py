@@ -9,7 +9,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from nbtools.errors import PackError
-from nbtools.tasks.common import ctc, files, lists, metrics
+from nbtools.tasks.common import ctc, files, metrics
 
 
 def test_cer_ar_and_cr_by_their_definitions_over_all_characters():
@@ -61,23 +61,23 @@ def test_hidden_colours_of_transparent_pixels_do_not_show(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-@pytest.mark.parametrize("separator", lists.SEPARATORS)
+@pytest.mark.parametrize("separator", files.SEPARATORS)
 def test_a_list_is_cut_at_the_separator_with_which_its_rows_fit_and_quotes_hide_others(separator, encoding):
     text = 'name#n\r\n\r\n"a,;|\tz "# 1\r\ndir\\b#2#""\r\n'.replace("#", separator)
-    rows = lists.read_rows(lists.decode_text(text.encode(encoding), ""), "", lambda cells: cells[1:2] in (["1"], ["2"]))
+    rows = files.read_rows(files.decode_text(text.encode(encoding), ""), "", lambda cells: cells[1:2] in (["1"], ["2"]))
     assert rows == [(3, ["a,;|\tz" if separator != " " else "a,;| z", "1"]), (4, ["dir\\b", "2", ""])]
 
 
 def test_a_table_that_is_no_utf_8_names_the_file_and_the_place():
     with pytest.raises(PackError, match=r"labels\.csv: .*UTF-8 text, got byte 0xff at offset 12; save it as UTF-8"):
-        lists.decode_text(b"file,label\na\xff,1\n", "labels.csv")
+        files.decode_text(b"file,label\na\xff,1\n", "labels.csv")
 
 
 @pytest.mark.parametrize(("wrong", "came"), [("aab", "'a'"), (["a", "bc"], "'bc'"), ("", "none")])
 def test_classes_of_text_are_single_characters_each_once(wrong, came):
-    assert lists.characters("ab") == ("a", "b")
+    assert files.characters("ab") == ("a", "b")
     with pytest.raises(PackError, match=f"alphabet must be single characters, each once, got {came}; give"):
-        lists.characters(wrong, "alphabet")
+        files.characters(wrong, "alphabet")
 
 
 def test_a_report_counts_errors_and_shows_every_broken_rule_as_a_pandas_table():

@@ -10,6 +10,7 @@ import own
 import pytest
 import torch
 import toy
+from cases import CASES
 from torch import nn
 
 import nbtools as nb
@@ -18,7 +19,7 @@ from nbtools.data import collate
 from nbtools.errors import TrainError
 from nbtools.folder import begin
 from nbtools.run import Run
-from nbtools.tasks import captcha, hwdb, segment, sign
+from nbtools.tasks import sign
 
 
 def a_run(task: Any, pack: nb.Pack, plan: nb.Plan, folder: Path) -> Run:
@@ -31,42 +32,8 @@ def a_run(task: Any, pack: nb.Pack, plan: nb.Plan, folder: Path) -> Run:
     return Run.open(folder, task)
 
 
-PACKS = {
-    "captcha": lambda raw: captcha.pack(captcha.demo(raw, 40, size=(24, 64)), progress=False),
-    "lines": lambda raw: captcha.pack(captcha.demo(raw, 40, length=(2, 6)), layout="lines", progress=False),
-    "hwdb": lambda raw: hwdb.pack(
-        hwdb.demo(raw, 40, characters=12, length=(2, 6), height=64), height=64, progress=False
-    ),
-    "sign": lambda raw: sign.pack(
-        sign.demo(raw, 40, glosses=5, categories=2, frames=(10, 20), features=True), progress=False
-    ),
-    "segment": lambda raw: segment.pack(segment.demo(raw, 35, size=(48, 64)), progress=False),
-}
-NETWORKS = {
-    "captcha small": (captcha, "captcha"),
-    "lines ctc": (captcha, "lines"),
-    "hwdb slim": (hwdb, "hwdb"),
-    "sign transformer": (sign, "sign"),
-    "sign gru": (sign, "sign"),
-    "segment slim": (segment, "segment"),
-}
+NETWORKS = [name for name, case in CASES.items() if not case.large]
 QUICK = "captcha small", "hwdb slim", "sign gru"  # the others are exported the same way
-
-
-@pytest.fixture(scope="module")
-def packs(tmp_path_factory):
-    """Name → pack of demo data, made when first asked for."""
-    made: dict[str, nb.Pack] = {}
-
-    def pack(name: str) -> nb.Pack:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("NBTOOLS_CACHE", str(folder / "cache"))
-                made[name] = PACKS[name](folder / "raw")
-        return made[name]
-
-    return pack
 
 
 def opened(path: Path) -> Any:
@@ -74,10 +41,9 @@ def opened(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("network", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in NETWORKS])
-def test_a_file_gives_the_answers_of_the_run_for_any_batch_and_has_its_card_beside_it(network, packs, tmp_path, capsys):
-    (task, name), (_, choice) = NETWORKS[network], network.split()
-    pack = packs(name)
-    plan = task.PLAN.replace(network=choice, **({"normalise": "none"} if task is sign else {}))
+def test_a_file_gives_the_answers_of_the_run_for_any_batch_and_has_its_card_beside_it(network, tmp_path, capsys):
+    task, pack = CASES[network].task, CASES[network].pack(tmp_path / "made", 24)
+    plan = CASES[network].plan.replace(**({"normalise": "none"} if task is sign else {}))
     run = a_run(task, pack, plan, tmp_path / "run")
     session = opened(run.export(tmp_path / "model.onnx"))
     assert "on 8 samples its outputs in onnxruntime" in capsys.readouterr().err
@@ -91,7 +57,7 @@ def test_a_file_gives_the_answers_of_the_run_for_any_batch_and_has_its_card_besi
         np.testing.assert_allclose(given, ours.numpy(), atol=1e-4)
     about = json.loads((tmp_path / "model.json").read_text())
     assert about["card"]["classes"] == pack.classes
-    assert about["plan"]["network"] == choice
+    assert about["plan"]["network"] == plan.network
 
 
 class Mean(nn.Module):

@@ -1,10 +1,9 @@
 """While a cell trains its widgets react, and nothing else changes: real kernels, real widgets, real messages."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kernels import IPYKERNEL_6, PATIENCE, STACKS, Client, parent, started
+from kernels import IPYKERNEL_6, PATIENCE, STACKS, Client, over, parent, started
 
 EVENTS = 10
 
@@ -94,10 +93,6 @@ def test_cells_queued_meanwhile_run_after_it_in_order_and_once(recording):
         assert kernel.text(request) == f"queued {value}\n"
 
 
-def over(message: dict) -> bool:
-    return message["content"].get("execution_state") == "idle"
-
-
 def test_what_a_callback_raises_is_shown_and_training_goes_on(kernel):
     cell, slider = begin(kernel, train(2, before="slider.observe(lambda change: 1 / 0, 'value')"))
     events = [slide(kernel, slider, value) for value in (1, 2)]
@@ -116,35 +111,6 @@ def test_a_cell_that_fails_stops_the_queued_cells_as_ever_and_no_others(kernel):
     assert kernel.run("print('next')") == "next\n"
 
 
-def test_a_click_while_an_earlier_cell_runs_is_not_lost(kernel):
-    """*Run all*: the training cell is queued already when the user moves a slider of an earlier cell.
-
-    ipykernel 7 makes tasks of the first requests that waited, and those run when the training cell has ended.
-    """
-    kernel.run("import ipywidgets\nearly, seen = ipywidgets.IntSlider(), []\nearly.observe(seen.append, 'value')")
-    slider = kernel.slider()
-    kernel.client.execute(
-        "import time, os\nprint('slow', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.01)"
-    )
-    kernel.printed("slow")
-    cell = kernel.client.execute("""
-from nbtools.live import Messages
-end = time.time() + 0.5
-with Messages() as messages:
-    while not seen and time.time() < end:
-        messages.handle()
-print(len(seen))
-""")
-    event = kernel.slide(slider, 5)
-    go = Path(kernel.manager.connection_file).parent / "go"
-    go.touch()
-    kernel.until(lambda m: len(kernel.states(event)) == 2, "the event's idle")
-    assert kernel.run("print(len(seen))") == "1\n"
-    go.unlink()
-    if kernel.stack in IPYKERNEL_6:
-        assert kernel.text(cell) == "1\n"
-
-
 def test_events_that_come_over_a_subshell_are_handled_too(kernel):
     """As JupyterLab ≥ 4.4 sends them: 7.3 handles them in the subshell's thread, 7.4 may put them back to ours."""
     control, session = kernel.client.control_channel, kernel.client.session
@@ -158,3 +124,10 @@ def test_events_that_come_over_a_subshell_are_handled_too(kernel):
     kernel.end(cell)
     assert "end [1, 2, 3, 4, 5, 6] None" in kernel.text(cell)
     assert [kernel.states(event) for event in events] == [["busy", "idle"]] * 6
+
+
+def test_the_kernel_is_busy_again_after_each_event(recording):
+    states = [m for m in recording.kernel.said if m["msg_type"] == "status"]
+    for event in recording.events:
+        idle = next(i for i, m in enumerate(states) if over(m) and parent(m) == event)
+        assert (states[idle + 1]["content"]["execution_state"], parent(states[idle + 1])) == ("busy", recording.cell)

@@ -10,6 +10,7 @@ import pytest
 
 from nbtools.errors import PlanError, TrainError
 from nbtools.live import Panel, Plans, Requests
+from nbtools.measure import Advice
 from nbtools.train import knob
 from nbtools.train import plan as plans
 
@@ -26,17 +27,9 @@ class Plan(plans.Plan):
     alpha: float = knob(0.5, "weight of the first loss", least=0, most=1)
 
 
-@dataclass(frozen=True)
-class Advice:
-    plan: Plan
-    reasons: dict[str, str] = dataclasses.field(default_factory=dict)
-    baseline: Plan | None = None
-    presets: dict[str, tuple[Plan, str]] = dataclasses.field(default_factory=dict)
-
-
 def panel(reasons=None, baseline=None, optimised=None, **chosen):
     presets = {"guide": (optimised, "")} if optimised else {}
-    return Panel(Advice(Plan(**chosen), reasons or {}, baseline, presets))
+    return Panel(Advice(Plan(**chosen), reasons or {}, baseline=baseline, presets=presets))
 
 
 # What a user sees and clicks: all that knows how the panel is built.

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from queue import Empty
@@ -103,24 +101,3 @@ def test_sigterm_is_a_request_to_stop_and_comes_through_when_the_run_is_saved(tm
     assert terminated == [(signal.SIGTERM, True)], "it came through before the run was saved"
     goes_on_bit_equal(pack, tmp_path)
     assert len(terminated) == 1
-
-
-def test_kill_ends_training_in_a_terminal_with_nothing_lost(tmp_path):
-    data = toy.demo(tmp_path / "raw", count=60)
-    command = [sys.executable, "-m", "nbtools", "train", "toy", "--data", str(data), "--run", str(tmp_path / "run")]
-    paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": paths, "NBTOOLS_CACHE": str(tmp_path / "cache")}
-    process = subprocess.Popen(
-        [*command, "--no-receipt", "--epochs", "100000"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    history = tmp_path / "run" / "history.csv"
-    until(lambda: history.exists() and len(history.read_text().splitlines()) > 20, "rows")
-    process.terminate()
-    said = process.communicate(timeout=PATIENCE)[1]
-    assert process.returncode == -signal.SIGTERM, said
-    assert f"stopped by SIGTERM after step {last_step(tmp_path / 'run')}; run it again to continue" in said
-    assert "Traceback" not in said

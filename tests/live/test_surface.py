@@ -40,7 +40,7 @@ def kernel(request, tmp_path_factory):
 def test_training_that_diverges_is_a_sentence_in_the_notebook_and_no_page_of_traceback(kernel):
     request = kernel.client.execute('nb.fit(toy, pack, plan.replace(lr=1e30), "ruined", receipt=False)')
     kernel.end(request)
-    (error,) = [m["content"] for m in kernel.said if m["msg_type"] == "error" and parent(m) == request]
+    [error] = kernel.own("error", request)
     assert error["ename"] == "Diverged"
     (line,) = error["traceback"]
     assert line.startswith("Diverged: Training diverged at lr 1e30: ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
 from time import process_time
 from typing import Any
 
@@ -19,7 +18,8 @@ from problems import PROBLEMS
 from torch import nn
 
 import nbtools as nb
-from nbtools.measure import Machine, decide
+from nbtools.measure import Machine, Stepper, decide
+from nbtools.measure.turns import Deadline
 
 GOOD = 0.97  # of the accuracy of the best lr of the grid
 SEEDS = (10, 11, 12)  # fixed before any of them was tried
@@ -107,26 +107,21 @@ def test_a_small_data_set_gets_about_1500_steps(samples, epochs, pack):
 # -- the trial
 
 
-class Bowl(nn.Module):
-    """½ λ Σ (w - x)²: gradient descent is lost where lr > 2 / λ."""
-
-    def __init__(self, curvature: float):
-        super().__init__()
-        self.curvature, self.w = curvature, nn.Parameter(torch.full((8,), 3.0))
+class Bowl(nn.Linear):
+    """100 Σ (w - x)², in which gradient descent is lost above an lr of 0.01."""
 
     def forward(self, batch):
-        return 0.5 * self.curvature * (self.w - batch["x"]).square().sum(1)
+        return 100 * (self.weight - batch["x"]).square().sum(1)
 
 
 def bowl(lr: float) -> Any:
-    """Of curvature 200: lost above an lr of 0.01."""
-
     def loss(model, batch, plan):
         each = model(batch)
         return each.sum(), len(each)
 
     plan = toy.PLAN.replace(optimizer="sgd", betas=(0.0, 0.9), clip_norm=None, lr=lr, schedule="constant", noise=0.0)
-    return toy.with_(model=lambda *_: Bowl(200.0), loss=loss, metrics=lambda *_: {}, BEST="-loss", PLAN=plan)
+    own = {"model": lambda *_: Bowl(8, 1, bias=False), "loss": loss, "metrics": lambda *_: {}, "BEST": "-loss"}
+    return toy.with_(PLAN=plan, **own)
 
 
 def test_a_value_that_diverges_is_left_out_and_a_winner_at_the_edge_adds_the_next(tmp_path):
@@ -156,55 +151,61 @@ def test_within_noise_the_recipe_wins_and_else_the_smallest_value(tmp_path):
         assert trial.lr == pytest.approx(trial.rule * factor, rel=0.01)
 
 
-def test_values_train_on_the_same_batches_from_the_same_weights(tmp_path):
-    weights, batches = dict[float, Any](), defaultdict[float, list[Any]](list)
+def test_values_train_on_the_same_batches_from_the_same_weights_under_the_whole_schedule(tmp_path, monkeypatch):
+    """Each lr rises in the warmup, and falls to the schedule's end, though each epoch has a leftover batch."""
+    values = dict[int, tuple[dict[str, Any], list[Any], list[float]]]()
+    step = Stepper.step
 
-    def loss(model, batch, plan):
-        if torch.is_grad_enabled():
-            weights.setdefault(plan.lr, model.layers[0].weight.detach().clone())
-            batches[plan.lr].append(batch["x"].clone())
-        return toy.loss(model, batch, plan)
+    def watched(self: Stepper, raw: Any) -> Any:
+        if not isinstance(self.clock, Deadline):  # what is timed before
+            return step(self, raw)
+        weights = {name: value.clone() for name, value in self.state.model.state_dict().items()}
+        _, batches, lrs = values.setdefault(id(self.state), (weights, [], []))
+        alive.append(self.state)
+        result = step(self, raw)
+        batches.append(raw["id"].clone())
+        lrs.append(self.state.lr / self.plan.lr)
+        return result
 
-    trial = nb.lr_sweep(toy.with_(loss=loss), toy.make_pack(tmp_path), toy.PLAN)
-    first, *others = [each.lr for each in trial.candidates if each.lr != trial.rule]  # whose steps were timed before
-    assert len(others) >= 3
-    for lr in others:
-        assert torch.equal(weights[lr], weights[first])
-        assert len(batches[lr]) == len(batches[first]) >= trial.steps > 0
-        assert all(map(torch.equal, batches[lr], batches[first]))
+    alive = list[Any]()
+    monkeypatch.setattr(Stepper, "step", watched)
+    nb.lr_sweep(toy, toy.make_pack(tmp_path), toy.PLAN.replace(warmup_epochs=0.3))
+    assert len(values) >= 5
+    first, *_ = values.values()
+    for weights, batches, lrs in values.values():
+        assert all(torch.equal(first[0][name], value) for name, value in weights.items())
+        assert all(map(torch.equal, first[1], batches))
+        peak = int(np.argmax(lrs))
+        assert peak == pytest.approx(0.1 * len(lrs), abs=1.5)
+        assert lrs == [*sorted(lrs[:peak]), *sorted(lrs[peak:], reverse=True)]
+        assert lrs[-1] < 0.001
 
 
-def simulated_trial(job: simulated.Job, folder: Any) -> Any:
+class Slowed(simulated.Job):
+    """A hundred times as slow as its steps were when they were timed."""
+
+    def loss(self, model, batch, plan):
+        self.fixed = 0.01 if plan.lr < 1e-9 else 1.0
+        return super().loss(model, batch, plan)
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (simulated.Job(fixed=0.01), ""),
+        (simulated.Job(fixed=0.5), "5 values of 100 steps need"),
+        (Slowed(), "as the machine is busy"),
+    ],
+)
+def test_a_trial_takes_its_share_of_the_time_and_chooses_nothing_where_it_would_not_suffice(tmp_path, job, said):
+    """15 s for a run of seconds, also where the machine becomes slow amid it."""
     with job.times():
-        trial = nb.advise(job, toy.make_pack(folder, count=600), seconds=1.0).lr_trial
+        trial = nb.advise(job, toy.make_pack(tmp_path, count=600), seconds=1.0).lr_trial
     assert trial is not None
-    return trial
-
-
-def test_a_trial_takes_its_share_of_the_time_and_none_begins_where_it_would_not_suffice(tmp_path):
-    """Steps of 10 ms: at most 15 s for a run of seconds. Steps of half a second: none, and it is said."""
-    quick, slow = simulated.Job(fixed=0.01), simulated.Job(fixed=0.5)
-    trial, none = (simulated_trial(job, tmp_path / f"{job.fixed}") for job in (quick, slow))
-    assert trial.lr is not None
     assert trial.seconds <= 16
-    assert trial.steps >= 100
-    assert none.lr is None
-    assert "5 values of 100 steps need" in none.reason
-
-
-def test_a_machine_that_becomes_busy_ends_a_trial_in_time_and_without_a_choice(tmp_path):
-    """A hundred times as slow as measured: fewer than three values end, amid one the time is over, and the rule's lr
-    stands."""
-
-    class Slowed(simulated.Job):
-        def loss(self, model, batch, plan):
-            self.fixed = 0.01 if plan.lr < 1e-9 else 1.0
-            return super().loss(model, batch, plan)
-
-    trial = simulated_trial(Slowed(), tmp_path)
-    assert trial.lr is None
-    assert trial.seconds <= 16
-    assert "as the machine is busy" in trial.reason
+    assert said in trial.reason
+    assert (trial.lr is None) == bool(said)
+    assert trial.steps >= 100 or said
 
 
 def test_the_trial_is_kept_with_the_advice_shown_as_a_table_and_changes_nothing_outside(pack, monkeypatch):

@@ -11,7 +11,7 @@ import toy
 from simulated import Job
 
 import nbtools as nb
-from nbtools.measure import Receipt, receipt, verdict
+from nbtools.measure import Receipt, receipt
 from nbtools.show import duration
 
 FASTER = toy.PLAN.replace(batch_size=64, lr=2e-2, amp="bf16", channels_last=True, clip_norm=None, hidden=24)
@@ -76,18 +76,6 @@ def test_where_a_step_is_slow_only_the_ends_are_measured_and_it_is_said(pack):
     assert "Not measured, as that would take longer than 36 s: + " in str(found)
 
 
-def test_who_trained_for_seconds_waits_no_longer_than_that_for_receipt_and_verdict(pack):
-    def took(run_s: float) -> float:
-        job: Any = Job(fixed=0.002)
-        with job.times():
-            receipt(job, job.pack(pack), toy.PLAN, run_s=run_s)
-            verdict(job, pack, toy.PLAN, run_s=run_s)
-        return job.now
-
-    assert took(4.0) < 4.0
-    assert took(60.0) > 10.0, "whose figures are steadier"
-
-
 # -- the guide's optimised settings
 
 LARGE = toy.BASELINE.replace(batch_size=64, amp="fp16")
@@ -106,7 +94,8 @@ def test_the_guides_settings_are_measured_next_to_its_before_in_passes_that_fit_
     assert [row[0] for row in rows] == ["baseline", "guide's optimised", "+ packed feed", "+ other settings"]
     assert rows[1][2:4] == (None, found.guide.trial.spread)
     assert "batch_size 16 → 64" in rows[1][5]
-    assert Receipt.from_dict(json.loads(found.to_json())).to_json() == found.to_json()
+    saved = json.dumps(found.to_dict())
+    assert json.dumps(Receipt.from_dict(json.loads(saved)).to_dict()) == saved
     job.most = 32
     notes = " ".join(measured(job, pack).notes)
     assert "Memory ran out with guide's optimised: measured in passes of 32 samples" in notes

@@ -18,4 +18,4 @@ from nbtools.tasks.captcha.task import (
     tensors,
 )
 from nbtools.tasks.captcha.visualize import preview, show
-from nbtools.tasks.common.lists import text_of
+from nbtools.tasks.common.files import text_of

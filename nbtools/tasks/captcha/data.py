@@ -19,8 +19,7 @@ from nbtools.errors import PackError
 from nbtools.show import size_text
 from nbtools.tasks.captcha.networks import STRIDE
 from nbtools.tasks.common.ctc import needed_steps
-from nbtools.tasks.common.files import Refused, Row, decode_image, require, split_of, walk
-from nbtools.tasks.common.lists import characters
+from nbtools.tasks.common.files import Refused, Row, characters, decode_image, require, split_of, walk
 
 CASES = {"keep": str, "lower": str.lower, "upper": str.upper}
 SURVEYED = 300  # files that are looked at to choose the layout

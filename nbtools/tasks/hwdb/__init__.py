@@ -1,6 +1,6 @@
 """Handwritten lines of text: pages of CASIA-HWDB, or any folder of images of lines, and networks with CTC."""
 
-from nbtools.tasks.common.lists import text_of
+from nbtools.tasks.common.files import text_of
 from nbtools.tasks.hwdb.data import pack, pack_options, read, survey
 from nbtools.tasks.hwdb.decode import peaks_of, scores, search
 from nbtools.tasks.hwdb.demo import demo

@@ -31,8 +31,20 @@ from PIL import Image
 from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side
 from nbtools.errors import PackError
 from nbtools.show import size_text
-from nbtools.tasks.common.files import Refused, Row, decode_image, split_of, split_word, walk
-from nbtools.tasks.common.lists import HEADS, SEPARATORS, characters, decode_text, read_text, with_slashes
+from nbtools.tasks.common.files import (
+    HEADS,
+    SEPARATORS,
+    Refused,
+    Row,
+    characters,
+    decode_image,
+    decode_text,
+    read_text,
+    split_of,
+    split_word,
+    walk,
+    with_slashes,
+)
 from nbtools.train import device
 
 UNKNOWN = "\ufffd"

@@ -18,7 +18,7 @@ import numpy as np
 
 from nbtools.data import drive_path
 from nbtools.errors import PackError
-from nbtools.tasks.common.lists import characters, read_text
+from nbtools.tasks.common.files import characters, read_text
 from nbtools.tasks.hwdb.data import UNKNOWN
 
 FALLBACK = (0.5, 1.0, 1.5)  # discounts where a text is too small to estimate them: KenLM's --discount_fallback

@@ -6,7 +6,7 @@ import numpy as np
 
 from nbtools.data import Pack
 from nbtools.figures import Sheet, gallery, judge
-from nbtools.tasks.common.lists import text_of
+from nbtools.tasks.common.files import text_of
 from nbtools.tasks.common.metrics import pair
 
 LONG = 10  # times as wide as high

@@ -19,8 +19,17 @@ from PIL import Image
 from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
 from nbtools.errors import PackError
 from nbtools.show import plural, size_text
-from nbtools.tasks.common.files import DAMAGED, WARNING, Refused, Report, Row, decode_image, on_white
-from nbtools.tasks.common.lists import read_rows, read_text
+from nbtools.tasks.common.files import (
+    DAMAGED,
+    WARNING,
+    Refused,
+    Report,
+    Row,
+    decode_image,
+    on_white,
+    read_rows,
+    read_text,
+)
 from nbtools.tasks.segment import cvat
 from nbtools.tasks.segment.cvat import Size
 from nbtools.tasks.segment.sources import Item, Source

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from nbtools.data import IMAGES
-from nbtools.tasks.common.files import Refused, Row, split_word, walk
-from nbtools.tasks.common.lists import decode_text, read_rows, with_slashes
+from nbtools.tasks.common.files import Refused, Row, decode_text, read_rows, split_word, walk, with_slashes
 from nbtools.tasks.segment import cvat
 
 SPLIT = r"(train|val|test)?(?:ing|id|idation)?"

@@ -32,8 +32,18 @@ from nbtools import disk
 from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
 from nbtools.errors import PackError
 from nbtools.show import plural
-from nbtools.tasks.common.files import ERROR, WARNING, Refused, Report, Row, split_word, walk
-from nbtools.tasks.common.lists import decode_text, read_rows, with_slashes
+from nbtools.tasks.common.files import (
+    ERROR,
+    WARNING,
+    Refused,
+    Report,
+    Row,
+    decode_text,
+    read_rows,
+    split_word,
+    walk,
+    with_slashes,
+)
 from nbtools.tasks.sign.keypoints import POINTS
 from nbtools.tasks.sign.networks import POSITIONS
 

@@ -6,7 +6,7 @@
 # Fetches captchas from Drive, a link or an archive to fast local disk, checks each one, and packs them into a form that
 # a GPU never waits for. Without data of your own it generates some. The pack is kept on your Drive as one file.
 #
-# **GPU:** none needed; reading images is work for the processor. **Measured:** 17 s on two cores of an AMD EPYC (a
+# **GPU:** none needed; reading images is CPU work. **Measured:** 17 s on two cores of an AMD EPYC (a
 # cloud machine, no GPU), installation aside, with 6,000 generated images.
 
 # {install}
@@ -15,7 +15,7 @@
 # ## Settings
 # `RAW` may be a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:…` for a path in your Drive, or a Drive link.
 # An image's text is its file name up to the first `_`: `7402_a.png` shows 7402. `OPTIONS` are those of `captcha.pack`,
-# for names or labels of another form: `{"label": "-", "case": "upper"}`; `help(captcha.pack)` lists them.
+# for names or labels in another format: `{"label": "-", "case": "upper"}`; `help(captcha.pack)` lists them.
 
 # %% tags=["parameters"]
 import os
@@ -25,7 +25,7 @@ OPTIONS = {}
 KEEP = "drive:nbtools-data/captcha.tar"  # where the pack is kept; None: nowhere
 COUNT = 6000  # demo images
 if "COLAB_RELEASE_TAG" not in os.environ:
-    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
 # ## Fetch it
@@ -79,7 +79,7 @@ captcha.show(pack, pack.ids("train")[:12])
 
 # %% [markdown]
 # ## Keep it
-# One file on Drive. `captcha.pack` of that file opens it again: no decoding, no thousands of small reads.
+# One file on Drive. `captcha.pack` on that file opens it again: no decoding, no thousands of small reads.
 
 # %%
 kept = pack.keep(KEEP) if KEEP else None

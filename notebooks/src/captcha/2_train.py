@@ -25,12 +25,12 @@ RAW = None  # your data as in 1_data: "drive:datasets/captcha.tar", a folder, an
 PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise demo images
 OPTIONS = {}  # of your data, as in 1_data; a kept pack has its own
 RUN, KEEP = "runs/captcha", "drive:nbtools-data/runs/captcha"  # on this machine, fast; and where checkpoints are kept
-RELEASE_GPU = False  # True: on Colab give the machine back when training ends, so that it costs no more
+RELEASE_GPU = False  # True: on Colab, release the machine when training ends, so that it stops costing
 COUNT = 6000  # demo images
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
 CHANGES = {}
 if "COLAB_RELEASE_TAG" not in os.environ:
-    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
 # ## The machine
@@ -72,7 +72,7 @@ panel
 
 # %% [markdown]
 # ## Train
-# What you change takes effect at the next step, with a mark in the picture. *Stop*, or the notebook's own stop button,
+# What you change takes effect at the next step, and is marked in the charts. *Stop*, or the notebook's own stop button,
 # saves and returns the run; running this cell again resumes it.
 #
 # A line for each epoch stays in the cell's output: `whole_acc` is the share of captchas with every character right.
@@ -89,7 +89,7 @@ run = nb.fit(captcha, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_
 run.receipt or print("Not measured: set MEASURE = True, then run the settings and the training cell again")
 
 # %% [markdown]
-# Next: again with another lr, in a folder of its own, and which of the two is better; then `3_evaluate`.
+# Next: train again with another lr, in a folder of its own, and see which is better; then `3_evaluate`.
 #
 #     again = nb.fit(captcha, pack, panel.plan.replace(lr=panel.plan.lr / 2))
 #     nb.compare(run, again)

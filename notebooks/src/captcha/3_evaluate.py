@@ -21,9 +21,9 @@ PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise dem
 RUN = None  # another run; None: the one that 2_train kept, otherwise a short one
 FILES = []  # images of your own to read, e.g. ["mine.png"]; empty: a few fresh demo images
 EXPORT = "captcha-model"
-COUNT, EPOCHS = 3000, 10  # of the short run, if there is no other
+COUNT, EPOCHS = 3000, 10  # for the short run, if there is no other
 if "COLAB_RELEASE_TAG" not in os.environ:
-    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
 # ## The data and the run
@@ -46,7 +46,7 @@ run = nb.Run.open(nb.stage(trained))
 # On the test split, which neither training nor the choice of the best checkpoint has seen: the share of characters that
 # are right, and the share of captchas with every character right.
 #
-# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data that this run has not seen: all of it is test.
+# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data this run has not seen, all as the test split.
 
 # %%
 nb.evaluate(run, pack, split="test")

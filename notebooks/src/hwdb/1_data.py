@@ -7,15 +7,15 @@
 # disk, checks each one, and packs them into a form that a GPU never waits for. Without data of your own it writes some
 # pages. The pack is kept on your Drive as one file.
 #
-# **GPU:** none needed; reading pages is work for the processor. **Measured:** 15 s on two cores of an AMD EPYC (a cloud
+# **GPU:** none needed; reading pages is CPU work. **Measured:** 15 s on two cores of an AMD EPYC (a cloud
 # machine, no GPU), installation aside, with 6,000 generated lines.
 
 # {install}
 
 # %% [markdown]
 # ## Settings
-# `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: of the folders `HWDB2.0Train`
-# … `HWDB2.2Test`, unpacked, or of `train/`, `train_img_id_gt.txt` with `name,text` on each line, and `chars_list.txt`.
+# `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link, with folders `HWDB2.0Train`
+# … `HWDB2.2Test`, unpacked, or `train/`, `train_img_id_gt.txt` with `name,text` on each line, and `chars_list.txt`.
 # `help(hwdb.pack)` lists the `OPTIONS`. The lines' height follows the GPU's memory; `{"height": 96}` sets another.
 
 # %% tags=["parameters"]
@@ -23,11 +23,11 @@ import os
 
 RAW = None  # "drive:datasets/hwdb_full.tar"; None: write demo pages
 OPTIONS = {}
-CHARACTERS = 60  # of the demo, each in its own shape
+CHARACTERS = 60  # different characters in the demo
 KEEP = "drive:nbtools-data/hwdb.tar"  # where the pack is kept; None: nowhere
 COUNT = 6000  # demo lines
 if "COLAB_RELEASE_TAG" not in os.environ:
-    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
 # ## A font for the demo
@@ -57,9 +57,9 @@ folder
 
 # %% [markdown]
 # ## Pack
-# Lines are located in their pages, scaled to one height by area, turned to ink (paper is 0, and so is padding), and
+# Lines are located in their pages, scaled to one height, converted to ink (paper is 0, and so is padding), and
 # written one after the other into flat arrays, with their texts as classes. Validation and test get whole writers, so
-# that the score is for handwriting that training never saw.
+# that the score is on handwriting that training never saw.
 
 # %%
 pack = hwdb.pack(folder, **OPTIONS)
@@ -81,7 +81,7 @@ hwdb.show(pack, pack.ids("train")[:8])
 
 # %% [markdown]
 # ## Keep it
-# One file on Drive. `hwdb.pack` of that file opens it again: no decoding, no thousands of small reads.
+# One file on Drive. `hwdb.pack` on that file opens it again: no decoding, no thousands of small reads.
 
 # %%
 kept = pack.keep(KEEP) if KEEP else None

@@ -3,7 +3,7 @@
 #
 # {badge}
 #
-# Trains a recogniser of handwritten lines, a convolutional network with CTC, by a plan that is measured on your
+# Trains a recogniser of handwritten lines, a convolutional network with CTC, with a plan measured on your
 # machine. You can change its settings while it trains. It ends with a receipt: how much faster than the
 # guide's own settings, on your data.
 #
@@ -26,12 +26,12 @@ RAW = None  # your data as in 1_data: "drive:datasets/hwdb_full.tar", a folder, 
 PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise demo pages
 OPTIONS = {}  # of your data, as in 1_data; a kept pack has its own
 RUN, KEEP = "runs/hwdb", "drive:nbtools-data/runs/hwdb"  # on this machine, fast; and where checkpoints are kept
-RELEASE_GPU = False  # True: on Colab give the machine back when training ends, so that it costs no more
+RELEASE_GPU = False  # True: on Colab, release the machine when training ends, so that it stops costing
 COUNT = 6000  # demo lines
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
 CHANGES = {}
 if "COLAB_RELEASE_TAG" not in os.environ:
-    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
 # ## The machine
@@ -91,7 +91,7 @@ run = nb.fit(hwdb, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu
 run.receipt or print("Not measured: set MEASURE = True, then run the settings and the training cell again")
 
 # %% [markdown]
-# Next: again with another lr, in a folder of its own, and which of the two is better; then `3_evaluate`.
+# Next: train again with another lr, in a folder of its own, and see which is better; then `3_evaluate`.
 #
 #     again = nb.fit(hwdb, pack, panel.plan.replace(lr=panel.plan.lr / 2))
 #     nb.compare(run, again)

@@ -4,7 +4,7 @@
 # {badge}
 #
 # Measures how well the trained network reads writers that it has never seen: which characters it confuses, which lines
-# are worst, and what a language model of characters adds to greedy decoding. Without a trained run on your Drive it
+# are worst, and what a character-level language model adds to greedy decoding. Without a trained run on your Drive it
 # trains a short one first.
 #
 # **GPU:** none needed. **Measured:** 14 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation
@@ -14,7 +14,7 @@
 
 # %% [markdown]
 # ## Settings
-# `LANGUAGE` is a text file of the language that your lines are written in, one sentence or phrase per line, for the
+# `LANGUAGE` is a text file in the language that your lines are written in, one sentence or phrase per line, for the
 # language model; without one, it is trained on the texts of the training lines.
 
 # %% tags=["parameters"]
@@ -24,9 +24,9 @@ PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise dem
 RUN = None  # another run; None: the one that 2_train kept, otherwise a short one
 LANGUAGE = None  # "drive:texts/chinese.txt"
 FILES = []  # lines of your own to read: images, or pages as "page.dgrl#3"
-COUNT, EPOCHS = 3000, 4  # of the short run, if there is no other
+COUNT, EPOCHS = 3000, 4  # for the short run, if there is no other
 if "COLAB_RELEASE_TAG" not in os.environ:
-    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
 # ## The data and the run
@@ -50,7 +50,7 @@ run = nb.Run.open(nb.stage(trained))
 # substituted, missing and inserted characters, `ar` is 1 - cer, and `cr` ignores insertions: the ICDAR competition's
 # metrics.
 #
-# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data that this run has not seen: all of it is test.
+# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data this run has not seen, all as the test split.
 
 # %%
 nb.evaluate(run, pack, split="test")
@@ -81,7 +81,7 @@ text = LANGUAGE or [hwdb.text_of(pack, i) for i in pack.ids("train")]
 lm = hwdb.NGram.train(text, pack.classes, order=3)
 
 # %% [markdown]
-# ## Beam search against greedy
+# ## Beam search versus greedy decoding
 # The beam keeps the ten best texts so far, each with all its alignments, and scores them with the language model.
 # The weight of the language model is chosen on the validation lines, never on the test lines.
 

@@ -4,7 +4,7 @@
 # {badge}
 #
 # Checks images and their labels (PNGs of class ids, lists, or CVAT's polygons) before training, shows them with their
-# classes over them, and packs them: decoded once, polygons drawn once. Without data of your own it generates images of
+# classes overlaid, and packs them: decoded once, polygons drawn once. Without data of your own it generates images of
 # striped and dotted shapes. The pack is kept on your Drive as one file.
 #
 # **GPU:** none needed. **Measured:** 17 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation
@@ -14,8 +14,8 @@
 
 # %% [markdown]
 # ## Settings
-# `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: of `images/` and `labels/`,
-# of `train/` and `trainannot/`, of lists with `image,label` lines, or of images with CVAT's `annotations.xml`.
+# `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: with `images/` and `labels/`,
+# `train/` and `trainannot/`, lists of `image,label` lines, or images with CVAT's `annotations.xml`.
 # `OPTIONS` gives what the labels' numbers mean and the size, where the source does not:
 # `{"classes": ["background", "garment"], "ignore": [2], "size": (384, 384)}`.
 
@@ -27,12 +27,12 @@ OPTIONS = {}
 KEEP = "drive:nbtools-data/segment.tar"  # where the pack is kept; None: nowhere
 COUNT, SIDES = 1400, (128, 96)  # demo images, and their height and width in pixels
 if "COLAB_RELEASE_TAG" not in os.environ:
-    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
 # ## Fetch it
-# Two faults are planted in the demo, because real data has them too: a photograph whose end is missing, and a label
-# with a number that no class has.
+# Two faults are planted in the demo, because real data has them too: a truncated photograph, and a label
+# with an id that no class has.
 
 # %%
 from PIL import Image
@@ -50,7 +50,7 @@ folder = nb.stage(RAW)
 
 # %% [markdown]
 # ## Validate
-# Every image and every label is checked by the rules of the pack. A file with an error is left out of the pack; one
+# Every image and every label is checked against the pack's rules. A file with an error is left out of the pack; one
 # with a warning stays in. The same in a terminal: `python -m nbtools validate segment FOLDER`.
 
 # %%

@@ -26,12 +26,12 @@ RAW = None  # your data as in 1_data: "drive:datasets/garments.tar", a folder, a
 PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise demo images
 OPTIONS = {}  # of your data, as in 1_data; a kept pack has its own
 RUN, KEEP = "runs/segment", "drive:nbtools-data/runs/segment"  # on this machine, fast; and where checkpoints are kept
-RELEASE_GPU = False  # True: on Colab give the machine back when training ends, so that it costs no more
+RELEASE_GPU = False  # True: on Colab, release the machine when training ends, so that it stops costing
 COUNT, SIDES = 1400, (128, 96)  # demo images, and their height and width in pixels
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
 CHANGES = {"epochs": 14, "warmup_epochs": 1.0, "scale_low": 0.8, "scale_high": 1.25, "jitter": 0.2}
 if "COLAB_RELEASE_TAG" not in os.environ:
-    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
 # ## The machine
@@ -56,7 +56,7 @@ pack
 # %% [markdown]
 # ## A plan
 # Measured here, on your data: which batch size is fast enough, what a step spends its time on, and which single change
-# is worth making. Above the table: how many steps that is, of these how many of warmup, and how long they take at the
+# is worth making. Above the table: how many steps that is, how many are warmup, and how long they take at the
 # measured speed.
 
 # %%
@@ -90,7 +90,7 @@ run = nb.fit(segment, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_
 run.receipt or print("Not measured: set MEASURE = True, then run the settings and the training cell again")
 
 # %% [markdown]
-# Next: again with another lr, in a folder of its own, and which of the two is better; then `3_evaluate`.
+# Next: train again with another lr, in a folder of its own, and see which is better; then `3_evaluate`.
 #
 #     again = nb.fit(segment, pack, panel.plan.replace(lr=panel.plan.lr / 2))
 #     nb.compare(run, again)

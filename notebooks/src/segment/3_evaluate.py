@@ -3,7 +3,7 @@
 #
 # {badge}
 #
-# Shows which classes are recognised and which are mistaken for another, which images are worst, and what several scales
+# Shows which classes are recognised and which are confused, which images are worst, and what several scales
 # and mirror images gain and cost. Without a trained run on your Drive it trains a short one first.
 #
 # **GPU:** none needed. **Measured:** 11 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation aside,
@@ -20,9 +20,9 @@ import os
 PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise demo images
 RUN = None  # another run; None: the one that 2_train kept, otherwise a short one
 SPLIT = "test"  # "val" where there is no test split
-COUNT, SIDES, EPOCHS = 700, (128, 96), 12  # of the short run, if there is no other
+COUNT, SIDES, EPOCHS = 700, (128, 96), 12  # for the short run, if there is no other
 if "COLAB_RELEASE_TAG" not in os.environ:
-    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
 # ## The data and the run
@@ -45,7 +45,7 @@ run = nb.Run.open(nb.stage(trained))
 # On images that training never saw. mIoU: the overlap of prediction and truth divided by their union, per class over
 # the whole set, then averaged.
 #
-# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data that this run has not seen: all of it is test.
+# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data this run has not seen, all as the test split.
 
 # %%
 found = nb.evaluate(run, pack, split=SPLIT)

@@ -3,7 +3,7 @@
 #
 # {badge}
 #
-# Checks clips of sign language, keypoints and features in `.npz` files with a list of labels, by every rule that
+# Checks clips of sign language, keypoints and features in `.npz` files with a list of labels, against every rule that
 # training depends on, shows them as moving skeletons, and packs them. Without data of your own it generates clips of
 # invented signs. The pack is kept on your Drive as one file.
 #
@@ -14,7 +14,7 @@
 
 # %% [markdown]
 # ## Settings
-# `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: of `train/` and `val/` with
+# `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: with `train/` and `val/`, of
 # `.npz` clips and a `labels.csv` (`file,gloss,cat`) each. The guide's `data/processed` opens as it is. `OPTIONS` are
 # those of `sign.pack`, such as `{"feature_key": None}` to pack keypoints only; `help(sign.pack)` lists them.
 
@@ -26,7 +26,7 @@ OPTIONS = {}
 KEEP = "drive:nbtools-data/sign.tar"  # where the pack is kept; None: nowhere
 COUNT, GLOSSES = 600, 12  # demo clips, and how many signs
 if "COLAB_RELEASE_TAG" not in os.environ:
-    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
 # ## Fetch it
@@ -48,7 +48,7 @@ folder
 
 # %% [markdown]
 # ## Validate
-# Every clip and every row of the labels is checked by the rules of the pack. A clip with an error is left out of the
+# Every clip and every row of the labels is checked against the pack's rules. A clip with an error is left out of the
 # pack; one with a warning stays in. The same in a terminal: `python -m nbtools validate sign FOLDER`.
 
 # %%
@@ -63,7 +63,7 @@ pack
 
 # %% [markdown]
 # ## Look at some
-# Clips as the network receives them, as moments from left to right: body, hands and face as points, some of which may
+# Clips as the network receives them, frames from left to right: body, hands and face as points, some of which may
 # be missing.
 
 # %%

@@ -4,8 +4,8 @@
 # {badge}
 #
 # Trains two models on the same clips, side by side: a Transformer on keypoints, and a GRU on ready-made image features,
-# each by a plan with a reason for every number. The receipt shows how much faster that is than the guide's own settings
-# on this machine.
+# each with a plan that has a reason for every number. The receipt shows how much faster that is than the guide's own
+# settings on this machine.
 #
 # **GPU:** any NVIDIA GPU (not tested yet); the steps are small, and a CPU will do. **Measured:** 2 min 57 s on
 # two cores of an AMD EPYC (a cloud machine, no GPU), installation aside, with 600 generated clips of 12 signs.
@@ -26,12 +26,12 @@ RAW = None  # your data as in 1_data: "drive:datasets/signs.tar", a folder, an a
 PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise demo clips
 OPTIONS = {}  # of your data, as in 1_data; a kept pack has its own
 RUNS, KEEP = "runs", "drive:nbtools-data/runs"  # on this machine, fast; and where checkpoints are kept
-RELEASE_GPU = False  # True: on Colab give the machine back when training ends, so that it costs no more
+RELEASE_GPU = False  # True: on Colab, release the machine when training ends, so that it stops costing
 COUNT, GLOSSES = 600, 12  # demo clips, and how many signs
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
 CHANGES, MORE = {}, 1.5
 if "COLAB_RELEASE_TAG" not in os.environ:
-    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
 # ## The machine
@@ -58,7 +58,7 @@ pack
 # %% [markdown]
 # ## A plan for the Transformer
 # Measured here, on your data: which batch size is fast enough, what a step spends its time on, and which single change
-# is worth making. Above the table: how many steps that is, of these how many of warmup, and how long they take at the
+# is worth making. Above the table: how many steps that is, how many are warmup, and how long they take at the
 # measured speed.
 
 # %%
@@ -86,7 +86,7 @@ run = nb.fit(sign, pack, panel, **places, receipt=MEASURE, release_gpu=RELEASE_G
 
 # %% [markdown]
 # ## Train the GRU
-# It reads frame by frame, each as the 2,048 features that an image network computes; 0.1 million weights.
+# It reads one frame at a time, as the 2,048 features that an image network computes; it has 0.1 million weights.
 
 # %%
 runs = [run]
@@ -106,7 +106,7 @@ else:
 nb.runs(RUNS)
 
 # %% [markdown]
-# Which of these two is the best, and what differs:
+# Which of the two is better, and what differs:
 
 # %%
 nb.compare(*runs)
@@ -120,7 +120,7 @@ nb.compare(*runs)
 run.receipt or print("Not measured: set MEASURE = True, then run the settings and the training cell again")
 
 # %% [markdown]
-# Next: again with another lr, in a folder of its own, and which of the two is better; then `3_evaluate`.
+# Next: train again with another lr, in a folder of its own, and see which is better; then `3_evaluate`.
 #
 #     again = nb.fit(sign, pack, panel.plan.replace(lr=panel.plan.lr / 2))
 #     nb.compare(*runs, again)

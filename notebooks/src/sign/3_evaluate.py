@@ -20,9 +20,9 @@ import os
 PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise demo clips
 RUN = None  # another run: "drive:nbtools-data/runs/sign-gru"; None: the one that 2_train kept
 SPLIT = "val"  # "test" where there is one
-COUNT, GLOSSES, EPOCHS = 400, 12, 20  # of the short run, if there is no other
+COUNT, GLOSSES, EPOCHS = 400, 12, 20  # for the short run, if there is no other
 if "COLAB_RELEASE_TAG" not in os.environ:
-    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
 # ## The data and the run
@@ -46,7 +46,7 @@ pack = run.readable(pack)  # some clips may lack what its network reads
 # On clips that training never saw, in the demo those of other signers: the share of clips with the right gloss, with
 # the right category, and with the right gloss among the five most likely.
 #
-# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data that this run has not seen: all of it is test.
+# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data this run has not seen, all as the test split.
 
 # %%
 nb.evaluate(run, pack, split=SPLIT)
