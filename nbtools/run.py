@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -372,12 +372,10 @@ class Comparison:
     @cached_property
     def frame(self) -> pd.DataFrame:
         """Return a row a run: what came out, and each setting of the plan in which the runs differ."""
-        frame, plans = outcomes(self.runs), [run.plan.to_dict() for run in self.runs.values()]
-        for name in dict.fromkeys(chain.from_iterable(plans)):
-            values = [plan.get(name) for plan in plans]
-            if len(set(map(repr, values))) > 1:
-                frame[f"plan.{name}"] = values
-        return frame.dropna(axis="columns", how="all")
+        frame = outcomes(self.runs)
+        plans = type(frame)([run.plan.to_dict() for run in self.runs.values()], frame.index, dtype=object)
+        differing = plans.loc[:, plans.map(repr).nunique() > 1].add_prefix("plan.")
+        return frame.join(differing).dropna(axis="columns", how="all")
 
     @cached_property
     def conclusion(self) -> str:
