@@ -16,12 +16,11 @@ from nbtools.data import Pack, cached, kept, pack, stage
 from nbtools.disk import VERSION
 from nbtools.errors import NbtoolsError
 from nbtools.fit import fit
-from nbtools.launch import launch
+from nbtools.launch import launch, watch
 from nbtools.live import Panel
 from nbtools.measure import Advice, Gpu, advise, gpus, lr_sweep
 from nbtools.run import Run, compare, evaluate, runs, validate
 from nbtools.train import History, Plan, Record, Task, TrainState, classify, knob, regress, train
-from nbtools.watch import watch
 
 __version__ = VERSION
 

@@ -110,7 +110,7 @@ def runs(folder: Path) -> Any:
 
 
 def compare(folders: list[Path]) -> Any:
-    """Compare runs, or the newest eight in a folder: which is the best, what came out, and the settings that differ."""
+    """Compare runs, or all runs in a folder: which is the best, what came out, and the settings that differ."""
     return nb.compare(*folders)
 
 
@@ -158,13 +158,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     try:
         given = vars(parser(words).parse_args(words))
-        act: Any = given.pop("act")
-        task: Any = given.pop("task") if words[0] in HOOKS else given.get("task")
         for name in [name for name in given if "." in name]:  # of_pack.val: an entry of the argument of_pack
             (of, field), value = name.split("."), given.pop(name)
             typed = of == "of_plan" and isinstance(value, str)
-            given[of][field] = type(task.PLAN).parse(field, value) if typed else value
-        value = reporting(partial(act, **given))
+            given[of][field] = given["task"].PLAN.parse(field, value) if typed else value
+        value = reporting(partial(given.pop("act"), **given))
     except NbtoolsError as error:
         print(f"nbtools: {error}", file=sys.stderr)
         return 1
@@ -218,9 +216,7 @@ def parser(words: Sequence[str]) -> Parser:
         shown: dict[str, Any] = {"help": about.split(". ")[0], "description": about}
         one = commands.add_parser(name, **shown, conflict_handler="resolve", allow_abbrev=False)
         if command == name:
-            of_task = name in HOOKS or "task" in inspect.signature(COMMANDS[name]).parameters
-            task = find_task(second) if of_task and second not in ("-h", "--help") else Task()
-            add_arguments(one, task, COMMANDS.get(name) or getattr(task, name), of_task)
+            add_arguments(one, name, second)
             top.names = one._option_string_actions
     return top
 
@@ -237,11 +233,14 @@ def find_task(name: str) -> Task:
     raise NbtoolsError(message)
 
 
-def add_arguments(one: Parser, task: Task, act: Any, of_task: bool) -> None:
+def add_arguments(one: Parser, command: str, second: str) -> None:
     """Add what a command takes. of_…: the fields of the task's plan, or what its function of that name takes."""
-    one.set_defaults(act=act)
-    if of_task:
-        one.add_argument("task", type=find_task, metavar="TASK", help=f"{', '.join(BUILT_IN)}, or MODULE:NAME")
+    task = Task()
+    if command in HOOKS or "task" in inspect.signature(COMMANDS[command]).parameters:
+        task = task if second in ("-h", "--help") else find_task(second)
+        one.add_argument("task", type=lambda _: task, metavar="TASK", help=f"{', '.join(BUILT_IN)}, or MODULE:NAME")
+    act = COMMANDS.get(command) or getattr(task, command)
+    one.set_defaults(act=act if command in COMMANDS else lambda task, **given: act(**given))
     for name, each in parameters(act).items():
         if name.startswith("of_"):
             one.set_defaults(**{name: {}})
@@ -249,7 +248,7 @@ def add_arguments(one: Parser, task: Task, act: Any, of_task: bool) -> None:
             for key, option in parameters(plan or getattr(task, name[3:])).items():
                 if plan or not (option.default is EMPTY or key in UNTYPED):
                     add(one, f"{name}.{key}", option, plan)
-        elif name == "data" or name not in UNTYPED:
+        elif name not in UNTYPED[1:] and name != "task":
             add(one, name, each)
 
 
@@ -273,7 +272,7 @@ def add(one: Parser, dest: str, each: inspect.Parameter, plan: Any = None) -> No
         one.add_argument(flag, dest=dest, action=argparse.BooleanOptionalAction, **how)
     elif each.kind is each.KEYWORD_ONLY or (default is not EMPTY and name != "data"):
         one.add_argument(flag, dest=dest, type=parse, required=default is EMPTY, metavar="VALUE", **how)
-    elif name != "task":
+    else:
         one.add_argument(name, type=parse, metavar=name.upper(), nargs="+" if kind.startswith("list[") else None)
 
 

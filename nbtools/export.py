@@ -33,8 +33,7 @@ INSTEAD = "run.export('model'), without .onnx, writes the weights as safetensors
 
 def write_weights(run: Run, path: Path) -> Path:
     """Write the weights as safetensors with their card; return their path."""
-    if path.suffix != ".safetensors":
-        path = path.with_name(f"{path.name}.safetensors")  # with_suffix would cut model-v1.2
+    path = path if path.suffix == ".safetensors" else path.with_name(f"{path.name}.safetensors")  # as model-v1.2
     return write(run, path, save({name: each.contiguous() for name, each in checkpoint.weights(run.folder).items()}))
 
 
@@ -73,15 +72,19 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
     if not inputs:
         missing = f"{title_of(run.task)} has no tensors(card, plan), which says what an ONNX file reads and returns"
         raise TrainError(f"{missing}; define it, or leave .onnx out: {INSTEAD}")
-    pack, graph = run.readable(pack), Graph(run.model("cpu"), list(inputs))
+    pack, graph, quiet = run.readable(pack), Graph(run.model("cpu"), list(inputs)), io.StringIO()
     ids = next(filter(len, map(pack.ids, ("val", "test", "train"))))
     parts = np.split(ids[np.linspace(0, len(ids) - 1, SAMPLES).round().astype(int)], (1, 3))  # from all over a split
     raws = (collate([pack.sample(int(i)) for i in part], pack.columns) for part in parts)
     batches = [tuple(run.task.batch(raw, run.plan, None)[name] for name in inputs) for raw in raws]
-    quiet = io.StringIO()
+    free: dict[str, dict[int, str]] = {}  # axes that have a name, and of an `nb.pack` those that its columns say
+    for name, (shape, _) in {**inputs, **outputs}.items():
+        ragged = name in run.card.columns and run.card.columns[name].kind == "ragged"
+        shape = shape or (("batch", f"{name}_steps") if ragged else ("batch",))
+        free[name] = {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)}
     with redirect_stdout(quiet), redirect_stderr(quiet), warnings.catch_warnings(action="ignore"):
         try:
-            content = to_onnx(run, graph, batches[-1], inputs, outputs)
+            content = to_onnx(graph, batches[-1], list(outputs), free)
             apart = difference(graph, content, batches)
         except Exception as error:  # exporters raise all kinds
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -91,16 +94,11 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
     return write(run, path, content)
 
 
-def to_onnx(run: Run, graph: Graph, batch: tuple[Tensor, ...], inputs: Any, outputs: Any) -> bytes:
+def to_onnx(graph: Graph, batch: tuple[Tensor, ...], outputs: list[str], free: Any) -> bytes:
     """Return an ONNX file by torch's exporter of traces: it takes a second, that of Python code up to minutes."""
-    free: dict[str, dict[int, str]] = {}  # axes that have a name, and of an `nb.pack` those that its columns say
-    for name, (shape, _) in {**inputs, **outputs}.items():
-        ragged = name in run.card.columns and run.card.columns[name].kind == "ragged"
-        shape = shape or (("batch", f"{name}_steps") if ragged else ("batch",))
-        free[name] = {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)}
-    content, names = io.BytesIO(), {"input_names": list(inputs), "output_names": list(outputs)}
-    export: Any = torch.onnx.export
-    export(graph, batch, content, dynamic_axes=free, opset_version=17, dynamo=False, **names)  # 17: layer norm
+    content: Any = io.BytesIO()
+    names: dict[str, Any] = {"input_names": graph.names, "output_names": outputs, "dynamic_axes": free}
+    torch.onnx.export(graph, batch, content, opset_version=17, dynamo=False, **names)  # 17: the first with layer norm
     return content.getvalue()
 
 

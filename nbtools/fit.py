@@ -19,7 +19,7 @@ from torch.distributed import is_torchelastic_launched
 from nbtools import disk, measure, train
 from nbtools.data import Pack, meanwhile, place_to_keep, release_runtime, say, work
 from nbtools.errors import CheckpointError, MissingExtra, NbtoolsError, PackError, TrainError
-from nbtools.folder import Job, begin, former_run, own_folder, restore, settle
+from nbtools.folder import Job, begin, decide, former_run, own_folder, restore
 from nbtools.guard import Guard
 from nbtools.live import FirstSignal, Surface, choose_ids, running_kernel
 from nbtools.run import RECEIPT, VERDICT, Run, lock, what_next
@@ -140,12 +140,11 @@ def prepare(
     """Return the run of a folder, ready to train. call: what the user gave as the plan."""
     former = None if fresh else former_run(task, folder)
     with nullcontext() if progress else work("", False):  # the advice has a bar of its own
-        plan, given, messages = settle(task, pack, call, former)
+        plan, given, messages = decide(task, pack, call, former)
     unread, pack = train.unread(task, pack, plan), train.readable(task, pack, plan)
     samples = None if samples is None else choose_ids(samples, pack)
     train.require_sizes(pack, plan)
-    if ranks.world > 1:
-        ranks.broadcast((plan.to_dict(), str(folder)))
+    ranks.broadcast((plan.to_dict(), str(folder)))
     state = devices.run_or_explain(lambda: TrainState(task, pack, plan, ranks=ranks))
     if former is None:
         train.rehearse(state, pack)  # before anything is written
@@ -195,18 +194,14 @@ def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | Non
             if new and record.kind == "step" and state.step == COLD_STEPS:
                 measure.finish(state.device)
                 cold_start = monotonic() - begun
-            job.history.append(record)
+            job.log(record)
             surface.update(record)
-            job.write_plan()
             run.plan = state.applied
             for function in callbacks if record.values else ():
                 if function(record, run) == "stop":
                     surface.requests.post("stop", by=f"the callback {getattr(function, '__name__', function)}")
-            if record.kind != "change":  # a checkpoint amid a change would resume with its row, but without the change
-                job.watch(record)
-                if surface.listen() and act(job, guard):
-                    break
-    job.write_plan()
+            if record.kind != "change" and surface.listen() and act(job, guard):
+                break
     job.save()
     job.wait()
     return cold_start
@@ -236,6 +231,9 @@ def act(job: Job, guard: Guard) -> bool:
         with state.watch.paused():
             surface.hold()
             surface.listen()
+
+
+# -- what is measured
 
 
 def finish(job: Job, receipt: bool, cold_start: float | None) -> None:
@@ -282,6 +280,9 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     if surface.panel is not None:
         surface.panel.propose(verdict.sentence, verdict.change)
     tell(verdict.sentence)
+
+
+# -- callbacks
 
 
 def watchers_of(callbacks: Sequence[Callback], log: str | None) -> list[Callback]:

@@ -25,9 +25,7 @@ from nbtools.run import CARD, HISTORY, PLAN, RECEIPT, VERDICT, Run
 from nbtools.train import History, Keeper, Plan, Record, Task, TrainState, checkpoint
 
 RUNS = Path("runs")
-LEFT = (HISTORY, RECEIPT, VERDICT, "plot.png")  # what an earlier run leaves besides its checkpoints
-OURS = (checkpoint.INDEX, PLAN, CARD, *LEFT)
-EVENTS = "events.out.tfevents"  # how TensorBoard's files begin
+OURS = (checkpoint.INDEX, PLAN, CARD, HISTORY, RECEIPT, VERDICT, "plot.png")  # besides checkpoints
 PLAIN, VARYING = (int, float, str, tuple, type(None)), ("training", "process_group")  # settings of a module; not these
 FREE = {"lr", "batch_size"}  # what advice chooses where a call gives neither
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
@@ -42,16 +40,18 @@ Index = Mapping[str, Any]
 def identity(task: Task, card: Card, model: nn.Module, plan: Plan) -> dict[str, list[str]]:
     """Return what a run is besides its plan, each part as a list of lines."""
     (loss, metrics, augment, functions), name = train.objective(task), train.task_name(task)
-    kind = getattr(loss, "__qualname__", type(loss).__qualname__) if loss else "default"
+    named, own = train.qualified_name(loss) if loss else "default", "given" not in vars(task)
     parts = {
         "pack": [card.digest[:12]],
         "network": [*structure(model)],
-        "loss": [*structure(loss, values=True)] if isinstance(loss, nn.Module) else [kind],  # such as class weights
+        "loss": [*structure(loss, values=True)] if isinstance(loss, nn.Module) else [named],  # such as class weights
         "metrics": metrics,
         "augment": [f"{name} {strength}" for name, strength in augment.items()],
         **{part: [name] for part, name in functions.items()},
         "trained": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
     }
+    if task.card is not None and own:  # a Task that somebody wrote, whose loss may read its attributes
+        parts["settings"] = [*settings(task, values=True)]
     if ":" not in name:  # else the name of a variable, which may change
         parts["task"] = [name]
     if task.card is not None and not plan.given().keys() & FREE:
@@ -64,21 +64,32 @@ def structure(model: nn.Module, values: bool = False) -> Iterator[str]:
     for name, module in model.named_modules():
         # SyncBatchNorm takes the place of BatchNorm in several processes, and the run stays the same
         kind = "BatchNorm" if isinstance(module, _BatchNorm) else type(module).__name__
-        plain = ((n, v) for n, v in vars(module).items() if isinstance(v, PLAIN) and n not in VARYING and n[0] != "_")
-        yield f"{name}: {kind}({', '.join(f'{n}={value}' for n, value in plain)})".removeprefix(": ")
+        yield f"{name}: {kind}({', '.join(settings(module, values))})".removeprefix(": ")
     for name, tensor in model.state_dict().items():
-        digest = hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()[:12] if values else ""
-        yield f"{name} {[*tensor.shape]} {digest}".strip()
+        yield f"{name} {[*tensor.shape]} {digest(tensor) if values else ''}".strip()
+
+
+def settings(thing: Any, values: bool) -> Iterator[str]:
+    """Yield `name=value` of its plain attributes; values: also of lists, mappings and tensors."""
+    for name, value in vars(thing).items():
+        if values and isinstance(value, torch.Tensor):
+            value = digest(value)
+        if isinstance(value, (*PLAIN, list, dict) if values else PLAIN) and name not in VARYING and name[0] != "_":
+            yield f"{name}={value}"
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()[:12]
 
 
 def differences(before: Lines, now: Lines) -> list[str]:
     """Return what differs between two identities but the trained parameters: `metrics: accuracy → f1`."""
-    phrases = []
-    for part in [part for part in now if part in before and part != "trained" and before[part] != now[part]]:
-        old = [line for line in before[part] if line not in now[part]]
-        new = [line for line in now[part] if line not in before[part]]
-        phrases.append(f"{part}: {', '.join(old[:3]) or 'none'} → {', '.join(new[:3]) or 'none'}")
-    return phrases
+
+    def first(lines: list[str], others: list[str]) -> str:
+        return ", ".join([line for line in lines if line not in others][:3]) or "none"
+
+    pairs = [(part, before.get(part, lines), lines) for part, lines in now.items() if part != "trained"]
+    return [f"{part}: {first(old, new)} → {first(new, old)}" for part, old, new in pairs if old != new]
 
 
 # -- what the plan of a call changes in a run that is there
@@ -94,54 +105,14 @@ def last_place(index: Index) -> tuple[int, ...]:
     return checkpoint.place(index.get("last", "0-0"))
 
 
-def plan_for(task: Task, pack: Pack, plan: Any, measured: bool = False) -> Plan:
-    """Return the plan of a call, where it gives none the advised one. Raises PlanError for that of another task."""
-    plan = measure.advise(task, pack, measure=measured) if plan is None else plan
-    plan, kind = getattr(plan, "plan", plan), type(task.PLAN)
+def plan_for(task: Task, pack: Pack, call: Any, measured: bool = False) -> Plan:
+    """Return the plan that a call gives, None: the advised one. Raises PlanError for that of another task."""
+    call = measure.advise(task, pack, measure=measured) if call is None else call
+    plan, kind = getattr(call, "plan", call), type(task.PLAN)
     if not isinstance(plan, kind):
         rule = f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one)"
         raise PlanError(f"{rule}, got {type(plan).__qualname__}; use {train.title_of(task)}.PLAN.replace(...)")
     return plan
-
-
-def settle(task: Task, pack: Pack, plan: Any, former: Run | None) -> tuple[Plan, Plan, list[str]]:
-    """Return (the plan to train with, the one that counts as given, what to say). Raises TrainError, see `decide`."""
-    if former is None:
-        plan = plan_for(task, pack, plan, measured=True)
-        return plan, plan, []
-    if plan is None:  # the run's own, with what the task gives where no call ever gave a plan
-        plan = former.plan.marked(former.plan.to_dict())
-        if not former.index["given"].keys() & FREE:
-            plan = plan.replace(**plan_for(task, pack, None).given())
-    plan = plan_for(task, pack, plan)
-    new, messages = decide(former, plan)
-    return new, plan, messages
-
-
-def decide(former: Run, plan: Plan) -> tuple[Plan, list[str]]:
-    """Return the plan that a run goes on with where a call gives `plan`, and what to say: what is given otherwise than
-    last time is a change, newly measured advice is not. Raises TrainError for a change that the run refuses."""
-    index, old, given = former.index, former.plan, given_by(plan)
-    (epoch, step), messages = last_place(index), []
-    changed = {name: value for name, value in given.items() if value != index["given"].get(name, ...)}
-    # lr follows a batch size where the plan was made, see Plan.turn, and is given then
-    new = old.turn(**{"lr": old.lr, **changed}) if changed else old
-    if moved := new.changes_from(old):
-        changes, fix = train.list_changes(moved), "name another run=, or start over with fresh=True"
-        messages = [f"resumed at step {step:,} with {changes}"]
-        if former.over and (new.epochs < old.epochs or moved.keys() != {"epochs"}):
-            rule = f"{former.folder}: this run is finished: more epochs extend it, but it cannot change"
-            raise TrainError(f"{rule} {changes}; {fix}")
-        if former.over:
-            drops = checkpoint.facts_of(former.folder, index["last"])["state"]["best"]["drops"]
-            now, then = (train.shown(train.lr_at(each, epoch, drops)) for each in (new, old))
-            messages = [f"{changes}: lr goes on at {now}, where it had come to {then}"]
-        elif refused := train.fixed_settings(old).keys() & moved.keys() - set(train.AT_START):
-            changes = train.list_changes({name: moved[name] for name in moved if name in refused})
-            raise TrainError(f"{former.folder}: this run is started, and cannot change {changes}; {fix}")
-    if (moved or not former.over) and (advice := plan.changes_from(new)):
-        messages.append(f"this run keeps what it has applied so far; the advice would be {train.list_changes(advice)}")
-    return plan if new == plan else new.marked(new.to_dict().keys() - given.keys()), messages
 
 
 def given_by(plan: Plan) -> dict[str, Any]:
@@ -149,43 +120,70 @@ def given_by(plan: Plan) -> dict[str, Any]:
     return json.loads(json.dumps(plan.given()))
 
 
+def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan, Plan, list[str]]:
+    """Return (the plan to train with, the one that counts as given, what to say) where a call gives `call`, None: the
+    run's own. What is given otherwise than last time is a change, newly measured advice is not. Raises TrainError for
+    a change that the run refuses."""
+    if former is None:
+        plan = plan_for(task, pack, call, measured=True)
+        return plan, plan, []
+    index, old, messages = former.index, former.plan, []
+    if call is None:
+        call = old.marked(old.to_dict())
+        if not index["given"].keys() & FREE:  # where no call ever gave a plan, the task does
+            call = call.replace(**plan_for(task, pack, None).given())
+    plan, (epoch, step) = plan_for(task, pack, call), last_place(index)
+    changed = {name: value for name, value in given_by(plan).items() if value != index["given"].get(name, ...)}
+    # lr follows a batch size where the plan was made, see Plan.turn, and is given then
+    new = old.turn(**{"lr": old.lr, **changed}) if changed else old
+    moved = new.changes_from(old)
+    refused, why = moved.keys() & train.fixed_settings(old).keys() - {*train.AT_START}, "is started"
+    if former.over and (new.epochs < old.epochs or moved.keys() != {"epochs"}):
+        refused, why = moved.keys(), "is finished: more epochs extend it"
+    if refused:
+        changes = train.list_changes({name: moved[name] for name in moved if name in refused})
+        fix = "name another run=, or start over with fresh=True"
+        raise TrainError(f"{former.folder}: this run {why}, and cannot change {changes}; {fix}")
+    if former.over and moved:
+        drops = checkpoint.facts_of(former.folder, index["last"])["state"]["best"]["drops"]
+        now, then = (train.shown(train.lr_at(each, epoch, drops)) for each in (new, old))
+        messages.append(f"{train.list_changes(moved)}: lr goes on at {now}, where it had come to {then}")
+    elif moved:
+        messages.append(f"resumed at step {step:,} with {train.list_changes(moved)}")
+    if (moved or not former.over) and (advice := plan.changes_from(new)):
+        messages.append(f"this run keeps what it has applied so far; the advice would be {train.list_changes(advice)}")
+    return (plan if new == plan else new.marked(new.to_dict().keys() - plan.given().keys())), plan, messages
+
+
 # -- which run a call without a name means
 
 
-def own_folder(task: Task, pack: Pack, plan: Any, fresh: bool) -> Path:
+def own_folder(task: Task, pack: Pack, call: Any, fresh: bool) -> Path:
     """Return the folder of the newest run below `runs/` that a call means, else a new one, which no other gets."""
-    panel, plan = getattr(plan, "id", None), plan_for(task, pack, plan)
-    card, name = train.readable(task, pack, plan).card, train.task_name(task)
+    plan = plan_for(task, pack, call)
+    card, name, number = train.readable(task, pack, plan).card, train.task_name(task), 0
     with torch.random.fork_rng(devices=[]):
         network = train.build(bound := train.bind(task, card), card, plan)
     now = identity(bound, card, network, plan)
     indices = sorted(RUNS.glob(f"*/{checkpoint.INDEX}"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in [] if fresh else indices:
         with suppress(NbtoolsError):  # another kind of run, or one that refuses this call
-            if matches(task, plan, panel, now, path.parent):
+            index, former = checkpoint.read_index(path.parent), former_run(task, path.parent)
+            decide(task, pack, plan, former)
+            given, before = given_by(plan), index["given"]
+            if former and former.over and plan.epochs > former.plan.epochs:
+                given["epochs"] = before.get("epochs")
+            alike = not differences(index["identity"], now) and index["identity"]["trained"] == now["trained"]
+            if alike and (given == before or getattr(call, "id", "") == index.get("panel")):
                 return path.parent
     short = type(network).__name__ if ":" in name else name.rpartition(".")[2]
-    short, number = re.sub("[^a-z0-9]+", "-", short.lower()).strip("-") or "run", 0
+    short = re.sub("[^a-z0-9]+", "-", short.lower()).strip("-") or "run"
     with disk.explained("making a run folder", RUNS):
-        RUNS.mkdir(parents=True, exist_ok=True)
         while True:
             number += 1
             with suppress(FileExistsError):
-                (folder := RUNS / f"{short}-{number}").mkdir()
+                (folder := RUNS / f"{short}-{number}").mkdir(parents=True)
                 return folder
-
-
-def matches(task: Task, plan: Plan, panel: str | None, now: Lines, folder: Path) -> bool:
-    """Return whether a call without `run=` means this run. Raises TrainError where the run refuses the call."""
-    index, former = checkpoint.read_index(folder), former_run(task, folder)
-    theirs, given, before = index["identity"], given_by(plan), index["given"]
-    if differences(theirs, now) or theirs["trained"] != now["trained"]:
-        return False
-    if former is not None:
-        decide(former, plan)
-        if former.over and plan.epochs > former.plan.epochs:
-            given, before = ({**values, "epochs": 0} for values in (given, before))
-    return given == before or (panel is not None and panel == index.get("panel"))
 
 
 # -- how a run starts, resumes, or is taken over
@@ -215,8 +213,14 @@ def restore(folder: Path, kept: Path, fresh: bool) -> None:
     with disk.explained(f"restoring {folder} from {kept}", folder):
         part = folder.with_name(f"{folder.name}.part")
         train.restore_kept(kept, part)
-        disk.remove(folder)
+        if ours:
+            folder.rename(former := folder.with_name(f"{folder.name}.former"))
         disk.publish_folder(part, folder)
+        for path in former.iterdir() if ours else ():  # of callbacks, of TensorBoard
+            if not is_ours(path):
+                path.rename(folder / path.name)
+        if ours:
+            disk.remove(former)
 
 
 def continues(longer: Index, shorter: Index) -> bool:
@@ -236,114 +240,133 @@ def begin(
     if former and (differing := differences(index["identity"], now)):
         rule = f"{folder} holds another run ({'; '.join(differing)})"
         raise CheckpointError(f"{rule}; name another run= for this one, or start over with fresh=True")
+    complaints: list[str] = []
     with disk.explained("resuming a run" if former else "starting a run", folder):
         clear(folder, former is not None)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
         disk.write_atomic(folder / PLAN, state.applied.to_json())
-        history, complaints = History(folder / HISTORY), ()
+        history = History(folder / HISTORY)
         if former:
-            saved, changes = resume(folder, state, history)
-            complaints = saved.complaints
+            complaints, changes = resume(folder, state, history)
             if changes and state.stopped:
                 state.stopped, state.best.stale = None, 0  # asked to continue: an early stop counts anew from here
             for record in changes:
                 history.append(record)
     advised = getattr(call, "advised", getattr(call, "plan", None))
     starts = [start for start in index.get("starts", []) if state.over or start[1] < state.step]  # else undone since
-    checkpoint.mark(
-        folder,
-        version=checkpoint.VERSION,
-        nbtools=disk.VERSION,
-        id=index.get("id", uuid4().hex),
-        task=train.task_name(state.task),
-        metric=state.task.BEST,
-        pack=str(pack.folder.absolute()),
-        given=(given or state.plan).given() or index.get("given", {}),
-        applied=state.applied.to_dict(),
-        advised=advised.to_dict() if advised else index.get("advised", state.plan.to_dict()),
-        identity=now,
-        starts=starts if state.over else [*starts, [uuid4().hex[:8], state.step]],
-        panel=getattr(call, "id", None),
-    )
+    plans = {
+        "given": (given or state.plan).given() or index.get("given", {}),
+        "applied": state.applied.to_dict(),
+        "advised": advised.to_dict() if advised else index.get("advised", state.plan.to_dict()),
+    }
+    made = {"version": checkpoint.VERSION, "nbtools": disk.VERSION, "pack": str(pack.folder.absolute())}
+    task = {"task": train.task_name(state.task), "metric": state.task.BEST, "identity": now}
+    starts = starts if state.over else [*starts, [uuid4().hex[:8], state.step]]
+    run = {"id": index.get("id", uuid4().hex), "starts": starts, "panel": getattr(call, "id", None)}
+    checkpoint.mark(folder, **made, **task, **plans, **run)
     if former is None:
         checkpoint.save(folder, state, rows=0)
-    return history, [*complaints]
+    return history, complaints
 
 
 def clear(folder: Path, resumes: bool) -> None:
     """Remove what a killed process left half-written, and a run in whose place a new one starts; other files stay."""
     for path in [folder / checkpoint.INDEX, *folder.glob("*")]:  # without its index the folder holds no run
-        name = path.name
-        ours = name in (checkpoint.INDEX, *LEFT) or name.startswith(EVENTS) or checkpoint.FILE.fullmatch(name)
-        if (name.endswith(".part") and name.rsplit(".", 2)[0] in OURS) or (ours and not resumes):
+        if is_ours(path) and (path.suffix == ".part" or not resumes):
             disk.remove(path)
 
 
-def resume(folder: Path, state: TrainState, history: History) -> tuple[checkpoint.Checkpoint, list[Record]]:
-    """Load the last checkpoint, cut the history to it; return it, and the row of what the wanted plan changes."""
+def is_ours(path: Path) -> bool:
+    """Return whether a run wrote this file of its folder, whole or in part."""
+    whole = path.name.rsplit(".", 2)[0] if path.suffix == ".part" else path.name
+    return whole in OURS or checkpoint.FILE.fullmatch(path.name) is not None
+
+
+def resume(folder: Path, state: TrainState, history: History) -> tuple[list[str], list[Record]]:
+    """Load the last checkpoint that is whole, and cut the history to it; return complaints about newer ones, and the
+    row of what the wanted plan changes."""
     saved = checkpoint.newest(folder)
     old = type(state.plan).from_dict(saved.facts["plan"])  # plan.json may be ahead of the checkpoint
     train.adopt(state, state.plan)  # first: a scaler takes over its saved state
     state.load(saved.tensors, saved.facts["state"])
     checkpoint.rewind(folder, saved.name)  # before rows go: a run killed between them resumes with all of its rows
     history.cut(saved.facts["rows"])
-    return saved, [*train.caught_up(state, old)]
+    return [*saved.complaints], [*train.caught_up(state, old)]
 
 
 class Job:
     """A run in progress. It is saved at the end of each epoch, and within one every minute, where that takes at most
-    1 % of the time; at its best in any case. keeper: copies the folder to where the run is kept, if it is."""
+    1 % of the time. Its best state is copied at once, and written before the next. keeper: copies the folder to where
+    the run is kept, if it is."""
 
     def __init__(self, pack: Pack, folder: Path, state: TrainState, surface: Surface):
         self.task, self.pack, self.folder, self.state = state.task, pack, folder, state
         self.surface, self.history = surface, surface.history
         self.keeper: Keeper | None = None
         self.saved, self.place, self.plan = monotonic(), (state.epoch, state.step), state.applied  # when, and what
+        self.best: checkpoint.Checkpoint | None = None  # the best state, where it is still to be written
         # A thread writes, since 100 MB take 1.5 s, a seventh of an epoch of 10 s. Its result: the seconds it took.
         self.writer, self.writing = ThreadPoolExecutor(1, "nbtools-writer"), Future[float]()
         self.writing.set_result(0.0)
 
-    def watch(self, record: Record) -> None:
-        """Save where it is due. Training continues once the state is copied."""
-        ends, since = record.kind == "epoch", monotonic() - self.saved
-        best = ends and self.state.improved
+    def log(self, record: Record) -> None:
+        """Write a record to the history, the plan where it has changed, and a checkpoint where one is due."""
+        self.history.append(record)
+        self.write_plan()
+        since, ends = monotonic() - self.saved, record.kind == "epoch"
         due = (ends or since > SAVE_EVERY) and self.writing.done() and since * SAVE_SHARE >= self.writing.result()
-        if best or due:
-            self.save(best)
-
-    def save(self, best: bool = False) -> bool:
-        """Have the state written, unless it is; return False for one whose loss is no number, which will be undone."""
-        self.wait()  # for the memory of the last copy
-        if self.place == (place := (self.state.epoch, self.state.step)):
-            return True
-        if self.state.lost():
-            return False
-        taken = checkpoint.snapshot(self.state, len(self.history), best)
-        self.surface.keep_still()
-        self.place, self.state.improved, self.saved = place, False, monotonic()
-        self.writing = self.writer.submit(self.write, taken)
-        return True
-
-    def write(self, taken: checkpoint.Checkpoint) -> float:
-        began = monotonic()
-        checkpoint.publish(self.folder, taken)
-        if self.keeper is not None:
-            self.keeper.keep()
-        return monotonic() - began
-
-    def wait(self) -> None:
-        """Wait for the checkpoint that is being written. Raises DiskError if it could not be."""
-        self.writing.result()
-        if self.keeper is not None:
-            self.surface.report_all(self.keeper.complaints)
+        # A checkpoint amid a change would resume with its row, but without the change.
+        if record.kind == "change":
+            return
+        if due:
+            self.save()
+        elif self.state.improved and not self.state.lost():
+            self.best, self.state.improved = checkpoint.snapshot(self.state, len(self.history), best=True), False
 
     def write_plan(self) -> None:
-        """Record the applied plan, if it has changed."""
         if self.plan is not self.state.applied:
             self.plan = self.state.applied
             with disk.explained("writing the plan", self.folder):
                 disk.write_atomic(self.folder / PLAN, self.plan.to_json())
             checkpoint.mark(self.folder, applied=self.plan.to_dict())
+
+    def save(self) -> bool:
+        """Have the state written, unless it is; return False for one whose loss is no number, which will be undone.
+        Training continues once the state is copied."""
+        self.write_plan()
+        self.finish_writing()  # for the memory of the last copy
+        if self.place == (place := (self.state.epoch, self.state.step)):
+            self.wait()
+            return True
+        if self.state.lost():
+            return False
+        taken, best = checkpoint.snapshot(self.state, len(self.history), self.state.improved), self.best
+        if best is not None and best.name == taken.name:
+            best, taken.facts["best"] = None, True
+        self.surface.keep_still()
+        self.place, self.state.improved, self.saved, self.best = place, False, monotonic(), None
+        self.writing = self.writer.submit(self.write, *filter(None, (best, taken)))
+        return True
+
+    def write(self, *taken: checkpoint.Checkpoint) -> float:
+        began = monotonic()
+        for each in taken:
+            checkpoint.publish(self.folder, each)
+        if self.keeper is not None:
+            self.keeper.keep()
+        return monotonic() - began
+
+    def wait(self) -> None:
+        """Wait until all that is to be saved is written. Raises DiskError where it could not be."""
+        self.finish_writing()
+        if self.best is not None:
+            self.writing, self.best = self.writer.submit(self.write, self.best), None
+            self.finish_writing()
+
+    def finish_writing(self) -> None:
+        self.writing.result()
+        if self.keeper is not None:
+            self.surface.report_all(self.keeper.complaints)
 
     def close(self) -> None:
         """Wait until everything is written and kept."""
@@ -352,6 +375,5 @@ class Job:
         finally:
             self.writer.shutdown()
             if self.keeper is not None:
-                self.keeper.keep()
                 self.keeper.close(not self.surface.requests.stop, self.surface.report)
                 self.surface.report_all(self.keeper.complaints)

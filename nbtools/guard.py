@@ -42,7 +42,7 @@ class Guard:
             for record in records:
                 if record.kind == "change":  # which is applied when the loop goes on
                     self.watch()
-                elif self.has_risen(record):
+                elif record.kind == "step" and "loss" in record.values and self.has_risen(record.values["loss"]):
                     return "risen"
                 yield record
                 if way := self.ask():
@@ -70,9 +70,12 @@ class Guard:
         if self.anchor is None or len(self.losses()[1]) >= WATCHED:
             self.job.save()
             self.job.wait()
-            index, plan = checkpoint.read_index(self.folder), self.state.applied.to_dict()
-            self.anchor = {"name": index["last"], "plan": plan, "best": index.get("best")}
-            checkpoint.mark(self.folder, anchor=self.anchor)
+            index = checkpoint.read_index(self.folder)
+            self.mark({"name": index["last"], "plan": self.state.applied.to_dict(), "best": index.get("best")})
+
+    def mark(self, anchor: dict[str, Any] | None) -> None:
+        self.anchor = anchor
+        checkpoint.mark(self.folder, anchor=anchor)
 
     def losses(self) -> tuple[list[float], list[float]]:
         """Return the losses of log steps before the watched changes, and since."""
@@ -80,23 +83,23 @@ class Guard:
         count = bisect_right(steps, checkpoint.place(self.anchor["name"])[1]) if self.anchor else len(steps)
         return losses[:count], losses[count:]
 
-    def has_risen(self, record: Record) -> bool:
-        """Return whether a log step's loss is far above the last WATCHED ones before the watched changes."""
-        if self.anchor is None or record.kind != "step" or "loss" not in record.values:
+    def has_risen(self, loss: float) -> bool:
+        """Return whether the loss of a log step is far above the last WATCHED ones before the watched changes."""
+        if self.anchor is None:
             return False
         before, since = self.losses()
         changed = self.state.applied.changes_from(self.plan_of(self.anchor)).keys()
         if before and changed <= Plan().to_dict().keys():  # a task's own setting may weigh a term of the loss
             last = before[-WATCHED:]  # a loss may be negative
-            room = max((FACTOR - 1) * max(map(abs, last)), NOISE * abs(before[0]))
-            if record.values["loss"] > max(last) + room:
+            if loss > max(last) + max((FACTOR - 1) * max(map(abs, last)), NOISE * abs(before[0])):
                 return True
         if len(since) + 1 >= 2 * WATCHED:
-            self.anchor = checkpoint.mark(self.folder, anchor=None).get("anchor")
+            self.mark(None)
         return False
 
     def back(self, why: Any) -> Generator[Record, None, None]:
-        """Resume from the checkpoint that is meant, with the wanted plan; a row says so."""
+        """Resume from the checkpoint that is meant, with the wanted plan; a row says so. why: `undo`, `best`, `risen`,
+        or the error of a run that diverged."""
         job, state, anchor, self.way = self.job, self.state, self.anchor, ""
         job.wait()
         index = checkpoint.read_index(self.folder)
@@ -115,12 +118,11 @@ class Guard:
         rows = resume(self.folder, state, job.history)[1]
         if isinstance(why, Diverged):
             state.recovery.careful_until = why.steps[1] + 1
-        state.improved, job.place = False, (state.epoch, state.step)
+        state.improved, job.place = False, (-1, -1)  # a checkpoint that follows here has the rows of this return
         state.events.clear()
-        asked = {"asked": why} if why in NOTHING else {}
-        event = {"what": f"{what}back at step {state.step:,}", "mark": f"back to step {state.step:,}", **asked}
-        yield state.record("event", event)
         yield from rows
+        event = {"what": f"{what}back at step {state.step:,}", "mark": f"back to step {state.step:,}"}
+        yield state.record("event", {**event, "asked": why} if why in NOTHING else event)
         if job.keeper is not None:
             job.keeper.keep()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nbtools import disk, live, show, train
 from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, items_of, retry, say
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 PLAN, CARD, HISTORY, RECEIPT, VERDICT = "plan.json", "card.json", "history.csv", "receipt.json", "verdict.json"
 SUMMARY = ("lr", "epoch_time", "samples_per_s", "data_wait", "batch_size")  # after losses and metrics
 FREE = {"classes", "category_of", "mean", "std", "roles", "stored"}  # options that follow from the data
-MOST = 8  # runs of a folder that are compared
 
 
 class Run:
@@ -49,8 +49,7 @@ class Run:
         for what needs its network: `predict`, `model`, `export`, `report`, `nb.evaluate`. Raises CheckpointError."""
         folder = Path(folder)
         with disk.explained("opening a run", folder):
-            index = retry(lambda: checkpoint.read_index(folder), folder)
-            if not index:
+            if not (index := retry(lambda: checkpoint.read_index(folder), folder)):
                 why = f"no {checkpoint.INDEX}, so this is not a run folder" if folder.is_dir() else "no such folder"
                 raise CheckpointError(f"{folder}: {why}; nb.runs lists those of a folder, nb.fit with run= trains one")
             card, plan = (retry(partial(read_json, folder / name), folder) for name in (CARD, PLAN))
@@ -207,11 +206,10 @@ class Run:
             raw = {name: tensor.to(device) for name, tensor in collate(chunk, card.columns).items()}
             outputs = evaluation.forward(self.task, model, raw, self.plan, device)[1]
             answers += self.task.decode(outputs, card)
-            logits = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", outputs)
-            logits = logits.get("out") if isinstance(logits, dict) else logits
-            if isinstance(logits, Tensor) and card.classes and logits.shape[1:] == (len(card.classes),):
-                several = card.options.get("kind") == "labels"
-                shares += (logits.float().sigmoid() if several else logits.float().softmax(1)).tolist()
+            with suppress(TrainError):  # of outputs that are no tensor
+                logits = train.logits_of(outputs[0] if isinstance(outputs, tuple) else outputs).float()
+                if card.classes and logits.shape[1:] == (len(card.classes),):
+                    shares += (logits.sigmoid() if card.options.get("kind") == "labels" else logits.softmax(1)).tolist()
         return answers, shares
 
     def read(self, item: Any) -> Sample:
@@ -312,22 +310,24 @@ def runs(folder: str | Path = "runs") -> pd.DataFrame:
     """Return a row for each run in a folder and below, the newest first: state, best metric, epochs, minutes,
     samples/s, when it last went on. A message names those that cannot be opened. Raises CheckpointError."""
     opened = open_runs(Path(folder))
-    frame = outcomes({run.folder.relative_to(folder).as_posix(): run for _, run in opened})
-    return frame.assign(changed=[datetime.fromtimestamp(time) for time, _ in opened])
+    frame = outcomes({run.folder.relative_to(folder).as_posix(): run for run in opened})
+    return frame.assign(
+        changed=[datetime.fromtimestamp((run.folder / checkpoint.INDEX).stat().st_mtime) for run in opened]
+    )
 
 
-def open_runs(folder: Path) -> list[tuple[float, Run]]:
-    """Open the runs in a folder and its subfolders; return (when it last went on, run), the newest first."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such folder; name the one in which the run folders are")
-    opened: list[tuple[float, Run]] = []
+def open_runs(folder: Path) -> list[Run]:
+    """Open the run in a folder, or those below it, the newest first. Raises CheckpointError."""
+    if not folder.is_dir() or (folder / checkpoint.INDEX).exists():
+        return [Run.open(folder)]
     with disk.explained("looking for runs", folder):
-        for path in retry(lambda: list(folder.glob(f"**/{checkpoint.INDEX}")), folder):
+        opened = []
+        for path in sorted(retry(lambda: [*folder.glob(f"**/{checkpoint.INDEX}")], folder), key=os.path.getmtime):
             try:
-                opened.append((path.stat().st_mtime, Run.open(path.parent)))
+                opened.insert(0, Run.open(path.parent))
             except CheckpointError as error:
                 say(f"left out: {error}")
-    return sorted(opened, key=lambda each: each[0], reverse=True)
+    return opened
 
 
 def outcomes(runs: Mapping[str, Run]) -> pd.DataFrame:
@@ -345,16 +345,14 @@ def outcomes(runs: Mapping[str, Run]) -> pd.DataFrame:
 
 
 def compare(*runs: Run | str | Path) -> Comparison:
-    """Compare runs, run folders, or the newest eight runs in a folder of them (`nb.compare("runs")`). Raises TrainError
-    if there is none, CheckpointError for a folder that cannot be opened."""
+    """Compare runs, run folders, or all runs in a folder of them (`nb.compare("runs")`). Raises TrainError if there is
+    none, CheckpointError for a folder that cannot be opened."""
     every: list[Run] = []
     for run in runs:
         if isinstance(run, Run):
             every.append(run)
-        elif Path(run).is_dir() and not (Path(run) / checkpoint.INDEX).exists():
-            every += [each for _, each in open_runs(Path(run))[:MOST][::-1]]
         else:
-            every.append(Run.open(run))
+            every += open_runs(Path(run))[::-1]
     if not every:
         raise TrainError("compare needs at least one run, got none; give it runs, run folders or a folder of runs")
     return Comparison({str(run.folder): run for run in every})
@@ -379,14 +377,15 @@ class Comparison:
     @cached_property
     def conclusion(self) -> str:
         """Return which run is best and by how much; or that none is, also where chance may explain it, see `alike`."""
-        values = {name: run.best[f"val_{run.metric[0]}"] for name, run in self.runs.items() if run.best}
-        if len({(run.metric, run.card.digest) for run in self.runs.values()}) > 1:
+        runs = self.runs.values()
+        if len({(run.metric, run.card.digest) for run in runs}) > 1:
             return "No best run: they are of different tasks, or validated on different data."
+        metric, sign = next(iter(runs)).metric
+        values = {name: run.best[f"val_{metric}"] for name, run in self.runs.items() if run.best}
         if len(values) < 2:
             return "No best run: fewer than two have been evaluated."
-        metric, sign = next(iter(self.runs.values())).metric
         best, *others = sorted(values, key=lambda name: -sign * values[name])
-        count = min(min(run.plan.eval_samples or math.inf, run.card.splits["val"]) for run in self.runs.values())
+        count = min(min(run.plan.eval_samples or math.inf, run.card.splits["val"]) for run in runs)
         share = metric != "loss" and all(0 <= value <= 1 for value in values.values())
         by = "validation loss" if metric == "loss" else header(metric)
         if level := [name for name in others if alike(values[best], values[name], count, share)]:

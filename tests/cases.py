@@ -55,8 +55,7 @@ class Case:
         """The task as it is trained and evaluated here: edit distances of texts need a package that may be absent."""
         if not self.ctc:
             return self.task
-        names = {name: getattr(self.task, name) for name in self.task.__all__}
-        return SimpleNamespace(**{**names, "metrics": lambda outputs, batch: {}, "BEST": "-loss"})
+        return SimpleNamespace(**{**vars(self.task), "metrics": lambda outputs, batch: {}, "BEST": "-loss"})
 
     def pack(self, folder: Path, count: int) -> nb.Pack:
         """So many samples, a sixth of them to validate."""
@@ -134,6 +133,13 @@ AUGMENT: dict[str, dict[str, Any]] = {
     "segment": {"scale_low": 0.25, "scale_high": 2.0, "flip": 0.5, "jitter": 0.4},
 }
 """Task → all that it draws random numbers for."""
+
+
+def augmented(name: str) -> Any:
+    """The plan of a case, with all that its task draws random numbers for."""
+    return CASES[name].plan.replace(**AUGMENT[name.split()[0]])
+
+
 LEAN = ("captcha small", "captcha ctc", "sign transformer", "segment slim")
 """One network of each kind, for what takes several runs."""
 

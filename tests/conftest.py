@@ -102,7 +102,7 @@ def written(monkeypatch):
     """Each checkpoint is written before the next step, so that a test knows when it is there: else an epoch is left out
     while one is being written."""
     save = Job.save
-    monkeypatch.setattr(Job, "save", lambda job, best=False: (save(job, best), job.wait())[0])
+    monkeypatch.setattr(Job, "save", lambda job: (save(job), job.wait())[0])
 
 
 @pytest.fixture(scope="module", autouse=True)

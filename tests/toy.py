@@ -87,6 +87,18 @@ def model(card, plan: Plan) -> nn.Module:
     return Net(plan.hidden, plan.dropout)
 
 
+class Linear(nn.Linear):
+    """Without BatchNorm, which sees micro batches."""
+
+    def forward(self, batch):
+        return super().forward(batch["x"])
+
+
+def linear(card, plan: Plan) -> nn.Module:
+    """In place of `model`."""
+    return Linear(8, CLASSES)
+
+
 def batch(raw, plan: Plan, draws):
     x = raw["x"]
     if "x_length" in raw:

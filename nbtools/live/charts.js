@@ -75,7 +75,7 @@
     apply(grid);
   };
   const on = (kind, look, act) =>
-    document.addEventListener(kind, (event) => act(event.target.closest?.(look), event));
+    document.addEventListener(kind, (event) => act(event.target.closest?.(look), event), true); // widgets let no key pass
   on('pointermove', '.nbt-plot', (plot, event) => {
     at = plot ? [event.clientX, event.clientY] : null;
     if (at || document.querySelector('.nbt-at')) show();

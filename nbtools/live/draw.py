@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 2000, 10_000  # units of an SVG plot: whole numbers become text ten times as fast as formatted floats
 DPI = 144  # two pixels a px, and 72 px an inch: a point of matplotlib is a px here
 GREY = "#7d7d7d"  # contrast 4.1 on white and 4.6 on the black of JupyterLab's dark theme
-WIDE, PLOT, ROW, LETTER = 760, 225, 16, 7.3  # px: width, of a cell in a window of 900; a row of charts; text; a letter
+WIDE, PLOT, LOW, ROW, LETTER = 760, 225, 130, 16, 7.3  # px: a cell at 900; charts, lr alone; a line of text; a letter
 SAMPLES, IMAGE, LINE = 4, 100, 48  # samples in a row; px: height of one, of a long line of text, which has its own row
 STYLE, SCRIPT = (Path(__file__).with_name(name).read_text("utf-8") for name in ("live.css", "charts.js"))
 HEAD = f'<style onload="{escape(SCRIPT)}">{STYLE}</style>'
@@ -108,20 +108,22 @@ def png(shown: Picture, facts: Sequence[str] = (), previews: Sequence[samples.Pr
     from nbtools.figures import look
 
     head = textwrap.wrap(" · ".join(fact.replace(" ", "\xa0") for fact in facts), 100)
-    rows, across = math.ceil(len(shown.charts) / 2), 1 if samples.long([each.image for each in previews]) else SAMPLES
+    alone = [*shown.charts][-1:] * (len(shown.charts) % 2)  # the last one, where its row has no other
+    rows = [PLOT] * (len(shown.charts) // 2) + [LOW if chart.small else PLOT for chart in alone]
+    across = 1 if samples.long([each.image for each in previews]) else SAMPLES
     texts = [samples.text(each, int(WIDE / across / LETTER) - 4) for each in previews]
     high = (LINE if across == 1 else IMAGE) + ROW * (max(map(len, texts), default=0) + 1)
-    heights = [ROW * len(head) + 8, rows * PLOT, math.ceil(len(previews) / across) * high]
+    heights = [ROW * len(head) + 8, sum(rows), math.ceil(len(previews) / across) * high]
     figure = Figure(figsize=(WIDE / 72, sum(heights) / 72), dpi=DPI, facecolor="none", layout="constrained")
     figure.suptitle("\n".join(head), x=0.01, ha="left", color=GREY, **look(13))
     parts: Any = figure.subfigures(2, 1, height_ratios=[max(height, 1) for height in heights[1:]], facecolor="none")
+    grid = parts[0].add_gridspec(max(len(rows), 1), 2, height_ratios=rows or None)
     for i, chart in enumerate(shown.charts):
-        draw_chart(parts[0].add_subplot(rows, 2, i + 1), chart, shown)
+        draw_chart(parts[0].add_subplot(grid[i // 2, :] if chart in alone else grid[i // 2, i % 2]), chart, shown)
+    bare: Any = {"xticks": [], "yticks": [], "anchor": "NW", "frame_on": False}
     for i, (preview, text) in enumerate(zip(previews, texts, strict=True)):
-        axes = parts[1].add_subplot(math.ceil(len(previews) / across), across, i + 1, xticks=[], yticks=[])
+        axes = parts[1].add_subplot(math.ceil(len(previews) / across), across, i + 1, **bare)
         axes.imshow(preview.image, cmap="gray", vmin=0, vmax=255)
-        axes.set(anchor="NW", facecolor="none")
-        axes.spines[:].set_visible(False)
         colour = GREEN if preview.right else VERMILLION if preview.truth else GREY
         axes.set_xlabel("\n".join(text), loc="left", color=colour, linespacing=1.3, **look(12, mono=True))
     stream = io.BytesIO()

@@ -137,7 +137,7 @@ class Form:
         requests = self.panel.requests if self.panel.running else None
         paused, pending = (requests.paused, requests.pending) if requests else (False, ())
         messages = [PAUSED] if paused and "stop" not in pending else []
-        messages += [f"{BUTTONS[action][0]}: after this step …" for action in BUTTONS if action in pending]
+        messages += [f"{BUTTONS[action][0]} – after this step …" for action in BUTTONS if action in pending]
         messages += [f"after this step: {requests.change}"] if requests and requests.change else []
         self.pending.value = message(" · ".join(messages) or self.told, "" if messages else "nbtools-muted", True)
         self.own.layout.display, self.before.layout.display = ("flex", "none") if requests else ("none", "flex")

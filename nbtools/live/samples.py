@@ -83,8 +83,7 @@ class Previews:
         _, outputs = evaluation.forward(state.task, state.evaluated, raw, state.applied.while_training(), state.device)
         answers = zip(self.ids, state.task.decode(outputs, state.card), strict=True)
         previews = [Preview(*state.task.preview(self.pack, i, answer)) for i, answer in answers]
-        end = time.monotonic()
-        self.next = end + (end - start) / COST
+        self.next = (end := time.monotonic()) + (end - start) / COST
         return previews
 
 

@@ -19,7 +19,7 @@ from nbtools.data import Pack
 from nbtools.errors import NbtoolsError
 from nbtools.live import facts, requests
 from nbtools.live.facts import COMPILING, EVALUATING, TRAINING
-from nbtools.live.kernel import Messages, closing, running_kernel
+from nbtools.live.kernel import PERIOD, Messages, closing, running_kernel
 from nbtools.live.panel import Panel
 from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised_plan
 from nbtools.live.samples import Preview, Previews
@@ -28,7 +28,6 @@ from nbtools.measure import Sampler, nvml_index
 from nbtools.train import Diverged, History, Record, TrainState, checkpoint, require_change
 
 LOOK_EVERY = 0.2  # seconds between looks for control.json, and between updates of the panel
-MOMENT = 0.05  # seconds between two reads of the requests during a pause
 
 
 class Surface(View):
@@ -162,4 +161,4 @@ class Surface(View):
     def hold(self) -> None:
         """Wait a moment during a pause."""
         self.draw(facts.PAUSED)
-        sleep(MOMENT)
+        sleep(PERIOD)

@@ -2,7 +2,7 @@
 
 from nbtools.train import checkpoint, device, evaluation, meter
 from nbtools.train.checkpoint import CONTROL, Keeper, restore_kept
-from nbtools.train.defaults import Answer, Batch, Labels, Pair
+from nbtools.train.defaults import Answer, Batch, Labels, Pair, logits_of
 from nbtools.train.device import DTYPES, again, unrecordable
 from nbtools.train.evaluation import Sums, forward, rehearse
 from nbtools.train.graph import MOST_GRAPHS, synchronizing
@@ -40,6 +40,7 @@ from nbtools.train.task import (
     import_task,
     objective,
     order,
+    qualified_name,
     readable,
     task_name,
     title_of,

@@ -32,7 +32,6 @@ from nbtools.train.defaults import (
     answers,
     as_tuple,
     images_of,
-    name_of,
     packed_dataset,
     prepare,
     preview,
@@ -299,7 +298,8 @@ def objective(task: Task) -> tuple[Any, list[str], dict[str, float], dict[str, s
     for name in names:
         if getattr(hook := getattr(task, name), "__func__", None) is not getattr(Task, name):
             names[name] = qualified_name(given.get(name) or hook)
-    return given["loss"], [name_of(metric) for metric in metrics_of(task)], strengths(task.augment), names
+    metrics = [metric if isinstance(metric, str) else qualified_name(metric) for metric in metrics_of(task)]
+    return given["loss"], metrics, strengths(task.augment), names
 
 
 def qualified_name(function: Any) -> str:

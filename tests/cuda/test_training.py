@@ -10,11 +10,10 @@ import pytest
 import torch
 import toy
 from cases import CASES, LEAN, require_near, run
-from torch import nn
 
 import nbtools as nb
 from nbtools.data import gather, on
-from nbtools.measure import Stepper, check, find_batch, untouched, verdict
+from nbtools.measure import Stepper, check, find_batch, untouched
 from nbtools.train import TrainState, checkpoint, step, synchronizing, train, train_step
 from nbtools.train import device as devices
 from nbtools.train.graph import uncapturable
@@ -107,9 +106,6 @@ def test_a_read_is_traced_to_its_line(gpu):
     assert [line.rpartition(":")[0] for line in lines] == [__file__]
 
 
-# -- memory
-
-
 @contextmanager
 def limited(device, more, monkeypatch):
     """Inside, this process gets at most so many more bytes; in a dry run, a pass of more than 16 samples gets none."""
@@ -181,9 +177,6 @@ def test_a_child_process_captures_and_replays_a_step_on_this_gpu(gpu, tmp_path, 
     assert uncapturable(gpu) == ""
 
 
-# -- figures
-
-
 @pytest.mark.parametrize(("graph", "watcher"), [(False, 0.0), (True, 0.0), (False, 0.005)])
 def test_rows_are_within_three_percent_of_a_clock_around_whole_epochs(graph, watcher, packs, device):
     """A watcher that takes 5 ms a step is in `wall` alone where the device has work for them."""
@@ -208,18 +201,6 @@ def test_rows_are_within_three_percent_of_a_clock_around_whole_epochs(graph, wat
         assert wall == pytest.approx(clock, rel=0.03)
         assert steps <= 1.03 * clock
         assert dry or watcher or steps == pytest.approx(clock, rel=0.03)
-
-
-def test_many_tiny_layers_are_launch_bound(pack, gpu):
-    class Deep(nn.Sequential):
-        def forward(self, batch):
-            return super().forward(batch["x"])
-
-    def deep(card, plan):
-        return Deep(*(layer for _ in range(40) for layer in (nn.Linear(8, 8), nn.ReLU())), nn.Linear(8, 4))
-
-    plan = toy.PLAN.replace(epochs=4, batch_size=8)
-    assert verdict(toy.with_(model=deep), pack, plan, seconds=1.0).bound == "launch"
 
 
 def test_each_format_is_measured_and_torch_is_left_as_it_was(device):

@@ -42,19 +42,17 @@ def test_every_format_comes_out_as_it_went_in(tmp_path, form):
     assert extracted(tmp_path, WHOLE[form]) == FILES
 
 
-@pytest.mark.parametrize("form", ["tar", "zip"])
-def test_litter_of_macos_is_left_out(tmp_path, form):
+def test_litter_of_macos_is_left_out(tmp_path):
     files = {"a/b.png": b"1", "a/._b.png": b"2", "__MACOSX/a/b.png": b"3", "a/.DS_Store": b"4", ".DS_Store": b"5"}
-    assert extracted(tmp_path, archived(files, form)) == {"a/b.png": b"1"}
+    for form in ("tar", "zip"):
+        assert extracted(tmp_path / form, archived(files, form)) == {"a/b.png": b"1"}
 
 
 ENCODED = {
     "Chinese, common": ("gbk", ["猫/1.png", "狗/2.png"]),  # the bytes of the first are also UTF-8
-    "Chinese, rare": ("gbk", ["囧/1.png", "镕喆.png"]),
     "Japanese kana": ("cp932", ["ねこ/1.png", "カメラ/2.png"]),
     "Japanese with a backslash in its bytes": ("cp932", ["表/ソ.png", "日本語テキスト.png"]),
     "German": ("cp437", ["Größe/müller.png", "köln.png"]),
-    "French": ("cp437", ["été/café.png", "é/naïve façade.png"]),
     "UTF-8 without a mark": ("utf-8", ["猫/1.png", "Größe/2.png"]),
 }
 
@@ -96,21 +94,11 @@ def test_the_unicode_name_of_info_zip_comes_first_where_it_belongs_to_the_name(t
     assert extracted(tmp_path / "2", zip_bytes((Raw(raw, second), b"x"))) == {"cafΘ.png": b"x"}
 
 
-@pytest.mark.parametrize(
-    ("names", "wanted"),
-    [
-        (["cat\\1.png", "dog\\2.png"], {"cat/1.png", "dog/2.png"}),
-        (["set\\cat\\", "set\\cat\\1.png", "list.txt"], {"set/cat/1.png", "list.txt"}),
-        (["cat\\1.png", "dog/2.png"], None),
-        (["..\\1.png"], None),
-        (["\\1.png"], None),
-    ],
-)
-def test_backslashes_of_windows_are_separators_where_no_name_has_a_slash(tmp_path, names, wanted):
-    data = unmarked(names, "ascii")
-    if wanted is None:
-        return assert_refused(data, r"some\.archive: entry '")
-    assert set(extracted(tmp_path, data)) == wanted
+def test_backslashes_of_windows_are_separators_where_no_name_has_a_slash(tmp_path):
+    names = ["set\\cat\\", "set\\cat\\1.png", "list.txt"]
+    assert set(extracted(tmp_path, unmarked(names, "ascii"))) == {"set/cat/1.png", "list.txt"}
+    for names in (["cat\\1.png", "dog/2.png"], ["..\\1.png"], ["\\1.png"]):
+        assert_refused(unmarked(names, "ascii"), r"some\.archive: entry '")
 
 
 ALIKE = [{"aBcD.png": b"1", "AbCd.png": b"2"}, {"A/x": b"1", "a/x": b"2"}, {"caf\u00e9": b"1", "cafe\u0301": b"2"}]
@@ -178,11 +166,11 @@ def test_every_truncation_is_refused(form):
         assert_refused(data[:cut])
 
 
-@pytest.mark.parametrize("form", ["tar.gz", "tar.xz"])
-def test_a_wrong_checksum_behind_the_last_file_is_noticed(form):
-    data = bytearray(WHOLE[form])
-    data[{"tar.gz": -8, "tar.xz": -30}[form]] ^= 0x10
-    assert_refused(bytes(data), "damaged")
+def test_a_wrong_checksum_behind_the_last_file_is_noticed():
+    for form, place in (("tar.gz", -8), ("tar.xz", -30)):
+        data = bytearray(WHOLE[form])
+        data[place] ^= 0x10
+        assert_refused(bytes(data), "damaged")
 
 
 def test_bombs_stop_at_the_budget(tmp_path, monkeypatch):

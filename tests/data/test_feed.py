@@ -37,9 +37,6 @@ def pack(request, tmp_path_factory):
         return toy.make_pack(folder, 90, ragged=request.param == "ragged")
 
 
-# Which samples make a batch
-
-
 def widths(count: int, seed: int = 0) -> np.ndarray:
     """Widths of text lines: most are long, last lines of a paragraph are any length."""
     rng = np.random.default_rng(seed)
@@ -78,9 +75,6 @@ def test_padding_of_simulated_text_lines_is_a_few_percent_where_random_batches_w
         ]
         random, grouped = (1 - lengths.sum() / columns for columns in padded)
         assert grouped < min(0.03, random / 10)
-
-
-# What a batch holds
 
 
 def slowly(pack, batch: np.ndarray) -> dict[str, torch.Tensor]:
@@ -154,26 +148,21 @@ def test_auto_is_resident_where_the_pack_takes_at_most_its_share_of_free_gpu_mem
     assert choose(pack, Plan(feed="streamed"), CPU) == ("streamed", "set in the plan")
 
 
-# Threads and processes
+class Broken(torch.utils.data.Dataset):
+    def __getitem__(self, i):
+        raise RuntimeError("no such film")
 
 
-def test_an_error_of_the_streams_thread_reaches_the_consumer_and_workers_need_source_files(pack):
+def test_an_error_of_the_data_reaches_the_consumer_and_is_not_taken_for_the_death_of_a_worker(pack):
     stream = iter(open_feed(pack, Plan(feed="streamed"), CPU)([np.array([0, 1]), np.array([10**6])]))
     next(stream)
     with pytest.raises((IndexError, TypeError)):
         next(stream)
-    with pytest.raises(TrainError, match=r'Plan.feed = "workers" reads the source files, .*choose feed="auto"'):
-        open_feed(dataclasses.replace(pack, raw=None), Plan(feed="workers"), CPU)
-
-
-def test_an_error_of_the_dataset_in_a_worker_is_not_taken_for_its_death(pack):
-    class Broken(torch.utils.data.Dataset):
-        def __getitem__(self, i):
-            raise RuntimeError("no such film")
-
-    broken = dataclasses.replace(pack, raw=Broken())
+    plan, broken = Plan(feed="workers", workers=1), dataclasses.replace(pack, raw=Broken())
     with pytest.raises(RuntimeError, match="no such film"):
-        next(iter(open_feed(broken, Plan(feed="workers", workers=1), CPU)([np.array([0, 1])])))
+        next(iter(open_feed(broken, plan, CPU)([np.array([0, 1])])))
+    with pytest.raises(TrainError, match=r'Plan.feed = "workers" reads the source files, .*choose feed="auto"'):
+        open_feed(dataclasses.replace(pack, raw=None), plan, CPU)
 
 
 def test_an_interrupt_that_reaches_the_workers_too_ends_none_of_them(pack):

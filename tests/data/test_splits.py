@@ -28,7 +28,14 @@ def rows(made: Pack, split: str) -> set[float]:
     return {float(made.sample(int(i))["x"][0]) for i in made.ids(split)}
 
 
-# By name
+def at_least_6(entry, sample) -> None:
+    if sample["x"][0] < 6:
+        raise PackError("small", "x must be 6 or more", "leave it out")
+
+
+def last_tests(i: int) -> str:
+    """Of nine samples."""
+    return "test" if i == 8 else "train"
 
 
 GOLDEN = {"0.png": "train", "1.png": "test", "3.png": "val", "6.png": "test", "句.png": "train"}
@@ -64,11 +71,11 @@ def test_a_share_gives_at_least_one_sample_and_never_all(place, count, survey):
 def test_a_source_may_be_all_test_or_all_train(place):
     own: Any = {"split": lambda i: "val" if i % 2 else "train"}
     assert drawn(place, test=1.0, **own).splits == {"train": 0, "val": 0, "test": 50}
+    assert drawn(place, test=1).splits["test"] == 1, "a whole number is a count"
     whole = drawn(place, val=0, test=0)
     assert whole.splits == {"train": 50, "val": 0, "test": 0}
     with pytest.raises(PackError, match=r"is a pack, and its splits are fixed; pass the raw source, which test=1\.0"):
         build_pack(whole.folder, "plain", {}, lambda *_: Survey([]), lambda *_: {}, test=1.0)
-    assert drawn(place, test=1).splits["test"] == 1, "a whole number is a count"
 
 
 @pytest.mark.parametrize("shares", [(-0.1, 0.1), (0.5, 0.5), (0.1, 1.5), ("x", 0.1), (0.1, float("nan")), (1.0, 0.0)])
@@ -84,9 +91,6 @@ def test_the_sources_own_splits_are_kept_and_unknown_ones_refused(place):
     assert made.splits == {"train": 15, "val": 25, "test": 10}, "val is taken from train where there is none"
     with pytest.raises(PackError, match="split must be one of train, val, test, got 'dev'"):
         made.ids("dev")
-
-
-# By content, class and group
 
 
 def test_a_table_in_another_order_has_its_rows_in_the_same_splits(place):
@@ -120,38 +124,24 @@ def test_a_group_stays_in_one_split_and_in_one_fold(place):
             assert np.array_equal(np.repeat(of, 6), pack.split)
 
 
-# Remarks
+SOURCES: dict[str, tuple[int, dict[str, Any]]] = {  # what is said → samples and how they are divided
+    "1 class without a train sample (b): it cannot be learned": (9, {"classes": "aaaaaaaab", "split": last_tests}),
+    "no sample is in val, so nothing chooses the best checkpoint or stops early": (1, {}),
+    "1 class without a val sample (b): no evaluation sees it": (30, {"classes": "a" * 29 + "b", "val": 1}),
+    "26 classes for 30 samples: is the target a class at all?": (30, {"classes": "abcdefghijklmnopqrstuvwxyz"}),
+    "6 of 8 samples of the train split cannot be used, see pack.bad": (9, {"check": at_least_6, "split": last_tests}),
+    "": (40, {"classes": "ab", "exact": True}),
+}
 
 
-def test_what_is_wrong_with_the_splits_is_said_once_and_kept(place, capsys):
-    made = drawn(place, 40, val=0, test=0.1, classes="a" * 39 + "b", split=lambda i: "test" if i == 39 else "train")
-    assert made.remarks == ["1 class without a train sample (b): it cannot be learned"]
-    assert made.remarks[0] in capsys.readouterr().err
-    assert made.remarks[0] in str(made)
+@pytest.mark.parametrize("remark", SOURCES)
+def test_what_is_wrong_with_the_splits_is_said_once_and_kept(place, capsys, remark):
+    count, how = SOURCES[remark]
+    made = drawn(place, count, **how)
+    assert remark in (made.remarks or [""])
+    assert not remark or capsys.readouterr().err.count(remark) == 1
+    assert remark in str(made)
     assert Pack.open(made.folder).remarks == made.remarks
-    for made, remark in (
-        (drawn(place, 1), "no sample is in val, so nothing chooses the best checkpoint or stops early"),
-        (drawn(place, 30, classes="a" * 29 + "b", val=1), "1 class without a val sample (b): no evaluation sees it"),
-        (
-            drawn(place, 30, classes="abcdefghijklmnopqrstuvwxyz"),
-            "26 classes for 30 samples: is the target a class at all?",
-        ),
-    ):
-        assert remark in made.remarks
-    assert not drawn(place, 40, classes="ab", exact=True).remarks
-    assert not drawn(place, 40, test=1.0).remarks
-
-
-def test_a_split_of_which_most_is_refused_is_said(place):
-    def check(entry, sample):
-        if sample["x"][0] < 8:
-            raise PackError("small", "x must be 8 or more", "leave it out")
-
-    made = drawn(place, 40, check=check, split=lambda i: "val" if i < 10 else "train")
-    assert made.remarks == ["8 of 10 samples of the val split cannot be used, see pack.bad"]
-
-
-# Folds
 
 
 def test_folds_validate_each_sample_once_share_the_arrays_and_keep_the_test_split(place):
@@ -163,10 +153,8 @@ def test_folds_validate_each_sample_once_share_the_arrays_and_keep_the_test_spli
     for fold in folds:
         assert np.array_equal(fold.ids("test"), made.ids("test"))
         assert fold.splits == {"train": 50 - fold.splits["val"], "val": 10, "test": 13}
-        assert Counter(fold.arrays["y"][fold.ids("val")].tolist()) == {
-            0: pytest.approx(7, abs=1),
-            1: pytest.approx(3, abs=1),
-        }
+        counts = Counter(made.classes[fold.arrays["y"][i]] for i in fold.ids("val"))
+        assert counts == {"a": pytest.approx(7, abs=1), "b": pytest.approx(3, abs=1)}
         assert fold.folder == made.folder
         assert fold.raw[3]["x"].tolist() == made.sample(3)["x"].tolist()
         again = pickle.loads(pickle.dumps(replace(fold, raw=None)))

@@ -73,12 +73,14 @@ def test_no_run_is_the_best_of_different_data_or_before_both_have_been_evaluated
     assert compared.conclusion == "No best run: fewer than two have been evaluated."
 
 
-def test_a_folder_is_a_table_of_runs_and_stands_for_the_newest_eight(runs, tmp_path, capsys):
+def test_a_folder_is_a_table_of_runs_and_stands_for_all_of_them(runs, tmp_path, capsys):
+    with pytest.raises(TrainError, match="at least one run, got none; give it"):
+        nb.compare(tmp_path)
     for act in (nb.compare, nb.runs):
         with pytest.raises(CheckpointError, match="no such folder"):
             act(tmp_path / "nowhere")
     every = reached(tmp_path / "runs", runs[0], *[(0.5, 1.0)] * 9)
-    assert len(nb.compare(tmp_path / "runs").runs) == 8
+    assert len(nb.compare(tmp_path / "runs").runs) == 9
     (every[0] / "card.json").unlink()
     frame = nb.runs(tmp_path)
     assert sorted(frame.index) == [f"runs/run-{k}" for k in range(1, 9)]

@@ -178,7 +178,7 @@ def test_a_resumed_run_shows_the_plan_it_had_applied_and_says_so_until_something
 
 @pytest.mark.parametrize("label", ACTIONS)
 def test_a_button_posts_a_request_and_shows_it_until_the_run_has_answered(label):
-    action, message = ACTIONS[label], f"{label}: after this step …"
+    action, message = ACTIONS[label], f"{label} – after this step …"
     able: set[str] = set()
     made = panel()
     requests = running(made, able.__contains__)

@@ -273,6 +273,6 @@ def test_advice_for_each_task_is_the_same_beside_a_busy_process_and_ends_in_time
         finally:
             other.kill()
         assert advice.lr_trial
-        assert perf_counter() - start - advice.lr_trial.seconds <= 65
+        assert perf_counter() - start - (advice.lr_trial.seconds if advice.lr_trial else 0) <= 65
         speed.append([getattr(advice.plan, name) for name in SPEED])
     assert speed[0] == speed[1]

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from masks import H, W, checked, faults, ids, only, packed, photo, polygon, saved, sole, tree, xml
 from matplotlib.path import Path as Outline
 
 from nbtools.errors import PackError
-from tests.segment.masks import H, W, checked, faults, ids, only, packed, photo, polygon, saved, sole, tree, xml
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TRIANGLE = polygon("1,1;30,1;30,30")
@@ -18,10 +18,8 @@ def edited(source, old, new):
     return source
 
 
-def rectangle(top, bottom, left, right, value=2):
-    label = np.zeros((H, W), np.uint8)
-    label[top:bottom, left:right] = value
-    return label
+SQUARE = np.zeros((H, W), np.uint8)
+SQUARE[10:20, 10:20] = 1
 
 
 def test_a_polygon_is_filled_where_it_covers_the_centre_of_a_pixel(tmp_path):
@@ -39,24 +37,26 @@ def test_a_higher_z_order_covers_so_holes_can_be_drawn(tmp_path):
     shapes = polygon("10,10;20,10;20,20;10,20", "background", 2) + polygon("0,0;48,0;48,36;0,36", "shirt", 1)
     source = xml(tmp_path / "raw", shapes, "background shirt shoe")
     made = packed(source, val=0, test=0)
-    np.testing.assert_array_equal(made.sample(0)["label"], 1 - rectangle(10, 20, 10, 20, 1))
+    np.testing.assert_array_equal(made.sample(0)["label"], 1 - SQUARE)
     assert made.classes == ["background", "shirt", "shoe"], "the background is the first class, named or not"
     assert packed(xml(tmp_path / "more", TRIANGLE)).classes == made.classes
     ignored = sole(source, ignore=["shirt"])["label"]
-    np.testing.assert_array_equal(ignored, np.where(rectangle(10, 20, 10, 20, 1), 0, 255))
+    np.testing.assert_array_equal(ignored, np.where(SQUARE, 0, 255))
 
 
-@pytest.mark.parametrize(
-    ("shapes", "rule", "value"),
-    [
-        (polygon("1,1;20,20"), "a polygon must have at least 3 points, x and y of each in pixels", "shirt: 2"),
-        (polygon("1,1;20,nan;3,3"), "a polygon must have at least 3 points, x and y of each in pixels", "nan"),
-        (polygon("1,1;20,20;3,3", "hat"), "a shape's label must be in the class table", "hat"),
-        ('<box label="shoe" xtl="1" ytl="1" xbr="9" ybr="9"></box>', "a shape must be a polygon", "shoe: box"),
-    ],
-)
-def test_a_shape_that_cannot_be_drawn_leaves_its_image_out(tmp_path, shapes, rule, value):
-    [row] = faults(checked(xml(tmp_path, shapes)))
+POINTS = "a polygon must have at least 3 points, x and y of each in pixels"
+UNDRAWN = {  # a shape → its rule, and part of what came
+    polygon("1,1;20,20"): (POINTS, "shirt: 2"),
+    polygon("1,1;20,nan;3,3"): (POINTS, "nan"),
+    polygon("1,1;20,20;3,3", "hat"): ("a shape's label must be in the class table", "hat"),
+    '<box label="shoe" xtl="1" ytl="1" xbr="9" ybr="9"></box>': ("a shape must be a polygon", "shoe: box"),
+}
+
+
+@pytest.mark.parametrize("shape", UNDRAWN)
+def test_a_shape_that_cannot_be_drawn_leaves_its_image_out(tmp_path, shape):
+    [row] = faults(checked(xml(tmp_path, shape)))
+    rule, value = UNDRAWN[shape]
     assert (row.file, row.rule) == ("a.png", rule)
     assert value in row.value
 

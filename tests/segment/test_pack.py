@@ -3,35 +3,14 @@ row; a prediction becomes a file of the picture's size."""
 
 import numpy as np
 import pytest
+from masks import NAMES, H, W, checked, corpus, ids, labelled, only, packed, pair, photo, sample, saved, sole
 from PIL import Image
 
 from nbtools.errors import PackError
 from nbtools.tasks import segment
 from nbtools.tasks.common.files import ERROR
-from tests.segment.masks import (
-    NAMES,
-    H,
-    W,
-    checked,
-    corpus,
-    ids,
-    labelled,
-    only,
-    packed,
-    pair,
-    photo,
-    sample,
-    saved,
-    sole,
-)
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-
-
-def exif(turn):
-    made = Image.Exif()
-    made[0x0112] = turn
-    return made
 
 
 def test_images_and_labels_of_one_size_are_packed_unchanged(tmp_path):
@@ -85,14 +64,6 @@ def test_images_are_reduced_by_area_and_labels_by_their_nearest_pixel(tmp_path):
     assert np.abs(sole(large, size=(75, 100))["image"].astype(int) - exact).mean() < 2
 
 
-@pytest.mark.parametrize(("name", "more"), [("a.jpg", {"quality": 100, "subsampling": 0}), ("a.tif", {})])
-def test_an_image_is_turned_as_its_camera_says_and_its_label_is_of_the_turned_one(tmp_path, name, more):
-    upright = photo(0, 6, 4).repeat(8, 0).repeat(8, 1)
-    source = pair(tmp_path / "raw", Image.fromarray(np.rot90(upright)), ids(0, 48, 32), name, exif=exif(6), **more)
-    assert np.abs(sole(source)["image"].astype(int) - upright).mean() < 4
-    assert checked(source).rows == []
-
-
 def test_four_channels_keep_transparency_and_three_lie_on_white(tmp_path):
     clear = photo(0, channels=4)
     clear[..., 3] = np.where(np.arange(W) < W // 2, 0, 255)
@@ -102,17 +73,24 @@ def test_four_channels_keep_transparency_and_three_lie_on_white(tmp_path):
     np.testing.assert_array_equal(sole(source, channels=3)["image"], on_white)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "rule"),
-    [
-        ("labels/a.png", b"", "the file must be a whole image"),
-        ("images/a.png", b"", "the file must be a whole image"),
-        ("images/a.png", np.zeros((H, W), np.uint16), "an image must have 8 bits per channel"),
-        ("labels/a.png", ids(0, 40, 50), "a label must have the size of its image"),
-    ],
-)
+NO_IDS = "a mask must have one channel of ids, stored without loss"
+DAMAGED = {  # a file of the pair → its rule
+    "empty label": ("labels/a.png", b"", "the file must be a whole image"),
+    "empty image": ("images/a.png", b"", "the file must be a whole image"),
+    "16 bits": ("images/a.png", np.zeros((H, W), np.uint16), "an image must have 8 bits per channel"),
+    "another size": ("labels/a.png", ids(0, 40, 50), "a label must have the size of its image"),
+    "colours": ("labels/a.png", np.dstack([ids(), ids(), ids() + 1]), NO_IDS),
+    "transparent": ("labels/a.png", np.dstack([ids(), np.full((H, W), 100, np.uint8)]), NO_IDS),
+    "JPEG": ("labels/a.jpg", ids(), NO_IDS),
+    "floats": ("labels/a.tif", ids().astype(np.float32), NO_IDS),
+    "unknown ids": ("labels/a.png", ids() + np.uint8(5), "ids must be in the class table"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "rule"), DAMAGED.values(), ids=DAMAGED)
 def test_what_leaves_a_sample_out_is_one_row_with_what_to_do(tmp_path, name, content, rule):
     source = labelled(tmp_path / "raw", ids())
+    (source / name).with_suffix(".png").unlink()
     saved(source / name, content)
     row = only(checked(source, classes=NAMES))
     assert (row.severity, row.file, row.rule, bool(row.fix)) == (ERROR, "images/a.png", rule, True)

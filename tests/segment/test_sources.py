@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from masks import checked, corpus, ids, packed, photo, saved, tree
 
 from nbtools.errors import PackError
 from nbtools.tasks.common.files import ERROR
-from tests.segment.masks import checked, corpus, ids, packed, photo, saved, tree
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 MISSING = "image and label of a line must exist"
@@ -28,16 +28,7 @@ def test_layouts_pair_images_with_labels_and_give_the_split(tmp_path, image, lab
     np.testing.assert_array_equal(made.sample(0)["label"], ids())
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        "p/a.png,q/a.png\n",
-        "\ufeffimage,label\r\np/a.png , q/a.png\r\n",
-        '"p/a.png", "q/a.png"\n',
-        "image;label;split\np\\a.png;q\\a.png;val\n",
-        "./p/a.png\tq/a.png\n",
-    ],
-)
+@pytest.mark.parametrize("lines", ["p/a.png,q/a.png\n", "image;label;split\np\\a.png;./q\\a.png;val\n"])
 def test_lists_of_images_and_labels_are_read(tmp_path, lines):
     folder = tree(tmp_path / "raw", {"p/a.png": photo(), "q/a.png": ids(), "val.txt": lines})
     made = packed(folder)

@@ -7,7 +7,6 @@ import pytest
 from PIL import Image
 
 from nbtools.__main__ import main
-from nbtools.tasks import segment
 
 OPTIONS = ["--size", "64"]
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -36,11 +35,3 @@ def test_demo_validate_train_evaluate_predict_in_a_row(tmp_path, capsys):
         with Image.open(path) as image:
             assert (image.size, image.mode) == ((72, 96), "P")
             assert set(np.unique(np.asarray(image))) <= {0, 1, 2}
-
-
-def test_names_and_ids_of_classes_are_options(tmp_path, capsys):
-    raw = str(segment.demo(tmp_path / "raw", 7, size=(48, 48)))
-    assert main(["pack", "segment", raw, "--classes", "a,b,c", "--ignore", "1"]) == 0
-    assert "2: a, c" in capsys.readouterr().out
-    assert main(["pack", "segment", raw, "--classes", "sky"]) == 1
-    assert "nbtools: sky: the file must be readable" in capsys.readouterr().err

@@ -162,17 +162,10 @@ def test_clips_without_labels_are_validated_and_read_and_a_pack_says_what_can_be
         packed(tmp_path / "raw")
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        (FIRST, "", "./a.npz,0,0", "  ", '"b", 1 ,1 ', "a,0,0"),
-        (" Signer,CAT,file,gloss,occluded\r", "S0,0,a,0,1\r", "S1,1,b,1,0\r"),
-        ("file;gloss;cat;notes", "a;0;0;", '"b";1;1;"a, b; c"'),
-    ],
-)
-def test_a_list_is_read_in_the_ways_people_write(tmp_path, lines):
+def test_the_columns_of_a_list_stand_in_any_order_among_others(tmp_path):
     source = corpus(tmp_path / "raw", without=("X2048",))
-    (source / "train" / "labels.csv").write_text("\n".join(lines), "utf-8-sig", newline="")
+    lines = (" Signer,CAT,file,gloss,occluded", "S0,0,./a.npz,0,1", "", 'S1,1,"b", 1 ,0', "S0,0,a,0,1")
+    (source / "train" / "labels.csv").write_text("\n".join(lines), "utf-8-sig")
     assert checked(source).rows == []
     assert packed(source).sample(1)["label"].tolist() == [1, 1]
 

@@ -129,16 +129,6 @@ def test_the_column_names_of_the_log_are_the_scripts_but_for_two(processed, tmp_
     assert {own.get(name, name) for name in COLUMNS} <= set(columns)
 
 
-@pytest.mark.parametrize("command", ["demo", "pack", "advise", "train", "evaluate", "validate", "features"])
-def test_no_option_is_there_twice(command, capsys):
-    """The script stopped at its start: two of its options had one name."""
-    for task in ("sign",) if command in ("validate", "features") else ("captcha", "hwdb", "segment", "sign"):
-        with pytest.raises(SystemExit) as end:
-            main([command, task, "--help"])
-        assert end.value.code == 0
-        assert f"usage: python -m nbtools {command}" in capsys.readouterr().out
-
-
 @pytest.mark.full
 def test_nothing_starts_cuda_before_training():
     """The script set its allocator up when CUDA was up, where that does nothing. Here what a notebook sets before it

@@ -134,9 +134,6 @@ def test_a_loss_of_nothing_is_refused():
         Plan(alpha=0, beta=0)
 
 
-# -- networks
-
-
 def clips(*lengths: int) -> dict[str, torch.Tensor]:
     """A batch for either network."""
     shape, length = (len(lengths), max(lengths)), torch.tensor(lengths)

@@ -77,23 +77,19 @@ def test_points_and_boxes_stay_on_the_pixels_that_they_mark_when_the_image_is_mi
 
 def test_colours_change_as_contrast_brightness_and_saturation_one_after_the_other_do():
     batch = batch_of(4)
-    draws = Draws(0, 0, batch["id"])
-    light, contrast, saturation = (draws.uniform(0.6, 1.4) for _ in range(3))
+    light, contrast, saturation = Draws(0, 0, batch["id"]).uniforms(*3 * [(0.6, 1.4)]).t()
     for b, made in enumerate(augmented(batch, {"colour": 0.4})["image"]):
         image = batch["image"][b]
         steep = ((image - image.mean()) * contrast[b] + image.mean()) * light[b]
         torch.testing.assert_close(made, steep.mean(0) + (steep - steep.mean(0)) * saturation[b])
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
+def test_a_wrong_name_or_strength_is_answered_in_a_sentence():
+    for names, said in (
         (["filp"], r"augment has no 'filp'; did you mean flip\?"),
         (["zoom"], r"augment has no 'zoom'; it has crop, flip, colour"),
         ({"crop": -3}, r"the strength of crop must be at least 0, got -3"),
         ({"crop": math.nan}, "must be at least 0, got nan"),
-    ],
-)
-def test_a_wrong_name_or_strength_is_answered_in_a_sentence(names, said):
-    with pytest.raises(TrainError, match=said):
-        strengths(names)
+    ):
+        with pytest.raises(TrainError, match=said):
+            strengths(names)

@@ -1,15 +1,24 @@
-"""The device that training goes to, what is refused on it, and what is switched on around single steps."""
+"""The device that training goes to, and what is switched on there: cuDNN's autotuner, mixed precision, recurrent layers
+in float32 under it, activations that are computed twice. No claim depends on what this machine's CPU can do."""
 
 import os
+import re
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 import toy
+from acting import QUIET
+from cases import CASES, augmented
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import nbtools as nb
+from nbtools.__main__ import main
 from nbtools.errors import TrainError
 from nbtools.tasks import captcha, hwdb
+from nbtools.train import Diverged
 from nbtools.train.device import autotuning, find_scale
 
 CUDA = torch.device("cuda")  # a name: nothing is put there
@@ -32,7 +41,7 @@ class OnCuda:
 
 
 @pytest.mark.parametrize("task", [captcha, hwdb], ids=["captcha", "hwdb"])
-def test_ctc_without_cudnn_is_refused_in_a_sentence_where_training_on_a_gpu_is_to_be_deterministic(task, monkeypatch):
+def test_ctc_without_cudnn_is_refused_where_training_on_a_gpu_is_to_be_deterministic(task, monkeypatch):
     """torch would refuse in the middle of backward, with advice about switches that nbtools sets."""
     monkeypatch.setattr(torch, "get_deterministic_debug_mode", lambda: 2)
     monkeypatch.setattr("nbtools.tasks.common.ctc.cudnn_agrees", lambda device: False)
@@ -59,6 +68,21 @@ def test_cudnn_is_tuned_for_steps_of_a_shape_that_often_recurs_and_for_nothing_e
     assert seen == [True, False, False, False]
 
 
+@pytest.mark.usefixtures("fp16_on_cpu")
+@pytest.mark.parametrize(("amp", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_mixed_precision_trains_to_about_the_same_loss_and_leaks_nothing(pack, amp, dtype):
+    last, seen = {}, set()
+    for precision in ("off", amp):
+        state = nb.TrainState(toy, pack, toy.PLAN.replace(amp=precision), "cpu")
+        state.network.register_forward_hook(lambda m, i, out, precision=precision: seen.add((precision, out.dtype)))
+        for record in nb.train(toy, state, pack):
+            assert torch.is_grad_enabled()
+            assert not torch.is_autocast_enabled("cpu")
+            last[precision] = record.values.get("loss", last.get(precision))
+    assert last[amp] == pytest.approx(last["off"], rel=0.1)
+    assert seen == {("off", torch.float32), (amp, dtype)}
+
+
 @pytest.mark.parametrize(("slope", "halved"), [(0.5, 0), (100.0, 7), (float("inf"), 16)])
 def test_fp16_finds_its_scale_on_one_batch_and_its_first_step_counts(slope, halved):
     """A gradient above 65,504 is infinite in fp16, whatever the scale."""
@@ -76,3 +100,83 @@ def test_fp16_finds_its_scale_on_one_batch_and_its_first_step_counts(slope, halv
     scaler.step(optimizer)
     scaler.update()
     assert weight.tolist() == [-slope if halved < 16 else 0.0] * 3
+
+
+def overflowing(model, batch, plan):
+    """Gradients that are infinite under fp16, whatever their scale; the loss is a number."""
+    total, count = toy.loss(model, batch, plan)
+    if plan.amp == "fp16" and total.requires_grad:
+        total.register_hook(lambda gradient: gradient * float("inf"))
+    return total, count
+
+
+@pytest.mark.usefixtures("fp16_on_cpu")
+def test_fp16_that_skips_every_step_ends_with_what_to_do_and_the_run_continues_without_it(pack, tmp_path):
+    task, plan = toy.with_(loss=overflowing), toy.PLAN.replace(amp="fp16", epochs=20)
+    said = r"diverged at amp fp16: gradients overflow in every step, .* from step \d+, set amp=off, or amp=bf16 on a"
+    for _ in range(2):  # run again as it is, it says so at once
+        with pytest.raises(Diverged, match=said) as caught:
+            nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
+    assert caught.value.steps[1] <= 45
+    assert nb.Run.open(tmp_path / "run", task).state == "diverged"
+    run = nb.fit(task, pack, plan.replace(amp="off", epochs=12), tmp_path / "run", **QUIET)
+    assert run.history.of("step")[-1]["loss"] < 0.5 * run.history.of("step")[0]["loss"]
+
+
+@pytest.mark.parametrize("name", ["captcha small", "sign transformer"])
+def test_activations_computed_again_change_no_bit(tmp_path, name):
+    pack, ends = CASES[name].pack(tmp_path, 24), []
+    for again in (False, True):
+        state = nb.TrainState(CASES[name].task, pack, augmented(name).replace(checkpoint_activations=again))
+        losses = [record.values.get("loss") for record in nb.train(state.task, state, pack)]
+        ends.append((losses, state.tensors()))
+    (losses, tensors), (same, others) = ends
+    assert losses == same
+    assert [each for each in tensors if not torch.equal(tensors[each], others[each])] == []
+
+
+class Reader(nn.Module):
+    """Every kind of recurrent layer over eight time steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.head = nn.Linear(1, 6), nn.Linear(6, toy.CLASSES)
+        self.layers = nn.ModuleList([nn.LSTM(6, 6), nn.GRU(6, 6), nn.RNN(6, 6)])
+
+    def read(self, x):
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+    def forward(self, batch):
+        x = self.inputs(batch["x"].t()[..., None])  # (T, B, 6)
+        return self.head(checkpoint(self.read, x, use_reentrant=False)[-1])
+
+
+def test_recurrent_layers_compute_in_float32_under_bf16_in_training_also_when_computed_again(pack):
+    task, seen = toy.with_(model=lambda card, plan: Reader()), []
+    state = nb.TrainState(task, pack, toy.PLAN.replace(amp="bf16", epochs=1), "cpu")
+    network: Any = state.model
+    for layer in (network.inputs, *network.layers):
+        layer.register_forward_hook(lambda layer, given, made: seen.append((type(layer).__name__, made[0].dtype)))
+    next(nb.train(task, state, pack))
+    assert {dtype for name, dtype in seen if name == "Linear"} == {torch.bfloat16}, "the rest is in mixed precision"
+    recurrent = [dtype for name, dtype in seen if name != "Linear"]
+    assert {*recurrent} == {torch.float32}
+    assert len(recurrent) > 3, "computed again"
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_fp16_on_a_cpu_is_refused_in_a_sentence_and_a_run_of_a_gpu_is_read_in_float32(pack, tmp_path, capsys):
+    refused = r"Plan.amp = fp16 needs a GPU, but this device is cpu.*; use amp=bf16 or amp=off"
+    with pytest.raises(nb.NbtoolsError, match=refused):
+        nb.fit(toy, pack, toy.PLAN.replace(amp="fp16"), tmp_path / "never", progress=False)
+    source = toy.demo(tmp_path / "raw", 40)
+    assert main(["train", "toy", "--data", str(source), "--amp", "fp16", "--run", str(tmp_path / "again")]) == 1
+    assert re.match(f"nbtools: {refused}", capsys.readouterr().err)
+    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", **QUIET)
+    float32, path = nb.evaluate(run, pack), tmp_path / "run" / "plan.json"
+    path.write_text(path.read_text().replace('"amp": "off"', '"amp": "fp16"'))
+    found = nb.Run.open(tmp_path / "run", toy)
+    assert found.plan.amp == "fp16"
+    assert nb.evaluate(found, pack) == float32

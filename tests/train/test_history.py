@@ -1,16 +1,9 @@
 """History: a CSV that keeps every bit, survives a crash at any byte, and is followed while another process writes."""
 
 import math
-import string
 import struct
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
-import numpy as np
-import pandas as pd
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from nbtools.train import KEYS, History, Record
 
@@ -24,49 +17,51 @@ def path(tmp_path):
     return tmp_path / "history.csv"
 
 
-NUMBERS = st.integers() | st.floats(allow_nan=False) | st.just(math.nan)
-CELLS = NUMBERS | st.text(string.printable + "é→")
-LINES = st.lists(st.dictionaries(st.sampled_from("abc"), CELLS), max_size=6)
+EXTREME = (5e-324, -0.0, 1e22, 0.1 + 0.2, math.inf, math.nan, 7, 10**300)
+TEXTS = [
+    "=1+1",
+    "+1",
+    "-1",
+    "@SUM(A1)",
+    "'quoted'",
+    "12",
+    "1_000",
+    "nan",
+    'say "so"',
+    "a,b",
+    "é→",
+    "several\n  lines\r\nhere",
+]
 
 
-def bits(rows):
+def bits(rows: list[dict]) -> list[dict]:
     return [{name: struct.pack("d", v) if isinstance(v, float) else v for name, v in row.items()} for row in rows]
 
 
-@settings(max_examples=20)
-@given(LINES)
-@example([{"a": x} for x in (5e-324, -0.0, 1e22, 0.1 + 0.2, math.inf, math.nan)])
-@example(
-    [{"a": text} for text in ("=1+1", "+1", "-1", "@SUM(A1)", "'quoted'", "12", "1_000", "nan", 'say "so"', "a,b")]
-)
-@example([{"a": "of several\n  lines\r\nhere"}, {"a": 1, "b": 2.5}])
-def test_what_is_appended_is_read_back_bit_for_bit_a_line_a_row(lines):
-    with TemporaryDirectory() as folder:
-        history = History(Path(folder) / "history.csv")
-        for step, values in enumerate(lines):
-            history.append(record(step, **values))
-        again = History(history.path)
-        flat = [{k: " ".join(v.splitlines()) if isinstance(v, str) else v for k, v in r.items()} for r in history.rows]
-        assert len(again) == sum(map(bool, lines)), "bare steps are no rows"
-        assert bits(again.rows) == bits([{k: v for k, v in row.items() if v != ""} for row in flat])
-        assert again.columns == history.columns
+def test_what_is_appended_is_read_back_bit_for_bit_a_line_a_row(path):
+    history = History(path)
+    for step, value in enumerate((*EXTREME, *TEXTS)):
+        history.append(record(step, **{"abc"[step % 3]: value, "d": 2.5}))
+    history.append(record(99))
+    again = History(path)
+    flat = [{k: " ".join(v.splitlines()) if isinstance(v, str) else v for k, v in r.items()} for r in history.rows]
+    assert len(again) == len(EXTREME) + len(TEXTS), "bare steps are no rows"
+    assert len(path.read_text().splitlines()) == 1 + len(again)
+    assert (bits(again.rows), again.columns) == (bits(flat), history.columns)
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+1", "@SUM(A1)", "-cer"])
-def test_cells_that_a_spreadsheet_would_run_are_escaped(path, text):
-    History(path).append(record(1, "event", what=text, loss=np.float64(0.1)))
-    [cells] = pd.read_csv(path, dtype=str).to_dict("records")
-    assert (cells["what"], cells["loss"]) == ("'" + text, "0.1")
+def test_cells_that_a_spreadsheet_would_run_are_escaped(path):
+    for text in ("=1+1", "+1", "@SUM(A1)", "-cer"):
+        History(path).append(record(1, "event", what=text))
+        assert path.read_text().splitlines()[-1].endswith(f",'{text}")
 
 
 def test_appended_rows_do_not_rewrite_the_file_and_a_new_column_widens_its_header(path):
-    history = History(path)
-    history.append(record(1, loss=0.5))
-    node = path.stat().st_ino
-    for step in range(2, 50):
+    history, nodes = History(path), set()
+    for step in range(1, 50):
         history.append(record(step, loss=1 / step))
-    assert path.stat().st_ino == node
-    assert len(path.read_text().splitlines()) == 50
+        nodes.add(path.stat().st_ino)
+    assert len(nodes) == 1
     history.append(record(51, loss=0.25, lr=1e-3))
     assert path.read_text().splitlines()[0] == ",".join([*KEYS, "loss", "lr"])
     assert History(path).rows == history.rows
@@ -88,16 +83,12 @@ def test_after_a_crash_at_any_byte_whole_lines_stay_and_new_ones_follow(path):
 
 def test_series_and_frame_take_the_rows_of_a_kind():
     history = History()
-    history.append(record(1, loss=1.0))
-    history.append(record(2, "epoch", loss=3.0, val_loss=2))
-    history.append(record(4, "event", what="paused"))
+    for row in (record(1, loss=1.0), record(2, "epoch", loss=3.0, val_loss=2), record(4, "event", what="paused")):
+        history.append(row)
     assert history.series("loss") == ([1, 2], [1.0, 3.0])
-    assert history.series("loss", "step") == ([1], [1.0])
-    assert history.series("what") == ([], [])
+    assert (history.series("loss", "step"), history.series("what")) == (([1], [1.0]), ([], []))
     assert list(history.frame().columns) == [*KEYS, "loss", "val_loss", "what"]
-    epochs = history.frame("epoch")
-    assert list(epochs.columns) == [*KEYS, "loss", "val_loss"]
-    assert epochs["val_loss"].tolist() == [2]
+    assert history.frame("epoch").to_dict("list").items() >= {"loss": [3.0], "val_loss": [2]}.items()
     assert history.frame("change").empty
 
 
@@ -105,24 +96,17 @@ def test_a_reader_follows_rows_columns_and_cuts_and_never_writes(path):
     writer, reader = History(path), History(path)
     assert not reader.refresh()
     writer.append(record(1, loss=0.5))
-    assert reader.refresh()
-    assert not reader.refresh()
-    with path.open("ab") as file:
-        file.write(b"step,0,3,4")  # half a line: another is under way
-    size = path.stat().st_size
-    assert not reader.refresh()
-    assert reader.rows == writer.rows == History(path).rows
-    assert path.stat().st_size == size
-    with path.open("ab") as file:
-        file.write(b"8,0.125\r\n")
-    assert reader.refresh()
+    assert (reader.refresh(), reader.refresh()) == (True, False)
+    for piece, news in ((b"step,0,3,4", False), (b"8,0.125\r\n", True)):  # half a line: another is under way
+        with path.open("ab") as file:
+            size = file.write(piece) + file.tell() - len(piece)
+        assert (reader.refresh(), path.stat().st_size) == (news, size)
     assert reader.rows[-1] == {"kind": "step", "epoch": 0, "step": 3, "samples": 48, "loss": 0.125}
     more = record(4, loss=0.25, lr=1e-3)
     for change in (lambda: writer.append(more), lambda: writer.cut(1), lambda: writer.append(more)):
         change()
         assert reader.refresh()
         assert (reader.columns, reader.rows) == (writer.columns, writer.rows)
-    assert [row["loss"] for row in reader.rows] == [0.5, 0.25]
     path.unlink()
     assert not reader.refresh()
-    assert len(reader) == 2
+    assert [row["loss"] for row in reader.rows] == [0.5, 0.25]

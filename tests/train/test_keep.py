@@ -1,4 +1,5 @@
-"""A run kept on a second disk: complete or absent there, read back, and no reason for training to stop."""
+"""What a run goes on from where a file of its folder is damaged or lost; and a run kept on a second disk: complete or
+absent there, read back, and no reason for training to stop."""
 
 import errno
 import json
@@ -6,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,15 +16,14 @@ from acting import QUIET, acting, same
 from archives import tree
 
 import nbtools as nb
-from nbtools.errors import CheckpointError, PackError
+from nbtools.errors import CheckpointError
 from nbtools.train import checkpoint
 
 PLAN = toy.PLAN.replace(epochs=2)
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+def place(tmp_path, own_cache, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -37,6 +38,43 @@ def whole(tmp_path_factory, pack):
 @pytest.fixture
 def drive(whole, place) -> Path:
     return shutil.copytree(whole.folder.with_name("drive"), place / "drive")
+
+
+def damage(folder: Path, *names: str) -> None:
+    for name in names:
+        path = folder / f"{name}.safetensors"
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_it_and_says_so(pack, whole):
+    folder = shutil.copytree(whole.folder, Path("run"))
+    for harm in (damage, lambda folder, name: (folder / f"{name}.safetensors").write_bytes(b"")):
+        newest, older, *_ = checkpoint.names(folder)
+        harm(folder, newest)
+        run = nb.fit(toy, pack, PLAN, folder, **QUIET)
+        assert [event for event in run.events if event.endswith(f"{older} is used meanwhile")]
+        assert same(run, whole)
+
+
+def test_where_every_checkpoint_is_damaged_the_way_out_is_the_kept_copy_and_none_is_said_to_be_used(pack, drive, whole):
+    folder = shutil.copytree(whole.folder, Path("run"))
+    damage(folder, *checkpoint.names(folder))
+    with pytest.raises(CheckpointError, match=r"its hash is not that of.*move this folder away to resume") as no:
+        nb.fit(toy, pack, PLAN, folder, keep=drive, **QUIET)
+    assert "used" not in str(no.value)
+    folder.rename("away")
+    nb.fit(toy, pack, PLAN, folder, keep=drive, **QUIET)
+    assert checkpoint.newest(folder).complaints == ()
+
+
+def test_a_damaged_file_of_a_run_is_named_with_what_to_do(whole):
+    folder = shutil.copytree(whole.folder, Path("run"))
+    for name, fix in (("receipt", "delete it"), ("plan", "copy the whole run"), ("card", "copy the whole run")):
+        for text in ("{", "[1]"):
+            (folder / f"{name}.json").write_text(text)
+            with pytest.raises(CheckpointError, match=rf"run/{name}\.json is damaged, .*; {fix}"):
+                _ = nb.Run.open(folder, toy).receipt
 
 
 def breaking(patch: pytest.MonkeyPatch, target: Path, act) -> None:
@@ -63,32 +101,25 @@ def test_what_is_kept_opens_and_resumes_on_another_machine(drive, whole, pack):
     assert same(nb.Run.open(drive, toy), straight)
 
 
-def test_weights_that_never_reached_drive_are_made_up_for_from_those_before(drive, whole, pack):
+def test_weights_that_never_reached_drive_are_made_up_for_from_those_before_and_else_named(drive, whole, pack):
     """A write to Drive ends before it is there."""
     (drive / f"{checkpoint.names(drive)[0]}.safetensors").unlink()
     run = nb.fit(toy, pack, PLAN, "run", keep=drive, **QUIET)
     assert any("damaged or missing" in text for text in run.events)
     assert same(run, whole)
-    assert same(nb.Run.open(drive, toy), whole)
-
-
-def test_damaged_or_missing_weights_are_named(drive):
-    run = nb.Run.open(drive, toy)
-    for harm in (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"), Path.unlink):
-        for path in drive.glob("*.safetensors"):
-            harm(path)
-        with pytest.raises(CheckpointError, match=r"safetensors: damaged or missing .* where the run is kept"):
-            run.model()
+    kept = nb.Run.open(drive, toy)
+    assert same(kept, whole)
+    damage(drive, *checkpoint.names(drive))
+    with pytest.raises(CheckpointError, match=r"safetensors: damaged or missing .* where the run is kept"):
+        kept.model()
 
 
 def test_training_goes_on_while_drive_is_away_which_is_said_once_and_made_up_for(pack, place, monkeypatch):
-    gone = threading.Event()
+    gone, steps = threading.Event(), -(-pack.splits["train"] // PLAN.batch_size)
     monkeypatch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
     breaking(monkeypatch, place / "drive", lambda: gone.is_set() and away())
-    steps = len(range(0, pack.splits["train"], PLAN.batch_size))
-    task = acting(
-        {2 * steps + 2: gone.set, 4 * steps + 2: gone.clear, 4 * steps + 4: lambda: threading.Event().wait(0.5)}
-    )
+    pause = partial(threading.Event().wait, 0.5)
+    task = acting({2 * steps + 2: gone.set, 4 * steps + 2: gone.clear, 4 * steps + 4: pause})
     run = nb.fit(task, pack, PLAN.replace(epochs=6), "run", keep="drive", **QUIET)
     straight = nb.fit(toy, pack, PLAN.replace(epochs=6), "straight", **QUIET)
     said = [text for text in run.events if text.startswith("drive")]
@@ -99,12 +130,6 @@ def test_training_goes_on_while_drive_is_away_which_is_said_once_and_made_up_for
 
 def away() -> None:
     raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-
-
-def test_a_drive_that_stays_away_is_named_at_the_end_with_what_is_not_safe(pack, place, monkeypatch):
-    breaking(monkeypatch, place / "drive", away)
-    run = nb.fit(toy, pack, PLAN, "run", keep="drive", **QUIET)
-    assert any("; kept: nothing yet; all of it is in run" in text for text in run.events)
 
 
 def test_a_drive_that_hangs_is_said_and_the_wait_for_it_can_be_interrupted(pack, place, monkeypatch, capsys):
@@ -139,15 +164,10 @@ def test_what_reads_back_differently_is_not_kept(pack, place, monkeypatch):
     assert "run.json" not in tree(place / "drive")
 
 
-def test_runs_and_packs_of_older_versions_are_refused_by_the_name_of_their_maker(pack, place, whole):
-    folder = shutil.copytree(whole.folder, place / "old")
+def test_a_run_of_an_older_version_is_refused_by_the_name_of_its_maker(pack, whole):
+    folder = shutil.copytree(whole.folder, Path("old"))
     index = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**index, "version": 1, "nbtools": "0.2.0"}))
     for act in (lambda: nb.Run.open(folder, toy), lambda: nb.fit(toy, pack, PLAN, folder, **QUIET)):
         with pytest.raises(CheckpointError, match=r"made by nbtools 0\.2\.0 .* train anew in another folder"):
             act()
-    made = shutil.copytree(pack.folder, place / "pack")
-    manifest = json.loads((made / "pack.json").read_text())
-    (made / "pack.json").write_text(json.dumps({**manifest, "version": 2, "nbtools": "0.2.0"}))
-    with pytest.raises(PackError, match=r"nbtools 0\.2\.0 made this pack, in format 2, .* pack again"):
-        nb.Pack.open(made)

@@ -23,7 +23,6 @@ class TaskPlan(Plan):
 REFUSED: list[tuple[str, Any, str]] = [
     ("micro_batch_size", 65, r"at most batch_size (64), got 65; lower it"),
     ("min_lr", 1e-2, r"at most lr (0.001), got 0.01; lower it"),
-    ("warmup_epochs", 11, r"at most epochs (10), got 11; lower it"),
     ("betas", (0.9,), r"2 values, got (0.9,)"),
     ("batch_size", 64.5, "a whole number, got 64.5"),
     ("lr", 10**400, "must be finite"),
@@ -31,10 +30,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("epochs", 0, "must be at least 1, got 0"),
     ("lr", 0.0, "must be greater than 0, got 0.0"),
     ("alpha", 1.5, "must be at most 1, got 1.5"),
-    ("scales", (0.0,), "must be greater than 0, got 0.0"),
     ("lr", True, "got True"),
-    ("weight_decay", math.inf, "must be finite, got inf"),
-    ("batch_size", None, "got None"),
 ]
 
 
@@ -47,18 +43,11 @@ def test_every_rule_of_a_field_refuses_by_field_rule_and_what_came(name, value, 
     assert isinstance(caught.value, nb.NbtoolsError)
 
 
-def test_values_take_the_type_of_their_field():
-    made = TaskPlan(lr=1, batch_size=64.0, betas=[0, 1e-3], scales=[1, 2])  # type: ignore[arg-type]
-    assert (made.lr, made.batch_size, made.betas, made.scales) == (1.0, 64, (0.0, 1e-3), (1.0, 2.0))
-    assert [type(v) for v in (made.lr, made.batch_size, *made.betas)] == [float, int, float, float]
-
-
 @pytest.mark.parametrize("entry", [lambda n: TaskPlan().turn(**{n: 1}), lambda n: TaskPlan.parse(n, "1")])
 def test_an_unknown_setting_lists_near_ones(entry):
-    with pytest.raises(PlanError, match=r"TaskPlan has no setting 'batchsize'; did you mean .*batch_size"):
-        entry("batchsize")
-    with pytest.raises(PlanError, match=r"no setting 'qqqqqq'; it has epochs, batch_size, .*, alpha"):
-        entry("qqqqqq")
+    for name, said in (("batchsize", "did you mean .*batch_size"), ("qqqqqq", "it has epochs, .*, alpha")):
+        with pytest.raises(PlanError, match=f"TaskPlan has no setting '{name}'; {said}"):
+            entry(name)
 
 
 @pytest.mark.parametrize("value", [3, 0.1 + 0.2, 1e-30, 5e-324, 1e22])
@@ -66,33 +55,32 @@ def test_every_number_is_kept_and_reads_back_from_json_and_as_typed(value):
     made = TaskPlan(epochs=3, alpha=min(value, 1.0), weight_decay=value, betas=(0.5, min(value, 0.99)), clip_norm=None)
     assert made.weight_decay == value
     assert TaskPlan.from_json(made.to_json()) == made
-    assert TaskPlan.parse("weight_decay", str(made.weight_decay)) == value
-    assert TaskPlan.parse("betas", str(made.betas)) == made.betas
+    for name in ("weight_decay", "betas"):
+        assert TaskPlan.parse(name, str(getattr(made, name))) == getattr(made, name)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [
-        ("lr", "1", 1.0),
-        ("compile", "Off", False),
-        ("lr_rule", "none", "none"),  # a word of a field that cannot be None
-        ("clip_norm", "", None),
-        ("micro_batch_size", "None", None),
-        ("betas", "0.9,0.999", (0.9, 0.999)),
-        ("scales", "[0.5, 1, 2]", (0.5, 1.0, 2.0)),
-    ],
-)
-def test_typed_text_becomes_the_value_of_its_field(name, text, value):
-    assert repr(TaskPlan.parse(name, text)) == repr(value)
+TYPED: dict[tuple[str, str], Any] = {  # → the value, or the rule that refuses it
+    ("lr", "1"): 1.0,
+    ("compile", "Off"): False,
+    ("lr_rule", "none"): "none",  # a word of a field that cannot be None
+    ("clip_norm", ""): None,
+    ("micro_batch_size", "None"): None,
+    ("betas", "0.9,0.999"): (0.9, 0.999),
+    ("scales", "[0.5, 1, 2]"): (0.5, 1.0, 2.0),
+    ("lr", ""): PlanError("a number"),
+    ("compile", "perhaps"): PlanError("true or false"),
+    ("betas", "a,b"): PlanError("numbers separated by commas"),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "rule"),
-    [("lr", "", "a number"), ("compile", "perhaps", "true or false"), ("betas", "a,b", "numbers separated by commas")],
-)
-def test_typed_text_of_another_type_is_refused(name, text, rule):
-    with pytest.raises(PlanError, match=f"TaskPlan.{name} must be {rule}, got '{text}'"):
-        TaskPlan.parse(name, text)
+@pytest.mark.parametrize(("name", "text"), TYPED)
+def test_typed_text_becomes_the_value_of_its_field_or_is_refused(name, text):
+    expected = TYPED[name, text]
+    if isinstance(expected, PlanError):
+        with pytest.raises(PlanError, match=f"TaskPlan.{name} must be {expected}, got '{text}'"):
+            TaskPlan.parse(name, text)
+    else:
+        assert repr(TaskPlan.parse(name, text)) == repr(expected)
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("sqrt", 2), ("linear", 4)])
@@ -106,21 +94,22 @@ def test_a_turned_batch_size_moves_lr_by_the_rule_unless_an_lr_is_given(rule, fa
     assert made.turn(epochs=3) == made.replace(epochs=3)
 
 
-def test_a_smaller_batch_size_takes_micro_batch_and_min_lr_along():
-    made = TaskPlan(batch_size=64, micro_batch_size=32, lr=1e-3, min_lr=9e-4, lr_rule="linear")
-    smaller = made.turn(batch_size=16)
-    assert (smaller.micro_batch_size, smaller.min_lr, smaller.lr) == (16, 2.5e-4, 2.5e-4)
-    assert made.turn(batch_size=128).micro_batch_size == 32
+TAKEN = [  # what is turned → micro batch, lr and min_lr, of 32, 1e-3 and 9e-4
+    ({"batch_size": 16}, (16, 2.5e-4, 2.5e-4)),
+    ({"batch_size": 128}, (32, 2e-3, 9e-4)),
+    ({"lr": 1e-5}, (32, 1e-5, 1e-5)),
+    ({"lr": 1e-5, "min_lr": 1e-6}, (32, 1e-5, 1e-6)),
+]
 
 
-def test_a_lower_lr_takes_min_lr_along_unless_one_is_given():
-    made = Plan(lr=1e-3, min_lr=1e-4)
-    assert (made.turn(lr=1e-5).min_lr, made.turn(lr=5e-4).min_lr) == (1e-5, 1e-4)
+@pytest.mark.parametrize(("turned", "expected"), TAKEN, ids=str)
+def test_what_must_not_be_larger_is_taken_along_unless_it_is_given(turned, expected):
+    made = Plan(batch_size=64, micro_batch_size=32, lr=1e-3, min_lr=9e-4, lr_rule="linear")
+    larger = made.turn(**turned)
+    assert (larger.micro_batch_size, larger.lr, larger.min_lr) == expected
     with pytest.raises(PlanError, match=r"Plan\.min_lr must be"):
         made.turn(lr=1e-5, min_lr=1e-4)
 
-
-# -- the learning rate
 
 STEPS = 50  # an epoch
 
@@ -137,13 +126,11 @@ def test_warmup_rises_linearly_step_by_step_and_ends():
     assert [lr_at(made, 2 + k / STEPS) for k in range(8 * STEPS)] == [1e-2] * 8 * STEPS
 
 
-@pytest.mark.parametrize("min_lr", [0.0, 1e-4])
-def test_cosine_is_torchs_cosine(min_lr):
+def test_cosine_is_torchs_cosine():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10 * STEPS, eta_min=min_lr)
-    made = scheduled(min_lr=min_lr)
+    scheduler, made = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10 * STEPS, 1e-4), scheduled(min_lr=1e-4)
     for step in range(10 * STEPS):
-        assert lr_at(made, step / STEPS) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9, abs=1e-15)
+        assert lr_at(made, step / STEPS) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
         optimizer.step()
         scheduler.step()
 

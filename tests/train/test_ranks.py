@@ -35,9 +35,6 @@ def first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-# -- the same mathematics
-
-
 class Plain(nn.Module):
     """Without BatchNorm, whose statistics are those of a share."""
 
@@ -86,9 +83,8 @@ def fitted(pack: Path, run: Path, network: str, plan: toy.Plan) -> None:
 
 
 def weights(run: Path) -> dict[str, Tensor]:
-    return {
-        n: t for n, t in checkpoint.newest(run).tensors.items() if n[:3] in ("mod", "ema") and ".layers.1." not in n
-    }
+    tensors = checkpoint.newest(run).tensors.items()
+    return {name: tensor for name, tensor in tensors if name[:3] in ("mod", "ema") and ".layers.1." not in name}
 
 
 def test_several_processes_equal_one_that_accumulates_the_same_parts(pack, tmp_path):
@@ -98,16 +94,13 @@ def test_several_processes_equal_one_that_accumulates_the_same_parts(pack, tmp_p
         calls += [(fitted, pack.folder, tmp_path / name, network, plan)]
         fitted(pack.folder, tmp_path / f"one: {name}", network, plan.replace(**alone))
     together(2, in_turn, *calls)
-    for name in PARTS:
+    for name, (network, *_) in PARTS.items():
         one, several = weights(tmp_path / f"one: {name}"), weights(tmp_path / name)
-        wrong = [n for n, wanted in one.items() if not torch.allclose(several[n], wanted, 1e-8, 1e-9)]
-        assert not wrong, (name, wrong)
-        rows = [nb.Run.open(tmp_path / each, precise("plain")).history.of("epoch") for each in (f"one: {name}", name)]
-        for ours, theirs in zip(*rows, strict=True):
-            assert theirs["train_loss"] == pytest.approx(ours["train_loss"], rel=1e-6), name
-            if "norm" not in name:  # its running averages are those of a share
-                assert theirs["val_loss"] == pytest.approx(ours["val_loss"], rel=1e-6), name
-                assert theirs["val_accuracy"] == ours["val_accuracy"]
+        assert [each for each in one if not torch.allclose(several[each], one[each], 1e-8, 1e-9)] == [], name
+        runs = (nb.Run.open(tmp_path / each, precise(network)) for each in (f"one: {name}", name))
+        for ours, theirs in zip(*(run.history.of("epoch") for run in runs), strict=True):
+            for value in ("train_loss", *(("val_loss", "val_accuracy") if network != "norm" else ())):
+                assert theirs[value] == pytest.approx(ours[value], rel=1e-6), (name, value)
 
 
 def stretch(pack: Path, run: Path, plan: toy.Plan, until: int = 0) -> list[list[int]]:
@@ -126,9 +119,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit_with_dropout_in_ever
         assert [len(ids) for ids in rank] == [5, 16, 11]
     assert same(nb.Run.open(halves, toy), nb.Run.open(whole, toy))
     assert not [text for text in texts(nb.Run.open(halves, toy)) if "a process was lost" in text]
-
-
-# -- what goes wrong
 
 
 def poisoned(pack: Path, run: Path, sample: int) -> list[str]:
@@ -188,9 +178,6 @@ def test_what_happens_to_one_rank_ends_the_others_within_the_timeout(pack, tmp_p
     assert [text.partition(" See ")[0].rstrip(".") for text in one] == said
 
 
-# -- batch norm over all processes
-
-
 class Exchanging(nn.Module):
     """What SyncBatchNorm does, which a CPU lacks: it communicates in every forward and backward pass."""
 
@@ -204,18 +191,15 @@ class Exchanging(nn.Module):
 def exchanging(pack: Path, run: Path) -> int:
     """The forward passes, in batches of 17, so that shares differ."""
 
-    def loss(model, batch, plan):
-        logits = model(batch["x"])
-        passes.append(isinstance(model, nn.Module) and logits.requires_grad)
-        return nn.functional.cross_entropy(logits, batch["label"], reduction="sum"), len(logits)
-
     def model(card, plan):
-        return nn.Sequential(nn.Linear(8, 16), Exchanging(), nn.Linear(16, toy.CLASSES))
+        network = toy.Net(16, 0.0)
+        network.layers[1] = Exchanging()
+        network.register_forward_hook(lambda net, given, made: passes.append(net.training))
+        return network
 
     device.require, passes = (lambda *_: None), []  # it refuses a CPU
-    task = toy.with_(model=model, loss=loss, infer=lambda model, batch, plan: model(batch["x"]))
     plan = PLAN.replace(batch_size=17, micro_batch_size=4, sync_batchnorm=True)
-    nb.fit(task, nb.Pack.open(pack), plan, run, **QUIET)
+    nb.fit(toy.with_(model=model), nb.Pack.open(pack), plan, run, **QUIET)
     return sum(passes)
 
 

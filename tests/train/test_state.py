@@ -1,5 +1,4 @@
-"""The state of a run that somebody changes between its parts: optimizer state by name, the best by its metric, and a
-network that does not fit its data."""
+"""Optimizer state goes to the parameters of its name, also where the network changes between the parts of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from acting import QUIET
 from torch import nn
 
 import nbtools as nb
@@ -53,9 +51,6 @@ def moments(state: nb.TrainState) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in state.tensors().items() if name.startswith("optimizer.")}
 
 
-# -- by name
-
-
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "sgd"}, {"ema": 0.9}], ids=["adamw", "sgd", "ema"])
 def test_moments_go_to_the_parameters_of_their_name_and_new_ones_start_without(pack, settings):
     """A frozen body, then all trained, with the parameters in another order; and the reverse."""
@@ -85,74 +80,3 @@ def test_moments_of_another_shape_are_refused(pack):
     state = nb.TrainState(nb.classify(Net()), pack, plan())
     with pytest.raises(nb.NbtoolsError, match=r"optimizer state of head.weight has the shape \(3, 4\).*has \(3, 5\)"):
         state.load(tensors, old.facts())
-
-
-# -- the best
-
-
-def scored(pack: nb.Pack, values: list[float], losses: list[float], **more: Any) -> nb.TrainState:
-    """A run whose evaluations give these values and losses."""
-    calls: list[int] = []
-
-    def metric(outputs, batch):
-        size = len(batch["y"])
-        return values[len(calls) - 1] * size, size
-
-    def loss(outputs, y):
-        if not torch.is_grad_enabled() and len(y) == pack.splits["val"]:
-            return outputs.sum() * 0 + losses[len(calls) - 1]
-        return nn.functional.cross_entropy(outputs, y)
-
-    task = nb.classify(Net(), metrics=[metric], loss=loss)
-    task.BEST = "metric"
-    state = nb.TrainState(task, pack, plan(epochs=len(values), **more))
-    best: list[int] = []
-    for record in nb.train(task, state, pack):
-        if record.kind == "step":
-            calls[:] = range(record.epoch + 1)
-        if record.kind == "epoch" and state.improved:
-            best.append(record.epoch + 1)
-            state.improved = False
-    state.chosen = best  # pyright: ignore[reportAttributeAccessIssue]
-    return state
-
-
-def test_ties_go_to_the_lower_loss_and_then_to_the_later_epoch_but_end_no_patience(pack):
-    state: Any = scored(pack, [0.5, 0.7, 0.7, 0.7, 0.7], [1.0, 0.5, 0.6, 0.4, 0.4])
-    assert state.chosen == [1, 2, 4, 5]
-    assert state.best.stale == 3
-    early: Any = scored(pack, [0.7] * 9, [0.5] * 9, early_stop=3)
-    assert early.epoch == 4
-    assert "did not improve in 3 evaluations" in early.stopped
-
-
-# -- a network that does not fit
-
-
-class Pictures(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(100, 3)
-
-    def forward(self, x):
-        return self.fc(self.conv(x).flatten(1))
-
-
-IMAGES = [(np.full((12, 12, 3), 20 * i, np.uint8), i % 3) for i in range(12)] * 3
-UNFIT: dict[str, tuple[Any, Any, str]] = {  # a network, items, what is said
-    "width": (nn.Linear(64, 3), points(40), r"does not take the pack's x float32 \(8\).* \(\d+x8 and 64x3\)"),
-    "flatten": (Pictures(), IMAGES, r"x uint8 \(12, 12, 3\).* \(\d+x400 and 100x3\)"),
-}
-
-
-@pytest.mark.parametrize("name", UNFIT)
-@pytest.mark.parametrize("given", [plan(), None], ids=["plan", "no plan"])
-def test_a_network_that_does_not_fit_is_refused_with_the_shapes_before_a_folder_exists(tmp_path, name, given):
-    network, items, said = UNFIT[name]
-    pack = nb.pack(items, into=tmp_path / "pack", progress=False)
-    torch.manual_seed(5)
-    random = torch.get_rng_state()
-    with pytest.raises(nb.NbtoolsError, match=said):
-        nb.fit(nb.classify(network), pack, given, run=tmp_path / "run", **QUIET)
-    assert not (tmp_path / "run").exists()
-    assert torch.equal(torch.get_rng_state(), random)

@@ -17,26 +17,14 @@ from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from tests import toy
 
 
-class Pick(nn.Module):
-    def forward(self, batch):
-        return batch["x"]
-
-
 class Least(nb.Task):
     """Nothing but what has no default."""
 
     def model(self, card, plan):
-        return nn.Sequential(Pick(), nn.Linear(8, toy.CLASSES))
+        return toy.linear(card, plan)
 
     def loss(self, model, batch, plan):
         return nn.functional.cross_entropy(model(batch), batch["label"][:, 0], reduction="sum"), len(batch["id"])
-
-
-class Static:
-    """No Task: its hooks stand in the class."""
-
-    model = staticmethod(Least().model)
-    loss = staticmethod(Least().loss)
 
 
 class Wide(Least):
@@ -63,7 +51,7 @@ def module() -> Any:
     ("task", "name"),
     [
         *((Least, f"{__name__}:Least"), (least, f"{__name__}:least"), (wide, f"{__name__}:wide")),
-        *((Static, f"{__name__}:Static"), (toy, "tests.toy"), (module(), "tests.least")),
+        *((toy, "tests.toy"), (module(), "tests.least")),
     ],
     ids=str,
 )
@@ -105,48 +93,28 @@ def test_an_object_without_a_name_is_opened_by_giving_it_again(tmp_path, pack):
     assert nb.Run.open(tmp_path / "run", task).predict_pack(pack, [0])[0] in "abcd"
 
 
-# -- answers that cost much
-
-
 @dataclass(frozen=True)
 class Plan(toy.Plan):
     passes: int = nb.knob(3, "forward passes an answer", least=1, live=True)
 
-    def while_training(self):
-        return self.replace(passes=1)
 
+def test_a_run_goes_on_and_is_evaluated_with_other_live_settings_and_refuses_the_rest(tmp_path, pack):
+    passes, plan = set(), Plan(**{**toy.PLAN.to_dict(), "epochs": 2, "passes": 2})
 
-class Costly:
-    """The toy task with answers of several forward passes; `calls`: (passes, samples) of each."""
+    def infer(model, batch, plan):
+        passes.add(plan.passes)
+        return model(batch)
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, int]] = []
-        self.Plan = Plan
-        self.PLAN = self.BASELINE = Plan(**{**toy.PLAN.to_dict(), "epochs": 2})
-
-    def infer(self, model, batch, plan):
-        self.calls.append((plan.passes, len(batch["x"])))
-        return sum(model(batch) for _ in range(plan.passes)) / plan.passes
-
-    def __getattr__(self, name):
-        return getattr(toy, name)
-
-
-@pytest.fixture
-def costly() -> Any:
-    return Costly()
-
-
-def test_a_run_goes_on_and_is_evaluated_with_other_live_settings_and_refuses_the_rest(tmp_path, pack, costly):
-    nb.fit(costly, pack, costly.PLAN.replace(passes=2), run=tmp_path / "run", **QUIET)
-    more = costly.PLAN.replace(epochs=3, passes=2)
-    run = nb.fit(costly, pack, more, run=tmp_path / "run", **QUIET)
+    task = toy.with_(infer=infer, Plan=Plan, PLAN=plan, BASELINE=plan)
+    nb.fit(task, pack, plan, run=tmp_path / "run", **QUIET)
+    more = plan.replace(epochs=3)
+    run = nb.fit(task, pack, more, run=tmp_path / "run", **QUIET)
     with pytest.raises(TrainError, match="hidden"):
-        nb.fit(costly, pack, more.replace(hidden=8), run=tmp_path / "run", **QUIET)
-    costly.calls.clear()
+        nb.fit(task, pack, more.replace(hidden=8), run=tmp_path / "run", **QUIET)
+    passes.clear()
     nb.evaluate(run, pack, "test", passes=7)
-    assert {passes for passes, _ in costly.calls} == {7}
-    assert nb.Run.open(tmp_path / "run", costly).plan == more
+    assert passes == {7}
+    assert nb.Run.open(tmp_path / "run", task).plan == more
     for name, said in {"pases": "pases.*passes", "hidden": "Plan.hidden"}.items():
         with pytest.raises(NbtoolsError, match=said):
             nb.evaluate(run, pack, "val", **{name: 8})

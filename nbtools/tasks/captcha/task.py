@@ -74,7 +74,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         "augment": (0.3, "mild shifts, shear and contrast, for a small set; costs 7 % of a step"),
         "batch_size": (at_most(64, card), "17 % faster than 32 in bf16, learns as much; 128: 6 % more (measured)"),
         "lr": (2e-3, "read 99 % of generated four-digit captchas after 4 epochs of 4,800 (measured)"),
-        "epochs": (epochs, f"{FIXED_IMAGES:,} images in all: about 2 minutes on two cores"),
+        "epochs": (epochs, f"{FIXED_IMAGES:,} images in all (measured)"),
         "warmup_epochs": (min(1.0, epochs / 5), f"Adam's first estimates are poor, {THUMB}"),
         "weight_decay": (0.02, f"for a small set, {THUMB}"),
         "clip_norm": (5.0, "only guards against outliers"),

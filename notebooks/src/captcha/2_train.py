@@ -73,17 +73,11 @@ panel
 # What you change takes effect at the next step, and is marked in the charts. *Stop*, or the notebook's own stop button,
 # saves and returns the run; running this cell again resumes it.
 #
-# A line for each epoch stays in the cell's output.
+# A line for each epoch stays in the cell's output: `whole_acc` is the share of captchas with every character right.
+# `run.summary()` is their table.
 
 # %%
 run = nb.fit(captcha, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu=RELEASE_GPU)
-
-# %% [markdown]
-# ## The result
-# The last three epochs. `val_whole_accuracy` is the share of captchas with every character right.
-
-# %%
-run.summary().tail(3)
 
 # %% [markdown]
 # ## The receipt

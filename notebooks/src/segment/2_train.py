@@ -74,16 +74,10 @@ panel
 # Evaluations during training are single passes; several scales and mirror images, if the plan asks for them, are left
 # to the end.
 #
-# A line for each epoch stays in the cell's output.
+# A line for each epoch stays in the cell's output; `run.summary()` is their table.
 
 # %%
 run = nb.fit(segment, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu=RELEASE_GPU)
-
-# %% [markdown]
-# ## The last epochs
-
-# %%
-run.summary().tail(3)
 
 # %% [markdown]
 # ## The receipt
