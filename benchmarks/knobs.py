@@ -86,7 +86,7 @@ def changed(
             continue
         found = in_turns({"advised": advised, change: other}, options.rounds)
         figures.append(Figure.of(f"{name}: {change}", "×", times(found, change, "advised")))
-        other.stepper.close()
+        other.stepper.batches.close()
         print(figures[-1], flush=True)
     return [Figure.of(f"{name}: advised", "samples/s", found["advised"]), *figures], refused
 

@@ -183,7 +183,7 @@ def compared(
     source = task.demo(folder / "raw", case.count)
     pack: Pack = task.pack(source, into=folder / "pack", progress=False)
     plan = shortened(nb.advise(task, pack, seconds=advising).plan, case.epochs)
-    baseline = shortened(measure.comparable(task.BASELINE, plan, pack)[0], case.epochs)
+    baseline = shortened(measure.comparable(task.BASELINE, plan, pack), case.epochs)
     given = {"task": name, "source": str(source), "pack": str(folder / "pack"), "target": case.target}
     levers = levers_of({**given, "plan": plan.to_dict()}, peers, seconds)
     found: dict[str, dict[str, list[float]]] = {}

@@ -243,8 +243,8 @@ def finish(job: Job, receipt: bool, cold_start: float | None) -> None:
         surface.report(f"{state.stopped}; to continue, give more epochs")
     if receipt and not surface.requests.stop and not path.exists():
         with optional("no receipt", surface), work("measuring the receipt", surface.progress):
-            made = measure.receipt(job.task, job.pack, one_share(state), run_s=state.watch.wall, cold_start=cold_start)
-            disk.write_atomic(path, made.to_json())
+            made = measure.receipt(job.task, job.pack, one_share(state), run_s=state.watch.wall)
+            disk.write_atomic(path, json.dumps({**made.to_dict(), "cold_start": cold_start}, indent=1))
             diagnose(job, surface.report)
 
 

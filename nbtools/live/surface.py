@@ -24,7 +24,7 @@ from nbtools.live.panel import Panel
 from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised_plan
 from nbtools.live.samples import Preview, Previews
 from nbtools.live.view import View
-from nbtools.measure import Sampler, nvml_index
+from nbtools.measure import Sampler
 from nbtools.train import Diverged, History, Record, TrainState, checkpoint, require_change
 
 LOOK_EVERY = 0.2  # seconds between looks for control.json, and between updates of the panel
@@ -59,8 +59,8 @@ class Surface(View):
                 stack.enter_context(self.messages)
                 self.panel.begin(self.requests)
                 stack.callback(self.panel.end)
-            if self.state.device.type == "cuda" and (index := nvml_index(self.state.device.index or 0)) is not None:
-                self.sampler = stack.enter_context(Sampler(index))
+            if self.state.device.type == "cuda":
+                self.sampler = stack.enter_context(Sampler(self.state.device))
             if not self.state.over:
                 line = f"{facts.opening(self.state, self.pack)}; nb.watch({str(self.folder)!r}) shows it elsewhere"
                 self.answer(line) if is_torchelastic_launched() else self.log([line])

@@ -1,11 +1,9 @@
 """The machine, the time of a step, advice, the batch and the learning rate, what limits a run, the receipt."""
 
 from nbtools.measure.advice import Advice, Machine, decide
-from nbtools.measure.advisor import advise
-from nbtools.measure.batch import find_batch
-from nbtools.measure.check import check, smoke_test
-from nbtools.measure.lr import lr_sweep
-from nbtools.measure.machine import Gpu, Sampler, gpus, machine, nvml_index
+from nbtools.measure.advisor import advise, smoke_test
+from nbtools.measure.finders import find_batch, lr_sweep
+from nbtools.measure.machine import Gpu, Sampler, check, gpus, machine
 from nbtools.measure.profile import Verdict, verdict
 from nbtools.measure.receipt import Receipt, comparable, preset, receipt
 from nbtools.measure.timing import Stepper, Timing, finish, untouched

@@ -1,5 +1,5 @@
-"""The machine: its GPUs as plain values, a thread that samples one of them, and the names of device and versions that
-every measured figure carries.
+"""The machine: its GPUs as plain values, a thread that samples one of them, the names of device and versions that every
+measured figure carries, and how fast its matrix products are.
 
 NVML (through nvidia-ml-py) reads a GPU without starting CUDA on it: that costs no VRAM, and processes can still be
 forked. What a device does not report (Colab's vGPUs and MIG slices omit much) is None.
@@ -7,27 +7,27 @@ forked. What a device does not report (Colab's vGPUs and MIG slices omit much) i
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
-from nbtools import disk, show
-from nbtools.data import cache, cores
+from nbtools import show
+from nbtools.data import cores
+from nbtools.disk import VERSION
+from nbtools.measure.timing import untouched
 from nbtools.train import device as devices
 
 MIB = 2**20
-PERIOD = 1.0  # seconds between two readings
-CGROUPS = (  # of a container: limit, in use, the line of memory.stat with what the kernel can drop; versions 2 and 1
-    (Path("/sys/fs/cgroup/memory.max"), "memory.current", "inactive_file"),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), "memory.usage_in_bytes", "total_inactive_file"),
-)
+PERIOD, SECONDS = 1.0, 0.1  # between two readings; of matrix products in each precision
 REASONS = {  # nvml.h, nvmlClocksEventReason*
     0x1: "idle",
     0x2: "clocks set by an application",
@@ -39,20 +39,31 @@ REASONS = {  # nvml.h, nvmlClocksEventReason*
     0x80: "power brake",
     0x100: "display clocks",
 }
+READINGS: dict[str, tuple[str, tuple[int, ...], Callable[[Any], Any]]] = {  # field of Gpu → question, its numbers, unit
+    "capability": ("CudaComputeCapability", (), tuple),
+    "memory_total": ("MemoryInfo", (), lambda memory: memory.total // MIB),
+    "memory_used": ("MemoryInfo", (), lambda memory: memory.used // MIB),
+    "utilisation": ("UtilizationRates", (), lambda rates: rates.gpu),
+    "power": ("PowerUsage", (), lambda milliwatts: milliwatts / 1000),
+    "power_limit": ("EnforcedPowerLimit", (), lambda milliwatts: milliwatts / 1000),
+    "temperature": ("Temperature", (0,), int),  # NVML_TEMPERATURE_GPU
+    "clock": ("ClockInfo", (0,), int),  # NVML_CLOCK_GRAPHICS
+    "clock_max": ("MaxClockInfo", (0,), int),
+    "throttle": ("CurrentClocksEventReasons", (), lambda bits: tuple(REASONS[bit] for bit in REASONS if bits & bit)),
+    "processes": ("ComputeRunningProcesses", (), lambda running: tuple(process.pid for process in running)),
+}
 
 
 @dataclass(frozen=True)
 class Gpu:
     """One NVIDIA GPU at one moment; None is what it does not report.
 
-    index: NVML's, by PCI bus, as nvidia-smi shows it. torch_index: the N of torch's `cuda:N`, None for a GPU that this
-    process does not see; of several it is known once CUDA has started. Memory in MiB, utilisation in % of the last
-    sample period, power in W, temperature in °C, clocks in MHz. processes: pids of programs that compute on it.
+    index: NVML's, by PCI bus, as nvidia-smi shows it. Memory in MiB, utilisation in % of the last sample period, power
+    in W, temperature in °C, clocks in MHz. processes: pids of programs that compute on it.
     """
 
     index: int
     name: str
-    torch_index: int | None = None
     capability: tuple[int, int] | None = None
     memory_total: int | None = None
     memory_used: int | None = None
@@ -66,39 +77,31 @@ class Gpu:
     processes: tuple[int, ...] | None = None
 
     def cells(self) -> dict[str, str | None]:
-        """Return row → cell of the table: what is not known is None, which shows as a dash."""
+        """Return row → cell of the table."""
         return {
-            "torch": written(self.torch_index, "cuda:{}".format),
             "name": self.name,
-            "capability": written(self.capability, lambda pair: ".".join(map(str, pair))),
-            "memory": of(self.memory_used, self.memory_total, lambda count: show.size(count * MIB)),
-            "use": written(self.utilisation, "{} %".format),
-            "power": of(self.power, self.power_limit, "{:.0f} W".format),
-            "temperature": written(self.temperature, "{} °C".format),
-            "clock": of(self.clock, self.clock_max, "{:.0f} MHz".format),
-            "throttled by": written(self.throttle, lambda reasons: ", ".join(reasons) or "nothing"),
-            "processes": written(self.processes, lambda pids: str(len(pids))),
+            "capability": cell(lambda pair: ".".join(map(str, pair)), self.capability),
+            "memory": cell(lambda count: show.size(count * MIB), self.memory_used, self.memory_total),
+            "use": cell("{} %".format, self.utilisation),
+            "power": cell("{:.0f} W".format, self.power, self.power_limit),
+            "temperature": cell("{} °C".format, self.temperature),
+            "clock": cell("{:.0f} MHz".format, self.clock, self.clock_max),
+            "throttled by": cell(lambda reasons: ", ".join(reasons) or "nothing", self.throttle),
+            "processes": cell(lambda pids: str(len(pids)), self.processes),
         }
 
 
-def written(value: Any, write: Callable[[Any], str]) -> str | None:
-    return None if value is None else write(value)
-
-
-def of(now: float | None, limit: float | None, write: Callable[[Any], str]) -> str | None:
-    """Return `11.2 GB of 42.9 GB`, with a dash for what is not known."""
-    if now is None and limit is None:
-        return None
-    return " of ".join(written(value, write) or show.EMPTY for value in (now, limit))
+def cell(write: Callable[[Any], str], *values: Any) -> str | None:
+    """Return `11.2 GB of 42.9 GB`, with a dash for what is not known; None where nothing is."""
+    known = any(value is not None for value in values)
+    return " of ".join(show.EMPTY if value is None else write(value) for value in values) if known else None
 
 
 class Gpus(show.Table, list[Gpu]):
-    """The GPUs of this machine; shows as a table. Empty without NVIDIA. note: driver, or why there is none; processor,
-    cores, RAM and disk."""
+    """The GPUs of this machine; shows as a table. Empty without NVIDIA. note: driver, or why there is none; processor
+    and cores."""
 
-    def __init__(self, gpus_here: Iterable[Gpu] = (), note: str = ""):
-        super().__init__(gpus_here)
-        self.note = note
+    note = ""
 
     def footer(self) -> str:
         return self.note
@@ -107,7 +110,6 @@ class Gpus(show.Table, list[Gpu]):
         return str(self)
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        """Return (headers, rows): one column per GPU."""
         columns = [gpu.cells() for gpu in self]
         names = columns[0] if columns else ()
         return ["", *(f"GPU {gpu.index}" for gpu in self)], [(name, *(c[name] for c in columns)) for name in names]
@@ -115,47 +117,28 @@ class Gpus(show.Table, list[Gpu]):
 
 def gpus() -> Gpus:
     """Return every NVIDIA GPU of this machine with its present state; never raises."""
-    gpus_here, why = list[Gpu](), "the driver lists no GPU"
+    made, why, processor = Gpus(), "the driver lists no GPU", f"{cpu_name()}, {show.plural(cores(), 'core')}"
     try:
         with open_nvml() as nvml:
-            handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-            places = torch_indices([ask(nvml, "nvmlDeviceGetUUID", handle) for handle in handles])
-            for index, (handle, place) in enumerate(zip(handles, places, strict=True)):
-                name = ask(nvml, "nvmlDeviceGetName", handle) or "NVIDIA GPU"
-                gpus_here.append(Gpu(index, name, place, **readings(nvml, handle)))
-            driver = ask(nvml, "nvmlSystemGetDriverVersion")
+            made.note = f"NVIDIA driver {ask(nvml, 'SystemGetDriverVersion')}; CPU: {processor}"
+            for index in range(nvml.nvmlDeviceGetCount()):
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                made.append(Gpu(index, ask(nvml, "DeviceGetName", handle) or "NVIDIA GPU", **readings(nvml, handle)))
     except Unavailable as error:
         why = str(error).rstrip(".")
-    if gpus_here:
-        return Gpus(gpus_here, f"NVIDIA driver {driver}; CPU: {processor()}")
-    if torch.backends.mps.is_available():
-        return Gpus((), f"No NVIDIA GPU. Training uses Apple's GPU (MPS); the CPU is {processor()}.")
-    hint = " On Colab: Runtime, Change runtime type, T4 GPU." if "google.colab" in sys.modules else ""
-    return Gpus((), f"No NVIDIA GPU ({why}). Training uses the CPU: {processor()}.{hint}")
-
-
-def nvml_index(torch_index: int) -> int | None:
-    """Return NVML's index of torch's `cuda:N`, None if it cannot be known."""
-    return next((g.index for g in gpus() if g.torch_index == torch_index), None)
-
-
-def torch_indices(uuids: Sequence[str | None]) -> list[int | None]:
-    """Return torch's index of each NVML device: CUDA_VISIBLE_DEVICES hides and orders them, CUDA itself puts the
-    fastest first. A single one is certain, several are once CUDA has started."""
-    here = range(torch.cuda.device_count())
-    if len(here) == len(uuids) == 1:
-        return [0]
-    if not torch.cuda.is_initialized():
-        return [None] * len(uuids)
-    known = {f"GPU-{torch.cuda.get_device_properties(index).uuid}": index for index in here}
-    return [known.get(uuid or "") for uuid in uuids]
+    if not made and torch.backends.mps.is_available():
+        made.note = f"No NVIDIA GPU. Training uses Apple's GPU (MPS); the CPU is {processor}."
+    elif not made:
+        hint = " On Colab: Runtime, Change runtime type, T4 GPU." if "google.colab" in sys.modules else ""
+        made.note = f"No NVIDIA GPU ({why}). Training uses the CPU: {processor}.{hint}"
+    return made
 
 
 class Unavailable(Exception):
     """NVML cannot be used; the message says why."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def open_nvml() -> Iterator[Any]:
     """Yield NVML, started and stopped (it is reference-counted). Raises Unavailable."""
     try:
@@ -168,49 +151,31 @@ def open_nvml() -> Iterator[Any]:
     except nvml.NVMLError as error:
         raise Unavailable(str(error)) from None
     finally:
-        with contextlib.suppress(nvml.NVMLError):
+        with suppress(nvml.NVMLError):
             nvml.nvmlShutdown()
 
 
 def ask(nvml: Any, question: str, *arguments: Any) -> Any:
     """Return one reading, or None if the device, the driver or an older nvidia-ml-py does not offer it."""
     try:
-        return getattr(nvml, question)(*arguments)
+        return getattr(nvml, f"nvml{question}")(*arguments)
     except (nvml.NVMLError, AttributeError):
         return None
 
 
 def readings(nvml: Any, handle: Any) -> dict[str, Any]:
     """Return what a device reports now, as fields of Gpu."""
-
-    def get(name: str, *more: int) -> Any:
-        return ask(nvml, f"nvmlDeviceGet{name}", handle, *more)
-
-    memory, use, graphics = get("MemoryInfo"), get("UtilizationRates"), 0  # NVML_CLOCK_GRAPHICS
-    running, bits = get("ComputeRunningProcesses"), get("CurrentClocksEventReasons")
-    power, limit, capability = get("PowerUsage"), get("EnforcedPowerLimit"), get("CudaComputeCapability")
-    return {
-        "capability": capability and tuple(capability),
-        "memory_total": memory and memory.total // MIB,
-        "memory_used": memory and memory.used // MIB,
-        "utilisation": use and use.gpu,
-        "power": power and power / 1000,
-        "power_limit": limit and limit / 1000,
-        "temperature": get("Temperature", 0),
-        "clock": get("ClockInfo", graphics),
-        "clock_max": get("MaxClockInfo", graphics),
-        "throttle": None if bits is None else tuple(text for bit, text in REASONS.items() if bits & bit),
-        "processes": None if running is None else tuple(process.pid for process in running),
-    }
+    answers = {name: ask(nvml, f"DeviceGet{each[0]}", handle, *each[1]) for name, each in READINGS.items()}
+    return {name: None if answer is None else READINGS[name][2](answer) for name, answer in answers.items()}
 
 
 class Sampler:
-    """Reads one GPU (NVML's index) in the background once a second, inside its `with`. latest: columns of a history
-    row, memory in MiB, utilisation in %, power in W, energy in Wh since sampling began; what is unknown is absent, and
+    """Reads the GPU of a run in the background once a second, inside its `with`. latest: columns of a history row,
+    memory in MiB, utilisation in %, power in W, energy in Wh since sampling began; what is unknown is absent, and
     without NVIDIA all of it is None."""
 
-    def __init__(self, index: int = 0):
-        self.index = index
+    def __init__(self, device: torch.device):
+        self.device = device
         self.latest: dict[str, float | str] | None = None
         self.first: float | None = None  # energy in mJ at the first reading
         self.stopping = threading.Event()
@@ -225,16 +190,18 @@ class Sampler:
         self.thread.join()
 
     def work(self) -> None:
-        with contextlib.suppress(Unavailable), open_nvml():
+        with suppress(Unavailable), open_nvml():
             while not self.stopping.is_set():
                 self.renew()
                 self.stopping.wait(PERIOD)
 
     def renew(self) -> None:
         """Read the GPU now: `latest` may be a second old, which is much of the energy of a short run."""
-        with contextlib.suppress(Unavailable), open_nvml() as nvml:
-            handle = nvml.nvmlDeviceGetHandleByIndex(self.index)
-            now, energy = readings(nvml, handle), ask(nvml, "nvmlDeviceGetTotalEnergyConsumption", handle)
+        with suppress(Unavailable), open_nvml() as nvml:
+            handle = nvml.nvmlDeviceGetHandleByIndex(0)
+            if nvml.nvmlDeviceGetCount() > 1:  # CUDA hides and orders them in its own way
+                handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
+            now, energy = readings(nvml, handle), ask(nvml, "DeviceGetTotalEnergyConsumption", handle)
             self.first = energy if self.first is None else self.first
             values = {
                 "gpu_utilisation": now["utilisation"],
@@ -250,49 +217,33 @@ class Sampler:
 
 
 def room(device: torch.device) -> int | None:
-    """Return the bytes that are free now: of the GPU's memory (with what torch holds in reserve), or of RAM, the
-    container's limit included. None if the system does not report it (RAM on macOS and Windows)."""
+    """Return the bytes that are free now: of the GPU's memory (with what torch holds in reserve), or of RAM. None if
+    the system does not report it (RAM on macOS and Windows)."""
     if device.type == "cuda":
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserve
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    rooms = [1024 * kilobytes for kilobytes in numbers("/proc/meminfo", "MemAvailable:")]
-    for limit, used, droppable in CGROUPS:  # file cache that can be dropped is not in use
-        for most in numbers(limit):
-            in_use = sum(numbers(limit.with_name(used))) - sum(numbers(limit.with_name("memory.stat"), droppable))
-            rooms.append(max(0, most - in_use))
-    return min(rooms, default=None)
+    return kilobytes("/proc/meminfo", "MemAvailable:") or None
 
 
-def numbers(path: str | Path, word: str = "") -> list[int]:
-    """Return the number of each line of a file of Linux that begins with the word; [] where there is none."""
-    try:
-        lines = [line.split() for line in Path(path).read_text(errors="replace").splitlines()]
-    except OSError:
-        return []
-    words = [line[1:2] if word else line for line in lines if not word or line[:1] == [word]]
-    return [int(each) for line in words for each in line if each.isdigit()]
+def line_of(path: str, word: str) -> str:
+    """Return what follows the word that a line of a file of Linux begins with; "" where there is none."""
+    with suppress(OSError):
+        for line in Path(path).read_text(errors="replace").splitlines():
+            if line.startswith(word):
+                return line.removeprefix(word).strip(" \t:")
+    return ""
 
 
-def processor() -> str:
-    """Return the processor, and what is free: `AMD EPYC 7B13, 2 cores; RAM: 6.1 GB free; disk: 74 GB free for
-    /tmp/nbtools`, the folder of staged data and packs."""
-    parts = [f"{cpu_name()}, {show.plural(cores(), 'core')}"]
-    if free := room(torch.device("cpu")):
-        parts.append(f"RAM: {show.size(free)} free")
-    with contextlib.suppress(OSError):
-        parts.append(f"disk: {show.size(disk.free_bytes(cache()))} free for {cache()}")
-    return "; ".join(parts)
+def kilobytes(path: str, word: str) -> int:
+    """Return the bytes of a line that tells kB, 0 where there is none."""
+    return 1024 * int((line_of(path, word) or "0").split()[0])
 
 
 def cpu_name() -> str:
     """Return the model name of the CPU, or its architecture."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.lower().startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return line_of("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def machine(device: torch.device | None = None) -> dict[str, str]:
@@ -309,3 +260,56 @@ def machine(device: torch.device | None = None) -> dict[str, str]:
         "python": f"Python {platform.python_version()}",
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+# -- the check, before anything is trained
+
+
+@dataclass(frozen=True)
+class Check:
+    """Describe this machine. parts: part → what it is, None for what is not there; rates: precision → FLOP/s of square
+    matrix products, a value a round. Shows as tables."""
+
+    gpus: Gpus
+    parts: dict[str, str | None]
+    rates: dict[str, list[float]]
+
+    def __str__(self) -> str:
+        rows = []
+        for name, each in self.rates.items():
+            middle, least, most = (show.number(f(each) / 1e9) if each else "" for f in (median, min, max))
+            rows.append((name, f"{middle} ({least}–{most}, n = {len(each)})" if each else "not on this device"))
+        tables = [show.text(("machine", ""), [*self.parts.items()]), show.text(("matrix products", "GFLOP/s"), rows)]
+        hint = "A plan for your data, measured: python -m nbtools advise TASK --data SOURCE"
+        return "\n\n".join([str(self.gpus), *tables, hint])
+
+
+def check() -> Check:
+    """Look at this machine, and multiply matrices for a fraction of a second."""
+    device, here = devices.pick(), machine()
+    cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    parts = {
+        "trains on": f"{here['device']}, {here['cores']}",
+        "nbtools": f"{VERSION}, {here['python']}, {here['system']}",
+        "torch": f"{torch.__version__}, {cuda}",
+        "cuDNN": cell(str, torch.backends.cudnn.version()),
+        "AMP": f"{devices.reduced_precision(device)}, where nb.advise measures a gain",
+    }
+    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    dtypes = {"float32": torch.float32, "TF32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    there = {"TF32": ampere, "bf16": ampere or device.type == "cpu", "fp16": device.type in devices.FP16_DEVICES}
+    rates = {name: list[float]() for name in dtypes}
+    with untouched(device):
+        for name in (name for name in dtypes if there.get(name, True)):
+            torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")
+            for seconds in (0.02, SECONDS):  # the first round warms up
+                rates[name] = matrix_rates(device, dtypes[name], seconds)
+    return Check(gpus(), parts, rates)
+
+
+def matrix_rates(device: torch.device, dtype: torch.dtype, seconds: float = 0.02) -> list[float]:
+    """Return the FLOP/s of each of some rounds of square matrix products, in about so many seconds."""
+    side = 4096 if device.type == "cuda" else 512  # 512: 5 ms on one CPU core
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    timer = Timer("torch.mm(a, b)", globals={"torch": torch, "a": a, "b": b}, num_threads=torch.get_num_threads())
+    return [2 * side**3 / each for each in timer.blocked_autorange(min_run_time=seconds).times]

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from nbtools.data import Pack, Padding, choose, gather, on
+from nbtools.measure.machine import matrix_rates
 from nbtools.measure.timing import Stepper, Timing, shapes, trace, typical, untouched
-from nbtools.measure.turns import Trial, beside, in_turns, share_of
+from nbtools.measure.turns import Trial, beside, in_turns
 from nbtools.show import Report, percent, timing
 from nbtools.train import DTYPES, MOST_GRAPHS, Plan, TaskLike, gradients, synchronizing, unrecordable
 from nbtools.train import device as devices
@@ -29,7 +29,7 @@ LEAST_STEPS = 20  # optimizer steps per epoch below which a larger batch starves
 WORTH = 1.1  # a smaller gain is within the noise of such a measurement: rule of thumb (ours)
 SENTENCES = {
     "data": "Loading data is the limit: training waits for it {wait} of each {step} step.",
-    "launch": "Kernel launches are the limit: the {device_type} waits for them {host} of each {step} step.",
+    "launch": "Kernel launches are the limit: the GPU waits for them {host} of each {step} step.",
     "compute": "Arithmetic is the limit: matrix products take {products} of each {step} step, moving tensors {moves}.",
     "memory": "Memory bandwidth is the limit: {moves} of each {step} step goes into reading and writing tensors, "
     "{products} into matrix products.",
@@ -47,7 +47,6 @@ class Verdict(Report):
     """
 
     timing: Timing
-    device_type: str
     wait: float
     host: float
     device: float
@@ -75,15 +74,10 @@ class Verdict(Report):
         return self.best and self.best.change
 
     @property
-    def factor(self) -> float | None:
-        """Return the samples/s that the change gave over the plan's."""
-        return self.best and self.best.ratio
-
-    @property
     def sentence(self) -> str:
         shares = {name: percent(getattr(self, name)) for name in ("wait", "host", "device", "products")}
         step, moves = timing(self.timing.step_s), percent(self.device - self.products)
-        text = SENTENCES[self.bound].format(**shares, step=step, moves=moves, device_type=self.device_type)
+        text = SENTENCES[self.bound].format(**shares, step=step, moves=moves)
         if self.bound == "launch" and self.waits:
             text += f" The host waits for it at {self.waits[0]}; do without that line."
         if self.best:
@@ -107,27 +101,21 @@ class Verdict(Report):
 
 
 def verdict(
-    task: TaskLike,
-    pack: Pack,
-    plan: Plan,
-    seconds: float | None = None,
-    fixed: Collection[str] = (),
-    run_s: float | None = None,
+    task: TaskLike, pack: Pack, plan: Plan, seconds: float = 0.0, fixed: Collection[str] = (), run_s: float = 0.0
 ) -> Verdict:
     """Measure a plan, and what changes of it give, for about twice `seconds` (SECONDS) after warming up.
 
     fixed: settings that may not change (a run that has started keeps some). run_s: seconds that the run took, if it
     did; after a short one, less time. Nothing outside changes. Raises TrainError if training could not start.
     """
-    device, seconds = devices.pick(), seconds or SECONDS * share_of(run_s)
+    device, seconds = devices.pick(), seconds or min(SECONDS, (run_s or 60.0) / 20)
     with untouched(device):
         run = Stepper(task, pack, plan, device).warm_up()
         made = verdict_of(run, seconds)
         changes = [change for change in worth_trying(run, made) if not set(change) & set(fixed)]
         trials = [beside(run, run.plan.turn(**change), seconds / len(changes)) for change in changes]
-        run.close()
-    pairs = zip(trials, changes, strict=True)
-    return replace(made, trials=tuple(replace(trial, change=change, timing=None) for trial, change in pairs))
+        run.batches.close()
+    return replace(made, trials=tuple(trials))
 
 
 def verdict_of(run: Stepper, seconds: float) -> Verdict:
@@ -142,7 +130,6 @@ def verdict_of(run: Stepper, seconds: float) -> Verdict:
     times, rate = trace(run), max(matrix_rates(run.device, DTYPES.get(plan.amp, torch.float32)))
     return Verdict(
         timing=here,
-        device_type="processor" if run.device.type == "cpu" else "GPU",
         wait=here.waited,
         host=max(1 - here.waited - device, 0.0),
         device=device,
@@ -181,18 +168,8 @@ def flops(run: Stepper, raw: Any) -> int:
     """Return the floating-point operations of the forward and backward passes of a batch: not of elementwise ones,
     fused RNN and CTC."""
     state = run.state
-    network, state.network = state.network, state.model  # a compiled network hides its operations
-    try:
-        with FlopCounterMode(display=False) as counter:
-            gradients(state, raw, len(raw["id"]))
-        return int(counter.get_total_flops())
-    finally:
-        state.network = network
-
-
-def matrix_rates(device: torch.device, dtype: torch.dtype, seconds: float = 0.02) -> list[float]:
-    """Return the FLOP/s of each of some rounds of square matrix products, in about so many seconds."""
-    side = 4096 if device.type == "cuda" else 512  # 512: 5 ms on one CPU core
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    timer = Timer("torch.mm(a, b)", globals={"torch": torch, "a": a, "b": b}, num_threads=torch.get_num_threads())
-    return [2 * side**3 / each for each in timer.blocked_autorange(min_run_time=seconds).times]
+    compiled, state.network = state.network, state.model  # a compiled network hides its operations
+    with FlopCounterMode(display=False) as counter:
+        gradients(state, raw, len(raw["id"]))
+    state.network = compiled
+    return int(counter.get_total_flops())

@@ -3,7 +3,6 @@ turns on the same machine and data. A rung has one more group of settings as the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -13,8 +12,8 @@ from nbtools.data import Pack, choose, cores, phase
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.measure.machine import machine
 from nbtools.measure.timing import Stepper, Timing, untouched
-from nbtools.measure.turns import Trial, attempt, beside, share_of
-from nbtools.show import Report, duration, html, note, percent, plural
+from nbtools.measure.turns import Trial, attempt, beside
+from nbtools.show import Report, duration, percent, plural
 from nbtools.train import Plan, TaskLike, as_task, list_changes, readable, shown
 from nbtools.train import device as devices
 
@@ -27,7 +26,6 @@ GROUPS = {
     "+ compile, layout, threads": ("compile", "graph", "channels_last", "threads"),
 }
 """In the guide's order, each with the settings in which plans must differ for it to be a rung; OTHERS has the rest."""
-NOTABLE = 0.005  # share of the time that a row waits for data, above which it is shown
 BASELINE, ALL, OTHERS, GUIDE = "baseline", "this run", "+ other settings", "guide's optimised"
 SILENT = (
     *("epochs", "lr", "lr_rule", "schedule", "warmup_epochs", "min_lr", "weight_decay", "betas", "eps"),
@@ -86,7 +84,7 @@ class Receipt(Report):
             here, factor = rung.timing, None if rung.factor is None else f"{rung.factor:.2f}×"
             speed = f"{here.samples_per_s:,.0f} ({here.least:,.0f}–{here.most:,.0f})"
             total = None if rung is first else rung.trial.spread
-            waited = percent(here.waited) if here.waited > NOTABLE else None
+            waited = percent(here.waited) if here.waited > 0.005 else None
             rows.append((rung.name, speed, factor, total, waited, list_changes(rung.changes)))
         return ("", "samples/s", "vs previous row", "vs baseline", "waiting for data", "what changes"), rows
 
@@ -97,68 +95,53 @@ class Receipt(Report):
         return f"Samples/s over the baseline's on this machine: {self.rungs[-1].trial.spread}{guide}; {whole}"
 
     def footer(self) -> str:
-        notes = [*self.notes]
-        if self.cold_start is not None:
-            notes.append(f"From the call of nb.fit to the tenth step: {duration(self.cold_start)}")
-        return " ".join([*(f"{note}." for note in notes), ", ".join(self.machine.values())])
-
-    def _repr_html_(self) -> str:
-        """Return the sentence and the table, with how it was measured folded."""
-        how = f"<details><summary>How, and what was not measured</summary>{note(self.footer())}</details>"
-        return html(*self.table(), self.caption()) + how
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1)
+        cold = (
+            "" if self.cold_start is None else f"From the call of nb.fit to the tenth step: {duration(self.cold_start)}"
+        )
+        return " ".join([*(f"{note}." for note in (*self.notes, cold) if note), ", ".join(self.machine.values())])
 
 
-def receipt(
-    task: TaskLike,
-    pack: Pack,
-    plan: Plan,
-    seconds: float | None = None,
-    run_s: float | None = None,
-    cold_start: float | None = None,
-) -> Receipt:
+def receipt(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 0.0, run_s: float = 0.0) -> Receipt:
     """Measure the task's BASELINE, a plan, the rungs between them and the first of its PRESETS in turns.
 
     seconds: of all turns (SECONDS). run_s: seconds that the run took, if known: after a short one turns are shorter,
     and what would take more than a tenth of it (LEAST, if that is more) is left out, and it is said. Raises TrainError
     where the two ends alone would.
     """
-    task, pack, seconds = as_task(task), readable(task, pack, plan), seconds or SECONDS * share_of(run_s)
-    baseline, notes = comparable(task.BASELINE, plan, pack)
+    task, pack, device = as_task(task), readable(task, pack, plan), devices.pick()
+    seconds = seconds or min(SECONDS, (run_s or 60.0) / 6)
+    baseline, notes = comparable(task.BASELINE, plan, pack), ["Both train the same network"]
     plans, guide = ladder(baseline, plan, pack), dict[str, Plan]()
+    if pack.raw is None:
+        notes.append("The source files are gone: both read the pack, so the data pipeline was not measured")
     if task.PRESETS:
         made, why = preset(task, pack, next(iter(task.PRESETS)), **own_values(plan))
         guide = {GUIDE: made} if made else {}
         notes += [f"The {GUIDE} settings {'here' if made else 'cannot train here'}: {why.rstrip('.')}"] if why else []
-    with untouched(devices.pick()):
-        run = attempt(lambda: Stepper(task, pack, baseline, devices.pick()))
+    with untouched(device):
+        run = attempt(lambda: Stepper(task, pack, baseline, device))
         if isinstance(run, str):
             raise TrainError(f"{BASELINE} {run}")
-        del plans[BASELINE]
-        last = [*plans][-1]
-        trials, more = compare(run, {last: plans[last], **guide, **plans}, seconds, run_s)  # what matters most first
+        last = [*plans][-1]  # what matters most first
+        trials, more = compare(run, {last: plans[last], **guide, **plans}, seconds, run_s)
         rungs = [Rung(BASELINE, Trial({}, (1.0,) * len(run.turns)), run.timing())]
-        run.close()
+        run.batches.close()
         del run
     for name in (name for name in plans if name in trials):
         rungs.append(rung(name if len(trials.keys() - {GUIDE}) > 1 else ALL, trials[name], rungs[-1], pack))
     guided = rung(GUIDE, trials[GUIDE], rungs[0], pack) if GUIDE in trials else None
-    if devices.pick().type == "cpu":
+    if device.type == "cpu":
         more.append("No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not measured")
     samples = plan.epochs * pack.splits["train"]
-    return Receipt(tuple(rungs), guided, machine(), (*notes, *more), samples, cold_start)
+    return Receipt(tuple(rungs), guided, machine(), (*notes, *more), samples)
 
 
-def compare(
-    run: Stepper, plans: dict[str, Plan], seconds: float, run_s: float | None
-) -> tuple[dict[str, Trial], list[str]]:
+def compare(run: Stepper, plans: dict[str, Plan], seconds: float, run_s: float) -> tuple[dict[str, Trial], list[str]]:
     """Train plans in turns with the baseline, the first and as many others as there is time for; return (name → trial,
     what is to say of the rest). Raises TrainError where the first cannot be."""
-    trials, notes, late, most = dict[str, Trial](), list[str](), list[str](), max(LEAST, SHARE * (run_s or 0.0))
+    trials, notes, late, most = dict[str, Trial](), list[str](), list[str](), max(LEAST, SHARE * run_s)
     first, step_s, start = next(iter(plans)), run.advance().seconds, run.clock()
-    if run_s is not None and ROUNDS * step_s > most:
+    if run_s and ROUNDS * step_s > most:
         raise TrainError(f"it would take about {duration(2 * ROUNDS * step_s)}, longer than a tenth of the run")
     phase("turns", seconds)
     for name, plan in plans.items():
@@ -172,8 +155,8 @@ def compare(
             notes.append(f"{name} {trial.failed}")
             continue
         trials[name] = trial
-        if trial.micro_batch_size != plan.micro_batch_size:
-            notes.append(f"Memory ran out with {name}: measured in passes of {trial.micro_batch_size} samples")
+        if (micro := trial.timing.plan["micro_batch_size"]) != plan.micro_batch_size:
+            notes.append(f"Memory ran out with {name}: measured in passes of {micro} samples")
     if first not in trials:
         raise TrainError("; ".join(notes))
     if late:
@@ -182,7 +165,7 @@ def compare(
 
 
 def rung(name: str, trial: Trial, below: Rung, pack: Pack) -> Rung:
-    """Return what a trial showed, compared with the rung below."""
+    """Return what a trial showed, beside the rung below."""
     timing = trial.timing or below.timing
     before, now = costs(below.timing.plan, pack), costs(timing.plan, pack)
     changes = {n: f"{shown(before.get(n))} → {shown(now[n])}" for n in now if now[n] != before.get(n)}
@@ -193,13 +176,9 @@ def rung(name: str, trial: Trial, below: Rung, pack: Pack) -> Rung:
 # -- the plans
 
 
-def comparable(baseline: Plan, plan: Plan, pack: Pack) -> tuple[Plan, list[str]]:
-    """Return the baseline's settings as they fit here, with the run's own network and loss: a smaller network is no
-    speed-up."""
-    notes = ["Both train the same network"]
-    if pack.raw is None:
-        notes.append("The source files are gone: both read the pack, so the data pipeline was not measured")
-    return fitting(baseline.replace(**own_values(plan)), pack)[0], notes
+def comparable(baseline: Plan, plan: Plan, pack: Pack) -> Plan:
+    """Return the baseline's settings as they fit here, with the run's network: a smaller one is no speed-up."""
+    return fitting(baseline.replace(**own_values(plan)), pack)[0]
 
 
 def own_values(plan: Plan) -> dict[str, Any]:
@@ -208,28 +187,22 @@ def own_values(plan: Plan) -> dict[str, Any]:
 
 
 def ladder(baseline: Plan, plan: Plan, pack: Pack) -> dict[str, Plan]:
-    """Return name → plan from the baseline to the run, only those in which something differs that costs or saves time.
-
-    A rung is the run's plan with the groups above it still as in the baseline, so each is a plan that can train.
-    """
-    before, now = costs(baseline.to_dict(), pack), costs(plan.to_dict(), pack)
-    differing = {name for name in {**before, **now} if before.get(name) != now.get(name)}
-    grouped = {setting for settings in GROUPS.values() for setting in settings}
-    groups = [*GROUPS.items(), (OTHERS, tuple(name for name in now if name not in grouped))]
-    groups = [(name, settings) for name, settings in groups if differing & set(settings)]
-    plans = {BASELINE: baseline}
-    for number, (name, _) in enumerate(groups):
-        above = [setting for _, settings in groups[number + 1 :] for setting in settings]
+    """Return name → plan of the rungs above the baseline, only those in which something differs that costs or saves
+    time. Each is the run's plan with the groups above it still as in the baseline, so that it can train."""
+    before, now = (costs(each.to_dict(), pack) for each in (baseline, plan))
+    groups, plans = {**GROUPS, OTHERS: now.keys() - set().union(*GROUPS.values())}, dict[str, Plan]()
+    groups = {name: names for name, names in groups.items() if any(before.get(each) != now.get(each) for each in names)}
+    for number, name in enumerate(groups, 1):
+        above = [setting for later in [*groups][number:] for setting in groups[later]]
         plans[name] = plan.replace(**{setting: getattr(baseline, setting) for setting in above})
-    return plans if groups else {**plans, ALL: plan}
+    return plans or {ALL: plan}
 
 
 def costs(settings: dict[str, Any], pack: Pack) -> dict[str, Any]:
-    """Return the settings that make a step faster or slower, with the feed chosen; workers and prefetch only where that
-    has them."""
-    name, _ = choose(pack, SimpleNamespace(feed=settings["feed"]), devices.pick())
-    unused = {"resident": ("workers", "prefetch"), "streamed": ("workers",)}.get(name, ())
-    return {k: v for k, v in {**settings, "feed": name}.items() if k not in (*SILENT, *unused)}
+    """Return the settings that make a step faster or slower, with the feed chosen and what that has."""
+    feed, _ = choose(pack, SimpleNamespace(feed=settings["feed"]), devices.pick())
+    unused = {"resident": ("workers", "prefetch"), "streamed": ("workers",)}.get(feed, ())
+    return {k: v for k, v in {**settings, "feed": feed}.items() if k not in (*SILENT, *unused)}
 
 
 def preset(task: TaskLike, pack: Pack, name: str, /, **own: Any) -> tuple[Plan | None, str]:

@@ -1,9 +1,7 @@
 """Time a plan: a copy of the task trains whole steps on the plan's own batches; nothing outside changes.
 
-    timing = timed(task, pack, plan)                  # a Timing: samples/s, and what a step consists of
-
 A step takes the longer of what the host launches and what the device computes; on a CPU both are one. Plans that are
-compared take turns, since a machine's speed changes meanwhile.
+compared take turns, since a machine's speed changes meanwhile (nbtools.measure.turns).
 """
 
 from __future__ import annotations
@@ -11,18 +9,17 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import math
 import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -79,19 +76,14 @@ class Timing:
         return self.plan["batch_size"] / self.samples_per_s
 
 
-@dataclass(frozen=True)
-class Turn:
-    """Some steps. waited: seconds of them that waited for data; host_s: of the fastest, by the host's clock."""
+class Turn(NamedTuple):
+    """Some steps. waited: the share of the time that waited for data; host_s: of the fastest, by the host's clock."""
 
-    samples: int
+    samples_per_s: float
     seconds: float
     waited: float
     steps: int
     host_s: float
-
-    @property
-    def samples_per_s(self) -> float:
-        return self.samples / max(self.seconds, 1e-9)
 
 
 class Stepper:
@@ -116,14 +108,13 @@ class Stepper:
         require_sizes(pack, plan)
         self.task, self.pack, self.plan, self.device = bind(task, pack.card), pack, plan, device
         self.clock, self.halves = clock, halves
-        self.state = TrainState(apart(self.task), pack, plan if learning else plan.replace(**STILL), device)
+        self.state = TrainState(with_own_model(self.task), pack, plan if learning else plan.replace(**STILL), device)
         devices.prepare(plan, device)
         self.feed = feed or open_feed(pack, plan, device)
         self.lanes = {"resident": 0, "streamed": 1}.get(self.feed.name, plan.workers)  # threads or processes
         self.epoch_size: float = pack.splits["train"]  # samples from one epoch of the schedule to the next
-        self.batches: Iterator[Raw] = self.epochs()
-        self.turns: list[Turn] = []
-        self.cold_s = 0.0
+        self.batches: Generator[Raw, None, None] = self.epochs()
+        self.turns, self.cold_s = list[Turn](), 0.0
         self.loss: Tensor | float = 0.0  # sum over the samples of the last step
         self.state.restore_rng()
 
@@ -136,11 +127,11 @@ class Stepper:
     def repeat(self, batch_size: int, number: int = 1) -> float:
         """Go on with so many typical batches of a size again and again; return how many samples one of theirs stands
         for."""
-        loads = typical(self.pack, self.plan.replace(batch_size=batch_size, micro_batch_size=None), number)
-        ids = [each for each, _ in loads]
+        plan = self.plan.replace(batch_size=batch_size, micro_batch_size=None)
+        ids, stands_for = typical(self.pack, plan, number)
         self.batches = (raw for _ in count() for raw in self.feed(ids * REPEATED))
         self.turns.clear()
-        return sum(samples for _, samples in loads) / sum(map(len, ids))
+        return stands_for
 
     def step(self, raw: Raw) -> tuple[Tensor, Tensor | float]:
         """Train on one batch; return its (loss sum, count)."""
@@ -160,7 +151,7 @@ class Stepper:
             steps, seconds = max(steps, round(seconds / self.turns[-1].seconds * self.turns[-1].steps)), 0.0
         finish(self.device)
         start, watch = self.clock(), meter.Stopwatch(self.device, self.clock)
-        samples, host = 0, []
+        samples, host = 0, list[float]()
         while len(host) < steps or self.clock() - start < seconds:
             begin = watch.mark()
             raw = next(self.batches)
@@ -171,8 +162,8 @@ class Stepper:
             watch.spans.append([begin, got, watch.mark()])
             samples += len(raw["id"])
         finish(self.device)
-        took, (_, waited) = self.clock() - start, meter.seconds(watch.spans)
-        self.turns.append(Turn(samples, took, waited, len(host), min(host)))
+        took = max(self.clock() - start, 1e-9)
+        self.turns.append(Turn(samples / took, took, meter.seconds(watch.spans)[1] / took, len(host), min(host)))
         tick()
         return self.turns[-1]
 
@@ -188,20 +179,14 @@ class Stepper:
 
     def warm_up(self, most: int = WARMING) -> Self:
         """Train until steps take as long as the ones before; what they took beyond that is `cold_s`."""
-        times, steady = list[float](), False
-        while len(times) < 3 or (len(times) < most and sum(times) < WARMING_S and not steady):
+        times = [self.advance().seconds for _ in range(3)]
+        while len(times) < most and sum(times) < WARMING_S and abs(times[-1] - times[-2]) >= STEADY * times[-1]:
             times.append(self.advance().seconds)
-            steady = len(times) > 1 and abs(times[-1] - times[-2]) < STEADY * times[-1]
         if self.state.graphs is not None:
             self.advance(steps=RECORDED * shapes(self.pack, self.plan))
         self.cold_s = sum(times) - len(times) * min(times)
         self.turns.clear()
         return self
-
-    @property
-    def lost(self) -> bool:
-        """Return whether the last loss is not a number. Waits for the device."""
-        return not math.isfinite(float(self.loss))
 
     def device_s(self) -> float:
         """Return the seconds that the device works for a step: on CUDA by a trace, elsewhere the fastest step's."""
@@ -210,19 +195,11 @@ class Stepper:
         return sum(trace(self).values()) or median(turn.seconds / turn.steps for turn in self.turns)
 
     def timing(self) -> Timing:
-        """Return what its turns showed."""
-        speeds = [turn.samples_per_s for turn in self.turns]
-        waited = median(turn.waited / max(turn.seconds, 1e-9) for turn in self.turns)
-        spread, host = (median(speeds), min(speeds), max(speeds), len(speeds)), min(turn.host_s for turn in self.turns)
-        return Timing(self.plan.to_dict(), *spread, waited, self.device_s(), host, self.cold_s)
-
-    def close(self) -> None:
-        """End the feed's workers."""
-        if isinstance(self.batches, Generator):
-            self.batches.close()
-
-
-# -- a device's own clock
+        """Return what its turns showed, with the micro-batch that fits into memory."""
+        speeds, _, waited, _, host = zip(*self.turns, strict=True)
+        settings = {**self.plan.to_dict(), "micro_batch_size": self.state.recovery.micro}
+        spread = median(speeds), min(speeds), max(speeds), len(speeds)
+        return Timing(settings, *spread, median(waited), self.device_s(), min(host), self.cold_s)
 
 
 def trace(stepper: Stepper) -> Counter[str]:
@@ -272,23 +249,21 @@ def shapes(pack: Pack, plan: Plan) -> int:
     return len(set(zip(*lengths.values(), strict=True))) or 1
 
 
-def typical(pack: Pack, plan: Plan, number: int = 1) -> list[tuple[np.ndarray, float]]:
-    """Return [(ids, samples that they stand for)]: whole batches of the plan's first epoch; where lengths differ, those
-    whose padded length is nearest to the epoch's mean a sample, so that few stand for all."""
-    batches, column = epoch_batches(pack, plan), pack.card.bucket_by
+def typical(pack: Pack, plan: Plan, number: int = 1) -> tuple[list[np.ndarray], float]:
+    """Return (ids of whole batches of the plan's first epoch, how many samples one of theirs stands for): where lengths
+    differ, those whose padded length is nearest to the epoch's mean a sample, so that few stand for all."""
+    batches = epoch_batches(pack, plan)
     whole = [ids for ids in batches if len(ids) == plan.batch_size] or batches
-    lengths = Padding(pack, plan).of(pack, whole)
-    if column not in lengths:
-        return [(ids, len(ids)) for ids in whole[:number]]
-    mean = float(np.mean(lengths[column]))
-    like = sorted(zip(lengths[column], whole, strict=True), key=lambda each: abs(each[0] - mean))
-    return [(ids, len(ids) * length / mean) for length, ids in like[:number]]
+    lengths = Padding(pack, plan).of(pack, whole).get(pack.card.bucket_by or "", [1] * len(whole))
+    mean = float(np.mean(lengths))
+    like = sorted(zip(lengths, whole, strict=True), key=lambda each: abs(each[0] - mean))[:number]
+    return [ids for _, ids in like], float(np.mean([length for length, _ in like])) / mean
 
 
 # -- nothing outside changes
 
 
-def apart(task: Task) -> Task:
+def with_own_model(task: Task) -> Task:
     """Return the task with a separate model: one that returns the same module each time does not see it trained.
     `build` sees to that where `nb.pack` made the pack."""
     if task.card is not None:
@@ -302,25 +277,25 @@ def apart(task: Task) -> Task:
 def untouched(device: torch.device) -> Iterator[None]:
     """Training inside changes nothing outside: random states, threads, determinism, cuDNN's autotuner, TF32; what was
     created inside is freed, its memory returned."""
-    numbers = random.getstate(), np.random.get_state()
-    threads = torch.get_num_threads()
-    mode, tuning, precision = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, None
-    with suppress(RuntimeError):  # torch does not tell it where the user set `fp32_precision` (torch ≥ 2.9)
-        precision = torch.get_float32_matmul_precision()
+    free_memory(device)  # what an earlier run left is free, though allocators may keep it
+    with ExitStack() as back, torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        back.callback(free_memory, device)
+        with suppress(RuntimeError):  # torch does not tell it where the user set `fp32_precision` (torch ≥ 2.9)
+            back.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        back.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        back.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        back.callback(restore_threads, torch.get_num_threads())
+        back.callback(np.random.set_state, np.random.get_state())
+        back.callback(random.setstate, random.getstate())
+        yield
+
+
+def restore_threads(threads: int) -> None:
+    torch.set_num_threads(threads)
+    if threads == devices.threads():  # else a run goes on by its plan's
+        devices.restore_threads()
+
+
+def free_memory(device: torch.device) -> None:
     gc.collect()
-    devices.give_back(device)  # what an earlier run left is free, though allocators may keep it
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
-        try:
-            yield
-        finally:
-            random.setstate(numbers[0])
-            np.random.set_state(numbers[1])
-            torch.set_num_threads(threads)
-            if threads == devices.threads():  # else a run goes on by its plan's
-                devices.restore_threads()
-            torch.set_deterministic_debug_mode(mode)
-            torch.backends.cudnn.benchmark = tuning
-            if precision is not None:
-                torch.set_float32_matmul_precision(precision)
-            gc.collect()
-            devices.give_back(device)
+    devices.give_back(device)

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from nbtools.data import Feed, Pack, Padding, Raw, Resident, gather, on, tick
+from nbtools.data import Pack, Padding, Raw, Resident, gather, on, tick
 from nbtools.errors import NbtoolsError
 from nbtools.measure.timing import WARMING, Clock, Stepper, Timing, typical, untouched, wall
 from nbtools.show import percent
@@ -20,7 +20,6 @@ from nbtools.train import Plan, TaskLike, gradients
 from nbtools.train import device as devices
 
 ROUNDS, LEAST_ROUNDS = 12, 3  # of turns
-FULL = 60.0  # seconds of a run from which it is measured as long as any
 STEPS, BATCHES, SAMPLES = 6, 3, 8  # after which, on which losses and gradients are compared; of a batch at most
 SAME_LOSS, SAME_GRADIENT = 0.01, 0.99  # relative; cosine: bf16 keeps 8 bits, 0.4 % a number
 CONTROL = 3.0  # times what two equal runs differ by
@@ -29,11 +28,10 @@ CONTROL = 3.0  # times what two equal runs differ by
 def timed(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 2.0) -> Timing:
     """Return how a plan trains here, measured for about `seconds` after warming up. Raises TrainError if training could
     not start."""
-    device = devices.pick()
-    with untouched(device):
-        stepper = Stepper(task, pack, plan, device).warm_up()
+    with untouched(devices.pick()):
+        stepper = Stepper(task, pack, plan, devices.pick()).warm_up()
         in_turns([stepper], seconds)
-        stepper.close()
+        stepper.batches.close()
         return stepper.timing()
 
 
@@ -49,12 +47,6 @@ def in_turns(steppers: Sequence[Stepper], seconds: float) -> None:
             stepper.turn(each)
 
 
-def share_of(run_s: float | None) -> float:
-    """Return what share of its usual time a measurement after a run of so many seconds gets: who trained for a few
-    seconds waits no longer than that for a receipt."""
-    return 1.0 if run_s is None else min(max(run_s / FULL, 0.1), 1.0)
-
-
 def attempt(make: Callable[[], Stepper], steps: int = WARMING) -> Stepper | str:
     """Return what trains, warm; or why it does not: bfloat16 lacks some operations, memory ends, there is no
     compiler."""
@@ -64,18 +56,17 @@ def attempt(make: Callable[[], Stepper], steps: int = WARMING) -> Stepper | str:
         return f"fails ({(str(error).splitlines() or [type(error).__name__])[0].split('. ')[0].rstrip('.')})"
     if stepper is None:
         return f"does not fit into memory ({why})"
-    return f"fails (the loss became {float(stepper.loss)})" if stepper.lost else stepper
+    return stepper if math.isfinite(float(stepper.loss)) else f"fails (the loss became {float(stepper.loss)})"
 
 
 @dataclass(frozen=True)
 class Trial:
     """A change of a plan, trained in turns with it. ratios: its samples/s over the plan's, a turn each; timing: how it
-    trains, micro_batch_size: in what parts of a batch; or failed: why it does not train."""
+    trains; or failed: why it does not."""
 
     change: dict[str, Any]
     ratios: tuple[float, ...] = ()
     timing: Timing | None = None
-    micro_batch_size: int | None = None
     failed: str = ""
 
     @property
@@ -100,9 +91,10 @@ class Trial:
 
 
 def beside(run: Stepper, plan: Plan, seconds: float, warming: int = WARMING) -> Trial:
-    """Train another plan in turns with a run, for about `seconds`."""
+    """Train another plan in turns with a run, for about `seconds`. Both read the pack in memory at the same place."""
+    feed = run.feed.padded(plan) if isinstance(run.feed, Resident) and plan.feed == run.plan.feed else None
     change = {name: getattr(plan, name) for name in plan.changes_from(run.plan)}
-    other = attempt(lambda: Stepper(run.task, run.pack, plan, run.device, share_feed(run, plan), run.clock), warming)
+    other = attempt(lambda: Stepper(run.task, run.pack, plan, run.device, feed, run.clock), warming)
     if isinstance(other, Stepper) and other.state.graphs is not None:
         other = other.state.graphs.off or other
     if isinstance(other, str):
@@ -110,14 +102,9 @@ def beside(run: Stepper, plan: Plan, seconds: float, warming: int = WARMING) -> 
     for stepper in (run, other):
         stepper.turns.clear()
     in_turns([run, other], seconds)
-    other.close()
+    other.batches.close()
     ratios = (a.samples_per_s / b.samples_per_s for a, b in zip(other.turns, run.turns, strict=True))
-    return Trial(change, tuple(ratios), other.timing(), other.state.recovery.micro)
-
-
-def share_feed(run: Stepper, plan: Plan) -> Feed | None:
-    """Return the feed of a plan that reads the pack in memory as a run does; None where it has one of its own."""
-    return run.feed.padded(plan) if isinstance(run.feed, Resident) and plan.feed == run.plan.feed else None
+    return Trial(change, tuple(ratios), other.timing())
 
 
 # -- whether other arithmetic learns the same
@@ -127,22 +114,20 @@ def objection(task: TaskLike, pack: Pack, plan: Plan, change: Mapping[str, Any],
     """Return how loss and gradient of some batches differ with other arithmetic, beyond what is due to chance; "" if
     they do not. Compared at the same weights with dropout off: two trajectories would say nothing, as chaos alone parts
     those of hctr by 3.5 % in 20 steps."""
-    device, size = devices.pick(), min(plan.batch_size, SAMPLES)
-    plan = plan.replace(batch_size=size, micro_batch_size=None, warmup_epochs=0.0, schedule="constant")
-    padding = Padding(pack, plan)
+    device, still = devices.pick(), {"micro_batch_size": None, "warmup_epochs": 0.0, "schedule": "constant"}
+    plan = plan.replace(batch_size=min(plan.batch_size, SAMPLES), **still)
     try:
-        plain, other = (
-            without_dropout(Stepper(task, pack, each, device, clock=clock, learning=True))
-            for each in (plan, plan.replace(**change))
-        )
-        batches = [on(device, gather(pack, ids, padding)) for ids, _ in typical(pack, plan, BATCHES)]
+        pair = [Stepper(task, pack, p, device, clock=clock, learning=True) for p in (plan, plan.replace(**change))]
+        plain, other = map(without_dropout, pair)
+        batches = [on(device, gather(pack, ids, Padding(pack, plan))) for ids in typical(pack, plan, BATCHES)[0]]
         for number in range(STEPS):  # the gradients of first weights are mostly rounding in bf16
             plain.step(batches[number % len(batches)])
+        other.step(batches[0])  # fp16 finds its scale
         other.state.model.load_state_dict(plain.state.model.state_dict())
-        first, again, changed = (gradient(stepper, batches) for stepper in (plain, plain, other))
+        first, again, changed = (differentiate(stepper, batches) for stepper in (plain, plain, other))
     except (RuntimeError, NbtoolsError) as error:
         return f"fails ({str(error).partition(chr(10))[0]})"
-    (control, alike), (far, cosine) = apart(first, again), apart(first, changed)
+    (control, alike), (far, cosine) = compare(first, again), compare(first, changed)
     if not far <= max(SAME_LOSS, CONTROL * control):
         return f"is faster, but its loss differs by {percent(far, 1)}"
     if not 1 - cosine <= max(1 - SAME_GRADIENT, CONTROL * (1 - alike)):
@@ -159,8 +144,8 @@ def without_dropout(stepper: Stepper) -> Stepper:
     return stepper
 
 
-def gradient(stepper: Stepper, batches: Sequence[Raw]) -> tuple[float, Tensor]:
-    """Return (mean loss, gradient) of batches, the same random numbers drawn each time."""
+def differentiate(stepper: Stepper, batches: Sequence[Raw]) -> tuple[float, Tensor]:
+    """Return (mean loss, scaled gradient) of batches, the same random numbers drawn each time."""
     loss, parts, state = 0.0, list[Tensor](), stepper.state
     state.restore_rng()
     for raw in batches:
@@ -168,11 +153,10 @@ def gradient(stepper: Stepper, batches: Sequence[Raw]) -> tuple[float, Tensor]:
         total, count = gradients(state, raw, len(raw["id"]))
         loss += float(total) / max(float(count), 1) / len(batches)
         parts.append(torch.cat([p.grad.double().flatten() for p in state.parameters if p.grad is not None]))
-        parts[-1] /= state.scaler.get_scale() if state.scaler is not None else 1.0
     return loss, torch.stack(parts).sum(0)
 
 
-def apart(these: tuple[float, Tensor], those: tuple[float, Tensor]) -> tuple[float, float]:
+def compare(these: tuple[float, Tensor], those: tuple[float, Tensor]) -> tuple[float, float]:
     """Return (how far the second loss is from the first, the cosine between the gradients)."""
     far = abs(those[0] - these[0]) / max(abs(these[0]), 1e-12)
     return far, float(torch.nn.functional.cosine_similarity(these[1], those[1], 0))
@@ -187,17 +171,20 @@ class Late(Exception):
 
 class Deadline:
     """A clock, read by every step, that ends the block that it is the context of: once `seconds` by `clock` are used,
-    or `most` by the wall, whatever else the machine does."""
+    or `most` by the wall, whatever else the machine does. start: of both, if not now."""
 
-    def __init__(self, seconds: float, most: float = math.inf, clock: Clock = wall):
-        self.seconds, self.most, self.clock = seconds, most, clock
-        self.start = clock(), wall()
+    def __init__(self, seconds: float, most: float = math.inf, clock: Clock = wall, start: Sequence[float] = ()):
+        self.seconds, self.most, self.clock, self.start = seconds, most, clock, start or (clock(), wall())
 
     def __call__(self) -> float:
         tick()
         if self.left() < 0:
             raise Late
         return self.clock()
+
+    def wall(self) -> float:
+        self()
+        return wall()
 
     def left(self) -> float:
         own, passed = self.clock() - self.start[0], wall() - self.start[1]

@@ -125,7 +125,7 @@ def test_the_panel_that_drove_an_unfinished_run_changes_it_and_the_next_notebook
 
 
 def test_without_a_plan_what_the_task_gives_for_a_start_is_another_run(pack, monkeypatch):
-    monkeypatch.setattr("nbtools.measure.advisor.search_plan", lambda task, pack, thumb, *_: thumb)
+    monkeypatch.setattr("nbtools.measure.advisor.search_plan", lambda task, pack, rules, *_: rules({}))
     runs = [fit(pack, who=task(plan=nb.Plan(lr=lr, epochs=2))) for lr in (1e-3, 1e-2, 1e-3)]
     assert [run.folder.name for run in runs] == ["net-1", "net-2", "net-1"]
     assert runs[0].plan.lr != runs[1].plan.lr

@@ -210,6 +210,6 @@ def test_the_height_follows_the_gpu_and_the_network_the_height(tmp_path, monkeyp
     monkeypatch.setattr(device, "gigabytes", lambda _: gigabytes)
     made = hwdb.pack(pages(tmp_path / "raw", range(3)))
     assert made.options["height"] == height
-    machine = Machine("cuda" if gigabytes else "cpu", "x", gigabytes, 1, 2, (8, 0))
+    machine = Machine("cuda" if gigabytes else "cpu", "x", gigabytes, 2, (8, 0))
     assert decide(hwdb, made.card, machine).plan.to_dict()["network"] == network
     assert hwdb.pack(made.folder).options == made.options, "a kept pack carries its height"

@@ -19,7 +19,8 @@ from problems import PROBLEMS
 from torch import nn
 
 import nbtools as nb
-from nbtools.measure import Machine, decide
+from nbtools.measure import Machine, Stepper, decide
+from nbtools.measure.turns import Deadline
 
 GOOD = 0.97  # of the accuracy of the best lr of the grid
 SEEDS = (10, 11, 12)  # fixed before any of them was tried
@@ -151,22 +152,29 @@ def test_within_noise_the_recipe_wins_and_else_the_smallest_value(tmp_path):
         assert trial.lr == pytest.approx(trial.rule * factor, rel=0.01)
 
 
-def test_values_train_on_the_same_batches_from_the_same_weights(tmp_path):
-    weights, batches = dict[float, Any](), defaultdict[float, list[Any]](list)
+def test_values_train_on_the_same_batches_from_the_same_weights_under_the_whole_schedule(tmp_path, monkeypatch):
+    """Each lr rises in the warmup, and falls to the schedule's end, though each epoch has a leftover batch."""
+    step, values = Stepper.step, defaultdict[float, list[tuple[Any, Any, float]]](list)
 
-    def loss(model, batch, plan):
-        if torch.is_grad_enabled():
-            weights.setdefault(plan.lr, model.layers[0].weight.detach().clone())
-            batches[plan.lr].append(batch["x"].clone())
-        return toy.loss(model, batch, plan)
+    def watched(self: Stepper, raw: Any) -> Any:
+        before = self.state.parameters[0].detach().clone()
+        result = step(self, raw)
+        if isinstance(self.clock, Deadline):  # not what is timed before
+            values[self.plan.lr].append((before, raw["id"].clone(), self.state.lr / self.plan.lr))
+        return result
 
-    trial = nb.lr_sweep(toy.with_(loss=loss), toy.make_pack(tmp_path), toy.PLAN)
-    first, *others = [each.lr for each in trial.candidates if each.lr != trial.rule]  # whose steps were timed before
-    assert len(others) >= 3
-    for lr in others:
-        assert torch.equal(weights[lr], weights[first])
-        assert len(batches[lr]) == len(batches[first]) >= trial.steps > 0
-        assert all(map(torch.equal, batches[lr], batches[first]))
+    monkeypatch.setattr(Stepper, "step", watched)
+    nb.lr_sweep(toy, toy.make_pack(tmp_path), toy.PLAN.replace(warmup_epochs=0.3))
+    assert len(values) >= 5
+    first, *_ = values.values()
+    for steps in values.values():
+        assert torch.equal(steps[0][0], first[0][0])
+        assert all(torch.equal(ids, others) for (_, ids, _), (_, others, _) in zip(steps, first, strict=True))
+        lrs = [lr for *_, lr in steps]
+        peak = int(np.argmax(lrs))
+        assert peak == pytest.approx(0.1 * len(lrs), abs=1.5)
+        assert lrs == [*sorted(lrs[:peak]), *sorted(lrs[peak:], reverse=True)]
+        assert lrs[-1] < 0.001
 
 
 class Slowed(simulated.Job):

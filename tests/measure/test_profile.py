@@ -45,7 +45,8 @@ def test_the_verdict_says_what_a_job_is_bound_by_and_the_measured_factor_of_its_
     job, plan = Job(**{"fixed": 0.001 if name.startswith("a ") else 0.05, **parts}), plan_of(**settings)
     result = judged(job, packs[False], plan)
     assert (result.bound, result.change) == (bound, change), result
-    assert result.factor == pytest.approx(gain, rel=0.03)
+    assert result.best
+    assert result.best.ratio == pytest.approx(gain, rel=0.03)
     assert "measured: " in result.sentence
     assert result.wait + result.host + result.device == pytest.approx(1)
     assert dataclasses.replace(result, trials=()).change is None
