@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findSystemFonts, fontManager
-from matplotlib.text import Text
 
 RIGHT, WRONG = "#0072b2", "#d55e00"  # blue and vermilion of the colour-blind-safe palette (Okabe & Ito)
 GREY = "#6b6b6b"  # of text
@@ -28,11 +26,6 @@ Picture = tuple[np.ndarray, str, str]
 
 class Sheet(Figure):
     """A Figure without pyplot, whose state leaks from cell to cell: IPython by itself cannot show one."""
-
-    def __repr__(self) -> str:
-        """Return the first words in the figure."""
-        words = ", ".join(text.get_text() for text in self.findobj(Text) if text.get_text().strip())
-        return f"<Figure: {textwrap.shorten(words, 300, placeholder=' …')}>"
 
     def savefig(self, *args: Any, **options: Any) -> None:
         with warnings.catch_warnings():

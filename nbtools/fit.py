@@ -177,7 +177,7 @@ def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback], begun: flo
             with FirstSignal(signal.SIGINT, partial(stop, "stop")) as sigint:
                 finish(job, receipt, cold_start)
             if surface.notebook:
-                surface.tell(what_next(Run.open(job.folder, job.task), job.state.over and not surface.requests.stop))
+                surface.tell(what_next(Run.open(job.folder, job.task)))
         finally:
             job.close()
     return sigint.came or surface.interrupts.came

@@ -139,7 +139,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
     moved = new.changes_from(old)
     refused, why = moved.keys() & train.fixed_settings(old).keys() - {*train.AT_START}, "is started"
     if former.over and (new.epochs < old.epochs or moved.keys() != {"epochs"}):
-        refused, why = moved.keys(), "is finished: more epochs extend it"
+        refused, why = moved.keys(), "is finished (more epochs extend it)"
     if refused:
         changes = train.list_changes({name: moved[name] for name in moved if name in refused})
         fix = "name another run=, or start over with fresh=True"
@@ -168,13 +168,13 @@ def own_folder(task: Task, pack: Pack, call: Any, fresh: bool) -> Path:
     indices = sorted(RUNS.glob(f"*/{checkpoint.INDEX}"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in [] if fresh else indices:
         with suppress(NbtoolsError):  # another kind of run, or one that refuses this call
-            index, former = checkpoint.read_index(path.parent), former_run(task, path.parent)
-            decide(task, pack, plan, former)
-            given, before = given_by(plan), index["given"]
+            index, given = checkpoint.read_index(path.parent), given_by(plan)
+            if differences(index["identity"], now) or index["identity"]["trained"] != now["trained"]:
+                continue
+            decide(task, pack, plan, former := former_run(task, path.parent))
             if former and former.over and plan.epochs > former.plan.epochs:
-                given["epochs"] = before.get("epochs")
-            alike = not differences(index["identity"], now) and index["identity"]["trained"] == now["trained"]
-            if alike and (given == before or getattr(call, "id", "") == index.get("panel")):
+                given["epochs"] = index["given"].get("epochs")
+            if given == index["given"] or getattr(call, "id", "") == index.get("panel"):
                 return path.parent
     short = type(network).__name__ if ":" in name else name.rpartition(".")[2]
     short = re.sub("[^a-z0-9]+", "-", short.lower()).strip("-") or "run"

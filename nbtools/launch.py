@@ -70,10 +70,9 @@ class Remote:
     not taken yet; asked: the plan and the pause that it was asked for; shown: rows of the history."""
 
     def __init__(self, run: Run, given: Any = None, show: bool = True):
-        (metric, sign), plan, count = run.metric, run.plan, run.card.splits["train"]
+        plan, count, best = run.plan, run.card.splits["train"], run.index.get("metric", "-loss")
         given = given if isinstance(given, live.Panel) or getattr(given, "plan", None) == plan else plan
         self.run, self.history, self.plans = run, History(run.folder / HISTORY), live.Plans(plan, plan)
-        best = f"-{metric}" if sign < 0 else metric
         self.view = live.View(run.folder, self.history, plan, count, best, given, show)
         fits = partial(require_batch, count=count)
         self.requests = live.Requests(self.plans, live.advised_plan(run.folder, plan), fits)
@@ -106,7 +105,7 @@ class Remote:
         run = Run(self.run.folder, self.run.known, self.run.card, self.plans.plan)
         self.view.finish([], run.state)
         if run.state in live.OVER and run.index:  # else it goes on, or did not begin
-            self.view.tell(what_next(run, run.over))
+            self.view.tell(what_next(run))
 
     def send(self) -> None:
         """Send what was requested since the last call, once the run has taken that; until then an action is pending."""

@@ -280,9 +280,9 @@ def read_json(path: Path, fix: str = "copy the whole run folder again") -> dict[
         raise CheckpointError(f"{path} is {why}; {fix}") from None
 
 
-def what_next(run: Run, over: bool) -> str:
-    """Return where the model is, and what to do with it. over: the run has no more epochs to train."""
-    done, so_far = ("done: ", "") if over else ("", " so far")
+def what_next(run: Run) -> str:
+    """Return where the model is, and what to do with it."""
+    done, so_far = ("done: ", "") if run.over else ("", " so far")
     if (name := run.index.get("best")) is None:
         return f"{done}the newest weights are in {run.folder}; no evaluation chose the best{so_far}"
     uses = 'run.report(pack), run.predict(files), run.export("model.onnx")'

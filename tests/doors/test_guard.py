@@ -124,3 +124,16 @@ def test_undo_goes_back_to_before_the_last_changes_and_what_is_not_there_to_go_b
     assert not run.history.of("change")
     assert run.plan == nb.Run.open(folder, toy).plan == PLAN
     assert same(run, untouched)
+
+
+def test_an_undo_to_the_step_of_a_return_keeps_the_row_of_that_return(pack, folder, untouched):
+    def change(record, run):
+        if "diverged" in str(record.values.get("what")):
+            asking(folder, lr=0.02)()
+
+    task = acting({20: asking(folder, force=True, lr=1000), 27: asking(folder, "undo")})
+    run = nb.fit(task, pack, PLAN, folder, callbacks=[change], **QUIET)
+    first, second = texts(run)
+    assert first == "Training diverged after lr 0.01 → 1000, which was undone; back at step 20"
+    assert second == "lr 0.01 → 0.02 undone; back at step 20"
+    assert same(run, untouched)

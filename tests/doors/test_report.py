@@ -60,7 +60,8 @@ def test_a_report_shows_by_itself_with_what_is_confused_and_pictures_of_the_wors
         for part in (f"{pack.splits['train']} samples of the train split: ", "macro mean", "slanted"):
             assert part in shown
     assert report._repr_html_().count("data:image/png") == 2
-    assert str(report.worst["truth"].iloc[0]) in repr(report.pictures)
+    drawn: Any = report.pictures
+    assert str(report.worst["truth"].iloc[0]) in drawn.axes[0].texts[0].get_text()
 
 
 def test_a_report_on_texts_counts_which_character_was_read_as_which(tmp_path):
