@@ -54,6 +54,13 @@ LIVE = """() => {
     new MutationObserver(() => window.drawn++).observe(window.live.parentElement, {childList: true});
 }"""
 """Remembers the live view, and counts how often something else took its place."""
+LAYOUT = """output => {
+    const all = what => [...output.querySelectorAll(what)], box = each => each.getBoundingClientRect();
+    const cut = all('.nbt-top b, .nbt-top span:not([role] *)').filter(each => each.scrollWidth > each.clientWidth);
+    const charts = all('.nbt-grid > div').map(box), right = box(all('.nbt-grid')[0]).right;
+    const short = charts.filter(a => Math.max(...charts.filter(b => b.y == a.y).map(b => b.right)) < right - 1);
+    return [cut.map(each => each.innerText), short.length, all('.nbt-plot').map(box).map(a => [a.width, a.height])] }"""
+"""Facts that are cut off, how many charts have an empty place at the end of their row, and the sizes of plots."""
 
 
 def cells(count: int, epochs: int) -> list[str]:
@@ -123,6 +130,17 @@ def test_names_and_labels_are_text_and_never_markup(visit):
     assert not visit.hacked()
 
 
+def test_at_every_width_facts_are_whole_and_charts_large_without_a_hole(visit):
+    for width in (700, 900, 1280, 1440, 1920, browser.WINDOW["width"]):
+        visit.notebook.page.set_viewport_size({**browser.WINDOW, "width": width})
+        visit.notebook.page.wait_for_timeout(300)
+        cut, short, (loss, metrics, lr) = visit.output.evaluate(LAYOUT)
+        assert (cut, short) == ([], 0), width
+        large = 480 if isinstance(visit.notebook, browser.Lab) and width >= 1280 else 240
+        assert min(loss[0], metrics[0]) >= large, width
+        assert min(loss[1], metrics[1], 3 * lr[1]) >= 240, width
+
+
 def test_values_under_the_pointer_are_in_every_chart_and_follow_the_frames(visit):
     notebook = visit.notebook
     notebook.point(0)
@@ -158,9 +176,14 @@ def test_a_drag_zooms_all_charts_also_those_of_later_frames_and_a_double_click_g
 
 
 def test_a_typo_is_asked_about_and_insisted_on_it_is_undone_by_the_run_and_nothing_moves_meanwhile(visit):
-    """After a try with its slider."""
+    """After no number, which Escape takes back, and a try with its slider."""
     notebook, now = visit.notebook, lambda: visit.person.now("lr")
     places = {notebook.place("Stop")}
+    notebook.type("lr", "0.0.2")
+    until(lambda: "lr must be a number, got '0.0.2'" in notebook.notice(), "the rule")
+    notebook.page.keyboard.press("Escape")
+    until(lambda: "must be" not in notebook.notice(), "no rule")
+    assert notebook.row("lr").locator("input[type=text]").first.input_value() == "0.002"
     notebook.slide("lr", "End")
     until(notebook.button(r"Apply lr = \S+").is_visible, "the question of a handle at its end")
     notebook.type("lr", "1000")
