@@ -32,10 +32,21 @@ def a_run(task: Any, pack: nb.Pack, plan: nb.Plan, folder: Path) -> Run:
     return Run.open(folder, task)
 
 
+class Mean(nn.Module):
+    """x (B, L, 3), x_length (B,) → logits (B, 2) of the mean step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, x_length: torch.Tensor) -> torch.Tensor:
+        return self.head(x.sum(1) / x_length[:, None])
+
+
 MADE: dict[str, Any] = {name: (case.task, case.plan) for name, case in CASES.items() if not case.large}
 MADE["sign gru"] = sign, CASES["sign gru"].plan.replace(normalise="none")
 MADE["sign transformer"] = sign, CASES["sign transformer"].plan.replace(normalise="none")
-MADE["own"] = own.order, own.PLAN
+MADE["own"] = nb.classify(Mean), own.PLAN
 QUICK = "captcha small", "hwdb slim", "sign gru", "own"  # the others are exported the same way
 
 
