@@ -4,6 +4,7 @@ labelled as what they are; what `nb.advise` measures on this machine takes their
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -14,13 +15,16 @@ from nbtools.data import Card, batches_in, cores
 from nbtools.errors import sentence
 from nbtools.measure.finders import LrTrial
 from nbtools.measure.profile import LEAST_STEPS, Verdict
-from nbtools.show import Report, digits, duration, plural, restore
+from nbtools.show import Report, digits, duration, html, note, percent, plural, restore
 from nbtools.train import LARGER, OPTIMIZERS, Plan, Task, TaskLike, as_task, length_of, lr_factor
 from nbtools.train import device as devices
 
 TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch (captcha guide)
 MOST_K = LARGER[-1][0]  # beyond it Adam's best lr falls again (arXiv 2405.14578); the guides' table ends there too
 FEW_SAMPLES, FEW_STEPS, LONG_S = 10_000, 1_500, 600.0  # below which training takes so many steps, in so many seconds
+FORWARD, EVALUATION_SHARE = 1 / 3, 0.1  # of a step's time: what evaluating takes a sample; of the time, what all may
+MOST_PROCESSES = 8  # that read files: more wait for the same disk
+ASKED = ("epochs", "batch_size", "lr", "amp")  # settings that a notebook shows wherever they come from
 LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
 THUMB = "rule of thumb"
 SPEED = ("amp", "channels_last", "threads", "feed", "workers", "prefetch", "compile", "graph", "micro_batch_size")
@@ -64,15 +68,23 @@ class Advice(Report):
         length = length_of(self.plan, self.samples)
         if self.verdict is None:
             return f"{length} · time not measured yet."
-        seconds, ratio = (
-            self.plan.epochs * self.samples / self.verdict.timing.samples_per_s,
-            self.ratios.get("baseline"),
-        )
+        seconds = self.plan.epochs * self.samples / self.verdict.timing.samples_per_s
+        ratio = self.ratios.get("baseline")
         before = f", {duration(seconds / ratio)} with the baseline's settings" if ratio else ""
         return f"{length} · these take about {duration(seconds)} at the measured speed{before}."
 
     def footer(self) -> str:
         return "\n".join(filter(None, [sentence(self.verdict.sentence) if self.verdict else "", self.note]))
+
+    def _repr_html_(self) -> str:
+        """Return what was decided or measured, with the other settings folded."""
+        headers, rows = self.table()
+        first = [row for row in rows if row[0] in ASKED or "measured here" in row[2]]
+        others = [row for row in rows if row not in first]
+        title = f"<summary>{plural(len(others), 'other setting')}, with reasons</summary>"
+        folded = f"<details>{title}{html(headers, others)}{note(self.note)}</details>"
+        bound = note(sentence(self.verdict.sentence)) if self.verdict else ""
+        return f"{html(headers, first, self.caption())}{bound}{folded}"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], kind: type[Plan] = Plan) -> Self:
@@ -121,6 +133,11 @@ def decide(
         advised.setdefault("epochs", few)
     advised.setdefault("warmup_epochs", warmup(batch / base.batch_size, value("epochs")))
     advised.setdefault("amp", precision(machine))
+    if (seldom := evaluations(card, value("epochs"))) and plan.eval_every == 1:
+        advised.setdefault("eval_every", seldom)
+    if value("feed") == "workers":
+        why = f"min({plural(machine.cores, 'core')}, {MOST_PROCESSES}), {THUMB} (ours)"
+        advised.setdefault("workers", (min(machine.cores, MOST_PROCESSES), why))
     if value("min_lr") > value("lr"):
         advised["min_lr"] = value("lr"), f"the task's {digits(value('min_lr'))} is above the advised lr"
     if plan.micro_batch_size is not None:
@@ -182,6 +199,14 @@ def warmup(k: float, epochs: int) -> Choice:
     capped = min(float(least), epochs / 5)
     why = f"{plural(least, 'epoch')} for {k:.3g} × the baseline's batch, {THUMB} (guide to large batches)"
     return capped, why + (f"; capped to a fifth of {plural(epochs, 'epoch')}" if capped < least else "")
+
+
+def evaluations(card: Card, epochs: int) -> Choice | None:
+    """Return the epochs between evaluations, so that these take at most a tenth of the time; None for each epoch."""
+    share = card.splits.get("val", 0) * FORWARD / max(card.splits["train"], 1)
+    every = min(math.ceil(share / EVALUATION_SHARE), max(epochs // 3, 1))
+    why = f"one takes about {percent(share)} of an epoch's time: a sample a third of a step's, {THUMB} (ours)"
+    return (every, why) if every > 1 else None
 
 
 def precision(machine: Machine) -> Choice:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-from nbtools import show
-from nbtools.data import cores
+from nbtools import disk, show
+from nbtools.data import cache, cores
 from nbtools.disk import VERSION
 from nbtools.measure.timing import untouched
 from nbtools.train import device as devices
@@ -98,8 +98,8 @@ def cell(write: Callable[[Any], str], *values: Any) -> str | None:
 
 
 class Gpus(show.Table, list[Gpu]):
-    """The GPUs of this machine; shows as a table. Empty without NVIDIA. note: driver, or why there is none; processor
-    and cores."""
+    """The GPUs of this machine; shows as a table. Empty without NVIDIA. note: driver, or why there is none; processor,
+    cores, and what is free of RAM and disk."""
 
     note = ""
 
@@ -118,6 +118,9 @@ class Gpus(show.Table, list[Gpu]):
 def gpus() -> Gpus:
     """Return every NVIDIA GPU of this machine with its present state; never raises."""
     made, why, processor = Gpus(), "the driver lists no GPU", f"{cpu_name()}, {show.plural(cores(), 'core')}"
+    processor += f"; RAM: {show.size(room(torch.device('cpu')) or 0)} free"
+    with suppress(OSError):
+        processor += f"; disk: {show.size(disk.free_bytes(cache()))} free for {cache()}"
     try:
         with open_nvml() as nvml:
             made.note = f"NVIDIA driver {ask(nvml, 'SystemGetDriverVersion')}; CPU: {processor}"

@@ -13,7 +13,7 @@ from nbtools.errors import NbtoolsError, TrainError
 from nbtools.measure.machine import machine
 from nbtools.measure.timing import Stepper, Timing, untouched
 from nbtools.measure.turns import Trial, attempt, beside
-from nbtools.show import Report, duration, percent, plural
+from nbtools.show import Report, duration, html, note, percent, plural
 from nbtools.train import Plan, TaskLike, as_task, list_changes, readable, shown
 from nbtools.train import device as devices
 
@@ -95,10 +95,14 @@ class Receipt(Report):
         return f"Samples/s over the baseline's on this machine: {self.rungs[-1].trial.spread}{guide}; {whole}"
 
     def footer(self) -> str:
-        cold = (
-            "" if self.cold_start is None else f"From the call of nb.fit to the tenth step: {duration(self.cold_start)}"
-        )
-        return " ".join([*(f"{note}." for note in (*self.notes, cold) if note), ", ".join(self.machine.values())])
+        took = None if self.cold_start is None else duration(self.cold_start)
+        cold = took and f"From the call of nb.fit to the tenth step: {took}"
+        return " ".join([*(f"{each}." for each in (*self.notes, cold) if each), ", ".join(self.machine.values())])
+
+    def _repr_html_(self) -> str:
+        """Return the sentence and the table, with how it was measured folded."""
+        how = f"<details><summary>How, and what was not measured</summary>{note(self.footer())}</details>"
+        return html(*self.table(), self.caption()) + how
 
 
 def receipt(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 0.0, run_s: float = 0.0) -> Receipt:

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import toy
-from acting import QUIET, acting, interrupted, last_step
+from acting import QUIET, acting, interrupted, last_step, texts
 from archives import tree
 from safetensors.torch import load_file
 
@@ -166,3 +166,31 @@ def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk
     interrupted(lambda: given_back_by(acting({3: ctrl_c})))
     assert given_back_by(toy) == 1, "not when the user stopped it"
     assert nb.Run.open(tmp_path / "kept", toy).history.of("epoch")
+
+
+def test_a_setting_changed_on_resume_survives_a_crash_before_the_next_checkpoint(pack, tmp_path):
+    interrupted(lambda: nb.fit(acting({3: ctrl_c}), pack, toy.PLAN, tmp_path / "run", **QUIET))
+    plan = toy.PLAN.replace(batch_size=7, epochs=1)
+    with pytest.raises(ZeroDivisionError):
+        nb.fit(acting({2: lambda: 1 / 0}), pack, plan, tmp_path / "run", **QUIET)
+    task = acting()
+    run = nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
+    assert {len(ids) for _, _, ids in task.seen[:-1]} == {7}
+    assert texts(run, "change") == ["epochs 3 → 1, batch_size 16 → 7"]
+
+
+def test_a_run_goes_on_with_equal_data_elsewhere_and_not_with_other_data_of_equal_counts(pack, tmp_path):
+    nb.fit(toy, pack, ONE, tmp_path / "run", **QUIET)
+    equal = toy.make_pack(tmp_path / "equal")
+    assert len(nb.fit(toy, equal, ONE.replace(epochs=2), tmp_path / "run", **QUIET).summary()) == 2
+    other = toy.demo(tmp_path / "other")
+    np.save(next(other.glob("*_0.npy")), np.ones(8, np.float32))
+    with pytest.raises(CheckpointError, match=r"holds another run \(pack: .* → .*\)"):
+        nb.fit(toy, toy.pack(other, into=tmp_path / "p"), toy.PLAN, tmp_path / "run", **QUIET)
+
+
+def test_a_run_computes_with_the_threads_of_its_plan_and_leaves_the_users_own(pack, tmp_path):
+    before, seen = torch.get_num_threads(), list[int]()
+    task = acting({3: lambda: seen.append(torch.get_num_threads())})
+    nb.fit(task, pack, ONE.replace(threads=before + 1), tmp_path / "run", **QUIET)
+    assert (seen, torch.get_num_threads()) == ([before + 1], before)

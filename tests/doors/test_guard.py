@@ -137,3 +137,28 @@ def test_an_undo_to_the_step_of_a_return_keeps_the_row_of_that_return(pack, fold
     assert first == "Training diverged after lr 0.01 → 1000, which was undone; back at step 20"
     assert second == "lr 0.01 → 0.02 undone; back at step 20"
     assert same(run, untouched)
+
+
+def test_a_kept_run_resumes_that_an_undo_took_to_before_its_last_start(pack, folder):
+    kept = folder.with_name("kept")
+    for actions in (
+        {10: asking(folder, lr=0.02), 15: asking(folder, "stop")},
+        {2: asking(folder, "undo"), 4: asking(folder, "stop")},  # starts at step 15, ends at 12
+        {2: asking(folder, "stop")},  # starts at step 12, ends at 14
+        {},
+    ):
+        run = nb.fit(acting(actions), pack, PLAN, folder, kept, **QUIET)
+    assert "lr 0.01 → 0.02 undone; back at step 10" in " ".join(texts(run))
+    assert len(run.history.of("epoch")) == PLAN.epochs
+    assert same(nb.Run.open(kept, toy), run)
+
+
+def test_weights_that_diverged_are_not_the_best_though_they_score_best(pack, folder, tmp_path, slow):
+    """A metric that grows with the loss, and a change between the last log step and the epoch's evaluation."""
+    whole = nb.fit(acting({}, BEST="loss"), pack, SLOW, tmp_path / "untouched", **QUIET)
+    steps = slow.history.of("epoch")[0]["step"]
+    task = acting({steps - 1: asking(folder, force=True, lr=1000)}, BEST="loss")
+    run = nb.fit(task, pack, SLOW, folder, **QUIET)
+    assert f"undone; back at step {steps - 1}" in " ".join(run.events)
+    assert run.best["epoch"] == whole.best["epoch"]
+    assert same(run, whole)

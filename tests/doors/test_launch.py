@@ -155,9 +155,10 @@ def test_after_a_rank_is_lost_all_start_again_and_the_run_becomes_the_one_withou
 
 
 @contextmanager
-def begun(by_hand: bool) -> Iterator[subprocess.Popen[str]]:
+def begun(by_hand: bool, *more: str) -> Iterator[subprocess.Popen[str]]:
     """Two processes that train for long, by --processes or by torchrun, once both have begun. Ended with the test."""
     train = ["-m", "nbtools", "train", "crew", "--data", "raw", "--run", "run", "--no-receipt", "--epochs", "100000"]
+    train += more
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
     command = [sys.executable, *([*torchrun, "-m", "--", *train[1:]] if by_hand else [*train, "--processes", "2"])]
     paths = os.pathsep.join(filter(None, [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH")]))
@@ -185,3 +186,14 @@ def test_whatever_ends_the_process_that_started_them_ends_all_and_the_run_is_sav
         assert process.returncode == (130 if number == "SIGINT" else -signal.Signals[number]), said
     if number != "SIGKILL":  # after which a run goes on from its last checkpoint
         assert last_step(Path("run")) == len(notes(0)) == len(notes(1)), "both stopped after the same step, and saved"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_terminal_and_torchrun_train_and_pack_once(pack, by_hand):
+    with begun(by_hand, "--epochs", "2") as process:
+        said = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    assert said[0].count("train_loss") == 1, "rank 0 alone prints the result"
+    assert len(nb.Run.open("run").history.of("epoch")) == 2
+    assert len(notes(0)) == len(notes(1)) > 0

@@ -124,3 +124,10 @@ def test_events_that_come_over_a_subshell_are_handled_too(kernel):
     kernel.end(cell)
     assert "end [1, 2, 3, 4, 5, 6] None" in kernel.text(cell)
     assert [kernel.states(event) for event in events] == [["busy", "idle"]] * 6
+
+
+def test_the_kernel_is_busy_again_after_each_event(recording):
+    states = [m for m in recording.kernel.said if m["msg_type"] == "status"]
+    for event in recording.events:
+        idle = next(i for i, m in enumerate(states) if over(m) and parent(m) == event)
+        assert (states[idle + 1]["content"]["execution_state"], parent(states[idle + 1])) == ("busy", recording.cell)

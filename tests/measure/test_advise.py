@@ -1,6 +1,7 @@
 """Advice: a table of machines and data sets, a reason for everything that differs from the task's own plan; and what
 was measured, kept next to the pack and never measured by surprise."""
 
+import dataclasses
 import importlib
 import json
 import math
@@ -19,7 +20,7 @@ from torch import nn
 
 import nbtools as nb
 from nbtools.data import Card, Column
-from nbtools.measure import Machine, decide
+from nbtools.measure import Machine, Stepper, decide
 from nbtools.show import duration
 from nbtools.train import Plan
 
@@ -62,6 +63,8 @@ def test_machines_get_the_guides_tiers_and_every_figure_of_a_rule_names_its_orig
     assert changed | {"batch_size", "lr", "warmup_epochs", "amp"} <= advice.reasons.keys()
     for key in ("batch_size", "lr", "warmup_epochs") if plan.batch_size > 64 else ():
         assert re.search(r"rule of thumb \((captcha guide|guide to large batches|arXiv \d|ours)", advice.reasons[key])
+    reading = decide(with_plan(feed="workers"), card(50_030), MACHINES[name])
+    assert reading.plan.workers == min(MACHINES[name].cores, 8)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,14 @@ def test_a_small_data_set_caps_the_batch_which_lr_follows_by_the_optimizers_rule
     assert ("capped" in advice.reasons["batch_size"]) == (batch < 512 and not suggested)
 
 
+@pytest.mark.parametrize(("val", "epochs", "every"), [(5_000, 30, 1), (50_000, 30, 4), (50_000, 6, 2), (0, 30, 1)])
+def test_evaluations_take_at_most_a_tenth_of_the_time(val, epochs, every):
+    data = dataclasses.replace(card(50_000), splits={"train": 50_000, "val": val})
+    advice = decide(with_plan(epochs=epochs, eval_every=1), data, A100)
+    assert advice.plan.eval_every == every
+    assert "a third of a step's, rule of thumb (ours)" in advice.reasons.get("eval_every", "") or every == 1
+
+
 def test_what_the_task_suggests_stands_and_the_rest_follows_from_it():
     task = suggesting(batch_size=256, epochs=10, optimizer="sgd", clip_norm=5.0)
     advice = decide(task, card(50_030), A100)
@@ -88,12 +99,6 @@ def test_what_the_task_suggests_stands_and_the_rest_follows_from_it():
     assert advice.plan.lr == pytest.approx(8e-4)
     assert advice.plan.warmup_epochs == 2  # a fifth of the suggested epochs
     assert advice.reasons["epochs"] == "cuda"
-
-
-def test_settings_that_cannot_stand_change_with_a_reason():
-    advice = decide(with_plan(min_lr=5e-4), card(50_030), MACHINES["CPU"])
-    assert (advice.plan.min_lr, advice.plan.lr) == (2e-4, 2e-4)
-    assert "above the advised lr" in advice.reasons["min_lr"]
 
 
 SECONDS = 6.0  # on a job's own clock
@@ -146,6 +151,18 @@ def test_rules_alone_when_nothing_was_measured_before(tmp_path):
     for text in ("nothing here has been measured", f"{advice.samples} samples · ", "time not measured yet."):
         assert text in str(advice)
         assert text in advice._repr_html_()
+    before, folded = advice._repr_html_().split("<details>")
+    assert all(f">{name}<" in before for name in ("batch_size", "lr", "amp"))
+    assert all(f">{name}<" in folded for name in set(advice.reasons) - {"epochs", "batch_size", "lr", "amp"})
+
+
+def test_the_tasks_own_batch_size_is_not_overruled_by_speed(pack):
+    class Own(Job):
+        def suggest(self, card, accelerator):
+            return {"batch_size": (12, "learns best so")}
+
+    advice = measured(Own(fixed=0.1, a_sample=0.0001), pack)
+    assert (advice.plan.batch_size, advice.reasons["batch_size"]) == (12, "learns best so")
 
 
 @pytest.mark.parametrize(
@@ -280,3 +297,22 @@ def test_advice_for_each_task_is_the_same_beside_a_busy_process_and_ends_in_time
         assert perf_counter() - start - (advice.lr_trial.seconds if advice.lr_trial else 0) <= 65
         speed.append([getattr(advice.plan, name) for name in SPEED])
     assert speed[0] == speed[1]
+
+
+def test_precisions_are_compared_on_one_batch_where_lengths_differ(tmp_path, monkeypatch):
+    """Else the narrowest comes once, and a look at it is all there is."""
+    step, batches = Stepper.step, list[tuple[int, ...]]()
+
+    def stepped(self: Stepper, raw: Any) -> Any:
+        batches.append(tuple(raw["id"].tolist()))
+        return step(self, raw)
+
+    def enough(*_: Any) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stepper, "step", stepped)
+    monkeypatch.setattr("nbtools.measure.advisor.find_batch", enough)
+    monkeypatch.setattr("nbtools.measure.advisor.objection", enough)
+    with pytest.raises(KeyboardInterrupt):
+        nb.advise(toy, toy.make_pack(tmp_path, 600, ragged=True), seconds=3.0)
+    assert len({*batches[2:]}) == 1 < len(batches[2:]), "after the two steps that say how long one takes"

@@ -1,5 +1,6 @@
 """GPU readings against a fake NVML: two cards, cards that refuse readings, no driver, no library."""
 
+import re
 import sys
 import time
 import types
@@ -7,6 +8,7 @@ import types
 import pytest
 import torch
 
+from nbtools.data import cores
 from nbtools.measure import Gpu, Sampler, gpus
 
 GIB = 2**30
@@ -77,6 +79,14 @@ def test_two_cards_are_read_as_values_in_the_named_units_and_shown_escaped(nvml)
         for part in ("1.1 GB of 42.9 GB", "97 %", "250 W of 400 W", "65 °C", "1110 MHz of 1410 MHz", "550.54.15"):
             assert part in shown
     assert "<img" not in found._repr_html_()
+
+
+@pytest.mark.parametrize("cards", [["Tesla T4"], []])
+def test_cores_ram_and_free_disk_are_shown_with_a_gpu_and_without(nvml, cards):
+    nvml(cards)
+    rest = re.search(r"CPU: .+, (\d+) cores?; RAM: [\d.]+ GB free; disk: [\d.]+ [kMGT]?B free for .+", str(gpus()))
+    assert rest
+    assert int(rest[1]) == cores()
 
 
 READINGS = [name for name in vars(fake_nvml()) if name.startswith(("nvmlDeviceGet", "nvmlSystemGet"))]

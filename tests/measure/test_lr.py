@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
 from time import process_time
 from typing import Any
 
@@ -154,23 +153,28 @@ def test_within_noise_the_recipe_wins_and_else_the_smallest_value(tmp_path):
 
 def test_values_train_on_the_same_batches_from_the_same_weights_under_the_whole_schedule(tmp_path, monkeypatch):
     """Each lr rises in the warmup, and falls to the schedule's end, though each epoch has a leftover batch."""
-    step, values = Stepper.step, defaultdict[float, list[tuple[Any, Any, float]]](list)
+    values = dict[int, tuple[dict[str, Any], list[Any], list[float]]]()
+    step = Stepper.step
 
     def watched(self: Stepper, raw: Any) -> Any:
-        before = self.state.parameters[0].detach().clone()
+        if not isinstance(self.clock, Deadline):  # what is timed before
+            return step(self, raw)
+        weights = {name: value.clone() for name, value in self.state.model.state_dict().items()}
+        _, batches, lrs = values.setdefault(id(self.state), (weights, [], []))
+        alive.append(self.state)
         result = step(self, raw)
-        if isinstance(self.clock, Deadline):  # not what is timed before
-            values[self.plan.lr].append((before, raw["id"].clone(), self.state.lr / self.plan.lr))
+        batches.append(raw["id"].clone())
+        lrs.append(self.state.lr / self.plan.lr)
         return result
 
+    alive = list[Any]()
     monkeypatch.setattr(Stepper, "step", watched)
     nb.lr_sweep(toy, toy.make_pack(tmp_path), toy.PLAN.replace(warmup_epochs=0.3))
     assert len(values) >= 5
     first, *_ = values.values()
-    for steps in values.values():
-        assert torch.equal(steps[0][0], first[0][0])
-        assert all(torch.equal(ids, others) for (_, ids, _), (_, others, _) in zip(steps, first, strict=True))
-        lrs = [lr for *_, lr in steps]
+    for weights, batches, lrs in values.values():
+        assert all(torch.equal(first[0][name], value) for name, value in weights.items())
+        assert all(map(torch.equal, first[1], batches))
         peak = int(np.argmax(lrs))
         assert peak == pytest.approx(0.1 * len(lrs), abs=1.5)
         assert lrs == [*sorted(lrs[:peak]), *sorted(lrs[peak:], reverse=True)]
