@@ -40,6 +40,12 @@ def test_a_folder_is_published_at_once_and_never_over_a_filled_one(tmp_path):
     assert (tmp_path / "data" / "sub" / "file").read_text() == "data"
 
 
+def test_an_error_of_the_disk_says_what_failed_and_what_to_do(tmp_path):
+    with pytest.raises(errors.DiskError, match="the disk is full") as caught, disk.explained("staging x.tar", tmp_path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert str(caught.value).startswith(f"staging x.tar: {tmp_path}")
+
+
 MOUNTS = "overlay / overlay rw 0 0\ndrive /content/drive fuse.drive rw 0 0\nhost:/x /data/my\\040share nfs4 rw 0 0\n"
 SLOW = {"/tmp/x": False, "/content/drive/MyDrive/x.tar": True, "/content/driven": False, "/data/my share/x": True}
 

@@ -89,6 +89,14 @@ def test_the_x_axis_is_steps_samples_or_minutes():
         assert f'data-x="{x}" data-first="0" data-last="{last}"' in draw.page(shown(found, x=x))
 
 
+def test_an_evaluation_between_epochs_is_never_the_best_one_and_of_an_error_rate_the_least_is():
+    found = history()
+    for step in (75, 225):
+        found.append(Record("evaluation", 4, step, step * 64, {"val_loss": 0.01, "val_whole_accuracy": 2.0}))
+    assert "best whole accuracy 1.00" in texts(page(found))
+    assert "best cer 0.250" in texts(page(history(metric="cer"), About(best="-cer")))
+
+
 @pytest.mark.parametrize(
     "rows",
     [

@@ -15,7 +15,7 @@ from serving import LIMIT, until
 
 import nbtools as nb
 from nbtools import __main__ as terminal
-from nbtools.errors import TrainError
+from nbtools.errors import CheckpointError, TrainError
 from nbtools.guard import WATCHED
 from nbtools.live import send
 from nbtools.run import busy
@@ -239,6 +239,12 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
     assert [row["asked"] for row in run.history.of("event") if "asked" in row] == ["save", "undo", "stop"]
     assert terminal.main(["control", str(elsewhere), "stop"]) == 1
     assert "no process on this machine is training it" in capsys.readouterr().err
+
+
+def test_watching_nothing_says_so_and_a_run_that_ended_is_shown_once(tmp_path, untouched):
+    with pytest.raises(CheckpointError, match=r"no such folder; nb\.runs lists"):
+        nb.watch(tmp_path / "none", wait=0)
+    assert len(nb.watch(untouched.folder).history.of("epoch")) == 4
 
 
 def test_epochs_below_the_present_one_end_the_run_after_it_and_count_what_was_done(pack, tmp_path):
