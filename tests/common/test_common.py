@@ -80,15 +80,6 @@ def test_classes_of_text_are_single_characters_each_once(wrong, came):
         files.characters(wrong, "alphabet")
 
 
-def test_a_report_counts_errors_and_shows_every_broken_rule_as_a_pandas_table():
-    rows = [files.Row(f"{n:03}.npz", "nan", "x must be finite", "cut it") for n in range(100)]
-    rows += [files.Row("000.npz", "none", "a clip should have a label", "label it", files.WARNING)]
-    whole = files.Report(reversed(rows), "100 clips")
-    assert (whole.errors, whole.ok, whole.rows[0], whole.rows[-1]) == (100, False, rows[0], rows[-1])
-    assert "100 clips: 100 errors and 1 warning, of which 60 are shown" in str(whole)
-    assert files.Report(rows[-1:], "1 clip").ok
-
-
 def test_a_demo_replaces_a_demo_and_neither_mixes_with_other_data_nor_removes_it(tmp_path):
     def contents(*names):
         return ((name, name.encode) for name in names)

@@ -31,11 +31,3 @@ MEASURED = {480.8672: "481", 0.00494975: "0.00495", 0.99954: "0.9995", 9.996: "1
 def test_values_read_as_they_were_typed_and_measured_ones_have_three_digits_but_no_share_below_one_shows_as_one():
     assert {value: show.shown(value) for value in SHOWN} == SHOWN
     assert {value: show.number(value) for value in MEASURED} == MEASURED
-
-
-def test_sizes_are_decimal_and_times_and_shares_have_units():
-    sizes = {0: "0 B", 1500: "1.5 kB", 999_600: "1.0 MB", 123_456_789: "123 MB"}
-    assert {count: show.size(count) for count in sizes} == sizes
-    times = {18.4: "18 s", 135.2: "2 min 15 s", 7500: "2 h 05 min"}
-    assert {seconds: show.duration(seconds) for seconds in times} == times
-    assert [show.timing(0.2031), show.percent(0.943), show.percent(0.0043, 1)] == ["203 ms", "94 %", "0.4 %"]

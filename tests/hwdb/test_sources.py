@@ -188,12 +188,10 @@ def test_what_no_class_has_is_unknown_and_what_only_a_test_line_has_is_a_class_o
     assert packed(tmp_path / "raw").classes == ["一", "三", "九", "二", UNKNOWN]
 
 
-@pytest.mark.parametrize("kind", ["str", "list", "file"])
-def test_classes_are_a_string_a_list_or_a_file(tmp_path, kind):
+def test_classes_may_come_from_a_file(tmp_path):
     page(tmp_path / "raw" / "1-P1.dgrl", "一")
     (tmp_path / "chars.txt").write_bytes("\ufeff一\r\n二\n \n三".encode())
-    given = {"str": "一二 三", "list": [*"一二 三", UNKNOWN], "file": str(tmp_path / "chars.txt")}[kind]
-    assert packed(tmp_path / "raw", classes=given).classes == ["一", "二", " ", "三", UNKNOWN]
+    assert packed(tmp_path / "raw", classes=str(tmp_path / "chars.txt")).classes == ["一", "二", " ", "三", UNKNOWN]
 
 
 def test_a_source_without_lines_or_with_both_kinds_is_refused(tmp_path):
