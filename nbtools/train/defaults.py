@@ -7,7 +7,7 @@ B samples, C channels, H × W pixels, L steps of the longest sequence, F feature
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -253,7 +253,10 @@ METRICS: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Pair]]] = {
 
 
 def as_tuple(metrics: Any) -> tuple[Any, ...]:
-    """Return names and functions as a tuple. Raises TrainError for an unknown name."""
+    """Return names and functions as a tuple. Raises TrainError for an unknown name, and for anything else."""
+    if isinstance(metrics, Mapping) or not (callable(metrics) or isinstance(metrics, Iterable)):
+        rule = "metrics must be names, and functions of (outputs, batch) that return (sum, count)"
+        raise TrainError(f"{rule}, got {type(metrics).__name__}; a function is reported by its own name")
     each = (metrics,) if isinstance(metrics, str) or callable(metrics) else tuple(metrics)
     for name in each:
         if not callable(name):
@@ -271,7 +274,11 @@ def score(metrics: Any, outputs: Any, batch: Batch, card: Card | None) -> dict[s
     Raises TrainError for anything else, and for a name that is taken."""
     pairs: dict[str, Pair] = {}
     for metric in as_tuple(metrics):
-        made = metric(outputs, batch) if callable(metric) else by_name(metric, outputs, batch[TARGET], card)
+        try:
+            made = metric(outputs, batch) if callable(metric) else by_name(metric, outputs, batch[TARGET], card)
+        except (TypeError, AttributeError, KeyError, IndexError, ValueError) as error:
+            rule = f"metrics: {name_of(metric)} must take (outputs, batch), where batch[{TARGET!r}] is the target"
+            raise TrainError(f"{rule}, and return (sum, count): {type(error).__name__}: {error}") from error
         for name, pair in (made if isinstance(made, Mapping) else {name_of(metric): made}).items():
             if name == "loss" or name in pairs:
                 raise TrainError(f"metrics: the name {name!r} is taken; rename the function, or return {{name: pair}}")

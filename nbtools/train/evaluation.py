@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from nbtools.data import SLOW, TARGET, Draws, Feed, Pack, bar, gather, in_order, lengths_of, open_feed
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.show import plural
-from nbtools.train.defaults import mean_average_precision
+from nbtools.train.defaults import logits_of, mean_average_precision
 from nbtools.train.defaults import score as score_batch
 from nbtools.train.device import autocast, run_or_explain, within_memory
 from nbtools.train.meter import sum_dtype
@@ -152,6 +152,9 @@ def rehearse(state: Any, pack: Pack) -> None:
                     check_batch(task, *tree_map_only(Tensor, Tensor.cpu, (outputs, batch)), plan=plan)
             with autocast(plan, device):
                 check_batch(task, outputs, batch, plan)
+            if is_normalised(task, outputs):
+                what = "the network returns probabilities, and cross entropy applies softmax to them again"
+                state.events.append(f"{what}: it learns slowly; leave out the softmax at its end")
     except torch.OutOfMemoryError:
         return  # the first step takes smaller parts
     except NbtoolsError:
@@ -164,6 +167,15 @@ def rehearse(state: Any, pack: Pack) -> None:
             what = f"the network or its `batch` does not take the pack's {columns}"
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise TrainError(f"{title_of(task)}: {what}: {why}; change it") from error
+
+
+def is_normalised(task: Any, outputs: Any) -> bool:
+    """Return whether outputs that nb.classify gives to cross entropy are those of a softmax already."""
+    own = vars(task).get("criterion", task) is not None  # a loss, or a Task, that somebody wrote
+    if own or task.card.options["kind"] != "classes" or len(task.card.classes) == 1:
+        return False
+    logits = logits_of(outputs).float()
+    return bool((logits >= 0).all()) and torch.allclose(logits.sum(1), torch.ones_like(logits[:, 0]), atol=1e-3)
 
 
 def check_batch(task: Any, outputs: Any, batch: Any, plan: Any) -> None:

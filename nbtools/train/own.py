@@ -76,6 +76,9 @@ class classify(Task):
             raise TrainError(f"model must be a torch.nn.Module or a function that makes one, got {model!r}")
         if plan is not None and not isinstance(plan, Plan):
             raise TrainError(f"plan must be a nb.Plan, got {type(plan).__name__}; give an Advice or a Panel to nb.fit")
+        if schedule is not None and not callable(schedule):
+            rule = f"schedule must be a function of plan that returns f(progress), got {type(schedule).__name__}"
+            raise TrainError(f"{rule}; such as lambda plan: lambda progress: 0.5 ** int(10 * progress)")
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             rule = f"loss {type(loss).__name__} has parameters, which are not trained"
             raise TrainError(f"{rule}; write a Task whose model holds them")

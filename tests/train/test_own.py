@@ -90,6 +90,13 @@ def test_a_sequence_alone_and_in_a_padded_batch_gets_the_same_answer(tmp_path, p
     assert [a.probability for a in alone] == pytest.approx([a.probability for a in together], abs=1e-5)
 
 
+def test_a_softmax_before_cross_entropy_is_noticed(tmp_path, packs):
+    for last, noticed in ((nn.Softmax(1), True), (nn.LogSoftmax(1), False), (nn.Identity(), False)):
+        net = nn.Sequential(own.Small(3), last)
+        run = fitted(nb.classify(net), packs["images"], tmp_path / type(last).__name__, epochs=1)
+        assert any("applies softmax to them again" in event for event in run.events) == noticed
+
+
 def test_frozen_parts_stay_with_their_statistics(packs):
     net = own.Small(3)
     net.features.requires_grad_(False)
@@ -259,12 +266,29 @@ class Ask(own.Small):
 
 NO_PAIR = ["accuracy", lambda outputs, batch: outputs.mean()]
 BCE = nn.BCEWithLogitsLoss()
+
+
+def agreement(outputs, y):
+    return (outputs.argmax(1) == y).float().sum(), len(y)
+
+
 REFUSED: dict[str, tuple[Any, str, str]] = {  # what makes the task, the data, what is said
     "values": (lambda: nb.classify(own.line), "rows", r"these are values; floats become classes with astype\(int\)"),
     "other classes": (lambda: nb.classify(own.Small(4)), "images", r"one logit for each of 3 classes, .*\(\d+, 4\)"),
     "other metric": (lambda: nb.classify(own.Small, metrics="mae"), "images", r"'mae' is for values of nb\.pack, but"),
     "no metric": (lambda: nb.classify(own.Small, metrics=["acuracy"]), "images", "did you mean accuracy"),
     "no pair": (lambda: nb.classify(own.Small, metrics=NO_PAIR), "images", r"must be \(sum, count\).* shape \(\)"),
+    "of y": (
+        lambda: nb.classify(own.Small, metrics=agreement),
+        "images",
+        r"agreement must take \(outputs, batch\), where",
+    ),
+    "named": (lambda: classify(own.Small, metrics={"f1": agreement}), "images", "metrics must be names, and functions"),
+    "schedule": (
+        lambda: classify(own.Small, schedule=0.1),
+        "images",
+        "schedule must be a function of plan that returns",
+    ),
     "no picture": (lambda: nb.regress(own.line, augment=["flip"]), "rows", r"needs images, but the inputs are x float"),
     "parameter": (lambda: nb.classify(lambda depth: own.Small(3)), "images", r"'depth', but can get only classes, inp"),
     "no module": (lambda: classify(lambda: "net"), "images", r"model must return a torch\.nn\.Module, got str"),
