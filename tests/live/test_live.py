@@ -199,6 +199,7 @@ def test_a_typo_is_asked_about_and_insisted_on_it_is_undone_by_the_run_and_nothi
     visit.steps(5)
     places.add(notebook.place("Stop"))
     assert "lr 1000 is 500,000× the advised 0.002" in notebook.notice()
+    assert visit.output.locator("[role=status]:visible").count() >= 2, "state and question are read aloud"
     assert now() == 0.002
     field = notebook.row("lr").locator("input[type=text]").first
     assert "rgb(213, 94, 0)" in field.evaluate("field => getComputedStyle(field).boxShadow"), "the field is marked"
