@@ -140,6 +140,7 @@ def prepare(
     """Return the run of a folder, ready to train. call: what the user gave as the plan."""
     former = None if fresh else former_run(task, folder)
     with nullcontext() if progress else work("", False):  # the advice has a bar of its own
+        call = measure.advise(task, pack) if call is None and former is None else call
         plan, given, messages = decide(task, pack, call, former)
     unread, pack = train.unread(task, pack, plan), train.readable(task, pack, plan)
     samples = None if samples is None else choose_ids(samples, pack)
@@ -157,7 +158,8 @@ def prepare(
     elif state.over:
         more = "it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
         messages.append(f"{Run.open(folder, task)}; {more}")
-    for message in filter(None, [unread, *messages, *complaints]):
+    remarks = [] if former else pack.remarks
+    for message in filter(None, [unread, *remarks, *messages, *complaints]):
         surface.report(message)
         if not progress and not is_torchelastic_launched():
             say(message)

@@ -105,9 +105,9 @@ def last_place(index: Index) -> tuple[int, ...]:
     return checkpoint.place(index.get("last", "0-0"))
 
 
-def plan_for(task: Task, pack: Pack, call: Any, measured: bool = False) -> Plan:
-    """Return the plan that a call gives, None: the advised one. Raises PlanError for that of another task."""
-    call = measure.advise(task, pack, measure=measured) if call is None else call
+def plan_for(task: Task, pack: Pack, call: Any) -> Plan:
+    """Return the plan that a call gives, None: that of the rules. Raises PlanError for that of another task."""
+    call = measure.advise(task, pack, measure=False) if call is None else call
     plan, kind = getattr(call, "plan", call), type(task.PLAN)
     if not isinstance(plan, kind):
         rule = f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one)"
@@ -125,7 +125,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
     run's own. What is given otherwise than last time is a change, newly measured advice is not. Raises TrainError for
     a change that the run refuses."""
     if former is None:
-        plan = plan_for(task, pack, call, measured=True)
+        plan = plan_for(task, pack, call)
         return plan, plan, []
     index, old, messages = former.index, former.plan, []
     if call is None:
@@ -259,6 +259,8 @@ def begin(
         "applied": state.applied.to_dict(),
         "advised": advised.to_dict() if advised else index.get("advised", state.plan.to_dict()),
     }
+    if trial := getattr(call, "lr_trial", None):
+        plans["lr_trial"] = trial.to_dict()
     made = {"version": checkpoint.VERSION, "nbtools": disk.VERSION, "pack": str(pack.folder.absolute())}
     task = {"task": train.task_name(state.task), "metric": state.task.BEST, "identity": now}
     starts = starts if state.over else [*starts, [uuid4().hex[:8], state.step]]

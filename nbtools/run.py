@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,7 +22,7 @@ from nbtools import disk, live, show, train
 from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, items_of, retry, say
 from nbtools.errors import CheckpointError, PackError, TrainError
 from nbtools.export import write_onnx, write_weights
-from nbtools.measure import Receipt, Verdict
+from nbtools.measure import LrTrial, Receipt, Verdict
 from nbtools.show import header, number, plural
 from nbtools.train import History, Plan, Task, TaskLike, checkpoint, evaluation
 
@@ -83,6 +83,11 @@ class Run:
     def verdict(self) -> Verdict | None:
         """Return what this run is bound by, and the one change worth making; None if it was not measured."""
         return self.measured(VERDICT, Verdict)
+
+    @property
+    def lr_trial(self) -> LrTrial | None:
+        """Return which learning rates were tried before it, with their losses; None if none were."""
+        return LrTrial.from_dict(tried) if (tried := self.index.get("lr_trial")) else None
 
     def measured(self, name: str, kind: Any) -> Any:
         return kind.from_dict(read_json(self.folder / name, "delete it")) if (self.folder / name).exists() else None
@@ -367,12 +372,10 @@ class Comparison:
     @cached_property
     def frame(self) -> pd.DataFrame:
         """Return a row a run: what came out, and each setting of the plan in which the runs differ."""
-        frame, plans = outcomes(self.runs), [run.plan.to_dict() for run in self.runs.values()]
-        for name in dict.fromkeys(chain.from_iterable(plans)):
-            values = [plan.get(name) for plan in plans]
-            if len(set(map(repr, values))) > 1:
-                frame[f"plan.{name}"] = values
-        return frame.dropna(axis="columns", how="all")
+        frame = outcomes(self.runs)
+        plans = type(frame)([run.plan.to_dict() for run in self.runs.values()], frame.index, dtype=object)
+        differing = plans.loc[:, plans.map(repr).nunique() > 1].add_prefix("plan.")
+        return frame.join(differing).dropna(axis="columns", how="all")
 
     @cached_property
     def conclusion(self) -> str:

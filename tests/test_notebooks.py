@@ -87,6 +87,17 @@ def in_turn(top: Path) -> list[NotebookNode]:
     return [NotebookNode(cells=ran[start:end]) for start, end in itertools.pairwise(ends)]
 
 
+def words(cells: list[NotebookNode]) -> int:
+    """How many words the outputs show, without what is folded, drawings and progress bars."""
+    count = 0
+    for output in (output for cell in cells for output in cell.get("outputs", [])):
+        data = output.get("data", {})
+        page = re.sub(r"<(style|script|svg|details)\b.*?</\1>", " ", data.get("text/html", ""), flags=re.S)
+        said = re.sub("<[^>]+>", " ", page) if "text/html" in data else data.get("text/plain", output.get("text", ""))
+        count += len([word for line in said.splitlines() if "%|" not in line for word in line.split()])
+    return count
+
+
 @pytest.mark.timeout(900)
 def test_captchas_run_from_top_to_bottom_and_hand_on_what_lies_on_drive(tmp_path):
     ran = fresh.apart(in_turn, tmp_path)
@@ -94,6 +105,7 @@ def test_captchas_run_from_top_to_bottom_and_hand_on_what_lies_on_drive(tmp_path
     fresh.check_chain("captcha", said)
     assert re.search(r"^epoch 1 of 1  train .*  lr \S+(  |$)", said[1], re.M)
     assert "Not measured: set MEASURE = True" in said[1], "in place of the receipt"
+    assert words(ran[1].cells) <= 350, "and a receipt has 110"
     [fit, *_] = [cell for cell in ran[1].cells if "nb.fit(" in cell.source]
     shown = [kind for output in fit.outputs for kind in output.get("data", {})]
     assert (shown.count("image/png"), shown.count(execute.WIDGET)) == (1, 0), "nothing that needs a kernel stays"

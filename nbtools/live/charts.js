@@ -14,8 +14,7 @@
   const seen = (plot) => plot.querySelector('svg').viewBox.baseVal;
   const along = (plot, share, { first, last } = plot.closest('.nbt-grid').dataset) =>
     Number(first) + ((seen(plot).x + share * seen(plot).width) / WIDTH) * (last - first);
-  const share = (plot, x, { left, width } = plot.getBoundingClientRect()) =>
-    Math.min(Math.max((x - left) / width, 0), 1);
+  const share = (plot, x, { left, width } = plot.getBoundingClientRect()) => Math.min(Math.max((x - left) / width, 0), 1);
   const stateOf = (grid) => {
     const place = grid.closest('.nbt').parentElement; // the same for all frames, each of which is drawn on anew
     if (place.nbtools) return place.nbtools;
@@ -64,9 +63,8 @@
     const where = `${grid.dataset.x} ${digits(grid.dataset.x === 'minutes' ? x : Math.round(x))}`;
     for (const plot of grid.querySelectorAll('.nbt-plot')) {
       write(plot, place, plot === under ? where : '');
-      if (from === null) continue;
-      const band = part(plot, 'div', '', 'nbt-drag').style;
-      [band.left, band.width] = [Math.min(from, place), Math.abs(from - place)].map((each) => `${100 * each}%`);
+      const [left, width] = [Math.min(from, place), Math.abs(from - place)].map((each) => `${100 * each}%`);
+      if (from !== null) Object.assign(part(plot, 'div', '', 'nbt-drag').style, { left, width });
     }
   };
   const zoom = (plot, ends) => {
@@ -74,8 +72,7 @@
     stateOf(grid).zoom = ends && [...ends.map((end) => along(plot, end)), grid.dataset.x];
     apply(grid);
   };
-  const on = (kind, look, act) =>
-    document.addEventListener(kind, (event) => act(event.target.closest?.(look), event), true); // widgets let no key pass
+  const on = (kind, css, act) => document.addEventListener(kind, (event) => act(event.target.closest?.(css), event), true);
   on('pointermove', '.nbt-plot', (plot, event) => {
     at = plot ? [event.clientX, event.clientY] : null;
     if (at || document.querySelector('.nbt-at')) show();
@@ -92,15 +89,18 @@
     if (ends[1] - ends[0] > 0.02) zoom(plot, ends);
   });
   on('pointerdown', '.nbt-key span', (key) => {
-    if (!key) return;
-    const { hidden } = stateOf(key.closest('.nbt-grid'));
-    hidden.delete(key.dataset.name) || hidden.add(key.dataset.name);
-    apply(key.closest('.nbt-grid'));
+    const grid = key?.closest('.nbt-grid');
+    if (grid && !stateOf(grid).hidden.delete(key.dataset.name)) stateOf(grid).hidden.add(key.dataset.name);
+    if (grid) apply(grid);
+  });
+  on('focusin', '.nbtools-slider', (slider) => { // of ipywidgets: it has no name, and for its value the exponent
+    const [handle, words] = ['[tabindex]', '.widget-readout'].map((css) => slider?.querySelector(css));
+    const name = () => Object.assign(handle, { role: 'slider', ariaLabel: 'lr', ariaValueText: words.textContent });
+    if (slider) name(new MutationObserver(name).observe(words, { childList: true }));
   });
   on('keydown', '.nbtools-row input, .nbtools-knob input', (field, event) => {
     if (event.key !== 'Escape' || field?.type !== 'text') return;
-    field.value = '';
-    for (const kind of ['input', 'change']) field.dispatchEvent(new Event(kind, { bubbles: true }));
+    Object.assign(field, { value: '' }).dispatchEvent(new Event('change', { bubbles: true }));
   });
   document.documentElement.addEventListener('pointerleave', () => ((at = null), show()));
 })();

@@ -56,7 +56,7 @@ class Form:
         self.menu = make(widgets.Dropdown, options=[OTHER, *panel.presets], look="menu")
         self.notes = {name: HTML() for name in self.fields}
         for name, each in (*self.fields.items(), ("lr", self.slider), ("Other settings", self.menu)):
-            each.set_trait("tooltip" if each.has_trait("tooltip") else "description_tooltip", name)  # ipywidgets 8, 7
+            each.description = name  # read aloud; what is seen of it stands elsewhere
             each.observe(partial(self.by_user, name), names="value")
         self.arrange()
 
@@ -121,7 +121,7 @@ class Form:
         changed, and the buttons that answer."""
         panel, names = self.panel, [*self.panel.bad]
         changed = list_changes(self.plan.changes_from(panel.advised))
-        text = panel.note or (f"Changed: {changed}" if changed else "No setting is changed")
+        text = panel.note or (f"Other than advised: {changed}" if changed else "No setting is changed")
         bad = f"Not applied: {'; '.join(panel.bad.values())}" if names else ""
         self.notice.value = message(bad or text, "nbtools-bad" * bool(bad), True)
         few, count = ", ".join(f"{n} = {show.shown(value)}" for n, value in panel.proposed.items()), len(panel.proposed)

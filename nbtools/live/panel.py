@@ -42,7 +42,7 @@ class Panel:
         self.requests, self.running = Requests(Plans(plan, plan), plan), False
         self.lock = threading.RLock()  # the run and the user may both be changing it
         self.rules = {field.name: field for field in dataclasses.fields(plan)}
-        self.reasons: Mapping[str, str] = getattr(advice, "reasons", {})
+        self.reasons, self.lr_trial = getattr(advice, "reasons", {}), getattr(advice, "lr_trial", None)
         self.presets, self.fixed = presets(advice, plan), dict[str, str]()
         self.bad, self.note, self.proposed = dict[str, str](), "", dict[str, Any]()
         self.form = Form(self)

@@ -2,7 +2,7 @@
 
 from nbtools.measure.advice import Advice, Machine, decide
 from nbtools.measure.advisor import advise, smoke_test
-from nbtools.measure.finders import find_batch, lr_sweep
+from nbtools.measure.finders import LrTrial, find_batch, lr_sweep
 from nbtools.measure.machine import Gpu, Sampler, check, gpus, machine
 from nbtools.measure.profile import Verdict, verdict
 from nbtools.measure.receipt import Receipt, comparable, preset, receipt

@@ -7,6 +7,8 @@
 # A table of notebooks at the end shows what to open next.
 #
 # **GPU:** none needed. **Measured:** 37 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation aside.
+#
+# ![A run while it trains]({repository}/raw/main/docs/run.png)
 
 # {install}
 
@@ -16,7 +18,7 @@
 
 # %% tags=["parameters"]
 COUNT = 1500  # images to make for the first run
-EPOCHS = 6
+EPOCHS = 6  # enough to see it learn; the advice takes minutes
 
 # %% [markdown]
 # ## The machine

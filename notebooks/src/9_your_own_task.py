@@ -23,7 +23,7 @@ import os
 DATA = None
 SIZE = (64, 64)  # height and width to which images are resized
 RUN, KEEP = "runs/own", "drive:nbtools-data/runs/own"  # on this machine, fast; and where checkpoints are kept
-COUNT, EPOCHS = 3000, 15  # generated pictures; passes over the data
+COUNT, EPOCHS = 3000, 15  # generated pictures; passes over them, fewer than advised: they are easy
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import types
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 import toy
-from acting import QUIET, acting, interrupted, last_step, texts
+from acting import QUIET, acting, interrupted, last_step, same, texts
 from archives import tree
 from safetensors.torch import load_file
 
@@ -21,6 +22,7 @@ import nbtools as nb
 from nbtools import measure
 from nbtools.data import Card
 from nbtools.errors import CheckpointError, DiskError, PackError, PlanError
+from nbtools.train import checkpoint
 
 ONE = toy.PLAN.replace(epochs=1)
 
@@ -194,3 +196,20 @@ def test_a_run_computes_with_the_threads_of_its_plan_and_leaves_the_users_own(pa
     task = acting({3: lambda: seen.append(torch.get_num_threads())})
     nb.fit(task, pack, ONE.replace(threads=before + 1), tmp_path / "run", **QUIET)
     assert (seen, torch.get_num_threads()) == ([before + 1], before)
+
+
+def test_a_slow_disk_keeps_no_epoch_waiting_and_the_best_state_is_written(pack, tmp_path, monkeypatch):
+    publish, written = checkpoint.publish, list[str]()
+
+    def slow(folder, taken):
+        sleep(0.3)
+        written.append(taken.name)
+        publish(folder, taken)
+
+    plan = toy.PLAN.replace(epochs=20)
+    whole = nb.fit(toy, pack, plan, tmp_path / "whole", **QUIET)
+    monkeypatch.setattr(checkpoint, "publish", slow)
+    run = nb.fit(toy, pack, plan, tmp_path / "run", **QUIET)
+    assert len(written) <= 6, "of 20 epochs, most of which were the best so far"
+    assert run.best["epoch"] == whole.best["epoch"]
+    assert same(run, whole)

@@ -1,6 +1,8 @@
 """A notebook's situations: what the same call, or another one, makes of a run folder that is there."""
 
+import dataclasses
 import json
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,13 @@ import pytest
 import torch
 from acting import QUIET, texts
 from torch import nn
+from torch.nn import functional as F
 
 import nbtools as nb
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.live import send
-from nbtools.measure import Advice
+from nbtools.measure import Advice, LrTrial
+from nbtools.measure.finders import Candidate
 from nbtools.run import lock
 from nbtools.train import Task
 
@@ -30,6 +34,15 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.head(self.body(x))
+
+
+class Focal(nn.Module):
+    def __init__(self, weights):
+        super().__init__()
+        self.weights = weights
+
+    def forward(self, logits, y):
+        return F.cross_entropy(logits, y, torch.tensor(self.weights, dtype=torch.float32))
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +123,26 @@ def test_other_settings_start_another_run_and_more_epochs_extend_a_finished_one(
 
 def test_a_changed_cell_with_another_network_loss_or_metric_starts_another_run(pack):
     smooth, weighted = nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(torch.tensor([1.0, 2.0]))
-    cells = [task(), task(nn.Tanh), task(loss=smooth), task(loss=weighted), task(metrics=["f1"]), frozen(), task()]
-    assert [fit(pack, PLAN, who=cell).folder.name[-1] for cell in cells] == list("1234561")
+    little, much = (partial(F.cross_entropy, label_smoothing=share) for share in (0.1, 0.4))
+    cells = [task(), task(nn.Tanh), task(loss=smooth), task(loss=weighted), task(metrics=["f1"]), frozen()]
+    cells += [task(loss=little), task(loss=much), task(loss=Focal([1, 2])), task(loss=Focal([1, 3]))]
+    names = [fit(pack, PLAN, who=cell).folder.name for cell in cells]
+    assert names == [f"net-{number}" for number in range(1, 11)]
+    assert [fit(pack, PLAN, who=cell).folder.name for cell in cells] == names
+
+
+def test_another_setting_of_a_task_of_ones_own_starts_another_run(pack):
+    class Mine(nb.Task):
+        def __init__(self, alpha):
+            self.alpha = alpha
+
+        def model(self, card, plan):
+            return Net()
+
+        def loss(self, model, batch, plan):
+            return self.alpha * F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
+
+    assert [fit(pack, PLAN, who=Mine(alpha)).folder.name for alpha in (1, 2, 1)] == ["net-1", "net-2", "net-1"]
 
 
 def test_the_panel_that_drove_an_unfinished_run_changes_it_and_the_next_notebook_starts_another(pack):
@@ -130,6 +161,14 @@ def test_without_a_plan_what_the_task_gives_for_a_start_is_another_run(pack, mon
     assert [run.folder.name for run in runs] == ["net-1", "net-2", "net-1"]
     assert runs[0].plan.lr != runs[1].plan.lr
     assert epochs(fit(pack, who=task(plan=nb.Plan(lr=1e-3, epochs=3)))) == 3, "more epochs extend"
+
+
+def test_a_run_keeps_the_trial_that_chose_its_lr_and_says_the_remarks_of_its_pack(pack, capsys):
+    trial = LrTrial(1e-3, 3e-3, "lowest", (Candidate(1e-3, 0.5), Candidate(3e-3, 0.4)), 100, 2.0)
+    pack = dataclasses.replace(pack, manifest={**pack.manifest, "remarks": ["1 class without a val sample"]})
+    fit(pack, nb.Panel(dataclasses.replace(advised(), lr_trial=trial)), "r")
+    assert nb.Run.open("r", task()).lr_trial == trial
+    assert "1 class without a val sample" in capsys.readouterr().err
 
 
 def test_a_refused_call_without_a_name_leaves_no_folder(pack):
@@ -218,7 +257,9 @@ def test_fresh_starts_over_and_leaves_other_files_alone(pack):
 def test_a_lost_folder_comes_back_and_a_kept_run_that_is_further_is_taken_over(pack):
     fit(pack, PLAN, "pc", keep="kept")
     fit(pack, PLAN.replace(epochs=4), "colab", keep="kept")
+    Path("pc/thesis.txt").write_text("mine")
     run = fit(pack, PLAN.replace(epochs=5), "pc", keep="kept")
+    assert Path("pc/thesis.txt").read_text() == "mine"
     assert [row["epoch"] for row in run.history.of("epoch")] == [0, 1, 2, 3, 4]
     assert texts(run, "change") == ["epochs 2 → 4", "epochs 4 → 5"]
     assert epochs(nb.Run.open("kept", task())) == 5

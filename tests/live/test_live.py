@@ -54,6 +54,10 @@ LIVE = """() => {
     new MutationObserver(() => window.drawn++).observe(window.live.parentElement, {childList: true});
 }"""
 """Remembers the live view, and counts how often something else took its place."""
+READOUT = """handle => {
+    const words = handle.closest('.nbtools-slider').querySelector('.widget-readout');
+    const {x, y, width, height} = words.getBoundingClientRect();
+    return document.elementFromPoint(x + width / 2, y + height / 2) === words }"""
 LAYOUT = """output => {
     const all = what => [...output.querySelectorAll(what)], box = each => each.getBoundingClientRect();
     const cut = all('.nbt-top b, .nbt-top span:not([role] *)').filter(each => each.scrollWidth > each.clientWidth);
@@ -184,8 +188,12 @@ def test_a_typo_is_asked_about_and_insisted_on_it_is_undone_by_the_run_and_nothi
     notebook.page.keyboard.press("Escape")
     until(lambda: "must be" not in notebook.notice(), "no rule")
     assert notebook.row("lr").locator("input[type=text]").first.input_value() == "0.002"
+    assert visit.output.get_by_role("textbox", name="lr", exact=True).count() == 1, "its name for who cannot see it"
     notebook.slide("lr", "End")
     until(notebook.button(r"Apply lr = \S+").is_visible, "the question of a handle at its end")
+    slider = visit.output.get_by_role("slider", name="lr")
+    assert slider.evaluate(READOUT), "its value is in view"
+    until(lambda: slider.get_attribute("aria-valuetext") == "0.0020", "the value that is kept, and not its exponent")
     notebook.type("lr", "1000")
     until(notebook.button("Apply lr = 1000").is_visible, "the question")
     visit.steps(5)

@@ -125,7 +125,7 @@ def test_fp16_that_skips_every_step_ends_with_what_to_do_and_the_run_continues_w
 
 @pytest.mark.parametrize("name", ["captcha small", "sign transformer"])
 def test_activations_computed_again_change_no_bit(tmp_path, name):
-    pack, ends = CASES[name].pack(tmp_path, 24), []
+    pack, ends = CASES[name].pack(tmp_path, 12), []
     for again in (False, True):
         state = nb.TrainState(CASES[name].task, pack, augmented(name).replace(checkpoint_activations=again))
         losses = [record.values.get("loss") for record in nb.train(state.task, state, pack)]

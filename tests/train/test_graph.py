@@ -37,7 +37,7 @@ def same(ours: nb.TrainState, theirs: nb.TrainState) -> list[str]:
 def test_replayed_steps_of_every_task_without_ctc_have_the_bits_of_eager_ones(name, tmp_path, monkeypatch):
     """In mixed precision, with an lr that falls, all that is drawn, and clips of two lengths."""
     mixed: Any = {"amp": "bf16", "clip_norm": 0.5, "ema": 0.9, "channels_last": True, "schedule": "cosine"}
-    plan, ends = augmented(name).replace(batch_size=4, epochs=5, graph=True, **mixed), []
+    plan, ends = augmented(name).replace(batch_size=4, epochs=4, graph=True, **mixed), []
     pack = CASES[name].pack(tmp_path, 12)
     for warm_up in (graph.WARM_UP, EAGER):
         monkeypatch.setattr(graph, "WARM_UP", warm_up)
@@ -47,7 +47,7 @@ def test_replayed_steps_of_every_task_without_ctc_have_the_bits_of_eager_ones(na
     (losses, replayed), (expected, eager) = ends
     assert losses == expected
     assert same(replayed, eager) == []
-    assert len(set(losses)) == len(losses) > 10
+    assert len(set(losses)) == len(losses) > 8
 
 
 def trained(task: Any, pack: nb.Pack, plan: nb.Plan, act: Any = None) -> tuple[list[str], Any]:
@@ -109,15 +109,22 @@ class Untouched(Tape):
         raise AssertionError("a capture that fails may leave the allocator in one (pytorch#180395)")
 
 
-class Wrong(Tape):
+class Short(Tape):
     def capture(self, act):
-        replay, sums = super().capture(act)
-        return lambda: (replay(), sums[0].mul_(1.1)), sums
+        super().capture(act)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+
+class Twice(Tape):
+    def capture(self, act):
+        replay, (loss, count) = super().capture(act)
+        return lambda: (replay(), first := loss.clone(), replay(), loss.copy_(first)), (loss, count)
 
 
 ENDS = {
     "waits for the device": (waiting, Untouched, "the host waits for the device at _local_scalar_dense"),
-    "replays something else": (toy.loss, Wrong, "replayed, a step gives something else"),
+    "is short of memory": (toy.loss, Short, "CUDA out of memory"),
+    "replays something else": (toy.loss, Twice, "replayed, a step gives something else"),
     "depends on the host": (depending, Tape, "replayed, a step gives something else"),
 }
 

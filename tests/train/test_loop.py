@@ -101,8 +101,13 @@ def forgotten(model: Any, plan: Any) -> list[dict[str, Any]]:
     return [{"params": list(model.parameters())[:-1]}]
 
 
+def one_more(model: Any, plan: Any) -> list[dict[str, Any]]:
+    return [{"params": [*model.parameters(), nn.Parameter(torch.ones(1))]}]
+
+
 UNTRAINABLE: dict[str, dict[str, Any]] = {  # what is said → hooks of the task and settings
     "layers.4.bias must be in exactly one": {"groups": forgotten},
+    "1 parameter of": {"groups": one_more},
     "Net has no parameter that requires a gradient": {"model": lambda *_: toy.Net(4, 0.0).requires_grad_(False)},
     r"batch_size 5000 is larger than the train split \(\d+ samples\); set it to": {"batch_size": 5000},
     "Plan.graph replays CUDA graphs, but this device is cpu": {"graph": True},
@@ -115,6 +120,12 @@ def test_what_cannot_be_trained_is_refused_by_name(pack, said):
     settings = {name: value for name, value in UNTRAINABLE[said].items() if hasattr(toy.PLAN, name)}
     with pytest.raises(TrainError, match=said):
         losses(TrainState(toy.with_(**UNTRAINABLE[said]), pack, toy.PLAN.replace(epochs=1, **settings), "cpu"), pack)
+
+
+def test_a_split_of_one_sample_trains_nothing(tmp_path):
+    single = toy.make_pack(tmp_path, count=1)
+    with pytest.raises(TrainError, match=r"training needs at least 2 samples, the train split has [01] of 1; pack"):
+        losses(TrainState(toy, single, toy.PLAN.replace(batch_size=1)), single)
 
 
 def test_out_of_memory_in_evaluation_is_said_and_what_training_halved_evaluation_takes_too(pack):

@@ -22,6 +22,7 @@ from nbtools.train import Sums
 from nbtools.train.defaults import score
 
 pytestmark = pytest.mark.usefixtures("one_cache")
+classify: Any = nb.classify
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,14 @@ def test_a_network_never_gets_the_target_for_an_input_of_its_name(tmp_path):
     assert list(pack.options["inputs"]) == ["x1", "x2"]
     state = nb.TrainState(nb.classify(Pair(2, 2)), pack, nb.Plan())
     assert nb.evaluate(state, pack, "train")["loss"] > 0
+
+
+def test_a_sequence_alone_and_in_a_padded_batch_gets_the_same_answer(tmp_path, packs):
+    run = fitted(own.order, packs["sequences"], tmp_path / "run", epochs=1)
+    alone = [run.predict_pack(packs["sequences"], [i])[0] for i in range(5)]
+    together = run.predict_pack(packs["sequences"], range(5))
+    assert [a.name for a in alone] == [a.name for a in together]
+    assert [a.probability for a in alone] == pytest.approx([a.probability for a in together], abs=1e-5)
 
 
 def test_frozen_parts_stay_with_their_statistics(packs):
@@ -258,6 +267,8 @@ REFUSED: dict[str, tuple[Any, str, str]] = {  # what makes the task, the data, w
     "no pair": (lambda: nb.classify(own.Small, metrics=NO_PAIR), "images", r"must be \(sum, count\).* shape \(\)"),
     "no picture": (lambda: nb.regress(own.line, augment=["flip"]), "rows", r"needs images, but the inputs are x float"),
     "parameter": (lambda: nb.classify(lambda depth: own.Small(3)), "images", r"'depth', but can get only classes, inp"),
+    "no module": (lambda: classify(lambda: "net"), "images", r"model must return a torch\.nn\.Module, got str"),
+    "shape": (lambda: nb.regress(lambda: nn.Linear(4, 2)), "rows", r"one value for each element .*, got \(\d+, 2\)"),
     "shared": (lambda: Shared(), "images", r"model returns the same network each time, .*; make a new one in it, or"),
     "columns": (lambda: nb.classify(Ask), "images", r"Ask\.forward\(a, b\): which columns are a, b\? The pack has x;"),
     "a list": (lambda: nb.classify(Listing), "images", r"returns a list without a tensor as \.logits or \['out'\]"),

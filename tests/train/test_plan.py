@@ -43,6 +43,11 @@ def test_every_rule_of_a_field_refuses_by_field_rule_and_what_came(name, value, 
     assert isinstance(caught.value, nb.NbtoolsError)
 
 
+def test_values_take_the_type_of_their_field():
+    made = TaskPlan(lr=1, batch_size=64.0, betas=[0, 1e-3])  # type: ignore[arg-type]
+    assert [repr(v) for v in (made.lr, made.batch_size, made.betas)] == ["1.0", "64", "(0.0, 0.001)"]
+
+
 @pytest.mark.parametrize("entry", [lambda n: TaskPlan().turn(**{n: 1}), lambda n: TaskPlan.parse(n, "1")])
 def test_an_unknown_setting_lists_near_ones(entry):
     for name, said in (("batchsize", "did you mean .*batch_size"), ("qqqqqq", "it has epochs, .*, alpha")):

@@ -10,6 +10,8 @@
 # **GPU:** any NVIDIA GPU (not tested yet) for the guide's network of 53 M parameters; without one a slim network is
 # chosen. **Measured:** 1 min 58 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation aside, with 6,000
 # generated lines of 60 characters.
+#
+# ![A run while it trains]({repository}/raw/main/docs/run.png)
 
 # {install}
 

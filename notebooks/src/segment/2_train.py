@@ -9,6 +9,8 @@
 #
 # **GPU:** any NVIDIA GPU (not tested yet). **Measured:** 2 min 44 s on two cores of an AMD EPYC (a cloud
 # machine, no GPU), installation aside, with 1,400 generated images.
+#
+# ![A run while it trains]({repository}/raw/main/docs/run.png)
 
 # {install}
 

@@ -9,6 +9,8 @@
 #
 # **GPU:** any NVIDIA GPU (not tested yet); the steps are small, and a CPU will do. **Measured:** 2 min 57 s on
 # two cores of an AMD EPYC (a cloud machine, no GPU), installation aside, with 600 generated clips of 12 signs.
+#
+# ![A run while it trains]({repository}/raw/main/docs/run.png)
 
 # {install}
 
