@@ -110,6 +110,6 @@ def test_samples_can_be_chosen_in_the_call_and_what_is_none_is_refused(pack, tmp
     monkeypatch.setattr("nbtools.live.draw.png", lambda _, facts, samples: shown.append(samples) or b"\x89PNG")
     nb.fit(toy, pack, plan, tmp_path / "run", receipt=False, samples=(7, 3))
     assert [each.truth for each in shown[-1]] == ["abcd"[int(pack.sample(i)["label"][0])] for i in (7, 3)]
-    with pytest.raises(TrainError, match="is not in the pack; choose ids from 0 to"):
+    with pytest.raises(TrainError, match="samples must be a list of ids of the pack"):
         nb.fit(toy, pack, plan, tmp_path / "other", samples=[3, len(pack)], **QUIET)
     assert not (tmp_path / "other").exists(), "refused before anything is written"

@@ -63,7 +63,8 @@ def test_a_file_gives_the_answers_of_the_run_for_any_batch_and_has_its_card_besi
     session = opened(run.export(tmp_path / "model.onnx"))
     assert "on 8 samples its outputs in onnxruntime" in capsys.readouterr().err
     ids = run.readable(pack).ids("train")[-4:]  # none of those that were compared, nor as many
-    batch = task.batch(collate([pack.sample(i) for i in ids], pack.columns), run.plan, None)
+    bound = nb.TrainState(task, pack, plan).task
+    batch = bound.batch(collate([pack.sample(i) for i in ids], pack.columns), run.plan, None)
     with torch.no_grad():
         expected = run.model("cpu")(batch)
     expected = expected if isinstance(expected, tuple) else [expected]
