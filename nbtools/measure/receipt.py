@@ -109,8 +109,8 @@ def receipt(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 0.0, run_s:
     """Measure the task's BASELINE, a plan, the rungs between them and the first of its PRESETS in turns.
 
     seconds: of all turns (SECONDS). run_s: seconds that the run took, if known: after a short one turns are shorter,
-    and what would take more than a tenth of it (LEAST, if that is more) is left out, and it is said. Raises TrainError
-    where the two ends alone would.
+    and what would take more than a tenth of it is left out, which is said; of a short one as long, or LEAST. Raises
+    TrainError where the two ends alone would.
     """
     task, pack, device = as_task(task), readable(task, pack, plan), devices.pick()
     seconds = seconds or min(SECONDS, (run_s or 60.0) / 6)
@@ -143,7 +143,8 @@ def receipt(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 0.0, run_s:
 def compare(run: Stepper, plans: dict[str, Plan], seconds: float, run_s: float) -> tuple[dict[str, Trial], list[str]]:
     """Train plans in turns with the baseline, the first and as many others as there is time for; return (name → trial,
     what is to say of the rest). Raises TrainError where the first cannot be."""
-    trials, notes, late, most = dict[str, Trial](), list[str](), list[str](), max(LEAST, SHARE * run_s)
+    trials, notes, late, most = dict[str, Trial](), list[str](), list[str](), min(LEAST, run_s or LEAST)
+    most = max(most, SHARE * run_s)
     first, step_s, start = next(iter(plans)), run.advance().seconds, run.clock()
     if run_s and ROUNDS * step_s > most:
         raise TrainError(f"it would take about {duration(2 * ROUNDS * step_s)}, longer than a tenth of the run")
