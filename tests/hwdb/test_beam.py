@@ -71,15 +71,15 @@ def test_the_search_finds_the_best_of_all_texts(peak, with_lm):
     lm = NGram.train(lines_of(rng, "abc", 60), "abc", 3) if with_lm else None
     texts = ["".join(text) for n in range(frames + 1) for text in itertools.product("abc", repeat=n)]
     labels = [torch.tensor([1 + "abc".index(c) for c in text], dtype=torch.long) for text in texts]
-    for _ in range(5):
+    for _ in range(30):
         logits = answers(rng, frames, 1, 4, peak)
         score = [
             -F.ctc_loss(logits[:, 0], label, torch.tensor(frames), torch.tensor(len(text)), reduction="sum").item()
             + 0.4 * len(text)
-            + (0.6 * sum(spelled(lm, text)) if lm else 0.0)
+            + (1.5 * sum(spelled(lm, text)) if lm else 0.0)
             for text, label in zip(texts, labels, strict=True)
         ]
-        settings = {"width": 200, "alpha": 0.6, "beta": 0.4, "candidates": 3, "least": 0.0}
+        settings = {"width": 200, "alpha": 1.5, "beta": 0.4, "candidates": 3, "least": 0.0}
         assert beam(logits, [frames], "abc", lm, **settings) == [texts[int(np.argmax(score))]]
 
 
