@@ -63,7 +63,7 @@ def prose_between(name: str) -> list[int]:
         if cell.cell_type == "code":
             words.append(0)
         else:
-            lines = [line for line in cell.source.splitlines() if not line.startswith(("|", "    ", "[![", "#"))]
+            lines = [line for line in cell.source.splitlines() if not line.startswith(("|", "    ", "[![", "![", "#"))]
             words[-1] += len(" ".join(lines).split())
     return words
 

@@ -76,8 +76,8 @@ panel
 # At first CTC predicts blank everywhere: the character error rate stays at 1 for a while, and then falls quickly. The
 # panel acts on the run. *Stop* saves and returns it; running this cell again resumes it.
 #
-# A line for each epoch stays: `cer` is the character error rate on writers that training never saw, `infeasible` the
-# share of lines too narrow for their text.
+# A line for each epoch stays: `cer` is the character error rate on unseen writers, `infeasible` the share of lines too
+# narrow for their text.
 
 # %%
 run = nb.fit(hwdb, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu=RELEASE_GPU)
