@@ -73,7 +73,7 @@ panel
 
 # %% [markdown]
 # ## Train
-# At first CTC predicts blank everywhere: the character error rate stays at 1 for a while, and then falls quickly. The
+# At first CTC predicts blank everywhere: the character error rate stays at 1, and then falls quickly. The
 # panel acts on the run. *Stop* saves and returns it; running this cell again resumes it.
 #
 # A line for each epoch stays: `cer` is the character error rate on unseen writers, `infeasible` the share of lines too
