@@ -88,7 +88,7 @@ def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | No
         advice = Advice.from_dict(before[name], type(task.PLAN))
     elif measure:
         require_sizes(pack)
-        with work(f"measuring {title_of(task).rpartition('.')[2]} on this machine", **dict.fromkeys(PARTS, LEAST / 4)):
+        with work(f"measuring {title_of(task).rpartition('.')[2]} on this machine"):
             advice = search_plan(task, pack, advice, seconds)
         shelved = [*before.items(), (name, advice.to_dict())][-KEPT:]
         try:

@@ -83,7 +83,7 @@ def lr_sweep(
     """
     if wrong := [lr for lr in lrs or () if not 0 < lr < math.inf]:
         raise TrainError(f"lr_sweep: every lr must be greater than 0 and finite, got {wrong[0]!r}")
-    with work("trying learning rates", values=seconds):
+    with work("trying learning rates"):
         step_s = timed(task, pack, plan.replace(**EAGER, ema=None), seconds=0.5).step_s
         phase("values", seconds)
         return lr_trial(task, pack, plan, step_s, False, seconds, lrs)

@@ -40,7 +40,8 @@ def test_advice_sweep_receipt_and_evaluation_say_how_long_they_take(at_once, pac
 def test_an_estimate_that_is_exceeded_grows(at_once, capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(progress, "monotonic", lambda: clock[0])
-    with progress.work("measuring", first=10.0):
+    with progress.work("measuring"):
+        progress.phase("first", 10.0)
         for _ in range(4):
             clock[0] += 8.0
             progress.tick()

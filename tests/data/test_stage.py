@@ -24,7 +24,7 @@ from archives import archived, forked, put, tar_bytes, tree, zip_bytes
 import nbtools as nb
 from nbtools import errors
 from nbtools.__main__ import main
-from nbtools.data import cache, drive, drive_path, fetch, place_to_keep, release_runtime
+from nbtools.data import cache, drive_path, fetch, place_to_keep, release_runtime
 
 pytestmark = [
     pytest.mark.usefixtures("place"),
@@ -143,7 +143,7 @@ def reads(patch, act):
 
     with patch.context() as one:
         one.setattr(fetch, "FileIO", Mounted)
-        one.setattr(drive, "PAUSE", 0.001)
+        one.setattr(fetch, "PAUSE", 0.001)
         yield count
 
 
@@ -155,7 +155,7 @@ def test_a_mount_that_stops_answering_says_so_and_the_next_call_resumes(place, m
     put(place / "drive" / "digits.tar", BIG)
     with (
         reads(monkeypatch, lambda n, read: read() if n < 2 else away(errno.ENOTCONN)),
-        pytest.raises(errors.StageError, match=r"digits\.tar: stopped responding .*What arrived is kept: run it again"),
+        pytest.raises(errors.StageError, match=r"digits\.tar: stopped responding: .*arrived is kept: run it again"),
     ):
         stage("drive:digits.tar")
     assert published(cache()) == []
@@ -182,7 +182,7 @@ def test_what_a_mount_fails_to_give_is_tried_again_and_nothing_is_missing(place,
 def test_one_error_while_a_mount_is_looked_at_is_tried_again(place, monkeypatch):
     put(place / "drive" / "folder" / "a" / "x", b"1")
     count, scandir = itertools.count(), os.scandir
-    monkeypatch.setattr(drive, "PAUSE", 0.001)
+    monkeypatch.setattr(fetch, "PAUSE", 0.001)
     monkeypatch.setattr(
         os, "scandir", lambda path: away() if "/drive/" in f"{path}" and not next(count) else scandir(path)
     )
@@ -290,11 +290,11 @@ def colab(place, monkeypatch) -> FakeColab:
     fake.drive, fake.runtime = fake, types.SimpleNamespace(unassign=partial(fake.call, "unassign"))
     fake.flush_and_unmount = partial(fake.call, "flush")
     monkeypatch.delenv("NBTOOLS_DRIVE")
-    monkeypatch.setattr(drive, "MOUNT", fake.point)
+    monkeypatch.setattr(fetch, "MOUNT", fake.point)
     monkeypatch.setattr(os.path, "ismount", lambda path: path == fake.point and fake.mounted)
     monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
     monkeypatch.setitem(sys.modules, "google.colab", fake)
-    monkeypatch.setattr(drive, "_declined", False)
+    monkeypatch.setattr(fetch, "_declined", False)
     return fake
 
 
@@ -415,7 +415,7 @@ def web(monkeypatch):
     address = f"http://127.0.0.1:{server.server_port}"
     Web.data, Web.drop, Web.ranges, Web.status, Web.requests = TAR, None, True, 200, []
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    monkeypatch.setattr(drive, "PAUSE", 0.001)
+    monkeypatch.setattr(fetch, "PAUSE", 0.001)
     monkeypatch.setattr(fetch, "OPENER", direct)
     monkeypatch.setattr(fetch, "SITE", address)
     monkeypatch.setattr(fetch, "HOSTS", (*fetch.HOSTS, "127.0.0.1"))
