@@ -3,7 +3,6 @@
 from nbtools.data.build import Entry, Survey, build_pack
 from nbtools.data.dataset import items_of, options_like, pack, sample_of
 from nbtools.data.draws import Draws, Keys, constant, places
-from nbtools.data.drive import cache, drive_path, kept, place_to_keep, release_runtime, remount, retry
 from nbtools.data.feed import (
     Feed,
     Padding,
@@ -19,6 +18,7 @@ from nbtools.data.feed import (
     on,
     open_feed,
 )
+from nbtools.data.fetch import cache, drive_path, kept, place_to_keep, release_runtime, remount, retry
 from nbtools.data.forms import IMAGES, TARGET, Form, open_image
 from nbtools.data.pack import SPLITS, Card, Column, Pack, Sample
 from nbtools.data.progress import SLOW, bar, cores, in_notebook, meanwhile, phase, say, side_by_side, tick, work

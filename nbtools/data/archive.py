@@ -2,7 +2,8 @@
 
 `extractall` of tarfile, even with `filter="data"`, was escaped on 3.11.7, 3.12.1 and 3.13.0 by a dangling link and a
 hard link; truncated tars pass in silence. So every entry is checked before anything is written; only plain files are
-read, each is created anew below a new folder, and the unpacked size has a limit.
+read, each is created anew below a new folder, and the unpacked size has a limit. What is compressed is read twice, so
+that no disk must hold its tar.
 """
 
 import contextlib
@@ -17,7 +18,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -25,13 +25,14 @@ from nbtools import disk, show
 from nbtools.data.progress import BYTES, bar, say
 from nbtools.errors import ArchiveError, DiskError
 
-MAGIC = {b"\x1f\x8b": "tar.gz", b"\xfd7zXZ\0": "tar.xz", b"PK\3\4": "zip", b"PK\5\6": "zip"}
-OPENERS: dict[str, Callable] = {"tar.gz": gzip.open, "tar.xz": lzma.open}
+OPENERS: dict[bytes, Callable] = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\0": lzma.open}  # by the first bytes
+ZIP = b"PK\3\4", b"PK\5\6"
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # of bzip2 and lzma, a read of zipfile has no bound
 ENTRIES = 5_000_000  # more than this is an attack on memory
 RATIO, FLOOR = 200, 100_000_000  # bytes unpacked: at most this many times the archive (deflate can 1,032), or the floor
 LITTER = re.compile(r"(^|/)(__MACOSX|\.DS_Store|\._[^/]*)(/|$)")  # of macOS
 PAGES = [("utf-8", "utf-8"), ("gbk", "gb2312"), ("cp932", "cp932"), ("gbk", "gbk")]  # encoding, its common part
+OF_NAMES = errno.EINVAL, errno.ENAMETOOLONG, errno.EILSEQ
 ODD = re.compile(r"^/|\\|\0|^[A-Za-z]:|(^|/)\.\.(/|$)")  # could lead outside a folder
 
 
@@ -44,50 +45,59 @@ class Entry(NamedTuple):
     open: Callable[[], IO[bytes]]
 
 
-def kind(path: Path) -> str:
-    """Return `tar`, `tar.gz`, `tar.xz` or `zip` by the first bytes, whatever the name says. Raises ArchiveError."""
-    with open(path, "rb") as file:
-        head = file.read(tarfile.BLOCKSIZE)
-    for magic, name in MAGIC.items():
-        if head.startswith(magic):
-            return name
-    with contextlib.suppress(tarfile.HeaderError, ValueError):
-        if head == bytes(tarfile.BLOCKSIZE) or tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape"):
-            return "tar"
-    raise ArchiveError(f"not an archive: it begins with {head[:16]!r}. Give a folder, tar (plain, gz, xz) or zip")
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[tuple[IO[bytes], Iterator[Entry]]]:
+    """Yield the file of an archive, and the entries of the tar or zip in it, by the first bytes, whatever its name
+    says. Raises ArchiveError for another file."""
+    with open(path, "rb") as raw:
+        head = raw.read(tarfile.BLOCKSIZE)
+        raw.seek(0)
+        opener = next((OPENERS[magic] for magic in OPENERS if head.startswith(magic)), contextlib.nullcontext)
+        with opener(raw) as file:
+            head, is_tar = file.read(tarfile.BLOCKSIZE), False
+            with contextlib.suppress(tarfile.HeaderError, ValueError):
+                is_tar = head == bytes(tarfile.BLOCKSIZE) or bool(tarfile.TarInfo.frombuf(head, "utf-8", "replace"))
+            if not (is_tar or head.startswith(ZIP)):
+                fix = "Give a folder, tar (plain, gz, xz) or zip"
+                raise ArchiveError(f"not an archive: it begins with {head[:16]!r}. {fix}")
+            file.seek(0)
+            yield raw, in_tar(file) if is_tar else in_zip(file)
 
 
 def unpack(path: Path, folder: Path, text: str, progress: bool) -> None:
-    """Write the files of an archive below `folder`, which must not exist yet. text: its name in messages.
+    """Write the files of an archive below a new folder. text: its name in messages.
 
     Raises ArchiveError, with the entry, for damage, links, devices, names that leave the folder or occur twice, and
     more bytes or entries than the limits; DiskError where there is no room. What was written until then stays: the
     caller unpacks into a `.part` and publishes afterwards.
     """
-    limit, plain = max(FLOOR, RATIO * path.stat().st_size), folder.with_name(f"{folder.name}.tar")
-    with explain_damage(f"{text}: "):
-        if opener := OPENERS.get(form := kind(path)):
-            inflate(path, opener, plain, limit, progress)
-            path, form = plain, kind(plain)
-        with open(path, "rb") as file:
-            files = entries_of(list(islice((in_zip if form == "zip" else in_tar)(file), ENTRIES + 1)), limit, text)
-            size = sum(entry.size for _, entry in files)
-            disk.require_space(folder, size)
-            with bar(total=size, desc=f"unpack {folder.name}", disable=not progress, **BYTES) as shown:
-                for name, entry in files:
-                    with explain_damage(f"entry {name!r} "):
-                        extract(entry, folder / name, shown.update)
-        disk.remove(plain)
-
-
-def inflate(path: Path, opener: Callable, plain: Path, limit: int, progress: bool) -> None:
-    """Write what is compressed, within the limit, to the end, where gzip and xz compare checksums."""
-    shown = bar(total=path.stat().st_size, desc=f"unpack {path.name}", disable=not progress, **BYTES)
-    with shown, open(path, "rb") as raw, opener(raw) as packed, open(plain, "wb", 0) as whole:
-        while data := packed.read(1 << 20):
-            disk.write(whole, data)
-            require_below(whole.tell(), limit)
+    packed, size, listed = path.stat().st_size, 0, list[Entry]()
+    shown = bar(total=packed, desc=f"unpack {folder.name}", disable=not progress, **BYTES)
+    with shown, explain_damage(f"{text}: "), opened(path) as (raw, entries):
+        for entry in entries:
+            listed.append(entry)
+            size += entry.size
+            if size > (limit := max(FLOOR, RATIO * packed)):
+                bomb = f"unpacks to more than {show.size(limit)}, like a decompression bomb"
+                raise ArchiveError(f"{bomb}. If it is yours, make it a plain tar")
+            if len(listed) > ENTRIES:
+                raise ArchiveError(f"has more than {ENTRIES} entries. Combine small files into fewer")
             shown.update(raw.tell() - shown.n)
+        disk.require_space(folder, size)
+        shown.reset(size)
+        for name, entry in zip(paths_of(listed, text), listed, strict=True):
+            with explain_damage(f"entry {name!r} "):
+                if name:
+                    extract(entry, folder / name, shown.update)
+
+
+def paths_of(entries: list[Entry], text: str) -> list[str]:
+    """Return the relative path of each entry, "" of folders and litter. Raises ArchiveError."""
+    names = decode_names(text, [entry.name for entry in entries])
+    paths = ["/".join(safe_parts(name)) * (name[-1:] != "/" and not LITTER.search(name)) for name in names]
+    if not any(paths):
+        raise ArchiveError("holds no files")
+    return paths
 
 
 def extract(entry: Entry, target: Path, progress: Callable[[int], object]) -> None:
@@ -107,31 +117,12 @@ def extract(entry: Entry, target: Path, progress: Callable[[int], object]) -> No
         raise ArchiveError(f"is damaged: {rest} of {entry.size} bytes are missing")
 
 
-def entries_of(entries: list[Entry], limit: int, text: str) -> list[tuple[str, Entry]]:
-    """Return (relative path, entry) of all files but litter. Raises ArchiveError."""
-    if len(entries) > ENTRIES:
-        raise ArchiveError(f"has more than {ENTRIES} entries, which are too many. Combine small files into fewer")
-    require_below(sum(entry.size for entry in entries), limit)
-    names = decode_names(text, [entry.name for entry in entries])
-    paths = ["/".join(safe_parts(name)) * (name[-1:] != "/" and not LITTER.search(name)) for name in names]
-    files = [(path, entry) for path, entry in zip(paths, entries, strict=True) if path]
-    if not files:
-        raise ArchiveError("holds no files")
-    return files
-
-
 def safe_parts(name: str) -> tuple[str, ...]:
     """Return the components of a relative POSIX name; raise ArchiveError for one that could lead outside its folder."""
     if ODD.search(name):
         rule = "has a name that is absolute, or holds `..`, a backslash, a drive letter or NUL"
         raise ArchiveError(f"entry {name!r} {rule}. Make the archive again with relative names")
     return tuple(part for part in name.split("/") if part not in ("", "."))
-
-
-def require_below(size: int, limit: int) -> None:
-    if size > limit:
-        bomb = f"unpacks to more than {show.size(limit)}, like a decompression bomb"
-        raise ArchiveError(f"{bomb}. If it is yours, make it a plain tar")
 
 
 def in_tar(file: IO[bytes]) -> Iterator[Entry]:
@@ -149,6 +140,8 @@ def in_tar(file: IO[bytes]) -> Iterator[Entry]:
             raise ArchiveError(f"entry {member.name!r} is a link, a device or sparse, which are not read. {fix}")
     if at(file, tar.offset).read(2 * tarfile.BLOCKSIZE) != bytes(2 * tarfile.BLOCKSIZE):  # else tarfile is silent
         raise ArchiveError("ends before its end-of-archive marker: it is truncated or damaged")
+    while file.read(1 << 20):  # to the end, where gzip and xz compare checksums
+        pass
 
 
 def at(file: IO[bytes], start: int) -> IO[bytes]:
@@ -207,13 +200,9 @@ def explain_damage(what: str) -> Iterator[None]:
     """Put what is unpacked in front of whatever goes wrong inside; a disk's errors pass."""
     try:
         yield
-        return
-    except DiskError:
-        raise
-    except ArchiveError as error:
-        reason = str(error)
     except Exception as error:  # readers let nearly anything escape on damaged input, as mutation shows
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL, errno.ENAMETOOLONG, errno.EILSEQ):
-            raise  # None: a decompressor's
+        of_disk = isinstance(error, OSError) and error.errno not in (None, *OF_NAMES)  # None: a decompressor's
+        if of_disk or isinstance(error, DiskError):
+            raise
         reason = f"is damaged: {type(error).__name__}: {error}. Copy or download it again"
-    raise ArchiveError(f"{what}{reason}") from None
+        raise ArchiveError(f"{what}{error if isinstance(error, ArchiveError) else reason}") from None

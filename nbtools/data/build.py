@@ -1,8 +1,8 @@
 """The pack of a source: the finished one, or a new one that appears under its name only when it is whole.
 
 A task says what its samples are (`survey`) and how to read one (`read`). Processes read blocks of them into files
-`<pack>.blocks.part/<key>/<number>.npz`, which the next call finds again if it is interrupted; then they are joined into
-the arrays. What cannot be used is listed in one table, never dropped silently.
+`<pack>.part/<key>/<number>.npz`, which the next call finds again if it is interrupted; then they are joined into the
+arrays. What cannot be used is listed in one table, never dropped silently.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,12 +25,11 @@ from torch.utils.data import Dataset
 
 from nbtools import disk
 from nbtools.data import splits
-from nbtools.data.drive import cache
-from nbtools.data.fetch import listing
+from nbtools.data.fetch import cache, files_in
 from nbtools.data.forms import DAMAGED
 from nbtools.data.pack import FORMAT, MANIFEST, Card, Column, Pack, Sample, class_names, columns_of, is_pack, touch
 from nbtools.data.progress import bar, say, side_by_side
-from nbtools.data.stage import stage
+from nbtools.data.stage import digest, lock, stage, unfinished
 from nbtools.errors import PackError
 from nbtools.show import plural
 
@@ -40,6 +38,7 @@ Reader = Callable[[Path, Options], Sample]
 Sampler = Callable[[int], Sample]  # of an entry; it refuses one by PackError(value, rule, fix)
 Problem = tuple[str, ...]  # a row of the table of bad samples: file, value, rule, fix
 Draw = tuple[float, float, int]  # val, test, seed
+Made = Mapping[str, Any]  # what the manifest records: key, source
 
 BLOCK = 32  # samples in a file
 
@@ -70,6 +69,9 @@ class Survey:
     named: str | None = None  # a column that `read` gives as the name of a class; None of `classes`: those that occur
     learn: Callable[[Pack, np.ndarray], dict[str, Any]] | None = None  # (…, training ids) → more options, as means
     elsewhere: Mapping[str, Column] = field(default_factory=dict)  # columns that are not to be stored
+
+
+Look = Callable[[], tuple[Survey, Sampler]]
 
 
 def build_pack(
@@ -107,63 +109,37 @@ def build_pack(
         return pack
     given = {**options, "val": val, "test": test, **({"seed": seed} if seed else {})}
     with disk.explained(f"looking at {folder}", folder):  # what is packed, by name, size and time of change
-        text = json.dumps([FORMAT, task, str(folder.resolve()), given], sort_keys=True)
-        text += "".join(f"{name}\0{size}\0{mtime}\n" for name, (size, mtime) in sorted(listing(folder).items()))
+        files = [(name, file.size, file.version) for name, file in files_in(folder).items()]
+    key = digest(json.dumps([FORMAT, task, str(folder.resolve()), given, files], sort_keys=True))
     read = reader(folder) if reader else read
-    made = {"key": digest(text), "source": str(folder)}
 
     def look() -> tuple[Survey, Sampler]:
         inventory = survey(folder, given)
         return inventory, partial(decode, read, folder, inventory)
 
-    pack = make_pack(task, made, into, look, (val, test, seed), progress)
+    pack = make_pack(task, {"key": key, "source": str(folder)}, into, look, (val, test, seed), progress)
     return dataclasses.replace(pack, raw=RawFiles(pack, folder, read))
 
 
-def digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).hexdigest()
-
-
-def make_pack(
-    task: str,
-    made: Mapping[str, Any],
-    into: str | Path | None,
-    look: Callable[[], tuple[Survey, Sampler]],
-    draw: Draw,
-    progress: bool,
-) -> Pack:
-    """Return the pack with a key: the finished one, or a new one, without its source. made: what the manifest records:
-    `key`, which says of what files and options it is made, and `source`."""
+def make_pack(task: str, made: Made, into: str | Path | None, look: Look, draw: Draw, progress: bool) -> Pack:
+    """Return the pack of what its key says, files and options: the finished one, or a new one, without its source."""
     target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{made['key']}").absolute()
     touch(target)
-    lock = disk.lock(cache() / "locks" / f"pack-{digest(str(target))}.lock")
-    with disk.explained(f"packing {made['source']}", target), lock:
-        part, blocks = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.blocks.part")
-        if not is_finished(target, task, made["key"]):
-            try:
-                inventory, sample = look()
-                paths = read_blocks(inventory, sample, blocks / digest(f"{disk.VERSION} {made['key']}"), progress)
-                disk.remove(part)
-                part.mkdir(parents=True)
-                finish(part, join(part, paths, inventory), inventory, task, made, draw)
-            except PackError:
-                disk.remove(part)
-                disk.remove(blocks)  # the data's fault: there is nothing to resume
-                raise
-            disk.publish_folder(part, target)
-            for line in Pack.open(target).remarks if progress else ():
-                say(line)
-        disk.remove(blocks)
-    return Pack.open(target)
-
-
-def is_finished(target: Path, task: str, key: str) -> bool:
-    """Return whether the pack exists. Raises PackError if something else is there."""
-    if is_pack(target) and of_task(Pack.open(target), task).manifest.get("key") == key:
-        return True
-    if target.exists() and any(target.iterdir()):
-        raise PackError(f"{target} holds other files, or a pack of other data or options; choose a new folder")
-    return False
+    with disk.explained(f"packing {made['source']}", target), lock(target):
+        if is_pack(target) and of_task(Pack.open(target), task).manifest.get("key") == made["key"]:
+            return Pack.open(target)
+        if target.exists() and any(target.iterdir()):
+            raise PackError(f"{target} holds other files, or a pack of other data or options; choose a new folder")
+        with unfinished(target, digest(f"{disk.VERSION} {made['key']}")) as begun:
+            inventory, sample = look()
+            blocks = read_blocks(inventory, sample, begun, progress)
+            disk.remove(begun / "new")
+            (begun / "new").mkdir()
+            finish(begun / "new", join(begun / "new", blocks, inventory), inventory, task, made, draw)
+        pack = Pack.open(target)
+        for line in pack.remarks if progress else ():
+            say(line)
+        return pack
 
 
 def of_task(pack: Pack, task: str) -> Pack:
@@ -216,9 +192,6 @@ class RawFiles(Dataset):
 def read_blocks(survey: Survey, sample: Sampler, folder: Path, progress: bool) -> list[Path]:
     """Read all entries into files of a folder, but for those that an interrupted packing has left; return the files in
     order."""
-    if not folder.exists():
-        disk.remove(folder.parent)  # of other files or options
-        folder.mkdir(parents=True)
     count = len(survey.entries)
     blocks = {folder / f"{start}.npz": range(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)}
     todo = [(path, block) for path, block in blocks.items() if not is_whole(path)]
@@ -232,31 +205,33 @@ def read_blocks(survey: Survey, sample: Sampler, folder: Path, progress: bool) -
 def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> int:
     """Write the samples of a block of entries into one file; return how many entries that are."""
     path, block = todo
-    facts: dict[str, Any] = {"kept": [], "bad": [], "classes": []}
-    columns, rows = dict[str, Column](), dict[str, list[np.ndarray]]()
+    facts: dict[str, Any] = {"kept": [], "bad": [], "classes": [], "columns": None, "lengths": {}}
+    rows = dict[str, list[np.ndarray]]()
     for i in block:
         name = survey.entries[i].name
         try:
-            made = sample(i)
+            made = {**sample(i)}
         except PackError as error:
             if len(error.args) != 3:  # of all samples
                 raise PackError(f"{name}: {error}") from None
             facts["bad"].append((name, *map(str, error.args)))
             continue
-        arrays = {name: np.asarray(array, order="C") for name, array in made.items() if name != survey.named}
-        own = {name: column_of(name, array, name in survey.ragged) for name, array in arrays.items()}
-        columns = require_alike(name, own, columns if facts["kept"] else own)
         facts["kept"].append(i)
-        facts["classes"] += [str(made[survey.named])] if survey.named else []
-        for name, array in arrays.items():
-            rows.setdefault(name, []).append(array)
-    ragged = [name for name, column in columns.items() if column.kind == "ragged"]
-    facts["columns"] = {name: vars(column) for name, column in columns.items()}
-    facts["lengths"] = {name: [len(array) for array in rows[name]] for name in ragged}
-    arrays: Any = {f"{name}.array": (np.concatenate if name in ragged else np.stack)(rows[name]) for name in rows}
+        facts["classes"] += [str(made.pop(survey.named))] if survey.named else []
+        arrays = {column: np.asarray(array, order="C") for column, array in made.items()}
+        own = dict[str, Any]()
+        for column, array in arrays.items():
+            rows.setdefault(column, []).append(array)
+            ragged = column in survey.ragged
+            kind, shape = "ragged" if ragged else "fixed", [*array.shape[ragged:]]
+            own[column] = {"kind": kind, "dtype": array.dtype.str, "shape": shape}  # as JSON keeps it
+        facts["columns"] = require_alike(name, own, facts["columns"])
+    ragged = [name for name in rows if name in survey.ragged]
+    facts["lengths"] = {name: [*map(len, rows[name])] for name in ragged}
+    joined: Any = {f"{name}.array": (np.concatenate if name in ragged else np.stack)(rows[name]) for name in rows}
     part = path.with_suffix(".part")
     with open(part, "wb") as file:  # not synced: its checksums tell whether all of it reached the disk
-        np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
+        np.savez(file, facts=np.array(json.dumps(facts)), **joined)
     os.replace(part, path)
     return len(block)
 
@@ -273,61 +248,57 @@ def read_block(block: Path, name: str) -> np.ndarray:
         return arrays[name]
 
 
+def require_alike(name: str, own: dict[str, Any], first: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the first sample's columns; raise PackError unless another sample has the same, in any order, of dtypes
+    that a pack can hold."""
+    for column, dtype in ((column, np.dtype(facts["dtype"])) for column, facts in own.items()):
+        if dtype.kind not in "biuf":
+            raise PackError(f"{column}: a pack can hold numbers and booleans only, got {dtype}; store class indices")
+    if first is not None and own != first:
+        came, before = (", ".join(f"{name} {c}" for name, c in columns_of(each).items()) for each in (own, first))
+        raise PackError(f"{name}: its columns are {came}; the first sample's are {before}")
+    return own if first is None else first
+
+
 def join(folder: Path, blocks: Sequence[Path], survey: Survey) -> dict[str, Any]:
     """Write the arrays of all blocks, one after another, as .npy files; return `kept`: the entries that became samples,
     `classes`: of each, `bad`: the rows of the others, and `columns`. Raises PackError unless all blocks have the same
     columns, under names that neither the pack nor a batch needs."""
-    all_facts = [json.loads(str(read_block(path, "facts"))) for path in blocks]
-    joined = {name: [each for facts in all_facts for each in facts[name]] for name in ("kept", "classes", "bad")}
-    columns, rows = dict[str, Column](), len(joined["kept"])
-    for facts in (facts for facts in all_facts if facts["kept"]):
-        own = columns_of(facts["columns"])
-        columns = require_alike(survey.entries[facts["kept"][0]].name, own, columns or own)
-    ragged = [name for name, column in columns.items() if column.kind == "ragged"]
+    every = [json.loads(str(read_block(path, "facts"))) for path in blocks]
+    joined: dict[str, Any] = {key: [one for facts in every for one in facts[key]] for key in ("kept", "classes", "bad")}
+    columns = None
+    for facts in (facts for facts in every if facts["kept"]):
+        columns = require_alike(survey.entries[facts["kept"][0]].name, facts["columns"], columns)
+    joined["columns"] = columns_of(columns or {})
+    ragged = [name for name, column in joined["columns"].items() if column.kind == "ragged"]
     reserved = {"split", "id", *(f"{name}{end}" for name in ragged for end in (".offsets", "_length"))}
-    if taken := sorted(reserved & columns.keys()):
+    if taken := sorted(reserved & joined["columns"].keys()):
         raise PackError(f"column {taken[0]!r}: nbtools reserves {', '.join(sorted(reserved))}; rename it in `read`")
-    for name, column in columns.items():
-        lengths = [length for facts in all_facts for length in facts["lengths"].get(name, ())]
+    for name, column in joined["columns"].items():
+        lengths = [length for facts in every for length in facts["lengths"].get(name, ())]
         if name in ragged:
             np.save(folder / f"{name}.offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
-        shape = (sum(lengths) if name in ragged else rows, *column.shape)
         with open(folder / f"{name}.npy", "xb", 1 << 20) as file:
+            shape = (sum(lengths) if name in ragged else len(joined["kept"]), *column.shape)
             header = {"descr": column.dtype, "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(file, header)
-            for path, facts in zip(blocks, all_facts, strict=True):
-                file.write(read_block(path, f"{name}.array").data if facts["kept"] else b"")
-    return {**joined, "columns": columns}
-
-
-def column_of(name: str, array: np.ndarray, ragged: bool) -> Column:
-    if array.dtype.kind not in "biuf":
-        raise PackError(f"{name}: a pack can hold numbers and booleans only, got {array.dtype}; store class indices")
-    return Column("ragged" if ragged else "fixed", array.dtype.str, array.shape[1:] if ragged else array.shape)
-
-
-def require_alike(name: str, own: dict[str, Column], first: dict[str, Column]) -> dict[str, Column]:
-    """Return the first sample's columns; raise PackError unless another sample has the same, in any order."""
-    if own != first:
-        came, before = (", ".join(f"{column} {c}" for column, c in each.items()) for each in (own, first))
-        raise PackError(f"{name}: its columns are {came}; the first sample's are {before}")
-    return first
+            for path in (path for path, facts in zip(blocks, every, strict=True) if facts["kept"]):
+                file.write(read_block(path, f"{name}.array").data)
+    return joined
 
 
 # -- what all samples together decide
 
 
-def finish(
-    folder: Path, joined: dict[str, Any], survey: Survey, task: str, made: Mapping[str, Any], draw: Draw
-) -> None:
+def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made: Made, draw: Draw) -> None:
     """Write classes, names, splits and the manifest beside the arrays: the folder is then a whole pack."""
-    columns, bad = dict(joined["columns"]), [*survey.bad, *joined["bad"]]
+    columns, bad = joined["columns"], [*survey.bad, *joined["bad"]]
     entries = [survey.entries[i] for i in joined["kept"]]
     if not entries:
         reason = "no samples found; is this the right folder?"
         if bad:
-            reason = f"0 of {plural(len(bad), 'file')} can be used. The first: "
-            reason += "{0}: {2}, got {1}; {3}".format(*bad[0])
+            reason = "0 of {} can be used. The first: {}: {}, got {}; {}"
+            reason = reason.format(plural(len(bad), "file"), *(bad[0][k] for k in (0, 2, 1, 3)))
         raise PackError(f"{made['source']}: {reason}", entry="Keys, columns and paths")
     classes = list(survey.classes) or in_value_order({*joined["classes"]})
     if survey.named is not None:
@@ -343,46 +314,39 @@ def finish(
     pack = Pack(folder, card, {}, np.zeros(len(entries), np.uint8))
     label = survey.named or ("label" if classes and str(columns.get("label")) in ("int64 ()", "int64 (1)") else None)
     labels = None if label is None else class_names(pack.arrays[label], classes)
-    split = split_entries(entries, survey, pack, labels, draw)
-    ids = np.array([splits.SPLITS.index(one) for one in split], np.uint8)
-    np.save(folder / "split.npy", ids)
-    learned = survey.learn(pack, np.flatnonzero(ids == 0)) if survey.learn else {}
+    split, remarks = divide(entries, survey, pack, labels, draw)
+    pack = pack.with_split(np.array([*map(splits.SPLITS.index, split)]))
+    np.save(folder / "split.npy", pack.split)
+    learned = survey.learn(pack, pack.ids("train")) if survey.learn else {}
     files = {path.name: {"size": path.stat().st_size, "sha256": disk.sha256(path)} for path in sorted(folder.iterdir())}
     whole = hashlib.sha256("".join(entry["sha256"] for entry in files.values()).encode()).hexdigest()
-    shares = {one: split.count(one) for one in splits.SPLITS}
-    card = dataclasses.replace(card, options={**card.options, **learned}, splits=shares, digest=whole)
-    more = {"bad": len(bad), "label": label, "remarks": remarks(entries, survey, split, labels, draw)}
+    card = dataclasses.replace(pack.card, options={**card.options, **learned}, digest=whole)
+    more = {"bad": len(bad), "label": label, "remarks": remarks}
     manifest = {**made, **more, "version": FORMAT, "nbtools": disk.VERSION, "card": card.to_dict(), "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-def split_entries(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: Any, draw: Draw) -> list[str]:
-    """Return the split of every sample."""
-    by_content = survey.exact and not survey.elsewhere
-
-    def text(i: int) -> str | bytes:
-        """Return what tells where a sample belongs: its name, or what it holds, but for its class."""
-        arrays = pack.sample(i) if by_content else {}
-        return b"".join(arrays[name].tobytes() for name in sorted(arrays.keys() - {survey.named})) or entries[i].name
-
-    places = [splits.position(entry.group or text(i), draw[2]) for i, entry in enumerate(entries)]
+def divide(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: Any, draw: Draw) -> tuple[list[str], ...]:
+    """Return the split of every sample, and what is to be said of the splits. A sample's place follows from its group
+    or name, exact: from what it holds, but for its class."""
+    places = []
+    for i, entry in enumerate(entries):
+        arrays = pack.sample(i) if survey.exact and not survey.elsewhere else {}
+        held = b"".join(arrays[name].tobytes() for name in sorted(arrays.keys() - {survey.named}))
+        places.append(splits.position(entry.group or held or entry.name, draw[2]))
     given, groups = [entry.split for entry in entries], [entry.group for entry in entries]
-    return splits.assign(given, places, groups, labels if survey.exact else None, draw[:2], survey.exact)
-
-
-def remarks(entries: Sequence[Entry], survey: Survey, split: list[str], labels: Any, draw: Draw) -> list[str]:
-    """Return what is to be said of the splits."""
-    lines, kept = [], Counter(entry.split for entry in entries)
+    split = splits.assign(given, places, groups, labels if survey.exact else None, draw[:2], survey.exact)
+    lines, kept = [], Counter(given)
     for one, count in Counter(entry.split for entry in survey.entries).items():
         if (lost := count - kept[one]) > count / 2:
             of = f" of the {one} split" if one else ""
             lines.append(f"{lost:,} of {plural(count, 'sample')}{of} cannot be used, see pack.bad")
     shares = {"train": 1, "val": draw[0], "test": 0 if kept.keys() - {None} else draw[1]}
     drawn = [one for one, share in shares.items() if share and not splits.is_all(draw[1])]
-    return lines + splits.remarks(split, labels, drawn)
+    return split, lines + splits.remarks(split, labels, drawn)
 
 
 def in_value_order(classes: Collection[str]) -> list[str]:
     """Return classes sorted as numbers where all are whole numbers, so that 10 follows 9, else as texts."""
-    numbers = all(re.fullmatch(r"-?\d+", name) for name in classes)
+    numbers = all(name.removeprefix("-").isdecimal() for name in classes)
     return sorted(classes, key=int if numbers else None)

@@ -19,8 +19,8 @@ import numpy as np
 
 from nbtools import disk
 from nbtools.data.build import RawFiles, make_pack, of_task
-from nbtools.data.forms import IMAGES, RESIZES, TARGET, TARGETS, Form, compose, is_image, is_missing, plain_values
-from nbtools.data.items import Items, Part, column_name, parts_of
+from nbtools.data.forms import IMAGES, RESIZES, TARGET, Form, compose, is_image, is_missing, plain_values
+from nbtools.data.items import Items, Part, column_name, parts_of, target_of
 from nbtools.data.pack import Card, Pack, Sample, is_pack
 from nbtools.data.progress import say
 from nbtools.data.splits import require_shares
@@ -82,7 +82,7 @@ def pack(
     inputs = [inputs] if isinstance(inputs, str | int) else inputs
     given = {"target": target, "inputs": inputs, "image": image, "sep": sep, "classes": classes, "resize": resize}
     given |= {"mean": mean, "std": std, "points": points, "text": text, "store": store}
-    options = SimpleNamespace(**given, size=size_of(size, resize), key=(target, inputs), columns=None, source="")
+    options = SimpleNamespace(**given, size=size_of(size, resize), key=(target, inputs), columns=None)
     shares, val, test = divide(data, train, val, test)
     parts, groups = open_parts(shares, options, root, groups, progress)
     items, draw = Items(parts, options, groups), (val, test, seed)
@@ -123,26 +123,25 @@ def divide(data: Any, train: Any, val: Any, test: Any) -> tuple[dict[str | None,
 def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups: Any, progress: bool) -> Any:
     """Return the parts, and the groups, of a column its values. Raises PackError for what has no items to ask for."""
     parts, values, roles = list[Part](), [], None
+    options.source = " + ".join(f"{x}" if isinstance(x, str | Path) else type(x).__name__ for x in given.values())
     for split, data in given.items():
-        path, front = isinstance(data, str | Path), f"{split}/" * bool(split)
-        options.source += f"{' + ' * bool(options.source)}{data if path else type(data).__name__}"
+        path, name = isinstance(data, str | Path), f"{split}/{{}} {{}}" if split else "{} {}"
         if is_table(data):
             frame = read_table(data)
             roles = roles or roles_of(frame, options, groups)  # the first is that of training
             folder = stage(root) if root is not None else Path(data).parent if path else Path()
             rows = rows_of(frame, *roles, options, folder)
-            parts.append((split, rows, [f"{front}row {i}" for i in range(len(rows))]))
+            parts.append((split, rows, [name.format("row", i) for i in range(len(rows))]))
             values += frame[groups].tolist() if isinstance(groups, str) and groups in frame else []
             options.key, options.columns = (TARGET if roles[0] else None, None), roles[1]
-            continue
-        if options.sep is not None:
+        elif options.sep is not None:
             raise PackError(f"sep divides texts of a table, got {type(data).__name__}; return a list of labels instead")
-        if path:
+        elif path:
             parts += image_folders(stage(data, progress=progress), split, options.classes is not None, progress)
             options.key = (TARGET, None)
         else:
             require_items(data)
-            parts.append((split, data, [f"{front}item {i}" for i in range(len(data))]))
+            parts.append((split, data, [name.format("item", i) for i in range(len(data))]))
     return parts, values if isinstance(groups, str) else groups
 
 
@@ -164,7 +163,7 @@ def require_items(data: Any) -> None:
 
 
 def split_word(name: str) -> str | None:
-    """Return train, val or test where a name has it as a word, also as training_set, valid, seg_test."""
+    """Return train, val or test if a name has it as a word, also as training_set, valid, testing, seg_test."""
     match = SPLIT.search(name)
     return match[match.lastindex or 0].lower() if match else None
 
@@ -239,13 +238,11 @@ def read_table(data: Any) -> pd.DataFrame:
 def roles_of(frame: pd.DataFrame, options: Any, besides: Any) -> tuple[list[str], list[str]]:
     """Return the columns of the target, and of inputs: by default the image, without one all others. Raises PackError
     where there is no single reading."""
-    names = [name for name in TARGETS if name in frame] if options.target is None else options.target
-    goals = [str(name) for name in ([names] if isinstance(names, str | int) else names)]
-    if options.target is None and len(goals) > 1:
-        raise PackError(f"the table has the columns {', '.join(goals)}; name the target: target={goals[0]!r}")
+    target = target_of(dict(frame), *options.key)
+    goals = [str(name) for name in (target if isinstance(target, list | tuple) else [target]) if name is not None]
     own = [] if options.image is None else [options.image]
-    rest = [name for name in frame if name not in (*goals, besides) and not own]
-    inputs = [*dict.fromkeys(map(str, [*own, *(rest if options.inputs is None else options.inputs)]))]
+    rest = own or [name for name in frame if name not in (*goals, besides)]
+    inputs = [*dict.fromkeys(map(str, rest if options.inputs is None else [*own, *options.inputs]))]
     if not inputs or {*inputs} & {*goals}:
         came = f"inputs {', '.join(inputs) or 'none'} and target {', '.join(goals) or 'none'}"
         raise PackError(f"inputs and target must be columns of their own, got {came}; choose with inputs=[…]")

@@ -46,13 +46,9 @@ class Keys:
     def of(self, seed: int, epoch: int) -> Tensor:
         """Return (count,) int64, until those of another epoch replace them."""
         if self.epoch != (seed, epoch):
-            self.table.copy_(keys_of(seed, epoch, self.ids))
+            self.table.copy_(Draws(seed, epoch, self.ids).keys)
             self.epoch = seed, epoch
         return self.table
-
-
-def keys_of(seed: int, epoch: int, ids: Tensor) -> Tensor:
-    return mix(ids + mix(mix(seed) + epoch))
 
 
 class Draws:
@@ -64,8 +60,9 @@ class Draws:
 
     @cached_property
     def keys(self) -> Tensor:  # at the first draw: a task without augmentation pays nothing
-        place = self.seed, self.epoch
-        return keys_of(*place, self.ids) if self.all is None else self.all.of(*place)[self.ids]
+        if self.all is not None:
+            return self.all.of(self.seed, self.epoch)[self.ids]
+        return mix(self.ids + mix(mix(self.seed) + self.epoch))
 
     def bits(self, shape: tuple[int, ...] = ()) -> Tensor:
         """Return (B, *shape) int64 in [0, 2³²)."""

@@ -11,9 +11,9 @@ import copy
 import signal
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
+from itertools import islice
 from threading import current_thread, main_thread
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ from nbtools.data.pack import Column, Pack, Sample
 from nbtools.errors import TrainError
 
 Raw = dict[str, Tensor]
+Ids = np.ndarray
 Plan = Any  # with feed, seed, workers, prefetch, and perhaps bucket
 Segments = Sequence[Sequence[int]]  # [(batch size, batches done with it)] since the start of the epoch
 
@@ -34,30 +35,22 @@ MEGABATCH = 32  # batches sorted by length together: about 2.5 % padding in simu
 RESIDENT_SHARE = 0.3  # of free GPU memory that a pack may take to live there
 
 
-def batches_left(
-    ids: np.ndarray, lengths: np.ndarray | None, seed: int, epoch: int, segments: Segments
-) -> list[np.ndarray]:
+def batches_left(ids: Ids, lengths: Ids | None, seed: int, epoch: int, segments: Segments) -> list[Ids]:
     """Return what remains of an epoch: batches of ids in order, after the given position. A change of batch size is a
     new segment: it regroups what the earlier ones left, so every id still comes exactly once. lengths (same order as
-    ids) groups samples of like length; None if all are equal."""
+    ids) groups samples of like length, within megabatches whose batches are then shuffled; None if all are equal."""
     left = np.random.default_rng([seed, epoch]).permutation(len(ids))
     batches: list[np.ndarray] = []
     for k, (batch_size, done) in enumerate(segments):
-        rng = np.random.default_rng([seed, epoch, k + 1])  # NumPy takes [seed, epoch, 0] for [seed, epoch]
-        batches = group(left, lengths, batch_size, rng)
+        batches = split(left, batch_size if lengths is None else batch_size * MEGABATCH)
+        if lengths is not None:
+            megabatches = (mega[np.argsort(lengths[mega], kind="stable")] for mega in batches)
+            batches = [batch for mega in megabatches for batch in split(mega, batch_size)]
+            rng = np.random.default_rng([seed, epoch, k + 1])  # NumPy takes [seed, epoch, 0] for [seed, epoch]
+            batches = [batches[i] for i in rng.permutation(len(batches))]
         left = left[~np.isin(left, np.concatenate([left[:0], *batches[:done]]))]
         batches = batches[done:]
     return [ids[batch] for batch in batches]
-
-
-def group(order: np.ndarray, lengths: Any, batch_size: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Return positions cut into batches: by length within megabatches, whose batches are then shuffled."""
-    if lengths is None:
-        return split(order, batch_size)
-    batches = []
-    for mega in split(order, batch_size * MEGABATCH):
-        batches += split(mega[np.argsort(lengths[mega], kind="stable")], batch_size)
-    return [batches[i] for i in rng.permutation(len(batches))]
 
 
 def split(order: np.ndarray, size: int) -> list[np.ndarray]:
@@ -65,7 +58,7 @@ def split(order: np.ndarray, size: int) -> list[np.ndarray]:
     cuts = list(range(size, len(order), size))
     if size > 1 and cuts and len(order) - cuts[-1] == 1:
         cuts[-1:] = [cuts[-1] - 1] if size > 2 else []
-    return [order[start:end] for start, end in pairwise([0, *cuts, len(order)])] if len(order) else []
+    return np.split(order, cuts) if len(order) else []
 
 
 def batches_in(count: int, batch_size: int) -> int:
@@ -153,10 +146,9 @@ def choose(pack: Pack, plan: Plan, device: torch.device) -> tuple[str, str]:
     if device.type != "cuda":
         return "resident", "batches are read straight from the memory-mapped pack"
     room = RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]
-    size = f"the pack is {show.size(pack.bytes)}, {show.percent(RESIDENT_SHARE)} of free GPU memory {show.size(room)}"
-    if pack.bytes <= room:
-        return "resident", f"it stays on the GPU, {size}"
-    return "streamed", f"too large for the GPU, {size}"
+    name, why = ("resident", "it stays on the GPU") if pack.bytes <= room else ("streamed", "too large for the GPU")
+    share = f"{show.percent(RESIDENT_SHARE)} of free GPU memory {show.size(room)}"
+    return name, f"{why}, the pack is {show.size(pack.bytes)}, {share}"
 
 
 def open_feed(pack: Pack, plan: Plan, device: torch.device) -> Feed:
@@ -222,14 +214,13 @@ class Streamed(Feed):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
-        pool, begun, pinned = ThreadPoolExecutor(1, "nbtools-feed"), deque[Future](), dict[str, Tensor]()
+        pool, pinned = ThreadPoolExecutor(1, "nbtools-feed"), dict[str, Tensor]()
+        coming = (pool.submit(self.fetch, ids, pinned) for ids in batches)
         try:
-            for ids in batches:
-                begun.append(pool.submit(self.fetch, ids, pinned))
-                if len(begun) > self.plan.prefetch:
-                    yield self.arrived(*begun.popleft().result())
+            begun = deque(islice(coming, self.plan.prefetch + 1))
             while begun:
                 yield self.arrived(*begun.popleft().result())
+                begun.extend(islice(coming, 1))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # not the gather under way: a disk may not answer
 

@@ -1,13 +1,14 @@
-"""Bring files to a local disk: from a mount, an http(s) address or a link to Google Drive, by way of a `.part` that
-the next call resumes.
+"""Where data come from: the cache, My Drive as a folder ($NBTOOLS_DRIVE, or Colab's mount, which may stop responding),
+an http(s) address, or a link to Google Drive; files come by way of a `.part` that the next call resumes."""
 
-A connection or a mount that fails is tried again, with longer pauses, for as long as it brings something.
-"""
-
+import difflib
+import errno
 import html
 import http.client
 import os
 import re
+import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -15,14 +16,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from threading import current_thread, main_thread
+from typing import TypeVar
 from urllib.parse import parse_qs, urljoin, urlsplit
 
 from nbtools import disk
-from nbtools.data import archive, drive
+from nbtools.data import archive
 from nbtools.data.progress import BYTES, bar, say
-from nbtools.errors import StageError
+from nbtools.errors import DiskError, DriveRefused, StageError
 
+MOUNT = Path("/content/drive")  # Colab's
+PAUSE, TRIES = 0.5, 5  # seconds, doubled before each try of what failed; so often without any progress
 CHUNK = 1 << 20
 TIMEOUT = 60.0  # seconds without a byte
 OPENER = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
@@ -30,10 +35,148 @@ SITE = "https://drive.google.com"
 HOSTS = ("drive.google.com", "docs.google.com", "drive.usercontent.google.com")
 SHARE = "in Drive choose Share → Anyone with the link"
 PAGE = "Quota page"  # in docs/troubleshooting.md
+T = TypeVar("T")
+
+_declined = False  # whether Colab's dialog was declined: it is not shown a second time
 
 
-class Dropped(Exception):
-    """A connection or a read ended early; the next one resumes from there."""
+def cache() -> Path:
+    """Return where staged data and packs are stored by default: local, fast, and lost with the machine."""
+    return Path(os.environ.get("NBTOOLS_CACHE") or Path(tempfile.gettempdir()) / "nbtools").absolute()
+
+
+def local(text: str) -> Path:
+    """Return the absolute path, below Drive or not, whether it exists or not."""
+    if not text.startswith("drive:"):
+        return Path(text).expanduser().absolute()
+    inside = PurePosixPath(text.removeprefix("drive:").lstrip("/"))
+    if ".." in inside.parts:
+        raise StageError(f"{text}: a drive: path stays inside My Drive and holds no `..`.")
+    folder = os.environ.get("NBTOOLS_DRIVE")
+    return (Path(folder).absolute() if folder else mount()) / inside
+
+
+def drive_path(path: str | Path) -> Path:
+    """Return the local path of `drive:path/in/My Drive`, or of another path, which must exist. Raises StageError, with
+    what is there under a similar name, and DiskError."""
+    with disk.explained(f"looking at {path}", Path(path)):
+        place = parent = local(str(path))
+        if disk.exists(place):
+            return place
+        while not parent.is_dir():
+            parent = parent.parent
+        names = sorted(os.listdir(parent))
+    near = difflib.get_close_matches(place.relative_to(parent).parts[0], names, cutoff=0.5) or names[:5]
+    there = f"{parent} has {', '.join(near) or 'nothing'}"
+    raise StageError(f"{path}: there is no {place}. {there}.", entry="Keys, columns and paths")
+
+
+def kept(place: str, instead: str = "demo data") -> Path | None:
+    """Return what a notebook kept at a `drive:` place; None, and a sentence with what is used instead, if nothing is
+    there yet or access to Drive was declined. Raises StageError or DiskError if Drive cannot be read."""
+    reason = f"Nothing is kept at {place} yet"
+    try:
+        with disk.explained(f"looking at {place}", Path(place)):
+            path = local(place)
+            if disk.exists(path) and not (path.is_dir() and not os.listdir(path)):
+                return path
+    except DriveRefused as refusal:
+        reason = str(refusal)
+    say(f"{reason}: using {instead} instead.")
+    return None
+
+
+def place_to_keep(where: str | Path) -> Path | None:
+    """Return the local path to write what should outlive this machine to; on Drive its folder is made. None, and a
+    sentence, if access to Drive was declined."""
+    try:
+        with disk.explained(f"creating the folder of {where}", Path(where)):
+            place = local(str(where)) if str(where).startswith("drive:") else Path(where)
+            retry(lambda: place.parent.mkdir(parents=True, exist_ok=True), place)
+            return place
+    except DriveRefused as refusal:
+        say(f"{refusal}: nothing is kept at {where}, and the work of this session is lost with the machine.")
+        return None
+
+
+def is_far(path: Path) -> bool:
+    """Return whether a path, or what a link in a folder leads to, is on Drive or another slow mount, but not in the
+    cache."""
+    roots = [MOUNT.resolve(), Path(os.environ.get("NBTOOLS_DRIVE") or MOUNT).resolve()]
+    links = (item for item in path.glob("*") if item.is_symlink())
+    real = [place.resolve() for place in (path, *links)]
+    far = (any(map(place.is_relative_to, roots)) or disk.is_slow(place) for place in real)
+    return not path.is_relative_to(cache()) and any(far)
+
+
+def retry(act: Callable[[], T], place: Path, progress: Callable[[], object] = int) -> T:
+    """Return what `act` returns, tried again with longer pauses while a mount or a server does not answer. progress:
+    returns how far it came; what grows begins with short pauses."""
+    tries, before = 0, progress()
+    while True:
+        try:
+            return act()
+        except (OSError, DiskError) as error:
+            tries, before = tries + 1 if progress() == before else 0, progress()
+            if tries == TRIES or not disk.is_away(error.__cause__ or error):
+                raise
+        time.sleep(PAUSE * 2**tries)
+        remount(place)
+
+
+# -- Colab's mount
+
+
+def mount() -> Path:
+    """Return Colab's My Drive; it is mounted first, which asks for access. Raises DriveRefused, StageError."""
+    global _declined
+    place = MOUNT / "MyDrive"
+    with suppress(OSError):  # the folder may remain when the mount is gone
+        if os.path.ismount(MOUNT) and os.listdir(place) is not None:
+            return place
+    try:
+        if not _declined:
+            from google.colab import drive  # pyright: ignore[reportMissingImports]
+
+            drive.mount(str(MOUNT), force_remount=True)  # the folder that a lost mount leaves counts as mounted
+            return place
+    except ImportError:
+        fix = "Set NBTOOLS_DRIVE to a folder to use instead"
+        raise StageError(f"drive: is Colab's Drive, and this is not Colab. {fix}.") from None
+    except Exception as error:  # ValueError, RuntimeError or Colab's own MessageError, by version
+        if not (_declined := type(error).__name__ == "MessageError"):  # the browser's answer: access is not granted
+            reason = f"Drive is not mounted: {type(error).__name__}: {error}"
+            raise StageError(f"{reason}. Allow access in Colab's dialog, or restart the runtime.") from None
+    raise DriveRefused("Access to Drive was declined in Colab's dialog (restart the session to be asked again)")
+
+
+def remount(path: Path) -> None:
+    """Mount Drive anew if a path, or `drive:…`, is on Colab's, and that does not answer: it does not come back by
+    itself. Only the main thread can, since Colab may ask the user."""
+    named = str(path).startswith("drive:") and not os.environ.get("NBTOOLS_DRIVE")
+    if (named or path.is_relative_to(MOUNT)) and current_thread() is main_thread():
+        try:
+            mount()
+        except StageError as error:
+            say(str(error))
+
+
+def release_runtime() -> None:
+    """On Colab, flush what has not reached Drive yet, then give the machine back, disk and all. Raises StageError, and
+    keeps the machine, if Drive cannot be flushed."""
+    if "google.colab" not in sys.modules:  # Colab's kernel imports it at its start
+        return
+    from google.colab import drive, runtime  # pyright: ignore[reportMissingImports]
+
+    try:
+        drive.flush_and_unmount()
+    except Exception as error:
+        fix = "Check the kept folder on Drive, then choose Runtime, Disconnect and delete runtime"
+        raise StageError(f"The machine is kept: Drive could not be flushed ({error}). {fix}.") from None
+    runtime.unassign()
+
+
+# -- files, by way of a `.part`
 
 
 @dataclass(frozen=True)
@@ -47,8 +190,8 @@ class File:
     page: str = ""
 
     def pieces(self, start: int) -> Iterator[bytes]:
-        """Yield the bytes from `start` on, also of a server that begins anew. Raises Dropped; StageError if the file
-        has changed."""
+        """Yield the bytes from `start` on, also of a server that begins anew. Raises OSError where it stops responding;
+        StageError if the file has changed."""
         if isinstance(self.place, Path):
             try:
                 with FileIO(self.place) as file:
@@ -56,13 +199,8 @@ class File:
                     while data := file.read(CHUNK):
                         yield data
                     stat = self.place.stat()
-            except OSError as error:
-                if not (
-                    disk.is_away(error) or isinstance(error, FileNotFoundError)
-                ):  # without its mount nothing is there
-                    raise
-                drive.remount(self.place)
-                raise Dropped(f"stopped responding (errno {error.errno}, {error.strerror})") from None
+            except FileNotFoundError:  # without its mount nothing is there
+                raise away("it is gone") from None
             same = (stat.st_size, self.version and stat.st_mtime_ns) == (self.size, self.version)
         else:
             with connect(self.place, start) as response:
@@ -75,13 +213,17 @@ class File:
             raise StageError(f"{self.place}: it changed while it was copied. Run it again.")
 
 
+def away(reason: str) -> OSError:
+    """Return the error of what stopped responding, which `retry` tries again."""
+    return OSError(errno.ETIMEDOUT, reason)
+
+
 def fetch_all(files: Mapping[str, File], folder: Path, part: Path, name: str, progress: bool, times: int = 1) -> None:
     """Fetch files below a folder, unless they are there, each by way of `part`, which the next call resumes. times: how
     often their bytes must fit on the disk. Raises StageError, DiskError; what came is kept."""
     todo = {path: file for path, file in files.items() if not (folder / path).exists()}
     need = sum(file.size or 0 for file in todo.values())
     disk.require_space(part, times * need - (part.stat().st_size if part.exists() else 0))
-    part.parent.mkdir(parents=True, exist_ok=True)
     with bar(total=need or None, desc=f"copy {name}", disable=not progress, **BYTES) as shown:
         for path, file in todo.items():
             fetch(file, part, shown.update)
@@ -94,34 +236,30 @@ def fetch(remote: File, part: Path, progress: Callable[[int], object]) -> None:
     with open(part, "ab", buffering=0) as file:
         if file.tell() > (remote.size or 0):
             file.truncate(0)
-        progress(size := file.seek(0, os.SEEK_END))
-        tries, reason = 0, ""
-        while tries < drive.TRIES:
-            before = size
-            try:
-                for data in remote.pieces(size):
-                    disk.write(file, data)
-                    progress(len(data))
-                    size += len(data)
-                if remote.size in (None, size):
-                    return
-                reason = f"it ended after {size} of {remote.size} bytes"
-            except Dropped as error:
-                reason = str(error)
-            tries = 0 if size > before else tries + 1
-            time.sleep(drive.PAUSE * 2**tries)
-    reason = f"{reason}, {drive.TRIES} times in a row. What arrived is kept: run it again"
-    raise StageError(f"{remote.place}: {reason}.", entry="Drive errors 5 and 107")
+        progress(file.seek(0, os.SEEK_END))
+
+        def append() -> None:
+            for data in remote.pieces(file.tell()):
+                disk.write(file, data)
+                progress(len(data))
+            if remote.size not in (None, file.tell()):
+                raise away(f"it ended after {file.tell()} of {remote.size} bytes")
+
+        try:
+            retry(append, Path(remote.place), file.tell)
+        except OSError as error:
+            if not disk.is_away(error):
+                raise
+            reason = f"{remote.place}: stopped responding: {error.strerror}, {TRIES} times in a row"
+            raise StageError(f"{reason}. What arrived is kept: run it again.", entry="Drive errors 5 and 107") from None
 
 
-def listing(path: Path) -> dict[str, tuple[int, int]]:
-    """Return relative path → (size, mtime in ns) of the files below a folder, and of a dangling link itself; of a file:
-    ""."""
-    seen = {"": path.stat()} if path.is_file() else {}
-    start = len(os.path.join(path, ""))
+def files_in(path: Path) -> dict[str, File]:
+    """Return relative path → file of those below a folder, sorted, and of a dangling link itself; of a file: ""."""
+    start, seen = len(os.path.join(path, "")), {"": path.stat()} if path.is_file() else {}
     for item in disk.walk(path) if path.is_dir() else ():
         seen[item.path[start:]] = item.stat(follow_symlinks=item.is_file())
-    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in seen.items()}
+    return {name: File(path / name, stat.st_size, stat.st_mtime_ns) for name, stat in sorted(seen.items())}
 
 
 # -- addresses
@@ -134,15 +272,9 @@ def probe(url: str) -> File:
             version, size = read_headers(response)
             is_file = response.headers.get_content_type() != "text/html" or "Content-Disposition" in response.headers
             return File(response.url, size, version, "" if is_file else response.read().decode("utf-8", "replace"))
-    except Dropped as error:
-        raise StageError(f"{url}: cannot be downloaded: {error}. Check the address and the network.") from None
-
-
-def files_at(address: str) -> dict[str, File]:
-    """Return relative name → file behind a link to Drive, "" for a single file, or of the archive at an address. Raises
-    StageError, as if a web page came instead."""
-    link = drive_address(address)
-    return drive_files(link) if link else only(probe(address))
+    except OSError as error:
+        reason = f"{url}: cannot be downloaded: {error.strerror}"
+        raise StageError(f"{reason}. Check the address and the network.") from None
 
 
 def only(file: File) -> dict[str, File]:
@@ -161,21 +293,21 @@ def read_headers(response: http.client.HTTPResponse) -> tuple[str, int | None]:
 
 @contextmanager
 def connect(url: str, start: int = 0) -> Iterator[http.client.HTTPResponse]:
-    """Yield a server's answer, from a byte on. Raises Dropped for trouble of the moment, StageError for a wrong address
-    and without permission: the network's OSErrors must not look like the disk's."""
+    """Yield a server's answer, from a byte on. Raises OSError of `away` for trouble of the moment, StageError for a
+    wrong address and without permission."""
     headers = {"User-Agent": "Mozilla/5.0 nbtools"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
         with OPENER.open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as response:
             yield response
     except urllib.error.HTTPError as error:
-        status, why = f"{url}: HTTP {error.code} {error.reason}", f"check the address; {SHARE}"
+        status, why = f"HTTP {error.code} {error.reason}", f"check the address; {SHARE}"
         if error.code == 429 or error.code >= 500:
-            raise Dropped(status) from None
+            raise away(status) from None
         if error.code in (401, 403):
             why = about_page(error.read().decode("utf-8", "replace"), forbidden=True)
-        raise StageError(f"{status}: {why}.", entry=PAGE) from None
+        raise StageError(f"{url}: {status}: {why}.", entry=PAGE) from None
     except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
-        raise Dropped(str(getattr(error, "reason", error)) or type(error).__name__) from None
+        raise away(str(getattr(error, "reason", error)) or type(error).__name__) from None
 
 
 def about_page(page: str, forbidden: bool = False) -> str:
@@ -210,21 +342,25 @@ def drive_address(link: str) -> str:
     return f"{SITE}/{'embeddedfolderview' if match and match[1] else 'uc'}?id={name}{key}"
 
 
-def drive_files(address: str) -> dict[str, File]:
-    """Return the files of a Drive link, past the page that says that a file is too large for the virus scan. A shortcut
-    is followed to what it stands for, as `open?id=` is."""
+def files_at(address: str) -> dict[str, File]:
+    """Return relative name → file behind a link to Drive, "" for a single file, or of the archive at an address. Raises
+    StageError, as if a web page came instead. Of Drive's files past the page that says that one is too large for the
+    virus scan; a shortcut is followed to what it stands for, as `open?id=` is."""
+    if not (link := drive_address(address)):
+        return only(probe(address))
     from gdown.download import get_url_from_gdrive_confirmation  # which follows the changes of that page
     from gdown.exceptions import FileURLRetrievalError
 
-    page, _, query = address.rpartition("/")[2].partition("?")
+    page, _, query = link.rpartition("/")[2].partition("?")
     if page != "uc":
-        return files_in_folder(address)
-    file, key = probe(address), query.partition("&")[2]
+        return files_in_folder(link)
+    file, key = probe(link), query.partition("&")[2]
     with suppress(FileURLRetrievalError):  # it is another page
         for _ in range(2 * bool(file.page)):
             file = probe(f"{urljoin(str(file.place), get_url_from_gdrive_confirmation(file.page))}&{key}".rstrip("&"))
-    there = drive_address(str(probe(f"{SITE}/open?{query}").place)) if file.page else ""
-    return drive_files(there) if there and there.partition("&")[0] != address.partition("&")[0] else only(file)
+    there = str(probe(f"{SITE}/open?{query}").place) if file.page else ""
+    moved = drive_address(there).partition("&")[0] not in ("", link.partition("&")[0])
+    return files_at(there) if moved else only(file)
 
 
 def files_in_folder(address: str) -> dict[str, File]:
@@ -235,7 +371,7 @@ def files_in_folder(address: str) -> dict[str, File]:
         if urlsplit(href).hostname == "docs.google.com":
             say(f"{name}: a Google document, left out")
             continue
-        for below, file in drive_files(drive_address(html.unescape(href))).items():
+        for below, file in files_at(html.unescape(href)).items():
             path = "/".join(archive.safe_parts(f"{name}/{below}"))
             if path in files:
                 raise StageError(f"{address}: two files in this Drive folder have the name {path!r}. Rename one.")

@@ -195,7 +195,7 @@ def class_text(value: Any, names: Sequence[str]) -> str:
 class Form:
     """The form of a column, which a pack's card keeps.
 
-    kind: class (its text), labels (K,) of 0 and 1, or array. shape: its first axis is None where samples differ in it;
+    kind: classes (a text), labels (K,) of 0 and 1, or values. shape: its first axis is None where samples differ in it;
     layout: `hwc`, `chw` or `hw` of images, "" of all else; names: the classes allowed.
     """
 
@@ -226,12 +226,12 @@ class Form:
 
     def fit(self, name: str, value: Any) -> Any:
         """Return the array of a plain value as packed; a class as its text. Raises PackError(value, rule, fix)."""
-        if self.kind == "class" or isinstance(value, list):
+        if self.kind == "classes" or isinstance(value, list):
             given = value if isinstance(value, list) else [class_text(value, self.names)]
             labels = [*map(compose, given)]
             if self.names and (other := [label for label in labels if label not in self.names]):
                 raise PackError(other[0], f"the class must be one of {len(self.names):,}: {some(self.names)}", FIX)
-            return labels[0] if self.kind == "class" else np.array([each in labels for each in self.names], np.uint8)
+            return labels[0] if self.kind == "classes" else np.array([each in labels for each in self.names], np.uint8)
         array = numeric(name, value)
         if self.layout == "hwc" and array.ndim == 2:
             array = np.stack([array] * 3, -1)  # a grey one among colours
@@ -252,7 +252,7 @@ def common_form(name: str, values: Sequence[Any], classes: Any, picture: bool) -
     classes, where there are some; False: whole numbers are values; picture: they are PIL images."""
     kinds, names = {type(value) for value in values}, tuple(classes or ())
     if classes is not False and (str in kinds or kinds <= {int, bool}):
-        return Form("class", names=names)
+        return Form("classes", names=names)
     if kinds == {list} or (name == TARGET and names and {np.shape(value) for value in values} == {(len(names),)}):
         return Form("labels", "|u1", (len(names),), names=names)
     if kinds & {str, list}:
@@ -268,7 +268,7 @@ def common_form(name: str, values: Sequence[Any], classes: Any, picture: bool) -
         raise PackError(f"{name} must be of one size, got images (height, width) {came} …; pass size= to resize")
     if others and (not shape or {(len(each), each[1:]) for each in others} != {(len(shape), shape[1:])}):
         raise PackError(f"{name} must have one shape, apart from its first axis, got {came} …; make them match")
-    return Form("array", dtype.str, (None, *shape[1:]) if others else shape, layout_of(name, picture, dtype, shapes))
+    return Form("values", dtype.str, (None, *shape[1:]) if others else shape, layout_of(name, picture, dtype, shapes))
 
 
 def layout_of(name: str, picture: bool, dtype: np.dtype, shapes: Sequence[tuple[int, ...]]) -> str:

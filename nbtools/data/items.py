@@ -27,12 +27,11 @@ from nbtools.data.forms import FIX, TARGET, TARGETS, Form, is_image, is_names
 from nbtools.data.pack import FORMAT, Pack, Sample
 from nbtools.errors import NbtoolsError, PackError
 
-VERSION = 7  # of what a card keeps of them; packs of another are made anew
+VERSION = 8  # of what a card keeps of them; packs of another are made anew
 SEEN = 64  # items looked at
 KNOWN = (list, np.ndarray, torch.Tensor, TensorDataset)  # in memory: all that they hold identifies a pack
 Part = tuple[str | None, Any, list[str]]  # split, items, their names
 POINTS = {2: "points", 4: "boxes"}  # by the length of a column's last axis
-KINDS = {"class": "classes", "labels": "labels"}  # of the target's form → of the pack, else values
 ROLES = ("target", "inputs", "image", "sep", "size", "resize", "points")
 
 
@@ -102,7 +101,10 @@ class Items:
         self.looked = sorted({i * len(self) // SEEN for i in range(SEEN)})
         self.listed = all(isinstance(part, list) for _, part, _ in parts)
         self.text = function_name(options.text) if options.text else ""
-        first = self.first()
+        first: dict[Any, Any] = {}  # where none can be read, `look` says it
+        for i in self.looked:
+            with suppress(Exception):
+                first = first or self.item(i)
         self.target = target_of(first, *options.key)
         points = [options.points] if isinstance(options.points, str) else options.points or ()
         self.marked = [TARGET if name in ("target", options.target, self.target) else name for name in points]
@@ -114,26 +116,31 @@ class Items:
         whole = options.classes is not False and (isinstance(label, str | int) or is_names(label))
         self.resize = [*options.size, options.resize or ("crop" if whole else "squash")] if options.size else None
         self.marks: list[bytes] = []
+        self.index = {name: i for i, name in enumerate(self.names)}
         self.forms = self.look()
         self.stored = [name for name in self.forms if options.store or (self.listed and name == TARGET)]
-        self.kind = KINDS.get(self.forms[TARGET].kind, "values") if TARGET in self.forms else "none"
+        self.kind = self.forms[TARGET].kind if TARGET in self.forms else "none"
 
     def __len__(self) -> int:
         return len(self.places)
 
-    def first(self) -> dict[Any, Any]:
-        """Return the parts of the first item that can be read; `look` says it where there is none."""
-        for k, place in map(self.places.__getitem__, self.looked):
-            with suppress(Exception):
-                return parts_of(self.parts[k][1][place])
-        return {}
+    def item(self, i: int) -> dict[Any, Any]:
+        """Return the parts of an item. Raises PackError(value, rule, fix), and whatever a Dataset does."""
+        k, place = self.places[i]
+        return parts_of(self.parts[k][1][place])
+
+    def readable(self) -> Iterator[dict[str, Any]]:
+        """Yield the arrays of the items looked at that can be read."""
+        for i in self.looked:
+            with suppress(PackError):
+                yield self.sample(i, self.forms)
 
     def values(self, i: int, columns: Collection[str] | None = None) -> dict[str, Any]:
         """Return column → plain value of an item, or of these alone; of a number of a part that has names for them its
         name. Raises PackError(value, rule, fix) without."""
-        k, place = self.places[i]
+        names = self.classes[self.places[i][0]]
         try:
-            parts = name_columns(parts_of(self.parts[k][1][place]), self.target, self.options.key[1])
+            parts = name_columns(self.item(i), self.target, self.options.key[1])
             parts = {name: part for name, part in parts.items() if columns is None or name in columns}
             values = forms.plain_values(parts, self.resize, self.text, self.marked)
         except NbtoolsError:
@@ -142,8 +149,8 @@ class Items:
             if disk.is_away(error):
                 raise
             raise PackError(f"{type(error).__name__}: {error}", "the Dataset must return each item", FIX) from error
-        if isinstance(label := values.get(TARGET), int) and self.classes[k] and self.options.classes is not False:
-            values[TARGET] = forms.class_text(label, self.classes[k])
+        if isinstance(label := values.get(TARGET), int) and names and self.options.classes is not False:
+            values[TARGET] = forms.class_text(label, names)
         return values
 
     def sample(self, i: int, columns: Collection[str]) -> dict[str, Any]:
@@ -162,10 +169,6 @@ class Items:
         except PackError as error:  # where nothing is stored, an item is read here for the first time
             raise PackError(f"{name}: {error}") from None
         return sample | ({TARGET: np.asarray(classes.index(sample[TARGET]))} if self.kind == "classes" else {})
-
-    @cached_property
-    def index(self) -> dict[str, int]:
-        return {name: i for i, name in enumerate(self.names)}
 
     # -- what all have in common
 
@@ -268,24 +271,18 @@ class Items:
         without a copy of the items looked at."""
         learned: dict[str, Any] = {"mean": {}, "std": {}}
         for name, form in self.forms.items():
-            if form.kind in KINDS or not (name == TARGET or form.dtype == "<f4" or form.layout):
+            if form.kind != "values" or not (name == TARGET or form.dtype == "<f4" or form.layout):
                 continue
             if name in pack.arrays:
                 array, rows = pack.arrays[name], np.isin(np.arange(len(pack)), train)
                 rows = np.repeat(rows, np.diff(pack.offsets[name])) if form.ragged else rows
             else:
-                array = (np.concatenate if form.ragged else np.stack)([*self.column(name)])
+                array = (np.concatenate if form.ragged else np.stack)([one[name] for one in self.readable()])
                 rows = np.ones(len(array), bool)
             given = form.layout and name != TARGET and self.options.mean
             moments = (self.options.mean, self.options.std) if given else forms.moments_of(form, array, rows)
             learned["mean"][name], learned["std"][name] = ([*map(float, each)] for each in moments)
         return learned
-
-    def column(self, name: str) -> Iterator[np.ndarray]:
-        """Yield a column of each of the items looked at."""
-        for i in self.looked:
-            with suppress(PackError):
-                yield self.sample(i, self.forms)[name]
 
 
 def images_in(columns: Mapping[str, Form]) -> list[str]:

@@ -29,7 +29,7 @@ import numpy as np
 
 from nbtools import disk, show
 from nbtools.data import splits
-from nbtools.data.drive import cache, place_to_keep, retry
+from nbtools.data.fetch import cache, place_to_keep, retry
 from nbtools.data.splits import SPLITS
 from nbtools.errors import PackError
 
@@ -165,7 +165,8 @@ class Pack(show.Table):
         """Return the samples that were left out: file, value, rule, fix."""
         import pandas as pd
 
-        return pd.read_csv(self.folder / "bad.csv", encoding="utf-8-sig", dtype=str, keep_default_na=False)
+        whole = type("Bad", (pd.DataFrame,), {"__repr__": lambda rows: rows.to_string(max_rows=60)})  # with all columns
+        return whole(pd.read_csv(self.folder / "bad.csv", encoding="utf-8-sig", dtype=str, keep_default_na=False))
 
     def __len__(self) -> int:
         return len(self.split)
@@ -213,13 +214,12 @@ class Pack(show.Table):
         if label is not None:
             labels = class_names(memory_map(self.folder / f"{label}.npy"), self.classes)
             units.sort(key=lambda unit: splits.mode(map(labels.__getitem__, unit)))
-        fold, made = np.full(len(self), -1), []
-        for n, unit in enumerate(units):
-            fold[unit] = n % k
+        fold, made = {i: n % k for n, unit in enumerate(units) for i in unit}, []
         for n in range(k):
+            split = [int(fold[i] == n) if i in fold else own for i, own in enumerate(self.split)]
             digest = hashlib.sha256(f"{self.card.digest} {n} {k} {seed}".encode()).hexdigest()
-            one = self.with_split(np.where(fold < 0, self.split, fold == n), digest=digest)
-            remarks = splits.remarks([SPLITS[i] for i in one.split], labels, ["train", "val"])
+            remarks = splits.remarks([SPLITS[i] for i in split], labels, ["train", "val"])
+            one = self.with_split(np.array(split), digest=digest)
             made.append(dataclasses.replace(one, manifest={**self.manifest, "remarks": remarks}))
         return made
 
@@ -235,8 +235,7 @@ class Pack(show.Table):
         Colab's dialog."""
         if self.card.digest != self.manifest["card"]["digest"]:
             raise PackError("a fold shares the files of the pack that was divided; keep that one")
-        target = retry(lambda: place_to_keep(where), Path(where))
-        if target is not None:
+        if (target := place_to_keep(where)) is not None:
             target = target if target.suffix == ".tar" else target.with_name(f"{target.name}.tar")
             with disk.explained(f"keeping {self.folder}", target):
                 retry(lambda: self.is_kept(target) or self.write_tar(target), target)
@@ -256,7 +255,6 @@ class Pack(show.Table):
     def write_tar(self, path: Path) -> None:
         """Write the files as a plain tar, atomically, once it reads back whole."""
         part = path.with_name(f"{path.name}.part")
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with tarfile.open(part, "w") as tar:
                 for name in (*self.manifest["files"], MANIFEST):
@@ -308,7 +306,6 @@ def memory_map(path: Path) -> np.ndarray:
 
 def touch(path: Path) -> None:
     """Note that the entry of the cache that a path is in, if it is in one, is used now."""
-    if path.is_relative_to(cache()):
+    with contextlib.suppress(OSError, ValueError):  # it is not there yet or elsewhere, or may only be read
         parts = path.relative_to(cache()).parts
-        with contextlib.suppress(OSError):  # it is not there yet, or may only be read
-            os.utime(cache().joinpath(*parts[: 2 if parts[:1] == ("packs",) else 1]))
+        os.utime(cache().joinpath(*parts[: 2 if parts[:1] == ("packs",) else 1]))

@@ -1,8 +1,5 @@
 """Long work: the same on many items by all cores; tqdm's bars, and messages above them: on stderr, in a notebook in the
-output of the cell.
-
-`bar` counts; `work` is for phases whose length is only expected: `phase` begins one, and `tick` draws now and then.
-"""
+output of the cell. `bar` counts; `work` shows the time left of what `phase` names and `tick` draws."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ BYTES = {"unit": "B", "unit_scale": True}  # options of a bar
 CLOCK = {"bar_format": "{l_bar}{bar}| {remaining} left{postfix}", "smoothing": 0, "miniters": 0, "leave": False}
 
 WORK: list[Callable[[Any], Any]] = []  # of a worker process
-ongoing: list[tuple[tqdm, dict[str, float], float]] = []  # (bar, phase → expected seconds, start), at most one
+ongoing: list[tuple[tqdm, float]] = []  # (bar, start), at most one
 attending: list[Callable[[], object]] = []
 
 
@@ -45,32 +42,30 @@ def bar(*arguments: Any, **options: Any) -> tqdm:
 
 
 @contextmanager
-def work(doing: str, progress: bool = True, /, **expected: float) -> Iterator[None]:
-    """Show the time left while the block lasts; without progress nothing, nor of work inside of it. expected: phase →
-    seconds, in their order."""
+def work(doing: str, progress: bool = True) -> Iterator[None]:
+    """Show the time left while the block lasts; without progress nothing, nor of work inside of it."""
     if ongoing:
         yield
         return
-    with bar(desc=doing, total=sum(expected.values()), delay=SLOW, disable=not progress, **CLOCK) as shown:
-        ongoing.append((shown, expected, monotonic()))
+    with bar(desc=doing, total=0, delay=SLOW, disable=not progress, **CLOCK) as shown:
+        ongoing.append((shown, monotonic()))
         try:
             yield
         finally:
             ongoing.clear()
 
 
-def phase(name: str, seconds: float | None = None) -> None:
-    """Begin a phase of the work that is shown, if any is. seconds: what it will take, where that is clearer now."""
-    for shown, expected, start in ongoing:
-        expected[name] = expected.get(name, 0.0) if seconds is None else seconds
-        shown.total = monotonic() - start + sum([*expected.values()][[*expected].index(name) :])
+def phase(name: str, seconds: float) -> None:
+    """Begin a phase of the work that is shown, if any is, which should end after these seconds."""
+    for shown, start in ongoing:
+        shown.total = monotonic() - start + seconds
         shown.set_postfix_str(name, refresh=False)
     tick()
 
 
 def tick() -> None:
     """Draw the bar of the work that is shown, and call what `meanwhile` was given."""
-    for shown, _, start in ongoing:
+    for shown, start in ongoing:
         shown.n = spent = monotonic() - start
         shown.total = max(shown.total, 1.1 * spent + 0.5)  # an estimate that is exceeded grows
         shown.update(0)
@@ -107,12 +102,10 @@ def cores() -> int:
 def side_by_side(work: Callable[[T], R], items: Iterable[T], size: int = 16) -> Generator[R, None, None]:
     """Yield work(item) of each item: on Linux, where that pays, by a forked process a core, `size` items at a time;
     results must be picklable, and fit in memory. Raises NbtoolsError where the system kills a process."""
-    items, spent, done = [*items], 0.0, 0
+    items, start, spent, done = [*items], monotonic(), 0.0, 0
     while done < len(items) and spent <= LOOK:
-        start = monotonic()
-        result = work(items[done])
-        spent, done = spent + monotonic() - start, done + 1
-        yield result
+        yield work(items[done])
+        spent, done = monotonic() - start, done + 1
     rest = items[done:]
     if spent * len(rest) <= SHORT * done or cores() == 1 or sys.platform != "linux":
         yield from map(work, rest)

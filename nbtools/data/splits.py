@@ -10,6 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import mode
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +19,9 @@ from nbtools.show import plural
 
 SPLITS = ("train", "val", "test")
 MOST = 0.7  # classes a sample: with more, the target is hardly a class
+Texts = Sequence[str | None]
+Places = Sequence[float]
 USES = {"train": "can be learned", "val": "chooses the best checkpoint or stops early", "test": "tests it at the end"}
-Units = list[list[int]]
 
 
 def position(data: str | bytes, seed: int = 0) -> float:
@@ -29,54 +31,23 @@ def position(data: str | bytes, seed: int = 0) -> float:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7, key=key).digest(), "big") / 2**56
 
 
-def assign(
-    given: Sequence[str | None],
-    places: Sequence[float],
-    groups: Sequence[str | None],
-    labels: Sequence[str] | None,
-    shares: tuple[float, float],
-    exact: bool,
-) -> list[str]:
+def assign(given: Texts, places: Places, groups: Texts, labels: Any, shares: Places, exact: bool) -> list[str]:
     """Return the split of every sample: the given one, else by its place in [0, 1) and the shares of val and test.
 
     A source with a train split but no val split gives its val share from train, and one with any split of its own has
-    no other test split. test=1.0: all are test. labels: classes, which are divided alike. Raises PackError where whole
-    numbers leave nothing to train on.
+    no other test split. test=1.0: all are test. A share above 0 gets one unit at least, and the last one always trains.
+    labels: classes, which are divided alike. Raises PackError where whole numbers leave nothing to train on.
     """
     val, test = shares
     if is_all(test):
         return ["test"] * len(given)
-    own = set(given) - {None}
-    divided = "train" if "train" in own and "val" not in own else None
-    units = units_of((i for i, split in enumerate(given) if split == divided), places, groups)
-    if labels is not None:  # so that any first part has the same share of each class, in each class as before
-        classes = [mode(labels[i] for i in unit) for unit in units]
-        sizes, before, middles = Counter(classes), Counter[str](), []
-        for label in classes:
-            middles.append((before[label] + 0.5) / sizes[label])
-            before[label] += 1
-        units = [units[k] for k in np.argsort(middles, kind="stable")]
-    result = [split or "train" for split in given]
-    for unit, split in zip(units, draw(units, places, val, 0 if own else test, exact), strict=True):
-        for i in unit:
-            result[i] = split
-    return result
-
-
-def units_of(ids: Iterable[int], places: Sequence[float], groups: Sequence[str | None]) -> Units:
-    """Return the samples that stay together, in the order of their places."""
-    units: dict[int | str, list[int]] = {}
-    for i in ids:
-        units.setdefault(groups[i] or i, []).append(i)
-    return sorted(units.values(), key=lambda unit: places[unit[0]])
-
-
-def draw(units: Units, places: Sequence[float], val: float, test: float, exact: bool) -> list[str]:
-    """Return the split of each unit. A share above 0 gets one at least, and the last one always trains."""
-    exact = exact or is_count(val) or is_count(test)
-    first = (places[unit[0]] for unit in units)
-    splits = ["train" if exact or x >= test + val else "test" if x < test else "val" for x in first]
-    splits[-1:] = ["train" for _ in splits[-1:]]
+    own = {*given} - {None}
+    divided, test = "train" if "train" in own and "val" not in own else None, 0 if own else test
+    units = units_of((i for i, split in enumerate(given) if split == divided), places, groups, labels)
+    splits, exact = ["train"] * len(units), exact or is_count(val) or is_count(test)
+    for k, x in enumerate(places[unit[0]] for unit in units[:-1]):
+        if not exact and x < test + val:
+            splits[k] = "test" if x < test else "val"
     total = sum(map(len, units))
     for split, share in (("test", test), ("val", val)):
         wanted = share if is_count(share) else max(1, exact * round(share * total)) if share else 0
@@ -87,7 +58,23 @@ def draw(units: Units, places: Sequence[float], val: float, test: float, exact: 
         if missing > 0 and is_count(share) and units:
             left = f"leave none of {plural(total, 'sample')} to train on"
             raise PackError(f"val={val} and test={test} {left}; lower them")
-    return splits
+    drawn = {i: split for unit, split in zip(units, splits, strict=True) for i in unit}
+    return [drawn.get(i) or split or "train" for i, split in enumerate(given)]
+
+
+def units_of(ids: Iterable[int], places: Places, groups: Texts, labels: Any = None) -> list[list[int]]:
+    """Return the samples that stay together, in the order of their places; with labels so that any first part has the
+    same share of each class, in each class as before."""
+    together: dict[int | str, list[int]] = {}
+    for i in ids:
+        together.setdefault(groups[i] or i, []).append(i)
+    units = sorted(together.values(), key=lambda unit: places[unit[0]])
+    classes = [mode(labels[i] for i in unit) for unit in units] if labels is not None else []
+    sizes, before, middles = Counter(classes), Counter[str](), []
+    for label in classes:
+        middles.append((before[label] + 0.5) / sizes[label])
+        before[label] += 1
+    return [units[k] for k in np.argsort(middles, kind="stable")] if labels is not None else units
 
 
 def remarks(splits: Sequence[str], labels: Sequence[str] | None, drawn: Iterable[str]) -> list[str]:

@@ -15,6 +15,8 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -23,8 +25,8 @@ from urllib.parse import urlsplit
 
 from nbtools import disk, show
 from nbtools.data import archive, fetch
-from nbtools.data.drive import cache, drive_path, is_far, retry
-from nbtools.data.pack import MANIFEST, Pack, touch
+from nbtools.data.fetch import cache, drive_path, is_far, retry
+from nbtools.data.pack import Pack, is_pack, touch
 from nbtools.data.progress import say
 from nbtools.errors import ArchiveError, PackError, StageError
 
@@ -34,6 +36,37 @@ if TYPE_CHECKING:
 SUFFIXES = r"\.(tar|tar\.gz|tgz|tar\.xz|txz|zip)$"
 RECEIPT = ".stage.json"  # no archive can give its folder this name
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def digest(text: str) -> str:
+    """Return a short hash of a text."""
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).hexdigest()
+
+
+def lock(target: Path) -> AbstractContextManager[None]:
+    """Return the lock of whoever makes a folder."""
+    return disk.lock(cache() / "locks" / f"{digest(str(target))}.lock")
+
+
+@contextmanager
+def unfinished(target: Path, version: str) -> Iterator[Path]:
+    """Yield a folder for what is not finished yet, with what an interrupted call left of the same version; then give
+    the folder `new` in it the target's name. Of damaged data nothing is left."""
+    part = target.with_name(f"{target.name}.part")
+    begun = part / version
+    if not begun.exists():
+        disk.remove(part)
+        begun.mkdir(parents=True)
+    try:
+        yield begun
+    except (ArchiveError, PackError):  # there is nothing to resume
+        disk.remove(part)
+        raise
+    if target.exists():  # an older version of the source: half removed under its name, it would pass for whole
+        disk.remove(begun / "old")
+        disk.rename(target, begun / "old")
+    disk.publish_folder(begun / "new", target)
+    disk.remove(part)
 
 
 def stage(
@@ -50,8 +83,7 @@ def stage(
         job = retry(lambda: decide(str(source), into, sha256 and sha256.lower()), Path(source))
         ready = job.path if job.why == "used in place" else retry(lambda: find_staged(job), Path(source))
     if ready is None:
-        lock = cache() / "locks" / f"stage-{hashlib.sha256(bytes(job.target)).hexdigest()[:16]}.lock"
-        with disk.explained(f"staging {source}", job.target), disk.lock(lock):
+        with disk.explained(f"staging {source}", job.target), lock(job.target):
             ready = find_staged(job) or act(job, progress)
     touch(ready)
     return ready
@@ -68,11 +100,11 @@ class Job:
     sha256: str | None
     why: str
 
-    def look(self) -> dict[str, fetch.File]:
-        """Return relative name → file, "" for the only one of an archive; it may take a connection."""
-        if (path := self.path) is None:
-            return fetch.files_at(self.text)
-        return {name: fetch.File(path / name, *facts) for name, facts in sorted(fetch.listing(path).items())}
+    def look(self) -> tuple[dict[str, fetch.File], str]:
+        """Return relative name → file, "" for the only one of an archive, and a text that changes whenever the content
+        does; it may take a connection."""
+        files = fetch.files_in(self.path) if self.path else fetch.files_at(self.text)
+        return files, digest(repr([(name, file.size, file.version) for name, file in files.items()]))
 
 
 def decide(text: str, into: str | Path | None, sha256: str | None) -> Job:
@@ -88,22 +120,15 @@ def decide(text: str, into: str | Path | None, sha256: str | None) -> Job:
         why = "unpacked" if not folder else "copied" if into else "used in place"
         why = "copied from a slow disk" if is_far(path) else why
         if not folder:
-            with archive.explain_damage(f"{text}: "):
-                archive.kind(path)
+            with archive.explain_damage(f"{text}: "), archive.opened(path):
+                pass
         elif sha256:
             raise StageError(f"{text}: sha256 is for an archive, and this is a folder. Leave it out.")
         elif not any(True for _ in disk.walk(path)):
             raise StageError(f"{text}: {path} holds no files. Is it the right folder?", entry="Keys, columns and paths")
     root = cache() if into is None else Path(into).expanduser().absolute()
     stem = re.sub(r"[^\w.]+", "-", re.sub(SUFFIXES, "", name, flags=re.I))[:60].strip(".-") or "data"
-    target = root / f"{stem}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}"
-    return Job(text, path, target, sha256, why)
-
-
-def version_of(files: dict[str, fetch.File]) -> str:
-    """Return a text that changes whenever the content does."""
-    facts = [(name, file.size, file.version) for name, file in files.items()]
-    return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    return Job(text, path, root / f"{stem}-{digest(origin)[:8]}", sha256, why)
 
 
 def find_staged(job: Job) -> Path | None:
@@ -111,7 +136,7 @@ def find_staged(job: Job) -> Path | None:
     try:
         receipt = json.loads((job.target / RECEIPT).read_text())
         data = job.target / receipt["folder"]
-        current = job.path is None or version_of(job.look()) == receipt["version"]
+        current = job.path is None or job.look()[1] == receipt["version"]
         return data if current and job.sha256 in (None, receipt["sha256"]) and data.exists() else None
     except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
         return None
@@ -119,48 +144,38 @@ def find_staged(job: Job) -> Path | None:
 
 def act(job: Job, progress: bool) -> Path:
     """Fetch, check, unpack, and publish under the final name; the caller holds the lock."""
-    target, part = job.target, job.target.with_name(f"{job.target.name}.part")
-    files = retry(job.look, Path(job.text))
-    version, stem = version_of(files), target.name.rpartition("-")[0]
-    begun, path = part / version, job.path
-    new, data = begun / "new", begun / "new" / stem
-    if not begun.exists():
-        disk.remove(part)  # of another version of the source
+    (files, version), path = retry(job.look, Path(job.text)), job.path
+    stem = job.target.name.rpartition("-")[0]
     if progress:
-        say(f"{job.text}: {job.why}, to {target}")
-    try:
+        say(f"{job.text}: {job.why}, to {job.target}")
+    with unfinished(job.target, version) as begun:
+        data, part = begun / "new" / stem, begun / "file.part"
         if set(files) != {""}:
-            fetch.fetch_all(files, data, begun / "file.part", stem, progress)
+            fetch.fetch_all(files, data, part, stem, progress)
         else:
             if path is None or is_far(path):
                 path = begun / "archive"
-                fetch.fetch_all({"archive": files[""]}, begun, begun / "file.part", stem, progress, 2)
+                fetch.fetch_all({"archive": files[""]}, begun, part, stem, progress, 2)
             data = unpack(job, path, data, progress)
-        if (data / MANIFEST).is_file():
-            Pack.open(data).verify()  # a plain tar has no checksum of its own
-    except (ArchiveError, PackError) as error:
-        disk.remove(part)  # else the next call would resume a bad copy
-        if isinstance(error, ArchiveError):
-            raise
-        raise ArchiveError(f"{job.text}: the pack in it is damaged: {error}. Keep or copy it again.") from None
-    folder = data.relative_to(new).as_posix()
-    receipt = {"source": job.text, "version": version, "sha256": job.sha256, "folder": folder}
-    disk.write_atomic(new / RECEIPT, json.dumps(receipt, indent=2) + "\n")
-    if target.exists():  # an older version of the source: half removed under its name, it would pass for whole
-        disk.remove(begun / "old")
-        disk.rename(target, begun / "old")
-    disk.publish_folder(new, target)
-    disk.remove(part)
-    return target / folder
+        if is_pack(data):
+            try:
+                Pack.open(data).verify()  # a plain tar has no checksum of its own
+            except PackError as error:
+                reason = f"{job.text}: the pack in it is damaged: {error}"
+                raise ArchiveError(f"{reason}. Keep or copy it again.") from None
+        folder = data.relative_to(begun / "new").as_posix()
+        receipt = {"source": job.text, "version": version, "sha256": job.sha256, "folder": folder}
+        disk.write_atomic(begun / "new" / RECEIPT, json.dumps(receipt, indent=2) + "\n")
+    return job.target / folder
 
 
 def unpack(job: Job, path: Path, data: Path, progress: bool) -> Path:
     """Check the hash of an archive, and unpack it into the new folder `data` → it, or the only folder in it."""
-    if job.sha256 and (digest := disk.sha256(path)) != job.sha256:
+    if job.sha256 and (came := disk.sha256(path)) != job.sha256:
         fix = "Copy it again, or correct the number"
-        raise ArchiveError(f"{job.text}: its SHA-256 is {digest}, not {job.sha256}. {fix}.")
+        raise ArchiveError(f"{job.text}: its SHA-256 is {came}, not {job.sha256}. {fix}.")
     disk.remove(data.parent)
-    data.parent.mkdir(parents=True)
+    data.mkdir(parents=True)
     archive.unpack(path, data, job.text, progress)
     top = list(data.iterdir())
     return top[0] if len(top) == 1 and top[0].is_dir() else data
@@ -183,7 +198,7 @@ def cached(free: int | str | None = None) -> pd.DataFrame:
         made = [path for path in cache().glob("*") if path.suffix == ".part" or (path / RECEIPT).exists()]
         for path in sorted([*made, *cache().glob("packs/*/")], key=os.path.getmtime):
             used = f"{datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d %H:%M}"
-            size = sum(size for size, _ in fetch.listing(path).values())
+            size = sum(file.size or 0 for file in fetch.files_in(path).values())
             if delete := disk.free_bytes(cache()) < wanted:
                 gone = path.with_name(f"{path.name}.deleted.part")  # so that nobody reads half of it
                 disk.rename(path, gone)

@@ -78,7 +78,7 @@ def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | No
     elif measure:
         train.require_sizes(pack)
         name = train.title_of(task).rpartition(".")[2]
-        with work(f"measuring {name} on this machine", **dict.fromkeys(PARTS, LEAST / 4)):
+        with work(f"measuring {name} on this machine"):
             advice = search_plan(task, pack, partial(by_rules, task, pack, pretrained), seconds)
         with suppress(OSError):  # a pack may be on a read-only disk
             disk.write_atomic(path, json.dumps({**kept, key: advice.to_dict()}))

@@ -210,7 +210,7 @@ def lr_sweep(task: TaskLike, pack: Pack, plan: Plan, lrs: Sequence[float] = (), 
     """
     if wrong := [lr for lr in lrs if not 0 < lr < math.inf]:
         raise TrainError(f"lr_sweep: every lr must be greater than 0 and finite, got {wrong[0]!r}")
-    with work("trying learning rates", values=seconds):
+    with work("trying learning rates"):
         step_s = timed(task, pack, plan.replace(**EAGER, ema=None), seconds=0.5).step_s
         phase("values", seconds)
         return lr_trial(task, pack, plan, step_s, False, seconds, lrs)

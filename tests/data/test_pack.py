@@ -118,6 +118,7 @@ def test_bad_samples_are_listed_and_where_none_can_be_used_the_first_is_named(pl
     assert bad["value"][3:] == ["No such file or directory", "5, five"]
     assert all(bad["fix"])
     assert "5 left out, see pack.bad" in str(made)
+    assert "the number is below 5" in str(made.bad), "in a terminal, too"
     (source / "0.npy").unlink()
     words = r"0 of 5 files can be used. The first: 1.npy: the file must be readable, got .*; "
     with pytest.raises(PackError, match=words):
@@ -195,7 +196,7 @@ def test_what_was_decoded_before_an_interrupt_is_not_read_again_unless_it_is_of_
         pack(source, read=interrupted, into=into)
     if change == "a file":
         np.save(source / "1.npy", np.full(3, -1, np.float32))
-    for path in place.glob("*.blocks.part/*/*.npz") if change == "a power cut" else ():
+    for path in place.glob("*.part/*/*.npz") if change == "a power cut" else ():
         path.write_bytes(bytes(path.stat().st_size))
     before, options = reads(place), {"scale": 2} if change == "an option" else {}
     made = pack(source, options, into=into)

@@ -23,7 +23,7 @@ from archives import archived, forked, put, tar_bytes, tree
 import nbtools as nb
 from nbtools import errors
 from nbtools.__main__ import main
-from nbtools.data import cache, drive, drive_path, fetch, place_to_keep, release_runtime
+from nbtools.data import cache, drive_path, fetch, place_to_keep, release_runtime
 
 pytestmark = [
     pytest.mark.usefixtures("place"),
@@ -134,7 +134,7 @@ def reads(patch, act):
 
     with patch.context() as one:
         one.setattr(fetch, "FileIO", Mounted)
-        one.setattr(drive, "PAUSE", 0.001)
+        one.setattr(fetch, "PAUSE", 0.001)
         yield count
 
 
@@ -145,7 +145,7 @@ def away(code: int = errno.EIO):
 def test_one_error_while_a_mount_is_looked_at_is_tried_again(place, monkeypatch):
     put(place / "drive" / "folder" / "a" / "x", b"1")
     codes, scandir = [errno.EIO], os.scandir
-    monkeypatch.setattr(drive, "PAUSE", 0.001)
+    monkeypatch.setattr(fetch, "PAUSE", 0.001)
     monkeypatch.setattr(os, "scandir", lambda p: away(codes.pop()) if codes and "/drive/" in f"{p}" else scandir(p))
     assert (tree(stage("drive:folder")), codes) == ({"a/x": b"1"}, [])
 
@@ -155,7 +155,7 @@ MOUNTS = {  # what happens at the n-th read of a file on Drive → what is said,
     "errno 107 four times in a row": (lambda n, read, path: away(errno.ENOTCONN) if 1 <= n < 5 else read(), ""),
     "it stops answering": (
         lambda n, read, path: read() if n < 2 else away(errno.ENOTCONN),
-        r"stopped responding .*What arrived is kept: run it again",
+        r"stopped responding: .*What arrived is kept: run it again",
     ),
     "another file of its size takes its place": (
         lambda n, read, path: (n == 1 and put(path, BIG), read())[1],
@@ -245,11 +245,11 @@ def colab(place, monkeypatch) -> MagicMock:
 
     fake.drive.mount.side_effect = mount
     monkeypatch.delenv("NBTOOLS_DRIVE")
-    monkeypatch.setattr(drive, "MOUNT", point)
+    monkeypatch.setattr(fetch, "MOUNT", point)
     monkeypatch.setattr(os.path, "ismount", lambda path: path == point and fake.mounted)
     monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
     monkeypatch.setitem(sys.modules, "google.colab", fake)
-    monkeypatch.setattr(drive, "_declined", False)
+    monkeypatch.setattr(fetch, "_declined", False)
     return fake
 
 
@@ -352,7 +352,7 @@ def web(monkeypatch):
     address = f"http://127.0.0.1:{server.server_port}"
     Web.data, Web.drop, Web.ranges, Web.status, Web.requests = TAR, None, True, 200, []
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    monkeypatch.setattr(drive, "PAUSE", 0.001)
+    monkeypatch.setattr(fetch, "PAUSE", 0.001)
     monkeypatch.setattr(fetch, "OPENER", direct)
     monkeypatch.setattr(fetch, "SITE", address)
     monkeypatch.setattr(fetch, "HOSTS", (*fetch.HOSTS, "127.0.0.1"))
