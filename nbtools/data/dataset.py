@@ -62,8 +62,9 @@ def pack(
 ) -> Any:
     """Return the pack of one's own data, read once; opened where it is finished.
 
-    data, or train: a Dataset, array or list of items (arrays, numbers, PIL images, or tuples or dicts of them), a
-    DataFrame, a CSV file, or images by class, `class/*.png` or `train/class/*.png`, in anything that `stage` takes.
+    data, or train: arrays (x, y), or a dict of them; a Dataset, array or list of items (arrays, numbers, PIL images, or
+    tuples or dicts of them), a DataFrame, a CSV file, or images by class, `class/*.png` or `train/class/*.png`, in
+    anything that `stage` takes.
     target, inputs: keys or columns; by default y, label, labels or target, of (x, y) y, and all others. image: the
     column of file names in root, or beside the CSV. text: a function of a text, kept by its name. sep: divides a text
     into several labels, an empty one into none; these, or lists of names, become y (K,) of 0 and 1. classes: all, in
@@ -140,9 +141,22 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
             parts += image_folders(stage(data, progress=progress), split, options.classes is not None, progress)
             options.key = (TARGET, None)
         else:
-            require_items(data)
+            require_items(data := zip_columns(data))
             parts.append((split, data, [name.format("item", i) for i in range(len(data))]))
     return parts, values if isinstance(groups, str) else groups
+
+
+def zip_columns(data: Any) -> Any:
+    """Return the items of columns of equal length, (x, y) or by name; other data as it is."""
+    columns = [*data.values()] if isinstance(data, Mapping) else data
+    if not isinstance(data, tuple | Mapping) or not all(isinstance(c, list) or hasattr(c, "shape") for c in columns):
+        return data
+    if data.keys() & {"train", "val", "test"} if isinstance(data, Mapping) else len(data) < 2:
+        return data
+    if len(counts := {len(column) for column in columns}) > 1:
+        raise PackError(f"columns must have as many items as each other, got {', '.join(map(str, sorted(counts)))}")
+    rows = zip(*columns, strict=True)
+    return [dict(zip(data, row, strict=True)) for row in rows] if isinstance(data, Mapping) else [*rows]
 
 
 def require_items(data: Any) -> None:

@@ -84,6 +84,8 @@ def remarks(splits: Sequence[str], labels: Sequence[str] | None, drawn: Iterable
     classes = {*(labels or ())}
     if len(classes) > max(MOST * len(splits), 10):
         return [*lines, f"{len(classes):,} classes for {len(splits):,} samples: is the target a class at all?"]
+    if len(classes) == 1:
+        lines.append(f"all samples are of one class ({min(classes)}): there is nothing to tell apart")
     for split, so in (("train", "it cannot be learned"), ("val", "no evaluation sees it")):
         seen = {label for label, one in zip(labels or (), splits, strict=False) if one == split}
         if (lacking := sorted(classes - seen)) and seen:

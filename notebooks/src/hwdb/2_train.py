@@ -73,10 +73,10 @@ panel
 
 # %% [markdown]
 # ## Train
-# At first CTC predicts blank everywhere: the character error rate stays at 1, and then falls quickly. The
-# panel acts on the run. *Stop* saves and returns it; running this cell again resumes it.
+# At first CTC predicts blank everywhere: the character error rate stays at 1 for a while, then falls quickly. The
+# panel acts on the run. *Stop* saves and returns it; run it again to resume.
 #
-# A line for each epoch stays: `cer` is the character error rate on unseen writers, `infeasible` the share of lines too
+# A line per epoch stays: `cer` is the character error rate on unseen writers, `infeasible` the share of lines too
 # narrow for their text.
 
 # %%
