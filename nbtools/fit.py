@@ -32,11 +32,10 @@ Callback = Callable[[Record, Run], Any]
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Leave no_grad and autocast after an error, and in a notebook no memory."""
+    """Free the memory of a run that ends with an error, in a notebook also that of its traceback."""
     try:
         yield
     except BaseException as error:
-        devices.leave_modes()
         # IPython keeps a traceback until the next one, and with it the variables of its frames, such as a model.
         cause: BaseException | None = error if running_kernel() is not None else None
         while cause is not None:

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import toy
-from acting import QUIET, acting, interrupted, last_step, same, texts
+from acting import QUIET, acting, interrupted, last_step, texts
 from archives import tree
 from safetensors.torch import load_file
 
@@ -208,19 +208,3 @@ def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk
     interrupted(lambda: given_back_by(acting({3: ctrl_c})))
     assert given_back_by(toy) == 1, "not when the user stopped it"
     assert nb.Run.open(tmp_path / "kept", toy).history.of("epoch")
-
-
-def test_an_interrupt_while_torch_enters_a_context_leaves_it_entered_for_no_later_run(pack, tmp_path):
-    """Under autocast that is left on, steps would go on with the weights of the first."""
-
-    def interrupt() -> None:
-        for context in (torch.no_grad(), torch.autocast("cpu", torch.float16)):
-            context.__enter__()
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        nb.fit(acting({5: interrupt}), pack, ONE.replace(amp="bf16"), tmp_path / "run", **QUIET)
-    assert torch.is_grad_enabled()
-    assert not torch.is_autocast_enabled("cpu")
-    whole = nb.fit(toy, pack, ONE.replace(amp="bf16"), tmp_path / "whole", **QUIET)
-    assert same(nb.fit(toy, pack, ONE.replace(amp="bf16"), tmp_path / "run", **QUIET), whole)
