@@ -287,13 +287,12 @@ def is_ours(path: Path) -> bool:
 def resume(folder: Path, state: TrainState, history: History) -> tuple[list[str], list[Record]]:
     """Load the last checkpoint that is whole, and cut the history to it; return complaints about newer ones, and the
     row of what the wanted plan changes."""
-    saved = checkpoint.newest(folder)
-    old = type(state.plan).from_dict(saved.facts["plan"])  # plan.json may be ahead of the checkpoint
-    train.adopt(state, state.plan)  # first: a scaler takes over its saved state
+    saved, wanted = checkpoint.newest(folder), state.plan
+    train.adopt(state, type(wanted).from_dict(saved.facts["plan"]))  # plan.json may be ahead of the checkpoint
     state.load(saved.tensors, saved.facts["state"])
     checkpoint.rewind(folder, saved.name)  # before rows go: a run killed between them resumes with all of its rows
     history.cut(saved.facts["rows"])
-    return [*saved.complaints], [*train.caught_up(state, old)]
+    return [*saved.complaints], [*train.change(state, wanted)]
 
 
 class Job:

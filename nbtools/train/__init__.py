@@ -27,7 +27,7 @@ from nbtools.train.plan import (
     shown,
 )
 from nbtools.train.ranks import RankLost, Ranks, join, naming
-from nbtools.train.state import TrainState, adopt, caught_up, require_change
+from nbtools.train.state import TrainState, adopt, change, require_change
 from nbtools.train.step import gradients, release, train_step
 from nbtools.train.task import (
     Task,

@@ -54,13 +54,13 @@ class Checkpoint:
     complaints: tuple[str, ...] = ()
 
 
-def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None:
-    """Write the state, delete old checkpoints. rows: of the history, which a resume cuts to them. Raises DiskError."""
-    publish(folder, snapshot(state, rows, best))
+def save(folder: Path, state: TrainState, rows: int) -> None:
+    """Write the state as the last checkpoint. Raises DiskError."""
+    publish(folder, snapshot(state, rows))
 
 
 def snapshot(state: TrainState, rows: int, best: bool = False) -> Checkpoint:
-    """Copy the state to host memory."""
+    """Copy the state to host memory. rows: of the history, which a resume cuts to them."""
     facts = {"rows": rows, "best": best, "plan": state.applied.to_dict(), "state": state.facts()}
     plain: dict[str, Any] = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
     tensors = {name: tensor.detach().to(**plain) for name, tensor in state.tensors().items()}
@@ -175,15 +175,12 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return below(tensors, "ema.module.") or below(tensors, "model.")
 
 
-# -- on a second disk
-
-
 class Keeper:
     """Copies a run to a second folder on a thread of its own. complaints: said once where copies begin to fail, and at
     the end; trouble: why the last copy is not there, if so: the next checkpoint is tried again."""
 
     def __init__(self, source: Path, target: Path):
-        self.source, self.target, self.kept, self.left = source, target, "nothing yet", False
+        self.source, self.target, self.kept = source, target, "nothing yet"
         self.complaints: list[str] = []
         self.trouble: BaseException | None = None
         with disk.explained("keeping a run", target):
@@ -198,10 +195,11 @@ class Keeper:
         self.queue.put(True)
 
     def work(self) -> None:
-        while self.queue.get():
+        more = True
+        while more:
+            more = self.queue.get()
             if self.queue.empty():  # else what comes next brings this too
                 self.attempt()
-        self.attempt()
 
     def attempt(self) -> None:
         try:
@@ -216,38 +214,28 @@ class Keeper:
             self.trouble = error
 
     def copy(self) -> None:
-        """Copy what is new, run.json last; delete checkpoints there that are no longer here."""
+        """Copy what has changed, run.json last; delete checkpoints there that are no longer here. Raises
+        CheckpointError unless what is there was there before, or is of this session, by the run's starts."""
         index = read_index(self.source)
-        self.require_own(index)
-        for path in self.source.iterdir():
-            if path.suffix in SMALL and path.name not in (CONTROL, INDEX) and not FILE.fullmatch(path.name):
-                self.bring(path)
-        for name in names_in(index):
-            self.bring(self.source / f"{name}.json")
-        self.require_own(index)  # the copy may have taken long
-        disk.write_atomic(self.target / INDEX, json.dumps(index, indent=1))
+        small = [path for path in self.source.iterdir() if path.suffix in SMALL and not FILE.fullmatch(path.name)]
+        small = [path for path in small if path.name not in (CONTROL, INDEX)]
+        for path in [*small, *(self.source / f"{name}.json" for name in names_in(index)), self.source / INDEX]:
+            kept, there = read_index(self.target), self.target / path.name
+            if kept != self.before and kept.get("starts", []) != index.get("starts"):
+                rule = "another session has kept its run there since, or the disk was changed"
+                raise CheckpointError(f"{rule}; to keep this one, name another keep=")
+            data = json.dumps(index, indent=1).encode() if path.name == INDEX else path.read_bytes()
+            if disk.exists(there) and there.read_bytes() == data:
+                continue
+            if FILE.fullmatch(path.name):  # the facts of a checkpoint, which have the hash of its tensors
+                tensors = path.with_suffix(".safetensors")
+                disk.write_atomic(self.target / tensors.name, tensors.read_bytes())
+            disk.write_atomic(there, data)
         self.kept = f"step {place(index['last'])[1]:,}"
         for path in self.target.iterdir():
             gone = path.stem not in names_in(index) and not (self.source / path.name).exists()
             if gone and FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)
-
-    def bring(self, path: Path) -> None:
-        """Copy a file that has changed; the facts of a checkpoint follow its tensors, whose hash they have."""
-        there, data = self.target / path.name, path.read_bytes()
-        if disk.exists(there) and there.read_bytes() == data:
-            return
-        if FILE.fullmatch(path.name):
-            tensors = path.with_suffix(".safetensors")
-            disk.write_atomic(self.target / tensors.name, tensors.read_bytes())
-        disk.write_atomic(there, data)
-
-    def require_own(self, index: dict[str, Any]) -> None:
-        """Raise CheckpointError unless what is there was there before, or is of this session, by the run's starts."""
-        there = read_index(self.target)
-        if self.left or not index or (there != self.before and there.get("starts", []) != index.get("starts")):
-            rule = "another session has kept its run there since, or the disk was changed"
-            raise CheckpointError(f"{rule}; to keep this one, name another keep=")
 
     def close(self, mount: bool = False, tell: Callable[[str], None] = say) -> None:
         """Wait until the run as it is now is copied, or cannot be; an interrupt ends that. mount: mount Drive anew if
@@ -261,8 +249,8 @@ class Keeper:
             if self.trouble is not None and mount:
                 remount(self.target)
                 self.attempt()
-        except KeyboardInterrupt:  # from now on another call may keep its run there
-            self.left, self.trouble = True, KeyboardInterrupt("interrupted")
+        except KeyboardInterrupt:
+            self.trouble = KeyboardInterrupt("interrupted")
         if self.trouble is not None:
             what = f"not kept to the end ({self.trouble}); kept: {self.kept}"
             fix = f"all of it is in {self.source}: run it again to copy the rest, before this machine is given back"

@@ -54,9 +54,6 @@ def shape_of(card: Card, name: str) -> tuple[int, ...]:
     return (shape[2], *shape[:2]) if layout == "hwc" else (1, *shape) if layout == "hw" else tuple(shape)
 
 
-# -- batches
-
-
 def prepare(raw: Batch, card: Card, draws: Draws | None, names: Any) -> Batch:
     """Return the inputs of a raw batch as a network takes them: images (B, C, H, W) float32, of bytes from 0 to 1;
     augmented by name given draws; normalised by the card's mean and std. The padding of sequences stays 0."""
@@ -95,9 +92,6 @@ def inside(values: Tensor, lengths: Tensor) -> Tensor:
     """Return which steps (B, L, 1, …) of padded sequences (B, L, …) are within their lengths."""
     steps = places(values.shape[1], values.device) < lengths[:, None]
     return steps.view(*steps.shape, *[1] * (values.dim() - 2))
-
-
-# -- augmentation
 
 
 def strengths(names: Collection[str] | Mapping[str, float]) -> dict[str, float]:
@@ -177,9 +171,6 @@ def colour(x: Tensor, light: Tensor, contrast: Tensor, saturation: Tensor) -> Te
     return grey + (x - grey) * saturation if x.shape[1] == 3 else x
 
 
-# -- outputs
-
-
 def logits_of(outputs: Any) -> Tensor:
     """Return the tensor of outputs: themselves, their `.logits` (transformers), or their "out" (torchvision)."""
     for tensor in (outputs, getattr(outputs, "logits", None), outputs.get("out") if hasattr(outputs, "get") else None):
@@ -207,9 +198,6 @@ def values_like(outputs: Any, shape: Sequence[int]) -> Tensor:
         rule = f"the network must return one value for each element of the target, {shape}, got {tuple(values.shape)}"
         raise TrainError(f"{rule}; change its last layer")
     return values.float().reshape(shape)
-
-
-# -- metrics
 
 
 def top(count: int, logits: Tensor, y: Tensor) -> Pair:
@@ -297,9 +285,6 @@ def by_name(metric: str, outputs: Any, y: Tensor, card: Card | None) -> Pair:
     return measure(values_like(outputs, y.shape) if kind == "values" else class_logits(outputs, card), y)
 
 
-# -- answers
-
-
 class Answer(NamedTuple):
     """A class and its probability."""
 
@@ -344,22 +329,18 @@ def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool
         image = ((image - low) * (255 / (high - low))).round().astype(np.uint8)
     image = image if image.ndim == 2 else image[..., :3] if image.shape[2] >= 3 else image[..., 0]
     y, kind, truth, text = sample.get(TARGET, np.zeros(0)), card.options["kind"], "", as_text(answer)
-    if kind == "classes":
-        truth = card.classes[int(y)]
-    elif kind == "labels":
-        truth = ", ".join(card.classes[k] for k in np.flatnonzero(y)) or "none"
+    if kind in ("classes", "labels"):
+        truth = ", ".join(card.classes[k] for k in (np.flatnonzero(y) if kind == "labels" else [int(y)])) or "none"
     elif kind == "values":
         text += f" (true: {as_text(y)})"
     return image, truth, text, True
 
 
 def as_text(answer: Any) -> str:
-    """Return an answer or a target as a short text: classes, a few numbers, or the shape of many."""
+    """Return an answer or a target as a short text: classes, or its first numbers."""
     if isinstance(answer, Labels):
         return ", ".join(label.name for label in answer) or "none"
     values = np.asarray(answer.name if isinstance(answer, Answer) else answer)
     if values.dtype.kind not in "biuf":
         return str(values)
-    if values.size > FEW:
-        return f"{' × '.join(map(str, values.shape))} values"
-    return ", ".join(f"{value:.4g}" for value in values.reshape(-1))
+    return ", ".join(f"{value:.4g}" for value in values.reshape(-1)[:FEW]) + " …" * (values.size > FEW)

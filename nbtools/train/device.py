@@ -6,8 +6,9 @@ import ctypes
 import gc
 import os
 import resource
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,15 +31,10 @@ GRAPH_DEVICES = ("cuda",)
 FP16_DEVICES = ("cuda", "mps")  # on a CPU most of its kernels are not vectorised, or emulated: a step took 14 s
 FULL = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "ALLOCATION_FAILED")  # of a RuntimeError
 NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
-# Tuning takes 0.5 s a convolution and shape on an H200 (BiSeNetV2: 70, 40 s), where a step takes 1.4 to 2.3 ms for each
-# (captcha guide). If tuning makes it 5 % faster, which is a guess, that comes back after 0.5 / (0.05 × 0.002) steps.
-TUNING_PAYS = 5_000
+TUNING_PAYS = 5_000  # steps: 0.5 s a convolution on an H200, of which a step takes 2 ms, by a guess 5 % less afterwards
 LIBRARY = ctypes.CDLL(None)
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
 T = TypeVar("T")
-
-
-# -- which one
 
 
 def world() -> int:
@@ -100,17 +96,13 @@ def tier(gigabytes: float, tiers: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return next(tier for tier in tiers if gigabytes >= NEARLY * tier[0])
 
 
-# -- switches
-
-
 def prepare(plan: Plan, device: torch.device) -> None:
     """Set determinism, the number of threads, on CUDA TF32, on a CPU how malloc frees."""
     torch.use_deterministic_algorithms(plan.deterministic)
     own = threads()
     torch.set_num_threads((plan.threads if world() == 1 else None) or own)  # torchrun shares out the cores itself
     if device.type == "cpu" and hasattr(LIBRARY, "mallopt"):
-        # glibc's malloc keeps what tensors free: else every large activation goes back to the system, and a step spends
-        # 5 % (small network) to 20 % (captcha guide) of its time on page faults.
+        # malloc keeps what tensors free: else a step spends 5 to 20 % (captcha guide) of its time on page faults.
         LIBRARY.mallopt(TRIM_THRESHOLD, 2**31 - 1)
         any(LIBRARY.mallopt(MMAP_THRESHOLD, size) for size in (2**30, 2**25))  # some allow no more
     if device.type == "cuda":
@@ -161,9 +153,6 @@ def still(part: nn.Module) -> Iterator[None]:
             norm.momentum, norm.num_batches_tracked = momentum, counted
 
 
-# -- precision
-
-
 def autocast(plan: Plan, device: torch.device) -> AbstractContextManager[Any]:
     """Return mixed precision for a forward pass; a generator must not yield inside. fp16 is float32 where it may not
     train: evaluations and predictions of a run that a GPU trained."""
@@ -172,8 +161,8 @@ def autocast(plan: Plan, device: torch.device) -> AbstractContextManager[Any]:
 
 
 def keep_recurrent_in_float32(model: nn.Module) -> None:
-    """Have the model's LSTM, GRU and RNN layers leave autocast in bf16. On CUDA it runs cuDNN's in fp16, whatever its
-    dtype (`_cudnn_rnn_cast_reflatten`, AutocastRNN.cpp), and bf16 trains without the loss scaling that fp16 needs."""
+    """Have the model's LSTM, GRU and RNN layers leave autocast in bf16, where CUDA runs cuDNN's in fp16
+    (`_cudnn_rnn_cast_reflatten`, AutocastRNN.cpp), which needs a scaled loss."""
     for layer in model.modules():
         if isinstance(layer, nn.RNNBase) and "forward" not in vars(layer):
             vars(layer)["forward"] = partial(in_float32, layer)
@@ -181,13 +170,13 @@ def keep_recurrent_in_float32(model: nn.Module) -> None:
 
 def in_float32(layer: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
     """Return the layer's forward pass, under bf16 without autocast."""
-    weight, forward = next(layer.parameters()), type(layer).forward
-    kind = weight.device.type
-    if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != torch.bfloat16:
-        return forward(layer, *args, **kwargs)
-    args, kwargs = tree_map_only(Tensor, lambda x: x.to(weight.dtype) if x.is_floating_point() else x, (args, kwargs))
-    with torch.autocast(kind, enabled=False):
-        return forward(layer, *args, **kwargs)
+    weight = next(layer.parameters())
+    kind, dtype = weight.device.type, weight.dtype
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
+        args, kwargs = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
+        with torch.autocast(kind, enabled=False):
+            return type(layer).forward(layer, *args, **kwargs)
+    return type(layer).forward(layer, *args, **kwargs)
 
 
 def find_scale(scaler: torch.amp.GradScaler, parameters: Sequence[Tensor], differentiate: Callable[[], T]) -> T:
@@ -201,21 +190,6 @@ def find_scale(scaler: torch.amp.GradScaler, parameters: Sequence[Tensor], diffe
             return result
         scaler.update(scaler.get_scale() / 2)
     return differentiate()
-
-
-def leave_modes() -> None:
-    """Leave no_grad and autocast, which an interrupt leaves on if it comes while torch enters or leaves them: in
-    autocast torch would go on with copies of weights that have changed since."""
-    torch.set_grad_enabled(True)
-    for kind in ("cpu", "cuda"):
-        torch.set_autocast_enabled(kind, False)
-    torch.autocast_increment_nesting()
-    while torch.autocast_decrement_nesting() > 0:
-        continue
-    torch.clear_autocast_cache()
-
-
-# -- memory
 
 
 def within_memory(act: Callable[[], T]) -> tuple[T | None, str]:
@@ -249,15 +223,22 @@ def give_back(device: torch.device) -> None:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Return MiB in use: on CUDA allocated and reserved, elsewhere the process's resident memory."""
+    """Return MiB in use: on CUDA allocated and reserved, elsewhere what this process has in RAM (macOS: its peak)."""
     if device.type == "cuda":
         used = {"allocated": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
         return {f"gpu_memory_{name}": size / 2**20 for name, size in used.items()}
-    return {"memory": resident_bytes() / 2**20}
+    if sys.platform == "linux":
+        return {"memory": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20}
+    return {"memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
 
 
-def resident_bytes() -> int:
-    """Return the bytes of this process in RAM now (Linux), or its peak (macOS)."""
-    with suppress(FileNotFoundError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def leave_modes() -> None:
+    """Leave no_grad and autocast, which an interrupt leaves on if it comes while torch enters or leaves them: in
+    autocast torch would go on with copies of weights that have changed since."""
+    torch.set_grad_enabled(True)
+    for kind in ("cpu", "cuda"):
+        torch.set_autocast_enabled(kind, False)
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > 0:
+        continue
+    torch.clear_autocast_cache()

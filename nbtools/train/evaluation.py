@@ -84,24 +84,15 @@ def scores(
 def losses(task: TaskLike, model: nn.Module, raws: Iterable[Batch], plan: Plan, device: torch.device) -> np.ndarray:
     """Return the loss of each raw batch, (n,) float64, one that is no number as infinite."""
     pairs = [scores(as_task(task), model, raw, plan, device, metrics=())["loss"] for raw in raws]
-    values = [torch.as_tensor(total / max(float(count), 1.0), dtype=sum_dtype(device)) for total, count in pairs]
-    return np.nan_to_num(torch.stack(values).cpu().numpy().astype(np.float64), nan=np.inf)
-
-
-def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
-    """Add loss and metrics of a batch. Raises TrainError where memory ends."""
-    pairs, reason = within_memory(partial(scores, task, model, raw, plan, sums.device))
-    if pairs is None:
-        rule = f"out of memory evaluating {plural(len(raw['id']), 'sample')} ({reason})"
-        raise TrainError(f"{rule}; set a smaller micro_batch_size, which evaluations take too", entry="Out of memory")
-    sums.add(pairs)
+    return np.nan_to_num(np.array([float(total / max(float(count), 1.0)) for total, count in pairs]), nan=np.inf)
 
 
 def score_split(
     task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str, sums: Sums, feed: Feed | None = None
 ) -> Iterator[int]:
     """Add loss and metrics of a split to sums, of several ranks in turns; yields after every batch how many samples it
-    had. At most `plan.eval_samples`, always the same ones, evenly spaced. Raises TrainError if the split is empty."""
+    had. At most `plan.eval_samples`, always the same ones, evenly spaced. Raises TrainError if the split is empty, and
+    where memory ends."""
     ids, most, ranks = pack.ids(split), plan.eval_samples, sums.ranks
     if not len(ids):
         there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
@@ -112,7 +103,12 @@ def score_split(
     feed = feed or run_or_explain(partial(open_feed, pack, plan, sums.device), "opening the pack")
     batches = in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)
     for raw in feed(batches[ranks.rank :: ranks.world]):
-        score(as_task(task), model, raw, plan, sums)
+        pairs, reason = within_memory(partial(scores, as_task(task), model, raw, plan, sums.device))
+        if pairs is None:
+            rule = f"out of memory evaluating {plural(len(raw['id']), 'sample')} ({reason})"
+            fix = "set a smaller micro_batch_size, which evaluations take too"
+            raise TrainError(f"{rule}; {fix}", entry="Out of memory")
+        sums.add(pairs)
         yield len(raw["id"])
 
 
@@ -128,17 +124,16 @@ def evaluate(
     return sums.read()
 
 
-# -- before a run
-
-
 def rehearse(state: Any, pack: Pack) -> None:
     """Raise TrainError, with shapes, if the network does not take the pack's samples, or loss and metrics what it
     returns. No weight and no random state changes."""
-    task, plan, device, outputs = state.task, state.applied.while_training(), state.device, None
+    task, plan, device = state.task, state.applied.while_training(), state.device
     first, target = pack.ids("train")[:REHEARSED], pack.arrays.get(TARGET, np.zeros(()))
     if pack.options.get("kind") == "classes" and target.ndim == 1:  # a loss may not take the highest one
         first = np.append(first, pack.ids("train")[np.argmax(target[pack.ids("train")])])
     raw = {name: tensor.to(device) for name, tensor in gather(pack, first).items()}
+    what = "the network or its `batch` does not take the pack's "
+    what += ", ".join(f"{name} {column}" for name, column in pack.columns.items())
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if task.card is not None:
@@ -147,6 +142,8 @@ def rehearse(state: Any, pack: Pack) -> None:
                     raise TrainError(f"{rule}; make a new one in it, or pass it to nb.classify, which copies it")
                 task.batch(raw, plan, Draws(plan.seed, 0, raw["id"]))
             batch, outputs = forward(task, state.model, raw, plan, device)
+            shapes = (tuple(getattr(value, "shape", ())) for value in (outputs, raw.get(TARGET)))
+            what = "the loss or a metric does not take outputs {}, y {}".format(*shapes)
             if device.type == "cuda":  # whose kernels end the process where a class is out of range
                 with suppress(RuntimeError):  # of a loss with tensors of its own on the GPU
                     check_batch(task, *tree_map_only(Tensor, Tensor.cpu, (outputs, batch)), plan=plan)
@@ -160,11 +157,6 @@ def rehearse(state: Any, pack: Pack) -> None:
     except NbtoolsError:
         raise
     except Exception as error:
-        shape, y = (tuple(getattr(value, "shape", ())) for value in (outputs, raw.get(TARGET)))
-        what = f"the loss or a metric does not take outputs {shape}, y {y}"
-        if outputs is None:
-            columns = ", ".join(f"{name} {column}" for name, column in pack.columns.items())
-            what = f"the network or its `batch` does not take the pack's {columns}"
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise TrainError(f"{title_of(task)}: {what}: {why}; change it") from error
 

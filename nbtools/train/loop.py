@@ -21,9 +21,9 @@ from nbtools.train.device import autotuning, memory, prepare, run_or_explain
 from nbtools.train.evaluation import Sums, score_split
 from nbtools.train.history import Record
 from nbtools.train.meter import Diverged
-from nbtools.train.plan import list_changes, require_sizes
+from nbtools.train.plan import require_sizes
 from nbtools.train.ranks import Ended, Restarted
-from nbtools.train.state import TrainState, adopt
+from nbtools.train.state import TrainState, adopt, change
 from nbtools.train.step import train_step
 from nbtools.train.task import TaskLike, bind, readable
 
@@ -56,7 +56,8 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
             row = state.record("epoch", {**state.meter.epoch(samples), **values, **readings(state)})
             state.epoch, state.segments = state.epoch + 1, []
             yield row
-        yield from changes(state, samples)  # requested since the last step, such as fewer epochs
+        while state.agree(samples).plan is not state.applied:  # requested since the last step, such as fewer epochs
+            yield from change(state, state.plan)
     finally:
         state.end()
 
@@ -97,18 +98,17 @@ def needs_regrouping(state: TrainState) -> bool:
     return bool(state.segments) and state.applied.batch_size != state.segments[-1][0]
 
 
-# -- between two steps
-
-
 def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """Apply a changed plan and evaluate, until nothing more is requested. Returns early where the batch size changed:
     the epoch is regrouped before anything else."""
     samples = pack.splits["train"]
-    while state.agree(samples).requested:
+    while state.agree(samples).plan is not state.applied or state.evaluate_next:
         yield from state.meter.rows()
-        yield from changes(state, samples)
-        if needs_regrouping(state) or not state.evaluate_next:
-            return
+        if state.plan is not state.applied:
+            yield from change(state, state.plan)
+            if needs_regrouping(state):
+                return
+            continue
         state.evaluate_next = False
         if len(pack.ids("val")):
             yield state.record("evaluation", (yield from evaluate(state, feed, pack)))
@@ -117,28 +117,19 @@ def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]
             yield state.record("event", {"what": what, "asked": "evaluate"})
 
 
-def changes(state: TrainState, samples: int) -> Iterator[Record]:
-    """Apply a replaced plan to model and optimizer; a row says what changes."""
-    while (wanted := state.agree(samples).plan) is not state.applied:
-        if differing := wanted.changes_from(state.applied):
-            yield state.record("change", {"what": list_changes(differing)})  # a watcher may save by the old plan
-        adopt(state, wanted)
-
-
 def records(state: TrainState, samples: int) -> Iterator[Record]:
     """Yield what a step leaves: on a log step its figures, which may come later; events; its own record."""
-    meter, now = state.meter, state.record("step")
+    meter, now, rows = state.meter, state.record("step"), list[Record]()
     # Steps and not seconds, so that logs are reproducible: ten rows an epoch, at most 50 steps apart.
     if state.step % min(50, max(1, math.ceil(samples / state.applied.batch_size) // 10)) == 0:
-        before = meter.rows()  # the last log step's, which may end the loop here
+        rows = meter.rows()  # the last log step's, which may end the loop here
         meter.log(state.record("step", readings(state)), state.scaler)
-        yield from before
+    # Several ranks wait: they must all see at the same step that training diverged.
+    rows += meter.rows(wait=state.ranks.world > 1)
+    yield from rows
     while state.events:
         yield state.record("event", {"what": state.events.pop(0)})
-    # Several ranks wait: they must all see at the same step that training diverged.
-    rows = meter.rows(wait=False) if state.ranks.world == 1 else []
-    yield from rows
-    if not rows or rows[0].step != now.step:
+    if not rows or rows[-1].step != now.step:
         yield now
 
 
@@ -157,18 +148,15 @@ def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
     return {**values, "eval_time": perf_counter() - start}
 
 
-# -- the other ranks
-
-
 def obey(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> None:
     """Train as rank 0 says: on its state, begun anew whenever rank 0 begins anew, until it ends the run."""
     with suppress(Ended):
         while True:
-            plan, tensors, facts = state.ranks.wait_for_start()
-            adopt(state, type(state.plan).from_dict(plan))  # first: a scaler takes over its saved state
-            state.load(tensors, facts)
-            state.plan = state.applied
-            state.events.clear()
             with suppress(Restarted, Diverged):  # rank 0 diverges too, and decides what to do
+                plan, tensors, facts = state.ranks.broadcast()
+                adopt(state, type(state.plan).from_dict(plan))  # first: a scaler takes over its saved state
+                state.load(tensors, facts)
+                state.plan = state.applied
+                state.events.clear()
                 for _ in train(task, state, pack, feed):
                     continue

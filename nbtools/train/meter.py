@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -98,9 +98,9 @@ class Meter:
             self.host, self.event = torch.empty_like(self.sent, device="cpu", pin_memory=True), torch.cuda.Event()
         self.count: Tensor | float = 0
         self.seconds = self.waited = 0.0  # of this epoch: training, and of that waiting for data
-        self.logged = (0.0, 0.0)  # loss and count at the last log step
-        self.since = (0, 0)  # step and samples at the last log step
-        self.pending: tuple[Record, tuple[int, int], Spans] | None = None  # a row without loss and speed
+        self.logged = (0.0, 0.0)  # loss and count at the last row
+        self.since = (0, 0)  # step and samples there
+        self.pending: tuple[Record, Spans] | None = None  # a row without loss and speed
 
     def add(self, loss_sum: Tensor, count: Tensor | float, begin: Any, got: Any) -> None:
         """Count a step. begin, got: the stopwatch's marks before its batch and after."""
@@ -112,8 +112,7 @@ class Meter:
         """Send the values of a log step to the host. record: its row so far."""
         scale: Any = math.inf if scaler is None else scaler._scale  # on the device: `get_scale` would wait for it
         self.send(self.loss, self.count, scale)
-        self.pending, self.watch.spans = (record, self.since, self.watch.spans), []
-        self.since = record.step, record.samples
+        self.pending, self.watch.spans = (record, self.watch.spans), []
 
     def send(self, *numbers: Tensor | float) -> None:
         put(self.sent, *numbers)
@@ -132,9 +131,10 @@ class Meter:
         Raises Diverged if the loss is not finite, or fp16 skips all steps."""
         if self.pending is None or not (wait or self.event is None or self.event.query()):
             return []
-        (record, (step, samples), spans), self.pending = self.pending, None
+        (record, spans), self.pending = self.pending, None
+        (step, samples), self.since = self.since, (record.step, record.samples)
         total, count, scale = self.received()
-        steps, took, waited = (step, record.step), *self.timed(spans)
+        steps, times = (step, record.step), self.timed(spans)
         if not math.isfinite(total):
             raise Diverged(f"the loss became {total} in steps {step + 1} to {record.step}", steps)
         if scale < LEAST_SCALE:
@@ -142,7 +142,7 @@ class Meter:
             raise Diverged(f"{what}, and none counts", steps, "amp")
         loss = mean("loss", total - self.logged[0], count - self.logged[1])
         self.logged = total, count
-        values = {**loss, **speed(record.samples - samples, took, waited), **record.values, "wall": self.watch.wall}
+        values = {**loss, **speed(record.samples - samples, *times), **record.values, "wall": self.watch.wall}
         return [replace(record, values=values)]
 
     def timed(self, spans: Spans) -> tuple[float, float]:
@@ -168,26 +168,18 @@ class Meter:
         return values
 
     def facts(self) -> dict[str, Any]:
-        """Return its plain values, for JSON. Waits for the device."""
-        took, waited = seconds(self.watch.spans)
-        facts = {"loss": float(self.loss), "count": float(self.count), "logged": self.logged, "since": self.since}
-        facts |= {"seconds": self.seconds + took, "waited": self.waited + waited, "wall": self.watch.wall}
-        if self.pending is not None:
-            record, since, spans = self.pending
-            facts["pending"] = [asdict(record), since, seconds(spans), self.received()]
-        return facts
+        """Return its plain values, for JSON. Waits for the device. A row that is pending becomes part of the next."""
+        took, waited = seconds([*(self.pending[1] if self.pending else []), *self.watch.spans])
+        times = {"seconds": self.seconds + took, "waited": self.waited + waited, "wall": self.watch.wall}
+        return {"loss": float(self.loss), "count": float(self.count), "logged": self.logged, **times}
 
-    def load(self, facts: dict[str, Any]) -> None:
-        """Go on from saved values; wall time never goes back."""
+    def load(self, facts: dict[str, Any], step: int, samples: int) -> None:
+        """Go on from saved values, timing steps from this one on; wall time never goes back."""
         self.loss.fill_(facts["loss"])
         count, self.seconds, self.waited = facts["count"], facts["seconds"], facts["waited"]
         self.count = int(count) if float(count).is_integer() else count  # a float plus an int64 tensor is a float32
-        self.logged, self.since = tuple(facts["logged"]), tuple(facts["since"])
-        self.watch.spans, self.watch.before, self.pending = [], max(self.watch.before, facts["wall"]), None
-        if "pending" in facts:
-            record, since, (took, waited), values = facts["pending"]
-            self.send(*values)
-            self.pending = Record(**record), tuple(since), [[0.0, waited, took]]
+        self.logged, self.since, self.pending = tuple(facts["logged"]), (step, samples), None
+        self.watch.spans, self.watch.before = [], max(self.watch.before, facts["wall"])
 
 
 def speed(samples: int, seconds: float, waited: float) -> dict[str, float]:

@@ -17,21 +17,8 @@ from torch.optim import Optimizer
 
 from nbtools.data import TARGET, Card, Draws
 from nbtools.errors import TrainError
-from nbtools.train.defaults import (
-    Batch,
-    Pair,
-    as_input,
-    as_tuple,
-    class_logits,
-    layout_of,
-    logits_of,
-    packed_dataset,
-    scale_of,
-    score,
-    shape_of,
-    strengths,
-    values_like,
-)
+from nbtools.train import defaults
+from nbtools.train.defaults import Batch, Pair
 from nbtools.train.plan import Plan
 from nbtools.train.task import Task, as_sum
 
@@ -83,7 +70,7 @@ class classify(Task):
             rule = f"loss {type(loss).__name__} has parameters, which are not trained"
             raise TrainError(f"{rule}; write a Task whose model holds them")
         self.network, self.pretrained, self.PLAN = model, pretrained, plan or Plan()
-        self.chosen, self.augment = None if metrics is None else as_tuple(metrics), strengths(augment)
+        self.chosen, self.augment = None if metrics is None else defaults.as_tuple(metrics), defaults.strengths(augment)
         self.given = {"loss": loss, "optimizer": optimizer, "schedule": schedule}
         self.criterion: Any = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
         if isinstance(loss, CROSS_ENTROPY) and loss.reduction == "mean":  # over the weights of a batch, see `terms`
@@ -99,7 +86,7 @@ class classify(Task):
         return METRICS.get(kind, ()) if self.chosen is None else self.chosen
 
     def model(self, card: Card, plan: Any) -> nn.Module:
-        came = card.options["kind"] if packed_dataset(card) else "not of nb.pack"
+        came = card.options["kind"] if defaults.packed_dataset(card) else "not of nb.pack"
         ragged = came == "values" and card.columns[TARGET].kind == "ragged"
         if ragged or (came != self.kind and (self.kind, came) != ("classes", "labels")):
             rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, and these are {came}"
@@ -109,7 +96,7 @@ class classify(Task):
         if isinstance(network, nn.Module):
             return copy.deepcopy(network)
         first = card.options["inputs"][0]
-        width = (shape_of(card, first) or (1,))[0 if layout_of(card, first) else -1]
+        width = (defaults.shape_of(card, first) or (1,))[0 if defaults.layout_of(card, first) else -1]
         offered = {"classes": len(card.classes), "inputs": width, "card": card, "plan": plan}
         parameters = inspect.signature(network).parameters.values()
         for p in parameters:
@@ -120,20 +107,20 @@ class classify(Task):
 
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
         if TARGET in raw and self.card.options["kind"] != "classes":
-            raw = {**raw, TARGET: as_input(raw[TARGET], self.card, TARGET).float()}
+            raw = {**raw, TARGET: defaults.as_input(raw[TARGET], self.card, TARGET).float()}
         return super().batch(raw, plan, draws)
 
     def loss(self, model: Any, batch: Batch, plan: Any) -> Pair:
-        y, outputs = batch[TARGET], logits_of(model(batch))
+        y, outputs = batch[TARGET], defaults.logits_of(model(batch))
         if self.criterion is not None:
             return terms(self.criterion, outputs, y)
-        logits = class_logits(outputs, self.card)
+        logits = defaults.class_logits(outputs, self.card)
         if self.card.options["kind"] == "labels":
             return F.binary_cross_entropy_with_logits(logits, y, reduction="sum"), y.numel()
         return F.cross_entropy(logits, y, reduction="sum"), len(y)
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
-        return score(self.measured, outputs, batch, self.card)
+        return defaults.score(self.measured, outputs, batch, self.card)
 
 
 class regress(classify):
@@ -151,20 +138,20 @@ class regress(classify):
     def loss(self, model: Any, batch: Batch, plan: Any) -> Pair:
         y = batch[TARGET]
         if not is_of(self.criterion, UNSCALED):
-            mean, std = scale_of(self.card, TARGET, y.device)
+            mean, std = defaults.scale_of(self.card, TARGET, y.device)
             y = (y - mean) / std
-        outputs = values_like(model(batch), y.shape)
+        outputs = defaults.values_like(model(batch), y.shape)
         if self.criterion is not None:
             return terms(self.criterion, outputs, y)
         return F.mse_loss(outputs, y, reduction="sum"), y.numel()
 
     def in_units(self, outputs: Any) -> Tensor:
         """Return values in the targets' own unit."""
-        values = logits_of(outputs)
-        values = values_like(values, (len(values), *shape_of(self.card, TARGET)))
+        values = defaults.logits_of(outputs)
+        values = defaults.values_like(values, (len(values), *defaults.shape_of(self.card, TARGET)))
         if is_of(self.criterion, UNSCALED):
             return values.sigmoid() if is_of(self.criterion, LOGISTIC) else values
-        mean, std = scale_of(self.card, TARGET, values.device)
+        mean, std = defaults.scale_of(self.card, TARGET, values.device)
         return values * std + mean
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:

@@ -92,7 +92,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name, value in self.to_dict().items():
-            object.__setattr__(self, name, self.check(name, value))
+            object.__setattr__(self, name, checked(type(self), name, value))
         for name, most, fix in (
             ("micro_batch_size", "batch_size", "lower it, or set None for the whole batch at once"),
             ("min_lr", "lr", "lower it or raise lr"),
@@ -145,7 +145,7 @@ class Plan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         for name in values:
-            cls.kinds(name)
+            kinds(cls, name)
         return cls(**values)
 
     def to_json(self) -> str:
@@ -156,35 +156,9 @@ class Plan:
         return cls.from_dict(json.loads(text))
 
     @classmethod
-    def kinds(cls, name: str) -> tuple[type, int | None, bool]:
-        """Return of a setting (its type, or that of its members; how many members a tuple has, 0 for any number, None
-        for a single value; whether it may be None). Raises PlanError for a setting that the plan does not have."""
-        require_known(f"{cls.__qualname__} has no setting", name, [field.name for field in dataclasses.fields(cls)])
-        hint = hints(cls)[name]
-        members = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
-        kind, count = members[0], None
-        if typing.get_origin(kind) is tuple:
-            kind, *rest = typing.get_args(kind)
-            count = 0 if rest == [...] else 1 + len(rest)
-        return kind, count, len(members) > 1
-
-    @classmethod
-    def check(cls, name: str, value: Any) -> Any:
-        """Return a value for one setting in its field's type. Raises PlanError naming field and rule."""
-        kind, count, optional = cls.kinds(name)
-        where, rule = f"{cls.__qualname__}.{name}", cls.__dataclass_fields__[name].metadata
-        if value is None and optional:
-            return None
-        if count is None:
-            return check(where, value, kind, rule)
-        if not isinstance(value, (tuple, list)) or (count and count != len(value)):
-            raise PlanError(f"{where} must be {count or 'several'} values, got {value!r}")
-        return tuple(check(where, member, kind, rule) for member in value)
-
-    @classmethod
     def parse(cls, name: str, text: str) -> Any:
         """Return the value that a user typed for one setting: `none`, `true`, `0.9,0.999`, `3e-4`. Raises PlanError."""
-        kind, count, optional = cls.kinds(name)
+        kind, count, optional = kinds(cls, name)
         if text.lower() in ("none", "") and optional:
             return None
         try:
@@ -196,10 +170,55 @@ class Plan:
             raise PlanError(f"{cls.__qualname__}.{name} must be {rule}, got {text!r}") from None
 
 
-# -- values
-
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+hints = cache(typing.get_type_hints)
+
+
+def kinds(plan: type[Plan], name: str) -> tuple[type, int | None, bool]:
+    """Return of a setting (its type, or that of its members; how many members a tuple has, 0 for any number, None for a
+    single value; whether it may be None). Raises PlanError for a setting that the plan does not have."""
+    require_known(f"{plan.__qualname__} has no setting", name, [field.name for field in dataclasses.fields(plan)])
+    hint = hints(plan)[name]
+    optional = type(None) in typing.get_args(hint)
+    kind = typing.get_args(hint)[0] if optional else hint
+    if typing.get_origin(kind) is not tuple:
+        return kind, None, optional
+    kind, *rest = typing.get_args(kind)
+    return kind, 0 if rest == [...] else 1 + len(rest), optional
+
+
+def checked(plan: type[Plan], name: str, value: Any) -> Any:
+    """Return a value for one setting in its field's type. Raises PlanError naming field and rule."""
+    (kind, count, optional), where = kinds(plan, name), f"{plan.__qualname__}.{name}"
+    if value is None and optional:
+        return None
+    if count is None:
+        return member(where, value, kind, plan.__dataclass_fields__[name].metadata)
+    if not isinstance(value, (tuple, list)) or (count and count != len(value)):
+        raise PlanError(f"{where} must be {count or 'several'} values, got {value!r}")
+    return tuple(member(where, each, kind, plan.__dataclass_fields__[name].metadata) for each in value)
+
+
+def member(where: str, value: Any, kind: type, rule: Mapping[str, Any]) -> Any:
+    """Return one value in its type. where: `Plan.lr`; rule: of `knob`. Raises PlanError."""
+    if kind is float and type(value) is int:
+        value = float(value) if abs(value) < 2**1000 else math.inf
+    elif kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise PlanError(f"{where} must be {WORDS[kind]}, got {value!r}")
+    least, above, most, choices = (rule[each] for each in ("least", "above", "most", "choices"))
+    for wrong, words in (
+        (kind is float and not math.isfinite(value), "finite"),
+        (choices and value not in choices, f"one of {', '.join(map(str, choices or ()))}"),
+        (least is not None and value < least, f"at least {least}"),
+        (above is not None and value <= above, f"greater than {above}"),
+        (most is not None and value > most, f"at most {most}"),
+    ):
+        if wrong:
+            raise PlanError(f"{where} must be {words}, got {value!r}")
+    return value
 
 
 def require_known(what: str, name: str, known: Collection[str], kind: type[NbtoolsError] = PlanError) -> None:
@@ -210,30 +229,6 @@ def require_known(what: str, name: str, known: Collection[str], kind: type[Nbtoo
         raise kind(f"{what} {name!r}; {hint}")
 
 
-hints = cache(typing.get_type_hints)
-
-
-def check(where: str, value: Any, kind: type, rule: Mapping[str, Any]) -> Any:
-    """Return one value in its type. where: `Plan.lr`; rule: of `knob`. Raises PlanError."""
-    if kind is float and type(value) is int:
-        value = float(value) if abs(value) < 2**1000 else math.inf
-    elif kind is int and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise PlanError(f"{where} must be {WORDS[kind]}, got {value!r}")
-    least, above, most = rule["least"], rule["above"], rule["most"]
-    for wrong, words in (
-        (kind is float and not math.isfinite(value), "finite"),
-        (rule["choices"] and value not in rule["choices"], f"one of {', '.join(map(str, rule['choices'] or ()))}"),
-        (least is not None and value < least, f"at least {least}"),
-        (above is not None and value <= above, f"greater than {above}"),
-        (most is not None and value > most, f"at most {most}"),
-    ):
-        if wrong:
-            raise PlanError(f"{where} must be {words}, got {value!r}")
-    return value
-
-
 def shown(value: Any) -> str:
     """Return a setting's value as text."""
     return "none" if value is None else show.shown(value)
@@ -242,9 +237,6 @@ def shown(value: Any) -> str:
 def list_changes(changes: Mapping[str, str]) -> str:
     """Return the changes of `changes_from` in a sentence."""
     return ", ".join(f"{name} {change}" for name, change in changes.items())
-
-
-# -- the learning rate, and the length of a run
 
 
 def lr_factor(rule: str, k: float) -> float:
@@ -270,11 +262,10 @@ def lr_at(plan: Plan, progress: float, drops: int = 0, own: Callable[[float], fl
 
 def length_of(plan: Plan, samples: int) -> str:
     """Return how long a plan trains on so many samples: steps per epoch, in all, and with a rising lr."""
-    per_epoch = batches_in(samples, plan.batch_size)
-    total, rising = plan.epochs * per_epoch, math.ceil(plan.warmup_epochs * per_epoch)
-    whole = f"{show.plural(total, 'step')} in {show.plural(plan.epochs, 'epoch')}"
-    start = f"{show.plural(samples, 'sample')} · {show.plural(per_epoch, 'step')} per epoch"
-    return f"{start} · {whole} · {show.plural(rising, 'step')} of warmup"
+    steps, plural = batches_in(samples, plan.batch_size), show.plural
+    whole = f"{plural(plan.epochs * steps, 'step')} in {plural(plan.epochs, 'epoch')}"
+    rising = f"{plural(math.ceil(plan.warmup_epochs * steps), 'step')} of warmup"
+    return f"{plural(samples, 'sample')} · {plural(steps, 'step')} per epoch · {whole} · {rising}"
 
 
 def require_batch(plan: Plan, count: int) -> None:
@@ -293,9 +284,6 @@ def require_sizes(pack: Pack, plan: Plan | None = None) -> None:
         raise TrainError(f"{rule}; {f'correct the {bad:,} that were left out, see pack.bad' if bad else less}")
     if plan is not None:
         require_batch(plan, count)
-
-
-# -- what a run may change
 
 
 def fixed_settings(plan: Plan) -> dict[str, str]:

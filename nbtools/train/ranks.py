@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import count, pairwise
+from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
@@ -61,19 +61,12 @@ class Ranks:
         """Return rank 0's object on every rank. Raises Restarted or Ended on others, whose loop rank 0 has left."""
         if self.world == 1:
             return what
-        box = [what]
-        dist.broadcast_object_list(box, 0, group=self.control)
-        if isinstance(box[0], (Restarted, Ended)) and not self.first:
-            if isinstance(box[0], Ended):
-                self.leave()
+        dist.broadcast_object_list(box := [what], 0, group=self.control)
+        if isinstance(box[0], Ended) and not self.first:
+            self.leave()
+        if isinstance(box[0], Exception) and not self.first:
             raise box[0]
         return box[0]
-
-    def wait_for_start(self) -> Any:
-        """Return the state with which rank 0 begins its loop. Raises Ended."""
-        while True:
-            with suppress(Restarted):
-                return self.broadcast()
 
     def gather(self, what: T) -> list[T]:
         """Return the objects of all ranks, in their order, on all of them."""
@@ -93,8 +86,9 @@ class Ranks:
 
     def share(self, ids: np.ndarray) -> np.ndarray:
         """Return this rank's share of a batch; where there is none, the first as padding, whose loss does not count."""
-        cuts = [*pairwise(shares(len(ids), self.world))]
-        return ids[slice(*cuts[self.rank if self.counts(len(ids)) else 0])]
+        cuts = shares(len(ids), self.world)
+        at = self.rank if self.counts(len(ids)) else 0
+        return ids[cuts[at] : cuts[at + 1]]
 
     def counts(self, size: int) -> bool:
         """Return whether this rank has samples of its own in a batch of so many."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,14 @@ from nbtools.show import plural
 from nbtools.train import device as devices
 from nbtools.train.graph import Graphs
 from nbtools.train.history import Record
-from nbtools.train.meter import Meter, Stopwatch
+from nbtools.train.meter import Meter
 from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, built_in, follow
 from nbtools.train.plan import Plan, list_changes, refuse_fixed, require_batch
 from nbtools.train.ranks import Ranks, Restarted
 from nbtools.train.task import TaskLike, best_metric, bind, build, order, readable
 
 POSITION = ("epoch", "step", "samples", "segments", "lr")  # of a state: where it is
+T = TypeVar("T")
 OTHER_RUN = "for another network choose another run folder, run='runs/…'"
 
 
@@ -81,15 +81,17 @@ class TrainState:
         if plan.graph and not self.built_in:
             raise TrainError("Plan.graph needs an optimizer of Plan.optimizer, whose lr a graph reads; set graph=False")
         self.schedule = build_schedule(self.task, plan)
-        self.scaler = new_scaler(plan, self.device)
+        self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
         self.unscaled = True  # whether fp16 still has to find its scale
         self.ema = AveragedModel(self.model, use_buffers=True) if plan.ema else None
+        self.evaluated: nn.Module = self.model if self.ema is None else self.ema.module  # what `run.model()` returns
         self.network: Any = self.ranks.wrap(torch.compile(self.model) if plan.compile else self.model)  # for training
         self.epoch = self.step = self.samples = 0
         self.segments: list[list[int]] = []  # [[batch size, batches]] of this epoch
         self.lr = 0.0  # of the last step
         self.best, self.recovery = Best(), Recovery(plan.micro_batch_size)
         self.meter = Meter(self.device)
+        self.watch = self.meter.watch
         self.events: list[str] = []  # messages for the next yield
         self.graphs = Graphs(self.device, self.events) if plan.graph else None
         self.keys = Keys(len(pack), self.device)  # of draws
@@ -111,32 +113,14 @@ class TrainState:
             model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
         return model
 
-    # -- where it is
-
-    @property
-    def watch(self) -> Stopwatch:
-        return self.meter.watch
-
-    @property
-    def evaluated(self) -> nn.Module:
-        """Return the weights that evaluation and `run.model()` use: the moving average where the plan keeps one."""
-        return self.ema.module if self.ema is not None else self.model
-
     @property
     def over(self) -> bool:
         """Return whether nothing is left to train: an epoch that has begun is finished, even if fewer are wanted."""
         return self.stopped is not None or (self.epoch >= self.plan.epochs and not self.segments)
 
-    @property
-    def requested(self) -> bool:
-        """Return whether something is to be done before the next step."""
-        return self.plan is not self.applied or self.evaluate_next
-
     def record(self, kind: str, values: dict[str, Any] | None = None) -> Record:
         """Return a record of this moment."""
         return Record(kind, self.epoch, self.step, self.samples, values or {})
-
-    # -- while it trains
 
     def begin(self) -> None:
         """Begin the loop: give the other ranks this state, torch this run's random numbers."""
@@ -209,8 +193,6 @@ class TrainState:
         """Return whether the loss or a weight is no longer a number: not to be saved. Waits for the device."""
         return not bool(torch.stack([torch.isfinite(each).all() for each in (self.meter.loss, *self.parameters)]).all())
 
-    # -- saved and loaded
-
     def facts(self) -> dict[str, Any]:
         """Return the plain part of the state, for JSON. Waits for the device."""
         return {
@@ -228,10 +210,9 @@ class TrainState:
         """Return its tensors by name: model., ema., optimizer.<parameter>.<name>, and the random states."""
         if self.training:
             self.capture_rng()
-        named = {f"model.{k}": v for k, v in self.model.state_dict().items()}
-        if self.ema is not None:
-            named |= {f"ema.{k}": v for k, v in self.ema.state_dict().items()}
-        named |= {f"optimizer.{k}": v for k, v in self.moments().items() if isinstance(v, Tensor)}
+        parts = {"model": self.model.state_dict(), "ema": {} if self.ema is None else self.ema.state_dict()}
+        parts["optimizer"] = self.moments()
+        named = {f"{part}.{k}": v for part, held in parts.items() for k, v in held.items() if isinstance(v, Tensor)}
         return {**named, "rng": self.rng, **({} if self.cuda_rng is None else {"cuda_rng": self.cuda_rng})}
 
     def moments(self) -> dict[str, Any]:
@@ -256,7 +237,7 @@ class TrainState:
         vars(self).update(copy.deepcopy(facts["position"]), best=Best(**facts["best"]))
         self.recovery, self.stopped = Recovery(**facts["recovery"]), facts["stopped"]
         self.forget_graphs()  # they update the moments that were there
-        self.meter.load(facts["meter"])
+        self.meter.load(facts["meter"], self.step, self.samples)
         if self.scaler is not None and facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
             self.unscaled = not self.step
@@ -264,38 +245,27 @@ class TrainState:
 
     def load_moments(self, saved: Mapping[str, Any]) -> None:
         """Give each trained parameter its own moments, leave out others. Raises CheckpointError for other shapes."""
-        kept, states = defaultdict[str, dict[str, Any]](dict), defaultdict[int, dict[str, Any]](dict)
-        for full, value in saved.items():
-            name, _, key = full.rpartition(".")
-            kept[name][key] = value
-        for place, parameter in enumerate(p for group in self.optimizer.param_groups for p in group["params"]):
+        optimizer, states, fresh = self.optimizer, dict[int, dict[str, Any]](), list[str]()
+        for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             name = self.names[parameter]
-            for key, value in kept[name].items():
+            states[place] = {key: copy.deepcopy(value) for key, value in below(saved, f"{name}.").items()}
+            for key, value in states[place].items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # in its memory format
+                    states[place][key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # in its layout
                 elif isinstance(value, Tensor) and value.dim() and self.built_in:
                     shapes = f"{tuple(value.shape)}, but the parameter has {tuple(parameter.shape)}"
                     raise CheckpointError(f"the optimizer state of {name} has the shape {shapes}; {OTHER_RUN}")
-                states[place][key] = copy.deepcopy(value)
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": states})
-        allocate(self.optimizer, self.applied)
-        fresh = [name for name in self.names.values() if not kept[name]]
+            fresh += [] if states[place] else [name]
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+        allocate(optimizer, self.applied)
         if fresh and saved:
             more = f" and {len(fresh) - 3} more" if len(fresh) > 3 else ""
             self.events.append(f"newly trained, without moments from the checkpoint: {', '.join(fresh[:3])}{more}")
 
 
-def new_scaler(plan: Plan, device: torch.device) -> torch.amp.GradScaler | None:
-    """Return the scaler of the loss, which only fp16 needs."""
-    return torch.amp.GradScaler(device.type) if plan.amp == "fp16" else None
-
-
-def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names have this prefix, by the rest of their names."""
-    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-
-
-# -- a changed plan
+def below(values: Mapping[str, T], prefix: str) -> dict[str, T]:
+    """Return the values whose names have this prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
 def require_change(state: TrainState, new: Plan, epoch_size: int) -> None:
@@ -312,20 +282,21 @@ def require_change(state: TrainState, new: Plan, epoch_size: int) -> None:
     require_batch(new, epoch_size)
 
 
-def adopt(state: TrainState, new: Plan, since: Plan | None = None) -> None:
-    """Make model and optimizer follow a plan. since: the one that they follow now; None: the applied one."""
-    differing = new.changes_from(since or state.applied)
+def adopt(state: TrainState, new: Plan) -> None:
+    """Make model and optimizer follow a plan."""
+    differing = new.changes_from(state.applied)
     if differing.keys() & {"micro_batch_size", "batch_size"}:
         state.recovery.micro = new.micro_batch_size
     if "amp" in differing:
-        state.scaler, state.unscaled = new_scaler(new, state.device), True
+        state.scaler = torch.amp.GradScaler(state.device.type) if new.amp == "fp16" else None
+        state.unscaled = True
     state.forget_graphs()  # which compute by the plan of before
     follow(state.optimizer, new)
     state.applied = new
 
 
-def caught_up(state: TrainState, saved: Plan) -> Iterator[Record]:
-    """Keep the settings that were changed since a checkpoint was saved, and record them in a row."""
-    adopt(state, state.applied, since=saved)
-    if differing := state.applied.changes_from(saved):
+def change(state: TrainState, new: Plan) -> Iterator[Record]:
+    """Yield a row of what a plan changes, before it is adopted: a watcher may save by the old one."""
+    if differing := new.changes_from(state.applied):
         yield state.record("change", {"what": list_changes(differing)})
+    adopt(state, new)

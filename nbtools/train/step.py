@@ -19,6 +19,7 @@ from nbtools.data import Draws
 from nbtools.errors import TrainError
 from nbtools.train.defaults import Batch
 from nbtools.train.device import autocast, find_scale, give_back, within_memory
+from nbtools.train.graph import Graphs
 from nbtools.train.meter import Diverged
 from nbtools.train.plan import lr_at
 from nbtools.train.ranks import shares
@@ -42,9 +43,7 @@ def train_step(
     size, careful = size or len(raw["id"]), state.step < state.recovery.careful_until
     set_lr(state, size, epoch_size)
     if state.graphs is not None and not state.graphs.off and not careful:
-        state.keys.of(state.applied.seed, state.epoch)
-        acts = partial(whole_step, state), partial(changed_tensors, state)
-        if (sums := within_memory(partial(state.graphs.step, raw, state.applied.batch_size, *acts))[0]) is not None:
+        if (sums := within_memory(partial(replay, state, state.graphs, raw))[0]) is not None:
             return sums
         release(state)
     buffers = [buffer.clone() for buffer in state.model.buffers()] if careful else []
@@ -61,11 +60,21 @@ def train_step(
     return sums
 
 
-def whole_step(state: TrainState, raw: Batch) -> LossSum:
-    """Do what a CUDA graph repeats: all of a step but what the host decides, lr and epoch."""
-    sums = gradients(state, raw, len(raw["id"]))
-    update(state)
-    return sums
+def replay(state: TrainState, graphs: Graphs, raw: Batch) -> LossSum:
+    """Take a step as CUDA graphs repeat it: all of it but what the host decides, lr and epoch."""
+
+    def whole(raw: Batch) -> LossSum:
+        sums = gradients(state, raw, len(raw["id"]))
+        update(state)
+        return sums
+
+    def written() -> list[Tensor]:
+        models = [state.model] if state.ema is None else [state.model, state.ema]
+        moments = (value for value in state.moments().values() if isinstance(value, Tensor))
+        return [*(tensor for model in models for tensor in tensors(model)), *moments]
+
+    state.keys.of(state.applied.seed, state.epoch)
+    return graphs.step(raw, state.applied.batch_size, whole, written)
 
 
 def gradients(state: TrainState, raw: Batch, size: int) -> LossSum:
@@ -155,18 +164,9 @@ def tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def changed_tensors(state: TrainState) -> list[Tensor]:
-    """Return the tensors that a step changes, parameters first."""
-    kept = (value for value in state.moments().values() if isinstance(value, Tensor))
-    return [*tensors(state.model), *([] if state.ema is None else tensors(state.ema)), *kept]
-
-
 def at_least_one(count: Tensor | float) -> Tensor | float:
     """Return a denominator: a batch in which nothing counts has loss 0, not NaN."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
-
-
-# -- memory that runs out
 
 
 def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
@@ -192,23 +192,18 @@ def gradients_in_memory(state: TrainState, raw: Batch, size: int) -> LossSum:
         if sums is not None:
             return sums
         release(state)
-        halve(state, min(state.recovery.micro or size, size), reason)
-        state.restore_rng()
-
-
-def halve(state: TrainState, micro: int, reason: str) -> None:
-    """Halve the micro-batch. Raises TrainError where it cannot be smaller."""
-    ranks, norms = state.ranks, any(isinstance(layer, _BatchNorm) for layer in state.model.modules())
-    if ranks.world > 1:
-        rule = f"on rank {ranks.rank} of {ranks.world} ({reason}); set a smaller micro_batch_size"
-    elif micro // 2 >= 1 + norms:
+        ranks, micro = state.ranks, min(state.recovery.micro or size, size)
+        norms = any(isinstance(layer, _BatchNorm) for layer in state.model.modules())
+        if ranks.world > 1:
+            rule = f"on rank {ranks.rank} of {ranks.world} ({reason}); set a smaller micro_batch_size"
+            raise TrainError(f"out of memory {rule}", entry="Out of memory")
+        if micro // 2 < 1 + norms:
+            few = "two samples at a time, and BatchNorm needs two" if norms else "one sample at a time"
+            rule = f"with {few} ({reason}); use a smaller network or samples"
+            raise TrainError(f"out of memory {rule}", entry="Out of memory")
         state.recovery.micro = micro // 2
         state.events.append(f"out of memory: micro batch {micro} → {micro // 2}; effective batch and lr unchanged")
-        return
-    else:
-        few = "two samples at a time, and BatchNorm needs two" if norms else "one sample at a time"
-        rule = f"with {few} ({reason}); use a smaller network or samples"
-    raise TrainError(f"out of memory {rule}", entry="Out of memory")
+        state.restore_rng()
 
 
 def release(state: TrainState) -> None:
@@ -217,9 +212,6 @@ def release(state: TrainState) -> None:
     state.forget_graphs()
     gc.collect()
     give_back(state.device)
-
-
-# -- a loss that is no number
 
 
 def not_finite(named: Iterable[tuple[str, Any]]) -> str:

@@ -24,20 +24,8 @@ from torch.optim import Optimizer
 
 from nbtools.data import Card, Draws, Pack, Sample, options_like, pack, sample_of
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.train.defaults import (
-    METRICS,
-    PREPARED,
-    Batch,
-    Pair,
-    answers,
-    as_tuple,
-    images_of,
-    packed_dataset,
-    prepare,
-    preview,
-    require_augmentable,
-    strengths,
-)
+from nbtools.train import defaults
+from nbtools.train.defaults import Batch, Pair
 from nbtools.train.device import keep_recurrent_in_float32
 from nbtools.train.optimizer import plan_optimizer
 from nbtools.train.plan import Plan
@@ -77,7 +65,7 @@ class Task:
 
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
         """Return the network's input: normalised, and augmented if draws are given."""
-        return raw if self.card is None else prepare(raw, self.card, draws, self.augment)
+        return raw if self.card is None else defaults.prepare(raw, self.card, draws, self.augment)
 
     def part(self, pack: Pack, plan: Any) -> Pack:
         """Return the pack as the plan's network reads it: without samples and columns that are of no use to it."""
@@ -108,7 +96,7 @@ class Task:
 
     def decode(self, outputs: Any, card: Card) -> list[Any]:
         """Return the answer for each sample. Default: of `nb.pack` a class, labels or values; else its outputs."""
-        return list(outputs) if self.card is None else answers(outputs, card)
+        return list(outputs) if self.card is None else defaults.answers(outputs, card)
 
     text_of: Any = None
     """text_of(pack, i) -> text: what `decode` should answer for sample i. None: an `nb.pack`'s target, or `label`."""
@@ -121,9 +109,9 @@ class Task:
     def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
         """Return what the network takes out of a batch, and what it returns, for `run.export("model.onnx")`, with a
         text about each. Default: with `nb.pack` its inputs; else nothing, which ONNX refuses."""
-        inputs = card.options["inputs"] if packed_dataset(card) else []
+        inputs = card.options["inputs"] if defaults.packed_dataset(card) else []
         lengths = [f"{name}_length" for name in inputs if card.columns[name].kind == "ragged"]
-        described = dict.fromkeys(inputs, ((), PREPARED)) | dict.fromkeys(lengths, ((), "steps of a sample"))
+        described = dict.fromkeys(inputs, ((), defaults.PREPARED)) | dict.fromkeys(lengths, ((), "steps of a sample"))
         return described, {"output": ((), "as the loss takes it: logits, or values standardised by y's mean and std")}
 
     def suggest(self, card: Card, accelerator: str) -> Mapping[str, tuple[Any, str]]:
@@ -141,7 +129,7 @@ class Task:
 
     def pack_options(self, card: Card) -> Mapping[str, Any]:
         """Return options of `pack` with which another source has the classes and the preprocessing of a card."""
-        return options_like(card) if packed_dataset(card) else {}
+        return options_like(card) if defaults.packed_dataset(card) else {}
 
     def read(self, path: Any, options: Any) -> Sample:
         """Return the arrays of one raw file; with `nb.pack` of an image file, or of an item in its place."""
@@ -158,7 +146,8 @@ class Task:
         if name == "BASELINE":
             return self.PLAN.replace(feed="workers", workers=0)
         if name == "BEST":
-            return next((METRICS[each][1] + each for each in metrics_of(self) if isinstance(each, str)), "-loss")
+            named = (each for each in metrics_of(self) if isinstance(each, str))
+            return next((defaults.METRICS[each][1] + each for each in named), "-loss")
         raise AttributeError(name) if name.startswith("_") else Lacking(f"{title_of(self)} has no {name}; define it")
 
     def __repr__(self) -> str:
@@ -170,7 +159,7 @@ HOOKS = {name for name in (*vars(Task), *Task.__annotations__) if not name.start
 
 def metrics_of(task: Any) -> tuple[Any, ...]:
     """Return names and functions of a task's metrics, as they were given."""
-    return as_tuple(getattr(task, "measured", task.metrics))
+    return defaults.as_tuple(getattr(task, "measured", task.metrics))
 
 
 def as_task(task: Any) -> Task:
@@ -192,16 +181,13 @@ def as_task(task: Any) -> Task:
 def bind(task: TaskLike, card: Card) -> Task:
     """Return the task as it trains and answers on a pack: for one of `nb.pack` a copy that knows its card."""
     task = as_task(task)
-    if not packed_dataset(card) or task.card is card:
+    if not defaults.packed_dataset(card) or task.card is card:
         return task
     own = copy.copy(task)
     vars(own).update(card=card, _name=task_name(task))
-    if own.preview is None and images_of(card):
-        own.preview = preview
+    if own.preview is None and defaults.images_of(card):
+        own.preview = defaults.preview
     return own
-
-
-# -- its network, called with the columns that its forward names
 
 
 def build(task: Task, card: Card, plan: Any) -> nn.Module:
@@ -214,7 +200,7 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
         raise TrainError(f"{title_of(task)}: the network has layers that learn their sizes when first called; {fix}")
     keep_recurrent_in_float32(model)
     if task.card is not None:
-        require_augmentable(card, task.augment)
+        defaults.require_augmentable(card, task.augment)
         hook = partial(pass_columns, *find_columns(model, card))
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         set_training(model)
@@ -254,9 +240,6 @@ def pass_columns(columns: tuple[str, ...], by_name: bool, module: nn.Module, giv
         return None
     taken = {name: given[0][name] for name in columns}
     return ((), taken) if by_name else ((*taken.values(),), {})
-
-
-# -- what a task means to a run
 
 
 def as_sum(loss: Any, size: int) -> tuple[Tensor, Tensor | float]:
@@ -299,7 +282,7 @@ def objective(task: Task) -> tuple[Any, list[str], dict[str, float], dict[str, s
         if getattr(hook := getattr(task, name), "__func__", None) is not getattr(Task, name):
             names[name] = qualified_name(given.get(name) or hook)
     metrics = [metric if isinstance(metric, str) else qualified_name(metric) for metric in metrics_of(task)]
-    return given["loss"], metrics, strengths(task.augment), names
+    return given["loss"], metrics, defaults.strengths(task.augment), names
 
 
 def qualified_name(function: Any) -> str:
@@ -307,9 +290,6 @@ def qualified_name(function: Any) -> str:
     settings = ", ".join(f"{name}={value!r}" for name, value in getattr(function, "keywords", {}).items())
     name = getattr(getattr(function, "func", function), "__qualname__", type(function).__qualname__)
     return f"{name}({settings})" if settings else name
-
-
-# -- names
 
 
 def task_name(task: Any) -> str:
