@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -227,13 +226,9 @@ def start(job: tuple[Any, ...], processes: int, restarts: int) -> Iterator[subpr
 def rank() -> None:
     """Call `fit` in a process of torchrun's. sys.argv: the file of a job, see `launch`."""
     task, pack, plan, run, keep, receipt, fresh = pickle.loads(Path(sys.argv[1]).read_bytes())
-    make, code = partial(import_task, task, "nb.launch"), 1
-    try:
-        reporting(lambda: fit(make(), pack, plan, run, keep, receipt, progress=False, fresh=fresh))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    os._exit(code)  # gloo's threads may crash or hang a process that tidies up
+    make = partial(import_task, task, "nb.launch")
+    reporting(lambda: fit(make(), pack, plan, run, keep, receipt, progress=False, fresh=fresh))
+    os._exit(0)  # gloo's threads may crash a process that tidies up, and torchrun would start a finished run again
 
 
 def reporting(act: Callable[[], Any]) -> Any:
