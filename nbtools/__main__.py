@@ -32,11 +32,11 @@ Options = Mapping[str, Any]
 EMPTY = inspect.Parameter.empty
 BUILT_IN = tuple(module.name for module in pkgutil.iter_modules(tasks.__path__) if module.name != "common")
 UNTYPED = ("data", "train", "like", "network", "progress", "folds", "text")  # arguments that no text is given for
-CODES = "exit codes: 0 done, 1 refused, failed, or a report with errors, 2 not a valid command line, 130 stopped by you"
+CODES = "exit codes: 0 done, 1 refused, failed, or a report with errors, 2 invalid command line, 130 stopped by you"
 
 
 def advise(task: Task, *, data: str, measure: bool = True, of_pack: Options) -> Any:
-    """Propose a plan for this machine and data, with reasons. --no-measure: by rules of thumb and earlier measurements
+    """Propose a plan for this machine and data, with reasons. --no-measure: use rules of thumb and earlier measurements
     only."""
     return nb.advise(task, task.pack(data, **of_pack), measure=measure)
 
@@ -57,8 +57,8 @@ def train(
 ) -> Any:
     """Train, or resume a started run: that of --run, else the newest with the same settings; more epochs extend a
     finished one. --keep: a second folder for copies, drive:…; --fresh: start over in that folder; --processes: at most
-    one a GPU; --measured: measure the advised plan first; --no-receipt: do not measure the receipt at the end;
-    --smoke-test: no data, one step on demo samples, saved and loaded."""
+    one per GPU; --measured: measure the advised plan first; --no-receipt: do not measure the receipt at the end;
+    --smoke-test: train one step on demo samples, then save and load; needs no --data."""
     if smoke_test:
         return measure.smoke_test(task, **of_plan)
     if not data:
@@ -81,13 +81,13 @@ def plan_of(task: Task, pack: nb.Pack, measured: bool, given: Options) -> nb.Pla
 
 def evaluate(task: Task, *, data: str, run: Path, split: str = "test", of_plan: Options, of_pack: Options) -> Any:
     """Compute the metrics of a run on a split (train, val or test) of data that is packed with its classes; --test 1.0:
-    all of the data. Ends with JSON."""
+    use all of the data. The last line is JSON."""
     opened = nb.Run.open(run, task)
     return nb.evaluate(opened, opened.pack(data, **of_pack), split, **of_plan)
 
 
 def predict(run: Path, files: list[Path], *, csv: Path | None = None, into: Path = Path("predictions")) -> Any:
-    """Predict raw files, or folders of them, with a run. --csv: write columns name and prediction there; --into: folder
+    """Predict on raw files or folders with a run. --csv: write columns name and prediction there; --into: folder
     for predictions that are files."""
     import pandas as pd
 
@@ -110,7 +110,7 @@ def runs(folder: Path) -> Any:
 
 
 def compare(folders: list[Path]) -> Any:
-    """Compare runs, or all runs in a folder: which is the best, what came out, and the settings that differ."""
+    """Compare runs, or all runs in a folder: which is best, the results, and the settings that differ."""
     return nb.compare(*folders)
 
 
@@ -144,7 +144,7 @@ OWN = (advise, train, evaluate, predict, runs, compare, watch, control, export)
 COMMANDS = {"gpus": measure.check, "stage": nb.stage, "cache": nb.cached, **{act.__name__: act for act in OWN}}
 HOOKS = {
     "demo": "Write a small data set in the task's raw format.",
-    "pack": "Decode a data set once. SOURCE: what `stage` fetches, or a pack.",
+    "pack": "Decode a data set once. SOURCE: anything that `stage` accepts, or a pack.",
     "validate": "Report what is wrong with a data set.",
     "features": "Make features of filmed clips with a pretrained network, and add them to the clips in INTO.",
 }
@@ -228,7 +228,7 @@ def find_task(name: str) -> Task:
         made = importlib.import_module(f"nbtools.tasks.{name}" if name in BUILT_IN else module)
         return as_task(attrgetter(attribute)(made) if attribute else made)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        own = f"or your own that can be imported from here, a module or MODULE:NAME ({error})"
+        own = f"or one of your own that can be imported from here, as a module or MODULE:NAME ({error})"
         message = f"no task {name!r}: use {', '.join(BUILT_IN)}, {own}{nearest(name, BUILT_IN)}"
     raise NbtoolsError(message)
 

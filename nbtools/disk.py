@@ -80,7 +80,7 @@ def remove(path: Path) -> None:
 
 
 def from_json(data: str | bytes) -> dict[str, Any]:
-    """Return a JSON object; raise ValueError for what is none."""
+    """Return a JSON object; raise ValueError for anything else."""
     if not isinstance(values := json.loads(data), dict):
         raise ValueError("not a JSON object")
     return values
@@ -119,7 +119,7 @@ def free_bytes(path: Path) -> int:
 def require_space(path: Path, need: int) -> None:
     """Raise DiskError unless `need` bytes are free where `path` is, or will be."""
     if need > (free := free_bytes(path)):
-        rule = f"{path}: needs {size(need)}, only {size(free)} are free there"
+        rule = f"{path}: needs {size(need)}, but only {size(free)} is free there"
         raise DiskError(f"{rule}. Free some space, or choose another disk.")
 
 
@@ -132,7 +132,7 @@ def is_slow(path: Path) -> bool:
 
 
 def is_away(error: BaseException) -> bool:
-    """Return whether a disk stopped responding, which says nothing about a file."""
+    """Return whether an error means that a disk stopped responding, which says nothing about the file."""
     return isinstance(error, OSError) and error.errno in AWAY
 
 

@@ -1,6 +1,6 @@
-"""A run in files that others read: its best weights as safetensors, or the network itself as one ONNX file, which is
+"""A run as files for other programs: its best weights as safetensors, or the network itself as one ONNX file, which is
 written only if onnxruntime answers as torch does; next to each a JSON card of what is needed to use it. An ONNX file's
-batch and the lengths of ragged columns are free, and its floats are float32, whatever precision the run trained in."""
+batch size and ragged lengths are dynamic, and its floats are float32, whatever precision the run was trained in."""
 
 from __future__ import annotations
 

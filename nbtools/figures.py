@@ -40,7 +40,7 @@ class Sheet(Figure):
 
 def gallery(pictures: Sequence[Picture], columns: int = 4, below: float = 0) -> Sheet:
     """Draw pictures in rows, each scaled to the width of its column or to TALL. below: px left free under the last row,
-    for a legend. Of no pictures, such as wrong answers where none is wrong, a sentence says so."""
+    for a legend. If there are no pictures, as of wrong answers where none is wrong, a sentence says so."""
     cell = (WIDE - (columns + 1) * MARGIN) // columns
     sizes = [scale(image, cell) for image, *_ in pictures]
     rows = [max(height for _, height in sizes[i : i + columns]) + TITLE for i in range(0, len(sizes), columns)]

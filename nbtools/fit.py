@@ -48,7 +48,7 @@ def letting_go() -> Iterator[None]:
 
 
 def release() -> None:
-    """Free memory that nothing uses."""
+    """Free unused memory."""
     gc.collect()
     devices.give_back(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
 
@@ -69,12 +69,12 @@ def fit(
     log: str | None = None,
     fresh: bool = False,
 ) -> Run:
-    """Train in this cell, drawing as it goes; return the Run. Stop and Ctrl-C finish the step, save, and return it, in
-    a script by a KeyboardInterrupt. The same call then resumes, bit for bit on a CPU.
+    """Train in this cell, drawing as it goes; return the Run. Stop and Ctrl-C finish the step, save, and return it; in
+    a script, Ctrl-C raises KeyboardInterrupt(run). The same call then resumes, bit for bit on a CPU.
 
     plan: a Plan, Panel or Advice; None: the run's own, else the advised one. run: its folder; None: that of the run
-    below `runs/` which this call means, else a new one. keep: a second folder for copies, usually `drive:…`. receipt:
-    measure the baseline next to it at the end. release_gpu: then free the GPU, on Colab the machine. samples: up to
+    below `runs/` that matches this call, else a new one. keep: a second folder for copies, usually `drive:…`. receipt:
+    measure it against the baseline at the end. release_gpu: then free the GPU, on Colab the machine. samples: up to
     eight ids to show. callbacks: f(record, run); "stop" stops the run. log: "tensorboard". fresh: start over. Raises
     TrainError, PlanError, CheckpointError; the checkpoints stay intact.
     """
@@ -113,7 +113,7 @@ def opening(task: Task, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool) 
     """Return the folder of a call's run, and where it is kept. Raises PackError, CheckpointError."""
     if not isinstance(pack, Pack):
         makes = f"{train.title_of(task)}.pack(source), or nb.pack(data)"
-        raise PackError(f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {makes}")
+        raise PackError(f"pack must be an nb.Pack, got {type(pack).__name__}; make one with {makes}")
     if run is None and keep is not None:
         raise CheckpointError(f"keep={str(keep)!r} needs run=, the local folder of the run; name one, run='runs/…'")
     if str(run).startswith("drive:"):
@@ -216,7 +216,7 @@ def act(job: Job, guard: Guard) -> bool:
         if requests.take("save"):
             worth = job.save()
             job.wait()
-            surface.answer(f"saved at step {state.step}" if worth else "not saved: the loss is no number", "save")
+            surface.answer(f"saved at step {state.step}" if worth else "not saved: the loss is not finite", "save")
         if requests.stop or requests.paused:  # a paused notebook may lose its machine
             job.save()
         if requests.stop:
@@ -242,7 +242,7 @@ def finish(job: Job, receipt: bool, cold_start: float | None) -> None:
     """Report why the run stopped early; measure the receipt, under torchrun of one process with its share."""
     state, surface, path = job.state, job.surface, job.folder / RECEIPT
     if state.stopped:
-        surface.report(f"{state.stopped}; to continue, give more epochs")
+        surface.report(f"{state.stopped}; to continue, set more epochs")
     if receipt and not surface.requests.stop and not path.exists():
         with optional("no receipt", surface), work("measuring the receipt", surface.progress):
             made = measure.receipt(job.task, job.pack, one_share(state), run_s=state.watch.wall)
@@ -269,12 +269,12 @@ def optional(missing: str, surface: Surface) -> Iterator[None]:
 
 
 def one_share(state: TrainState) -> Plan:
-    """Return the plan of what one process does in a step: with several, its share of the batch."""
+    """Return the plan of one process's part of a step: with several processes, its share of the batch."""
     return state.plan.replace(batch_size=max(state.plan.batch_size // state.ranks.world, 1))
 
 
 def diagnose(job: Job, tell: Callable[[str], None]) -> None:
-    """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
+    """Measure where the time of a step of this run goes, on a separate model; report the verdict and save it."""
     state, surface, plan = job.state, job.surface, one_share(job.state)
     kept = train.fixed_settings(plan) | ({"batch_size": "the share of one process"} if state.ranks.world > 1 else {})
     verdict = measure.verdict(job.task, job.pack, plan, fixed=kept, run_s=state.watch.wall)

@@ -1,4 +1,4 @@
-"""The folder of a run: which one a call means and changes, how it starts, resumes, is taken over, and is saved."""
+"""A run's folder: which one a call refers to and changes; how it starts, resumes, is taken over, and is saved."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def former_run(task: Task, folder: Path) -> Run | None:
 
 
 def last_place(index: Index) -> tuple[int, ...]:
-    """Return the (epoch, step) of the last checkpoint of a run, which has none before it begins."""
+    """Return the (epoch, step) of the last checkpoint of a run; (0, 0) before it has one."""
     return checkpoint.place(index.get("last", "0-0"))
 
 
@@ -151,7 +151,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
     elif moved:
         messages.append(f"resumed at step {step:,} with {train.list_changes(moved)}")
     if (moved or not former.over) and (advice := plan.changes_from(new)):
-        messages.append(f"this run keeps what it has applied so far; the advice would be {train.list_changes(advice)}")
+        messages.append(f"this run keeps the settings applied so far; the advice would be {train.list_changes(advice)}")
     return (plan if new == plan else new.marked(new.to_dict().keys() - plan.given().keys())), plan, messages
 
 
@@ -195,9 +195,9 @@ def restore(folder: Path, kept: Path, fresh: bool) -> None:
     if not theirs:
         return
     for wrong, rule in (
-        (kept.resolve() == folder.resolve(), f"{kept} is the folder of a run itself; name another keep="),
+        (kept.resolve() == folder.resolve(), f"{kept} is the run's own folder; name another keep="),
         (fresh, f"{kept} holds a run, which fresh=True does not replace; name another keep="),
-        (ours and ours["id"] != theirs["id"], f"{kept} holds a different run than {folder}; name another keep="),
+        (ours and ours["id"] != theirs["id"], f"{kept} holds a different run from {folder}; name another keep="),
         (not ours and folder.exists() and any(folder.iterdir()), f"{folder} holds files but no run; name another run="),
     ):
         if wrong:
@@ -206,10 +206,10 @@ def restore(folder: Path, kept: Path, fresh: bool) -> None:
         return
     if ours and not continues(theirs, ours):
         here, there = (f"{last_place(each)[1]:,}" for each in (ours, theirs))
-        rule = f"{folder} (step {here}) and {kept} (step {there}) were trained apart"
-        raise CheckpointError(f"{rule}; name another keep=, or another run= to go on from the kept one")
+        rule = f"{folder} (step {here}) and {kept} (step {there}) were trained separately"
+        raise CheckpointError(f"{rule}; name another keep=, or another run= to continue from the kept one")
     if ours:
-        say(f"{kept} is further than {folder}, and is taken over")
+        say(f"{kept} is further along than {folder}, and replaces it")
     with disk.explained(f"restoring {folder} from {kept}", folder):
         part = folder.with_name(f"{folder.name}.part")
         train.restore_kept(kept, part)

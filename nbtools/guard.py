@@ -1,5 +1,5 @@
-"""The guard: training resumes from an earlier checkpoint: from before a change that makes it diverge, or that the user
-undoes, with the plan of then; from the best one, with the plan of now; or from the last one, each step checked."""
+"""The guard resumes training from an earlier checkpoint: from before a change that made it diverge, or that the user
+undoes, with the plan of that time; from the best one, with the current plan; or from the last, checking each step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ NOTHING = {
 
 
 class Guard:
-    """The loop of a run, with its ways back. anchor: the `name` of the checkpoint before the watched changes, the
-    `plan` and the `best` one of then; in the index too, for a killed run. way: back, that is requested and there."""
+    """The loop of a run, with its ways back. anchor: the `name` of the checkpoint before the watched changes, with the
+    `plan` and `best` of that time; in the index too, for a killed run. way: the requested way back, if available."""
 
     def __init__(self, job: Job):
         self.job, self.state, self.folder, self.retries, self.way = job, job.state, job.folder, 0, ""
@@ -36,7 +36,7 @@ class Guard:
             yield from self.back(why)
 
     def stretch(self) -> Generator[Record, None, Any]:
-        """Train to the end, and return None, or until the run is to go back, and return why."""
+        """Train to the end and return None, or until the run has to go back and return why."""
         records = train.train(self.job.task, self.state, self.job.pack)
         try:
             for record in records:
@@ -53,7 +53,7 @@ class Guard:
             records.close()
 
     def ask(self) -> str:
-        """Return the way back that is requested; say so where it is not there, for which no paused run takes a step."""
+        """Return the requested way back; if it is not available, say so, without a paused run taking a step."""
         for action in filter(self.job.surface.requests.take, NOTHING):
             self.job.wait()  # the best checkpoint may be on its way to the disk
             if action == "undo" and self.state.plan != self.state.applied:
@@ -66,7 +66,7 @@ class Guard:
         return self.way
 
     def watch(self) -> None:
-        """Watch the change from the applied plan to the wanted one, unless an earlier one is watched still."""
+        """Watch the change from the applied plan to the wanted one, unless an earlier one is still being watched."""
         if self.anchor is None or len(self.losses()[1]) >= WATCHED:
             self.job.save()
             self.job.wait()
@@ -109,8 +109,8 @@ class Guard:
             if anchor and checkpoint.place(anchor["name"]) > checkpoint.place(name):
                 self.anchor = None
         elif anchor is None:
-            what = f"{self.reason(why, checkpoint.place(name)[1])}; each step is checked: "
-        else:  # to before the watched changes; what was wanted since is void
+            what = f"{self.reason(why, checkpoint.place(name)[1])}; now checking every step: "
+        else:  # to before the watched changes; changes wanted since then are dropped
             self.anchor, state.plan, name, best = None, self.plan_of(anchor), anchor["name"], anchor["best"]
             changes = train.list_changes(state.applied.changes_from(state.plan)) or "a change"
             what = f"{changes} undone; " if why == "undo" else f"Training diverged after {changes}, which was undone; "
@@ -135,7 +135,7 @@ class Guard:
         lower = train.shown(min(self.job.surface.requests.advised.lr, plan.lr / 10))
         fix = f"lower lr, in the panel or by plan.replace(lr={lower}), set clip_norm or amp=off"
         if setting == "amp":
-            fix = "set amp=off, or amp=bf16 on a GPU that has it, which needs no scale"
+            fix = "set amp=off, or amp=bf16 on a GPU that has it, which needs no loss scaling"
         what = f"Training diverged at {setting} {train.shown(getattr(plan, setting))}: {reason}. To continue from step"
         raise Diverged(f"{what} {step:,}, {fix}, and run it again.", trouble.steps, setting)
 

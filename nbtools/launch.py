@@ -161,11 +161,11 @@ def launch(
     restarts: int = 3,
     fresh: bool = False,
 ) -> Run:
-    """Train in several processes of this machine, and draw the run here as `fit` does; return the Run. Stop and the
+    """Train in several processes on this machine, and draw the run here as `fit` does; return the Run. Stop and the
     first Ctrl-C finish the step and save; a second one, and the end of this process (Linux), end all at once.
 
     task: importable by name, since each process imports it. plan, run, keep, receipt, fresh: as for `fit`; the batch
-    size is that of all processes together. processes: at most one a GPU. restarts: how often all processes start again
+    size is that of all processes together. processes: up to one per GPU. restarts: how often all processes start again
     from the last checkpoint when one is lost. Raises TrainError with the error of the process that failed first.
     """
     task, name = as_task(task), task_name(task)
@@ -233,7 +233,7 @@ def rank() -> None:
 
 def reporting(act: Callable[[], Any]) -> Any:
     """Run it; under torchrun its error is kept for whoever asks for the root cause. An error that nbtools raised on
-    purpose would come again: torchrun, which has no exit code for that, is asked to end."""
+    purpose would recur: torchrun, which has no exit code for that, is asked to end."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return act()
     try:

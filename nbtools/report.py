@@ -29,8 +29,8 @@ CONFUSED, SHOWN = 20, 12  # classes of the figure; worst samples that are shown
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """Show where a run is right and wrong. table: of classes precision, recall, F1 and support; of segmentation also
-    IoU and support in pixels; of texts which character was read as which ("": a missing or an extra one). counts:
+    """Show where a run is right and wrong. table: for classes precision, recall, F1 and support; for segmentation also
+    IoU and support in pixels; for texts which character was read as which ("": a missing or an extra one). counts:
     truth (rows) by answer. worst: every sample, the worst first: by the probability of its class, or the share of its
     labels, characters or pixels that are right."""
 
@@ -43,15 +43,15 @@ class Report:
 
     @cached_property
     def confusion(self) -> Sheet:
-        """Return a figure of the at most 20 most confused classes, the per cent of each true one (rows) by what it was
-        taken for. The colour is the root of the share, so that one sample in a hundred is still seen."""
+        """Return a figure of up to 20 of the most confused classes: for each true one (rows), the percentages predicted
+        as each class. The colour is the root of the share, so that one sample in a hundred is still seen."""
         counts, named = self.counts.to_numpy(), [shorten(str(name) or "(none)", 7, 260) for name in self.counts]
         wrong = counts * ~np.eye(len(counts), dtype=bool)
         places = np.sort((-wrong.sum(0) - wrong.sum(1)).argsort(kind="stable")[:CONFUSED])
         shares, side = (counts / np.maximum(counts.sum(1, keepdims=True), 1))[np.ix_(places, places)], len(places)
         wide = max(4.5, 0.3 * side + 2.5)
         sheet = Sheet(figsize=(wide, wide), layout="constrained")
-        axes = sheet.add_subplot(xlabel="answer", ylabel="truth", title="per cent of each true class")
+        axes = sheet.add_subplot(xlabel="answer", ylabel="truth", title="percentage of each true class")
         axes.imshow(np.sqrt(shares), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
         axes.set_xticks(range(side), [named[k] for k in places], rotation=90, **look(7))
         axes.set_yticks(range(side), [named[k] for k in places], **look(7))
@@ -132,7 +132,7 @@ def compare_answers(run: Run, pack: Pack, truths: list[Any], answers: list[Any])
     elif isinstance(truth, str) and isinstance(answer, str):
         kind, pairs = "text", [align(*pair) for pair in both]
     else:
-        rule = "a report compares classes, labels, texts and class maps; of a task of its own define text_of(pack, i)"
+        rule = "a report compares classes, labels, texts and class maps; for your own task, define text_of(pack, i)"
         raise TrainError(f"{title_of(run.task)} answers with {type(answer).__name__}: {rule}, the right answer as text")
     every = {*chain.from_iterable(chain.from_iterable(pairs))}
     names = [*dict.fromkeys([*(classes if kind != "text" else ()), *sorted(every)])]

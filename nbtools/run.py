@@ -37,7 +37,7 @@ FREE = {"classes", "category_of", "mean", "std", "roles", "stored"}  # options t
 
 
 class Run:
-    """A finished or interrupted run. events: what `nb.fit` said of it."""
+    """A finished or interrupted run. events: the messages of `nb.fit`."""
 
     def __init__(self, folder: Path, task: TaskLike | None, card: Card, plan: Plan):
         self.folder, self.known, self.card, self.plan = folder, task, card, plan
@@ -51,7 +51,7 @@ class Run:
         with disk.explained("opening a run", folder):
             if not (index := retry(lambda: checkpoint.read_index(folder), folder)):
                 why = f"no {checkpoint.INDEX}, so this is not a run folder" if folder.is_dir() else "no such folder"
-                raise CheckpointError(f"{folder}: {why}; nb.runs lists those of a folder, nb.fit with run= trains one")
+                raise CheckpointError(f"{folder}: {why}; nb.runs lists a folder's runs, nb.fit with run= trains one")
             card, plan = (retry(partial(read_json, folder / name), folder) for name in (CARD, PLAN))
         with suppress(CheckpointError):
             task = train.import_task(index.get("task", "none"), folder) if task is None else task
@@ -95,12 +95,12 @@ class Run:
     @property
     def state(self) -> str:
         """training: a process on this machine trains it; done: its last epoch ended, or early_stop ended it; stopped:
-        by the user; diverged; failed: in another error; interrupted: its process was lost. All but the first resume."""
+        by the user; diverged; failed: another error; interrupted: its process was lost. All but the first resume."""
         return "training" if busy(self.folder) else self.index.get("ended", "interrupted")
 
     @property
     def over(self) -> bool:
-        """Return whether its last epoch ended, or it has stopped by itself."""
+        """Return whether its last epoch has ended, or early stopping ended it."""
         return self.index.get("ended") == "done"
 
     @property
@@ -157,9 +157,9 @@ class Run:
         """Return the answers to raw files as a list in their order, with the preprocessing of the run's training.
 
         files: a file, a list of files, or a folder, for which it is a dict: name → answer of every file in it and below
-        that the task reads; a message names the others. Of a run on a pack of `nb.pack` also items as its Dataset
+        that the task reads; a message names the others. For a run on a pack of `nb.pack`, also items as its Dataset
         returns them, with or without targets: one, a list, a Dataset, an array (B, …), rows of a DataFrame. all: return
-        the probability of every class instead, a DataFrame with a row a sample. Raises PackError naming a file that
+        each class's probability instead, as a DataFrame with one row per sample. Raises PackError naming a file that
         cannot be read, and TrainError for `all` where the answers are not classes.
         """
         names: list[str] | None = None  # of the files of a folder, once they are read
@@ -174,7 +174,7 @@ class Run:
         if not all:
             return answers if names is None else dict(zip(names, answers, strict=True))
         if len(shares) < len(answers):
-            raise TrainError("predict(…, all=True) needs answers that are classes, got others; leave all out")
+            raise TrainError("predict(…, all=True) needs a task whose answers are classes; leave out all=")
         import pandas as pd
 
         return pd.DataFrame(shares, None if names is None else pd.Index(names, name="file"), self.card.classes)
@@ -184,7 +184,7 @@ class Run:
         pack = self.readable(pack)
         if lacking := [int(i) for i in ids if pack.split[i] >= len(SPLITS)]:
             rule = f"sample {lacking[0]} has nothing that this run's network reads"
-            raise PackError(f"{rule}; take ids of run.readable(pack)")
+            raise PackError(f"{rule}; take ids from run.readable(pack)")
         return self.answers((pack.sample(int(i)) for i in ids), batch_size)[0]
 
     def report(self, pack: Pack, split: str = "test") -> Report:
@@ -263,7 +263,7 @@ def require_like(run: Any, pack: Pack) -> None:
             ours, theirs = ({n: v for n, v in each.items() if n not in FREE} for each in (ours, theirs))
         if ours != theirs:
             raise PackError(
-                f"{pack.folder}: the pack's {name} are not the ones that the run was trained with "
+                f"{pack.folder}: the pack's {name} differ from those that the run was trained with "
                 f"({str(theirs)[:120]} and {str(ours)[:120]}); pack the data again with run.pack(source)",
                 entry="Predictions differ between training and inference",
             )
@@ -277,7 +277,7 @@ def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:
 
 
 def read_json(path: Path, fix: str = "copy the whole run folder again") -> dict[str, Any]:
-    """Return a JSON file of a run. Raises CheckpointError if it is missing or damaged."""
+    """Return the content of a run's JSON file. Raises CheckpointError if it is missing or damaged."""
     try:
         return disk.from_json(path.read_text())
     except (FileNotFoundError, ValueError) as error:
@@ -289,7 +289,7 @@ def what_next(run: Run) -> str:
     """Return where the model is, and what to do with it."""
     done, so_far = ("done: ", "") if run.over else ("", " so far")
     if (name := run.index.get("best")) is None:
-        return f"{done}the newest weights are in {run.folder}; no evaluation chose the best{so_far}"
+        return f"{done}the newest weights are in {run.folder}; no evaluation has chosen a best model{so_far}"
     uses = 'run.report(pack), run.predict(files), run.export("model.onnx")'
     return f"{done}the best model{so_far} is {run.folder / name}.safetensors ({run.reached}); next: {uses}"
 
@@ -313,7 +313,7 @@ def lock(folder: Path) -> AbstractContextManager[None]:
 
 def runs(folder: str | Path = "runs") -> pd.DataFrame:
     """Return a row for each run in a folder and below, the newest first: state, best metric, epochs, minutes,
-    samples/s, when it last went on. A message names those that cannot be opened. Raises CheckpointError."""
+    samples/s, when it last changed. A message names those that cannot be opened. Raises CheckpointError."""
     opened = open_runs(Path(folder))
     frame = outcomes({run.folder.relative_to(folder).as_posix(): run for run in opened})
     return frame.assign(
@@ -365,13 +365,13 @@ def compare(*runs: Run | str | Path) -> Comparison:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Runs by their names; shows as a sentence about the best, charts as those of the live view, and a table."""
+    """Runs by name; shown as a sentence about the best, charts like those of the live view, and a table."""
 
     runs: Mapping[str, Run]
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """Return a row a run: what came out, and each setting of the plan in which the runs differ."""
+        """Return one row per run: its results, and each setting of the plan in which the runs differ."""
         frame = outcomes(self.runs)
         plans = type(frame)([run.plan.to_dict() for run in self.runs.values()], frame.index, dtype=object)
         differing = plans.loc[:, plans.map(repr).nunique() > 1].add_prefix("plan.")
@@ -379,10 +379,10 @@ class Comparison:
 
     @cached_property
     def conclusion(self) -> str:
-        """Return which run is best and by how much; or that none is, also where chance may explain it, see `alike`."""
+        """Return which run is best and by how much; or that none is, e.g. where chance may explain it, see `alike`."""
         runs = self.runs.values()
         if len({(run.metric, run.card.digest) for run in runs}) > 1:
-            return "No best run: they are of different tasks, or validated on different data."
+            return "No best run: they have different tasks, or were validated on different data."
         metric, sign = next(iter(runs)).metric
         values = {name: run.best[f"val_{metric}"] for name, run in self.runs.items() if run.best}
         if len(values) < 2:
@@ -393,7 +393,7 @@ class Comparison:
         by = "validation loss" if metric == "loss" else header(metric)
         if level := [name for name in others if alike(values[best], values[name], count, share)]:
             list_of = ", ".join(f"{name} {number(values[name])}" for name in (best, *level))
-            why = f"on {plural(int(count), 'validation sample')}, chance alone can make such a difference"
+            why = f"on {plural(int(count), 'validation sample')}, chance alone can explain such a difference"
             return f"No clear winner by {by}: {list_of}; {why}."
         apart = f"{number(abs(values[best] - values[others[0]]))} {'above' if sign > 0 else 'below'} {others[0]}"
         return f"{best} is the best: {by} {number(values[best])}, {apart}."

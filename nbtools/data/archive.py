@@ -178,7 +178,7 @@ def decode_names(text: str, names: list[str | bytes]) -> list[str]:
     raw = b"/".join(name for name in names if isinstance(name, bytes))
     if (encoding := code_page(raw)) != "utf-8":
         first = next(name for name in names if isinstance(name, bytes) and not name.isascii()).decode(encoding)
-        rule = f"names that are not UTF-8; by their bytes the encoding {encoding} was guessed, as in {first!r}"
+        rule = f"its names are not UTF-8; the encoding {encoding} was guessed from their bytes, as in {first!r}"
         say(f"{text}: {rule}. If that is wrong, make the archive again with names in UTF-8.")
     whole = [name.decode(encoding) if isinstance(name, bytes) else name for name in names]
     return whole if any("/" in name for name in whole) else [name.replace("\\", "/") for name in whole]

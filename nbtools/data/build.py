@@ -1,4 +1,4 @@
-"""The pack of a source: the finished one, or a new one that appears under its name only when it is whole.
+"""The pack of a source: the finished one, or a new one that appears under its name only once it is complete.
 
 A task says what its samples are (`survey`) and how to read one (`read`). Processes read blocks of them into files
 `<pack>.part/<key>/<number>.npz`, which the next call finds again if it is interrupted; then they are joined into the

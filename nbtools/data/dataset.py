@@ -1,4 +1,4 @@
-"""nb.pack: what one has becomes the columns of a Pack; and items to predict, read like its own.
+"""nb.pack: your data becomes the columns of a Pack; and items to predict on are read the same way.
 
 Folders of images by class and tables are lists of items: dicts by column, with the paths of images in place of them.
 What a folder is follows from the images that it holds: hidden ones and those in __MACOSX do not count.
@@ -60,23 +60,23 @@ def pack(
     into: str | Path | None = None,
     progress: bool = True,
 ) -> Any:
-    """Return the pack of one's own data, read once; opened where it is finished.
+    """Return the pack of your own data: read once, and only opened on later calls.
 
     data, or train: arrays (x, y), or a dict of them; a Dataset, array or list of items (arrays, numbers, PIL images, or
     tuples or dicts of them), a DataFrame, a CSV file, or images by class, `class/*.png` or `train/class/*.png`, in
     anything that `stage` takes.
     target, inputs: keys or columns; by default y, label, labels or target, of (x, y) y, and all others. image: the
-    column of file names in root, or beside the CSV. text: a function of a text, kept by its name. sep: divides a text
+    column of file names in root, or beside the CSV. text: a function of a text, kept by its name. sep: splits a text
     into several labels, an empty one into none; these, or lists of names, become y (K,) of 0 and 1. classes: all, in
-    order, where arrays of 0 and 1 are labels too; by default those that occur; False: whole numbers are values. val,
-    test: data, shares, or numbers of samples; test=1.0: all. groups: what stays in one split: a column, a value an
-    item, or a function of its name. folds: return so many.
-    size: (H, W) of PIL images, masks as targets (by nearest ids) and points. resize: crop (the default for classes),
+    order, and arrays of 0 and 1 are then labels; by default those that occur; False: whole numbers are values. val,
+    test: data, shares, or numbers of samples; test=1.0: all. groups: what stays in one split: a column, one value per
+    item, or a function of its name. folds: return this many packs.
+    size: (H, W) for PIL images, target masks (nearest ids) and points. resize: crop (the default for classes),
     pad, squash. points: columns, also the target's, of (…, 2) x, y or (…, 4) x1, y1, x2, y2 in pixels. mean, std: per
     channel of images in 0…1; by default those of the training split, with store=False of 64 items: then no copy is
     made, and each epoch reads the Dataset. into: a folder for the pack; by default in the cache, named by options and
     data, of other Datasets by 64 items.
-    Items that cannot be used are rows of `pack.bad`. Raises PackError, DiskError or StageError.
+    Items that cannot be used are listed in `pack.bad`. Raises PackError, DiskError or StageError.
     """
     if isinstance(data, str | Path) and not is_table(data) and is_pack(folder := stage(data, progress=progress)):
         return of_task(Pack.open(folder), TASK)
@@ -90,7 +90,7 @@ def pack(
     made = {"key": items.key(draw), "source": options.source}
     if progress and items.resize and not resize:
         height, width, how = items.resize
-        say(f"images become {height} × {width} by resize={how!r}; there are {', '.join(RESIZES)}")
+        say(f"images are resized to {height} × {width} by resize={how!r}; the choices are {', '.join(RESIZES)}")
     pack = make_pack(
         TASK, made, into, lambda: (items.survey(), partial(items.sample, columns=items.stored)), draw, progress
     )
@@ -99,7 +99,7 @@ def pack(
 
 
 def size_of(size: Any, resize: str | None) -> list[int] | None:
-    """Return [height, width]. Raises PackError for what is none, and for a resize without one."""
+    """Return [height, width]. Raises PackError for an invalid size, and for a resize without one."""
     pair = [size, size] if isinstance(size, int) else size
     if pair is not None and (not isinstance(pair, list | tuple) or len(pair) != 2 or min(pair) < 1):
         raise PackError(f"size must be one number of pixels or (height, width), got {size!r}")
@@ -136,7 +136,7 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
             values += frame[groups].tolist() if isinstance(groups, str) and groups in frame else []
             options.key, options.columns = (TARGET if roles[0] else None, None), roles[1]
         elif options.sep is not None:
-            raise PackError(f"sep divides texts of a table, got {type(data).__name__}; return a list of labels instead")
+            raise PackError(f"sep splits texts of a table, got {type(data).__name__}; return a list of labels instead")
         elif path:
             parts += image_folders(stage(data, progress=progress), split, options.classes is not None, progress)
             options.key = (TARGET, None)
@@ -170,7 +170,7 @@ def require_items(data: Any) -> None:
         return
     else:
         fix = "pass list(dataset), or define __getitem__ and __len__"
-    raise PackError(f"data must be a Dataset with items by number and a length, got {type(data).__name__}; {fix}")
+    raise PackError(f"data must be a Dataset with __getitem__ and __len__, got {type(data).__name__}; {fix}")
 
 
 # -- folders
@@ -206,7 +206,7 @@ def image_folders(root: Path, split: str | None, one: bool, progress: bool) -> l
         left_out.difference_update(there)
     if progress and left_out:
         what = f"{plural(len(left_out), 'file')} left out, such as {min(left_out)}"
-        say(f"{what}: no images in a folder for their class")
+        say(f"{what}: not images in class folders")
     return parts
 
 
@@ -246,7 +246,7 @@ def read_table(data: Any) -> pd.DataFrame:
             header = file.readline()
         return pd.read_csv(data, sep=max(",;\t|", key=header.count), encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # pandas' own are ValueErrors
-        raise PackError(f"{data} must be a table in UTF-8 with a line of column names: {error}") from None
+        raise PackError(f"{data} must be a table in UTF-8 with a header line: {error}") from None
 
 
 def roles_of(frame: pd.DataFrame, options: Any, besides: Any) -> tuple[list[str], list[str]]:
@@ -259,7 +259,7 @@ def roles_of(frame: pd.DataFrame, options: Any, besides: Any) -> tuple[list[str]
     inputs = [*dict.fromkeys(map(str, rest if options.inputs is None else [*own, *options.inputs]))]
     if not inputs or {*inputs} & {*goals}:
         came = f"inputs {', '.join(inputs) or 'none'} and target {', '.join(goals) or 'none'}"
-        raise PackError(f"inputs and target must be columns of their own, got {came}; choose with inputs=[…]")
+        raise PackError(f"inputs and target must be separate columns, got {came}; choose with inputs=[…]")
     return goals, inputs
 
 
@@ -271,7 +271,7 @@ def rows_of(frame: pd.DataFrame, goals: Sequence[str], inputs: Sequence[str], op
     numbers = frame[[*inputs]].select_dtypes(["number", "bool", "boolean"])
     texts = [name for name in inputs if name not in numbers and name != options.image]
     if texts and not options.text:
-        fix = f"pass inputs={[*numbers]}, text= for a function, or pd.get_dummies(df), and of dates make numbers"
+        fix = f"pass inputs={[*numbers]}, text= for a function, or pd.get_dummies(df), and turn dates into numbers"
         raise PackError(f"these columns are not numeric: {', '.join(texts)}; {fix}")
     columns: dict[str, Any] = {name: frame[name].tolist() for name in texts}
     if options.image in inputs:

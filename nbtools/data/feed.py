@@ -147,7 +147,7 @@ def choose(pack: Pack, plan: Plan, device: torch.device) -> tuple[str, str]:
         return "resident", "batches are read straight from the memory-mapped pack"
     room = RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]
     name, why = ("resident", "it stays on the GPU") if pack.bytes <= room else ("streamed", "too large for the GPU")
-    share = f"{show.percent(RESIDENT_SHARE)} of free GPU memory {show.size(room)}"
+    share = f"{show.percent(RESIDENT_SHARE)} of free GPU memory: {show.size(room)}"
     return name, f"{why}, the pack is {show.size(pack.bytes)}, {share}"
 
 
@@ -295,7 +295,7 @@ class Workers(Feed):
         except (RuntimeError, ConnectionError, EOFError) as error:  # of a worker that dies as it hands over a batch
             if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker (pid"):
                 raise  # what the Dataset raised
-            rule = "a worker process of the DataLoader died, as where memory or shared memory (/dev/shm) runs out"
+            rule = "a worker process of the DataLoader died, probably as memory or shared memory (/dev/shm) ran out"
             fix = "set fewer workers or a smaller prefetch, and run it again to resume"
             raise TrainError(f"{rule}; {fix}", entry="The loader hangs") from error
         self.idle.append(loader)

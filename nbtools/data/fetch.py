@@ -377,6 +377,6 @@ def files_in_folder(address: str) -> dict[str, File]:
                 raise StageError(f"{address}: two files in this Drive folder have the name {path!r}. Rename one.")
             files[path] = file
     if not files:
-        fix = f"Better put the files into one tar; {SHARE}"
+        fix = f"Put the files into one tar instead; {SHARE}"
         raise StageError(f"{address}: Drive lists no files in this folder. {fix}.")
     return files

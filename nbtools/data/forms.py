@@ -237,7 +237,7 @@ class Form:
             array = np.stack([array] * 3, -1)  # a grey one among colours
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             came = "nan" if np.isnan(array).any() else "inf"
-            raise PackError(came, f"all numbers of {name} must be finite", "replace it, or leave the item out")
+            raise PackError(came, f"all numbers in {name} must be finite", "replace it, or leave the item out")
         made, floats = array.astype(self.dtype, copy=False), {array.dtype.kind, self.dtype[1]} == {"f"}
         exact = floats or (np.array_equal(made, array) and not (self.layout and made.dtype.kind != array.dtype.kind))
         exact = exact and (self.kind != "labels" or bool(np.isin(made, (0, 1)).all()))

@@ -190,7 +190,7 @@ class Items:
         if classes is None:
             classes = [*dict.fromkeys(name for names in self.classes for name in names)]
         if not classes and any(isinstance(value, list) for value in seen.get(TARGET, ())):
-            raise PackError("items have several labels each; name all that there are: classes=[…]")
+            raise PackError("items have several labels each; list all of them: classes=[…]")
         if options.size and not self.pictures - {TARGET}:
             raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset instead")
         common = {
@@ -251,7 +251,7 @@ class Items:
             raise PackError(f"{self.varying} {rule}. {fix}: each epoch then reads the Dataset itself")
         classes = [*columns[TARGET].names] if self.kind in ("classes", "labels") else []
         if self.kind == "classes" and not classes and TARGET not in self.stored:
-            raise PackError("store=False reads no item before training; name the classes: classes=[…]")
+            raise PackError("store=False does not read the items before training; name the classes: classes=[…]")
         splits = [self.parts[k][0] for k, _ in self.places]
         ragged = [name for name, form in columns.items() if form.ragged]
         return Survey(
@@ -308,7 +308,7 @@ def function_name(function: Any) -> str:
     """Return `module:name` of a function, by which a pack keeps it. Raises PackError for one that has none."""
     name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '<none>')}"
     if "<" in name or "." in name.partition(":")[2]:
-        raise PackError(f"text must be a function of a module, by whose name predictions find it, got {function!r}")
+        raise PackError(f"text must be a function of a module, which predictions find by name, got {function!r}")
     return name
 
 

@@ -57,7 +57,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Card:
-    """Describe a data set to a model: enough to build it, feed it and read its answers. A run keeps it."""
+    """Describe a data set: enough to build a model for it, feed it and read its answers. A run keeps it."""
 
     task: str
     classes: list[str]
@@ -65,7 +65,7 @@ class Card:
     columns: dict[str, Column]
     splits: dict[str, int]  # samples per split
     bucket_by: str | None = None  # the ragged column whose length groups batches
-    digest: str = ""  # of all that the pack holds, so that a run resumes on the very same data only
+    digest: str = ""  # of all that the pack holds, so that a run resumes only on the very same data
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -95,12 +95,12 @@ class Pack(show.Table):
         with disk.explained("opening a pack", folder):
             manifest = json.loads((folder / MANIFEST).read_bytes())
             if (version := manifest["version"]) != FORMAT:
-                made = f"nbtools {manifest.get('nbtools', '0.1')} made this pack, in format {version}"
-                raise PackError(f"{folder}: {made}, and format {FORMAT} is read here; {ANEW}")
+                made = f"nbtools {manifest.get('nbtools', '0.1')} made this pack in format {version}"
+                raise PackError(f"{folder}: {made}, but this version reads format {FORMAT}; {ANEW}")
             for name, entry in manifest["files"].items():
                 size = path.stat().st_size if (path := folder / name).exists() else "no"
                 if size != entry["size"]:
-                    raise PackError(f"{path}: has {size} bytes, when packed it had {entry['size']}; {ANEW}")
+                    raise PackError(f"{path}: has {size} bytes, but had {entry['size']} when packed; {ANEW}")
             touch(folder.absolute())
             return cls(folder, Card.from_dict(manifest["card"]), manifest, np.load(folder / "split.npy"))
 
@@ -109,7 +109,7 @@ class Pack(show.Table):
         for name, entry in self.manifest["files"].items():
             with disk.explained("verifying a pack", self.folder / name):
                 if disk.sha256(self.folder / name) != entry["sha256"]:
-                    raise PackError(f"{self.folder / name}: its SHA-256 is not the manifest's; {ANEW}")
+                    raise PackError(f"{self.folder / name}: its SHA-256 differs from the manifest's; {ANEW}")
         return self
 
     @property
@@ -130,7 +130,7 @@ class Pack(show.Table):
 
     @property
     def remarks(self) -> list[str]:
-        """Return what whoever trains on it should hear, a sentence each."""
+        """Return warnings for whoever trains on it, one sentence each."""
         return self.manifest["remarks"]
 
     @property
@@ -185,16 +185,16 @@ class Pack(show.Table):
         return offsets[ids + 1] - offsets[ids]
 
     def sample(self, i: int) -> Sample:
-        """Return column → array of one sample; of `raw` where the pack does not hold it."""
+        """Return column → array of one sample; from `raw` if the pack does not store it."""
         if not self.is_stored:
             if self.raw is None:
-                raise PackError(f"{self.folder} stores no samples; pack its Dataset again, which opens this with it")
+                raise PackError(f"{self.folder} stores no samples; pack its Dataset again to read them")
             return {name: np.asarray(array) for name, array in self.raw[i].items() if name in self.columns}
         rows = {name: slice(*self.offsets[name][i : i + 2]) if name in self.offsets else i for name in self.columns}
         return {name: np.asarray(self.arrays[name][row]) for name, row in rows.items()}
 
     def reading(self, columns: Collection[str]) -> Self:
-        """Return the pack with these columns alone. Samples with nothing in one of them are in no split; ids stay."""
+        """Return the pack with these columns only. Samples that lack one of them are in no split; ids stay the same."""
         kept = {name: column for name, column in self.columns.items() if name in columns}
         ragged, by = [name for name in columns if name in self.offsets], self.card.bucket_by
         full = np.all([np.ones(len(self), bool), *(np.diff(self.offsets[name]) > 0 for name in ragged)], axis=0)
@@ -202,15 +202,15 @@ class Pack(show.Table):
         return self.with_split(np.where(full, self.split, len(SPLITS)), columns=kept, bucket_by=by)
 
     def folds(self, k: int, seed: int = 0) -> list[Self]:
-        """Return k packs for cross validation: the n-th validates on the n-th part of what is not test, and trains on
-        the rest. They share this one's folder, and what was measured for it, such as means. Classes are divided evenly,
-        and groups stay whole."""
+        """Return k packs for cross-validation: the n-th validates on the n-th part of what is not test, and trains on
+        the rest. They share this pack's folder, and what was measured for it, such as means. Classes are divided
+        evenly, and groups stay whole."""
         path, label, labels = self.folder / "groups.json", self.manifest["label"], None
         groups = json.loads(path.read_bytes()) if path.exists() else [None] * len(self)
         places = [splits.position(group or name, seed) for group, name in zip(groups, self.names, strict=True)]
         units = splits.units_of(np.flatnonzero(self.split < 2).tolist(), places, groups)
         if not isinstance(k, int) or not 2 <= k <= len(units):
-            raise PackError(f"folds must be 2 to {len(units):,}, as many as samples or groups at most, got {k!r}")
+            raise PackError(f"folds must be 2 to {len(units):,}, the number of samples or groups, got {k!r}")
         if label is not None:
             labels = class_names(memory_map(self.folder / f"{label}.npy"), self.classes)
             units.sort(key=lambda unit: splits.mode(map(labels.__getitem__, unit)))
@@ -231,10 +231,10 @@ class Pack(show.Table):
     def keep(self, where: str | Path) -> Path | None:
         """Write the pack as one tar, to `drive:…` or a path; `task.pack` of that file opens it in the next session.
         Another pack of that name is replaced, all at once; the very same one is not written again if it reads back
-        whole. Errors of a mount are tried again. Prints a sentence and returns None if access to Drive was declined in
+        whole. Mount errors are retried. Prints a sentence and returns None if access to Drive was declined in
         Colab's dialog."""
         if self.card.digest != self.manifest["card"]["digest"]:
-            raise PackError("a fold shares the files of the pack that was divided; keep that one")
+            raise PackError("a fold shares the files of the pack it was divided from; keep that one")
         if (target := place_to_keep(where)) is not None:
             target = target if target.suffix == ".tar" else target.with_name(f"{target.name}.tar")
             with disk.explained(f"keeping {self.folder}", target):

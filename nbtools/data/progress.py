@@ -75,7 +75,7 @@ def tick() -> None:
 
 @contextmanager
 def meanwhile(act: Callable[[], object]) -> Iterator[None]:
-    """Call this at every tick of the block."""
+    """Call `act` at every tick during the block."""
     attending.append(act)
     try:
         yield
@@ -114,8 +114,8 @@ def side_by_side(work: Callable[[T], R], items: Iterable[T], size: int = 16) -> 
     try:
         yield from pool.map(work_on, rest, chunksize=size)
     except BrokenProcessPool:
-        reason = "a worker process was killed, as by a system whose memory runs out"
-        raise NbtoolsError(f"{reason}; free some, and run it again: packing continues where it was") from None
+        reason = "a worker process was killed, probably because memory ran out"
+        raise NbtoolsError(f"{reason}; free some, and run it again: packing continues where it stopped") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -1,7 +1,7 @@
-"""Which samples train, validate and test: by a hash of each, so that it has the same split on every machine.
+"""Which samples train, validate and test: decided by a hash of each, so that it has the same split on every machine.
 
-What stays in one split is a unit: a sample, or a group of them. Drawn by name, each unit's own hash decides, so that
-none moves when others are added; drawn by class or content, shares are exact.
+What stays in one split is a unit: a sample, or a group of them. If drawn by name, each unit's own hash decides, so
+that none moves when others are added; if drawn by class or content, shares are exact.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ def units_of(ids: Iterable[int], places: Places, groups: Texts, labels: Any = No
 
 
 def remarks(splits: Sequence[str], labels: Sequence[str] | None, drawn: Iterable[str]) -> list[str]:
-    """Return what whoever trains on these samples should hear, a sentence each. labels: their classes; drawn: the
-    splits that should have some."""
-    lines = [f"no sample is in {split}, so nothing {USES[split]}" for split in drawn if split not in splits]
+    """Return warnings for whoever trains on these samples, one sentence each. labels: their classes; drawn: the splits
+    that should have some."""
+    lines = [f"the {split} split is empty, so nothing {USES[split]}" for split in drawn if split not in splits]
     classes = {*(labels or ())}
     if len(classes) > max(MOST * len(splits), 10):
         return [*lines, f"{len(classes):,} classes for {len(splits):,} samples: is the target a class at all?"]
     if len(classes) == 1:
         lines.append(f"all samples are of one class ({min(classes)}): there is nothing to tell apart")
-    for split, so in (("train", "it cannot be learned"), ("val", "no evaluation sees it")):
+    for split, so in (("train", "not learnable"), ("val", "not evaluated")):
         seen = {label for label, one in zip(labels or (), splits, strict=False) if one == split}
         if (lacking := sorted(classes - seen)) and seen:
             lines.append(f"{plural(len(lacking), 'class')} without a {split} sample ({some(lacking)}): {so}")

@@ -72,7 +72,7 @@ def unfinished(target: Path, version: str) -> Iterator[Path]:
 def stage(
     source: str | Path, into: str | Path | None = None, *, sha256: str | None = None, progress: bool = True
 ) -> Path:
-    """Return a folder on local disk with the files of a source, which are copied only if necessary.
+    """Copy the files of a source to local disk, if necessary, and return their folder.
 
     source: a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:path/in/My Drive`, a Drive link, or the http(s)
     address of an archive. into: the target folder; default: $NBTOOLS_CACHE, or nbtools in the temporary folder.
@@ -91,8 +91,8 @@ def stage(
 
 @dataclass(frozen=True)
 class Job:
-    """Tell what is to be done with a source, and why: `target` is made, unless it is used in place. path: on a disk,
-    None of an address."""
+    """Say what is to be done with a source, and why: `target` is made, unless it is used in place. path: on a disk,
+    None for an address."""
 
     text: str
     path: Path | None
@@ -132,7 +132,7 @@ def decide(text: str, into: str | Path | None, sha256: str | None) -> Job:
 
 
 def find_staged(job: Job) -> Path | None:
-    """Return what an earlier call made from the same version of the source; behind an address, from any."""
+    """Return what an earlier call made from the same version of the source; for an address, from any version."""
     try:
         receipt = json.loads((job.target / RECEIPT).read_text())
         data = job.target / receipt["folder"]
@@ -172,7 +172,7 @@ def act(job: Job, progress: bool) -> Path:
 def unpack(job: Job, path: Path, data: Path, progress: bool) -> Path:
     """Check the hash of an archive, and unpack it into the new folder `data` → it, or the only folder in it."""
     if job.sha256 and (came := disk.sha256(path)) != job.sha256:
-        fix = "Copy it again, or correct the number"
+        fix = "Copy it again, or correct the hash"
         raise ArchiveError(f"{job.text}: its SHA-256 is {came}, not {job.sha256}. {fix}.")
     disk.remove(data.parent)
     data.mkdir(parents=True)
@@ -182,11 +182,11 @@ def unpack(job: Job, path: Path, data: Path, progress: bool) -> Path:
 
 
 def cached(free: int | str | None = None) -> pd.DataFrame:
-    """Return a row for each folder that `stage` and `pack` left in the cache, the least recently used first. The cache
-    is $NBTOOLS_CACHE, or nbtools in the temporary folder.
+    """List the folders that `stage` and `pack` left in the cache, the least recently used first. The cache is
+    $NBTOOLS_CACHE, or nbtools in the temporary folder.
 
-    free: bytes, or a text such as "20 GB": delete what was used least recently until so much is free. All of it can be
-    staged or packed again. Raises StageError for a size that is none, DiskError if something cannot be deleted.
+    free: bytes, or a text such as "20 GB": delete what was used least recently until that much is free. All of it can
+    be staged or packed again. Raises StageError for an invalid size, DiskError if something cannot be deleted.
     """
     import pandas as pd  # half a second, for which no other command should wait
 

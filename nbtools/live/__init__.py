@@ -1,4 +1,4 @@
-"""What is shown and changed while it trains: kernel messages, requests, panel, plots."""
+"""What is shown and changed during training: kernel messages, requests, panel, plots."""
 
 from nbtools.live.draw import page
 from nbtools.live.facts import DONE, OVER, STARTING, TRAINING

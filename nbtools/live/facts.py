@@ -1,5 +1,5 @@
-"""The facts above the curves: the state of a run, how far it is and when it ends, its best so far, what the machine
-reads; and the same as lines of text, for a terminal, a notebook and a log file."""
+"""The facts above the curves: the state of a run, how far it has come and when it ends, its best so far, readings of
+the machine; and the same as lines of text, for a terminal, a notebook and a log file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Fact(NamedTuple):
 
 
 def facts(columns: Columns, about: About, status: str) -> Iterator[Fact]:
-    """Yield state, epoch, time, best, speed and memory, in places that stay; after them what is out of the ordinary."""
+    """Yield state, epoch, time, best, speed and memory, always in the same places; then what is out of the ordinary."""
     yield Fact(about.title, status, about.title)
     if columns.newest is None:
         yield Fact("", "waiting for the first step")
@@ -137,7 +137,7 @@ def opening(state: TrainState, pack: Pack) -> str:
 
 
 def line_of(record: Record, about: About) -> list[str]:
-    """Return the fields of an epoch, or of an evaluation between steps, the first those that matter most."""
+    """Return the fields of an epoch, or of an evaluation between steps, the most important first."""
     names = {"train_loss": "train", "val_loss": "val"}
     shown = [
         f"{names.get(name, name.removeprefix('val_').replace('accuracy', 'acc'))} {number(value)}"

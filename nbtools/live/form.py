@@ -27,18 +27,18 @@ BUTTONS = {
     "stop": ("Stop", "stop", "Finish the step, save a checkpoint and return the run; run the cell again to continue"),
     "evaluate": ("Evaluate now", "check", "Evaluate the validation split after this step, then continue"),
     "save": ("Save now", "save", "Write a checkpoint after this step, then continue"),
-    "profile": ("What limits it?", "search", "Measure for a few seconds what a step consists of, then continue"),
+    "profile": ("What limits it?", "search", "Measure for a few seconds where a step's time goes, then continue"),
     "best": ("Back to best", "history", "Go back to the best checkpoint and continue from there with these settings"),
-    "undo": ("Undo", "undo", "Go back to before the last change of settings"),
+    "undo": ("Undo", "undo", "Go back to the state before the last change of settings"),
 }  # action → label, icon (a name that Font Awesome 4 to 6 know), tooltip
 RESUME = ("Resume", "play", "Continue with the next step")
 PAUSED = "paused between two steps: change what you like, then Resume"
-ELSEWHERE = "It trains: these settings are in the cell below, next to its curves."
+ELSEWHERE = "Training is running: its settings are in the cell below, next to the curves."
 OTHER = "Other settings …"
 
 
 class Form:
-    """The widgets of one Panel, which call its methods.
+    """The widgets of a Panel; they call its methods.
 
     controls: of a run in progress, above its curves, the form folded. whole: of the panel's own cell: the form, and
     while a run is in progress the buttons, since its output may be gone. plan: what the fields show. told: the newest
@@ -117,17 +117,17 @@ class Form:
         self.show_run()
 
     def show_notice(self) -> None:
-        """Show what is asked or refused, else what a change brought with it or what limits the plan, else what was
-        changed, and the buttons that answer."""
+        """Show the question or refusal, else what a change brought with it or what limits the plan, else what was
+        changed, and the buttons to answer with."""
         panel, names = self.panel, [*self.panel.bad]
         changed = list_changes(self.plan.changes_from(panel.advised))
-        text = panel.note or (f"Other than advised: {changed}" if changed else "No setting is changed")
+        text = panel.note or (f"Other than advised: {changed}" if changed else "No settings changed")
         bad = f"Not applied: {'; '.join(panel.bad.values())}" if names else ""
         self.notice.value = message(bad or text, "nbtools-bad" * bool(bad), True)
         few, count = ", ".join(f"{n} = {show.shown(value)}" for n, value in panel.proposed.items()), len(panel.proposed)
         apply = f"Apply {few if count < 3 else f'{count} changes'}" if count else ""
         single = len(names) == 1 and names[0] and count < 2
-        keep = f"Keep {names[0]} = {show.shown(getattr(self.plan, names[0]))}" if single else "Keep what is applied"
+        keep = f"Keep {names[0]} = {show.shown(getattr(self.plan, names[0]))}" if single else "Keep the applied values"
         for each, text in ((self.apply, apply), (self.keep, keep if bad else "")):
             each.description, each.layout.display = text, "inline-block" if text else "none"
 

@@ -27,8 +27,8 @@ class Panel:
     `plan` is always valid: if a value breaks a rule, the rule is shown next to its field and nothing changes. A change
     of batch size adjusts lr by the plan's lr_rule. Works without a front end: `panel.fields["lr"].value = "3e-4"`.
 
-    bad: setting → why what its field holds is not applied, "" for several at once. note: what the last change brought
-    with it, or what limits the plan; proposed: the values that *Apply* makes wanted, to confirm or worth making.
+    bad: setting → why its field's value is not applied, "" for several at once. note: what the last change brought
+    with it, or what limits the plan; proposed: the values that *Apply* sets, to be confirmed or worth making.
     """
 
     def __init__(self, advice: Any):
@@ -63,11 +63,11 @@ class Panel:
     # -- of the run
 
     def begin(self, requests: Requests) -> None:
-        """A run starts: changes and clicks are posted to its requests. A resumed one keeps what it had applied."""
+        """A run starts: changes and clicks are posted to its requests. A resumed run keeps its applied settings."""
         with self.lock:
             changes = list_changes(requests.state.plan.changes_from(self.plan))
             self.requests, self.running, self.fixed, self.bad = requests, True, fixed_settings(requests.state.plan), {}
-            self.note = f"This run goes on with what it had applied: {changes}" if changes else self.note
+            self.note = f"This run continues with its applied settings: {changes}" if changes else self.note
             self.proposed = {} if changes else self.proposed
             self.form.show()
 
@@ -100,7 +100,7 @@ class Panel:
             self.form.show_run()
 
     def read(self, name: str, text: Any) -> None:
-        """Adopt what the user put into a field, else keep it there with the reason; empty, as after Escape, the field
+        """Adopt what the user put into a field, else keep it there with the reason; an emptied field, as after Escape,
         gets the plan's value back."""
         kept = name in self.fixed or text in ("", self.form.holds(name))  # of which it shows three digits
         read = (lambda: text) if isinstance(text, bool) else (lambda: self.plan.parse(name, text.strip()))
@@ -124,8 +124,8 @@ class Panel:
             self.form.show()
 
     def make(self, plan: Callable[[], Plan], name: str = "", sure: bool = False) -> None:
-        """Make this plan wanted, or, during a run, the one to confirm, unless the user is sure; or keep why it is
-        refused. name: of the field that it comes from."""
+        """Make this the wanted plan, or, during a run, the one to confirm, unless the user is sure; or keep the reason
+        for refusing it. name: of the field that it comes from."""
         with self.lock:
             try:
                 new, old = plan(), self.plan
@@ -146,7 +146,7 @@ class Panel:
         return reason if value == advised else f"advised {show.shown(advised)}{f': {reason}' if reason else ''}"
 
     def __repr__(self) -> str:
-        return f"Panel: {list_changes(self.plan.changes_from(self.advised)) or 'no setting is changed'}"
+        return f"Panel: {list_changes(self.plan.changes_from(self.advised)) or 'no settings changed'}"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         """Return the form, and for a page without a kernel what was changed of the advice."""

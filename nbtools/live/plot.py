@@ -152,9 +152,9 @@ class Picture:
 
 
 def picture(columns: Columns, best: str = "", x: str = "step", scale: str = "auto", smoothing: float = 1.0) -> Picture:
-    """Return everything a frame draws: loss, metrics and lr. best: the metric that counts; a loss has no chart of
-    metrics before the first evaluation. x: one of XS; scale: of SCALES, for the loss; smoothing: so many times the
-    usual."""
+    """Return everything a frame draws: loss, metrics and lr. best: the metric that counts; if it is the loss, there is
+    no chart of metrics before the first evaluation. x: one of XS; scale: one of SCALES, for the loss; smoothing: as a
+    multiple of the usual."""
     if columns.newest is None:
         return Picture()
     charts = [*loss(columns, scale, smoothing), *metrics(columns)]

@@ -35,10 +35,10 @@ class Plans:
 
 @dataclass(eq=False)
 class Requests:
-    """Hold what is wanted of a run. The wanted plan is `state.plan`, and `state.applied` the one that acts.
+    """Hold what is requested of a run. `state.plan` is the wanted plan, `state.applied` the one in effect.
 
     advised: the plan that values are compared with. check: raises NbtoolsError for a plan that the run cannot continue
-    with. able: whether there is anything to do for an action. stopper: who asked for the stop.
+    with. able: whether an action has anything to do. stopper: who asked for the stop.
     """
 
     state: TrainState | Plans
@@ -98,7 +98,7 @@ def send(
     values that would need confirmation. Raises TrainError for an unknown action, or if there is no folder."""
     path, waiting = Path(folder) / CONTROL, {}
     if not path.parent.is_dir():
-        raise TrainError(f"{folder}: does not exist, so no run can take a request; name the folder of a run")
+        raise TrainError(f"{folder}: does not exist, so no run can take a request; name a run's folder")
     with disk.explained("sending a request", path):
         with suppress(FileNotFoundError, ValueError):  # the run takes it at any moment
             waiting = disk.from_json(path.read_text())

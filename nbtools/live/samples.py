@@ -61,8 +61,8 @@ class Preview:
 
 
 class Previews:
-    """A few samples with the network's current answers; none if the task has no `preview`. ids: of the pack; None: some
-    evenly spaced over the validation split, the same ones each time."""
+    """A few samples with the network's current answers; none if the task has no `preview`. ids: in the pack; None: a
+    few evenly spaced over the validation split, the same each time."""
 
     def __init__(self, state: TrainState, pack: Pack, ids: Sequence[int] | None = None):
         self.state, self.pack, self.next = state, pack, 0.0
@@ -92,7 +92,7 @@ def choose_ids(ids: Any, pack: Pack) -> list[int]:
     given: list[Any] = list(ids) if isinstance(ids, Iterable) else []
     if not given or not all(isinstance(i, (int, np.integer)) and 0 <= i < len(pack) for i in given):
         rule = f"samples must be a list of ids of the pack, 0 to {len(pack) - 1:,}"
-        raise TrainError(f"{rule}, got {ids!r}; leave it out to see some of the validation split")
+        raise TrainError(f"{rule}, got {ids!r}; leave it out to see a few from the validation split")
     return [int(i) for i in given[:SAMPLES]]
 
 

@@ -34,7 +34,7 @@ class Surface(View):
     """A View whose buttons and fields act on the run; GPU readings; `control.json`; Ctrl-C. Enter it while the run
     lasts.
 
-    looking: at a requested evaluation, which a pause lets end. undoable: whether a change of settings is recent enough.
+    looking: a requested evaluation is running, which a pause lets finish. undoable: whether a change can be undone.
     """
 
     def __init__(self, folder: Path, state: TrainState, pack: Pack, history: History, given: Any, show: bool):
@@ -79,8 +79,8 @@ class Surface(View):
             self.finish([] if error else self.samples(), status, write=True)
 
     def samples(self) -> list[Preview]:
-        """Return the network's current answers; none where they are not displayed. If the task fails to show them, a
-        message says so."""
+        """Return samples with the network's current answers; none where they are not displayed. If the task fails to
+        show them, a message says so."""
         try:
             return self.previews.now() if self.progress else []
         except Exception as error:

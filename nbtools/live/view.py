@@ -40,8 +40,8 @@ KEPT = escape(Path(__file__).with_name("kept.js").read_text("utf-8"))
 
 
 class View:
-    """A run's history, drawn as it grows: at most 4 times a second, and more rarely where that would take above
-    FRAME_COST of the time; `due = 0.0` has the next `draw` draw in any case. events: every message so far.
+    """A run's history, drawn as it grows: at most 4 times a second, and less often where that would take more than
+    FRAME_COST of the time; `due = 0.0` makes the next `draw` draw in any case. events: every message so far.
 
     count: samples per epoch. best: the metric that counts, as in `Task.BEST`. given: the panel to show, or the Advice
     or Plan that one is made of where it can be shown. show: False draws and prints nothing.
@@ -71,12 +71,12 @@ class View:
         """Put the live view into the output of the running cell."""
         self.draw(status)
         if self.output is not None:
-            self.output.lives, text = True, f"{self.folder}: {PLOT_FILE} in it shows how the run went"
+            self.output.lives, text = True, f"{PLOT_FILE} in {self.folder} shows how the run went"
             show(bundle_of(self.output.view, text), self.output.name)
 
     def draw(self, status: str = TRAINING) -> None:
         """Draw a new frame when it is due; else it costs only a clock read. If one fails, a message says so, and the
-        run continues without. status: the run's state."""
+        run continues without charts. status: the run's state."""
         if self.output is None or time.monotonic() < self.due:
             return
         try:
@@ -88,7 +88,7 @@ class View:
             self.due = time.monotonic() + max(FRAME_EVERY, (time.thread_time() - start) / FRAME_COST)
         except Exception as error:
             self.due = math.inf
-            self.tell(f"the picture is no longer drawn ({type(error).__name__}: {error}); the run continues")
+            self.tell(f"the charts are no longer drawn ({type(error).__name__}: {error}); the run continues")
 
     def advance(self, record: Record) -> None:
         """Show what a record says, and move the terminal's bar."""
@@ -145,8 +145,8 @@ class View:
         self.still(status, last=True, write=write)
 
     def still(self, status: str, last: bool = False, write: bool = True) -> None:
-        """Put the picture of now, a PNG, below the live view or in its place, and into the run folder. If that fails, a
-        message says so, since the run is complete without."""
+        """Put the current picture, a PNG, below the live view or in its place, and into the run folder. If that fails,
+        a message says so; the run is complete without it."""
         try:
             made = picture(self.columns.follow(self.history), self.about.best)
             lines = [f"{fact.label} {fact.value}".strip() for fact in facts.facts(self.columns, self.about, status)]
@@ -163,7 +163,7 @@ class View:
 class Output:
     """A cell's output: controls, facts, charts, samples and log below one another: what grows is below what is clicked.
 
-    changed: called when the curves are to look otherwise. log: lines as fields, of which a page shows as many as it has
+    changed: called when the curves should look different. log: lines as fields, of which a page shows as many as it has
     room for. lives: whether the view is displayed.
     """
 

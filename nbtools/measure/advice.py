@@ -22,7 +22,7 @@ from nbtools.train import device as devices
 TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch (captcha guide)
 MOST_K = LARGER[-1][0]  # beyond it Adam's best lr falls again (arXiv 2405.14578); the guides' table ends there too
 FEW_SAMPLES, FEW_STEPS, LONG_S = 10_000, 1_500, 600.0  # below which training takes so many steps, in so many seconds
-FORWARD, EVALUATION_SHARE = 1 / 3, 0.1  # of a step's time: what evaluating takes a sample; of the time, what all may
+FORWARD, EVALUATION_SHARE = 1 / 3, 0.1  # evaluation's time per sample over training's; its largest share of the time
 MOST_PROCESSES = 8  # that read files: more wait for the same disk
 ASKED = ("epochs", "batch_size", "lr", "amp")  # settings that a notebook shows wherever they come from
 LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
@@ -36,7 +36,7 @@ Choices = dict[str, Choice]
 
 @dataclass(frozen=True)
 class Advice(Report):
-    """A plan, and one reason per field with what was measured of it here. Shows as a table.
+    """A plan, and one reason per field with what was measured here. Shows as a table.
 
     baseline: the guide's "before"; presets: the task's own, name → (plan, what differs here), or (None, why it cannot
     train here). ratios: samples/s of the rules' plan and of the baseline over the plan's, in turns. lr_trial, verdict:
@@ -116,8 +116,8 @@ def inspect() -> Machine:
 def decide(
     task: TaskLike, card: Card, machine: Machine, chosen: Choices | None = None, pretrained: bool = False
 ) -> Advice:
-    """Return advice that depends on card and machine alone. chosen: what was measured; it goes first, then what the
-    task suggests, and the rest follows from these. pretrained: whether the network's weights are."""
+    """Return advice that depends on card and machine alone. chosen: what was measured; it comes first, then what the
+    task suggests, and the rest follows from these. pretrained: whether the network's weights are pretrained."""
     task = as_task(task)
     plan, base = task.PLAN, task.BASELINE
     advised: Choices = {**task.suggest(card, machine.accelerator), **(chosen or {})}
@@ -198,7 +198,7 @@ def warmup(k: float, epochs: int) -> Choice:
     least = next((least for times, _, (least, _) in LARGER if k <= times), LARGER[-1][2][0])
     capped = min(float(least), epochs / 5)
     why = f"{plural(least, 'epoch')} for {k:.3g} × the baseline's batch, {THUMB} (guide to large batches)"
-    return capped, why + (f"; capped to a fifth of {plural(epochs, 'epoch')}" if capped < least else "")
+    return capped, why + (f"; capped at a fifth of {plural(epochs, 'epoch')}" if capped < least else "")
 
 
 def evaluations(card: Card, epochs: int) -> Choice | None:

@@ -57,9 +57,9 @@ COMPILE_PAYS = 1800.0  # seconds of training planned from which compiling is tri
 
 
 def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | None = None) -> Advice:
-    """Return the plan to start from, each field with its reason and what was measured here of it.
+    """Return the plan to start from, each field with its reason and what was measured for it here.
 
-    Measuring takes about `seconds`, once for a machine, a pack and a task: the result is kept next to the pack; None: a
+    Measuring takes about `seconds`, once per machine, pack and task: the result is kept next to the pack; None: a
     ninetieth of the training that it shortens, at least 12 s and at most 60. Then learning rates are tried, for a tenth
     of the training, at most 120 s. measure=False: use what was measured before, else only rules of thumb, without
     delay. Raises TrainError if not even one sample fits.
@@ -194,7 +194,7 @@ class Search:
         faster = [name for name in costs if own >= FASTER * costs[name]]
         # of equal ones first that which changes least
         for name in sorted(faster, key=lambda name: (costs[name] > NEAR * least, len(changes[name]), costs[name])):
-            whys[name] = "is faster, but there was no time to see whether it learns the same"
+            whys[name] = "is faster, but there was no time to check that it learns the same"
             with self.until("its losses") as clock:
                 whys[name] = objection(self.task, self.pack, self.plain(self.plan), changes[name], clock)
             if not whys[name]:
@@ -203,8 +203,8 @@ class Search:
         tried = [f"{name} {own / cost:.2f}×" for name, cost in costs.items() if name]
         tried += [f"{name} {why}" for name, why in whys.items() if why]
         how = "the processor's time on one thread" if self.cpu else "the GPU's time"
-        text = f"measured here by {how} a step: {', '.join(tried)}; used from {FASTER:.2f}× on"
-        text = text if tried else "no other one was tried: the machine is busy, and the time was over"
+        text = f"measured here by {how} per step: {', '.join(tried)}; used from {FASTER:.2f}× up"
+        text = text if tried else "no alternative was tried: the machine is busy, and time ran out"
         values = {name: getattr(self.plan, name) for change in changes.values() for name in change} | changes[best]
         self.take({name: (value, text) for name, value in values.items()})
 
@@ -281,7 +281,7 @@ class Search:
         rules, made = self.rules({}).plan, None
         busy = self.cpu and os.getloadavg()[0] > BUSY * cores()
         if busy:  # threads would wait for each other
-            self.note = " The machine was busy with other work: times are of one thread beside that."
+            self.note = " The machine was busy with other work: times are for one thread alongside it."
         with self.until("beside others") as deadline:
             seconds, short = deadline.left() / 6, deadline.left() / 32
 

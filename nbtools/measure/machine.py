@@ -116,7 +116,7 @@ class Gpus(show.Table, list[Gpu]):
 
 
 def gpus() -> Gpus:
-    """Return every NVIDIA GPU of this machine with its present state; never raises."""
+    """Return every NVIDIA GPU of this machine with its current state; never raises."""
     made, why, processor = Gpus(), "the driver lists no GPU", f"{cpu_name()}, {show.plural(cores(), 'core')}"
     processor += f"; RAM: {show.size(room(torch.device('cpu')) or 0)} free"
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes on this machine, what changes of the plan give, each measured, and so the
+"""Where the time of a training step goes on this machine, what each change to the plan gains, measured, and hence the
 verdict: what the plan is bound by, and the one change most worth making.
 
 On CUDA the host runs ahead of the device, and a trace of its kernels tells the two apart: `host` is the share in which
@@ -79,7 +79,7 @@ class Verdict(Report):
         step, moves = timing(self.timing.step_s), percent(self.device - self.products)
         text = SENTENCES[self.bound].format(**shares, step=step, moves=moves)
         if self.bound == "launch" and self.waits:
-            text += f" The host waits for it at {self.waits[0]}; do without that line."
+            text += f" The host waits for it at {self.waits[0]}; avoid that line."
         if self.best:
             return f"{text} {self.best.name} makes training faster (measured: {self.best.spread} in turns)."
         return text + (f" Tried: {'; '.join(map(str, self.trials))}." if self.trials else "")
@@ -103,7 +103,7 @@ class Verdict(Report):
 def verdict(
     task: TaskLike, pack: Pack, plan: Plan, seconds: float = 0.0, fixed: Collection[str] = (), run_s: float = 0.0
 ) -> Verdict:
-    """Measure a plan, and what changes of it give, for about twice `seconds` (SECONDS) after warming up.
+    """Measure a plan, and what changes to it gain, for about twice `seconds` (SECONDS) after warming up.
 
     fixed: settings that may not change (a run that has started keeps some). run_s: seconds that the run took, if it
     did; after a short one, less time. Nothing outside changes. Raises TrainError if training could not start.

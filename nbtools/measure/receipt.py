@@ -77,7 +77,7 @@ class Receipt(Report):
         return self.rungs[-1].trial.ratio
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        """Return (headers, rows): one row a rung, below the first one the guide's, spreads from least to most."""
+        """Return (headers, rows): one row per rung, the guide's below the first; spreads are from least to most."""
         first, *others = self.rungs
         rows = []
         for rung in (first, *([self.guide] if self.guide is not None else []), *others):
@@ -91,8 +91,8 @@ class Receipt(Report):
     def caption(self) -> str:
         guide = f"; the guide's optimised settings: {self.guide.trial.spread}" if self.guide is not None else ""
         took, before = (duration(self.samples / timing.samples_per_s) for timing in (self.after, self.before))
-        whole = f"all epochs' steps take {took}, with the baseline's settings {before}"
-        return f"Samples/s over the baseline's on this machine: {self.rungs[-1].trial.spread}{guide}; {whole}"
+        whole = f"all epochs' steps take {took}, or {before} with the baseline's settings"
+        return f"Samples/s relative to the baseline on this machine: {self.rungs[-1].trial.spread}{guide}; {whole}"
 
     def footer(self) -> str:
         took = None if self.cold_start is None else duration(self.cold_start)
@@ -101,7 +101,7 @@ class Receipt(Report):
 
     def _repr_html_(self) -> str:
         """Return the sentence and the table, with how it was measured folded."""
-        how = f"<details><summary>How, and what was not measured</summary>{note(self.footer())}</details>"
+        how = f"<details><summary>How this was measured, and what was not</summary>{note(self.footer())}</details>"
         return html(*self.table(), self.caption()) + how
 
 
@@ -135,7 +135,7 @@ def receipt(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 0.0, run_s:
         rungs.append(rung(name if len(trials.keys() - {GUIDE}) > 1 else ALL, trials[name], rungs[-1], pack))
     guided = rung(GUIDE, trials[GUIDE], rungs[0], pack) if GUIDE in trials else None
     if device.type == "cpu":
-        more.append("No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not measured")
+        more.append("No GPU: the gain from mixed precision, larger batches and data kept on a GPU was not measured")
     samples = plan.epochs * pack.splits["train"]
     return Receipt(tuple(rungs), guided, machine(), (*notes, *more), samples)
 

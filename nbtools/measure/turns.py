@@ -1,5 +1,5 @@
-"""Plans side by side: trained in turns, so that what else the machine does meanwhile befalls each alike, and within a
-time that holds whatever that is; and whether they learn the same."""
+"""Plans side by side: trained in turns, so that the machine's other work affects each alike, and within a time limit
+that holds whatever that work is; and whether they learn the same."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def objection(task: TaskLike, pack: Pack, plan: Plan, change: Mapping[str, Any],
     if not far <= max(SAME_LOSS, CONTROL * control):
         return f"is faster, but its loss differs by {percent(far, 1)}"
     if not 1 - cosine <= max(1 - SAME_GRADIENT, CONTROL * (1 - alike)):
-        return f"is faster, but its gradient has a cosine of {cosine:.3f} to the plan's"
+        return f"is faster, but its gradient's cosine to the plan's is {cosine:.3f}"
     return ""
 
 

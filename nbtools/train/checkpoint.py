@@ -104,11 +104,11 @@ def read_index(folder: Path) -> dict[str, Any]:
         with disk.explained("reading the index", path):
             index = disk.from_json(path.read_text()) if disk.exists(path) else {}
     except ValueError as error:
-        fix = "restore it from the kept copy, or delete it and train on"
+        fix = "restore it from the kept copy, or delete it and train again"
         raise CheckpointError(f"{path}: {error}; {fix}") from None
     if index.get("version", VERSION) != VERSION:
         made = f"{path}: this run was made by nbtools {index.get('nbtools', '0.1')} in another format"
-        raise CheckpointError(f"{made}; open it with that version, or train anew in another folder")
+        raise CheckpointError(f"{made}; open it with that version, or train again in another folder")
     return index
 
 
@@ -143,7 +143,7 @@ def read(folder: Path, name: str) -> Checkpoint:
     try:
         data = retry(path.read_bytes, path)
         if hashlib.sha256(data).hexdigest() != facts["sha256"]:
-            raise ValueError("its hash is not that of what was written")
+            raise ValueError("its hash differs from the one recorded")
         return Checkpoint(name, load_tensors(data), facts)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{path}: damaged or missing ({error}); copy it from where the run is kept") from None
@@ -154,10 +154,10 @@ def newest(folder: Path, last: str | None = None) -> Checkpoint:
     damage: list[str] = []
     for name in names(folder, last or read_index(folder).get("last")):
         try:
-            return replace(read(folder, name), complaints=tuple(f"{each}; {name} is used meanwhile" for each in damage))
+            return replace(read(folder, name), complaints=tuple(f"{each}; {name} is used instead" for each in damage))
         except CheckpointError as error:
             damage.append(str(error))
-    fix = "no intact checkpoint; move this folder away to resume from where it is kept (keep=), or name another one"
+    fix = "no intact checkpoint; move this folder away to resume from its kept copy (keep=), or name another folder"
     raise CheckpointError(f"{folder}: {'; '.join([*damage, fix])}")
 
 
@@ -244,7 +244,7 @@ class Keeper:
         try:
             self.thread.join(PATIENCE)
             if self.thread.is_alive():
-                tell(f"{self.target}: waiting for the last copy of {self.source}; interrupt to end the wait")
+                tell(f"{self.target}: waiting for {self.source} to be copied; interrupt to stop waiting")
             self.thread.join()
             if self.trouble is not None and mount:
                 remount(self.target)
@@ -252,7 +252,7 @@ class Keeper:
         except KeyboardInterrupt:
             self.trouble = KeyboardInterrupt("interrupted")
         if self.trouble is not None:
-            what = f"not kept to the end ({self.trouble}); kept: {self.kept}"
+            what = f"the last state was not copied ({self.trouble}); kept: {self.kept}"
             fix = f"all of it is in {self.source}: run it again to copy the rest, before this machine is given back"
             self.complaints.append(f"{self.target}: {what}; {fix}")
 

@@ -116,7 +116,7 @@ def require_augmentable(card: Card, names: Any) -> None:
         left = (wanted & {"crop", "flip"}) - ({"flip"} if name in card.options.get("points", {}) else set())
         if left and axes >= 2 and name not in images:
             rule = f"augment: {min(left)} would leave {'the target' if name == TARGET else name} ({column}) as it is"
-            raise TrainError(f"{rule}; augment both in a `batch` of your task")
+            raise TrainError(f"{rule}; augment both in your task's `batch`")
 
 
 def augment(batch: Batch, card: Card, images: Collection[str], draws: Draws, names: Any) -> Batch:

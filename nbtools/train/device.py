@@ -50,13 +50,13 @@ def pick(name: str | None = None) -> torch.device:
     if world() > 1 and name.startswith("cuda"):
         local, here = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if local >= here or ":" in name:
-            rule = f"each process needs a GPU of its own: torch has {here} here, and {field} is {name!r}"
+            rule = f"each process needs a GPU of its own: torch sees {here} here, and {field} is {name!r}"
             raise TrainError(f"{rule}; start at most {here} processes, or set NBTOOLS_DEVICE to cuda or cpu")
         return torch.device("cuda", local)
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        rule = f"{field} must be a device that torch has here, such as cpu or cuda:0"
+        rule = f"{field} must be a device available to torch here, such as cpu or cuda:0"
         raise TrainError(f"{rule}, got {name!r}: {str(error).splitlines()[0]}") from None
 
 

@@ -82,7 +82,7 @@ def scores(
 
 
 def losses(task: TaskLike, model: nn.Module, raws: Iterable[Batch], plan: Plan, device: torch.device) -> np.ndarray:
-    """Return the loss of each raw batch, (n,) float64, one that is no number as infinite."""
+    """Return the loss of each raw batch, (n,) float64, NaN as infinity."""
     pairs = [scores(as_task(task), model, raw, plan, device, metrics=())["loss"] for raw in raws]
     return np.nan_to_num(np.array([float(total / max(float(count), 1.0)) for total, count in pairs]), nan=np.inf)
 
@@ -96,7 +96,7 @@ def score_split(
     ids, most, ranks = pack.ids(split), plan.eval_samples, sums.ranks
     if not len(ids):
         there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
-        fix = f"choose one that is not ({there}) with split=, or pack with {split}= a larger share"
+        fix = f"choose one that is not ({there}) with split=, or pack with a larger {split}="
         raise TrainError(f"{pack.folder}: the {split} split is empty; {fix}")
     if most is not None and most < len(ids):
         ids = ids[np.linspace(0, len(ids) - 1, most).round().astype(int)]
@@ -138,7 +138,7 @@ def rehearse(state: Any, pack: Pack) -> None:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if task.card is not None:
                 if not {*state.model.parameters()}.isdisjoint(task.model(state.card, plan).parameters()):
-                    rule = f"{title_of(task)}: model returns the same network each time, which a later run goes on with"
+                    rule = f"{title_of(task)}: model returns the same network each time, so a later run starts trained"
                     raise TrainError(f"{rule}; make a new one in it, or pass it to nb.classify, which copies it")
                 task.batch(raw, plan, Draws(plan.seed, 0, raw["id"]))
             batch, outputs = forward(task, state.model, raw, plan, device)

@@ -84,7 +84,7 @@ class Graphs:
                     self.recorded[shapes], self.replayed = (inputs, replay, sums), self.replayed + 1
                     return sums
                 self.restore(written, after)
-                why = "replayed, a step gives something else: it depends on what the host does in it"
+                why = "a replayed step gives a different result: it depends on what the host does in it"
         except RuntimeError as error:  # all of CUDA's, and that memory ran out
             why = str(error).split("\n")[0]
         self.give_up(why)

@@ -1,4 +1,4 @@
-"""Record and History: the rows of a run, in memory and as a CSV file that grows by a line a row."""
+"""Record and History: the rows of a run, in memory and as a CSV file that grows by one line per row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The train loop, one for all tasks: a generator that yields after every step, so that whatever watches a run (panel,
+"""The training loop, one for all tasks: a generator that yields after each step, so that whatever watches a run (panel,
 plot, clock, your own code) is simply code in the body of a `for`.
 
     state = TrainState(task, pack, plan)
@@ -35,7 +35,7 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     Record with that step's number; `evaluating` after every batch of an evaluation; `epoch`; `change` just before a
     changed plan is applied; `event` for anything else. Replace `state.plan` to change settings from the next step on;
     set `state.evaluate_next` for an evaluation before it, which ends with a Record `evaluation` and changes nothing.
-    feed: one that is open, to share it. Raises TrainError for what cannot train, Diverged where the loss is NaN or
+    feed: an open one, to share. Raises TrainError for what cannot train, Diverged where the loss is NaN or
     infinite: a checkpoint may be loaded, and this called again. On several ranks this is rank 0's; the others `obey`.
     """
     state.task = bind(task, state.card)

@@ -138,8 +138,8 @@ class Meter:
         if not math.isfinite(total):
             raise Diverged(f"the loss became {total} in steps {step + 1} to {record.step}", steps)
         if scale < LEAST_SCALE:
-            what = f"gradients overflow in every step, though their scale has fallen to {scale:.0e}"
-            raise Diverged(f"{what}, and none counts", steps, "amp")
+            what = f"gradients overflow in every step, even at a loss scale of {scale:.0e}"
+            raise Diverged(f"{what}, so every step is skipped", steps, "amp")
         loss = mean("loss", total - self.logged[0], count - self.logged[1])
         self.logged = total, count
         values = {**loss, **speed(record.samples - samples, *times), **record.values, "wall": self.watch.wall}

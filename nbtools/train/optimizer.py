@@ -66,9 +66,9 @@ def require_all(model: nn.Module, groups: list[dict[str, Any]], of: str) -> None
     held = Counter(id(p) for group in groups for p in group["params"])
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and held.pop(id(parameter), 0) != 1:
-            raise TrainError(f"{name} must be in exactly one of {of}; build them from the parameters that are given")
+            raise TrainError(f"{name} must be in exactly one of {of}; build them from the given parameters")
     if held:
-        raise TrainError(f"{plural(len(held), 'parameter')} of {of}: frozen, or another network's; leave it out")
+        raise TrainError(f"{plural(len(held), 'parameter')} of {of}: frozen, or another network's; leave out any such")
 
 
 def build_schedule(task: Any, plan: Any) -> Any:
@@ -105,7 +105,7 @@ def built_in(optimizer: Optimizer) -> bool:
 
 
 def follow(optimizer: Optimizer, plan: Any) -> None:
-    """Take over a plan's weight decay and betas; lr is set in every step. An own optimizer keeps its settings."""
+    """Take over a plan's weight decay and betas; lr is set in every step. A custom optimizer keeps its settings."""
     for group in optimizer.param_groups if built_in(optimizer) else ():
         group["weight_decay"] = plan.weight_decay if group["decays"] else 0.0
         group.update(OPTIMIZERS[plan.optimizer].settings(plan))

@@ -1,4 +1,4 @@
-"""classify and regress: the tasks of one line, for a network and a pack of `nb.pack`.
+"""classify and regress: tasks in one line, for a network and a pack of `nb.pack`.
 
 B samples, K classes or labels, D values.
 """
@@ -38,8 +38,8 @@ class classify(Task):
     top5_accuracy, balanced_accuracy, f1; of labels map and f1 (default: both); or functions of (outputs, batch) that
     return (sum, count). The first name chooses the best checkpoint. augment: crop, flip, colour; a mapping gives
     strengths. loss: of (outputs, y), returns a term per sample, their mean, or (sum, count); default: cross entropy, of
-    labels binary; y is (B,) int64, of labels (B, K) float32. plan: the settings to start from. pretrained: whether the
-    weights are: advice then starts from a lower lr. optimizer: a class of torch.optim, or a functools.partial of one,
+    labels binary; y is (B,) int64, of labels (B, K) float32. plan: the settings to start from. pretrained: True if the
+    weights are; advice then starts from a lower lr. optimizer: a class of torch.optim, or a functools.partial of one,
     called with (groups, lr=plan.lr), or a function of (groups, plan). schedule: a function of plan that returns
     f(progress), the factor on plan.lr at 0 to 1 of the planned epochs. Raises TrainError.
     """
@@ -62,12 +62,12 @@ class classify(Task):
         if not callable(model):
             raise TrainError(f"model must be a torch.nn.Module or a function that makes one, got {model!r}")
         if plan is not None and not isinstance(plan, Plan):
-            raise TrainError(f"plan must be a nb.Plan, got {type(plan).__name__}; give an Advice or a Panel to nb.fit")
+            raise TrainError(f"plan must be an nb.Plan, got {type(plan).__name__}; give an Advice or a Panel to nb.fit")
         if schedule is not None and not callable(schedule):
             rule = f"schedule must be a function of plan that returns f(progress), got {type(schedule).__name__}"
             raise TrainError(f"{rule}; such as lambda plan: lambda progress: 0.5 ** int(10 * progress)")
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
-            rule = f"loss {type(loss).__name__} has parameters, which are not trained"
+            rule = f"loss {type(loss).__name__} has parameters, which would not be trained"
             raise TrainError(f"{rule}; write a Task whose model holds them")
         self.network, self.pretrained, self.PLAN = model, pretrained, plan or Plan()
         self.chosen, self.augment = None if metrics is None else defaults.as_tuple(metrics), defaults.strengths(augment)
@@ -89,9 +89,9 @@ class classify(Task):
         came = card.options["kind"] if defaults.packed_dataset(card) else "not of nb.pack"
         ragged = came == "values" and card.columns[TARGET].kind == "ragged"
         if ragged or (came != self.kind and (self.kind, came) != ("classes", "labels")):
-            rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, and these are {came}"
+            rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, but these are {came}"
             fix = "floats become classes with astype(int), and whole numbers values with nb.pack(…, classes=False)"
-            raise TrainError(f"{rule}; {fix}; for a class of each pixel or sequences write a Task with model and loss")
+            raise TrainError(f"{rule}; {fix}; for per-pixel classes or sequences, write a Task with model and loss")
         network: Any = self.network
         if isinstance(network, nn.Module):
             return copy.deepcopy(network)

@@ -43,29 +43,29 @@ def knob(
     asks_beyond: float | None = None,
 ) -> Any:
     """Return a Plan field: its default, one line of help, and the rule of a value (≥ least, > above, ≤ most). live: a
-    started run may change this setting of a task: neither model nor optimizer depends on it. asks_beyond: more than so
-    many times the advised value may be a typo, and a run asks before applying it."""
+    started run may change this setting of a task: neither model nor optimizer depends on it. asks_beyond: more than
+    this many times the advised value may be a typo, and a run asks before applying it."""
     rule = {"choices": choices, "least": least, "above": above, "most": most, "live": live, "asks_beyond": asks_beyond}
     return dataclasses.field(default=default, metadata={"help": help, "unit": unit, **rule})
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold the settings of a training, nothing of the data or the machine. Raises PlanError naming field and rule."""
+    """Hold the settings of a training run, not of the data or machine. Raises PlanError naming the field and rule."""
 
     epochs: int = knob(10, "passes over the training split", least=1)
     batch_size: int = knob(64, "samples per optimizer step", least=1)
     micro_batch_size: int | None = knob(None, "samples per forward pass; None: the batch size", least=1)
     lr: float = knob(1e-3, "peak learning rate", above=0, asks_beyond=10)
-    lr_rule: str = knob("none", "what a change of batch size does to lr", choices=("none", "sqrt", "linear"))
+    lr_rule: str = knob("none", "how lr follows a change of batch size", choices=("none", "sqrt", "linear"))
     schedule: str = knob("cosine", "lr after the warmup", choices=("constant", "cosine", "poly", "plateau"))
-    warmup_epochs: float = knob(0.0, "linear rise of lr from 0, step by step", least=0, unit="epochs")
-    min_lr: float = knob(0.0, "lr at the end of cosine, poly and plateau", least=0)
+    warmup_epochs: float = knob(0.0, "linear warmup of lr from 0, step by step", least=0, unit="epochs")
+    min_lr: float = knob(0.0, "lowest lr of cosine, poly and plateau", least=0)
     optimizer: str = knob("adamw", "update rule, fused", choices=tuple(OPTIMIZERS))
     weight_decay: float = knob(0.0, "decoupled for adamw, an L2 term for adam and sgd", least=0, asks_beyond=10)
-    betas: tuple[float, float] = knob((0.9, 0.999), "decay of adam's moments, first of sgd's", least=0, most=0.99999)
+    betas: tuple[float, float] = knob((0.9, 0.999), "adam's decay rates; sgd uses the first", least=0, most=0.99999)
     eps: float = knob(1e-8, "added to the denominator of adam's step; larger is steadier in bf16", above=0)
-    clip_norm: float | None = knob(None, "largest gradient norm; None: no clipping", above=0)
+    clip_norm: float | None = knob(None, "maximum gradient norm; None: no clipping", above=0)
     amp: str = knob("off", "mixed precision in forward and backward; fp16 needs a GPU", choices=("off", "bf16", "fp16"))
     compile: bool = knob(False, "torch.compile the model: a slow first step, faster ones after")
     graph: bool = knob(False, "replay whole steps as CUDA graphs (CUDA; no fp16, CTC, compile)")
@@ -73,20 +73,20 @@ class Plan:
     checkpoint_activations: bool = knob(False, "recompute activations in backward: less memory, about 1/3 more work")
     sync_batchnorm: bool = knob(False, "several GPUs: batch norm over the samples of all processes at once")
     deterministic: bool = knob(False, "refuse kernels whose results differ from run to run")
-    workers: int = knob(0, 'DataLoader processes of feed "workers"', least=0)
+    workers: int = knob(0, 'DataLoader processes for feed "workers"', least=0)
     prefetch: int = knob(2, "batches prepared ahead (per worker, or in the streaming ring)", least=1)
     feed: str = knob(
         "auto",
-        "batches from a pack in memory (resident), copied one by one (streamed), read by DataLoader processes; or auto",
+        "batches from a pack in memory (resident), copied one by one (streamed), or by DataLoader processes (workers)",
         choices=("auto", "resident", "streamed", "workers"),
     )
-    threads: int | None = knob(None, "CPU threads of the arithmetic; None: as many as torch takes", least=1)
-    eval_every: int = knob(1, "epochs between evaluations of the validation split", least=1, unit="epochs")
+    threads: int | None = knob(None, "CPU threads for tensor operations; None: torch's default", least=1)
+    eval_every: int = knob(1, "epochs between evaluations on the validation split", least=1, unit="epochs")
     eval_samples: int | None = knob(None, "validation samples per evaluation during training; None: all", least=1)
     early_stop: int | None = knob(None, "stop after this many evaluations without improvement; None: never", least=1)
     patience: int = knob(5, "evaluations without improvement before plateau multiplies lr by 0.1", least=1)
-    ema: float | None = knob(None, "decay of a moving average of the weights, to evaluate", above=0, most=0.99999)
-    seed: int = knob(0, "seed of weights, order, augmentation and dropout", least=0, most=2**31 - 1)
+    ema: float | None = knob(None, "decay of a moving average of the weights, used to evaluate", above=0, most=0.99999)
+    seed: int = knob(0, "seed for weights, order, augmentation and dropout", least=0, most=2**31 - 1)
 
     _advised: ClassVar[frozenset[str]] = frozenset()  # of one instance: settings that are still an advice's own
 
@@ -120,17 +120,17 @@ class Plan:
         return new.marked(self._advised.difference(settings, new.changes_from(self)))
 
     def marked(self, advised: Iterable[str]) -> Self:
-        """Return an equal plan of which these settings count as an advice's own, not as given by code or a hand."""
+        """Return an equal plan in which these settings count as the advice's own, not as given by code or by hand."""
         new = dataclasses.replace(self)
         object.__setattr__(new, "_advised", frozenset(advised))
         return new
 
     def given(self) -> dict[str, Any]:
-        """Return the settings that code or a hand gave: those that are not an advice's own."""
+        """Return the settings that were given in code or by hand: those that are not an advice's own."""
         return {name: value for name, value in self.to_dict().items() if name not in self._advised}
 
     def while_training(self) -> Self:
-        """Return the plan of evaluations during training: a task overrides it to leave costly options to the end."""
+        """Return the plan for evaluations during training: a task overrides it to leave costly options to the end."""
         return self
 
     def changes_from(self, old: Plan) -> dict[str, str]:
@@ -301,7 +301,7 @@ def refuse_fixed(differing: Mapping[str, str], plan: Plan, resumed: bool = False
     for name in fixed_settings(plan):
         if name in differing and not (resumed and name in AT_START):
             rule = f"Plan.{name} cannot change in a started run, got {differing[name]}"
-            raise TrainError(f"{rule}; keep the value, or start another run folder")
+            raise TrainError(f"{rule}; keep the value, or use another run folder")
 
 
 def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:

@@ -128,8 +128,8 @@ class Ranks:
 
 
 def join() -> Ranks:
-    """Meet the other processes that torchrun started, if this is not the only one. Stage and pack before: who comes
-    first waits here. Raises TrainError where processes cannot share work, RankLost."""
+    """Meet the other processes that torchrun started, if this is not the only one. Stage and pack before: the first to
+    arrive waits here. Raises TrainError where processes cannot share work, RankLost."""
     if devices.world() == 1:
         return Ranks()
     device = devices.pick()

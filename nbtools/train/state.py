@@ -79,7 +79,7 @@ class TrainState:
         self.optimizer = build_optimizer(self.task, self.model, plan)
         self.built_in = built_in(self.optimizer)
         if plan.graph and not self.built_in:
-            raise TrainError("Plan.graph needs an optimizer of Plan.optimizer, whose lr a graph reads; set graph=False")
+            raise TrainError("Plan.graph needs a built-in Plan.optimizer, whose lr a graph reads; set graph=False")
         self.schedule = build_schedule(self.task, plan)
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
         self.unscaled = True  # whether fp16 still has to find its scale
@@ -190,7 +190,7 @@ class TrainState:
             torch.cuda.set_rng_state(self.cuda_rng, self.device)
 
     def lost(self) -> bool:
-        """Return whether the loss or a weight is no longer a number: not to be saved. Waits for the device."""
+        """Return whether the loss or a weight is no longer finite: not to be saved. Waits for the device."""
         return not bool(torch.stack([torch.isfinite(each).all() for each in (self.meter.loss, *self.parameters)]).all())
 
     def facts(self) -> dict[str, Any]:
@@ -260,7 +260,7 @@ class TrainState:
         allocate(optimizer, self.applied)
         if fresh and saved:
             more = f" and {len(fresh) - 3} more" if len(fresh) > 3 else ""
-            self.events.append(f"newly trained, without moments from the checkpoint: {', '.join(fresh[:3])}{more}")
+            self.events.append(f"newly trained, without saved optimizer state: {', '.join(fresh[:3])}{more}")
 
 
 def below(values: Mapping[str, T], prefix: str) -> dict[str, T]:
@@ -276,7 +276,7 @@ def require_change(state: TrainState, new: Plan, epoch_size: int) -> None:
     refuse_fixed(differing, new)
     for name in ("weight_decay", "betas", "eps"):
         if name in differing and not state.built_in:
-            rule = f"Plan.{name} does nothing to the task's own optimizer, got {differing[name]}"
+            rule = f"Plan.{name} has no effect on the task's own optimizer, got {differing[name]}"
             raise TrainError(f"{rule}; set it where the optimizer is made, in another run")
     devices.require(new, state.device)
     require_batch(new, epoch_size)

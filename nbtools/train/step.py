@@ -1,5 +1,5 @@
 """One optimizer step: draw the batch, forward in autocast, backward, clip, `optimizer.step()`, average. Around it, one
-function halves the micro-batch when memory ends, and one leaves out a step whose loss or gradient is no number."""
+function halves the micro-batch when memory runs out, and one skips a step whose loss or gradient is not finite."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def train_step(
     whole batch, still on the device: with Plan.graph until the next step. epoch_size: samples of an epoch, for the lr.
 
     Where memory runs out, the gradients are computed again in micro-batches of half the size, unless `halves` is False;
-    effective batch and lr stay. After a loss that was no number, steps are checked, and left out without any effect if
-    theirs is none. Raises TrainError where nothing fits, Diverged where more steps are left out than by accident.
+    effective batch and lr stay. After a loss that was not finite, steps are checked, and skipped without any effect if
+    theirs is not. Raises TrainError where nothing fits, Diverged where more steps are skipped than accidents explain.
     """
     size, careful = size or len(raw["id"]), state.step < state.recovery.careful_until
     set_lr(state, size, epoch_size)
@@ -183,7 +183,7 @@ def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
 
 
 def gradients_in_memory(state: TrainState, raw: Batch, size: int) -> LossSum:
-    """Compute `gradients`, where memory ends in micro-batches of half the size. Nothing has been updated then, so
+    """Compute `gradients`, in micro-batches of half the size if memory runs out. Nothing has been updated then, so
     nothing is applied twice; only BatchNorm's running statistics may count some samples twice. Raises TrainError where
     there is no smaller micro-batch, or other ranks wait in their own pass."""
     state.capture_rng()
@@ -222,7 +222,7 @@ def not_finite(named: Iterable[tuple[str, Any]]) -> str:
 
 def leave_out(state: TrainState, raw: Batch, size: int, buffers: list[Tensor], lost: str) -> LossSum:
     """Undo a step that has updated no weight yet, and report what is not finite: with the samples to look at, if it is
-    in their batch. Several ranks agree on one. Raises Diverged where that happens more often than by accident."""
+    in their batch. Several ranks agree on one. Raises Diverged where that happens too often to be an accident."""
     for buffer, value in zip(state.model.buffers(), buffers, strict=True):
         buffer.copy_(value)
     state.optimizer.zero_grad()

@@ -37,7 +37,7 @@ TaskLike = Any
 
 
 class Lacking(TrainError, AttributeError):
-    """A task does not define a hook that has no default."""
+    """A task lacks a hook that has no default."""
 
 
 class Task:
@@ -50,18 +50,18 @@ class Task:
 
     PLAN: Plan = Plan()  # the recommended settings; a task with settings of its own subclasses Plan
     BASELINE: Any  # what a receipt compares with; default: PLAN, its samples read one by one on demand
-    PRESETS: Mapping[str, Any] = {}  # name → Plan, of which a receipt measures the first
+    PRESETS: Mapping[str, Any] = {}  # name → Plan; a receipt measures the first
     BEST: Any  # metric that chooses the best checkpoint, "-cer" where lower is better; default: the first by name
     SMOKE: Mapping[str, Any] = {}  # options of `demo` for the smoke test
     augment: Any = ()  # names of augmentations of the default `batch`, or name → strength
-    pretrained: Any = False  # whether the weights are: advice then starts from a lower lr, as for frozen parameters
+    pretrained: Any = False  # whether weights are pretrained: advice starts from a lower lr, as for frozen parameters
     card: Card | None = None  # of the pack of `nb.pack` that it trains or answers on; `bind` sets it on a copy
 
     model: Any
     """model(card, plan) -> a new network for a data set; card: its classes, columns and options."""
     loss: Any
-    """loss(model, batch, plan) -> (sum of the loss, number of terms), or the mean of a batch; `model(batch)` returns
-    the outputs, also where the network of an `nb.pack` takes columns."""
+    """loss(model, batch, plan) -> (sum of the loss, number of terms), or the mean over the batch; `model(batch)`
+    returns the outputs, even if the network for an `nb.pack` takes columns."""
 
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
         """Return the network's input: normalised, and augmented if draws are given."""
@@ -77,8 +77,8 @@ class Task:
         return [{"params": [p for p in model.parameters() if p.requires_grad]}]
 
     def optimizer(self, groups: list[dict[str, Any]], plan: Any) -> Optimizer:
-        """Return the optimizer of these groups, each with its `lr`, which schedule and panel multiply later. An own one
-        has its own weight decay and betas, whatever the plan's."""
+        """Return the optimizer of these groups, each with its `lr`, which schedule and panel multiply later. A
+        custom one keeps its own weight decay and betas, whatever the plan's."""
         return plan_optimizer(groups, plan)
 
     def schedule(self, plan: Any) -> Callable[[float], Any] | None:
@@ -86,7 +86,7 @@ class Task:
         return None
 
     def infer(self, model: nn.Module, batch: Batch, plan: Any) -> Any:
-        """Return the outputs in evaluation and prediction, as `loss` takes them from `model(batch)`."""
+        """Return the outputs for evaluation and prediction, as `loss` gets them from `model(batch)`."""
         return model(batch)
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
@@ -172,7 +172,7 @@ def as_task(task: Any) -> Task:
         return kind()
     if issubclass(kind, nn.Module | FunctionType) and not hasattr(task, "loss"):
         came = "a function" if kind is FunctionType else f"the network {kind.__name__}"
-        raise TrainError(f"task must be a nb.Task, got {came}; pass nb.classify(net) or nb.regress(net)")
+        raise TrainError(f"task must be an nb.Task, got {came}; pass nb.classify(net) or nb.regress(net)")
     adapted = Task()
     vars(adapted).update({name: getattr(task, name) for name in HOOKS if hasattr(task, name)}, _name=task_name(task))
     return adapted
@@ -196,8 +196,8 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TrainError(f"{title_of(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
     if any(map(is_lazy, model.parameters())):
-        fix = "give its layers their sizes, or call the network on a sample once before"
-        raise TrainError(f"{title_of(task)}: the network has layers that learn their sizes when first called; {fix}")
+        fix = "give the layers their sizes, or call the network on a sample first"
+        raise TrainError(f"{title_of(task)}: the network has lazy layers, whose sizes are unknown so far; {fix}")
     keep_recurrent_in_float32(model)
     if task.card is not None:
         defaults.require_augmentable(card, task.augment)
@@ -229,7 +229,7 @@ def find_columns(model: nn.Module, card: Card) -> tuple[tuple[str, ...], bool]:
     unknown = [name for name in required if name not in columns]
     if unknown and (columns or len(unknown) != len(inputs)):
         came = f"which columns are {', '.join(unknown)}? The pack has {', '.join(offered)}"
-        fix = "name the parameters as the columns, or take the whole dict: forward(self, batch)"
+        fix = "name the parameters after the columns, or take the whole dict: forward(self, batch)"
         raise TrainError(f"{start}({', '.join(required)}): {came}; {fix}")
     return tuple(columns or inputs), bool(columns)
 
@@ -319,11 +319,11 @@ def import_task(name: str, where: Path | str) -> Task:
     """Return the task of that name; where: what names it. Raises CheckpointError if it cannot be imported."""
     module, colon, attribute = name.partition(":")
     if colon and not attribute:
-        rule = f"{where}: its task has no name there to open it by"
-        raise CheckpointError(f"{rule}; pass task= with the same one, such as nb.classify(net)")
+        rule = f"{where}: its task has no name to import it by"
+        raise CheckpointError(f"{rule}; pass the same one as task=, such as nb.classify(net)")
     try:
         source = importlib.import_module(module)
         return as_task(attrgetter(attribute)(source) if attribute else source)
     except (ImportError, AttributeError) as error:
-        fix = "run the cell that makes it, put its file next to the notebook, or pass task="
+        fix = "run the cell that defines it, put its file next to the notebook, or pass task="
         raise CheckpointError(f"{where}: its task {name!r} cannot be imported ({error}); {fix}") from None

@@ -81,7 +81,7 @@ def test_unmarked_names_are_read_in_the_encoding_of_their_bytes_and_that_is_said
     tmp_path, capsys, encoding, names, form
 ):
     assert extracted(tmp_path, unmarked(names, encoding, form)) == dict.fromkeys(names, b"x")
-    said = f"by their bytes the encoding {encoding} was guessed, as in '{names[0]}'" in capsys.readouterr().err
+    said = f"the encoding {encoding} was guessed from their bytes, as in '{names[0]}'" in capsys.readouterr().err
     assert said == (encoding != "utf-8")
 
 

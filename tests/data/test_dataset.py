@@ -134,7 +134,7 @@ LEFT_OUT = {
     "another shape": (odd((np.zeros(4), "a"), count=200), "float32 (4,)", "x must be float32 (3), as in other items"),
     "16 bits": (odd((Image.new("I;16", (5, 4)), "a"), lambda i: (image(), "a")), "I;16", "images must have 8 bits"),
     "an object": (odd((object(), "a")), "object", "x must hold numbers"),
-    "a number that is not one": (odd((np.full(3, np.nan), "a")), "nan", "all numbers of x must be finite"),
+    "a number that is not one": (odd((np.full(3, np.nan), "a")), "nan", "all numbers in x must be finite"),
     "a class that is None": (odd((vector(0), None)), "nothing", "every sample must have a class"),
 }
 
@@ -166,7 +166,7 @@ REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the
     "2 classes cat, dog are .* label is 2": ([(0.5, i % 2 + 1) for i in range(20)], {"classes": ["cat", "dog"]}),
     "a value for each of 20 items, got 2": (Items(vector), {"groups": [1, 2]}),
     "not numeric: b, c; pass .*get_dummies": (frame(b="u", c=pd.Categorical([10, 20] * 10)), {}),
-    "sep divides texts of a table, got list; return a list": ([(vector(0), "a b")] * 20, {"sep": " "}),
+    "sep splits texts of a table, got list; return a list": ([(vector(0), "a b")] * 20, {"sep": " "}),
     "text must be a function of a module": ([{"t": "a", "y": 0}] * 20, {"text": lambda text: [1]}),
     "must have 3 numbers, one per channel of x": ([(image(), 0)] * 20, {"mean": [0.5], "std": [0.5]}),
 }
@@ -230,7 +230,7 @@ def test_what_a_folder_is_follows_from_what_it_holds(tmp_path, capsys, name):
     ignored = ("/.", ".ipynb", "__MACOSX")
     counted = [folder for folder in folders if folder != "test" and not any(each in folder for each in ignored)]
     assert (len(made), made.bad.empty) == (6 * len(counted), True)
-    left_out = "7 files left out, such as notes/readme.txt: no images in a folder for their class"
+    left_out = "7 files left out, such as notes/readme.txt: not images in class folders"
     assert (left_out in capsys.readouterr().err) == ("test" in folders)
     assert same(made)
 
@@ -285,9 +285,9 @@ def test_masks_and_boxes_are_resized_with_their_image(resize, size):
 
 def test_images_are_cropped_for_classes_and_squashed_for_what_must_not_be_cut_off_and_it_is_said(capsys):
     nb.pack([(image(), "ab"[i % 2]) for i in range(20)], size=3)
-    assert "images become 3 × 3 by resize='crop'" in capsys.readouterr().err
+    assert "images are resized to 3 × 3 by resize='crop'" in capsys.readouterr().err
     made = nb.pack([(image(), i / 2) for i in range(20)], size=(2, 3), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1))
-    assert "images become 2 × 3 by resize='squash'" in capsys.readouterr().err
+    assert "images are resized to 2 × 3 by resize='squash'" in capsys.readouterr().err
     assert (made.options["mean"]["x"], made.options["std"]["x"]) == ([0.5, 0.4, 0.3], [0.2, 0.2, 0.1])
 
 

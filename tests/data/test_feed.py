@@ -185,7 +185,7 @@ def test_a_killed_worker_ends_the_run_in_a_sentence_and_the_same_call_resumes_bi
 
     with pytest.raises(
         TrainError,
-        match=r"^a worker process .* died, as where memory .*; set fewer .* See “The loader hangs”",
+        match=r"^a worker process .* died, probably as memory .*; set fewer .* See “The loader hangs”",
     ):
         nb.fit(acting({3: kill_one}), pack, plan, tmp_path / "run", **QUIET)
     run = nb.fit(toy, pack, plan, tmp_path / "run", **QUIET)

@@ -126,7 +126,7 @@ def test_a_group_stays_in_one_split_and_in_one_fold(place):
 
 SOURCES: dict[str, tuple[int, dict[str, Any]]] = {  # what is said → samples and how they are divided
     "1 class without a train sample (b): it cannot be learned": (9, {"classes": "aaaaaaaab", "split": last_tests}),
-    "no sample is in val, so nothing chooses the best checkpoint or stops early": (1, {}),
+    "the val split is empty, so nothing chooses the best checkpoint or stops early": (1, {}),
     "1 class without a val sample (b): no evaluation sees it": (30, {"classes": "a" * 29 + "b", "val": 1}),
     "26 classes for 30 samples: is the target a class at all?": (30, {"classes": "abcdefghijklmnopqrstuvwxyz"}),
     "6 of 8 samples of the train split cannot be used, see pack.bad": (9, {"check": at_least_6, "split": last_tests}),
@@ -160,10 +160,10 @@ def test_folds_validate_each_sample_once_share_the_arrays_and_keep_the_test_spli
         again = pickle.loads(pickle.dumps(replace(fold, raw=None)))
         assert (again.card, again.split.tolist()) == (fold.card, fold.split.tolist()), "as nb.launch passes it on"
     assert [fold.card for fold in made.folds(5)] == [fold.card for fold in folds]
-    with pytest.raises(PackError, match="a fold shares the files of the pack that was divided; keep that one"):
+    with pytest.raises(PackError, match="a fold shares the files of the pack it was divided from; keep that one"):
         folds[0].keep(place / "kept")
     assert made.folds(5, seed=1)[0].ids("val").tolist() != folds[0].ids("val").tolist()
     wrong: Any = (1, 51, 2.5)
     for k in wrong:
-        with pytest.raises(PackError, match=f"folds must be 2 to 50, as many as samples or groups at most, got {k}"):
+        with pytest.raises(PackError, match=f"folds must be 2 to 50, the number of samples or groups, got {k}"):
             made.folds(k)

@@ -211,7 +211,7 @@ def test_too_little_space_is_reported_before_the_first_byte(place, monkeypatch):
         os, "statvfs", lambda _: types.SimpleNamespace(f_bavail=1, f_frsize=1000, f_blocks=1, f_bfree=1)
     )
     for source, need in (("drive:digits.tar", r"4\.1 MB"), (path, r"5\.\d kB")):
-        with pytest.raises(errors.DiskError, match=rf"needs {need}, only 1\.0 kB are free there. Free some space"):
+        with pytest.raises(errors.DiskError, match=rf"needs {need}, but only 1\.0 kB is free there. Free some space"):
             stage(source)
         assert published(cache()) == []
 

@@ -57,7 +57,7 @@ def reached(folder, run, *values: tuple[float, float]) -> list[Any]:
     ("values", "said"),
     [
         ([(0.5, 1.0), (0.9, 0.9)], "run-1 is the best: accuracy 0.900, 0.400 above "),
-        ([(0.9, 1.0), (0.91, 0.2)], "run-0 0.900; on 48 validation samples, chance alone can make such"),
+        ([(0.9, 1.0), (0.91, 0.2)], "run-0 0.900; on 48 validation samples, chance alone can explain such"),
     ],
 )
 def test_the_best_run_is_named_where_more_than_chance_sets_it_apart(runs, tmp_path, values, said):
@@ -67,7 +67,7 @@ def test_the_best_run_is_named_where_more_than_chance_sets_it_apart(runs, tmp_pa
 def test_no_run_is_the_best_of_different_data_or_before_both_have_been_evaluated(runs, tmp_path):
     plan = toy.PLAN.replace(epochs=1)
     other = nb.fit(toy, toy.make_pack(tmp_path / "other", count=120), plan, tmp_path / "b", **QUIET)
-    assert "of different tasks, or validated on different data" in nb.compare(runs[0], other).conclusion
+    assert "have different tasks, or were validated on different data" in nb.compare(runs[0], other).conclusion
     checkpoint.mark(copy := shutil.copytree(runs[0].folder, tmp_path / "empty"), best=None)
     compared = nb.compare(runs[0], copy)
     assert compared.conclusion == "No best run: fewer than two have been evaluated."
@@ -99,7 +99,7 @@ def test_a_run_of_a_task_without_a_name_is_compared_and_asks_for_it_where_the_ne
     assert list(compared.frame["plan.seed"]) == [0, 1]
     opened = nb.Run.open(tmp_path / "runs" / "0")
     for need in (lambda: opened.predict([pack.raw[0]]), opened.model, lambda: nb.evaluate(opened, pack)):
-        with pytest.raises(CheckpointError, match=r"has no name there to open it by; pass task= with the same one"):
+        with pytest.raises(CheckpointError, match=r"has no name to import it by; pass the same one as task="):
             need()
     again = nb.Run.open(opened.folder, nb.classify(own.Small))
     assert nb.evaluate(again, pack, "val")["accuracy"] == pytest.approx(opened.best["val_accuracy"])

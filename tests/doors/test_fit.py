@@ -86,14 +86,14 @@ def test_what_cannot_be_trained_evaluated_or_opened_is_refused_by_its_reason_bef
 
     new = tmp_path / "run"
     refused(PlanError, r"plan must be a toy\.Plan .* got Plan; use toy\.PLAN", fit, pack, nb.Plan(), new)
-    refused(PackError, r"pack must be a nb\.Pack, got PosixPath; make one with toy\.pack", fit, tmp_path, ONE, new)
+    refused(PackError, r"pack must be an nb\.Pack, got PosixPath; make one with toy\.pack", fit, tmp_path, ONE, new)
     refused(CheckpointError, "and copied to Drive by keep='drive:runs/x'", fit, pack, ONE, "drive:runs/x")
     assert not new.exists()
     (tmp_path / "file").write_text("")
     refused(DiskError, "starting a run", fit, pack, ONE, tmp_path / "file" / "run")
     other = dataclasses.replace(pack, card=dataclasses.replace(pack.card, classes=list("dcba")))
     for act in (lambda: nb.evaluate(run, other), lambda: run.report(other)):
-        refused(PackError, "classes are not the ones that the run was trained with", act)
+        refused(PackError, "classes differ from those that the run was trained with", act)
     new.mkdir()
     for index, words in (
         (None, r"no run\.json, so this is not a run folder; nb\.runs lists"),
@@ -127,7 +127,7 @@ def test_a_kept_run_that_was_trained_on_elsewhere_since_the_last_copy_is_not_mix
     once("pc", 2, None)  # and the copy does not get it
     once("colab", 3, tmp_path / "kept")
     before = tree(tmp_path / "kept")
-    with pytest.raises(CheckpointError, match=r"pc \(step 18\) and .*kept \(step 27\) were trained apart"):
+    with pytest.raises(CheckpointError, match=r"pc \(step 18\) and .*kept \(step 27\) were trained separately"):
         once("pc", 4, tmp_path / "kept")
     assert tree(tmp_path / "kept") == before
     once("pc", 2, tmp_path / "other")
@@ -213,3 +213,19 @@ def test_a_slow_disk_keeps_no_epoch_waiting_and_the_best_state_is_written(pack, 
     assert len(written) <= 6, "of 20 epochs, most of which were the best so far"
     assert run.best["epoch"] == whole.best["epoch"]
     assert same(run, whole)
+
+
+def test_an_interrupt_while_torch_enters_a_context_leaves_it_entered_for_no_later_run(pack, tmp_path):
+    """Under autocast that is left on, steps would go on with the weights of the first."""
+
+    def interrupt() -> None:
+        for context in (torch.no_grad(), torch.autocast("cpu", torch.float16)):
+            context.__enter__()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        nb.fit(acting({5: interrupt}), pack, ONE.replace(amp="bf16"), tmp_path / "run", **QUIET)
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    whole = nb.fit(toy, pack, ONE.replace(amp="bf16"), tmp_path / "whole", **QUIET)
+    assert same(nb.fit(toy, pack, ONE.replace(amp="bf16"), tmp_path / "run", **QUIET), whole)

@@ -193,7 +193,7 @@ def test_newly_measured_advice_changes_nothing_in_a_resumed_run_and_is_said(pack
     stopped(pack, advised(epochs=30), "r")
     again = stopped(pack, advised(epochs=30, batch_size=32, amp="bf16"), "r")
     assert (again.plan.batch_size, again.plan.amp, texts(again, "change")) == (16, "off", [])
-    said = "this run keeps what it has applied so far; the advice would be batch_size 16 → 32, amp off → bf16"
+    said = "this run keeps the settings applied so far; the advice would be batch_size 16 → 32, amp off → bf16"
     assert said in capsys.readouterr().err
     again = stopped(pack, advised(batch_size=32).plan.replace(epochs=20), "r")
     assert (again.plan.epochs, again.plan.batch_size) == (20, 16), "only what code gave is a change"
@@ -227,7 +227,7 @@ def test_more_epochs_say_the_lr_that_they_mean_and_any_other_change_is_refused_b
     refused(pack, PLAN.replace(lr=0.1), "r", says=r"finished.*lr 0.01 → 0.1.*fresh=True")
     run = fit(pack, PLAN.replace(schedule="cosine", epochs=4), "r")
     assert epochs(run) == 4
-    assert "epochs 2 → 4: lr goes on at 0.005, where it had come to 0" in capsys.readouterr().err
+    assert "epochs 2 → 4: lr continues at 0.005, where it had reached 0" in capsys.readouterr().err
 
 
 def test_another_identity_in_a_named_folder_is_refused_with_what_differs_unless_layers_are_unfrozen(pack):
@@ -240,7 +240,7 @@ def test_another_identity_in_a_named_folder_is_refused_with_what_differs_unless_
     refused(other, more, "r", frozen(), says="pack: ", error=CheckpointError)
     run = fit(pack, more, "r")
     assert epochs(run) == 4
-    assert "newly trained, without moments from the checkpoint: body.0.weight, body.0.bias" in " ".join(run.events)
+    assert "newly trained, without saved optimizer state: body.0.weight, body.0.bias" in " ".join(run.events)
 
 
 def test_fresh_starts_over_and_leaves_other_files_alone(pack):
@@ -271,9 +271,9 @@ def test_neither_two_runs_nor_the_files_of_others_are_mixed_with_a_kept_run(pack
     Path("mine").mkdir()
     Path("mine/thesis.txt").write_text("mine")
     for folder, says in {
-        "other": "kept holds a different run than other",
+        "other": "kept holds a different run from other",
         "mine": "holds files but no run",
-        "kept": "is the folder of a run itself",
+        "kept": "is the run's own folder",
         None: "needs run=",
     }.items():
         refused(pack, PLAN, folder, says=says, error=CheckpointError, keep="kept")

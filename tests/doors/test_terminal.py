@@ -78,7 +78,7 @@ def test_runs_are_listed_and_compared_and_a_folder_is_predicted_into_a_csv_file(
     assert train() == 0
     shutil.copytree(runs / "toy", other)
     assert main(["watch", str(runs / "tyo")]) == 1
-    assert "tyo: no such folder; nb.runs lists those of a folder" in capsys.readouterr().err
+    assert "tyo: no such folder; nb.runs lists a folder's runs" in capsys.readouterr().err
     assert main(["runs", str(runs)]) == 0
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]} == {"toy", "other"}
     assert main(["compare", str(runs / "toy"), other]) == 0

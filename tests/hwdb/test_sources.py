@@ -199,7 +199,7 @@ def test_a_source_without_lines_or_with_both_kinds_is_refused(tmp_path):
     with pytest.raises(PackError, match=r"no page \(\.dgrl\) and no list .* give the folder that holds HWDB2\.0Train"):
         packed(tmp_path / "raw")
     prepared(page(tmp_path / "raw" / "1-P1.dgrl", "一").parent, ROWS)
-    with pytest.raises(PackError, match=r"holds pages \(1-P1\.dgrl\) and lists .*; give the folder of one"):
+    with pytest.raises(PackError, match=r"holds pages \(1-P1\.dgrl\) and lists .*; choose one of them"):
         packed(tmp_path / "raw")
 
 

@@ -171,9 +171,9 @@ def test_a_resumed_run_shows_the_plan_it_had_applied_and_says_so_until_something
     made = panel(lr=0.002)
     made.begin(Requests(Plans(Plan(lr=0.001), Plan(lr=0.001)), Plan(lr=0.002)))
     assert made.fields["lr"].value == "0.001"
-    assert "This run goes on with what it had applied: lr 0.002 → 0.001" in words(made)
+    assert "This run continues with its applied settings: lr 0.002 → 0.001" in words(made)
     made.fields["clip_norm"].value = "2"
-    assert "goes on with" not in words(made)
+    assert "continues with" not in words(made)
 
 
 @pytest.mark.parametrize("label", ACTIONS)

@@ -159,7 +159,7 @@ def test_requests_made_before_the_run_looks_are_all_taken_and_a_forced_one_force
     assert texts(run, "change") == ["lr 0.01 → 0.002, clip_norm 1 → 2"]
     assert [row["step"] for row in run.history.of("evaluation")] == [3]
     assert [text.partition(":")[0] for text in texts(run)][:2] == ["saved at step 3", "refused"]
-    with pytest.raises(TrainError, match="name the folder of a run"):
+    with pytest.raises(TrainError, match="name a run's folder"):
         send(tmp_path / "gone", ["stop"])
     assert not (tmp_path / "gone").exists()
 

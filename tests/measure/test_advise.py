@@ -130,7 +130,7 @@ def test_each_measured_number_has_its_evidence_and_the_rest_its_rule(advice):
     assert "rule of thumb" in advice.reasons["lr"]
     assert advice.verdict.sentence in str(advice)
     seconds = advice.plan.epochs * advice.samples / advice.verdict.timing.samples_per_s
-    assert f" of warmup · these take about {duration(seconds)} at the measured speed, " in str(advice)
+    assert f" of warmup · about {duration(seconds)} at the measured speed, " in str(advice)
 
 
 def test_what_was_found_is_kept_next_to_the_pack_and_comes_back_the_same_for_that_pack_only(

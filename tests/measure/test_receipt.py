@@ -62,11 +62,11 @@ def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors_and_the_t
     assert headers[1:4] == ("samples/s", "vs previous row", "vs baseline")
     assert [row[0] for row in rows] == [rung.name for rung in found.rungs]
     assert (rows[1][2], rows[2][5]) == (f"{found.rungs[1].factor:.2f}×", "batch_size 16 → 64")
-    assert f"Samples/s over the baseline's on this machine: {found.rungs[-1].trial.spread}" in str(found)
-    assert "No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not" in str(found)
+    assert f"Samples/s relative to the baseline on this machine: {found.rungs[-1].trial.spread}" in str(found)
+    assert "No GPU: the gain from mixed precision, larger batches and data kept on a GPU was not" in str(found)
     assert found.samples == FASTER.epochs * pack.splits["train"]
     took, before = (duration(found.samples / rate.samples_per_s) for rate in (found.after, found.before))
-    assert found.caption().endswith(f"; all epochs' steps take {took}, with the baseline's settings {before}")
+    assert found.caption().endswith(f"; all epochs' steps take {took}, or {before} with the baseline's settings")
 
 
 def test_where_a_step_is_slow_only_the_ends_are_measured_and_it_is_said(pack):

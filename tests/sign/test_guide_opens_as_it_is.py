@@ -84,7 +84,7 @@ def test_each_network_trains_on_what_it_can_read_and_says_what_it_cannot(process
     assert run.card == part.card
     assert len(run.predict_pack(made, part.ids("train"))) == 20
     missing = sorted(set(made.ids("train")) - set(part.ids("train")))[0]
-    with pytest.raises(PackError, match=rf"sample {missing} has nothing .*take ids of run\.readable\(pack\)"):
+    with pytest.raises(PackError, match=rf"sample {missing} has nothing .*take ids from run\.readable\(pack\)"):
         run.predict_pack(made, [missing])
     with pytest.raises(PackError, match=f"must have {key}"):
         run.predict(processed / made.names[missing])

@@ -30,7 +30,7 @@ def test_training_goes_to_the_device_that_the_environment_names(tmp_path, monkey
     pack = toy.make_pack(tmp_path, 40)
     assert nb.TrainState(toy, pack, toy.PLAN).device.type == os.environ["NBTOOLS_DEVICE"] == "cpu"
     monkeypatch.setenv("NBTOOLS_DEVICE", "gpu")
-    with pytest.raises(TrainError, match=r"NBTOOLS_DEVICE must be a device that torch has here, .* got 'gpu'"):
+    with pytest.raises(TrainError, match=r"NBTOOLS_DEVICE must be a device available to torch here, .* got 'gpu'"):
         nb.TrainState(toy, pack, toy.PLAN)
 
 

@@ -144,8 +144,8 @@ def test_a_drive_that_hangs_is_said_and_the_wait_for_it_can_be_interrupted(pack,
         run = vars(error)["run"]
     finally:
         over.set()
-    assert any("waiting for the last copy" in text for text in run.events)
-    assert any("not kept to the end (interrupted)" in text for text in run.events)
+    assert any("; interrupt to stop waiting" in text for text in run.events)
+    assert any("the last state was not copied (interrupted)" in text for text in run.events)
     assert (place / "run" / "run.json").exists()
 
 
@@ -169,5 +169,5 @@ def test_a_run_of_an_older_version_is_refused_by_the_name_of_its_maker(pack, who
     index = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**index, "version": 1, "nbtools": "0.2.0"}))
     for act in (lambda: nb.Run.open(folder, toy), lambda: nb.fit(toy, pack, PLAN, folder, **QUIET)):
-        with pytest.raises(CheckpointError, match=r"made by nbtools 0\.2\.0 .* train anew in another folder"):
+        with pytest.raises(CheckpointError, match=r"made by nbtools 0\.2\.0 .* train again in another folder"):
             act()

@@ -113,7 +113,7 @@ def test_a_changed_lr_is_a_factor_on_every_group_and_its_weight_decay_is_not_the
     assert [g["lr"] for g in after(two_groups, lr=PLAN.lr / 3)] == pytest.approx([PLAN.lr / 3, 10 * PLAN.lr / 3])
     [lion] = after(partial(Lion, weight_decay=0.1), lr=PLAN.lr / 3)
     assert (lion["lr"], lion["weight_decay"]) == (pytest.approx(PLAN.lr / 3), 0.1)
-    with pytest.raises(TrainError, match=r"Plan\.weight_decay does nothing to the task's own optimizer, got 0.5 → 0.1"):
+    with pytest.raises(TrainError, match=r"Plan\.weight_decay has no effect on the task's own optimizer, got 0.5"):
         after(Lion, weight_decay=0.1)
 
 

@@ -88,7 +88,7 @@ def test_what_has_no_default_is_asked_for_by_its_name(pack, lacking):
 def test_an_object_without_a_name_is_opened_by_giving_it_again(tmp_path, pack):
     task = toy.with_()
     nb.fit(task, pack, toy.PLAN.replace(epochs=1), run=tmp_path / "run", **QUIET)
-    with pytest.raises(CheckpointError, match=r"has no name there to open it by; pass task="):
+    with pytest.raises(CheckpointError, match=r"has no name to import it by; pass the same one"):
         nb.Run.open(tmp_path / "run").model()
     assert nb.Run.open(tmp_path / "run", task).predict_pack(pack, [0])[0] in "abcd"
 

@@ -1,4 +1,4 @@
-"""Captchas: images of one size with as many characters, or lines of any width and length."""
+"""Captchas: images of one size with a fixed number of characters, or lines of any width and length."""
 
 from nbtools.tasks.captcha.data import pack, pack_options, read, survey
 from nbtools.tasks.captcha.demo import demo

@@ -50,7 +50,7 @@ def pack(
     """Return the pack of a folder, archive or link of captcha images; a second call opens the finished one.
 
     label: what ends the text in a file name; "": the name is the text; or a regular expression with a group around the
-    text, as "^(.+?)-". case: `lower` and `upper` fold it.
+    text, such as "^(.+?)-". case: `lower` and `upper` fold it.
     layout: `fixed` (one size, one length), `lines` (any width and length, scaled to `height` pixels), or `auto`.
     classes: the alphabet; other characters are then bad samples.
     val, test: shares, or whole numbers for exactly that many; train, val and test folders of the source come first.
@@ -114,7 +114,7 @@ def pattern_of(label: str) -> re.Pattern[str]:
 
 
 def layout_of(folder: Path, texts: Mapping[str, str], layout: str, height: int) -> dict[str, Any]:
-    """Return the options of the layout that most of some files have. Raises PackError if no file can be used."""
+    """Return the options of the layout that most of a sample of files have. Raises PackError if none can be used."""
     usable = [name for name, text in texts.items() if text and name.lower().endswith(IMAGES)]
     some = usable[:: max(1, len(usable) // SURVEYED)]
     sizes, lengths = Counter[tuple[int, ...]](), Counter(len(texts[name]) for name in some)
@@ -123,7 +123,7 @@ def layout_of(folder: Path, texts: Mapping[str, str], layout: str, height: int) 
             sizes[decode_image(folder / name).size[::-1]] += 1
     if not sizes:
         rule = f"none of {len(texts):,} files is an image whose name begins with its text"
-        raise PackError(f"{folder}: {rule}; name the files LABEL_1.png, or give label= what ends the text")
+        raise PackError(f"{folder}: {rule}; name the files LABEL_1.png, or set label= to what ends the text")
     [(size, same_size)], [(length, same_length)] = sizes.most_common(1), lengths.most_common(1)
     if layout == "fixed" or (layout == "auto" and min(same_length, same_size) >= ALIKE * len(some)):
         return {"layout": "fixed", "size": list(size), "length": length}

@@ -36,7 +36,7 @@ class Plan(BasePlan):
     """The settings of captchas, in addition to those of every plan."""
 
     network: str = knob("auto", "auto: guide, or ctc for lines; small: for CPUs", choices=("auto", *NETWORKS))
-    loss: str = knob("soft_margin", "of fixed captchas: the original one, or per position", choices=LOSSES)
+    loss: str = knob("soft_margin", "for fixed captchas: the original, or per position", choices=LOSSES)
     augment: float = knob(0.0, "strength of the augmentation; 0: none", least=0, most=2)
     bucket: int = bucket_knob("columns")
 
@@ -72,7 +72,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         "network": ("small", "trains 8 times as many images/s on a CPU as the original, and needs fewer (measured)"),
         "loss": ("cross_entropy", "learns in fewer epochs than the original multi-label soft margin"),
         "augment": (0.3, "mild shifts, shear and contrast, for a small set; costs 7 % of a step"),
-        "batch_size": (at_most(64, card), "17 % faster than 32 in bf16, learns as much; 128: 6 % more (measured)"),
+        "batch_size": (at_most(64, card), "17 % faster than 32 in bf16, learns as well; 128: +6 % (measured)"),
         "lr": (2e-3, "read 99 % of generated four-digit captchas after 4 epochs of 4,800 (measured)"),
         "epochs": (epochs, f"{FIXED_IMAGES:,} images in all (measured)"),
         "warmup_epochs": (min(1.0, epochs / 5), f"Adam's first estimates are poor, {THUMB}"),

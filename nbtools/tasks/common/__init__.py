@@ -1,1 +1,1 @@
-"""What the tasks share: source files, labels, text comparison, CTC, demo data, figures and confusion tables."""
+"""What the tasks share: source files, labels, text metrics, CTC, and demo data."""

@@ -105,7 +105,7 @@ class Refused(PackError):
 
 
 class Report(show.Table):
-    """The broken rules of a data set, errors first, then by file; about: what was checked, `4 clips`."""
+    """The rules that a data set breaks, errors first, then by file; about: what was checked, `4 clips`."""
 
     def __init__(self, rows: Iterable[Row], about: str):
         self.rows = sorted(rows, key=lambda row: (row.severity != ERROR, row.file))
@@ -128,7 +128,7 @@ class Report(show.Table):
 
     def footer(self) -> str:
         counts = f"{show.plural(self.errors, ERROR)} and {show.plural(len(self.rows) - self.errors, WARNING)}"
-        return f"{self.about}: {counts}" + (f", of which {SHOWN} are shown; all: .frame" * (len(self.rows) > SHOWN))
+        return f"{self.about}: {counts}" + (f", of which {SHOWN} are shown; .frame has all" * (len(self.rows) > SHOWN))
 
 
 def read_rows(text: str, file: str, fits: Callable[[list[str]], bool], heads: Collection[str] = HEADS) -> Rows:
@@ -154,7 +154,7 @@ def csv_rows(text: str, separator: str, file: str) -> Iterator[tuple[int, list[s
 
 
 def with_slashes(path: str) -> str:
-    """Return a path of a list as names of files have it: with slashes, whatever system wrote it."""
+    """Return a path from a list with slashes, as file names have them, whatever system wrote it."""
     return path.strip().replace("\\", "/").removeprefix("./")
 
 

@@ -72,5 +72,5 @@ def at_most(batch_size: int, card: Card) -> int:
 
 def bucket_knob(unit: str) -> Any:
     """Return the setting by which feeds pad; off by default, so that a run that began without it resumes."""
-    help = f"pad batches to a multiple of this many {unit}: convolutions and compiled code then see few lengths"
+    help = f"pad batches to a multiple of this many {unit}: convolutions and compiled code then see fewer lengths"
     return knob(1, help, least=1, unit=unit)

@@ -129,10 +129,10 @@ def items_of(folder: Path, names: Sequence[str], progress: bool) -> list[Entry |
     pages = [name for name in names if name.lower().endswith(SUFFIXES)]
     lists = [name for name in names if LIST.fullmatch(PurePosixPath(name).name)]
     if pages and lists:
-        raise PackError(f"{folder}: holds pages ({pages[0]}) and lists of lines ({lists[0]}); give the folder of one")
+        raise PackError(f"{folder}: holds pages ({pages[0]}) and lists of lines ({lists[0]}); choose one of them")
     if not pages and not lists:
         looked = "no page (.dgrl) and no list of lines (train_img_id_gt.txt, val_… or test_…)"
-        raise PackError(f"{folder}: {looked} is in it; give the folder that holds HWDB2.0Train, unpacked")
+        raise PackError(f"{folder}: contains {looked}; give the folder that holds HWDB2.0Train, unpacked")
     if not pages:
         images, used = [name for name in names if name.lower().endswith(IMAGES)], dict[str, str]()
         items = [item for name in lists for item in lines_of_list(folder, name, images, used)]

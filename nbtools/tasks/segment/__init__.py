@@ -1,4 +1,4 @@
-"""Segmentation: the class of every pixel, by BiSeNetV2 with a loss that weights hard pixels and boundaries."""
+"""Segmentation: the class of every pixel, by BiSeNetV2 with a loss that emphasises hard pixels and boundaries."""
 
 from nbtools.tasks.segment.data import distance_map, pack, pack_options, read, validate
 from nbtools.tasks.segment.demo import demo

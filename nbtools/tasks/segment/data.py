@@ -1,7 +1,7 @@
 """Images and masks of a source → pack: image (H, W, C), label (H, W) and distance (H, W), all uint8 and of one size.
 
 Where the labels of images lie: `sources`. A mask's values are ids: grey of 1 to 16 bits, or the indices of a palette;
-classes.txt names them, a name a line, ids from 0, or lines id,name.
+classes.txt names them: one name per line, ids from 0, or lines id,name.
 
 label: class indices, 255 where a pixel is ignored. distance: eighths of a pixel to the nearest class boundary.
 """
@@ -68,7 +68,7 @@ def pack(
     Others are scaled to fit inside; the rest is 0, and ignored.
     channels: 3 (transparency lies on white) or 4 (RGBA). classes: names, in order of their ids from 0; or a mapping
     id → name; or a file as classes.txt; by default that file of the source, else the labels of CVAT's file, else the
-    ids in the masks. ignore: ids, or names, that are no class, besides 255, which is none unless `classes` names it.
+    ids in the masks. ignore: ids or names to leave out, besides 255, which is left out unless `classes` names it.
     val, test: shares, or whole numbers for exactly that many; the source's own folders and lists come first.
     test=1.0 makes all of them test, for a source that a run is evaluated on.
     Raises PackError if nothing can be used. `validate` also reports what is wrong with single files.
@@ -122,7 +122,7 @@ def read_classes(path: Path) -> list[tuple[int, str]]:
     if not any(map(is_class, rows)):
         return [*enumerate(filter(None, map(str.strip, text.splitlines())))]
     if wrong := [cells for cells in rows if not is_class(cells)]:
-        raise PackError(f"{path.name}: every line must be id,name as others are, got {','.join(wrong[0])!r}")
+        raise PackError(f"{path.name}: every line must be id,name like the others, got {','.join(wrong[0])!r}")
     return [(int(cells[0]), cells[1]) for cells in rows]
 
 
@@ -314,6 +314,6 @@ def validate(
     rows = [*made.rows, *(one for one in results if isinstance(one, Row))]
     seen = set().union(*(one for one in results if isinstance(one, set)))
     missing = [name for k, name in enumerate(survey.classes) if k not in seen and seen]
-    fix = "nothing, or annotate some; or correct its id in classes="
+    fix = "nothing; or annotate some, or correct its id in classes="
     rows += [Row(f"class {name}", "none", "every class should have pixels", fix, WARNING) for name in missing]
     return Report(rows, f"{plural(len(made.items), 'image')} with a label")

@@ -88,7 +88,7 @@ class Source:
         for name, (_, is_mask, _) in parsed.items():
             if name not in used:
                 rule = "a label must have an image" if is_mask else "an image must have a label"
-                self.rows.append(Row(name, "none of its name", rule, "make the other one, or delete it"))
+                self.rows.append(Row(name, "none of that name", rule, "add the missing file, or delete this one"))
 
     def read_annotations(self, name: str) -> None:
         """Take the images of a CVAT file that have no other label."""
@@ -103,7 +103,7 @@ class Source:
             places = (f"images/{called}", called, f"images/{drawing.subset}/{called}")
             image = next(filter(None, (self.find(place, name) for place in places)), None)
             if image is None:
-                fix = "copy the image too, next to the XML or into images/; or delete it there"
+                fix = "copy the image too, next to the XML or into images/; or delete it from the XML"
                 self.rows.append(Row(name, called or "nothing", "an annotated image must exist", fix))
             elif image not in self.items or self.items[image].drawing:
                 self.add(Item(image, split_word(drawing.subset) or parse_path(image)[0], name, drawing), name)

@@ -40,17 +40,17 @@ class Plan(BasePlan):
     scale_high: float = knob(1.0, "augmentation: the largest zoom of a training image", least=0.25, most=4, live=True)
     flip: float = knob(0.0, "augmentation: chance of a left-right mirror image", least=0, most=1, live=True)
     jitter: float = knob(0.0, "augmentation: brightness, contrast, saturation × 1 ± this", least=0, most=0.9, live=True)
-    ohem_threshold: float = knob(0.7, "pixels whose class gets more count in no loss", above=0, most=1, live=True)
-    ohem_least: float = knob(1 / 16, "share of the hardest pixels that always counts", above=0, most=1, live=True)
+    ohem_threshold: float = knob(0.7, "class probability above which a pixel is left out", above=0, most=1, live=True)
+    ohem_least: float = knob(1 / 16, "share of pixels, hardest first, that always count", above=0, most=1, live=True)
     aux_weight: float = knob(1.0, "weight of each auxiliary head in the loss; 0: the heads learn nothing", least=0)
     edge_factor: float = knob(2.0, "weight of the boundary term in the loss; 0: none", least=0, live=True)
-    edge_weight: float = knob(10.0, "weight of a pixel on a boundary in it, against 1 far away", least=1, live=True)
+    edge_weight: float = knob(10.0, "weight in that term of a boundary pixel; 1 far away", least=1, live=True)
     edge_width: float = knob(2.0, "distance from a boundary where closeness is 1/e", above=0, unit="px", live=True)
     edge_threshold: float = knob(0.3, "closeness below this counts as none", least=0, most=1, live=True)
     head_lr: float = knob(10.0, "lr of the heads, as a multiple of the others' lr", above=0)
     eval_scales: tuple[float, ...] = knob((1.0,), "zooms to average over in evaluation", above=0, most=4, live=True)
-    eval_flip: bool = knob(False, "also average with the prediction for the mirror image: twice the time", live=True)
-    eval_full: bool = knob(False, "all scales and mirror images also in evaluations during training", live=True)
+    eval_flip: bool = knob(False, "also average with the mirror image's prediction: twice the time", live=True)
+    eval_full: bool = knob(False, "use all scales and mirror images in evaluations during training too", live=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,9 +108,9 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     batch, images = at_most(8, card), round(SECONDS / (height * width * PIXEL))
     zoom = "a smaller zoom leaves little of a small image; 0.75 to 1.5 is as good at first (measured)"
     return {
-        "network": ("slim", "a step takes a sixth of the time of the original network's (measured)"),
-        "batch_size": (batch, f"many small steps for a small set, {THUMB}; twice as many are no faster (measured)"),
-        "crop": (None, "images small enough for a CPU, whole; crops of half their area learn no worse (measured)"),
+        "network": ("slim", "a step takes a sixth of the original network's time (measured)"),
+        "batch_size": (batch, f"many small steps for a small set, {THUMB}; twice the batch is no faster (measured)"),
+        "crop": (None, "whole images, small enough for a CPU; crops of half their area learn no worse (measured)"),
         "scale_low": (0.5, zoom),
         **course(card, images, batch, f"{images:,} images in all, {SECONDS / 60:.0f} minutes on one core (measured)"),
         **recipe("slim", batch),

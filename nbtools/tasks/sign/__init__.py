@@ -1,4 +1,4 @@
-"""Sign language: clips of keypoints or features to a gloss and its category, by a Transformer or a GRU."""
+"""Sign language: from clips of keypoints or features to a gloss and its category, by a Transformer or a GRU."""
 
 from nbtools.tasks.sign.data import pack, pack_options, read, survey, validate
 from nbtools.tasks.sign.demo import demo

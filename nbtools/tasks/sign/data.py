@@ -239,7 +239,7 @@ def rules_of(column: str, key: str, values: np.ndarray, frames: str) -> Iterator
     if column == "x":
         rule, fix = "coordinates must be in [0, 1]", "divide x by the width and y by the height of a frame"
         yield *first((values < -SLACK) | (values > 1 + SLACK), values), rule, fix, ERROR
-        yield *first((values < 0) | (values > 1), values), rule, "nothing: the point has left the picture", WARNING
+        yield *first((values < 0) | (values > 1), values), rule, "nothing: the point has left the frame", WARNING
         rule, fix = f"the Transformer reads at most {POSITIONS} frames", "cut or thin out the clip; or train the GRU"
         yield len(values) > POSITIONS, len(values), rule, fix, WARNING
     yield values.dtype != dtype, values.dtype, f"{key} should be {dtype}; it is converted", "nothing", WARNING
@@ -265,16 +265,16 @@ def labels_of(folder: Path) -> tuple[list[str], dict[str, Ids], list[Row]]:
     if not labels and not rows:
         return clips, {}, [Row(LABELS, f"no {LABELS}", "clips should have labels", "to predict, nothing", WARNING)]
     bare, fix = (clip for clip in clips if clip not in labels), f"write its row into {LABELS}"
-    rows += [Row(clip, "no row that can be used", "a clip must have a label", fix) for clip in bare]
+    rows += [Row(clip, "no usable row", "a clip must have a label", fix) for clip in bare]
     return clips, labels, rows
 
 
 def names_of(option: str, wanted: int | Sequence[str] | None, most: int, known: Mapping[int, str]) -> list[str]:
-    """Return the classes: as wanted, else those up to the largest id. Raises PackError if they are too few, or not
+    """Return the classes: as requested, else those up to the largest id. Raises PackError if they are too few, or not
     those that the source itself names."""
     count = max(most, *known, -1) + 1 if wanted is None else wanted if isinstance(wanted, int) else len(wanted)
     if count <= most:
-        rule = f"{option} must be above the largest id, {most}, since ids are from 0, got {count}"
+        rule = f"{option} must be above the largest id, {most}, since ids start at 0, got {count}"
         raise PackError(f"{rule}; give {most + 1} or more, or correct the labels")
     if wanted is None or isinstance(wanted, int):
         return [known.get(i, str(i)) for i in range(count)]
@@ -334,7 +334,7 @@ def clip_of(file: str, ends: Mapping[str, list[str]]) -> str:
 
 def id_in(column: str, cell: str) -> int:
     if not ID.fullmatch(cell):
-        fix = f"write its id; names belong into {REFERENCE}"
+        fix = f"write its id; names belong in {REFERENCE}"
         raise Refused(cell or "nothing", f"{column} must be a whole number from 0 to 9999", fix)
     return int(cell)
 
@@ -347,7 +347,7 @@ def read_table(folder: Path, name: str, columns: Sequence[str]) -> list[tuple[st
 
     rows = read_rows(decode_text((folder / name).read_bytes(), name), name, is_head, heads=())
     if not rows or not is_head(rows[0][1]):
-        value, fix = ",".join(rows[0][1])[:60] if rows else "an empty file", f"write {','.join(columns)} as first line"
+        value, fix = ",".join(rows[0][1])[:60] if rows else "an empty file", f"write {','.join(columns)} as line 1"
         raise Refused(value, f"the first line must have the columns {', '.join(columns)}", fix, name)
     places = [[cell.casefold() for cell in rows[0][1]].index(column) for column in columns]
     return [(f"{name}:{line}", [cells[p] if p < len(cells) else "" for p in places]) for line, cells in rows[1:]]

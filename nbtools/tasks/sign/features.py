@@ -34,7 +34,7 @@ SIDE, MEAN, STD = 299, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # Inception
 KEY, IMAGENET = "X2048", "imagenet"
 TUNED, MADE_BY = "backbone.safetensors", "backbone.txt"
 LR, CLIPS_A_STEP = 1e-4, 8  # of fine-tuning
-FASTER = 10  # times the backbone's lr is the GRU's, which begins with nothing
+FASTER = 10  # the GRU's lr, as a multiple of the backbone's: it starts from scratch
 
 Film = list[Path]  # the frames of a clip, in order
 Clips = list[tuple[Film, Ids]]
@@ -74,7 +74,7 @@ def features(
                 write_features(into / name, films[name], network, batch_size)
             except Refused as refusal:
                 bad.append(refusal.row(name))
-    about = f"{into}: {plural(len(todo) - len(bad), 'clip')} got features, {len(films) - len(todo):,} had them"
+    about = f"{into}: {plural(len(todo) - len(bad), 'clip')} got features, {len(films) - len(todo):,} already had them"
     return Report(bad, about)
 
 

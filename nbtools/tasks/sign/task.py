@@ -41,12 +41,12 @@ class Plan(BasePlan):
     label_smoothing: float = knob(0.0, "share of a target spread over all classes", least=0, most=0.99)
     dropout: float | None = knob(None, "dropout; None: the network's (Transformer 0.1, GRU 0.3)", least=0, most=0.99)
     normalise: str = knob(
-        "hands", "coordinates: of the frame; by the shoulders; also fingers by wrists", choices=FRAMES
+        "hands", "coordinates relative to the frame; to the shoulders; fingers also to wrists", choices=FRAMES
     )
     bucket: int = bucket_knob("frames")
     time_warp: float = knob(0.0, "augmentation: change of length and pace; 1: up to 30 %", least=0, most=1)
-    time_crop: float = knob(0.0, "augmentation: largest share of a clip that is cut off at its ends", least=0, most=0.9)
-    mirror: float = knob(0.0, "augmentation: chance of mirroring; not if left and right are two signs", least=0, most=1)
+    time_crop: float = knob(0.0, "augmentation: largest share of a clip cut off at its ends", least=0, most=0.9)
+    mirror: float = knob(0.0, "augmentation: chance of mirroring; 0 if left and right are two signs", least=0, most=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +85,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         small = "the guide's 32, or all there are; kernel launches limit a step"
         settings["batch_size"] = at_most(32, card), small
         settings["lr"] = 7e-4, f"the CPU's 5e-4 at batch 16 by the sqrt rule, {THUMB}"
-        settings["bucket"] = 16, "so that compiled code sees few lengths"
+        settings["bucket"] = 16, "so that compiled code sees few different lengths"
     return settings
 
 
@@ -95,11 +95,11 @@ def for_transformer(card: Card) -> dict[str, tuple[Any, str]]:
     epochs = epochs_for(card, SHOWN * len(card.classes), least=10)
     return {
         "network": ("transformer", "there are keypoints"),
-        "batch_size": (at_most(16, card), "many small steps; on a CPU twice as much is 1.02× as fast (measured)"),
+        "batch_size": (at_most(16, card), "many small steps; on a CPU twice the batch is 1.02× as fast (measured)"),
         "lr": (5e-4, "with warmup and cosine; twice that is no better (measured)"),
         "epochs": (epochs, f"each gloss is seen about {SHOWN} times, in 10 to 200 epochs"),
         "warmup_epochs": (round(epochs * 0.1, 1), f"10 % of the run, {THUMB}"),
-        "normalise": ("hands", "76 % of 160 other clips are right, 59 % by the body alone, from 40 clips (measured)"),
+        "normalise": ("hands", "trained on 40 clips, 76 % of 160 others are right, by the body alone 59 % (measured)"),
         "mirror": (0.5, "some signers lead with the other hand: 76 % → 91 % of these (measured)"),
         "time_warp": (0.5, "with cropping 76 % → 81 % of these (measured)"),
         "time_crop": (0.2, "where a recording starts and ends is arbitrary"),
@@ -112,8 +112,8 @@ def for_gru(card: Card) -> dict[str, tuple[Any, str]]:
     return {
         "network": ("gru", "reads features"),
         "batch_size": (at_most(32, card), "the guide's 32, or all there are"),
-        "lr": (3e-3, "with warmup and cosine; with 1e-2 66 % instead of 70 % of earlier demo clips (measured)"),
-        "epochs": (epochs, f"each gloss is seen about {5 * SHOWN} times: a small network needs many, quick steps"),
+        "lr": (3e-3, "with warmup and cosine; 1e-2 reached 66 % instead of 70 % of earlier demo clips (measured)"),
+        "epochs": (epochs, f"each gloss is seen about {5 * SHOWN} times: a small network needs many quick steps"),
         "warmup_epochs": (round(epochs * 0.1, 1), f"10 % of the run, {THUMB}"),
         "weight_decay": (0.0, "16 and 12 units are too few to overfit"),
     }
