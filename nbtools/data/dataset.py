@@ -62,9 +62,8 @@ def pack(
 ) -> Any:
     """Return the pack of your own data: read once, and only opened on later calls.
 
-    data, or train: arrays (x, y), or a dict of them; a Dataset, array or list of items (arrays, numbers, PIL images, or
-    tuples or dicts of them), a DataFrame, a CSV file, or images by class, `class/*.png` or `train/class/*.png`, in
-    anything that `stage` takes.
+    data, or train: arrays (x, y), or a dict of them; a Dataset, array or list of items (arrays, numbers, PIL images,
+    tuples or dicts), a DataFrame, a CSV file, or images by class, `class/*.png` or `train/class/*.png`, as for `stage`.
     target, inputs: keys or columns; by default y, label, labels or target, of (x, y) y, and all others. image: the
     column of file names in root, or beside the CSV. text: a function of a text, kept by its name. sep: splits a text
     into several labels, an empty one into none; these, or lists of names, become y (K,) of 0 and 1. classes: all, in
@@ -165,7 +164,7 @@ def require_items(data: Any) -> None:
     if hasattr(data, "dataset") and not numbered:
         fix = "pass its dataset: loader.dataset"
     elif isinstance(data, tuple | Mapping):
-        fix = "pass a list, TensorDataset(x, y), or its splits as train=…, val=… and test=…"
+        fix = "pass arrays (x, y), a list of items, or splits as train=…, val=… and test=…"
     elif numbered:
         return
     else:

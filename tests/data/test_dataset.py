@@ -122,6 +122,19 @@ def test_items_of_any_kind_give_the_right_columns_and_classes(said):
     assert same(made)
 
 
+@pytest.mark.parametrize("kind", [tuple, dict, "tensors"])
+def test_arrays_x_and_y_are_packed_as_their_pairs_are(kind):
+    x, y = np.arange(60.0).reshape(20, 3), [0, 1] * 10
+    columns = {"x": x, "y": y} if kind is dict else (torch.tensor(x), torch.tensor(y)) if kind == "tensors" else (x, y)
+    assert pack(columns).card.digest == pack(list(zip(x, y, strict=True))).card.digest
+
+
+def test_a_single_class_is_remarked():
+    assert pack((np.zeros((20, 3)), ["a"] * 20)).remarks == [
+        "all samples are of one class (a): there is nothing to tell apart"
+    ]
+
+
 def odd(value, usual=lambda i: (vector(i), "ab"[i % 2]), count=20):
     """A Dataset whose item 7 is odd; of 200 items it is not one that is looked at."""
     return Items(lambda i: (1 / 0 if value is ZeroDivisionError else value) if i == 7 else usual(i), count)
@@ -154,6 +167,7 @@ PETS = ["cat", "dog", "eel"]
 ONCE = Items(lambda i: (vector(i), 3 if i == 7 else 1), 200, classes=PETS)  # not at an item that is looked at
 REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the sentence: (data, options)
     "got set; pass list": ({1, 2}, {}),
+    "as many items as each other, got 19, 20": ((np.zeros((20, 3)), [0] * 19), {}),
     "x must be one array, got several; give each a place": ([((vector(0), vector(1)), 0)] * 20, {}),
     "which part of an item is its target": ([{"x": 0.5, "y": 1, "label": 2}] * 20, {}),
     "t must hold numbers, got the text 'abc'; .* text=function": (Items(lambda i: {"t": "abc", "y": 1}), {}),
