@@ -31,7 +31,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 import nbtools as nb
 from nbtools.data import Draws, Pack, batches_left, collate, in_order, lengths_of, on
 from nbtools.train import Plan, Sums, best_metric, bind, build, device
-from nbtools.train.evaluation import score
+from nbtools.train.evaluation import scores
 from nbtools.train.optimizer import build_optimizer
 from nbtools.train.plan import lr_at
 from nbtools.train.step import at_least_one
@@ -196,7 +196,7 @@ class Job:
         start, wait, sums, (metric, sign) = perf_counter(), self.meter.wait, Sums(self.device), best_metric(self.bound)
         plan = self.plan.while_training().replace(amp="bf16" if self.bf16 else "off")
         for raw in self.val:
-            score(self.bound, net, on(self.device, raw), plan, sums)
+            sums.add(scores(self.bound, net, on(self.device, raw), plan, self.device))
         self.meter.scores.append(sign * sums.read()[metric])
         self.meter.wait, self.meter.evaluating = wait, self.meter.evaluating + perf_counter() - start
         return self.meter.scores[-1]

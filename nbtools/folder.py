@@ -147,7 +147,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
     if former.over and moved:
         drops = checkpoint.facts_of(former.folder, index["last"])["state"]["best"]["drops"]
         now, then = (train.shown(train.lr_at(each, epoch, drops)) for each in (new, old))
-        messages.append(f"{train.list_changes(moved)}: lr goes on at {now}, where it had come to {then}")
+        messages.append(f"{train.list_changes(moved)}: lr continues at {now}, where it had reached {then}")
     elif moved:
         messages.append(f"resumed at step {step:,} with {train.list_changes(moved)}")
     if (moved or not former.over) and (advice := plan.changes_from(new)):

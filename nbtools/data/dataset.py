@@ -131,7 +131,8 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
             roles = roles or roles_of(frame, options, groups)  # the first is that of training
             folder = stage(root) if root is not None else Path(data).parent if path else Path()
             rows = rows_of(frame, *roles, options, folder)
-            parts.append((split, rows, [name.format("row", i) for i in range(len(rows))]))
+            files = [f": {file}" for file in frame[options.image]] if options.image else [""] * len(rows)
+            parts.append((split, rows, [name.format("row", f"{i}{file}") for i, file in enumerate(files)]))
             values += frame[groups].tolist() if isinstance(groups, str) and groups in frame else []
             options.key, options.columns = (TARGET if roles[0] else None, None), roles[1]
         elif options.sep is not None:

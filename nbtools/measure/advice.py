@@ -71,7 +71,7 @@ class Advice(Report):
         seconds = self.plan.epochs * self.samples / self.verdict.timing.samples_per_s
         ratio = self.ratios.get("baseline")
         before = f", {duration(seconds / ratio)} with the baseline's settings" if ratio else ""
-        return f"{length} · these take about {duration(seconds)} at the measured speed{before}."
+        return f"{length} · about {duration(seconds)} at the measured speed{before}."
 
     def footer(self) -> str:
         return "\n".join(filter(None, [sentence(self.verdict.sentence) if self.verdict else "", self.note]))

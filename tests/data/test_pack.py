@@ -249,7 +249,7 @@ def test_what_is_no_whole_pack_of_this_format_is_refused_in_a_sentence(place):
         (lambda: path.write_bytes(data[:-1] + b"!"), r"x.npy: its SHA-256 differs"),
         (lambda: path.write_bytes(data + b"!"), r"x.npy: has \d+ bytes, but had \d+ when packed; delete the folder"),
         (path.unlink, r"x.npy: has no bytes"),
-        (lambda: manifest.write_text('{"version": 2, "nbtools": "0.2"}'), r"nbtools 0\.2 made this pack, in format 2"),
+        (lambda: manifest.write_text('{"version": 2, "nbtools": "0.2"}'), r"nbtools 0\.2 made this pack in format 2"),
         (manifest.unlink, "this is not a pack; make one"),
     ):
         damage()

@@ -125,9 +125,9 @@ def test_a_group_stays_in_one_split_and_in_one_fold(place):
 
 
 SOURCES: dict[str, tuple[int, dict[str, Any]]] = {  # what is said → samples and how they are divided
-    "1 class without a train sample (b): it cannot be learned": (9, {"classes": "aaaaaaaab", "split": last_tests}),
+    "1 class without a train sample (b): not learnable": (9, {"classes": "aaaaaaaab", "split": last_tests}),
     "the val split is empty, so nothing chooses the best checkpoint or stops early": (1, {}),
-    "1 class without a val sample (b): no evaluation sees it": (30, {"classes": "a" * 29 + "b", "val": 1}),
+    "1 class without a val sample (b): not evaluated": (30, {"classes": "a" * 29 + "b", "val": 1}),
     "26 classes for 30 samples: is the target a class at all?": (30, {"classes": "abcdefghijklmnopqrstuvwxyz"}),
     "6 of 8 samples of the train split cannot be used, see pack.bad": (9, {"check": at_least_6, "split": last_tests}),
     "": (40, {"classes": "ab", "exact": True}),

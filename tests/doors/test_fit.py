@@ -155,7 +155,7 @@ def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk
     given_back: list[bool] = []
     colab: Any = types.ModuleType("google.colab")
     colab.runtime = types.SimpleNamespace(unassign=lambda: given_back.append(True))
-    colab.drive = types.SimpleNamespace()
+    colab.drive = types.SimpleNamespace(flush_and_unmount=lambda: None)
     monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path))
     monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
     monkeypatch.setitem(sys.modules, "google.colab", colab)

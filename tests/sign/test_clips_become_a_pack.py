@@ -192,7 +192,7 @@ LISTS = {  # (lines, file of the row, part of its rule, of its value)
     "a column is missing": (("file,gloss", "a,0", "b,1"), "labels.csv", "the columns file, gloss, cat", "file,gloss"),
     "an id is a name": ((FIRST, "b,1,1", "a,0,red"), "labels.csv:3", "cat must be a whole number from 0", "red"),
     "its clip is not there": ((FIRST, "a,0,0", "b,1,1", "A,1,1"), "labels.csv:4", "must name one clip", "A"),
-    "a clip has no row": ((FIRST, "b,1,1"), "a.npz", "a clip must have a label", "no row"),
+    "a clip has no row": ((FIRST, "b,1,1"), "a.npz", "a clip must have a label", "no usable row"),
     "two rows contradict": ((FIRST, "a,0,0", "b,1,1", "a,1,1"), "labels.csv:4", "labels.csv:2 says 0, 0", "1, 1"),
 }
 

@@ -83,7 +83,7 @@ def slowly(net: nn.Module, images: Sequence[Image.Image]) -> np.ndarray:
 def test_a_clip_gets_the_features_of_its_frames_in_order_whatever_the_batch(tmp_path):
     images = filmed(tmp_path / "raw" / "hello", frames=11)  # frame_10 comes after frame_9, not after frame_1
     report = made(tmp_path / "raw", tmp_path / "clips", batch_size=4)
-    assert report.about.endswith("1 clip got features, 0 had them")
+    assert report.about.endswith("1 clip got features, 0 already had them")
     values = held(tmp_path / "clips" / "hello.npz")
     assert (values.shape, values.dtype) == ((11, 2048), np.float32)
     np.testing.assert_allclose(values, slowly(network(), images), atol=1e-5)
@@ -119,7 +119,7 @@ def test_an_interrupted_extraction_resumes_and_leaves_nothing_half_written(tmp_p
     with pytest.raises(KeyboardInterrupt):
         made(tmp_path / "raw", into, network=stopping)
     assert [path.name for path in into.glob("*.npz")] == ["clip_0.npz"]
-    assert made(tmp_path / "raw", into).about.endswith("2 clips got features, 1 had them")
+    assert made(tmp_path / "raw", into).about.endswith("2 clips got features, 1 already had them")
     made(tmp_path / "raw", tmp_path / "whole")
     for name in ("clip_0.npz", "clip_1.npz", "clip_2.npz"):
         np.testing.assert_array_equal(held(into / name), held(tmp_path / "whole" / name))
@@ -191,7 +191,7 @@ def test_a_torchvision_that_does_not_import_is_a_sentence_and_ready_features_nee
     (tmp_path / "site" / "torchvision").mkdir(parents=True)
     (tmp_path / "site" / "torchvision" / "__init__.py").write_text(f"raise {error}")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert made(source, source, network=None).about.endswith("0 clips got features, 4 had them")
+    assert made(source, source, network=None).about.endswith("0 clips got features, 4 already had them")
     model = sign.model(sign.pack(source, kp_key=None, progress=False), sign.Plan(network="gru"))
     assert sum(p.numel() for p in model.parameters()) < 110_000, "the GRU without an InceptionV3"
     with pytest.raises(MissingExtra, match=r"need torchvision, which does not import .*install nbtools\[features]"):

@@ -124,7 +124,7 @@ class Twice(Tape):
 ENDS = {
     "waits for the device": (waiting, Untouched, "the host waits for the device at _local_scalar_dense"),
     "is short of memory": (toy.loss, Short, "CUDA out of memory"),
-    "replays something else": (toy.loss, Twice, "replayed, a step gives something else"),
+    "replays something else": (toy.loss, Twice, "a replayed step gives a different result"),
     "depends on the host": (depending, Tape, "a replayed step gives a different result"),
 }
 

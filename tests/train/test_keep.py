@@ -53,14 +53,16 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_it
         newest, older, *_ = checkpoint.names(folder)
         harm(folder, newest)
         run = nb.fit(toy, pack, PLAN, folder, **QUIET)
-        assert [event for event in run.events if event.endswith(f"{older} is used meanwhile")]
+        assert [event for event in run.events if event.endswith(f"{older} is used instead")]
         assert same(run, whole)
 
 
 def test_where_every_checkpoint_is_damaged_the_way_out_is_the_kept_copy_and_none_is_said_to_be_used(pack, drive, whole):
     folder = shutil.copytree(whole.folder, Path("run"))
     damage(folder, *checkpoint.names(folder))
-    with pytest.raises(CheckpointError, match=r"its hash is not that of.*move this folder away to resume") as no:
+    with pytest.raises(
+        CheckpointError, match=r"its hash differs from the one recorded.*move this folder away to resume"
+    ) as no:
         nb.fit(toy, pack, PLAN, folder, keep=drive, **QUIET)
     assert "used" not in str(no.value)
     folder.rename("away")
