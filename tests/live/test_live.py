@@ -247,6 +247,7 @@ def test_when_the_run_has_stopped_its_charts_stay_and_a_line_says_what_to_do(vis
 
 def test_queued_cells_run_afterwards_in_order_on_the_run_that_was_stopped(visit):
     until(lambda: visit.notebook.prompt(ASKED) == str(len(CELLS) + 1), "the cell that was asked for meanwhile")
+    until(lambda: "asked" in visit.notebook.output(ASKED).inner_text(), "what it printed")
     notebook = visit.save("stopped")
     assert text(notebook, ASKED).split() == ["second", "third", "asked", "asked"]
     assert [notebook["cells"][cell]["execution_count"] for cell in (FIT, SECOND, THIRD, ASKED)] == [2, 3, 4, 7]
