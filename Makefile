@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 CODE := nbtools tests benchmarks notebooks setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test full gpu bench notebooks wheel check
+.PHONY: help demo quick test full gpu gpu-bench bench notebooks wheel check
 
 help:  ## this list
 	@sed -n '/^[a-z%-]*:.*  ## /{s/:.*  ## /|/;s/%/STACK/;s/^/  make /;p;}' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s%s\n", $$1, $$2}'
@@ -55,6 +55,14 @@ test-%: .venv-own-%/ready  ## all but clocks on a Python and torch of its own: c
 
 gpu: .venv/ready  ## what only a GPU can show, made for four minutes of one
 	@$(BIN)/python -m pytest -q -m cuda tests/cuda
+
+gpu-bench: gpu .venv/ready-bench  ## on a GPU: those checks, knobs and peers of captchas and signs, receipts of real sizes
+	@for task in captcha sign; do \
+	    $(BIN)/python -m benchmarks.knobs --task $$task --most 12 --rounds 3 || exit 1; \
+	    $(BIN)/python -m benchmarks.tasks --task $$task || exit 1; done
+	@for each in captcha:50000 hwdb:4000 sign:4000 segment:2000; do task=$${each%:*}; \
+	    $(BIN)/python -m nbtools demo $$task build/$$task --count $${each#*:} || exit 1; \
+	    $(BIN)/python -m nbtools train $$task --data build/$$task --run build/runs/$$task || exit 1; done
 
 bench: .venv/ready-bench  ## benchmarks one after another; receipts under benchmarks/results/
 	@for name in $$(grep -l __main__ benchmarks/*.py | xargs -n1 basename -s .py); do \
