@@ -58,7 +58,7 @@ class Plan:
     micro_batch_size: int | None = knob(None, "samples per forward pass; None: the batch size", least=1)
     lr: float = knob(1e-3, "peak learning rate", above=0, asks_beyond=10)
     lr_rule: str = knob("none", "how lr follows a change of batch size", choices=("none", "sqrt", "linear"))
-    schedule: str = knob("cosine", "lr after the warmup", choices=("constant", "cosine", "poly", "plateau"))
+    schedule: str = knob("cosine", "lr after the warmup", choices=("constant", "cosine", "poly", "step", "plateau"))
     warmup_epochs: float = knob(0.0, "linear warmup of lr from 0, step by step", least=0, unit="epochs")
     min_lr: float = knob(0.0, "lowest lr of cosine, poly and plateau", least=0)
     optimizer: str = knob("adamw", "update rule, fused", choices=tuple(OPTIMIZERS))
@@ -255,6 +255,8 @@ def lr_at(plan: Plan, progress: float, drops: int = 0, own: Callable[[float], fl
         return plan.lr
     if plan.schedule == "plateau":
         return max(plan.min_lr, plan.lr * PLATEAU_FACTOR**drops)
+    if plan.schedule == "step":  # at a third and two thirds of the epochs: hctr's of 90 at 30 and 60
+        return max(plan.min_lr, plan.lr * 0.1 ** min(int(3 * progress / plan.epochs), 2))
     t = min(1.0, (progress - plan.warmup_epochs) / max(plan.epochs - plan.warmup_epochs, 1e-9))
     fall = (1 + math.cos(math.pi * t)) / 2 if plan.schedule == "cosine" else (1 - t) ** POLY_POWER
     return plan.min_lr + (plan.lr - plan.min_lr) * fall
