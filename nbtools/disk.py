@@ -154,8 +154,10 @@ def explained(doing: str, path: Path) -> Iterator[None]:
 def lock(path: Path, busy: NbtoolsError | None = None) -> Iterator[None]:
     """Let one process or thread in at a time; others wait, or raise `busy`. The system lets go when the owner dies. The
     file stays, on a local disk: deleting it would let two owners in."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    with explained("taking a lock", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = path.open("a")
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
         except BlockingIOError:
