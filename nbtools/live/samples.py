@@ -19,7 +19,7 @@ from nbtools.errors import TrainError
 from nbtools.show import plain
 from nbtools.train import TrainState, evaluation
 
-SAMPLES, COST = 8, 0.002  # samples in the live picture; share of the time that they may take
+SAMPLES, COST = 8, 0.0005  # samples in the live picture; share of the time that they may take
 WIDTH, HEIGHT = 200, 160  # px that a sample is wide, and high at most
 LONG, LINE_HEIGHT = 5, 48  # a line of text: wider than this many times its height; px that it is high
 

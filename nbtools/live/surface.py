@@ -27,7 +27,7 @@ from nbtools.live.view import View
 from nbtools.measure import Sampler
 from nbtools.train import Diverged, History, Record, TrainState, checkpoint, require_change
 
-LOOK_EVERY = 0.2  # seconds between looks for control.json, and between updates of the panel
+LOOK_EVERY = 0.25  # seconds between looks for control.json, and between updates of the panel
 
 
 class Surface(View):

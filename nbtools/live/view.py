@@ -29,7 +29,7 @@ from nbtools.train import History, Plan, Record
 
 PLOT_FILE = "plot.png"
 FRAME_EVERY = 0.25  # seconds between frames: quicker ones hang a Colab tab (lightning#2517)
-FRAME_COST = 0.004  # share of the time that drawing may take, of the 0.01 that the whole surface may
+FRAME_COST = 0.0025  # share of the time that drawing may take, of the 0.01 that the whole surface may
 STILL_EVERY = 180.0  # the same between PNGs of a run in progress, each of which takes half a second to draw
 LINES = 5  # of the log in view
 SMOOTHING = {"medium": 1.0, "strong": 4.0, "light": 0.4, "none": 0.0}
