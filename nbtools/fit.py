@@ -19,7 +19,7 @@ from torch.distributed import is_torchelastic_launched
 from nbtools import disk, measure, train
 from nbtools.data import Pack, meanwhile, place_to_keep, release_runtime, say, work
 from nbtools.errors import CheckpointError, MissingExtra, NbtoolsError, PackError, TrainError
-from nbtools.folder import Job, begin, decide, former_run, own_folder, restore
+from nbtools.folder import Job, begin, decide, former_run, identity, own_folder, restore
 from nbtools.guard import Guard
 from nbtools.live import FirstSignal, Surface, choose_ids, running_kernel
 from nbtools.run import RECEIPT, VERDICT, Run, lock, what_next
@@ -147,9 +147,10 @@ def prepare(
     train.require_sizes(pack, plan)
     ranks.broadcast((plan.to_dict(), str(folder)))
     state = devices.run_or_explain(lambda: TrainState(task, pack, plan, ranks=ranks))
+    now = identity(state.task, pack.card, state.model, plan)  # before a forward pass, which may count its calls
     if former is None:
         train.rehearse(state, pack)  # before anything is written
-    history, complaints = begin(folder, pack, state, former, given, call)
+    history, complaints = begin(folder, pack, state, former, given, call, now)
     if samples is not None:
         checkpoint.mark(folder, samples=samples)
     surface = Surface(folder, state, pack, history, call, progress)

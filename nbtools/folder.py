@@ -26,6 +26,7 @@ from nbtools.train import History, Keeper, Plan, Record, Task, TrainState, check
 
 RUNS = Path("runs")
 OURS = (checkpoint.INDEX, PLAN, CARD, HISTORY, RECEIPT, VERDICT, "plot.png")  # besides checkpoints
+EVENTS = "events.out.tfevents"  # how TensorBoard's files begin
 PLAIN, VARYING = (int, float, str, tuple, type(None)), ("training", "process_group")  # settings of a module; not these
 FREE = {"lr", "batch_size"}  # what advice chooses where a call gives neither
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
@@ -51,7 +52,7 @@ def identity(task: Task, card: Card, model: nn.Module, plan: Plan) -> dict[str, 
         "trained": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
     }
     if task.card is not None and own:  # a Task that somebody wrote, whose loss may read its attributes
-        parts["settings"] = [*settings(task, values=True)]
+        parts["settings"] = [*settings(task, values=False)]  # numbers and names: a list may collect something
     if ":" not in name:  # else the name of a variable, which may change
         parts["task"] = [name]
     if task.card is not None and not plan.given().keys() & FREE:
@@ -213,14 +214,14 @@ def restore(folder: Path, kept: Path, fresh: bool) -> None:
     with disk.explained(f"restoring {folder} from {kept}", folder):
         part = folder.with_name(f"{folder.name}.part")
         train.restore_kept(kept, part)
+        former = folder.with_name(f"{folder.name}.former.part")
         if ours:
-            folder.rename(former := folder.with_name(f"{folder.name}.former"))
+            folder.rename(former)
         disk.publish_folder(part, folder)
-        for path in former.iterdir() if ours else ():  # of callbacks, of TensorBoard
-            if not is_ours(path):
+        for path in former.iterdir() if former.exists() else ():  # also of a call that was killed here
+            if not is_ours(path):  # but TensorBoard's or a callback's
                 path.rename(folder / path.name)
-        if ours:
-            disk.remove(former)
+        disk.remove(former)
 
 
 def continues(longer: Index, shorter: Index) -> bool:
@@ -232,11 +233,12 @@ def continues(longer: Index, shorter: Index) -> bool:
 
 
 def begin(
-    folder: Path, pack: Pack, state: TrainState, former: Run | None = None, given: Plan | None = None, call: Any = None
+    folder: Path, pack: Pack, state: TrainState, former: Run | None, given: Plan, call: Any, now: Lines
 ) -> tuple[History, list[str]]:
     """Start the run in a folder, or load its last checkpoint; return its history, and complaints about newer ones.
-    given: the plan that counts as given; call: what the user gave. Raises CheckpointError for another identity."""
-    now, index = identity(state.task, pack.card, state.model, state.plan), former.index if former else {}
+    given: the plan that counts as given; call: what the user gave; now: the identity of this call. Raises
+    CheckpointError for another one."""
+    index = former.index if former else {}
     if former and (differing := differences(index["identity"], now)):
         rule = f"{folder} holds another run ({'; '.join(differing)})"
         raise CheckpointError(f"{rule}; name another run= for this one, or start over with fresh=True")
@@ -255,7 +257,7 @@ def begin(
     advised = getattr(call, "advised", getattr(call, "plan", None))
     starts = [start for start in index.get("starts", []) if state.over or start[1] < state.step]  # else undone since
     plans = {
-        "given": (given or state.plan).given() or index.get("given", {}),
+        "given": given.given() or index.get("given", {}),
         "applied": state.applied.to_dict(),
         "advised": advised.to_dict() if advised else index.get("advised", state.plan.to_dict()),
     }
@@ -274,7 +276,8 @@ def begin(
 def clear(folder: Path, resumes: bool) -> None:
     """Remove what a killed process left half-written, and a run in whose place a new one starts; other files stay."""
     for path in [folder / checkpoint.INDEX, *folder.glob("*")]:  # without its index the folder holds no run
-        if is_ours(path) and (path.suffix == ".part" or not resumes):
+        ours = is_ours(path) or path.name.startswith(EVENTS)
+        if ours and (path.suffix == ".part" or not resumes):
             disk.remove(path)
 
 

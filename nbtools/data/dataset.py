@@ -149,8 +149,9 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
 def zip_columns(data: Any) -> Any:
     """Return the items of columns of equal length, (x, y) or by name; other data as it is."""
     columns = [*data.values()] if isinstance(data, Mapping) else data
-    if not isinstance(data, tuple | Mapping) or not all(isinstance(c, list) or hasattr(c, "shape") for c in columns):
+    if not isinstance(data, tuple | Mapping) or not all(isinstance(c, list) or getattr(c, "ndim", 0) for c in columns):
         return data
+    columns = [column.to_numpy() if hasattr(column, "to_numpy") else column for column in columns]  # pandas
     if data.keys() & {"train", "val", "test"} if isinstance(data, Mapping) else len(data) < 2:
         return data
     if len(counts := {len(column) for column in columns}) > 1:

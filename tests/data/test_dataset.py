@@ -122,10 +122,11 @@ def test_items_of_any_kind_give_the_right_columns_and_classes(said):
     assert same(made)
 
 
-@pytest.mark.parametrize("kind", [tuple, dict, "tensors"])
+@pytest.mark.parametrize("kind", [tuple, dict, "tensors", "pandas"])
 def test_arrays_x_and_y_are_packed_as_their_pairs_are(kind):
     x, y = np.arange(60.0).reshape(20, 3), [0, 1] * 10
     columns = {"x": x, "y": y} if kind is dict else (torch.tensor(x), torch.tensor(y)) if kind == "tensors" else (x, y)
+    columns = (pd.DataFrame(x), pd.Series(y)) if kind == "pandas" else columns
     assert pack(columns).card.digest == pack(list(zip(x, y, strict=True))).card.digest
 
 

@@ -17,7 +17,7 @@ import nbtools as nb
 from nbtools.__main__ import main
 from nbtools.data import collate
 from nbtools.errors import TrainError
-from nbtools.folder import begin
+from nbtools.folder import begin, identity
 from nbtools.run import Run
 from nbtools.tasks import sign
 
@@ -28,7 +28,7 @@ def a_run(task: Any, pack: nb.Pack, plan: nb.Plan, folder: Path) -> Run:
     raw = collate([pack.sample(int(i)) for i in pack.ids("train")[:8]], pack.columns)
     with torch.no_grad():
         state.model.train()(state.task.batch(raw, plan, None))
-    begin(folder, pack, state)
+    begin(folder, pack, state, None, state.plan, None, identity(state.task, pack.card, state.model, plan))
     return Run.open(folder, task)
 
 

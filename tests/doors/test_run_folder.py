@@ -134,12 +134,14 @@ def test_a_changed_cell_with_another_network_loss_or_metric_starts_another_run(p
 def test_another_setting_of_a_task_of_ones_own_starts_another_run(pack):
     class Mine(nb.Task):
         def __init__(self, alpha):
-            self.alpha = alpha
+            self.alpha, self.seen = alpha, []
 
         def model(self, card, plan):
             return Net()
 
         def loss(self, model, batch, plan):
+            self.calls = vars(self).get("calls", 0) + 1
+            self.seen.append(self.calls)
             return self.alpha * F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
 
     assert [fit(pack, PLAN, who=Mine(alpha)).folder.name for alpha in (1, 2, 1)] == ["net-1", "net-2", "net-1"]

@@ -121,7 +121,8 @@ def test_training_goes_on_while_drive_is_away_which_is_said_once_and_made_up_for
     monkeypatch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
     breaking(monkeypatch, place / "drive", lambda: gone.is_set() and away())
     pause = partial(threading.Event().wait, 0.5)
-    task = acting({2 * steps + 2: gone.set, 4 * steps + 2: gone.clear, 4 * steps + 4: pause})
+    acts = {2 * steps + 2: gone.set, 3 * steps - 1: pause, 4 * steps - 1: pause, 4 * steps + 2: gone.clear}
+    task = acting({**acts, 4 * steps + 4: pause})  # each lets a copy end, before the next is due
     run = nb.fit(task, pack, PLAN.replace(epochs=6), "run", keep="drive", **QUIET)
     straight = nb.fit(toy, pack, PLAN.replace(epochs=6), "straight", **QUIET)
     said = [text for text in run.events if text.startswith("drive")]
