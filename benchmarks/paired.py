@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 
-from nbtools import measure
+from nbtools import disk, measure
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -53,6 +53,7 @@ class Receipt:
     figures: tuple[Figure, ...]
     conditions: Mapping[str, Any]
     machine: Mapping[str, str] = field(default_factory=measure.machine)
+    version: str = disk.VERSION
     date: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"))
     load: tuple[float, ...] = field(default_factory=lambda: tuple(round(x, 2) for x in os.getloadavg()))
 
