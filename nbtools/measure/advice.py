@@ -201,12 +201,13 @@ def warmup(k: float, epochs: int) -> Choice:
     return capped, why + (f"; capped at a fifth of {plural(epochs, 'epoch')}" if capped < least else "")
 
 
-def evaluations(card: Card, epochs: int) -> Choice | None:
-    """Return the epochs between evaluations, so that these take at most a tenth of the time; None for each epoch."""
-    share = card.splits.get("val", 0) * FORWARD / max(card.splits["train"], 1)
+def evaluations(card: Card, epochs: int, measured: float = 0.0) -> Choice | None:
+    """Return the epochs between evaluations, so that these take at most a tenth of the time; None for each epoch where
+    none was `measured`, as a share of an epoch's time."""
+    share = measured or card.splits.get("val", 0) * FORWARD / max(card.splits["train"], 1)
     every = min(math.ceil(share / EVALUATION_SHARE), max(epochs // 3, 1))
-    why = f"one takes about {percent(share)} of an epoch's time: a sample a third of a step's, {THUMB} (ours)"
-    return (every, why) if every > 1 else None
+    how = "measured here" if measured else f"a sample takes a third of a step's, {THUMB} (ours)"
+    return (every, f"one takes about {percent(share)} of an epoch's time: {how}") if measured or every > 1 else None
 
 
 def precision(machine: Machine) -> Choice:

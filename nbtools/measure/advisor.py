@@ -13,32 +13,36 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
 import os
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from nbtools import disk, train
-from nbtools.data import Pack, batches_in, choose, cores, open_feed, phase, work
+from nbtools.data import Pack, batches_in, choose, cores, phase, work
 from nbtools.disk import VERSION
-from nbtools.errors import TrainError
-from nbtools.measure.advice import THUMB, Advice, Choices, decide, enough, epochs_for_few, has_recipe, inspect
+from nbtools.measure.advice import (
+    THUMB,
+    Advice,
+    Choices,
+    decide,
+    enough,
+    epochs_for_few,
+    evaluations,
+    has_recipe,
+    inspect,
+)
 from nbtools.measure.finders import LATE, LEAST_S, LrTrial, find_batch, lr_trial
 from nbtools.measure.machine import machine
 from nbtools.measure.profile import Verdict, replays, verdict_of
 from nbtools.measure.receipt import comparable, preset
-from nbtools.measure.timing import EAGER, Clock, Stepper, own_time, untouched, wall
+from nbtools.measure.timing import EAGER, Clock, Stepper, finish, own_time, untouched, wall
 from nbtools.measure.turns import Deadline, attempt, beside, objection
-from nbtools.show import number, plural
-from nbtools.train import Plan, Task, TaskLike, TrainState, checkpoint, evaluation
+from nbtools.train import Plan, Sums, Task, TaskLike, evaluation
 from nbtools.train import device as devices
 
 SHARE, LEAST, MOST = 1 / 90, 12.0, 50.0  # of the training that is expected, seconds: what measuring may take (ours)
@@ -137,7 +141,7 @@ class Search:
         self.cpu = self.device.type == "cpu"
         self.clock: Clock = own_time if self.cpu else wall
         self.sample_s = SHORT / FEW  # until it is measured
-        self.sample_s = self.first_steps()
+        self.sample_s, self.evaluation_s = self.first_steps(), 0.0
         self.samples = self.plan.epochs * pack.splits["train"]  # of the whole training
         self.seconds = seconds or min(max(SHARE * self.samples * self.sample_s, LEAST), MOST)
         self.most, self.start = seconds or MOST, [self.clock(), wall()]
@@ -301,17 +305,25 @@ class Search:
                     self.take({name: (getattr(rules, name), why) for name in back})
                     self.ratios["rules"], run = 1.0, warm(rules)
             made = verdict_of(run, seconds)
+            self.evaluation_s = evaluation_s(run, self.plan)
             baseline = part(comparable(self.task.BASELINE, self.plan, self.pack))
             self.ratios["baseline"] = beside(run, baseline, seconds, FEW_STEPS).ratio
         return made
 
     def choose_epochs_and_lr(self, verdict: Verdict | None) -> LrTrial:
-        """Choose the epochs of a small data set by the speed, and lr by a trial."""
+        """Choose the epochs of a small data set and of an evaluation by their speed, and lr by a trial."""
         samples, batch = self.pack.splits["train"], self.plan.batch_size
         epoch_s = samples * (1 / verdict.timing.samples_per_s if verdict else self.sample_s)
         few = epochs_for_few(self.pack.card, batch, epoch_s)
         if few and "epochs" not in self.fixed and not has_recipe(self.task, "epochs"):
             self.take({"epochs": few})
+        share = self.evaluation_s * self.pack.splits["val"] / epoch_s
+        if (
+            share
+            and self.task.PLAN.eval_every == 1
+            and (seldom := evaluations(self.pack.card, self.plan.epochs, share))
+        ):
+            self.take({"eval_every": seldom})
         recipe = "lr" in self.fixed or has_recipe(self.task, "lr")
         trial = lr_trial(self.task, self.pack, self.plan, epoch_s / batches_in(samples, batch), recipe)
         reason = trial.reason if trial.lr else f"{self.advice.reasons['lr']}; {trial.reason}"
@@ -319,32 +331,12 @@ class Search:
         return trial
 
 
-# -- whether a task trains, before its data is there
-
-
-def smoke_test(task: Task, **knobs: Any) -> str:
-    """Train one step on demo data, saved and loaded again, in a temporary folder; return the result in a sentence.
-    knobs: settings in place of the advised ones.
-
-    Raises TrainError if the loss is not a number or the loaded weights give different outputs.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        pack = task.pack(task.demo(folder / "raw", 48, **task.SMOKE), into=folder / "pack", progress=False)
-        plan = advise(task, pack, measure=False).plan.turn(**knobs)
-        plan = plan.replace(batch_size=min(4, pack.splits["train"]), micro_batch_size=None)
-        state, loaded = TrainState(task, pack, plan), TrainState(task, pack, plan)
-        raw = next(iter(open_feed(pack, plan, state.device)([pack.ids("train")[: plan.batch_size]])))
-        total, count = train.train_step(state, raw, pack.splits["train"])
-        loss = float(total) / max(float(count), 1)
-        if not math.isfinite(loss):
-            raise TrainError(f"the loss of the first step is {loss}; train with amp=off, and check the labels")
-        (folder / "run").mkdir()
-        checkpoint.save(folder / "run", state, rows=0)
-        checkpoint.load(folder / "run", loaded)
-    answers = (evaluation.forward(task, one.evaluated, raw, plan, one.device)[1] for one in (state, loaded))
-    if not all(map(torch.equal, *(map(torch.as_tensor, tree_leaves(answer)) for answer in answers))):
-        rule = "the outputs of the loaded weights differ from those of the saved ones"
-        raise TrainError(f"{rule}: is the forward pass random in eval?")
-    size = f"{plural(len(pack), 'demo sample')} packed, {sum(p.numel() for p in state.parameters):,} parameters"
-    return f"it works on {state.device}: {size}, first loss {number(loss)}; saved, and loaded with equal outputs"
+def evaluation_s(run: Stepper, plan: Plan) -> float:
+    """Return the seconds that an evaluation during training takes for a sample; 0.0 without validation samples."""
+    plan, seconds = plan.while_training(), 0.0
+    for most in (2, plan.batch_size) if len(run.pack.ids("val")) else ():  # the first loads kernels
+        start, few, sums = run.clock(), plan.replace(eval_samples=most), Sums(run.device)
+        samples = sum(evaluation.score_split(run.task, run.state.model, run.pack, few, "val", sums, run.feed))
+        finish(run.device)
+        seconds = (run.clock() - start) / samples
+    return seconds

@@ -133,6 +133,15 @@ def test_each_measured_number_has_its_evidence_and_the_rest_its_rule(advice):
     assert f" of warmup · about {duration(seconds)} at the measured speed, " in str(advice)
 
 
+@pytest.mark.parametrize(("scoring", "every"), [(0.05, 1), (2.0, 8)])  # seconds per batch of 16; per epoch 0.4, 16
+def test_evaluations_are_as_rare_as_the_measured_time_of_one_says(tmp_path, scoring, every):
+    job = Job(a_sample=0.05, scoring=scoring)
+    vars(job)["PLAN"] = job.PLAN.replace(epochs=30)
+    advice = measured(job, toy.make_pack(tmp_path, count=600), seconds=60.0)
+    assert advice.plan.eval_every == every
+    assert re.fullmatch(r"one takes about \d+ % of an epoch's time: measured here", advice.reasons["eval_every"])
+
+
 def test_what_was_found_is_kept_next_to_the_pack_and_comes_back_the_same_for_that_pack_only(
     advice, pack, job, tmp_path
 ):
