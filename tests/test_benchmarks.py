@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.paired import RESULTS, Figure, Receipt, above, in_turns, times
+from nbtools import disk
 
 ROOT = Path(__file__).parent.parent
 LAST = re.compile(r"(\w+): -?[\d.,]+(?:e[+-]\d+)? (\S+) \(n=(\d+), spread -?\S+–-?\S+\)")
@@ -22,6 +23,7 @@ def test_a_receipt_is_a_median_with_its_spread_and_is_written_without_a_place(tm
     written = json.loads(receipt.write(tmp_path).read_text())
     assert written["headline"] == {"name": "speed", "unit": "×", "value": 4.0, "n": 4, "least": 1.0, "most": 100.0}
     assert {"device", "cores", "torch", "python"} <= written["machine"].keys()
+    assert written["version"] == disk.VERSION
 
 
 def test_contestants_run_in_turns_and_are_paired_within_a_round():
