@@ -12,8 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findSystemFonts, fontManager
 
-RIGHT, WRONG = "#0072b2", "#d55e00"  # blue and vermilion of the colour-blind-safe palette (Okabe & Ito)
-GREY = "#6b6b6b"  # of text
+RIGHT, WRONG, GREY = "#0072b2", "#c65300", "#6b6b6b"  # of text: blue and a darker vermilion of Okabe & Ito's palette
 WIDE, MARGIN, TITLE = 1200, 8, 22  # px: a canvas; around pictures; the line of text above one
 TALL = 340  # px: a picture at most
 SIZE = 9  # points of a caption

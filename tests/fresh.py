@@ -34,7 +34,7 @@ OURS = re.compile(r"nbtools\b|nbtools-|__editable__")
 
 @dataclass(frozen=True)
 class Machine:
-    """One that nobody has used. `drive`: the folder behind Colab's dialog; None: the dialog is declined."""
+    """One that nobody has used. `drive`: the folder that drive.mount makes available."""
 
     folder: Path
     python: Path
@@ -52,6 +52,7 @@ class Machine:
             "PATH": f"{COLAB / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(COLAB),
             "PIP_NO_INDEX": "1",
+            "PIP_RETRIES": "0",
             "PIP_NO_BUILD_ISOLATION": "0",  # pip's own way to say "without isolation" (pypa/pip#5229)
             "PIP_CONFIG_FILE": os.devnull,
         }

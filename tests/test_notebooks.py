@@ -51,9 +51,8 @@ def test_a_notebook_keeps_the_house_rules(name):
     assert re.search(r"\*\*Measured:\*\* .*\d+ (s|min)\b.*\bon\s", first, re.S), "a time, with its machine"
     assert install.startswith("## Install")
     assert next(text for text in texts if text.startswith("## ")).startswith("## Settings")
-    code = "\n".join(cells(name, "code"))
-    assert f'SOURCE = "{ADDRESS}"' in code
-    assert str(made).count("'source_hidden': True") == 3, "the cells that install are folded"
+    assert cells(name, "code")[0].startswith(f'SOURCE = "{ADDRESS}/archive/main.zip"\n')
+    assert str(made).count("'source_hidden': True") == 1, "the cell that installs is folded"
 
 
 def prose_between(name: str) -> list[int]:

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbtools.live import samples
-from nbtools.live.plot import GREEN, VERMILLION, Chart, Line, Picture
+from nbtools.live.plot import Chart, Line, Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH, HEIGHT = 2000, 10_000  # units of an SVG plot: whole numbers become text ten times as fast as formatted floats
 DPI = 144  # two pixels a px, and 72 px an inch: a point of matplotlib is a px here
-GREY = "#7d7d7d"  # contrast 4.1 on white and 4.6 on the black of JupyterLab's dark theme
+GREY, RIGHT, WRONG = "#767676", "#008460", "#c65300"  # of text: contrast 4.5 on white, 4 on JupyterLab's black
 WIDE, PLOT, LOW, ROW, LETTER = 760, 225, 130, 16, 7.3  # px: a cell at 900; charts, lr alone; a line of text; a letter
 SAMPLES, IMAGE, LINE = 4, 100, 48  # samples in a row; px: height of one, of a long line of text, which has its own row
 STYLE, SCRIPT = (Path(__file__).with_name(name).read_text("utf-8") for name in ("live.css", "charts.js"))
@@ -124,7 +124,7 @@ def png(shown: Picture, facts: Sequence[str] = (), previews: Sequence[samples.Pr
     for i, (preview, text) in enumerate(zip(previews, texts, strict=True)):
         axes = parts[1].add_subplot(math.ceil(len(previews) / across), across, i + 1, **bare)
         axes.imshow(preview.image, cmap="gray", vmin=0, vmax=255)
-        colour = GREEN if preview.right else VERMILLION if preview.truth else GREY
+        colour = RIGHT if preview.right else WRONG if preview.truth else GREY
         axes.set_xlabel("\n".join(text), loc="left", color=colour, linespacing=1.3, **look(12, mono=True))
     stream = io.BytesIO()
     with warnings.catch_warnings():

@@ -11,15 +11,18 @@ from html import escape
 import numpy as np
 import pytest
 import toy
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
 import nbtools as nb
+from nbtools import figures
 from nbtools.live import Columns, draw, facts, samples
 from nbtools.live.facts import About
 from nbtools.live.plot import picture
 from nbtools.live.samples import Preview
+from nbtools.show import duration, number
 from nbtools.train import History, Record
 
 pytestmark = pytest.mark.drawn
@@ -156,6 +159,26 @@ def test_the_png_of_a_run_lies_in_its_folder_with_samples_below_the_charts(pack,
     bare = draw.png(shown(run.history))
     with Image.open(run.folder / "plot.png") as image, Image.open(io.BytesIO(bare)) as without:
         assert image.height > without.height + 100
+
+
+def test_what_is_drawn_last_of_a_kept_run_is_true_of_the_whole(pack, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("nbtools.live.draw.png", lambda _, facts, samples: said.append(facts) or b"\x89PNG")
+    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=2), tmp_path / "run", keep=tmp_path / "kept", receipt=False)
+    last = run.history.of("epoch")[-1]
+    state, epoch, took, _, speed, memory = said[-1]
+    assert (state, epoch) == ("run done", "epoch 2 of 2")
+    assert memory.startswith(("memory", "GPU memory")), "no word of what is kept"
+    assert took == f"took {duration(last['wall'])}"
+    assert last["wall"] == pytest.approx(60 * nb.runs(tmp_path).loc["run", "minutes"])
+    assert speed == f"samples/s {number(last['samples'] / last['wall'])}", "not that of its last steps"
+
+
+def test_texts_are_readable_on_white():
+    for colour in (draw.GREY, draw.RIGHT, draw.WRONG, figures.GREY, figures.RIGHT, figures.WRONG):
+        parts = np.array(to_rgb(colour))
+        linear = np.where(parts > 0.04045, ((parts + 0.055) / 1.055) ** 2.4, parts / 12.92)
+        assert 1.05 / (linear @ (0.2126, 0.7152, 0.0722) + 0.05) >= 4.5, f"{colour}: contrast as WCAG defines it"
 
 
 # Samples

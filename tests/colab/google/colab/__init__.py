@@ -1,5 +1,4 @@
-"""Stand-in for Colab's own package in the kernel of a test: COLAB_DRIVE names the folder that becomes Drive; without it
-the dialog is declined."""
+"""Stand-in for Colab's own package in the kernel of a test: COLAB_DRIVE names the folder that becomes Drive."""
 
 from google.colab import drive, files, runtime
 
