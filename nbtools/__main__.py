@@ -272,8 +272,8 @@ def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 def add(one: Parser, dest: str, each: inspect.Parameter, plan: Any = None) -> None:
     """Add a parameter. plan: the class of which it is a field, which explains it, and parses it later."""
     name, default, flag = each.name, each.default, f"--{each.name.replace('_', '-')}"
-    guess = str if default in (None, EMPTY) else type(default)
-    kind = inspect.formatannotation(guess if each.annotation is EMPTY else each.annotation).strip("'")
+    guess = str if default in (None, EMPTY) else type(default)  # nb.pack takes any data, a terminal a text
+    kind = inspect.formatannotation(guess if each.annotation is EMPTY or name == "data" else each.annotation).strip("'")
     rule = plan.__dataclass_fields__[name].metadata if plan else {}
     about = rule.get("help") or ("" if default in (EMPTY, None) else f"default {default}")
     about += f" ({', '.join(map(str, rule['choices']))})" if rule.get("choices") else ""
@@ -289,13 +289,13 @@ def add(one: Parser, dest: str, each: inspect.Parameter, plan: Any = None) -> No
 
 def read(flag: str, kind: str, text: str) -> Any:
     """Return a text as a value of a type, such as `int | tuple[int, int] | None`. Raises NbtoolsError."""
-    several = re.search(r"(?:tuple|Sequence|Iterable)\[(.*?)\]", kind)
+    several = re.search(r"(?:tuple|Sequence|Iterable)\[(.*?)\]|^(Any)$", kind)
     if "None" in kind and text.lower() == "none":
         return None
     if several and "," in text:
-        return tuple(read(flag, several[1], part.strip()) for part in text.split(","))
+        return tuple(read(flag, several[1] or "Any", part.strip()) for part in text.split(","))
     # val=100 are 100 samples
-    for number, kinds in ((int, "int|float"), (float, "float"), (str, "str"), (Path, "Path")):
+    for number, kinds in ((int, "int|float"), (float, "float"), (str, "str|Any"), (Path, "Path")):
         with suppress(ValueError):
             if re.search(kinds, kind):
                 return number(text)

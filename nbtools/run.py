@@ -158,7 +158,7 @@ class Run:
 
         files: a file, a list of files, or a folder, for which it is a dict: name → answer of every file in it and below
         that the task reads; a message names the others. For a run on a pack of `nb.pack`, also items as its Dataset
-        returns them, with or without targets: one, a list, a Dataset, an array (B, …), rows of a DataFrame. all: return
+        returns them, with or without targets: one, a list, a Dataset, an array (B, …), a DataFrame or CSV. all: return
         each class's probability instead, as a DataFrame with one row per sample. Raises PackError naming a file that
         cannot be read, and TrainError for `all` where the answers are not classes.
         """
@@ -260,13 +260,12 @@ def require_like(run: Any, pack: Pack) -> None:
     for name in ("task", "classes", "options", "columns"):
         ours, theirs = (getattr(each.card, name) for each in (run, pack))
         if isinstance(ours, dict):
-            ours, theirs = ({n: v for n, v in each.items() if n not in FREE} for each in (ours, theirs))
+            names = [n for n in {**ours, **theirs} if n not in FREE and ours.get(n) != theirs.get(n)]
+            ours, theirs = ({n: each.get(n) for n in names} for each in (ours, theirs))
         if ours != theirs:
-            raise PackError(
-                f"{pack.folder}: the pack's {name} differ from those that the run was trained with "
-                f"({str(theirs)[:120]} and {str(ours)[:120]}); pack the data again with run.pack(source)",
-                entry="Predictions differ between training and inference",
-            )
+            rule = f"{pack.folder}: the pack's {name} differ from those that the run was trained with"
+            why = f"{rule} ({theirs!s:.120} and {ours!s:.120}); pack the data again with run.pack(source)"
+            raise PackError(why, entry="Predictions differ between training and inference")
 
 
 def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:

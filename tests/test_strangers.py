@@ -111,7 +111,7 @@ def sales() -> pd.DataFrame:
 
 def test_3_a_table_with_dates_and_gaps():
     frame = sales()
-    with pytest.raises(PackError, match=r"not numeric: day, shop.*get_dummies.*turn dates into numbers"):
+    with pytest.raises(PackError, match=r"not numeric: day, shop.*get_dummies.*dates and decimal commas into numbers"):
         nb.pack(frame, target="price")
     frame["day"] = pd.to_datetime(frame["day"]).dt.day_of_year
     assert len(nb.pack(pd.get_dummies(frame), target="price").bad) == 15, "a row with a gap is left out, and listed"

@@ -37,8 +37,7 @@ ODD = re.compile(r"^/|\\|\0|^[A-Za-z]:|(^|/)\.\.(/|$)")  # could lead outside a 
 
 
 class Entry(NamedTuple):
-    """A file of an archive. name: its bytes where no encoding is marked; open: returns the archive, or a stream from
-    it, at the file's first byte."""
+    """A file of an archive. name: bytes where no encoding is marked; open: gives a stream at the file's first byte."""
 
     name: str | bytes
     size: int
@@ -58,7 +57,7 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], Iterator[Entry]]]:
             with contextlib.suppress(tarfile.HeaderError, ValueError):
                 is_tar = head == bytes(tarfile.BLOCKSIZE) or bool(tarfile.TarInfo.frombuf(head, "utf-8", "replace"))
             if not (is_tar or head.startswith(ZIP)):
-                fix = "Give a folder, tar (plain, gz, xz) or zip"
+                fix = "Give a folder, tar (plain, gz, xz) or zip; nb.pack also takes a DataFrame or arrays"
                 raise ArchiveError(f"not an archive: it begins with {head[:16]!r}. {fix}")
             file.seek(0)
             yield raw, in_tar(file) if is_tar else in_zip(file)
@@ -85,19 +84,14 @@ def unpack(path: Path, folder: Path, text: str, progress: bool) -> None:
             shown.update(raw.tell() - shown.n)
         disk.require_space(folder, size)
         shown.reset(size)
-        for name, entry in zip(paths_of(listed, text), listed, strict=True):
+        names = decode_names(text, [entry.name for entry in listed])
+        paths = ["/".join(safe_parts(name)) * (name[-1:] != "/" and not LITTER.search(name)) for name in names]
+        if not any(paths):
+            raise ArchiveError("holds no files")
+        for name, entry in zip(paths, listed, strict=True):
             with explain_damage(f"entry {name!r} "):
                 if name:
                     extract(entry, folder / name, shown.update)
-
-
-def paths_of(entries: list[Entry], text: str) -> list[str]:
-    """Return the relative path of each entry, "" of folders and litter. Raises ArchiveError."""
-    names = decode_names(text, [entry.name for entry in entries])
-    paths = ["/".join(safe_parts(name)) * (name[-1:] != "/" and not LITTER.search(name)) for name in names]
-    if not any(paths):
-        raise ArchiveError("holds no files")
-    return paths
 
 
 def extract(entry: Entry, target: Path, progress: Callable[[int], object]) -> None:

@@ -190,8 +190,7 @@ class RawFiles(Dataset):
 
 
 def read_blocks(survey: Survey, sample: Sampler, folder: Path, progress: bool) -> list[Path]:
-    """Read all entries into files of a folder, but for those that an interrupted packing has left; return the files in
-    order."""
+    """Read all entries into files of a folder, but for those that an interrupted call left; return these in order."""
     count = len(survey.entries)
     blocks = {folder / f"{start}.npz": range(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)}
     todo = [(path, block) for path, block in blocks.items() if not is_whole(path)]
@@ -249,8 +248,7 @@ def read_block(block: Path, name: str) -> np.ndarray:
 
 
 def require_alike(name: str, own: dict[str, Any], first: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the first sample's columns; raise PackError unless another sample has the same, in any order, of dtypes
-    that a pack can hold."""
+    """Return the first sample's columns; raise PackError unless another has the same, in any order, of plain dtypes."""
     for column, dtype in ((column, np.dtype(facts["dtype"])) for column, facts in own.items()):
         if dtype.kind not in "biuf":
             raise PackError(f"{column}: a pack can hold numbers and booleans only, got {dtype}; store class indices")
@@ -300,7 +298,9 @@ def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made
             reason = "0 of {} can be used. The first: {}: {}, got {}; {}"
             reason = reason.format(plural(len(bad), "file"), *(bad[0][k] for k in (0, 2, 1, 3)))
         raise PackError(f"{made['source']}: {reason}", entry="Keys, columns and paths")
-    classes = list(survey.classes) or in_value_order({*joined["classes"]})
+    names = {*joined["classes"]}
+    numbers = all(name.removeprefix("-").isdecimal() for name in names)  # so that 10 follows 9
+    classes = [*survey.classes] or sorted(names, key=int if numbers else None)
     if survey.named is not None:
         index = {name: i for i, name in enumerate(classes)}
         np.save(folder / f"{survey.named}.npy", np.array([index[name] for name in joined["classes"]], np.int64))
@@ -338,15 +338,9 @@ def divide(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: Any, dr
     split = splits.assign(given, places, groups, labels if survey.exact else None, draw[:2], survey.exact)
     lines, kept = [], Counter(given)
     for one, count in Counter(entry.split for entry in survey.entries).items():
-        if (lost := count - kept[one]) > count / 2:
+        if lost := count - kept[one]:
             of = f" of the {one} split" if one else ""
             lines.append(f"{lost:,} of {plural(count, 'sample')}{of} cannot be used, see pack.bad")
     shares = {"train": 1, "val": draw[0], "test": 0 if kept.keys() - {None} else draw[1]}
     drawn = [one for one, share in shares.items() if share and not splits.is_all(draw[1])]
     return split, lines + splits.remarks(split, labels, drawn)
-
-
-def in_value_order(classes: Collection[str]) -> list[str]:
-    """Return classes sorted as numbers where all are whole numbers, so that 10 follows 9, else as texts."""
-    numbers = all(name.removeprefix("-").isdecimal() for name in classes)
-    return sorted(classes, key=int if numbers else None)

@@ -19,6 +19,7 @@ import numpy as np
 
 from nbtools import disk
 from nbtools.data.build import RawFiles, make_pack, of_task
+from nbtools.data.fetch import drive_path
 from nbtools.data.forms import IMAGES, RESIZES, TARGET, Form, compose, is_image, is_missing, plain_values
 from nbtools.data.items import Items, Part, column_name, parts_of, target_of
 from nbtools.data.pack import Card, Pack, Sample, is_pack
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TASK = "dataset"
+NO_CLASS = ("images", "imgs", "jpegimages")  # folders of data sets with masks, or lists of labels
 SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|(val)(?:id|idation)?|(test)(?:ing)?)(?![a-z])", re.I)
 
 
@@ -80,21 +82,40 @@ def pack(
     if isinstance(data, str | Path) and not is_table(data) and is_pack(folder := stage(data, progress=progress)):
         return of_task(Pack.open(folder), TASK)
     inputs = [inputs] if isinstance(inputs, str | int) else inputs
-    given = {"target": target, "inputs": inputs, "image": image, "sep": sep, "classes": classes, "resize": resize}
-    given |= {"mean": mean, "std": std, "points": points, "text": text, "store": store}
+    given = {"target": target, "inputs": inputs, "image": image, "sep": sep, "resize": resize}
+    given |= {"classes": names_in(classes), "mean": mean, "std": std, "points": points, "text": text, "store": store}
     options = SimpleNamespace(**given, size=size_of(size, resize), key=(target, inputs), columns=None)
     shares, val, test = divide(data, train, val, test)
     parts, groups = open_parts(shares, options, root, groups, progress)
     items, draw = Items(parts, options, groups), (val, test, seed)
     made = {"key": items.key(draw), "source": options.source}
-    if progress and items.resize and not resize:
-        height, width, how = items.resize
-        say(f"images are resized to {height} × {width} by resize={how!r}; the choices are {', '.join(RESIZES)}")
+    if progress and items.resize:
+        say_resize(items, items.resize, resize is None)
     pack = make_pack(
         TASK, made, into, lambda: (items.survey(), partial(items.sample, columns=items.stored)), draw, progress
     )
     pack = dataclasses.replace(pack, raw=RawFiles(pack, Path(), partial(items.read_again, pack.classes)))
     return pack.folds(folds, seed) if folds else pack
+
+
+def names_in(classes: Any) -> list[str] | Literal[False] | None:
+    """Return the classes as texts. Raises PackError for what has no order, or has one twice."""
+    if classes is None or classes is False:
+        return classes
+    names = [] if isinstance(classes, int | Mapping | set) else [*map(compose, classes)]
+    if not 0 < len({*names}) == len(names):
+        raise PackError(f"classes must be a list of names, each once, in the order of their numbers, got {classes!r}")
+    return names
+
+
+def say_resize(items: Items, resize: Sequence[Any], chosen: bool) -> None:
+    """Say how images are resized, if that was `chosen` here, and what on them does not follow, though it should."""
+    if chosen:
+        say("images are resized to {} × {} by resize={!r}; the choices are {}".format(*resize, ", ".join(RESIZES)))
+    form = items.forms.get(TARGET, Form("none"))
+    if TARGET not in {*items.pictures, *items.marked} and (len(form.shape) > 1 or form.shape[-1:] in ((2,), (4,))):
+        fix = "points='target' moves points and boxes, and masks are moved as PIL images"
+        say(f"the target {form.column} is left as it is: {fix}")
 
 
 def size_of(size: Any, resize: str | None) -> list[int] | None:
@@ -127,9 +148,9 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
     for split, data in given.items():
         path, name = isinstance(data, str | Path), f"{split}/{{}} {{}}" if split else "{} {}"
         if is_table(data):
-            frame = read_table(data)
-            roles = roles or roles_of(frame, options, groups)  # the first is that of training
-            folder = stage(root) if root is not None else Path(data).parent if path else Path()
+            frame = read_table(data := drive_path(data) if path else data)
+            roles = roles or roles_of(frame, options, groups, progress)  # the first is that of training
+            folder = stage(root) if root is not None else data.parent if path else Path()
             rows = rows_of(frame, *roles, options, folder)
             files = [f": {file}" for file in frame[options.image]] if options.image else [""] * len(rows)
             parts.append((split, rows, [name.format("row", f"{i}{file}") for i, file in enumerate(files)]))
@@ -141,36 +162,29 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
             parts += image_folders(stage(data, progress=progress), split, options.classes is not None, progress)
             options.key = (TARGET, None)
         else:
-            require_items(data := zip_columns(data))
+            data = list_items(data)
             parts.append((split, data, [name.format("item", i) for i in range(len(data))]))
     return parts, values if isinstance(groups, str) else groups
 
 
-def zip_columns(data: Any) -> Any:
-    """Return the items of columns of equal length, (x, y) or by name; other data as it is."""
-    columns = [*data.values()] if isinstance(data, Mapping) else data
-    if not isinstance(data, tuple | Mapping) or not all(isinstance(c, list) or getattr(c, "ndim", 0) for c in columns):
-        return data
-    columns = [column.to_numpy() if hasattr(column, "to_numpy") else column for column in columns]  # pandas
-    if data.keys() & {"train", "val", "test"} if isinstance(data, Mapping) else len(data) < 2:
-        return data
-    if len(counts := {len(column) for column in columns}) > 1:
-        raise PackError(f"columns must have as many items as each other, got {', '.join(map(str, sorted(counts)))}")
-    rows = zip(*columns, strict=True)
-    return [dict(zip(data, row, strict=True)) for row in rows] if isinstance(data, Mapping) else [*rows]
-
-
-def require_items(data: Any) -> None:
-    """Raise PackError, with the way out, unless items can be asked for by number."""
-    numbered = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if hasattr(data, "dataset") and not numbered:
-        fix = "pass its dataset: loader.dataset"
-    elif isinstance(data, tuple | Mapping):
+def list_items(data: Any) -> Any:
+    """Return the items of columns of equal length, (x, y) or by name, or other data as it is. Raises PackError, with
+    the way out, unless items can be asked for by number."""
+    fix, names = "pass list(dataset), or define __getitem__ and __len__", data if isinstance(data, Mapping) else None
+    if isinstance(data, tuple | Mapping):
+        columns: Any = data if names is None else [*names.values()]
+        several = len(data) > 1 if names is None else not names.keys() & {"train", "val", "test"}
+        if several and all(isinstance(column, list) or getattr(column, "ndim", 0) for column in columns):
+            columns = [column.to_numpy() if hasattr(column, "to_numpy") else column for column in columns]  # pandas
+            if len(counts := sorted({len(column) for column in columns})) > 1:
+                raise PackError(f"columns must have as many items as each other, got {', '.join(map(str, counts))}")
+            rows = [*zip(*columns, strict=True)]
+            return rows if names is None else [dict(zip(names, row, strict=True)) for row in rows]
         fix = "pass arrays (x, y), a list of items, or splits as train=…, val=… and test=…"
-    elif numbered:
-        return
-    else:
-        fix = "pass list(dataset), or define __getitem__ and __len__"
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return data
+    elif hasattr(data, "dataset"):
+        fix = "pass its dataset: loader.dataset"
     raise PackError(f"data must be a Dataset with __getitem__ and __len__, got {type(data).__name__}; {fix}")
 
 
@@ -197,11 +211,15 @@ def image_folders(root: Path, split: str | None, one: bool, progress: bool) -> l
         several = len({*deep.values()}) > 1
         places = [(word if several else None, descend(names, f"{place}{folder}/")) for folder, word in deep.items()]
     elif not folders or (len(folders) == 1 and split is None and not one):
-        came = f"one folder, {folders[0]!r}" if folders else "no folder with images"
-        raise PackError(f"{root} must hold a folder of images for each class, got {came}; name the folder above")
+        came = f"one folder, {folders[0]!r}" if folders else f"no folder with images, but {', '.join(files[:3])}"
+        fix = "name the folder above, or a table in it"
+        raise PackError(f"{root} must hold a folder of images for each class, got {came}; {fix}")
     parts, left_out = list[Part](), {*files}
     for word, at in places:
         there = [name for name in names if name.startswith(at) and "/" in name[len(at) :]]
+        if pairs := [folder for folder in inside(there, at) if folder.lower() in NO_CLASS]:
+            came, fix = ", ".join(inside(there, at)), "pass masks as a list of (image, mask), labels as a table"
+            raise PackError(f"{root / at}: {pairs[0]!r} is no class among {came}; {fix}")
         items = [{"image": root / name, TARGET: compose(name[len(at) :].split("/")[0])} for name in there]
         parts.append((word, items, [f"{split}/{name}" if split else name for name in there]))
         left_out.difference_update(there)
@@ -219,12 +237,9 @@ def inside(names: Iterable[str], place: str) -> list[str]:
 
 def descend(names: list[str], place: str) -> str:
     """Return the place where the classes are: below folders that hold nothing but another one of folders."""
-    while len(only := inside(names, place)) == 1:
-        below = f"{place}{only[0]}/"
-        if not all("/" in name[len(below) :] for name in names if name.startswith(below)):
-            break
-        place = below
-    return place
+    folders = inside(names, place)
+    deep = all(name.count("/", len(place)) != 1 for name in names if name.startswith(place))
+    return descend(names, f"{place}{folders[0]}/") if deep and len(folders) == 1 else place
 
 
 # -- tables
@@ -240,23 +255,30 @@ def read_table(data: Any) -> pd.DataFrame:
     """Return a DataFrame, or that of a CSV file, whose separator is the most frequent one in its first line."""
     import pandas as pd
 
-    if isinstance(data, pd.DataFrame):
-        return data.rename(columns=str)
-    try:
-        with open(data, encoding="utf-8-sig") as file:
-            header = file.readline()
-        return pd.read_csv(data, sep=max(",;\t|", key=header.count), encoding="utf-8-sig")
-    except (OSError, ValueError) as error:  # pandas' own are ValueErrors
-        raise PackError(f"{data} must be a table in UTF-8 with a header line: {error}") from None
+    if isinstance(data, Path):
+        try:
+            with open(data, encoding="utf-8-sig") as file:
+                sep = max(",;\t|", key=file.readline().count)
+            data = pd.read_csv(data, sep=sep, encoding="utf-8-sig", skipinitialspace=True)
+        except (OSError, ValueError) as error:  # pandas' own are ValueErrors
+            fix = "or pass a DataFrame: pd.read_csv(…, encoding=…)"
+            raise PackError(f"{data} must be a table in UTF-8 with a header line, got {error}; {fix}") from None
+    if data.columns.nlevels > 1 or not data.columns.map(str).is_unique:
+        raise PackError(f"a table's columns must have names of their own, got {', '.join(map(str, data))}; rename some")
+    return data.rename(columns=str)
 
 
-def roles_of(frame: pd.DataFrame, options: Any, besides: Any) -> tuple[list[str], list[str]]:
-    """Return the columns of the target, and of inputs: by default the image, without one all others. Raises PackError
-    where there is no single reading."""
+def roles_of(frame: pd.DataFrame, options: Any, besides: Any, progress: bool) -> tuple[list[str], list[str]]:
+    """Return the columns of the target, and of inputs: by default the image, without one all others, but for pandas'
+    unnamed ones, as is said. Raises PackError where there is no single reading."""
     target = target_of(dict(frame), *options.key)
     goals = [str(name) for name in (target if isinstance(target, list | tuple) else [target]) if name is not None]
     own = [] if options.image is None else [options.image]
     rest = own or [name for name in frame if name not in (*goals, besides)]
+    if options.inputs is None and (unnamed := [name for name in rest if name.startswith("Unnamed: ")]):
+        rest = [name for name in rest if name not in unnamed]  # an index, or what is behind a last comma
+        if progress:
+            say(f"columns without a name are left out: {', '.join(unnamed)}; inputs=[…] takes them")
     inputs = [*dict.fromkeys(map(str, rest if options.inputs is None else [*own, *options.inputs]))]
     if not inputs or {*inputs} & {*goals}:
         came = f"inputs {', '.join(inputs) or 'none'} and target {', '.join(goals) or 'none'}"
@@ -271,25 +293,26 @@ def rows_of(frame: pd.DataFrame, goals: Sequence[str], inputs: Sequence[str], op
         raise PackError(f"the table has no column {absent[0]!r}; its columns are {', '.join(map(str, frame))}")
     numbers = frame[[*inputs]].select_dtypes(["number", "bool", "boolean"])
     texts = [name for name in inputs if name not in numbers and name != options.image]
-    if texts and not options.text:
-        fix = f"pass inputs={[*numbers]}, text= for a function, or pd.get_dummies(df), and turn dates into numbers"
+    if texts and not options.text and len(frame):
+        fix = f"pass inputs={[*numbers] or '[…]'}, target= or image= for what is none, text= for a function, or"
+        fix += " pd.get_dummies(df), and turn dates and decimal commas into numbers"
         raise PackError(f"these columns are not numeric: {', '.join(texts)}; {fix}")
+    if options.text and not texts:
+        raise PackError(f"text= has no column of texts in {', '.join(inputs)}; df[[…]].astype(str) makes some")
     columns: dict[str, Any] = {name: frame[name].tolist() for name in texts}
     if options.image in inputs:
-        columns["image"] = [root / name if isinstance(name, str) else None for name in frame[options.image]]
+        columns["image"] = [None if is_missing(name) else root / str(name) for name in frame[options.image]]
     if len(numbers.columns):
         columns["x"] = numbers.to_numpy(np.float32, na_value=np.nan)
     if len(goals) == 1:
         sep, values = options.sep, frame[goals[0]].tolist()
-        columns[TARGET] = [labels_in(text, sep) for text in values] if sep else values
+        if sep:  # an empty cell has no label
+            values = ["" if is_missing(text) else str(text) for text in values]
+            values = [[name.strip() for name in text.split(sep) if name.strip()] for text in values]
+        columns[TARGET] = values
     elif goals:
         columns[TARGET] = frame[[*goals]].to_numpy(np.float32, na_value=np.nan)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def labels_in(text: Any, sep: str) -> list[str]:
-    """Return the labels of a cell; an empty one has none."""
-    return [] if is_missing(text) else [name.strip() for name in str(text).split(sep) if name.strip()]
 
 
 # -- items to predict
@@ -304,40 +327,40 @@ def options_like(card: Card) -> dict[str, Any]:
 
 def items_of(given: Any, card: Card) -> Sequence[Any]:
     """Return what `run.predict` got, item by item: a file, a text, an item (a dict, a tuple, an image, a number, a
-    sample's array), or several: a list, a Dataset, an array of them, or the rows of a DataFrame. Raises PackError."""
-    if hasattr(given, "iloc"):
-        if card.options["columns"] is None:
+    sample's array), or several: a list, a Dataset, an array of them, a DataFrame or CSV file. Raises PackError."""
+    columns, root = card.options["columns"], Path()
+    if hasattr(given, "iloc") or (columns and is_table(given)):
+        if columns is None:
             raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
-        frame = given.to_frame().T.infer_objects() if given.ndim == 1 else given
-        options = SimpleNamespace(**card.options["roles"], text=card.options["text"])
-        return rows_of(frame, (), card.options["columns"], options, Path())
+        if not hasattr(given, "iloc"):
+            root = (given := drive_path(given)).parent
+        frame = read_table(given.to_frame().T.infer_objects() if getattr(given, "ndim", 2) == 1 else given)
+        return rows_of(frame, (), columns, SimpleNamespace(**card.options["roles"], text=card.options["text"]), root)
     first = card.columns[card.options["inputs"][0]]
-    rank = len(first.shape) + (first.kind == "ragged")
-    if isinstance(given, (str, Path, dict, tuple)) or is_image(given) or getattr(given, "ndim", None) in (0, rank):
+    ranks = 0, len(first.shape) + (first.kind == "ragged")
+    if isinstance(given, (str, bytes, Path, dict, tuple)) or is_image(given) or getattr(given, "ndim", -1) in ranks:
         return [given]
     return given if hasattr(given, "__getitem__") else list(given) if isinstance(given, Iterable) else [given]
 
 
 def sample_of(item: Any, card: Card) -> Sample:
-    """Return an item, or an image file, as packing would have stored its inputs. Raises PackError(value, rule, fix)."""
+    """Return an item, or an image file, as packing would have stored its inputs: as the Dataset returns it, or without
+    its target; else a dict by the columns, or values in their order. Raises PackError(value, rule, fix)."""
     options = card.options
     forms = {name: Form.of(options["forms"][name]) for name in options["inputs"]}
-    parts = inputs_of(item, options["inputs"], options["roles"]["key"], options["roles"]["inputs"])
-    for name, value in parts.items():
-        if isinstance(value, str) and (forms[name].layout or not options["text"]):
-            parts[name] = Path(value)
-    values = plain_values(parts, options["resize"], options["text"])
-    return {name: np.asarray(forms[name].fit(name, value)) for name, value in values.items()}
-
-
-def inputs_of(item: Any, columns: Sequence[str], target: Any, inputs: Sequence[Any] | None) -> dict[str, Any]:
-    """Return input column → value of an item to predict: as the Dataset returns it, or without its target; else a dict
-    by the columns, or values in their order. Raises PackError(value, rule, fix)."""
-    parts = parts_of(item)
+    if options["columns"] and isinstance(item, Mapping):  # a row of a table
+        numbers: Any = [item.get(name) for name in options["columns"] if column_name(name) not in forms.keys() - {"x"}]
+        if numbers and all(isinstance(number, int | float | np.number | np.bool_) for number in numbers):
+            item = {**item, "x": [*map(float, numbers)]}
+    parts, roles = parts_of(item), options["roles"]
     values = {column_name(key): value for key, value in parts.items()}
     if not isinstance(item, Mapping):
-        chosen = [parts[key] for key in (inputs or parts) if key != target and key in parts]
-        values = dict(zip(columns, chosen if len(chosen) == len(columns) else parts.values(), strict=False))
-    if not values.keys() >= {*columns}:
-        raise PackError(", ".join(values), f"an item must have {', '.join(columns)}", "add what is missing")
-    return {name: values[name] for name in columns}
+        chosen = [parts[key] for key in (roles["inputs"] or parts) if key != roles["key"] and key in parts]
+        values = dict(zip(forms, chosen if len(chosen) == len(forms) else parts.values(), strict=False))
+    if not values.keys() >= forms.keys():
+        raise PackError(", ".join(values), f"an item must have {', '.join(forms)}", "add what is missing")
+    for name, form in forms.items():
+        if isinstance(path := values[name], str) and (form.layout or not options["text"]):
+            values[name] = Path(path)
+    values = plain_values({name: values[name] for name in forms}, options["resize"], options["text"])
+    return {name: np.asarray(forms[name].fit(name, value)) for name, value in values.items()}

@@ -100,8 +100,7 @@ def place_to_keep(where: str | Path) -> Path | None:
 
 
 def is_far(path: Path) -> bool:
-    """Return whether a path, or what a link in a folder leads to, is on Drive or another slow mount, but not in the
-    cache."""
+    """Return whether a path, or what a link in a folder leads to, is on a slow mount, as Drive is, not in the cache."""
     roots = [MOUNT.resolve(), Path(os.environ.get("NBTOOLS_DRIVE") or MOUNT).resolve()]
     links = (item for item in path.glob("*") if item.is_symlink())
     real = [place.resolve() for place in (path, *links)]
@@ -277,13 +276,6 @@ def probe(url: str) -> File:
         raise StageError(f"{reason}. Check the address and the network.") from None
 
 
-def only(file: File) -> dict[str, File]:
-    """Return an archive as the only file of a source; raise StageError if a web page came instead."""
-    if file.page:
-        raise StageError(f"{file.place}: {about_page(file.page)}", entry=PAGE)
-    return {"": file}
-
-
 def read_headers(response: http.client.HTTPResponse) -> tuple[str, int | None]:
     """Return (version, size) of a file by the headers of the whole or of a part."""
     headers = response.headers
@@ -311,8 +303,7 @@ def connect(url: str, start: int = 0) -> Iterator[http.client.HTTPResponse]:
 
 
 def about_page(page: str, forbidden: bool = False) -> str:
-    """Return why a web page came instead of a file, in its own words: by the form that Drive's pages have in any
-    language."""
+    """Return why a web page came instead of a file, in its own words: Drive's have the same form in every language."""
     errors = re.findall(r"(?is)<p[^>]*\bclass=[\"']?uc-error-[^>]*>(.*?)</p>", page)
     words = " ".join(errors or re.findall(r"(?is)<title[^>]*>(.*?)</title>", page)[:1])
     text = " ".join(html.unescape(re.sub(r"<[^>]*>", " ", words)).split())[:200]
@@ -346,21 +337,24 @@ def files_at(address: str) -> dict[str, File]:
     """Return relative name → file behind a link to Drive, "" for a single file, or of the archive at an address. Raises
     StageError, as if a web page came instead. Of Drive's files past the page that says that one is too large for the
     virus scan; a shortcut is followed to what it stands for, as `open?id=` is."""
-    if not (link := drive_address(address)):
-        return only(probe(address))
-    from gdown.download import get_url_from_gdrive_confirmation  # which follows the changes of that page
-    from gdown.exceptions import FileURLRetrievalError
-
-    page, _, query = link.rpartition("/")[2].partition("?")
-    if page != "uc":
+    page, _, query = (link := drive_address(address)).rpartition("/")[2].partition("?")
+    if link and page != "uc":
         return files_in_folder(link)
-    file, key = probe(link), query.partition("&")[2]
-    with suppress(FileURLRetrievalError):  # it is another page
-        for _ in range(2 * bool(file.page)):
-            file = probe(f"{urljoin(str(file.place), get_url_from_gdrive_confirmation(file.page))}&{key}".rstrip("&"))
-    there = str(probe(f"{SITE}/open?{query}").place) if file.page else ""
-    moved = drive_address(there).partition("&")[0] not in ("", link.partition("&")[0])
-    return files_at(there) if moved else only(file)
+    file, key = probe(link or address), query.partition("&")[2]
+    if link and file.page:
+        from gdown.download import get_url_from_gdrive_confirmation  # which follows the changes of that page
+        from gdown.exceptions import FileURLRetrievalError
+
+        with suppress(FileURLRetrievalError):  # it is another page
+            for _ in range(2):
+                past = urljoin(str(file.place), get_url_from_gdrive_confirmation(file.page))
+                file = probe(f"{past}&{key}".rstrip("&"))
+    if file.page:
+        there = str(probe(f"{SITE}/open?{query}").place) if link else ""
+        if drive_address(there).partition("&")[0] not in ("", link.partition("&")[0]):
+            return files_at(there)
+        raise StageError(f"{file.place}: {about_page(file.page)}", entry=PAGE)
+    return {"": file}
 
 
 def files_in_folder(address: str) -> dict[str, File]:

@@ -1,5 +1,4 @@
-"""How values are packed, and later those to predict: images, opened upright and resized with what is marked on them,
-arrays, classes and labels.
+"""How values are packed, and later those to predict: upright images, resized with what is marked on them; all else.
 
 A pack holds uint8, whole numbers, booleans and float32: other floats become float32.
 """
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 TARGET = "y"
 TARGETS = ("y", "label", "labels", "target")  # keys of an item, and columns, that are its target without being named
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".jfif")
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, zipfile.BadZipFile)
 """What Pillow, NumPy and the like raise on damaged files."""
 RESIZES = ("crop", "pad", "squash")
@@ -71,7 +70,9 @@ def open_image(source: Any, side: int = 0) -> Image.Image:
         if disk.is_away(error):
             raise
         came = "no image" if isinstance(error, UnidentifiedImageError) else getattr(error, "strerror", None) or error
-        raise PackError(came, "the file must be a whole image", "delete it, or copy it again from its origin") from None
+        lost = isinstance(error, FileNotFoundError | IsADirectoryError)
+        fix = "check the path, its ending and root=" if lost else "delete it, or copy it again from its origin"
+        raise PackError(came, "the file must be a whole image", fix) from None
 
 
 def pixels(image: Image.Image, resize: Resize, ids: bool) -> np.ndarray:
@@ -116,13 +117,13 @@ def plain_values(parts: Mapping[str, Any], resize: Resize, text: str, marked: Se
     """Return column → plain value, of images as they are packed: an array, of a target also its class, a text or a
     whole number, or several in a list.
 
-    parts: images, also as the paths of their files; text: the function of texts, by name; marked: columns of points on
+    parts: images, also as paths or bytes of files; text: the function of texts, by name; marked: columns of points on
     the only image. Raises PackError(value, rule, fix) for all else.
     """
     values, sizes = dict[str, Any](), []
     for name, value in parts.items():
         target = name == TARGET
-        if isinstance(value, Path) or is_image(value):
+        if isinstance(value, Path | bytes) or is_image(value):
             sizes.append((image := open_image(value)).size)
             values[name] = pixels(image, resize, target)
         elif target and (isinstance(value := bare(value), str | int) or is_missing(value)):

@@ -111,7 +111,7 @@ class Items:
         self.classes = [classes_of(part, self.target) for _, part, _ in parts]
         with suppress(PackError):
             first = name_columns(first, self.target, options.key[1])
-        self.pictures = {name for name, value in first.items() if is_image(value) or isinstance(value, Path)}
+        self.pictures = {name for name, value in first.items() if is_image(value) or isinstance(value, Path | bytes)}
         label = forms.bare(first.get(TARGET))
         whole = options.classes is not False and (isinstance(label, str | int) or is_names(label))
         self.resize = [*options.size, options.resize or ("crop" if whole else "squash")] if options.size else None
@@ -173,8 +173,7 @@ class Items:
     # -- what all have in common
 
     def look(self) -> dict[str, Form]:
-        """Return the form of each column in some items; note a hash of each. Raises PackError where values or options
-        do not fit."""
+        """Return the form of each column in some items; note their hashes. Raises PackError where any do not fit."""
         seen, options = dict[str, list[Any]](), self.options
         for i in self.looked:
             values = {}
@@ -320,10 +319,10 @@ def mark(values: Mapping[Any, Any]) -> bytes:
             stat = value.stat() if value.exists() else None
             value = str(value), stat and (stat.st_size, stat.st_mtime_ns)
         elif hasattr(value, "shape") or is_image(value):
-            array = np.asarray(value)
+            array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
             digest.update(array.tobytes())
             value = array.dtype, array.shape
-        elif not isinstance(value, str | int | float | list | tuple | None):
+        elif not isinstance(value, str | bytes | int | float | list | tuple | None):
             value = sorted(value) if isinstance(value, set) else type(value).__name__
         digest.update(repr((name, value)).encode())
     return digest.digest()

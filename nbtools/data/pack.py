@@ -87,8 +87,7 @@ class Pack(show.Table):
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """Open a finished pack, without the source files. Raises PackError if it is missing, has another format, or a
-        file has another size."""
+        """Open a finished pack, without its sources. Raises PackError unless it is there, in this format, and whole."""
         folder = Path(folder)
         if not is_pack(folder):
             raise PackError(f"{folder}: no {MANIFEST}, so this is not a pack; make one with task.pack(source)")
@@ -203,8 +202,7 @@ class Pack(show.Table):
 
     def folds(self, k: int, seed: int = 0) -> list[Self]:
         """Return k packs for cross-validation: the n-th validates on the n-th part of what is not test, and trains on
-        the rest. They share this pack's folder, and what was measured for it, such as means. Classes are divided
-        evenly, and groups stay whole."""
+        the rest; classes are divided evenly, groups stay whole. They share this pack's folder, and its means."""
         path, label, labels = self.folder / "groups.json", self.manifest["label"], None
         groups = json.loads(path.read_bytes()) if path.exists() else [None] * len(self)
         places = [splits.position(group or name, seed) for group, name in zip(groups, self.names, strict=True)]
@@ -231,8 +229,7 @@ class Pack(show.Table):
     def keep(self, where: str | Path) -> Path | None:
         """Write the pack as one tar, to `drive:…` or a path; `task.pack` of that file opens it in the next session.
         Another pack of that name is replaced, all at once; the very same one is not written again if it reads back
-        whole. Mount errors are retried. Prints a sentence and returns None if access to Drive was declined in
-        Colab's dialog."""
+        whole. Mount errors are retried. Prints a sentence and returns None if access to Drive was declined."""
         if self.card.digest != self.manifest["card"]["digest"]:
             raise PackError("a fold shares the files of the pack it was divided from; keep that one")
         if (target := place_to_keep(where)) is not None:

@@ -78,8 +78,7 @@ def units_of(ids: Iterable[int], places: Places, groups: Texts, labels: Any = No
 
 
 def remarks(splits: Sequence[str], labels: Sequence[str] | None, drawn: Iterable[str]) -> list[str]:
-    """Return warnings for whoever trains on these samples, one sentence each. labels: their classes; drawn: the splits
-    that should have some."""
+    """Return warnings for whoever trains on these samples. labels: their classes; drawn: splits that must have some."""
     lines = [f"the {split} split is empty, so nothing {USES[split]}" for split in drawn if split not in splits]
     classes = {*(labels or ())}
     if len(classes) > max(MOST * len(splits), 10):

@@ -91,8 +91,7 @@ def stage(
 
 @dataclass(frozen=True)
 class Job:
-    """Say what is to be done with a source, and why: `target` is made, unless it is used in place. path: on a disk,
-    None for an address."""
+    """Say what is to be done with a source, and why: `target` is made, unless it is used in place. path: on a disk."""
 
     text: str
     path: Path | None

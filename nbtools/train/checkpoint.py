@@ -158,7 +158,7 @@ def newest(folder: Path, last: str | None = None) -> Checkpoint:
         except CheckpointError as error:
             damage.append(str(error))
     fix = "no intact checkpoint; move this folder away to resume from its kept copy (keep=), or name another folder"
-    raise CheckpointError(f"{folder}: {'; '.join([*damage, fix])}")
+    raise CheckpointError(f"{folder.absolute()}: {'; '.join([*damage, fix])}")
 
 
 def load(folder: Path, state: TrainState) -> Checkpoint:

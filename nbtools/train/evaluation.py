@@ -125,8 +125,7 @@ def evaluate(
 
 
 def rehearse(state: Any, pack: Pack) -> None:
-    """Raise TrainError, with shapes, if the network does not take the pack's samples, or loss and metrics what it
-    returns. No weight and no random state changes."""
+    """Raise TrainError, with shapes, unless network, loss and metrics take the pack's samples. No state changes."""
     task, plan, device = state.task, state.applied.while_training(), state.device
     first, target = pack.ids("train")[:REHEARSED], pack.arrays.get(TARGET, np.zeros(()))
     if pack.options.get("kind") == "classes" and target.ndim == 1:  # a loss may not take the highest one
@@ -158,7 +157,8 @@ def rehearse(state: Any, pack: Pack) -> None:
         raise
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise TrainError(f"{title_of(task)}: {what}: {why}; change it") from error
+        fix = "; whole numbers come as they are: pack float32, or pixels as uint8 images" * ("take the pack" in what)
+        raise TrainError(f"{title_of(task)}: {what}: {why}; change it{fix * ('type' in why)}") from error
 
 
 def is_normalised(task: Any, outputs: Any) -> bool:

@@ -90,7 +90,7 @@ class classify(Task):
         ragged = came == "values" and card.columns[TARGET].kind == "ragged"
         if ragged or (came != self.kind and (self.kind, came) != ("classes", "labels")):
             rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, but these are {came}"
-            fix = "floats become classes with astype(int), and whole numbers values with nb.pack(…, classes=False)"
+            fix = "floats become classes with astype(int), one-hot rows with argmax(1); numbers values, classes=False"
             raise TrainError(f"{rule}; {fix}; for per-pixel classes or sequences, write a Task with model and loss")
         network: Any = self.network
         if isinstance(network, nn.Module):

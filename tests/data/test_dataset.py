@@ -13,7 +13,7 @@ from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import nbtools as nb
-from nbtools.data import open_image
+from nbtools.data import items_of, open_image, sample_of
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 RNG = np.random.default_rng(0)
@@ -122,6 +122,22 @@ def test_items_of_any_kind_give_the_right_columns_and_classes(said):
     assert same(made)
 
 
+def test_a_csv_as_people_write_it_gives_its_columns_and_its_rows_are_predicted_however_they_come(tmp_path, capsys):
+    path = tmp_path / "rows.csv"
+    path.write_text(
+        ", a, b, label\n" + "".join(f"{i}, {i}.5, {i % 3}, {'ab'[i % 2]}\n" for i in range(19)) + "19, , 0, a\n"
+    )
+    made = nb.pack(path)
+    assert (made.classes, made.options["columns"], len(made)) == (["a", "b"], ["a", "b"], 19)
+    said = capsys.readouterr().err
+    assert "columns without a name are left out: Unnamed: 0; inputs=[…] takes them" in said
+    assert "1 of 20 samples cannot be used, see pack.bad" in said
+    path.write_text("b,a\n0,0.5\n1,1.5\n")
+    rows = [{"a": 0.5, "b": 0}, {"a": 1.5, "b": 1, "label": None}]
+    for given in (path, str(path), pd.read_csv(path), rows, made.arrays["x"][:2]):
+        assert [sample_of(item, made.card)["x"].tolist() for item in items_of(given, made.card)] == [[0.5, 0], [1.5, 1]]
+
+
 @pytest.mark.parametrize("kind", [tuple, dict, "tensors", "pandas"])
 def test_arrays_x_and_y_are_packed_as_their_pairs_are(kind):
     x, y = np.arange(60.0).reshape(20, 3), [0, 1] * 10
@@ -179,6 +195,9 @@ REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the
     "the Dataset must return each item, got ZeroDivisionError": (Items(lambda i: 1 / 0), {}),
     "item 7: .* numbered from 0, and a label is 3; subtract 1": (ONCE, {}),
     "2 classes cat, dog are .* label is 2": ([(0.5, i % 2 + 1) for i in range(20)], {"classes": ["cat", "dog"]}),
+    "a list of names, each once, .* got {'dog': 1}": ([(0.5, 0)] * 20, {"classes": {"dog": 1}}),
+    "names of their own, got a, y, a": (pd.concat([frame(), frame()[["a"]]], axis=1), {}),
+    "text= has no column of texts in a;": (frame(), {"text": len}),
     "a value for each of 20 items, got 2": (Items(vector), {"groups": [1, 2]}),
     "not numeric: b, c; pass .*get_dummies": (frame(b="u", c=pd.Categorical([10, 20] * 10)), {}),
     "sep splits texts of a table, got list; return a list": ([(vector(0), "a b")] * 20, {"sep": " "}),
@@ -250,10 +269,18 @@ def test_what_a_folder_is_follows_from_what_it_holds(tmp_path, capsys, name):
     assert same(made)
 
 
+def test_folders_of_images_and_masks_are_no_classes(tmp_path):
+    pictures(tmp_path / "data", "train/images", "train/masks")
+    with pytest.raises(nb.NbtoolsError, match="'images' is no class among images, masks; pass masks as a list of"):
+        nb.pack(tmp_path / "data")
+
+
 @pytest.mark.parametrize("inner", ["cat", ""])
 def test_a_folder_of_one_class_or_none_is_refused_unless_it_is_one_of_several_splits(tmp_path, inner):
     pictures(tmp_path / "one", "cat")
-    with pytest.raises(nb.NbtoolsError, match=r"got (one folder, 'cat'|no folder with images); name the folder above"):
+    with pytest.raises(
+        nb.NbtoolsError, match=r"got (one folder, 'cat'|no folder with images, but 0\.png, .*); name the folder"
+    ):
         pack(tmp_path / "one" / inner)
     apart = pack(train=pictures(tmp_path / "more", "cat", "dog"), test=pictures(tmp_path / "test", "dog"), val=2)
     assert (apart.splits, apart.names[-1]) == ({"train": 10, "val": 2, "test": 6}, "test/dog/5.png")
@@ -296,6 +323,14 @@ def test_masks_and_boxes_are_resized_with_their_image(resize, size):
         assert ((sample["y"] == 15) != bright).mean() < 0.02
     assert boxed.options["points"] == {"y": ["image", "boxes"]}
     assert boxed.options["resize"] == [*size, resize]
+
+
+def test_what_does_not_move_with_a_resized_image_is_said(capsys):
+    for target, points in ((image("L"), None), (np.ones((3, 2)), "target"), (np.ones((3, 2)), None)):
+        nb.pack([(image(), target)] * 20, size=8, points=points)
+    assert (
+        capsys.readouterr().err.count("the target float32 (3, 2) is left as it is: points='target' moves points") == 1
+    )
 
 
 def test_images_are_cropped_for_classes_and_squashed_for_what_must_not_be_cut_off_and_it_is_said(capsys):

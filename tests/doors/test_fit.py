@@ -93,7 +93,7 @@ def test_what_cannot_be_trained_evaluated_or_opened_is_refused_by_its_reason_bef
     refused(DiskError, "starting a run", fit, pack, ONE, tmp_path / "file" / "run")
     other = dataclasses.replace(pack, card=dataclasses.replace(pack.card, classes=list("dcba")))
     for act in (lambda: nb.evaluate(run, other), lambda: run.report(other)):
-        refused(PackError, "classes differ from those that the run was trained with", act)
+        refused(PackError, r"classes differ from those that the run was trained with \(\['d'", act)
     new.mkdir()
     for index, words in (
         (None, r"no run\.json, so this is not a run folder; nb\.runs lists"),

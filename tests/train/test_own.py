@@ -312,6 +312,14 @@ def test_what_cannot_train_is_answered_in_a_sentence(tmp_path, packs, name):
         assert not (tmp_path / "run").exists(), "said before anything is trained"
 
 
+def test_whole_numbers_that_a_network_does_not_take_are_named(tmp_path):
+    pack = nb.pack((np.ones((20, 4), int), [0, 1] * 10), into=tmp_path / "pack", progress=False)
+    with pytest.raises(
+        TrainError, match=r"change it; whole numbers come as they are: pack float32, or pixels as uint8"
+    ):
+        nb.fit(nb.classify(nn.Linear(4, 2)), pack, own.PLAN, tmp_path / "run", **QUIET)
+
+
 def test_items_of_a_dataset_are_predicted_like_the_packs_samples(tmp_path, packs):
     pack, data = packs["images"], own.images(90)
     run = fitted(own.task, pack, tmp_path / "run", epochs=1)
