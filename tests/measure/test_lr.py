@@ -1,8 +1,6 @@
 """The learning rate and the epochs that nobody chose: what advice proposes, and `nb.fit` without a plan uses, learns as
 well as the best of a grid; and the trial that decides it keeps to its rules."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from time import process_time
@@ -68,9 +66,6 @@ def test_the_sweep_tries_what_it_is_given_or_values_around_the_plans_and_says_wh
         nb.lr_sweep(task, pack, task.PLAN, lrs=[0.0])
 
 
-# -- the rules
-
-
 def rules(task: Any, pack: nb.Pack) -> nb.Plan:
     return nb.advise(task, pack, measure=False).plan
 
@@ -81,6 +76,7 @@ def pack(tmp_path) -> nb.Pack:
 
 
 def test_without_a_recipe_fresh_weights_start_at_0_002_and_pretrained_ones_at_0_0001_at_batch_64(pack):
+    """Pretrained: as is said, or where parameters are frozen."""
     fresh = rules(nb.classify(problems.points), pack)
     scale = math.sqrt(fresh.batch_size / 64)
     assert fresh.lr == pytest.approx(2e-3 * scale, rel=0.01)
@@ -102,9 +98,6 @@ def test_a_small_data_set_gets_about_1500_steps(samples, epochs, pack):
     plan = decide(nb.classify(problems.points), dataclasses.replace(pack.card, splits=splits), CPU).plan
     per_epoch = -(-samples // plan.batch_size)
     assert plan.epochs == (max(10, -(-1500 // per_epoch)) if samples < 10_000 else 10)
-
-
-# -- the trial
 
 
 class Bowl(nn.Linear):

@@ -54,10 +54,7 @@ def test_the_presets_are_the_guides_optimised_settings_read_as_the_guides_do():
 
 
 LARGE = {"batch_size": 10_000, "micro_batch_size": 5000, "lr": 0.1, "amp": "fp16", "workers": 100}
-PRESETS = {
-    "guide": toy.BASELINE.replace(**LARGE),
-    "guide-as-it-is": toy.BASELINE.replace(epochs=2),
-}
+PRESETS = {"guide": toy.BASELINE.replace(**LARGE), "guide-as-it-is": toy.BASELINE.replace(epochs=2)}
 
 
 def test_a_preset_leaves_to_machine_and_data_what_it_must_and_says_so(tmp_path):

@@ -76,8 +76,6 @@ def test_where_a_step_is_slow_only_the_ends_are_measured_and_it_is_said(pack):
     assert "Not measured, as that would take longer than 36 s: + " in str(found)
 
 
-# -- the guide's optimised settings
-
 LARGE = toy.BASELINE.replace(batch_size=64, amp="fp16")
 
 

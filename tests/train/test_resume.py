@@ -67,6 +67,7 @@ def log(history: History) -> list[dict[str, Any]]:
 
 
 def same(a: TrainState, b: TrainState) -> bool:
+    """Whether two states are equal bit for bit."""
     ours, theirs = a.tensors(), b.tensors()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -108,9 +109,8 @@ def test_interrupted_after_any_records_equals_uninterrupted(packs, name):
 
 @pytest.mark.parametrize("most", [16, 8], ids=["whole batches", "of which half fits in memory"])
 def test_a_lost_loss_goes_back_to_the_checkpoint_and_leaves_the_bad_step_out(tmp_path, packs, most):
-    """One sample overflows in training in the second epoch."""
     pack = packs("adamw")
-    bad = int(pack.ids("train")[7])
+    bad = int(pack.ids("train")[7])  # which overflows in the second epoch
 
     def batch(raw, plan, draws):
         hit = (raw["id"] == bad)[:, None] & (draws is not None and draws.epoch == 1)
