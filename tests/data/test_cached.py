@@ -13,8 +13,6 @@ from nbtools import disk, errors
 from nbtools.__main__ import main
 from nbtools.data import cache
 
-DAY = 86_400
-
 
 def staged(place: Path, *names: str) -> None:
     """Staged, the first of them the longest ago: a day each."""
@@ -22,7 +20,7 @@ def staged(place: Path, *names: str) -> None:
         put(place / "drive" / f"{name}.tar", tar_bytes({"a": bytes(1_000_000), name: b""}))
         nb.stage(f"drive:{name}.tar", progress=False)
         [folder] = cache().glob(f"{name}-*")
-        os.utime(folder, (0, time.time() - age * DAY))
+        os.utime(folder, (0, time.time() - age * 86_400))
 
 
 def test_what_was_staged_and_packed_is_listed_the_least_recently_used_first(place, capsys):

@@ -3,10 +3,12 @@
 import errno
 import multiprocessing
 import os
+import re
 import signal
 import sys
 from pathlib import Path
 
+import kernels
 import numpy as np
 import pytest
 from archives import forked, put
@@ -277,3 +279,24 @@ def test_a_kept_pack_is_one_tar_that_opens_without_decoding_and_is_written_again
             pack(f"{where}.tar")
         made.keep(where)
         assert kept.read_bytes() == data
+
+
+BARS = """
+import time
+from nbtools.data import bar
+with bar(total=10**7, desc="copy", unit="B", unit_scale=True) as copied:
+    for _ in range(3):
+        time.sleep(0.3)
+        copied.update(2_500_000)
+"""
+
+
+def test_in_a_notebook_a_bar_is_a_line_of_the_cell_with_its_speed_and_the_time_left(place):
+    with kernels.started(kernels.MINE, place) as kernel:
+        cell = kernel.client.execute(BARS)
+        kernel.end(cell)
+    streams = [message["content"] for message in kernel.said if message["msg_type"] == "stream"]
+    assert {stream["name"] for stream in streams} == {"stdout"}, "stderr would be red"
+    text = "".join(stream["text"] for stream in streams)
+    assert re.search(r"copy:  50%.*5\.00M/10\.0M \[00:00<00:0\d, *[\d.]+MB/s\]", text), text
+    assert len(text) < 2000, "at most four updates a second"
