@@ -36,8 +36,6 @@ def same(pack: nb.Pack) -> bool:
 
 
 class Items(Dataset):
-    """A Dataset of what a function returns for each number."""
-
     def __init__(self, item, count: int = 20, **attributes):
         self.item, self.count = item, count
         vars(self).update(attributes)

@@ -132,9 +132,7 @@ def test_each_measured_number_has_its_evidence_and_the_rest_its_rule(advice):
     assert f" of warmup · about {duration(seconds)} at the measured speed, " in str(advice)
 
 
-def test_what_was_found_is_kept_next_to_the_pack_and_comes_back_the_same_for_that_pack_only(
-    advice, pack, job, tmp_path
-):
+def test_what_was_found_is_kept_next_to_the_pack_and_comes_back_for_that_pack_only(advice, pack, job, tmp_path):
     assert not any("advice" in path.name for path in pack.folder.iterdir())
     before = job.now
     for again in (nb.advise(job, pack), nb.advise(job, pack, measure=False)):
@@ -199,10 +197,8 @@ H200 = {("off", False): 18.6, ("bf16", False): 20.1, ("off", True): 13.8, ("bf16
 """(amp, channels_last) → ms that the H200 works for a step of 256 captchas: 13.7, 12.7, 18.5 and 28.4 thousand/s."""
 
 
-def test_precision_and_layout_are_chosen_together_where_either_alone_gains_nothing_and_no_batch_over_the_tasks_own(
-    tmp_path, monkeypatch
-):
-    """By what the device works, where launching a step takes longer than any of them, and pays at a larger batch."""
+def test_precision_and_layout_are_chosen_together_and_never_a_batch_over_the_tasks_own(tmp_path, monkeypatch):
+    """Where either alone gains nothing, and launching a step takes longer than the device works for it in any."""
     job = Turned(fixed=0.03)
     monkeypatch.setattr(
         "nbtools.measure.advisor.Stepper.device_s",

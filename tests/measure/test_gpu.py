@@ -55,8 +55,6 @@ def fake_nvml(names=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-40GB"), **change
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Installs a fake NVML."""
-
     def install(names=("NVIDIA A100-SXM4-40GB",) * 2, **changed):
         monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(names, **changed))
 

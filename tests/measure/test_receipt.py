@@ -22,11 +22,6 @@ def pack(tmp_path_factory):
     return toy.make_pack(tmp_path_factory.mktemp("toy"), count=184)  # 128 to train on: whole batches of 16 and 64
 
 
-def slow() -> Job:
-    """Whose source files take 50 ms a sample, a pass 50 ms and 1 ms a sample, half in bf16."""
-    return Job(reading=0.05, fixed=0.05, a_sample=0.001, amp={"bf16": 0.5})
-
-
 def measured(job: Job, pack, plan: Any = toy.PLAN, seconds: float = 6.0) -> Receipt:
     with job.times():
         return receipt(job, job.pack(pack), plan, seconds)
@@ -34,7 +29,7 @@ def measured(job: Job, pack, plan: Any = toy.PLAN, seconds: float = 6.0) -> Rece
 
 @pytest.fixture(scope="module")
 def found(pack) -> Receipt:
-    return measured(slow(), pack, FASTER)
+    return measured(Job(reading=0.05, fixed=0.05, a_sample=0.001, amp={"bf16": 0.5}), pack, FASTER)
 
 
 def test_the_rungs_are_the_groups_of_settings_in_which_the_plans_differ_and_each_brings_what_it_does(found, pack):

@@ -59,10 +59,8 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch_divided_by_its_true_
         return (each * counted).sum(), counted.sum()
 
     plan = toy.PLAN.replace(epochs=1, clip_norm=None, optimizer="sgd")
-    whole, parts = (
-        TrainState(toy.with_(model=toy.linear, loss=weighted), pack, plan.replace(micro_batch_size=size))
-        for size in (None, micro)
-    )
+    task = toy.with_(model=toy.linear, loss=weighted)
+    whole, parts = (TrainState(task, pack, plan.replace(micro_batch_size=size)) for size in (None, micro))
     assert losses(whole, pack) == pytest.approx(losses(parts, pack), abs=1e-5)
     assert torch.allclose(weights(whole.model), weights(parts.model), atol=1e-6)
 
@@ -174,7 +172,7 @@ def test_evaluation_is_exact_whatever_the_batch_size(pack):
         assert values["loss"] == pytest.approx(found[0]["loss"], abs=1e-6)
 
 
-def test_train_mode_returns_after_evaluation_and_validation_is_not_augmented(pack):
+def test_every_n_epochs_and_at_the_last_comes_an_evaluation_not_augmented_after_which_train_mode_returns(pack):
     modes, augmented = [], []
 
     def batch(raw, plan, draws):
@@ -186,9 +184,10 @@ def test_train_mode_returns_after_evaluation_and_validation_is_not_augmented(pac
         return toy.loss(model, batch, plan)
 
     task = toy.with_(batch=batch, loss=loss)
-    records = rows(TrainState(task, pack, toy.PLAN.replace(epochs=2)), pack, "epoch")
-    assert (len(records), {*modes}) == (2, {True, False})
+    records = rows(TrainState(task, pack, toy.PLAN.replace(epochs=5, eval_every=2)), pack, "epoch")
+    assert [row.epoch for row in records if "val_loss" in row.values] == [1, 3, 4]
     assert augmented == modes
+    assert {*modes} == {True, False}
 
 
 def test_early_stop_and_plateau_follow_the_metric(pack):
@@ -197,11 +196,6 @@ def test_early_stop_and_plateau_follow_the_metric(pack):
     lrs = [row.values["lr"] for row in rows(state, pack, "epoch")]
     assert state.stopped == "early stop: accuracy did not improve in 5 evaluations"
     assert lrs == pytest.approx([0.01, 0.01, 0.01, 0.001, 0.001, 0.0001])
-
-
-def test_evaluation_comes_every_n_epochs_and_at_the_last(pack):
-    state = TrainState(toy, pack, toy.PLAN.replace(epochs=5, eval_every=2))
-    assert [row.epoch for row in rows(state, pack, "epoch") if "val_loss" in row.values] == [1, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,9 @@ def test_memory_may_end_at_any_allocation_and_training_goes_on_as_if_it_had_not(
     assert at > 50
 
 
-def short_of(times: int):
-    """A loss for which memory runs out so many times on the second epoch's last batch, of ten."""
+def ended(pack: nb.Pack, times: int, **names: Any) -> tuple[list[str], torch.Tensor]:
+    """What was said, and the weights, after three epochs of batches of 16, 16 and 10, where memory runs out so many
+    times on the second epoch's last batch."""
 
     def loss(model, batch, plan):
         seen.append(1 < len(batch["x"]) <= 10 and isinstance(model, nn.Module) and model.training)
@@ -73,12 +74,7 @@ def short_of(times: int):
         return toy.loss(model, batch, plan)
 
     seen: list[bool] = []
-    return loss
-
-
-def ended(pack: nb.Pack, times: int, **names: Any) -> tuple[list[str], torch.Tensor]:
-    """What was said, and the weights, after three epochs of batches of 16, 16 and 10."""
-    task = toy.with_(loss=short_of(times), **names)
+    task = toy.with_(loss=loss, **names)
     state = nb.TrainState(task, pack, toy.PLAN.replace(dropout=0.0), "cpu")
     told = [row.values["what"] for row in nb.train(task, state, pack) if row.kind == "event"]
     return told, nn.utils.parameters_to_vector(state.model.parameters())

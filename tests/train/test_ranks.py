@@ -23,8 +23,7 @@ PLAN = toy.PLAN.replace(epochs=1, dropout=0.0, noise=0.05)
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory) -> nb.Pack:
-    """126 samples to train on."""
-    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=188)
+    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=188)  # 126 to train on
 
 
 def first() -> bool:
@@ -111,8 +110,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit_with_dropout_in_ever
 
 
 def poisoned(pack: Path, run: Path, sample: int) -> list[str]:
-    """A sample that is no number."""
-
     def batch(raw, plan, draws):
         found = toy.batch(raw, plan, draws)
         if draws is not None:
