@@ -17,8 +17,6 @@ from packs import pack_of
 from nbtools.data import Entry, Pack, Survey, build, build_pack, cache, progress
 from nbtools.errors import DiskError, NbtoolsError, PackError
 
-MANIFEST = "pack.json"
-
 
 @pytest.fixture(autouse=True)
 def place(place, monkeypatch) -> Path:
@@ -26,10 +24,10 @@ def place(place, monkeypatch) -> Path:
     return place
 
 
-def vectors(folder: Path, count: int = 40, start: int = 0) -> Path:
+def vectors(folder: Path, count: int = 40) -> Path:
     """Files of (3,) float32 that hold their own number."""
     folder.mkdir(parents=True, exist_ok=True)
-    for i in range(start, start + count):
+    for i in range(count):
         np.save(folder / f"{i}.npy", np.full(3, i, np.float32))
     return folder
 
@@ -245,7 +243,7 @@ def test_a_killed_worker_is_an_error_with_a_sentence_and_what_was_packed_stays(p
 
 def test_what_is_no_whole_pack_of_this_format_is_refused_in_a_sentence(place):
     made = pack(vectors(place / "raw")).verify()
-    path, manifest = made.folder / "x.npy", made.folder / MANIFEST
+    path, manifest = made.folder / "x.npy", made.folder / "pack.json"
     data = path.read_bytes()
     for damage, words in (
         (lambda: path.write_bytes(data[:-1] + b"!"), r"x.npy: its SHA-256 differs"),

@@ -1,5 +1,4 @@
-"""Advice: a table of machines and data sets, a reason for everything that differs from the task's own plan; and what
-was measured, kept next to the pack and never measured by surprise."""
+"""Advice: a table of machines and data sets, a reason for all that differs from the task's own plan, measurements."""
 
 import dataclasses
 import importlib
@@ -114,25 +113,14 @@ def measured(job: Job, pack, seconds: float | None = SECONDS) -> Any:
         return nb.advise(job, pack, seconds=seconds)
 
 
-@pytest.fixture(scope="module")
-def job():
-    return Job(fixed=0.1, a_sample=0.01, amp={"bf16": 2.0})
-
-
-@pytest.fixture(scope="module")
-def advice(pack, job):
-    return measured(job, pack)
-
-
-def test_each_measured_number_has_its_evidence_and_the_rest_its_rule(advice):
+def test_what_was_measured_has_its_evidence_is_kept_next_to_the_pack_and_comes_back_for_that_pack_only(pack, tmp_path):
+    job = Job(fixed=0.1, a_sample=0.01, amp={"bf16": 2.0})
+    advice = measured(job, pack)
     assert "measured here: " in advice.reasons["batch_size"]
     assert "rule of thumb" in advice.reasons["lr"]
     assert advice.verdict.sentence in str(advice)
     seconds = advice.plan.epochs * advice.samples / advice.verdict.timing.samples_per_s
     assert f" of warmup · about {duration(seconds)} at the measured speed, " in str(advice)
-
-
-def test_what_was_found_is_kept_next_to_the_pack_and_comes_back_for_that_pack_only(advice, pack, job, tmp_path):
     assert not any("advice" in path.name for path in pack.folder.iterdir())
     before = job.now
     for again in (nb.advise(job, pack), nb.advise(job, pack, measure=False)):

@@ -1,7 +1,4 @@
-"""The batch finder: its choice against exhaustive search, and that nothing outside changes, wherever memory ends. It
-chooses on simulated times; real ones are the benchmarks'."""
-
-from typing import Any
+"""The batch finder, on simulated times: its choice against exhaustive search, wherever memory or time ends."""
 
 import pytest
 import toy
@@ -13,11 +10,10 @@ from nbtools.errors import TrainError
 from nbtools.measure import find_batch
 
 
-def found(pack, job: Any = None, plan=toy.PLAN, seconds: float = 60.0, **more) -> Any:
+def found(pack, job: Job, seconds: float = 60.0, **more):
     """A search on the job's own clock; a step takes about as long as a turn, so that few are made."""
-    job = job or Job(fixed=0.1, a_sample=0.01)
     with job.times():
-        return find_batch(job, pack, plan, seconds, **more)
+        return find_batch(job, pack, toy.PLAN, seconds, **more)
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)

@@ -1,5 +1,4 @@
-"""The receipt: the same network trained two ways in turns on this machine, and what each group of settings brings; on a
-job whose parts take known times."""
+"""The receipt, on a job whose parts take known times: two ways to train in turns, and what each setting brings."""
 
 import json
 import math

@@ -1,5 +1,4 @@
-"""The device that training goes to, and what is switched on there: cuDNN's autotuner, mixed precision, recurrent layers
-in float32 under it, activations that are computed twice. No claim depends on what this machine's CPU can do."""
+"""The device that training goes to, and what is switched on there. No claim depends on this machine's CPU."""
 
 import os
 from contextlib import suppress

@@ -1,5 +1,4 @@
-"""What a run goes on from where a file of its folder is damaged or lost; and a run kept on a second disk: complete or
-absent there, read back, and no reason for training to stop."""
+"""Where a file of a run's folder is damaged or lost; and a run kept on a second disk, complete or absent there."""
 
 import errno
 import json
@@ -132,7 +131,7 @@ def away() -> None:
     raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
 
 
-def test_a_drive_that_hangs_is_said_and_the_wait_for_it_can_be_interrupted(pack, place, monkeypatch, capsys):
+def test_a_drive_that_hangs_is_said_and_the_wait_for_it_can_be_interrupted(pack, place, monkeypatch):
     ready, over = threading.Event(), threading.Event()
     monkeypatch.setattr(checkpoint, "PATIENCE", 0.2)
     breaking(monkeypatch, place / "drive", lambda: (ready.set(), over.wait()))

@@ -1,5 +1,4 @@
-"""Task: modules, classes and instances as tasks, the defaults of what they leave out, how a run finds them, and answers
-that cost much, which are left to the end."""
+"""Task: modules, classes and instances as tasks, the defaults of what they leave out, and how a run finds them."""
 
 import dataclasses
 import sys
@@ -35,24 +34,15 @@ class Wide(Least):
 least, wide = Least(), Wide(3)
 
 
-def module() -> Any:
-    """A module with the two functions and no more."""
-    made: Any = ModuleType("tests.least")
-    made.model, made.loss = least.model, least.loss
-    return made
+module: Any = ModuleType("tests.least")  # with the two functions and no more
+module.model, module.loss = least.model, least.loss
+TASKS = {":Least": Least, ":least": least, ":wide": wide, "tests.toy": toy, "tests.least": module}
 
 
-@pytest.mark.parametrize(
-    ("task", "name"),
-    [
-        *((Least, f"{__name__}:Least"), (least, f"{__name__}:least"), (wide, f"{__name__}:wide")),
-        *((toy, "tests.toy"), (module(), "tests.least")),
-    ],
-    ids=str,
-)
-def test_a_class_an_instance_and_a_module_train_answer_and_are_found_again(tmp_path, pack, task, name, monkeypatch):
-    if name == "tests.least":
-        monkeypatch.setitem(sys.modules, name, task)
+@pytest.mark.parametrize("place", TASKS)
+def test_a_class_an_instance_and_a_module_train_answer_and_are_found_again(tmp_path, pack, place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tests.least", module)
+    task, name = TASKS[place], f"{__name__}{place}" if place[0] == ":" else place
     plan = (toy.PLAN if task is toy else nb.Plan()).replace(epochs=1, batch_size=8)
     nb.fit(task, pack, plan, run=tmp_path / "run", **QUIET)
     run = nb.Run.open(tmp_path / "run")
