@@ -1,6 +1,7 @@
 """nb.pack: one's own data of any kind give the right pack, or one sentence that names the way out."""
 
 import unicodedata
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,7 @@ from nbtools.data import open_image
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 RNG = np.random.default_rng(0)
-
-
-def pack(data=None, **options) -> nb.Pack:
-    return nb.pack(data, **{"progress": False, **options})
+pack: Any = partial(nb.pack, progress=False)
 
 
 def same(pack: nb.Pack) -> bool:

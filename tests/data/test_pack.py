@@ -1,4 +1,5 @@
-"""Packs: every sample of the source or a line that says why not; whole or absent; opened and never decoded twice."""
+"""Packs: every sample of the source or a line that says why not; whole or absent; opened and never decoded twice. And
+the cache that they lie in: listed, and deleted until enough is free."""
 
 import errno
 import multiprocessing
@@ -6,16 +7,21 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import kernels
 import numpy as np
 import pytest
-from archives import forked, put
+import toy
+from archives import forked, put, tar_bytes, tree
 from packs import pack_of
 
+import nbtools as nb
+from nbtools import disk
+from nbtools.__main__ import main
 from nbtools.data import Entry, Pack, Survey, build, build_pack, cache, progress
-from nbtools.errors import DiskError, NbtoolsError, PackError
+from nbtools.errors import DiskError, NbtoolsError, PackError, StageError
 
 
 @pytest.fixture(autouse=True)
@@ -298,3 +304,43 @@ def test_in_a_notebook_a_bar_is_a_line_of_the_cell_with_its_speed_and_the_time_l
     text = "".join(stream["text"] for stream in streams)
     assert re.search(r"copy:  50%.*5\.00M/10\.0M \[00:00<00:0\d, *[\d.]+MB/s\]", text), text
     assert len(text) < 2000, "at most four updates a second"
+
+
+def staged(place: Path, *names: str) -> None:
+    """Staged, the first of them the longest ago: a day each."""
+    for age, name in enumerate(reversed(names), 1):
+        put(place / "drive" / f"{name}.tar", tar_bytes({"a": bytes(1_000_000), name: b""}))
+        nb.stage(f"drive:{name}.tar", progress=False)
+        [folder] = cache().glob(f"{name}-*")
+        os.utime(folder, (0, time.time() - age * 86_400))
+
+
+def test_what_was_staged_and_packed_is_listed_the_least_recently_used_first(place, capsys):
+    staged(place, "old", "new")
+    pack = toy.pack(toy.demo(place / "raw", 20))
+    os.utime(pack.folder, (0, time.time() - 60))
+    table = nb.cached()
+    assert names(table) == ["old", "new", "toy"]
+    assert list(table["deleted"]) == [False, False, False]
+    assert list(table["bytes"]) == [sum(map(len, tree(cache() / folder).values())) for folder in table["folder"]]
+    nb.stage("drive:old.tar", progress=False)
+    assert names(nb.cached()) == ["new", "toy", "old"], "used again"
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out.strip() == nb.cached().to_string(index=False).strip()
+
+
+def test_the_least_recently_used_is_deleted_until_enough_is_free_and_staged_again(place, monkeypatch):
+    staged(place, "old", "middle", "new")
+    free = iter([10**6, 2 * 10**6, 3 * 10**6, 3 * 10**6])
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "free_bytes", lambda _: next(free))
+        table = nb.cached(free="2.5 MB")
+    assert list(table["deleted"]) == [True, True, False]
+    assert names(nb.cached()) == ["new"]
+    with pytest.raises(StageError, match="a size such as 20 GB, got '20 apples'"):
+        nb.cached(free="20 apples")
+    assert tree(nb.stage("drive:old.tar", progress=False)) == {"a": bytes(1_000_000), "old": b""}
+
+
+def names(table) -> list[str]:
+    return [folder.rpartition("/")[2].rpartition("-")[0] for folder in table["folder"]]

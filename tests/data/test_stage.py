@@ -14,6 +14,7 @@ import sys
 import threading
 import types
 import urllib.request
+from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -39,8 +40,7 @@ SIGN_IN = """<!doctype html><html lang=fr><title>Connexion</title><form action="
 <input type="email" name="identifier"></form></html>"""
 
 
-def stage(source, into=None, **options) -> Path:
-    return nb.stage(source, into, **{"progress": False, **options})
+stage = partial(nb.stage, progress=False)
 
 
 def published(folder: Path) -> list[str]:

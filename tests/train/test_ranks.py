@@ -148,20 +148,20 @@ def ending(pack: Path, run: Path, how: str) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("memory", ["TrainError: out of memory on rank 1 of 2 (CUDA out of memory); set a smaller micro_batch_size"]),
-        ("own", ["RuntimeError: Connection to the label server timed out"]),  # in words of a process group
-        ("hang", []),
-    ],
-)
-def test_what_happens_to_one_rank_ends_the_others_within_the_timeout(pack, tmp_path, how, said):
+ENDS = {
+    "memory": ["TrainError: out of memory on rank 1 of 2 (CUDA out of memory); set a smaller micro_batch_size"],
+    "own": ["RuntimeError: Connection to the label server timed out"],  # in words of a process group
+    "hang": [],
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_what_happens_to_one_rank_ends_the_others_within_the_timeout(pack, tmp_path, how):
     lost = 1 if how == "hang" else None
     zero, *one = together(2, ending, pack.folder, tmp_path / "run", how, lost=lost, NBTOOLS_TIMEOUT="3")
     assert zero.startswith("RankLost: another rank of this run ended, or did not answer for 3 s (NBTOOLS_TIMEOUT)")
     assert zero.endswith("start again to resume from the last checkpoint")
-    assert [text.partition(" See ")[0].rstrip(".") for text in one] == said
+    assert [text.partition(" See ")[0].rstrip(".") for text in one] == ENDS[how]
 
 
 class Exchanging(nn.Module):

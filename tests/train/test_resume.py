@@ -43,8 +43,6 @@ CASES: dict[str, tuple[Any, Any, Changes]] = {  # task, plan, step → what chan
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
-    """The pack of a case."""
-
     def made(name: str) -> nb.Pack:
         folder = tmp_path_factory.mktemp("pack")
         if name in cases.CASES:
