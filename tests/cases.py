@@ -3,10 +3,9 @@
 T frames of a clip, W columns of a line, P pixels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,12 +69,9 @@ def image(height: int, width: int) -> Callable[[Rng], dict[str, np.ndarray]]:
     return lambda rng: {"image": rng.integers(256, size=size, dtype=np.uint8), "label": rng.integers(10, size=4)}
 
 
-def line(height: int) -> Callable[[Rng], dict[str, np.ndarray]]:
-    def draw(rng: Rng) -> dict[str, np.ndarray]:
-        ink = rng.integers(256, size=(int(rng.integers(120, 200)), height), dtype=np.uint8)
-        return {"image": ink, "label": rng.integers(10, size=int(rng.integers(1, 4)))}
-
-    return draw
+def line(rng: Rng, height: int = 32) -> dict[str, np.ndarray]:
+    ink = rng.integers(256, size=(int(rng.integers(120, 200)), height), dtype=np.uint8)
+    return {"image": ink, "label": rng.integers(10, size=int(rng.integers(1, 4)))}
 
 
 def clip(rng: Rng) -> dict[str, np.ndarray]:
@@ -101,12 +97,8 @@ def fixed(height: int, width: int) -> dict[str, Any]:
     return {"classes": LETTERS, "options": {"layout": "fixed", "size": [height, width], "length": 4}}
 
 
-CLIPS = {
-    "classes": LETTERS,
-    "options": {"categories": ["a", "b"]},
-    "ragged": ("x", "mask", "features"),
-    "bucket_by": "x",
-}
+RAGGED = {"ragged": ("x", "mask", "features"), "bucket_by": "x"}
+CLIPS = {"classes": LETTERS, "options": {"categories": ["a", "b"]}, **RAGGED}
 SCENES = {"classes": list("abc"), "options": {"size": [96, 128]}}
 
 
@@ -118,9 +110,9 @@ def lines(height: int, *more: str) -> dict[str, Any]:
 CASES = {
     "captcha guide": Case(captcha, image(60, 160), {"network": "guide"}, fixed(60, 160), large=True),
     "captcha small": Case(captcha, image(60, 160), {"network": "small"}, fixed(60, 160)),
-    "captcha ctc": Case(captcha, line(32), {"network": "ctc"}, lines(32), ctc=True),
-    "hwdb slim": Case(hwdb, line(32), {"network": "slim"}, lines(32, UNKNOWN), ctc=True),
-    "hwdb hctr": Case(hwdb, line(64), {"network": "hctr"}, lines(64, UNKNOWN), ctc=True, large=True),
+    "captcha ctc": Case(captcha, line, {"network": "ctc"}, lines(32), ctc=True),
+    "hwdb slim": Case(hwdb, line, {"network": "slim"}, lines(32, UNKNOWN), ctc=True),
+    "hwdb hctr": Case(hwdb, partial(line, height=64), {"network": "hctr"}, lines(64, UNKNOWN), ctc=True, large=True),
     "sign transformer": Case(sign, clip, {"network": "transformer"}, CLIPS),
     "sign gru": Case(sign, clip, {"network": "gru"}, CLIPS),
     "segment slim": Case(segment, scene, {"network": "slim", "crop": 64}, SCENES),

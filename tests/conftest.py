@@ -69,10 +69,9 @@ def pack(tmp_path_factory):
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(tmp_path, own_cache, monkeypatch):
     """A folder with a cache and a Drive of the test's own."""
     (tmp_path / "drive").mkdir()
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
     return tmp_path
 

@@ -1,6 +1,7 @@
 """Small folders of images and labels, as people have them, and what packing and validating report of them."""
 
 from collections.abc import Mapping
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -82,12 +83,8 @@ def polygon(points: str, label: str = "shirt", z: int | str = 0) -> str:
     return f'<polygon label="{label}" points="{points}" z_order="{z}"></polygon>'
 
 
-def packed(source: Path, **more) -> Pack:
-    return segment.pack(source, progress=False, **more)
-
-
-def checked(source: Path, **more):
-    return segment.validate(source, progress=False, **more)
+packed = partial(segment.pack, progress=False)
+checked = partial(segment.validate, progress=False)
 
 
 def only(report) -> Row:

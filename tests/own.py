@@ -1,8 +1,6 @@
 """Data sets that no demo writes, as a user has them, and networks for them: what tests of `nb.classify`, `nb.regress`
 and tasks of one's own train on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +96,3 @@ class Mine(nb.Task):
 
 PLAN = nb.Plan(epochs=2, batch_size=16, lr=1e-2)
 task = nb.classify(Small, augment=["crop", "flip"], plan=PLAN)
-price = nb.regress(line, plan=PLAN)
-order = nb.classify(lambda: Recurrent(), plan=PLAN)
-mixing = nb.classify(Small, augment=["colour"], plan=PLAN)
-TASKS: dict[str, tuple[Any, str]] = {
-    "classify": (task, "images"),
-    "regress": (price, "rows"),
-    "sequences": (order, "sequences"),
-    "colours": (mixing, "images"),
-    "two methods": (Mine, "images"),
-}
-"""Task, and the data that it is for."""

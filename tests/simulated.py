@@ -1,8 +1,6 @@
 """A job whose parts take known times, on a clock that it moves itself: what a measurement has to find out is then known
 in closed form, whatever the machine does meanwhile."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,14 +17,13 @@ from nbtools.data import Pack
 
 @dataclass
 class Job:
-    """The toy task, with seconds for its parts. reading: of a sample's source file; preparing, augmenting: of a sample
-    in `batch`; fixed, a_sample: of a forward and backward pass; scoring: of a validation batch; amp: precision → the
-    factor of its passes; most: samples a pass, beyond which memory ends; cost: of a pass of so many samples, instead of
-    fixed and a_sample. passes: [(precision, samples)] of all that were made."""
+    """The toy task, with seconds for its parts. reading: of a sample's source file; preparing: of a sample in `batch`;
+    fixed, a_sample: of a forward and backward pass; scoring: of a validation batch; amp: precision → the factor of its
+    passes; most: samples a pass, beyond which memory ends; cost: of a pass of so many samples, instead of fixed and
+    a_sample. passes: [(precision, samples)] of all that were made."""
 
     reading: float = 0.0
     preparing: float = 0.0
-    augmenting: float = 0.0
     fixed: float = 0.05
     a_sample: float = 0.0
     scoring: float = 0.0
@@ -63,8 +60,7 @@ class Job:
         return toy.model(card, plan)
 
     def batch(self, raw: Any, plan: Any, draws: Any) -> Any:
-        augments = draws is not None and plan.noise
-        self.now += len(raw["id"]) * (self.preparing + (self.augmenting if augments else 0.0))
+        self.now += len(raw["id"]) * self.preparing
         return toy.batch(raw, plan, draws)
 
     def loss(self, model: Any, batch: Any, plan: Any) -> Any:

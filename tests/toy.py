@@ -1,7 +1,5 @@
 """A tiny task over vectors, fixed or ragged, that trains in milliseconds: what the loop's tests drive."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,10 +126,3 @@ def tensors(card, plan: Plan):
 def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str]:
     x = pack.sample(i)["x"].reshape(-1, 8)
     return (np.clip(x, -2, 2) * 60 + 128).astype(np.uint8), pack.classes[int(pack.sample(i)["label"][0])], answer
-
-
-def forward_one(model: nn.Module, pack: Pack, i: int) -> int:
-    """The class of one sample, the slow and obvious way."""
-    model.eval()
-    with torch.no_grad():
-        return int(model({"x": torch.from_numpy(pack.sample(i)["x"])[None]}).argmax())

@@ -22,12 +22,6 @@ pytestmark = pytest.mark.cuda
 READS = {"meter.py", "state.py", "loop.py", "evaluation.py"}  # where the loop itself waits: log steps, ends of epochs
 
 
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    """200 samples of the toy task."""
-    return toy.make_pack(tmp_path_factory.mktemp("toy"))
-
-
 def state_of(name, pack, device, **changes):
     """With deterministic=True where CTC does not forbid it."""
     plan = CASES[name].plan.replace(deterministic=not CASES[name].ctc, **changes)
@@ -90,7 +84,8 @@ def test_nothing_in_a_step_waits_for_the_device(name, amp, packs, device):
     assert {Path(each.rpartition(":")[0]).name for each in lines} <= ({"ctc.py"} if case.ctc else set()), lines
 
 
-def test_the_loop_waits_at_its_own_reads_only(pack, device):
+def test_the_loop_waits_at_its_own_reads_only(tmp_path, device):
+    pack = toy.make_pack(tmp_path)
     state = TrainState(toy, pack, toy.PLAN.replace(epochs=2, batch_size=16))
     records = train(toy, state, pack)
     for _ in range(5):

@@ -1,6 +1,7 @@
 """nb.pack: one's own data of any kind give the right pack, or one sentence that names the way out."""
 
 import unicodedata
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,7 @@ from nbtools.data import items_of, open_image, sample_of
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 RNG = np.random.default_rng(0)
-
-
-def pack(data=None, **options) -> nb.Pack:
-    return nb.pack(data, **{"progress": False, **options})
+pack: Any = partial(nb.pack, progress=False)
 
 
 def same(pack: nb.Pack) -> bool:
@@ -36,8 +34,6 @@ def same(pack: nb.Pack) -> bool:
 
 
 class Items(Dataset):
-    """A Dataset of what a function returns for each number."""
-
     def __init__(self, item, count: int = 20, **attributes):
         self.item, self.count = item, count
         vars(self).update(attributes)
@@ -138,18 +134,11 @@ def test_a_csv_as_people_write_it_gives_its_columns_and_its_rows_are_predicted_h
         assert [sample_of(item, made.card)["x"].tolist() for item in items_of(given, made.card)] == [[0.5, 0], [1.5, 1]]
 
 
-@pytest.mark.parametrize("kind", [tuple, dict, "tensors", "pandas"])
-def test_arrays_x_and_y_are_packed_as_their_pairs_are(kind):
+def test_arrays_x_and_y_are_packed_as_their_pairs_are():
     x, y = np.arange(60.0).reshape(20, 3), [0, 1] * 10
-    columns = {"x": x, "y": y} if kind is dict else (torch.tensor(x), torch.tensor(y)) if kind == "tensors" else (x, y)
-    columns = (pd.DataFrame(x), pd.Series(y)) if kind == "pandas" else columns
-    assert pack(columns).card.digest == pack(list(zip(x, y, strict=True))).card.digest
-
-
-def test_a_single_class_is_remarked():
-    assert pack((np.zeros((20, 3)), ["a"] * 20)).remarks == [
-        "all samples are of one class (a): there is nothing to tell apart"
-    ]
+    pairs = pack(list(zip(x, y, strict=True))).card.digest
+    for columns in ((x, y), {"x": x, "y": y}, (torch.tensor(x), torch.tensor(y)), (pd.DataFrame(x), pd.Series(y))):
+        assert pack(columns).card.digest == pairs, type(columns)
 
 
 def odd(value, usual=lambda i: (vector(i), "ab"[i % 2]), count=20):
@@ -357,15 +346,13 @@ def test_images_from_a_table_lie_in_the_folder_of_the_csv_or_in_root(tmp_path, s
     assert pack(tmp_path / "labels.csv", image="filename").folder != made.folder, "its files are part of the data"
 
 
+SEA = ["sea", "sky"]
 LABELS = {
     "a separator": ({"tags": ["sea  sky", "sea", "", "sky"] * 5}, {"target": "tags", "sep": " "}),
     "lists": ({"tags": [["sea", "sky"], ["sea"], [], ["sky"]] * 5}, {"target": "tags"}),
-    "columns": (
-        {"sea": [1, 1, 0, 0] * 5, "sky": [True, False, False, True] * 5},
-        {"target": ["sea", "sky"], "classes": ["sea", "sky"]},
-    ),
+    "columns": ({"sea": [1, 1, 0, 0] * 5, "sky": [True, False, False, True] * 5}, {"target": SEA, "classes": SEA}),
     "items": ([(0.5, ["sky", "sea"]), (1.5, ["sea"]), (2.5, []), (3.5, {"sky"})] * 5, {}),
-    "arrays": ([(0.5, np.array(y)) for y in [[1, 1], [1, 0], [0, 0], [0, 1]] * 5], {"classes": ["sea", "sky"]}),
+    "arrays": ([(0.5, np.array(y)) for y in [[1, 1], [1, 0], [0, 0], [0, 1]] * 5], {"classes": SEA}),
 }
 
 
@@ -373,7 +360,7 @@ LABELS = {
 def test_several_labels_of_a_sample_become_a_1_for_each(name):
     data, options = LABELS[name]
     made = pack(frame(**data).drop(columns="y") if isinstance(data, dict) else data, **options)
-    assert (made.options["kind"], made.classes, str(made.columns["y"])) == ("labels", ["sea", "sky"], "uint8 (2)")
+    assert (made.options["kind"], made.classes, str(made.columns["y"])) == ("labels", SEA, "uint8 (2)")
     assert made.arrays["y"].tolist() == [[1, 1], [1, 0], [0, 0], [0, 1]] * 5
     assert same(made)
 

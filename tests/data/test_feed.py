@@ -29,12 +29,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=["fixed", "ragged"])
+@pytest.fixture(scope="module", params=[False, True], ids=["fixed", "ragged"])
 def pack(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NBTOOLS_CACHE", str(folder / "cache"))
-        return toy.make_pack(folder, 90, ragged=request.param == "ragged")
+    return toy.make_pack(tmp_path_factory.mktemp("toy"), 90, ragged=request.param)
 
 
 def widths(count: int, seed: int = 0) -> np.ndarray:
@@ -183,10 +180,8 @@ def test_a_killed_worker_ends_the_run_in_a_sentence_and_the_same_call_resumes_bi
     def kill_one() -> None:
         os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
 
-    with pytest.raises(
-        TrainError,
-        match=r"^a worker process .* died, probably as memory .*; set fewer .* See “The loader hangs”",
-    ):
+    said = "^a worker process .* died, probably as memory .*; set fewer .* See “The loader hangs”"
+    with pytest.raises(TrainError, match=said):
         nb.fit(acting({3: kill_one}), pack, plan, tmp_path / "run", **QUIET)
     run = nb.fit(toy, pack, plan, tmp_path / "run", **QUIET)
     assert same(run, nb.fit(toy, pack, plan, tmp_path / "whole", **QUIET))

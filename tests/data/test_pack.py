@@ -1,21 +1,27 @@
-"""Packs: every sample of the source or a line that says why not; whole or absent; opened and never decoded twice."""
+"""Packs: every sample of the source or a line that says why not; whole or absent; opened and never decoded twice. And
+the cache that they lie in: listed, and deleted until enough is free."""
 
 import errno
 import multiprocessing
 import os
+import re
 import signal
 import sys
+import time
 from pathlib import Path
 
+import kernels
 import numpy as np
 import pytest
-from archives import forked, put
+import toy
+from archives import forked, put, tar_bytes, tree
 from packs import pack_of
 
+import nbtools as nb
+from nbtools import disk
+from nbtools.__main__ import main
 from nbtools.data import Entry, Pack, Survey, build, build_pack, cache, progress
-from nbtools.errors import DiskError, NbtoolsError, PackError
-
-MANIFEST = "pack.json"
+from nbtools.errors import DiskError, NbtoolsError, PackError, StageError
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +30,10 @@ def place(place, monkeypatch) -> Path:
     return place
 
 
-def vectors(folder: Path, count: int = 40, start: int = 0) -> Path:
+def vectors(folder: Path, count: int = 40) -> Path:
     """Files of (3,) float32 that hold their own number."""
     folder.mkdir(parents=True, exist_ok=True)
-    for i in range(start, start + count):
+    for i in range(count):
         np.save(folder / f"{i}.npy", np.full(3, i, np.float32))
     return folder
 
@@ -243,7 +249,7 @@ def test_a_killed_worker_is_an_error_with_a_sentence_and_what_was_packed_stays(p
 
 def test_what_is_no_whole_pack_of_this_format_is_refused_in_a_sentence(place):
     made = pack(vectors(place / "raw")).verify()
-    path, manifest = made.folder / "x.npy", made.folder / MANIFEST
+    path, manifest = made.folder / "x.npy", made.folder / "pack.json"
     data = path.read_bytes()
     for damage, words in (
         (lambda: path.write_bytes(data[:-1] + b"!"), r"x.npy: its SHA-256 differs"),
@@ -258,7 +264,7 @@ def test_what_is_no_whole_pack_of_this_format_is_refused_in_a_sentence(place):
 
 
 @pytest.mark.parametrize("where", ["drive:packs/plain", "kept"])
-def test_a_kept_pack_is_one_tar_that_opens_without_decoding_and_is_written_again_where_it_is_damaged(
+def test_a_kept_pack_is_one_tar_that_opens_without_decoding_and_is_written_anew_where_damaged(
     place, monkeypatch, where
 ):
     monkeypatch.chdir(place)
@@ -277,3 +283,64 @@ def test_a_kept_pack_is_one_tar_that_opens_without_decoding_and_is_written_again
             pack(f"{where}.tar")
         made.keep(where)
         assert kept.read_bytes() == data
+
+
+BARS = """
+import time
+from nbtools.data import bar
+with bar(total=10**7, desc="copy", unit="B", unit_scale=True) as copied:
+    for _ in range(3):
+        time.sleep(0.3)
+        copied.update(2_500_000)
+"""
+
+
+def test_in_a_notebook_a_bar_is_a_line_of_the_cell_with_its_speed_and_the_time_left(place):
+    with kernels.started(kernels.MINE, place) as kernel:
+        cell = kernel.client.execute(BARS)
+        kernel.end(cell)
+    streams = [message["content"] for message in kernel.said if message["msg_type"] == "stream"]
+    assert {stream["name"] for stream in streams} == {"stdout"}, "stderr would be red"
+    text = "".join(stream["text"] for stream in streams)
+    assert re.search(r"copy:  50%.*5\.00M/10\.0M \[00:00<00:0\d, *[\d.]+MB/s\]", text), text
+    assert len(text) < 2000, "at most four updates a second"
+
+
+def staged(place: Path, *names: str) -> None:
+    """Staged, the first of them the longest ago: a day each."""
+    for age, name in enumerate(reversed(names), 1):
+        put(place / "drive" / f"{name}.tar", tar_bytes({"a": bytes(1_000_000), name: b""}))
+        nb.stage(f"drive:{name}.tar", progress=False)
+        [folder] = cache().glob(f"{name}-*")
+        os.utime(folder, (0, time.time() - age * 86_400))
+
+
+def test_what_was_staged_and_packed_is_listed_the_least_recently_used_first(place, capsys):
+    staged(place, "old", "new")
+    pack = toy.pack(toy.demo(place / "raw", 20))
+    os.utime(pack.folder, (0, time.time() - 60))
+    table = nb.cached()
+    assert names(table) == ["old", "new", "toy"]
+    assert list(table["deleted"]) == [False, False, False]
+    assert list(table["bytes"]) == [sum(map(len, tree(cache() / folder).values())) for folder in table["folder"]]
+    nb.stage("drive:old.tar", progress=False)
+    assert names(nb.cached()) == ["new", "toy", "old"], "used again"
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out.strip() == nb.cached().to_string(index=False).strip()
+
+
+def test_the_least_recently_used_is_deleted_until_enough_is_free_and_staged_again(place, monkeypatch):
+    staged(place, "old", "middle", "new")
+    free = iter([10**6, 2 * 10**6, 3 * 10**6, 3 * 10**6])
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "free_bytes", lambda _: next(free))
+        table = nb.cached(free="2.5 MB")
+    assert list(table["deleted"]) == [True, True, False]
+    assert names(nb.cached()) == ["new"]
+    with pytest.raises(StageError, match="a size such as 20 GB, got '20 apples'"):
+        nb.cached(free="20 apples")
+    assert tree(nb.stage("drive:old.tar", progress=False)) == {"a": bytes(1_000_000), "old": b""}
+
+
+def names(table) -> list[str]:
+    return [folder.rpartition("/")[2].rpartition("-")[0] for folder in table["folder"]]

@@ -129,6 +129,7 @@ SOURCES: dict[str, tuple[int, dict[str, Any]]] = {  # what is said → samples a
     "the val split is empty, so nothing chooses the best checkpoint or stops early": (1, {}),
     "1 class without a val sample (b): not evaluated": (30, {"classes": "a" * 29 + "b", "val": 1}),
     "26 classes for 30 samples: is the target a class at all?": (30, {"classes": "abcdefghijklmnopqrstuvwxyz"}),
+    "all samples are of one class (a): there is nothing to tell apart": (20, {"classes": "a"}),
     "6 of 8 samples of the train split cannot be used, see pack.bad": (9, {"check": at_least_6, "split": last_tests}),
     "": (40, {"classes": "ab", "exact": True}),
 }

@@ -3,7 +3,8 @@
 import re
 import sys
 import time
-import types
+from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,49 +19,42 @@ class NVMLError(Exception):
     """As pynvml's: the base of all that NVML refuses."""
 
 
-def plain(value):
-    return lambda *_: value
+REFUSED = NVMLError("Not Supported")
 
 
 def fake_nvml(names=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-40GB"), **changed):
-    """A module with pynvml's functions for these cards; `changed` replaces functions, NVMLError makes one raise it."""
+    """A module with pynvml's functions for these cards; changed: other answers, which a function makes or raises."""
     answers = {
-        "nvmlInit": plain(None),
-        "nvmlShutdown": plain(None),
-        "nvmlDeviceGetCount": plain(len(names)),
-        "nvmlSystemGetDriverVersion": plain("550.54.15"),
+        "nvmlInit": None,
+        "nvmlShutdown": None,
+        "nvmlDeviceGetCount": len(names),
+        "nvmlSystemGetDriverVersion": "550.54.15",
         "nvmlDeviceGetHandleByIndex": lambda i: i,
         "nvmlDeviceGetName": lambda i: names[i],
         "nvmlDeviceGetHandleByUUID": lambda uuid: int(uuid[4]),
-        "nvmlDeviceGetCudaComputeCapability": plain((8, 0)),
-        "nvmlDeviceGetMemoryInfo": lambda i: types.SimpleNamespace(
-            total=40 * GIB, free=(39 - i) * GIB, used=(1 + i) * GIB
-        ),
-        "nvmlDeviceGetUtilizationRates": plain(types.SimpleNamespace(gpu=97, memory=40)),
-        "nvmlDeviceGetPowerUsage": plain(250_500),
-        "nvmlDeviceGetEnforcedPowerLimit": plain(400_000),
-        "nvmlDeviceGetTemperature": lambda i, sensor: 65,
-        "nvmlDeviceGetClockInfo": plain(1110),
-        "nvmlDeviceGetMaxClockInfo": lambda i, kind: 1410,
-        "nvmlDeviceGetCurrentClocksEventReasons": plain(0x4 | 0x20),
-        "nvmlDeviceGetComputeRunningProcesses": plain([types.SimpleNamespace(pid=42)]),
-        "nvmlDeviceGetTotalEnergyConsumption": plain(5_000_000),
+        "nvmlDeviceGetCudaComputeCapability": (8, 0),
+        "nvmlDeviceGetMemoryInfo": lambda i: SimpleNamespace(total=40 * GIB, free=(39 - i) * GIB, used=(1 + i) * GIB),
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97, memory=40),
+        "nvmlDeviceGetPowerUsage": 250_500,
+        "nvmlDeviceGetEnforcedPowerLimit": 400_000,
+        "nvmlDeviceGetTemperature": 65,
+        "nvmlDeviceGetClockInfo": 1110,
+        "nvmlDeviceGetMaxClockInfo": 1410,
+        "nvmlDeviceGetCurrentClocksEventReasons": 0x4 | 0x20,
+        "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=42)],
+        "nvmlDeviceGetTotalEnergyConsumption": 5_000_000,
         **changed,
     }
-    module = types.ModuleType("pynvml")
-    vars(module).update({name: refuse if answer is NVMLError else answer for name, answer in answers.items()})
+    module = ModuleType("pynvml")
+    for name, answer in answers.items():
+        acts = callable(answer) or isinstance(answer, NVMLError)
+        vars(module)[name] = Mock(side_effect=answer) if acts else Mock(return_value=answer)
     vars(module)["NVMLError"] = NVMLError
     return module
 
 
-def refuse(*_):
-    raise NVMLError("Not Supported")
-
-
 @pytest.fixture
 def nvml(monkeypatch):
-    """Installs a fake NVML."""
-
     def install(names=("NVIDIA A100-SXM4-40GB",) * 2, **changed):
         monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(names, **changed))
 
@@ -95,14 +89,14 @@ READINGS = [name for name in READINGS if "Count" not in name and "Handle" not in
 
 def test_a_reading_that_a_device_refuses_is_unknown_and_the_rest_stands(nvml):
     for name in READINGS:
-        nvml(**{name: NVMLError})
+        nvml(**{name: REFUSED})
         assert sum(value is None for value in vars(gpus()[0]).values()) <= 4, name
-    nvml(**dict.fromkeys(READINGS, NVMLError))
+    nvml(**dict.fromkeys(READINGS, REFUSED))
     assert gpus()[0] == Gpu(index=0, name="NVIDIA GPU")
 
 
 def test_without_nvidia_one_line_says_why_and_what_trains(nvml, monkeypatch):
-    nvml(nvmlInit=NVMLError)
+    nvml(nvmlInit=REFUSED)
     assert gpus() == []
     assert "\n" not in str(gpus())
     assert "No NVIDIA GPU (Not Supported). Training uses the CPU" in str(gpus())
@@ -116,7 +110,7 @@ def test_a_run_samples_its_own_card_in_the_background(nvml, monkeypatch):
     """CUDA_VISIBLE_DEVICES hides and orders cards, and CUDA puts the fastest first."""
     joules = iter((1e6, 8.2e6))
     nvml(nvmlDeviceGetTotalEnergyConsumption=lambda i: next(joules, 8.2e6))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: types.SimpleNamespace(uuid="1111-aaaa"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid="1111-aaaa"))
     with Sampler(torch.device("cuda", 0)) as sampler:
         until_read = time.monotonic() + 10
         while sampler.latest is None and time.monotonic() < until_read:

@@ -54,17 +54,13 @@ def test_the_presets_are_the_guides_optimised_settings_read_as_the_guides_do():
 
 
 LARGE = {"batch_size": 10_000, "micro_batch_size": 5000, "lr": 0.1, "amp": "fp16", "workers": 100}
-PRESETS = {
-    "guide": toy.BASELINE.replace(**LARGE),
-    "guide-as-it-is": toy.BASELINE.replace(epochs=2),
-}
+PRESETS = {"guide": toy.BASELINE.replace(**LARGE), "guide-as-it-is": toy.BASELINE.replace(epochs=2)}
 
 
 def test_a_preset_leaves_to_machine_and_data_what_it_must_and_says_so(tmp_path):
     pack, guided = toy.make_pack(tmp_path, count=184), toy.with_(PRESETS=PRESETS)
-    plan, why = preset(guided, pack, "guide")
-    train = pack.splits["train"]
-    assert plan is not None
+    (plan, why), train = preset(guided, pack, "guide"), pack.splits["train"]
+    assert plan
     assert (plan.batch_size, plan.micro_batch_size, plan.amp, plan.workers) == (train, train, "off", cores())
     assert (plan.lr, plan.feed) == (0.1, "workers")
     assert f"batch_size 10000 → {train} (the whole train split)" in why
@@ -72,7 +68,6 @@ def test_a_preset_leaves_to_machine_and_data_what_it_must_and_says_so(tmp_path):
     assert f"workers 100 → {cores()} (this machine has {cores()} core" in why
     assert preset(guided, pack, "guide-as-it-is") == (PRESETS["guide-as-it-is"], "")
     gone, why = preset(guided, dataclasses.replace(pack, raw=None), "guide-as-it-is")
-    assert gone is not None
-    assert (gone.feed, why) == ("auto", "feed workers → auto (the source files are gone)")
+    assert (gone and gone.feed, why) == ("auto", "feed workers → auto (the source files are gone)")
     panel = nb.Panel(nb.advise(guided, pack, measure=False))
     assert [*panel.presets][1:] == ["the guide's before", "the guide's optimised", "the guide's as it is"]

@@ -1,9 +1,8 @@
-"""The device that training goes to, and what is switched on there: cuDNN's autotuner, mixed precision, recurrent layers
-in float32 under it, activations that are computed twice. No claim depends on what this machine's CPU can do."""
+"""The device that training goes to, and what is switched on there. No claim depends on this machine's CPU."""
 
 import os
-import re
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import nbtools as nb
-from nbtools.__main__ import main
 from nbtools.errors import TrainError
 from nbtools.tasks import captcha, hwdb
 from nbtools.train import Diverged
@@ -24,20 +22,13 @@ from nbtools.train.device import autotuning, find_scale
 CUDA = torch.device("cuda")  # a name: nothing is put there
 
 
-def test_training_goes_to_the_device_that_the_environment_names(tmp_path, monkeypatch):
+def test_training_goes_to_the_device_that_the_environment_names(pack, monkeypatch):
     """These tests name the CPU: on a machine with a GPU they would move there in silence."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    pack = toy.make_pack(tmp_path, 40)
     assert nb.TrainState(toy, pack, toy.PLAN).device.type == os.environ["NBTOOLS_DEVICE"] == "cpu"
     monkeypatch.setenv("NBTOOLS_DEVICE", "gpu")
     with pytest.raises(TrainError, match=r"NBTOOLS_DEVICE must be a device available to torch here, .* got 'gpu'"):
         nb.TrainState(toy, pack, toy.PLAN)
-
-
-class OnCuda:
-    """Logits that say they lie on a GPU."""
-
-    device = CUDA
 
 
 @pytest.mark.parametrize("task", [captcha, hwdb], ids=["captcha", "hwdb"])
@@ -45,9 +36,9 @@ def test_ctc_without_cudnn_is_refused_where_training_on_a_gpu_is_to_be_determini
     """torch would refuse in the middle of backward, with advice about switches that nbtools sets."""
     monkeypatch.setattr(torch, "get_deterministic_debug_mode", lambda: 2)
     monkeypatch.setattr("nbtools.tasks.common.ctc.cudnn_agrees", lambda device: False)
-    batch = {"label": torch.tensor([[0, 1]]), "label_length": torch.tensor([2])}
+    logits, batch = SimpleNamespace(device=CUDA), {"label": torch.tensor([[0, 1]]), "label_length": torch.tensor([2])}
     with pytest.raises(TrainError, match=r"Plan\.deterministic .* CTC .* deterministic=False"):
-        task.loss(lambda _batch: (OnCuda(), torch.tensor([9])), batch, task.PLAN)
+        task.loss(lambda _batch: (logits, torch.tensor([9])), batch, task.PLAN)
 
 
 def test_cudnn_is_tuned_for_steps_of_a_shape_that_often_recurs_and_for_nothing_else(monkeypatch):
@@ -166,14 +157,10 @@ def test_recurrent_layers_compute_in_float32_under_bf16_in_training_also_when_co
     assert len(recurrent) > 3, "computed again"
 
 
-@pytest.mark.usefixtures("own_cache")
-def test_fp16_on_a_cpu_is_refused_in_a_sentence_and_a_run_of_a_gpu_is_read_in_float32(pack, tmp_path, capsys):
+def test_fp16_on_a_cpu_is_refused_in_a_sentence_and_a_run_of_a_gpu_is_read_in_float32(pack, tmp_path):
     refused = r"Plan.amp = fp16 needs a GPU, but this device is cpu.*; use amp=bf16 or amp=off"
     with pytest.raises(nb.NbtoolsError, match=refused):
         nb.fit(toy, pack, toy.PLAN.replace(amp="fp16"), tmp_path / "never", progress=False)
-    source = toy.demo(tmp_path / "raw", 40)
-    assert main(["train", "toy", "--data", str(source), "--amp", "fp16", "--run", str(tmp_path / "again")]) == 1
-    assert re.match(f"nbtools: {refused}", capsys.readouterr().err)
     run = nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", **QUIET)
     float32, path = nb.evaluate(run, pack), tmp_path / "run" / "plan.json"
     path.write_text(path.read_text().replace('"amp": "off"', '"amp": "fp16"'))

@@ -1,17 +1,16 @@
 """Plan.graph: a step is recorded once and repeated on the same memory. On a CPU a tape stands in for a CUDA graph; it
 repeats exactly the recorded operations, so whatever a step reads or makes anywhere else would show in its bits."""
 
-from __future__ import annotations
-
 import random
+import re
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import toy
 from cases import CASES, augmented, run
 from tape import Tape, synchronizing
+from test_resume import same
 
 import nbtools as nb
 from nbtools.train import device, graph
@@ -27,12 +26,6 @@ def taped(monkeypatch):
     monkeypatch.setattr(graph, "synchronizing", synchronizing)
 
 
-def same(ours: nb.TrainState, theirs: nb.TrainState) -> list[str]:
-    """The names of what differs, if only in one bit."""
-    expected = theirs.tensors()
-    return [name for name, tensor in ours.tensors().items() if not torch.equal(tensor, expected[name])]
-
-
 @pytest.mark.parametrize("name", ["captcha small", "sign transformer", "segment slim"])
 def test_replayed_steps_of_every_task_without_ctc_have_the_bits_of_eager_ones(name, tmp_path, monkeypatch):
     """In mixed precision, with an lr that falls, all that is drawn, and clips of two lengths."""
@@ -46,14 +39,13 @@ def test_replayed_steps_of_every_task_without_ctc_have_the_bits_of_eager_ones(na
         assert (state.graphs.off, state.graphs.replayed > 3) == ("", warm_up != EAGER)
     (losses, replayed), (expected, eager) = ends
     assert losses == expected
-    assert same(replayed, eager) == []
+    assert same(replayed, eager)
     assert len(set(losses)) == len(losses) > 8
 
 
 def trained(task: Any, pack: nb.Pack, plan: nb.Plan, act: Any = None) -> tuple[list[str], Any]:
     """A run, and what it tells. act: called with the state after each step."""
     random.seed(0)
-    np.random.seed(0)
     state, told = nb.TrainState(task, pack, plan), []
     for record in nb.train(task, state, pack):
         told += [record.values["what"]] if record.kind in ("event", "change") else []
@@ -72,7 +64,7 @@ def test_a_run_with_evaluations_short_batches_and_a_changed_plan_has_the_bits_of
     assert told == ["micro_batch_size none → 5, lr 0.01 → 0.0025, weight_decay 0 → 0.1"]
     assert state.graphs.replayed == state.step - 2 * graph.WARM_UP - 3, "but warm-ups and each epoch's last batch"
     monkeypatch.setattr(graph, "WARM_UP", EAGER)
-    assert same(state, trained(toy, pack, PLAN, slower)[1]) == []
+    assert same(state, trained(toy, pack, PLAN, slower)[1])
 
 
 def test_a_state_that_is_loaded_amid_a_run_goes_on_with_its_own_moments(pack, monkeypatch):
@@ -84,14 +76,13 @@ def test_a_state_that_is_loaded_amid_a_run_goes_on_with_its_own_moments(pack, mo
             if state.step == 8:
                 break
         state.load(*saved)
-        for _ in nb.train(toy, state, pack):
-            continue
+        list(nb.train(toy, state, pack))
         return state
 
     state = rolled_back()
     assert state.graphs.replayed > 10
     monkeypatch.setattr(graph, "WARM_UP", EAGER)
-    assert same(state, rolled_back()) == []
+    assert same(state, rolled_back())
 
 
 def waiting(model, batch, plan):
@@ -135,14 +126,11 @@ def test_where_recording_fails_the_run_goes_on_eagerly_with_a_sentence_and_no_st
     monkeypatch.setattr(graph, "Recorder", recorder)
     told, state = trained(toy.with_(loss=loss), pack, PLAN)
     [sentence] = told
-    assert sentence.startswith("graph off: ")
-    assert why in sentence
-    assert sentence.endswith("; each kernel is launched by the host")
-    assert "\n" not in sentence
+    assert re.fullmatch(f"graph off: .*{why}.*; each kernel is launched by the host", sentence), "in one line"
     assert state.graphs.replayed == 0
     if loss is not depending:  # whose numbers of the host the recorded step drew too
         monkeypatch.setattr(graph, "WARM_UP", EAGER)
-        assert same(state, trained(toy.with_(loss=loss), pack, PLAN)[1]) == []
+        assert same(state, trained(toy.with_(loss=loss), pack, PLAN)[1])
 
 
 def test_out_of_memory_halves_the_batch_and_its_steps_are_recorded_anew(pack):

@@ -47,26 +47,25 @@ def with_memory_for(allocations: int, pack: nb.Pack) -> tuple[bool, dict[str, to
     task = toy.with_(model=toy.linear)
     state = nb.TrainState(task, pack, toy.PLAN.replace(epochs=1, ema=0.9), "cpu")
     with Full(allocations) as full:
-        for _ in nb.train(task, state, pack):
-            continue
+        list(nb.train(task, state, pack))
     return full.count >= allocations, {name: value.clone() for name, value in state.tensors().items()}
 
 
 def test_memory_may_end_at_any_allocation_and_training_goes_on_as_if_it_had_not(odd):
     """Nothing is applied twice: weights, optimizer and moving average."""
-    pack = nb.Pack.open(odd)
-    _, expected = with_memory_for(10**9, pack)
+    _, expected = with_memory_for(10**9, odd)
     at, ended = 1, True
     while ended:
-        ended, found = with_memory_for(at, pack)
+        ended, found = with_memory_for(at, odd)
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4)
         at += 13
     assert at > 50
 
 
-def short_of(times: int):
-    """A loss for which memory runs out so many times on the second epoch's last batch, of ten."""
+def ended(pack: nb.Pack, times: int, **names: Any) -> tuple[list[str], torch.Tensor]:
+    """What was said, and the weights, after three epochs of batches of 16, 16 and 10, where memory runs out so many
+    times on the second epoch's last batch."""
 
     def loss(model, batch, plan):
         seen.append(1 < len(batch["x"]) <= 10 and isinstance(model, nn.Module) and model.training)
@@ -75,20 +74,15 @@ def short_of(times: int):
         return toy.loss(model, batch, plan)
 
     seen: list[bool] = []
-    return loss
-
-
-def ended(folder: Path, times: int, **names: Any) -> tuple[list[str], torch.Tensor]:
-    """What was said, and the weights, after three epochs of batches of 16, 16 and 10."""
-    task, pack = toy.with_(loss=short_of(times), **names), nb.Pack.open(folder)
+    task = toy.with_(loss=loss, **names)
     state = nb.TrainState(task, pack, toy.PLAN.replace(dropout=0.0), "cpu")
     told = [row.values["what"] for row in nb.train(task, state, pack) if row.kind == "event"]
-    return told, torch.cat([weight.detach().view(-1) for weight in state.model.parameters()])
+    return told, nn.utils.parameters_to_vector(state.model.parameters())
 
 
 @pytest.fixture(scope="module")
-def odd(tmp_path_factory) -> Path:
-    return toy.make_pack(tmp_path_factory.mktemp("odd"), count=60).folder  # 42 to train
+def odd(tmp_path_factory) -> nb.Pack:
+    return toy.make_pack(tmp_path_factory.mktemp("odd"), count=60)  # 42 to train
 
 
 def test_a_later_batch_that_does_not_fit_is_halved_until_it_does_and_the_weights_are_the_same(odd):

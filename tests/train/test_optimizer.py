@@ -1,4 +1,5 @@
-"""Optimizers and schedules of one's own: they train, show their lr, follow a changed one as a factor, and resume."""
+"""Optimizers and schedules of one's own: they train, show their lr, follow a changed one as a factor, and resume; and
+any optimizer's state goes to the parameters of its name, also where the network changes between the parts of a run."""
 
 import math
 from functools import partial
@@ -137,19 +138,44 @@ def test_another_optimizer_or_schedule_in_the_folder_of_a_run_is_refused(points,
         nb.fit(other, points, PLAN, tmp_path / "run", **QUIET)
 
 
-SGD, ONE_CYCLE = torch.optim.SGD(net().parameters(), 0.1), torch.optim.lr_scheduler.OneCycleLR
-REFUSED: dict[str, dict[str, Any]] = {
-    r"a function of \(groups, plan\), got SGD": {"optimizer": SGD},
-    r"optimizer must be a class of torch\.optim, .* got 'lion'": {"optimizer": "lion"},
-    r"got Lion with an lr, which is the plan's: pass plan=nb\.Plan": {"optimizer": partial(Lion, lr=0.1)},
-    "must be in exactly one of the optimizer's": {"optimizer": lambda groups, plan: Lion(net().parameters())},
-    r"function of progress, .*, got .*OneCycleLR": {"schedule": ONE_CYCLE},
-    "a factor ≥ 0 on lr, got -1": {"schedule": lambda plan: lambda t: t - 1},
-}
+class Net(nn.Module):
+    """x (B, 4) → logits (B, 2). Its body, of unlike shapes, comes first, or its head."""
+
+    def __init__(self, head_first: bool = False):
+        super().__init__()
+        if head_first:
+            self.head = nn.Linear(5, 2)
+        self.body = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 5), nn.ReLU())
+        self.head = nn.Linear(5, 2) if not head_first else self.head
+
+    def forward(self, x):
+        return self.head(self.body(x))
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_is_no_optimizer_or_schedule_is_refused_before_a_folder_exists(points, tmp_path, said):
-    with pytest.raises(TrainError, match=said):
-        nb.fit(nb.classify(net(), **REFUSED[said]), points, PLAN, tmp_path / "run", **QUIET)
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "sgd"}, {"ema": 0.9}], ids=["adamw", "sgd", "ema"])
+def test_moments_go_to_the_parameters_of_their_name_and_new_ones_start_without(points, settings):
+    """A frozen body, then all trained, with the parameters in another order; and the reverse."""
+    frozen, whole, plan = Net(), Net(head_first=True), PLAN.replace(epochs=1, **settings)
+    frozen.body.requires_grad_(False)
+    for before, after in ((frozen, whole), (whole, frozen)):
+        old, _ = trained(points, nb.classify(before), plan, {})
+        theirs, state = old.tensors(), nb.TrainState(nb.classify(after), points, plan.replace(epochs=2))
+        state.load(theirs, old.facts())
+        ours = {name: tensor for name, tensor in state.tensors().items() if name.startswith("optimizer.")}
+        trainable = [name for name, p in after.named_parameters() if p.requires_grad]
+        assert {name.removeprefix("optimizer.").rpartition(".")[0] for name in ours} == set(trainable)
+        for name, tensor in ours.items():
+            assert torch.equal(tensor, theirs[name]) if name in theirs else not tensor.any(), name
+        said = [event for event in state.events if "without saved optimizer state" in event]
+        assert bool(said) == (after is whole)
+        assert all("body.0.weight, body.0.bias, body.2.weight and 1 more" in event for event in said)
+        list(nb.train(state.task, state, points))
+        assert all(torch.isfinite(p).all() for p in state.model.parameters())
+
+
+def test_moments_of_another_shape_are_refused(points):
+    task = nb.classify(Net())
+    old, _ = trained(points, task, PLAN.replace(epochs=1), {})
+    other = {**old.tensors(), "optimizer.head.weight.exp_avg": torch.zeros(2, 4)}
+    with pytest.raises(nb.NbtoolsError, match=r"optimizer state of head.weight has the shape \(2, 4\).*has \(2, 5\)"):
+        nb.TrainState(task, points, PLAN).load(other, old.facts())

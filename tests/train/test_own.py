@@ -83,7 +83,7 @@ def test_a_network_never_gets_the_target_for_an_input_of_its_name(tmp_path):
 
 
 def test_a_sequence_alone_and_in_a_padded_batch_gets_the_same_answer(tmp_path, packs):
-    run = fitted(own.order, packs["sequences"], tmp_path / "run", epochs=1)
+    run = fitted(nb.classify(own.Recurrent), packs["sequences"], tmp_path / "run", epochs=1)
     alone = [run.predict_pack(packs["sequences"], [i])[0] for i in range(5)]
     together = run.predict_pack(packs["sequences"], range(5))
     assert [a.name for a in alone] == [a.name for a in together]
@@ -101,8 +101,7 @@ def test_frozen_parts_stay_with_their_statistics(packs):
     net = own.Small(3)
     net.features.requires_grad_(False)
     state = nb.TrainState(nb.classify(net), packs["images"], own.PLAN)
-    for _ in nb.train(state.task, state, packs["images"]):
-        continue
+    list(nb.train(state.task, state, packs["images"]))
     before, after = net.state_dict(), state.model.state_dict()
     moved = [name for name, value in before.items() if not torch.equal(value, after[name])]
     assert moved == ["head.weight", "head.bias"], "not the running mean of features.1, a BatchNorm2d"
@@ -188,10 +187,8 @@ def test_mean_average_precision_is_that_of_the_whole_split_whatever_the_batches(
     y = (torch.rand(100, 3, generator=torch.Generator().manual_seed(1)) < logits.sigmoid()).to(torch.uint8)
     ranked = y.gather(0, logits.argsort(0, descending=True)).double()  # no ties
     precision = ranked.cumsum(0) / torch.arange(1, 101)[:, None]
-    expected, card = (
-        float(((precision * ranked).sum(0) / ranked.sum(0)).mean()),
-        Card("", [*"abc"], {"kind": "labels"}, {}, {}),
-    )
+    expected = float(((precision * ranked).sum(0) / ranked.sum(0)).mean())
+    card = Card("", [*"abc"], {"kind": "labels"}, {}, {})
     for size in (100, 7):
         sums = Sums()
         for part in range(0, 100, size):
@@ -217,18 +214,7 @@ def test_values_are_learned_standardised_and_scored_and_answered_in_their_own_un
     assert (task.BEST, run.best["val_mae"]) == ("-mae", min(run.summary()["val_mae"]))
 
 
-class Same(nn.Module):
-    """Its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x):
-        return x + 0 * self.weight
-
-
-TAGS = {  # loss of probabilities or counts → predictions of a network that returns its input
+TAGS = {  # loss of probabilities or counts → predictions of PReLU, which returns what is above 0 as it is
     nn.BCEWithLogitsLoss(): torch.sigmoid,
     partial(F.binary_cross_entropy_with_logits, reduction="mean"): torch.sigmoid,
     nn.BCELoss(): lambda x: x,
@@ -242,7 +228,7 @@ def test_targets_of_a_loss_of_probabilities_are_not_standardised_and_logits_are_
     x = torch.rand(40, 3, generator=torch.Generator().manual_seed(0))
     pack = nb.pack(torch.utils.data.TensorDataset(x, (x > 0.7).float()), into=tmp_path / "pack", progress=False)
     pack.card.options["mean"].pop("x")  # the network gets x as it is
-    state, raw = nb.TrainState(nb.regress(Same, loss=loss), pack, own.PLAN), split_of(pack)
+    state, raw = nb.TrainState(nb.regress(nn.PReLU(), loss=loss), pack, own.PLAN), split_of(pack)
     assert nb.evaluate(state, pack, "val")["loss"] == pytest.approx(float(loss(raw["x"], raw["y"])), rel=1e-5)
     torch.testing.assert_close(torch.tensor(state.task.decode(raw["x"], pack.card)), TAGS[loss](raw["x"]))
 
@@ -264,51 +250,51 @@ class Ask(own.Small):
         return a
 
 
-NO_PAIR = ["accuracy", lambda outputs, batch: outputs.mean()]
-BCE = nn.BCEWithLogitsLoss()
-
-
 def agreement(outputs, y):
     return (outputs.argmax(1) == y).float().sum(), len(y)
 
 
-REFUSED: dict[str, tuple[Any, str, str]] = {  # what makes the task, the data, what is said
-    "values": (lambda: nb.classify(own.line), "rows", r"these are values; floats become classes with astype\(int\)"),
-    "other classes": (lambda: nb.classify(own.Small(4)), "images", r"one logit for each of 3 classes, .*\(\d+, 4\)"),
-    "other metric": (lambda: nb.classify(own.Small, metrics="mae"), "images", r"'mae' is for values of nb\.pack, but"),
-    "no metric": (lambda: nb.classify(own.Small, metrics=["acuracy"]), "images", "did you mean accuracy"),
-    "no pair": (lambda: nb.classify(own.Small, metrics=NO_PAIR), "images", r"must be \(sum, count\).* shape \(\)"),
-    "of y": (
-        lambda: nb.classify(own.Small, metrics=agreement),
-        "images",
-        r"agreement must take \(outputs, batch\), where",
-    ),
-    "named": (lambda: classify(own.Small, metrics={"f1": agreement}), "images", "metrics must be names, and functions"),
-    "schedule": (
-        lambda: classify(own.Small, schedule=0.1),
-        "images",
-        "schedule must be a function of plan that returns",
-    ),
-    "no picture": (lambda: nb.regress(own.line, augment=["flip"]), "rows", r"needs images, but the inputs are x float"),
-    "parameter": (lambda: nb.classify(lambda depth: own.Small(3)), "images", r"'depth', but can get only classes, inp"),
-    "no module": (lambda: classify(lambda: "net"), "images", r"model must return a torch\.nn\.Module, got str"),
-    "shape": (lambda: nb.regress(lambda: nn.Linear(4, 2)), "rows", r"one value for each element .*, got \(\d+, 2\)"),
-    "shared": (lambda: Shared(), "images", r"model returns the same network each time, .*; make a new one in it, or"),
-    "columns": (lambda: nb.classify(Ask), "images", r"Ask\.forward\(a, b\): which columns are a, b\? The pack has x;"),
-    "a list": (lambda: nb.classify(Listing), "images", r"returns a list without a tensor as \.logits or \['out'\]"),
-    "parameters": (lambda: nb.classify(own.Small, loss=nn.Bilinear(3, 3, 1)), "images", "loss Bilinear has parameters"),
-    "loss": (lambda: nb.classify(own.Small, loss=BCE), "images", r"outputs \(9, 3\), y \(9,\): Target"),
-    "sizes": (lambda: nb.regress(nn.Linear(64, 1)), "rows", r"does not take the pack's x float32 \(4\).* and 64x1\)"),
-    "network": (lambda: own.Small(3), "images", r"got the network Small; pass nb\.classify\(net\) or nb\.regress"),
+SGD, ONE_CYCLE = torch.optim.SGD(own.Small(3).parameters(), 0.1), torch.optim.lr_scheduler.OneCycleLR
+UNFIT: dict[str, dict[str, Any]] = {  # what is said → what nb.classify gets for the images
+    r"one logit for each of 3 classes, .*\(\d+, 4\)": {"model": own.Small(4)},
+    r"'depth', but can get only classes, inp": {"model": lambda depth: own.Small(3)},
+    r"model must return a torch\.nn\.Module, got str": {"model": lambda: "net"},
+    r"Ask\.forward\(a, b\): which columns are a, b\? The pack has x;": {"model": Ask},
+    r"returns a list without a tensor as \.logits or \['out'\]": {"model": Listing},
+    r"'mae' is for values of nb\.pack, but": {"metrics": "mae"},
+    "did you mean accuracy": {"metrics": ["acuracy"]},
+    r"must be \(sum, count\).* shape \(\)": {"metrics": ["accuracy", lambda outputs, batch: outputs.mean()]},
+    r"agreement must take \(outputs, batch\), where": {"metrics": agreement},
+    "metrics must be names, and functions": {"metrics": {"f1": agreement}},
+    "loss Bilinear has parameters": {"loss": nn.Bilinear(3, 3, 1)},
+    r"outputs \(9, 3\), y \(9,\): Target": {"loss": nn.BCEWithLogitsLoss()},
+    r"a function of \(groups, plan\), got SGD": {"optimizer": SGD},
+    r"optimizer must be a class of torch\.optim, .* got 'lion'": {"optimizer": "lion"},
+    r"got SGD with an lr, which is the plan's: pass plan=nb\.Plan": {"optimizer": partial(torch.optim.SGD, lr=0.1)},
+    "must be in exactly one of the optimizer's": {"optimizer": lambda groups, plan: SGD},
+    "schedule must be a function of plan that returns": {"schedule": 0.1},
+    r"function of progress, .*, got .*OneCycleLR": {"schedule": ONE_CYCLE},
+    "a factor ≥ 0 on lr, got -1": {"schedule": lambda plan: lambda t: t - 1},
+}
+OTHERS: dict[str, tuple[Any, str]] = {  # what is said → a task, and its data
+    r"these are values; floats become classes with astype\(int\)": (nb.classify(own.line), "rows"),
+    r"needs images, but the inputs are x float": (nb.regress(own.line, augment=["flip"]), "rows"),
+    r"one value for each element .*, got \(\d+, 2\)": (nb.regress(lambda: nn.Linear(4, 2)), "rows"),
+    r"does not take the pack's x float32 \(4\).* and 64x1\)": (nb.regress(nn.Linear(64, 1)), "rows"),
+    r"model returns the same network each time, .*; make a new one in it, or": (Shared(), "images"),
+    r"got the network Small; pass nb\.classify\(net\) or nb\.regress": (own.Small(3), "images"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_train_is_answered_in_a_sentence(tmp_path, packs, name):
-    make, data, said = REFUSED[name]
+@pytest.mark.parametrize("said", [*UNFIT, *OTHERS])
+def test_what_cannot_train_is_answered_in_a_sentence(tmp_path, packs, said):
+    def fit(plan: nb.Plan | None) -> None:
+        task, data = OTHERS.get(said) or (classify(**{"model": own.Small, **UNFIT[said]}), "images")
+        nb.fit(task, packs[data], plan, tmp_path / "run", **QUIET)
+
     for plan in (own.PLAN, None):
         with pytest.raises(TrainError, match=said):
-            nb.fit(make(), packs[data], plan, tmp_path / "run", **QUIET)
+            fit(plan)
         assert not (tmp_path / "run").exists(), "said before anything is trained"
 
 

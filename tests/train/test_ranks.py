@@ -1,7 +1,5 @@
 """Several processes train as one does: real ones, over gloo."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable
@@ -25,32 +23,18 @@ PLAN = toy.PLAN.replace(epochs=1, dropout=0.0, noise=0.05)
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory) -> nb.Pack:
-    """126 samples to train on."""
-    found = toy.make_pack(tmp_path_factory.mktemp("toy"), count=188)
-    assert found.splits["train"] == 126
-    return found
+    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=188)  # 126 to train on
 
 
 def first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-class Plain(nn.Module):
-    """Without BatchNorm, whose statistics are those of a share."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, toy.CLASSES)
-
-    def forward(self, batch):
-        return self.last(self.first(batch["x"]).relu())
-
-
-class Branched(Plain):
+class Branched(toy.Linear):
     """With a layer that only some shares use, one that none uses, and a frozen one."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(8, toy.CLASSES)
         self.rare, self.never, self.frozen = (nn.Linear(8, toy.CLASSES) for _ in range(3))
         self.frozen.requires_grad_(False)
 
@@ -59,7 +43,11 @@ class Branched(Plain):
         return found + self.rare(batch["x"]) if batch["x"].sum() > 4 * len(batch["x"]) ** 0.5 else found
 
 
-NETWORKS: dict[str, Callable[..., nn.Module]] = {"plain": Plain, "branched": Branched, "norm": lambda: toy.Net(16, 0.0)}
+NETWORKS: dict[str, Callable[..., nn.Module]] = {
+    "plain": lambda: toy.Linear(8, toy.CLASSES),  # without BatchNorm, whose statistics are those of a share
+    "branched": Branched,
+    "norm": lambda: toy.Net(16, 0.0),
+}
 PARTS = {  # → network, the plan, and what of it one process needs for the same parts
     "an uneven last batch, clipping, a moving average": ("plain", {"batch_size": 11, "ema": 0.9}, {}),
     "micro-batches, a last batch of one sample": ("plain", {"batch_size": 25, "micro_batch_size": 5}, {}),
@@ -122,8 +110,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit_with_dropout_in_ever
 
 
 def poisoned(pack: Path, run: Path, sample: int) -> list[str]:
-    """A sample that is no number."""
-
     def batch(raw, plan, draws):
         found = toy.batch(raw, plan, draws)
         if draws is not None:
@@ -162,20 +148,20 @@ def ending(pack: Path, run: Path, how: str) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("memory", ["TrainError: out of memory on rank 1 of 2 (CUDA out of memory); set a smaller micro_batch_size"]),
-        ("own", ["RuntimeError: Connection to the label server timed out"]),  # in words of a process group
-        ("hang", []),
-    ],
-)
-def test_what_happens_to_one_rank_ends_the_others_within_the_timeout(pack, tmp_path, how, said):
+ENDS = {
+    "memory": ["TrainError: out of memory on rank 1 of 2 (CUDA out of memory); set a smaller micro_batch_size"],
+    "own": ["RuntimeError: Connection to the label server timed out"],  # in words of a process group
+    "hang": [],
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_what_happens_to_one_rank_ends_the_others_within_the_timeout(pack, tmp_path, how):
     lost = 1 if how == "hang" else None
     zero, *one = together(2, ending, pack.folder, tmp_path / "run", how, lost=lost, NBTOOLS_TIMEOUT="3")
     assert zero.startswith("RankLost: another rank of this run ended, or did not answer for 3 s (NBTOOLS_TIMEOUT)")
     assert zero.endswith("start again to resume from the last checkpoint")
-    assert [text.partition(" See ")[0].rstrip(".") for text in one] == said
+    assert [text.partition(" See ")[0].rstrip(".") for text in one] == ENDS[how]
 
 
 class Exchanging(nn.Module):

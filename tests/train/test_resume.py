@@ -11,6 +11,7 @@ import pytest
 import torch
 import toy
 from acting import QUIET
+from test_loop import head_and_body
 
 import nbtools as nb
 from nbtools.errors import TrainError
@@ -27,17 +28,12 @@ def many(model, batch, plan):
     return 2e6 * total, torch.tensor(40_000_001 * count)
 
 
-def groups(model, plan):
-    first, *rest = model.parameters()
-    return [{"params": [first], "lr_scale": 10.0, "decays": False}, {"params": rest}]
-
-
 SGD = {"optimizer": "sgd", "schedule": "plateau", "patience": 1, "weight_decay": 1e-3, "lr": 0.05}
 SIZES: Changes = {step: {"batch_size": size} for step, size in ((2, 5), (6, 30), (9, 7))}
 CASES: dict[str, tuple[Any, Any, Changes]] = {  # task, plan, step → what changes there
     "adamw": (toy, PLAN, {}),
     "changes of batch size": (toy, PLAN, SIZES),
-    "sgd, plateau, accumulation": (toy.with_(groups=groups), PLAN.replace(micro_batch_size=5, **SGD), {}),
+    "sgd, plateau, accumulation": (toy.with_(groups=head_and_body), PLAN.replace(micro_batch_size=5, **SGD), {}),
     "moving average, warmup, poly": (toy, PLAN.replace(ema=0.9, warmup_epochs=1.5, schedule="poly", min_lr=1e-5), {}),
     "fp16, large counts": (toy.with_(loss=many), PLAN.replace(amp="fp16"), {}),
     "one's own": (own.Mine, own.PLAN, SIZES),
@@ -47,8 +43,6 @@ CASES: dict[str, tuple[Any, Any, Changes]] = {  # task, plan, step → what chan
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
-    """The pack of a case."""
-
     def made(name: str) -> nb.Pack:
         folder = tmp_path_factory.mktemp("pack")
         if name in cases.CASES:
@@ -67,6 +61,7 @@ def log(history: History) -> list[dict[str, Any]]:
 
 
 def same(a: TrainState, b: TrainState) -> bool:
+    """Whether two states are equal bit for bit."""
     ours, theirs = a.tensors(), b.tensors()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -108,9 +103,8 @@ def test_interrupted_after_any_records_equals_uninterrupted(packs, name):
 
 @pytest.mark.parametrize("most", [16, 8], ids=["whole batches", "of which half fits in memory"])
 def test_a_lost_loss_goes_back_to_the_checkpoint_and_leaves_the_bad_step_out(tmp_path, packs, most):
-    """One sample overflows in training in the second epoch."""
     pack = packs("adamw")
-    bad = int(pack.ids("train")[7])
+    bad = int(pack.ids("train")[7])  # which overflows in the second epoch
 
     def batch(raw, plan, draws):
         hit = (raw["id"] == bad)[:, None] & (draws is not None and draws.epoch == 1)

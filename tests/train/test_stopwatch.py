@@ -1,8 +1,6 @@
 """The figures of a run are true where the device works behind the host's back: on a simulated device, whose kernels
 queue up while the host launches, and on tensors without data, which tell where the loop waits."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Iterator
@@ -22,9 +20,7 @@ from nbtools.measure import Stepper
 from nbtools.train import meter as clock
 
 BATCH, PIECES = 16, 50  # samples; kernels of a step
-LOOP, METER, STATE = (
-    sys.modules[f"nbtools.train.{name}"] for name in ("loop", "meter", "state")
-)  # nb.train is a function
+LOOP, STATE = (sys.modules[f"nbtools.train.{name}"] for name in ("loop", "state"))  # nb.train is a function
 
 
 class Device:
@@ -47,9 +43,6 @@ class Device:
     def wait(self) -> None:
         self.now = max(self.now, self.free)
 
-    def event(self) -> Event:
-        return Event(self)
-
 
 class Event:
     """As torch.cuda.Event: recorded when the queue gets there."""
@@ -63,7 +56,7 @@ class Event:
     def synchronize(self) -> None:
         self.device.now = max(self.device.now, self.at)
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: "Event") -> float:
         assert end.query(), "read before it has happened"
         return 1e3 * (end.at - self.at)
 
@@ -77,10 +70,7 @@ def simulated(monkeypatch):
 
         def send(meter: Any, *numbers: Any) -> None:
             clock.put(meter.sent, *numbers)
-            meter.event, meter.host = where.event(), meter.sent.clone()
-
-        def mark(watch: Any) -> Event:
-            return where.event()
+            meter.event, meter.host = Event(where), meter.sent.clone()
 
         def batch(raw, plan, draws):
             for _ in range(PIECES if draws is not None else 0):  # launched one by one
@@ -90,7 +80,7 @@ def simulated(monkeypatch):
             return toy.batch(raw, plan, draws)
 
         finish = nb.TrainState.lost
-        monkeypatch.setattr(clock.Stopwatch, "mark", mark)
+        monkeypatch.setattr(clock.Stopwatch, "mark", lambda watch: Event(where))
         monkeypatch.setattr(clock, "perf_counter", where.clock)
         monkeypatch.setattr(LOOP, "perf_counter", where.clock)
         monkeypatch.setattr(clock.Meter, "send", send)
@@ -157,27 +147,18 @@ def test_the_speed_of_rows_is_the_devices_whatever_a_watcher_takes(pack, large, 
     assert epochs[-1].values["wall"] <= where.now
 
 
-@pytest.mark.parametrize(("loading", "share"), [(0.001, 0.0), (0.004, 0.0), (0.02, 1 - 0.0067 / 0.0267)])
-def test_waiting_for_data_is_what_the_device_waits(large, simulated, loading, share):
+@pytest.mark.parametrize(("loading", "share"), [(0.001, 0.0), (0.004, 0.0), (0.02, 1 - 0.011 / 0.0267)])
+def test_rows_and_measurements_tell_how_long_the_device_waits_for_data(large, simulated, monkeypatch, loading, share):
     """A batch that is loaded while the device works is not waited for; where it takes longer, the device idles from its
     last kernel until the batch is there. The share that GPUs' users see as idle."""
     where, task = simulated(kernels=0.011, launch=0.0067, loading=loading)
-    state = nb.TrainState(task, large, toy.PLAN.replace(epochs=1, batch_size=BATCH), "cpu")
-    rows = [r for r in nb.train(task, state, large, feed_of(large, where)) if r.kind == "epoch"]
-    waited, busy = rows[0].values["data_wait"], max(0.011, 0.0067 + loading)
-    assert rows[0].values["samples_per_s"] == pytest.approx(BATCH / busy, rel=0.06)
-    assert waited <= max(0.0, loading / busy) + 0.01
-    assert (waited > 0.3) == (loading > 0.011)
-
-
-def test_measurements_and_rows_agree(large, simulated, monkeypatch):
-    where, task = simulated(kernels=0.011, launch=0.0067, loading=0.004)
     monkeypatch.setattr("nbtools.measure.timing.finish", lambda *_: where.wait())
-    plan = toy.PLAN.replace(epochs=1, batch_size=BATCH)
-    stepper = Stepper(task, large, plan, torch.device("cpu"), feed=feed_of(large, where), clock=where.clock)
-    turn = stepper.warm_up().advance(steps=20)
+    plan, feed = toy.PLAN.replace(epochs=1, batch_size=BATCH), feed_of(large, where)
+    turn = Stepper(task, large, plan, torch.device("cpu"), feed, where.clock).warm_up().advance(steps=20)
     state = nb.TrainState(task, large, plan, "cpu")
-    [row] = [r for r in nb.train(task, state, large, feed_of(large, where)) if r.kind == "epoch"]
+    [row] = [r for r in nb.train(task, state, large, feed) if r.kind == "epoch"]
+    assert row.values["samples_per_s"] == pytest.approx(BATCH / max(0.011, 0.0067 + loading), rel=0.06)
+    assert row.values["data_wait"] == pytest.approx(share, abs=0.02)
     assert turn.samples_per_s == pytest.approx(row.values["samples_per_s"], rel=0.05)
     assert turn.waited == pytest.approx(row.values["data_wait"], abs=0.03)
 
@@ -204,7 +185,7 @@ READS = {"rows", "lost", "epoch", "read"}  # of a log row, of the weights, the e
 
 class Waits(TorchDispatchMode):
     """`meta` is the device, the CPU the host: what would wait for a GPU is noted with the function of nbtools that does
-    it, and gets numbers."""
+    it, and gets numbers; torch refuses what has a shape by its values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,8 +198,6 @@ class Waits(TorchDispatchMode):
         if "meta" in there and name == "aten::_local_scalar_dense":
             self.note()
             return True if tensors[0].dtype == torch.bool else 1.0
-        if "meta" in there and name in ("aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2"):
-            raise AssertionError(f"{name} waits for the device")
         if name == "aten::copy_" and len(set(there)) == 2:
             if not (kwargs.get("non_blocking") or args[2:] == (True,)):
                 self.note()
