@@ -1,6 +1,7 @@
 """Small folders of images and labels, as people have them, and what packing and validating report of them."""
 
 from collections.abc import Mapping
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -9,11 +10,13 @@ from PIL import Image
 
 from nbtools.data import Pack
 from nbtools.tasks import segment
-from nbtools.tasks.common.files import ERROR, Row
+from nbtools.tasks.common.files import Row
 
 H, W = 36, 48
 NAMES = ["ground", "shirt", "shoe"]
 Content = np.ndarray | Image.Image | bytes | str
+packed = partial(segment.pack, progress=False)
+checked = partial(segment.validate, progress=False)
 
 
 def ids(seed: int = 0, height: int = H, width: int = W) -> np.ndarray:
@@ -65,13 +68,13 @@ def labelled(folder: Path, label: Content, mask: str = "a.png") -> Path:
     return pair(folder, photo(), label, mask=mask)
 
 
-def xml(folder: Path, shapes: str, labels: str = "shirt shoe", size: tuple[int, int] = (H, W)) -> Path:
-    """CVAT's file with one image, next to it."""
+def xml(folder: Path, shapes: str, labels: str = "shirt shoe", place: str = 'name="a.png"') -> Path:
+    """CVAT's file with one image, next to it; place: its name there, and its subset."""
     saved(folder / "a.png", photo())
     named = "".join(f"<label><name>{name}</name><color>#00ff00</color></label>" for name in labels.split())
     text = (
         f'<?xml version="1.0" encoding="utf-8"?><annotations><version>1.1</version><meta><task><labels>{named}'
-        f'</labels></task></meta><image id="0" name="a.png" width="{size[1]}" height="{size[0]}">{shapes}</image>'
+        f'</labels></task></meta><image id="0" {place} width="{W}" height="{H}">{shapes}</image>'
         "</annotations>"
     )
     saved(folder / "annotations.xml", text)
@@ -82,23 +85,11 @@ def polygon(points: str, label: str = "shirt", z: int | str = 0) -> str:
     return f'<polygon label="{label}" points="{points}" z_order="{z}"></polygon>'
 
 
-def packed(source: Path, **more) -> Pack:
-    return segment.pack(source, progress=False, **more)
-
-
-def checked(source: Path, **more):
-    return segment.validate(source, progress=False, **more)
-
-
 def only(report) -> Row:
     """The one row of a report, shown too."""
     [row] = report.rows
     assert escape(row.rule) in report._repr_html_()
     return row
-
-
-def faults(report) -> list[Row]:
-    return [row for row in report.rows if row.severity == ERROR]
 
 
 def sample(made: Pack, name: str) -> dict[str, np.ndarray]:

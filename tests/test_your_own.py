@@ -3,7 +3,6 @@ and its tables name what there is and quote what `nb.pack` says. And other jobs 
 
 import html
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,7 @@ TEXT = (ROOT / "docs" / "your-own.md").read_text()
 CELLS = dict(re.findall(r"<!-- cell: (\w+), .*? -->\n```python\n(.*?)```", TEXT, re.S))
 LINES = {"images": 6, "table": 8, "sequences": 25, "masks": 15}
 EPOCHS = 2
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """A folder and a cache of the test's own, and runs without their receipt, which takes longer than training them."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(nb, "fit", partial(nb.fit, receipt=False))
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("desk")
 
 
 def run_cell(code: str, **given: Any) -> dict[str, Any]:

@@ -50,17 +50,14 @@ MADE["own"] = nb.classify(Mean), own.PLAN
 QUICK = "captcha small", "hwdb slim", "sign gru", "own"  # the others are exported the same way
 
 
-def opened(path: Path) -> Any:
-    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-
-
 @pytest.mark.parametrize("network", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in MADE])
 def test_a_file_gives_the_answers_of_the_run_for_any_batch_and_has_its_card_beside_it(network, tmp_path, capsys):
     """Of any length too, as its last samples have."""
     task, plan = MADE[network]
     pack = own.packed("sequences", tmp_path) if network == "own" else CASES[network].pack(tmp_path / "made", 24)
     run = a_run(task, pack, plan, tmp_path / "run")
-    session = opened(run.export(tmp_path / "model.onnx"))
+    path = run.export(tmp_path / "model.onnx")
+    session: Any = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     assert "on 8 samples its outputs in onnxruntime" in capsys.readouterr().err
     ids = run.readable(pack).ids("train")[-4:]  # none of those that were compared, nor as many
     bound = nb.TrainState(task, pack, plan).task

@@ -105,20 +105,16 @@ def epochs(run) -> int:
 # -- run=None
 
 
-def test_run_all_twice_returns_the_finished_run_and_says_so(pack, capsys):
+def test_run_all_twice_returns_the_finished_run_other_settings_start_another_and_more_epochs_extend_it(pack, capsys):
     first, again = fit(pack, PLAN), fit(pack, PLAN)
     assert first.folder == again.folder == Path("runs/net-1")
     assert epochs(again) == 2
     assert "finished" in capsys.readouterr().err
-
-
-def test_other_settings_start_another_run_and_more_epochs_extend_a_finished_one(pack):
-    runs = [fit(pack, PLAN.replace(lr=lr)) for lr in (1e-3, 1e-2)]
-    assert [str(run.folder) for run in runs] == ["runs/net-1", "runs/net-2"]
-    assert [nb.Run.open(run.folder, task()).plan.lr for run in runs] == [1e-3, 1e-2]
-    more = fit(pack, PLAN.replace(epochs=3))
-    assert (more.folder.name, epochs(more)) == ("net-2", 3)
-    assert fit(pack, PLAN.replace(epochs=2)).folder.name == "net-3"
+    other = fit(pack, PLAN.replace(lr=1e-3))
+    assert [nb.Run.open(run.folder, task()).plan.lr for run in (first, other)] == [1e-2, 1e-3]
+    more = fit(pack, PLAN.replace(lr=1e-3, epochs=3))
+    assert (more.folder, more.folder.name, epochs(more)) == (other.folder, "net-2", 3)
+    assert fit(pack, PLAN.replace(lr=1e-3)).folder.name == "net-3"
 
 
 def test_a_changed_cell_with_another_network_loss_or_metric_starts_another_run(pack):

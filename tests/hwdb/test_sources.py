@@ -1,5 +1,6 @@
 """Lines of handwriting become a pack: pages, the prepared layout, and what cannot be used of them."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.hwdb.test_pages import page as page_of
 
 HEIGHT = 16
 TEXTS = ("一二三，四", "五六", "七八九十", "一,一")
+packed = partial(hwdb.pack, height=HEIGHT, progress=False)
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
@@ -36,10 +38,6 @@ def corpus(folder: Path) -> Path:
         for writer in range(3):
             page(folder / f"HWDB2.{part}" / f"{n}0{writer}-P16.dgrl", *TEXTS[: 2 + writer])
     return folder
-
-
-def packed(source: str | Path, height: int = HEIGHT, **more) -> Pack:
-    return hwdb.pack(source, height=height, progress=False, **more)
 
 
 def texts(made: Pack) -> dict[str, str]:
@@ -131,18 +129,12 @@ def pages(folder: Path, writers, part: str = "", count: int = 2) -> Path:
     return folder
 
 
-def splits_of(made: Pack) -> dict[str, set[str]]:
-    """Writer → the splits of its lines."""
-    hands: dict[str, set[str]] = {}
-    for i, name in enumerate(made.names):
-        hands.setdefault(Path(name).name.split("-")[0], set()).add(("train", "val", "test")[made.split[i]])
-    return hands
-
-
 def test_no_writer_is_in_two_splits_and_val_comes_from_train(tmp_path):
     pages(tmp_path / "raw", range(25), "HWDB2.0Train")
     pages(tmp_path / "raw", range(25, 30), "HWDB2.0Test")
-    hands = splits_of(packed(tmp_path / "raw", val=0.2))
+    made, hands = packed(tmp_path / "raw", val=0.2), dict[str, set[str]]()
+    for i, name in enumerate(made.names):
+        hands.setdefault(Path(name).name.split("-")[0], set()).add(("train", "val", "test")[made.split[i]])
     assert len(hands) == 30
     assert all(len(splits) == 1 for splits in hands.values())
     assert {hand for hand, splits in hands.items() if splits == {"test"}} == {f"{n:03}" for n in range(25, 30)}

@@ -70,9 +70,13 @@ def recording(kernel):
 
 
 def test_every_event_is_handled_while_its_cell_runs_busy_and_idle_once_so_that_sliders_do_not_stall(recording):
+    """After each the kernel is busy with the cell again."""
     assert f"end {list(range(1, EVENTS + 1))} None\n" in recording.kernel.text(recording.cell)
+    states = [m for m in recording.kernel.said if m["msg_type"] == "status"]
     for event in recording.events:
         assert recording.kernel.states(event) == ["busy", "idle"]
+        idle = next(i for i, m in enumerate(states) if over(m) and parent(m) == event)
+        assert (states[idle + 1]["content"]["execution_state"], parent(states[idle + 1])) == ("busy", recording.cell)
 
 
 def test_what_the_cell_prints_and_shows_after_an_event_lands_in_its_own_output(recording):
@@ -124,10 +128,3 @@ def test_events_that_come_over_a_subshell_are_handled_too(kernel):
     kernel.end(cell)
     assert "end [1, 2, 3, 4, 5, 6] None" in kernel.text(cell)
     assert [kernel.states(event) for event in events] == [["busy", "idle"]] * 6
-
-
-def test_the_kernel_is_busy_again_after_each_event(recording):
-    states = [m for m in recording.kernel.said if m["msg_type"] == "status"]
-    for event in recording.events:
-        idle = next(i for i, m in enumerate(states) if over(m) and parent(m) == event)
-        assert (states[idle + 1]["content"]["execution_state"], parent(states[idle + 1])) == ("busy", recording.cell)

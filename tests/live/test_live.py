@@ -15,8 +15,7 @@ import nbformat
 import pytest
 import serving
 import watched
-from browser import saved, text
-from person import Log, Person
+from browser import Log, Person, saved, text
 from serving import CLASSIC, LAB, Stack, until
 
 import nbtools as nb

@@ -11,19 +11,15 @@ from nbtools.tasks import segment
 HEIGHT, WIDTH = 24, 32
 
 
-def packed(folder):
-    """Samples of noise in blocks of classes, the last without any label."""
+def test_images_stand_next_to_their_classes_and_to_what_was_predicted(tmp_path):
+    """Noise in blocks of classes, the last sample without any label."""
     rng, samples = np.random.default_rng(0), {}
     for n in range(3):
         blocks = rng.integers(0, 3, (3, 4)).repeat(8, 0).repeat(8, 1)
         label = np.where(n == 2, 255, blocks).astype(np.uint8)
         image = rng.integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
         samples[f"{n}.png"] = {"image": image, "label": label, "distance": segment.distance_map(label)}
-    return pack_of(samples, folder, task="segment", classes=["$a_b$ %d <b>", "a long name " * 9, "手写\n\t"])
-
-
-def test_images_stand_next_to_their_classes_and_to_what_was_predicted(tmp_path):
-    pack = packed(tmp_path)
+    pack = pack_of(samples, tmp_path, task="segment", classes=["$a_b$ %d <b>", "a long name " * 9, "手写\n\t"])
     answers = [np.full((HEIGHT, WIDTH), n, np.uint8) for n in range(3)]
     sheet = segment.show(pack, range(3), answers)
     sheet.savefig(io.BytesIO(), format="raw")  # without a warning

@@ -2,6 +2,7 @@
 
 import json
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 
 import nbtools as nb
-from nbtools.data import Pack
 from nbtools.data.pack import Column
 from nbtools.errors import PackError
 from nbtools.tasks import sign
@@ -20,7 +20,8 @@ META = {"video": "10.MOV", "order": "pose25,left_hand21,right_hand21,face11"}
 KEYPOINTS = {"kp_key": "X", "feature_key": None}
 FIRST = "file,gloss,cat"
 NAMES = ("train/a", "train/b", "val/c", "val/d")
-
+packed = partial(sign.pack, progress=False)
+checked = partial(nb.validate, sign, progress=False)
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
@@ -57,14 +58,6 @@ def corpus(folder: Path, **more) -> Path:
     listed(folder / "train" / "labels.csv", "a,0,0", "b,1,1")
     listed(folder / "val" / "labels.csv", "c,0,0", "d,1,1")
     return folder
-
-
-def packed(source: Path, **more) -> Pack:
-    return sign.pack(source, progress=False, **more)
-
-
-def checked(source: Path, **more):
-    return nb.validate(sign, source, progress=False, **more)
 
 
 def test_clips_in_the_exact_format_pass_and_are_packed_as_they_are_from_a_folder_or_an_archive(tmp_path):

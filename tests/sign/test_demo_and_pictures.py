@@ -10,19 +10,7 @@ import nbtools as nb
 from nbtools.tasks import sign
 from nbtools.tasks.sign.visualize import skeleton
 
-COUNT, GLOSSES, CATEGORIES = 60, 4, 2
-
 pytestmark = pytest.mark.usefixtures("own_cache")
-
-
-@pytest.fixture(scope="module")
-def clips(tmp_path_factory):
-    return sign.demo(tmp_path_factory.mktemp("signs"), COUNT, glosses=GLOSSES, categories=CATEGORIES, frames=(10, 20))
-
-
-@pytest.fixture(scope="module")
-def packed(clips, tmp_path_factory):
-    return sign.pack(clips, into=tmp_path_factory.mktemp("packed"), progress=False)
 
 
 def test_clips_are_in_the_guides_format_and_the_validator_finds_nothing(tmp_path):
@@ -36,19 +24,16 @@ def test_clips_are_in_the_guides_format_and_the_validator_finds_nothing(tmp_path
         assert {key: (clip[key].dtype.str, clip[key].shape) for key in clip if key != "meta"} == expected
 
 
-def signers_of(folder):
-    """The signer of each clip, from its meta."""
-    signers = []
-    for path in sorted(folder.glob("*.npz")):
+def test_val_signers_never_train_and_every_gloss_comes_equally_often(tmp_path):
+    clips = sign.demo(tmp_path, 60, glosses=4, categories=2, frames=(10, 20))
+    packed = sign.pack(clips, progress=False)
+    signers: dict[str, list[str]] = {"train": [], "val": []}
+    for path in clips.glob("*/*.npz"):
         with np.load(path) as clip:
-            signers.append(re.findall(r"signer (\d+)", json.loads(clip["meta"].item())["video"])[0])
-    return signers
-
-
-def test_val_signers_never_train_and_every_gloss_comes_equally_often(clips, packed):
-    train, val = (signers_of(clips / name) for name in ("train", "val"))
-    assert set(train).isdisjoint(val)
-    assert (len(train), len(val)) == (packed.splits["train"], packed.splits["val"]) == (50, 10)
+            signers[path.parent.name] += re.findall(r"signer (\d+)", json.loads(clip["meta"].item())["video"])
+    assert set(signers["train"]).isdisjoint(signers["val"])
+    assert {split: len(names) for split, names in signers.items()} == {"train": 50, "val": 10}
+    assert packed.splits == {"train": 50, "val": 10, "test": 0}
     labels = packed.arrays["label"][packed.ids("train"), 0]
     assert {*np.bincount(labels)} == {12, 13}
     assert packed.options["categories"] == ["greeting", "survival"]
