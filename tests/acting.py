@@ -1,7 +1,5 @@
 """Runs of the toy task in which something happens at a step, and what two runs have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

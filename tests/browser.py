@@ -5,8 +5,6 @@ Controls are found as a user finds them, by what stands on them or next to them.
 by the clock that the kernel's log has too.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import statistics
@@ -284,7 +282,6 @@ class Person:
         self.turned(f"{knob} = {words}", lambda: way(knob, words), lambda row: row[knob] == value)
 
     def paused(self) -> None:
-        """Pause and Resume."""
         clicked = self.notebook.click("Pause")
         until(self.notebook.button("Resume").is_visible, "Resume")
         until(lambda: time.time() - self.log.steps()[-1]["time"] > 0.5, "a pause without steps")
@@ -296,7 +293,6 @@ class Person:
         self.noted("Resume", resumed, came)
 
     def evaluated(self) -> None:
-        """Evaluate now, and wait for its end."""
         self.turned("Evaluate now", lambda: self.notebook.click("Evaluate now"), lambda row: not row["training"])
         done = self.log.read()[-1]["time"]
         until(lambda: self.log.first(lambda row: row["training"], done), "steps after an evaluation")
@@ -316,7 +312,6 @@ class Person:
         self.noted("Stop", clicked, self.log.steps()[-1]["time"])
 
     def act(self, rounds: int) -> None:
-        """Rounds of seven."""
         put, typed = self.put, self.notebook.type
         for turn in range(rounds):
             put(typed, "lr", f"{turn + 1}e-4", float(f"{turn + 1}e-4"))  # what the rules offer stays below 10× advised

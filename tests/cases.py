@@ -3,8 +3,6 @@
 T frames of a clip, W columns of a line, P pixels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

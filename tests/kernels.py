@@ -66,12 +66,13 @@ class Client:
         return self.until(lambda m: text in m["content"].get("text", ""), f"“{text}”")
 
     def slide(self, slider: str, value: int, subshell: str | None = None) -> str:
-        """What a frontend sends when the user moves a slider."""
+        """What a frontend sends when the user moves a slider, until the kernel says that this is done."""
         data = {"method": "update", "state": {"value": value}, "buffer_paths": []}
         message = self.client.session.msg("comm_msg", {"comm_id": slider, "data": data})
         if subshell:
             message["header"]["subshell_id"] = subshell
         self.client.shell_channel.send(message)
+        self.idle(message["header"]["msg_id"])
         return message["header"]["msg_id"]
 
     def reply(self, request: str) -> dict:

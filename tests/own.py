@@ -1,8 +1,6 @@
 """Data sets that no demo writes, as a user has them, and networks for them: what tests of `nb.classify`, `nb.regress`
 and tasks of one's own train on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packs of arrays that no file holds, for tests of what comes after packing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

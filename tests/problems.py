@@ -4,8 +4,6 @@ network as a user would write it. On each the best and the worst lr of `GRID` di
 B samples, C channels, L steps, K classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Processes for tests of several ranks: forked from a server that has imported torch once, met over gloo."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Jupyter servers of two generations, each with nobody's settings but its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,8 +1,6 @@
 """A job whose parts take known times, on a clock that it moves itself: what a measurement has to find out is then known
 in closed form, whatever the machine does meanwhile."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

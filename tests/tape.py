@@ -1,8 +1,6 @@
 """What a CUDA graph does with a function of tensors, on a CPU: its operations are recorded once, without any effect,
 and then repeated on the same memory, with no Python in between. What a capture refuses, this refuses too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

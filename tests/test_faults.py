@@ -125,8 +125,6 @@ def root(tmp_path, monkeypatch, own_cache) -> Path:
     return tmp_path
 
 
-# -- kills, and operations that fail
-
 FILES = {"data/labels.csv": b"file,label\n", "data/images/a.bin": bytes(range(256)) * 3, "data/é": b"x" * 40}
 
 
@@ -208,9 +206,6 @@ def test_what_is_killed_or_fails_on_the_disk_leaves_nothing_half_written_and_goe
     if name.startswith("train"):
         assert nb.Run.open(root / "kept").model() is not None
         assert not [*root.glob("run/*.part")]
-
-
-# -- archives
 
 
 def mutated(rng: random.Random, data: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,27 +12,21 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
-from test_your_own import CELLS, run_cell
+from test_your_own import CELLS, Flipped, run_cell
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 import nbtools as nb
 from nbtools.errors import PackError, TrainError
 
 LINES = 15
+plan = partial(nb.Plan, epochs=5, batch_size=16, lr=1e-2)
 
 
 @pytest.fixture(autouse=True)
 def same_numbers(desk):
     RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state
 
-
-def plan(**settings: Any) -> nb.Plan:
-    return nb.Plan(**{"epochs": 5, "batch_size": 16, "lr": 1e-2, **settings})
-
-
-# -- what they have: data and networks
 
 RNG = np.random.default_rng(0)
 
@@ -59,9 +54,6 @@ def vectors(count: int = 150, classes: int = 3) -> list[tuple[np.ndarray, int]]:
 
 def words(text: str) -> list[int]:
     return [1 + ["good", "fine", "bad", "poor"].index(word) for word in text.split()]
-
-
-# -- the jobs
 
 
 def test_1_images_by_class_among_odd_files():
@@ -230,24 +222,11 @@ def test_9_a_pretrained_transformer_with_a_frozen_body():
     assert torch.equal(run.model("cpu").body.weight, net.body.weight)
 
 
-class Photos(Dataset):
-    """Flipped at random whenever they are read."""
-
-    classes = ("dark", "light")
-
-    def __len__(self) -> int:
-        return 80
-
-    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        x = torch.rand(3, 12, 12, generator=torch.Generator().manual_seed(i)) / 2 + i % 2 / 2
-        return x.flip(2) if torch.rand(()) < 0.5 else x, i % 2
-
-
 def test_10_random_transforms_and_no_copy():
     with pytest.raises(PackError, match="pass store=False: each epoch then reads the Dataset itself"):
-        nb.pack(Photos())
-    pack = nb.pack(Photos(), store=False)
-    run = nb.fit(nb.classify(small(3, 2)), pack, plan(), run="runs/random")
+        nb.pack(Flipped())
+    pack = nb.pack(Flipped(), store=False)
+    run = nb.fit(nb.classify(small(3, 3)), pack, plan(), run="runs/random")
     assert nb.evaluate(run, pack)["accuracy"] > 0.9
 
 

@@ -1,7 +1,5 @@
 """A tiny task over vectors, fixed or ragged, that trains in milliseconds: what the loop's tests drive."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What holds for each network of the four tasks, on packs of random tensors: see `cases`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

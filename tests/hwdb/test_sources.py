@@ -32,14 +32,6 @@ def page(path: Path, *texts: str, height: int = 40, width: int = 100) -> Path:
     return put(path, page_of(*lines))
 
 
-def corpus(folder: Path) -> Path:
-    """Four folders as they are published, three pages each, a writer's number beginning the name."""
-    for n, part in enumerate(("0Train", "1Train", "0Test", "1Test")):
-        for writer in range(3):
-            page(folder / f"HWDB2.{part}" / f"{n}0{writer}-P16.dgrl", *TEXTS[: 2 + writer])
-    return folder
-
-
 def texts(made: Pack) -> dict[str, str]:
     return {name: hwdb.text_of(made, i) for i, name in enumerate(made.names)}
 
@@ -70,9 +62,11 @@ ROWS = {
 
 def test_every_line_of_every_page_is_packed_with_its_text_and_its_split_and_no_small_file(tmp_path):
     """The guide wrote 20,000 images, and to Drive."""
-    raw = corpus(tmp_path / "raw")
+    for n, part in enumerate(("0Train", "1Train", "0Test", "1Test")):  # as they are published, and three pages each
+        for writer in range(3):
+            page(tmp_path / "raw" / f"HWDB2.{part}" / f"{n}0{writer}-P16.dgrl", *TEXTS[: 2 + writer])
     before = set(tmp_path.rglob("*"))
-    made = packed(raw)
+    made = packed(tmp_path / "raw")
     assert len(made) == 4 * (2 + 3 + 4)
     for i, name in enumerate(made.names):
         assert hwdb.text_of(made, i) == TEXTS[int(name.split("#")[1]) - 1]

@@ -3,8 +3,6 @@ claim. Each goes on in the page that the one before has left. `make full` visits
 so that its clock counts, and opens its file in the other way.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -92,9 +90,6 @@ class Visit:
         nbformat.validate(nbformat.reads(json.dumps(self.files[when]), 4))
         return self.files[when]
 
-    def hacked(self) -> bool:
-        return self.notebook.page.evaluate("window.hacked !== undefined")
-
 
 THOROUGH = (pytest.mark.full, pytest.mark.alone)
 VISITS = [
@@ -130,7 +125,7 @@ def visit(begun, request) -> Visit:
 
 def test_names_and_labels_are_text_and_never_markup(visit):
     assert SCRIPT in visit.output.inner_text(), "the run's name"
-    assert not visit.hacked()
+    assert not visit.notebook.page.evaluate("window.hacked !== undefined")
 
 
 def test_at_every_width_facts_are_whole_and_charts_large_without_a_hole(visit):

@@ -127,9 +127,6 @@ def test_text_from_a_run_never_becomes_markup():
     assert [item.get("onerror") for item in ET.fromstring(shown_samples).iter("img")] == [None]
 
 
-# The PNG
-
-
 def test_the_png_says_the_same_on_a_transparent_ground_and_leaves_pyplot_alone(monkeypatch):
     import matplotlib
 
@@ -156,9 +153,6 @@ def test_the_png_of_a_run_lies_in_its_folder_with_samples_below_the_charts(pack,
     bare = draw.png(shown(run.history))
     with Image.open(run.folder / "plot.png") as image, Image.open(io.BytesIO(bare)) as without:
         assert image.height > without.height + 100
-
-
-# Samples
 
 
 @pytest.mark.parametrize(

@@ -45,10 +45,6 @@ def history_of(folder: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def rows(folder: Path) -> int:
-    return history_of(folder).count("step,")
-
-
 def test_pause_stops_the_steps_saves_and_evaluates_and_resume_goes_on_bit_equal(pack, folder, untouched, saved):
     """A paused run is saved at once, since its machine may be taken; neither looking at it nor a way back that is not
     there writes more, or takes a step."""
@@ -191,8 +187,8 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
         until(lambda: answer in history_of(elsewhere), answer)
 
     def more(steps: int):
-        since = rows(elsewhere)
-        until(lambda: rows(elsewhere) > since + steps, "steps")
+        since = history_of(elsewhere).count("step,")
+        until(lambda: history_of(elsewhere).count("step,") > since + steps, "steps")
 
     def interrupt():
         more(1)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty
@@ -9,7 +10,7 @@ from queue import Empty
 import pytest
 import toy
 from acting import QUIET, acting, last_step, same
-from kernels import PATIENCE, Client, parent, started
+from kernels import PATIENCE, parent, started
 from serving import until
 
 import nbtools as nb
@@ -40,15 +41,6 @@ def noted(folder: Path) -> int:
     return (folder / "steps").read_text().count("step\n") if (folder / "steps").exists() else 0
 
 
-def pending(kernel: Client):
-    """What the kernel published and nobody has read yet."""
-    while True:
-        try:
-            yield kernel.client.get_iopub_msg(timeout=1)
-        except Empty:
-            return
-
-
 @pytest.mark.parametrize("stack", ["colab", pytest.param("newest", marks=pytest.mark.full)])
 def test_a_kernel_shut_down_finishes_the_step_saves_and_ends(stack, tmp_path):
     """By what jupyter_client's shutdown_kernel sends, SIGKILL aside: the step under way outlasts all of it."""
@@ -62,11 +54,13 @@ def test_a_kernel_shut_down_finishes_the_step_saves_and_ends(stack, tmp_path):
         kernel.manager.signal_kernel(signal.SIGTERM)
         (tmp_path / "go").touch()
         assert kernel.ended() in (0, -signal.SIGTERM)
-        said = list(pending(kernel))
+        with suppress(Empty):
+            while True:
+                kernel.said.append(kernel.client.get_iopub_msg(timeout=1))
     assert last_step(tmp_path / "run") == noted(tmp_path) == 5
-    shown = [m["content"].get("data", {}).get("text/plain", "") for m in said if parent(m) == cell]
+    shown = [m["content"].get("data", {}).get("text/plain", "") for m in kernel.said if parent(m) == cell]
     assert "after step 5; run it again to continue" in "".join(shown)
-    assert [m["content"]["ename"] for m in said if m["msg_type"] == "error"] == []
+    assert [m["content"]["ename"] for m in kernel.said if m["msg_type"] == "error"] == []
     assert "nbtools" not in (tmp_path / "stderr").read_text()  # ipykernel 7 has complaints of its own
     goes_on_bit_equal(nb.Pack.open(tmp_path / "toy" / "pack"), tmp_path)
 

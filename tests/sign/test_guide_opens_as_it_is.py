@@ -18,6 +18,7 @@ from nbtools.__main__ import main
 from nbtools.data import Pack
 from nbtools.errors import PackError
 from nbtools.tasks import sign
+from tests.sign.test_clips_become_a_pack import listed
 
 pytestmark = pytest.mark.usefixtures("one_cache")
 
@@ -29,8 +30,8 @@ packed = partial(sign.pack, progress=False)
 @pytest.fixture(scope="module")
 def processed(tmp_path_factory):
     """30 train clips: 10 in both folders, 10 with keypoints alone, 10 with features alone; 10 to validate."""
-    folder = tmp_path_factory.mktemp("guide")
-    made = sign.demo(folder / "made", 40, glosses=6, categories=2, frames=(10, 16), features=True)
+    made, folder = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("guide") / "data" / "processed"
+    sign.demo(made, 40, glosses=6, categories=2, frames=(10, 16), features=True)
     rows: dict[str, list[str]] = {KEYPOINTS: [], FEATURES: [], VALIDATION: []}
     for split in ("train", "val"):
         for n, row in enumerate(csv.DictReader((made / split / "labels.csv").read_text().splitlines())):
@@ -39,14 +40,13 @@ def processed(tmp_path_factory):
             both = (KEYPOINTS, FEATURES)
             for place in [VALIDATION] if split == "val" else both if n < 10 else [both[n % 2]]:
                 without = {KEYPOINTS: ("X2048",), FEATURES: ("X", "mask"), VALIDATION: ()}[place]
-                path = folder / "data" / "processed" / place / f"{row['file']}_how are you.npz"
+                path = folder / place / f"{row['file']}_how are you.npz"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 np.savez(path, **{key: values for key, values in clip.items() if key not in without})
                 rows[place].append(f"{path.stem},{row['gloss']},{row['cat']}")
     for place, lines in rows.items():
-        path = folder / "data" / "processed" / place / "labels.csv"
-        path.write_text("\n".join(["file,gloss,cat", *lines]) + "\n")
-    return folder / "data" / "processed"
+        listed(folder / place / "labels.csv", *lines)
+    return folder
 
 
 def fitted(pack: Pack, network: str, folder: Path) -> nb.Run:

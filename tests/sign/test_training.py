@@ -15,7 +15,6 @@ from nbtools.tasks.sign.networks import POSITIONS, Gru, Transformer
 from nbtools.tasks.sign.task import Plan
 
 pytestmark = pytest.mark.usefixtures("one_cache")
-ALL: dict[str, Any] = {"time_warp": 1.0, "time_crop": 0.4, "mirror": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +101,8 @@ def test_the_mirror_image_of_a_mirror_image_is_the_clip(pack):
 def test_a_point_that_is_not_seen_says_nothing_and_nothing_is_seen_beyond_a_clip(pack):
     raw = raw_batch(pack, range(12))
     noisy = {**raw, "x": torch.where(raw["mask"].repeat_interleave(2, 2), raw["x"], 9.0)}
-    changed, blind = (sign.batch(each, Plan(**ALL), Draws(1, 0, raw["id"])) for each in (raw, noisy))
+    plan = Plan(time_warp=1.0, time_crop=0.4, mirror=0.5)
+    changed, blind = (sign.batch(each, plan, Draws(1, 0, raw["id"])) for each in (raw, noisy))
     torch.testing.assert_close(blind["x"], changed["x"], atol=1e-5, rtol=1e-4)
     for seen, frames in zip(changed["mask"], changed["x_length"].tolist(), strict=True):
         assert not seen[frames:].any()
