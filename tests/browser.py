@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from kernels import LIMIT, until
 from playwright.sync_api import Browser, Locator, Page, ViewportSize, sync_playwright
-from serving import LIMIT, until
 
 from nbtools.train import checkpoint
 
@@ -35,12 +35,8 @@ for (const kind of ['click', 'change', 'keydown'])
 
 @contextmanager
 def chromium(path: str) -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
-        try:
-            yield browser
-        finally:
-            browser.close()
+    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=list(FLAGS)) as browser:
+        yield browser
 
 
 class Notebook:

@@ -93,10 +93,9 @@ def desk(tmp_path, monkeypatch, own_cache):
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(tmp_path, monkeypatch, own_cache):
     """A folder with a cache and a Drive of the test's own."""
     (tmp_path / "drive").mkdir()
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
     return tmp_path
 

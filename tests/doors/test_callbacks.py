@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import toy
-from acting import QUIET, acting, asking, last_step, same
+from acting import QUIET, STEPS, acting, asking, last_step, same
 
 import nbtools as nb
 from nbtools.errors import MissingExtra, TrainError
@@ -13,7 +13,6 @@ from nbtools.errors import MissingExtra, TrainError
 pytestmark = pytest.mark.usefixtures("at_once")
 
 PLAN = toy.PLAN.replace(epochs=2)
-STEPS = 9  # of an epoch
 READER = "tensorboard.backend.event_processing.event_accumulator"
 
 

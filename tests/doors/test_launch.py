@@ -16,8 +16,8 @@ import pytest
 import toy
 from acting import QUIET, beside, last_step, same, texts
 from crew import notes, will
+from kernels import until
 from ranks import together
-from serving import until
 
 import nbtools as nb
 from nbtools.errors import TrainError

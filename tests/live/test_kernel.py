@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from kernels import IPYKERNEL_6, PATIENCE, STACKS, Client, over, parent, started
+from kernels import IPYKERNEL_6, LIMIT, STACKS, Client, over, parent, started
 
 EVENTS = 10
 
@@ -30,7 +30,7 @@ print("end", seen, messages.trouble, flush=True)
 
 def train(events: int, before: str = "", after: str = "") -> str:
     """A cell that runs until so many events were handled."""
-    return TRAIN.format(events=events, before=before, after=after, patience=PATIENCE)
+    return TRAIN.format(events=events, before=before, after=after, patience=LIMIT)
 
 
 OLDER = [pytest.param(name, marks=pytest.mark.full) if name == "ipykernel-7.3" else name for name in STACKS]
@@ -114,7 +114,7 @@ def test_events_that_come_over_a_subshell_are_handled_too(kernel):
     subshell = None
     if "kernel subshells" in kernel.reply(kernel.client.kernel_info())["content"].get("supported_features", []):
         control.send(session.msg("create_subshell_request", {}))
-        subshell = control.get_msg(timeout=PATIENCE)["content"]["subshell_id"]
+        subshell = control.get_msg(timeout=LIMIT)["content"]["subshell_id"]
     assert (subshell is None) == (kernel.stack in IPYKERNEL_6)
     cell, slider = begin(kernel, train(6))
     events = [kernel.slide(slider, value, subshell if value % 3 else None) for value in range(1, 7)]

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import browser
+import kernels
 import nbformat
 import pytest
-import serving
 import watched
 from browser import Log, Person, saved, text
-from serving import CLASSIC, LAB, Stack, until
+from kernels import CLASSIC, LAB, Stack, until
 
 import nbtools as nb
 from nbtools.live import draw, send
@@ -105,8 +105,8 @@ def begun(request, chromium, tmp_path_factory):
     """(a visit from Run all on, how many tests had failed by then)"""
     stack, opened, thorough = request.param
     folder = tmp_path_factory.mktemp(stack.name)
-    with serving.serving(stack, folder) as address, browser.chromium(chromium) as window:
-        serving.write(folder / "work" / "captcha.ipynb", cells(400, 100_000))
+    with kernels.serving(stack, folder) as address, browser.chromium(chromium) as window:
+        kernels.write(folder / "work" / "captcha.ipynb", cells(400, 100_000))
         visit = Visit(stack, opened, thorough, window, address, folder / "work")
         visit.notebook.open("captcha.ipynb")
         visit.notebook.ready()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import toy
-from acting import QUIET, acting, asking, beside, interrupted, last_step, same, texts
-from serving import LIMIT, until
+from acting import QUIET, STEPS, acting, asking, beside, interrupted, last_step, same, texts
+from kernels import LIMIT, until
 
 import nbtools as nb
 from nbtools import __main__ as terminal
@@ -24,7 +24,6 @@ from nbtools.train import CONTROL, checkpoint
 pytestmark = pytest.mark.usefixtures("at_once")
 
 PLAN = toy.PLAN.replace(epochs=4)
-STEPS = 9  # of an epoch
 
 
 @pytest.fixture
