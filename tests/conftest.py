@@ -71,6 +71,28 @@ def pack(tmp_path_factory):
     return toy.make_pack(tmp_path_factory.mktemp("toy"))
 
 
+@pytest.fixture
+def place(tmp_path, own_cache, monkeypatch):
+    """A folder with a cache and a Drive of the test's own."""
+    (tmp_path / "drive").mkdir()
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
+    return tmp_path
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """A cache of the test's own, so that no pack is there already."""
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def one_cache(tmp_path_factory):
+    """A cache of the module's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def untouched(request, tmp_path_factory, pack):
     """The run of the module's PLAN, to which nothing happens."""
@@ -90,28 +112,6 @@ def desk(tmp_path, monkeypatch, own_cache):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(nb, "fit", partial(nb.fit, receipt=False, progress=False))
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch, own_cache):
-    """A folder with a cache and a Drive of the test's own."""
-    (tmp_path / "drive").mkdir()
-    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
-    return tmp_path
-
-
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    """A cache of the test's own, so that no pack is there already."""
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def one_cache(tmp_path_factory):
-    """A cache of the module's own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture

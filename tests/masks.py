@@ -15,8 +15,6 @@ from nbtools.tasks.common.files import Row
 H, W = 36, 48
 NAMES = ["ground", "shirt", "shoe"]
 Content = np.ndarray | Image.Image | bytes | str
-packed = partial(segment.pack, progress=False)
-checked = partial(segment.validate, progress=False)
 
 
 def ids(seed: int = 0, height: int = H, width: int = W) -> np.ndarray:
@@ -83,6 +81,10 @@ def xml(folder: Path, shapes: str, labels: str = "shirt shoe", place: str = 'nam
 
 def polygon(points: str, label: str = "shirt", z: int | str = 0) -> str:
     return f'<polygon label="{label}" points="{points}" z_order="{z}"></polygon>'
+
+
+packed = partial(segment.pack, progress=False)
+checked = partial(segment.validate, progress=False)
 
 
 def only(report) -> Row:

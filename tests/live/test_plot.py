@@ -155,6 +155,9 @@ def test_the_png_of_a_run_lies_in_its_folder_with_samples_below_the_charts(pack,
         assert image.height > without.height + 100
 
 
+# Samples
+
+
 @pytest.mark.parametrize(
     ("truth", "predicted", "said"),
     [
