@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from nbtools.live import send
 from nbtools.train import checkpoint
 
 QUIET: dict[str, Any] = {"receipt": False, "progress": False}
+STEPS = 9  # of an epoch of the toy's 200 samples
 
 
 def acting(actions: Mapping[int, Callable[[], Any]] = MappingProxyType({}), **hooks: Any) -> Any:
@@ -31,7 +32,7 @@ def acting(actions: Mapping[int, Callable[[], Any]] = MappingProxyType({}), **ho
                 acted.append(len(seen))
         return toy.batch(raw, plan, draws)
 
-    return SimpleNamespace(**{**vars(toy), "batch": batch, "seen": seen, "acted": acted, **hooks})
+    return toy.with_(batch=batch, seen=seen, acted=acted, **hooks)
 
 
 def asking(folder: Path, *actions: str, force: bool = False, **settings: Any) -> Callable[[], Any]:

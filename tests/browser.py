@@ -1,20 +1,24 @@
-"""A notebook in a real browser, in two generations of Jupyter: what a user sees and does in it.
+"""A notebook in a real browser, in two generations of Jupyter: what a user sees and does in it, and when a run under
+way shows the effect.
 
 Controls are found as a user finds them, by what stands on them or next to them. A click's time is taken in the page,
 by the clock that the kernel's log has too.
 """
 
-from __future__ import annotations
-
 import json
 import re
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from kernels import LIMIT, until
 from playwright.sync_api import Browser, Locator, Page, ViewportSize, sync_playwright
-from serving import LIMIT, until
+
+from nbtools.train import checkpoint
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
@@ -31,12 +35,8 @@ for (const kind of ['click', 'change', 'keydown'])
 
 @contextmanager
 def chromium(path: str) -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
-        try:
-            yield browser
-        finally:
-            browser.close()
+    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=list(FLAGS)) as browser:
+        yield browser
 
 
 class Notebook:
@@ -221,3 +221,98 @@ def text(notebook: dict[str, Any], cell: int) -> str:
     """What a cell printed, and the log of a run."""
     outputs = notebook["cells"][cell]["outputs"]
     return "\n".join("".join(o.get("text", "") or o.get("data", {}).get("text/plain", "")) for o in outputs)
+
+
+class Log:
+    """The batches of the run so far, read as they come."""
+
+    def __init__(self, path: Path):
+        self.path, self.place, self.rows = path, 0, list[dict[str, Any]]()
+
+    def read(self) -> list[dict[str, Any]]:
+        if self.path.exists():
+            with self.path.open() as file:
+                file.seek(self.place)
+                lines = [line for line in file if line.endswith("\n")]
+            self.place += sum(map(len, lines))
+            self.rows += map(json.loads, lines)
+        return self.rows
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [row for row in self.read() if row["training"]]
+
+    def first(self, holds: Callable[[dict[str, Any]], bool], since: float) -> float:
+        """When the first batch after a time came of which something holds; 0 where none came yet."""
+        return next((row["time"] for row in self.read() if row["time"] > since and holds(row)), 0.0)
+
+    def step(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(b["time"] - a["time"] for a, b in pairwise(self.steps()))
+
+
+class Person:
+    """Interactions with a run under way, each followed until its effect is there.
+
+    cell: the one that trains. run: the run's folder. waits: (seconds from a click to its effect, what) of each;
+    silences: seconds without a step in each pause.
+    """
+
+    def __init__(self, notebook: Notebook, cell: int, run: Path, log: Log):
+        self.notebook, self.cell, self.run, self.log = notebook, cell, run, log
+        self.waits: list[tuple[float, str]] = []
+        self.silences: list[float] = []
+
+    def noted(self, what: str, clicked: float, came: float) -> None:
+        self.waits.append((came - clicked, what))
+
+    def turned(self, what: str, act: Callable[[], float], holds: Callable[[dict[str, Any]], bool]) -> None:
+        """Act, and wait for the batch that shows it."""
+        clicked = act()
+        self.noted(what, clicked, until(lambda: self.log.first(holds, clicked), what))
+
+    def now(self, knob: str) -> Any:
+        return self.log.steps()[-1][knob]
+
+    def put(self, way: Callable[[str, str], float], knob: str, words: str, value: Any) -> None:
+        """Type or choose a setting."""
+        self.turned(f"{knob} = {words}", lambda: way(knob, words), lambda row: row[knob] == value)
+
+    def paused(self) -> None:
+        clicked = self.notebook.click("Pause")
+        until(self.notebook.button("Resume").is_visible, "Resume")
+        until(lambda: time.time() - self.log.steps()[-1]["time"] > 0.5, "a pause without steps")
+        last = self.log.steps()[-1]["time"]
+        self.noted("Pause", clicked, last)
+        resumed = self.notebook.click("Resume")
+        came = until(lambda: self.log.first(lambda row: row["training"], last), "steps after Resume")
+        self.silences.append(came - last)
+        self.noted("Resume", resumed, came)
+
+    def evaluated(self) -> None:
+        self.turned("Evaluate now", lambda: self.notebook.click("Evaluate now"), lambda row: not row["training"])
+        done = self.log.read()[-1]["time"]
+        until(lambda: self.log.first(lambda row: row["training"], done), "steps after an evaluation")
+
+    def saved(self) -> None:
+        """Save now: the checkpoint of the step that the run names."""
+        before = self.notebook.line()
+        clicked = self.notebook.click("Save now")
+        said = until(lambda: (line := self.notebook.line()) != before and "saved at step" in line and line, "an answer")
+        step = int(said.split("saved at step")[-1].split()[0])
+        names = until(lambda: [n for n in checkpoint.names(self.run) if checkpoint.place(n)[1] == step], "its file")
+        self.noted("Save now", clicked, (self.run / f"{names[0]}.safetensors").stat().st_mtime)
+
+    def stopped(self) -> None:
+        clicked = self.notebook.click("Stop")
+        self.notebook.wait_for_prompt(self.cell, r"\d+")
+        self.noted("Stop", clicked, self.log.steps()[-1]["time"])
+
+    def act(self, rounds: int) -> None:
+        put, typed = self.put, self.notebook.type
+        for turn in range(rounds):
+            put(typed, "lr", f"{turn + 1}e-4", float(f"{turn + 1}e-4"))  # what the rules offer stays below 10× advised
+            put(typed, *(("weight_decay", "0.001", 0.001), ("clip_norm", "0.5", 0.5))[turn])
+            self.paused()
+            put(typed, "batch_size", str(20 + 4 * turn), 20 + 4 * turn)
+            self.saved() if turn else self.evaluated()
+            put(self.notebook.choose, "amp", *(("bf16", "bf16"), ("off", "off"))[turn])

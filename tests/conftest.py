@@ -9,12 +9,15 @@ import os
 import shutil
 import signal
 import socket
+from functools import partial
 
 import pytest
 import torch
 import toy
+from acting import QUIET
 from hypothesis import settings
 
+import nbtools as nb
 from nbtools.data import cores
 from nbtools.folder import Job
 from nbtools.train import device
@@ -88,6 +91,27 @@ def one_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="module")
+def untouched(request, tmp_path_factory, pack):
+    """The run of the module's PLAN, to which nothing happens."""
+    return nb.fit(toy, pack, request.module.PLAN, tmp_path_factory.mktemp("runs") / "untouched", **QUIET)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of a run of the test's own."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch, own_cache):
+    """The working folder and cache are the test's own, and runs come without their receipt, which takes longer than
+    training so little."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(nb, "fit", partial(nb.fit, receipt=False, progress=False))
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The toy task in processes of a run, which note their steps. Something happens to one of them, see `will`."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os
@@ -14,12 +12,11 @@ from typing import Any
 
 import torch
 import toy
-from toy import BASELINE, BEST, CLASSES, decode, demo, loss, metrics, pack, preview, read, survey  # noqa: F401
+from toy import BASELINE, BEST, PLAN, decode, demo, loss, metrics, pack, preview, read, survey  # noqa: F401
 
 from nbtools.errors import PackError
 from nbtools.live import draw
 
-PLAN = toy.Plan(epochs=3, batch_size=16, lr=1e-2, clip_norm=1.0)
 ERRORS = {
     "refuse": PackError("sample 7: the label is missing, got None; write one"),
     "fail": ValueError("a fault of the user's own"),
@@ -28,16 +25,11 @@ ERRORS = {
 steps = count(1)  # of this process
 
 
-class Net(torch.nn.Sequential):
-    def forward(self, batch):
-        return super().forward(batch["x"])
-
-
 def model(card, plan):
     """Without BatchNorm. Ranks do not draw the run's picture, which takes longer than its training."""
     if "RANK" in os.environ:
         draw.png = lambda *_: b"\x89PNG"
-    return Net(torch.nn.Linear(8, plan.hidden), torch.nn.ReLU(), torch.nn.Linear(plan.hidden, CLASSES))
+    return toy.linear(card, plan)
 
 
 def batch(raw, plan, draws):

@@ -10,7 +10,7 @@ from PIL import Image
 
 from nbtools.data import Pack
 from nbtools.tasks import segment
-from nbtools.tasks.common.files import ERROR, Row
+from nbtools.tasks.common.files import Row
 
 H, W = 36, 48
 NAMES = ["ground", "shirt", "shoe"]
@@ -66,13 +66,13 @@ def labelled(folder: Path, label: Content, mask: str = "a.png") -> Path:
     return pair(folder, photo(), label, mask=mask)
 
 
-def xml(folder: Path, shapes: str, labels: str = "shirt shoe", size: tuple[int, int] = (H, W)) -> Path:
-    """CVAT's file with one image, next to it."""
+def xml(folder: Path, shapes: str, labels: str = "shirt shoe", place: str = 'name="a.png"') -> Path:
+    """CVAT's file with one image, next to it; place: its name there, and its subset."""
     saved(folder / "a.png", photo())
     named = "".join(f"<label><name>{name}</name><color>#00ff00</color></label>" for name in labels.split())
     text = (
         f'<?xml version="1.0" encoding="utf-8"?><annotations><version>1.1</version><meta><task><labels>{named}'
-        f'</labels></task></meta><image id="0" name="a.png" width="{size[1]}" height="{size[0]}">{shapes}</image>'
+        f'</labels></task></meta><image id="0" {place} width="{W}" height="{H}">{shapes}</image>'
         "</annotations>"
     )
     saved(folder / "annotations.xml", text)
@@ -92,10 +92,6 @@ def only(report) -> Row:
     [row] = report.rows
     assert escape(row.rule) in report._repr_html_()
     return row
-
-
-def faults(report) -> list[Row]:
-    return [row for row in report.rows if row.severity == ERROR]
 
 
 def sample(made: Pack, name: str) -> dict[str, np.ndarray]:

@@ -16,7 +16,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 DOCS = ROOT / "docs"
 COMMAND = re.compile(r"(?:python -m|-m --) nbtools ((?:[^`\n\\#]|\\\n)+)")
 GUIDES = {"Handwritten": "hwdb", "Captchas": "captcha", "Sign": "sign", "Segmentation": "segment"}
-TROUBLES = (DOCS / "troubleshooting.md").read_text()
 NUMBER = r"[−-]?[\d,]+(?:\.\d+)?"
 
 
@@ -27,7 +26,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_to_a_file_and_its_heading(page):
+def test_every_link_leads_to_a_file_and_its_heading_and_every_public_name_that_a_page_calls_exists(page):
     text = page.read_text()
     for target in re.findall(r'\]\(([^)\s]+)\)|(?:src|srcset)="([^"]+)"', text):
         path, _, anchor = "".join(target).partition("#")
@@ -35,12 +34,8 @@ def test_every_link_leads_to_a_file_and_its_heading(page):
             other = (page.parent / path) if path else page
             assert other.exists(), path
             assert not anchor or anchor in anchors(other), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_public_name_that_a_page_calls_exists(page):
     if page.name != "CHANGELOG.md":  # which also names what is gone
-        assert [name for name in re.findall(r"\bnb\.(\w+)", page.read_text()) if not hasattr(nb, name)] == []
+        assert [name for name in re.findall(r"\bnb\.(\w+)", text) if not hasattr(nb, name)] == []
 
 
 def figures() -> list[tuple[str, str, str, str]]:
@@ -78,9 +73,6 @@ def test_every_figure_is_that_of_its_receipt():
         assert spread or count == 1, "a figure of several runs has its spread"
 
 
-# -- commands and options
-
-
 def commands() -> list[str]:
     """What follows `python -m nbtools`, each once; not where a part is left out (`…`) or where one is only named."""
     texts = [found for page in PAGES if page.stem != "CHANGELOG" for found in COMMAND.findall(page.read_text())]
@@ -104,25 +96,7 @@ def test_a_command_of_the_documentation_parses(command):
     assert parser(words).parse_args(words).act
 
 
-def test_the_options_of_the_guides_tables_parse():
-    assert len(options()) > 80
-    for task, typed in options():
-        words = ["train", task, "--data", "D", *shlex.split(typed)]
-        assert parser(words).parse_args(words).act, typed
-
-
-# -- troubles
-
-
-def test_every_entry_that_the_code_names_is_a_heading():
-    named = set()
-    for path in (ROOT / "nbtools").rglob("*.py"):
-        named |= set(re.findall(r'\bentry ?= ?"([^"]+)"', path.read_text()))
-    assert len(named) > 6
-    assert named <= {*re.findall(r"^## (.+)$", TROUBLES, re.M)}
-
-
-def test_each_of_the_five_guides_has_its_programs_in_the_tables():
+def test_the_tables_of_the_five_guides_have_their_programs_and_options_that_parse():
     text = (DOCS / "guides.md").read_text()
     for program in (
         *("preprocess_all_hwdb.py", "train_optimized.py", "main.py -m hctr", "check_gpu.py", "captcha_train.py"),
@@ -130,3 +104,15 @@ def test_each_of_the_five_guides_has_its_programs_in_the_tables():
         *("training/train.py", "preprocessing.validate_npz", "tools/train_amp.py", "ims_per_gpu"),
     ):
         assert f"| `{program}" in text or f"`python -m {program}" in text, program
+    assert len(options()) > 80
+    for task, typed in options():
+        words = ["train", task, "--data", "D", *shlex.split(typed)]
+        assert parser(words).parse_args(words).act, typed
+
+
+def test_every_entry_that_the_code_names_is_a_heading():
+    named = set()
+    for path in (ROOT / "nbtools").rglob("*.py"):
+        named |= set(re.findall(r'\bentry ?= ?"([^"]+)"', path.read_text()))
+    assert len(named) > 6
+    assert named <= {*re.findall(r"^## (.+)$", (DOCS / "troubleshooting.md").read_text(), re.M)}

@@ -11,9 +11,7 @@ import errno
 import faulthandler
 import functools
 import gc
-import gzip
 import importlib
-import lzma
 import math
 import os
 import random
@@ -26,13 +24,14 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import pytest
 import toy
-from archives import archived, put, tree
+from archives import FORMS, PACKERS, archived, put, tree
 from tqdm import tqdm
 
 import nbtools as nb
@@ -95,40 +94,36 @@ def seeds(count: int) -> list[Any]:
     return [each if each < count // 10 else pytest.param(each, marks=pytest.mark.full) for each in range(count)]
 
 
-def hooked(root: Path, act: Callable[[int], object]) -> None:
-    """Call act(number) before each operation on files below `root`, for the rest of this process."""
-    number = 0
+def disturbed(name: str, root: Path, act: Callable[[int], object]) -> Any:
+    """What comes of a job where act(number) is called before each operation on files below `root`."""
+    numbers = count(1)
     WATCHED.append(root)
 
     def hook(event: str, args: tuple) -> None:
-        nonlocal number
         named = event in EVENTS and isinstance(args[0], (str, bytes, os.PathLike))
         if WATCHED and named and os.fsdecode(args[0]).startswith(str(root)) and "vectors" not in os.fsdecode(args[0]):
-            number += 1
-            act(number)
+            act(next(numbers))
 
     fsync = os.fsync
 
     def synced(file: int) -> None:
-        nonlocal number
         if WATCHED:
-            number += 1
-            act(number)
+            act(next(numbers))
         fsync(file)
 
     os.fsync = synced
     sys.addaudithook(hook)
+    made = JOBS[name](root)
+    WATCHED.clear()
+    return come_of(made)
 
 
 @pytest.fixture
-def root(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+def root(tmp_path, monkeypatch, own_cache) -> Path:
     monkeypatch.setattr("nbtools.folder.SAVE_EVERY", 0.0)  # a checkpoint at each log step, if it is cheap
     monkeypatch.setattr("nbtools.folder.SAVE_SHARE", 1.0)
     return tmp_path
 
-
-# -- kills, and operations that fail
 
 FILES = {"data/labels.csv": b"file,label\n", "data/images/a.bin": bytes(range(256)) * 3, "data/é": b"x" * 40}
 
@@ -177,19 +172,12 @@ def prepared(root: Path) -> Path:
 @functools.cache
 def usual(name: str) -> tuple[str, int]:
     """(what comes of a job that nobody disturbs, its operations on files)."""
-
-    def counting() -> tuple[int, Any]:
-        seen = [0]
-        hooked(Path(place), lambda number: seen.__setitem__(0, number))
-        made = JOBS[name](Path(place))
-        WATCHED.clear()
-        return seen[0], come_of(made)
-
+    numbers: list[int] = []
     with tempfile.TemporaryDirectory() as place:
-        prepared(Path(place))
-        code, text = forked(counting)
+        root = prepared(Path(place))
+        code, text = forked(lambda: (disturbed(name, root, numbers.append), len(numbers)))
         assert code == DONE, text
-    number, _, made = text[1:-1].partition(", ")
+    made, _, number = text[1:-1].rpartition(", ")
     return made, int(number)
 
 
@@ -202,19 +190,13 @@ def test_what_is_killed_or_fails_on_the_disk_leaves_nothing_half_written_and_goe
     for _ in range(rng.choice((1, 1, 2, 3))):
         at, often = rng.randrange(1, total + 1), rng.choice((1, 1, 10**9))  # once, or from there on
 
-        def disturbed(at: int = at, often: int = often) -> Any:
-            def act(number: int) -> None:
-                if at <= number < at + often:
-                    if code is None:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    raise OSError(code, os.strerror(code or 0))
+        def act(number: int, at: int = at, often: int = often) -> None:
+            if at <= number < at + often:
+                if code is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(code, os.strerror(code or 0))
 
-            hooked(root, act)
-            made = JOBS[name](root)
-            WATCHED.clear()
-            return come_of(made)
-
-        ended, text = forked(disturbed)
+        ended, text = forked(functools.partial(disturbed, name, root, act))
         refused = ended == REFUSED or (code is None and ended == -signal.SIGKILL)
         assert refused or (ended == DONE and text == expected), f"{name}, operation {at}: {text}"
         if rng.random() < 0.25:  # the session is lost with its disk
@@ -224,11 +206,6 @@ def test_what_is_killed_or_fails_on_the_disk_leaves_nothing_half_written_and_goe
     if name.startswith("train"):
         assert nb.Run.open(root / "kept").model() is not None
         assert not [*root.glob("run/*.part")]
-
-
-# -- archives
-
-PACKERS = {"tar": bytes, "tar.gz": lambda data: gzip.compress(data, 1), "tar.xz": lzma.compress, "zip": bytes}
 
 
 def mutated(rng: random.Random, data: bytes) -> bytes:
@@ -243,17 +220,16 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("block", seeds(20))
-def test_a_damaged_archive_is_refused_or_stays_in_its_folder(tmp_path, monkeypatch, block):
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+def test_a_damaged_archive_is_refused_or_stays_in_its_folder(tmp_path, monkeypatch, own_cache, block):
     monkeypatch.setattr("os.fsync", lambda file: None)  # a power cut does not follow
     rng = random.Random(block)
     for number in range(ARCHIVES // 20):
-        form = rng.choice([*PACKERS])
+        form = rng.choice(FORMS)
         if form == "zip":
             data = mutated(rng, archived(FILES, "zip"))
         else:
-            tar = mutated(rng, archived(FILES, "tar")) if rng.random() < 0.7 else archived(FILES, "tar")
-            data = PACKERS[form](tar) if tar != archived(FILES, "tar") else mutated(rng, PACKERS[form](tar))
+            tar = archived(FILES, "tar")
+            data = PACKERS[form](mutated(rng, tar)) if rng.random() < 0.7 else mutated(rng, PACKERS[form](tar))
         place = tmp_path / f"{number}"
         source = put(place / "in" / f"a.{form}", data)
         before = tree(tmp_path)

@@ -16,40 +16,21 @@ PLAN = captcha.PLAN.replace(network="small", loss="cross_entropy", epochs=2, bat
 PLAN = PLAN.replace(amp="off", channels_last=False)
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("captchas")
-    source = captcha.demo(folder / "raw", 48)
-    return source, captcha.pack(source, into=folder / "pack", progress=False)
+def without_dropout(card, plan, network=captcha.model):
+    """The network: some peers draw from torch's random numbers before they train."""
+    net = network(card, plan)
+    vars(net.dropout)["p"] = 0.0
+    return net
 
 
-@pytest.fixture
-def trained(files, tmp_path, monkeypatch):
-    """trained(name) -> (its meter, its folder)"""
-    source, pack = files
-    network = captcha.model
-
-    def model(card, plan):
-        net = network(card, plan)
-        vars(net.dropout)["p"] = 0.0  # some peers draw from torch's random numbers before they train
-        return net
-
-    monkeypatch.setattr(captcha, "model", model)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
-    def train(name):
-        meter, folder = Meter(), tmp_path / name
-        folder.mkdir()
-        with warnings.catch_warnings(), meter.watching(captcha), suppress(Enough):
-            warnings.simplefilter("ignore")
-            run(name, Job(captcha, pack, source, PLAN, Levers(), meter), folder)
-        return meter, folder
-
-    return train
-
-
-def mean_losses(meter):
-    return [float(total / count) for total, count in meter.losses]
+def trained(name, pack, folder):
+    """(what a program's meter saw, its mean losses)"""
+    meter = Meter()
+    folder.mkdir()
+    with warnings.catch_warnings(), meter.watching(captcha), suppress(Enough):
+        warnings.simplefilter("ignore")
+        run(name, Job(captcha, pack, pack.raw.source, PLAN, Levers(), meter), folder)
+    return meter, [float(total / count) for total, count in meter.losses]
 
 
 PEERS = [
@@ -60,12 +41,15 @@ PEERS = [
 
 
 @pytest.mark.parametrize("peer", PEERS)
-def test_a_peer_has_the_losses_and_scores_of_nbtools_and_keeps_its_best_weights(trained, files, peer):
-    ours, folder = trained("nbtools")
-    theirs, kept = trained(peer)
-    assert len(ours.losses) == PLAN.epochs * batches_in(files[1].splits["train"], PLAN.batch_size)
-    assert mean_losses(theirs) == pytest.approx(mean_losses(ours), abs=1e-4)
-    rows = Run.open(folder / "run", captcha).history.of("epoch")
-    assert theirs.scores == pytest.approx([row["val_whole_accuracy"] for row in rows])
-    assert any(path.suffix in (".pt", ".pth", ".ckpt", ".safetensors") for path in kept.rglob("*"))
+def test_a_peer_has_the_losses_and_scores_of_nbtools_and_keeps_its_best_weights(tmp_path, monkeypatch, peer):
+    monkeypatch.setattr(captcha, "model", without_dropout)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    pack = captcha.pack(captcha.demo(tmp_path / "raw", 48), into=tmp_path / "pack", progress=False)
+    _, ours = trained("nbtools", pack, tmp_path / "ours")
+    meter, theirs = trained(peer, pack, tmp_path / "theirs")
+    assert len(ours) == PLAN.epochs * batches_in(pack.splits["train"], PLAN.batch_size)
+    assert theirs == pytest.approx(ours, abs=1e-4)
+    rows = Run.open(tmp_path / "ours" / "run", captcha).history.of("epoch")
+    assert meter.scores == pytest.approx([row["val_whole_accuracy"] for row in rows])
+    assert any(path.suffix in (".pt", ".pth", ".ckpt", ".safetensors") for path in tmp_path.rglob("theirs/**/*"))
     assert lines(PROGRAMS[peer][0]) <= 40

@@ -12,34 +12,21 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
-from test_your_own import CELLS, run_cell
+from test_your_own import CELLS, Flipped, run_cell
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 import nbtools as nb
 from nbtools.errors import PackError, TrainError
 
 LINES = 15
+plan = partial(nb.Plan, epochs=5, batch_size=16, lr=1e-2)
 
 
 @pytest.fixture(autouse=True)
-def fit(tmp_path, monkeypatch):
-    """`nb.fit` without its receipt, which takes longer than training so little; in a folder of the test's own."""
-    torch.manual_seed(0)
+def same_numbers(desk):
     RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-    fit = partial(nb.fit, receipt=False, progress=False)
-    monkeypatch.setattr(nb, "fit", fit)
-    return fit
 
-
-def plan(**settings: Any) -> nb.Plan:
-    return nb.Plan(**{"epochs": 5, "batch_size": 16, "lr": 1e-2, **settings})
-
-
-# -- what they have: data and networks
 
 RNG = np.random.default_rng(0)
 
@@ -69,10 +56,7 @@ def words(text: str) -> list[int]:
     return [1 + ["good", "fine", "bad", "poor"].index(word) for word in text.split()]
 
 
-# -- the jobs
-
-
-def test_1_images_by_class_among_odd_files(fit):
+def test_1_images_by_class_among_odd_files():
     for i in range(60):
         file = Path("photos", ("down", "across")[i % 2], f"{i}.{('png', 'jpg')[i % 2]}")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -80,14 +64,14 @@ def test_1_images_by_class_among_odd_files(fit):
     for odd in ("Thumbs.db", "down/empty.png", "down/.hidden.png", "across/note.txt"):
         Path("photos", odd).write_bytes(b"")
     pack = nb.pack("photos", size=32)
-    run = fit(nb.classify(small(3, 2)), pack, plan(), run="runs/photos")
+    run = nb.fit(nb.classify(small(3, 2)), pack, plan(), run="runs/photos")
     answers = run.predict("photos/across")
     assert (pack.bad["file"].tolist(), {*pack.classes}) == (["down/empty.png"], {"across", "down"})
     assert sum(answer.name == "across" for answer in answers.values()) >= 28
     assert run.report(pack, "train").table.loc["across", "support"] > 20
 
 
-def test_2_several_labels_a_picture_from_a_csv_whose_empty_cells_mean_none(fit):
+def test_2_several_labels_a_picture_from_a_csv_whose_empty_cells_mean_none():
     tags = [["down", "across", "down across", ""][i % 4] for i in range(80)]
     for i, text in enumerate(tags):
         kinds = [("down", "across").index(tag) for tag in text.split()]
@@ -95,7 +79,7 @@ def test_2_several_labels_a_picture_from_a_csv_whose_empty_cells_mean_none(fit):
         Image.fromarray(np.min(drawn, 0)).save(f"{i}.png")
     pd.DataFrame({"filename": [f"{i}.png" for i in range(80)], "tags": tags}).to_csv("labels.csv", index=False)
     pack = nb.pack("labels.csv", image="filename", target="tags", sep=" ", size=32)
-    run = fit(nb.classify(lambda classes: small(3, classes)), pack, plan(epochs=12), run="runs/tags")
+    run = nb.fit(nb.classify(lambda classes: small(3, classes)), pack, plan(epochs=12), run="runs/tags")
     assert len(pack) == 80, "a picture without a label is a sample"
     assert not pack.arrays["y"][3].any()
     assert nb.evaluate(run, pack, "train")["f1"] > 0.8
@@ -121,7 +105,7 @@ def test_3_a_table_with_dates_and_gaps():
     assert nb.pack(frame, inputs="warm", target="price").columns["x"].shape == (1,), "one name needs no list"
 
 
-def test_4_texts(fit):
+def test_4_texts():
     texts = [" ".join(RNG.choice([["good", "fine"], ["bad", "poor"]][i % 2], 2 + i % 5)) for i in range(120)]
     frame = pd.DataFrame({"text": texts, "label": ["praise", "blame"] * 60})
     pack = nb.pack(frame, inputs="text", target="label", text=words)
@@ -134,7 +118,7 @@ def test_4_texts(fit):
         def forward(self, text):
             return self.head(self.words(text))
 
-    run = fit(nb.classify(Bag), pack, plan(), run="runs/texts")
+    run = nb.fit(nb.classify(Bag), pack, plan(), run="runs/texts")
     assert [answer.name for answer in run.predict(["good fine", "poor"])] == ["praise", "blame"]
 
 
@@ -150,11 +134,11 @@ def face() -> dict[str, Any]:
     return {"image": Image.fromarray(pixels), "nose": np.array([[x, y]], np.float32)}
 
 
-def test_6_key_points_that_move_with_the_picture(fit):
+def test_6_key_points_that_move_with_the_picture():
     faces = [face() for _ in range(60)]
     pack = nb.pack(faces, inputs="image", target="nose", size=24, points="nose")
     task = nb.regress(nn.Sequential(nn.Flatten(), nn.Linear(3 * 24 * 24, 2), nn.Unflatten(1, (1, 2))), augment=["flip"])
-    run = fit(task, pack, plan(lr=1e-3), run="runs/faces")
+    run = nb.fit(task, pack, plan(lr=1e-3), run="runs/faces")
     np.testing.assert_allclose(pack.arrays["y"][7], faces[7]["nose"] / 2)
     with pytest.raises(TrainError, match="a report compares classes, labels, texts and class maps"):
         run.report(pack)
@@ -196,7 +180,7 @@ class Twice(nn.Module):
         return {"out": self.head(hidden), "again": self.back(hidden)}
 
 
-def test_8_two_losses_and_an_optimizer_of_ones_own(fit):
+def test_8_two_losses_and_an_optimizer_of_ones_own():
     class Both(nb.Task):
         metrics = ("accuracy",)  # pyright: ignore[reportAssignmentType]
 
@@ -211,7 +195,7 @@ def test_8_two_losses_and_an_optimizer_of_ones_own(fit):
             return torch.optim.RMSprop(groups, lr=plan.lr)
 
     pack = nb.pack(vectors())
-    run = fit(Both, pack, plan(), run="runs/both")
+    run = nb.fit(Both, pack, plan(), run="runs/both")
     assert nb.evaluate(run, pack)["accuracy"] > 0.9
 
 
@@ -227,39 +211,26 @@ class Bert(nn.Module):
         return SimpleNamespace(logits=self.head((self.body(input_ids) * mask).sum(1) / mask.sum(1)))
 
 
-def test_9_a_pretrained_transformer_with_a_frozen_body(fit):
+def test_9_a_pretrained_transformer_with_a_frozen_body():
     ids = [RNG.integers(0, 10, 3 + i % 7) + 10 * (i % 2) for i in range(100)]
     items = [{"input_ids": x, "attention_mask": np.ones_like(x), "label": i % 2} for i, x in enumerate(ids)]
     net = Bert()
     net.body.requires_grad_(False)
     pack = nb.pack(items)
-    run = fit(nb.classify(net, pretrained=True), pack, plan(epochs=12), run="runs/bert")
+    run = nb.fit(nb.classify(net, pretrained=True), pack, plan(epochs=12), run="runs/bert")
     assert nb.evaluate(run, pack, "train")["accuracy"] > 0.9
     assert torch.equal(run.model("cpu").body.weight, net.body.weight)
 
 
-class Photos(Dataset):
-    """Flipped at random whenever they are read."""
-
-    classes = ("dark", "light")
-
-    def __len__(self) -> int:
-        return 80
-
-    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        x = torch.rand(3, 12, 12, generator=torch.Generator().manual_seed(i)) / 2 + i % 2 / 2
-        return x.flip(2) if torch.rand(()) < 0.5 else x, i % 2
-
-
-def test_10_random_transforms_and_no_copy(fit):
+def test_10_random_transforms_and_no_copy():
     with pytest.raises(PackError, match="pass store=False: each epoch then reads the Dataset itself"):
-        nb.pack(Photos())
-    pack = nb.pack(Photos(), store=False)
-    run = fit(nb.classify(small(3, 2)), pack, plan(), run="runs/random")
+        nb.pack(Flipped())
+    pack = nb.pack(Flipped(), store=False)
+    run = nb.fit(nb.classify(small(3, 3)), pack, plan(), run="runs/random")
     assert nb.evaluate(run, pack)["accuracy"] > 0.9
 
 
-def test_11_few_of_one_class_folds_and_a_sweep(fit):
+def test_11_few_of_one_class_folds_and_a_sweep():
     kinds = ["rare" if i % 10 == 0 else "often" for i in range(200)]
     rare = [(RNG.normal(3 * (kind == "rare"), 1, 6).astype(np.float32), kind) for kind in kinds]
     scores = {}
@@ -267,22 +238,22 @@ def test_11_few_of_one_class_folds_and_a_sweep(fit):
         for k, pack in enumerate(nb.pack(rare, folds=3)):
             weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 9.0]))
             task = nb.classify(lambda inputs: dense(inputs, 2), loss=weighted, metrics=["balanced_accuracy"])
-            run = fit(task, pack, plan(lr=lr), run=f"runs/{lr}/{k}")
+            run = nb.fit(task, pack, plan(lr=lr), run=f"runs/{lr}/{k}")
             scores[lr, k] = run.best["val_balanced_accuracy"]
     assert all(scores[1e-2, k] > max(0.9, scores[1e-4, k]) for k in range(3))
     assert len(nb.runs("runs/0.01")) == 3
 
 
-def test_12_stop_resume_extend_fine_tune_and_log(fit):
+def test_12_stop_resume_extend_fine_tune_and_log():
     seen, pack = [], nb.pack(vectors())
     task, log = nb.classify(lambda inputs: dense(inputs, 3)), lambda record, run: seen.append(record.values)
-    run = fit(task, pack, plan(), run="runs/long", callbacks=[log, lambda record, run: "stop" * (record.step == 12)])
+    run = nb.fit(task, pack, plan(), run="runs/long", callbacks=[log, lambda record, run: "stop" * (record.step == 12)])
     assert (run.state, run.history.rows[-1]["step"]) == ("stopped", 12)
-    run = fit(task, pack, plan(), run="runs/long", callbacks=[log])
+    run = nb.fit(task, pack, plan(), run="runs/long", callbacks=[log])
     assert (run.state, len(run.summary())) == ("done", 5)
-    run = fit(task, pack, plan(epochs=7), run="runs/long", callbacks=[log])
+    run = nb.fit(task, pack, plan(epochs=7), run="runs/long", callbacks=[log])
     assert (run.state, len(run.summary()), "val_accuracy" in seen[-1]) == ("done", 7, True)
-    fine = fit(nb.classify(run.model(), pretrained=True), nb.pack(vectors(90)), plan(lr=1e-4), run="runs/fine")
+    fine = nb.fit(nb.classify(run.model(), pretrained=True), nb.pack(vectors(90)), plan(lr=1e-4), run="runs/fine")
     torch.testing.assert_close(fine.model("cpu")[0].weight, run.model("cpu")[0].weight, atol=0.01, rtol=0)
 
 

@@ -3,7 +3,6 @@ and its tables name what there is and quote what `nb.pack` says. And other jobs 
 
 import html
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +25,13 @@ TEXT = (ROOT / "docs" / "your-own.md").read_text()
 CELLS = dict(re.findall(r"<!-- cell: (\w+), .*? -->\n```python\n(.*?)```", TEXT, re.S))
 LINES = {"images": 6, "table": 8, "sequences": 25, "masks": 15}
 EPOCHS = 2
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """A folder and a cache of the test's own, and runs without their receipt, which takes longer than training them."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(nb, "fit", partial(nb.fit, receipt=False))
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("desk")
 
 
 def run_cell(code: str, **given: Any) -> dict[str, Any]:
     found = {"__name__": "__main__", **given}
     exec(compile(code, "cell", "exec"), found)
     return found
-
-
-# -- the cells
 
 
 def test_a_cell_has_no_more_lines_than_promised():
@@ -59,9 +47,6 @@ def test_a_folder_of_images_is_learned():
         Image.fromarray(image).save(Path("shapes", name, f"{i}.png"))
     run = run_cell(CELLS["images"])["run"]
     assert nb.evaluate(run, nb.pack("shapes"), "test")["accuracy"] >= 0.95
-
-
-# -- the blocks beside each other
 
 
 class Net(nn.Sequential):
@@ -143,17 +128,19 @@ def test_weights_and_biases_and_optuna_take_a_callback_as_shown(monkeypatch):
         assert [trial.state.name for trial in study.trials] == [state]
 
 
-# -- the tables
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         yield from range(3)
 
 
-class Augmented(Photos):
+class Flipped(Photos):
+    """At random, whenever they are read."""
+
+    classes = own.STRIPES
+
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        return torch.rand(3, 12, 12), i % 3
+        image, kind = super().__getitem__(i)
+        return image.flip(2) if torch.rand(()) < 0.5 else image, kind
 
 
 def refused() -> list[tuple[str, str]]:
@@ -165,7 +152,7 @@ def refused() -> list[tuple[str, str]]:
 def test_what_cannot_be_packed_gets_the_sentence_of_the_table(call, said):
     x, y = torch.rand(6, 4), torch.zeros(6)
     given = {"nb": nb, "loader": DataLoader(TensorDataset(x, y)), "stream": Stream(), "x": x, "y": y}
-    given |= {"augmented": Augmented(), "triples": [(0.5, 1, 2)] * 20}
+    given |= {"augmented": Flipped(), "triples": [(0.5, 1, 2)] * 20}
     given["pictures"] = [(Image.new("RGB", (24 + i, 24)), "ab"[i % 2]) for i in range(20)]
     given["notes"] = pd.DataFrame({"area": 1.0, "note": [f"text {i}" for i in range(60)], "price": 2.0})
     with pytest.raises(nb.NbtoolsError) as caught:

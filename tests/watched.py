@@ -1,8 +1,6 @@
 """The captcha task, which writes down when it trains on what, in watched.jsonl: a line for each batch of the training
 and validation split."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -116,7 +116,6 @@ def test_the_losses_are_sums_of_torchs_own():
 
 
 def test_a_line_reads_the_same_in_any_batch(lines):
-    """Padding must not leak into what is read, beyond rounding."""
     torch.manual_seed(0)
     model = captcha.model(lines, captcha.PLAN).eval()
     with torch.no_grad():

@@ -1,7 +1,5 @@
 """What holds for each network of the four tasks, on packs of random tensors: see `cases`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +8,10 @@ import pytest
 import torch
 from cases import AUGMENT, CASES, Case, fixed, image, without_dropout
 from tape import synchronizing
+from test_every_task import card_of
 from torch import Tensor, nn
 
-from nbtools.data import Card, Column, Draws, Keys, gather
+from nbtools.data import Draws, Keys, gather
 from nbtools.errors import PlanError
 from nbtools.tasks import captcha, hwdb, segment, sign
 from nbtools.tasks.common import ctc
@@ -129,15 +128,10 @@ PUBLISHED: list[tuple[Any, dict[str, Any], int, dict[str, Any], int]] = [
 ]
 
 
-def card_of(task: Any, columns: dict[str, int], classes: int, options: dict[str, Any]) -> Card:
-    shaped = {name: Column("ragged", "<f4", (width,)) for name, width in columns.items()}
-    return Card(task.__name__.split(".")[-1], [*map(chr, range(classes))], options, shaped, {"train": 30_000})
-
-
 @pytest.mark.parametrize(("task", "columns", "classes", "options", "parameters"), PUBLISHED)
 def test_the_guides_networks_have_the_published_numbers_of_parameters(task, columns, classes, options, parameters):
     with torch.device("meta"):
-        model = task.model(card_of(task, columns, classes, options), task.Plan())
+        model = task.model(card_of("", options, 30_000, classes, **columns), task.Plan())
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
@@ -152,7 +146,7 @@ def test_the_guides_networks_have_the_published_numbers_of_parameters(task, colu
 )
 def test_a_network_that_cannot_read_the_data_is_refused(task, network, options, said):
     with pytest.raises(PlanError, match=said):
-        task.model(card_of(task, {"features": 2048}, 9, options), task.Plan(network=network))
+        task.model(card_of("", options, features=2048), task.Plan(network=network))
 
 
 # -- waits: torch's device `meta`, whose tensors have no values, stands in for a GPU

@@ -1,13 +1,18 @@
-"""What holds for each of the four tasks: its demo, its options, augmentation, advice, the settings of its guide."""
+"""What holds for each of the four tasks: its demo, its options, augmentation, advice, the settings of its guide, and
+that a run is evaluated on data that it has not seen."""
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from acting import QUIET
 
+import nbtools as nb
+from nbtools.__main__ import main
 from nbtools.data import Card, Column, Draws, Pack, gather, open_feed
-from nbtools.errors import PackError
+from nbtools.errors import PackError, TrainError
 from nbtools.figures import RIGHT, WRONG
 from nbtools.measure import Machine, decide
 from nbtools.tasks import captcha, hwdb, segment, sign
@@ -182,3 +187,35 @@ def test_samples_are_shown_with_their_truth_and_what_was_answered_wrong(packs, n
     with pytest.raises(PackError, match="for each id, got 1 for 2 ids"):
         task.show(pack, [0, 1], ["a"])
     assert "No samples to show" in task.show(pack, []).axes[0].texts[0].get_text()
+
+
+UNSEEN: dict[str, tuple[dict[str, Any], str]] = {  # new data, for captcha and hwdb of fewer characters; a metric
+    "captcha": ({"alphabet": "12"}, "whole_accuracy"),
+    "hwdb": ({"characters": "AB"}, "cer"),
+    "sign": ({}, "cat_accuracy"),
+    "segment": ({}, "miou"),
+}
+
+
+@pytest.mark.parametrize("name", ["captcha", "hwdb", "sign", pytest.param("segment", marks=pytest.mark.full)])
+def test_one_call_evaluates_a_new_folder_and_training_on_it_is_refused_in_a_sentence(name, packs, tmp_path, capsys):
+    """All of it is test, read with the run's own classes."""
+    task, pack, (options, metric) = TASKS[name], packs[name], UNSEEN[name]
+    new = task.demo(tmp_path / "new", 9, seed=1, **{**DEMOS[name], **options})
+    (new / "classes.txt").unlink(missing_ok=True)  # segment's: the run knows them
+    plan = nb.advise(task, pack, measure=False).plan.replace(epochs=1, warmup_epochs=0.0)
+    run = nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
+    every = ["--data", str(new), "--test", "1.0", "--run"]
+    capsys.readouterr()
+    assert main(["evaluate", name, *every, str(run.folder)]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    unseen = run.pack(new, test=1.0, progress=False)
+    assert unseen.splits == {"train": 0, "val": 0, "test": 9}
+    assert unseen.classes == run.card.classes
+    assert found == nb.evaluate(run, unseen)
+    assert metric in found
+    assert main(["train", name, *every, str(tmp_path / "never")]) == 1
+    assert "training needs at least 2 samples, the train split has 0 of 9" in capsys.readouterr().err
+    with pytest.raises(TrainError, match="training needs at least 2 samples"):
+        nb.advise(task, unseen)
+    assert not (tmp_path / "never").exists()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import toy
-from acting import QUIET, acting, asking, last_step, same
+from acting import QUIET, STEPS, acting, asking, last_step, same
 
 import nbtools as nb
 from nbtools.errors import MissingExtra, TrainError
@@ -13,16 +13,10 @@ from nbtools.errors import MissingExtra, TrainError
 pytestmark = pytest.mark.usefixtures("at_once")
 
 PLAN = toy.PLAN.replace(epochs=2)
-STEPS = 9  # of an epoch
 READER = "tensorboard.backend.event_processing.event_accumulator"
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory, pack):
-    return nb.fit(toy, pack, PLAN, tmp_path_factory.mktemp("runs") / "untouched", **QUIET)
-
-
-def test_callbacks_get_every_record_with_values_and_one_may_stop_the_run_after_the_step(pack, tmp_path, untouched):
+def test_callbacks_get_every_record_with_values_and_one_may_stop_the_run_after_the_step(pack, folder, untouched):
     seen: list[tuple[str, int]] = []
 
     def prune(record: nb.Record, run: nb.Run) -> Any:
@@ -30,36 +24,36 @@ def test_callbacks_get_every_record_with_values_and_one_may_stop_the_run_after_t
         assert record.values.items() <= run.history.rows[-1].items(), "the history has it already"
         return "stop" if record.step == 12 else None
 
-    run = nb.fit(toy, pack, PLAN, tmp_path / "run", callbacks=[lambda record, run: None, prune], **QUIET)
+    run = nb.fit(toy, pack, PLAN, folder, callbacks=[lambda record, run: None, prune], **QUIET)
     assert seen == [*(("step", step) for step in range(1, 10)), ("epoch", 9), *(("step", s) for s in range(10, 13))]
     assert run.events == ["stopped by the callback prune after step 12; run it again to continue"]
     assert (run.state, last_step(run.folder)) == ("stopped", 12)
     assert same(nb.fit(toy, pack, PLAN, run.folder, **QUIET), untouched)
 
 
-def test_an_error_in_a_callback_is_the_users_own_and_loses_no_checkpoint(pack, tmp_path, untouched):
+def test_an_error_in_a_callback_is_the_users_own_and_loses_no_checkpoint(pack, folder, untouched):
     def wrong(record: nb.Record, run: nb.Run) -> None:
         if record.step == STEPS + 3:
             raise ZeroDivisionError("a mistake")
 
     with pytest.raises(ZeroDivisionError, match="a mistake") as caught:
-        nb.fit(toy, pack, PLAN, tmp_path / "run", callbacks=[wrong], **QUIET)
+        nb.fit(toy, pack, PLAN, folder, callbacks=[wrong], **QUIET)
     assert caught.traceback[-1].name == "wrong"
-    assert nb.Run.open(tmp_path / "run", toy).state == "failed"
-    assert last_step(tmp_path / "run") == STEPS
-    assert same(nb.fit(toy, pack, PLAN, tmp_path / "run", **QUIET), untouched)
+    assert nb.Run.open(folder, toy).state == "failed"
+    assert last_step(folder) == STEPS
+    assert same(nb.fit(toy, pack, PLAN, folder, **QUIET), untouched)
 
 
-def test_what_is_no_callback_and_no_logger_is_refused_before_anything_is_written(pack, tmp_path, monkeypatch):
+def test_what_is_no_callback_and_no_logger_is_refused_before_anything_is_written(pack, folder, monkeypatch):
     def refused(error, words, **more):
         with pytest.raises(error, match=words):
-            nb.fit(toy, pack, PLAN, tmp_path / "run", **more, **QUIET)
+            nb.fit(toy, pack, PLAN, folder, **more, **QUIET)
 
     refused(TrainError, r"callbacks must be a list of functions f\(record, run\), got 3", callbacks=3)
     refused(TrainError, r'log must be "tensorboard" or None, got \'wandb\'', log="wandb")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     refused(MissingExtra, r'log="tensorboard" needs tensorboard .*: pip install "nbtools\[log\]"', log="tensorboard")
-    assert not (tmp_path / "run").exists()
+    assert not folder.exists()
 
 
 def scalars(folder) -> dict[str, list[tuple[int, float]]]:
@@ -68,9 +62,9 @@ def scalars(folder) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(each.step, each.value) for each in shown.Scalars(tag)] for tag in shown.Tags()["scalars"]}
 
 
-def test_tensorboard_shows_the_rows_of_the_history_each_once_after_a_crash_and_a_way_back(pack, tmp_path):
+def test_tensorboard_shows_the_rows_of_the_history_each_once_after_a_crash_and_a_way_back(pack, folder):
     pytest.importorskip(READER)
-    folder, steps = tmp_path / "run", {STEPS + 3: lambda: 1 / 0}
+    steps = {STEPS + 3: lambda: 1 / 0}
     with pytest.raises(ZeroDivisionError):
         nb.fit(acting(steps), pack, PLAN, folder, log="tensorboard", **QUIET)
     assert scalars(folder)["step/loss"][-1][0] > last_step(folder), "rows that the next start repeats"

@@ -101,7 +101,6 @@ def test_a_folder_is_a_table_of_runs_and_stands_for_all_of_them(runs, tmp_path, 
 
 
 def test_a_run_of_a_task_without_a_name_is_compared_and_asks_for_it_where_the_network_is_needed(tmp_path):
-    """`nb.fit(nb.classify(net), pack)` in one line."""
     pack = own.packed("images", tmp_path)
     for seed in range(2):
         nb.fit(nb.classify(own.Small), pack, own.PLAN.replace(seed=seed), tmp_path / "runs" / str(seed), **QUIET)

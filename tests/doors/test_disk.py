@@ -1,13 +1,14 @@
 """The disk module: whole or absent, never half; and a full disk is a sentence."""
 
 import errno
-import multiprocessing
 import os
 import signal
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
+from archives import forked
 
 from nbtools import disk, errors
 
@@ -63,12 +64,9 @@ def add_ones(path, file):
 
 
 def test_only_one_process_is_inside_a_lock(tmp_path):
-    context, file = multiprocessing.get_context("fork"), tmp_path / "count"
+    file = tmp_path / "count"
     file.write_text("0")
-    workers = [context.Process(target=add_ones, args=(tmp_path / "locks" / "x", file)) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
+    for worker in [forked(add_ones, tmp_path / "locks" / "x", file) for _ in range(4)]:
         worker.join()
     assert file.read_text() == "200"
 
@@ -76,20 +74,16 @@ def test_only_one_process_is_inside_a_lock(tmp_path):
 def own_and_be_killed(path, left):
     """Take a lock, leave a fork that lives on, and be killed."""
     with disk.lock(path):
-        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-        process.start()
-        left.send(process.pid)
+        left.send(forked(time.sleep, 60).pid)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_fork_of_its_owner_does_not_hold_a_lock(tmp_path):
     """The workers of a run that is killed live on for seconds, in which it can be started again."""
-    context, path = multiprocessing.get_context("fork"), tmp_path / "x"
-    here, there = context.Pipe(duplex=False)
-    owner = context.Process(target=own_and_be_killed, args=(path, there))
-    owner.start()
+    here, there = Pipe(duplex=False)
+    owner = forked(own_and_be_killed, tmp_path / "x", there)
     left = here.recv()
     owner.join()
-    with disk.lock(path, busy=errors.TrainError("held")):
+    with disk.lock(tmp_path / "x", busy=errors.TrainError("held")):
         pass
     os.kill(left, signal.SIGKILL)

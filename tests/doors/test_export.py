@@ -32,26 +32,18 @@ def a_run(task: Any, pack: nb.Pack, plan: nb.Plan, folder: Path) -> Run:
     return Run.open(folder, task)
 
 
-class Mean(nn.Module):
+class Mean(nn.Linear):
     """x (B, L, 3), x_length (B,) → logits (B, 2) of the mean step."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(3, 2)
-
     def forward(self, x: torch.Tensor, x_length: torch.Tensor) -> torch.Tensor:
-        return self.head(x.sum(1) / x_length[:, None])
+        return super().forward(x.sum(1) / x_length[:, None])
 
 
 MADE: dict[str, Any] = {name: (case.task, case.plan) for name, case in CASES.items() if not case.large}
 MADE["sign gru"] = sign, CASES["sign gru"].plan.replace(normalise="none")
 MADE["sign transformer"] = sign, CASES["sign transformer"].plan.replace(normalise="none")
-MADE["own"] = nb.classify(Mean), own.PLAN
+MADE["own"] = nb.classify(Mean(3, 2)), own.PLAN
 QUICK = "captcha small", "hwdb slim", "sign gru", "own"  # the others are exported the same way
-
-
-def opened(path: Path) -> Any:
-    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
 
 @pytest.mark.parametrize("network", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in MADE])
@@ -60,7 +52,8 @@ def test_a_file_gives_the_answers_of_the_run_for_any_batch_and_has_its_card_besi
     task, plan = MADE[network]
     pack = own.packed("sequences", tmp_path) if network == "own" else CASES[network].pack(tmp_path / "made", 24)
     run = a_run(task, pack, plan, tmp_path / "run")
-    session = opened(run.export(tmp_path / "model.onnx"))
+    path = run.export(tmp_path / "model.onnx")
+    session: Any = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     assert "on 8 samples its outputs in onnxruntime" in capsys.readouterr().err
     ids = run.readable(pack).ids("train")[-4:]  # none of those that were compared, nor as many
     bound = nb.TrainState(task, pack, plan).task
@@ -76,20 +69,18 @@ def test_a_file_gives_the_answers_of_the_run_for_any_batch_and_has_its_card_besi
     assert about["plan"]["lr"] == plan.lr
 
 
-class Restless(nn.Module):
+class Restless(toy.Linear):
     """Answers differently at each call."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.calls = nn.Linear(8, 4), 0
+    calls = 0
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         self.calls += 1
-        return self.layer(batch["x"]) + self.calls
+        return super().forward(batch) + self.calls
 
 
 def test_nothing_is_written_of_a_network_that_answers_differently(tmp_path):
-    task = toy.with_(model=lambda card, plan: Restless())
+    task = toy.with_(model=lambda card, plan: Restless(8, 4))
     run = a_run(task, toy.make_pack(tmp_path / "data", 60), toy.PLAN, tmp_path / "run")
     words = r"cannot export Restless as ONNX: on 8 samples its outputs differ from torch's by .*, above 0\.0001"
     with pytest.raises(TrainError, match=words):

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 import toy
-from acting import QUIET, acting, interrupted, last_step, same, texts
+from acting import QUIET, STEPS, acting, interrupted, last_step, same, texts
 from archives import tree
 from safetensors.torch import load_file
 
@@ -106,8 +106,7 @@ def test_what_cannot_be_trained_evaluated_or_opened_is_refused_by_its_reason_bef
 
 
 def test_ctrl_c_ends_a_scripts_loop_once_the_run_is_saved(pack, tmp_path):
-    steps = len(range(0, pack.splits["train"], ONE.batch_size))
-    task = acting({steps + 3: ctrl_c})
+    task = acting({STEPS + 3: ctrl_c})
 
     def script():
         for lr in (0.001, 0.01, 0.1):

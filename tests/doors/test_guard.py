@@ -19,18 +19,8 @@ SLOW = PLAN.replace(batch_size=2, epochs=2)  # about 65 steps an epoch, a log st
 
 
 @pytest.fixture(scope="module")
-def untouched(tmp_path_factory, pack):
-    return nb.fit(toy, pack, PLAN, tmp_path_factory.mktemp("runs") / "untouched", **QUIET)
-
-
-@pytest.fixture(scope="module")
 def slow(tmp_path_factory, pack):
     return nb.fit(toy, pack, SLOW, tmp_path_factory.mktemp("runs") / "slow", **QUIET)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "run"
 
 
 def fit_and_end(task: Any, pack: Any, folder: Any, keep: Any = None) -> None:

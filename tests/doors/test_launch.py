@@ -1,7 +1,5 @@
 """Runs in several processes under torchrun: what reaches them, what becomes of one that fails, and that none stays."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -18,8 +16,8 @@ import pytest
 import toy
 from acting import QUIET, beside, last_step, same, texts
 from crew import notes, will
+from kernels import until
 from ranks import together
-from serving import until
 
 import nbtools as nb
 from nbtools.errors import TrainError
@@ -53,9 +51,6 @@ def left_behind(folder: Path) -> list[str]:
     return [name for name in found if name != str(os.getpid())]
 
 
-# -- before anything starts
-
-
 class Cell(nb.Task):
     """As if a notebook's cell had defined it."""
 
@@ -74,9 +69,6 @@ def test_what_cannot_start_is_refused_in_a_sentence(pack, monkeypatch):
     with pytest.raises(TrainError, match=r"each process needs a GPU of its own: .* NBTOOLS_DEVICE is 'cuda:0'"):
         nb.fit(crew, pack, crew.PLAN)
     assert not Path("runs").exists()
-
-
-# -- what a run does
 
 
 def test_what_is_asked_of_two_processes_reaches_both_at_the_same_step(pack, tmp_path, monkeypatch):
@@ -106,9 +98,6 @@ def test_what_is_asked_of_two_processes_reaches_both_at_the_same_step(pack, tmp_
     assert any("stopped by you after step" in text for text in texts(run))
     assert "batch 16 on 2 processes, " in texts(run)[0]
     assert any(text.startswith("batch_size 16 → 24") for text in texts(run, "change"))
-
-
-# -- what becomes of a rank that fails
 
 
 @pytest.mark.full
@@ -151,14 +140,10 @@ def test_after_a_rank_is_lost_all_start_again_and_the_run_becomes_the_one_withou
     assert same(run, nb.Run.open("whole", crew))
 
 
-# -- the terminal, and torchrun itself
-
-
 @contextmanager
 def begun(by_hand: bool, *more: str) -> Iterator[subprocess.Popen[str]]:
     """Two processes that train for long, by --processes or by torchrun, once both have begun. Ended with the test."""
-    train = ["-m", "nbtools", "train", "crew", "--data", "raw", "--run", "run", "--no-receipt", "--epochs", "100000"]
-    train += more
+    train = ["-m", "nbtools", "train", "crew", "--data", "raw", "--run", "run", "--no-receipt", *more]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
     command = [sys.executable, *([*torchrun, "-m", "--", *train[1:]] if by_hand else [*train, "--processes", "2"])]
     paths = os.pathsep.join(filter(None, [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH")]))
@@ -176,7 +161,7 @@ def begun(by_hand: bool, *more: str) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize(("by_hand", "number"), [(False, "SIGKILL"), (False, "SIGINT"), (True, "SIGTERM")])
 def test_whatever_ends_the_process_that_started_them_ends_all_and_the_run_is_saved(pack, tmp_path, by_hand, number):
     """A scheduler, as Slurm, sends SIGTERM to each of torchrun's processes too, which get it from torchrun again."""
-    with begun(by_hand) as process:
+    with begun(by_hand, "--epochs", "100000") as process:
         for pid in {notes(rank)[-1]["pid"] for rank in range(2)} if by_hand else ():
             os.kill(pid, signal.SIGTERM)
         process.send_signal(signal.Signals[number])

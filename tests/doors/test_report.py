@@ -3,7 +3,6 @@ confused, the worst samples; and the answers to a folder, with every class's pro
 
 import importlib
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -96,7 +95,7 @@ def test_a_task_of_ones_own_says_what_is_right_and_a_pack_of_other_classes_is_re
     run = a_run(toy, pack, toy.PLAN, tmp_path / "run")
     with pytest.raises(TrainError, match=r"toy answers with str: .* define text_of\(pack, i\)"):
         run.report(pack)
-    known: Any = SimpleNamespace(**vars(toy), text_of=lambda pack, i: pack.classes[int(pack.sample(i)["label"][0])])
+    known = toy.with_(text_of=lambda pack, i: pack.classes[int(pack.sample(i)["label"][0])])
     report = nb.Run.open(run.folder, known).report(pack)
     accuracy = nb.evaluate(run, pack)["accuracy"]
     assert report.table.loc["weighted mean", "recall"] == pytest.approx(accuracy)

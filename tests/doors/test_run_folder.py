@@ -102,23 +102,16 @@ def epochs(run) -> int:
     return len(run.history.of("epoch"))
 
 
-# -- run=None
-
-
-def test_run_all_twice_returns_the_finished_run_and_says_so(pack, capsys):
+def test_run_all_twice_returns_the_finished_run_other_settings_start_another_and_more_epochs_extend_it(pack, capsys):
     first, again = fit(pack, PLAN), fit(pack, PLAN)
     assert first.folder == again.folder == Path("runs/net-1")
     assert epochs(again) == 2
     assert "finished" in capsys.readouterr().err
-
-
-def test_other_settings_start_another_run_and_more_epochs_extend_a_finished_one(pack):
-    runs = [fit(pack, PLAN.replace(lr=lr)) for lr in (1e-3, 1e-2)]
-    assert [str(run.folder) for run in runs] == ["runs/net-1", "runs/net-2"]
-    assert [nb.Run.open(run.folder, task()).plan.lr for run in runs] == [1e-3, 1e-2]
-    more = fit(pack, PLAN.replace(epochs=3))
-    assert (more.folder.name, epochs(more)) == ("net-2", 3)
-    assert fit(pack, PLAN.replace(epochs=2)).folder.name == "net-3"
+    other = fit(pack, PLAN.replace(lr=1e-3))
+    assert [nb.Run.open(run.folder, task()).plan.lr for run in (first, other)] == [1e-2, 1e-3]
+    more = fit(pack, PLAN.replace(lr=1e-3, epochs=3))
+    assert (more.folder, more.folder.name, epochs(more)) == (other.folder, "net-2", 3)
+    assert fit(pack, PLAN.replace(lr=1e-3)).folder.name == "net-3"
 
 
 def test_a_changed_cell_with_another_network_loss_or_metric_starts_another_run(pack):
@@ -180,9 +173,6 @@ def test_a_refused_call_without_a_name_leaves_no_folder(pack):
         refused(pack, PLAN, None, says="another process")
 
 
-# -- restart in the middle
-
-
 def test_a_live_change_stays_applied_though_the_restarted_kernels_cell_gives_the_old_value(pack):
     runs = [stopped(pack, LONG, "r", lr=0.02)]
     index = json.loads(Path("r/run.json").read_text())
@@ -221,9 +211,6 @@ def test_a_run_without_a_finished_step_starts_over_as_whatever_comes(pack):
     assert (epochs(run), run.plan.seed) == (2, 1)
 
 
-# -- finished, named
-
-
 def test_more_epochs_say_the_lr_that_they_mean_and_any_other_change_is_refused_by_name(pack, capsys):
     fit(pack, PLAN.replace(schedule="cosine"), "r")
     refused(pack, PLAN.replace(lr=0.1), "r", says=r"finished.*lr 0.01 → 0.1.*fresh=True")
@@ -251,9 +238,6 @@ def test_fresh_starts_over_and_leaves_other_files_alone(pack):
     run = fit(pack, PLAN.replace(epochs=1, lr=0.1), "r", task(nn.Tanh), fresh=True)
     assert (epochs(run), nb.Run.open("r", task(nn.Tanh)).plan.lr) == (1, 0.1)
     assert Path("r/thesis.txt").read_text() == "mine"
-
-
-# -- keep=
 
 
 def test_a_lost_folder_comes_back_and_a_kept_run_that_is_further_is_taken_over(pack):

@@ -16,16 +16,12 @@ import nbtools as nb
 from nbtools.__main__ import COMMANDS, HOOKS, main
 
 ROOT = Path(__file__).parent.parent.parent
+pytestmark = pytest.mark.usefixtures("one_cache")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return toy.demo(tmp_path_factory.mktemp("terminal") / "raw", count=120)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture

@@ -26,11 +26,9 @@ def answers(rng, steps, lines, classes, peak=2.0):
     return torch.tensor(rng.normal(0, peak, (steps, lines, classes))).log_softmax(2)
 
 
-def lines_of(rng, classes, count, longest=12):
+def lines_of(rng, classes, count):
     weights = 1 / np.arange(1, len(classes) + 1)
-    return [
-        "".join(rng.choice(list(classes), rng.integers(1, longest), p=weights / weights.sum())) for _ in range(count)
-    ]
+    return ["".join(rng.choice([*classes], rng.integers(1, 12), p=weights / weights.sum())) for _ in range(count)]
 
 
 def spelled(lm, text):

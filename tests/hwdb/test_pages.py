@@ -1,4 +1,5 @@
-"""`.dgrl` and `.dgr`: files made by hand from the published table, not by the writer of the demo."""
+"""`.dgrl` and `.dgr`: files made by hand from the published table, not by the writer of the demo; then those of the
+demo, drawn without a font."""
 
 import random
 import struct
@@ -6,8 +7,12 @@ import struct
 import numpy as np
 import pytest
 
+import nbtools as nb
+from nbtools import figures
 from nbtools.errors import PackError
+from nbtools.tasks import hwdb
 from nbtools.tasks.hwdb.data import UNKNOWN, image_of, lines_of, text_of_codes
+from nbtools.tasks.hwdb.demo import pool
 
 NOTE = b"#CASIA-HWDB2.x page, labelled by line\0"
 
@@ -123,3 +128,32 @@ def test_a_file_cut_anywhere_is_refused_and_so_is_one_with_more_behind_it(bits):
             read(data[:size], name)
     with pytest.raises(PackError, match="the file must end after line 2"):
         read(data + data, name)
+
+
+def test_the_demo_is_real_pages_in_train_and_test_folders_that_share_no_writer(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "findSystemFonts", list)
+    hwdb.demo(tmp_path, 100, height=24)
+    files = sorted(tmp_path.rglob("*.dgrl"))
+    pages = {path.relative_to(tmp_path).as_posix(): read(path.read_bytes(), path.name) for path in files}
+    assert sum(map(len, pages.values())) == 100
+    assert next(iter(pages)) == "HWDB2.0Test/002-P16.dgrl"
+    hands = {part: {name.split("/")[1][:3] for name in pages if part in name} for part in ("Train", "Test")}
+    assert hands["Train"]
+    assert not hands["Test"] & hands["Train"]
+    lines = [line for each in pages.values() for line in each]
+    assert all(4 <= len(text) <= 12 and image.min() < 150 and np.mean(image == 255) > 0.4 for text, image in lines)
+    slope = np.polyfit([len(text) for text, _ in lines], [image.shape[1] for _, image in lines], 1)[0]
+    assert 0.4 * 24 < slope < 1.2 * 24  # longer texts are wider, by about a character each
+    texts = "".join(text for name in pages if "Train" in name for text, _ in pages[name])
+    assert set(texts) == set(pool()[:60])  # every character, as soon as there are as many train lines
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_new_writers_of_the_demo_are_read_by_the_advised_plan(tmp_path, monkeypatch, own_cache):
+    """Its promise: CER ≤ 0.25 on writers held out."""
+    monkeypatch.setattr(figures, "findSystemFonts", list)
+    pages = hwdb.demo(tmp_path / "pages", 900, characters=30)
+    pack = hwdb.pack(pages, height=32, into=tmp_path / "pack", progress=False)
+    run = nb.fit(hwdb, pack, nb.advise(hwdb, pack, measure=False).plan, run=tmp_path / "run", receipt=False)
+    assert nb.evaluate(run, pack, "test")["cer"] <= 0.25

@@ -1,5 +1,6 @@
 """Lines of handwriting become a pack: pages, the prepared layout, and what cannot be used of them."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.hwdb.test_pages import page as page_of
 
 HEIGHT = 16
 TEXTS = ("一二三，四", "五六", "七八九十", "一,一")
+packed = partial(hwdb.pack, height=HEIGHT, progress=False)
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
@@ -28,18 +30,6 @@ def grey(height: int, width: int, seed: int = 0) -> np.ndarray:
 def page(path: Path, *texts: str, height: int = 40, width: int = 100) -> Path:
     lines = [line(coded(text), 6, 30, height, width, grey(height, width, n).tobytes()) for n, text in enumerate(texts)]
     return put(path, page_of(*lines))
-
-
-def corpus(folder: Path) -> Path:
-    """Four folders as they are published, three pages each, a writer's number beginning the name."""
-    for n, part in enumerate(("0Train", "1Train", "0Test", "1Test")):
-        for writer in range(3):
-            page(folder / f"HWDB2.{part}" / f"{n}0{writer}-P16.dgrl", *TEXTS[: 2 + writer])
-    return folder
-
-
-def packed(source: str | Path, height: int = HEIGHT, **more) -> Pack:
-    return hwdb.pack(source, height=height, progress=False, **more)
 
 
 def texts(made: Pack) -> dict[str, str]:
@@ -72,9 +62,11 @@ ROWS = {
 
 def test_every_line_of_every_page_is_packed_with_its_text_and_its_split_and_no_small_file(tmp_path):
     """The guide wrote 20,000 images, and to Drive."""
-    raw = corpus(tmp_path / "raw")
+    for n, part in enumerate(("0Train", "1Train", "0Test", "1Test")):  # as they are published, and three pages each
+        for writer in range(3):
+            page(tmp_path / "raw" / f"HWDB2.{part}" / f"{n}0{writer}-P16.dgrl", *TEXTS[: 2 + writer])
     before = set(tmp_path.rglob("*"))
-    made = packed(raw)
+    made = packed(tmp_path / "raw")
     assert len(made) == 4 * (2 + 3 + 4)
     for i, name in enumerate(made.names):
         assert hwdb.text_of(made, i) == TEXTS[int(name.split("#")[1]) - 1]
@@ -131,18 +123,12 @@ def pages(folder: Path, writers, part: str = "", count: int = 2) -> Path:
     return folder
 
 
-def splits_of(made: Pack) -> dict[str, set[str]]:
-    """Writer → the splits of its lines."""
-    hands: dict[str, set[str]] = {}
-    for i, name in enumerate(made.names):
-        hands.setdefault(Path(name).name.split("-")[0], set()).add(("train", "val", "test")[made.split[i]])
-    return hands
-
-
 def test_no_writer_is_in_two_splits_and_val_comes_from_train(tmp_path):
     pages(tmp_path / "raw", range(25), "HWDB2.0Train")
     pages(tmp_path / "raw", range(25, 30), "HWDB2.0Test")
-    hands = splits_of(packed(tmp_path / "raw", val=0.2))
+    made, hands = packed(tmp_path / "raw", val=0.2), dict[str, set[str]]()
+    for i, name in enumerate(made.names):
+        hands.setdefault(Path(name).name.split("-")[0], set()).add(("train", "val", "test")[made.split[i]])
     assert len(hands) == 30
     assert all(len(splits) == 1 for splits in hands.values())
     assert {hand for hand, splits in hands.items() if splits == {"test"}} == {f"{n:03}" for n in range(25, 30)}

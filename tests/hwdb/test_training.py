@@ -75,11 +75,6 @@ def labelled(rows):
     return {"label": labels, "label_length": torch.tensor([len(row) for row in rows])}
 
 
-def answers():
-    torch.manual_seed(0)
-    return 3 * torch.randn(max(STEPS), len(TEXTS), 7), torch.tensor(STEPS), labelled(TEXTS)
-
-
 def alone_in_float64(logits, steps, b):
     log_probs = logits[: steps[b], b].double().log_softmax(1)
     text = torch.tensor(TEXTS[b], dtype=torch.long) + 1
@@ -88,7 +83,8 @@ def alone_in_float64(logits, steps, b):
 
 def test_a_line_without_room_for_its_text_is_left_out_and_counted():
     """Its loss is infinite: in the sum it would be a NaN for every other line, and zeroed nobody would know."""
-    logits, steps, batch = answers()
+    torch.manual_seed(0)
+    logits, steps, batch = 3 * torch.randn(max(STEPS), len(TEXTS), 7), torch.tensor(STEPS), labelled(TEXTS)
     logits.requires_grad_()
     short = torch.tensor([14, 3, 3, 5, 4])  # two equal neighbours need a blank between them
     total, count = hwdb.loss(lambda _: (logits, short), batch, hwdb.PLAN)

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from kernels import IPYKERNEL_6, PATIENCE, STACKS, Client, over, parent, started
+from kernels import IPYKERNEL_6, LIMIT, STACKS, Client, over, parent, started
 
 EVENTS = 10
 
@@ -19,7 +19,7 @@ print("ready", flush=True)
 end = time.time() + {patience}
 with Messages() as messages:
     while len(seen) < {events} and time.time() < end:
-        {step}
+        time.sleep(0.001)
         if messages.handle():
             print("after", len(seen), flush=True)
             display(f"shown {{len(seen)}}")
@@ -28,9 +28,9 @@ print("end", seen, messages.trouble, flush=True)
 """
 
 
-def train(events: int, step: str = "time.sleep(0.001)", before: str = "", after: str = "") -> str:
+def train(events: int, before: str = "", after: str = "") -> str:
     """A cell that runs until so many events were handled."""
-    return TRAIN.format(events=events, step=step, before=before, after=after, patience=PATIENCE)
+    return TRAIN.format(events=events, before=before, after=after, patience=LIMIT)
 
 
 OLDER = [pytest.param(name, marks=pytest.mark.full) if name == "ipykernel-7.3" else name for name in STACKS]
@@ -49,13 +49,6 @@ def begin(kernel: Client, code: str) -> tuple[str, str]:
     return cell, kernel.slider()
 
 
-def slide(kernel: Client, slider: str, value: int, subshell: str | None = None) -> str:
-    """Moves a slider and waits until the kernel says that this is done."""
-    event = kernel.slide(slider, value, subshell)
-    kernel.idle(event)
-    return event
-
-
 @pytest.fixture(scope="module")
 def recording(kernel):
     """A cell during which the user slid a slider, one event after another, and ran other cells between them."""
@@ -64,15 +57,19 @@ def recording(kernel):
     for value in range(1, EVENTS + 1):
         if value in (3, 4, 9):
             queued.append(kernel.client.execute(f"print('queued', {value})"))
-        events.append(slide(kernel, slider, value))
+        events.append(kernel.slide(slider, value))
     kernel.end(queued[-1])
     return SimpleNamespace(kernel=kernel, cell=cell, events=events, queued=queued)
 
 
 def test_every_event_is_handled_while_its_cell_runs_busy_and_idle_once_so_that_sliders_do_not_stall(recording):
+    """After each the kernel is busy with the cell again."""
     assert f"end {list(range(1, EVENTS + 1))} None\n" in recording.kernel.text(recording.cell)
+    states = [m for m in recording.kernel.said if m["msg_type"] == "status"]
     for event in recording.events:
         assert recording.kernel.states(event) == ["busy", "idle"]
+        idle = next(i for i, m in enumerate(states) if over(m) and parent(m) == event)
+        assert (states[idle + 1]["content"]["execution_state"], parent(states[idle + 1])) == ("busy", recording.cell)
 
 
 def test_what_the_cell_prints_and_shows_after_an_event_lands_in_its_own_output(recording):
@@ -95,7 +92,7 @@ def test_cells_queued_meanwhile_run_after_it_in_order_and_once(recording):
 
 def test_what_a_callback_raises_is_shown_and_training_goes_on(kernel):
     cell, slider = begin(kernel, train(2, before="slider.observe(lambda change: 1 / 0, 'value')"))
-    events = [slide(kernel, slider, value) for value in (1, 2)]
+    events = [kernel.slide(slider, value) for value in (1, 2)]
     kernel.end(cell)
     assert "end [1, 2] None" in kernel.text(cell)
     assert [kernel.errors(event) for event in events] == [["ZeroDivisionError"]] * 2
@@ -104,7 +101,7 @@ def test_what_a_callback_raises_is_shown_and_training_goes_on(kernel):
 def test_a_cell_that_fails_stops_the_queued_cells_as_ever_and_no_others(kernel):
     cell, slider = begin(kernel, train(1, after="1 / 0"))
     queued, asked = kernel.client.execute("print('queued')"), kernel.client.kernel_info()
-    slide(kernel, slider, 1)
+    kernel.slide(slider, 1)
     kernel.end(cell)
     assert kernel.reply(queued)["content"]["status"] == "aborted"
     assert kernel.reply(asked)["msg_type"] == "kernel_info_reply"
@@ -117,17 +114,10 @@ def test_events_that_come_over_a_subshell_are_handled_too(kernel):
     subshell = None
     if "kernel subshells" in kernel.reply(kernel.client.kernel_info())["content"].get("supported_features", []):
         control.send(session.msg("create_subshell_request", {}))
-        subshell = control.get_msg(timeout=PATIENCE)["content"]["subshell_id"]
+        subshell = control.get_msg(timeout=LIMIT)["content"]["subshell_id"]
     assert (subshell is None) == (kernel.stack in IPYKERNEL_6)
     cell, slider = begin(kernel, train(6))
-    events = [slide(kernel, slider, value, subshell if value % 3 else None) for value in range(1, 7)]
+    events = [kernel.slide(slider, value, subshell if value % 3 else None) for value in range(1, 7)]
     kernel.end(cell)
     assert "end [1, 2, 3, 4, 5, 6] None" in kernel.text(cell)
     assert [kernel.states(event) for event in events] == [["busy", "idle"]] * 6
-
-
-def test_the_kernel_is_busy_again_after_each_event(recording):
-    states = [m for m in recording.kernel.said if m["msg_type"] == "status"]
-    for event in recording.events:
-        idle = next(i for i, m in enumerate(states) if over(m) and parent(m) == event)
-        assert (states[idle + 1]["content"]["execution_state"], parent(states[idle + 1])) == ("busy", recording.cell)

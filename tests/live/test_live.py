@@ -3,21 +3,18 @@ claim. Each goes on in the page that the one before has left. `make full` visits
 so that its clock counts, and opens its file in the other way.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import browser
+import kernels
 import nbformat
 import pytest
-import serving
 import watched
-from browser import saved, text
-from person import Log, Person
-from serving import CLASSIC, LAB, Stack, until
+from browser import Log, Person, saved, text
+from kernels import CLASSIC, LAB, Stack, until
 
 import nbtools as nb
 from nbtools.live import draw, send
@@ -93,9 +90,6 @@ class Visit:
         nbformat.validate(nbformat.reads(json.dumps(self.files[when]), 4))
         return self.files[when]
 
-    def hacked(self) -> bool:
-        return self.notebook.page.evaluate("window.hacked !== undefined")
-
 
 THOROUGH = (pytest.mark.full, pytest.mark.alone)
 VISITS = [
@@ -111,8 +105,8 @@ def begun(request, chromium, tmp_path_factory):
     """(a visit from Run all on, how many tests had failed by then)"""
     stack, opened, thorough = request.param
     folder = tmp_path_factory.mktemp(stack.name)
-    with serving.serving(stack, folder) as address, browser.chromium(chromium) as window:
-        serving.write(folder / "work" / "captcha.ipynb", cells(400, 100_000))
+    with kernels.serving(stack, folder) as address, browser.chromium(chromium) as window:
+        kernels.write(folder / "work" / "captcha.ipynb", cells(400, 100_000))
         visit = Visit(stack, opened, thorough, window, address, folder / "work")
         visit.notebook.open("captcha.ipynb")
         visit.notebook.ready()
@@ -131,7 +125,7 @@ def visit(begun, request) -> Visit:
 
 def test_names_and_labels_are_text_and_never_markup(visit):
     assert SCRIPT in visit.output.inner_text(), "the run's name"
-    assert not visit.hacked()
+    assert not visit.notebook.page.evaluate("window.hacked !== undefined")
 
 
 def test_at_every_width_facts_are_whole_and_charts_large_without_a_hole(visit):

@@ -130,9 +130,6 @@ def test_text_from_a_run_never_becomes_markup():
     assert [item.get("onerror") for item in ET.fromstring(shown_samples).iter("img")] == [None]
 
 
-# The PNG
-
-
 def test_the_png_says_the_same_on_a_transparent_ground_and_leaves_pyplot_alone(monkeypatch):
     import matplotlib
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import toy
-from acting import QUIET, acting, asking, beside, interrupted, last_step, same, texts
-from serving import LIMIT, until
+from acting import QUIET, STEPS, acting, asking, beside, interrupted, last_step, same, texts
+from kernels import LIMIT, until
 
 import nbtools as nb
 from nbtools import __main__ as terminal
@@ -24,12 +24,6 @@ from nbtools.train import CONTROL, checkpoint
 pytestmark = pytest.mark.usefixtures("at_once")
 
 PLAN = toy.PLAN.replace(epochs=4)
-STEPS = 9  # of an epoch
-
-
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory, pack):
-    return nb.fit(toy, pack, PLAN, tmp_path_factory.mktemp("runs") / "untouched", **QUIET)
 
 
 @pytest.fixture
@@ -50,15 +44,10 @@ def history_of(folder: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def rows(folder: Path) -> int:
-    return history_of(folder).count("step,")
-
-
-def test_pause_stops_the_steps_saves_and_evaluates_and_resume_goes_on_bit_equal(pack, tmp_path, untouched, saved):
+def test_pause_stops_the_steps_saves_and_evaluates_and_resume_goes_on_bit_equal(pack, folder, untouched, saved):
     """A paused run is saved at once, since its machine may be taken; neither looking at it nor a way back that is not
     there writes more, or takes a step."""
-    folder, counts = tmp_path / "run", []
-    task = acting({3: asking(folder, "pause")})
+    counts, task = [], acting({3: asking(folder, "pause")})
 
     def user():
         until(lambda: last_step(folder) == 3, "the pause")
@@ -77,8 +66,7 @@ def test_pause_stops_the_steps_saves_and_evaluates_and_resume_goes_on_bit_equal(
 
 
 @pytest.mark.parametrize("ctrl_c", [False, True])
-def test_stop_and_ctrl_c_leave_a_usable_run_that_goes_on_bit_equal(pack, tmp_path, untouched, ctrl_c):
-    folder = tmp_path / "run"
+def test_stop_and_ctrl_c_leave_a_usable_run_that_goes_on_bit_equal(pack, folder, untouched, ctrl_c):
     task = acting({12: lambda: os.kill(os.getpid(), signal.SIGINT) if ctrl_c else send(folder, ["stop"])})
     once = partial(nb.fit, task, pack, PLAN, folder, **QUIET)
     stopped = interrupted(once) if ctrl_c else once()
@@ -88,8 +76,7 @@ def test_stop_and_ctrl_c_leave_a_usable_run_that_goes_on_bit_equal(pack, tmp_pat
     assert same(nb.fit(toy, pack, PLAN, folder, **QUIET), untouched)
 
 
-def test_evaluate_and_save_now_are_answered_and_change_nothing(pack, tmp_path, untouched, saved):
-    folder = tmp_path / "run"
+def test_evaluate_and_save_now_are_answered_and_change_nothing(pack, folder, untouched, saved):
     run = nb.fit(acting({17: asking(folder, "evaluate", "save")}), pack, PLAN, folder, **QUIET)
     (row,) = run.history.of("evaluation")
     assert row["step"] == 17
@@ -98,8 +85,7 @@ def test_evaluate_and_save_now_are_answered_and_change_nothing(pack, tmp_path, u
     assert same(run, untouched)
 
 
-def test_settings_changed_in_an_epoch_act_at_the_next_step_and_every_sample_still_comes_once(pack, tmp_path):
-    folder = tmp_path / "run"
+def test_settings_changed_in_an_epoch_act_at_the_next_step_and_every_sample_still_comes_once(pack, folder):
     task = acting(
         {
             4: asking(folder, batch_size=7, lr="2e-3"),
@@ -133,8 +119,7 @@ REFUSED = (
 )
 
 
-def test_what_cannot_be_is_explained_and_changes_nothing(pack, tmp_path, untouched):
-    folder = tmp_path / "run"
+def test_what_cannot_be_is_explained_and_changes_nothing(pack, folder, untouched):
     write = (folder / CONTROL).write_text
     actions = {2 * i + 1: partial(write, text) for i, (text, _) in enumerate(REFUSED)}
     run = nb.fit(acting(actions), pack, PLAN, folder, **QUIET)
@@ -147,8 +132,7 @@ def test_what_cannot_be_is_explained_and_changes_nothing(pack, tmp_path, untouch
     assert same(run, untouched)
 
 
-def test_requests_made_before_the_run_looks_are_all_taken_and_a_forced_one_forces_nobody_elses(pack, tmp_path):
-    folder = tmp_path / "run"
+def test_requests_made_before_the_run_looks_are_all_taken_and_a_forced_one_forces_nobody_elses(pack, folder):
     steps = [
         (asking(folder, "save", lr=2e-3), asking(folder, "evaluate", clip_norm=2.0)),
         (asking(folder, lr=1000.0), asking(folder, weight_decay=0.1, force=True)),
@@ -160,16 +144,16 @@ def test_requests_made_before_the_run_looks_are_all_taken_and_a_forced_one_force
     assert [row["step"] for row in run.history.of("evaluation")] == [3]
     assert [text.partition(":")[0] for text in texts(run)][:2] == ["saved at step 3", "refused"]
     with pytest.raises(TrainError, match="name a run's folder"):
-        send(tmp_path / "gone", ["stop"])
-    assert not (tmp_path / "gone").exists()
+        send(folder / "gone", ["stop"])
+    assert not (folder / "gone").exists()
 
 
-def test_a_request_is_never_of_an_older_run(pack, tmp_path):
-    folder, kept = tmp_path / "run", tmp_path / "kept"
+def test_a_request_is_never_of_an_older_run(pack, folder, tmp_path):
     folder.mkdir()
     send(folder, ["stop"])
-    assert len(nb.fit(toy, pack, PLAN.replace(epochs=1), folder, kept, **QUIET).history.of("epoch")) == 1
-    assert not (kept / CONTROL).exists()
+    run = nb.fit(toy, pack, PLAN.replace(epochs=1), folder, tmp_path / "kept", **QUIET)
+    assert len(run.history.of("epoch")) == 1
+    assert not (tmp_path / "kept" / CONTROL).exists()
 
 
 SCRIPT = """
@@ -185,9 +169,8 @@ nb.fit(toy, pack, toy.PLAN.replace(epochs=100000, eval_every=1000), sys.argv[3],
 
 
 @pytest.fixture
-def elsewhere(tmp_path):
+def elsewhere(folder, tmp_path):
     """The folder of a run that another process trains."""
-    folder = tmp_path / "run"
     command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parents[1]), str(tmp_path), str(folder)]
     process = subprocess.Popen(command)
     try:
@@ -203,8 +186,8 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
         until(lambda: answer in history_of(elsewhere), answer)
 
     def more(steps: int):
-        since = rows(elsewhere)
-        until(lambda: rows(elsewhere) > since + steps, "steps")
+        since = history_of(elsewhere).count("step,")
+        until(lambda: history_of(elsewhere).count("step,") > since + steps, "steps")
 
     def interrupt():
         more(1)
@@ -247,9 +230,9 @@ def test_watching_nothing_says_so_and_a_run_that_ended_is_shown_once(tmp_path, u
     assert len(nb.watch(untouched.folder).history.of("epoch")) == 4
 
 
-def test_epochs_below_the_present_one_end_the_run_after_it_and_count_what_was_done(pack, tmp_path):
+def test_epochs_below_the_present_one_end_the_run_after_it_and_count_what_was_done(pack, folder):
     """Also where it is stopped and resumed."""
-    folder, step = tmp_path / "run", 2 * STEPS + 3
+    step = 2 * STEPS + 3
     actions = {step: asking(folder, epochs=1), step + 2: asking(folder, "stop")}
     assert texts(nb.fit(acting(actions), pack, PLAN, folder, **QUIET), "change") == ["epochs 4 → 1"]
     run = nb.fit(toy, pack, None, folder, **QUIET)

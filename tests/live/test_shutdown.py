@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty
@@ -9,8 +10,7 @@ from queue import Empty
 import pytest
 import toy
 from acting import QUIET, acting, last_step, same
-from kernels import PATIENCE, Client, parent, started
-from serving import until
+from kernels import LIMIT, parent, started, until
 
 import nbtools as nb
 
@@ -40,15 +40,6 @@ def noted(folder: Path) -> int:
     return (folder / "steps").read_text().count("step\n") if (folder / "steps").exists() else 0
 
 
-def pending(kernel: Client):
-    """What the kernel published and nobody has read yet."""
-    while True:
-        try:
-            yield kernel.client.get_iopub_msg(timeout=1)
-        except Empty:
-            return
-
-
 @pytest.mark.parametrize("stack", ["colab", pytest.param("newest", marks=pytest.mark.full)])
 def test_a_kernel_shut_down_finishes_the_step_saves_and_ends(stack, tmp_path):
     """By what jupyter_client's shutdown_kernel sends, SIGKILL aside: the step under way outlasts all of it."""
@@ -58,15 +49,17 @@ def test_a_kernel_shut_down_finishes_the_step_saves_and_ends(stack, tmp_path):
         until(lambda: noted(tmp_path) == 5, "the fifth step")
         kernel.manager.interrupt_kernel()
         kernel.client.shutdown()
-        kernel.client.get_control_msg(timeout=PATIENCE)
+        kernel.client.get_control_msg(timeout=LIMIT)
         kernel.manager.signal_kernel(signal.SIGTERM)
         (tmp_path / "go").touch()
         assert kernel.ended() in (0, -signal.SIGTERM)
-        said = list(pending(kernel))
+        with suppress(Empty):
+            while True:
+                kernel.said.append(kernel.client.get_iopub_msg(timeout=1))
     assert last_step(tmp_path / "run") == noted(tmp_path) == 5
-    shown = [m["content"].get("data", {}).get("text/plain", "") for m in said if parent(m) == cell]
+    shown = [m["content"].get("data", {}).get("text/plain", "") for m in kernel.said if parent(m) == cell]
     assert "after step 5; run it again to continue" in "".join(shown)
-    assert [m["content"]["ename"] for m in said if m["msg_type"] == "error"] == []
+    assert [m["content"]["ename"] for m in kernel.said if m["msg_type"] == "error"] == []
     assert "nbtools" not in (tmp_path / "stderr").read_text()  # ipykernel 7 has complaints of its own
     goes_on_bit_equal(nb.Pack.open(tmp_path / "toy" / "pack"), tmp_path)
 
@@ -79,25 +72,18 @@ def goes_on_bit_equal(pack: nb.Pack, folder: Path) -> None:
     assert len(again.history.of("epoch")) == PLAN.epochs
 
 
-@pytest.fixture
-def terminated(tmp_path):
-    """SIGTERMs that came through to whoever handles them in this process, and whether training was saved by then."""
-    came: list[tuple[int, bool]] = []
+def test_sigterm_is_a_request_to_stop_and_comes_through_when_the_run_is_saved(tmp_path, request):
+    saved: list[bool] = []  # at each SIGTERM that comes through to whoever handles it in this process
 
     def handle(number, frame):
-        came.append((number, last_step(tmp_path / "run") > 0))
+        saved.append(last_step(tmp_path / "run") > 0)
 
-    before = signal.signal(signal.SIGTERM, handle)
-    yield came
-    signal.signal(signal.SIGTERM, before)
-
-
-def test_sigterm_is_a_request_to_stop_and_comes_through_when_the_run_is_saved(tmp_path, terminated):
+    request.addfinalizer(partial(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, handle)))
     pack = toy.make_pack(tmp_path, count=60)
     task = acting({5: partial(os.kill, os.getpid(), signal.SIGTERM)})
     run = nb.fit(task, pack, PLAN, tmp_path / "run", keep=tmp_path / "kept", **QUIET)
     assert run.events[-1] == "stopped by SIGTERM after step 5; run it again to continue"
     assert last_step(tmp_path / "run") == last_step(nb.Run.open(tmp_path / "kept", task).folder) == 5
-    assert terminated == [(signal.SIGTERM, True)], "it came through before the run was saved"
+    assert saved == [True]
     goes_on_bit_equal(pack, tmp_path)
-    assert len(terminated) == 1
+    assert saved == [True]

@@ -9,15 +9,11 @@ import pytest
 from kernels import Client, parent, started
 
 SETUP = f"""
-import sys, threading, time; sys.path[:0] = [{str(Path(__file__).parents[1])!r}, {str(Path(__file__).parents[2])!r}]
+import sys; sys.path[:0] = [{str(Path(__file__).parents[1])!r}, {str(Path(__file__).parents[2])!r}]
 import torch; torch.set_num_threads(1)
 import nbtools as nb, toy
-from nbtools.live import surface
 from pathlib import Path
-from typing import Any
-surface.LOOK_EVERY = 0.0
 from io import BytesIO
-from types import SimpleNamespace
 from PIL import Image
 from nbtools.live import draw
 file = BytesIO()
@@ -25,8 +21,6 @@ Image.new("L", (2, 2)).save(file, "png")
 draw.png = lambda *_: file.getvalue()  # drawing takes longer than all that is shown here
 pack = toy.make_pack(Path("toy"))
 plan = toy.PLAN.replace(epochs=1)
-def task(**hooks):
-    return SimpleNamespace(**dict(vars(toy), preview=None, **hooks))
 """
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import kernels
 import pytest
-import serving
 from browser import text
-from serving import CLASSIC, LAB, Stack
+from kernels import CLASSIC, LAB, Stack
 from test_live import ASKED, cells, check_saved
 
 EXECUTE = "import papermill; papermill.execute_notebook('captcha.ipynb', 'done.ipynb', progress_bar=False)"
@@ -20,9 +19,9 @@ EXECUTE = "import papermill; papermill.execute_notebook('captcha.ipynb', 'done.i
 def test_the_same_notebook_ends_without_anybody_clicking(stack: Stack, tmp_path: Path):
     work = tmp_path / "work"
     work.mkdir()
-    serving.write(work / "captcha.ipynb", cells(count=120, epochs=2))
+    kernels.write(work / "captcha.ipynb", cells(count=120, epochs=2))
     command = [kernels.python(stack.kernel), "-c", EXECUTE]
-    done = subprocess.run(command, cwd=work, env=serving.environment(tmp_path), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=work, env=kernels.environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     notebook = json.loads((work / "done.ipynb").read_text())
     assert text(notebook, ASKED).split() == ["second", "third", "asked"]

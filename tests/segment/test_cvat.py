@@ -2,22 +2,14 @@
 
 import numpy as np
 import pytest
-from masks import H, W, checked, faults, ids, only, packed, photo, polygon, saved, sole, tree, xml
+from masks import H, W, checked, ids, only, packed, photo, polygon, saved, sole, tree, xml
 from matplotlib.path import Path as Outline
 
 from nbtools.errors import PackError
+from nbtools.tasks.common.files import ERROR
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TRIANGLE = polygon("1,1;30,1;30,30")
-
-
-def edited(source, old, new):
-    """The annotations with a text replaced."""
-    path = source / "annotations.xml"
-    path.write_text(path.read_text().replace(old, new))
-    return source
-
-
 SQUARE = np.zeros((H, W), np.uint8)
 SQUARE[10:20, 10:20] = 1
 
@@ -55,25 +47,25 @@ UNDRAWN = {  # a shape → its rule, and part of what came
 
 @pytest.mark.parametrize("shape", UNDRAWN)
 def test_a_shape_that_cannot_be_drawn_leaves_its_image_out(tmp_path, shape):
-    [row] = faults(checked(xml(tmp_path, shape)))
+    [row] = [row for row in checked(xml(tmp_path, shape)).rows if row.severity == ERROR]
     rule, value = UNDRAWN[shape]
     assert (row.file, row.rule) == ("a.png", rule)
     assert value in row.value
 
 
 @pytest.mark.parametrize(
-    ("attributes", "place", "split"),
+    ("place", "name", "split"),
     [
         ('name="a.png" subset="Validation"', "images/Validation/a.png", "val"),
         ('name="sub\\a.png"', "images/sub/a.png", "train"),
     ],
 )
-def test_an_image_is_found_where_cvat_puts_it_and_its_subset_is_its_split(tmp_path, attributes, place, split):
-    source = edited(xml(tmp_path / "raw", TRIANGLE), 'name="a.png"', attributes)
-    (source / place).parent.mkdir(parents=True)
-    (source / "a.png").rename(source / place)
+def test_an_image_is_found_where_cvat_puts_it_and_its_subset_is_its_split(tmp_path, place, name, split):
+    source = xml(tmp_path / "raw", TRIANGLE, place=place)
+    saved(source / name, (source / "a.png").read_bytes())
+    (source / "a.png").unlink()
     made = packed(source, val=0, test=0)
-    assert (made.names, made.splits[split]) == ([place], 1)
+    assert (made.names, made.splits[split]) == ([name], 1)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +77,9 @@ def test_an_image_is_found_where_cvat_puts_it_and_its_subset_is_its_split(tmp_pa
 )
 def test_names_lead_to_no_file_outside_the_source_and_an_image_is_annotated_once(tmp_path, name, rule):
     saved(tmp_path / "secret.png", photo())
-    image = f'<image id="1" name="{name}" width="{W}" height="{H}"></image></annotations>'
-    source = edited(xml(tmp_path / "raw", TRIANGLE), "</annotations>", image)
-    [row] = faults(checked(source))
+    another = f'</image><image id="1" name="{name}" width="{W}" height="{H}">'
+    source = xml(tmp_path / "raw", TRIANGLE + another)
+    [row] = [row for row in checked(source).rows if row.severity == ERROR]
     assert (row.file, row.rule) == ("annotations.xml", rule)
     assert packed(source, val=0, test=0).names == ["a.png"]
 

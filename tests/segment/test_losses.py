@@ -133,7 +133,6 @@ def test_a_micro_batch_of_one_image_trains_and_its_pooled_norms_keep_their_avera
 
 
 def test_heads_learn_head_lr_times_as_fast_and_norms_and_biases_do_not_decay():
-    for group in segment.groups(small(), segment.Plan(head_lr=7.0)):
-        assert group["decays"] == all(p.dim() > 1 for p in group["params"])
-    scales = {group["lr_scale"]: len(group["params"]) for group in segment.groups(small(), segment.Plan(head_lr=7.0))}
-    assert scales.keys() == {1.0, 7.0}
+    groups = [*segment.groups(small(), segment.Plan(head_lr=7.0))]
+    assert all(group["decays"] == all(p.dim() > 1 for p in group["params"]) for group in groups)
+    assert {group["lr_scale"] for group in groups} == {1.0, 7.0}

@@ -1,7 +1,10 @@
-"""Clips of signs become a pack, and one table says what is wrong with a folder of them before that."""
+"""Clips of signs, a demo's too, become a pack; one table says what is wrong with a folder of them before that, and a
+skeleton shows what is seen of them."""
 
 import json
+import re
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +12,19 @@ import numpy as np
 import pytest
 
 import nbtools as nb
-from nbtools.data import Pack
 from nbtools.data.pack import Column
 from nbtools.errors import PackError
 from nbtools.tasks import sign
 from nbtools.tasks.common.files import ERROR, WARNING
+from nbtools.tasks.sign.visualize import skeleton
 
 T = 5
 META = {"video": "10.MOV", "order": "pose25,left_hand21,right_hand21,face11"}
 KEYPOINTS = {"kp_key": "X", "feature_key": None}
 FIRST = "file,gloss,cat"
 NAMES = ("train/a", "train/b", "val/c", "val/d")
-
+packed = partial(sign.pack, progress=False)
+checked = partial(nb.validate, sign, progress=False)
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
@@ -59,14 +63,6 @@ def corpus(folder: Path, **more) -> Path:
     return folder
 
 
-def packed(source: Path, **more) -> Pack:
-    return sign.pack(source, progress=False, **more)
-
-
-def checked(source: Path, **more):
-    return nb.validate(sign, source, progress=False, **more)
-
-
 def test_clips_in_the_exact_format_pass_and_are_packed_as_they_are_from_a_folder_or_an_archive(tmp_path):
     source = corpus(tmp_path / "raw")
     report = checked(source, require_x2048=True)
@@ -84,8 +80,6 @@ def test_clips_in_the_exact_format_pass_and_are_packed_as_they_are_from_a_folder
         for column, key in (("x", "X"), ("mask", "mask"), ("features", "X2048")):
             np.testing.assert_array_equal(sample[column], raw[key])
         assert sample["label"].tolist() == [k % 2, k % 2]
-    assert packed(source).folder == made.folder, "a second call opens the finished pack"
-    assert packed(made.folder).card == made.card
     with tarfile.open(tmp_path / "signs.tar", "w") as file:
         file.add(source, "signs")
     assert packed(tmp_path / "signs.tar").card == made.card
@@ -263,3 +257,48 @@ def test_a_damaged_clip_gives_its_row_and_no_other(tmp_path, severity, kinds):
     wrong = [row[:4] for row in rows if severity == ERROR]
     assert list(made.bad.itertuples(index=False, name=None)) == wrong
     assert len(made) == len(kinds) + 1 - len(wrong)
+
+
+def test_demo_clips_are_in_the_guides_format_and_the_validator_finds_nothing(tmp_path):
+    rich = sign.demo(tmp_path, 12, glosses=4, features=True)
+    report = checked(rich, require_x2048=True)
+    assert (report.about, report.rows) == ("12 clips, 12 with a label", [])
+    with np.load(rich / "train/clip_00000.npz") as file:
+        count = len(file["X"])
+        expected = {"X": ("<f4", (count, 156)), "X2048": ("<f4", (count, 2048)), "mask": ("|b1", (count, 78))}
+        expected |= {"timestamps_ms": ("<i8", (count,))}
+        assert {key: (file[key].dtype.str, file[key].shape) for key in file if key != "meta"} == expected
+
+
+def test_val_signers_never_train_and_every_gloss_comes_equally_often(tmp_path):
+    clips = sign.demo(tmp_path, 60, glosses=4, categories=2, frames=(10, 20))
+    made = packed(clips)
+    signers: dict[str, list[str]] = {"train": [], "val": []}
+    for path in clips.glob("*/*.npz"):
+        with np.load(path) as file:
+            signers[path.parent.name] += re.findall(r"signer (\d+)", json.loads(file["meta"].item())["video"])
+    assert set(signers["train"]).isdisjoint(signers["val"])
+    assert {split: len(names) for split, names in signers.items()} == {"train": 50, "val": 10}
+    assert made.splits == {"train": 50, "val": 10, "test": 0}
+    labels = made.arrays["label"][made.ids("train"), 0]
+    assert {*np.bincount(labels)} == {12, 13}
+    assert made.options["categories"] == ["greeting", "survival"]
+
+
+@pytest.mark.full
+def test_the_advised_plan_passes_three_quarters(tmp_path):
+    source = sign.demo(tmp_path / "raw", 600, glosses=12, categories=2)
+    pack = packed(source)
+    plan = nb.advise(sign, pack, measure=False).plan
+    run = nb.fit(sign, pack, plan, tmp_path / "run", receipt=False, progress=False)
+    assert nb.evaluate(run, pack, split="val")["gloss_accuracy"] > 0.75
+
+
+def test_what_is_not_seen_is_not_drawn_and_no_limb_leads_there():
+    """An elbow at the zero of a missing point would draw a line to the corner of the picture."""
+    seen, points = np.ones(78, bool), np.random.default_rng(0).uniform(0.3, 0.7, (78, 2))
+    assert not np.asarray(skeleton(points, ~seen, 60)).any()
+    points[13] = 0
+    assert np.asarray(skeleton(points, seen, 200))[:30, :30].any()
+    seen[13] = False
+    assert not np.asarray(skeleton(points, seen, 200))[:30, :30].any()

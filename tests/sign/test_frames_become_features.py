@@ -18,6 +18,7 @@ import nbtools as nb
 from nbtools.errors import MissingExtra, PackError
 from nbtools.tasks import sign
 from nbtools.tasks.sign.features import TUNED, inception
+from tests.sign.test_clips_become_a_pack import arrays, clip, listed
 
 H, W = 12, 18
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -40,22 +41,13 @@ def filmed(folder: Path, frames: int = 3, seed: int = 0) -> list[Image.Image]:
     return pictures
 
 
-def keypoints(path: Path, frames: int = 3) -> dict[str, np.ndarray]:
-    arrays = {"X": np.full((frames, 156), 0.5, np.float32), "mask": np.ones((frames, 78), bool)}
-    arrays |= {"timestamps_ms": np.arange(frames) * 33, "meta": np.array('{"video": "1.MOV"}')}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, **arrays)
-    return arrays
-
-
 def corpus(folder: Path, takes: int = 2) -> Path:
     """Clips of two glosses in train and val, of 3 and 4 frames."""
     for split in ("train", "val"):
         names = [f"{split}_{gloss}_{take}" for gloss in range(2) for take in range(takes)]
         for seed, name in enumerate(names):
             filmed(folder / split / name, frames=3 + seed % takes, seed=seed)
-        rows = [f"{name},{gloss},{gloss}" for name in names for gloss in name.split("_")[1]]
-        (folder / split / "labels.csv").write_text("\n".join(["file,gloss,cat", *rows]) + "\n")
+        listed(folder / split / "labels.csv", *(f"{name},{name[-3]},{name[-3]}" for name in names))
     return folder
 
 
@@ -91,13 +83,14 @@ def test_a_clip_gets_the_features_of_its_frames_in_order_whatever_the_batch(tmp_
 
 def test_features_come_to_what_a_clip_has_with_its_labels_and_the_pack_takes_them(tmp_path):
     source, into = corpus(tmp_path / "raw"), tmp_path / "clips"
-    folders = [path for path in (source / "train").iterdir() if path.is_dir()]
-    before = {path.name: keypoints(into / f"train/{path.name}.npz", len(list(path.iterdir()))) for path in folders}
+    frames = {path.name: len([*path.iterdir()]) for path in (source / "train").iterdir() if path.is_dir()}
+    for name, count in frames.items():
+        clip(into / f"train/{name}.npz", frames=count, without=("X2048",))
     (into / "train" / "labels.csv").write_text((source / "train" / "labels.csv").read_text() + "\n")
     assert made(source, into).ok
-    for name, arrays in before.items():
-        for key, values in arrays.items():
-            np.testing.assert_array_equal(held(into / f"train/{name}.npz", key), values)
+    for name, count in frames.items():
+        for key in ("X", "mask", "timestamps_ms", "meta"):
+            np.testing.assert_array_equal(held(into / f"train/{name}.npz", key), arrays(0, count)[key])
     assert nb.validate(sign, into / "train", require_x2048=True, progress=False).rows == []
     assert (into / "train" / "labels.csv").read_text().endswith("\n\n"), "a list that is there is not replaced"
     packed = sign.pack(into, kp_key=None, progress=False)
@@ -135,13 +128,13 @@ def test_features_of_two_backbones_do_not_mix(tmp_path):
     assert not (into / "train" / "new.npz").exists()
 
 
-def test_what_cannot_be_used_has_a_row_and_the_rest_is_made(tmp_path):
+def test_what_cannot_be_used_has_a_row_and_the_rest_is_made_but_not_by_a_network_with_its_classifier(tmp_path):
     raw, into = tmp_path / "raw", tmp_path / "clips"
     for name in ("whole", "torn", "sizes", "short", "wreck"):
         filmed(raw / name, seed=1)
     (raw / "torn" / "frame_2.png").write_bytes((raw / "torn" / "frame_2.png").read_bytes()[:200])
     Image.new("RGB", (W + 1, H)).save(raw / "sizes" / "frame_3.png")
-    keypoints(into / "short.npz", frames=4)
+    clip(into / "short.npz", frames=4, without=("X2048",))
     into.joinpath("wreck.npz").write_bytes(b"no archive")
     before = {path: path.read_bytes() for path in into.iterdir()}
     assert {row.file: row.rule for row in made(raw, into).rows} == {
@@ -154,13 +147,9 @@ def test_what_cannot_be_used_has_a_row_and_the_rest_is_made(tmp_path):
     assert (into / "whole.npz").exists()
     with pytest.raises(PackError, match=r"no frames .*; give a folder with a folder of images for each clip"):
         made(into, tmp_path / "other")
-
-
-def test_a_network_with_its_classifier_is_refused(tmp_path):
-    filmed(tmp_path / "raw" / "hello")
     with pytest.raises(PackError, match=r"network must return \(N, 2048\), got \(3, 1000\) for 3 frames"):
-        made(tmp_path / "raw", tmp_path / "clips", network=nn.Sequential(network(), nn.Linear(2048, 1000)))
-    assert not list(tmp_path.rglob("*.npz"))
+        made(raw, tmp_path / "other", network=nn.Sequential(network(), nn.Linear(2048, 1000)))
+    assert not list(tmp_path.rglob("other/*.npz"))
 
 
 WEIGHTS = {"1.weight", "1.bias", "2.weight", "2.bias", "5.weight", "5.bias"}

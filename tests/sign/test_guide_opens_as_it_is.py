@@ -6,7 +6,7 @@ data/processed/{transformer_only,iv3_gru_only,test_15fps}/CLIP.npz, each with a 
 import csv
 import subprocess
 import sys
-import tarfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,18 +18,20 @@ from nbtools.__main__ import main
 from nbtools.data import Pack
 from nbtools.errors import PackError
 from nbtools.tasks import sign
+from tests.sign.test_clips_become_a_pack import listed
 
 pytestmark = pytest.mark.usefixtures("one_cache")
 
 KEYPOINTS, FEATURES, VALIDATION = "transformer_only", "iv3_gru_only", "test_15fps"
 COLUMNS = ["epoch", "train_loss", "val_loss", "val_gloss_acc", "val_cat_acc", "lr", "epoch_time"]
+packed = partial(sign.pack, progress=False)
 
 
 @pytest.fixture(scope="module")
 def processed(tmp_path_factory):
     """30 train clips: 10 in both folders, 10 with keypoints alone, 10 with features alone; 10 to validate."""
-    folder = tmp_path_factory.mktemp("guide")
-    made = sign.demo(folder / "made", 40, glosses=6, categories=2, frames=(10, 16), features=True)
+    made, folder = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("guide") / "data" / "processed"
+    sign.demo(made, 40, glosses=6, categories=2, frames=(10, 16), features=True)
     rows: dict[str, list[str]] = {KEYPOINTS: [], FEATURES: [], VALIDATION: []}
     for split in ("train", "val"):
         for n, row in enumerate(csv.DictReader((made / split / "labels.csv").read_text().splitlines())):
@@ -38,22 +40,13 @@ def processed(tmp_path_factory):
             both = (KEYPOINTS, FEATURES)
             for place in [VALIDATION] if split == "val" else both if n < 10 else [both[n % 2]]:
                 without = {KEYPOINTS: ("X2048",), FEATURES: ("X", "mask"), VALIDATION: ()}[place]
-                path = folder / "data" / "processed" / place / f"{row['file']}_how are you.npz"
+                path = folder / place / f"{row['file']}_how are you.npz"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 np.savez(path, **{key: values for key, values in clip.items() if key not in without})
                 rows[place].append(f"{path.stem},{row['gloss']},{row['cat']}")
     for place, lines in rows.items():
-        path = folder / "data" / "processed" / place / "labels.csv"
-        path.write_text("\n".join(["file,gloss,cat", *lines]) + "\n")
-    return folder / "data" / "processed"
-
-
-def packed(source, **options) -> Pack:
-    return sign.pack(source, progress=False, **options)
-
-
-def counts(pack: Pack) -> tuple[int, int, int]:
-    return pack.splits["train"], pack.splits["val"], pack.splits["test"]
+        listed(folder / place / "labels.csv", *lines)
+    return folder
 
 
 def fitted(pack: Pack, network: str, folder: Path) -> nb.Run:
@@ -61,15 +54,12 @@ def fitted(pack: Pack, network: str, folder: Path) -> nb.Run:
     return nb.fit(sign, pack, plan, folder, receipt=False, progress=False)
 
 
-def test_the_three_folders_are_one_pack_whose_third_validates(processed, tmp_path):
+def test_the_three_folders_are_one_pack_whose_third_validates(processed):
     report = nb.validate(sign, processed, progress=False)
     assert (report.about, report.errors) == ("50 clips, 50 with a label", 0)
     made = packed(processed)
-    assert (counts(made), len(made.bad), len(made.classes)) == ((40, 10, 0), 0, 6)
+    assert (made.splits, len(made.bad), len(made.classes)) == ({"train": 40, "val": 10, "test": 0}, 0, 6)
     assert {Path(made.names[i]).parent.name for i in made.ids("val")} == {VALIDATION}
-    with tarfile.open(tmp_path / "processed.tar", "w") as file:
-        file.add(processed, "processed")
-    assert packed(tmp_path / "processed.tar").card == made.card
 
 
 @pytest.mark.parametrize(("network", "key", "column"), [("transformer", "X", "x"), ("gru", "X2048", "features")])
@@ -105,7 +95,7 @@ def test_a_folder_alone_validates_packs_and_trains_its_network(processed, networ
     assert main(["validate", "sign", str(processed / folder)]) == 0
     assert "20 clips, 20 with a label: 0 errors" in capsys.readouterr().out
     made = packed(processed / folder, val=5, test=0)
-    assert counts(made) == (15, 5, 0)
+    assert made.splits == {"train": 15, "val": 5, "test": 0}
     run = fitted(made, "auto", tmp_path / "run")
     assert [row["samples"] for row in run.history.of("epoch")] == [15]
     new = run.pack(processed / VALIDATION, test=1.0, progress=False)

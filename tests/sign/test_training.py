@@ -1,6 +1,5 @@
 """What the settings of signs do to batches, loss, metrics and augmentation, and none of the guide's faults."""
 
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -17,19 +16,12 @@ from nbtools.tasks.sign.task import Plan
 
 pytestmark = pytest.mark.usefixtures("one_cache")
 
-GLOSSES = 6
-ALL: dict[str, Any] = {"time_warp": 1.0, "time_crop": 0.4, "mirror": 0.5}
-
-
-def make_pack(folder: Path, count=24, **options):
-    """14 of 24 clips train; frames, hands and faces are missing here and there."""
-    sign.demo(folder / "raw", count, glosses=GLOSSES, categories=3, features=True, frames=(10, 16))
-    return sign.pack(folder / "raw", into=folder / "pack", progress=False, **options)
-
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory):
-    return make_pack(tmp_path_factory.mktemp("sign"))
+    """14 of 24 clips train; frames, hands and faces are missing here and there."""
+    raw = sign.demo(tmp_path_factory.mktemp("sign"), 24, glosses=6, categories=3, features=True, frames=(10, 16))
+    return sign.pack(raw, progress=False)
 
 
 @pytest.fixture
@@ -39,7 +31,7 @@ def narrow(monkeypatch):
     monkeypatch.setattr(Transformer, "depth", 1)
 
 
-def test_the_loss_is_the_sum_of_both_heads_by_alpha_and_beta_in_float32_against_the_formula():
+def test_the_loss_is_the_sum_of_both_heads_by_alpha_and_beta_in_float32_against_the_formula_and_never_of_nothing():
     plan = Plan(alpha=0.7, beta=0.2, label_smoothing=0.1)
     torch.manual_seed(0)
     outputs = gloss, category = torch.randn(7, 6).bfloat16(), torch.randn(7, 3).bfloat16()
@@ -51,6 +43,8 @@ def test_the_loss_is_the_sum_of_both_heads_by_alpha_and_beta_in_float32_against_
             expected += factor * -(0.9 * p[labels[b, place]] + 0.1 * p.mean())
     loss_sum, count = sign.loss(lambda _: outputs, {"label": labels}, plan)
     assert (count, float(loss_sum), loss_sum.dtype) == (7, pytest.approx(float(expected), rel=1e-5), torch.float32)
+    with pytest.raises(PlanError, match=r"Plan\.alpha and Plan\.beta must not both be 0"):
+        Plan(alpha=0, beta=0)
 
 
 @pytest.mark.parametrize("classes", [3, 9])
@@ -107,7 +101,8 @@ def test_the_mirror_image_of_a_mirror_image_is_the_clip(pack):
 def test_a_point_that_is_not_seen_says_nothing_and_nothing_is_seen_beyond_a_clip(pack):
     raw = raw_batch(pack, range(12))
     noisy = {**raw, "x": torch.where(raw["mask"].repeat_interleave(2, 2), raw["x"], 9.0)}
-    changed, blind = (sign.batch(each, Plan(**ALL), Draws(1, 0, raw["id"])) for each in (raw, noisy))
+    plan = Plan(time_warp=1.0, time_crop=0.4, mirror=0.5)
+    changed, blind = (sign.batch(each, plan, Draws(1, 0, raw["id"])) for each in (raw, noisy))
     torch.testing.assert_close(blind["x"], changed["x"], atol=1e-5, rtol=1e-4)
     for seen, frames in zip(changed["mask"], changed["x_length"].tolist(), strict=True):
         assert not seen[frames:].any()
@@ -127,11 +122,6 @@ def test_a_warped_clip_keeps_its_ends_and_its_order():
         assert batch["mask"][b, :length, 1].tolist() == (own < 0.5).tolist()
         assert batch["mask"][b].any(1).tolist() == [t < length for t in range(batch["mask"].shape[1])]
     assert lengths != [20, 20, 11]
-
-
-def test_a_loss_of_nothing_is_refused():
-    with pytest.raises(PlanError, match=r"Plan\.alpha and Plan\.beta must not both be 0"):
-        Plan(alpha=0, beta=0)
 
 
 def clips(*lengths: int) -> dict[str, torch.Tensor]:
