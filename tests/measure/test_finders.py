@@ -4,6 +4,7 @@ choice against exhaustive search, wherever memory or time ends."""
 
 import dataclasses
 import math
+from functools import partial
 from time import process_time
 from typing import Any
 
@@ -70,8 +71,7 @@ def test_the_sweep_tries_what_it_is_given_or_values_around_the_plans_and_says_wh
         nb.lr_sweep(task, pack, task.PLAN, lrs=[0.0])
 
 
-def rules(task: Any, pack: nb.Pack) -> nb.Plan:
-    return nb.advise(task, pack, measure=False).plan
+rules = partial(nb.advise, measure=False)
 
 
 @pytest.fixture
@@ -80,18 +80,19 @@ def spirals(tmp_path) -> nb.Pack:
 
 
 def test_without_a_recipe_fresh_weights_start_at_0_002_and_pretrained_ones_at_0_0001_at_batch_64(spirals):
-    """Pretrained: as is said, or where parameters are frozen."""
-    fresh = rules(nb.classify(problems.points), spirals)
+    fresh = rules(nb.classify(problems.points), spirals).plan
     scale = math.sqrt(fresh.batch_size / 64)
     assert fresh.lr == pytest.approx(2e-3 * scale, rel=0.01)
-    assert rules(nb.classify(problems.points, pretrained=True), spirals).lr == pytest.approx(1e-4 * scale, rel=0.01)
+    assert rules(nb.classify(problems.points, pretrained=True), spirals).plan.lr == pytest.approx(
+        1e-4 * scale, rel=0.01
+    )
     net: Any = problems.points(3, 2)
     net[0].requires_grad_(False)
-    assert rules(nb.classify(net), spirals).lr == pytest.approx(1e-4 * scale, rel=0.01)
+    assert rules(nb.classify(net), spirals).plan.lr == pytest.approx(1e-4 * scale, rel=0.01)
 
 
 def test_a_recipe_keeps_its_lr_by_the_rule_and_its_epochs(spirals):
-    own = rules(nb.classify(problems.points, plan=nb.Plan(batch_size=64, lr=8e-3, epochs=12)), spirals)
+    own = rules(nb.classify(problems.points, plan=nb.Plan(batch_size=64, lr=8e-3, epochs=12)), spirals).plan
     assert (own.lr, own.epochs) == (pytest.approx(8e-3 * math.sqrt(own.batch_size / 64), rel=0.01), 12)
 
 
