@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import kernels
 import numpy as np
@@ -43,6 +44,17 @@ def read(path: Path, options) -> dict[str, np.ndarray]:
     with open(os.environ["READS"], "a", errors="surrogateescape") as file:
         file.write(f"{path.name}\n")
     return {"x": np.load(path) * options.get("scale", 1)}
+
+
+def failing(name: str, error: BaseException) -> Any:
+    """`read`, but for a file of this name."""
+
+    def reader(path, options):
+        if path.name == name:
+            raise error
+        return read(path, options)
+
+    return reader
 
 
 def reads(place: Path) -> int:
@@ -111,12 +123,7 @@ def test_bad_samples_are_listed_and_where_none_can_be_used_the_first_is_named(pl
         (source / f"{i}.npy").write_bytes(content)
     (source / "4.npy").unlink()
     (source / "4.npy").symlink_to(place / "gone")
-
-    def picky(path, options):
-        if path.name == "5.npy":
-            raise PackError("5, five", "the number is below 5", "rename the file")
-        return read(path, options)
-
+    picky = failing("5.npy", PackError("5, five", "the number is below 5", "rename the file"))
     made = pack(source, read=picky)
     bad = made.bad.to_dict("list")
     assert (made.names, bad["file"]) == (["0.npy"], [f"{i}.npy" for i in range(1, 6)])
@@ -134,11 +141,7 @@ def test_bad_samples_are_listed_and_where_none_can_be_used_the_first_is_named(pl
 
 
 def test_a_disk_that_stops_responding_is_an_error_and_no_bad_sample(place):
-    def away(path, options):
-        if path.name == "7.npy":
-            raise OSError(errno.EIO, "Input/output error")
-        return read(path, options)
-
+    away = failing("7.npy", OSError(errno.EIO, "Input/output error"))
     with pytest.raises(DiskError, match=r"7\.npy: Input/output error"):
         pack(vectors(place / "raw"), read=away, into=place / "mine")
     assert len(pack(place / "raw", into=place / "mine")) == 40
@@ -192,14 +195,8 @@ def blocks(monkeypatch):
 def test_what_was_decoded_before_an_interrupt_is_not_read_again_unless_it_is_of_something_else(place, change):
     source, into = vectors(place / "raw"), place / "mine"
     (source / "3.npy").write_bytes(b"no")
-
-    def interrupted(path, options):
-        if path.name == "38.npy":  # the 33rd by name
-            raise KeyboardInterrupt
-        return read(path, options)
-
     with pytest.raises(KeyboardInterrupt):
-        pack(source, read=interrupted, into=into)
+        pack(source, read=failing("38.npy", KeyboardInterrupt()), into=into)  # the 33rd by name
     if change == "a file":
         np.save(source / "1.npy", np.full(3, -1, np.float32))
     for path in place.glob("*.part/*/*.npz") if change == "a power cut" else ():

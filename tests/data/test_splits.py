@@ -34,8 +34,7 @@ def at_least_6(entry, sample) -> None:
 
 
 def last_tests(i: int) -> str:
-    """Of nine samples."""
-    return "test" if i == 8 else "train"
+    return "test" if i == 8 else "train"  # of nine
 
 
 GOLDEN = {"0.png": "train", "1.png": "test", "3.png": "val", "6.png": "test", "句.png": "train"}

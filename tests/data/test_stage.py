@@ -228,10 +228,6 @@ def test_a_place_to_keep_is_made_on_drive_and_a_path_on_drive_must_exist(place, 
         stage("drive:digits.tar")
 
 
-class MessageError(Exception):
-    """What Colab raises where the browser answers that access was not granted."""
-
-
 @pytest.fixture
 def colab(place, monkeypatch) -> MagicMock:
     """google.colab, which notes its calls; `place / "content"` is its mount point."""
@@ -275,7 +271,8 @@ def test_where_drive_is_declined_nothing_counts_as_kept_and_the_dialog_comes_onc
     colab.drive.mount.side_effect = ValueError("mount failed")
     with pytest.raises(errors.StageError, match="not mounted: ValueError: mount failed"):
         nb.kept("drive:captcha.tar")
-    colab.drive.mount.side_effect = MessageError("Error: credential propagation was unsuccessful")
+    denied = type("MessageError", (Exception,), {})  # what the browser's answer becomes in Colab
+    colab.drive.mount.side_effect = denied("Error: credential propagation was unsuccessful")
     assert nb.kept("drive:nbtools-data/runs/captcha", "a short run") is None
     assert place_to_keep("drive:nbtools-data/runs/captcha") is None
     printed = capsys.readouterr().err

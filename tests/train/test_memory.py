@@ -52,7 +52,6 @@ def with_memory_for(allocations: int, pack: nb.Pack) -> tuple[bool, dict[str, to
 
 
 def test_memory_may_end_at_any_allocation_and_training_goes_on_as_if_it_had_not(odd):
-    """Nothing is applied twice: weights, optimizer and moving average."""
     _, expected = with_memory_for(10**9, odd)
     at, ended = 1, True
     while ended:

@@ -36,7 +36,6 @@ def fitted(task, pack, folder, **plan):
 
 
 def split_of(pack: nb.Pack, name: str = "val") -> dict[str, torch.Tensor]:
-    """x and y of a split."""
     return {column: torch.from_numpy(pack.arrays[column][pack.ids(name)]) for column in ("x", "y")}
 
 

@@ -117,15 +117,12 @@ def test_what_must_not_be_larger_is_taken_along_unless_it_is_given(turned, expec
 
 
 STEPS = 50  # an epoch
-
-
-def scheduled(**knobs) -> Plan:
-    return Plan(**{"epochs": 10, "lr": 1e-2, **knobs})
+BASE = Plan(epochs=10, lr=1e-2)
 
 
 def test_warmup_rises_linearly_step_by_step_and_ends():
     """One guide steps a scheduler of 1,000 warmup steps once an epoch, so that its warmup never ends."""
-    made = scheduled(warmup_epochs=2, schedule="constant")
+    made = BASE.replace(warmup_epochs=2, schedule="constant")
     rising = [lr_at(made, step / STEPS) for step in range(1, 2 * STEPS + 1)]
     assert rising == pytest.approx([1e-2 * k / (2 * STEPS) for k in range(1, 2 * STEPS + 1)])
     assert [lr_at(made, 2 + k / STEPS) for k in range(8 * STEPS)] == [1e-2] * 8 * STEPS
@@ -133,7 +130,7 @@ def test_warmup_rises_linearly_step_by_step_and_ends():
 
 def test_cosine_is_torchs_cosine():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
-    scheduler, made = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10 * STEPS, 1e-4), scheduled(min_lr=1e-4)
+    scheduler, made = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10 * STEPS, 1e-4), BASE.replace(min_lr=1e-4)
     for step in range(10 * STEPS):
         assert lr_at(made, step / STEPS) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
         optimizer.step()
@@ -154,4 +151,4 @@ def test_cosine_is_torchs_cosine():
     ],
 )
 def test_schedules_at_known_points(knobs, epochs, drops, lr):
-    assert lr_at(scheduled(**knobs), epochs, drops) == pytest.approx(lr)
+    assert lr_at(BASE.replace(**knobs), epochs, drops) == pytest.approx(lr)

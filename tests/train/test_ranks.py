@@ -56,14 +56,14 @@ PARTS = {  # → network, the plan, and what of it one process needs for the sam
 }
 
 
-def precise(network: str, **hooks: Any) -> Any:
+def precise(network: str) -> Any:
     """The toy in float64, with one of the networks."""
 
     def batch(raw, plan, draws):
         found = toy.batch(raw, plan, draws)
         return {**found, "x": found["x"].double()}
 
-    return toy.with_(**{"batch": batch, "model": lambda card, plan: NETWORKS[network]().double(), **hooks})
+    return toy.with_(batch=batch, model=lambda card, plan: NETWORKS[network]().double())
 
 
 def fitted(pack: Path, run: Path, network: str, plan: toy.Plan) -> None:

@@ -98,11 +98,9 @@ def large(tmp_path_factory) -> Pack:
 
 
 def feed_of(pack: Pack, where: Device) -> Any:
-    """Batches that take the host their time, as a DataLoader's do."""
-
     def feed(batches: list[np.ndarray]) -> Iterator[Any]:
         for ids in batches:
-            where.host(where.loading)
+            where.host(where.loading)  # as a DataLoader does
             yield gather(pack, ids)
 
     feed.name = "streamed"  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,22 +1,27 @@
 """The learning rate and the epochs that nobody chose: what advice proposes, and `nb.fit` without a plan uses, learns as
-well as the best of a grid; and the trial that decides it keeps to its rules."""
+well as the best of a grid; the trial that decides it keeps to its rules. And the batch finder, on simulated times: its
+choice against exhaustive search, wherever memory or time ends."""
 
 import dataclasses
 import math
+from functools import partial
 from time import process_time
 from typing import Any
 
 import numpy as np
 import problems
 import pytest
-import simulated
 import torch
 import toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from problems import PROBLEMS
+from simulated import Job
 from torch import nn
 
 import nbtools as nb
-from nbtools.measure import Machine, Stepper, decide
+from nbtools.errors import TrainError
+from nbtools.measure import Machine, Stepper, decide, find_batch
 from nbtools.measure.turns import Deadline
 
 GOOD = 0.97  # of the accuracy of the best lr of the grid
@@ -66,36 +71,36 @@ def test_the_sweep_tries_what_it_is_given_or_values_around_the_plans_and_says_wh
         nb.lr_sweep(task, pack, task.PLAN, lrs=[0.0])
 
 
-def rules(task: Any, pack: nb.Pack) -> nb.Plan:
-    return nb.advise(task, pack, measure=False).plan
+rules = partial(nb.advise, measure=False)
 
 
 @pytest.fixture
-def pack(tmp_path) -> nb.Pack:
+def spirals(tmp_path) -> nb.Pack:
     return problems.packed("spirals", tmp_path)
 
 
-def test_without_a_recipe_fresh_weights_start_at_0_002_and_pretrained_ones_at_0_0001_at_batch_64(pack):
-    """Pretrained: as is said, or where parameters are frozen."""
-    fresh = rules(nb.classify(problems.points), pack)
+def test_without_a_recipe_fresh_weights_start_at_0_002_and_pretrained_ones_at_0_0001_at_batch_64(spirals):
+    fresh = rules(nb.classify(problems.points), spirals).plan
     scale = math.sqrt(fresh.batch_size / 64)
     assert fresh.lr == pytest.approx(2e-3 * scale, rel=0.01)
-    assert rules(nb.classify(problems.points, pretrained=True), pack).lr == pytest.approx(1e-4 * scale, rel=0.01)
+    assert rules(nb.classify(problems.points, pretrained=True), spirals).plan.lr == pytest.approx(
+        1e-4 * scale, rel=0.01
+    )
     net: Any = problems.points(3, 2)
     net[0].requires_grad_(False)
-    assert rules(nb.classify(net), pack).lr == pytest.approx(1e-4 * scale, rel=0.01)
+    assert rules(nb.classify(net), spirals).plan.lr == pytest.approx(1e-4 * scale, rel=0.01)
 
 
-def test_a_recipe_keeps_its_lr_by_the_rule_and_its_epochs(pack):
-    own = rules(nb.classify(problems.points, plan=nb.Plan(batch_size=64, lr=8e-3, epochs=12)), pack)
+def test_a_recipe_keeps_its_lr_by_the_rule_and_its_epochs(spirals):
+    own = rules(nb.classify(problems.points, plan=nb.Plan(batch_size=64, lr=8e-3, epochs=12)), spirals).plan
     assert (own.lr, own.epochs) == (pytest.approx(8e-3 * math.sqrt(own.batch_size / 64), rel=0.01), 12)
 
 
 @pytest.mark.parametrize(("samples", "epochs"), [(600, 40), (9_999, 10), (10_000, 10)])
-def test_a_small_data_set_gets_about_1500_steps(samples, epochs, pack):
+def test_a_small_data_set_gets_about_1500_steps(samples, epochs, spirals):
     """At the batch of a CPU, 64, capped for the smallest."""
     splits = {"train": samples, "val": 0, "test": 0}
-    plan = decide(nb.classify(problems.points), dataclasses.replace(pack.card, splits=splits), CPU).plan
+    plan = decide(nb.classify(problems.points), dataclasses.replace(spirals.card, splits=splits), CPU).plan
     per_epoch = -(-samples // plan.batch_size)
     assert plan.epochs == (max(10, -(-1500 // per_epoch)) if samples < 10_000 else 10)
 
@@ -172,7 +177,7 @@ def test_values_train_on_the_same_batches_from_the_same_weights_under_the_whole_
         assert lrs[-1] < 0.001
 
 
-class Slowed(simulated.Job):
+class Slowed(Job):
     """A hundred times as slow as its steps were when they were timed."""
 
     def loss(self, model, batch, plan):
@@ -181,8 +186,8 @@ class Slowed(simulated.Job):
 
 
 JOBS = {  # what is said → the job
-    "": simulated.Job(fixed=0.01),
-    "5 values of 100 steps need": simulated.Job(fixed=0.5),
+    "": Job(fixed=0.01),
+    "5 values of 100 steps need": Job(fixed=0.5),
     "as the machine is busy": Slowed(),
 }
 
@@ -198,17 +203,76 @@ def test_a_trial_takes_its_share_of_the_time_and_chooses_nothing_where_it_would_
     assert trial.steps >= 100 or said
 
 
-def test_the_trial_is_kept_with_the_advice_shown_as_a_table_and_changes_nothing_outside(pack, monkeypatch):
+def test_the_trial_is_kept_with_the_advice_shown_as_a_table_and_changes_nothing_outside(spirals, monkeypatch):
     net = problems.points(3, 2)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     torch.manual_seed(3)
     random = torch.get_rng_state()
-    advice = advised(nb.classify(net), pack)
+    advice = advised(nb.classify(net), spirals)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     trial: Any = advice.lr_trial
     assert advice.plan.lr == trial.lr
     assert all(f"{each.loss:.3g}" in advice.reasons["lr"] for each in trial.candidates[-2:] if each.loss)
     monkeypatch.setattr("nbtools.measure.advisor.lr_trial", None)  # nothing is tried again
-    assert advised(nb.classify(net), pack).lr_trial == trial
+    assert advised(nb.classify(net), spirals).lr_trial == trial
     assert "chosen" in str(trial)
+
+
+def found(pack, job: Job, seconds: float = 60.0, **more):
+    """A search on the job's own clock; a step takes about as long as a turn, so that few are made."""
+    with job.times():
+        return find_batch(job, pack, toy.PLAN, seconds, **more)
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(
+    knee=st.floats(1.0, 100.0),
+    slower=st.sampled_from([None, 16, 32]),
+    best=st.sampled_from([6, 12, 24, 48, 96]),
+    gain=st.floats(0.9, 1.0),
+)
+def test_the_choice_is_within_5_percent_of_the_best_by_exhaustive_search(pack, knee, slower, best, gain):
+    """Of all sizes that it tried, whatever the knee, however a cache makes larger ones slower; and the smallest."""
+
+    def cost(n: int) -> float:
+        return 0.02 * (knee + n) * (gain if n == best else 1.0) * (1.5 if slower and n > slower else 1.0)
+
+    report = found(pack, Job(cost=cost), seconds=600.0)
+    rates = {row.batch_size: row.batch_size / cost(row.batch_size) for row in report.rows}
+    most = max(rates.values())
+    close = [size for size, rate in rates.items() if rate >= 0.95 * most]
+    assert report.batch_size == min(close)
+    powers = {size: size / cost(size) for size in (2, 4, 8, 16, 32, 64, 128)}
+    assert rates[report.batch_size] >= 0.95 * max(powers.values())
+
+
+def test_a_search_ends_in_time_and_says_what_ended_it(pack):
+    job = Job(fixed=0.1, a_sample=0.01)
+    short = found(pack, job, seconds=1.0)
+    assert job.now < 3.0
+    assert "time ran out" in str(short)
+    flat = found(pack, Job(fixed=0.001, a_sample=0.1))
+    assert "throughput no longer rises" in str(flat)
+    capped = found(pack, Job(fixed=100.0), seconds=1e6, most=6)
+    assert max(row.batch_size for row in capped.rows) == 6
+
+
+@pytest.mark.parametrize(("most", "largest"), [(5, 4), (63, 32)])
+def test_what_does_not_fit_is_never_chosen(pack, most, largest):
+    report = found(pack, Job(fixed=0.1, most=most))
+    assert report.batch_size == largest
+    assert all((not row.reason) == (row.batch_size <= most) for row in report.rows)
+    assert "does not fit" in str(report)
+
+
+class WithoutBatchNorm(Job):
+    def model(self, card, plan):
+        return toy.linear(card, plan)
+
+
+def test_one_sample_is_tried_where_two_do_not_fit_and_where_not_even_one_does_it_is_a_clear_error(pack):
+    assert found(pack, WithoutBatchNorm(most=1)).batch_size == 1
+    with pytest.raises(TrainError, match=r"not even one sample fits.*smaller network") as caught:
+        found(pack, WithoutBatchNorm(most=0))
+    assert caught.value.__context__ is None, "it would keep the tensors of the failed step"
