@@ -75,7 +75,6 @@ def losses(run: nb.Run) -> list[tuple[int, float]]:
 
 
 def texts(run: nb.Run, kind: str = "event") -> list[str]:
-    """What the rows of a kind say."""
     return [row["what"] for row in run.history.of(kind)]
 
 

@@ -20,10 +20,10 @@ from playwright.sync_api import Browser, Locator, Page, ViewportSize, sync_playw
 
 from nbtools.train import checkpoint
 
-FLAGS = (
+FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
-)
+]
 WINDOW = ViewportSize(width=1200, height=1700)  # a whole run's cell at 100 % zoom, without scrolling
 ACTED = """
 window.acted = [];
@@ -35,7 +35,10 @@ for (const kind of ['click', 'change', 'keydown'])
 
 @contextmanager
 def chromium(path: str) -> Iterator[Browser]:
-    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=list(FLAGS)) as browser:
+    with (
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=path, args=FLAGS) as browser,
+    ):
         yield browser
 
 

@@ -20,7 +20,6 @@ import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
-from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 
 ROOT = Path(__file__).parent.parent
 NAMED = re.fullmatch(r"\.venv-(own-)?(.+)", Path(sys.prefix).name)
@@ -105,9 +104,7 @@ class Client:
 
     def ended(self) -> int:
         """Waits for the end of the process; its exit code."""
-        provisioner = self.manager.provisioner
-        assert isinstance(provisioner, LocalProvisioner)
-        assert provisioner.process is not None
+        provisioner: Any = self.manager.provisioner
         return provisioner.process.wait(LIMIT)
 
     def run(self, code: str) -> str:
@@ -175,32 +172,24 @@ class Stack:
 
     name: str
     kernel: str
-    command: tuple[str, ...]
+    command: str
 
 
-LAB = Stack(
-    "lab",
-    "newest",
-    (
-        *("-m", "jupyterlab", "--ServerApp.port={port}", "--ServerApp.port_retries=0", "--ServerApp.root_dir={folder}"),
-        *("--IdentityProvider.token=", "--LabApp.expose_app_in_browser=True", "--LabApp.news_url=None"),
-        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-        *(f"--ServerApp.jpserver_extensions={name}=False" for name in ("jupyter_lsp", "jupyterlab_jupytext")),
-    ),
-)
-CLASSIC = Stack(
-    "classic",
-    "colab",
-    (
-        *("-m", "notebook", "--NotebookApp.port={port}", "--NotebookApp.port_retries=0"),
-        *("--NotebookApp.notebook_dir={folder}", "--NotebookApp.token="),
-    ),
-)
-SETTINGS = {
+SERVE_LAB = """
+-m jupyterlab --ServerApp.port={port} --ServerApp.port_retries=0 --ServerApp.root_dir={folder}
+--IdentityProvider.token= --LabApp.expose_app_in_browser=True --LabApp.news_url=None
+--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate
+--ServerApp.jpserver_extensions=jupyter_lsp=False --ServerApp.jpserver_extensions=jupyterlab_jupytext=False
+"""
+SERVE_CLASSIC = """
+-m notebook --NotebookApp.port={port} --NotebookApp.port_retries=0 --NotebookApp.notebook_dir={folder}
+--NotebookApp.token=
+"""
+LAB, CLASSIC = Stack("lab", "newest", SERVE_LAB), Stack("classic", "colab", SERVE_CLASSIC)
+SETTINGS = {  # of JupyterLab
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},  # cells out of sight stay in the page
     "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
-"""Of JupyterLab."""
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -230,7 +219,7 @@ def serving(stack: Stack, folder: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [word.format(port=port, folder=work) for word in stack.command]
+    words = [word.format(port=port, folder=work) for word in stack.command.split()]
     root = ["--allow-root"] if hasattr(os, "getuid") and os.getuid() == 0 else []
     with (folder / "server.log").open("w") as log:
         command = [str(python(stack.kernel)), *words, "--no-browser", *root]

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
+from torch.utils.data import ChainDataset, DataLoader, Dataset, TensorDataset, random_split
 
 import nbtools as nb
 from nbtools.train.defaults import METRICS, STRENGTHS
@@ -79,14 +79,13 @@ def beside(title: str) -> list[str]:
 def names() -> dict[str, Any]:
     smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
     given = {"photos": Photos(), "smooth": smooth, "device": "cpu", "random_split": random_split}
+    given["DataLoader"] = lambda data, size, num_workers=0, **more: DataLoader(data, size, **more)
     return {**globals(), **given, "CosineAnnealingLR": CosineAnnealingLR}
 
 
 def test_a_pytorch_loop_and_a_task_of_two_methods_train_the_same_network_and_leave_its_weights():
     theirs, ours = beside("From a PyTorch loop")
-    run_cell(
-        theirs, **{**names(), "DataLoader": lambda data, size, num_workers=0, **more: DataLoader(data, size, **more)}
-    )
+    run_cell(theirs, **names())
     run_cell(ours, **names())
     kept, exported = torch.load("net.pt", weights_only=True), load_file("net.safetensors")
     assert exported.keys() == kept.keys()
@@ -128,11 +127,6 @@ def test_weights_and_biases_and_optuna_take_a_callback_as_shown(monkeypatch):
         assert [trial.state.name for trial in study.trials] == [state]
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from range(3)
-
-
 class Flipped(Photos):
     """At random, whenever they are read."""
 
@@ -151,7 +145,7 @@ def refused() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("call", "said"), refused(), ids=[call for call, _ in refused()])
 def test_what_cannot_be_packed_gets_the_sentence_of_the_table(call, said):
     x, y = torch.rand(6, 4), torch.zeros(6)
-    given = {"nb": nb, "loader": DataLoader(TensorDataset(x, y)), "stream": Stream(), "x": x, "y": y}
+    given = {"nb": nb, "loader": DataLoader(TensorDataset(x, y)), "stream": ChainDataset([]), "x": x, "y": y}
     given |= {"augmented": Flipped(), "triples": [(0.5, 1, 2)] * 20}
     given["pictures"] = [(Image.new("RGB", (24 + i, 24)), "ab"[i % 2]) for i in range(20)]
     given["notes"] = pd.DataFrame({"area": 1.0, "note": [f"text {i}" for i in range(60)], "price": 2.0})

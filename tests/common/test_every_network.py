@@ -149,12 +149,10 @@ def test_a_network_that_cannot_read_the_data_is_refused(task, network, options, 
         task.model(card_of("", options, features=2048), task.Plan(network=network))
 
 
-# -- waits: torch's device `meta`, whose tensors have no values, stands in for a GPU
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_batch_forward_loss_and_backward_stay_on_the_device_of_the_samples(name, packs, monkeypatch):
-    """The first step may send what then stays there. CTC itself is left out: it reads lengths."""
+    """The first step may send what then stays there. CTC itself is left out: it reads lengths. Torch's device `meta`,
+    whose tensors have no values, stands in for a GPU."""
     monkeypatch.setattr(ctc, "loss", lambda outputs, *_, reduction="sum": outputs[0].sum((0, 2)))
     pack = packs[name]
     task, plan, model = built(name, pack, **AUGMENT[name.split()[0]])

@@ -70,8 +70,6 @@ def test_a_file_gives_the_answers_of_the_run_for_any_batch_and_has_its_card_besi
 
 
 class Restless(toy.Linear):
-    """Answers differently at each call."""
-
     calls = 0
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:

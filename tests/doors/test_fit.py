@@ -5,8 +5,8 @@ import json
 import os
 import signal
 import sys
-import types
 from time import sleep
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -107,13 +107,9 @@ def test_what_cannot_be_trained_evaluated_or_opened_is_refused_by_its_reason_bef
 
 def test_ctrl_c_ends_a_scripts_loop_once_the_run_is_saved(pack, tmp_path):
     task = acting({STEPS + 3: ctrl_c})
-
-    def script():
-        for lr in (0.001, 0.01, 0.1):
-            nb.fit(task, pack, ONE.replace(lr=lr), tmp_path / f"{lr}", **QUIET)
-
+    loop = (nb.fit(task, pack, ONE.replace(lr=lr), tmp_path / f"{lr}", **QUIET) for lr in (0.001, 0.01, 0.1))
     with pytest.raises(KeyboardInterrupt, match=r"Run .*: 0 of 1 epoch"):
-        script()
+        list(loop)
     assert {path.name for path in tmp_path.iterdir()} == {"0.001", "0.01"}
     assert last_step(tmp_path / "0.01") == 3
 
@@ -152,12 +148,11 @@ def test_a_receipt_is_measured_once_and_one_that_fails_costs_no_run(pack, tmp_pa
 
 def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk(pack, tmp_path, monkeypatch):
     given_back: list[bool] = []
-    colab: Any = types.ModuleType("google.colab")
-    colab.runtime = types.SimpleNamespace(unassign=lambda: given_back.append(True))
-    colab.drive = types.SimpleNamespace(flush_and_unmount=lambda: None)
+    drive = SimpleNamespace(flush_and_unmount=lambda: None)
+    colab = SimpleNamespace(runtime=SimpleNamespace(unassign=lambda: given_back.append(True)), drive=drive)
     monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
-    monkeypatch.setitem(sys.modules, "google.colab", colab)
+    for name in ("google", "google.colab"):
+        monkeypatch.setitem(sys.modules, name, colab)
 
     def given_back_by(task, run="run", keep: Any = "drive:kept") -> int:
         nb.fit(task, pack, ONE, tmp_path / run, keep, release_gpu=True, **QUIET)

@@ -1,7 +1,6 @@
 """Where a run is right and wrong: scores by class against values computed by hand and the tasks' own metrics, what is
 confused, the worst samples; and the answers to a folder, with every class's probability."""
 
-import importlib
 from collections import Counter
 from typing import Any
 
@@ -15,7 +14,7 @@ from test_export import a_run
 
 import nbtools as nb
 from nbtools.errors import PackError, TrainError
-from nbtools.tasks import captcha
+from nbtools.tasks import captcha, segment
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,6 @@ def test_a_report_on_texts_counts_which_character_was_read_as_which(tmp_path):
 
 
 def test_a_report_on_segmentation_has_the_iou_of_each_class_and_image(tmp_path):
-    segment = importlib.import_module("nbtools.tasks.segment")
     pack = segment.pack(segment.demo(tmp_path / "raw", 20, size=(48, 64)), progress=False)
     run = a_run(segment, pack, segment.PLAN.replace(network="slim", amp="off"), tmp_path / "run")
     values, report, ids = nb.evaluate(run, pack, "train"), run.report(pack, "train"), pack.ids("train")

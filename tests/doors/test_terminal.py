@@ -15,7 +15,6 @@ import toy
 import nbtools as nb
 from nbtools.__main__ import COMMANDS, HOOKS, main
 
-ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.usefixtures("one_cache")
 
 
@@ -46,7 +45,7 @@ def test_the_command_nbtools_is_this_module_and_says_its_version_and_the_machine
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"nbtools {nb.__version__}\n"
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["version"] == nb.__version__
     assert project["scripts"] == {"nbtools": f"{main.__module__}:{main.__name__}"}
     assert main(["gpus"]) == 0

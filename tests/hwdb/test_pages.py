@@ -14,10 +14,8 @@ from nbtools.tasks import hwdb
 from nbtools.tasks.hwdb.data import UNKNOWN, image_of, lines_of, text_of_codes
 from nbtools.tasks.hwdb.demo import pool
 
-NOTE = b"#CASIA-HWDB2.x page, labelled by line\0"
 
-
-def header(kind=b"DGRL", note=NOTE, code_type=b"GB", length=2, bits=8):
+def header(kind=b"DGRL", note=b"#CASIA-HWDB2.x page, labelled by line\0", code_type=b"GB", length=2, bits=8):
     return struct.pack("<i8s", 36 + len(note), kind) + note + struct.pack("<20s2h", code_type, length, bits)
 
 

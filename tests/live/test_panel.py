@@ -15,7 +15,6 @@ from nbtools.train import knob
 from nbtools.train import plan as plans
 
 EVIL = "<img src=x onerror=alert(1)>"
-VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,6 @@ class Plan(plans.Plan):
 def panel(reasons=None, baseline=None, optimised=None, **chosen):
     presets = {"guide": (optimised, "")} if optimised else {}
     return Panel(Advice(Plan(**chosen), reasons or {}, baseline=baseline, presets=presets))
-
-
-# What a user sees and clicks: all that knows how the panel is built.
 
 
 def running(made, able=lambda action: True):
@@ -139,7 +135,7 @@ def test_reasons_and_help_stand_next_to_the_fields_and_are_escaped_and_a_page_wi
     assert f"because {EVIL}" in words(made)
     assert f"which network {EVIL}" in words(made)
     assert "<img" not in page(made)
-    assert made._repr_mimebundle_()[VIEW]["model_id"]
+    assert made._repr_mimebundle_()["application/vnd.jupyter.widget-view+json"]["model_id"]
     made.fields["epochs"].value = "30"
     assert made._repr_mimebundle_()["text/plain"] == "Panel: epochs 10 → 30"
 

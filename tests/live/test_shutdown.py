@@ -20,7 +20,6 @@ import sys, time; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import torch; torch.set_num_threads(1)
 import nbtools as nb, toy
 from pathlib import Path
-from types import SimpleNamespace
 pack = toy.make_pack(Path("toy"), count=60)
 def batch(raw, plan, draws):
     if draws is not None:
@@ -29,7 +28,7 @@ def batch(raw, plan, draws):
         while Path("steps").stat().st_size >= 25 and not Path("go").exists():
             time.sleep(0.01)
     return toy.batch(raw, plan, draws)
-held = SimpleNamespace(**dict(vars(toy), batch=batch))
+held = toy.with_(batch=batch)
 print("ready", flush=True)
 run = nb.fit(held, pack, toy.PLAN.replace(epochs=4, feed='workers', workers=1), "run", receipt=False)
 """
