@@ -300,7 +300,8 @@ def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made
             reason = "0 of {} can be used. The first: {}: {}, got {}; {}"
             reason = reason.format(plural(len(bad), "file"), *(bad[0][k] for k in (0, 2, 1, 3)))
         raise PackError(f"{made['source']}: {reason}", entry="Keys, columns and paths")
-    classes = list(survey.classes) or in_value_order({*joined["classes"]})
+    numbers = all(name.removeprefix("-").isdecimal() for name in joined["classes"])  # of which 10 follows 9
+    classes = list(survey.classes) or sorted({*joined["classes"]}, key=int if numbers else None)
     if survey.named is not None:
         index = {name: i for i, name in enumerate(classes)}
         np.save(folder / f"{survey.named}.npy", np.array([index[name] for name in joined["classes"]], np.int64))
@@ -344,9 +345,3 @@ def divide(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: Any, dr
     shares = {"train": 1, "val": draw[0], "test": 0 if kept.keys() - {None} else draw[1]}
     drawn = [one for one, share in shares.items() if share and not splits.is_all(draw[1])]
     return split, lines + splits.remarks(split, labels, drawn)
-
-
-def in_value_order(classes: Collection[str]) -> list[str]:
-    """Return classes sorted as numbers where all are whole numbers, so that 10 follows 9, else as texts."""
-    numbers = all(name.removeprefix("-").isdecimal() for name in classes)
-    return sorted(classes, key=int if numbers else None)

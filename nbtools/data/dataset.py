@@ -305,6 +305,7 @@ def options_like(card: Card) -> dict[str, Any]:
 def items_of(given: Any, card: Card) -> Sequence[Any]:
     """Return what `run.predict` got, item by item: a file, a text, an item (a dict, a tuple, an image, a number, a
     sample's array), or several: a list, a Dataset, an array of them, or the rows of a DataFrame. Raises PackError."""
+    given = read_table(given) if card.options["columns"] and is_table(given) else given
     if hasattr(given, "iloc"):
         if card.options["columns"] is None:
             raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
@@ -324,8 +325,9 @@ def sample_of(item: Any, card: Card) -> Sample:
     forms = {name: Form.of(options["forms"][name]) for name in options["inputs"]}
     parts = inputs_of(item, options["inputs"], options["roles"]["key"], options["roles"]["inputs"])
     for name, value in parts.items():
-        if isinstance(value, str) and (forms[name].layout or not options["text"]):
-            parts[name] = Path(value)
+        if isinstance(value, str | Path) and not (forms[name].layout or options["text"]):
+            raise PackError(value, f"{name} is no image, which alone is read from a file", "pass arrays or rows")
+        parts[name] = Path(value) if isinstance(value, str) and forms[name].layout else value
     values = plain_values(parts, options["resize"], options["text"])
     return {name: np.asarray(forms[name].fit(name, value)) for name, value in values.items()}
 

@@ -143,7 +143,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"optimizer must be a class of torch\.optim, .* got 'lion'": {"optimizer": "lion"},
     r"got Lion with an lr, which is the plan's: pass plan=nb\.Plan": {"optimizer": partial(Lion, lr=0.1)},
     "must be in exactly one of the optimizer's": {"optimizer": lambda groups, plan: Lion(net().parameters())},
-    r"function of progress, .*, got .*OneCycleLR": {"schedule": ONE_CYCLE},
+    r"function of progress, .*: OneCycleLR.*missing": {"schedule": ONE_CYCLE},
+    "on lr: unsupported operand": {"schedule": lambda progress: 1 - progress},
+    "that needs no closure, got LBFGS": {"optimizer": torch.optim.LBFGS},
     "a factor ≥ 0 on lr, got -1": {"schedule": lambda plan: lambda t: t - 1},
 }
 

@@ -97,6 +97,12 @@ def test_a_softmax_before_cross_entropy_is_noticed(tmp_path, packs):
         assert any("applies softmax to them again" in event for event in run.events) == noticed
 
 
+def test_what_waits_for_evaluations_that_never_come_is_noticed(tmp_path):
+    pack = nb.pack(own.images(60), val=0, into=tmp_path / "pack", progress=False)
+    run = nb.fit(nb.classify(own.Small), pack, own.PLAN.replace(early_stop=1), tmp_path / "run", **QUIET)
+    assert run.events == ["no validation split: early_stop and plateau have nothing to follow; pack with val=0.1"]
+
+
 def test_frozen_parts_stay_with_their_statistics(packs):
     net = own.Small(3)
     net.features.requires_grad_(False)
@@ -294,6 +300,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {  # what makes the task, the data, w
     "no module": (lambda: classify(lambda: "net"), "images", r"model must return a torch\.nn\.Module, got str"),
     "shape": (lambda: nb.regress(lambda: nn.Linear(4, 2)), "rows", r"one value for each element .*, got \(\d+, 2\)"),
     "shared": (lambda: Shared(), "images", r"model returns the same network each time, .*; make a new one in it, or"),
+    "parallel": (lambda: nb.classify(nn.DataParallel(own.Small(3))), "images", "itself, got DataParallel around it"),
     "columns": (lambda: nb.classify(Ask), "images", r"Ask\.forward\(a, b\): which columns are a, b\? The pack has x;"),
     "a list": (lambda: nb.classify(Listing), "images", r"returns a list without a tensor as \.logits or \['out'\]"),
     "parameters": (lambda: nb.classify(own.Small, loss=nn.Bilinear(3, 3, 1)), "images", "loss Bilinear has parameters"),
@@ -343,5 +350,9 @@ def test_rows_of_a_dataframe_are_predicted_by_the_names_of_their_columns(tmp_pat
     expected = run.predict_pack(pack, range(5))
     assert run.predict(chosen[["d", "b", "a", "c"]]) == pytest.approx(expected), "also without the target"
     assert run.predict(chosen.iloc[0]) == pytest.approx(expected[:1])
+    chosen.to_csv(tmp_path / "new.csv")
+    assert run.predict(tmp_path / "new.csv") == pytest.approx(expected)
+    with pytest.raises(PackError, match=r"x is no image, which alone is read from a file, got .*; pass arrays or rows"):
+        run.predict([tmp_path / "new.csv"])
     with pytest.raises(PackError, match="the table has no column 'b'; its columns are a"):
         run.predict(chosen[["a"]])
