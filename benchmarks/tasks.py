@@ -68,7 +68,7 @@ CASES = {"captcha": Case(4000, 5, 0.95), "hwdb": Case(1200, 4), "sign": Case(960
 def opened(given: dict[str, Any], levers: Levers, meter: Meter) -> Job:
     task = import_module(f"nbtools.tasks.{given['task']}")
     pack = task.pack(given["source"], into=given["pack"], progress=False)  # made before: opens at once
-    return Job(task, pack, Path(given["source"]), task.Plan.from_dict(given["plan"]), levers, meter)
+    return Job(task, pack, Path(given["source"]), task.Plan(**given["plan"]), levers, meter)
 
 
 def trial(given: dict[str, Any], levers: Levers) -> float:

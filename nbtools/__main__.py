@@ -117,7 +117,7 @@ def predict(run: Path, files: list[Path], *, csv: Path | None = None, into: Path
 
 def runs(folder: Path) -> Any:
     """List the runs in a folder and its subfolders, newest first."""
-    return nb.runs(folder).reset_index()
+    return table.reset_index() if len(table := nb.runs(folder)) else f"{folder}: no runs, here or below"
 
 
 def compare(folders: list[Path]) -> Any:
@@ -289,7 +289,8 @@ def add(one: Parser, dest: str, each: inspect.Parameter, plan: Any = None) -> No
 
 def read(flag: str, kind: str, text: str) -> Any:
     """Return a text as a value of a type, such as `int | tuple[int, int] | None`. Raises NbtoolsError."""
-    several = re.search(r"(?:tuple|Sequence|Iterable)\[(.*?)\]|^(Any)$", kind)
+    kind = kind.replace("Any", "str | Sequence[str]")  # names of columns
+    several = re.search(r"(?:tuple|Sequence|Iterable)\[(.*?)\]", kind)
     if "None" in kind and text.lower() == "none":
         return None
     if several and "," in text:

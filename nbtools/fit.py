@@ -18,7 +18,7 @@ from torch.distributed import is_torchelastic_launched
 
 from nbtools import disk, measure, train
 from nbtools.data import Pack, meanwhile, place_to_keep, release_runtime, say, work
-from nbtools.errors import CheckpointError, MissingExtra, NbtoolsError, PackError, TrainError
+from nbtools.errors import CheckpointError, MissingExtra, NbtoolsError, PackError, PlanError, TrainError
 from nbtools.folder import Job, begin, decide, former_run, identity, own_folder, restore
 from nbtools.guard import Guard
 from nbtools.live import FirstSignal, Surface, choose_ids, running_kernel
@@ -36,7 +36,8 @@ def letting_go() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        devices.leave_modes()
+        if not isinstance(error, NbtoolsError):  # such as an interrupt: see there
+            devices.leave_modes()
         # IPython keeps a traceback until the next one, and with it the variables of its frames, such as a model.
         cause: BaseException | None = error if running_kernel() is not None else None
         while cause is not None:
@@ -68,6 +69,7 @@ def fit(
     callbacks: Sequence[Callback] = (),
     log: str | None = None,
     fresh: bool = False,
+    **settings: Any,
 ) -> Run:
     """Train in this cell, drawing as it goes; return the Run. Stop and Ctrl-C finish the step, save, and return it; in
     a script, Ctrl-C raises KeyboardInterrupt(run). The same call then resumes, bit for bit on a CPU.
@@ -82,7 +84,7 @@ def fit(
     ranks = train.join()
     if not ranks.first:
         return follower(task, pack, ranks)
-    folder, kept = opening(task, pack, plan, run, keep, fresh := fresh and not ranks.again)
+    folder, kept = opening(task, pack, plan, run, keep, fresh := fresh and not ranks.again, **settings)
     with lock(folder):
         try:
             if not is_torchelastic_launched():  # else `launch` has removed requests that were meant for an earlier run
@@ -109,8 +111,11 @@ def fit(
     return result
 
 
-def opening(task: Task, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool) -> tuple[Path, Path | None]:
-    """Return the folder of a call's run, and where it is kept. Raises PackError, CheckpointError."""
+def opening(task: Any, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool, **settings: Any) -> tuple[Path, Any]:
+    """Return the folder of a call's run, and where it is kept. Raises PackError, CheckpointError, PlanError."""
+    if settings:
+        given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        raise PlanError(f"no argument is called {', '.join(settings)}; settings go into plan=nb.Plan({given})")
     if not isinstance(pack, Pack):
         makes = f"{train.title_of(task)}.pack(source), or nb.pack(data)"
         raise PackError(f"pack must be an nb.Pack, got {type(pack).__name__}; make one with {makes}")
@@ -127,7 +132,7 @@ def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
     """Train as rank 0 says, until it ends the run. Rank 0 also decides what becomes of a signal, which reaches all."""
     with FirstSignal(signal.SIGINT, lambda: None), FirstSignal(signal.SIGTERM, lambda: None):
         values, folder = ranks.broadcast()
-        plan = type(task.PLAN).from_dict(values)
+        plan = type(task.PLAN)(**values)
         pack = train.readable(task, pack, plan)
         state = devices.run_or_explain(lambda: TrainState(task, pack, plan, ranks=ranks))
         train.obey(task, state, pack)

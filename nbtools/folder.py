@@ -193,12 +193,12 @@ def own_folder(task: Task, pack: Pack, call: Any, fresh: bool) -> Path:
 def restore(folder: Path, kept: Path, fresh: bool) -> None:
     """Take over the kept run where the local folder is missing or behind. Raises CheckpointError for other runs."""
     ours, theirs = checkpoint.read_index(folder), retry(lambda: checkpoint.read_index(kept), kept)
-    if not theirs:
+    if not theirs and kept.resolve() != folder.resolve():
         return
     for wrong, rule in (
         (kept.resolve() == folder.resolve(), f"{kept} is the run's own folder; name another keep="),
         (fresh, f"{kept} holds a run, which fresh=True does not replace; name another keep="),
-        (ours and ours["id"] != theirs["id"], f"{kept} holds a different run from {folder}; name another keep="),
+        (ours and ours["id"] != theirs.get("id"), f"{kept} holds a different run from {folder}; name another keep="),
         (not ours and folder.exists() and any(folder.iterdir()), f"{folder} holds files but no run; name another run="),
     ):
         if wrong:
@@ -291,7 +291,7 @@ def resume(folder: Path, state: TrainState, history: History) -> tuple[list[str]
     """Load the last checkpoint that is whole, and cut the history to it; return complaints about newer ones, and the
     row of what the wanted plan changes."""
     saved, wanted = checkpoint.newest(folder), state.plan
-    train.adopt(state, type(wanted).from_dict(saved.facts["plan"]))  # plan.json may be ahead of the checkpoint
+    train.adopt(state, type(wanted)(**saved.facts["plan"]))  # plan.json may be ahead of the checkpoint
     state.load(saved.tensors, saved.facts["state"])
     checkpoint.rewind(folder, saved.name)  # before rows go: a run killed between them resumes with all of its rows
     history.cut(saved.facts["rows"])

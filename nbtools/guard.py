@@ -88,7 +88,7 @@ class Guard:
         if self.anchor is None:
             return False
         before, since = self.losses()
-        changed = self.state.applied.changes_from(self.plan_of(self.anchor)).keys()
+        changed = self.state.applied.changes_from(type(self.state.plan)(**self.anchor["plan"])).keys()
         if before and changed <= Plan().to_dict().keys():  # a task's own setting may weigh a term of the loss
             last = before[-WATCHED:]  # a loss may be negative
             if loss > max(last) + max((FACTOR - 1) * max(map(abs, last)), NOISE * abs(before[0])):
@@ -111,7 +111,8 @@ class Guard:
         elif anchor is None:
             what = f"{self.reason(why, checkpoint.place(name)[1])}; now checking every step: "
         else:  # to before the watched changes; changes wanted since then are dropped
-            self.anchor, state.plan, name, best = None, self.plan_of(anchor), anchor["name"], anchor["best"]
+            state.plan = type(state.plan)(**anchor["plan"])
+            self.anchor, name, best = None, anchor["name"], anchor["best"]
             changes = train.list_changes(state.applied.changes_from(state.plan)) or "a change"
             what = f"{changes} undone; " if why == "undo" else f"Training diverged after {changes}, which was undone; "
         checkpoint.rewind(self.folder, name, anchor=self.anchor, best=best)
@@ -138,6 +139,3 @@ class Guard:
             fix = "set amp=off, or amp=bf16 on a GPU that has it, which needs no loss scaling"
         what = f"Training diverged at {setting} {train.shown(getattr(plan, setting))}: {reason}. To continue from step"
         raise Diverged(f"{what} {step:,}, {fix}, and run it again.", trouble.steps, setting)
-
-    def plan_of(self, anchor: dict[str, Any]) -> Plan:
-        return type(self.state.plan).from_dict(anchor["plan"])

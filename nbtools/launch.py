@@ -129,7 +129,7 @@ class Remote:
             values = {name: value for name, value in row.items() if name not in KEYS}
             self.status = live.TRAINING
             if row["kind"] == "change" or values.get("what", "").startswith(live.REFUSED):
-                plan = type(self.run.plan).from_json((self.run.folder / PLAN).read_text())
+                plan = type(self.run.plan)(**json.loads((self.run.folder / PLAN).read_text()))
                 self.plans.plan = self.plans.applied = plan
                 self.asked = plan, self.asked[1]
                 view.changed(plan)
@@ -160,6 +160,7 @@ def launch(
     processes: int,
     restarts: int = 3,
     fresh: bool = False,
+    **settings: Any,
 ) -> Run:
     """Train in several processes on this machine, and draw the run here as `fit` does; return the Run. Stop and the
     first Ctrl-C finish the step and save; a second one, and the end of this process (Linux), end all at once.
@@ -176,7 +177,7 @@ def launch(
     if name.startswith("__main__:") or name.endswith(":"):
         fix = "write it to a file next to the notebook (%%writefile my_task.py), import that, and pass it"
         raise TrainError(f"nb.launch needs a task that other processes can import, got {name!r}; {fix}")
-    folder, kept = opening(task, pack, plan, run, keep, fresh)
+    folder, kept = opening(task, pack, plan, run, keep, fresh, **settings)
     parts = {part: getattr(plan, part, None) for part in ("advised", "id")}  # what a rank reads of a Panel
     call = plan and SimpleNamespace(plan=getattr(plan, "plan", plan), **parts)
     if progress:
@@ -227,8 +228,7 @@ def start(job: tuple[Any, ...], processes: int, restarts: int) -> Iterator[subpr
 def rank() -> None:
     """Call `fit` in a process of torchrun's. sys.argv: the file of a job, see `launch`."""
     task, pack, plan, run, keep, receipt, fresh = pickle.loads(Path(sys.argv[1]).read_bytes())
-    make = partial(import_task, task, "nb.launch")
-    reporting(lambda: fit(make(), pack, plan, run, keep, receipt, progress=False, fresh=fresh))
+    reporting(lambda: fit(import_task(task, "nb.launch"), pack, plan, run, keep, receipt, progress=False, fresh=fresh))
     os._exit(0)  # gloo's threads may crash a process that tidies up, and torchrun would start a finished run again
 
 

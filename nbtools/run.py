@@ -57,7 +57,7 @@ class Run:
             task = train.import_task(index.get("task", "none"), folder) if task is None else task
         kind = Plan if task is None else type(train.as_task(task).PLAN)
         plan = {name: value for name, value in plan.items() if task is not None or hasattr(Plan, name)}
-        return cls(folder, task, Card.from_dict(card), kind.from_dict(plan))
+        return cls(folder, task, Card.from_dict(card), kind(**plan))
 
     @cached_property
     def task(self) -> Task:
@@ -315,9 +315,8 @@ def runs(folder: str | Path = "runs") -> pd.DataFrame:
     samples/s, when it last changed. A message names those that cannot be opened. Raises CheckpointError."""
     opened = open_runs(Path(folder))
     frame = outcomes({run.folder.relative_to(folder).as_posix(): run for run in opened})
-    return frame.assign(
-        changed=[datetime.fromtimestamp((run.folder / checkpoint.INDEX).stat().st_mtime) for run in opened]
-    )
+    times = [int(os.path.getmtime(run.folder / checkpoint.INDEX)) for run in opened]
+    return frame.assign(changed=list(map(datetime.fromtimestamp, times)))
 
 
 def open_runs(folder: Path) -> list[Run]:
@@ -348,15 +347,11 @@ def outcomes(runs: Mapping[str, Run]) -> pd.DataFrame:
     return pd.DataFrame(rows, pd.Index(runs, name="run"))
 
 
-def compare(*runs: Run | str | Path) -> Comparison:
-    """Compare runs, run folders, or all runs in a folder of them (`nb.compare("runs")`). Raises TrainError if there is
-    none, CheckpointError for a folder that cannot be opened."""
-    every: list[Run] = []
-    for run in runs:
-        if isinstance(run, Run):
-            every.append(run)
-        else:
-            every += open_runs(Path(run))[::-1]
+def compare(*runs: Run | str | Path | list[Any]) -> Comparison:
+    """Compare runs, run folders, a list of them, or all runs in a folder (`nb.compare("runs")`). Raises TrainError if
+    there is none, CheckpointError for a folder that cannot be opened."""
+    given = [one for each in runs for one in (each if isinstance(each, list) else [each])]
+    every = [run for one in given for run in ([one] if isinstance(one, Run) else open_runs(Path(one))[::-1])]
     if not every:
         raise TrainError("compare needs at least one run, got none; give it runs, run folders or a folder of runs")
     return Comparison({str(run.folder): run for run in every})

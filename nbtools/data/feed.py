@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from nbtools import show
 from nbtools.data.pack import Column, Pack, Sample
-from nbtools.errors import TrainError
+from nbtools.errors import PackError, TrainError
 
 Raw = dict[str, Tensor]
 Ids = np.ndarray
@@ -292,6 +292,8 @@ class Workers(Feed):
                 yield on(self.device, raw)
         except GeneratorExit:  # the caller left early: the next call drops what is on its way
             pass
+        except PackError as error:  # of a worker with its traceback, which ends with the sentence
+            raise PackError(str(error).rpartition("PackError: ")[2].strip()) from None
         except (RuntimeError, ConnectionError, EOFError) as error:  # of a worker that dies as it hands over a batch
             if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker (pid"):
                 raise  # what the Dataset raised

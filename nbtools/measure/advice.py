@@ -89,7 +89,7 @@ class Advice(Report):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], kind: type[Plan] = Plan) -> Self:
         """Return the advice of `to_dict` without its presets, which follow from the task. kind: of the plans."""
-        plans = {name: values[name] and kind.from_dict(values[name]) for name in ("plan", "baseline")}
+        plans = {name: values[name] and kind(**values[name]) for name in ("plan", "baseline")}
         return restore(cls, {**values, **plans, "presets": {}})
 
 

@@ -34,7 +34,6 @@ from nbtools.train.task import (
     TaskLike,
     Tensors,
     as_task,
-    best_metric,
     bind,
     build,
     import_task,

@@ -154,7 +154,7 @@ def obey(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None
         while True:
             with suppress(Restarted, Diverged):  # rank 0 diverges too, and decides what to do
                 plan, tensors, facts = state.ranks.broadcast()
-                adopt(state, type(state.plan).from_dict(plan))  # first: a scaler takes over its saved state
+                adopt(state, type(state.plan)(**plan))  # first: a scaler takes over its saved state
                 state.load(tensors, facts)
                 state.plan = state.applied
                 state.events.clear()

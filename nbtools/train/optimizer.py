@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
 from nbtools.errors import TrainError
 from nbtools.show import plural
@@ -54,8 +54,9 @@ def build_optimizer(task: Any, model: nn.Module, plan: Any) -> Optimizer:
         group |= {} if group["decays"] else {"weight_decay": 0.0}
     require_all(model, groups, "the task's groups")
     optimizer = task.optimizer(groups, plan)
-    if not isinstance(optimizer, Optimizer):
-        raise TrainError(f"optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS):
+        rule = "optimizer must return a torch.optim.Optimizer that needs no closure"
+        raise TrainError(f"{rule}, got {type(optimizer).__name__}")
     require_all(model, optimizer.param_groups, "the optimizer's groups")
     for group in optimizer.param_groups if not built_in(optimizer) else ():
         group["lr_scale"] = float(group["lr"]) / plan.lr
@@ -73,13 +74,13 @@ def require_all(model: nn.Module, groups: list[dict[str, Any]], of: str) -> None
 
 def build_schedule(task: Any, plan: Any) -> Any:
     """Return the function of `task.schedule`, None for the plan's own. Raises TrainError but for factors from 0 up."""
-    factor: Any = task.schedule if isinstance(task.schedule, type) else task.schedule(plan)
-    if factor is None:
-        return None
-    valid = callable(factor) and not isinstance(factor, type)
-    values: list[Any] = [factor(progress) for progress in (0.0, 0.5, 1.0)] if valid else [factor]
-    if not valid or not all(0 <= float(value) < math.inf for value in values):
-        rule = "schedule(plan) must return None or a function of progress, 0 to 1, that returns a factor ≥ 0 on lr"
+    rule = "schedule(plan) must return None or a function of progress, 0 to 1, that returns a factor ≥ 0 on lr"
+    try:
+        factor: Any = task.schedule(plan)
+        values = [] if factor is None else [float(factor(progress)) for progress in (0.0, 0.5, 1.0)]
+    except (TypeError, ValueError) as error:  # such as of 1 - plan, or of a scheduler of torch
+        raise TrainError(f"{rule}: {error}; correct it") from error
+    if not all(0 <= value < math.inf for value in values):
         raise TrainError(f"{rule}, got {', '.join(map(repr, values))}; correct it")
     return factor
 

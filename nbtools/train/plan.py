@@ -49,8 +49,17 @@ def knob(
     return dataclasses.field(default=default, metadata={"help": help, "unit": unit, **rule})
 
 
+class Settings:
+    """Refuse a name that is none of the fields, as `Plan` does. A class of its own: help shows the fields of Plan."""
+
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        for name in settings:
+            kinds(cls, name)
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True)
-class Plan:
+class Plan(Settings):
     """Hold the settings of a training run, not of the data or machine. Raises PlanError naming the field and rule."""
 
     epochs: int = knob(10, "passes over the training split", least=1)
@@ -104,16 +113,15 @@ class Plan:
 
     def replace(self, /, **changes: Any) -> Self:
         """Return a copy with some settings changed; an unknown name is an error that lists similar ones."""
-        return type(self).from_dict({**self.to_dict(), **changes}).marked(self._advised.difference(changes))
+        return type(self)(**{**self.to_dict(), **changes}).marked(self._advised.difference(changes))
 
     def turn(self, /, **settings: Any) -> Self:
         """Return a copy with settings as a user changes them: a batch size given without an lr adjusts lr by `lr_rule`
         (√k: arXiv 2205.10287, linear: 1706.02677); a smaller one takes micro-batch along, and a lower lr min_lr."""
         first = {name: settings[name] for name in ("batch_size", "lr_rule", "lr") if name in settings}
         resized = self.replace(**first, micro_batch_size=None, min_lr=0.0)
-        lr = resized.lr
-        if "lr" not in settings:
-            lr *= lr_factor(resized.lr_rule, resized.batch_size / self.batch_size)
+        factor = 1.0 if "lr" in settings else lr_factor(resized.lr_rule, resized.batch_size / self.batch_size)
+        lr = resized.lr * factor
         micro = self.micro_batch_size and min(self.micro_batch_size, resized.batch_size)
         follow = {"micro_batch_size": micro, "lr": lr, "min_lr": min(self.min_lr, lr)}
         new = resized.replace(**{**follow, **settings})
@@ -142,18 +150,8 @@ class Plan:
         """Return plain values by field name, ready for JSON."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        for name in values:
-            kinds(cls, name)
-        return cls(**values)
-
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        return cls.from_dict(json.loads(text))
 
     @classmethod
     def parse(cls, name: str, text: str) -> Any:
@@ -175,7 +173,7 @@ WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 hints = cache(typing.get_type_hints)
 
 
-def kinds(plan: type[Plan], name: str) -> tuple[type, int | None, bool]:
+def kinds(plan: type[Any], name: str) -> tuple[type, int | None, bool]:
     """Return of a setting (its type, or that of its members; how many members a tuple has, 0 for any number, None for a
     single value; whether it may be None). Raises PlanError for a setting that the plan does not have."""
     require_known(f"{plan.__qualname__} has no setting", name, [field.name for field in dataclasses.fields(plan)])
@@ -202,6 +200,7 @@ def checked(plan: type[Plan], name: str, value: Any) -> Any:
 
 def member(where: str, value: Any, kind: type, rule: Mapping[str, Any]) -> Any:
     """Return one value in its type. where: `Plan.lr`; rule: of `knob`. Raises PlanError."""
+    value = value.item() if getattr(value, "ndim", None) == 0 else value  # of NumPy and torch
     if kind is float and type(value) is int:
         value = float(value) if abs(value) < 2**1000 else math.inf
     elif kind is int and isinstance(value, float) and value.is_integer():
@@ -224,7 +223,8 @@ def member(where: str, value: Any, kind: type, rule: Mapping[str, Any]) -> Any:
 def require_known(what: str, name: str, known: Collection[str], kind: type[NbtoolsError] = PlanError) -> None:
     """Raise an error of this kind for a name that is none of the known ones: it lists similar names, else all."""
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=3)
+        initials = "".join(word[:1] for word in name.split("_"))  # of learning_rate
+        close = [initials] if initials in known else difflib.get_close_matches(name, known, n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known)}"
         raise kind(f"{what} {name!r}; {hint}")
 

@@ -22,7 +22,7 @@ from nbtools.train.meter import Meter
 from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, built_in, follow
 from nbtools.train.plan import Plan, list_changes, refuse_fixed, require_batch
 from nbtools.train.ranks import Ranks, Restarted
-from nbtools.train.task import TaskLike, best_metric, bind, build, order, readable
+from nbtools.train.task import TaskLike, bind, build, order, readable
 
 POSITION = ("epoch", "step", "samples", "segments", "lr")  # of a state: where it is
 T = TypeVar("T")
@@ -31,7 +31,7 @@ OTHER_RUN = "for another network choose another run folder, run='runs/…'"
 
 @dataclass
 class Best:
-    """The best evaluation so far, by the metric that `best_metric` names."""
+    """The best evaluation so far, by the metric that `Task.BEST` names."""
 
     metric: str | None = None
     value: float | None = None
@@ -150,12 +150,12 @@ class TrainState:
             plan = self.plan.to_dict() if self.plan is not self.applied else None
             plan, self.evaluate_next, self.stopped = self.ranks.broadcast((plan, self.evaluate_next, self.stopped))
             if not self.ranks.first:
-                self.plan = self.applied if plan is None else type(self.plan).from_dict(plan)
+                self.plan = self.applied if plan is None else type(self.plan)(**plan)
         return self
 
     def judge(self, values: Mapping[str, Any]) -> None:
         """Decide whether an evaluation is the best so far, and what follows: a plateau, an early stop."""
-        metric, sign = best_metric(self.task)
+        metric, sign = self.task.BEST.lstrip("-"), -1.0 if self.task.BEST.startswith("-") else 1.0
         if self.best.metric not in (None, metric):
             self.best = Best(drops=self.best.drops)  # a best value of another metric does not count
         best = self.best

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, jit, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -198,6 +198,9 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     if any(map(is_lazy, model.parameters())):
         fix = "give the layers their sizes, or call the network on a sample first"
         raise TrainError(f"{title_of(task)}: the network has lazy layers, whose sizes are unknown so far; {fix}")
+    if isinstance(model, nn.DataParallel | jit.ScriptModule) or hasattr(model, "_orig_mod"):  # torch.compile's
+        rule = f"{title_of(task)}: the network must be the module itself, got {type(model).__name__} around it"
+        raise TrainError(f"{rule}; leave that out: Plan(compile=True) compiles it, nb.launch uses several GPUs")
     keep_recurrent_in_float32(model)
     if task.card is not None:
         defaults.require_augmentable(card, task.augment)
@@ -252,11 +255,6 @@ def as_sum(loss: Any, size: int) -> tuple[Tensor, Tensor | float]:
 def order(value: float, loss: float | None, sign: float) -> tuple[float, float]:
     """Return what is greater for the better of two evaluations: by the metric, then by the lower validation loss."""
     return sign * value, -loss if loss is not None and math.isfinite(loss) else -math.inf
-
-
-def best_metric(task: Task) -> tuple[str, float]:
-    """Return the metric that chooses the best checkpoint, and its sign: -1 where lower is better."""
-    return task.BEST.lstrip("-"), -1.0 if task.BEST.startswith("-") else 1.0
 
 
 def readable(task: TaskLike, pack: Pack, plan: Any) -> Pack:

@@ -150,7 +150,7 @@ def test_advice_fits_machine_and_data_and_gives_every_number_a_reason(card, smal
     ):
         advice = decide(TASKS[card.task], card, machine)
         assert all(advice.reasons.values())
-        plan: Any = TASKS[card.task].Plan.from_dict(advice.plan.to_dict())
+        plan: Any = TASKS[card.task].Plan(**advice.plan.to_dict())
         assert plan.batch_size <= card.splits["train"]
         assert plan.warmup_epochs < plan.epochs
         with torch.device("meta"):

@@ -18,7 +18,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import nbtools as nb
 from nbtools.data import batches_left, choose, gather, lengths_of, open_feed
-from nbtools.errors import TrainError
+from nbtools.errors import PackError, TrainError
 from nbtools.tasks.captcha import Plan
 
 CPU = torch.device("cpu")
@@ -146,7 +146,7 @@ def test_auto_is_resident_where_the_pack_takes_at_most_its_share_of_free_gpu_mem
 
 class Broken(torch.utils.data.Dataset):
     def __getitem__(self, i):
-        raise RuntimeError("no such film")
+        raise PackError("item 1: no sound") if i == 1 else RuntimeError("no such film")
 
 
 def test_an_error_of_the_data_reaches_the_consumer_and_is_not_taken_for_the_death_of_a_worker(pack):
@@ -157,6 +157,8 @@ def test_an_error_of_the_data_reaches_the_consumer_and_is_not_taken_for_the_deat
     plan, broken = Plan(feed="workers", workers=1), dataclasses.replace(pack, raw=Broken())
     with pytest.raises(RuntimeError, match="no such film"):
         next(iter(open_feed(broken, plan, CPU)([np.array([0, 1])])))
+    with pytest.raises(PackError, match=r"^item 1: no sound$"):
+        next(iter(open_feed(broken, plan, CPU)([np.array([1])])))
     with pytest.raises(TrainError, match=r'Plan.feed = "workers" reads the source files, .*choose feed="auto"'):
         open_feed(dataclasses.replace(pack, raw=None), plan, CPU)
 

@@ -93,11 +93,13 @@ def test_a_folder_is_a_table_of_runs_and_stands_for_all_of_them(runs, tmp_path, 
             act(tmp_path / "nowhere")
     every = reached(tmp_path / "runs", runs[0], *[(0.5, 1.0)] * 9)
     assert len(nb.compare(tmp_path / "runs").runs) == 9
+    assert nb.compare(every[:2]).runs.keys() == nb.compare(*every[:2]).runs.keys()
     (every[0] / "card.json").unlink()
     frame = nb.runs(tmp_path)
     assert sorted(frame.index) == [f"runs/run-{k}" for k in range(1, 9)]
     assert re.search(r"left out: .*run-0/card\.json is missing; copy the whole run", capsys.readouterr().err)
     assert (frame.loc["runs/run-1", "best_accuracy"], frame.loc["runs/run-1", "epochs"]) == (0.5, 1)
+    assert not any(frame.changed.dt.microsecond)
 
 
 def test_a_run_of_a_task_without_a_name_is_compared_and_asks_for_it_where_the_network_is_needed(tmp_path):

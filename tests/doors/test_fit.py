@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import nbtools as nb
 from nbtools import measure
 from nbtools.data import Card
-from nbtools.errors import CheckpointError, DiskError, PackError, PlanError
+from nbtools.errors import CheckpointError, DiskError, PackError, PlanError, TrainError
 from nbtools.train import checkpoint
 
 ONE = toy.PLAN.replace(epochs=1)
@@ -66,7 +66,7 @@ def test_an_export_is_enough_to_use_the_model(run, pack, tmp_path):
     assert path.name == "toy-v1.2.safetensors"
     assert run.export(path) == path
     card = json.loads(path.with_suffix(".json").read_text())
-    model = toy.model(Card.from_dict(card["card"]), toy.Plan.from_dict(card["plan"]))
+    model = toy.model(Card.from_dict(card["card"]), toy.Plan(**card["plan"]))
     model.load_state_dict(load_file(path))
     x = torch.from_numpy(pack.arrays["x"][:9])
     with torch.no_grad():
@@ -88,6 +88,16 @@ def test_what_cannot_be_trained_evaluated_or_opened_is_refused_by_its_reason_bef
     refused(PlanError, r"plan must be a toy\.Plan .* got Plan; use toy\.PLAN", fit, pack, nb.Plan(), new)
     refused(PackError, r"pack must be an nb\.Pack, got PosixPath; make one with toy\.pack", fit, tmp_path, ONE, new)
     refused(CheckpointError, "and copied to Drive by keep='drive:runs/x'", fit, pack, ONE, "drive:runs/x")
+    refused(CheckpointError, "is the run's own folder; name another keep=", fit, pack, ONE, new, new)
+    refused(
+        PlanError,
+        r"called epochs, lr; settings go into plan=nb\.Plan\(epochs=3, lr=0.1\)",
+        nb.fit,
+        toy,
+        pack,
+        epochs=3,
+        lr=0.1,
+    )
     assert not new.exists()
     (tmp_path / "file").write_text("")
     refused(DiskError, "starting a run", fit, pack, ONE, tmp_path / "file" / "run")
@@ -207,6 +217,16 @@ def test_a_slow_disk_keeps_no_epoch_waiting_and_the_best_state_is_written(pack, 
     assert len(written) <= 6, "of 20 epochs, most of which were the best so far"
     assert run.best["epoch"] == whole.best["epoch"]
     assert same(run, whole)
+
+
+def test_a_call_inside_of_no_grad_or_autocast_is_refused_and_leaves_them_as_they_are(pack, tmp_path):
+    """Under autocast torch would keep the weights of the first step, and every step would compute with those."""
+    plan = ONE.replace(amp="bf16")
+    whole = nb.fit(toy, pack, plan, tmp_path / "whole", **QUIET)
+    for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
+        with pytest.raises(TrainError, match="no_grad is on around this call; leave them"), context:
+            nb.fit(toy, pack, plan, tmp_path / "run", **QUIET)
+    assert same(nb.fit(toy, pack, plan, tmp_path / "run", **QUIET), whole)
 
 
 def test_an_interrupt_while_torch_enters_a_context_leaves_it_entered_for_no_later_run(pack, tmp_path):

@@ -70,6 +70,8 @@ def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, 
 
 def test_runs_are_listed_and_compared_and_a_folder_is_predicted_into_a_csv_file(train, data, tmp_path, capsys):
     runs, other = tmp_path / "runs", str(tmp_path / "runs" / "other")
+    assert main(["runs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}: no runs, here or below\n"
     assert train() == 0
     shutil.copytree(runs / "toy", other)
     assert main(["watch", str(runs / "tyo")]) == 1
@@ -147,6 +149,14 @@ def test_a_mistake_is_one_sentence_with_the_nearest_word_and_starts_nothing(
     last = err.splitlines()[-1]
     assert (ended, out, sentence in last, last.startswith("nbtools: ")) == (code, "", True, True)
     assert not list(tmp_path.glob("runs/*/*"))
+
+
+def test_columns_of_a_table_are_named_by_options(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("x,y,z,kind\n" + "".join(f"{k},{k % 7},{k % 5},{'ab'[k % 2]}\n" for k in range(40)))
+    pack = ["pack", "own:task", str(tmp_path / "a.csv"), "--into", str(tmp_path / "pack"), "--target", "kind"]
+    assert main([*pack, "--inputs", "x,y"]) == 0
+    assert "x" in capsys.readouterr().out
+    assert nb.Pack.open(tmp_path / "pack").columns["x"].shape == (2,)
 
 
 def test_the_smoke_test_needs_no_data_and_takes_settings(capsys):

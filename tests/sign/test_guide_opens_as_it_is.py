@@ -85,7 +85,7 @@ def test_the_advice_is_for_the_clips_that_are_read(processed):
     advice, other = (nb.advise(sign, pack, measure=False).plan.to_dict() for pack in packs)
     assert (advice["network"], advice["batch_size"]) == ("transformer", 16)
     assert (other["network"], other["batch_size"]) == ("gru", 20), "all that there are"
-    assert sign.with_network(sign.Plan.from_dict(advice), packs[0], "gru").batch_size == 20
+    assert sign.with_network(sign.Plan(**advice), packs[0], "gru").batch_size == 20
 
 
 @pytest.mark.parametrize(

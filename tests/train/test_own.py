@@ -96,6 +96,12 @@ def test_a_softmax_before_cross_entropy_is_noticed(tmp_path, packs):
         assert any("applies softmax to them again" in event for event in run.events) == noticed
 
 
+def test_what_waits_for_evaluations_that_never_come_is_noticed(tmp_path):
+    pack = nb.pack(own.images(60), val=0, into=tmp_path / "pack", progress=False)
+    run = nb.fit(nb.classify(own.Small), pack, own.PLAN.replace(early_stop=1), tmp_path / "run", **QUIET)
+    assert run.events == ["no validation split: early_stop and plateau have nothing to follow; pack with val=0.1"]
+
+
 def test_frozen_parts_stay_with_their_statistics(packs):
     net = own.Small(3)
     net.features.requires_grad_(False)
@@ -256,6 +262,7 @@ def agreement(outputs, y):
 SGD, ONE_CYCLE = torch.optim.SGD(own.Small(3).parameters(), 0.1), torch.optim.lr_scheduler.OneCycleLR
 UNFIT: dict[str, dict[str, Any]] = {  # what is said → what nb.classify gets for the images
     r"one logit for each of 3 classes, .*\(\d+, 4\)": {"model": own.Small(4)},
+    "itself, got DataParallel around it": {"model": nn.DataParallel(own.Small(3))},
     r"'depth', but can get only classes, inp": {"model": lambda depth: own.Small(3)},
     r"model must return a torch\.nn\.Module, got str": {"model": lambda: "net"},
     r"Ask\.forward\(a, b\): which columns are a, b\? The pack has x;": {"model": Ask},
@@ -272,7 +279,9 @@ UNFIT: dict[str, dict[str, Any]] = {  # what is said → what nb.classify gets f
     r"got SGD with an lr, which is the plan's: pass plan=nb\.Plan": {"optimizer": partial(torch.optim.SGD, lr=0.1)},
     "must be in exactly one of the optimizer's": {"optimizer": lambda groups, plan: SGD},
     "schedule must be a function of plan that returns": {"schedule": 0.1},
-    r"function of progress, .*, got .*OneCycleLR": {"schedule": ONE_CYCLE},
+    r"function of progress, .*: OneCycleLR.*missing": {"schedule": ONE_CYCLE},
+    "on lr: unsupported operand": {"schedule": lambda progress: 1 - progress},
+    "that needs no closure, got LBFGS": {"optimizer": torch.optim.LBFGS},
     "a factor ≥ 0 on lr, got -1": {"schedule": lambda plan: lambda t: t - 1},
 }
 OTHERS: dict[str, tuple[Any, str]] = {  # what is said → a task, and its data
@@ -336,5 +345,9 @@ def test_rows_of_a_dataframe_are_predicted_by_the_names_of_their_columns(tmp_pat
     expected = run.predict_pack(pack, range(5))
     assert run.predict(chosen[["d", "b", "a", "c"]]) == pytest.approx(expected), "also without the target"
     assert run.predict(chosen.iloc[0]) == pytest.approx(expected[:1])
+    chosen.to_csv(tmp_path / "new.csv")
+    assert run.predict(tmp_path / "new.csv") == pytest.approx(expected)
+    with pytest.raises(PackError, match=r"x is no image, which alone is read from a file, got .*; pass arrays or rows"):
+        run.predict([tmp_path / "new.csv"])
     with pytest.raises(PackError, match="the table has no column 'b'; its columns are a"):
         run.predict(chosen[["a"]])
