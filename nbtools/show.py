@@ -14,6 +14,7 @@ from typing import Any, Self
 from tqdm.utils import disp_len
 
 EMPTY = "–"  # a cell of what is not known
+UNIT = re.compile(r"(?<=\d) (?=(?:%|[kMGT]?B|ms|s|min|h|d)(?!\w))")  # the space before one, where no line ends
 HEADERS = {"data_wait": "waiting for data", "minutes": "time", "samples_per_s": "samples/s"}
 Rows = Sequence[Sequence[Any]]
 
@@ -73,13 +74,13 @@ def html(headers: Sequence[str], rows: Rows, caption: str = "") -> str:
 
     names, *lines = fill_cells(headers, rows)
     with pd.option_context("display.max_colwidth", None):
-        drawn = pd.DataFrame(lines, columns=names).to_html(index=False, border=0)
+        drawn = UNIT.sub("\xa0", pd.DataFrame(lines, columns=names).to_html(index=False, border=0))
     return note(caption) + re.sub("<(t[hd])>", r'<\1 style="text-align: left">', drawn)  # Jupyter: to the right
 
 
 def note(text: str) -> str:
     """Return a paragraph above or below a table, escaped; nothing for nothing."""
-    return f"<div>{markup.escape(text)}</div>" if text else ""
+    return UNIT.sub("\xa0", f"<div>{markup.escape(text)}</div>") if text else ""
 
 
 def text(headers: Sequence[str], rows: Rows) -> str:

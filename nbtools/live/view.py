@@ -24,7 +24,7 @@ from nbtools.live.facts import TRAINING, About, line_of
 from nbtools.live.panel import Panel, bundle_of
 from nbtools.live.plot import SCALES, XS, Columns, picture
 from nbtools.live.samples import Preview
-from nbtools.show import number
+from nbtools.show import UNIT, number
 from nbtools.train import History, Plan, Record
 
 PLOT_FILE = "plot.png"
@@ -126,7 +126,7 @@ class View:
             self.output.write([message])
             self.output.form.tell(message)
         elif self.progress:
-            say(textwrap.fill(message, 90, break_long_words=False) if self.notebook else message)
+            say(textwrap.fill(UNIT.sub("\xa0", message), 90, break_long_words=False) if self.notebook else message)
 
     # -- what stays
 
