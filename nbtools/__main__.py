@@ -98,14 +98,17 @@ def evaluate(task: Task, *, data: str, run: Path, split: str = "test", of_plan: 
 
 
 def predict(run: Path, files: list[Path], *, csv: Path | None = None, into: Path = Path("predictions")) -> Any:
-    """Predict on raw files or folders with a run. --csv: write columns name and prediction there; --into: folder
-    for predictions that are files."""
+    """Predict on raw files, folders or tables with a run. --csv: write columns name and prediction there; --into:
+    folder for predictions that are files."""
     import pandas as pd
 
-    opened, loose = nb.Run.open(run), [file for file in files if not file.is_dir()]
+    opened, tables = nb.Run.open(run), (".csv", ".tsv")
+    loose = [file for file in files if not file.is_dir() and file.suffix.lower() not in tables]
     rows = list(zip(loose, map(str, loose), opened.predict(loose), strict=True))
-    for folder in filter(Path.is_dir, files):
-        rows += [(folder / name, name, answer) for name, answer in opened.predict(folder).items()]
+    for source in (file for file in files if file not in loose):
+        answers = opened.predict(source)
+        named = answers if isinstance(answers, dict) else {f"row {i}": answer for i, answer in enumerate(answers)}
+        rows += [(source / name, name, answer) for name, answer in named.items()]
     if (save := opened.task.save) is not None:
         rows = [(file, name, save(answer, file, into, opened.card)) for file, name, answer in rows]
     table = pd.DataFrame(rows, columns=["file", "name", "prediction"]).astype(str)
@@ -131,8 +134,7 @@ def watch(run: Path) -> Any:
 
 
 def control(run: Path, requests: list[str]) -> None:
-    """Send requests to a run: pause, resume, stop, evaluate, save, profile, best or undo; or change its settings:
-    lr=1e-4."""
+    """Send requests to a run: pause, resume, stop, evaluate, save, profile, best or undo; or settings: lr=1e-4."""
     plan = nb.Run.open(run).plan
     if not busy(run):
         text = "no process on this machine is training it; python -m nbtools train resumes the run"
@@ -295,7 +297,6 @@ def read(flag: str, kind: str, text: str) -> Any:
         return None
     if several and "," in text:
         return tuple(read(flag, several[1] or "Any", part.strip()) for part in text.split(","))
-    # val=100 are 100 samples
     for number, kinds in ((int, "int|float"), (float, "float"), (str, "str|Any"), (Path, "Path")):
         with suppress(ValueError):
             if re.search(kinds, kind):

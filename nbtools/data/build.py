@@ -102,11 +102,7 @@ def build_pack(
     splits.require_shares(val, test)
     folder = stage(source, progress=progress)
     if is_pack(folder):
-        pack = of_task(Pack.open(folder), task)
-        if splits.is_all(test) and pack.splits["test"] < len(pack):
-            fix = "pass the raw source, which test=1.0 makes test data"
-            raise PackError(f"{folder} is a pack, and its splits are fixed; {fix}")
-        return pack
+        return open_pack(folder, task, test)
     given = {**options, "val": val, "test": test, **({"seed": seed} if seed else {})}
     with disk.explained(f"looking at {folder}", folder):  # what is packed, by name, size and time of change
         files = [(name, file.size, file.version) for name, file in files_in(folder).items()]
@@ -126,8 +122,8 @@ def make_pack(task: str, made: Made, into: str | Path | None, look: Look, draw: 
     target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{made['key']}").absolute()
     touch(target)
     with disk.explained(f"packing {made['source']}", target), lock(target):
-        if is_pack(target) and of_task(Pack.open(target), task).manifest.get("key") == made["key"]:
-            return Pack.open(target)
+        if is_pack(target) and (pack := open_pack(target, task)).manifest.get("key") == made["key"]:
+            return pack
         if target.exists() and any(target.iterdir()):
             raise PackError(f"{target} holds other files, or a pack of other data or options; choose a new folder")
         with unfinished(target, digest(f"{disk.VERSION} {made['key']}")) as begun:
@@ -142,10 +138,15 @@ def make_pack(task: str, made: Made, into: str | Path | None, look: Look, draw: 
         return pack
 
 
-def of_task(pack: Pack, task: str) -> Pack:
+def open_pack(folder: Path, task: str, test: float = 0, **roles: Any) -> Pack:
+    """Open a pack that is given as a source. Raises PackError for another task's, and where others are asked for."""
+    pack = Pack.open(folder)
     if pack.card.task != task:
-        reason = f"{pack.folder} is a pack of the task {pack.card.task!r}, not of {task!r}"
+        reason = f"{folder} is a pack of the task {pack.card.task!r}, not of {task!r}"
         raise PackError(f"{reason}; use that task, or other data", entry="Wrong script or mode")
+    fixed = "/".join(name for name, value in roles.items() if value not in (None, pack.options["roles"][name]))
+    if fixed or (splits.is_all(test) and pack.splits["test"] < len(pack)):
+        raise PackError(f"{folder} is a pack, whose {fixed or 'splits'} cannot change; pass the raw source")
     return pack
 
 

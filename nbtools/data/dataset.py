@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from nbtools import disk
-from nbtools.data.build import RawFiles, make_pack, of_task
+from nbtools.data.build import RawFiles, make_pack, open_pack
 from nbtools.data.fetch import drive_path
 from nbtools.data.forms import IMAGES, RESIZES, TARGET, Form, compose, is_image, is_missing, plain_values
 from nbtools.data.items import Items, Part, column_name, parts_of, target_of
-from nbtools.data.pack import Card, Pack, Sample, is_pack
+from nbtools.data.pack import Card, Sample, is_pack
 from nbtools.data.progress import say
 from nbtools.data.splits import require_shares
 from nbtools.data.stage import stage
@@ -79,21 +79,19 @@ def pack(
     data, of other Datasets by 64 items.
     Items that cannot be used are listed in `pack.bad`. Raises PackError, DiskError or StageError.
     """
-    if isinstance(data, str | Path) and not is_table(data) and is_pack(folder := stage(data, progress=progress)):
-        return of_task(Pack.open(folder), TASK)
     inputs = [inputs] if isinstance(inputs, str | int) else inputs
     given = {"target": target, "inputs": inputs, "image": image, "sep": sep, "resize": resize}
-    given |= {"classes": names_in(classes), "mean": mean, "std": std, "points": points, "text": text, "store": store}
+    given |= {"classes": names_in(classes), "points": points, "text": text, "store": store}
+    given |= {name: x if x is None else np.ravel(x).tolist() for name, x in (("mean", mean), ("std", std))}
     options = SimpleNamespace(**given, size=size_of(size, resize), key=(target, inputs), columns=None)
+    if isinstance(data, str | Path) and not is_table(data) and is_pack(folder := stage(data, progress=progress)):
+        return open_pack(folder, TASK, test, size=options.size, resize=resize)
     shares, val, test = divide(data, train, val, test)
     parts, groups = open_parts(shares, options, root, groups, progress)
     items, draw = Items(parts, options, groups), (val, test, seed)
-    made = {"key": items.key(draw), "source": options.source}
     if progress and items.resize:
         say_resize(items, items.resize, resize is None)
-    pack = make_pack(
-        TASK, made, into, lambda: (items.survey(), partial(items.sample, columns=items.stored)), draw, progress
-    )
+    pack = make_pack(TASK, {"key": items.key(draw), "source": options.source}, into, items.survey, draw, progress)
     pack = dataclasses.replace(pack, raw=RawFiles(pack, Path(), partial(items.read_again, pack.classes)))
     return pack.folds(folds, seed) if folds else pack
 
@@ -121,7 +119,9 @@ def say_resize(items: Items, resize: Sequence[Any], chosen: bool) -> None:
 def size_of(size: Any, resize: str | None) -> list[int] | None:
     """Return [height, width]. Raises PackError for an invalid size, and for a resize without one."""
     pair = [size, size] if isinstance(size, int) else size
-    if pair is not None and (not isinstance(pair, list | tuple) or len(pair) != 2 or min(pair) < 1):
+    if pair is not None and (
+        not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(n, int) and n > 0 for n in pair)
+    ):
         raise PackError(f"size must be one number of pixels or (height, width), got {size!r}")
     if resize is not None and (resize not in RESIZES or pair is None):
         raise PackError(f"resize must be one of {', '.join(RESIZES)}, with a size=, got {resize!r}, size={size}")
@@ -274,11 +274,10 @@ def roles_of(frame: pd.DataFrame, options: Any, besides: Any, progress: bool) ->
     target = target_of(dict(frame), *options.key)
     goals = [str(name) for name in (target if isinstance(target, list | tuple) else [target]) if name is not None]
     own = [] if options.image is None else [options.image]
-    rest = own or [name for name in frame if name not in (*goals, besides)]
-    if options.inputs is None and (unnamed := [name for name in rest if name.startswith("Unnamed: ")]):
-        rest = [name for name in rest if name not in unnamed]  # an index, or what is behind a last comma
-        if progress:
-            say(f"columns without a name are left out: {', '.join(unnamed)}; inputs=[…] takes them")
+    unnamed = [name for name in frame if name.startswith("Unnamed: ")]  # an index, or what is behind a last comma
+    rest = own or [name for name in frame if name not in (*goals, besides, *unnamed)]
+    if progress and unnamed and rest != own and options.inputs is None:
+        say(f"columns without a name are left out: {', '.join(unnamed)}; inputs=[…] takes them")
     inputs = [*dict.fromkeys(map(str, rest if options.inputs is None else [*own, *options.inputs]))]
     if not inputs or {*inputs} & {*goals}:
         came = f"inputs {', '.join(inputs) or 'none'} and target {', '.join(goals) or 'none'}"
@@ -321,6 +320,7 @@ def rows_of(frame: pd.DataFrame, goals: Sequence[str], inputs: Sequence[str], op
 def options_like(card: Card) -> dict[str, Any]:
     """Return options of `pack` with which another source has the classes and the preprocessing of a card."""
     roles = {name: value for name, value in card.options["roles"].items() if name != "key"}
+    roles["inputs"] = card.options["columns"] or roles["inputs"]  # of a table, which may have more
     classes = {"values": False, "none": None}.get(card.options["kind"], card.classes)
     return {**roles, "classes": classes, "text": resolve_name(card.options["text"]) if card.options["text"] else None}
 
@@ -328,12 +328,11 @@ def options_like(card: Card) -> dict[str, Any]:
 def items_of(given: Any, card: Card) -> Sequence[Any]:
     """Return what `run.predict` got, item by item: a file, a text, an item (a dict, a tuple, an image, a number, a
     sample's array), or several: a list, a Dataset, an array of them, a DataFrame or CSV file. Raises PackError."""
-    columns, root = card.options["columns"], Path()
+    columns = card.options["columns"]
     if hasattr(given, "iloc") or (columns and is_table(given)):
         if columns is None:
             raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
-        if not hasattr(given, "iloc"):
-            root = (given := drive_path(given)).parent
+        root = Path() if hasattr(given, "iloc") else (given := drive_path(given)).parent
         frame = read_table(given.to_frame().T.infer_objects() if getattr(given, "ndim", 2) == 1 else given)
         return rows_of(frame, (), columns, SimpleNamespace(**card.options["roles"], text=card.options["text"]), root)
     first = card.columns[card.options["inputs"][0]]
@@ -349,9 +348,9 @@ def sample_of(item: Any, card: Card) -> Sample:
     options = card.options
     forms = {name: Form.of(options["forms"][name]) for name in options["inputs"]}
     if options["columns"] and isinstance(item, Mapping):  # a row of a table
-        numbers: Any = [item.get(name) for name in options["columns"] if column_name(name) not in forms.keys() - {"x"}]
-        if numbers and all(isinstance(number, int | float | np.number | np.bool_) for number in numbers):
-            item = {**item, "x": [*map(float, numbers)]}
+        numbers = [item.get(name) for name in options["columns"]]
+        numbers = [float(number) for number in numbers if isinstance(number, int | float | np.number | np.bool_)]
+        item = {**item, "x": numbers} if numbers else item
     parts, roles = parts_of(item), options["roles"]
     values = {column_name(key): value for key, value in parts.items()}
     if not isinstance(item, Mapping):

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from nbtools import disk
 from nbtools.data import forms
-from nbtools.data.build import Entry, Survey
+from nbtools.data.build import Entry, Sampler, Survey
 from nbtools.data.forms import FIX, TARGET, TARGETS, Form, is_image, is_names
 from nbtools.data.pack import FORMAT, Pack, Sample
 from nbtools.errors import NbtoolsError, PackError
@@ -192,14 +192,14 @@ class Items:
             raise PackError("items have several labels each; list all of them: classes=[…]")
         if options.size and not self.pictures - {TARGET}:
             raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset instead")
-        common = {
-            name: forms.common_form(name, each, classes, name in self.pictures) for name, each in seen.items() if each
-        }
+        common = {n: forms.common_form(n, each, classes, n in self.pictures) for n, each in seen.items() if each}
         images, there = images_in(common), ", ".join(f"{name} {form.column}" for name, form in common.items())
         for name in images if options.mean or options.std else ():
             count = {"hwc": common[name].shape[-1], "chw": common[name].shape[0]}.get(common[name].layout, 1)
-            if {len(options.mean or ()), len(options.std or ())} != {count}:
-                raise PackError(f"mean and std must have {count} numbers, one per channel of {name}; columns: {there}")
+            above = common[name].unit > 1 and max([*(options.mean or ()), *(options.std or ())]) > 1
+            if above or {len(options.mean or ()), len(options.std or ())} != {count}:
+                rule = f"mean and std must have {count} numbers, one per channel of {name}, of bytes in 0…1"
+                raise PackError(f"{rule}, got {options.mean} and {options.std}; columns: {there}")
         for name in self.marked:
             if len(images) != 1 or name not in common or (0, *common[name].column.shape)[-1] not in POINTS:
                 rule = "points must name columns (…, 2) of x, y or (…, 4) of x1, y1, x2, y2 beside one image"
@@ -241,7 +241,7 @@ class Items:
         i = next((k for k, before in enumerate(self.marks) if before != mark({})), 0)
         return self.names[self.looked[i]] if mark(self.values(self.looked[i])) != self.marks[i] else ""
 
-    def survey(self) -> Survey:
+    def survey(self) -> tuple[Survey, Sampler]:
         """Return what `make_pack` needs. Raises PackError where stored items would differ at each reading."""
         store, columns = self.options.store, self.forms
         if store and self.varying:
@@ -263,7 +263,7 @@ class Items:
             named=TARGET if self.kind == "classes" and self.stored else None,
             learn=self.learn,
             elsewhere={name: form.column for name, form in columns.items() if name not in self.stored},
-        )
+        ), partial(self.sample, columns=self.stored)
 
     def learn(self, pack: Pack, train: np.ndarray) -> dict[str, Any]:
         """Return mean and std of targets, float32 columns and images: as given, else those of the training split, or

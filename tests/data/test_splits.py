@@ -73,7 +73,7 @@ def test_a_source_may_be_all_test_or_all_train(place):
     assert drawn(place, test=1).splits["test"] == 1, "a whole number is a count"
     whole = drawn(place, val=0, test=0)
     assert whole.splits == {"train": 50, "val": 0, "test": 0}
-    with pytest.raises(PackError, match=r"is a pack, and its splits are fixed; pass the raw source, which test=1\.0"):
+    with pytest.raises(PackError, match=r"is a pack, whose splits cannot change; pass the raw source"):
         build_pack(whole.folder, "plain", {}, lambda *_: Survey([]), lambda *_: {}, test=1.0)
 
 

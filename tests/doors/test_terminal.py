@@ -114,13 +114,15 @@ def test_demo_pack_advise_train_evaluate_predict_in_a_row(tmp_path, capsys):
 
 def test_a_table_is_packed_by_a_task_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "prices.py").write_text(
-        "import nbtools as nb\nfrom torch import nn\ntask = nb.regress(nn.Linear(2, 1))\n"
-    )
+    (tmp_path / "prices.py").write_text("import nbtools, torch\ntask = nbtools.regress(torch.nn.Linear(2, 1))\n")
     (tmp_path / "t.csv").write_text("a,b,c,price\n" + "1,2,x,0.5\n" * 20)
     typed = ["pack", "prices:task", str(tmp_path / "t.csv"), "--target", "price", "--inputs", "a,b", "--val", "2"]
     assert main([*typed, "--into", str(tmp_path / "pack")]) == 0
     assert "16 train, 2 val, 2 test" in capsys.readouterr().out
+    typed = ["train", "prices:task", "--data", *typed[2:], "--run", str(tmp_path / "run"), "--epochs", "1"]
+    assert main([*typed, "--batch-size", "8", "--no-receipt"]) == 0
+    assert main(["predict", str(tmp_path / "run"), str(tmp_path / "t.csv")]) == 0
+    assert "t.csv/row 19\t" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -308,9 +308,7 @@ def test_what_cannot_train_is_answered_in_a_sentence(tmp_path, packs, said):
 
 def test_whole_numbers_that_a_network_does_not_take_are_named(tmp_path):
     pack = nb.pack((np.ones((20, 4), int), [0, 1] * 10), into=tmp_path / "pack", progress=False)
-    with pytest.raises(
-        TrainError, match=r"change it; whole numbers come as they are: pack float32, or pixels as uint8"
-    ):
+    with pytest.raises(TrainError, match=r"whole numbers come as they are: pack float32, or pixels as uint8"):
         nb.fit(nb.classify(nn.Linear(4, 2)), pack, own.PLAN, tmp_path / "run", **QUIET)
 
 
@@ -349,5 +347,7 @@ def test_rows_of_a_dataframe_are_predicted_by_the_names_of_their_columns(tmp_pat
     assert run.predict(tmp_path / "new.csv") == pytest.approx(expected)
     with pytest.raises(PackError, match=r"x is no image, which alone is read from a file, got .*; pass arrays or rows"):
         run.predict([tmp_path / "new.csv"])
+    again = run.pack(frame.assign(e=1)[["e", "d", "price", "c", "b", "a"]], test=1.0, progress=False)
+    assert again.arrays["x"][:5].tolist() == frame[[*"abcd"]].to_numpy(np.float32)[:5].tolist()
     with pytest.raises(PackError, match="the table has no column 'b'; its columns are a"):
         run.predict(chosen[["a"]])
