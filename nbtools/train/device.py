@@ -63,12 +63,9 @@ def pick(name: str | None = None) -> torch.device:
 def require(plan: Plan, device: torch.device, processes: int = 1) -> None:
     """Raise TrainError for a setting that the device cannot follow."""
     kind, here = device.type, f"but this device is {device.type}"
-    outside = not torch.is_grad_enabled() or torch.is_autocast_enabled(kind)
+    outside = not torch.is_grad_enabled() or any(map(torch.is_autocast_enabled, ("cpu", "cuda", "mps")))
     for wrong, rule in (
-        (
-            outside,
-            "amp decides where autocast is on, but it or no_grad is on around this call; leave them",
-        ),
+        (outside, "amp decides where autocast is on, but it or no_grad is on around this call; leave them"),
         (plan.graph and processes > 1, f"graph replays one process, but {processes} train together; set graph=False"),
         (plan.graph and kind not in GRAPH_DEVICES, f"graph replays CUDA graphs, {here}; set graph=False"),
         (plan.graph and unrecordable(plan), "graph cannot replay fp16, compile or checkpoint_activations; choose one"),
@@ -214,8 +211,7 @@ def run_or_explain(act: Callable[[], T], when: str = "before the first step") ->
     gc.collect()
     result, reason = within_memory(act)
     if result is None:
-        rule = f"out of memory {when} ({reason})"
-        raise TrainError(f"{rule}; use a smaller network, or free memory", entry="Out of memory")
+        raise TrainError(f"out of memory {when} ({reason}); free some, or use a smaller network", entry="Out of memory")
     return result
 
 

@@ -149,9 +149,7 @@ def rehearse(state: Any, pack: Pack) -> None:
             with autocast(plan, device):
                 check_batch(task, outputs, batch, plan)
             if not pack.splits["val"] and (plan.early_stop or plan.schedule == "plateau"):
-                state.events.append(
-                    "no validation split: early_stop and plateau have nothing to follow; pack with val=0.1"
-                )
+                state.events.append("without a validation split early_stop and plateau do nothing; pack with val=0.1")
             if is_normalised(task, outputs):
                 what = "the network returns probabilities, and cross entropy applies softmax to them again"
                 state.events.append(f"{what}: it learns slowly; leave out the softmax at its end")

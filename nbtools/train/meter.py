@@ -111,11 +111,20 @@ class Meter:
     def log(self, record: Record, scaler: torch.amp.GradScaler | None) -> None:
         """Send the values of a log step to the host. record: its row so far."""
         scale: Any = math.inf if scaler is None else scaler._scale  # on the device: `get_scale` would wait for it
-        put(self.sent, self.loss, self.count, scale)
+        self.send(self.loss, self.count, scale)
         self.pending, self.watch.spans = (record, self.watch.spans), []
+
+    def send(self, *numbers: Tensor | float) -> None:
+        put(self.sent, *numbers)
         if self.event is not None:
             self.host.copy_(self.sent, non_blocking=True)
             self.event.record(torch.cuda.current_stream(self.device))
+
+    def received(self) -> list[float]:
+        """Return the numbers that were sent. Waits for them."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host.tolist()
 
     def rows(self, wait: bool = True) -> list[Record]:
         """Return the row of the last log step, if it is still to come; without waiting, only if its values are here.
@@ -124,9 +133,7 @@ class Meter:
             return []
         (record, spans), self.pending = self.pending, None
         (step, samples), self.since = self.since, (record.step, record.samples)
-        if self.event is not None:
-            self.event.synchronize()
-        total, count, scale = self.host.tolist()
+        total, count, scale = self.received()
         steps, times = (step, record.step), self.timed(spans)
         if not math.isfinite(total):
             raise Diverged(f"the loss became {total} in steps {step + 1} to {record.step}", steps)

@@ -55,8 +55,7 @@ def build_optimizer(task: Any, model: nn.Module, plan: Any) -> Optimizer:
     require_all(model, groups, "the task's groups")
     optimizer = task.optimizer(groups, plan)
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS):
-        rule = "optimizer must return a torch.optim.Optimizer that needs no closure"
-        raise TrainError(f"{rule}, got {type(optimizer).__name__}")
+        raise TrainError(f"optimizer must return an Optimizer that needs no closure, got {type(optimizer).__name__}")
     require_all(model, optimizer.param_groups, "the optimizer's groups")
     for group in optimizer.param_groups if not built_in(optimizer) else ():
         group["lr_scale"] = float(group["lr"]) / plan.lr

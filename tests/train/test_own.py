@@ -99,7 +99,7 @@ def test_a_softmax_before_cross_entropy_is_noticed(tmp_path, packs):
 def test_what_waits_for_evaluations_that_never_come_is_noticed(tmp_path):
     pack = nb.pack(own.images(60), val=0, into=tmp_path / "pack", progress=False)
     run = nb.fit(nb.classify(own.Small), pack, own.PLAN.replace(early_stop=1), tmp_path / "run", **QUIET)
-    assert run.events == ["no validation split: early_stop and plateau have nothing to follow; pack with val=0.1"]
+    assert run.events == ["without a validation split early_stop and plateau do nothing; pack with val=0.1"]
 
 
 def test_frozen_parts_stay_with_their_statistics(packs):
