@@ -30,7 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import nbtools as nb
 from nbtools.data import Draws, Pack, batches_left, collate, in_order, lengths_of, on
-from nbtools.train import Plan, Sums, best_metric, bind, build, device
+from nbtools.train import Plan, Sums, bind, build, device
 from nbtools.train.evaluation import scores
 from nbtools.train.optimizer import build_optimizer
 from nbtools.train.plan import lr_at
@@ -39,6 +39,11 @@ from nbtools.train.task import as_sum
 
 Raw = dict[str, Tensor]
 WARM = 3  # steps of a trial before it is timed: the first compile, and start workers
+
+
+def best_metric(task: Any) -> tuple[str, float]:
+    """The metric that chooses the best checkpoint, and -1 where lower is better."""
+    return task.BEST.lstrip("-"), -1.0 if task.BEST.startswith("-") else 1.0
 
 
 class Enough(Exception):

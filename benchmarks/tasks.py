@@ -39,10 +39,9 @@ import torch
 
 import nbtools as nb
 from benchmarks.paired import Figure, Receipt, in_turns, times
-from benchmarks.peers import OURS, PROGRAMS, WARM, Enough, Job, Levers, Meter, lines, package_of, run
+from benchmarks.peers import OURS, PROGRAMS, WARM, Enough, Job, Levers, Meter, best_metric, lines, package_of, run
 from nbtools import measure
 from nbtools.data import Pack, cores
-from nbtools.train import best_metric
 
 ROUNDS, SECONDS = 3, 3.0
 COMPILING = 120  # seconds after which a trial of compilation has lost

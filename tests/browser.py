@@ -1,5 +1,4 @@
-"""A notebook in a real browser, in two generations of Jupyter: what a user sees and does in it, and when a run under
-way shows the effect.
+"""A notebook in a real browser, in two generations of Jupyter: what a user sees and does, and when a run shows it.
 
 Controls are found as a user finds them, by what stands on them or next to them. A click's time is taken in the page,
 by the clock that the kernel's log has too.
@@ -35,10 +34,7 @@ for (const kind of ['click', 'change', 'keydown'])
 
 @contextmanager
 def chromium(path: str) -> Iterator[Browser]:
-    with (
-        sync_playwright() as playwright,
-        playwright.chromium.launch(executable_path=path, args=FLAGS) as browser,
-    ):
+    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=FLAGS) as browser:
         yield browser
 
 

@@ -1,7 +1,6 @@
 """What all tests share: a stated device, no network, and browsers only where there is one.
 
-Tests train on the CPU, also where there is a GPU, in processes and kernels that they start too; those in tests/cuda on
-the GPU.
+Tests train on the CPU, also where there is a GPU, and in what they start; those in tests/cuda on the GPU.
 """
 
 import gc

@@ -299,9 +299,8 @@ def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made
             reason = "0 of {} can be used. The first: {}: {}, got {}; {}"
             reason = reason.format(plural(len(bad), "file"), *(bad[0][k] for k in (0, 2, 1, 3)))
         raise PackError(f"{made['source']}: {reason}", entry="Keys, columns and paths")
-    names = {*joined["classes"]}
-    numbers = all(name.removeprefix("-").isdecimal() for name in names)  # so that 10 follows 9
-    classes = [*survey.classes] or sorted(names, key=int if numbers else None)
+    numbers = all(name.removeprefix("-").isdecimal() for name in joined["classes"])  # of which 10 follows 9
+    classes = [*survey.classes] or sorted({*joined["classes"]}, key=int if numbers else None)
     if survey.named is not None:
         index = {name: i for i, name in enumerate(classes)}
         np.save(folder / f"{survey.named}.npy", np.array([index[name] for name in joined["classes"]], np.int64))

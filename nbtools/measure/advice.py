@@ -129,7 +129,7 @@ def decide(
     batch, fresh = value("batch_size"), Plan(batch_size=64, lr=OPTIMIZERS[value("optimizer")].lr)
     start = base if has_recipe(task, "lr") else fresh.replace(lr=fresh.lr / 20) if pretrained else fresh
     advised.setdefault("lr", learning_rate(start, value("optimizer"), batch))
-    if not has_recipe(task, "epochs") and (few := epochs_for_few(card, batch)):
+    if not has_recipe(task, "epochs") and (few := more_epochs(card, batch)):
         advised.setdefault("epochs", few)
     advised.setdefault("warmup_epochs", warmup(batch / base.batch_size, value("epochs")))
     advised.setdefault("amp", precision(machine))
@@ -182,7 +182,7 @@ def learning_rate(base: Plan, optimizer: str, batch: int) -> Choice:
     return float(f"{base.lr * factor:.3g}"), why + (f"; no increase beyond {MOST_K} × the batch" if k > MOST_K else "")
 
 
-def epochs_for_few(card: Card, batch: int, epoch_s: float = 0.0) -> Choice | None:
+def more_epochs(card: Card, batch: int, epoch_s: float = 0.0) -> Choice | None:
     """Return the epochs that give a small data set enough steps, if an epoch takes so long within ten minutes, and why;
     None where the default does."""
     train, default = card.splits["train"], Plan().epochs

@@ -25,17 +25,7 @@ from torch import nn
 from nbtools import disk, train
 from nbtools.data import Pack, batches_in, choose, cores, phase, work
 from nbtools.disk import VERSION
-from nbtools.measure.advice import (
-    THUMB,
-    Advice,
-    Choices,
-    decide,
-    enough,
-    epochs_for_few,
-    evaluations,
-    has_recipe,
-    inspect,
-)
+from nbtools.measure.advice import THUMB, Advice, Choices, decide, enough, evaluations, has_recipe, inspect, more_epochs
 from nbtools.measure.finders import LATE, LEAST_S, LrTrial, find_batch, lr_trial
 from nbtools.measure.machine import machine
 from nbtools.measure.profile import Verdict, replays, verdict_of
@@ -314,7 +304,7 @@ class Search:
         """Choose the epochs of a small data set and of an evaluation by their speed, and lr by a trial."""
         samples, batch = self.pack.splits["train"], self.plan.batch_size
         epoch_s = samples * (1 / verdict.timing.samples_per_s if verdict else self.sample_s)
-        few = epochs_for_few(self.pack.card, batch, epoch_s)
+        few = more_epochs(self.pack.card, batch, epoch_s)
         if few and "epochs" not in self.fixed and not has_recipe(self.task, "epochs"):
             self.take({"epochs": few})
         share = self.evaluation_s * self.pack.splits["val"] / epoch_s

@@ -178,9 +178,6 @@ def test_texts_are_readable_on_white():
         assert 1.05 / (linear @ (0.2126, 0.7152, 0.0722) + 0.05) >= 4.5, f"{colour}: contrast as WCAG defines it"
 
 
-# Samples
-
-
 @pytest.mark.parametrize(
     ("truth", "predicted", "said"),
     [

@@ -70,10 +70,7 @@ def test_an_image_is_found_where_cvat_puts_it_and_its_subset_is_its_split(tmp_pa
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [
-        ("../../secret.png", "an annotated image must exist"),
-        ("a.png", "an image must have one label and one split"),
-    ],
+    [("../../secret.png", "an annotated image must exist"), ("a.png", "an image must have one label and one split")],
 )
 def test_names_lead_to_no_file_outside_the_source_and_an_image_is_annotated_once(tmp_path, name, rule):
     saved(tmp_path / "secret.png", photo())
