@@ -359,7 +359,8 @@ def sample_of(item: Any, card: Card) -> Sample:
     if not values.keys() >= forms.keys():
         raise PackError(", ".join(values), f"an item must have {', '.join(forms)}", "add what is missing")
     for name, form in forms.items():
-        if isinstance(path := values[name], str) and (form.layout or not options["text"]):
-            values[name] = Path(path)
+        if isinstance(path := values[name], str | Path) and not (form.layout or options["text"]):
+            raise PackError(path, f"{name} is no image, which alone is read from a file", "pass arrays or rows")
+        values[name] = Path(path) if isinstance(path, str) and form.layout else path
     values = plain_values({name: values[name] for name in forms}, options["resize"], options["text"])
     return {name: np.asarray(forms[name].fit(name, value)) for name, value in values.items()}

@@ -1,6 +1,5 @@
 """The live surface in a real browser: a visit to a training notebook in each of two generations of Jupyter, a test a
-claim. Each goes on in the page that the one before has left. `make full` visits each once more, alone on the machine,
-so that its clock counts, and opens its file in the other way.
+claim. Each goes on in the page that the one before has left. `make full` visits each once more, alone, by the clock.
 """
 
 import json

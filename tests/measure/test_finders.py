@@ -1,6 +1,5 @@
 """The learning rate and the epochs that nobody chose: what advice proposes, and `nb.fit` without a plan uses, learns as
-well as the best of a grid; the trial that decides it keeps to its rules. And the batch finder, on simulated times: its
-choice against exhaustive search, wherever memory or time ends."""
+well as the best of a grid; the trial keeps to its rules. The batch finder beside exhaustive search, simulated."""
 
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """Frames become X2048 by a frozen or fine-tuned backbone; torchvision is needed for its own network alone.
-
-A small real network stands in for InceptionV3: all but that network is the same.
-"""
+A small real network stands in for InceptionV3: all but that network is the same."""
 
 import sys
 from collections.abc import Sequence
