@@ -69,8 +69,8 @@ class Ranks:
         return box[0]
 
     def gather(self, what: T) -> list[T]:
-        """Return the objects of all ranks, in their order, on all of them."""
-        objects: list[Any] = [what] * self.world
+        """Return the objects of all ranks, in their order, on all of them. Raises as `broadcast` does."""
+        objects = [self.broadcast(what)] * self.world  # first: rank 0 may have left amid an evaluation
         if self.world > 1:
             dist.all_gather_object(objects, what)
         return objects

@@ -51,15 +51,10 @@ def left_behind(folder: Path) -> list[str]:
     return [name for name in found if name != str(os.getpid())]
 
 
-class Cell(nb.Task):
-    """As if a notebook's cell had defined it."""
-
-    __module__ = "__main__"
-
-
 def test_what_cannot_start_is_refused_in_a_sentence(pack, monkeypatch):
+    cell = type("Cell", (nb.Task,), {"__module__": "__main__"})  # as if a notebook had defined it
     for task, count, said in (
-        (Cell, 2, r"can import, got '__main__:Cell'; .*%%writefile"),
+        (cell, 2, r"can import, got '__main__:Cell'; .*%%writefile"),
         (toy, 0, r"processes \(--processes\) must be at least 1, got 0; start one"),
     ):
         with pytest.raises(TrainError, match=said):

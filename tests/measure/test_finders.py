@@ -3,7 +3,6 @@ well as the best of a grid; the trial keeps to its rules. The batch finder besid
 
 import dataclasses
 import math
-from functools import partial
 from time import process_time
 from typing import Any
 
@@ -70,29 +69,20 @@ def test_the_sweep_tries_what_it_is_given_or_values_around_the_plans_and_says_wh
         nb.lr_sweep(task, pack, task.PLAN, lrs=[0.0])
 
 
-rules = partial(nb.advise, measure=False)
-
-
 @pytest.fixture
 def spirals(tmp_path) -> nb.Pack:
     return problems.packed("spirals", tmp_path)
 
 
-def test_without_a_recipe_fresh_weights_start_at_0_002_and_pretrained_ones_at_0_0001_at_batch_64(spirals):
-    fresh = rules(nb.classify(problems.points), spirals).plan
-    scale = math.sqrt(fresh.batch_size / 64)
-    assert fresh.lr == pytest.approx(2e-3 * scale, rel=0.01)
-    assert rules(nb.classify(problems.points, pretrained=True), spirals).plan.lr == pytest.approx(
-        1e-4 * scale, rel=0.01
-    )
-    net: Any = problems.points(3, 2)
-    net[0].requires_grad_(False)
-    assert rules(nb.classify(net), spirals).plan.lr == pytest.approx(1e-4 * scale, rel=0.01)
-
-
-def test_a_recipe_keeps_its_lr_by_the_rule_and_its_epochs(spirals):
-    own = rules(nb.classify(problems.points, plan=nb.Plan(batch_size=64, lr=8e-3, epochs=12)), spirals).plan
-    assert (own.lr, own.epochs) == (pytest.approx(8e-3 * math.sqrt(own.batch_size / 64), rel=0.01), 12)
+def test_fresh_weights_start_at_0_002_pretrained_ones_at_0_0001_and_a_recipe_at_its_own_lr_at_batch_64(spirals):
+    frozen: Any = problems.points(3, 2)
+    frozen[0].requires_grad_(False)
+    fresh, pretrained = nb.classify(problems.points), nb.classify(problems.points, pretrained=True)
+    recipe = nb.classify(problems.points, plan=nb.Plan(batch_size=64, lr=8e-3, epochs=12))
+    for task, lr in ((fresh, 2e-3), (pretrained, 1e-4), (nb.classify(frozen), 1e-4), (recipe, 8e-3)):
+        plan = nb.advise(task, spirals, measure=False).plan
+        assert plan.lr == pytest.approx(lr * math.sqrt(plan.batch_size / 64), rel=0.01)
+        assert plan.epochs == 12 or task is not recipe
 
 
 @pytest.mark.parametrize(("samples", "epochs"), [(600, 40), (9_999, 10), (10_000, 10)])
@@ -265,13 +255,10 @@ def test_what_does_not_fit_is_never_chosen(pack, most, largest):
     assert "does not fit" in str(report)
 
 
-class WithoutBatchNorm(Job):
-    def model(self, card, plan):
-        return toy.linear(card, plan)
-
-
 def test_one_sample_is_tried_where_two_do_not_fit_and_where_not_even_one_does_it_is_a_clear_error(pack):
-    assert found(pack, WithoutBatchNorm(most=1)).batch_size == 1
+    one, none = Job(most=1), Job(most=0)
+    one.model = none.model = toy.linear  # without BatchNorm
+    assert found(pack, one).batch_size == 1
     with pytest.raises(TrainError, match=r"not even one sample fits.*smaller network") as caught:
-        found(pack, WithoutBatchNorm(most=0))
+        found(pack, none)
     assert caught.value.__context__ is None, "it would keep the tensors of the failed step"

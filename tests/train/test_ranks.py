@@ -109,6 +109,23 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit_with_dropout_in_ever
     assert not [text for text in texts(nb.Run.open(halves, toy)) if "a process was lost" in text]
 
 
+def stopped(pack: Path, run: Path) -> str:
+    """How a run ends whose user presses Ctrl-C at the first batch of an evaluation."""
+    kinds: list[bool] = []
+
+    def batch(raw, plan, draws):
+        kinds.append(draws is None)
+        if first() and kinds[-2:] == [False, True]:
+            os.kill(os.getpid(), signal.SIGINT)
+        return toy.batch(raw, plan, draws)
+
+    return nb.fit(toy.with_(batch=batch), nb.Pack.open(pack), PLAN.replace(batch_size=8), run, **QUIET).state
+
+
+def test_a_stop_in_the_middle_of_an_evaluation_ends_all_processes(pack, tmp_path):
+    assert together(2, stopped, pack.folder, tmp_path, NBTOOLS_TIMEOUT="10", TORCHELASTIC_RUN_ID="run")[0] == "stopped"
+
+
 def poisoned(pack: Path, run: Path, sample: int) -> list[str]:
     def batch(raw, plan, draws):
         found = toy.batch(raw, plan, draws)
