@@ -203,7 +203,8 @@ class Keeper:
 
     def attempt(self) -> None:
         try:
-            self.copy()
+            if index := read_index(self.source):  # else nothing is saved yet
+                self.copy(index)
             self.trouble = None
         except Exception as error:
             if isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source:
@@ -213,10 +214,9 @@ class Keeper:
                 self.complaints.append(f"{self.target}: {what}")
             self.trouble = error
 
-    def copy(self) -> None:
+    def copy(self, index: dict[str, Any]) -> None:
         """Copy what has changed, run.json last; delete checkpoints there that are no longer here. Raises
         CheckpointError unless what is there was there before, or is of this session, by the run's starts."""
-        index = read_index(self.source)
         small = [path for path in self.source.iterdir() if path.suffix in SMALL and not FILE.fullmatch(path.name)]
         small = [path for path in small if path.name not in (CONTROL, INDEX)]
         for path in [*small, *(self.source / f"{name}.json" for name in names_in(index)), self.source / INDEX]:
