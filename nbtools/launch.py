@@ -206,7 +206,6 @@ def start(job: tuple[Any, ...], processes: int, restarts: int) -> Iterator[subpr
     options = f"--standalone --nproc-per-node {processes} --max-restarts {restarts} --redirects 3 --no-python".split()
     paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)  # where the task is
     env = {"OMP_NUM_THREADS": str(max(1, cores() // processes)), **os.environ, "PYTHONPATH": paths}
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a second attempt reads the addresses of the first, and hangs
     with tempfile.TemporaryDirectory(prefix="nbtools-launch-", ignore_cleanup_errors=True) as folder:
         place = Path(folder)  # of what the processes print, and of their errors
         (place / "job.pickle").write_bytes(pickle.dumps(job))

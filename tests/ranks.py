@@ -52,7 +52,7 @@ def in_turn(*calls: tuple[Callable[..., Any], *tuple[Any, ...]]) -> list[Any]:
 
 
 def run(end: Any, env: dict[str, str], act: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ.update(env, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0", NBTOOLS_DEVICE="cpu")
+    os.environ.update(env, TORCHELASTIC_USE_AGENT_STORE="True", NBTOOLS_DEVICE="cpu")
     torch.set_num_threads(1)
     draw.png = lambda *_: b"\x89PNG"  # a run's picture takes longer than its training
     gc.freeze()  # else each collection looks through all of torch

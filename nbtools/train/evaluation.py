@@ -44,11 +44,9 @@ class Sums:
 
     def read(self) -> dict[str, float]:
         """Return name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those counted."""
-        values, totals = {}, self.totals
-        if self.ranks.world > 1:
-            totals = dict[str, Any]()
-            for there in self.ranks.gather({name: total.cpu() for name, total in self.totals.items()}):
-                totals |= {name: totals.get(name, 0) + total for name, total in there.items()}  # some had no batch
+        values, totals = {}, dict[str, Any]()
+        for there in self.ranks.gather({name: total.cpu() for name, total in self.totals.items()}):
+            totals |= {name: totals.get(name, 0) + total for name, total in there.items()}  # some had no batch
         for name, total in totals.items():
             if total.dim() == 3:
                 values[name] = mean_average_precision(*total)

@@ -29,7 +29,7 @@ from nbtools.train.meter import put
 TIMEOUT = 600.0  # seconds without an answer after which a rank counts as hung, unless NBTOOLS_TIMEOUT says otherwise
 GLOO = ("gloo", "pair closure")  # in its errors, which have no class of their own
 JOINS = count()  # runs of this process
-PAUSE = timedelta(days=30)  # for which the others wait for rank 0, whose user may pause the run
+PAUSE = timedelta(days=30)  # for which the others wait for rank 0, whose user may pause the run; not it for them
 T = TypeVar("T")
 
 
@@ -54,7 +54,7 @@ class Ranks:
         self.again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
         if device is not None:
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
-            self.control: Any = dist.new_group(backend="gloo", timeout=PAUSE)
+            self.control: Any = dist.new_group(backend="gloo", timeout=PAUSE if self.rank else limit())
         self.first, self.ended = self.rank == 0, self.world == 1
 
     def broadcast(self, what: Any = None) -> Any:
@@ -137,14 +137,16 @@ def join() -> Ranks:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = {"backend": "nccl", "device_id": device}
-    store, rank, world = next(rendezvous("env://", timeout=(limit := timedelta(seconds=patience()))))
-    store = PrefixStore(f"nbtools/{next(JOINS)}", store)  # an earlier run of these processes left its addresses there
-    dist.init_process_group(timeout=limit, store=store, rank=rank, world_size=world, **backend)
+    store, rank, world = next(rendezvous("env://", timeout=limit()))
+    # An earlier run left its addresses there, and where torchrun's agent has the store, also an earlier attempt.
+    attempt = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    store = PrefixStore(f"nbtools/{attempt}/{next(JOINS)}", store)
+    dist.init_process_group(timeout=limit(), store=store, rank=rank, world_size=world, **backend)
     return Ranks(device)
 
 
-def patience() -> float:
-    return float(os.environ.get("NBTOOLS_TIMEOUT", TIMEOUT))
+def limit() -> timedelta:
+    return timedelta(seconds=float(os.environ.get("NBTOOLS_TIMEOUT", TIMEOUT)))
 
 
 @contextmanager
@@ -155,8 +157,9 @@ def naming() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(words in str(error) for words in GLOO):
             raise
-        what = f"another rank of this run ended, or did not answer for {patience():g} s (NBTOOLS_TIMEOUT): {error}"
-        raise RankLost(f"{what.splitlines()[0]}; start again to resume from the last checkpoint") from error
+        why = f"did not answer for {limit().total_seconds():g} s (NBTOOLS_TIMEOUT): {error}".splitlines()[0]
+        fix = "start again to resume from the last checkpoint"
+        raise RankLost(f"another rank of this run ended, or {why}; {fix}") from error
 
 
 def shares(size: int, world: int) -> list[int]:

@@ -24,7 +24,7 @@ from nbtools.train.plan import Plan, list_changes, refuse_fixed, require_batch
 from nbtools.train.ranks import Ranks, Restarted
 from nbtools.train.task import TaskLike, bind, build, order, readable
 
-POSITION = ("epoch", "step", "samples", "segments", "lr")  # of a state: where it is
+POSITION = ("epoch", "step", "samples", "segments", "lr", "unscaled")  # of a state: where it is
 T = TypeVar("T")
 OTHER_RUN = "for another network choose another run folder, run='runs/…'"
 
@@ -240,7 +240,6 @@ class TrainState:
         self.meter.load(facts["meter"], self.step, self.samples)
         if self.scaler is not None and facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
-            self.unscaled = not self.step
         self.rng, self.cuda_rng = tensors["rng"], tensors.get("cuda_rng", self.cuda_rng)
 
     def load_moments(self, saved: Mapping[str, Any]) -> None:

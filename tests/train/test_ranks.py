@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import toy
 from acting import QUIET, acting, same, texts
 from ranks import in_turn, together
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.nn.functional import all_reduce  # pyright: ignore[reportDeprecated]
 
 import nbtools as nb
@@ -109,23 +111,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit_with_dropout_in_ever
     assert not [text for text in texts(nb.Run.open(halves, toy)) if "a process was lost" in text]
 
 
-def stopped(pack: Path, run: Path) -> str:
-    """How a run ends whose user presses Ctrl-C at the first batch of an evaluation."""
-    kinds: list[bool] = []
-
-    def batch(raw, plan, draws):
-        kinds.append(draws is None)
-        if first() and kinds[-2:] == [False, True]:
-            os.kill(os.getpid(), signal.SIGINT)
-        return toy.batch(raw, plan, draws)
-
-    return nb.fit(toy.with_(batch=batch), nb.Pack.open(pack), PLAN.replace(batch_size=8), run, **QUIET).state
-
-
-def test_a_stop_in_the_middle_of_an_evaluation_ends_all_processes(pack, tmp_path):
-    assert together(2, stopped, pack.folder, tmp_path, NBTOOLS_TIMEOUT="10", TORCHELASTIC_RUN_ID="run")[0] == "stopped"
-
-
 def poisoned(pack: Path, run: Path, sample: int) -> list[str]:
     def batch(raw, plan, draws):
         found = toy.batch(raw, plan, draws)
@@ -145,40 +130,50 @@ def test_a_sample_that_is_no_number_is_left_out_by_all_and_its_share_is_named(pa
         assert all(tensor.isfinite().all() for tensor in weights(tmp_path / str(sample)).values())
 
 
-def ending(pack: Path, run: Path, how: str) -> str:
-    """How a fit ends in which something happens to rank 1 in step 3."""
+ACTS = {
+    "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    "own": RuntimeError("Connection to the label server timed out"),  # in words of a process group
+    "stop evaluating": signal.SIGINT,
+}
+
+
+def ending(pack: Path, run: Path, what: str) -> str:
+    """How a fit ends in which something happens to rank 1, in step 3 or evaluating, or Ctrl-C to 0, where 1 is late."""
 
     def loss(model, batch, plan):
-        steps.append(1)
-        if not first() and len(steps) == 3:
-            if how == "memory":
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-            if how == "own":
-                raise RuntimeError("Connection to the label server timed out")
-            os.kill(os.getpid(), signal.SIGSTOP)
+        kinds.append(isinstance(model, nn.Module))
+        if first() == (what[:4] == "stop") and kinds[-3:] == [True, True, "evaluating" not in what]:
+            if isinstance(act := ACTS.get(what, signal.SIGSTOP), Exception):
+                raise act
+            os.kill(os.getpid(), act)
         return toy.loss(model, batch, plan)
 
-    steps: list[int] = []
+    kinds: list[bool] = []  # whether it trains
+    sleep(what[:4] == "stop" and not first())
     try:
-        return str(nb.fit(toy.with_(loss=loss), nb.Pack.open(pack), PLAN, run, **QUIET))
+        return nb.fit(toy.with_(loss=loss), nb.Pack.open(pack), PLAN, run, **QUIET).state
     except (TrainError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
 
 
 ENDS = {
     "memory": ["TrainError: out of memory on rank 1 of 2 (CUDA out of memory); set a smaller micro_batch_size"],
-    "own": ["RuntimeError: Connection to the label server timed out"],  # in words of a process group
+    "own": ["RuntimeError: Connection to the label server timed out"],
     "hang": [],
+    "hang evaluating": [],
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
-def test_what_happens_to_one_rank_ends_the_others_within_the_timeout(pack, tmp_path, how):
-    lost = 1 if how == "hang" else None
-    zero, *one = together(2, ending, pack.folder, tmp_path / "run", how, lost=lost, NBTOOLS_TIMEOUT="3")
+@pytest.mark.parametrize("what", ENDS)
+def test_what_happens_to_one_rank_ends_the_others_within_the_timeout_and_another_attempt_trains(pack, tmp_path, what):
+    lost, store = None if ENDS[what] else 1, TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = dict[str, Any](MASTER_PORT=str(store.port), NBTOOLS_TIMEOUT="3", TORCHELASTIC_RUN_ID="run")
+    zero, *one = together(2, ending, pack.folder, tmp_path / "run", what, lost=lost, **env)
     assert zero.startswith("RankLost: another rank of this run ended, or did not answer for 3 s (NBTOOLS_TIMEOUT)")
     assert zero.endswith("start again to resume from the last checkpoint")
-    assert [text.partition(" See ")[0].rstrip(".") for text in one] == ENDS[how]
+    assert [text.partition(" See ")[0].rstrip(".") for text in one] == ENDS[what]
+    env["TORCHELASTIC_RESTART_COUNT"] = "1"
+    assert together(2, ending, pack.folder, tmp_path / "run", "stop evaluating", **env)[0] == "stopped"
 
 
 class Exchanging(nn.Module):
@@ -192,7 +187,7 @@ class Exchanging(nn.Module):
 
 
 def exchanging(pack: Path, run: Path) -> int:
-    """The forward passes, in batches of 17, so that shares differ."""
+    """The forward passes, in batches of 17, so that shares differ; resumed in fp16, to find its scale."""
 
     def model(card, plan):
         network = toy.Net(16, 0.0)
@@ -200,15 +195,21 @@ def exchanging(pack: Path, run: Path) -> int:
         network.register_forward_hook(lambda net, given, made: passes.append(net.training))
         return network
 
+    def loss(model, batch, plan):
+        total, count = toy.loss(model, batch, plan)
+        return total * (1e35 if plan.amp == "fp16" else 1.0), count  # which overflows at first
+
     device.require, passes = (lambda *_: None), []  # it refuses a CPU
     plan = PLAN.replace(batch_size=17, micro_batch_size=4, sync_batchnorm=True)
-    nb.fit(toy.with_(model=model), nb.Pack.open(pack), plan, run, **QUIET)
+    for stop, amp in ((12, "off"), (0, "fp16")):
+        task = acting({stop: lambda: os.kill(os.getpid(), signal.SIGINT)} if first() else {}, model=model, loss=loss)
+        nb.fit(task, nb.Pack.open(pack), plan.replace(amp=amp), run, **QUIET)
     return sum(passes)
 
 
 def test_layers_that_communicate_run_as_often_on_every_rank(pack, tmp_path):
-    zero, one = together(2, exchanging, pack.folder, tmp_path / "run")
-    assert zero == one > 126 / 2 / 4
+    zero, one = together(2, exchanging, pack.folder, tmp_path / "run", NBTOOLS_TIMEOUT="5", TORCHELASTIC_RUN_ID="run")
+    assert zero == one > 7 * 3 + 1, "as many as without the search for a scale"
 
 
 def test_what_needs_a_gpu_or_one_process_is_refused():
