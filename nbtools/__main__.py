@@ -32,7 +32,7 @@ from nbtools.train import Task, as_task, doubts
 Options = Mapping[str, Any]
 EMPTY = inspect.Parameter.empty
 BUILT_IN = tuple(module.name for module in pkgutil.iter_modules(tasks.__path__) if module.name != "common")
-UNTYPED = ("data", "train", "like", "network", "progress", "folds", "text")  # arguments that no text is given for
+UNTYPED = ("data", "train", "like", "network", "progress", "folds", "text", "more")  # arguments that take no text
 CODES = "exit codes: 0 done, 1 refused, failed, or a report with errors, 2 invalid command line, 130 stopped by you"
 
 

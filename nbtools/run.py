@@ -163,13 +163,13 @@ class Run:
         cannot be read, and TrainError for `all` where the answers are not classes.
         """
         names: list[str] | None = None  # of the files of a folder, once they are read
-        if isinstance(files, str | Path) and Path(files).is_dir():
+        if isinstance(files, str | Path) and files != "" and not self.card.options.get("text") and Path(files).is_dir():
             samples = self.read_folder(Path(files), names := [])
         elif self.task.card is None:
             samples = map(self.read, map(Path, [files] if isinstance(files, str | Path) else files))
         else:
             items = items_of(files, self.card)
-            samples = (self.read(items[i]) for i in range(len(items)))
+            samples = (self.read(items[i], f"item {i}") for i in range(len(items)))
         answers, shares = self.answers(samples, batch_size)
         if not all:
             return answers if names is None else dict(zip(names, answers, strict=True))
@@ -217,12 +217,12 @@ class Run:
                     shares += (logits.sigmoid() if card.options.get("kind") == "labels" else logits.softmax(1)).tolist()
         return answers, shares
 
-    def read(self, item: Any) -> Sample:
+    def read(self, item: Any, name: str = "") -> Sample:
         """Return the sample of a file, or of an item in its place. Raises PackError."""
         try:
             return self.task.read(item, self.card.options)
         except (OSError, PackError) as error:
-            where = item if isinstance(item, str | Path) else f"an item ({type(item).__name__})"
+            where = item if isinstance(item, str | Path) and item != "" else f"{name} ({type(item).__name__})"
             raise PackError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
 
     def read_folder(self, folder: Path, names: list[str]) -> Iterator[Sample]:
@@ -271,7 +271,7 @@ def require_like(run: Any, pack: Pack) -> None:
 def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:
     """Check a source before it is packed: a report of every rule that a file breaks, with the value and what to do;
     `.ok`: no errors. options: of the task's `validate`. Raises NbtoolsError for a task that checks while it packs."""
-    with disk.explained(f"checking {source}", Path(source)):
+    with disk.explained(f"checking {source}", Path(f"{source}")):
         return train.as_task(task).validate(source, **options)
 
 

@@ -118,7 +118,10 @@ def test_4_texts():
             return self.head(self.words(text))
 
     run = nb.fit(nb.classify(Bag), pack, plan(), run="runs/texts")
-    assert [answer.name for answer in run.predict(["good fine", "poor"])] == ["praise", "blame"]
+    for given in (["good fine", "poor"], pd.Series(["good fine", "poor"], [7, 8])):
+        assert [answer.name for answer in run.predict(given)] == ["praise", "blame"]
+    with pytest.raises(PackError, match=r"item 0 \(str\): text must be"):
+        run.predict("")
 
 
 def test_5_series_of_any_length():

@@ -28,7 +28,6 @@ from nbtools.errors import ArchiveError, DiskError
 OPENERS: dict[bytes, Callable] = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\0": lzma.open}  # by the first bytes
 ZIP = b"PK\3\4", b"PK\5\6"
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # of bzip2 and lzma, a read of zipfile has no bound
-ENTRIES = 5_000_000  # more than this is an attack on memory
 RATIO, FLOOR = 200, 100_000_000  # bytes unpacked: at most this many times the archive (deflate can 1,032), or the floor
 LITTER = re.compile(r"(^|/)(__MACOSX|\.DS_Store|\._[^/]*)(/|$)")  # of macOS
 PAGES = [("utf-8", "utf-8"), ("gbk", "gb2312"), ("cp932", "cp932"), ("gbk", "gbk")]  # encoding, its common part
@@ -67,7 +66,7 @@ def unpack(path: Path, folder: Path, text: str, progress: bool) -> None:
     """Write the files of an archive below a new folder. text: its name in messages.
 
     Raises ArchiveError, with the entry, for damage, links, devices, names that leave the folder or occur twice, and
-    more bytes or entries than the limits; DiskError where there is no room. What was written until then stays: the
+    more bytes than the limit; DiskError where there is no room. What was written until then stays: the
     caller unpacks into a `.part` and publishes afterwards.
     """
     packed, size, listed = path.stat().st_size, 0, list[Entry]()
@@ -76,11 +75,9 @@ def unpack(path: Path, folder: Path, text: str, progress: bool) -> None:
         for entry in entries:
             listed.append(entry)
             size += entry.size
-            if size > (limit := max(FLOOR, RATIO * packed)):
+            if size + tarfile.BLOCKSIZE * len(listed) > (limit := max(FLOOR, RATIO * packed)):  # empty files cost too
                 bomb = f"unpacks to more than {show.size(limit)}, like a decompression bomb"
                 raise ArchiveError(f"{bomb}. If it is yours, make it a plain tar")
-            if len(listed) > ENTRIES:
-                raise ArchiveError(f"has more than {ENTRIES} entries. Combine small files into fewer")
             shown.update(raw.tell() - shown.n)
         disk.require_space(folder, size)
         shown.reset(size)

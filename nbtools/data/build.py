@@ -36,7 +36,7 @@ from nbtools.show import plural
 Options = Mapping[str, Any]
 Reader = Callable[[Path, Options], Sample]
 Sampler = Callable[[int], Sample]  # of an entry; it refuses one by PackError(value, rule, fix)
-Problem = tuple[str, ...]  # a row of the table of bad samples: file, value, rule, fix
+Look = Callable[[], tuple["Survey", Sampler]]
 Draw = tuple[float, float, int]  # val, test, seed
 Made = Mapping[str, Any]  # what the manifest records: key, source
 
@@ -63,15 +63,12 @@ class Survey:
     options: Options = field(default_factory=dict)  # what `read` and `run.predict` need
     ragged: Collection[str] = ()  # columns whose samples differ in their first dimension
     bucket_by: str | None = None  # the ragged column whose length groups batches
-    bad: Sequence[Problem] = ()  # (file, value, rule, fix) of each file that cannot be used
+    bad: Sequence[tuple[str, ...]] = ()  # (file, value, rule, fix) of each file that cannot be used
     exact: bool = False
     check: Callable[[Entry, Sample], None] | None = None  # raises PackError(value, rule, fix)
     named: str | None = None  # a column that `read` gives as the name of a class; None of `classes`: those that occur
     learn: Callable[[Pack, np.ndarray], dict[str, Any]] | None = None  # (…, training ids) → more options, as means
     elsewhere: Mapping[str, Column] = field(default_factory=dict)  # columns that are not to be stored
-
-
-Look = Callable[[], tuple[Survey, Sampler]]
 
 
 def build_pack(
@@ -243,11 +240,6 @@ def is_whole(block: Path) -> bool:
     return False
 
 
-def read_block(block: Path, name: str) -> np.ndarray:
-    with np.load(block) as arrays:
-        return arrays[name]
-
-
 def require_alike(name: str, own: dict[str, Any], first: dict[str, Any] | None) -> dict[str, Any]:
     """Return the first sample's columns; raise PackError unless another has the same, in any order, of plain dtypes."""
     for column, dtype in ((column, np.dtype(facts["dtype"])) for column, facts in own.items()):
@@ -263,7 +255,7 @@ def join(folder: Path, blocks: Sequence[Path], survey: Survey) -> dict[str, Any]
     """Write the arrays of all blocks, one after another, as .npy files; return `kept`: the entries that became samples,
     `classes`: of each, `bad`: the rows of the others, and `columns`. Raises PackError unless all blocks have the same
     columns, under names that neither the pack nor a batch needs."""
-    every = [json.loads(str(read_block(path, "facts"))) for path in blocks]
+    every = [json.loads(str(np.load(path)["facts"])) for path in blocks]
     joined: dict[str, Any] = {key: [one for facts in every for one in facts[key]] for key in ("kept", "classes", "bad")}
     columns = None
     for facts in (facts for facts in every if facts["kept"]):
@@ -282,7 +274,7 @@ def join(folder: Path, blocks: Sequence[Path], survey: Survey) -> dict[str, Any]
             header = {"descr": column.dtype, "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(file, header)
             for path in (path for path, facts in zip(blocks, every, strict=True) if facts["kept"]):
-                file.write(read_block(path, f"{name}.array").data)
+                file.write(np.load(path)[f"{name}.array"].data)
     return joined
 
 
@@ -300,7 +292,7 @@ def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made
             reason = reason.format(plural(len(bad), "file"), *(bad[0][k] for k in (0, 2, 1, 3)))
         raise PackError(f"{made['source']}: {reason}", entry="Keys, columns and paths")
     numbers = all(name.removeprefix("-").isdecimal() for name in joined["classes"])  # of which 10 follows 9
-    classes = [*survey.classes] or sorted({*joined["classes"]}, key=int if numbers else None)
+    classes = [*survey.classes] or sorted({*joined["classes"]}, key=lambda name: (int(name) if numbers else 0, name))
     if survey.named is not None:
         index = {name: i for i, name in enumerate(classes)}
         np.save(folder / f"{survey.named}.npy", np.array([index[name] for name in joined["classes"]], np.int64))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from nbtools import disk
 from nbtools.data.build import RawFiles, make_pack, open_pack
-from nbtools.data.fetch import drive_path
-from nbtools.data.forms import IMAGES, RESIZES, TARGET, Form, compose, is_image, is_missing, plain_values
+from nbtools.data.fetch import drive_path, files_in
+from nbtools.data.forms import IMAGES, RESIZES, TARGET, TARGETS, Form, compose, is_image, is_missing, plain_values
 from nbtools.data.items import Items, Part, column_name, parts_of, target_of
 from nbtools.data.pack import Card, Sample, is_pack
 from nbtools.data.progress import say
-from nbtools.data.splits import require_shares
+from nbtools.data.splits import require_shares, some
 from nbtools.data.stage import stage
 from nbtools.errors import PackError
 from nbtools.show import plural
@@ -39,7 +38,7 @@ SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|(val)(?:id|idation)?|(test)(?:
 
 def pack(
     data: Any = None,
-    *,
+    *more: Any,
     inputs: Any = None,
     target: Any = None,
     image: str | None = None,
@@ -79,6 +78,9 @@ def pack(
     data, of other Datasets by 64 items.
     Items that cannot be used are listed in `pack.bad`. Raises PackError, DiskError or StageError.
     """
+    if more or hasattr(target, "shape"):
+        came = f"{1 + len(more)} arguments" if more else f"target={type(target).__name__}"
+        raise PackError(f"pack takes its data as one argument, got {came}; write nb.pack((x, y)), or train=…, val=…")
     inputs = [inputs] if isinstance(inputs, str | int) else inputs
     given = {"target": target, "inputs": inputs, "image": image, "sep": sep, "resize": resize}
     given |= {"classes": names_in(classes), "points": points, "text": text, "store": store}
@@ -118,14 +120,12 @@ def say_resize(items: Items, resize: Sequence[Any], chosen: bool) -> None:
 
 def size_of(size: Any, resize: str | None) -> list[int] | None:
     """Return [height, width]. Raises PackError for an invalid size, and for a resize without one."""
-    pair = [size, size] if isinstance(size, int) else size
-    if pair is not None and (
-        not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(n, int) and n > 0 for n in pair)
-    ):
+    pair = [] if size is None else [size, size] if np.ndim(size) == 0 else [*size]
+    if len(pair) not in (0, 2) or not all(isinstance(n, int) and n > 0 for n in pair):
         raise PackError(f"size must be one number of pixels or (height, width), got {size!r}")
-    if resize is not None and (resize not in RESIZES or pair is None):
+    if resize is not None and (resize not in RESIZES or not pair):
         raise PackError(f"resize must be one of {', '.join(RESIZES)}, with a size=, got {resize!r}, size={size}")
-    return pair and [*pair]
+    return pair or None
 
 
 # -- what is given
@@ -148,7 +148,8 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
     for split, data in given.items():
         path, name = isinstance(data, str | Path), f"{split}/{{}} {{}}" if split else "{} {}"
         if is_table(data):
-            frame = read_table(data := drive_path(data) if path else data)
+            named = options.image, options.target, isinstance(groups, str) and groups, *TARGETS
+            frame = read_table(data := drive_path(data) if path else data, named)
             roles = roles or roles_of(frame, options, groups, progress)  # the first is that of training
             folder = stage(root) if root is not None else data.parent if path else Path()
             rows = rows_of(frame, *roles, options, folder)
@@ -175,7 +176,7 @@ def list_items(data: Any) -> Any:
         columns: Any = data if names is None else [*names.values()]
         several = len(data) > 1 if names is None else not names.keys() & {"train", "val", "test"}
         if several and all(isinstance(column, list) or getattr(column, "ndim", 0) for column in columns):
-            columns = [column.to_numpy() if hasattr(column, "to_numpy") else column for column in columns]  # pandas
+            columns = [getattr(x, "to_numpy", getattr(x, "toarray", lambda x=x: x))() for x in columns]  # SciPy's too
             if len(counts := sorted({len(column) for column in columns})) > 1:
                 raise PackError(f"columns must have as many items as each other, got {', '.join(map(str, counts))}")
             rows = [*zip(*columns, strict=True)]
@@ -200,23 +201,25 @@ def split_word(name: str) -> str | None:
 def image_folders(root: Path, split: str | None, one: bool, progress: bool) -> list[Part]:
     """Return the images by class of a folder of classes, or of its folders train, val and test; what is left out is
     said. one: there may be one class. Raises PackError where images do not lie in class folders."""
-    files = [Path(entry.path).relative_to(root).as_posix() for entry in disk.walk(root)]
-    files = sorted(name for name in files if not any(part[0] == "." or part == "__MACOSX" for part in name.split("/")))
+    files = [name for name in files_in(root) if not re.search(r"(^|/)(\.|__MACOSX/)", name)]
     names = [name for name in files if name.lower().endswith(IMAGES)]
     place = descend(names, "")
     folders = inside(names, place)
     deep = {f: word for f in folders if (word := split_word(f)) and inside(names, f"{place}{f}/")}
-    places: list[tuple[str | None, str]] = [(split, place)]
+    below = {split_word(inner) for folder in folders for inner in inside(names, f"{place}{folder}/")}
+    crossed = split is None and None not in below and not deep and {"train"} < below  # class/train/…, class/test/…
+    places = [(word, place) for word in sorted(map(str, below))] if crossed else [(split, place)]
     if split is None and "train" in deep.values():
         several = len({*deep.values()}) > 1
         places = [(word if several else None, descend(names, f"{place}{folder}/")) for folder, word in deep.items()]
-    elif not folders or (len(folders) == 1 and split is None and not one):
-        came = f"one folder, {folders[0]!r}" if folders else f"no folder with images, but {', '.join(files[:3])}"
-        fix = "name the folder above, or a table in it"
+    elif not folders or (split is None and not one and (len(folders) == 1 or all(map(split_word, folders)))):
+        came = f"only {some(folders)}" if folders else f"no folder with images, but {some(files)}"
+        fix = "name the folder above or a table in it, or load arrays yourself"
         raise PackError(f"{root} must hold a folder of images for each class, got {came}; {fix}")
     parts, left_out = list[Part](), {*files}
     for word, at in places:
         there = [name for name in names if name.startswith(at) and "/" in name[len(at) :]]
+        there = [name for name in there if not crossed or split_word(name[len(at) :].split("/")[1]) == word]
         if pairs := [folder for folder in inside(there, at) if folder.lower() in NO_CLASS]:
             came, fix = ", ".join(inside(there, at)), "pass masks as a list of (image, mask), labels as a table"
             raise PackError(f"{root / at}: {pairs[0]!r} is no class among {came}; {fix}")
@@ -224,8 +227,7 @@ def image_folders(root: Path, split: str | None, one: bool, progress: bool) -> l
         parts.append((word, items, [f"{split}/{name}" if split else name for name in there]))
         left_out.difference_update(there)
     if progress and left_out:
-        what = f"{plural(len(left_out), 'file')} left out, such as {min(left_out)}"
-        say(f"{what}: not images in class folders")
+        say(f"{plural(len(left_out), 'file')} left out, such as {min(left_out)}: not images in class folders")
     return parts
 
 
@@ -247,22 +249,34 @@ def descend(names: list[str], place: str) -> str:
 
 def is_table(data: Any) -> bool:
     """Return whether data are a DataFrame, or the path of a CSV file."""
-    path = isinstance(data, str | Path) and str(data).lower().endswith((".csv", ".tsv"))
+    path = isinstance(data, str | Path) and str(data).lower().endswith((".csv", ".tsv")) and "://" not in str(data)
     return path or hasattr(data, "select_dtypes")
 
 
-def read_table(data: Any) -> pd.DataFrame:
-    """Return a DataFrame, or that of a CSV file, whose separator is the most frequent one in its first line."""
+def read_table(data: Any, named: Collection[Any] = ()) -> pd.DataFrame:
+    """Return a DataFrame, or that of a CSV file, whose separator is the most frequent one in its first line. named:
+    columns of classes, groups and files, in which 01 is not 1, and a gap turns no whole number into a float."""
     import pandas as pd
 
     if isinstance(data, Path):
         try:
             with open(data, encoding="utf-8-sig") as file:
                 sep = max(",;\t|", key=file.readline().count)
-            data = pd.read_csv(data, sep=sep, encoding="utf-8-sig", skipinitialspace=True)
+            read = partial(pd.read_csv, data, sep=sep, encoding="utf-8-sig", skipinitialspace=True)
+            frame, texts = read(), read(usecols=lambda name: name.strip() in named, dtype="string")
+            numbers = [name for name in frame if re.fullmatch(r"-?\d+(\.\d*)?", name)]
+            counted = {*np.diff([*map(float, numbers)])} == {1}  # 0, 1, 2 of pandas, or years
+            if (numbers and not counted) or any((texts[name] == name).any() for name in texts):
+                raise ValueError(f"the first line {', '.join(frame)}")
         except (OSError, ValueError) as error:  # pandas' own are ValueErrors
-            fix = "or pass a DataFrame: pd.read_csv(…, encoding=…)"
+            fix = "or pass a DataFrame: pd.read_csv(…, encoding=…, header=…)"
             raise PackError(f"{data} must be a table in UTF-8 with a header line, got {error}; {fix}") from None
+        for name, cells in texts.items():
+            if cells.str.fullmatch(r"-?0\d+ *").any():
+                frame[name] = cells
+            elif cells.str.fullmatch(r"-?\d+ *").all():
+                frame[name] = frame[name].astype("Int64")
+        data = frame.rename(columns=str.strip)
     if data.columns.nlevels > 1 or not data.columns.map(str).is_unique:
         raise PackError(f"a table's columns must have names of their own, got {', '.join(map(str, data))}; rename some")
     return data.rename(columns=str)
@@ -290,8 +304,9 @@ def rows_of(frame: pd.DataFrame, goals: Sequence[str], inputs: Sequence[str], op
     texts are columns of their own; `sep` divides a target into labels. Raises PackError for other columns."""
     if absent := [name for name in (*goals, *inputs) if name not in frame]:
         raise PackError(f"the table has no column {absent[0]!r}; its columns are {', '.join(map(str, frame))}")
-    numbers = frame[[*inputs]].select_dtypes(["number", "bool", "boolean"])
-    texts = [name for name in inputs if name not in numbers and name != options.image]
+    values = frame[[name for name in inputs if name != options.image]]
+    numbers = values.select_dtypes(["number", "bool", "boolean"]).dropna(axis="columns", how="all")
+    texts = [name for name in values if name not in numbers]
     if texts and not options.text and len(frame):
         fix = f"pass inputs={[*numbers] or '[…]'}, target= or image= for what is none, text= for a function, or"
         fix += " pd.get_dummies(df), and turn dates and decimal commas into numbers"
@@ -300,7 +315,7 @@ def rows_of(frame: pd.DataFrame, goals: Sequence[str], inputs: Sequence[str], op
         raise PackError(f"text= has no column of texts in {', '.join(inputs)}; df[[…]].astype(str) makes some")
     columns: dict[str, Any] = {name: frame[name].tolist() for name in texts}
     if options.image in inputs:
-        columns["image"] = [None if is_missing(name) else root / str(name) for name in frame[options.image]]
+        columns["image"] = [None if is_missing(f) else root / str(f).replace("\\", "/") for f in frame[options.image]]
     if len(numbers.columns):
         columns["x"] = numbers.to_numpy(np.float32, na_value=np.nan)
     if len(goals) == 1:
@@ -329,16 +344,20 @@ def items_of(given: Any, card: Card) -> Sequence[Any]:
     """Return what `run.predict` got, item by item: a file, a text, an item (a dict, a tuple, an image, a number, a
     sample's array), or several: a list, a Dataset, an array of them, a DataFrame or CSV file. Raises PackError."""
     columns = card.options["columns"]
+    if getattr(given, "ndim", 0) == 1 and hasattr(given, "iloc") and not {*(columns or ())} & {*given.index}:
+        given = given.tolist()  # a Series of items, not a row
     if hasattr(given, "iloc") or (columns and is_table(given)):
         if columns is None:
             raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
         root = Path() if hasattr(given, "iloc") else (given := drive_path(given)).parent
-        frame = read_table(given.to_frame().T.infer_objects() if getattr(given, "ndim", 2) == 1 else given)
-        return rows_of(frame, (), columns, SimpleNamespace(**card.options["roles"], text=card.options["text"]), root)
+        roles = SimpleNamespace(**card.options["roles"], text=card.options["text"])
+        given = given.to_frame().T.infer_objects() if getattr(given, "ndim", 2) == 1 else given
+        return rows_of(read_table(given, [roles.image]), (), columns, roles, root)
     first = card.columns[card.options["inputs"][0]]
     ranks = 0, len(first.shape) + (first.kind == "ragged")
     if isinstance(given, (str, bytes, Path, dict, tuple)) or is_image(given) or getattr(given, "ndim", -1) in ranks:
         return [given]
+    given = list_items(given) if hasattr(given, "dataset") else given  # not a DataLoader
     return given if hasattr(given, "__getitem__") else list(given) if isinstance(given, Iterable) else [given]
 
 
@@ -346,7 +365,7 @@ def sample_of(item: Any, card: Card) -> Sample:
     """Return an item, or an image file, as packing would have stored its inputs: as the Dataset returns it, or without
     its target; else a dict by the columns, or values in their order. Raises PackError(value, rule, fix)."""
     options = card.options
-    forms = {name: Form.of(options["forms"][name]) for name in options["inputs"]}
+    forms = {name: Form(**options["forms"][name]) for name in options["inputs"]}
     if options["columns"] and isinstance(item, Mapping):  # a row of a table
         numbers = [item.get(name) for name in options["columns"]]
         numbers = [float(number) for number in numbers if isinstance(number, int | float | np.number | np.bool_)]

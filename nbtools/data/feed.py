@@ -128,9 +128,8 @@ def on(device: torch.device, raw: Raw) -> Raw:
 class Feed:
     """Called with the coming batches of ids, it yields a raw batch for each."""
 
-    name = ""
-
     def __init__(self, pack: Pack, device: torch.device, plan: Plan = None, padding: Padding | None = None):
+        self.name = type(self).__name__.lower()
         self.pack, self.device, self.plan, self.padding = pack, device, plan, padding or Padding(pack, plan)
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Iterator[Raw]:
@@ -159,8 +158,6 @@ def open_feed(pack: Pack, plan: Plan, device: torch.device) -> Feed:
 
 class Resident(Feed):
     """All that batches hold as tensors on the device; a batch is one gather per column."""
-
-    name = "resident"
 
     def __init__(self, pack: Pack, device: torch.device, plan: Plan = None, padding: Padding | None = None):
         super().__init__(pack, device, plan, padding)
@@ -206,8 +203,6 @@ class Streamed(Feed):
     stream belongs to the feed: torch's allocator keeps freed GPU memory by stream, and a new one starts without any.
     """
 
-    name = "streamed"
-
     def __init__(self, pack: Pack, device: torch.device, plan: Plan):
         super().__init__(pack, device, plan)
         self.host = Resident(pack, torch.device("cpu"), padding=self.padding)
@@ -250,8 +245,6 @@ class Workers(Feed):
     """A DataLoader over the source files, which decodes every sample at every access: as the guides do, kept as the
     baseline and for data that is not packed; same batches, same order. Its processes live from call to call; a call
     within another, such as an evaluation between two steps, has its own."""
-
-    name = "workers"
 
     def __init__(self, pack: Pack, device: torch.device, plan: Plan):
         if pack.raw is None:

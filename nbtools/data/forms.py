@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -71,7 +71,9 @@ def open_image(source: Any, side: int = 0) -> Image.Image:
             raise
         came = "no image" if isinstance(error, UnidentifiedImageError) else getattr(error, "strerror", None) or error
         lost = isinstance(error, FileNotFoundError | IsADirectoryError)
-        fix = "check the path, its ending and root=" if lost else "delete it, or copy it again from its origin"
+        fix = (
+            f"check the path {source}, its ending and root=" if lost else "delete it, or copy it again from its origin"
+        )
         raise PackError(came, "the file must be a whole image", fix) from None
 
 
@@ -146,7 +148,7 @@ def numeric(name: str, value: Any) -> np.ndarray:
         raise PackError(error, f"{name} must be an array", "make it one of numbers") from None
     if array.dtype.kind not in "biuf":
         came = f"the text {value[:40]!r}" if isinstance(value, str) else type(value).__name__
-        fix = "convert it, leave it out with inputs=[…], or pass text=function for texts"
+        fix = "convert it, a file to a Path, leave it out with inputs=[…], or pass text=function for texts"
         raise PackError(came, f"{name} must hold numbers", fix)
     wide = "f4" if array.dtype.kind == "f" else WIDER.get(f"{array.dtype.kind}{array.dtype.itemsize}", array.dtype)
     return array.astype(np.dtype(wide).newbyteorder("="), copy=False)
@@ -159,7 +161,7 @@ def bare(value: Any) -> Any:
 
 
 def is_missing(value: Any) -> bool:
-    return value is None or (np.ndim(value) == 0 and str(value) in ("", "nan", "<NA>", "NaT"))
+    return value is None or (np.ndim(value) == 0 and str(value).strip() in ("", "nan", "<NA>", "NaT"))
 
 
 def is_names(value: Any) -> bool:
@@ -168,8 +170,8 @@ def is_names(value: Any) -> bool:
 
 
 def compose(name: Any) -> str:
-    """Return the name of a class with é as one character, where macOS writes e and an accent."""
-    return unicodedata.normalize("NFC", str(name))
+    """Return the name of a class without blanks around it, é as one character, where macOS writes e and an accent."""
+    return unicodedata.normalize("NFC", str(name)).strip()
 
 
 def class_text(value: Any, names: Sequence[str]) -> str:
@@ -202,23 +204,13 @@ class Form:
 
     kind: str
     dtype: str = "<i8"
-    shape: tuple[int | None, ...] = ()
+    shape: Sequence[int | None] = ()
     layout: str = ""
     names: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the form that a card keeps."""
-        return cls(**{**values, "shape": tuple(values["shape"])})
-
-    @property
-    def unit(self) -> int:
-        """Return what 1 is kept as: 255 in images of bytes."""
-        return 255 if self.dtype == "|u1" and self.layout else 1
-
     @property
     def ragged(self) -> bool:
-        return self.shape[:1] == (None,)
+        return None in self.shape[:1]
 
     @property
     def column(self) -> Column:
@@ -297,4 +289,5 @@ def moments_of(form: Form, array: np.ndarray, rows: np.ndarray) -> tuple[list[fl
             squares = squares + flat.var(1) * n + np.square(now - mean) * count * n / (count + n)
             mean, count = mean + (now - mean) * n / (count + n), count + n
     std = np.sqrt(squares / max(count, 1))
-    return (mean / form.unit).tolist(), np.where(std > 0, std / form.unit, 1).tolist()
+    unit = 255 if form.layout and form.dtype == "|u1" else 1  # what 1 is kept as
+    return (mean / unit).tolist(), np.where(std > 0, std / unit, 1).tolist()

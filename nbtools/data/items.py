@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from nbtools import disk
 from nbtools.data import forms
@@ -27,7 +27,7 @@ from nbtools.data.forms import FIX, TARGET, TARGETS, Form, is_image, is_names
 from nbtools.data.pack import FORMAT, Pack, Sample
 from nbtools.errors import NbtoolsError, PackError
 
-VERSION = 8  # of what a card keeps of them; packs of another are made anew
+VERSION = 9  # of what a card keeps of them; packs of another are made anew
 SEEN = 64  # items looked at
 KNOWN = (list, np.ndarray, torch.Tensor, TensorDataset)  # in memory: all that they hold identifies a pack
 Part = tuple[str | None, Any, list[str]]  # split, items, their names
@@ -94,10 +94,12 @@ class Items:
         self.names = [name for _, _, names in parts for name in names]
         if not self.places:
             raise PackError(f"{options.source} has no items; a pack needs at least one")
-        groups = [*map(groups, self.names)] if callable(groups) else groups
-        self.groups = [None] * len(self) if groups is None else [*map(str, groups)]
+        groups = [*map(groups, self.names)] if callable(groups) else [None] * len(self) if groups is None else groups
+        self.groups = [None if forms.is_missing(group) else str(group) for group in groups]
         if len(self.groups) != len(self):
-            raise PackError(f"groups must have a value for each of {len(self):,} items, got {len(self.groups):,}")
+            raise PackError(
+                f"groups must be a column or a value for each of {len(self):,} items, got {len(self.groups)}"
+            )
         self.looked = sorted({i * len(self) // SEEN for i in range(SEEN)})
         self.listed = all(isinstance(part, list) for _, part, _ in parts)
         self.text = function_name(options.text) if options.text else ""
@@ -196,7 +198,7 @@ class Items:
         images, there = images_in(common), ", ".join(f"{name} {form.column}" for name, form in common.items())
         for name in images if options.mean or options.std else ():
             count = {"hwc": common[name].shape[-1], "chw": common[name].shape[0]}.get(common[name].layout, 1)
-            above = common[name].unit > 1 and max([*(options.mean or ()), *(options.std or ())]) > 1
+            above = common[name].dtype == "|u1" and max([*(options.mean or ()), *(options.std or ())]) > 1
             if above or {len(options.mean or ()), len(options.std or ())} != {count}:
                 rule = f"mean and std must have {count} numbers, one per channel of {name}, of bytes in 0…1"
                 raise PackError(f"{rule}, got {options.mean} and {options.std}; columns: {there}")
@@ -297,6 +299,11 @@ def classes_of(data: Any, target: Any) -> list[str]:
         return sorted({forms.compose(name) for names in several if is_names(names) for name in names})
     while isinstance(data, Subset):
         data = data.dataset
+    if isinstance(data, ConcatDataset):
+        every = [classes_of(one, target) for one in data.datasets]
+        if every.count(every[0]) < len(every):
+            raise PackError(f"Datasets joined must have the same classes, got {every!s:.99}; return names as labels")
+        return every[0]
     features = getattr(data, "features", None)
     names = getattr(features.get(target), "names", None) if isinstance(features, Mapping) else None
     names = names or getattr(data, "classes", None)

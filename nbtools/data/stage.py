@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 SUFFIXES = r"\.(tar|tar\.gz|tgz|tar\.xz|txz|zip)$"
 RECEIPT = ".stage.json"  # no archive can give its folder this name
-UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def digest(text: str) -> str:
@@ -192,7 +191,7 @@ def cached(free: int | str | None = None) -> pd.DataFrame:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", str(free or 0).strip())
     if not match:
         raise StageError(f"free must be bytes, or a size such as 20 GB, got {free!r}")
-    rows, wanted = [], float(match[1]) * UNITS[match[2]]
+    rows, wanted = [], float(match[1]) * 1000 ** " kMGT".index(match[2] or " ")
     with disk.explained("looking at the cache", cache()):
         made = [path for path in cache().glob("*") if path.suffix == ".part" or (path / RECEIPT).exists()]
         for path in sorted([*made, *cache().glob("packs/*/")], key=os.path.getmtime):

@@ -40,7 +40,7 @@ def packed_dataset(card: Card | None) -> bool:
 
 def layout_of(card: Card, name: str) -> str:
     """Return how the images of a column lie: `hwc`, `chw` or `hw`; "" of a column of anything else."""
-    return Form.of(card.options["forms"][name]).layout
+    return Form(**card.options["forms"][name]).layout
 
 
 def images_of(card: Card) -> list[str]:
@@ -71,12 +71,12 @@ def prepare(raw: Batch, card: Card, draws: Draws | None, names: Any) -> Batch:
 
 def as_input(values: Tensor, card: Card, name: str) -> Tensor:
     """Return a column with its channels before its pixels, and its 255ths as float32 from 0 to 1."""
-    form = Form.of(card.options["forms"][name])
+    form = Form(**card.options["forms"][name])
     if form.layout == "hwc":
         values = values.permute(0, 3, 1, 2)
     elif form.layout == "hw":
         values = values.unsqueeze(1)
-    if form.unit == 255:
+    if form.layout and form.dtype == "|u1":
         return values.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     return values.contiguous()
 

@@ -83,7 +83,6 @@ class Task:
 
     def schedule(self, plan: Any) -> Callable[[float], Any] | None:
         """Return f(progress), the factor on `plan.lr` at 0 to 1 of the planned epochs; None: the plan's schedule."""
-        return None
 
     def infer(self, model: nn.Module, batch: Batch, plan: Any) -> Any:
         """Return the outputs for evaluation and prediction, as `loss` gets them from `model(batch)`."""
@@ -148,7 +147,8 @@ class Task:
         if name == "BEST":
             named = (each for each in metrics_of(self) if isinstance(each, str))
             return next((defaults.METRICS[each][1] + each for each in named), "-loss")
-        raise AttributeError(name) if name.startswith("_") else Lacking(f"{title_of(self)} has no {name}; define it")
+        fix = "it checks as it packs, see pack.bad" if name == "validate" else "define it"
+        raise AttributeError(name) if name.startswith("_") else Lacking(f"{title_of(self)} has no {name}; {fix}")
 
     def __repr__(self) -> str:
         return f"Task {title_of(self)}"

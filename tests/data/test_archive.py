@@ -168,14 +168,14 @@ def test_a_wrong_checksum_behind_the_last_file_is_noticed():
 
 
 def test_bombs_stop_at_the_budget(tmp_path, monkeypatch):
-    for name, value in {"ENTRIES": 3, "RATIO": 2, "FLOOR": 1000}.items():
+    for name, value in {"RATIO": 2, "FLOOR": 1000}.items():
         monkeypatch.setattr(archive, name, value)
     bombs = [
         gzip.compress(tar_bytes({"a": bytes(1_000_000)})),
         zip_bytes(("a", bytes(1_000_000))),
-        tar_bytes({f"{number}": b"" for number in range(4)}),
+        gzip.compress(tar_bytes({f"{number}": b"" for number in range(99)})),
     ]
     for number, data in enumerate(bombs):
-        with pytest.raises(errors.ArchiveError, match=r"bomb|has more than 3 entries"):
+        with pytest.raises(errors.ArchiveError, match="bomb"):
             extracted(tmp_path / str(number), data)
         assert sum(map(len, tree(tmp_path / str(number) / "inside").values())) <= 100_000

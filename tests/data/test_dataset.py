@@ -2,6 +2,7 @@
 
 import unicodedata
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from archives import put
 from PIL import Image
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import nbtools as nb
 from nbtools.data import items_of, open_image, sample_of
@@ -89,7 +90,9 @@ NAMES = {"label": SimpleNamespace(names=["no", "yes"])}  # as a Hugging Face Dat
 LABELLED = Items(lambda i: {"image": image("L"), "label": i % 2}, features=NAMES)
 MODES = ["P", "L", "1", "RGB", "RGBA", "CMYK", "LA"]
 KINDS = frame(d=[True, False] * 10, e=pd.array(range(20), "Int64"), f=pd.array([True, False] * 10, "boolean"))
-NUMBERED = Subset(Items(lambda i: (0.5, i % 2), classes=["cat", "dog", "eel"]), range(20))
+SPECIES = ["cat", "dog", "eel"]
+PETS = Items(lambda i: (0.5, i % 2), classes=SPECIES)
+NUMBERED = ConcatDataset([PETS, Subset(Subset(PETS, range(15)), range(12))])
 PACKED = {
     # its columns, and classes: (data, options of pack)
     "x float32 (3, 4, 5), y int64 (): 0 1": (TensorDataset(torch.zeros(20, 3, 4, 5), torch.arange(20) % 2), {}),
@@ -133,11 +136,29 @@ def test_a_csv_as_people_write_it_gives_its_columns_and_its_rows_are_predicted_h
         assert [sample_of(item, made.card)["x"].tolist() for item in items_of(given, made.card)] == [[0.5, 0], [1.5, 1]]
 
 
+WRITTEN = {"01 02 10": "01 02 10", "1 01 2": "01 1 2", "7  -1": "-1 7", "yes no yes\t": "no yes", "0.5  2": ""}
+
+
+@pytest.mark.parametrize("labels", WRITTEN)
+def test_labels_in_a_csv_are_what_is_written_and_a_first_line_of_data_is_no_header(tmp_path, labels):
+    rows, path = [f"{i},{label}\n" for i, label in enumerate(labels.split(" ") * 8)], tmp_path / "t.csv"
+    path.write_text("".join([" a , label \n", *rows]))
+    made = pack(path)
+    bad = 8 * ("  " in labels)
+    assert (made.classes, len(made), len(made.bad)) == (WRITTEN[labels].split(), 24 - bad, bad)
+    path.write_text("".join(rows))
+    with pytest.raises(nb.NbtoolsError, match=r"with a header line, got the first line 0, .*; or pass"):
+        pack(path, target=rows[0][2:].strip())
+
+
 def test_arrays_x_and_y_are_packed_as_their_pairs_are():
     x, y = np.arange(60.0).reshape(20, 3), [0, 1] * 10
     pairs = pack(list(zip(x, y, strict=True))).card.digest
-    for columns in ((x, y), {"x": x, "y": y}, (torch.tensor(x), torch.tensor(y)), (pd.DataFrame(x), pd.Series(y))):
+    tables, sparse = (pd.DataFrame(x), pd.Series(y)), (SimpleNamespace(ndim=2, toarray=lambda: x), y)
+    for columns in ((x, y), {"x": x, "y": y}, (torch.tensor(x), torch.tensor(y)), tables, sparse):
         assert pack(columns).card.digest == pairs, type(columns)
+    with pytest.raises(nb.NbtoolsError, match=r"one argument, got 2 arguments; write nb.pack\(\(x, y\)\), or train="):
+        pack(x, y)
 
 
 def odd(value, usual=lambda i: (vector(i), "ab"[i % 2]), count=20):
@@ -168,8 +189,7 @@ def test_an_odd_item_is_a_row_of_the_table_of_bad_samples(name):
     assert same(made)
 
 
-PETS = ["cat", "dog", "eel"]
-ONCE = Items(lambda i: (vector(i), 3 if i == 7 else 1), 200, classes=PETS)  # not at an item that is looked at
+ONCE = Items(lambda i: (vector(i), 3 if i == 7 else 1), 200, classes=SPECIES)  # not at an item that is looked at
 REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the sentence: (data, options)
     "got set; pass list": ({1, 2}, {}),
     "as many items as each other, got 19, 20": ((np.zeros((20, 3)), [0] * 19), {}),
@@ -186,8 +206,12 @@ REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the
     "a list of names, each once, .* got {'dog': 1}": ([(0.5, 0)] * 20, {"classes": {"dog": 1}}),
     "names of their own, got a, y, a": (pd.concat([frame(), frame()[["a"]]], axis=1), {}),
     "text= has no column of texts in a;": (frame(), {"text": len}),
-    "a value for each of 20 items, got 2": (Items(vector), {"groups": [1, 2]}),
-    "not numeric: b, c; pass .*get_dummies": (frame(b="u", c=pd.Categorical([10, 20] * 10)), {}),
+    "a column or a value for each of 20 items, got 2": (Items(vector), {"groups": [1, 2]}),
+    "not numeric: b, c, d; pass .*get_dummies": (frame(b="u", c=pd.Categorical([10, 20] * 10), d=np.nan), {}),
+    "No such file or directory; check the path a/5.png, its ending": ([(Path("a/5.png"), 0)] * 20, {}),
+    "no image; delete it, or copy it": ([(b"GIF", 0)] * 20, {}),
+    "one argument, got target=Series; write": (frame()[["a"]], {"target": frame()["y"]}),
+    "the same classes, got .*'dog'.*'bee'": (ConcatDataset([PETS, Items(PETS.item, classes=["ant", "bee"])]), {}),
     "sep splits texts of a table, got list; return a list": ([(vector(0), "a b")] * 20, {"sep": " "}),
     "text must be a function of a module": ([{"t": "a", "y": 0}] * 20, {"text": lambda text: [1]}),
     "must have 3 numbers, one per channel of x": ([(image(), 0)] * 20, {"mean": [0.5], "std": [0.5]}),
@@ -230,14 +254,14 @@ FOLDERS = {
     # name: (folders with 6 pictures each, classes, splits that are given)
     "classes": (["cat", "dog"], ["cat", "dog"], {}),
     "below another folder": (["set/pets/cat", "set/pets/dog"], ["cat", "dog"], {}),
-    "beside a hidden folder": (["train/cat", "train/dog", "val/cat", ".ipynb_checkpoints"], ["cat", "dog"], {"val": 6}),
     "training_set": (["training_set/cat", "training_set/dog", "test_set/cat"], ["cat", "dog"], {"test": 6}),
     "seg_train": (["seg_train/seg_train/a", "seg_train/seg_train/b", "seg_test/seg_test/b"], ["a", "b"], {"test": 6}),
     "an unlabelled test folder": (["train/cat", "train/dog", "test"], ["cat", "dog"], {}),
     "classes that sound like splits": (["bus", "car", "train"], ["bus", "car", "train"], {}),
     "classes with folders inside": (["cat/2020", "cat/2021", "dog/2020"], ["cat", "dog"], {}),
     "accents of a Mac": (["Train/café", "Train/thé", "Valid/cafe\u0301"], ["café", "thé"], {"val": 6}),
-    "litter": (["cat", "dog", "__MACOSX/cat", "dog/.thumbs"], ["cat", "dog"], {}),
+    "splits below classes": (["cat/train", "cat/test", "dog/train", "dog/test"], ["cat", "dog"], {"test": 12}),
+    "litter": (["cat", "dog", "__MACOSX/cat", "dog/.thumbs", ".ipynb_checkpoints"], ["cat", "dog"], {}),
 }
 
 
@@ -258,16 +282,17 @@ def test_what_a_folder_is_follows_from_what_it_holds(tmp_path, capsys, name):
     assert same(made)
 
 
-def test_folders_of_images_and_masks_are_no_classes(tmp_path):
-    pictures(tmp_path / "data", "train/images", "train/masks")
-    with pytest.raises(nb.NbtoolsError, match="'images' is no class among images, masks; pass masks as a list of"):
+@pytest.mark.parametrize(("inner", "said"), [("images masks", "'images' is no class among"), ("train val", "got only")])
+def test_folders_of_images_and_masks_or_of_splits_alone_are_no_classes(tmp_path, inner, said):
+    pictures(tmp_path / "data", *(f"images/{name}" for name in inner.split()))
+    with pytest.raises(nb.NbtoolsError, match=f"{said} {', '.join(inner.split())}; "):
         nb.pack(tmp_path / "data")
 
 
 @pytest.mark.parametrize("inner", ["cat", ""])
 def test_a_folder_of_one_class_or_none_is_refused_unless_it_is_one_of_several_splits(tmp_path, inner):
     pictures(tmp_path / "one", "cat")
-    with pytest.raises(nb.NbtoolsError, match=r"got (one folder, 'cat'|no folder with images, but 0\.png.*); name the"):
+    with pytest.raises(nb.NbtoolsError, match=r"got (only cat|no folder with images, but 0\.png.*); name the"):
         pack(tmp_path / "one" / inner)
     apart = pack(train=pictures(tmp_path / "more", "cat", "dog"), test=pictures(tmp_path / "test", "dog"), val=2)
     assert (apart.splits, apart.names[-1]) == ({"train": 10, "val": 2, "test": 6}, "test/dog/5.png")
@@ -312,19 +337,10 @@ def test_masks_and_boxes_are_resized_with_their_image(resize, size):
     assert boxed.options["resize"] == [*size, resize]
 
 
-def test_what_does_not_move_with_a_resized_image_is_said(capsys):
+def test_how_images_are_resized_and_what_does_not_move_with_them_is_said(capsys):
     for target, points in ((image("L"), None), (np.ones((3, 2)), "target"), (np.ones((3, 2)), None)):
         nb.pack([(image(), target)] * 20, size=8, points=points)
     assert capsys.readouterr().err.count("the target float32 (3, 2) is left as it is: points='target'") == 1
-
-
-def test_a_missing_file_is_to_be_found_and_not_deleted(tmp_path):
-    for place, fix in ((tmp_path, "check the path"), (tmp_path / "none.png", "check the path"), (b"GIF", "delete it")):
-        with pytest.raises(nb.NbtoolsError, match=fix):
-            open_image(place)
-
-
-def test_images_are_cropped_for_classes_and_squashed_for_what_must_not_be_cut_off_and_it_is_said(capsys):
     nb.pack([(image(), "ab"[i % 2]) for i in range(20)], size=3)
     assert "images are resized to 3 × 3 by resize='crop'" in capsys.readouterr().err
     made = nb.pack([(image(), i / 2) for i in range(20)], size=(2, 3), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1))
@@ -336,7 +352,7 @@ def test_images_are_cropped_for_classes_and_squashed_for_what_must_not_be_cut_of
 def test_images_from_a_table_lie_in_the_folder_of_the_csv_or_in_root(tmp_path, sep):
     pictures(tmp_path, "files", count=12, size=(4, 4))
     data = pd.DataFrame({"filename": [f"files/{i}.png" for i in range(12)], "label": ["a", "b"] * 6, "age": 0.5})
-    data.loc[3, "filename"] = "files/none.png"
+    data.loc[3, "filename"], data.loc[4, "filename"] = "files/none.png", "files\\4.png"  # as on Windows
     data.to_csv(tmp_path / "labels.csv", sep=sep, index=False)
     made = pack(tmp_path / "labels.csv", image="filename")
     assert (list(made.columns), made.classes, len(made)) == (["image", "y"], ["a", "b"], 11)
@@ -373,6 +389,7 @@ def test_splits_given_share_their_classes():
     assert (made.splits, made.classes) == ({"train": 30, "val": 10, "test": 1}, ["a", "b", "c"])
     assert made.names[30] == "val/item 0"
     assert pack(train, test=1.0).splits["test"] == 30
+    assert pack(frame(g=None), groups="g").splits["train"] == 16, "what has no group is one of its own"
     names = [Items(lambda i: (0.5, i % 2), 6, classes=names) for names in (["ant", "bee"], ["eel", "bee"])]
     made = pack(train=names[0], val=names[1], test=0)  # as ImageFolder numbers a split that lacks a class
     assert [made.classes[y] for y in made.arrays["y"]] == ["ant", "bee"] * 3 + ["eel", "bee"] * 3
