@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import nbtools as nb
 from nbtools.errors import PlanError
 from nbtools.train import Plan, knob, lr_at
 
@@ -42,7 +41,6 @@ def test_every_rule_of_a_field_refuses_by_field_rule_and_what_came(name, value, 
         TaskPlan(**{name: value})
     assert f"Plan.{name} must be " in str(caught.value)
     assert words in str(caught.value)
-    assert isinstance(caught.value, nb.NbtoolsError)
 
 
 def test_values_take_the_type_of_their_field():
