@@ -23,7 +23,6 @@ from nbtools.train import device
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
-
 os.environ.setdefault("NBTOOLS_DEVICE", "cpu")
 settings.register_profile("nbtools", deadline=None, derandomize=True, database=None)  # no verdict by chance or by clock
 settings.load_profile("nbtools")

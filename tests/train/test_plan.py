@@ -23,7 +23,7 @@ class TaskPlan(Plan):
 
 REFUSED: list[tuple[str, Any, str]] = [
     ("micro_batch_size", 65, r"at most batch_size (64), got 65; lower it"),
-    ("min_lr", 1e-2, r"at most lr (0.001), got 0.01; lower it"),
+    ("warmup_epochs", 10.5, "at most epochs (10), got 10.5; lower it"),
     ("betas", (0.9,), r"2 values, got (0.9,)"),
     ("batch_size", 64.5, "a whole number, got 64.5"),
     ("lr", 10**400, "must be finite"),
