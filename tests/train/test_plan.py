@@ -101,7 +101,7 @@ def test_a_turned_batch_size_moves_lr_by_the_rule_unless_an_lr_is_given(rule, fa
     assert larger.turn(batch_size=64).lr == pytest.approx(made.lr)
     assert made.turn(batch_size=256, lr=5e-4).lr == 5e-4
     assert made.turn(batch_size=256, lr_rule="none").lr == 1e-3
-    assert made.turn(epochs=3) == made.replace(epochs=3)
+    assert ("lr" in made.marked(["lr"]).turn(batch_size=256).given()) == (factor > 1), "it is the advice's no longer"
 
 
 TAKEN = [  # what is turned → micro batch, lr and min_lr, of 32, 1e-3 and 9e-4
@@ -121,16 +121,16 @@ def test_what_must_not_be_larger_is_taken_along_unless_it_is_given(turned, expec
         made.turn(lr=1e-5, min_lr=1e-4)
 
 
-STEPS = 50  # an epoch
-BASE = Plan(epochs=10, lr=1e-2)
+STEPS, BASE = 50, Plan(epochs=10, lr=1e-2)  # steps of an epoch
 
 
 def test_warmup_rises_linearly_step_by_step_and_ends():
-    """One guide steps a scheduler of 1,000 warmup steps once an epoch, so that its warmup never ends."""
+    """One guide steps a scheduler of 1,000 warmup steps once an epoch: its warmup never ends."""
     made = BASE.replace(warmup_epochs=2, schedule="constant")
     rising = [lr_at(made, step / STEPS) for step in range(1, 2 * STEPS + 1)]
     assert rising == pytest.approx([1e-2 * k / (2 * STEPS) for k in range(1, 2 * STEPS + 1)])
-    assert [lr_at(made, 2 + k / STEPS) for k in range(8 * STEPS)] == [1e-2] * 8 * STEPS
+    for own in (None, lambda t: 1.0 + (t > 1)):  # a schedule of one's own ends with the run
+        assert [lr_at(made, 2 + k / STEPS, own=own) for k in range(9 * STEPS)] == [1e-2] * 9 * STEPS
 
 
 def test_cosine_is_torchs_cosine():
@@ -149,7 +149,7 @@ def test_cosine_is_torchs_cosine():
         ({"warmup_epochs": 2, "min_lr": 1e-3}, 14, 0, 1e-3),
         ({"schedule": "poly"}, 5, 0, 1e-2 * 0.5**0.9),
         ({"schedule": "step"}, 3.3, 0, 1e-2),
-        ({"schedule": "step"}, 3.4, 0, 1e-3),
+        ({"schedule": "step", "min_lr": 2e-3}, 3.4, 0, 2e-3),
         ({"schedule": "step"}, 10, 0, 1e-4),
         ({"schedule": "plateau", "min_lr": 2e-4}, 9.9, 1, 1e-3),
         ({"schedule": "plateau", "min_lr": 2e-4}, 1, 9, 2e-4),
