@@ -20,8 +20,7 @@ STEPS = 9  # of an epoch of the toy's 200 samples
 
 
 def acting(actions: Mapping[int, Callable[[], Any]] = MappingProxyType({}), **hooks: Any) -> Any:
-    """The toy task; an action happens while its training step, counted from 1, computes. It keeps what it trained on:
-    seen, (step, plan, ids) of each step; acted, the steps where something happened."""
+    """The toy task; an action happens within its training step, from 1. seen: (step, plan, ids); acted: the steps."""
     waiting, seen, acted = dict(actions), [], []
 
     def batch(raw, plan, draws):

@@ -192,8 +192,7 @@ class Classic(Notebook):
     BUSY = "#kernel_indicator_icon.kernel_busy_icon"
 
     def ready(self) -> None:
-        """Also until it has asked the kernel for its widgets: then widgetsnbextension 3 renders all outputs again, and
-        loses the widgets that they showed. Its second question is answered after its own."""
+        """Also until it has asked the kernel for its widgets: then widgetsnbextension 3 renders all outputs again."""
         super().ready()
         self.page.evaluate("Jupyter.notebook.kernel.widget_manager._loadFromKernel()")
 

@@ -23,7 +23,6 @@ from nbtools.train import device
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
-
 os.environ.setdefault("NBTOOLS_DEVICE", "cpu")
 settings.register_profile("nbtools", deadline=None, derandomize=True, database=None)  # no verdict by chance or by clock
 settings.load_profile("nbtools")
@@ -106,8 +105,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch, own_cache):
-    """The working folder and cache are the test's own, and runs come without their receipt, which takes longer than
-    training so little."""
+    """The working folder and cache are the test's own, and runs come without their receipt, which takes too long."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(nb, "fit", partial(nb.fit, receipt=False, progress=False))
     torch.manual_seed(0)
@@ -121,8 +119,7 @@ def at_once(monkeypatch):
 
 @pytest.fixture
 def written(monkeypatch):
-    """Each checkpoint is written before the next step, so that a test knows when it is there: else an epoch is left out
-    while one is being written."""
+    """Each checkpoint is written before the next step: else an epoch is left out while one is being written."""
     save = Job.save
     monkeypatch.setattr(Job, "save", lambda job: (save(job), job.wait())[0])
 
@@ -136,8 +133,7 @@ def frozen():
 
 @pytest.fixture
 def fp16_on_cpu(monkeypatch):
-    """Lift the rule that fp16 trains on a GPU only: the loss scaler's bookkeeping is the same anywhere, and toys are
-    small enough."""
+    """Lift the rule that fp16 trains on a GPU only: the loss scaler's bookkeeping is the same anywhere."""
     monkeypatch.setattr(device, "FP16_DEVICES", ("cuda", "mps", "cpu"))
 
 

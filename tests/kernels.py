@@ -1,5 +1,4 @@
-"""Kernels of three notebook stacks in processes of their own, a client that clicks as a frontend does, and Jupyter
-servers of two generations, each with nobody's settings but its own."""
+"""Kernels of three notebook stacks, a client that clicks as a frontend does, Jupyter servers of two generations."""
 
 import json
 import os
@@ -59,8 +58,7 @@ class Client:
         return self.until(lambda m: parent(m) == request and over(m), f"the end of {request}")
 
     def end(self, cell: str) -> None:
-        """Waits for all that ends a cell, and until others may follow: ipykernel 7.3 may never read a request that
-        comes while it sends a reply, and ipykernel 6 aborts what comes in the same instant as an error."""
+        """Waits for all that ends a cell, and until ipykernel 7.3 reads, and 6 does not abort, what follows."""
         self.idle(cell)
         status = self.reply(cell)["content"]["status"]
         while status != "ok":
@@ -137,8 +135,7 @@ def python(stack: str) -> Path:
 def started(
     stack: str, folder: Path, interpreter: Path | None = None, environment: dict[str, str] | None = None
 ) -> Iterator[Client]:
-    """A kernel of a stack, or of another interpreter and environment, until the block ends; its complaints are in
-    folder/stderr."""
+    """A kernel of a stack, or of another interpreter, until the block ends; its complaints are in folder/stderr."""
     manager = KernelManager(connection_file=str(folder / "connection.json"), shutdown_wait_time=1)
     launch = [str(interpreter or python(stack)), "-Xfrozen_modules=off", "-m", "ipykernel_launcher"]
     launch += ["-f", "{connection_file}"]

@@ -1,5 +1,4 @@
-"""Data sets that no demo writes, as a user has them, and networks for them: what tests of `nb.classify`, `nb.regress`
-and tasks of one's own train on."""
+"""Data sets as a user has them, which no demo writes, and networks: for `nb.classify`, `nb.regress`, own tasks."""
 
 from pathlib import Path
 from typing import Any

@@ -23,8 +23,7 @@ def pack_of(
     progress: bool = False,
     **survey: Any,
 ) -> Pack:
-    """The samples as the pack `folder/pack`. split: of each, or of all, None: drawn by val and test; groups: of each;
-    survey: as `classes`, `ragged` and `bucket_by`. A mapping names the samples."""
+    """The samples as the pack `folder/pack`; a mapping names them. split: of each, of all, or None: by val and test."""
     named = dict(samples) if isinstance(samples, Mapping) else {str(i): sample for i, sample in enumerate(samples)}
     splits = [split] * len(named) if split is None or isinstance(split, str) else split
     raw = folder / "raw"

@@ -1,5 +1,4 @@
-"""A job whose parts take known times, on a clock that it moves itself: what a measurement has to find out is then known
-in closed form, whatever the machine does meanwhile."""
+"""A job whose parts take known times, on a clock that it moves itself: what is to be measured is known exactly."""
 
 import dataclasses
 from collections.abc import Callable, Iterator

@@ -1,5 +1,4 @@
-"""Run all on a machine as Colab hands it out: the install cell brings nbtools, or pip says why not and nothing else
-runs."""
+"""Run all on a machine as Colab hands it out: the install cell brings nbtools, or pip says why not and all ends."""
 
 import re
 import shutil

@@ -1,5 +1,4 @@
-"""The captcha task, which writes down when it trains on what, in watched.jsonl: a line for each batch of the training
-and validation split."""
+"""The captcha task, which writes down when it trains on what, in watched.jsonl: a line for each batch."""
 
 import json
 import time

@@ -69,7 +69,7 @@ class Plan(Settings):
     lr_rule: str = knob("none", "how lr follows a change of batch size", choices=("none", "sqrt", "linear"))
     schedule: str = knob("cosine", "lr after the warmup", choices=("constant", "cosine", "poly", "step", "plateau"))
     warmup_epochs: float = knob(0.0, "linear warmup of lr from 0, step by step", least=0, unit="epochs")
-    min_lr: float = knob(0.0, "lowest lr of cosine, poly and plateau", least=0)
+    min_lr: float = knob(0.0, "lowest lr of all but constant", least=0)
     optimizer: str = knob("adamw", "update rule, fused", choices=tuple(OPTIMIZERS))
     weight_decay: float = knob(0.0, "decoupled for adamw, an L2 term for adam and sgd", least=0, asks_beyond=10)
     betas: tuple[float, float] = knob((0.9, 0.999), "adam's decay rates; sgd uses the first", least=0, most=0.99999)

@@ -151,8 +151,7 @@ def test_a_network_that_cannot_read_the_data_is_refused(task, network, options, 
 
 @pytest.mark.parametrize("name", CASES)
 def test_batch_forward_loss_and_backward_stay_on_the_device_of_the_samples(name, packs, monkeypatch):
-    """The first step may send what then stays there. CTC itself is left out: it reads lengths. Torch's device `meta`,
-    whose tensors have no values, stands in for a GPU."""
+    """The first step may send what stays there; no CTC, which reads lengths. The device `meta` stands for a GPU."""
     monkeypatch.setattr(ctc, "loss", lambda outputs, *_, reduction="sum": outputs[0].sum((0, 2)))
     pack = packs[name]
     task, plan, model = built(name, pack, **AUGMENT[name.split()[0]])

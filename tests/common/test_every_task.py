@@ -1,5 +1,4 @@
-"""What holds for each of the four tasks: its demo, its options, augmentation, advice, the settings of its guide, and
-that a run is evaluated on data that it has not seen."""
+"""What holds for each of the four tasks: demo, options, augmentation, advice, its guide's settings, and evaluation."""
 
 import json
 from typing import Any
@@ -54,8 +53,7 @@ def test_the_same_seed_gives_the_same_bytes_and_few_samples_are_the_first_of_man
 
 @pytest.mark.parametrize("name", DEMOS)
 def test_workers_read_the_files_as_the_pack_holds_them_and_else_none_is_read_again(name, packs):
-    """The guides decompressed clips, decoded images and rasterised polygons at every access; their data sets were local
-    to a function, which workers cannot unpickle."""
+    """The guides decoded clips, images and polygons at every access, in data sets that workers could not unpickle."""
     pack, ids, plan = packs[name], np.arange(6), TASKS[name].Plan(feed="workers", workers=1, batch_size=6)
     [raw] = open_feed(pack, plan, torch.device("cpu"))([ids])
     away = pack.raw.source.rename(pack.raw.source.with_name("away"))

@@ -18,6 +18,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import nbtools as nb
 from nbtools.data import batches_left, choose, gather, lengths_of, open_feed
+from nbtools.data.feed import Workers
 from nbtools.errors import PackError, TrainError
 from nbtools.tasks.captcha import Plan
 
@@ -51,7 +52,7 @@ def test_every_id_comes_once_for_any_changes_of_batch_size_and_from_any_position
     segments, seen = [], []
     for size, share in [*changes, (last, 1.0)]:
         left = batches_left(ids, lengths, 7, epoch, [*segments, [size, 0]])
-        assert all(len(batch) <= max(size, 3) for batch in left)
+        assert all(len(batch) <= size + (size == 2) for batch in left)
         assert size == 1 or sum(map(len, left)) == 1 or all(len(batch) > 1 for batch in left)  # BatchNorm refuses one
         done = round(share * len(left))
         tail = batches_left(ids, lengths, 7, epoch, [*segments, [size, done]])
@@ -93,8 +94,7 @@ def assert_equal(raw: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("chosen", FEEDS)
 def test_every_feed_gives_the_samples_bit_for_bit_padded_with_zeros(pack, chosen):
-    """And takes nothing from the random stream of training. The second epoch reuses what the first began; an evaluation
-    within it, and one that is left early, change nothing."""
+    """And takes no random numbers of training. A second epoch, an evaluation within one, an early end change none."""
     ids, made, before = pack.ids("train"), open_feed(pack, chosen, CPU), torch.get_rng_state()
     assert list(made([])) == []
     for epoch in (0, 1):
@@ -105,6 +105,7 @@ def test_every_feed_gives_the_samples_bit_for_bit_padded_with_zeros(pack, chosen
             if batch is batches[1]:
                 assert_equal(next(iter(made(batches[3:]))), slowly(pack, batches[3]))
     assert torch.equal(torch.get_rng_state(), before)
+    assert len(getattr(made, "idle", ())) == 2 * (chosen.feed == "workers"), "its processes served all four calls"
 
 
 @pytest.mark.parametrize("chosen", FEEDS)
@@ -127,6 +128,7 @@ def test_a_bucket_pads_every_column_to_few_lengths_none_beyond_the_packs_longest
 def test_a_pack_without_arrays_is_read_from_its_dataset_whatever_the_plan_says(pack, workers):
     bare, batches = dataclasses.replace(pack), [np.array([3, 1]), np.array([5])]
     vars(bare)["arrays"] = {}
+    assert len({vars(Workers(bare, CPU, Plan()).open(ids))["generator"].initial_seed() for ids in batches}) == 2
     for plan in (Plan(workers=workers), Plan(workers=workers, feed="streamed")):
         assert choose(bare, plan, CPU) == ("workers", "the pack stores no arrays (store=False)")
         for raw, batch in zip(open_feed(bare, plan, CPU)(batches), batches, strict=True):
@@ -138,8 +140,7 @@ def test_a_pack_without_arrays_is_read_from_its_dataset_whatever_the_plan_says(p
 def test_auto_is_resident_where_the_pack_takes_at_most_its_share_of_free_gpu_memory(pack, monkeypatch, free, name):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2e6))
     found, reason = choose(pack, Plan(), torch.device("cuda"))
-    assert found == name
-    assert "30 % of free GPU memory" in reason
+    assert (found, "30 % of free GPU memory" in reason) == (name, True)
     assert choose(pack, Plan(), CPU)[0] == "resident"
     assert choose(pack, Plan(feed="streamed"), CPU) == ("streamed", "set in the plan")
 

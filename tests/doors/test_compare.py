@@ -1,5 +1,4 @@
-"""Runs next to each other: what came out, what differs, and which is the best where chance does not explain it; also of
-a task without a name, and the folder of runs that they lie in."""
+"""Runs next to each other: what came out, what differs, and which is best where chance does not explain it."""
 
 import re
 import shutil

@@ -1,5 +1,4 @@
-"""Where a run is right and wrong: scores by class against values computed by hand and the tasks' own metrics, what is
-confused, the worst samples; and the answers to a folder, with every class's probability."""
+"""Where a run is right and wrong: scores by class against values by hand, the worst samples, answers to a folder."""
 
 from collections import Counter
 from typing import Any

@@ -1,5 +1,4 @@
-"""The terminal does what the notebook does, with every setting as an option: help, JSON, exit codes, and mistakes that
-are answered in a sentence."""
+"""The terminal does what the notebook does: options for settings, help, JSON, exit codes, mistakes answered."""
 
 import json
 import os

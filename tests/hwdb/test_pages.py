@@ -1,5 +1,4 @@
-"""`.dgrl` and `.dgr`: files made by hand from the published table, not by the writer of the demo; then those of the
-demo, drawn without a font."""
+"""`.dgrl` and `.dgr`: files made by hand from the published table; then those of the demo, drawn without a font."""
 
 import random
 import struct

@@ -40,8 +40,7 @@ LEARNED = [pytest.param(name, SEEDS, marks=FULL) for name in PROBLEMS]
 
 @pytest.mark.parametrize(("name", "seeds"), [pytest.param("bags", SEEDS[:1], marks=pytest.mark.alone), *LEARNED])
 def test_the_advised_plan_and_fit_without_a_plan_learn_as_well_as_the_best_of_the_grid(name, seeds, tmp_path):
-    """The mean over the seeds, at the advised batch and epochs; each `nb.fit` on a pack of its own, so that it measures
-    for itself."""
+    """The mean over the seeds, at the advised batch and epochs; each `nb.fit` measures, on a pack of its own."""
     advice, grids, alone = [], [], []
     for seed in seeds:
         pack, fresh = (problems.packed(name, tmp_path / f"{seed}{copy}", seed=5) for copy in ("", "-alone"))
@@ -112,8 +111,7 @@ def bowl(lr: float) -> Any:
 
 
 def test_a_value_that_diverges_is_left_out_and_a_winner_at_the_edge_adds_the_next(tmp_path):
-    """From 1e-5 all five values are too small, so two more are tried; from 0.3 all five are lost, and smaller ones are
-    added."""
+    """From 1e-5 all five values are too small: two more are tried; from 0.3 all are lost: smaller ones are added."""
     pack = toy.make_pack(tmp_path)
     low, high = (nb.lr_sweep(task, pack, task.PLAN) for task in map(bowl, (1e-5, 0.3)))
     assert [round(each.lr / low.rule, 2) for each in low.candidates] == [0.11, 0.33, 1, 3, 9, 27, 81]

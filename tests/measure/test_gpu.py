@@ -2,12 +2,12 @@
 
 import re
 import sys
-import time
 from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from kernels import until
 
 from nbtools.data import cores
 from nbtools.measure import Gpu, Sampler, gpus
@@ -37,10 +37,10 @@ def fake_nvml(names=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-40GB"), **change
         "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97, memory=40),
         "nvmlDeviceGetPowerUsage": 250_500,
         "nvmlDeviceGetEnforcedPowerLimit": 400_000,
-        "nvmlDeviceGetTemperature": 65,
-        "nvmlDeviceGetClockInfo": 1110,
-        "nvmlDeviceGetMaxClockInfo": 1410,
-        "nvmlDeviceGetCurrentClocksEventReasons": 0x4 | 0x20,
+        "nvmlDeviceGetTemperature": lambda i, sensor: {0: 65}[sensor],  # of the GPU
+        "nvmlDeviceGetClockInfo": lambda i, clock: {0: 1110}[clock],  # of its cores
+        "nvmlDeviceGetMaxClockInfo": lambda i, clock: {0: 1410}[clock],
+        "nvmlDeviceGetCurrentClocksEventReasons": 0x1 | 0x4 | 0x20,
         "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=42)],
         "nvmlDeviceGetTotalEnergyConsumption": 5_000_000,
         **changed,
@@ -67,7 +67,7 @@ def test_two_cards_are_read_as_values_in_the_named_units_and_shown_escaped(nvml)
     first, second = found
     assert (first.index, first.capability, first.memory_total, first.utilisation) == (0, (8, 0), 40960, 97)
     assert (first.power, first.power_limit, first.temperature, first.clock) == (250.5, 400, 65, 1110)
-    assert (first.throttle, first.processes) == (("power limit", "too hot (driver)"), (42,))
+    assert (first.throttle, first.processes) == (("idle", "power limit", "too hot (driver)"), (42,))
     assert (second.index, second.name, second.memory_used) == (1, "B", 2048)
     for shown in (str(found), found._repr_html_().replace("\xa0", " ")):
         for part in ("1.1 GB of 42.9 GB", "97 %", "250 W of 400 W", "65 °C", "1110 MHz of 1410 MHz", "550.54.15"):
@@ -83,14 +83,14 @@ def test_cores_ram_and_free_disk_are_shown_with_a_gpu_and_without(nvml, cards):
     assert int(rest[1]) == cores()
 
 
-READINGS = [name for name in vars(fake_nvml()) if name.startswith(("nvmlDeviceGet", "nvmlSystemGet"))]
-READINGS = [name for name in READINGS if "Count" not in name and "Handle" not in name]
+READINGS = [name for name in vars(fake_nvml()) if re.match("nvml(Device|System)Get(?!Count|Handle)", name)]
 
 
 def test_a_reading_that_a_device_refuses_is_unknown_and_the_rest_stands(nvml):
     for name in READINGS:
         nvml(**{name: REFUSED})
         assert sum(value is None for value in vars(gpus()[0]).values()) <= 4, name
+        assert ("– of 400 W" in str(gpus())) == (name == "nvmlDeviceGetPowerUsage")
     nvml(**dict.fromkeys(READINGS, REFUSED))
     assert gpus()[0] == Gpu(index=0, name="NVIDIA GPU")
 
@@ -106,20 +106,21 @@ def test_without_nvidia_one_line_says_why_and_what_trains(nvml, monkeypatch):
     assert "Apple's GPU (MPS)" in str(gpus())
 
 
-def test_a_run_samples_its_own_card_in_the_background(nvml, monkeypatch):
-    """CUDA_VISIBLE_DEVICES hides and orders cards, and CUDA puts the fastest first."""
+@pytest.mark.parametrize("cards", [1, 2])
+def test_a_run_samples_its_own_card_in_the_background(nvml, monkeypatch, cards):
+    """CUDA hides cards and puts the fastest first; a slice of one has another uuid. Between readings is a pause."""
+    monkeypatch.setattr(sys.modules["nbtools.measure.machine"], "PERIOD", 60.0)
     joules = iter((1e6, 8.2e6))
-    nvml(nvmlDeviceGetTotalEnergyConsumption=lambda i: next(joules, 8.2e6))
+    nvml(cards * ["A100"], nvmlDeviceGetTotalEnergyConsumption=lambda i: next(joules, 0.0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid="1111-aaaa"))
     with Sampler(torch.device("cuda", 0)) as sampler:
-        until_read = time.monotonic() + 10
-        while sampler.latest is None and time.monotonic() < until_read:
-            time.sleep(0.01)
+        until(lambda: sampler.latest, "a reading")
         sampler.renew()
         assert sampler.latest == {
             "gpu_utilisation": 97,
-            "gpu_memory_used": 2048,
+            "gpu_memory_used": 1024 * cards,
             "gpu_power": 250.5,
             "gpu_energy": 2.0,
             "gpu_throttle": "power limit, too hot (driver)",
         }
+    assert sys.modules["pynvml"].nvmlInit.call_count == sys.modules["pynvml"].nvmlShutdown.call_count == 3

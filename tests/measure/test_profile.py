@@ -1,6 +1,7 @@
 """What a step's profile measures is so, and the verdict that follows is right: on jobs whose parts take known times."""
 
-import dataclasses
+import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import toy
 from simulated import Job
 
 import nbtools as nb
-from nbtools.measure import Verdict, timed, verdict
+from nbtools.measure import Stepper, Verdict, timed, verdict
+from nbtools.measure.turns import Trial
 
 SECONDS = 4.0  # on a job's own clock: enough for rounds of several steps
 PLAN = toy.PLAN.replace(epochs=4)  # few, so that evaluations are not what to change
@@ -42,21 +44,24 @@ def test_the_verdict_says_what_a_job_is_bound_by_and_the_measured_factor_of_its_
     assert result.best
     assert result.best.ratio == pytest.approx(gain, rel=0.03)
     assert "measured: " in result.sentence
+    assert job.now < 3.1 * SECONDS, "as long as promised, and warming up"
     assert result.wait + result.host + result.device == pytest.approx(1)
-    assert dataclasses.replace(result, trials=()).change is None
+    assert replace(result, trials=tuple(Trial({}, each) for each in ((1.09,) * 4, (0.9, 1.4) * 2))).change is None
 
 
-def test_shares_and_seconds_are_those_of_the_job(pack):
+def test_shares_and_seconds_are_those_of_the_job(pack, monkeypatch):
+    monkeypatch.setattr("nbtools.measure.profile.matrix_rates", lambda *_: [1e5, 3e5])  # FLOP/s
     job = Job(reading=0.01, preparing=0.001, fixed=0.02, a_sample=0.002, scoring=0.5)
-    profile = judged(job, pack, PLAN.replace(**FILES), fixed=("feed", "batch_size", "amp", "workers"))
+    profile = judged(job, pack, PLAN.replace(**FILES), fixed=("feed",))  # data are the limit: no other change is tried
     step = 16 * 0.003 + 0.02
-    assert profile.timing.samples_per_s == pytest.approx(16 / (step + 0.16))
     assert profile.timing.step_s == pytest.approx(step + 0.16)
     assert profile.timing.device_s == pytest.approx(step)
     assert profile.wait == pytest.approx(0.16 / (step + 0.16))
-    assert profile.trials == ()
-    assert len(profile.kernels) == 5
-    assert sum(share for _, share in profile.kernels) <= 1.001
+    assert profile.products == pytest.approx(2 * (2 * 8 * 16 + 3 * 16 * 4) * profile.timing.samples_per_s / 3e5)
+    for bound, wait, products in (("data", 1.01, 0.51), ("compute", 0.99, 0.51), ("memory", 0.99, 0.49)):
+        shares = {"wait": wait * profile.device, "products": products * profile.device}
+        assert (profile.trials, replace(profile, **shares).bound) == ((), bound)
+    assert (len(profile.kernels), sum(share for _, share in profile.kernels) <= 1.001) == (5, True)
 
 
 class Slow(Job):
@@ -83,7 +88,9 @@ def test_first_steps_are_a_figure_of_their_own_and_the_rest_agrees_with_a_runs_r
 def test_measuring_leaves_random_states_and_switches_as_they_were_and_prints_nothing(pack, capfd):
     torch.manual_seed(3)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
-    verdict(toy, pack, PLAN.replace(deterministic=True, threads=1), 0.05)
+    trials = verdict(toy, pack, PLAN.replace(batch_size=32, deterministic=True, threads=1), 0.05).trials
+    assert not any("batch_size" in trial.change for trial in trials), "an epoch would have fewer than 20 steps"
+    assert not any(isinstance(each, Stepper) for each in gc.get_objects()), "its tensors would stay"
     assert capfd.readouterr() == ("", ""), "torch's profiler would"
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.get_num_threads() == threads

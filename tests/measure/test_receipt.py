@@ -1,5 +1,4 @@
-"""The receipt, on a job whose parts take known times: two ways to train in turns, and what each setting brings; and the
-presets that it measures: the guides' optimised settings as they are on this machine."""
+"""The receipt, on a job whose parts take known times: plans in turns, the rungs between them, the guides' presets."""
 
 import dataclasses
 import json
@@ -13,11 +12,12 @@ from simulated import Job
 
 import nbtools as nb
 from nbtools.data import Card, Column, cores
+from nbtools.errors import TrainError
 from nbtools.measure import Receipt, preset, receipt
 from nbtools.show import duration
 from nbtools.tasks import captcha, hwdb, segment, sign
 
-FASTER = toy.PLAN.replace(batch_size=64, lr=2e-2, amp="bf16", channels_last=True, clip_norm=None, hidden=24)
+FASTER = toy.PLAN.replace(batch_size=64, lr=0.1, amp="bf16", channels_last=True, workers=2, clip_norm=None, hidden=24)
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +25,9 @@ def pack(tmp_path_factory):
     return toy.make_pack(tmp_path_factory.mktemp("toy"), count=184)  # 128 to train on: whole batches of 16 and 64
 
 
-def measured(job: Job, pack, plan: Any = toy.PLAN, seconds: float = 6.0) -> Receipt:
+def measured(job: Job, pack, plan: Any = toy.PLAN, run_s: float = 0.0) -> Receipt:
     with job.times():
-        return receipt(job, job.pack(pack), plan, seconds)
+        return receipt(job, job.pack(pack), plan, 6.0, run_s)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,8 @@ def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors_and_the_t
     assert headers[1:4] == ("samples/s", "vs previous row", "vs baseline")
     assert [row[0] for row in rows] == [rung.name for rung in found.rungs]
     assert (rows[1][2], rows[2][5]) == (f"{found.rungs[1].factor:.2f}×", "batch_size 16 → 64")
+    assert (rows[0][4], rows[1][4]) == ("92 %", None)
+    assert "From the call of nb.fit to the tenth step: 3 s." in str(dataclasses.replace(found, cold_start=3.0))
     assert f"Samples/s relative to the baseline on this machine: {found.rungs[-1].trial.spread}" in str(found)
     assert "No GPU: the gain from mixed precision, larger batches and data kept on a GPU was not" in str(found)
     assert found.samples == FASTER.epochs * pack.splits["train"]
@@ -70,8 +72,11 @@ def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors_and_the_t
 def test_where_a_step_is_slow_only_the_ends_are_measured_and_it_is_said(pack):
     found = measured(Job(fixed=9.0), pack, FASTER)
     assert [rung.name for rung in found.rungs] == ["baseline", "this run"]
-    assert found.rungs[-1].timing == found.after
     assert "Not measured, as that would take longer than 36 s: + " in str(found)
+    assert len(measured(Job(fixed=9.0), pack, FASTER, 36_000.0).rungs) == 5, "a tenth of a long run suffices"
+    with pytest.raises(TrainError, match="would take about 54 s, longer than a tenth of the run"):
+        measured(Job(fixed=9.0), pack, FASTER, 10.0)
+    assert measured(Job(), pack, toy.BASELINE).ratio == pytest.approx(1.0), "of a plan that is the baseline"
 
 
 LARGE = toy.BASELINE.replace(batch_size=64, amp="fp16")
@@ -88,12 +93,14 @@ def test_the_guides_settings_are_measured_next_to_its_before_in_passes_that_fit_
     _, rows = found.table()
     assert [row[0] for row in rows] == ["baseline", "guide's optimised", "+ packed feed", "+ other settings"]
     assert rows[1][2:4] == (None, found.guide.trial.spread)
+    assert f"; the guide's optimised settings: {found.guide.trial.spread}; " in found.caption()
     assert "batch_size 16 → 64" in rows[1][5]
     saved = json.dumps(found.to_dict())
     assert json.dumps(Receipt.from_dict(json.loads(saved)).to_dict()) == saved
     job.most = 32
     notes = " ".join(measured(job, pack).notes)
     assert "Memory ran out with guide's optimised: measured in passes of 32 samples" in notes
+    assert "Memory ran out" not in str(measured(Job(), pack, toy.PLAN.replace(micro_batch_size=8)))
 
 
 def test_without_the_source_files_the_receipt_says_that_data_was_not_measured(tmp_path):
@@ -163,6 +170,7 @@ def test_a_preset_leaves_to_machine_and_data_what_it_must_and_says_so(tmp_path):
     assert "amp fp16 → off (fp16 needs a GPU)" in why
     assert f"workers 100 → {cores()} (this machine has {cores()} core" in why
     assert preset(guided, pack, "guide-as-it-is") == (PRESETS["guide-as-it-is"], "")
+    assert preset(toy.with_(PRESETS={"guide": toy.PLAN.replace(graph=True)}), pack, "guide")[0] is None
     gone, why = preset(guided, dataclasses.replace(pack, raw=None), "guide-as-it-is")
     assert (gone and gone.feed, why) == ("auto", "feed workers → auto (the source files are gone)")
     panel = nb.Panel(nb.advise(guided, pack, measure=False))

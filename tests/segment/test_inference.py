@@ -1,5 +1,4 @@
-"""Several scales and mirror images against a slow obvious version; metrics against counting pixel by pixel; labels over
-images, and the figures that name their classes."""
+"""Scales and mirror images against a slow obvious version; metrics against counting pixels; labels over images."""
 
 import io
 from typing import Any
@@ -61,8 +60,7 @@ def test_logits_are_the_logarithm_of_the_mean_probabilities_image_by_image(scale
 
 @pytest.fixture(scope="module")
 def seen():
-    """labels (B, H, W) in patches, some of them ignored, and one image all of them; logits that are right here and
-    there."""
+    """labels (B, H, W) in patches, some ignored, in one image all of them; logits that are right here and there."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(cells):

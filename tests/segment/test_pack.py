@@ -1,5 +1,4 @@
-"""Images with labels become a pack of one size with distances to the class boundary; a file that cannot be used is a
-row; a prediction becomes a file of the picture's size, also in a terminal."""
+"""Images with labels become a pack of one size with distances to the boundary; a prediction becomes a file again."""
 
 import json
 

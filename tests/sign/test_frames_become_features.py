@@ -1,5 +1,4 @@
-"""Frames become X2048 by a frozen or fine-tuned backbone; torchvision is needed for its own network alone.
-A small real network stands in for InceptionV3: all but that network is the same."""
+"""Frames become X2048 by a frozen or fine-tuned backbone: a small network instead of InceptionV3, all else the same."""
 
 import sys
 from collections.abc import Sequence

@@ -121,8 +121,7 @@ def test_the_column_names_of_the_log_are_the_scripts_but_for_two(processed, tmp_
 
 @pytest.mark.full
 def test_nothing_starts_cuda_before_training():
-    """The script set its allocator up when CUDA was up, where that does nothing. Here what a notebook sets before it
-    trains counts."""
+    """The script set its allocator up when CUDA was up: that does nothing. What a notebook sets before counts."""
     code = """
 import torch
 def started(*_): raise SystemExit("CUDA is started")

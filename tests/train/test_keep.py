@@ -93,14 +93,14 @@ def test_what_is_kept_opens_and_resumes_on_another_machine(drive, whole, pack):
     assert same(found, whole)
     assert list(nb.runs(drive.parent).index) == ["drive"]
     again = nb.fit(toy, pack, PLAN.replace(epochs=4), "run", keep=drive, **QUIET)
-    nb.fit(toy, pack, PLAN, "straight", **QUIET)
+    run = nb.fit(acting({1: lambda: shutil.copytree(drive, "other")}), pack, PLAN, "straight", keep="other", **QUIET)
+    assert any("another session has kept its run there since" in text for text in run.events)
+    assert tree(Path("other")) == tree(drive), "what it kept stays"
     straight = nb.fit(toy, pack, PLAN.replace(epochs=4), "straight", **QUIET)
-    assert same(again, straight)
-    assert same(nb.Run.open(drive, toy), straight)
+    assert all(same(each, straight) for each in (again, nb.Run.open(drive, toy)))
 
 
 def test_weights_that_never_reached_drive_are_made_up_for_from_those_before_and_else_named(drive, whole, pack):
-    """A write to Drive ends before it is there."""
     (drive / f"{checkpoint.names(drive)[0]}.safetensors").unlink()
     run = nb.fit(toy, pack, PLAN, "run", keep=drive, **QUIET)
     assert any("damaged or missing" in text for text in run.events)

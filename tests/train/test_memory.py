@@ -63,8 +63,7 @@ def test_memory_may_end_at_any_allocation_and_training_goes_on_as_if_it_had_not(
 
 
 def ended(pack: nb.Pack, times: int, **names: Any) -> tuple[list[str], torch.Tensor]:
-    """What was said, and the weights, after three epochs of batches of 16, 16 and 10, where memory runs out so many
-    times on the second epoch's last batch."""
+    """What was said, and the weights, after three epochs of 16, 16 and 10; memory ends so often on the sixth batch."""
 
     def loss(model, batch, plan):
         seen.append(1 < len(batch["x"]) <= 10 and isinstance(model, nn.Module) and model.training)
