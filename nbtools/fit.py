@@ -285,8 +285,8 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     kept = train.fixed_settings(plan) | ({"batch_size": "the share of one process"} if state.ranks.world > 1 else {})
     verdict = measure.verdict(job.task, job.pack, plan, fixed=kept, run_s=state.watch.wall)
     disk.write_atomic(job.folder / VERDICT, json.dumps(verdict.to_dict()))
-    if surface.panel is not None:
-        surface.panel.propose(verdict.sentence, verdict.change)
+    if surface.panel is not None and (verdict.best or not state.over):  # when it is over, the cell has the sentence
+        surface.panel.propose(f"Faster: {verdict.best}" if state.over else verdict.sentence, verdict.change)
     tell(verdict.sentence)
 
 

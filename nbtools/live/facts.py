@@ -101,11 +101,10 @@ def time_left(columns: Columns, about: About) -> float | None:
 
 def html(columns: Columns, about: About, status: str) -> str:
     """Return the facts and a bar of the run's share that is done, for a page with live.css. All text is escaped."""
-    dot, each = f'<i class="nbt-{escape(status)}"></i>', []
+    dot, role, each = f'<i class="nbt-{escape(status)}"></i>', ' role="status"', []
     for i, (label, value, more, column) in enumerate(facts(columns, about, status)):
-        role = ' role="status"' if not i else ""
         each.append(
-            f'<div title="{escape(more or value)}"{role}><span>{escape(label) or "&#160;"}</span>'
+            f'<div title="{escape(more or value)}"{role * (not i)}><span>{escape(label) or "&#160;"}</span>'
             f"<b>{dot * (not i)}{escape(value)}</b>{spark(columns, column) if column else ''}</div>"
         )
     share = min(1.0, columns.newest["samples"] / about.samples) if columns.newest and about.samples else 0.0

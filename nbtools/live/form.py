@@ -1,8 +1,7 @@
 """The widgets of a Panel: buttons that act on a run, a strip of the settings that users change most while it trains,
 and a form with name, input, slider and note of each setting.
 
-Core ipywidgets that 7.7.1 and 8 both have. What is shown above the curves has the same
-height whatever it says: a click under which a button moves is lost.
+Core ipywidgets of 7.7.1 and 8. What is above the curves keeps its height: a click under which a button moves is lost.
 """
 
 from __future__ import annotations
@@ -100,14 +99,16 @@ class Form:
     # -- what is shown
 
     def show(self) -> None:
-        """Show the wanted plan; what is refused or has to be confirmed stays in its field."""
+        """Show the wanted plan; what is refused stays in its field, and reasons for advised values are tooltips."""
         panel, self.plan, self.filling = self.panel, self.panel.plan, True
         held = {*panel.bad, *panel.proposed} if panel.bad else set()
         for name, each in self.fields.items():
             each.disabled, wrong = name in panel.fixed, panel.bad.get(name, "")
             if name not in held:
                 each.value = self.holds(name)
-            good = message(panel.rules[name].metadata.get("help", "")) + message(panel.reason(name), "nbtools-muted")
+            why, same = panel.reason(name), getattr(self.plan, name) == getattr(panel.advised, name)
+            text = panel.rules[name].metadata.get("help", "") or why
+            good = message(text, more=why) + message("" if same and name not in panel.fixed else why, "nbtools-muted")
             self.notes[name].value = message(wrong, "nbtools-bad") or good
             (each.add_class if wrong else each.remove_class)("nbtools-wrong")
         self.slider.value = self.plan.lr
@@ -171,10 +172,10 @@ def to_text(value: Any) -> str:
     return "none" if value is None else show.shown(value)
 
 
-def message(text: str, look: str = "", status: bool = False) -> str:
-    """Return escaped text; status: read aloud when it changes, in full as a tooltip."""
-    title = f' role="status" title="{escape(text)}"' if status else ""
-    return f'<div class="nbtools-said {look}"{title}>{escape(text)}</div>' if text else ""
+def message(text: str, look: str = "", status: bool = False, more: str = "") -> str:
+    """Return escaped text. status: read aloud when it changes. more: its tooltip, by default the text in full."""
+    role = ' role="status"' * status
+    return f'<div class="nbtools-said {look}"{role} title="{escape(more or text)}">{escape(text)}</div>' if text else ""
 
 
 def button(action: Callable[[], None], icon: str = "") -> Button:

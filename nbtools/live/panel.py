@@ -48,7 +48,7 @@ class Panel:
         self.form = Form(self)
         self.fields = self.form.fields
         verdict = getattr(advice, "verdict", None)
-        self.propose(verdict.sentence if verdict and verdict.change else "", verdict and verdict.change)
+        self.propose(f"Faster: {verdict.best}" if verdict and verdict.change else "", verdict and verdict.change)
 
     @property
     def plan(self) -> Plan:
@@ -66,10 +66,9 @@ class Panel:
         """A run starts: changes and clicks are posted to its requests. A resumed run keeps its applied settings."""
         with self.lock:
             changes = list_changes(requests.state.plan.changes_from(self.plan))
-            self.requests, self.running, self.fixed, self.bad = requests, True, fixed_settings(requests.state.plan), {}
-            self.note = f"This run continues with its applied settings: {changes}" if changes else self.note
-            self.proposed = {} if changes else self.proposed
-            self.form.show()
+            self.requests, self.running, self.fixed = requests, True, fixed_settings(requests.state.plan)
+            note = f"This run continues with its applied settings: {changes}" if changes else self.note
+            self.propose(note, {} if changes else self.proposed)
 
     def end(self) -> None:
         """The run is over: everything may be changed again, and there is nothing to pause."""
@@ -162,5 +161,6 @@ def presets(advice: Any, plan: Plan) -> dict[str, Plan]:
     """Return plain name → plan of those that an advice brings: of `guide-large` *the guide's large*."""
     named = {"as advised": plan, "the guide's before": getattr(advice, "baseline", None)}
     for name, (preset, _) in getattr(advice, "presets", {}).items():
-        named[f"the guide's {' '.join(name.split('-')[1:]) or 'optimised'}"] = preset
+        which = name.partition("-")[2].replace("gpus", "on several GPUs") or "optimised"
+        named[f"the guide's {which.replace('-', ' ')}"] = preset
     return {name: preset for name, preset in named.items() if preset is not None}

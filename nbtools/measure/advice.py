@@ -81,7 +81,7 @@ class Advice(Report):
         headers, rows = self.table()
         first = [row for row in rows if row[0] in ASKED or "measured here" in row[2]]
         others = [row for row in rows if row not in first]
-        title = f"<summary>{plural(len(others), 'other setting')}, with reasons</summary>"
+        title = f"<summary style='display: list-item'>{plural(len(others), 'other setting')}, with reasons</summary>"
         folded = f"<details>{title}{html(headers, others)}{note(self.note)}</details>"
         bound = note(sentence(self.verdict.sentence)) if self.verdict else ""
         return f"{html(headers, first, self.caption())}{bound}{folded}"
@@ -146,8 +146,7 @@ def decide(
     own = dict.fromkeys(("channels_last", "compile", "graph"), (None, "the task's own"))  # shown in any case
     reasons = {name: {**own, **advised}[name][1] for name in made.to_dict() if name in {**own, **advised}}
     size = f"{machine.gigabytes:.0f} GB" if machine.gigabytes else plural(machine.cores, "core")
-    note = f"For {machine.name} ({size}); a starting point: nothing here has been measured on it yet; "
-    note += "(measured) means on other machines; the guides are those of docs/guides.md."
+    note = f"For {machine.name} ({size}); a starting point: nothing here has been measured yet; guides: docs/guides.md."
     return Advice(made, reasons, base, note, samples=card.splits["train"])
 
 

@@ -101,8 +101,8 @@ class Receipt(Report):
 
     def _repr_html_(self) -> str:
         """Return the sentence and the table, with how it was measured folded."""
-        how = f"<details><summary>How this was measured, and what was not</summary>{note(self.footer())}</details>"
-        return html(*self.table(), self.caption()) + how
+        title = "<summary style='display: list-item'>How this was measured, and what was not</summary>"
+        return f"{html(*self.table(), self.caption())}<details>{title}{note(self.footer())}</details>"
 
 
 def receipt(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 0.0, run_s: float = 0.0) -> Receipt:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nbtools.data import Pack, Padding, Raw, Resident, gather, on, tick
 from nbtools.errors import NbtoolsError
 from nbtools.measure.timing import WARMING, Clock, Stepper, Timing, typical, untouched, wall
-from nbtools.show import percent
+from nbtools.show import percent, shown
 from nbtools.train import Plan, TaskLike, gradients
 from nbtools.train import device as devices
 
@@ -80,14 +80,14 @@ class Trial:
 
     @property
     def name(self) -> str:
-        return ", ".join(f"{setting}={value}" for setting, value in self.change.items())
+        return ", ".join(f"{setting} = {shown(value)}" for setting, value in self.change.items())
 
     @property
     def spread(self) -> str:
         return f"{self.ratio:.2f}× ({min(self.ratios):.2f}–{max(self.ratios):.2f}, n = {len(self.ratios)})"
 
     def __str__(self) -> str:
-        return f"{self.name} {self.failed or self.spread}"
+        return f"{self.name}: {self.failed or self.spread}"
 
 
 def beside(run: Stepper, plan: Plan, seconds: float, warming: int = WARMING) -> Trial:

@@ -59,8 +59,10 @@ LAYOUT = """output => {
     const cut = all('.nbt-top b, .nbt-top span:not([role] *)').filter(each => each.scrollWidth > each.clientWidth);
     const charts = all('.nbt-grid > div').map(box), right = box(all('.nbt-grid')[0]).right;
     const short = charts.filter(a => Math.max(...charts.filter(b => b.y == a.y).map(b => b.right)) < right - 1);
-    return [cut.map(each => each.innerText), short.length, all('.nbt-plot').map(box).map(a => [a.width, a.height])] }"""
-"""Facts that are cut off, how many charts have an empty place at the end of their row, and the sizes of plots."""
+    const bar = all('.nbtools-live *').filter(each => /auto|scroll/.test(getComputedStyle(each).overflowY));
+    cut.push(...bar.filter(e => e.scrollHeight > e.clientHeight), ...all('.nbt-line').filter(e => e.clientHeight > 18));
+    return [cut.map(e => e.innerText), short.length, all('.nbt-plot').map(box).map(a => [a.width, a.height])] }"""
+"""What is cut off or scrolls, how many charts have an empty place at the end of their row, and the sizes of plots."""
 
 
 def cells(count: int, epochs: int) -> list[str]:

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from dataclasses import dataclass
-from html import unescape
+from html import escape, unescape
 from typing import Any
 
 import pytest
@@ -79,9 +79,8 @@ def test_untouched_it_is_the_advised_plan_with_a_field_for_every_setting():
     made = panel(lr=0.00123456789, batch_size=48)
     assert list(made.fields) == [field.name for field in dataclasses.fields(Plan)]
     assert made.plan == made.advised == Plan(lr=0.00123456789, batch_size=48)
-    wrong: Any = {"lr": 1}
     with pytest.raises(PlanError, match="takes an Advice or a Plan, got dict"):
-        Panel(wrong)
+        Panel({"lr": 1})
 
 
 @pytest.mark.parametrize(
@@ -130,14 +129,17 @@ def test_the_menu_of_other_settings_brings_whole_plans_also_over_a_wrong_value()
     assert "the guide's optimised" not in panel().form.menu.options
 
 
-def test_reasons_and_help_stand_next_to_the_fields_and_are_escaped_and_a_page_without_a_kernel_names_the_changes():
+def test_help_and_reasons_of_changes_stand_next_to_fields_are_escaped_and_a_page_without_a_kernel_names_changes():
     made = panel(reasons={"lr": f"because {EVIL}"})
-    assert f"because {EVIL}" in words(made)
+    assert "because" not in words(made), "the advice says it"
+    assert f'title="because {escape(EVIL)}"' in made.form.notes["lr"].value
+    made.fields["lr"].value = "2e-3"
+    assert f"advised 0.001: because {EVIL}" in words(made)
     assert f"which network {EVIL}" in words(made)
     assert "<img" not in page(made)
     assert made._repr_mimebundle_()["application/vnd.jupyter.widget-view+json"]["model_id"]
     made.fields["epochs"].value = "30"
-    assert made._repr_mimebundle_()["text/plain"] == "Panel: epochs 10 → 30"
+    assert made._repr_mimebundle_()["text/plain"] == "Panel: epochs 10 → 30, lr 0.001 → 0.002"
 
 
 ACTIONS = {"Evaluate now": "evaluate", "Save now": "save", "Stop": "stop", "What limits it?": "profile"}

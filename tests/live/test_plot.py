@@ -151,19 +151,13 @@ def test_the_png_says_the_same_on_a_transparent_ground_and_leaves_pyplot_alone(m
     assert dict(matplotlib.rcParams) == before
 
 
-def test_the_png_of_a_run_lies_in_its_folder_with_samples_below_the_charts(pack, tmp_path):
-    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", receipt=False)
-    bare = draw.png(shown(run.history))
-    with Image.open(run.folder / "plot.png") as image, Image.open(io.BytesIO(bare)) as without:
-        assert image.height > without.height + 100
-
-
 def test_what_is_drawn_last_of_a_kept_run_is_true_of_the_whole(pack, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("nbtools.live.draw.png", lambda _, facts, samples: said.append(facts) or b"\x89PNG")
+    monkeypatch.setattr("nbtools.live.draw.png", lambda _, *more: said.append(more) or b"\x89PNG")
     run = nb.fit(toy, pack, toy.PLAN.replace(epochs=2), tmp_path / "run", keep=tmp_path / "kept", receipt=False)
     last = run.history.of("epoch")[-1]
-    state, epoch, took, _, speed, memory = said[-1]
+    (state, epoch, took, _, speed, memory), cards = said[-1]
+    assert ((run.folder / "plot.png").read_bytes(), len(cards)) == (b"\x89PNG", samples.SAMPLES)
     assert (state, epoch) == ("run done", "epoch 2 of 2")
     assert memory.startswith(("memory", "GPU memory")), "no word of what is kept"
     assert took == f"took {duration(last['wall'])}"
@@ -171,11 +165,14 @@ def test_what_is_drawn_last_of_a_kept_run_is_true_of_the_whole(pack, tmp_path, m
     assert speed == f"samples/s {number(last['samples'] / last['wall'])}", "not that of its last steps"
 
 
-def test_texts_are_readable_on_white():
-    for colour in (draw.GREY, draw.RIGHT, draw.WRONG, figures.GREY, figures.RIGHT, figures.WRONG):
-        parts = np.array(to_rgb(colour))
+def test_texts_are_readable_on_white_and_those_of_dark_themes_on_dark_grey():
+    dark, every = (re.findall(rf"{rule} {{ color: (#\w{{6}})", draw.STYLE) for rule in ("dark.*", ""))
+    assert (len(dark), len(every)) == (2, 5)
+    for colour in (*every, draw.GREY, draw.RIGHT, draw.WRONG, figures.GREY, figures.RIGHT, figures.WRONG):
+        parts = np.array([to_rgb(colour), to_rgb("#1e1e1e" if colour in dark else "white")])
         linear = np.where(parts > 0.04045, ((parts + 0.055) / 1.055) ** 2.4, parts / 12.92)
-        assert 1.05 / (linear @ (0.2126, 0.7152, 0.0722) + 0.05) >= 4.5, f"{colour}: contrast as WCAG defines it"
+        low, high = sorted(linear @ (0.2126, 0.7152, 0.0722))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, f"{colour}: contrast as WCAG defines it"
 
 
 @pytest.mark.parametrize(

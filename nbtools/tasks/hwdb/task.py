@@ -82,9 +82,9 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         return {"bucket": bucket, "network": network, "batch_size": (at_most(64, card), f"the guide's 64, {THUMB}")}
     if not cuda:  # oneDNN keeps what it planned for each width, and the heap around it has ever more holes
         bucket = height // 2, "a seventh as many widths for 2 % more padding (calculated), less memory"
-    sizes = "a better CER than 32 after 4 epochs, in the same time (measured)"
-    rates = "with warmup and cosine; 5e-3 ended at CER 0.04 instead of 0.03 (measured)"
-    mild = "a run this short ended at CER 0.08 with 1.0, but 0.03 with this (measured)"
+    sizes = "a better CER than 32 after 4 epochs, in the same time (measured on our CPU)"
+    rates = "with warmup and cosine; 5e-3 ended at CER 0.04 instead of 0.03 (measured on our CPU)"
+    mild = "a run this short ended at CER 0.08 with 1.0, but 0.03 with this (measured on our CPU)"
     epochs = epochs_for(card, (4 if cuda else 1) * LINES_A_CLASS * len(card.classes))
     scaled = f"the CPU's by the sqrt rule, {THUMB}"
     return {
@@ -97,7 +97,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         "warmup_epochs": (round(epochs * 0.08, 2), "8 % of the run: CTC predicts blank everywhere at first"),
         "weight_decay": (0.02, f"for a small set, {THUMB}"),
         "clip_norm": (5.0, "only guards against outliers"),
-        "channels_last": (cuda, THUMB if cuda else "9 % more time per step on a CPU (measured)"),
+        "channels_last": (cuda, THUMB if cuda else "9 % more time per step (measured on our CPU)"),
     }
 
 

@@ -106,22 +106,22 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
             **recipe("bisenetv2", batch),
         }
     batch, images = at_most(8, card), round(SECONDS / (height * width * PIXEL))
-    zoom = "a smaller zoom leaves little of a small image; 0.75 to 1.5 is as good at first (measured)"
+    zoom = "a smaller zoom leaves little of a small image; 0.75 to 1.5 is as good at first (measured on our CPU)"
     return {
-        "network": ("slim", "a step takes a sixth of the original network's time (measured)"),
-        "batch_size": (batch, f"many small steps for a small set, {THUMB}; twice the batch is no faster (measured)"),
-        "crop": (None, "whole images, small enough for a CPU; crops of half their area learn no worse (measured)"),
+        "network": ("slim", "a step takes a sixth of the original network's time (measured on our CPU)"),
+        "batch_size": (batch, f"many small steps, {THUMB}; twice the batch is no faster (measured on our CPU)"),
+        "crop": (None, "whole images, small enough; crops of half their area learn no worse (measured on our CPU)"),
         "scale_low": (0.5, zoom),
-        **course(card, images, batch, f"{images:,} images in all, {SECONDS / 60:.0f} minutes on one core (measured)"),
+        **course(card, images, batch, f"{images:,} images: {SECONDS / 60:.0f} min on one core (measured on our CPU)"),
         **recipe("slim", batch),
-        "channels_last": (True, "12 % less time per step on a CPU (measured)"),
+        "channels_last": (True, "12 % less time per step (measured on our CPU)"),
     }
 
 
 def recipe(network: str, batch: int) -> dict[str, tuple[Any, str]]:
     """Return what a network learns well with, at a batch size."""
     if network == "slim":
-        why = "CamVid at 120 × 160, 90 CPU seconds: mIoU 0.49; with lr 5e-3 0.47, 2e-3 0.45; with SGD 0.42 (measured)"
+        why = "measured on our CPU, CamVid, 90 seconds: mIoU 0.49; with lr 5e-3 0.47, 2e-3 0.45; with SGD 0.42"
         return {
             "optimizer": ("adamw", why),
             "lr": (1e-2, why),
