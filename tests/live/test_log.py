@@ -7,6 +7,7 @@ import toy
 from acting import QUIET, acting, asking
 
 import nbtools as nb
+from nbtools.data import progress
 from nbtools.show import number
 
 SHOWN = {"train": "train_loss", "val": "val_loss", "acc": "val_accuracy"}
@@ -21,16 +22,19 @@ def test_a_terminal_is_told_what_a_run_starts_with_and_every_epoch(pack, tmp_pat
     count, last = pack.splits["train"], run.history.of("epoch")[-1]
     each = last["step"] // 3
     start = f"{count} samples · {each} steps per epoch · {3 * each} steps in 3 epochs · {each} steps of warmup"
-    for part in (
-        start,
-        ": batch 16, lr 0.01 (cosine), adamw, float32, resident feed",
-        f"nb.watch({str(run.folder)!r})",
-    ):
+    settings = ": batch 16, lr 0.01 (cosine), adamw, float32, resident feed"
+    for part in (start, settings, f"nb.watch({str(run.folder)!r})"):
         assert part in said[0]
     epochs = [line for line in said if line.startswith("epoch ")]
     losses = "  ".join(f"{name} {number(last[key])}" for name, key in SHOWN.items())
     assert len(epochs) == 3
     assert re.match(rf"epoch 3 of 3  {re.escape(losses)}  lr \S+  \S+ samples/s$", epochs[-1])
+
+
+def test_an_estimate_of_the_time_left_that_is_exceeded_grows():
+    with progress.work("measuring"):
+        progress.phase("turns", seconds=-1.0)
+        assert progress.ongoing[0][0].total > progress.ongoing[0][0].n
 
 
 @pytest.mark.usefixtures("at_once")
