@@ -326,7 +326,7 @@ def test_items_of_a_dataset_are_predicted_like_the_packs_samples(tmp_path, packs
         [answer] = run.predict(single)
         assert (answer.name, answer.probability) == (expected[0].name, pytest.approx(expected[0].probability, abs=1e-5))
     for wrong, said in (
-        ([arrays[0][:9]], r"an item \(ndarray\): x must be uint8 \(12, 12, 3\), .*, got uint8 \(9, 12, 3\)"),
+        ([arrays[0][:9]], r"item 0 \(ndarray\): x must be uint8 \(12, 12, 3\), .*, got uint8 \(9, 12, 3\)"),
         ([{"age": 3}], "an item must have x, got age; add what is missing"),
         (pd.DataFrame({"x": [1]}), "not trained on a DataFrame"),
     ):
