@@ -54,11 +54,6 @@ class Checkpoint:
     complaints: tuple[str, ...] = ()
 
 
-def save(folder: Path, state: TrainState, rows: int) -> None:
-    """Write the state as the last checkpoint. Raises DiskError."""
-    publish(folder, snapshot(state, rows))
-
-
 def snapshot(state: TrainState, rows: int, best: bool = False) -> Checkpoint:
     """Copy the state to host memory. rows: of the history, which a resume cuts to them."""
     facts = {"rows": rows, "best": best, "plan": state.applied.to_dict(), "state": state.facts()}
@@ -161,13 +156,6 @@ def newest(folder: Path, last: str | None = None) -> Checkpoint:
     raise CheckpointError(f"{folder.absolute()}: {'; '.join([*damage, fix])}")
 
 
-def load(folder: Path, state: TrainState) -> Checkpoint:
-    """Load the newest intact checkpoint into the state."""
-    taken = newest(folder)
-    state.load(taken.tensors, taken.facts["state"])
-    return taken
-
-
 def weights(folder: Path) -> dict[str, Tensor]:
     """Read the best evaluated weights; the newest ones where nothing was evaluated. Raises CheckpointError."""
     best = read_index(folder).get("best")
@@ -216,7 +204,8 @@ class Keeper:
     def copy(self) -> None:
         """Copy what has changed, run.json last; delete checkpoints there that are no longer here. Raises
         CheckpointError unless what is there was there before, or is of this session, by the run's starts."""
-        index = read_index(self.source)
+        if "last" not in (index := read_index(self.source)):
+            return  # nothing is finished yet, or its folder was emptied
         small = [path for path in self.source.iterdir() if path.suffix in SMALL and not FILE.fullmatch(path.name)]
         small = [path for path in small if path.name not in (CONTROL, INDEX)]
         for path in [*small, *(self.source / f"{name}.json" for name in names_in(index)), self.source / INDEX]:
