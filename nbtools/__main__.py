@@ -5,7 +5,6 @@ Results go to stdout, all else to stderr."""
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import inspect
 import json
@@ -27,7 +26,7 @@ from nbtools.errors import CheckpointError, NbtoolsError, sentence
 from nbtools.launch import reporting
 from nbtools.live import advised_plan, send
 from nbtools.run import busy
-from nbtools.train import Task, as_task, doubts
+from nbtools.train import Task, as_task, doubts, similar
 
 Options = Mapping[str, Any]
 EMPTY = inspect.Parameter.empty
@@ -214,8 +213,9 @@ class Parser(argparse.ArgumentParser):
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return the end of a sentence that names the word nearest to a mistyped one."""
-    near = difflib.get_close_matches(name, list(names), 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    plain = {each.lstrip("-").replace("-", "_"): each for each in names}
+    near = similar(name.lstrip("-").replace("-", "_"), plain)
+    return f"; did you mean {plain[near[0]]}?" if near else ""
 
 
 def parser(words: Sequence[str]) -> Parser:

@@ -26,13 +26,11 @@ from nbtools.train import History, Keeper, Plan, Record, Task, TrainState, check
 
 RUNS = Path("runs")
 OURS = (checkpoint.INDEX, PLAN, CARD, HISTORY, RECEIPT, VERDICT, "plot.png")  # besides checkpoints
-EVENTS = "events.out.tfevents"  # how TensorBoard's files begin
 PLAIN, VARYING = (int, float, str, tuple, type(None)), ("training", "process_group")  # settings of a module; not these
 FREE = {"lr", "batch_size"}  # what advice chooses where a call gives neither
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.01  # of the time that checkpoints may take
 Lines = Mapping[str, list[str]]
-Index = Mapping[str, Any]
 
 
 # -- what makes two runs the same
@@ -101,7 +99,7 @@ def former_run(task: Task, folder: Path) -> Run | None:
     return Run.open(folder, task) if last_place(checkpoint.read_index(folder))[1] else None
 
 
-def last_place(index: Index) -> tuple[int, ...]:
+def last_place(index: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the (epoch, step) of the last checkpoint of a run; (0, 0) before it has one."""
     return checkpoint.place(index.get("last", "0-0"))
 
@@ -198,8 +196,8 @@ def restore(folder: Path, kept: Path, fresh: bool) -> None:
     for wrong, rule in (
         (kept.resolve() == folder.resolve(), f"{kept} is the run's own folder; name another keep="),
         (fresh, f"{kept} holds a run, which fresh=True does not replace; name another keep="),
-        (ours and ours["id"] != theirs.get("id"), f"{kept} holds a different run from {folder}; name another keep="),
-        (not ours and folder.exists() and any(folder.iterdir()), f"{folder} holds files but no run; name another run="),
+        (not ours.get("id") and any(folder.glob("*")), f"{folder} holds files but no run; name another run="),
+        (ours and ours.get("id") != theirs.get("id"), f"{kept} holds a different run from {folder}; use another keep="),
     ):
         if wrong:
             raise CheckpointError(rule)
@@ -224,7 +222,7 @@ def restore(folder: Path, kept: Path, fresh: bool) -> None:
         disk.remove(former)
 
 
-def continues(longer: Index, shorter: Index) -> bool:
+def continues(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> bool:
     """Return whether a copy of a run went on from where the other had ended, or later: by their starts' first steps."""
     last, end = (last_place(each)[1] for each in (longer, shorter))
     shared = [start for start in shorter["starts"] if start[1] < end]
@@ -246,7 +244,7 @@ def begin(
     with disk.explained("resuming a run" if former else "starting a run", folder):
         clear(folder, former is not None)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
-        disk.write_atomic(folder / PLAN, state.applied.to_json())
+        disk.write_atomic(folder / PLAN, json.dumps(state.applied.to_dict(), indent=1))
         history = History(folder / HISTORY)
         if former:
             complaints, changes = resume(folder, state, history)
@@ -269,14 +267,14 @@ def begin(
     run = {"id": index.get("id", uuid4().hex), "starts": starts, "panel": getattr(call, "id", None)}
     checkpoint.mark(folder, **made, **task, **plans, **run)
     if former is None:
-        checkpoint.save(folder, state, rows=0)
+        checkpoint.publish(folder, checkpoint.snapshot(state, rows=0))
     return history, complaints
 
 
 def clear(folder: Path, resumes: bool) -> None:
     """Remove what a killed process left half-written, and a run in whose place a new one starts; other files stay."""
     for path in [folder / checkpoint.INDEX, *folder.glob("*")]:  # without its index the folder holds no run
-        ours = is_ours(path) or path.name.startswith(EVENTS)
+        ours = is_ours(path) or path.name.startswith("events.out.tfevents")  # TensorBoard's
         if ours and (path.suffix == ".part" or not resumes):
             disk.remove(path)
 
@@ -331,7 +329,7 @@ class Job:
         if self.plan is not self.state.applied:
             self.plan = self.state.applied
             with disk.explained("writing the plan", self.folder):
-                disk.write_atomic(self.folder / PLAN, self.plan.to_json())
+                disk.write_atomic(self.folder / PLAN, json.dumps(self.plan.to_dict(), indent=1))
             checkpoint.mark(self.folder, applied=self.plan.to_dict())
 
     def save(self) -> bool:
@@ -353,6 +351,8 @@ class Job:
         return True
 
     def write(self, *taken: checkpoint.Checkpoint) -> float:
+        if "id" not in checkpoint.read_index(self.folder):
+            raise CheckpointError(f"{self.folder} was moved or deleted while it trained; put it back, and run it again")
         began = monotonic()
         for each in taken:
             checkpoint.publish(self.folder, each)

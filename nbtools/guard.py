@@ -3,7 +3,7 @@ undoes, with the plan of that time; from the best one, with the current plan; or
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
 from collections.abc import Generator
 from typing import Any
 
@@ -79,9 +79,9 @@ class Guard:
 
     def losses(self) -> tuple[list[float], list[float]]:
         """Return the losses of log steps before the watched changes, and since."""
-        steps, losses = self.job.history.series("loss", "step")
-        count = bisect_right(steps, checkpoint.place(self.anchor["name"])[1]) if self.anchor else len(steps)
-        return losses[:count], losses[count:]
+        rows = [row for row in self.job.history.of("step") if "loss" in row]
+        last = checkpoint.place(self.anchor["name"])[1] if self.anchor else math.inf
+        return [row["loss"] for row in rows if row["step"] <= last], [row["loss"] for row in rows if row["step"] > last]
 
     def has_risen(self, loss: float) -> bool:
         """Return whether the loss of a log step is far above the last WATCHED ones before the watched changes."""

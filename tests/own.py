@@ -42,6 +42,7 @@ def sequences(count: int, seed: int = 0) -> list[tuple[np.ndarray, int]]:
 
 
 DATA: dict[str, Any] = {"images": images, "rows": rows, "sequences": sequences}
+DATA["whole"] = lambda count: (np.ones((count, 4), int), [0, 1] * (count // 2))
 
 
 def packed(name: str, folder: Path, **more: Any) -> nb.Pack:

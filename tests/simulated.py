@@ -42,8 +42,8 @@ class Job:
     def times(self) -> Iterator[None]:
         """Measurements of the block read the job's own clock."""
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("perf_counter", "process_time"):
-                patch.setattr(f"nbtools.measure.timing.{name}", self.clock)
+            for name in ("timing.perf_counter", "advisor.process_time"):
+                patch.setattr(f"nbtools.measure.{name}", self.clock)
             yield
 
     def pack(self, pack: Pack) -> Pack:

@@ -16,11 +16,12 @@ from nbtools.errors import sentence
 from nbtools.measure.finders import LrTrial
 from nbtools.measure.profile import LEAST_STEPS, Verdict
 from nbtools.show import Report, digits, duration, html, note, percent, plural, restore
-from nbtools.train import LARGER, OPTIMIZERS, Plan, Task, TaskLike, as_task, length_of, lr_factor
+from nbtools.train import OPTIMIZERS, Plan, Task, TaskLike, as_task, length_of, lr_factor
 from nbtools.train import device as devices
 
 TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch (captcha guide)
-MOST_K = LARGER[-1][0]  # beyond it Adam's best lr falls again (arXiv 2405.14578); the guides' table ends there too
+LARGER = {1: 0, 2: 3, 4: 5, 8: 10, 16: 20}  # batch times → least epochs of warmup (a guide's, not measured by us)
+MOST_K = max(LARGER)  # beyond it Adam's best lr falls again (arXiv 2405.14578); the guide's table ends there too
 FEW_SAMPLES, FEW_STEPS, LONG_S = 10_000, 1_500, 600.0  # below which training takes so many steps, in so many seconds
 FORWARD, EVALUATION_SHARE = 1 / 3, 0.1  # evaluation's time per sample over training's; its largest share of the time
 MOST_PROCESSES = 8  # that read files: more wait for the same disk
@@ -194,7 +195,7 @@ def more_epochs(card: Card, batch: int, epoch_s: float = 0.0) -> Choice | None:
 
 
 def warmup(k: float, epochs: int) -> Choice:
-    least = next((least for times, _, (least, _) in LARGER if k <= times), LARGER[-1][2][0])
+    least = next((least for times, least in LARGER.items() if k <= times), LARGER[MOST_K])
     capped = min(float(least), epochs / 5)
     why = f"{plural(least, 'epoch')} for {k:.3g} × the baseline's batch, {THUMB} (guide to large batches)"
     return capped, why + (f"; capped at a fifth of {plural(epochs, 'epoch')}" if capped < least else "")

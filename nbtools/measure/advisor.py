@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from time import process_time
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ from torch import nn
 from nbtools import disk, train
 from nbtools.data import Pack, batches_in, choose, cores, phase, work
 from nbtools.disk import VERSION
+from nbtools.errors import PlanError
 from nbtools.measure.advice import THUMB, Advice, Choices, decide, enough, evaluations, has_recipe, inspect, more_epochs
 from nbtools.measure.finders import LATE, LEAST_S, LrTrial, find_batch, lr_trial
 from nbtools.measure.machine import machine
 from nbtools.measure.profile import Verdict, replays, verdict_of
 from nbtools.measure.receipt import comparable, preset
-from nbtools.measure.timing import EAGER, Clock, Stepper, finish, own_time, untouched, wall
+from nbtools.measure.timing import EAGER, Clock, Stepper, finish, untouched, wall
 from nbtools.measure.turns import Deadline, attempt, beside, objection
 from nbtools.train import Plan, Sums, Task, TaskLike, evaluation
 from nbtools.train import device as devices
@@ -50,7 +52,7 @@ WORDS = {"off": "float32", True: "channels_last", False: "channels_last=False"}
 COMPILE_PAYS = 1800.0  # seconds of training planned from which compiling is tried: it took 69 s here, on two busy cores
 
 
-def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | None = None) -> Advice:
+def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | None = None, **settings: Any) -> Advice:
     """Return the plan to start from, each field with its reason and what was measured for it here.
 
     Measuring takes about `seconds`, once per machine, pack and task: the result is kept next to the pack; None: a
@@ -58,6 +60,8 @@ def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | No
     of the training, at most 120 s. measure=False: use what was measured before, else only rules of thumb, without
     delay. Raises TrainError if not even one sample fits.
     """
+    if settings:
+        raise PlanError(f"advise takes no {', '.join(settings)}; change its plan: nb.advise(task, pack).plan.turn(…)")
     task = train.as_task(task)
     pretrained, network = describe_network(task, pack)
     path = pack.folder.with_name(f"{pack.folder.name}.advice.json")  # not in it, since a pack's contents are verified
@@ -129,7 +133,7 @@ class Search:
         self.advice, self.fixed = rules({}), task.suggest(pack.card, self.device.type)
         self.chosen, self.ratios, self.note = Choices(), dict[str, float](), ""
         self.cpu = self.device.type == "cpu"
-        self.clock: Clock = own_time if self.cpu else wall
+        self.clock: Clock = process_time if self.cpu else wall
         self.sample_s = SHORT / FEW  # until it is measured
         self.sample_s, self.evaluation_s = self.first_steps(), 0.0
         self.samples = self.plan.epochs * pack.splits["train"]  # of the whole training

@@ -174,7 +174,7 @@ class Candidate:
     loss: float | None
 
     @property
-    def shown(self) -> str:
+    def outcome(self) -> str:
         return "diverged" if self.loss is None else number(self.loss)
 
 
@@ -197,7 +197,7 @@ class LrTrial(Report):
         return self.reason
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        rows = [(digits(c.lr), c.shown, "chosen" if c.lr == self.lr else "") for c in self.candidates]
+        rows = [(digits(c.lr), c.outcome, "chosen" if c.lr == self.lr else "") for c in self.candidates]
         return ("lr", "loss", ""), rows
 
 
@@ -311,7 +311,7 @@ def choose_lr(losses: Losses, rule: float, recipe: bool, steps: int, seconds: fl
     if lr != best:
         kind = "the task's own" if own else "the smallest"
         why = f"{kind} of those whose {where} loss is the lowest within noise; {tried}, measured here"
-    listed = ", ".join(f"{digits(row.lr)}: {row.shown}" for row in rows)
+    listed = ", ".join(f"{digits(row.lr)}: {row.outcome}" for row in rows)
     return LrTrial(rule, lr, f"{why} ({listed})", rows, steps, seconds)
 
 

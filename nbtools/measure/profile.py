@@ -56,7 +56,7 @@ class Verdict(Report):
     trials: tuple[Trial, ...] = ()
 
     @property
-    def bound(self) -> str:
+    def limit(self) -> str:
         """Return data, launch, or, where the device takes most, compute or memory: it computes where its matrix
         products need more than half of its time, else it moves tensors."""
         if self.wait >= max(self.host, self.device):
@@ -77,8 +77,8 @@ class Verdict(Report):
     def sentence(self) -> str:
         shares = {name: percent(getattr(self, name)) for name in ("wait", "host", "device", "products")}
         step, moves = timing(self.timing.step_s), percent(self.device - self.products)
-        text = SENTENCES[self.bound].format(**shares, step=step, moves=moves)
-        if self.bound == "launch" and self.waits:
+        text = SENTENCES[self.limit].format(**shares, step=step, moves=moves)
+        if self.limit == "launch" and self.waits:
             text += f" The host waits for it at {self.waits[0]}; avoid that line."
         if self.best:
             return f"{text} {self.best.name} makes training faster (measured: {self.best.spread} in turns)."
@@ -145,7 +145,7 @@ def worth_trying(run: Stepper, made: Verdict) -> Iterator[dict[str, Any]]:
     if made.wait >= WAIT_SHARE:
         feed = choose(run.pack, plan.replace(feed="auto"), run.device)[0]
         yield {"feed": feed if feed != run.feed.name else "streamed"}
-    if made.bound == "data" or plan.compile:
+    if made.limit == "data" or plan.compile:
         return
     if made.host > made.device and replays(run):
         yield {"graph": True}

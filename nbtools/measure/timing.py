@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -45,11 +45,6 @@ WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what occupies the
 
 def wall() -> float:
     return perf_counter()
-
-
-def own_time() -> float:
-    """Return the seconds that this process has computed for, on all cores together."""
-    return process_time()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from nbtools.train.graph import MOST_GRAPHS, synchronizing
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.loop import obey, train
 from nbtools.train.meter import Diverged
-from nbtools.train.optimizer import LARGER, OPTIMIZERS, built_in
+from nbtools.train.optimizer import OPTIMIZERS
 from nbtools.train.own import classify, regress
 from nbtools.train.plan import (
     AT_START,
@@ -25,6 +25,7 @@ from nbtools.train.plan import (
     require_batch,
     require_sizes,
     shown,
+    similar,
 )
 from nbtools.train.ranks import RankLost, Ranks, join, naming
 from nbtools.train.state import TrainState, adopt, change, require_change

@@ -54,11 +54,6 @@ class Checkpoint:
     complaints: tuple[str, ...] = ()
 
 
-def save(folder: Path, state: TrainState, rows: int) -> None:
-    """Write the state as the last checkpoint. Raises DiskError."""
-    publish(folder, snapshot(state, rows))
-
-
 def snapshot(state: TrainState, rows: int, best: bool = False) -> Checkpoint:
     """Copy the state to host memory. rows: of the history, which a resume cuts to them."""
     facts = {"rows": rows, "best": best, "plan": state.applied.to_dict(), "state": state.facts()}
@@ -161,13 +156,6 @@ def newest(folder: Path, last: str | None = None) -> Checkpoint:
     raise CheckpointError(f"{folder.absolute()}: {'; '.join([*damage, fix])}")
 
 
-def load(folder: Path, state: TrainState) -> Checkpoint:
-    """Load the newest intact checkpoint into the state."""
-    taken = newest(folder)
-    state.load(taken.tensors, taken.facts["state"])
-    return taken
-
-
 def weights(folder: Path) -> dict[str, Tensor]:
     """Read the best evaluated weights; the newest ones where nothing was evaluated. Raises CheckpointError."""
     best = read_index(folder).get("best")
@@ -203,7 +191,7 @@ class Keeper:
 
     def attempt(self) -> None:
         try:
-            if index := read_index(self.source):  # else nothing is saved yet
+            if "last" in (index := read_index(self.source)):  # else nothing is saved yet, or its folder was emptied
                 self.copy(index)
             self.trouble = None
         except Exception as error:

@@ -172,9 +172,6 @@ def is_normalised(task: Any, outputs: Any) -> bool:
 
 def check_batch(task: Any, outputs: Any, batch: Any, plan: Any) -> None:
     """Raise an error where loss or metrics do not take these outputs, or the loss returns what cannot be added up."""
-    loss = task.loss(lambda *_, **__: outputs, batch, plan)
-    if not isinstance(loss, Tensor) and not (isinstance(loss, tuple) and len(loss) == 2):
-        rule = "loss must return (sum, count), or a tensor: the mean, or a term per sample"
-        raise TrainError(f"{title_of(task)}: {rule}; got a {type(loss).__name__}")
+    as_sum(task.loss(lambda *_, **__: outputs, batch, plan), 1)
     if task.card is not None:
         score_batch(task.metrics, outputs, batch, task.card)

@@ -23,7 +23,7 @@ from nbtools import data, disk
 from nbtools.train.defaults import Batch
 from nbtools.train.device import within_memory
 
-Sums = tuple[Tensor, Tensor | float]
+Sums = tuple[Tensor, Tensor | float]  # of the loss, and of how many terms
 Act = Callable[[Batch], Sums]
 T = TypeVar("T")
 WARM_UP = 2  # steps of a shape before the one that is recorded

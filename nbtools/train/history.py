@@ -95,11 +95,6 @@ class History:
         """Return the rows of a kind."""
         return [row for row in self.rows if row["kind"] == kind]
 
-    def series(self, name: str, kind: str | None = None) -> tuple[list[int], list[float]]:
-        """Return (steps, values) of one column, without the rows that lack it."""
-        rows = [row for row in self.rows if kind in (None, row["kind"]) and isinstance(row.get(name), (int, float))]
-        return [row["step"] for row in rows], [float(row[name]) for row in rows]
-
     def frame(self, kind: str | None = None) -> pd.DataFrame:
         """Return the rows as a DataFrame; of a kind: with only the columns that they use."""
         import pandas as pd  # takes its time

@@ -17,6 +17,7 @@ from time import perf_counter
 from typing import Any
 
 from nbtools.data import Feed, Pack, batches_left, lengths_of, open_feed
+from nbtools.errors import TrainError
 from nbtools.train.device import autotuning, memory, prepare, run_or_explain
 from nbtools.train.evaluation import Sums, score_split
 from nbtools.train.history import Record
@@ -40,6 +41,8 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     """
     state.task = bind(task, state.card)
     pack = readable(task, pack, state.plan)
+    if pack.card.digest != state.card.digest:
+        raise TrainError(f"{pack.folder} is not the pack of this state; make another, nb.TrainState(task, pack, plan)")
     require_sizes(pack, state.plan)
     prepare(state.plan, state.device)
     feed = feed or run_or_explain(partial(open_feed, pack, state.plan, state.device))

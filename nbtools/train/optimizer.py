@@ -34,15 +34,6 @@ OPTIMIZERS = {
     "sgd": Rule(SGD, lambda plan: {"momentum": plan.betas[0]}, ("momentum_buffer",), LINEAR, 0.025),
 }
 """The choices of `Plan.optimizer`."""
-LARGER = (
-    (1, (1, 1), (0, 0)),
-    (2, (1.5, 2), (3, 5)),
-    (4, (2, 3), (5, 10)),
-    (8, (2, 4), (10, 20)),
-    (16, (3, 5), (20, 30)),
-)
-"""Batch times → lr times, epochs of warmup, each (from, to): a guide's rule of thumb, not measured by us. Advice takes
-the shortest warmup, and lr by the optimizer's own rule."""
 
 
 def build_optimizer(task: Any, model: nn.Module, plan: Any) -> Optimizer:
@@ -57,7 +48,7 @@ def build_optimizer(task: Any, model: nn.Module, plan: Any) -> Optimizer:
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS):
         raise TrainError(f"optimizer must return an Optimizer that needs no closure, got {type(optimizer).__name__}")
     require_all(model, optimizer.param_groups, "the optimizer's groups")
-    for group in optimizer.param_groups if not built_in(optimizer) else ():
+    for group in optimizer.param_groups if not hasattr(optimizer, "built_in") else ():
         group["lr_scale"] = float(group["lr"]) / plan.lr
     return optimizer
 
@@ -88,7 +79,7 @@ def plan_optimizer(groups: list[dict[str, Any]], plan: Any) -> Optimizer:
     """Return the table's optimizer in its fused form: 4 kernels a step and group instead of hundreds."""
     fused: Any = {"lr": plan.lr, "fused": True}
     optimizer = OPTIMIZERS[plan.optimizer].kind(groups, **fused)
-    vars(optimizer)["built_in"] = True
+    vars(optimizer)["built_in"] = True  # of the table: weight decay and betas are the plan's
     follow(optimizer, plan)
     allocate(optimizer, plan)
     if plan.graph:
@@ -99,14 +90,9 @@ def plan_optimizer(groups: list[dict[str, Any]], plan: Any) -> Optimizer:
     return optimizer
 
 
-def built_in(optimizer: Optimizer) -> bool:
-    """Return whether it is of the table, so that weight decay and betas are the plan's."""
-    return "built_in" in vars(optimizer)
-
-
 def follow(optimizer: Optimizer, plan: Any) -> None:
     """Take over a plan's weight decay and betas; lr is set in every step. A custom optimizer keeps its settings."""
-    for group in optimizer.param_groups if built_in(optimizer) else ():
+    for group in optimizer.param_groups if hasattr(optimizer, "built_in") else ():
         group["weight_decay"] = plan.weight_decay if group["decays"] else 0.0
         group.update(OPTIMIZERS[plan.optimizer].settings(plan))
 
@@ -114,7 +100,7 @@ def follow(optimizer: Optimizer, plan: Any) -> None:
 def allocate(optimizer: Optimizer, plan: Any) -> None:
     """Make the buffers that torch would make in the first step, where memory could run out between two of them. Fused
     SGD besides leaves its momentum uninitialised where the first step overflows in fp16 (torch 2.13)."""
-    for parameter in (p for group in optimizer.param_groups if built_in(optimizer) for p in group["params"]):
+    for parameter in (p for group in optimizer.param_groups if hasattr(optimizer, "built_in") for p in group["params"]):
         for name in OPTIMIZERS[plan.optimizer].buffers:
             if name not in optimizer.state[parameter]:
                 like = torch.zeros((), device=parameter.device) if name == "step" else torch.zeros_like(parameter)

@@ -41,7 +41,7 @@ class classify(Task):
     labels binary; y is (B,) int64, of labels (B, K) float32. plan: the settings to start from. pretrained: True if the
     weights are; advice then starts from a lower lr. optimizer: a class of torch.optim, or a functools.partial of one,
     called with (groups, lr=plan.lr), or a function of (groups, plan). schedule: a function of plan that returns
-    f(progress), the factor on plan.lr at 0 to 1 of the planned epochs. Raises TrainError.
+    f(progress), the factor on plan.lr at 0 to 1 of the planned epochs, also in place of its warmup. Raises TrainError.
     """
 
     kind = "classes"  # of the targets; labels are classes too
@@ -66,13 +66,16 @@ class classify(Task):
         if schedule is not None and not callable(schedule):
             rule = f"schedule must be a function of plan that returns f(progress), got {type(schedule).__name__}"
             raise TrainError(f"{rule}; such as lambda plan: lambda progress: 0.5 ** int(10 * progress)")
+        if loss is not None and (isinstance(loss, type) or not callable(loss)):
+            rule = "loss must be a function of (outputs, y), or a module such as nn.CrossEntropyLoss()"
+            raise TrainError(f"{rule}, got {loss!r}; leave it out for the default")
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             rule = f"loss {type(loss).__name__} has parameters, which would not be trained"
             raise TrainError(f"{rule}; write a Task whose model holds them")
         self.network, self.pretrained, self.PLAN = model, pretrained, plan or Plan()
         self.chosen, self.augment = None if metrics is None else defaults.as_tuple(metrics), defaults.strengths(augment)
         self.given = {"loss": loss, "optimizer": optimizer, "schedule": schedule}
-        self.criterion: Any = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
+        self.criterion: Any = copy.deepcopy(loss).float() if isinstance(loss, nn.Module) else loss  # NumPy's weights
         if isinstance(loss, CROSS_ENTROPY) and loss.reduction == "mean":  # over the weights of a batch, see `terms`
             self.criterion.reduction = "sum"
         hooks = {"optimizer": optimizer and maker_of(optimizer), "schedule": schedule}
@@ -170,7 +173,7 @@ def is_of(loss: Any, kinds: tuple[Any, ...]) -> bool:
 def terms(loss: Any, outputs: Tensor, y: Tensor) -> Pair:
     """Return (sum, count) of a loss that was given."""
     made = (loss.to(y.device) if isinstance(loss, nn.Module) else loss)(outputs, y)
-    if isinstance(made, tuple) or made.dim() or getattr(loss, "reduction", "mean") != "sum":
+    if not isinstance(made, Tensor) or made.dim() or getattr(loss, "reduction", "mean") != "sum":
         return as_sum(made, len(y))
     if not isinstance(loss, CROSS_ENTROPY) or y.is_floating_point():
         return made, len(y)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ AT_START = ("feed", "workers", "prefetch", "threads", "checkpoint_activations")
 """Settings that may change when a run is resumed, not while it trains."""
 POLY_POWER = 0.9  # BiSeNetV2's and DeepLab's
 PLATEAU_FACTOR = 0.1
+ELSEWHERE = {"amp": "precision fp16 bf16", "betas": "momentum", "run": "output_dir out", "processes": "gpus devices"}
 MANY = 3  # more settings than this, changed at once, must be confirmed in a started run
 
 
@@ -150,9 +150,6 @@ class Plan(Settings):
         """Return plain values by field name, ready for JSON."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1)
-
     @classmethod
     def parse(cls, name: str, text: str) -> Any:
         """Return the value that a user typed for one setting: `none`, `true`, `0.9,0.999`, `3e-4`. Raises PlanError."""
@@ -205,12 +202,13 @@ def member(where: str, value: Any, kind: type, rule: Mapping[str, Any]) -> Any:
         value = float(value) if abs(value) < 2**1000 else math.inf
     elif kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise PlanError(f"{where} must be {WORDS[kind]}, got {value!r}")
     least, above, most, choices = (rule[each] for each in ("least", "above", "most", "choices"))
+    one_of = choices and f"one of {', '.join(map(str, choices))}"
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise PlanError(f"{where} must be {one_of or WORDS[kind]}, got {value!r}")
     for wrong, words in (
         (kind is float and not math.isfinite(value), "finite"),
-        (choices and value not in choices, f"one of {', '.join(map(str, choices or ()))}"),
+        (choices and value not in choices, one_of),
         (least is not None and value < least, f"at least {least}"),
         (above is not None and value <= above, f"greater than {above}"),
         (most is not None and value > most, f"at most {most}"),
@@ -223,10 +221,18 @@ def member(where: str, value: Any, kind: type, rule: Mapping[str, Any]) -> Any:
 def require_known(what: str, name: str, known: Collection[str], kind: type[NbtoolsError] = PlanError) -> None:
     """Raise an error of this kind for a name that is none of the known ones: it lists similar names, else all."""
     if name not in known:
-        initials = "".join(word[:1] for word in name.split("_"))  # of learning_rate
-        close = [initials] if initials in known else difflib.get_close_matches(name, known, n=3)
+        close = similar(name, known)
         hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known)}"
         raise kind(f"{what} {name!r}; {hint}")
+
+
+def similar(name: str, known: Collection[str]) -> list[str]:
+    """Return the known names that are meant by one that is not: what is called so elsewhere, or has such initials, else
+    the most similar ones, else those with a word in common."""
+    first = {each: "".join(word[:1] for word in each.split("_")) for each in (name, *known)}  # of learning_rate
+    alike = [each for each in known if name in (first[each], *ELSEWHERE.get(each, "").split()) or each == first[name]]
+    words = [each for each in known if {*name.split("_")} & {*each.split("_")}]
+    return alike or difflib.get_close_matches(name, known, n=3) or words[:3]
 
 
 def shown(value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.types import Device
 
 from nbtools.data import Keys, Pack
 from nbtools.errors import CheckpointError, TrainError
@@ -19,7 +20,7 @@ from nbtools.train import device as devices
 from nbtools.train.graph import Graphs
 from nbtools.train.history import Record
 from nbtools.train.meter import Meter
-from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, built_in, follow
+from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, follow
 from nbtools.train.plan import Plan, list_changes, refuse_fixed, require_batch
 from nbtools.train.ranks import Ranks, Restarted
 from nbtools.train.task import TaskLike, bind, build, order, readable
@@ -56,14 +57,7 @@ class TrainState:
     optimizer follow; and the one that is recorded with each checkpoint. ranks: the processes that train it together.
     """
 
-    def __init__(
-        self,
-        task: TaskLike,
-        pack: Pack,
-        plan: Plan,
-        device: torch.device | str | None = None,
-        ranks: Ranks | None = None,
-    ):
+    def __init__(self, task: TaskLike, pack: Pack, plan: Plan, device: Device = None, ranks: Ranks | None = None):
         self.plan = self.applied = plan
         self.ranks = ranks or Ranks()
         self.card = readable(task, pack, plan).card
@@ -74,10 +68,10 @@ class TrainState:
         self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}  # of the trained ones
         self.parameters = list(self.names)
         if not self.parameters:
-            name = type(self.model).__name__
-            raise TrainError(f"{name} has no parameter that requires a gradient; unfreeze what should be trained")
+            rule = f"{type(self.model).__name__} has no parameter that requires a gradient"
+            raise TrainError(f"{rule}; unfreeze what should be trained, and put a list of layers into nn.ModuleList")
         self.optimizer = build_optimizer(self.task, self.model, plan)
-        self.built_in = built_in(self.optimizer)
+        self.built_in = hasattr(self.optimizer, "built_in")
         if plan.graph and not self.built_in:
             raise TrainError("Plan.graph needs a built-in Plan.optimizer, whose lr a graph reads; set graph=False")
         self.schedule = build_schedule(self.task, plan)
@@ -93,6 +87,8 @@ class TrainState:
         self.meter = Meter(self.device)
         self.watch = self.meter.watch
         self.events: list[str] = []  # messages for the next yield
+        if self.schedule is not None and plan.given().get("warmup_epochs"):
+            self.events.append("Plan.warmup_epochs has no effect: the task's own schedule takes its place")
         self.graphs = Graphs(self.device, self.events) if plan.graph else None
         self.keys = Keys(len(pack), self.device)  # of draws
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
@@ -273,10 +269,11 @@ def require_change(state: TrainState, new: Plan, epoch_size: int) -> None:
         return
     differing = new.changes_from(state.applied)
     refuse_fixed(differing, new)
-    for name in ("weight_decay", "betas", "eps"):
-        if name in differing and not state.built_in:
-            rule = f"Plan.{name} has no effect on the task's own optimizer, got {differing[name]}"
-            raise TrainError(f"{rule}; set it where the optimizer is made, in another run")
+    idle: dict[str, str] = {} if state.built_in else dict.fromkeys(("weight_decay", "betas", "eps"), "optimizer")
+    idle |= {} if state.schedule is None else dict.fromkeys(("schedule", "warmup_epochs"), "schedule")
+    for name in idle.keys() & differing.keys():
+        rule = f"Plan.{name} has no effect on the task's own {idle[name]}, got {differing[name]}"
+        raise TrainError(f"{rule}; set it where the {idle[name]} is made, in another run")
     devices.require(new, state.device)
     require_batch(new, epoch_size)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable
-from contextlib import nullcontext
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,7 +20,7 @@ from nbtools.data import Draws
 from nbtools.errors import TrainError
 from nbtools.train.defaults import Batch
 from nbtools.train.device import autocast, find_scale, give_back, within_memory
-from nbtools.train.graph import Graphs
+from nbtools.train.graph import Graphs, Sums
 from nbtools.train.meter import Diverged
 from nbtools.train.plan import lr_at
 from nbtools.train.ranks import shares
@@ -27,12 +28,30 @@ from nbtools.train.state import TrainState
 from nbtools.train.task import as_sum, set_training
 
 MAX_SKIPPED = 3  # steps with a non-finite loss that a run skips: more are no accident
-LossSum = tuple[Tensor, Tensor | float]  # sum of the loss, and of how many terms
+FIXES = {  # patterns of torch's errors in a step → what to do
+    "more than 1 value per channel": "BatchNorm needs two samples at a time: raise batch_size or micro_batch_size",
+    "does not require grad": "compute the loss by torch alone, without .item(), .detach(), argmax, NumPy and no_grad",
+    "inplace operation": "write y = y + 1 in place of y += 1 in the network or the loss",
+    "second time": "the network keeps what it computed for the last batch: detach it in forward",
+    "(sparse|dense) gradients|'Sparse(CPU|CUDA)'": "with Embedding(sparse=True) set sparse=False, or pass another "
+    "optimizer, without clip_norm",
+    "fused_": "the built-in optimizers are fused: pass optimizer=torch.optim.AdamW",
+}
 
 
-def train_step(
-    state: TrainState, raw: Batch, epoch_size: float, size: int | None = None, halves: bool = True
-) -> LossSum:
+@contextmanager
+def explained() -> Iterator[None]:
+    """Raise TrainError for torch's errors in a step whose cause is known."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if not (fix := next((fix for pattern, fix in FIXES.items() if re.search(pattern, str(error))), "")):
+            raise
+        raise TrainError(f"{str(error).split('. ')[0].rstrip('.')}; {fix}") from error
+
+
+@explained()
+def train_step(state: TrainState, raw: Batch, epoch_size: float, size: int | None = None, halves: bool = True) -> Sums:
     """Train on one raw batch, or on this rank's share of one of `size` samples; return the (loss sum, count) of the
     whole batch, still on the device: with Plan.graph until the next step. epoch_size: samples of an epoch, for the lr.
 
@@ -56,14 +75,16 @@ def train_step(
         named = state.model.named_parameters() if state.scaler is None else ()  # fp16's scaler skips by itself
         if lost := not_finite([("loss", sums[0]), *((f"gradient of {name}", p.grad) for name, p in named)]):
             return leave_out(state, raw, size, buffers, lost)
+    if not state.step and (idle := [name for p, name in state.names.items() if p.grad is None]):
+        state.events.append(f"no gradient reaches {', '.join(idle[:3])}: no output that the loss reads depends on it")
     update(state)
     return sums
 
 
-def replay(state: TrainState, graphs: Graphs, raw: Batch) -> LossSum:
+def replay(state: TrainState, graphs: Graphs, raw: Batch) -> Sums:
     """Take a step as CUDA graphs repeat it: all of it but what the host decides, lr and epoch."""
 
-    def whole(raw: Batch) -> LossSum:
+    def whole(raw: Batch) -> Sums:
         sums = gradients(state, raw, len(raw["id"]))
         update(state)
         return sums
@@ -77,7 +98,7 @@ def replay(state: TrainState, graphs: Graphs, raw: Batch) -> LossSum:
     return graphs.step(raw, state.applied.batch_size, whole, written)
 
 
-def gradients(state: TrainState, raw: Batch, size: int) -> LossSum:
+def gradients(state: TrainState, raw: Batch, size: int) -> Sums:
     """Compute the gradient of sum / count over the batch, of which raw is this rank's share; return (sum, count)."""
     ranks = state.ranks
     if not state.model.training:
@@ -105,12 +126,13 @@ def gradients(state: TrainState, raw: Batch, size: int) -> LossSum:
     return loss_sum, count
 
 
-def backward(state: TrainState, raw: Batch, denominator: float | None) -> LossSum:
+def backward(state: TrainState, raw: Batch, denominator: float | None) -> Sums:
     """Draw, forward and backward a micro-batch: add the gradient of sum / denominator (None: its own count)."""
     task, plan, scaler = state.task, state.applied, state.scaler
     batch = task.batch(raw, plan, Draws(plan.seed, state.epoch, raw["id"], state.keys))
     if plan.channels_last:
-        batch = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in batch.items()}
+        images = {k: v for k, v in batch.items() if getattr(v, "ndim", 0) == 4}  # not a number, such as of mixup
+        batch = {**batch, **{k: v.contiguous(memory_format=torch.channels_last) for k, v in images.items()}}
     with autocast(plan, state.device):
         loss_sum, count = as_sum(task.loss(state.network, batch, plan), len(raw["id"]))
     loss = loss_sum / at_least_one(denominator or count)
@@ -182,7 +204,7 @@ def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
     return [{name: tensor[start:end] for name, tensor in raw.items()} for start, end in pairwise(cuts)]
 
 
-def gradients_in_memory(state: TrainState, raw: Batch, size: int) -> LossSum:
+def gradients_in_memory(state: TrainState, raw: Batch, size: int) -> Sums:
     """Compute `gradients`, in micro-batches of half the size if memory runs out. Nothing has been updated then, so
     nothing is applied twice; only BatchNorm's running statistics may count some samples twice. Raises TrainError where
     there is no smaller micro-batch, or other ranks wait in their own pass."""
@@ -220,7 +242,7 @@ def not_finite(named: Iterable[tuple[str, Any]]) -> str:
     return next((name for name, tensor in floats if not torch.isfinite(tensor).all()), "")
 
 
-def leave_out(state: TrainState, raw: Batch, size: int, buffers: list[Tensor], lost: str) -> LossSum:
+def leave_out(state: TrainState, raw: Batch, size: int, buffers: list[Tensor], lost: str) -> Sums:
     """Undo a step that has updated no weight yet, and report what is not finite: with the samples to look at, if it is
     in their batch. Several ranks agree on one. Raises Diverged where that happens too often to be an accident."""
     for buffer, value in zip(state.model.buffers(), buffers, strict=True):

@@ -145,7 +145,7 @@ class Task:
         if name == "BASELINE":
             return self.PLAN.replace(feed="workers", workers=0)
         if name == "BEST":
-            named = (each for each in metrics_of(self) if isinstance(each, str))
+            named = (one for one in defaults.as_tuple(getattr(self, "measured", self.metrics)) if isinstance(one, str))
             return next((defaults.METRICS[each][1] + each for each in named), "-loss")
         fix = "it checks as it packs, see pack.bad" if name == "validate" else "define it"
         raise AttributeError(name) if name.startswith("_") else Lacking(f"{title_of(self)} has no {name}; {fix}")
@@ -155,11 +155,6 @@ class Task:
 
 
 HOOKS = {name for name in (*vars(Task), *Task.__annotations__) if not name.startswith("_")} - {"card"}
-
-
-def metrics_of(task: Any) -> tuple[Any, ...]:
-    """Return names and functions of a task's metrics, as they were given."""
-    return defaults.as_tuple(getattr(task, "measured", task.metrics))
 
 
 def as_task(task: Any) -> Task:
@@ -246,10 +241,14 @@ def pass_columns(columns: tuple[str, ...], by_name: bool, module: nn.Module, giv
 
 
 def as_sum(loss: Any, size: int) -> tuple[Tensor, Tensor | float]:
-    """Return what a task's `loss` returned for so many samples as (sum, count): a scalar is their mean."""
-    if not isinstance(loss, Tensor):
+    """Return (sum, count) of what a `loss` returned for so many samples: a scalar is their mean. Raises TrainError."""
+    if isinstance(loss, Tensor):
+        return (loss.sum(), loss.numel()) if loss.dim() else (loss * size, size)
+    pair = loss if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], Tensor) else ()
+    if pair and all(not isinstance(each, Tensor) or each.numel() == 1 for each in pair):
         return loss
-    return (loss.sum(), loss.numel()) if loss.dim() else (loss * size, size)
+    rule = "loss must return a tensor, the mean or a term per sample, or (sum, count), the sum a tensor"
+    raise TrainError(f"{rule}; got a {type(loss).__name__}; compute it by operations of torch, without .item()")
 
 
 def order(value: float, loss: float | None, sign: float) -> tuple[float, float]:
@@ -279,7 +278,8 @@ def objective(task: Task) -> tuple[Any, list[str], dict[str, float], dict[str, s
     for name in names:
         if getattr(hook := getattr(task, name), "__func__", None) is not getattr(Task, name):
             names[name] = qualified_name(given.get(name) or hook)
-    metrics = [metric if isinstance(metric, str) else qualified_name(metric) for metric in metrics_of(task)]
+    metrics = defaults.as_tuple(getattr(task, "measured", task.metrics))
+    metrics = [metric if isinstance(metric, str) else qualified_name(metric) for metric in metrics]
     return given["loss"], metrics, defaults.strengths(task.augment), names
 
 

@@ -89,15 +89,8 @@ def test_what_cannot_be_trained_evaluated_or_opened_is_refused_by_its_reason_bef
     refused(PackError, r"pack must be an nb\.Pack, got PosixPath; make one with toy\.pack", fit, tmp_path, ONE, new)
     refused(CheckpointError, "and copied to Drive by keep='drive:runs/x'", fit, pack, ONE, "drive:runs/x")
     refused(CheckpointError, "is the run's own folder; name another keep=", fit, pack, ONE, new, new)
-    refused(
-        PlanError,
-        r"called epochs, lr; settings go into plan=nb\.Plan\(epochs=3, lr=0.1\)",
-        nb.fit,
-        toy,
-        pack,
-        epochs=3,
-        lr=0.1,
-    )
+    refused(PlanError, r"called epochs; settings go into plan=nb\.Plan\(epochs=3\)", nb.fit, toy, pack, epochs=3)
+    refused(PlanError, r"advise takes no epochs, lr; change its plan: nb\.a", nb.advise, toy, pack, epochs=3, lr=0.1)
     assert not new.exists()
     (tmp_path / "file").write_text("")
     refused(DiskError, "starting a run", fit, pack, ONE, tmp_path / "file" / "run")

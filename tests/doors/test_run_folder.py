@@ -251,6 +251,17 @@ def test_a_lost_folder_comes_back_and_a_kept_run_that_is_further_is_taken_over(p
     assert epochs(nb.Run.open("kept", task())) == 5
 
 
+def test_a_folder_that_is_moved_while_it_trains_ends_the_run_and_its_copy_stays(pack):
+    def move(record, run):
+        return record.kind == "step" and record.step == -(-pack.splits["train"] // 16) and run.folder.rename("away")
+
+    with pytest.raises(CheckpointError, match="r was moved or deleted while it trained; put it back, and run it again"):
+        fit(pack, PLAN, "r", keep="kept", callbacks=[move])
+    assert not Path("kept/run.json").exists()
+    fit(pack, PLAN, "away", keep="kept")
+    refused(pack, PLAN, "r", says="r holds files but no run", error=CheckpointError, keep="kept")
+
+
 def test_neither_two_runs_nor_the_files_of_others_are_mixed_with_a_kept_run(pack):
     fit(pack, PLAN, "r", keep="kept")
     fit(pack, PLAN, "other")

@@ -131,6 +131,7 @@ def test_a_table_is_packed_by_a_task_of_ones_own(tmp_path, monkeypatch, capsys):
         ("train toy --data {} --amp fp8", 1, "Plan.amp must be one of off, bf16, fp16, got 'fp8'"),
         ("train toy --data {} --batch-size 5000", 1, "larger than the train split"),
         ("train sign --batch-siz 4", 2, "unrecognized arguments: --batch-siz 4; did you mean --batch-size?"),
+        ("train sign --output-dir x", 2, "did you mean --run?"),
         ("trian sign", 2, "; did you mean train? See python -m nbtools --help"),
         ("gpus now", 2, "unrecognized arguments: now. See python -m nbtools"),
         ("evaluate toy --run r", 2, "the following arguments are required: --data"),

@@ -229,7 +229,7 @@ def test_a_busy_machine_makes_the_same_plan_in_time(tmp_path, monkeypatch):
     """Other programs take three quarters of the processor, and turns by the wall would deceive."""
     job = Turned(fixed=0.1, amp={"bf16": 0.4})
     plans = [measured(job, toy.make_pack(tmp_path / "idle", count=600), None).plan]
-    monkeypatch.setattr("nbtools.measure.timing.process_time", job.clock)
+    monkeypatch.setattr("nbtools.measure.advisor.process_time", job.clock)
     monkeypatch.setattr("nbtools.measure.timing.perf_counter", lambda: 4 * job.now)
     start = job.now
     advice: Any = nb.advise(job, toy.make_pack(tmp_path / "busy", count=600))

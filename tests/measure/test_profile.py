@@ -40,7 +40,7 @@ def test_the_verdict_says_what_a_job_is_bound_by_and_the_measured_factor_of_its_
     parts, settings, bound, change, gain = JOBS[name]
     job, plan = Job(**{"fixed": 0.001 if name.startswith("a ") else 0.05, **parts}), PLAN.replace(**settings)
     result = judged(job, pack, plan)
-    assert (result.bound, result.change) == (bound, change), result
+    assert (result.limit, result.change) == (bound, change), result
     assert result.best
     assert result.best.ratio == pytest.approx(gain, rel=0.03)
     assert "measured: " in result.sentence

@@ -64,17 +64,6 @@ def test_after_a_crash_at_any_byte_whole_lines_stay_and_new_ones_follow(path):
         assert [row["step"] for row in History(path).rows] == [*(row["step"] for row in kept), 9], size
 
 
-def test_series_and_frame_take_the_rows_of_a_kind():
-    history = History()
-    for row in (record(1, loss=1.0), record(2, "epoch", loss=3.0, val_loss=2), record(4, "event", what="paused")):
-        history.append(row)
-    assert history.series("loss") == ([1, 2], [1.0, 3.0])
-    assert (history.series("loss", "step"), history.series("what")) == (([1], [1.0]), ([], []))
-    assert list(history.frame().columns) == [*KEYS, "loss", "val_loss", "what"]
-    assert history.frame("epoch").to_dict("list").items() >= {"loss": [3.0], "val_loss": [2]}.items()
-    assert history.frame("change").empty
-
-
 def test_a_reader_follows_rows_columns_and_cuts_and_never_writes(path):
     writer, reader = History(path), History(path)
     assert not reader.refresh()

@@ -101,9 +101,12 @@ def one_more(model: Any, plan: Any) -> list[dict[str, Any]]:
 UNTRAINABLE: dict[str, dict[str, Any]] = {  # what is said → hooks of the task and settings
     "layers.4.bias must be in exactly one": {"groups": forgotten},
     "1 parameter of": {"groups": one_more},
-    "Net has no parameter that requires a gradient": {"model": lambda *_: toy.Net(4, 0.0).requires_grad_(False)},
+    "Net has no parameter .*, and put a list of": {"model": lambda *_: toy.Net(4, 0.0).requires_grad_(False)},
     r"batch_size 5000 is larger than the train split \(\d+ samples\); set it to": {"batch_size": 5000},
     "Plan.graph replays CUDA graphs, but this device is cpu": {"graph": True},
+    "does not require grad.*; compute the loss by torch alone": {"loss": lambda f, x, _: f(x).argmax(1).float().mean()},
+    r"loss must return .*; got a float; .* without \.item\(\)": {"loss": lambda f, x, _: f(x).mean().item()},
+    "; BatchNorm needs two": {"loss": lambda f, x, _: nn.BatchNorm1d(4)(f(x)).sum(), "batch_size": 1},
     "BEST is 'acc', but its metrics are loss, accuracy": {"BEST": "acc"},
 }
 
@@ -115,8 +118,10 @@ def test_what_cannot_be_trained_is_refused_by_name(pack, said):
         losses(TrainState(toy.with_(**UNTRAINABLE[said]), pack, toy.PLAN.replace(epochs=1, **settings), "cpu"), pack)
 
 
-def test_a_split_of_one_sample_trains_nothing(tmp_path):
+def test_a_split_of_one_sample_trains_nothing_nor_does_another_pack_than_the_states(tmp_path, pack):
     single = toy.make_pack(tmp_path, count=1)
+    with pytest.raises(TrainError, match="is not the pack of this state; make another"):
+        losses(TrainState(toy, pack, toy.PLAN), single)
     with pytest.raises(TrainError, match=r"training needs at least 2 samples, the train split has [01] of 1; pack"):
         losses(TrainState(toy, single, toy.PLAN.replace(batch_size=1)), single)
 

@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 
 import nbtools as nb
 from nbtools.errors import TrainError
-from nbtools.train import built_in
 
 PLAN = nb.Plan(epochs=4, batch_size=16, lr=3e-3, schedule="constant")
 
@@ -105,7 +104,7 @@ def test_interrupted_equals_uninterrupted_after_an_lr_and_a_batch_size_changed(p
 def test_a_changed_lr_is_a_factor_on_every_group_and_its_weight_decay_is_not_the_plans(points):
     def after(given, **changes):
         state = nb.TrainState(nb.classify(net(), optimizer=given), points, PLAN.replace(weight_decay=0.5))
-        assert not built_in(state.optimizer)
+        assert not state.built_in
         for record in nb.train(state.task, state, points):
             if record.kind == "step" and state.step == 3:
                 state.plan = state.plan.replace(**changes)
@@ -124,8 +123,12 @@ def test_groups_of_a_task_keep_their_scale_and_their_decay_under_an_own_optimize
         {"params": model[0].parameters()},
         {"params": model[2].parameters(), "lr_scale": 4, "decays": False},
     ]
-    state = nb.TrainState(task, points, PLAN.replace(epochs=1))
+    state = nb.TrainState(task, points, PLAN.replace(epochs=1, warmup_epochs=1))
+    assert state.events == ["Plan.warmup_epochs has no effect: the task's own schedule takes its place"]
     history = list(nb.train(task, state, points))
+    state.plan = state.plan.replace(warmup_epochs=0)
+    with pytest.raises(TrainError, match=r"Plan\.warmup_epochs has no effect on the task's own schedule"):
+        next(nb.train(task, state, points))
     assert {record.values["lr"] for record in history if record.kind == "step"} == {PLAN.lr / 2}
     assert [g["lr"] for g in state.optimizer.param_groups] == pytest.approx([PLAN.lr / 2, 2 * PLAN.lr])
     assert [g["weight_decay"] for g in state.optimizer.param_groups] == [0.1, 0.0]

@@ -272,6 +272,7 @@ UNFIT: dict[str, dict[str, Any]] = {  # what is said → what nb.classify gets f
     r"must be \(sum, count\).* shape \(\)": {"metrics": ["accuracy", lambda outputs, batch: outputs.mean()]},
     r"agreement must take \(outputs, batch\), where": {"metrics": agreement},
     "metrics must be names, and functions": {"metrics": {"f1": agreement}},
+    "loss must be a function of .*got <class": {"loss": nn.CrossEntropyLoss},
     "loss Bilinear has parameters": {"loss": nn.Bilinear(3, 3, 1)},
     r"outputs \(9, 3\), y \(9,\): Target": {"loss": nn.BCEWithLogitsLoss()},
     r"a function of \(groups, plan\), got SGD": {"optimizer": SGD},
@@ -289,6 +290,7 @@ OTHERS: dict[str, tuple[Any, str]] = {  # what is said → a task, and its data
     r"needs images, but the inputs are x float": (nb.regress(own.line, augment=["flip"]), "rows"),
     r"one value for each element .*, got \(\d+, 2\)": (nb.regress(lambda: nn.Linear(4, 2)), "rows"),
     r"does not take the pack's x float32 \(4\).* and 64x1\)": (nb.regress(nn.Linear(64, 1)), "rows"),
+    "whole numbers come as they are: pack float32, or pixels as uint8": (nb.classify(nn.Linear(4, 2)), "whole"),
     r"model returns the same network each time, .*; make a new one in it, or": (Shared(), "images"),
     r"got the network Small; pass nb\.classify\(net\) or nb\.regress": (own.Small(3), "images"),
 }
@@ -304,12 +306,6 @@ def test_what_cannot_train_is_answered_in_a_sentence(tmp_path, packs, said):
         with pytest.raises(TrainError, match=said):
             fit(plan)
         assert not (tmp_path / "run").exists(), "said before anything is trained"
-
-
-def test_whole_numbers_that_a_network_does_not_take_are_named(tmp_path):
-    pack = nb.pack((np.ones((20, 4), int), [0, 1] * 10), into=tmp_path / "pack", progress=False)
-    with pytest.raises(TrainError, match=r"whole numbers come as they are: pack float32, or pixels as uint8"):
-        nb.fit(nb.classify(nn.Linear(4, 2)), pack, own.PLAN, tmp_path / "run", **QUIET)
 
 
 def test_items_of_a_dataset_are_predicted_like_the_packs_samples(tmp_path, packs):

@@ -32,6 +32,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("lr", 0.0, "must be greater than 0, got 0.0"),
     ("alpha", 1.5, "must be at most 1, got 1.5"),
     ("lr", True, "got True"),
+    ("amp", True, "must be one of off, bf16, fp16, got True"),
 ]
 
 
@@ -51,6 +52,7 @@ def test_values_take_the_type_of_their_field():
 KIND: Any = TaskPlan
 ENTRIES = (lambda n: KIND(**{n: 1}), lambda n: KIND().turn(**{n: 1}), lambda n: KIND.parse(n, "1"))
 NEAR = {"batchsize": "did you mean .*batch_size", "learning_rate": r"did you mean lr\?", "qqqqqq": "it has epochs"}
+NEAR |= {"wd": r"did you mean weight_decay\?", "fp16": r"did you mean amp\?", "max_grad_norm": "did you mean clip_norm"}
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -64,7 +66,7 @@ def test_an_unknown_setting_lists_near_ones(entry):
 def test_every_number_is_kept_and_reads_back_from_json_and_as_typed(value):
     made = TaskPlan(epochs=3, alpha=min(value, 1.0), weight_decay=value, betas=(0.5, min(value, 0.99)), clip_norm=None)
     assert made.weight_decay == value
-    assert TaskPlan(**json.loads(made.to_json())) == made
+    assert TaskPlan(**json.loads(json.dumps(made.to_dict()))) == made
     for name in ("weight_decay", "betas"):
         assert TaskPlan.parse(name, str(getattr(made, name))) == getattr(made, name)
 

@@ -83,9 +83,9 @@ def trained(pack: nb.Pack, task: Any, plan: Any, changes: Changes, stops: Any = 
             torch.manual_seed(1234)  # the user's own random numbers, or those of a new process
             if seen % 2 == 0:
                 continue
-            checkpoint.save(Path(folder), state, len(history))
-            state = TrainState(task, pack, state.plan)
-            found = checkpoint.load(Path(folder), state)
+            checkpoint.publish(Path(folder), checkpoint.snapshot(state, len(history)))
+            state, found = TrainState(task, pack, state.plan), checkpoint.newest(Path(folder))
+            state.load(found.tensors, found.facts["state"])
             assert not found.complaints
             history.cut(found.facts["rows"])
     return state, history
