@@ -17,11 +17,12 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from nbtools.train import LARGER, Plan, lr_factor
+from nbtools.train import Plan, lr_factor
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "notebooks" / "src"
 README, OPTIONS = "README.md", "docs/options.md"
+LARGER = ((2, "1.5–2", "3–5"), (4, "2–3", "5–10"), (8, "2–4", "10–20"), (16, "3–5", "20–30"))  # a guide's, see `larger`
 MADE = r"(<!-- {0} -->\n).*?(<!-- /{0} -->)"  # their generated lines lie between these
 
 METADATA = {
@@ -132,9 +133,9 @@ def larger() -> str:
         "| batch | lr in the guide | `--lr-rule sqrt` | `--lr-rule linear` | epochs of warmup in the guide |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for k, (low, high), (least, most) in LARGER[1:]:
+    for k, times, epochs in LARGER:
         sqrt, linear = (f"× {lr_factor(rule, k):.3g}" for rule in ("sqrt", "linear"))
-        rows.append(f"| × {k} | × {low:g}–{high:g} | {sqrt} | {linear} | {least}–{most} |")
+        rows.append(f"| × {k} | × {times} | {sqrt} | {linear} | {epochs} |")
     return "\n".join(rows) + "\n"
 
 

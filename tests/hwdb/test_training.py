@@ -54,8 +54,7 @@ def test_mask_and_relu_in_one_pass_have_the_bits_of_two_forward_and_backward(dty
 
 
 def test_each_line_keeps_its_own_length_image_and_text_and_padding_is_paper(lines):
-    """The guide gave each line the padded length, repeated its last column, cut the widest lines, and with them a
-    proportional part of their texts."""
+    """The guide gave each line the padded length, and cut the widest lines and a part of their texts."""
     [raw] = open_feed(lines, hwdb.Plan(feed="resident"), torch.device("cpu"))([np.array([0, 5, 3])])
     batch = hwdb.batch(raw, hwdb.Plan(), None)
     for b, i in enumerate(batch["id"].tolist()):

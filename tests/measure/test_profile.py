@@ -60,7 +60,7 @@ def test_shares_and_seconds_are_those_of_the_job(pack, monkeypatch):
     assert profile.products == pytest.approx(2 * (2 * 8 * 16 + 3 * 16 * 4) * profile.timing.samples_per_s / 3e5)
     for bound, wait, products in (("data", 1.01, 0.51), ("compute", 0.99, 0.51), ("memory", 0.99, 0.49)):
         shares = {"wait": wait * profile.device, "products": products * profile.device}
-        assert (profile.trials, replace(profile, **shares).bound) == ((), bound)
+        assert (profile.trials, replace(profile, **shares).limit) == ((), bound)
     assert (len(profile.kernels), sum(share for _, share in profile.kernels) <= 1.001) == (5, True)
 
 

@@ -147,8 +147,7 @@ def test_the_speed_of_rows_is_the_devices_whatever_a_watcher_takes(pack, large, 
 
 @pytest.mark.parametrize(("loading", "share"), [(0.001, 0.0), (0.004, 0.0), (0.02, 1 - 0.011 / 0.0267)])
 def test_rows_and_measurements_tell_how_long_the_device_waits_for_data(large, simulated, monkeypatch, loading, share):
-    """A batch that is loaded while the device works is not waited for; where it takes longer, the device idles from its
-    last kernel until the batch is there. The share that GPUs' users see as idle."""
+    """A batch loaded while the device works is not waited for; else it idles from its last kernel until the batch."""
     where, task = simulated(kernels=0.011, launch=0.0067, loading=loading)
     monkeypatch.setattr("nbtools.measure.timing.finish", lambda *_: where.wait())
     plan, feed = toy.PLAN.replace(epochs=1, batch_size=BATCH), feed_of(large, where)
@@ -214,8 +213,7 @@ class Waits(TorchDispatchMode):
 
 
 def test_the_loop_waits_for_the_device_at_its_own_reads_only(pack, monkeypatch):
-    """Log steps, the end of an epoch and an evaluation, with a count that is a number of Python, as most tasks have.
-    SYSTEMS §2 and §5: `.item()` every step."""
+    """Log steps, an epoch's end and an evaluation, with a count of Python. SYSTEMS §2 and §5: `.item()` every step."""
     meta = torch.device("meta")
 
     def made(task: Any, model: nn.Module, plan: nb.Plan) -> torch.optim.Optimizer:
