@@ -45,7 +45,7 @@ class Sums:
     def read(self) -> dict[str, float]:
         """Return name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those counted."""
         values, totals = {}, dict[str, Any]()
-        for there in self.ranks.gather({name: total.cpu() for name, total in self.totals.items()}):
+        for there in self.ranks.gather(dict(zip(self.totals, map(Tensor.cpu, self.totals.values()), strict=True))):
             totals |= {name: totals.get(name, 0) + total for name, total in there.items()}  # some had no batch
         for name, total in totals.items():
             if total.dim() == 3:
