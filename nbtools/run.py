@@ -342,7 +342,8 @@ def outcomes(runs: Mapping[str, Run]) -> pd.DataFrame:
         epochs, best, metric = run.history.of("epoch"), run.best, run.metric[0]
         last = epochs[-1] if epochs else {}
         score = {f"best_{metric}": best.get(f"val_{metric}"), "best_epoch": best.get("epoch")}
-        speed = {"minutes": last.get("wall", 0) / 60, "samples_per_s": last.get("samples_per_s")}
+        wall = last.get("wall", 0.0)  # seconds of the whole run, as the live view counts them
+        speed = {"minutes": wall / 60, "samples_per_s": last["samples"] / wall if wall else None}
         rows.append({"state": run.state, **score, "epochs": len(epochs), **speed})
     return pd.DataFrame(rows, pd.Index(runs, name="run"))
 
@@ -393,12 +394,12 @@ class Comparison:
         return f"{best} is the best: {by} {number(values[best])}, {apart}."
 
     def __repr__(self) -> str:
-        return f"{self.conclusion}\n\n{self.frame.T.to_string()}".strip()
+        return f"{self.conclusion}\n\n{self.frame.T.to_string(float_format=number)}".strip()
 
     def _repr_html_(self) -> str:
         metric = next(iter(self.runs.values())).metric[0]
         charts = live.comparison({name: live.Columns().follow(run.history) for name, run in self.runs.items()}, metric)
-        return show.note(self.conclusion) + live.page(charts) + self.frame.T.to_html()
+        return show.note(self.conclusion) + live.page(charts) + self.frame.T.to_html(float_format=number)
 
 
 def alike(best: float, other: float, count: float, share: bool) -> bool:

@@ -32,12 +32,12 @@ def test_a_row_a_run_has_its_outcome_and_the_settings_that_differ_and_a_notebook
     assert list(frame.index) == [str(run.folder) for run in runs]
     assert tuple(frame.loc[name, ["best_accuracy", "best_epoch"]]) == (slow.best["val_accuracy"], slow.best["epoch"])
     assert list(frame["epochs"]) == list(frame["plan.epochs"]) == [3, 2]
-    assert list(frame["plan.batch_size"]) == [16, 32]
-    assert "plan.lr" not in frame.columns  # the same in both
+    assert (list(frame["plan.batch_size"]), "plan.lr" in frame.columns) == ([16, 32], False)  # the same in both
+    assert frame.loc[name, "samples_per_s"] == pytest.approx(402 / slow.history.of("epoch")[-1]["wall"])  # 3 epochs
     page = compared._repr_html_()
-    assert "<img" not in page
-    assert "&lt;img src=x onerror=" in page
+    assert ("<img" in page, "&lt;img src=x onerror=" in page) == (False, True)
     assert compared.conclusion in str(compared)
+    assert not re.search(r"\d\.\d{4}", str(compared)), "three digits"
     for title in ("validation loss", "accuracy", "learning rate"):
         assert re.search(f"<b>{title}.*?<svg .*?data-name=", page), "the charts of the live view"
 
