@@ -124,19 +124,11 @@ def names(folder: Path, last: str | None = None) -> list[str]:
     return sorted((name for name in every if last is None or place(name) <= place(last)), key=place, reverse=True)
 
 
-def facts_of(folder: Path, name: str) -> dict[str, Any]:
-    """Read the plain part of a checkpoint. Raises CheckpointError."""
-    try:
-        return disk.from_json((folder / f"{name}.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / name}.json: cannot be read ({error})") from None
-
-
 def read(folder: Path, name: str) -> Checkpoint:
     """Read one checkpoint. Raises CheckpointError if it is missing or damaged."""
-    path, facts = folder / f"{name}.safetensors", facts_of(folder, name)
+    path = folder / f"{name}.safetensors"
     try:
-        data = retry(path.read_bytes, path)
+        facts, data = disk.from_json(path.with_suffix(".json").read_text()), retry(path.read_bytes, path)
         if hashlib.sha256(data).hexdigest() != facts["sha256"]:
             raise ValueError("its hash differs from the one recorded")
         return Checkpoint(name, load_tensors(data), facts)
@@ -154,6 +146,13 @@ def newest(folder: Path, last: str | None = None) -> Checkpoint:
             damage.append(str(error))
     fix = "no intact checkpoint; move this folder away to resume from its kept copy (keep=), or name another folder"
     raise CheckpointError(f"{folder.absolute()}: {'; '.join([*damage, fix])}")
+
+
+def load(folder: Path, state: TrainState) -> Checkpoint:
+    """Load the newest intact checkpoint into the state."""
+    taken = newest(folder)
+    state.load(taken.tensors, taken.facts["state"])
+    return taken
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
