@@ -265,8 +265,8 @@ def read_table(data: Any, named: Collection[Any] = ()) -> pd.DataFrame:
             read = partial(pd.read_csv, data, sep=sep, encoding="utf-8-sig", skipinitialspace=True)
             frame, texts = read(), read(usecols=lambda name: name.strip() in named, dtype="string")
             numbers = [name for name in frame if re.fullmatch(r"-?\d+(\.\d*)?", name)]
-            counted = {*np.diff([*map(float, numbers)])} == {1}  # 0, 1, 2 of pandas, or years
-            if (numbers and not counted) or any((texts[name] == name).any() for name in texts):
+            rising = all(map(str.isdecimal, numbers)) and sorted({*map(int, numbers)}) == [*map(int, numbers)]
+            if not rising or any((texts[name] == name).any() for name in texts):  # else 0, 1, 2 of pandas, or years
                 raise ValueError(f"the first line {', '.join(frame)}")
         except (OSError, ValueError) as error:  # pandas' own are ValueErrors
             fix = "or pass a DataFrame: pd.read_csv(…, encoding=…, header=…)"

@@ -142,7 +142,7 @@ WRITTEN = {"01 02 10": "01 02 10", "1 01 2": "01 1 2", "7  -1": "-1 7", "yes no 
 @pytest.mark.parametrize("labels", WRITTEN)
 def test_labels_in_a_csv_are_what_is_written_and_a_first_line_of_data_is_no_header(tmp_path, labels):
     rows, path = [f"{i},{label}\n" for i, label in enumerate(labels.split(" ") * 8)], tmp_path / "t.csv"
-    path.write_text("".join([" a , label \n", *rows]))
+    path.write_text("".join([" 2024, label \n", *rows]))
     made = pack(path)
     bad = 8 * ("  " in labels)
     assert (made.classes, len(made), len(made.bad)) == (WRITTEN[labels].split(), 24 - bad, bad)
