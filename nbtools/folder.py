@@ -144,7 +144,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
         fix = "name another run=, or start over with fresh=True"
         raise TrainError(f"{former.folder}: this run {why}, and cannot change {changes}; {fix}")
     if former.over and moved:
-        drops = checkpoint.read(former.folder, index["last"]).facts["state"]["best"]["drops"]
+        drops = checkpoint.newest(former.folder).facts["state"]["best"]["drops"]
         now, then = (train.shown(train.lr_at(each, epoch, drops)) for each in (new, old))
         messages.append(f"{train.list_changes(moved)}: lr continues at {now}, where it had reached {then}")
     elif moved:

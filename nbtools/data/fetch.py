@@ -345,9 +345,10 @@ def files_at(address: str) -> dict[str, File]:
         from gdown.download import get_url_from_gdrive_confirmation  # which follows the changes of that page
         from gdown.exceptions import FileURLRetrievalError
 
-        with suppress(FileURLRetrievalError):  # it is another page
-            past = urljoin(str(file.place), get_url_from_gdrive_confirmation(file.page))
-            file = probe(f"{past}&{key}".rstrip("&"))
+        with suppress(FileURLRetrievalError):  # it is another page, or the file
+            for _ in range(2):
+                past = urljoin(str(file.place), get_url_from_gdrive_confirmation(file.page))
+                file = probe(f"{past}&{key}".rstrip("&"))
     if file.page:
         there = str(probe(f"{SITE}/open?{query}").place) if link else ""
         if drive_address(there).partition("&")[0] not in ("", link.partition("&")[0]):

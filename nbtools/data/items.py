@@ -97,9 +97,8 @@ class Items:
         groups = [*map(groups, self.names)] if callable(groups) else [None] * len(self) if groups is None else groups
         self.groups = [None if forms.is_missing(group) else str(group) for group in groups]
         if len(self.groups) != len(self):
-            raise PackError(
-                f"groups must be a column or a value for each of {len(self):,} items, got {len(self.groups)}"
-            )
+            rule = f"groups must be a column or a value for each of {len(self):,} items"
+            raise PackError(f"{rule}, got {len(self.groups)}")
         self.looked = sorted({i * len(self) // SEEN for i in range(SEEN)})
         self.listed = all(isinstance(part, list) for _, part, _ in parts)
         self.text = function_name(options.text) if options.text else ""
