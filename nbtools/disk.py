@@ -15,7 +15,7 @@ from typing import IO, Any
 from nbtools.errors import DiskError, NbtoolsError
 from nbtools.show import size
 
-VERSION = "0.3.0.dev0"  # of the package, which packs and runs record
+VERSION = "0.3.0"  # of the package, which packs and runs record
 PIECE = 1 << 18  # bytes that are unpacked at once: they stay in the processor's cache
 AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)  # Drive gives the first two after a while
 MOUNTS = Path("/proc/self/mounts")  # Linux
