@@ -29,12 +29,12 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import nbtools as nb
-from nbtools.data import Draws, Pack, batches_left, collate, in_order, lengths_of, on
+from nbtools.data import Draws, Pack, Padding, batches_left, collate, in_order, lengths_of, on
 from nbtools.train import Plan, Sums, bind, build, device
 from nbtools.train.evaluation import scores
 from nbtools.train.optimizer import build_optimizer
 from nbtools.train.plan import lr_at
-from nbtools.train.step import at_least_one
+from nbtools.train.step import denominator_of
 from nbtools.train.task import as_sum
 
 Raw = dict[str, Tensor]
@@ -151,7 +151,7 @@ class Job:
             self.pack.raw,
             batch_sampler=self.order if split == "train" else each,
             num_workers=workers,
-            collate_fn=partial(collate, columns=self.pack.columns),
+            collate_fn=partial(collate, columns=self.pack.columns, padding=Padding(self.pack, self.plan)),
             pin_memory=cuda,
             persistent_workers=workers > 0,
             multiprocessing_context="forkserver" if workers and cuda else None,
@@ -177,7 +177,7 @@ class Job:
                 nhwc = torch.channels_last
                 batch = {k: v.contiguous(memory_format=nhwc) if v.dim() == 4 else v for k, v in batch.items()}
         total, count = as_sum(self.bound.loss(net, batch, self.plan), len(raw["id"]))
-        return total / at_least_one(count)
+        return total / denominator_of(count)
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         return build_optimizer(self.bound, net, self.plan)

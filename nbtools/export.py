@@ -66,7 +66,7 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
     except ImportError as error:
-        install = "pip install 'onnx<1.23' onnxruntime, or nbtools[onnx]"
+        install = "pip install 'onnx<1.23' onnxruntime, or the extra onnx"
         raise MissingExtra(f"an ONNX file needs onnx and onnxruntime ({error}): {install}") from None
     inputs, outputs = run.task.tensors(run.card, run.plan)
     if not inputs:

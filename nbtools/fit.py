@@ -114,6 +114,7 @@ def fit(
 def opening(task: Any, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool, **settings: Any) -> tuple[Path, Any]:
     """Return the folder of a call's run, and where it is kept. Raises PackError, CheckpointError, PlanError."""
     if settings:
+        train.as_task(task).PLAN.replace(**settings)  # what is none either, is refused as such
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         raise PlanError(f"no argument is called {', '.join(settings)}; settings go into plan=nb.Plan({given})")
     if not isinstance(pack, Pack):
@@ -125,7 +126,7 @@ def opening(task: Any, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool, *
         rule = f"run={str(run)!r}: a run is written to local disk"
         raise CheckpointError(f"{rule}, and copied to Drive by keep={str(run)!r}")
     kept = None if keep is None else place_to_keep(keep)
-    return own_folder(task, pack, plan, fresh) if run is None else Path(run), kept
+    return own_folder(task, pack, plan, fresh) if run is None else Path(run).expanduser(), kept
 
 
 def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
@@ -151,7 +152,8 @@ def prepare(
     samples = None if samples is None else choose_ids(samples, pack)
     train.require_sizes(pack, plan)
     ranks.broadcast((plan.to_dict(), str(folder)))
-    state = devices.run_or_explain(lambda: TrainState(task, pack, plan, ranks=ranks))
+    trains = former is None or not former.over or plan.epochs > former.plan.epochs
+    state = devices.run_or_explain(lambda: TrainState(task, pack, plan, ranks=ranks, trains=trains))
     now = identity(state.task, pack.card, state.model, plan)  # before a forward pass, which may count its calls
     if former is None:
         train.rehearse(state, pack)  # before anything is written
@@ -208,6 +210,8 @@ def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | Non
             for function in callbacks if record.values else ():
                 if function(record, run) == "stop":
                     surface.requests.post("stop", by=f"the callback {getattr(function, '__name__', function)}")
+            if run.plan is not state.applied:
+                state.plan = run.plan
             if record.kind != "change" and surface.listen() and act(job, guard):
                 break
     job.save()
@@ -305,7 +309,7 @@ def watchers_of(callbacks: Sequence[Callback], log: str | None) -> list[Callback
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise MissingExtra(f'log="tensorboard" needs tensorboard ({error}): pip install "nbtools[log]"') from None
+        raise MissingExtra(f'log="tensorboard" needs tensorboard ({error}): pip install tensorboard') from None
     writer, last = None, 0
 
     def write(record: Record, run: Run) -> None:

@@ -145,7 +145,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
         raise TrainError(f"{former.folder}: this run {why}, and cannot change {changes}; {fix}")
     if former.over and moved:
         drops = checkpoint.newest(former.folder).facts["state"]["best"]["drops"]
-        now, then = (train.shown(train.lr_at(each, epoch, drops)) for each in (new, old))
+        now, then = (train.shown(train.lr_at(each, epoch, drops, task.schedule(each))) for each in (new, old))
         messages.append(f"{train.list_changes(moved)}: lr continues at {now}, where it had reached {then}")
     elif moved:
         messages.append(f"resumed at step {step:,} with {train.list_changes(moved)}")
@@ -172,7 +172,7 @@ def own_folder(task: Task, pack: Pack, call: Any, fresh: bool) -> Path:
                 continue
             decide(task, pack, plan, former := former_run(task, path.parent))
             if former and former.over and plan.epochs > former.plan.epochs:
-                given["epochs"] = index["given"].get("epochs")
+                given, index["given"] = ({**each, "epochs": 0} for each in (given, index["given"]))
             if given == index["given"] or getattr(call, "id", "") == index.get("panel"):
                 return path.parent
     short = type(network).__name__ if ":" in name else name.rpartition(".")[2]
@@ -248,6 +248,8 @@ def begin(
         history = History(folder / HISTORY)
         if former:
             complaints, changes = resume(folder, state, history)
+            if not state.over:  # a receipt is that of the epochs so far
+                disk.remove(folder / RECEIPT)
             if changes and state.stopped:
                 state.stopped, state.best.stale = None, 0  # asked to continue: an early stop counts anew from here
             for record in changes:

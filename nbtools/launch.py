@@ -28,7 +28,7 @@ from nbtools.data import Pack, cores, say
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.fit import fit, opening
 from nbtools.live import FirstSignal, running_kernel
-from nbtools.run import HISTORY, PLAN, Run, busy, what_next
+from nbtools.run import HISTORY, PLAN, Run, as_plan, busy, read_json, what_next
 from nbtools.train import (
     CONTROL,
     KEYS,
@@ -60,7 +60,7 @@ def watch(run: str | Path, wait: float = 60.0) -> Run:
         remote.follow(lambda: busy(folder) and not left.is_set())
     if busy(folder):
         stop = f"python -m nbtools control {folder} stop"
-        remote.view.tell(f"{folder} continues; nb.watch it again, or ask it to stop: {stop}")
+        remote.view.tell(f"{folder} is still training; call nb.watch again, or ask it to stop: {stop}")
     return Run.open(folder)
 
 
@@ -69,7 +69,8 @@ class Remote:
     not taken yet; asked: the plan and the pause that it was asked for; shown: rows of the history."""
 
     def __init__(self, run: Run, given: Any = None, show: bool = True):
-        plan, count, best = run.plan, run.card.splits["train"], run.index.get("metric", "-loss")
+        plan, splits = run.plan, run.card.splits
+        count, best = splits["train"], run.index.get("metric", "-loss") * bool(splits["val"])
         given = given if isinstance(given, live.Panel) or getattr(given, "plan", None) == plan else plan
         self.run, self.history, self.plans = run, History(run.folder / HISTORY), live.Plans(plan, plan)
         self.view = live.View(run.folder, self.history, plan, count, best, given, show)
@@ -96,7 +97,7 @@ class Remote:
                     self.read()
                 if panel is not None:
                     panel.refresh()
-                view.draw(self.status)
+                view.draw(live.PAUSED if self.requests.paused else self.status)
                 sleep(MOMENT)
             self.read()
 
@@ -122,14 +123,15 @@ class Remote:
     def read(self) -> None:
         """Show the rows that are new, or other ones where it went back, and follow what they say of the plan."""
         before, view = self.history.rows[: self.shown], self.view
-        self.history.refresh()
+        if not self.history.refresh():
+            return
+        plan = as_plan(type(self.run.plan), read_json(self.run.folder / PLAN))
         pairs = zip(before, self.history.rows, strict=False)
         equal = takewhile(lambda rows: str(rows[0]) == str(rows[1]), pairs)  # as text: NaN is not NaN
         for row in self.history.rows[len([*equal]) :]:
             values = {name: value for name, value in row.items() if name not in KEYS}
             self.status = live.TRAINING
-            if row["kind"] == "change" or values.get("what", "").startswith(live.REFUSED):
-                plan = type(self.run.plan)(**json.loads((self.run.folder / PLAN).read_text()))
+            if plan != self.plans.applied or values.get("what", "").startswith(live.REFUSED):
                 self.plans.plan = self.plans.applied = plan
                 self.asked = plan, self.asked[1]
                 view.changed(plan)
@@ -178,15 +180,15 @@ def launch(
         fix = "write it to a file next to the notebook (%%writefile my_task.py), import that, and pass it"
         raise TrainError(f"nb.launch needs a task that other processes can import, got {name!r}; {fix}")
     folder, kept = opening(task, pack, plan, run, keep, fresh, **settings)
-    parts = {part: getattr(plan, part, None) for part in ("advised", "id")}  # what a rank reads of a Panel
+    parts = {part: getattr(plan, part, None) for part in ("advised", "id", "lr_trial")}  # what a rank reads of a Panel
     call = plan and SimpleNamespace(plan=getattr(plan, "plan", plan), **parts)
     if progress:
         say(f"starting {processes} processes under torchrun …")
     with disk.explained("starting a run", folder):
         disk.remove(folder / CONTROL)  # which was meant for an earlier run
-    events, interrupted = [], False
+    events, interrupted, before = [], False, checkpoint.read_index(folder)
     with start((name, pack, call, folder, kept, receipt, fresh), processes, restarts) as torchrun:
-        while torchrun.poll() is None and not checkpoint.read_index(folder):
+        while torchrun.poll() is None and checkpoint.read_index(folder) in ({}, before):
             sleep(MOMENT)
         if checkpoint.read_index(folder):
             remote = Remote(Run.open(folder, task), plan, progress)

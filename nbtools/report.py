@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from torch import Tensor
 
 from nbtools.data import TARGET, Pack
 from nbtools.errors import MissingExtra, PackError, TrainError
@@ -86,13 +87,15 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
     answers, shares = run.answers(pack.sample(i) for i in ids)
     answers = [tuple(one.name for one in each) if isinstance(each, Labels) else each for each in answers]
     answers = [each.name if isinstance(each, Answer) else each for each in answers]  # without its probability
+    answers = [each.cpu().numpy() if isinstance(each, Tensor) else each for each in answers]
     truths = [right_answer(run, pack, i) for i in ids]
     kind, names, pairs = compare_answers(run, pack, truths, answers)
     counts = count_pairs(names, pairs if kind == "map" else [np.concatenate(pairs)])
     if kind == "text":
         flat: Any = counts.stack()
         every = flat.reset_index(name="count")
-        table = every[(every.truth != every.answer) & (every["count"] > 0)].sort_values("count", ascending=False)
+        wrong = (every.truth != every.answer) | (every.truth == "\ufffd")  # hwdb's unknown, which nobody reads
+        table = every[wrong & (every["count"] > 0)].sort_values("count", ascending=False)
         about = f"CER {number(table['count'].sum() / max(every['count'][every.truth != ''].sum(), 1))}"
     else:
         table, main = scores(counts, iou=kind == "map"), "IoU" if kind == "map" else "F1"
@@ -122,10 +125,10 @@ def compare_answers(run: Run, pack: Pack, truths: list[Any], answers: list[Any])
     truth, answer, classes = truths[0], answers[0], pack.classes
     both = [*zip(truths, answers, strict=True)]
     if np.ndim(answer) == 2 and np.shape(answer) == np.shape(truth) and answer.dtype.kind in "iu":
-        names = classes or [*map(str, range(1 + int(max(map(np.max, answers)))))]
-        # A label that is no class, such as 255, is ignored.
-        return "map", names, [np.stack([t, a], -1)[t < len(names)] for t, a in both]
-    if isinstance(truth, str) and isinstance(answer, str) and truth in classes:
+        most = max(int(max(a.max(), t[t < 255].max(initial=0))) for t, a in both)
+        names = classes or [*map(str, range(1 + most))]  # a label that is no class, such as 255 or -1, is ignored
+        return "map", names, [np.stack([t, a], -1)[(t >= 0) & (t < len(names))] for t, a in both]
+    if isinstance(truth, str) and isinstance(answer, str) and {*truths} <= {*classes}:
         kind, pairs = "class", [[pair] for pair in both]
     elif isinstance(truth, tuple) and isinstance(answer, tuple):
         kind, pairs = "labels", [[(n * (n in t), n * (n in a)) for n in classes if n in (*t, *a)] for t, a in both]
@@ -145,7 +148,7 @@ def align(truth: str, answer: str) -> list[tuple[str, str]]:
     try:
         from rapidfuzz.distance import Levenshtein
     except ImportError:
-        raise MissingExtra("a report on texts needs rapidfuzz: pip install rapidfuzz, or nbtools[text]") from None
+        raise MissingExtra("a report on texts needs rapidfuzz: pip install rapidfuzz, or the extra text") from None
     steps = Levenshtein.opcodes(truth, answer)
     ranges = [(truth[s.src_start : s.src_end], answer[s.dest_start : s.dest_end]) for s in steps]
     return [pair for true, read in ranges for pair in zip_longest(true, read, fillvalue="")]

@@ -20,7 +20,7 @@ from torch import nn
 
 from nbtools import disk, live, show, train
 from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, items_of, retry, say
-from nbtools.errors import CheckpointError, PackError, TrainError
+from nbtools.errors import CheckpointError, NbtoolsError, PackError, TrainError
 from nbtools.export import write_onnx, write_weights
 from nbtools.measure import LrTrial, Receipt, Verdict
 from nbtools.show import header, number, plural
@@ -33,7 +33,16 @@ if TYPE_CHECKING:
 
 PLAN, CARD, HISTORY, RECEIPT, VERDICT = "plan.json", "card.json", "history.csv", "receipt.json", "verdict.json"
 SUMMARY = ("lr", "epoch_time", "samples_per_s", "data_wait", "batch_size")  # after losses and metrics
-FREE = {"classes", "category_of", "mean", "std", "roles", "stored"}  # options that follow from the data
+FREE = {
+    "classes",
+    "category_of",
+    "mean",
+    "std",
+    "roles",
+    "stored",
+    "label",
+    "case",
+}  # options of no matter to a network
 
 
 class Run:
@@ -56,8 +65,7 @@ class Run:
         with suppress(CheckpointError):
             task = train.import_task(index.get("task", "none"), folder) if task is None else task
         kind = Plan if task is None else type(train.as_task(task).PLAN)
-        plan = {name: value for name, value in plan.items() if task is not None or hasattr(Plan, name)}
-        return cls(folder, task, Card.from_dict(card), kind(**plan))
+        return cls(folder, task, Card.from_dict(card), as_plan(kind, plan))
 
     @cached_property
     def task(self) -> Task:
@@ -141,7 +149,11 @@ class Run:
     def model(self, device: torch.device | str | None = None) -> nn.Module:
         """Return the network with the weights that were best on the validation split, in eval mode, on a GPU if any."""
         model = train.build(self.task, self.card, self.plan)
-        model.load_state_dict(checkpoint.weights(self.folder))
+        try:
+            model.load_state_dict(checkpoint.weights(self.folder))
+        except RuntimeError as error:
+            rule = f"{self.folder}: {train.title_of(self.task)} makes another network than the one that was trained"
+            raise CheckpointError(f"{rule}; open the run with that task: nb.Run.open(folder, task)") from error
         return model.to(device or train.device.pick()).eval()
 
     def readable(self, pack: Pack) -> Pack:
@@ -284,6 +296,11 @@ def read_json(path: Path, fix: str = "copy the whole run folder again") -> dict[
         raise CheckpointError(f"{path} is {why}; {fix}") from None
 
 
+def as_plan(kind: type[Plan], values: Mapping[str, Any]) -> Plan:
+    """Return the plan in a run's file, without settings that are no longer those of its task."""
+    return kind(**{name: value for name, value in values.items() if hasattr(kind, name)})
+
+
 def what_next(run: Run) -> str:
     """Return where the model is, and what to do with it."""
     done, so_far = ("done: ", "") if run.over else ("", " so far")
@@ -315,8 +332,8 @@ def runs(folder: str | Path = "runs") -> pd.DataFrame:
     samples/s, when it last changed. A message names those that cannot be opened. Raises CheckpointError."""
     opened = open_runs(Path(folder))
     frame = outcomes({run.folder.relative_to(folder).as_posix(): run for run in opened})
-    times = [int(os.path.getmtime(run.folder / checkpoint.INDEX)) for run in opened]
-    return frame.assign(changed=list(map(datetime.fromtimestamp, times)))
+    times = (int(os.path.getmtime(run.folder / checkpoint.INDEX)) for run in opened)
+    return frame.assign(changed=[*map(datetime.fromtimestamp, times)])
 
 
 def open_runs(folder: Path) -> list[Run]:
@@ -328,8 +345,8 @@ def open_runs(folder: Path) -> list[Run]:
         for path in sorted(retry(lambda: [*folder.glob(f"**/{checkpoint.INDEX}")], folder), key=os.path.getmtime):
             try:
                 opened.insert(0, Run.open(path.parent))
-            except CheckpointError as error:
-                say(f"left out: {error}")
+            except NbtoolsError as error:
+                say(f"left out: {path.parent}: {error}")
     return opened
 
 

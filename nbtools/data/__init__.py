@@ -1,7 +1,7 @@
 """A source anywhere → local disk → Pack → batches on the device."""
 
 from nbtools.data.build import Entry, Survey, build_pack
-from nbtools.data.dataset import items_of, options_like, pack, sample_of
+from nbtools.data.dataset import items_of, options_like, pack, sample_of, split_word
 from nbtools.data.draws import Draws, Keys, constant, places
 from nbtools.data.feed import (
     Feed,

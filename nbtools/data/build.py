@@ -116,7 +116,7 @@ def build_pack(
 
 def make_pack(task: str, made: Made, into: str | Path | None, look: Look, draw: Draw, progress: bool) -> Pack:
     """Return the pack of what its key says, files and options: the finished one, or a new one, without its source."""
-    target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{made['key']}").absolute()
+    target = (Path(into).expanduser() if into is not None else cache() / "packs" / f"{task}-{made['key']}").absolute()
     touch(target)
     with disk.explained(f"packing {made['source']}", target), lock(target):
         if is_pack(target) and (pack := open_pack(target, task)).manifest.get("key") == made["key"]:
@@ -329,7 +329,9 @@ def divide(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: Any, dr
     given, groups = [entry.split for entry in entries], [entry.group for entry in entries]
     split = splits.assign(given, places, groups, labels if survey.exact else None, draw[:2], survey.exact)
     lines, kept = [], Counter(given)
-    for one, count in Counter(entry.split for entry in survey.entries).items():
+    wanted = Counter(entry.split for entry in survey.entries)
+    wanted[None] += len(survey.bad) * (None in wanted)  # files that the survey refused
+    for one, count in wanted.items():
         if lost := count - kept[one]:
             of = f" of the {one} split" if one else ""
             lines.append(f"{lost:,} of {plural(count, 'sample')}{of} cannot be used, see pack.bad")

@@ -87,7 +87,8 @@ def pack(
     given |= {name: x if x is None else np.ravel(x).tolist() for name, x in (("mean", mean), ("std", std))}
     options = SimpleNamespace(**given, size=size_of(size, resize), key=(target, inputs), columns=None)
     if isinstance(data, str | Path) and not is_table(data) and is_pack(folder := stage(data, progress=progress)):
-        return open_pack(folder, TASK, test, size=options.size, resize=resize)
+        pack = open_pack(folder, TASK, test, size=options.size, resize=resize)
+        return pack.folds(folds, seed) if folds else pack
     shares, val, test = divide(data, train, val, test)
     parts, groups = open_parts(shares, options, root, groups, progress)
     items, draw = Items(parts, options, groups), (val, test, seed)
@@ -112,7 +113,7 @@ def say_resize(items: Items, resize: Sequence[Any], chosen: bool) -> None:
     """Say how images are resized, if that was `chosen` here, and what on them does not follow, though it should."""
     if chosen:
         say("images are resized to {} × {} by resize={!r}; the choices are {}".format(*resize, ", ".join(RESIZES)))
-    form = items.forms.get(TARGET, Form("none"))
+    form = items.forms[TARGET] if items.kind == "values" else Form("none")
     if TARGET not in {*items.pictures, *items.marked} and (len(form.shape) > 1 or form.shape[-1:] in ((2,), (4,))):
         fix = "points='target' moves points and boxes, and masks are moved as PIL images"
         say(f"the target {form.column} is left as it is: {fix}")
@@ -150,7 +151,9 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
         if is_table(data):
             named = options.image, options.target, isinstance(groups, str) and groups, *TARGETS
             frame = read_table(data := drive_path(data) if path else data, named)
-            roles = roles or roles_of(frame, options, groups, progress)  # the first is that of training
+            roles = roles or roles_of(
+                frame, options, groups if isinstance(groups, str) else None, progress
+            )  # the first is that of training
             folder = stage(root) if root is not None else data.parent if path else Path()
             rows = rows_of(frame, *roles, options, folder)
             files = [f": {file}" for file in frame[options.image]] if options.image else [""] * len(rows)
@@ -176,9 +179,10 @@ def list_items(data: Any) -> Any:
         columns: Any = data if names is None else [*names.values()]
         several = len(data) > 1 if names is None else not names.keys() & {"train", "val", "test"}
         if several and all(isinstance(column, list) or getattr(column, "ndim", 0) for column in columns):
-            columns = [getattr(x, "to_numpy", getattr(x, "toarray", lambda x=x: x))() for x in columns]  # SciPy's too
+            arrays = ("to_numpy", "toarray", "cpu")  # of pandas, SciPy, torch
+            columns = [next((getattr(x, f)() for f in arrays if hasattr(x, f)), x) for x in columns]
             if len(counts := sorted({len(column) for column in columns})) > 1:
-                raise PackError(f"columns must have as many items as each other, got {', '.join(map(str, counts))}")
+                raise PackError(f"columns must all have the same number of items, got {', '.join(map(str, counts))}")
             rows = [*zip(*columns, strict=True)]
             return rows if names is None else [dict(zip(names, row, strict=True)) for row in rows]
         fix = "pass arrays (x, y), a list of items, or splits as train=…, val=… and test=…"
@@ -308,8 +312,8 @@ def rows_of(frame: pd.DataFrame, goals: Sequence[str], inputs: Sequence[str], op
     numbers = values.select_dtypes(["number", "bool", "boolean"]).dropna(axis="columns", how="all")
     texts = [name for name in values if name not in numbers]
     if texts and not options.text and len(frame):
-        fix = f"pass inputs={[*numbers] or '[…]'}, target= or image= for what is none, text= for a function, or"
-        fix += " pd.get_dummies(df), and turn dates and decimal commas into numbers"
+        fix = f"choose others with inputs={[*numbers] or '[…]'}, name target= or image= among them, convert texts with"
+        fix += " text=function or pd.get_dummies(df), and turn dates and decimal commas into numbers"
         raise PackError(f"these columns are not numeric: {', '.join(texts)}; {fix}")
     if options.text and not texts:
         raise PackError(f"text= has no column of texts in {', '.join(inputs)}; df[[…]].astype(str) makes some")

@@ -8,6 +8,7 @@ A raw batch is a dict of tensors: a fixed column (B, *shape); a ragged one zero-
 from __future__ import annotations
 
 import copy
+import pickle
 import signal
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -144,7 +145,8 @@ def choose(pack: Pack, plan: Plan, device: torch.device) -> tuple[str, str]:
         return plan.feed, "set in the plan"
     if device.type != "cuda":
         return "resident", "batches are read straight from the memory-mapped pack"
-    room = RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for what comes
+    room = RESIDENT_SHARE * (torch.cuda.mem_get_info(device)[0] + kept)
     name, why = ("resident", "it stays on the GPU") if pack.bytes <= room else ("streamed", "too large for the GPU")
     share = f"{show.percent(RESIDENT_SHARE)} of free GPU memory: {show.size(room)}"
     return name, f"{why}, the pack is {show.size(pack.bytes)}, {share}"
@@ -224,7 +226,7 @@ class Streamed(Feed):
         raw = next(self.host([ids]))
         if self.stream is None:
             return on(self.device, raw), None
-        self.stream.synchronize()  # the last copy has left the pinned memory
+        self.stream.record_event().synchronize()  # the last copy has left the pinned memory; the stream's own warns
         with torch.cuda.stream(self.stream):
             for name, tensor in raw.items():
                 if name not in pinned or pinned[name].numel() < tensor.numel():
@@ -258,6 +260,7 @@ class Workers(Feed):
         the plan's seed: a resumed run does not repeat its beginning, and dropout's stream is left alone."""
         many, cuda = self.plan.workers > 0, self.device.type == "cuda"
         seed = int(np.random.default_rng([self.plan.seed, *first]).integers(2**63))
+        context = "fork" if is_local(self.pack.raw) else "forkserver"  # fork + CUDA may deadlock
         return DataLoader(
             self.pack.raw,
             batch_sampler=[],
@@ -268,7 +271,7 @@ class Workers(Feed):
             persistent_workers=many,
             worker_init_fn=ignore_signals,
             generator=torch.Generator().manual_seed(seed),
-            multiprocessing_context="forkserver" if many and cuda else None,  # fork + CUDA deadlocks
+            multiprocessing_context=context if many and cuda else None,
         )
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
@@ -294,6 +297,14 @@ class Workers(Feed):
             fix = "set fewer workers or a smaller prefetch, and run it again to resume"
             raise TrainError(f"{rule}; {fix}", entry="The loader hangs") from error
         self.idle.append(loader)
+
+
+def is_local(data: Any) -> bool:
+    """Return whether a new process could not import it: it is of a notebook's cell, or has a lambda."""
+    try:
+        return b"__main__" in pickle.dumps(data)
+    except Exception:  # pickle raises whatever its objects do
+        return True
 
 
 def ignore_signals(worker: int) -> None:

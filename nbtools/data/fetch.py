@@ -42,7 +42,10 @@ _declined = False  # whether Colab's dialog was declined: it is not shown a seco
 
 def cache() -> Path:
     """Return where staged data and packs are stored by default: local, fast, and lost with the machine."""
-    return Path(os.environ.get("NBTOOLS_CACHE") or Path(tempfile.gettempdir()) / "nbtools").absolute()
+    place = Path(tempfile.gettempdir(), "nbtools")
+    if place.exists() and not os.access(place, os.W_OK):  # another user's
+        place = place.with_name(f"nbtools-{os.getuid()}")
+    return Path(os.environ.get("NBTOOLS_CACHE") or place).absolute()
 
 
 def local(text: str) -> Path:
@@ -91,7 +94,7 @@ def place_to_keep(where: str | Path) -> Path | None:
     sentence, if access to Drive was declined."""
     try:
         with disk.explained(f"creating the folder of {where}", Path(where)):
-            place = local(str(where)) if str(where).startswith("drive:") else Path(where)
+            place = local(str(where)) if str(where).startswith("drive:") else Path(where).expanduser()
             retry(lambda: place.parent.mkdir(parents=True, exist_ok=True), place)
             return place
     except DriveRefused as refusal:
@@ -199,7 +202,7 @@ class File:
                         yield data
                     stat = self.place.stat()
             except FileNotFoundError:  # without its mount nothing is there
-                raise away("it is gone") from None
+                raise away("no longer there") from None
             same = (stat.st_size, self.version and stat.st_mtime_ns) == (self.size, self.version)
         else:
             with connect(self.place, start) as response:
@@ -225,7 +228,13 @@ def fetch_all(files: Mapping[str, File], folder: Path, part: Path, name: str, pr
     disk.require_space(part, times * need - (part.stat().st_size if part.exists() else 0))
     with bar(total=need or None, desc=f"copy {name}", disable=not progress, **BYTES) as shown:
         for path, file in todo.items():
-            fetch(file, part, shown.update)
+            try:
+                fetch(file, part, shown.update)
+            except OSError as error:
+                if error.errno != errno.EOPNOTSUPP:  # of what Drive lists and cannot read
+                    raise
+                say(f"{path}: a Google document, left out")
+                continue
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             disk.rename(part, folder / path)
 
@@ -238,6 +247,8 @@ def fetch(remote: File, part: Path, progress: Callable[[int], object]) -> None:
         progress(file.seek(0, os.SEEK_END))
 
         def append() -> None:
+            if file.tell() == remote.size:  # a server refuses a range behind the end
+                return
             for data in remote.pieces(file.tell()):
                 disk.write(file, data)
                 progress(len(data))
@@ -266,11 +277,15 @@ def files_in(path: Path) -> dict[str, File]:
 
 def probe(url: str) -> File:
     """Return what a server announces about a file, and the text of a web page. Raises StageError."""
-    try:
+
+    def announced() -> File:
         with connect(url) as response:
             version, size = read_headers(response)
             is_file = response.headers.get_content_type() != "text/html" or "Content-Disposition" in response.headers
             return File(response.url, size, version, "" if is_file else response.read().decode("utf-8", "replace"))
+
+    try:
+        return retry(announced, Path(url))
     except OSError as error:
         reason = f"{url}: cannot be downloaded: {error.strerror}"
         raise StageError(f"{reason}. Check the address and the network.") from None
@@ -371,6 +386,5 @@ def files_in_folder(address: str) -> dict[str, File]:
                 raise StageError(f"{address}: two files in this Drive folder have the name {path!r}. Rename one.")
             files[path] = file
     if not files:
-        fix = f"Put the files into one tar instead; {SHARE}"
-        raise StageError(f"{address}: Drive lists no files in this folder. {fix}.")
+        raise StageError(f"{address}: Drive lists no files in this folder. Put them into one tar instead; {SHARE}.")
     return files

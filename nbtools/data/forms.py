@@ -183,7 +183,7 @@ def class_text(value: Any, names: Sequence[str]) -> str:
     if is_missing(value) or not isinstance(value, str | int):
         rule = "every sample must have a class: a string or a whole number"
         raise PackError("nothing" if is_missing(value) else str(value), rule, FIX)
-    if isinstance(value, str) or not names or value < 0 or any(name.lstrip("-").isdecimal() for name in names):
+    if isinstance(value, str) or not names or value < 0:
         return compose(value)
     if value >= len(names):
         rule = f"the {len(names)} classes {some(names)} are numbered from 0"
@@ -219,8 +219,9 @@ class Form:
 
     def fit(self, name: str, value: Any) -> Any:
         """Return the array of a plain value as packed; a class as its text. Raises PackError(value, rule, fix)."""
-        if self.kind == "classes" or isinstance(value, list):
-            given = value if isinstance(value, list) else [class_text(value, self.names)]
+        if self.kind == "classes" or (self.kind == "labels" and isinstance(value, list)):
+            words = () if any(name.lstrip("-").isdecimal() for name in self.names) else self.names  # else 2 is "2"
+            given = value if self.kind == "labels" else [class_text(value, words)]
             labels = [*map(compose, given)]
             if self.names and (other := [label for label in labels if label not in self.names]):
                 raise PackError(other[0], f"the class must be one of {len(self.names):,}: {some(self.names)}", FIX)
@@ -251,6 +252,7 @@ def common_form(name: str, values: Sequence[Any], classes: Any, picture: bool) -
     if kinds & {str, list}:
         raise PackError(f"{name} must be numbers, or images, in all items, got texts among them; make them match")
     arrays = [numeric(name, value) for value in values]
+    arrays = [array for array in arrays if array.size] or arrays  # an empty one has no dtype
     dtype, shapes = np.result_type(*{array.dtype for array in arrays}), [array.shape for array in arrays]
     dtype = np.dtype(np.float32) if dtype.kind == "f" or kinds <= {int, bool} else dtype
     if picture and any(len(shape) > 2 for shape in shapes):  # greys become RGB beside them

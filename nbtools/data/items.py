@@ -105,9 +105,9 @@ class Items:
         first: dict[Any, Any] = {}  # where none can be read, `look` says it
         for i in self.looked:
             with suppress(Exception):
-                first = first or self.item(i)
+                first = first if first and not any(map(forms.is_missing, first.values())) else self.item(i)
         self.target = target_of(first, *options.key)
-        points = [options.points] if isinstance(options.points, str) else options.points or ()
+        points = [options.points] if isinstance(options.points, str | int) else options.points or ()
         self.marked = [TARGET if name in ("target", options.target, self.target) else name for name in points]
         self.classes = [classes_of(part, self.target) for _, part, _ in parts]
         with suppress(PackError):
@@ -117,7 +117,7 @@ class Items:
         whole = options.classes is not False and (isinstance(label, str | int) or is_names(label))
         self.resize = [*options.size, options.resize or ("crop" if whole else "squash")] if options.size else None
         self.marks: list[bytes] = []
-        self.index = {name: i for i, name in enumerate(self.names)}
+        self.index = {Path(name).as_posix(): i for i, name in enumerate(self.names)}  # as RawFiles asks
         self.forms = self.look()
         self.stored = [name for name in self.forms if options.store or (self.listed and name == TARGET)]
         self.kind = self.forms[TARGET].kind if TARGET in self.forms else "none"
@@ -195,6 +195,8 @@ class Items:
             raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset instead")
         common = {n: forms.common_form(n, each, classes, n in self.pictures) for n, each in seen.items() if each}
         images, there = images_in(common), ", ".join(f"{name} {form.column}" for name, form in common.items())
+        if (options.mean or options.std) and not images:
+            raise PackError(f"mean and std are for images of 1, 3 or 4 channels, and the inputs hold none: {there}")
         for name in images if options.mean or options.std else ():
             count = {"hwc": common[name].shape[-1], "chw": common[name].shape[0]}.get(common[name].layout, 1)
             above = common[name].dtype == "|u1" and max([*(options.mean or ()), *(options.std or ())]) > 1
@@ -227,7 +229,7 @@ class Items:
 
     def key(self, draw: Any) -> str:
         """Return the identity of the data and of what is made of them."""
-        made = [FORMAT, VERSION, self.card_options(), vars(self.options), self.groups, draw]
+        made = [FORMAT, VERSION, self.card_options(), vars(self.options) | {"text": None}, self.groups, draw]
         digest = hashlib.blake2b(json.dumps(made, default=str).encode(), digest_size=8)
         for split, part, _ in self.parts:
             digest.update(repr((split, type(part).__qualname__, len(part))).encode())
@@ -238,9 +240,9 @@ class Items:
 
     @cached_property
     def varying(self) -> str:
-        """Return the name of the first item that can be read, if it differs when it is read again."""
-        i = next((k for k, before in enumerate(self.marks) if before != mark({})), 0)
-        return self.names[self.looked[i]] if mark(self.values(self.looked[i])) != self.marks[i] else ""
+        """Return the name of the first item looked at that differs when it is read again; a flip does half the time."""
+        read = [] if self.listed else [(i, m) for i, m in zip(self.looked, self.marks, strict=True) if m != mark({})]
+        return next((self.names[i] for i, before in read if mark(self.values(i)) != before), "")
 
     def survey(self) -> tuple[Survey, Sampler]:
         """Return what `make_pack` needs. Raises PackError where stored items would differ at each reading."""

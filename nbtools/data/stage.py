@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -42,9 +42,9 @@ def digest(text: str) -> str:
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
-def lock(target: Path) -> AbstractContextManager[None]:
-    """Return the lock of whoever makes a folder."""
-    return disk.lock(cache() / "locks" / f"{digest(str(target))}.lock")
+def lock(target: Path, busy: StageError | None = None) -> AbstractContextManager[None]:
+    """Return the lock of whoever makes a folder, or raises `busy`."""
+    return disk.lock(cache() / "locks" / f"{digest(str(target))}.lock", busy)
 
 
 @contextmanager
@@ -78,6 +78,8 @@ def stage(
     sha256: the hash that the archive must have. Errors of a mount or a connection are tried again. Raises StageError
     (also its subclass ArchiveError) or DiskError if that fails; then nothing is published.
     """
+    if not isinstance(source, str | Path):
+        raise StageError(f"a source must be a path, drive:… or an address, got {type(source).__name__}")
     with disk.explained(f"looking at {source}", Path(source)):
         job = retry(lambda: decide(str(source), into, sha256 and sha256.lower()), Path(source))
         ready = job.path if job.why == "used in place" else retry(lambda: find_staged(job), Path(source))
@@ -159,8 +161,8 @@ def act(job: Job, progress: bool) -> Path:
             try:
                 Pack.open(data).verify()  # a plain tar has no checksum of its own
             except PackError as error:
-                reason = f"{job.text}: the pack in it is damaged: {error}"
-                raise ArchiveError(f"{reason}. Keep or copy it again.") from None
+                reason = f"{job.text}: the pack in it cannot be used: {error}"
+                raise ArchiveError(f"{reason}. Copy it again, or pack the raw data and keep that.") from None
         folder = data.relative_to(begun / "new").as_posix()
         receipt = {"source": job.text, "version": version, "sha256": job.sha256, "folder": folder}
         disk.write_atomic(begun / "new" / RECEIPT, json.dumps(receipt, indent=2) + "\n")
@@ -199,8 +201,9 @@ def cached(free: int | str | None = None) -> pd.DataFrame:
             size = sum(file.size or 0 for file in fetch.files_in(path).values())
             if delete := disk.free_bytes(cache()) < wanted:
                 gone = path.with_name(f"{path.name}.deleted.part")  # so that nobody reads half of it
-                disk.rename(path, gone)
-                disk.remove(gone)
-            rows.append((path.relative_to(cache()).as_posix(), size, used, delete))
+                with suppress(StageError), lock(path.with_name(path.name.removesuffix(".part")), StageError()):
+                    disk.rename(path, gone)
+                    disk.remove(gone)
+            rows.append((path.relative_to(cache()).as_posix(), size, used, delete and not path.exists()))
         say(f"{show.size(disk.free_bytes(cache()))} free in {cache()}")
     return pd.DataFrame(rows, columns=["folder", "bytes", "used", "deleted"])

@@ -7,7 +7,7 @@
   let [at, pressed, from] = [null, 0, null]; // pointer; when a chart was pressed; share of its width where a drag began
   const part = (parent, name, words = '', look = '') =>
     parent.appendChild(Object.assign(document.createElement(name), { textContent: words, className: look }));
-  const digits = (value) => String(Math.abs(value) >= 999.5 ? Math.round(value) : Number(value.toPrecision(3)));
+  const digits = (value) => String(Math.abs(value) >= 999.5 ? Math.round(value) : Number(value.toPrecision(value < 1 && value > 0.9985 ? 4 : 3)));
   const lines = (plot) => [...plot.querySelectorAll('g:not(.nbt-off) > polyline:not(.nbt-faint)')];
   const value = ({ dataset: { low, high, log } }, y, height = 1 - y / HEIGHT) =>
     log === undefined ? Number(low) + height * (high - low) : low * (high / low) ** height;

@@ -122,7 +122,7 @@ class Form:
         changed, and the buttons to answer with."""
         panel, names = self.panel, [*self.panel.bad]
         changed = list_changes(self.plan.changes_from(panel.advised))
-        text = panel.note or (f"Other than advised: {changed}" if changed else "No settings changed")
+        text = panel.note or (f"Changed from the advice: {changed}" if changed else "No settings changed")
         bad = f"Not applied: {'; '.join(panel.bad.values())}" if names else ""
         self.notice.value = message(bad or text, "nbtools-bad" * bool(bad), True)
         few, count = ", ".join(f"{n} = {show.shown(value)}" for n, value in panel.proposed.items()), len(panel.proposed)

@@ -67,6 +67,7 @@ class Panel:
         with self.lock:
             changes = list_changes(requests.state.plan.changes_from(self.plan))
             self.requests, self.running, self.fixed = requests, True, fixed_settings(requests.state.plan)
+            self.presets["as advised"] = requests.advised
             note = f"This run continues with its applied settings: {changes}" if changes else self.note
             self.propose(note, {} if changes else self.proposed)
 
@@ -107,8 +108,8 @@ class Panel:
 
     def accept(self) -> None:
         """Make the change that had to be confirmed, or that is proposed."""
-        sure, change = bool(self.bad), self.proposed
-        self.make(lambda: self.plan.replace(**change) if sure else self.plan.turn(**change), sure=sure)
+        turned = self.plan.replace if self.bad else self.plan.turn
+        self.make(lambda change=self.proposed: turned(**change), sure=bool(self.bad))
 
     def drop(self) -> None:
         """Keep the values in effect instead of what breaks a rule or had to be confirmed."""
@@ -127,9 +128,9 @@ class Panel:
         for refusing it. name: of the field that it comes from."""
         with self.lock:
             try:
-                new, old = plan(), self.plan
+                new, old, doubted = plan(), self.plan, self.bad
                 self.bad = self.requests.want(new, sure or not self.running)
-                if self.bad or self.plan != old:  # else what is proposed is not older than this change
+                if doubted or self.bad or self.plan != old:  # else what is proposed is not older than this change
                     self.note, self.proposed = "", {n: getattr(new, n) for n in new.changes_from(self.plan)}
             except NbtoolsError as error:  # `lr must be greater than 0, got -1`, below the field that it names
                 self.bad, self.note, self.proposed = {name: re.sub(r"^\w+\.(?=\w+ )", "", str(error))}, "", {}
@@ -159,7 +160,8 @@ def bundle_of(widget: Any, text: str) -> dict[str, Any]:
 
 def presets(advice: Any, plan: Plan) -> dict[str, Plan]:
     """Return plain name → plan of those that an advice brings: of `guide-large` *the guide's large*."""
-    named = {"as advised": plan, "the guide's before": getattr(advice, "baseline", None)}
+    before = "the guide's before" if getattr(advice, "presets", {}) else "the baseline"
+    named = {"as advised": plan, before: getattr(advice, "baseline", None)}
     for name, (preset, _) in getattr(advice, "presets", {}).items():
         which = name.partition("-")[2].replace("gpus", "on several GPUs") or "optimised"
         named[f"the guide's {which.replace('-', ' ')}"] = preset

@@ -41,7 +41,8 @@ class Surface(View):
         if not isinstance(given, Panel) and getattr(given, "plan", None) is not state.plan:
             given = state.plan  # an Advice has reasons, which stand next to the fields
         count = pack.splits["train"]
-        super().__init__(folder, history, state.plan, count, state.task.BEST, given, show)
+        best = state.task.BEST if pack.splits["val"] else ""
+        super().__init__(folder, history, state.plan, count, best, given, show)
         self.state, self.pack, self.sampler = state, pack, None
         self.previews = Previews(state, pack, checkpoint.read_index(folder).get("samples"))
         check = partial(require_change, state, epoch_size=count)

@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+from weakref import proxy
 
 from nbtools import disk
 from nbtools.data import bar, in_notebook, say
@@ -56,7 +57,7 @@ class View:
         self.notebook = in_notebook()
         drawn = show and self.notebook
         self.panel = given if isinstance(given, Panel) else Panel(given) if drawn else None
-        self.output = Output(self.panel, partial(setattr, self, "due", 0.0)) if drawn and self.panel else None
+        self.output = Output(self.panel, partial(setattr, proxy(self), "due", 0.0)) if drawn and self.panel else None
         done, hidden = history.rows[-1]["samples"] if history.rows else 0, not show or self.notebook
         self.bar = bar(total=self.about.samples, initial=done, unit=" samples", disable=hidden, dynamic_ncols=True)
 

@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 
 from nbtools import disk, train
-from nbtools.data import Pack, batches_in, choose, cores, phase, work
+from nbtools.data import Feed, Pack, batches_in, choose, cores, phase, work
 from nbtools.disk import VERSION
 from nbtools.errors import PlanError
 from nbtools.measure.advice import THUMB, Advice, Choices, decide, enough, evaluations, has_recipe, inspect, more_epochs
@@ -101,8 +102,7 @@ def describe_network(task: Task, pack: Pack) -> tuple[bool, list[Any]]:
 def by_rules(task: Task, pack: Pack, pretrained: bool, chosen: Choices) -> Advice:
     """Return advice by the rules from the results so far; the feed is chosen by the pack's size."""
     advice = decide(task, pack.card, inspect(), chosen, pretrained)
-    name, why = choose(pack, advice.plan, devices.pick())
-    suggested = advice.reasons.get("feed", f"auto is {name} here: {why}")
+    suggested = advice.reasons.get("feed", "auto is {} here: {}".format(*choose(pack, advice.plan, devices.pick())))
     return dataclasses.replace(advice, reasons={**advice.reasons, "feed": suggested})
 
 
@@ -166,11 +166,11 @@ class Search:
         """Return the plan without graphs and compiler, on a CPU on one thread."""
         return plan.replace(**EAGER, threads=1) if self.cpu else plan.replace(**EAGER)
 
-    def stepper(self, plan: Plan, clock: Clock) -> Stepper:
+    def stepper(self, plan: Plan, clock: Clock, feed: Feed | None = None) -> Stepper:
         """Return a plan in training at the size of all that are compared, on one batch for all, since lengths differ by
         more than what is compared."""
         plan = self.part_of(self.plain(plan), SHORT).replace(micro_batch_size=None)
-        made = Stepper(self.task, self.pack, plan, self.device, clock=clock)
+        made = Stepper(self.task, self.pack, plan, self.device, feed, clock)
         made.repeat(plan.batch_size)
         return made
 
@@ -198,8 +198,10 @@ class Search:
             if not whys[name]:
                 best = name
                 break
-        tried = [f"{name} {own / cost:.2f}×" for name, cost in costs.items() if name]
-        tried += [f"{name} {why}" for name, why in whys.items() if why]
+        if costs and not own:  # the rules' own does not train
+            best = min(costs, key=costs.__getitem__)
+        tried = [f"{name} {own / cost:.2f}×" for name, cost in costs.items() if name and own]
+        tried += [f"{name or WORDS.get(self.plan.amp, self.plan.amp)} {why}" for name, why in whys.items() if why]
         how = "the processor's time on one thread" if self.cpu else "the GPU's time"
         text = f"measured here by {how} per step: {', '.join(tried)}; used from {FASTER:.2f}× up"
         text = text if tried else "no alternative was tried: the machine is busy, and time ran out"
@@ -214,8 +216,9 @@ class Search:
         options = {name: values for name, values in options.items() if values and name not in self.fixed}
         changes = dict[str, dict[str, Any]]({"": {}})
         for row in itertools.product(*options.values()):
-            settings = zip(options, row, strict=True)
-            change = {name: value for name, value in settings if value != getattr(self.plan, name)}
+            change = {
+                name: value for name, value in zip(options, row, strict=True) if value != getattr(self.plan, name)
+            }
             changes[", ".join(WORDS.get(value, str(value)) for value in change.values())] = change
         return changes
 
@@ -225,7 +228,8 @@ class Search:
         costs, whys, steppers = dict[str, float](), dict[str, str](), dict[str, Stepper]()
         with self.until("precision") as clock:
             for name, change in changes.items():
-                made = attempt(partial(self.stepper, self.plan.replace(**change), clock), FEW_STEPS)
+                feed = next((each.feed for each in steppers.values()), None)  # on a GPU one pack for all
+                made = attempt(partial(self.stepper, self.plan.replace(**change), clock, feed), FEW_STEPS)
                 if isinstance(made, str):
                     whys[name] = made
                     continue
@@ -311,12 +315,9 @@ class Search:
         few = more_epochs(self.pack.card, batch, epoch_s)
         if few and "epochs" not in self.fixed and not has_recipe(self.task, "epochs"):
             self.take({"epochs": few})
-        share = self.evaluation_s * self.pack.splits["val"] / epoch_s
-        if (
-            share
-            and self.task.PLAN.eval_every == 1
-            and (seldom := evaluations(self.pack.card, self.plan.epochs, share))
-        ):
+        share = self.evaluation_s * min(self.pack.splits["val"], self.plan.eval_samples or math.inf) / epoch_s
+        often = share and self.task.PLAN.eval_every == 1
+        if often and (seldom := evaluations(self.pack.card, self.plan.epochs, share)):
             self.take({"eval_every": seldom})
         recipe = "lr" in self.fixed or has_recipe(self.task, "lr")
         trial = lr_trial(self.task, self.pack, self.plan, epoch_s / batches_in(samples, batch), recipe)

@@ -119,7 +119,7 @@ class Finder:
             elif left < 2 * (LOOKS + 3) * now / best:
                 ended = LATE
             elif now == cap:
-                ended = f"{cap:,} samples are all that the train split has, or that were requested"
+                ended = f"{cap:,} samples are the most that were to be tried"
             now = min(2 * now, cap)
         return [self.rows[key] for key in sorted(self.rows)], ended
 
@@ -208,6 +208,7 @@ def lr_sweep(task: TaskLike, pack: Pack, plan: Plan, lrs: Sequence[float] = (), 
     The caller's model, random state and GPU memory are unchanged. Raises TrainError for an impossible lr, or if
     training cannot start.
     """
+    lrs = [*map(float, lrs)]
     if wrong := [lr for lr in lrs if not 0 < lr < math.inf]:
         raise TrainError(f"lr_sweep: every lr must be greater than 0 and finite, got {wrong[0]!r}")
     with work("trying learning rates"):
@@ -233,11 +234,15 @@ def lr_trial(
         return LrTrial(plan.lr, None, f"no trial of other learning rates: {need}, and a trial may take {seconds:.0f} s")
     most = int(seconds / (max(step_s, 1e-9) * (count if lrs else count + MORE)))
     steps, losses = max(LEAST_STEPS, min(most, planned)), Losses()
+    peaks = set[float]()
     with untouched(device), Deadline(seconds) as clock:
         feed, validation = open_feed(pack, plan, device), scoring_batches(pack, plan, steps)
         for lr in values(losses, plan.lr, lrs):
             made = plan.replace(**EAGER, ema=None, lr=lr, min_lr=min(plan.min_lr, lr))
             stepper = Stepper(task, pack, made, device, feed, clock, learning=True)
+            peaks.add(round_lr(lr * stepper.state.optimizer.param_groups[0]["lr_scale"]))
+            if len(peaks) <= bool(losses):
+                return LrTrial(plan.lr, None, "no trial of other learning rates: the optimizer has an lr of its own")
             losses[lr] = score(stepper, steps, validation)
             stepper.batches.close()
     took = seconds - clock.left()
@@ -287,10 +292,10 @@ def score(stepper: Stepper, steps: int, validation: list[np.ndarray]) -> np.ndar
     training = list[torch.Tensor]()
     for step in range(1, steps + 1):
         loss, count = stepper.step(next(stepper.batches))
-        training.append(loss / torch.as_tensor(count).clamp(min=1))
+        training.append(loss / (count + (count == 0)))
         if step % OFTEN == 0 and not math.isfinite(float(loss)):
             return None
-    losses = torch.stack(training[-max(1, int(TAIL * steps)) :]).double().cpu().numpy()
+    losses = torch.stack(training[-max(1, int(TAIL * steps)) :]).cpu().double().numpy()
     if validation and np.isfinite(losses).all():
         batches = (raw for raw in stepper.feed(validation) if stepper.clock() >= 0)  # a Deadline ends here too
         losses = evaluation.losses(stepper.task, stepper.state.model, batches, stepper.plan, stepper.device)

@@ -118,7 +118,8 @@ class Gpus(show.Table, list[Gpu]):
 def gpus() -> Gpus:
     """Return every NVIDIA GPU of this machine with its current state; never raises."""
     made, why, processor = Gpus(), "the driver lists no GPU", f"{cpu_name()}, {show.plural(cores(), 'core')}"
-    processor += f"; RAM: {show.size(room(torch.device('cpu')) or 0)} free"
+    if free := room(torch.device("cpu")):
+        processor += f"; RAM: {show.size(free)} free"
     with suppress(OSError):
         processor += f"; disk: {show.size(disk.free_bytes(cache()))} free for {cache()}"
     try:

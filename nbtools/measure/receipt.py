@@ -29,7 +29,7 @@ GROUPS = {
 BASELINE, ALL, OTHERS, GUIDE = "baseline", "this run", "+ other settings", "guide's optimised"
 SILENT = (
     *("epochs", "lr", "lr_rule", "schedule", "warmup_epochs", "min_lr", "weight_decay", "betas", "eps"),
-    *("eval_every", "early_stop", "patience", "seed"),
+    *("eval_every", "eval_samples", "early_stop", "patience", "seed"),
 )
 """Settings that make no step faster or slower."""
 

@@ -184,10 +184,12 @@ class Stepper:
         return self
 
     def device_s(self) -> float:
-        """Return the seconds that the device works for a step: on CUDA by a trace, elsewhere the fastest step's."""
-        if self.device.type != "cuda":
+        """Return the seconds that the device works for a step: on CUDA by a trace, on a CPU the fastest step's."""
+        if self.device.type == "cpu":
             return min(turn.host_s for turn in self.turns)
-        return sum(trace(self).values()) or median(turn.seconds / turn.steps for turn in self.turns)
+        return (self.device.type == "cuda" and sum(trace(self).values())) or median(
+            turn.seconds / turn.steps for turn in self.turns
+        )
 
     def timing(self) -> Timing:
         """Return what its turns showed, with the micro-batch that fits into memory."""

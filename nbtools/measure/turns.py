@@ -16,7 +16,7 @@ from nbtools.data import Pack, Padding, Raw, Resident, gather, on, tick
 from nbtools.errors import NbtoolsError
 from nbtools.measure.timing import WARMING, Clock, Stepper, Timing, typical, untouched, wall
 from nbtools.show import percent, shown
-from nbtools.train import Plan, TaskLike, gradients
+from nbtools.train import Plan, TaskLike, gradients, meter
 from nbtools.train import device as devices
 
 ROUNDS, LEAST_ROUNDS = 12, 3  # of turns
@@ -146,13 +146,15 @@ def without_dropout(stepper: Stepper) -> Stepper:
 
 def differentiate(stepper: Stepper, batches: Sequence[Raw]) -> tuple[float, Tensor]:
     """Return (mean loss, scaled gradient) of batches, the same random numbers drawn each time."""
-    loss, parts, state = 0.0, list[Tensor](), stepper.state
+    loss, parts, state, device = 0.0, list[Tensor](), stepper.state, stepper.device
     state.restore_rng()
     for raw in batches:
         stepper.clock()
         total, count = gradients(state, raw, len(raw["id"]))
-        loss += float(total) / max(float(count), 1) / len(batches)
-        parts.append(torch.cat([p.grad.double().flatten() for p in state.parameters if p.grad is not None]))
+        loss += float(total) / (float(count) or 1) / len(batches)
+        parts.append(
+            torch.cat([p.grad.to(meter.sum_dtype(device)).flatten() for p in state.parameters if p.grad is not None])
+        )
     return loss, torch.stack(parts).sum(0)
 
 

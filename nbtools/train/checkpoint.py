@@ -128,7 +128,8 @@ def read(folder: Path, name: str) -> Checkpoint:
     """Read one checkpoint. Raises CheckpointError if it is missing or damaged."""
     path = folder / f"{name}.safetensors"
     try:
-        facts, data = disk.from_json(path.with_suffix(".json").read_text()), retry(path.read_bytes, path)
+        facts = disk.from_json(retry(path.with_suffix(".json").read_text, path))
+        data = retry(path.read_bytes, path)
         if hashlib.sha256(data).hexdigest() != facts["sha256"]:
             raise ValueError("its hash differs from the one recorded")
         return Checkpoint(name, load_tensors(data), facts)
@@ -141,7 +142,10 @@ def newest(folder: Path, last: str | None = None) -> Checkpoint:
     damage: list[str] = []
     for name in names(folder, last or read_index(folder).get("last")):
         try:
-            return replace(read(folder, name), complaints=tuple(f"{each}; {name} is used instead" for each in damage))
+            return replace(
+                read(folder, name),
+                complaints=tuple(f"{each.partition('; ')[0]}; {name} is used instead" for each in damage),
+            )
         except CheckpointError as error:
             damage.append(str(error))
     fix = "no intact checkpoint; move this folder away to resume from its kept copy (keep=), or name another folder"

@@ -97,6 +97,9 @@ def inside(values: Tensor, lengths: Tensor) -> Tensor:
 def strengths(names: Collection[str] | Mapping[str, float]) -> dict[str, float]:
     """Return name → strength. Raises TrainError for an unknown name or a negative strength."""
     names = (names,) if isinstance(names, str) else names
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        rule = f"augment must be names of {', '.join(STRENGTHS)}, or name → strength, got {type(names).__name__}"
+        raise TrainError(f"{rule}; transforms go into the Dataset, with nb.pack(…, store=False)")
     given = dict(names) if isinstance(names, Mapping) else {name: STRENGTHS.get(name, 0.0) for name in names}
     for name, strength in given.items():
         require_known("augment has no", name, STRENGTHS, TrainError)
@@ -113,8 +116,9 @@ def require_augmentable(card: Card, names: Any) -> None:
         raise TrainError(f"augment: {min(wanted)} needs images, but the inputs are {there}; leave it out")
     for name, column in card.columns.items():
         axes = len(column.shape) + (column.kind == "ragged" and name == TARGET)  # maps (H, W), and lists of boxes
-        left = (wanted & {"crop", "flip"}) - ({"flip"} if name in card.options.get("points", {}) else set())
-        if left and axes >= 2 and name not in images:
+        marked = name in card.options.get("points", {})  # which move with a flip
+        left = wanted & ({"crop"} if marked else {"crop", "flip"})
+        if left and (marked or axes >= 2) and name not in images:
             rule = f"augment: {min(left)} would leave {'the target' if name == TARGET else name} ({column}) as it is"
             raise TrainError(f"{rule}; augment both in your task's `batch`")
 

@@ -191,6 +191,7 @@ def find_scale(scaler: torch.amp.GradScaler, parameters: Sequence[Tensor], diffe
         if bool(torch.isfinite(torch.stack(norms)).all()):
             return result
         scaler.update(scaler.get_scale() / 2)
+    scaler.update(scaler.get_scale() * 2**16)  # no scale helps: a sample is not finite
     return differentiate()
 
 

@@ -82,7 +82,7 @@ def scores(
 def losses(task: TaskLike, model: nn.Module, raws: Iterable[Batch], plan: Plan, device: torch.device) -> np.ndarray:
     """Return the loss of each raw batch, (n,) float64, NaN as infinity."""
     pairs = [scores(as_task(task), model, raw, plan, device, metrics=())["loss"] for raw in raws]
-    return np.nan_to_num(np.array([float(total / max(float(count), 1.0)) for total, count in pairs]), nan=np.inf)
+    return np.nan_to_num(np.array([float(total / (float(count) or 1.0)) for total, count in pairs]), nan=np.inf)
 
 
 def score_split(
@@ -173,5 +173,4 @@ def is_normalised(task: Any, outputs: Any) -> bool:
 def check_batch(task: Any, outputs: Any, batch: Any, plan: Any) -> None:
     """Raise an error where loss or metrics do not take these outputs, or the loss returns what cannot be added up."""
     as_sum(task.loss(lambda *_, **__: outputs, batch, plan), 1)
-    if task.card is not None:
-        score_batch(task.metrics, outputs, batch, task.card)
+    score_batch(task.metrics, outputs, batch, task.card)

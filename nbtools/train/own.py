@@ -69,6 +69,9 @@ class classify(Task):
         if loss is not None and (isinstance(loss, type) or not callable(loss)):
             rule = "loss must be a function of (outputs, y), or a module such as nn.CrossEntropyLoss()"
             raise TrainError(f"{rule}, got {loss!r}; leave it out for the default")
+        if self.kind == "classes" and is_of(loss, (nn.BCELoss, F.binary_cross_entropy)):
+            rule = "loss takes probabilities, but metrics and answers take logits"
+            raise TrainError(f"{rule}; leave out this loss, and the sigmoid at the network's end")
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             rule = f"loss {type(loss).__name__} has parameters, which would not be trained"
             raise TrainError(f"{rule}; write a Task whose model holds them")

@@ -254,7 +254,7 @@ def lr_at(plan: Plan, progress: float, drops: int = 0, own: Callable[[float], fl
     """Return lr at a point of the run, in epochs: linear warmup, then the schedule; drops: of a plateau, so far. own: a
     task's schedule in place of both, the factor on lr at 0…1 of the run. Pure, so that a resume needs no memory."""
     if own is not None:
-        return plan.lr * own(min(1.0, progress / plan.epochs))
+        return plan.lr * float(own(min(1.0, progress / plan.epochs)))
     if progress < plan.warmup_epochs:
         return plan.lr * progress / plan.warmup_epochs
     if plan.schedule == "constant":

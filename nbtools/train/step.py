@@ -119,7 +119,7 @@ def gradients(state: TrainState, raw: Batch, size: int) -> Sums:
         if own:
             loss_sum, count = loss_sum + part_sum, count + part_count
     loss_sum, count = ranks.total(loss_sum, count)
-    factor = size / at_least_one(count)
+    factor = size / denominator_of(count)
     if isinstance(factor, Tensor) or factor != 1:
         kept = [p.grad for p in state.parameters if p.grad is not None]
         torch._foreach_mul_(kept, factor)  # pyright: ignore[reportPrivateImportUsage]
@@ -135,7 +135,7 @@ def backward(state: TrainState, raw: Batch, denominator: float | None) -> Sums:
         batch = {**batch, **{k: v.contiguous(memory_format=torch.channels_last) for k, v in images.items()}}
     with autocast(plan, state.device):
         loss_sum, count = as_sum(task.loss(state.network, batch, plan), len(raw["id"]))
-    loss = loss_sum / at_least_one(denominator or count)
+    loss = loss_sum / denominator_of(denominator or count)
     (loss if scaler is None else scaler.scale(loss)).backward()
     return loss_sum.detach(), count
 
@@ -186,9 +186,9 @@ def tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def at_least_one(count: Tensor | float) -> Tensor | float:
-    """Return a denominator: a batch in which nothing counts has loss 0, not NaN."""
-    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+def denominator_of(count: Tensor | float) -> Tensor | float:
+    """Return what to divide a sum by: a batch in which nothing counts has loss 0, not NaN."""
+    return count + (count == 0)
 
 
 def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
@@ -257,7 +257,7 @@ def leave_out(state: TrainState, raw: Batch, size: int, buffers: list[Tensor], l
     named = f" (sample ids {', '.join(map(str, ids[:16]))}{' …' if len(ids) > 16 else ''})" if ids else ""
     what = f"step {state.step + 1} skipped: {name} is not finite{named}"
     state.events.append(what)
-    state.recovery.skipped += 1
+    state.recovery.skipped, state.unscaled = state.recovery.skipped + 1, True
     if state.recovery.skipped > MAX_SKIPPED:
         message = f"more than {MAX_SKIPPED} steps had to be skipped, the last: {what}"
         raise Diverged(message + "; check these samples" * bool(ids), (state.step, state.step))

@@ -3,8 +3,9 @@
 #
 # {badge}
 #
-# Trains your own network on your own data: images in one folder per class, any PyTorch Dataset, or a table. All that
-# the other notebooks have comes with it: the plan with reasons, the panel, the live picture, the receipt, exact resume.
+# Trains your own network on your own data: images in one folder per class, any PyTorch Dataset, or a table. You get
+# everything that the other notebooks have: the plan with reasons, the panel, the live picture, the receipt, exact
+# resume.
 #
 # **GPU:** none needed for the generated pictures. **Measured:** 1 min 52 s on
 # two cores of an AMD EPYC (a cloud machine, no GPU, with other work beside it), installation aside.
@@ -113,6 +114,7 @@ advice
 
 # %%
 panel = nb.Panel(advice)
+panel.put(panel.plan.replace(epochs=panel.plan.epochs if DATA else EPOCHS))
 panel
 
 # %% [markdown]
@@ -120,7 +122,6 @@ panel
 # The panel acts on the run. Run the cell again after *Stop*, or in tomorrow's session: it resumes where it stopped.
 
 # %%
-panel.put(panel.plan.replace(epochs=EPOCHS))
 run = nb.fit(task, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE)
 
 # %% [markdown]
@@ -159,7 +160,7 @@ run.export("own.safetensors")
 # %% [markdown]
 # ## A table
 # The same for a DataFrame: numbers in, a number out. This one is a formula with noise; yours is
-# `pd.read_csv(nb.stage("drive:flats.csv"))`.
+# `pd.read_csv(nb.stage("drive:flats.zip") / "flats.csv")`.
 
 # %%
 import numpy as np

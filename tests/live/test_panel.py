@@ -96,7 +96,7 @@ def test_a_field_sets_its_setting(name, text, value):
     made = panel(clip_norm=2.0)
     made.fields[name].value = text
     assert getattr(made.plan, name) == value
-    assert f"Other than advised: {name}" in words(made)
+    assert f"Changed from the advice: {name}" in words(made)
 
 
 @pytest.mark.parametrize(

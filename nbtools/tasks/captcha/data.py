@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 from PIL import Image
@@ -19,7 +20,7 @@ from nbtools.errors import PackError
 from nbtools.show import size_text
 from nbtools.tasks.captcha.networks import STRIDE
 from nbtools.tasks.common.ctc import needed_steps
-from nbtools.tasks.common.files import Refused, Row, characters, decode_image, require, split_of, walk
+from nbtools.tasks.common.files import Refused, Row, characters, decode_image, require, split_of, walk, whole
 
 CASES = {"keep": str, "lower": str.lower, "upper": str.upper}
 SURVEYED = 300  # files that are looked at to choose the layout
@@ -61,7 +62,10 @@ def pack(
         {
             "layout must be auto, fixed or lines": (layout in ("auto", "fixed", "lines"), layout),
             "case must be keep, lower or upper": (case in CASES, case),
-            "height must be at least 16 pixels": (height >= 16, height),  # the network halves it three times
+            "height must be a whole number of pixels, 16 or more": (
+                whole(height, 16),
+                height,
+            ),  # the network halves it three times
         }
     )
     alphabet = None if classes is None else "".join(characters(classes))
@@ -79,7 +83,7 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
     """Return the files whose names hold a text that can be learned, and the layout that most of them have."""
     pattern, fold = pattern_of(options["label"]), CASES[options["case"]]
     matches = {name: pattern.match(PurePosixPath(name).stem) for name in walk(folder)}
-    texts = {name: fold(match[1] or "") if match else "" for name, match in matches.items()}
+    texts = {name: normalize("NFC", fold(match[1] or "")) if match else "" for name, match in matches.items()}
     layout = layout_of(folder, texts, options["layout"], options["height"])
     options = {name: options[name] for name in ("label", "case", "classes")} | layout
     bad = {name: row for name, text in texts.items() if (row := problem(name, text, options))}
@@ -108,9 +112,12 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
 def pattern_of(label: str) -> re.Pattern[str]:
     """Return the pattern whose first group is the text of a name."""
     try:
-        return re.compile(label if "(" in label else f"(.*?){re.escape(label) or '$'}")
+        if (pattern := re.compile(label if "(" in label else f"(.*?){re.escape(label) or '$'}")).groups:
+            return pattern
+        why = "it has no group"
     except re.error as error:
-        raise PackError(f"label must be text, or a regular expression with a group, got {label!r}: {error}") from None
+        why = str(error)
+    raise PackError(f"label must be text, or a regular expression with a group, got {label!r}: {why}")
 
 
 def layout_of(folder: Path, texts: Mapping[str, str], layout: str, height: int) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def canvas(size: tuple[int, int]):
     try:
         from captcha.image import ImageCaptcha
     except ImportError:
-        fix = "pip install captcha, or nbtools[captcha]. Images of your own need no extra package"
+        fix = "pip install captcha, or the extra captcha. Images of your own need no extra package"
         raise MissingExtra(f"demo captchas need the package captcha: {fix}") from None
     height, width = size
     return ImageCaptcha(width, height, font_sizes=tuple(round(s * height / 60) for s in (42, 50, 56)))

@@ -32,6 +32,8 @@ def loss(outputs: Outputs, labels: Tensor, lengths: Tensor, reduction: str = "su
     """
     logits, steps = outputs
     device = logits.device.type
+    if device == "mps":  # for which torch has no kernel
+        return loss((logits.cpu(), steps.cpu()), labels.cpu(), lengths.cpu(), reduction).to(logits.device)
     if device == "cuda" and labels.shape[1] <= MOST_LABELS and cudnn_agrees(logits.device):
         each = cudnn_losses(logits, labels, steps, lengths)
         return each if reduction == "none" else each.sum()

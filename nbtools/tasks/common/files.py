@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from PIL import Image
 
 from nbtools import disk, show
-from nbtools.data import SLOW, Pack, bar, open_image, side_by_side
+from nbtools.data import SLOW, Pack, bar, open_image, side_by_side, split_word
 from nbtools.errors import PackError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)  # Pillow on damaged files
 HIDDEN = re.compile(r"(^|/)(\.|__MACOSX/)")  # what systems leave behind: .DS_Store, ._name.png, __MACOSX
-SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|(val)(?:id|idation)?|(test)(?:ing)?)(?![a-z])", re.I)
 DEMO = ".nbtools-demo"  # names of the files that a demo wrote; hidden, so that packing skips it
 
 ERROR, WARNING = "error", "warning"  # what a pack leaves out, and what stays
@@ -49,12 +48,6 @@ def walk(folder: Path) -> list[str]:
 def split_of(name: str) -> str | None:
     """Return the split that the nearest folder (or archive) on a path names: HWDB2.0Train, valid, test_1; or None."""
     return next(filter(None, map(split_word, reversed(name.split("/")[:-1]))), None)
-
-
-def split_word(text: str) -> str | None:
-    """Return train, val or test if a text has it as a separate word, also as training, valid, validation or testing."""
-    match = SPLIT.search(text)
-    return next(word.lower() for word in match.groups() if word) if match else None
 
 
 def decode_image(source: Path | bytes, mode: str = "", side: int = 0) -> Image.Image:
@@ -201,7 +194,7 @@ def write_demo(folder: str | Path, files: Iterable[File], suffixes: tuple[str, .
     suffixes: of what a reader of the folder would take for data. Raises PackError if the folder has such files and no
     demo wrote it, or a foreign file has a name that is needed; DiskError.
     """
-    folder, files = Path(folder), [*files]
+    folder, files = Path(folder).expanduser(), [*files]
     names, listed = [name for name, _ in files], folder / DEMO
     with disk.explained("writing demo data", folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ def text_metrics(predicted: Sequence[Sequence], target: Sequence[Sequence]) -> d
     try:
         from rapidfuzz.distance.Levenshtein import editops
     except ImportError:
-        fix = "pip install rapidfuzz, or nbtools[text]"
+        fix = "pip install rapidfuzz, or the extra text"
         raise MissingExtra(f"edit distances (cer, ar, cr) need the package rapidfuzz: {fix}") from None
     edits = [editops(truth, guess) for guess, truth in zip(predicted, target, strict=True)]
     count, wrong = sum(map(len, target)), sum(map(len, edits))

@@ -58,7 +58,7 @@ TIERS = ((40, 128), (24, 96), (1, 64), (0, 32))
 saves 0.88 GiB of activations, and they grow with the square of the height. Not tested on a GPU."""
 WIDEST = 100  # times as wide as high; lines of HWDB reach 20
 FEW = 3  # writers: one for each split
-WRITER = re.compile(r"(?:.*/)?(\d+)-P\d+[^/]*#")  # in the name of a page's line
+WRITER = re.compile(r"(?:.*/)?(\d+)-P\d+")  # in the name of a page's line, or of its image
 
 
 def pack(

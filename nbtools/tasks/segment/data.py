@@ -10,14 +10,15 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
-from nbtools.errors import PackError
+from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, say, side_by_side, stage
+from nbtools.errors import MissingExtra, PackError
 from nbtools.show import plural, size_text
 from nbtools.tasks.common.files import (
     DAMAGED,
@@ -64,8 +65,8 @@ def pack(
     """Return the pack of images with labels, from a folder, archive or link. A second call opens the finished pack, and
     interrupted packing resumes. Needs scipy for the distances to the class boundary.
 
-    size: (height, width) or one side, in pixels; by default the images' own if they have one size, else 384 × 384.
-    Others are scaled to fit inside; the rest is 0, and ignored.
+    size: (height, width) or one side, in pixels; by default the images' own if they have one size of at most 2
+    million pixels, else 384 × 384, which is said. Others are scaled to fit inside; the rest is 0, and ignored.
     channels: 3 (transparency lies on white) or 4 (RGBA). classes: names, in order of their ids from 0; or a mapping
     id → name; or a file as classes.txt; by default that file of the source, else the labels of CVAT's file, else the
     ids in the masks. ignore: ids or names to leave out, besides 255, which is left out unless `classes` names it.
@@ -113,7 +114,10 @@ def parse_classes(classes: Given) -> list[tuple[int, str]]:
     """Return (id, name) of names, of a mapping, or of a file."""
     if isinstance(classes, str | Path):
         return read_classes(Path(classes).expanduser())
-    return [(int(i), name) for i, name in (classes.items() if isinstance(classes, Mapping) else enumerate(classes))]
+    pairs = [*classes.items()] if isinstance(classes, Mapping) else [*enumerate(classes)] if np.ndim(classes) else []
+    if not pairs or not all(isinstance(name, str) and np.ndim(i) == 0 and not isinstance(i, str) for i, name in pairs):
+        raise PackError(f"classes must be names in the order of their ids, or id → name, got {classes!r}")
+    return [(int(i), name) for i, name in pairs]
 
 
 def read_classes(path: Path) -> list[tuple[int, str]]:
@@ -132,7 +136,7 @@ def is_class(cells: list[str]) -> bool:
 
 def class_options(classes: Sequence[tuple[int, str]], ignore: Sequence[int | str]) -> dict[str, Any]:
     """Return as a pack's options names and ids of the classes, and [id, name] of what is ignored."""
-    for what, values in zip(("id", "name"), zip(*classes, strict=True), strict=True):
+    for what, values in zip(("id", "name"), zip(*classes, strict=True), strict=False):
         if twice := [value for value, times in Counter(values).items() if times > 1]:
             raise PackError(f"classes: each {what} must be used only once, got {twice[0]!r} twice; rename one")
     ids, names = {name: i for i, name in classes}, dict(classes)
@@ -156,8 +160,14 @@ def survey_of(source: Source, asked: Options) -> Survey:
         own = {one for one in side_by_side(lambda name: header_size(source.folder / name), items) if one}
         [one, *others] = own or [MIXED]
         size = list(MIXED if others or min(one) < LEAST or one[0] * one[1] > LARGEST else one)
+        if size != list(one):
+            say(f"images are scaled to {size_text(*size)}; size= chooses another")
     options = {"size": size, "channels": asked["channels"]}
     options |= class_options(asked["classes"] or classes_of(source), asked["ignore"])
+    named = {name.casefold() for name in (*options["names"], *(name for _, name in options["ignored"]))}
+    if any(item.drawing for item in items.values()) and named.isdisjoint(BACKGROUND):
+        why = "classes must name what no shape covers: add 'background'"
+        raise PackError(f"{why}, got {', '.join(options['names'])}; ignore='background' leaves it out")
     return Survey([Entry(item.name, split=item.split) for item in items.values()], options["names"], options, bad=bad)
 
 
@@ -169,7 +179,8 @@ def classes_of(source: Source) -> list[tuple[int, str]]:
         own = [label for label in source.labels if label.casefold() in BACKGROUND][:1]
         return [*enumerate([*(own or BACKGROUND[:1]), *(label for label in source.labels if label not in own)])]
     masks = {source.folder / item.label for item in source.items.values()}
-    return [(i, f"class {i}") for i in sorted(set().union(*side_by_side(ids_in, masks)) - {IGNORE})]
+    seen = {*chain(*side_by_side(ids_in, masks))} or {*read_ids(min(masks)).flat}  # which says why there is none
+    return [(int(i), f"class {i}") for i in sorted(seen - {IGNORE})]
 
 
 def read(path: Path, options: Options) -> Sample:
@@ -195,7 +206,7 @@ def read_item(folder: Path, item: Item, options: Options) -> tuple[np.ndarray, n
         else:
             require_size(item.drawing.size or size, size)
             indices = {name: IGNORE for _, name in options["ignored"]} | {n: k for k, n in enumerate(options["names"])}
-            background = next((k for name, k in indices.items() if name.casefold() in BACKGROUND), IGNORE)
+            background = next((k for name, k in indices.items() if name.casefold() in BACKGROUND))
             label = cvat.draw(item.drawing, size, (bottom - top, right - left), indices, background)
     except Refused as refusal:
         value, rule, fix = refusal.args
@@ -275,8 +286,10 @@ def read_ids(path: Path) -> np.ndarray:
 def distance_map(label: np.ndarray) -> np.ndarray:
     """Return (H, W) uint8 of a label (H, W) uint8: eighths of a pixel from each pixel's centre to that of the nearest
     boundary pixel, which has 0 itself; at most 255. Ignored pixels make no boundary."""
-    from scipy.ndimage import distance_transform_edt
-
+    try:
+        from scipy.ndimage import distance_transform_edt
+    except ImportError:
+        raise MissingExtra("distances to boundaries need scipy: pip install scipy, or the extra segment") from None
     valid, edge = label != IGNORE, np.zeros(label.shape, bool)
     for one, other in ((np.s_[1:], np.s_[:-1]), (np.s_[:, 1:], np.s_[:, :-1])):
         differ = (label[one] != label[other]) & valid[one] & valid[other]
@@ -284,8 +297,7 @@ def distance_map(label: np.ndarray) -> np.ndarray:
         edge[other] |= differ
     if not edge.any():
         return np.full(label.shape, FAR, np.uint8)
-    distance: np.ndarray = distance_transform_edt(~edge)  # pyright: ignore[reportAssignmentType]
-    return np.minimum(np.rint(distance * PER_PIXEL), FAR).astype(np.uint8)
+    return np.minimum(np.rint(np.asarray(distance_transform_edt(~edge)) * PER_PIXEL), FAR).astype(np.uint8)
 
 
 def validate(

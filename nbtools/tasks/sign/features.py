@@ -162,7 +162,7 @@ def inception(weights: str | None) -> nn.Module:
     try:
         from torchvision import models  # pyright: ignore[reportMissingImports]
     except (ImportError, RuntimeError, AttributeError, OSError) as error:  # all seen with a build that does not fit
-        fix = "install nbtools[features], or next to a CPU build of torch, the torchvision of the same index"
+        fix = "install the extra features, or next to a CPU build of torch, the torchvision of the same index"
         raise MissingExtra(
             f"features of frames need torchvision, which does not import here ({error}); {fix}"
         ) from error

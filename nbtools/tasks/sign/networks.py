@@ -16,7 +16,7 @@ from nbtools.train import Batch, again
 
 Outputs = tuple[Tensor, Tensor]
 
-POSITIONS = 300  # frames in the Transformer's position table, the guide's
+POSITIONS = 3000  # frames in the Transformer's position table, of which the guide's 300 are the first
 HEADS = 8
 UNITS = (16, 12)  # of the GRU's two layers
 

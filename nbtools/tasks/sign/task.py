@@ -161,7 +161,8 @@ def part(pack: Pack, plan: Plan) -> Pack:
     if made.columns.keys() == pack.columns.keys():
         return made
     unread = "feature_key" if "x" in reads else "kp_key"
-    return replace(made, card=replace(made.card, options={**made.options, unread: None}))
+    made = replace(made, card=replace(made.card, options={**made.options, unread: None}))
+    return replace(made, raw=made.raw and replace(made.raw, pack=made))  # else its workers would read both columns
 
 
 def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:

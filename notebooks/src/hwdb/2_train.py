@@ -68,7 +68,7 @@ advice
 
 # %%
 panel = nb.Panel(advice)
-panel.put(panel.plan.replace(**CHANGES))
+panel.put(panel.plan.turn(**CHANGES))
 panel
 
 # %% [markdown]

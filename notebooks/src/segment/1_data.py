@@ -54,7 +54,7 @@ folder = nb.stage(RAW)
 # with a warning stays in. The same in a terminal: `python -m nbtools validate segment FOLDER`.
 
 # %%
-nb.validate(segment, folder, **OPTIONS)
+nb.validate(segment, folder, **{name: OPTIONS[name] for name in OPTIONS if name not in ("val", "test")})
 
 # %% [markdown]
 # ## Pack

@@ -70,7 +70,7 @@ advice
 
 # %%
 panel = nb.Panel(advice)
-panel.put(panel.plan.replace(epochs=round(MORE * panel.plan.epochs)).replace(**CHANGES))
+panel.put(panel.plan.replace(epochs=round(MORE * panel.plan.epochs)).turn(**CHANGES))
 panel
 
 # %% [markdown]
@@ -91,7 +91,7 @@ run = nb.fit(sign, pack, panel, **places, receipt=MEASURE, release_gpu=RELEASE_G
 # %%
 runs = [run]
 if both:
-    plan = sign.with_network(panel.plan, pack, "gru").replace(**CHANGES)
+    plan = sign.with_network(panel.plan, pack, "gru").turn(**CHANGES)
     places = {"run": f"{RUNS}/sign-gru", "keep": KEEP and f"{KEEP}/sign-gru"}
     runs.append(nb.fit(sign, pack, plan, **places, receipt=False, release_gpu=RELEASE_GPU))
 else:
