@@ -94,7 +94,7 @@ def place_to_keep(where: str | Path) -> Path | None:
     sentence, if access to Drive was declined."""
     try:
         with disk.explained(f"creating the folder of {where}", Path(where)):
-            place = local(str(where)) if str(where).startswith("drive:") else Path(where).expanduser()
+            place = local(str(where))
             retry(lambda: place.parent.mkdir(parents=True, exist_ok=True), place)
             return place
     except DriveRefused as refusal:
@@ -230,13 +230,12 @@ def fetch_all(files: Mapping[str, File], folder: Path, part: Path, name: str, pr
         for path, file in todo.items():
             try:
                 fetch(file, part, shown.update)
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                disk.rename(part, folder / path)
             except OSError as error:
                 if error.errno != errno.EOPNOTSUPP:  # of what Drive lists and cannot read
                     raise
                 say(f"{path}: a Google document, left out")
-                continue
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            disk.rename(part, folder / path)
 
 
 def fetch(remote: File, part: Path, progress: Callable[[int], object]) -> None:
@@ -247,9 +246,8 @@ def fetch(remote: File, part: Path, progress: Callable[[int], object]) -> None:
         progress(file.seek(0, os.SEEK_END))
 
         def append() -> None:
-            if file.tell() == remote.size:  # a server refuses a range behind the end
-                return
-            for data in remote.pieces(file.tell()):
+            whole = 0 < file.tell() == remote.size  # a server refuses a range behind the end
+            for data in () if whole else remote.pieces(file.tell()):
                 disk.write(file, data)
                 progress(len(data))
             if remote.size not in (None, file.tell()):
@@ -287,8 +285,7 @@ def probe(url: str) -> File:
     try:
         return retry(announced, Path(url))
     except OSError as error:
-        reason = f"{url}: cannot be downloaded: {error.strerror}"
-        raise StageError(f"{reason}. Check the address and the network.") from None
+        raise StageError(f"{url}: cannot be downloaded: {error.strerror}. Check the address and the network.") from None
 
 
 def read_headers(response: http.client.HTTPResponse) -> tuple[str, int | None]:
