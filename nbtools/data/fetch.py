@@ -194,6 +194,7 @@ class File:
     def pieces(self, start: int) -> Iterator[bytes]:
         """Yield the bytes from `start` on, also of a server that begins anew. Raises OSError where it stops responding;
         StageError if the file has changed."""
+        same = True
         if isinstance(self.place, Path):
             try:
                 with FileIO(self.place) as file:
@@ -204,7 +205,7 @@ class File:
             except FileNotFoundError:  # without its mount nothing is there
                 raise away("no longer there") from None
             same = (stat.st_size, self.version and stat.st_mtime_ns) == (self.size, self.version)
-        else:
+        elif start != self.size:  # a server refuses a range behind the end
             with connect(self.place, start) as response:
                 same = read_headers(response)[0] == self.version
                 skip = 0 if response.headers.get("Content-Range", "").startswith(f"bytes {start}-") else start
@@ -246,8 +247,7 @@ def fetch(remote: File, part: Path, progress: Callable[[int], object]) -> None:
         progress(file.seek(0, os.SEEK_END))
 
         def append() -> None:
-            whole = 0 < file.tell() == remote.size  # a server refuses a range behind the end
-            for data in () if whole else remote.pieces(file.tell()):
+            for data in remote.pieces(file.tell()):
                 disk.write(file, data)
                 progress(len(data))
             if remote.size not in (None, file.tell()):
