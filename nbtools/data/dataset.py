@@ -90,7 +90,7 @@ def pack(
         pack = open_pack(folder, TASK, test, size=options.size, resize=resize)
         return pack.folds(folds, seed) if folds else pack
     shares, val, test = divide(data, train, val, test)
-    items, draw = Items(*open_parts(shares, options, root, groups, progress), options), (val, test, seed)
+    items, draw = Items(*open_parts(shares, options, root, groups, progress), options=options), (val, test, seed)
     if progress and items.resize:
         say_resize(items, items.resize, resize is None)
     pack = make_pack(TASK, {"key": items.key(draw), "source": options.source}, into, items.survey, draw, progress)

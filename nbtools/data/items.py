@@ -107,7 +107,7 @@ class Items:
             with suppress(Exception):
                 first = first if first and not any(map(forms.is_missing, first.values())) else self.item(i)
         self.target = target_of(first, *options.key)
-        points = [options.points] if isinstance(options.points, str | int) else options.points or ()
+        points: Any = [options.points] if isinstance(options.points, str | int) else options.points or ()
         self.marked = [TARGET if name in ("target", options.target, self.target) else name for name in points]
         self.classes = [classes_of(part, self.target) for _, part, _ in parts]
         with suppress(PackError):

@@ -271,7 +271,7 @@ def test_a_kept_pack_is_one_tar_that_opens_without_decoding_and_is_written_anew_
     made.keep(where)
     assert kept.stat().st_ino == before.st_ino
     for words, damage in {
-        "is damaged": data[:9000],
+        "truncated or damaged": data[:9000],
         "not an archive": b"",
         "pack in it cannot be used: .*its SHA-256 differs": data.replace(np.full(3, 9, "f4").tobytes(), bytes(12)),
         "pack in it cannot be used: .* made this pack in format 2,": data.replace(b'"version": 3', b'"version": 2'),
