@@ -27,7 +27,7 @@ from nbtools import disk
 from nbtools.data import splits
 from nbtools.data.fetch import cache, files_in
 from nbtools.data.forms import DAMAGED
-from nbtools.data.pack import FORMAT, MANIFEST, Card, Column, Pack, Sample, class_names, columns_of, is_pack, touch
+from nbtools.data.pack import FORMAT, MANIFEST, Card, Column, Pack, Sample, class_names, columns_of, is_pack
 from nbtools.data.progress import bar, say, side_by_side
 from nbtools.data.stage import digest, lock, stage, unfinished
 from nbtools.errors import PackError
@@ -117,7 +117,6 @@ def build_pack(
 def make_pack(task: str, made: Made, into: str | Path | None, look: Look, draw: Draw, progress: bool) -> Pack:
     """Return the pack of what its key says, files and options: the finished one, or a new one, without its source."""
     target = (Path(into).expanduser() if into is not None else cache() / "packs" / f"{task}-{made['key']}").absolute()
-    touch(target)
     with disk.explained(f"packing {made['source']}", target), lock(target):
         if is_pack(target) and (pack := open_pack(target, task)).manifest.get("key") == made["key"]:
             return pack
@@ -215,20 +214,18 @@ def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> in
             continue
         facts["kept"].append(i)
         facts["classes"] += [str(made.pop(survey.named))] if survey.named else []
-        arrays = {column: np.asarray(array, order="C") for column, array in made.items()}
-        own = dict[str, Any]()
-        for column, array in arrays.items():
+        own = dict[str, Column]()
+        for column, value in made.items():
+            array, ragged = np.asarray(value, order="C"), column in survey.ragged
             rows.setdefault(column, []).append(array)
-            ragged = column in survey.ragged
-            kind, shape = "ragged" if ragged else "fixed", [*array.shape[ragged:]]
-            own[column] = {"kind": kind, "dtype": array.dtype.str, "shape": shape}  # as JSON keeps it
+            own[column] = Column("ragged" if ragged else "fixed", array.dtype.str, array.shape[ragged:])
         facts["columns"] = require_alike(name, own, facts["columns"])
     ragged = [name for name in rows if name in survey.ragged]
     facts["lengths"] = {name: [*map(len, rows[name])] for name in ragged}
     joined: Any = {f"{name}.array": (np.concatenate if name in ragged else np.stack)(rows[name]) for name in rows}
     part = path.with_suffix(".part")
     with open(part, "wb") as file:  # not synced: its checksums tell whether all of it reached the disk
-        np.savez(file, facts=np.array(json.dumps(facts)), **joined)
+        np.savez(file, facts=np.array(json.dumps(facts, default=vars)), **joined)
     os.replace(part, path)
     return len(block)
 
@@ -240,13 +237,13 @@ def is_whole(block: Path) -> bool:
     return False
 
 
-def require_alike(name: str, own: dict[str, Any], first: dict[str, Any] | None) -> dict[str, Any]:
+def require_alike(name: str, own: dict[str, Column], first: dict[str, Column] | None) -> dict[str, Column]:
     """Return the first sample's columns; raise PackError unless another has the same, in any order, of plain dtypes."""
-    for column, dtype in ((column, np.dtype(facts["dtype"])) for column, facts in own.items()):
+    for column, dtype in ((column, np.dtype(one.dtype)) for column, one in own.items()):
         if dtype.kind not in "biuf":
             raise PackError(f"{column}: a pack can hold numbers and booleans only, got {dtype}; store class indices")
     if first is not None and own != first:
-        came, before = (", ".join(f"{name} {c}" for name, c in columns_of(each).items()) for each in (own, first))
+        came, before = (", ".join(f"{name} {c}" for name, c in each.items()) for each in (own, first))
         raise PackError(f"{name}: its columns are {came}; the first sample's are {before}")
     return own if first is None else first
 
@@ -259,8 +256,8 @@ def join(folder: Path, blocks: Sequence[Path], survey: Survey) -> dict[str, Any]
     joined: dict[str, Any] = {key: [one for facts in every for one in facts[key]] for key in ("kept", "classes", "bad")}
     columns = None
     for facts in (facts for facts in every if facts["kept"]):
-        columns = require_alike(survey.entries[facts["kept"][0]].name, facts["columns"], columns)
-    joined["columns"] = columns_of(columns or {})
+        columns = require_alike(survey.entries[facts["kept"][0]].name, columns_of(facts["columns"]), columns)
+    joined["columns"] = columns or {}
     ragged = [name for name, column in joined["columns"].items() if column.kind == "ragged"]
     reserved = {"split", "id", *(f"{name}{end}" for name in ragged for end in (".offsets", "_length"))}
     if taken := sorted(reserved & joined["columns"].keys()):

@@ -90,8 +90,7 @@ def pack(
         pack = open_pack(folder, TASK, test, size=options.size, resize=resize)
         return pack.folds(folds, seed) if folds else pack
     shares, val, test = divide(data, train, val, test)
-    parts, groups = open_parts(shares, options, root, groups, progress)
-    items, draw = Items(parts, options, groups), (val, test, seed)
+    items, draw = Items(*open_parts(shares, options, root, groups, progress), options=options), (val, test, seed)
     if progress and items.resize:
         say_resize(items, items.resize, resize is None)
     pack = make_pack(TASK, {"key": items.key(draw), "source": options.source}, into, items.survey, draw, progress)
@@ -144,21 +143,19 @@ def divide(data: Any, train: Any, val: Any, test: Any) -> tuple[dict[str | None,
 
 def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups: Any, progress: bool) -> Any:
     """Return the parts, and the groups, of a column its values. Raises PackError for what has no items to ask for."""
-    parts, values, roles = list[Part](), [], None
+    parts, values, roles, column = list[Part](), [], None, groups if isinstance(groups, str) else None
     options.source = " + ".join(f"{x}" if isinstance(x, str | Path) else type(x).__name__ for x in given.values())
     for split, data in given.items():
         path, name = isinstance(data, str | Path), f"{split}/{{}} {{}}" if split else "{} {}"
         if is_table(data):
-            named = options.image, options.target, isinstance(groups, str) and groups, *TARGETS
+            named = options.image, options.target, column, *TARGETS
             frame = read_table(data := drive_path(data) if path else data, named)
-            roles = roles or roles_of(
-                frame, options, groups if isinstance(groups, str) else None, progress
-            )  # the first is that of training
+            roles = roles or roles_of(frame, options, column, progress)  # the first is that of training
             folder = stage(root) if root is not None else data.parent if path else Path()
             rows = rows_of(frame, *roles, options, folder)
             files = [f": {file}" for file in frame[options.image]] if options.image else [""] * len(rows)
             parts.append((split, rows, [name.format("row", f"{i}{file}") for i, file in enumerate(files)]))
-            values += frame[groups].tolist() if isinstance(groups, str) and groups in frame else []
+            values += frame[column].tolist() if column in frame else []
             options.key, options.columns = (TARGET if roles[0] else None, None), roles[1]
         elif options.sep is not None:
             raise PackError(f"sep splits texts of a table, got {type(data).__name__}; return a list of labels instead")
@@ -168,7 +165,7 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
         else:
             data = list_items(data)
             parts.append((split, data, [name.format("item", i) for i in range(len(data))]))
-    return parts, values if isinstance(groups, str) else groups
+    return parts, values if column is not None else groups
 
 
 def list_items(data: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Draws: random numbers per sample, independent of the batch, device or order in which the sample comes.
+"""What is random: the order of samples, which follows from (seed, epoch, position), and draws: random numbers per
+sample, independent of the batch, device or order in which it comes.
 
 The n-th number of a sample is a hash of (seed, epoch, sample id, n) in whole-number tensor operations: CPU and GPU give
 the same bits, and augmentation resumes exactly and survives a change of batch size. The hash is PCG's output
@@ -8,13 +9,55 @@ permutation RXS-M-XS 32 (O'Neill 2014) in chained form (Jarzynski & Olano 2020).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+Ids = np.ndarray
+Segments = Sequence[Sequence[int]]  # [(batch size, batches done with it)] since the start of the epoch
+
+MEGABATCH = 32  # batches sorted by length together: about 2.5 % padding in simulated text lines, order still mixed
 STAYING = 512  # small tensors of a kind that stay on a device; a step reads a few dozen, other shapes bring others
+
+
+def batches_left(ids: Ids, lengths: Ids | None, seed: int, epoch: int, segments: Segments) -> list[Ids]:
+    """Return what remains of an epoch: batches of ids in order, after the given position. A change of batch size is a
+    new segment: it regroups what the earlier ones left, so every id still comes exactly once. lengths (same order as
+    ids) groups samples of like length, within megabatches whose batches are then shuffled; None if all are equal."""
+    left = np.random.default_rng([seed, epoch]).permutation(len(ids))
+    batches: list[np.ndarray] = []
+    for k, (batch_size, done) in enumerate(segments):
+        batches = split(left, batch_size if lengths is None else batch_size * MEGABATCH)
+        if lengths is not None:
+            megabatches = (mega[np.argsort(lengths[mega], kind="stable")] for mega in batches)
+            batches = [batch for mega in megabatches for batch in split(mega, batch_size)]
+            rng = np.random.default_rng([seed, epoch, k + 1])  # NumPy takes [seed, epoch, 0] for [seed, epoch]
+            batches = [batches[i] for i in rng.permutation(len(batches))]
+        left = left[~np.isin(left, np.concatenate([left[:0], *batches[:done]]))]
+        batches = batches[done:]
+    return [ids[batch] for batch in batches]
+
+
+def split(order: np.ndarray, size: int) -> list[np.ndarray]:
+    """Cut into batches; a last one of a single sample, which BatchNorm refuses, gets another from the one before."""
+    cuts = list(range(size, len(order), size))
+    if size > 1 and cuts and len(order) - cuts[-1] == 1:
+        cuts[-1:] = [cuts[-1] - 1] if size > 2 else []
+    return np.split(order, cuts) if len(order) else []
+
+
+def batches_in(count: int, batch_size: int) -> int:
+    """Return how many batches an epoch over so many samples has, grouped by length or not: as `split` makes them."""
+    return -(-count // batch_size) - (batch_size == 2 and count > 1 and count % 2)
+
+
+def in_order(ids: np.ndarray, lengths: np.ndarray | None, batch_size: int) -> list[np.ndarray]:
+    """Return every id once, for evaluation: ascending, or by length so that little is padded."""
+    return split(ids if lengths is None else ids[np.argsort(lengths, kind="stable")], batch_size)
 
 
 def mix(x: Any) -> Any:
@@ -26,7 +69,7 @@ def mix(x: Any) -> Any:
 
 @lru_cache(STAYING)  # a copy in every step would make the host wait, and a CUDA graph reads it where it lies
 def constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a tensor of these values. Not to be modified."""
+    """Return a tensor of these values, float32 whatever torch's default is. Not to be modified."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
@@ -72,8 +115,7 @@ class Draws:
 
     def uniform(self, low: float = 0.0, high: float = 1.0, shape: tuple[int, ...] = ()) -> Tensor:
         """Return (B, *shape) float32 in [low, high), 24 bits; low ≠ 0 may round up to high."""
-        span = constant(((high - low) / 2**24,), self.ids.device)  # float32, whatever torch's default is
-        return (self.bits(shape) >> 8) * span + low
+        return (self.bits(shape) >> 8) * constant(((high - low) / 2**24,), self.ids.device) + low
 
     def uniforms(self, *ranges: tuple[float, float]) -> Tensor:
         """Return (B, N) float32, the n-th in the n-th range [low, high): those of N calls of `uniform`."""

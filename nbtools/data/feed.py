@@ -1,5 +1,4 @@
-"""Feeds: which samples make a batch, in an order that is a pure function of (seed, epoch, position), and the batch on
-the device, from memory, from the memory map, or from the source files.
+"""Feeds: batches on the device, from memory, from the memory map, or from the source files.
 
 A raw batch is a dict of tensors: a fixed column (B, *shape); a ragged one zero-padded (B, L, *shape) with
 `<column>_length` (B,); and `id` (B,) int64, the sample ids. B samples, L at least the longest of the batch.
@@ -13,6 +12,7 @@ import signal
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from threading import current_thread, main_thread
@@ -28,48 +28,9 @@ from nbtools.data.pack import Column, Pack, Sample
 from nbtools.errors import PackError, TrainError
 
 Raw = dict[str, Tensor]
-Ids = np.ndarray
 Plan = Any  # with feed, seed, workers, prefetch, and perhaps bucket
-Segments = Sequence[Sequence[int]]  # [(batch size, batches done with it)] since the start of the epoch
 
-MEGABATCH = 32  # batches sorted by length together: about 2.5 % padding in simulated text lines, order still mixed
 RESIDENT_SHARE = 0.3  # of free GPU memory that a pack may take to live there
-
-
-def batches_left(ids: Ids, lengths: Ids | None, seed: int, epoch: int, segments: Segments) -> list[Ids]:
-    """Return what remains of an epoch: batches of ids in order, after the given position. A change of batch size is a
-    new segment: it regroups what the earlier ones left, so every id still comes exactly once. lengths (same order as
-    ids) groups samples of like length, within megabatches whose batches are then shuffled; None if all are equal."""
-    left = np.random.default_rng([seed, epoch]).permutation(len(ids))
-    batches: list[np.ndarray] = []
-    for k, (batch_size, done) in enumerate(segments):
-        batches = split(left, batch_size if lengths is None else batch_size * MEGABATCH)
-        if lengths is not None:
-            megabatches = (mega[np.argsort(lengths[mega], kind="stable")] for mega in batches)
-            batches = [batch for mega in megabatches for batch in split(mega, batch_size)]
-            rng = np.random.default_rng([seed, epoch, k + 1])  # NumPy takes [seed, epoch, 0] for [seed, epoch]
-            batches = [batches[i] for i in rng.permutation(len(batches))]
-        left = left[~np.isin(left, np.concatenate([left[:0], *batches[:done]]))]
-        batches = batches[done:]
-    return [ids[batch] for batch in batches]
-
-
-def split(order: np.ndarray, size: int) -> list[np.ndarray]:
-    """Cut into batches; a last one of a single sample, which BatchNorm refuses, gets another from the one before."""
-    cuts = list(range(size, len(order), size))
-    if size > 1 and cuts and len(order) - cuts[-1] == 1:
-        cuts[-1:] = [cuts[-1] - 1] if size > 2 else []
-    return np.split(order, cuts) if len(order) else []
-
-
-def batches_in(count: int, batch_size: int) -> int:
-    """Return how many batches an epoch over so many samples has, grouped by length or not: as `split` makes them."""
-    return -(-count // batch_size) - (batch_size == 2 and count > 1 and count % 2)
-
-
-def in_order(ids: np.ndarray, lengths: np.ndarray | None, batch_size: int) -> list[np.ndarray]:
-    """Return every id once, for evaluation: ascending, or by length so that little is padded."""
-    return split(ids if lengths is None else ids[np.argsort(lengths, kind="stable")], batch_size)
 
 
 def lengths_of(pack: Pack, ids: np.ndarray) -> np.ndarray | None:
@@ -117,9 +78,7 @@ def collate(samples: Sequence[Sample], columns: Mapping[str, Column], padding: P
 
 def gather(pack: Pack, ids: np.ndarray, padding: Padding | None = None) -> Raw:
     """Return a raw batch in host memory, copied from the memory map, or read anew where the pack stores no arrays."""
-    if pack.is_stored:
-        return next(Resident(pack, torch.device("cpu"), padding=padding)([np.asarray(ids)]))
-    return collate([pack.raw[int(i)] for i in ids], pack.columns, padding)
+    return collate([{**pack.sample(int(i)), "id": np.asarray(i, np.int64)} for i in ids], pack.columns, padding)
 
 
 def on(device: torch.device, raw: Raw) -> Raw:
@@ -129,9 +88,9 @@ def on(device: torch.device, raw: Raw) -> Raw:
 class Feed:
     """Called with the coming batches of ids, it yields a raw batch for each."""
 
-    def __init__(self, pack: Pack, device: torch.device, plan: Plan = None, padding: Padding | None = None):
+    def __init__(self, pack: Pack, device: torch.device, plan: Plan):
         self.name = type(self).__name__.lower()
-        self.pack, self.device, self.plan, self.padding = pack, device, plan, padding or Padding(pack, plan)
+        self.pack, self.device, self.plan, self.padding = pack, device, plan, Padding(pack, plan)
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Iterator[Raw]:
         raise NotImplementedError
@@ -161,8 +120,8 @@ def open_feed(pack: Pack, plan: Plan, device: torch.device) -> Feed:
 class Resident(Feed):
     """All that batches hold as tensors on the device; a batch is one gather per column."""
 
-    def __init__(self, pack: Pack, device: torch.device, plan: Plan = None, padding: Padding | None = None):
-        super().__init__(pack, device, plan, padding)
+    def __init__(self, pack: Pack, device: torch.device, plan: Plan):
+        super().__init__(pack, device, plan)
         self.values = {name: torch.from_numpy(array).to(device) for name, array in pack.arrays.items()}
         self.offsets = {name: torch.from_numpy(array).to(device) for name, array in pack.offsets.items()}
 
@@ -207,7 +166,7 @@ class Streamed(Feed):
 
     def __init__(self, pack: Pack, device: torch.device, plan: Plan):
         super().__init__(pack, device, plan)
-        self.host = Resident(pack, torch.device("cpu"), padding=self.padding)
+        self.host = Resident(pack, torch.device("cpu"), plan)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
@@ -216,7 +175,13 @@ class Streamed(Feed):
         try:
             begun = deque(islice(coming, self.plan.prefetch + 1))
             while begun:
-                yield self.arrived(*begun.popleft().result())
+                raw, copied = begun.popleft().result()
+                if copied is not None:
+                    stream = torch.cuda.current_stream(self.device)
+                    stream.wait_event(copied)
+                    for tensor in raw.values():
+                        tensor.record_stream(stream)
+                yield raw
                 begun.extend(islice(coming, 1))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # not the gather under way: a disk may not answer
@@ -233,14 +198,6 @@ class Streamed(Feed):
                     pinned[name] = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
                 raw[name] = pinned[name][: tensor.numel()].view(tensor.shape).copy_(tensor)
             return on(self.device, raw), self.stream.record_event()
-
-    def arrived(self, raw: Raw, copied: Any) -> Raw:
-        if copied is not None:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(copied)
-            for tensor in raw.values():
-                tensor.record_stream(stream)
-        return raw
 
 
 class Workers(Feed):
@@ -260,7 +217,6 @@ class Workers(Feed):
         the plan's seed: a resumed run does not repeat its beginning, and dropout's stream is left alone."""
         many, cuda = self.plan.workers > 0, self.device.type == "cuda"
         seed = int(np.random.default_rng([self.plan.seed, *first]).integers(2**63))
-        context = "fork" if is_local(self.pack.raw) else "forkserver"  # fork + CUDA may deadlock
         return DataLoader(
             self.pack.raw,
             batch_sampler=[],
@@ -271,7 +227,7 @@ class Workers(Feed):
             persistent_workers=many,
             worker_init_fn=ignore_signals,
             generator=torch.Generator().manual_seed(seed),
-            multiprocessing_context=context if many and cuda else None,
+            multiprocessing_context=start_method(self.pack.raw) if many and cuda else None,
         )
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
@@ -299,12 +255,12 @@ class Workers(Feed):
         self.idle.append(loader)
 
 
-def is_local(data: Any) -> bool:
-    """Return whether a new process could not import it: it is of a notebook's cell, or has a lambda."""
-    try:
-        return b"__main__" in pickle.dumps(data)
-    except Exception:  # pickle raises whatever its objects do
-        return True
+def start_method(data: Any) -> str:
+    """Return how workers beside CUDA start: not as a fork, which may deadlock, unless a new process could not import
+    the data, as they are of a notebook's cell, or have a lambda."""
+    with suppress(Exception):  # pickle raises whatever its objects do
+        return "fork" if b"__main__" in pickle.dumps(data) else "forkserver"
+    return "fork"
 
 
 def ignore_signals(worker: int) -> None:

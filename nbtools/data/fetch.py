@@ -94,7 +94,7 @@ def place_to_keep(where: str | Path) -> Path | None:
     sentence, if access to Drive was declined."""
     try:
         with disk.explained(f"creating the folder of {where}", Path(where)):
-            place = local(str(where)) if str(where).startswith("drive:") else Path(where).expanduser()
+            place = local(str(where))
             retry(lambda: place.parent.mkdir(parents=True, exist_ok=True), place)
             return place
     except DriveRefused as refusal:
@@ -194,6 +194,7 @@ class File:
     def pieces(self, start: int) -> Iterator[bytes]:
         """Yield the bytes from `start` on, also of a server that begins anew. Raises OSError where it stops responding;
         StageError if the file has changed."""
+        same = True
         if isinstance(self.place, Path):
             try:
                 with FileIO(self.place) as file:
@@ -204,7 +205,7 @@ class File:
             except FileNotFoundError:  # without its mount nothing is there
                 raise away("no longer there") from None
             same = (stat.st_size, self.version and stat.st_mtime_ns) == (self.size, self.version)
-        else:
+        elif start != self.size:  # a server refuses a range behind the end
             with connect(self.place, start) as response:
                 same = read_headers(response)[0] == self.version
                 skip = 0 if response.headers.get("Content-Range", "").startswith(f"bytes {start}-") else start
@@ -230,13 +231,12 @@ def fetch_all(files: Mapping[str, File], folder: Path, part: Path, name: str, pr
         for path, file in todo.items():
             try:
                 fetch(file, part, shown.update)
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                disk.rename(part, folder / path)
             except OSError as error:
                 if error.errno != errno.EOPNOTSUPP:  # of what Drive lists and cannot read
                     raise
                 say(f"{path}: a Google document, left out")
-                continue
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            disk.rename(part, folder / path)
 
 
 def fetch(remote: File, part: Path, progress: Callable[[int], object]) -> None:
@@ -247,8 +247,6 @@ def fetch(remote: File, part: Path, progress: Callable[[int], object]) -> None:
         progress(file.seek(0, os.SEEK_END))
 
         def append() -> None:
-            if file.tell() == remote.size:  # a server refuses a range behind the end
-                return
             for data in remote.pieces(file.tell()):
                 disk.write(file, data)
                 progress(len(data))
@@ -287,8 +285,7 @@ def probe(url: str) -> File:
     try:
         return retry(announced, Path(url))
     except OSError as error:
-        reason = f"{url}: cannot be downloaded: {error.strerror}"
-        raise StageError(f"{reason}. Check the address and the network.") from None
+        raise StageError(f"{url}: cannot be downloaded: {error.strerror}. Check the address and the network.") from None
 
 
 def read_headers(response: http.client.HTTPResponse) -> tuple[str, int | None]:

@@ -71,9 +71,7 @@ def open_image(source: Any, side: int = 0) -> Image.Image:
             raise
         came = "no image" if isinstance(error, UnidentifiedImageError) else getattr(error, "strerror", None) or error
         lost = isinstance(error, FileNotFoundError | IsADirectoryError)
-        fix = (
-            f"check the path {source}, its ending and root=" if lost else "delete it, or copy it again from its origin"
-        )
+        fix = f"check the path {source}, its ending and root=" if lost else "delete it, or copy it from its origin"
         raise PackError(came, "the file must be a whole image", fix) from None
 
 
@@ -221,8 +219,7 @@ class Form:
         """Return the array of a plain value as packed; a class as its text. Raises PackError(value, rule, fix)."""
         if self.kind == "classes" or (self.kind == "labels" and isinstance(value, list)):
             words = () if any(name.lstrip("-").isdecimal() for name in self.names) else self.names  # else 2 is "2"
-            given = value if self.kind == "labels" else [class_text(value, words)]
-            labels = [*map(compose, given)]
+            labels = [*map(compose, value)] if self.kind == "labels" else [class_text(value, words)]
             if self.names and (other := [label for label in labels if label not in self.names]):
                 raise PackError(other[0], f"the class must be one of {len(self.names):,}: {some(self.names)}", FIX)
             return labels[0] if self.kind == "classes" else np.array([each in labels for each in self.names], np.uint8)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,7 +89,7 @@ class Items:
     how); text: the function of texts by name; marked: columns of points; marks: a hash of each item looked at.
     """
 
-    def __init__(self, parts: list[Part], options: SimpleNamespace, groups: Any):
+    def __init__(self, parts: list[Part], groups: Any, options: SimpleNamespace):
         self.parts, self.options = parts, options
         self.places = [(k, i) for k, (_, part, _) in enumerate(parts) for i in range(len(part))]
         self.names = [name for _, _, names in parts for name in names]
@@ -96,9 +97,8 @@ class Items:
             raise PackError(f"{options.source} has no items; a pack needs at least one")
         groups = [*map(groups, self.names)] if callable(groups) else [None] * len(self) if groups is None else groups
         self.groups = [None if forms.is_missing(group) else str(group) for group in groups]
-        if len(self.groups) != len(self):
-            rule = f"groups must be a column or a value for each of {len(self):,} items"
-            raise PackError(f"{rule}, got {len(self.groups)}")
+        if len(self.groups) != (count := len(self)):
+            raise PackError(f"groups must be a column or a value for each of {count:,} items, got {len(self.groups)}")
         self.looked = sorted({i * len(self) // SEEN for i in range(SEEN)})
         self.listed = all(isinstance(part, list) for _, part, _ in parts)
         self.text = function_name(options.text) if options.text else ""
@@ -107,7 +107,7 @@ class Items:
             with suppress(Exception):
                 first = first if first and not any(map(forms.is_missing, first.values())) else self.item(i)
         self.target = target_of(first, *options.key)
-        points = [options.points] if isinstance(options.points, str | int) else options.points or ()
+        points: Any = [options.points] if isinstance(options.points, str | int) else options.points or ()
         self.marked = [TARGET if name in ("target", options.target, self.target) else name for name in points]
         self.classes = [classes_of(part, self.target) for _, part, _ in parts]
         with suppress(PackError):
@@ -144,10 +144,8 @@ class Items:
             parts = name_columns(self.item(i), self.target, self.options.key[1])
             parts = {name: part for name, part in parts.items() if columns is None or name in columns}
             values = forms.plain_values(parts, self.resize, self.text, self.marked)
-        except NbtoolsError:
-            raise
         except Exception as error:  # whatever a Dataset, Pillow or the function of texts may raise
-            if disk.is_away(error):
+            if isinstance(error, NbtoolsError) or disk.is_away(error):
                 raise
             raise PackError(f"{type(error).__name__}: {error}", "the Dataset must return each item", FIX) from error
         if isinstance(label := values.get(TARGET), int) and names and self.options.classes is not False:
@@ -186,9 +184,7 @@ class Items:
                 if len(error.args) != 3 or (i == self.looked[-1] and not seen):
                     raise PackError(f"{self.names[i]}: {error}") from None
             self.marks.append(mark(values))
-        classes = options.classes
-        if classes is None:
-            classes = [*dict.fromkeys(name for names in self.classes for name in names)]
+        classes = [*dict.fromkeys(chain(*self.classes))] if options.classes is None else options.classes
         if not classes and any(isinstance(value, list) for value in seen.get(TARGET, ())):
             raise PackError("items have several labels each; list all of them: classes=[…]")
         if options.size and not self.pictures - {TARGET}:
@@ -296,7 +292,8 @@ def classes_of(data: Any, target: Any) -> list[str]:
     """Return the names that a Dataset has for classes given as numbers: a ClassLabel's, or `.classes` as in
     torchvision, also below a Subset, which leaves labels as they are; of several labels in a list all that occur."""
     if isinstance(data, list):
-        several: Any = [parts_of(item).get(target) for item in data if item is not None]
+        labels: Any = [parts_of(item).get(target) for item in data if item is not None]
+        several = [[label] if isinstance(label, str) else label for label in labels] * any(map(is_names, labels))
         return sorted({forms.compose(name) for names in several if is_names(names) for name in names})
     while isinstance(data, Subset):
         data = data.dataset

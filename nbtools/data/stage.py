@@ -43,7 +43,7 @@ def digest(text: str) -> str:
 
 
 def lock(target: Path, busy: StageError | None = None) -> AbstractContextManager[None]:
-    """Return the lock of whoever makes a folder, or raises `busy`."""
+    """Return the lock of whoever makes a folder; others wait, or raise `busy`."""
     return disk.lock(cache() / "locks" / f"{digest(str(target))}.lock", busy)
 
 
@@ -113,9 +113,7 @@ def decide(text: str, into: str | Path | None, sha256: str | None) -> Job:
         path, why, link = None, "fetched from the network", fetch.drive_address(text)
         name, origin = ("drive", link) if link else (PurePosixPath(urlsplit(text).path).name, text)
     else:
-        path = Path(text).expanduser().absolute()
-        if text.startswith("drive:") or not disk.exists(path):
-            path = drive_path(text)  # or an error that names what is there instead
+        path = drive_path(text)
         name, origin, folder = path.name, str(path), path.is_dir()
         why = "unpacked" if not folder else "copied" if into else "used in place"
         why = "copied from a slow disk" if is_far(path) else why
@@ -156,7 +154,14 @@ def act(job: Job, progress: bool) -> Path:
             if path is None or is_far(path):
                 path = begun / "archive"
                 fetch.fetch_all({"archive": files[""]}, begun, part, stem, progress, 2)
-            data = unpack(job, path, data, progress)
+            if job.sha256 and (came := disk.sha256(path)) != job.sha256:
+                fix = "Copy it again, or correct the hash"
+                raise ArchiveError(f"{job.text}: its SHA-256 is {came}, not {job.sha256}. {fix}.")
+            disk.remove(data.parent)
+            data.mkdir(parents=True)
+            archive.unpack(path, data, job.text, progress)
+            top = list(data.iterdir())
+            data = top[0] if len(top) == 1 and top[0].is_dir() else data  # the only folder in it
         if is_pack(data):
             try:
                 Pack.open(data).verify()  # a plain tar has no checksum of its own
@@ -167,18 +172,6 @@ def act(job: Job, progress: bool) -> Path:
         receipt = {"source": job.text, "version": version, "sha256": job.sha256, "folder": folder}
         disk.write_atomic(begun / "new" / RECEIPT, json.dumps(receipt, indent=2) + "\n")
     return job.target / folder
-
-
-def unpack(job: Job, path: Path, data: Path, progress: bool) -> Path:
-    """Check the hash of an archive, and unpack it into the new folder `data` → it, or the only folder in it."""
-    if job.sha256 and (came := disk.sha256(path)) != job.sha256:
-        fix = "Copy it again, or correct the hash"
-        raise ArchiveError(f"{job.text}: its SHA-256 is {came}, not {job.sha256}. {fix}.")
-    disk.remove(data.parent)
-    data.mkdir(parents=True)
-    archive.unpack(path, data, job.text, progress)
-    top = list(data.iterdir())
-    return top[0] if len(top) == 1 and top[0].is_dir() else data
 
 
 def cached(free: int | str | None = None) -> pd.DataFrame:

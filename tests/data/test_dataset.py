@@ -104,6 +104,7 @@ PACKED = {
     "x float32 (), y int64 (): 9 10 200": (Items(lambda i: (0.5, [9, 10, 200][i % 3])), {}),
     "x float32 (), y int64 (): cat dog eel": (NUMBERED, {}),
     "image uint8 (4, 5), y int64 (): no yes": (LABELLED, {}),
+    "x float32 (), y int64 (): 1 10 2": (Items(lambda i: (0.5, i % 3), classes=["1", "10", "2"]), {}),
     "x float32 (), y int64 (): c b a": (Items(lambda i: (0.5, "ab"[i % 2])), {"classes": "cba"}),
     "x uint8 (4, 5, 3), y int64 (): 0": (Items(lambda i: (image(MODES[i % 7]), 0)), {}),
     "x uint8 (6, 7, 3), y int64 (): 0": (Items(lambda i: (image(size=(5 + i, 4)), 0)), {"size": (6, 7)}),
@@ -155,7 +156,8 @@ def test_arrays_x_and_y_are_packed_as_their_pairs_are():
     x, y = np.arange(60.0).reshape(20, 3), [0, 1] * 10
     pairs = pack(list(zip(x, y, strict=True))).card.digest
     tables, sparse = (pd.DataFrame(x), pd.Series(y)), (SimpleNamespace(ndim=2, toarray=lambda: x), y)
-    for columns in ((x, y), {"x": x, "y": y}, (torch.tensor(x), torch.tensor(y)), tables, sparse):
+    cuda = SimpleNamespace(ndim=2, cpu=lambda: torch.tensor(x)), y
+    for columns in ((x, y), {"x": x, "y": y}, (torch.tensor(x), torch.tensor(y)), tables, sparse, cuda):
         assert pack(columns).card.digest == pairs, type(columns)
     with pytest.raises(nb.NbtoolsError, match=r"one argument, got 2 arguments; write nb.pack\(\(x, y\)\), or train="):
         pack(x, y)
@@ -175,6 +177,9 @@ LEFT_OUT = {
     "an object": (odd((object(), "a")), "object", "x must hold numbers"),
     "a number that is not one": (odd((np.full(3, np.nan), "a")), "nan", "all numbers in x must be finite"),
     "a class that is None": (odd((vector(0), None)), "nothing", "every sample must have a class"),
+    "several classes": (odd((vector(0), ["a", "b"]), count=200), "['a', 'b']", "every sample must have a class"),
+    "a list of none": (odd((vector(0), []), count=200), "[]", "every sample must have a class"),
+    "a list among names": ([(0.5, ["a"] if i == 7 else "ab"[i % 2]) for i in range(20)], "['a']", "must have a class"),
 }
 
 
@@ -192,7 +197,7 @@ def test_an_odd_item_is_a_row_of_the_table_of_bad_samples(name):
 ONCE = Items(lambda i: (vector(i), 3 if i == 7 else 1), 200, classes=SPECIES)  # not at an item that is looked at
 REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the sentence: (data, options)
     "got set; pass list": ({1, 2}, {}),
-    "as many items as each other, got 19, 20": ((np.zeros((20, 3)), [0] * 19), {}),
+    "the same number of items, got 19, 20": ((np.zeros((20, 3)), [0] * 19), {}),
     "x must be one array, got several; give each a place": ([((vector(0), vector(1)), 0)] * 20, {}),
     "which part of an item is its target": ([{"x": 0.5, "y": 1, "label": 2}] * 20, {}),
     "t must hold numbers, got the text 'abc'; .* text=function": (Items(lambda i: {"t": "abc", "y": 1}), {}),
@@ -207,7 +212,7 @@ REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the
     "names of their own, got a, y, a": (pd.concat([frame(), frame()[["a"]]], axis=1), {}),
     "text= has no column of texts in a;": (frame(), {"text": len}),
     "a column or a value for each of 20 items, got 2": (Items(vector), {"groups": [1, 2]}),
-    "not numeric: b, c, d; pass .*get_dummies": (frame(b="u", c=pd.Categorical([10, 20] * 10), d=np.nan), {}),
+    "not numeric: b, c, d; .*get_dummies.*decimal": (frame(b="u", c=pd.Categorical([10, 20] * 10), d=np.nan), {}),
     "No such file or directory; check the path a/5.png, its ending": ([(Path("a/5.png"), 0)] * 20, {}),
     "no image; delete it, or copy it": ([(b"GIF", 0)] * 20, {}),
     "one argument, got target=Series; write": (frame()[["a"]], {"target": frame()["y"]}),
@@ -215,6 +220,7 @@ REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the
     "sep splits texts of a table, got list; return a list": ([(vector(0), "a b")] * 20, {"sep": " "}),
     "text must be a function of a module": ([{"t": "a", "y": 0}] * 20, {"text": lambda text: [1]}),
     "must have 3 numbers, one per channel of x": ([(image(), 0)] * 20, {"mean": [0.5], "std": [0.5]}),
+    "the inputs hold none: x float32": (Items(vector), {"mean": [0.5], "std": [0.5]}),
     "of bytes in 0…1, got .*123.0": ([(image(), 0)] * 20, {"mean": np.full(3, 123.0), "std": [58] * 3}),
 }
 
@@ -282,18 +288,20 @@ def test_what_a_folder_is_follows_from_what_it_holds(tmp_path, capsys, name):
     assert same(made)
 
 
-@pytest.mark.parametrize(("inner", "said"), [("images masks", "'images' is no class among"), ("train val", "got only")])
-def test_folders_of_images_and_masks_or_of_splits_alone_are_no_classes(tmp_path, inner, said):
-    pictures(tmp_path / "data", *(f"images/{name}" for name in inner.split()))
-    with pytest.raises(nb.NbtoolsError, match=f"{said} {', '.join(inner.split())}; "):
-        nb.pack(tmp_path / "data")
+NO_CLASSES = {  # what is said → folders with 6 pictures each, the one that is packed
+    "'images' is no class among images, masks; ": ("images masks", ""),
+    "got only train, val; name the": ("train val", ""),
+    "got only cat; name the": ("cat", ""),
+    r"got no folder with images, but 0\.png.*; name the": ("cat", "cat"),
+}
 
 
-@pytest.mark.parametrize("inner", ["cat", ""])
-def test_a_folder_of_one_class_or_none_is_refused_unless_it_is_one_of_several_splits(tmp_path, inner):
-    pictures(tmp_path / "one", "cat")
-    with pytest.raises(nb.NbtoolsError, match=r"got (only cat|no folder with images, but 0\.png.*); name the"):
-        pack(tmp_path / "one" / inner)
+@pytest.mark.parametrize("said", NO_CLASSES)
+def test_folders_of_masks_of_splits_alone_or_of_one_class_are_refused_but_for_one_of_several_splits(tmp_path, said):
+    folders, inner = NO_CLASSES[said]
+    pictures(tmp_path / "data" / "set", *folders.split())
+    with pytest.raises(nb.NbtoolsError, match=said):
+        pack(tmp_path / "data" / "set" / inner)
     apart = pack(train=pictures(tmp_path / "more", "cat", "dog"), test=pictures(tmp_path / "test", "dog"), val=2)
     assert (apart.splits, apart.names[-1]) == ({"train": 10, "val": 2, "test": 6}, "test/dog/5.png")
 
@@ -323,8 +331,8 @@ def test_masks_and_boxes_are_resized_with_their_image(resize, size):
     picture = Image.fromarray(array)
     palette = Image.fromarray(mask).convert("P")
     palette.frombytes(mask.tobytes())
-    items = [{"image": picture, "mask": Image.fromarray(mask), "box": box}] * 20
-    boxed = pack(items, target="box", inputs=["image"], points="target", size=size, resize=resize)
+    boxed, placed = (pack([(picture, box)] * 20, points=name, size=size, resize=resize) for name in ("target", 1))
+    assert placed.sample(0)["y"].tolist() == boxed.sample(0)["y"].tolist()
     masks = [pack([(picture, one)] * 20, size=size, resize=resize) for one in (palette, Image.fromarray(mask))]
     x1, y1, x2, y2 = boxed.sample(0)["y"].round().astype(int)
     for sample in (made.sample(0) for made in masks):
@@ -333,15 +341,17 @@ def test_masks_and_boxes_are_resized_with_their_image(resize, size):
         rows, columns = np.nonzero(bright)
         assert np.abs([columns.min() - x1, rows.min() - y1, columns.max() + 1 - x2, rows.max() + 1 - y2]).max() <= 1
         assert ((sample["y"] == 15) != bright).mean() < 0.02
-    assert boxed.options["points"] == {"y": ["image", "boxes"]}
+    assert boxed.options["points"] == {"y": ["x", "boxes"]}
     assert boxed.options["resize"] == [*size, resize]
 
 
 def test_how_images_are_resized_and_what_does_not_move_with_them_is_said(capsys):
-    for target, points in ((image("L"), None), (np.ones((3, 2)), "target"), (np.ones((3, 2)), None)):
+    corners = np.ones((3, 2))
+    for target, points in ((image("L"), None), (["a", "b"], None), (corners, "target"), (corners, None)):
         nb.pack([(image(), target)] * 20, size=8, points=points)
-    assert capsys.readouterr().err.count("the target float32 (3, 2) is left as it is: points='target'") == 1
-    nb.pack([(image(), "ab"[i % 2]) for i in range(20)], size=3)
+    said = capsys.readouterr().err
+    assert said.count("the target float32 (3, 2) is left as it is: points='target'") == said.count("is left") == 1
+    nb.pack([(image(), "ab"[i % 2]) if i else (None, None) for i in range(20)], size=3)
     assert "images are resized to 3 × 3 by resize='crop'" in capsys.readouterr().err
     made = nb.pack([(image(), i / 2) for i in range(20)], size=(2, 3), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1))
     assert "images are resized to 2 × 3 by resize='squash'" in capsys.readouterr().err
@@ -351,7 +361,7 @@ def test_how_images_are_resized_and_what_does_not_move_with_them_is_said(capsys)
 @pytest.mark.parametrize("sep", [",", ";"])
 def test_images_from_a_table_lie_in_the_folder_of_the_csv_or_in_root(tmp_path, sep):
     pictures(tmp_path, "files", count=12, size=(4, 4))
-    data = pd.DataFrame({"filename": [f"files/{i}.png" for i in range(12)], "label": ["a", "b"] * 6, "age": 0.5})
+    data = pd.DataFrame({"filename": [f"files/.//{i}.png" for i in range(12)], "label": ["a", "b"] * 6, "age": 0.5})
     data.loc[3, "filename"], data.loc[4, "filename"] = "files/none.png", "files\\4.png"  # as on Windows
     data.to_csv(tmp_path / "labels.csv", sep=sep, index=False)
     made = pack(tmp_path / "labels.csv", image="filename")
@@ -390,6 +400,7 @@ def test_splits_given_share_their_classes():
     assert made.names[30] == "val/item 0"
     assert pack(train, test=1.0).splits["test"] == 30
     assert pack(frame(g=None), groups="g").splits["train"] == 16, "what has no group is one of its own"
+    assert sorted(pack(frame(), groups=pd.Series(np.arange(20) // 5)).splits.values()) == [5, 5, 10]
     names = [Items(lambda i: (0.5, i % 2), 6, classes=names) for names in (["ant", "bee"], ["eel", "bee"])]
     made = pack(train=names[0], val=names[1], test=0)  # as ImageFolder numbers a split that lacks a class
     assert [made.classes[y] for y in made.arrays["y"]] == ["ant", "bee"] * 3 + ["eel", "bee"] * 3
@@ -405,6 +416,7 @@ def test_a_second_call_opens_the_pack_and_another_number_share_or_value_is_anoth
     others = [pack(data(7)), pack(data(count=101)), pack(data(), val=0.2), pack(data(), groups=["a", "b"] * 50)]
     others += [pack(array), pack(array + (np.arange(100) == 7)[:, None].astype(np.float32))]
     assert len({made.folder, *(other.folder for other in others)}) == 7
+    assert len(pack(made.folder, folds=5)) == 5
     with pytest.raises(nb.NbtoolsError, match="is a pack, whose size cannot change; pass the raw source"):
         pack(made.folder, size=8)
 

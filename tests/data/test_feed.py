@@ -4,6 +4,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from acting import QUIET, acting, same
 from hypothesis import given
 from hypothesis import strategies as st
 from packs import pack_of
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import nbtools as nb
@@ -74,17 +74,6 @@ def test_padding_of_simulated_text_lines_is_a_few_percent_where_random_batches_w
         assert waste[1] < min(0.03, waste[0] / 10)
 
 
-def slowly(pack, batch: np.ndarray) -> dict[str, torch.Tensor]:
-    """The raw batch of these ids, sample by sample."""
-    raw = {"id": torch.from_numpy(batch)}
-    for name, column in pack.columns.items():
-        rows = [torch.from_numpy(pack.sample(i)[name].copy()) for i in batch]
-        if column.kind == "ragged":
-            raw[f"{name}_length"] = torch.tensor([len(row) for row in rows])
-        raw[name] = pad_sequence(rows, batch_first=True)
-    return raw
-
-
 def assert_equal(raw: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert raw.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -100,10 +89,10 @@ def test_every_feed_gives_the_samples_bit_for_bit_padded_with_zeros(pack, chosen
     for epoch in (0, 1):
         batches = batches_left(ids, lengths_of(pack, ids), 3, epoch, [[7, 0]])
         for raw, batch in zip(made(batches), batches, strict=True):
-            assert_equal(raw, slowly(pack, batch))
+            assert_equal(raw, gather(pack, batch))
             raw["x"].zero_()  # writing to a batch does not touch the pack
             if batch is batches[1]:
-                assert_equal(next(iter(made(batches[3:]))), slowly(pack, batches[3]))
+                assert_equal(next(iter(made(batches[3:]))), gather(pack, batches[3]))
     assert torch.equal(torch.get_rng_state(), before)
     assert len(getattr(made, "idle", ())) == 2 * (chosen.feed == "workers"), "its processes served all four calls"
 
@@ -116,7 +105,7 @@ def test_a_bucket_pads_every_column_to_few_lengths_none_beyond_the_packs_longest
     shapes = set()
     feeds = (open_feed(pack, plan, CPU) for plan in (chosen, chosen.replace(bucket=8)))
     for ids, exact, padded in zip(batches, *(feed(batches) for feed in feeds), strict=True):
-        assert_equal(exact, slowly(pack, ids))
+        assert_equal(exact, gather(pack, ids))
         for name, tensor in exact.items():
             assert torch.equal(padded[name][tuple(map(slice, tensor.shape))], tensor)
             assert padded[name].sum() == tensor.sum()
@@ -132,13 +121,15 @@ def test_a_pack_without_arrays_is_read_from_its_dataset_whatever_the_plan_says(p
     for plan in (Plan(workers=workers), Plan(workers=workers, feed="streamed")):
         assert choose(bare, plan, CPU) == ("workers", "the pack stores no arrays (store=False)")
         for raw, batch in zip(open_feed(bare, plan, CPU)(batches), batches, strict=True):
-            assert_equal(raw, slowly(pack, batch))
+            assert_equal(raw, gather(pack, batch))
             assert_equal(gather(bare, batch), raw)
 
 
-@pytest.mark.parametrize(("free", "name"), [(1e6, "resident"), (1e4, "streamed")])
+@pytest.mark.parametrize(("free", "name"), [((1e6, 0), "resident"), ((1e4, 0), "streamed"), ((0, 1e6), "resident")])
 def test_auto_is_resident_where_the_pack_takes_at_most_its_share_of_free_gpu_memory(pack, monkeypatch, free, name):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2e6))
+    figures = {"mem_get_info": (free[0], 2e6), "memory_reserved": 1e5 + free[1], "memory_allocated": 1e5}
+    for figure, value in figures.items():
+        monkeypatch.setattr(torch.cuda, figure, lambda device, value=value: value)
     found, reason = choose(pack, Plan(), torch.device("cuda"))
     assert (found, "30 % of free GPU memory" in reason) == (name, True)
     assert choose(pack, Plan(), CPU)[0] == "resident"
@@ -148,6 +139,17 @@ def test_auto_is_resident_where_the_pack_takes_at_most_its_share_of_free_gpu_mem
 class Broken(torch.utils.data.Dataset):
     def __getitem__(self, i):
         raise PackError("item 1: no sound") if i == 1 else RuntimeError("no such film")
+
+
+def test_workers_beside_cuda_are_forks_only_where_a_new_process_could_not_import_the_data(pack, monkeypatch):
+    def method(raw: Any) -> str:
+        feed = Workers(dataclasses.replace(pack, raw=raw), torch.device("cuda"), Plan(workers=1))
+        return vars(feed.open(pack.ids("val")))["_DataLoader__multiprocessing_context"].get_start_method()
+
+    assert (method(pack.raw), method(lambda i: i)) == ("forkserver", "fork")
+    monkeypatch.setattr("__main__.Broken", Broken, raising=False)
+    monkeypatch.setattr(Broken, "__module__", "__main__")
+    assert method(Broken()) == "fork", "of a notebook's cell"
 
 
 def test_an_error_of_the_data_reaches_the_consumer_and_is_not_taken_for_the_death_of_a_worker(pack):

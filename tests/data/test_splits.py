@@ -130,6 +130,7 @@ SOURCES: dict[str, tuple[int, dict[str, Any]]] = {  # what is said → samples a
     "26 classes for 30 samples: is the target a class at all?": (30, {"classes": "abcdefghijklmnopqrstuvwxyz"}),
     "all samples are of one class (a): there is nothing to tell apart": (20, {"classes": "a"}),
     "6 of 8 samples of the train split cannot be used, see pack.bad": (9, {"check": at_least_6, "split": last_tests}),
+    "2 of 22 samples cannot be used, see pack.bad": (20, {"bad": [("a.png", "0 bytes", "whole", "copy it")] * 2}),
     "": (40, {"classes": "ab", "exact": True}),
 }
 

@@ -8,7 +8,6 @@ import hashlib
 import http.server
 import io
 import itertools
-import multiprocessing
 import os
 import re
 import shutil
@@ -19,10 +18,10 @@ import urllib.request
 import zlib
 from functools import partial
 from pathlib import Path
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
-from archives import archived, forked, put, tar_bytes, tree
+from archives import archived, put, tar_bytes, tree
 
 import nbtools as nb
 from nbtools import errors
@@ -111,19 +110,12 @@ def test_the_hash_that_is_given_must_match_also_on_the_second_call(place, capsys
     assert f"its SHA-256 is {digest}, not abc" in capsys.readouterr().err
 
 
-def stage_and_note(place: Path, barrier) -> None:
-    barrier.wait()
-    folder = stage("drive:digits.tar")
-    put(place / f"result-{os.getpid()}", f"{folder} {len(tree(folder))}".encode())
-
-
-def test_eight_stagers_at_once_have_one_folder(place):
-    put(place / "drive" / "digits.tar", TAR)
-    barrier = multiprocessing.get_context("fork").Barrier(8)
-    for process in [forked(stage_and_note, place, barrier) for _ in range(8)]:
-        process.join()
-    assert [path.read_text() for path in place.glob("result-*")] == 8 * [f"{stage('drive:digits.tar')} 3"]
-    assert len(published(cache())) == 1
+def test_the_cache_is_the_users_own_where_the_common_one_is_somebody_elses(place, monkeypatch):
+    monkeypatch.delenv("NBTOOLS_CACHE")
+    monkeypatch.setattr(fetch.tempfile, "tempdir", str(place))
+    assert cache() == put(place / "nbtools" / "a").parent
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert cache() == place / f"nbtools-{os.getuid()}"
 
 
 OLD = tar_bytes({"digits/b": bytes(2_560_000)})
@@ -149,12 +141,15 @@ def away(code: int = errno.EIO):
     raise OSError(code, os.strerror(code))
 
 
-def test_one_error_while_a_mount_is_looked_at_is_tried_again(place, monkeypatch):
-    put(place / "drive" / "folder" / "a" / "x", b"1")
-    codes, scandir = [errno.EIO], os.scandir
+def test_one_error_of_a_mount_is_tried_again_and_google_documents_are_left_out(place, monkeypatch, capsys):
+    for name, data in {"a/x": b"1", "b.gsheet": b"1", "c.gdoc": b"", "d": b""}.items():
+        put(place / "drive" / "folder" / name, data)
+    codes, scandir, google = [errno.EIO], os.scandir, (".gsheet", ".gdoc")
     monkeypatch.setattr(fetch, "PAUSE", 0.001)
     monkeypatch.setattr(os, "scandir", lambda p: away(codes.pop()) if codes and "/drive/" in f"{p}" else scandir(p))
-    assert (tree(stage("drive:folder")), codes) == ({"a/x": b"1"}, [])
+    monkeypatch.setattr(fetch, "FileIO", lambda p: away(errno.EOPNOTSUPP) if p.suffix in google else io.FileIO(p))
+    assert (tree(stage("drive:folder")), codes) == ({"a/x": b"1", "d": b""}, [])
+    assert capsys.readouterr().err.count(": a Google document, left out") == 2
 
 
 MOUNTS = {  # what happens at the n-th read of a file on Drive → what is said, if anything is
@@ -168,6 +163,7 @@ MOUNTS = {  # what happens at the n-th read of a file on Drive → what is said,
         lambda n, read, path: (n == 1 and put(path, BIG), read())[1],
         r"it changed while it was copied\. Run it again",
     ),
+    "it is deleted": (lambda n, read, path: (n == 1 and path.unlink(), read())[1], "no longer there, 5 times in a row"),
 }
 
 
@@ -182,6 +178,8 @@ def test_what_a_mount_fails_to_give_is_tried_again_and_never_missing_or_a_mixtur
     with reads(monkeypatch, lambda n, read: act(n, read, path)), refused:
         stage(source)
     assert bool(published(cache())) == (not said)
+    if not path.exists():
+        put(path, BIG)
     with reads(monkeypatch, lambda n, read: read()) as count:
         assert tree(stage(source)) == ({"a": bytes(range(256)) * 10_000} if "tar" in source else {"0": b"0", "a": BIG})
     if "stops" in name:  # at one more try it would respond
@@ -308,7 +306,6 @@ PAGES = (  # a path → status, page or where it moved to; the first that matche
     (r"sign-in|id=private", 403, SIGN_IN),
     (r"id=quota", 200, QUOTA),
     (r"busy", 429, ""),
-    (r"broken", 500, ""),
     (r"/open\?id=shortcut", 302, "/file/d/with-key/view?resourcekey=0-k"),
     (r"/open\?id=folder", 302, "/drive/folders/folder?usp=drive_open"),
     (r"/uc\?.*id=(file|with-key)", 200, SCAN),
@@ -320,9 +317,9 @@ PAGES = (  # a path → status, page or where it moved to; the first that matche
 
 
 class Web(http.server.BaseHTTPRequestHandler):
-    """Plays a file server and Drive's pages, whose ids say what they are. A connection drops after `drop` bytes."""
+    """Plays a file server and Drive's pages, whose ids say what they are, after `first`. It drops after `drop`."""
 
-    data, ranges, requests = b"", True, []
+    data, ranges, requests, first = b"", True, [], []
     drop: int | None = None
     protocol_version = "HTTP/1.1"
 
@@ -333,7 +330,7 @@ class Web(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
         Web.requests.append((self.path, self.headers.get("Range")))
         known = (each[1:] for each in PAGES if re.search(each[0], self.path))
-        status, page = next(known, (200, ""))
+        status, page = Web.first.pop() if Web.first else next(known, (200, ""))
         headers, body = {"ETag": f'"{zlib.crc32(Web.data)}"', "Content-Type": "text/html; charset=utf-8"}, page.encode()
         if status == 302:
             headers["Location"] = page
@@ -359,7 +356,7 @@ def web(monkeypatch):
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     address = f"http://127.0.0.1:{server.server_port}"
-    Web.data, Web.drop, Web.ranges, Web.requests = TAR, None, True, []
+    Web.data, Web.drop, Web.ranges, Web.requests, Web.first = TAR, None, True, [], []
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     monkeypatch.setattr(fetch, "PAUSE", 0.001)
     monkeypatch.setattr(fetch, "OPENER", direct)
@@ -379,11 +376,11 @@ def site(web, monkeypatch):
 
 
 def test_an_address_is_downloaded_once_and_resumed_where_the_connection_drops_in_this_call_and_the_next(site):
-    Web.drop = 700_000
+    Web.drop, Web.first = 700_000, [(503, "")]
     assert tree(stage(f"{site}/digits.tar?x=1")) == INSIDE
-    assert [wanted for _, wanted in Web.requests] == [None, None, "bytes=700000-", "bytes=1400000-"]
+    assert [wanted for _, wanted in Web.requests] == [None, None, None, "bytes=700000-", "bytes=1400000-"]
     stage(f"{site}/digits.tar?x=1")
-    assert len(Web.requests) == 4
+    assert len(Web.requests) == 5
     for name, data, wanted in (("a", BIG, "bytes=1500000-"), ("b", OLD, None)):  # as it was; another of its size
         Web.ranges, Web.drop, Web.data = False, 1_500_000, BIG
         with pytest.raises(errors.StageError, match=r"ended after 1500000 of \d+ bytes, .*kept"):
@@ -391,6 +388,11 @@ def test_an_address_is_downloaded_once_and_resumed_where_the_connection_drops_in
         Web.ranges, Web.drop, Web.data = True, None, data
         assert [*tree(stage(address))] == [name]
         assert Web.requests[-1][1] == wanted
+    with patch.object(fetch.disk, "rename", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        stage(f"{site}/whole.tar")
+    count = len(Web.requests)
+    assert [*tree(stage(f"{site}/whole.tar"))] == ["b"]
+    assert Web.requests[count:] == [("/whole.tar", None)], "what it is, and no byte of it"
 
 
 DRIVE = "https://drive.google.com"
@@ -398,7 +400,6 @@ FILELESS = {  # an address that gives no file → what is said
     "{web}/x?id=quota": "Sie können .* nicht .* Zu viele.*quota.*Make a copy",
     "{web}/sign-in": "HTTP 403 Forbidden.*'Connexion'.* no permission .*Anyone with the link",
     "{web}/busy.tar": "cannot be downloaded: HTTP 429 Too Many Requests",
-    "{web}/broken.tar": "cannot be downloaded: HTTP 500 Internal Server Error",
     "http://127.0.0.1:1/digits.tar": "cannot be downloaded: .*refused",
     f"{DRIVE}/file/d/quota/view": "Sie können .*quota",
     f"{DRIVE}/file/d/private/view": "HTTP 403 Forbidden.*no permission",

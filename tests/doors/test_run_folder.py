@@ -240,11 +240,12 @@ def test_fresh_starts_over_and_leaves_other_files_alone(pack):
     assert Path("r/thesis.txt").read_text() == "mine"
 
 
-def test_a_lost_folder_comes_back_and_a_kept_run_that_is_further_is_taken_over(pack):
+def test_a_lost_folder_comes_back_and_a_kept_run_that_is_further_is_taken_over(pack, monkeypatch):
+    monkeypatch.setenv("HOME", str(Path.cwd()))
     fit(pack, PLAN, "pc", keep="kept")
     fit(pack, PLAN.replace(epochs=4), "colab", keep="kept")
     Path("pc/thesis.txt").write_text("mine")
-    run = fit(pack, PLAN.replace(epochs=5), "pc", keep="kept")
+    run = fit(pack, PLAN.replace(epochs=5), "~/pc", keep="~/kept")
     assert Path("pc/thesis.txt").read_text() == "mine"
     assert [row["epoch"] for row in run.history.of("epoch")] == [0, 1, 2, 3, 4]
     assert texts(run, "change") == ["epochs 2 → 4", "epochs 4 → 5"]
