@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import signal
 import traceback
@@ -50,7 +49,6 @@ def letting_go() -> Iterator[None]:
 
 def release() -> None:
     """Free unused memory."""
-    gc.collect()
     devices.give_back(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
 
 

@@ -69,12 +69,10 @@ class Remote:
     not taken yet; asked: the plan and the pause that it was asked for; shown: rows of the history."""
 
     def __init__(self, run: Run, given: Any = None, show: bool = True):
-        plan, splits = run.plan, run.card.splits
-        count, best = splits["train"], run.index.get("metric", "-loss") * bool(splits["val"])
-        given = given if isinstance(given, live.Panel) or getattr(given, "plan", None) == plan else plan
+        plan, best = run.plan, run.index.get("metric", "-loss")
         self.run, self.history, self.plans = run, History(run.folder / HISTORY), live.Plans(plan, plan)
-        self.view = live.View(run.folder, self.history, plan, count, best, given, show)
-        fits = partial(require_batch, count=count)
+        self.view = live.View(run.folder, self.history, plan, run.card, best, given, show)
+        fits = partial(require_batch, count=run.card.splits["train"])
         self.requests = live.Requests(self.plans, live.advised_plan(run.folder, plan), fits)
         self.sent, self.shown, self.status = set[str](), len(self.history), live.STARTING
         self.asked = plan, False

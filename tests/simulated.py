@@ -18,8 +18,8 @@ from nbtools.data import Pack
 class Job:
     """The toy task, with seconds for its parts. reading: of a sample's source file; preparing: of a sample in `batch`;
     fixed, a_sample: of a forward and backward pass; scoring: of a validation batch; amp: precision → the factor of its
-    passes; most: samples a pass, beyond which memory ends; cost: of a pass of so many samples, instead of fixed and
-    a_sample. passes: [(precision, samples)] of all that were made."""
+    passes; losses: of its losses; most: samples a pass, beyond which memory ends; cost: of a pass of so many samples,
+    instead of fixed and a_sample. passes: [(precision, samples)] of all that were made."""
 
     reading: float = 0.0
     preparing: float = 0.0
@@ -29,7 +29,7 @@ class Job:
     amp: dict[str, float] = field(default_factory=dict)
     most: float = float("inf")
     cost: Callable[[int], float] | None = None
-    loss_in_bf16: float = 1.0
+    losses: dict[str, float] = field(default_factory=dict)
     now: float = 0.0
     passes: list[tuple[str, int]] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class Job:
             seconds = self.cost(size) if self.cost else self.fixed + self.a_sample * size
             self.now += seconds * self.amp.get(plan.amp, 1.0)
         total, number = toy.loss(model, batch, plan)
-        return total * (self.loss_in_bf16 if plan.amp == "bf16" else 1.0), number
+        return total * self.losses.get(plan.amp, 1.0), number
 
     def metrics(self, outputs: Any, batch: Any) -> Any:
         self.now += self.scoring

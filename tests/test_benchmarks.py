@@ -74,20 +74,14 @@ KEPT = {  # (receipt, figure) → (the least, the most that it promises)
     ("your_own_decoding_ratio", "computing_over_pytorch"): (0.95, 100),  # as fast: its spread is wider
     ("your_own_decoding_ratio", "computing_over_lightning"): (0.95, 100),
 }
+KEPT |= {(name, name): (0, 1.1) for name in map("knobs_{}".format, ("captcha", "hwdb", "sign", "segment", "own"))}
 
 
 @pytest.mark.parametrize(("name", "figure"), KEPT)
 def test_the_kept_receipts_keep_the_promises(name, figure):
     found, (least, most) = figures(name)[figure], KEPT[name, figure]
-    assert found["n"] >= 9
+    assert found["n"] >= (7 if figure.startswith("knobs") else 9)
     assert least <= found["value"] <= most
-
-
-@pytest.mark.parametrize("task", ["captcha", "hwdb", "sign", "segment", "own"])
-def test_no_single_change_of_a_knob_makes_the_advised_plan_much_faster(task):
-    receipt = json.loads((RESULTS / f"knobs_{task}.json").read_text())
-    assert receipt["headline"]["n"] >= 7
-    assert receipt["headline"]["value"] <= 1.1
 
 
 @pytest.mark.parametrize(("task", "faster"), [("captcha", 1.5), ("hwdb", 1.4), ("sign", 1.5), ("segment", 1.0)])

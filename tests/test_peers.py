@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.peers import OURS, PROGRAMS, Enough, Job, Levers, Meter, lines, package_of, run
 from nbtools import Run
-from nbtools.data import batches_in
-from nbtools.tasks import captcha
+from nbtools.data import batches_in, open_feed
+from nbtools.tasks import captcha, hwdb
 
 PLAN = captcha.PLAN.replace(network="small", loss="cross_entropy", epochs=2, batch_size=16, lr=2e-3, warmup_epochs=0.5)
 PLAN = PLAN.replace(amp="off", channels_last=False)
@@ -53,3 +53,11 @@ def test_a_peer_has_the_losses_and_scores_of_nbtools_and_keeps_its_best_weights(
     assert meter.scores == pytest.approx([row["val_whole_accuracy"] for row in rows])
     assert any(path.suffix in (".pt", ".pth", ".ckpt", ".safetensors") for path in tmp_path.rglob("theirs/**/*"))
     assert lines(PROGRAMS[peer][0]) <= 40
+
+
+def test_a_peers_batches_are_padded_as_those_of_nbtools(tmp_path):
+    pack = hwdb.pack(hwdb.demo(tmp_path / "raw", 12), into=tmp_path / "pack", progress=False)
+    job = Job(hwdb, pack, pack.raw.source, hwdb.PLAN.replace(bucket=16, batch_size=4), Levers(), Meter())
+    ours = open_feed(pack, job.plan, job.device)(job.order.of(0))
+    widths = [[raw["image"].shape[1] for raw in feed] for feed in (job.loader(), ours)]
+    assert widths[0] == widths[1]

@@ -52,9 +52,9 @@ def survey(folder: Path, options) -> Survey:
     return Survey(entries, list("abcd"), {"ragged": options["ragged"]}, **ragged)
 
 
-def pack(source, *, ragged: bool = False, into: Path | None = None, progress: bool = False) -> Pack:
+def pack(source, *, ragged: bool = False, into: Path | None = None, progress: bool = False, val: float = 0.2) -> Pack:
     """x as in the files."""
-    more = {"val": 0.2, "test": 0.1, "into": into, "progress": progress}
+    more = {"val": val, "test": 0.1, "into": into, "progress": progress}
     return build_pack(source, "toy", {"ragged": ragged}, survey, read, **more)
 
 

@@ -5,9 +5,10 @@
   window.nbtoolsCharts = true;
   const [WIDTH, HEIGHT] = [2000, 10000];
   let [at, pressed, from] = [null, 0, null]; // pointer; when a chart was pressed; share of its width where a drag began
-  const part = (parent, name, words = '', look = '') =>
-    parent.appendChild(Object.assign(document.createElement(name), { textContent: words, className: look }));
-  const digits = (value) => String(Math.abs(value) >= 999.5 ? Math.round(value) : Number(value.toPrecision(value < 1 && value > 0.9985 ? 4 : 3)));
+  const part = (parent, name, words = '', look = '', style = '') =>
+    parent.appendChild(Object.assign(document.createElement(name), { textContent: words, className: look, style }));
+  const digits = (value, count = value < 1 && value >= 0.9995 ? 4 : 3) => // 0.9996 is not 1
+    String(Math.abs(value) >= 999.5 ? Math.round(value) : Number(value.toPrecision(count)));
   const lines = (plot) => [...plot.querySelectorAll('g:not(.nbt-off) > polyline:not(.nbt-faint)')];
   const value = ({ dataset: { low, high, log } }, y, height = 1 - y / HEIGHT) =>
     log === undefined ? Number(low) + height * (high - low) : low * (high / low) ** height;
@@ -37,14 +38,13 @@
     plot.classList.add('nbt-zoom');
     plot.querySelectorAll('.nbt-x, .nbt-y').forEach((old) => old.remove());
     for (const k of [0.1, 0.5, 0.9]) {
-      part(plot, 'span', digits(first + k * (last - first)), 'nbt-x').style.left = `${100 * k}%`;
-      part(plot, 'span', digits(value(plot, top + k * (bottom - top))), 'nbt-y').style.top = `${100 * k}%`;
+      part(plot, 'span', digits(first + k * (last - first)), 'nbt-x', `left: ${100 * k}%`);
+      part(plot, 'span', digits(value(plot, top + k * (bottom - top))), 'nbt-y', `top: ${100 * k}%`);
     }
   };
   const write = (plot, place, where) => {
     if (!lines(plot).length) return; // metrics before the first evaluation
-    const rule = part(plot, 'div', '', place > 0.5 ? 'nbt-at nbt-left' : 'nbt-at');
-    rule.style.left = `${100 * place}%`;
+    const rule = part(plot, 'div', '', place > 0.5 ? 'nbt-at nbt-left' : 'nbt-at', `left: ${100 * place}%`);
     const values = part(rule, 'div', where);
     for (const line of lines(plot)) {
       const off = (point) => Math.abs(point.x - seen(plot).x - place * seen(plot).width);
@@ -64,7 +64,7 @@
     for (const plot of grid.querySelectorAll('.nbt-plot')) {
       write(plot, place, plot === under ? where : '');
       const [left, width] = [Math.min(from, place), Math.abs(from - place)].map((each) => `${100 * each}%`);
-      if (from !== null) Object.assign(part(plot, 'div', '', 'nbt-drag').style, { left, width });
+      if (from !== null) part(plot, 'div', '', 'nbt-drag', `left: ${left}; width: ${width}`);
     }
   };
   const zoom = (plot, ends) => {

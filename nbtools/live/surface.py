@@ -20,7 +20,6 @@ from nbtools.errors import NbtoolsError
 from nbtools.live import facts, requests
 from nbtools.live.facts import COMPILING, EVALUATING, TRAINING
 from nbtools.live.kernel import PERIOD, Messages, closing, running_kernel
-from nbtools.live.panel import Panel
 from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised_plan
 from nbtools.live.samples import Preview, Previews
 from nbtools.live.view import View
@@ -38,14 +37,10 @@ class Surface(View):
     """
 
     def __init__(self, folder: Path, state: TrainState, pack: Pack, history: History, given: Any, show: bool):
-        if not isinstance(given, Panel) and getattr(given, "plan", None) is not state.plan:
-            given = state.plan  # an Advice has reasons, which stand next to the fields
-        count = pack.splits["train"]
-        best = state.task.BEST if pack.splits["val"] else ""
-        super().__init__(folder, history, state.plan, count, best, given, show)
+        super().__init__(folder, history, state.plan, pack.card, state.task.BEST, given, show)
         self.state, self.pack, self.sampler = state, pack, None
         self.previews = Previews(state, pack, checkpoint.read_index(folder).get("samples"))
-        check = partial(require_change, state, epoch_size=count)
+        check = partial(require_change, state, epoch_size=pack.splits["train"])
         self.requests = Requests(state, advised_plan(folder, state.plan), check, self.able)
         self.messages, self.interrupts = Messages(), FirstSignal(signal.SIGINT, partial(self.requests.post, "stop"))
         self.looked, self.looking = 0.0, False

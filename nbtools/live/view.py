@@ -10,16 +10,14 @@ import dataclasses
 import math
 import textwrap
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
-from weakref import proxy
 
 from nbtools import disk
-from nbtools.data import bar, in_notebook, say
+from nbtools.data import Card, bar, in_notebook, say
 from nbtools.live import draw, facts, samples
 from nbtools.live.facts import TRAINING, About, line_of
 from nbtools.live.panel import Panel, bundle_of
@@ -44,20 +42,21 @@ class View:
     """A run's history, drawn as it grows: at most 4 times a second, and less often where that would take more than
     FRAME_COST of the time; `due = 0.0` makes the next `draw` draw in any case. events: every message so far.
 
-    count: samples per epoch. best: the metric that counts, as in `Task.BEST`. given: the panel to show, or the Advice
-    or Plan that one is made of where it can be shown. show: False draws and prints nothing.
+    card: of the pack. best: the metric that counts, as in `Task.BEST`. given: the panel to show, or the Advice of this
+    plan, whose reasons stand next to the fields of one that is made. show: False draws and prints nothing.
     """
 
-    def __init__(self, folder: Path, history: History, plan: Plan, count: int, best: str, given: Any, show: bool):
+    def __init__(self, folder: Path, history: History, plan: Plan, card: Card, best: str, given: Any, show: bool):
         self.folder, self.history, self.progress = folder, history, show
-        self.about = About(folder.name, self.epochs(plan), count, best)
+        self.about = About(folder.name, self.epochs(plan), card.splits["train"], best if card.splits["val"] else "")
         self.columns, self.events = Columns(), list[str]()
         self.cards: Sequence[Preview] = ()
         self.due, self.next_still = 0.0, time.monotonic() + STILL_EVERY
         self.notebook = in_notebook()
         drawn = show and self.notebook
-        self.panel = given if isinstance(given, Panel) else Panel(given) if drawn else None
-        self.output = Output(self.panel, partial(setattr, proxy(self), "due", 0.0)) if drawn and self.panel else None
+        advice = given if getattr(given, "plan", None) == plan else plan
+        self.panel = given if isinstance(given, Panel) else Panel(advice) if drawn else None
+        self.output = Output(self.panel) if drawn and self.panel else None
         done, hidden = history.rows[-1]["samples"] if history.rows else 0, not show or self.notebook
         self.bar = bar(total=self.about.samples, initial=done, unit=" samples", disable=hidden, dynamic_ncols=True)
 
@@ -78,9 +77,10 @@ class View:
     def draw(self, status: str = TRAINING) -> None:
         """Draw a new frame when it is due; else it costs only a clock read. If one fails, a message says so, and the
         run continues without charts. status: the run's state."""
-        if self.output is None or time.monotonic() < self.due:
+        if self.output is None or (time.monotonic() < self.due and not self.output.stale):
             return
         try:
+            self.output.stale = False
             self.columns.follow(self.history)  # paid once a row, and not for the frame: a resumed run brings thousands
             start = time.thread_time()  # work of other processes on these cores is not a cost of drawing
             self.output.facts.value = facts.html(self.columns, self.about, status)
@@ -164,14 +164,14 @@ class View:
 class Output:
     """A cell's output: controls, facts, charts, samples and log below one another: what grows is below what is clicked.
 
-    changed: called when the curves should look different. log: lines as fields, of which a page shows as many as it has
-    room for. lives: whether the view is displayed.
+    stale: whether the curves should look different by now. log: lines as fields, of which a page shows as many as it
+    has room for. lives: whether the view is displayed. Its widgets outlive the run: nothing of that may be held here.
     """
 
-    def __init__(self, panel: Panel, changed: Callable[[], None]) -> None:
+    def __init__(self, panel: Panel) -> None:
         from ipywidgets import HTML, Dropdown, HBox, Layout, VBox
 
-        self.form, self.name, self.lives, self.log = panel.form, uuid4().hex, False, list[list[str]]()
+        self.form, self.name, self.log, self.lives = panel.form, uuid4().hex, list[list[str]](), False
         self.stills: list[str] = []  # display ids of what replaces the view when the kernel is gone
         made = [HTML(layout=Layout(width="100%", margin="0")) for _ in range(4)]  # apart: frames send no images again
         self.facts, self.frame, self.samples, self.lines = made
@@ -179,7 +179,7 @@ class Output:
         names: dict[str, Any] = {"x axis": XS, "y axis": SCALES, "smoothing": (*SMOOTHING.items(),)}
         self.choices = [Dropdown(options=names[n], description=n, style=style, layout=layout) for n in names]
         for choice in self.choices:
-            choice.observe(lambda _: changed(), names="value")
+            choice.observe(lambda _: setattr(self, "stale", True), names="value")
         parts = [self.facts, self.frame, HBox(self.choices), self.samples, self.lines]
         self.view = VBox([self.form.controls, *parts], layout=Layout(width="100%"))
         self.view.add_class("nbtools-live")

@@ -134,7 +134,7 @@ def decide(
         advised.setdefault("epochs", few)
     advised.setdefault("warmup_epochs", warmup(batch / base.batch_size, value("epochs")))
     advised.setdefault("amp", precision(machine))
-    if (seldom := evaluations(card, value("epochs"))) and plan.eval_every == 1:
+    if seldom := evaluations(plan, card, value("epochs")):
         advised.setdefault("eval_every", seldom)
     if value("feed") == "workers":
         why = f"min({plural(machine.cores, 'core')}, {MOST_PROCESSES}), {THUMB} (ours)"
@@ -201,13 +201,15 @@ def warmup(k: float, epochs: int) -> Choice:
     return capped, why + (f"; capped at a fifth of {plural(epochs, 'epoch')}" if capped < least else "")
 
 
-def evaluations(card: Card, epochs: int, measured: float = 0.0) -> Choice | None:
-    """Return the epochs between evaluations, so that these take at most a tenth of the time; None for each epoch where
-    none was `measured`, as a share of an epoch's time."""
-    share = measured or card.splits.get("val", 0) * FORWARD / max(card.splits["train"], 1)
-    every = min(math.ceil(share / EVALUATION_SHARE), max(epochs // 3, 1))
-    how = "measured here" if measured else f"a sample takes a third of a step's, {THUMB} (ours)"
-    return (every, f"one takes about {percent(share)} of an epoch's time: {how}") if measured or every > 1 else None
+def evaluations(plan: Plan, card: Card, epochs: int, price: float = 0.0) -> Choice | None:
+    """Return the epochs between evaluations, so that these take at most a tenth of the time; None for the plan's own.
+    price: what a validation sample takes over one that is trained on, 0 where that was not measured."""
+    samples = min(card.splits.get("val", 0), plan.eval_samples or math.inf)
+    share = samples * (price or FORWARD) / max(card.splits["train"], 1)
+    every = min(math.ceil(share / EVALUATION_SHARE), max(epochs // 3, 1)) if plan.eval_every == 1 else 0
+    how = "measured here" if price else f"a sample takes a third of a step's, {THUMB} (ours)"
+    why = f"one takes about {percent(share)} of an epoch's time: {how}"
+    return (every, why) if every > (0 if price else 1) else None
 
 
 def precision(machine: Machine) -> Choice:

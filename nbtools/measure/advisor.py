@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -186,9 +185,10 @@ class Search:
 
     def choose_arithmetic(self) -> None:
         """Take the precision and layout with which the device works least for a sample, if they learn the same."""
-        changes, best = self.combinations(), ""
+        changes = self.combinations()
         costs, whys = self.compare(changes)
         least, own = min(costs.values(), default=0.0), costs.get("", 0.0)
+        best = "" if own else min(costs, key=costs.__getitem__, default="")  # where the rules' own does not train
         faster = [name for name in costs if own >= FASTER * costs[name]]
         # of equal ones first that which changes least
         for name in sorted(faster, key=lambda name: (costs[name] > NEAR * least, len(changes[name]), costs[name])):
@@ -198,8 +198,6 @@ class Search:
             if not whys[name]:
                 best = name
                 break
-        if costs and not own:  # the rules' own does not train
-            best = min(costs, key=costs.__getitem__)
         tried = [f"{name} {own / cost:.2f}×" for name, cost in costs.items() if name and own]
         tried += [f"{name or WORDS.get(self.plan.amp, self.plan.amp)} {why}" for name, why in whys.items() if why]
         how = "the processor's time on one thread" if self.cpu else "the GPU's time"
@@ -216,9 +214,8 @@ class Search:
         options = {name: values for name, values in options.items() if values and name not in self.fixed}
         changes = dict[str, dict[str, Any]]({"": {}})
         for row in itertools.product(*options.values()):
-            change = {
-                name: value for name, value in zip(options, row, strict=True) if value != getattr(self.plan, name)
-            }
+            settings = zip(options, row, strict=True)
+            change = {name: value for name, value in settings if value != getattr(self.plan, name)}
             changes[", ".join(WORDS.get(value, str(value)) for value in change.values())] = change
         return changes
 
@@ -315,9 +312,8 @@ class Search:
         few = more_epochs(self.pack.card, batch, epoch_s)
         if few and "epochs" not in self.fixed and not has_recipe(self.task, "epochs"):
             self.take({"epochs": few})
-        share = self.evaluation_s * min(self.pack.splits["val"], self.plan.eval_samples or math.inf) / epoch_s
-        often = share and self.task.PLAN.eval_every == 1
-        if often and (seldom := evaluations(self.pack.card, self.plan.epochs, share)):
+        price = self.evaluation_s * samples / epoch_s
+        if price and (seldom := evaluations(self.task.PLAN, self.pack.card, self.plan.epochs, price)):
             self.take({"eval_every": seldom})
         recipe = "lr" in self.fixed or has_recipe(self.task, "lr")
         trial = lr_trial(self.task, self.pack, self.plan, epoch_s / batches_in(samples, batch), recipe)

@@ -21,7 +21,7 @@ import torch
 from nbtools.data import Pack, batches_in, in_order, lengths_of, open_feed, phase, work
 from nbtools.errors import TrainError
 from nbtools.measure.machine import kilobytes, room
-from nbtools.measure.timing import EAGER, Clock, Stepper, epoch_batches, untouched, wall
+from nbtools.measure.timing import EAGER, Clock, Stepper, epoch_batches, finish, untouched, wall
 from nbtools.measure.turns import Deadline, timed
 from nbtools.show import Report, digits, number, percent, plural, size
 from nbtools.train import Plan, TaskLike, evaluation, readable, release
@@ -158,8 +158,7 @@ class Finder:
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
         for raw in self.stepper.feed([ids]) if len(ids) else ():
             self.stepper.step(raw)
-        if cuda:
-            torch.cuda.synchronize(self.device)
+        finish(self.device)
         return torch.cuda.max_memory_allocated(self.device) if cuda else kilobytes("/proc/self/status", "VmHWM:")
 
 
@@ -208,7 +207,7 @@ def lr_sweep(task: TaskLike, pack: Pack, plan: Plan, lrs: Sequence[float] = (), 
     The caller's model, random state and GPU memory are unchanged. Raises TrainError for an impossible lr, or if
     training cannot start.
     """
-    lrs = [*map(float, lrs)]
+    lrs = [*dict.fromkeys(map(float, lrs))]
     if wrong := [lr for lr in lrs if not 0 < lr < math.inf]:
         raise TrainError(f"lr_sweep: every lr must be greater than 0 and finite, got {wrong[0]!r}")
     with work("trying learning rates"):
@@ -233,15 +232,14 @@ def lr_trial(
         need = f"{count} values of {LEAST_STEPS} steps need {count * LEAST_STEPS * step_s:.0f} s"
         return LrTrial(plan.lr, None, f"no trial of other learning rates: {need}, and a trial may take {seconds:.0f} s")
     most = int(seconds / (max(step_s, 1e-9) * (count if lrs else count + MORE)))
-    steps, losses = max(LEAST_STEPS, min(most, planned)), Losses()
-    peaks = set[float]()
+    steps, losses, peaks = max(LEAST_STEPS, min(most, planned)), Losses(), set[float]()
     with untouched(device), Deadline(seconds) as clock:
         feed, validation = open_feed(pack, plan, device), scoring_batches(pack, plan, steps)
         for lr in values(losses, plan.lr, lrs):
             made = plan.replace(**EAGER, ema=None, lr=lr, min_lr=min(plan.min_lr, lr))
             stepper = Stepper(task, pack, made, device, feed, clock, learning=True)
             peaks.add(round_lr(lr * stepper.state.optimizer.param_groups[0]["lr_scale"]))
-            if len(peaks) <= bool(losses):
+            if losses and len(peaks) == 1:
                 return LrTrial(plan.lr, None, "no trial of other learning rates: the optimizer has an lr of its own")
             losses[lr] = score(stepper, steps, validation)
             stepper.batches.close()
@@ -295,7 +293,7 @@ def score(stepper: Stepper, steps: int, validation: list[np.ndarray]) -> np.ndar
         training.append(loss / (count + (count == 0)))
         if step % OFTEN == 0 and not math.isfinite(float(loss)):
             return None
-    losses = torch.stack(training[-max(1, int(TAIL * steps)) :]).cpu().double().numpy()
+    losses = torch.stack(training[-max(1, int(TAIL * steps)) :]).float().cpu().numpy().astype(np.float64)
     if validation and np.isfinite(losses).all():
         batches = (raw for raw in stepper.feed(validation) if stepper.clock() >= 0)  # a Deadline ends here too
         losses = evaluation.losses(stepper.task, stepper.state.model, batches, stepper.plan, stepper.device)

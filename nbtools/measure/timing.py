@@ -7,7 +7,6 @@ compared take turns, since a machine's speed changes meanwhile (nbtools.measure.
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import random
 import tempfile
@@ -187,9 +186,8 @@ class Stepper:
         """Return the seconds that the device works for a step: on CUDA by a trace, on a CPU the fastest step's."""
         if self.device.type == "cpu":
             return min(turn.host_s for turn in self.turns)
-        return (self.device.type == "cuda" and sum(trace(self).values())) or median(
-            turn.seconds / turn.steps for turn in self.turns
-        )
+        traced = sum(trace(self).values()) if self.device.type == "cuda" else 0.0
+        return traced or median(turn.seconds / turn.steps for turn in self.turns)
 
     def timing(self) -> Timing:
         """Return what its turns showed, with the micro-batch that fits into memory."""
@@ -274,9 +272,9 @@ def with_own_model(task: Task) -> Task:
 def untouched(device: torch.device) -> Iterator[None]:
     """Training inside changes nothing outside: random states, threads, determinism, cuDNN's autotuner, TF32; what was
     created inside is freed, its memory returned."""
-    free_memory(device)  # what an earlier run left is free, though allocators may keep it
+    devices.give_back(device)  # what an earlier run left is free, though allocators may keep it
     with ExitStack() as back, torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-        back.callback(free_memory, device)
+        back.callback(devices.give_back, device)
         with suppress(RuntimeError):  # torch does not tell it where the user set `fp32_precision` (torch ≥ 2.9)
             back.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         back.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
@@ -291,8 +289,3 @@ def restore_threads(threads: int) -> None:
     torch.set_num_threads(threads)
     if threads == devices.threads():  # else a run goes on by its plan's
         devices.restore_threads()
-
-
-def free_memory(device: torch.device) -> None:
-    gc.collect()
-    devices.give_back(device)

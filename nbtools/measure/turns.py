@@ -146,15 +146,13 @@ def without_dropout(stepper: Stepper) -> Stepper:
 
 def differentiate(stepper: Stepper, batches: Sequence[Raw]) -> tuple[float, Tensor]:
     """Return (mean loss, scaled gradient) of batches, the same random numbers drawn each time."""
-    loss, parts, state, device = 0.0, list[Tensor](), stepper.state, stepper.device
+    loss, parts, state, dtype = 0.0, list[Tensor](), stepper.state, meter.sum_dtype(stepper.device)
     state.restore_rng()
     for raw in batches:
         stepper.clock()
         total, count = gradients(state, raw, len(raw["id"]))
         loss += float(total) / (float(count) or 1) / len(batches)
-        parts.append(
-            torch.cat([p.grad.to(meter.sum_dtype(device)).flatten() for p in state.parameters if p.grad is not None])
-        )
+        parts.append(torch.cat([p.grad.to(dtype).flatten() for p in state.parameters if p.grad is not None]))
     return loss, torch.stack(parts).sum(0)
 
 

@@ -217,7 +217,8 @@ def run_or_explain(act: Callable[[], T], when: str = "before the first step") ->
 
 
 def give_back(device: torch.device) -> None:
-    """Return memory that is kept for the next step to the GPU or the system."""
+    """Return memory that nothing uses any more, or that is kept for the next step, to the GPU or the system."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif hasattr(LIBRARY, "malloc_trim"):

@@ -3,7 +3,6 @@ function halves the micro-batch when memory runs out, and one skips a step whose
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -232,7 +231,6 @@ def release(state: TrainState) -> None:
     """Free what a failed step left: gradients, recorded steps, and the allocator's cache."""
     state.optimizer.zero_grad()
     state.forget_graphs()
-    gc.collect()
     give_back(state.device)
 
 

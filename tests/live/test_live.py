@@ -1,9 +1,11 @@
 """The live surface in a real browser: a visit to a training notebook in each of two generations of Jupyter, a test a
-claim. Each goes on in the page that the one before has left. `make full` visits each once more, alone, by the clock.
+claim. Each goes on in the page that the one before has left. `make full` visits each once more, alone, by the clock;
+and papermill executes the same notebook, where nobody clicks, as nbclient those of test_notebooks and test_install.
 """
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,9 @@ from nbtools.live import draw, send
 from nbtools.run import busy
 
 PICTURE = f"img[width='{draw.WIDE}'], .output_png img"
+EXECUTE = "import papermill; papermill.execute_notebook('captcha.ipynb', 'done.ipynb', progress_bar=False)"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
-PROMISED = 0.25  # seconds from click to effect, beyond the step under way
 SCRIPT = "<img src=x onerror=window.hacked=1>"
 RUN = f"runs/{SCRIPT}"
 ALPHABET = "<b>&01"  # of the labels, which are parts of file names
@@ -222,7 +224,7 @@ def test_every_interaction_takes_effect_within_a_quarter_of_a_second_and_the_ste
     waits = sorted(person.waits, reverse=True)
     assert len(waits) == (15 if visit.thorough else 8), "rounds of seven, and Stop"
     wait, _ = waits[len(waits) // 20] if visit.thorough else waits[len(waits) // 2]
-    assert wait <= PROMISED + visit.log.step(), waits
+    assert wait <= 0.25 + visit.log.step(), waits
     assert min(person.silences) > 0.3
 
 
@@ -332,6 +334,19 @@ def test_opened_when_its_kernel_is_gone_it_shows_the_picture_and_runs_no_script(
     assert last.locator(".nbt-grid").count() == 0, "a page that is not trusted runs no scripts"
     assert not notebook.page.evaluate("window.hacked !== undefined")
     assert notebook.errors == visit.notebook.errors == [], "no script of the page failed"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stack", [LAB, CLASSIC], ids=lambda stack: stack.name)
+def test_the_same_notebook_ends_without_anybody_clicking(stack, tmp_path):
+    (work := tmp_path / "work").mkdir()
+    kernels.write(work / "captcha.ipynb", cells(count=120, epochs=2))
+    command = [kernels.python(stack.kernel), "-c", EXECUTE]
+    done = subprocess.run(command, cwd=work, env=kernels.environment(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    notebook = json.loads((work / "done.ipynb").read_text())
+    assert text(notebook, ASKED).split() == ["second", "third", "asked"]
+    check_saved(notebook)
 
 
 def check_saved(notebook: dict[str, Any]) -> None:

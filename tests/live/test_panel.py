@@ -43,12 +43,6 @@ def running(made, able=lambda action: True):
     return requests
 
 
-def applied(made, requests):
-    """The run goes on with what is wanted."""
-    requests.state.applied = requests.state.plan
-    made.refresh()
-
-
 def widgets(made):
     """All visible widgets of the panel's own cell and of its part in the output of fit."""
 
@@ -126,7 +120,7 @@ def test_the_menu_of_other_settings_brings_whole_plans_also_over_a_wrong_value()
         made.form.menu.value = label
         assert made.plan == plan
         assert (made.fields["epochs"].value, made.fields["lr"].value) == (f"{plan.epochs}", f"{plan.lr}")
-    assert "the guide's optimised" not in panel().form.menu.options
+    assert [*panel(baseline=baseline).presets] == ["as advised", "the baseline"], "of a task without a guide"
 
 
 def test_help_and_reasons_of_changes_stand_next_to_fields_are_escaped_and_a_page_without_a_kernel_names_changes():
@@ -161,10 +155,11 @@ def test_while_it_trains_the_panels_cell_has_the_buttons_and_points_to_the_setti
 
 def test_a_resumed_run_shows_the_plan_it_had_applied_and_says_so_until_something_is_changed():
     made = panel(lr=0.002)
-    made.begin(Requests(Plans(Plan(lr=0.001), Plan(lr=0.001)), Plan(lr=0.002)))
+    made.begin(Requests(Plans(Plan(lr=0.001), Plan(lr=0.001)), Plan(lr=0.003)))
     assert made.fields["lr"].value == "0.001"
     assert "This run continues with its applied settings: lr 0.002 → 0.001" in words(made)
-    made.fields["clip_norm"].value = "2"
+    made.form.menu.value = "as advised"
+    assert made.fields["lr"].value == "0.003", "for this run"
     assert "continues with" not in words(made)
 
 
@@ -199,7 +194,8 @@ def test_a_change_is_pending_until_applied_with_what_was_requested_since_and_one
     made.refresh()
     assert (made.plan.batch_size, made.plan.epochs, made.fields["epochs"].value) == (256, 20, "20")
     assert "after this step: epochs 10 → 20" in words(made)
-    applied(made, requests)
+    requests.state.applied = requests.state.plan
+    made.refresh()
     assert "after this step" not in words(made)
     made.fields["batch_size"].value = "512"
     assert requests.state.plan.batch_size == 256
@@ -230,14 +226,16 @@ def test_more_than_three_settings_at_once_are_asked_about_together():
     assert requests.state.plan == optimised
 
 
+@pytest.mark.parametrize("wrong", ["inf", "1000"])
 @pytest.mark.parametrize("back", ["Undo", "Keep lr = 0.002", "Escape"])
-def test_an_invalid_field_is_restored_before_a_change_is_undone(back):
+def test_an_invalid_or_doubted_field_is_restored_before_a_change_is_undone(back, wrong):
     made = panel(lr=0.002)
     requests = running(made)
     made.fields["weight_decay"].value = "0.02"
-    applied(made, requests)
-    made.fields["lr"].value = "inf"
-    assert "Not applied: lr must be" in words(made)
+    requests.state.applied = requests.state.plan
+    made.refresh()
+    made.fields["lr"].value = wrong
+    assert "Not applied: lr " in words(made)
     if back == "Escape":
         made.fields["lr"].value = ""  # what the page does
     else:
@@ -245,6 +243,7 @@ def test_an_invalid_field_is_restored_before_a_change_is_undone(back):
     assert made.fields["lr"].value == "0.002"
     assert "Not applied" not in words(made)
     assert (requests.pending, made.plan.weight_decay) == (set(), 0.02)
+    assert "Apply lr = 1000" not in buttons(made)
     buttons(made)["Undo"].click()
     assert requests.pending == {"undo"}
 

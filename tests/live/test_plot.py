@@ -151,12 +151,15 @@ def test_the_png_says_the_same_on_a_transparent_ground_and_leaves_pyplot_alone(m
     assert dict(matplotlib.rcParams) == before
 
 
-def test_what_is_drawn_last_of_a_kept_run_is_true_of_the_whole(pack, tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr("nbtools.live.draw.png", lambda _, *more: said.append(more) or b"\x89PNG")
+@pytest.mark.parametrize("val", [0.2, 0.0])
+def test_what_is_drawn_last_of_a_kept_run_is_true_of_the_whole(tmp_path, monkeypatch, val):
+    """And promises nothing of a validation split that is not there; nor does who watches it from elsewhere."""
+    said, pack = [], toy.pack(toy.demo(tmp_path / "raw"), into=tmp_path / "pack", val=val)
+    monkeypatch.setattr("nbtools.live.draw.png", lambda *given: said.append(given) or b"\x89PNG")
     run = nb.fit(toy, pack, toy.PLAN.replace(epochs=2), tmp_path / "run", keep=tmp_path / "kept", receipt=False)
-    last = run.history.of("epoch")[-1]
-    (state, epoch, took, _, speed, memory), cards = said[-1]
+    last = nb.watch(run.folder).history.of("epoch")[-1]
+    (drawn, (state, epoch, took, *best, speed, memory), cards), (_, elsewhere, _) = said[-2:]
+    assert (len(best), len(drawn.charts), len(elsewhere)) == (bool(val), 2 + bool(val), 5 + bool(val))
     assert ((run.folder / "plot.png").read_bytes(), len(cards)) == (b"\x89PNG", samples.SAMPLES)
     assert (state, epoch) == ("run done", "epoch 2 of 2")
     assert memory.startswith(("memory", "GPU memory")), "no word of what is kept"

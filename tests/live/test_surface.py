@@ -8,6 +8,8 @@ import browser
 import pytest
 from kernels import Client, parent, started
 
+from nbtools.live import view
+
 SETUP = f"""
 import sys; sys.path[:0] = [{str(Path(__file__).parents[1])!r}, {str(Path(__file__).parents[2])!r}]
 import torch; torch.set_num_threads(1)
@@ -72,12 +74,24 @@ def test_what_stays_of_a_run_needs_neither_jupyter_nor_another_origin_nor_the_ne
             tab.on("request", lambda request: requests.append(request.url))
             tab.set_content(page if sandbox is None else framed)
             inside: Any = tab if sandbox is None else tab.frame_locator("iframe")
-            picture, charts = inside.locator("img").first, inside.locator("svg")
+            picture, charts, plots = map(inside.locator, ("img", "svg", ".nbt-plot"))
             if sandbox == "":
-                picture.wait_for()
+                picture.first.wait_for()
                 assert charts.count() == 0
             else:
                 charts.first.wait_for()
                 assert charts.count() >= 4
+                plots.first.evaluate("plot => plot.dataset.low = plot.dataset.high = 0.9996")
+                plots.first.hover()
+                assert inside.locator(".nbt-at b").first.inner_text() == "0.9996", "a share just below 1 is not 1"
     assert errors == []
     assert [url for url in requests if not url.startswith(("data:", "about:"))] == []
+
+
+@pytest.mark.browser
+def test_on_colab_too_the_picture_of_a_run_in_progress_hides_behind_the_live_view(chromium):
+    parts = ('<p class="nbtools-live">live</p>', view.STILL, '<img alt="the picture">')
+    page = "".join(f'<div class="display_data">{part}</div>' for part in parts)
+    with browser.chromium(chromium) as window:
+        (tab := window.new_page()).set_content(f'<div id="output-body">{page}</div>')
+        assert [each.is_visible() for each in tab.locator(".display_data").all()] == [True, False, False]

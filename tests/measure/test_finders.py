@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from problems import PROBLEMS
 from simulated import Job
 from torch import nn
+from torch.optim import SGD
 
 import nbtools as nb
 from nbtools.errors import TrainError
@@ -24,7 +25,6 @@ from nbtools.measure.turns import Deadline
 
 GOOD = 0.97  # of the accuracy of the best lr of the grid
 SEEDS = (10, 11, 12)  # fixed before any of them was tried
-CPU = Machine("cpu", "CPU", cores=2)
 
 
 def advised(task: Any, pack: nb.Pack) -> nb.Advice:
@@ -56,21 +56,23 @@ def test_the_advised_plan_and_fit_without_a_plan_learn_as_well_as_the_best_of_th
     assert min(np.mean(advice), np.mean(alone)) >= GOOD * mean.max()
 
 
-def test_the_sweep_tries_what_it_is_given_or_values_around_the_plans_and_says_which_is_best(tmp_path):
-    pack = problems.packed("spirals", tmp_path)
-    task = nb.classify(problems.points, plan=nb.Plan(batch_size=32, lr=1e-3, epochs=2))
-    given = nb.lr_sweep(task, pack, task.PLAN, lrs=[1e-6, 3e-3, 1e3], seconds=30.0)
-    assert [each.lr for each in given.candidates] == [1e-6, 3e-3, 1e3]
-    assert given.lr == 3e-3
-    around = nb.lr_sweep(task, pack, task.PLAN, seconds=30.0)
-    assert len(around.candidates) >= 5
-    with pytest.raises(nb.NbtoolsError, match="lr_sweep: every lr must be greater than 0"):
-        nb.lr_sweep(task, pack, task.PLAN, lrs=[0.0])
-
-
 @pytest.fixture
 def spirals(tmp_path) -> nb.Pack:
     return problems.packed("spirals", tmp_path)
+
+
+def test_the_sweep_tries_what_it_is_given_or_values_around_the_plans_and_says_which_is_best(spirals):
+    """As a list or an array; but nothing where an optimizer has an lr of its own, which all values would be."""
+    sgd = nb.classify(problems.points, optimizer=lambda groups, plan: SGD([{**group, "lr": 0.1} for group in groups]))
+    task = nb.classify(problems.points, plan=nb.Plan(batch_size=32, lr=1e-3, epochs=2))
+    given = nb.lr_sweep(task, spirals, task.PLAN, lrs=np.array([1e-6, 3e-3, 1e3, 3e-3]), seconds=30.0)
+    assert [each.lr for each in given.candidates] == [1e-6, 3e-3, 1e3]
+    assert given.lr == 3e-3
+    around, own = (nb.lr_sweep(each, spirals, task.PLAN, seconds=30.0) for each in (task, sgd))
+    assert len(around.candidates) >= 5
+    assert (own.lr, own.reason) == (None, "no trial of other learning rates: the optimizer has an lr of its own")
+    with pytest.raises(nb.NbtoolsError, match="lr_sweep: every lr must be greater than 0"):
+        nb.lr_sweep(task, spirals, task.PLAN, lrs=[0.0])
 
 
 def test_fresh_weights_start_at_0_002_pretrained_ones_at_0_0001_and_a_recipe_at_its_own_lr_at_batch_64(spirals):
@@ -87,8 +89,8 @@ def test_fresh_weights_start_at_0_002_pretrained_ones_at_0_0001_and_a_recipe_at_
 @pytest.mark.parametrize(("samples", "epochs"), [(600, 40), (9_999, 10), (10_000, 10)])
 def test_a_small_data_set_gets_about_1500_steps(samples, epochs, spirals):
     """At the batch of a CPU, 64, capped for the smallest."""
-    splits = {"train": samples, "val": 0, "test": 0}
-    plan = decide(nb.classify(problems.points), dataclasses.replace(spirals.card, splits=splits), CPU).plan
+    card = dataclasses.replace(spirals.card, splits={"train": samples, "val": 0, "test": 0})
+    plan = decide(nb.classify(problems.points), card, Machine("cpu", "CPU", cores=2)).plan
     per_epoch = -(-samples // plan.batch_size)
     assert plan.epochs == (max(10, -(-1500 // per_epoch)) if samples < 10_000 else 10)
 
@@ -136,21 +138,19 @@ def test_within_noise_the_recipe_wins_and_else_the_smallest_value(tmp_path):
 
 def test_values_train_on_the_same_batches_from_the_same_weights_under_the_whole_schedule(tmp_path, monkeypatch):
     """Each lr rises in the warmup, and falls to the schedule's end, though each epoch has a leftover batch."""
-    values = dict[int, tuple[dict[str, Any], list[Any], list[float]]]()
+    values = dict[Any, tuple[dict[str, Any], list[Any], list[float]]]()
     step = Stepper.step
 
     def watched(self: Stepper, raw: Any) -> Any:
         if not isinstance(self.clock, Deadline):  # what is timed before
             return step(self, raw)
         weights = {name: value.clone() for name, value in self.state.model.state_dict().items()}
-        _, batches, lrs = values.setdefault(id(self.state), (weights, [], []))
-        alive.append(self.state)
+        _, batches, lrs = values.setdefault(self.state, (weights, [], []))
         result = step(self, raw)
         batches.append(raw["id"].clone())
         lrs.append(self.state.lr / self.plan.lr)
         return result
 
-    alive = list[Any]()
     monkeypatch.setattr(Stepper, "step", watched)
     nb.lr_sweep(toy, toy.make_pack(tmp_path), toy.PLAN.replace(warmup_epochs=0.3))
     assert len(values) >= 5
@@ -243,20 +243,20 @@ def test_a_search_ends_in_time_and_says_what_ended_it(pack):
     assert "throughput no longer rises" in str(flat)
     capped = found(pack, Job(fixed=100.0), seconds=1e6, most=6)
     assert max(row.batch_size for row in capped.rows) == 6
+    assert "no larger one was timed: 6 samples are the most that were to be tried" in str(capped)
 
 
-@pytest.mark.parametrize(("most", "largest"), [(5, 4), (63, 32)])
+@pytest.mark.parametrize(("most", "largest"), [(1, 1), (5, 4), (63, 32)])
 def test_what_does_not_fit_is_never_chosen(pack, most, largest):
-    report = found(pack, Job(fixed=0.1, most=most))
+    job: Any = Job(fixed=0.1, most=most)
+    job.model = toy.linear  # BatchNorm takes no single sample
+    report = found(pack, job)
     assert report.batch_size == largest
     assert all((not row.reason) == (row.batch_size <= most) for row in report.rows)
     assert "does not fit" in str(report)
 
 
-def test_one_sample_is_tried_where_two_do_not_fit_and_where_not_even_one_does_it_is_a_clear_error(pack):
-    one, none = Job(most=1), Job(most=0)
-    one.model = none.model = toy.linear  # without BatchNorm
-    assert found(pack, one).batch_size == 1
+def test_where_not_even_one_sample_fits_it_is_a_clear_error(pack):
     with pytest.raises(TrainError, match=r"not even one sample fits.*smaller network") as caught:
-        found(pack, none)
+        found(pack, Job(most=0))
     assert caught.value.__context__ is None, "it would keep the tensors of the failed step"

@@ -103,7 +103,9 @@ def test_without_nvidia_one_line_says_why_and_what_trains(nvml, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "nvidia-ml-py is not installed" in str(gpus())
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert "Apple's GPU (MPS)" in str(gpus())
+    assert re.search(r"Apple's GPU \(MPS\).*RAM: ", str(gpus()))
+    monkeypatch.setattr(sys.modules["nbtools.measure.machine"], "kilobytes", lambda *_: 0)
+    assert "RAM" not in str(gpus()), "of which macOS does not say how much is free"
 
 
 @pytest.mark.parametrize("cards", [1, 2])

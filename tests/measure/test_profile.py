@@ -11,6 +11,7 @@ from simulated import Job
 
 import nbtools as nb
 from nbtools.measure import Stepper, Verdict, timed, verdict
+from nbtools.measure.timing import Turn
 from nbtools.measure.turns import Trial
 
 SECONDS = 4.0  # on a job's own clock: enough for rounds of several steps
@@ -62,6 +63,9 @@ def test_shares_and_seconds_are_those_of_the_job(pack, monkeypatch):
         shares = {"wait": wait * profile.device, "products": products * profile.device}
         assert (profile.trials, replace(profile, **shares).limit) == ((), bound)
     assert (len(profile.kernels), sum(share for _, share in profile.kernels) <= 1.001) == (5, True)
+    stepper = Stepper(toy, pack, PLAN, torch.device("cpu"))
+    stepper.device, stepper.turns = torch.device("mps"), [Turn(0.0, seconds=1.0, waited=0.0, steps=4, host_s=0.01)]
+    assert stepper.device_s() == 0.25, "on Apple's GPU, which has no trace, launching a step is not working on it"
 
 
 class Slow(Job):

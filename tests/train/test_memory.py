@@ -110,7 +110,7 @@ import torch, toy, nbtools as nb
 pack = toy.make_pack(Path("toy"), count=60)
 def fit(run, hidden, *callbacks):
     plan = toy.PLAN.replace(epochs=1, hidden=hidden)
-    nb.fit(toy, pack, plan, run, receipt=False, progress=False, callbacks=callbacks)
+    nb.fit(toy, pack, plan, run, receipt=False, callbacks=callbacks)
 def used():
     gc.collect()
     tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
