@@ -19,7 +19,7 @@ from nbtools.data.feed import (
     open_feed,
 )
 from nbtools.data.fetch import cache, drive_path, kept, place_to_keep, release_runtime, remount, retry
-from nbtools.data.forms import IMAGES, TARGET, Form, open_image
+from nbtools.data.forms import IMAGES, TARGET, Form, compose, open_image
 from nbtools.data.pack import SPLITS, Card, Column, Pack, Sample
 from nbtools.data.progress import SLOW, bar, cores, in_notebook, meanwhile, phase, say, side_by_side, tick, work
 from nbtools.data.stage import cached, stage
