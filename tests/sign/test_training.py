@@ -175,4 +175,4 @@ def test_a_clip_longer_than_the_guides_table_is_learned_and_read_and_within_it_n
     pack = sign.pack(sign.demo(tmp_path / "raw", 20, glosses=2, categories=1, frames=(301, 301)), progress=False)
     run = nb.fit(sign, pack, sign.BASELINE.replace(epochs=1, batch_size=8), tmp_path / "run", **QUIET)
     assert nb.evaluate(run, pack, "val")["top5"] == 1
-    assert run.predict(pack.raw.source / pack.names[0]) in pack.classes
+    assert {*run.predict(pack.raw.source / pack.names[0])} < {*pack.classes}
