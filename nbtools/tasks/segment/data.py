@@ -70,7 +70,8 @@ def pack(
     million pixels, else 384 × 384, which is said. Others are scaled to fit inside; the rest is 0, and ignored.
     channels: 3 (transparency lies on white) or 4 (RGBA). classes: names, in order of their ids from 0; or a mapping
     id → name; or a file as classes.txt; by default that file of the source, else the labels of CVAT's file, else the
-    ids in the masks. ignore: ids or names to leave out, besides 255, which is left out unless `classes` names it.
+    ids in the masks. What no shape of CVAT covers is the class called background. ignore: ids or names to leave out,
+    besides 255, which is left out unless `classes` names it.
     val, test: shares, or whole numbers for exactly that many; the source's own folders and lists come first.
     test=1.0 makes all of them test, for a source that a run is evaluated on.
     Raises PackError if nothing can be used. `validate` also reports what is wrong with single files.
@@ -119,7 +120,7 @@ def parse_classes(classes: Given) -> list[tuple[int, str]]:
     pairs = [*(classes.items() if isinstance(classes, Mapping) else enumerate(listed))]
     if not pairs or not all(isinstance(i, Integral) and isinstance(name, str) for i, name in pairs):
         raise PackError(f"classes must be names in the order of their ids, or id → name, got {classes!r}")
-    return [(int(i), name) for i, name in pairs]
+    return [(int(i), str(name)) for i, name in pairs]
 
 
 def read_classes(path: Path) -> list[tuple[int, str]]:
