@@ -39,6 +39,7 @@ def test_a_notebook_keeps_the_house_rules(name):
     assert all(not (a == b == "code") for a, b in itertools.pairwise(kinds)), "prose between cells"
     for source in cells(name, "code"):
         assert len(source.splitlines()) <= 12
+        assert "panel.put(" not in source or "nb.fit(" not in source, "which would undo what was turned meanwhile"
         for node in ast.walk(ast.parse(re.sub(r"^(\s*)[%!].*$", r"\1pass", source, flags=re.M))):
             defines = isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda))
             assert not defines or name == "9_your_own_task", "this belongs in the package"  # but for one's own network
@@ -51,7 +52,9 @@ def test_a_notebook_keeps_the_house_rules(name):
     assert next(text for text in texts if text.startswith("## ")).startswith("## Settings")
     assert cells(name, "code")[0].startswith(f'SOURCE = "{ADDRESS}/archive/main.zip"\n')
     assert str(made).count("'source_hidden': True") == 1, "the cell that installs is folded"
-    for part in (r"nb\.Panel\(.*\n.*\(\*\*CHANGES\)", r"again = nb\.fit\(.*\n +nb\.compare\("):
+    assert not re.search(r"nb\.stage\([^)]*\.csv", str(made)), "a folder or an archive is staged, no table"
+    assert name != "9_your_own_task" or "epochs if DATA else EPOCHS" in str(made), "few epochs for generated data alone"
+    for part in (r"nb\.Panel\(.*\n.*\.turn\(\*\*CHANGES\)", r"again = nb\.fit\(.*\n +nb\.compare\("):
         assert "2_train" not in name or re.search(part, "\n".join([*cells(name, "code"), *texts])), part
 
 
@@ -155,6 +158,10 @@ def test_demo_data_comes_where_nothing_is_kept_and_the_output_says_so(task, mach
     assert len(with_data(f"{task}/2_train")["pack"]) > 0
     said = capsys.readouterr().err
     assert f"Nothing is kept at drive:nbtools-data/{task}.tar yet: using demo data instead." in said
+
+
+def test_shares_among_the_options_are_for_the_pack_and_not_for_the_check_before_it(machine_of_mine):
+    assert len(with_data("segment/1_data", OPTIONS={"val": 0.2, "test": 0.1})["pack"]) > 0
 
 
 def test_raw_data_of_ones_own_is_trained_on_and_the_receipt_can_measure_it(machine_of_mine):

@@ -49,6 +49,7 @@ NAMED = {  # file → options, classes
     "Ab3.png": ({"label": ""}, "3Ab"),
     "xAb37.png": ({"label": r"^x(.+)\d$"}, "3Ab"),
     "Ab3_1.png": ({"case": "lower"}, "3ab"),
+    "\u1102\u1161\u1103\u1161\u1100\u1161_1.png": ({}, "가나다"),  # 나다가, as a Mac names it
 }
 
 

@@ -6,7 +6,6 @@ import struct
 import numpy as np
 import pytest
 
-import nbtools as nb
 from nbtools import figures
 from nbtools.errors import PackError
 from nbtools.tasks import hwdb
@@ -143,14 +142,3 @@ def test_the_demo_is_real_pages_in_train_and_test_folders_that_share_no_writer(t
     assert 0.4 * 24 < slope < 1.2 * 24  # longer texts are wider, by about a character each
     texts = "".join(text for name in pages if "Train" in name for text, _ in pages[name])
     assert set(texts) == set(pool()[:60])  # every character, as soon as there are as many train lines
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-def test_new_writers_of_the_demo_are_read_by_the_advised_plan(tmp_path, monkeypatch, own_cache):
-    """Its promise: CER ≤ 0.25 on writers held out."""
-    monkeypatch.setattr(figures, "findSystemFonts", list)
-    pages = hwdb.demo(tmp_path / "pages", 900, characters=30)
-    pack = hwdb.pack(pages, height=32, into=tmp_path / "pack", progress=False)
-    run = nb.fit(hwdb, pack, nb.advise(hwdb, pack, measure=False).plan, run=tmp_path / "run", receipt=False)
-    assert nb.evaluate(run, pack, "test")["cer"] <= 0.25

@@ -1,14 +1,12 @@
 """Batches, and the augmentation of images and their labels: against a version that goes pixel by pixel."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from nbtools.data import Draws
-from nbtools.errors import PlanError
 from nbtools.tasks import segment
 from nbtools.tasks.segment import Plan, task
 
@@ -108,10 +106,3 @@ def test_training_and_prediction_see_the_same_tensor():
     cropped = segment.batch(raw, Plan(crop=128), Draws(0, 0, raw["id"]))
     outside = cropped["label"] == OUTSIDE
     assert (cropped["image"].movedim(1, 3)[outside] == 0).float().mean() > 0.9
-
-
-def test_impossible_settings_are_refused_by_name():
-    impossible: Any = ({"scale_high": 0.5}, {"eval_scales": ()})
-    for settings in impossible:
-        with pytest.raises(PlanError, match=r"^Plan\.(scale_low|eval_scales) must .*, got "):
-            Plan(**settings)

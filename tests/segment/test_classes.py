@@ -34,7 +34,7 @@ def test_unknown_ids_are_named_unless_they_are_ignored(tmp_path):
         packed(source, classes=["ground", "shirt", "shirt"])
 
 
-def test_a_mask_of_0_and_255_says_how_to_be_read(tmp_path):
+def test_a_mask_of_0_and_255_says_how_to_be_read_and_so_does_a_table_of_no_class(tmp_path):
     source = pair(tmp_path / "raw", photo(), np.where(ids() > 0, 255, 0).astype(np.uint8))
     with pytest.raises(PackError, match=r"got 1 besides those ignored.* a mask of 0 and 255 .*255: 'object'"):
         packed(source)
@@ -42,6 +42,10 @@ def test_a_mask_of_0_and_255_says_how_to_be_read(tmp_path):
     assert (row.severity, row.file) == (WARNING, "class object")
     label = sole(source, classes={0: "background", 255: "object"})["label"]
     np.testing.assert_array_equal(label, (ids() > 0).astype(np.uint8))
+    with pytest.raises(PackError, match="got 0 besides those ignored; give classes="):
+        packed(source, classes=saved(source / "classes.txt", ""))
+    with pytest.raises(PackError, match="got 0 besides those ignored; give classes="):
+        packed(source)
 
 
 @pytest.mark.parametrize("ignore", [1, "shirt", [np.int64(1)]])

@@ -36,6 +36,14 @@ def test_a_higher_z_order_covers_so_holes_can_be_drawn(tmp_path):
     np.testing.assert_array_equal(ignored, np.where(SQUARE, 0, 255))
 
 
+def test_the_class_that_no_shape_covers_must_be_named_and_may_be_left_out(tmp_path):
+    source = xml(tmp_path / "raw", TRIANGLE)
+    with pytest.raises(PackError, match=r"add 'background', got shirt, shoe; ignore='background' leaves it out"):
+        packed(source, classes=["shirt", "shoe"])
+    made = packed(source, classes=["background", "shirt", "shoe"], ignore="background", val=0, test=0)
+    assert (made.classes, {*made.sample(0)["label"].flat}) == (["shirt", "shoe"], {0, 255})
+
+
 POINTS = "a polygon must have at least 3 points, x and y of each in pixels"
 UNDRAWN = {  # a shape → its rule, and part of what came
     polygon("1,1;20,20"): (POINTS, "shirt: 2"),

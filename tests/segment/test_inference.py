@@ -81,22 +81,18 @@ def read(*batches):
     return sums.read()
 
 
-def test_miou_and_accuracy_are_their_definitions_without_one_more_in_the_denominator(seen):
+@pytest.mark.parametrize("size", [1, 4])
+def test_miou_and_accuracy_are_their_definitions_over_any_batches_and_not_the_mean_of_theirs(seen, size):
     labels, logits = seen
+    parts = [(labels[i : i + size], logits[i : i + size]) for i in range(0, 6, size)]
     predicted, valid = logits.argmax(1), labels != IGNORE
     both = [((labels == k) & (predicted == k)).sum() for k in range(CLASSES)]
     either = [(((labels == k) | (predicted == k)) & valid).sum() for k in range(CLASSES)]
-    values = read(seen)
+    values = read(*parts)
+    assert values == read(seen)
     assert values["miou"] == pytest.approx(float(np.mean([b / e for b, e in zip(both, either, strict=True)])))
     assert values["pixel_accuracy"] == pytest.approx(float((labels == predicted).sum() / valid.sum()))
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_miou_of_any_batches_is_that_of_the_whole_set_and_not_their_mean(seen, size):
-    labels, logits = seen
-    parts = [(labels[i : i + size], logits[i : i + size]) for i in range(0, 6, size)]
-    assert read(*parts) == read(seen)
-    assert abs(np.mean([read(part)["miou"] for part in parts]) - read(seen)["miou"]) > 1e-3
+    assert abs(np.mean([read(part)["miou"] for part in parts]) - values["miou"]) > 1e-3
 
 
 def test_images_stand_next_to_their_classes_and_to_what_was_predicted(tmp_path):

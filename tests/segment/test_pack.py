@@ -1,6 +1,7 @@
 """Images with labels become a pack of one size with distances to the boundary; a prediction becomes a file again."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from masks import NAMES, H, W, checked, corpus, ids, labelled, only, packed, pai
 from PIL import Image
 
 from nbtools.__main__ import main
-from nbtools.errors import PackError
+from nbtools.errors import MissingExtra, PackError
 from nbtools.tasks import segment
 from nbtools.tasks.common.files import ERROR
 
@@ -26,7 +27,7 @@ def test_images_and_labels_of_one_size_are_packed_unchanged(tmp_path):
         np.testing.assert_array_equal(one["label"], ids(k))
 
 
-def test_distances_are_those_to_the_nearest_pixel_next_to_another_class(tmp_path):
+def test_distances_are_those_to_the_nearest_pixel_next_to_another_class(monkeypatch):
     label = ids(3)
     label[:, -9:] = 255
     edge = np.zeros((H, W), bool)
@@ -38,14 +39,19 @@ def test_distances_are_those_to_the_nearest_pixel_next_to_another_class(tmp_path
     expected = np.array([[np.hypot(*(marked - (y, x)).T).min() for x in range(W)] for y in range(H)])
     np.testing.assert_array_equal(segment.distance_map(label), np.minimum(np.rint(8 * expected), 255))
     assert (segment.distance_map(np.zeros((H, W), np.uint8)) == 255).all(), "no boundary"
+    monkeypatch.setitem(sys.modules, "scipy.ndimage", None)
+    with pytest.raises(MissingExtra, match="need scipy: pip install scipy, or the extra segment"):
+        segment.distance_map(label)
 
 
-def test_images_of_many_sizes_are_scaled_to_fit_and_the_rest_is_ignored(tmp_path):
+def test_images_of_many_sizes_or_a_tiny_one_are_scaled_to_fit_as_is_said_and_the_rest_is_ignored(tmp_path, capsys):
     for name, height, width in (("a", 60, 120), ("b", 120, 60)):
         saved(tmp_path / "raw/images" / f"{name}.png", np.full((height, width, 3), 200, np.uint8))
         halves = np.arange(height * width, dtype=np.uint8).reshape(height, width) % 2
         saved(tmp_path / "raw/labels" / f"{name}.png", halves)
-    assert packed(tmp_path / "raw").options["size"] == [384, 384]
+    for source in (tmp_path / "raw", pair(tmp_path / "tiny", photo(0, 20, 24), ids(0, 20, 24))):
+        assert packed(source, progress=True, val=0, test=0).options["size"] == [384, 384]
+        assert "images are scaled to 384 × 384 pixels" in capsys.readouterr().err
     made = packed(tmp_path / "raw", size=40)
     inside = np.zeros((40, 40), bool)
     inside[10:30] = True
@@ -85,12 +91,11 @@ DAMAGED = {  # a file of the pair → its rule
     "transparent": ("labels/a.png", np.dstack([ids(), np.full((H, W), 100, np.uint8)]), NO_IDS),
     "JPEG": ("labels/a.jpg", ids(), NO_IDS),
     "floats": ("labels/a.tif", ids().astype(np.float32), NO_IDS),
-    "unknown ids": ("labels/a.png", ids() + np.uint8(5), "ids must be in the class table"),
 }
 
 
 @pytest.mark.parametrize(("name", "content", "rule"), DAMAGED.values(), ids=DAMAGED)
-def test_what_leaves_a_sample_out_is_one_row_with_what_to_do(tmp_path, name, content, rule):
+def test_what_leaves_a_sample_out_is_one_row_with_what_to_do_and_alone_the_error(tmp_path, name, content, rule):
     source = labelled(tmp_path / "raw", ids())
     (source / name).with_suffix(".png").unlink()
     saved(source / name, content)
@@ -100,6 +105,10 @@ def test_what_leaves_a_sample_out_is_one_row_with_what_to_do(tmp_path, name, con
     made = packed(source, classes=NAMES)
     assert made.names == ["images/b.png"]
     assert list(made.bad.iloc[0]) == list(row[:4])
+    for good in source.glob("*/b.png"):
+        good.unlink()
+    with pytest.raises(PackError, match=rf"a\.\w+: {rule}, got .*; "):
+        packed(source)
 
 
 def test_predictions_for_padded_images_are_cropped_back_to_them_and_overwrite_no_file(tmp_path):

@@ -15,7 +15,7 @@ MISSING = "image and label of a line must exist"
     ("image", "label", "split"),
     [
         ("images/train/a.jpg", "labels/train/a.png", "train"),
-        ("x/train/images/sub/a.bmp", "x/train/masks/sub/a.png", "train"),
+        ("x/train/images/sub/\u00e9.bmp", "x/train/masks/sub/e\u0301.png", "train"),  # é, and a Mac's
         ("train/a.png", "trainannot/a.png", "train"),
         ("train_images/a.jpg", "train_masks/a.gif", "train"),
         ("images/validation/x/a.png", "masks/validation/x/a.png", "val"),
@@ -28,11 +28,11 @@ def test_layouts_pair_images_with_labels_and_give_the_split(tmp_path, image, lab
     np.testing.assert_array_equal(made.sample(0)["label"], ids())
 
 
-@pytest.mark.parametrize("lines", ["p/a.png,q/a.png\n", "image;label;split\np\\a.png;./q\\a.png;val\n"])
-def test_lists_of_images_and_labels_are_read(tmp_path, lines):
-    folder = tree(tmp_path / "raw", {"p/a.png": photo(), "q/a.png": ids(), "val.txt": lines})
+@pytest.mark.parametrize("lines", ["p/É.png,q/É.png\n", "image;label;split\np\\E\u0301.png;./q\\E\u0301.png;val\n"])
+def test_lists_of_images_and_labels_are_read_however_they_write_an_accent(tmp_path, lines):
+    folder = tree(tmp_path / "raw", {"p/E\u0301.png": photo(), "q/É.png": ids(), "val.txt": lines})
     made = packed(folder)
-    assert (made.names, made.splits["val"]) == (["p/a.png"], 1)
+    assert (made.names, made.splits["val"]) == (["p/E\u0301.png"], 1)
     assert checked(folder).rows == []
 
 

@@ -158,7 +158,8 @@ def test_clips_without_labels_are_validated_and_read_and_a_pack_says_what_can_be
 
 def test_the_columns_of_a_list_stand_in_any_order_among_others(tmp_path):
     source = corpus(tmp_path / "raw", without=("X2048",))
-    lines = (" Signer,CAT,file,gloss,occluded", "S0,0,./a.npz,0,1", "", 'S1,1,"b", 1 ,0', "S0,0,a,0,1")
+    (source / "train" / "b.npz").rename(source / "train" / "e\u0301.npz")  # é, as a Mac writes it
+    lines = (" Signer,CAT,file,gloss,occluded", "S0,0,./a.npz,0,1", "", 'S1,1,"é", 1 ,0', "S0,0,a,0,1")
     (source / "train" / "labels.csv").write_text("\n".join(lines), "utf-8-sig")
     assert checked(source).rows == []
     assert packed(source).sample(1)["label"].tolist() == [1, 1]
@@ -222,7 +223,7 @@ X, MASK, TIMES = (arrays()[key] for key in ("X", "mask", "timestamps_ms"))
 WARNED = {  # rule → (damage, what came)
     "a clip should have mask": (changed(without=("mask",)), "X, "),
     "a clip should have meta": (changed(without=("meta",)), "X, "),
-    "the Transformer reads at most 300 frames": (lambda path: clip(path, frames=301), "301"),
+    "the Transformer reads at most 3000 frames": (lambda path: clip(path, frames=3001), "3001"),
     "X should be float32": (changed(X=X.astype("f8")), "float64"),
     "coordinates must be in [0, 1]": (with_value(1.25), "frame 2 has 1.25"),
     "mask should be bool": (changed(mask=MASK.astype("u1")), "uint8"),
@@ -259,20 +260,10 @@ def test_a_damaged_clip_gives_its_row_and_no_other(tmp_path, severity, kinds):
     assert len(made) == len(kinds) + 1 - len(wrong)
 
 
-def test_demo_clips_are_in_the_guides_format_and_the_validator_finds_nothing(tmp_path):
-    rich = sign.demo(tmp_path, 12, glosses=4, features=True)
-    report = checked(rich, require_x2048=True)
-    assert (report.about, report.rows) == ("12 clips, 12 with a label", [])
-    with np.load(rich / "train/clip_00000.npz") as file:
-        count = len(file["X"])
-        expected = {"X": ("<f4", (count, 156)), "X2048": ("<f4", (count, 2048)), "mask": ("|b1", (count, 78))}
-        expected |= {"timestamps_ms": ("<i8", (count,))}
-        assert {key: (file[key].dtype.str, file[key].shape) for key in file if key != "meta"} == expected
-
-
-def test_val_signers_never_train_and_every_gloss_comes_equally_often(tmp_path):
-    clips = sign.demo(tmp_path, 60, glosses=4, categories=2, frames=(10, 20))
-    made = packed(clips)
+def test_demo_clips_are_valid_val_signers_never_train_and_every_gloss_comes_equally_often(tmp_path):
+    clips = sign.demo(tmp_path, 60, glosses=4, categories=2, frames=(10, 20), features=True)
+    report, made = checked(clips, require_x2048=True), packed(clips)
+    assert (report.about, report.rows) == ("60 clips, 60 with a label", [])
     signers: dict[str, list[str]] = {"train": [], "val": []}
     for path in clips.glob("*/*.npz"):
         with np.load(path) as file:
@@ -283,15 +274,6 @@ def test_val_signers_never_train_and_every_gloss_comes_equally_often(tmp_path):
     labels = made.arrays["label"][made.ids("train"), 0]
     assert {*np.bincount(labels)} == {12, 13}
     assert made.options["categories"] == ["greeting", "survival"]
-
-
-@pytest.mark.full
-def test_the_advised_plan_passes_three_quarters(tmp_path):
-    source = sign.demo(tmp_path / "raw", 600, glosses=12, categories=2)
-    pack = packed(source)
-    plan = nb.advise(sign, pack, measure=False).plan
-    run = nb.fit(sign, pack, plan, tmp_path / "run", receipt=False, progress=False)
-    assert nb.evaluate(run, pack, split="val")["gloss_accuracy"] > 0.75
 
 
 def test_what_is_not_seen_is_not_drawn_and_no_limb_leads_there():

@@ -4,14 +4,16 @@ from typing import Any, cast
 
 import pytest
 import torch
+from acting import QUIET
 from packs import raw_batch
 from torch import nn
 
+import nbtools as nb
 from nbtools.data import Draws
 from nbtools.errors import PlanError
 from nbtools.tasks import sign
 from nbtools.tasks.sign.keypoints import LEFT, POINTS, RIGHT, SHOULDERS
-from nbtools.tasks.sign.networks import POSITIONS, Gru, Transformer
+from nbtools.tasks.sign.networks import POSITIONS, Gru, Transformer, sinusoids
 from nbtools.tasks.sign.task import Plan
 
 pytestmark = pytest.mark.usefixtures("one_cache")
@@ -164,5 +166,13 @@ def test_a_clip_of_no_frame_in_a_batch_gives_no_nan_and_changes_nobody(name, nar
 def test_clips_as_long_as_the_table_are_read_and_longer_ones_refused_with_the_way_out(narrow):
     with torch.no_grad():
         assert small("transformer")(clips(POSITIONS))[0].shape == (1, 7)
-        with pytest.raises(PlanError, match=r"a clip has 301 frames.* 300; cut or thin out such clips"):
+        with pytest.raises(PlanError, match=r"a clip has 3001 frames.* 3000; cut or thin out such clips"):
             small("transformer")(clips(POSITIONS + 1))
+
+
+def test_a_clip_longer_than_the_guides_table_is_learned_and_read_and_within_it_nothing_changed(tmp_path, narrow):
+    assert torch.equal(sinusoids(POSITIONS, 256)[:300], sinusoids(300, 256))
+    pack = sign.pack(sign.demo(tmp_path / "raw", 20, glosses=2, categories=1, frames=(301, 301)), progress=False)
+    run = nb.fit(sign, pack, sign.BASELINE.replace(epochs=1, batch_size=8), tmp_path / "run", **QUIET)
+    assert nb.evaluate(run, pack, "val")["top5"] == 1
+    assert {*run.predict(pack.raw.source / pack.names[0])} < {*pack.classes}

@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
-from unicodedata import normalize
 
 import numpy as np
 from PIL import Image
 
-from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, build_pack
+from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, build_pack, compose
 from nbtools.errors import PackError
 from nbtools.show import size_text
 from nbtools.tasks.captcha.networks import STRIDE
@@ -62,10 +61,7 @@ def pack(
         {
             "layout must be auto, fixed or lines": (layout in ("auto", "fixed", "lines"), layout),
             "case must be keep, lower or upper": (case in CASES, case),
-            "height must be a whole number of pixels, 16 or more": (
-                whole(height, 16),
-                height,
-            ),  # the network halves it three times
+            "height must be a whole number of pixels, 16 or more": (whole(height, 16), height),  # three times halved
         }
     )
     alphabet = None if classes is None else "".join(characters(classes))
@@ -82,8 +78,8 @@ def pack_options(card: Card) -> dict[str, Any]:
 def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
     """Return the files whose names hold a text that can be learned, and the layout that most of them have."""
     pattern, fold = pattern_of(options["label"]), CASES[options["case"]]
-    matches = {name: pattern.match(PurePosixPath(name).stem) for name in walk(folder)}
-    texts = {name: normalize("NFC", fold(match[1] or "")) if match else "" for name, match in matches.items()}
+    matches = {name: pattern.match(compose(PurePosixPath(name).stem)) for name in walk(folder)}
+    texts = {name: fold(match[1] or "") if match else "" for name, match in matches.items()}
     layout = layout_of(folder, texts, options["layout"], options["height"])
     options = {name: options[name] for name in ("label", "case", "classes")} | layout
     bad = {name: row for name, text in texts.items() if (row := problem(name, text, options))}

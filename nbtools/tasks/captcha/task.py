@@ -15,9 +15,9 @@ from nbtools.data import Card, Draws, Pack, constant, places
 from nbtools.errors import PlanError
 from nbtools.tasks.captcha.networks import Ctc, Guide, Small
 from nbtools.tasks.common import ctc
-from nbtools.tasks.common.files import spell
 from nbtools.tasks.common.metrics import MEANINGS as OF_TEXTS
 from nbtools.tasks.common.metrics import THUMB, accuracy, at_most, bucket_knob, epochs_for, text_metrics, whole_accuracy
+from nbtools.tasks.common.texts import spell
 from nbtools.train import Batch, Pair, Tensors, knob
 from nbtools.train import Plan as BasePlan
 

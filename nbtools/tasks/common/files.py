@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from PIL import Image
 
 from nbtools import disk, show
-from nbtools.data import SLOW, Pack, bar, open_image, side_by_side, split_word
+from nbtools.data import SLOW, bar, compose, open_image, side_by_side, split_word
 from nbtools.errors import PackError
 
 if TYPE_CHECKING:
@@ -147,8 +147,8 @@ def csv_rows(text: str, separator: str, file: str) -> Iterator[tuple[int, list[s
 
 
 def with_slashes(path: str) -> str:
-    """Return a path from a list with slashes, as file names have them, whatever system wrote it."""
-    return path.strip().replace("\\", "/").removeprefix("./")
+    """Return a path from a list with slashes, whatever system wrote it, to be looked up among composed file names."""
+    return compose(path).replace("\\", "/").removeprefix("./")
 
 
 def read_text(path: Path, fix: str) -> str:
@@ -176,16 +176,6 @@ def characters(classes: Iterable[str], option: str = "classes") -> tuple[str, ..
         came = repr(wrong[0]) if wrong else "none"
         raise PackError(f"{option} must be single characters, each once, got {came}; give a string or a list of them")
     return tuple(counts)
-
-
-def spell(classes: Sequence[str], places: Iterable[int]) -> str:
-    """Return the text of a row of places in the classes."""
-    return "".join(classes[place] for place in places)
-
-
-def text_of(pack: Pack, i: int) -> str:
-    """Return the text of sample i of a pack whose column `label` holds places in its classes."""
-    return spell(pack.classes, pack.sample(i)["label"])
 
 
 def write_demo(folder: str | Path, files: Iterable[File], suffixes: tuple[str, ...]) -> Path:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side
+from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, bar, build_pack, compose, side_by_side
 from nbtools.errors import PackError
 from nbtools.show import size_text
 from nbtools.tasks.common.files import (
@@ -197,7 +197,7 @@ def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str
     own, text = name[: -len("_img_id_gt.txt")], decode_text((folder / name).read_bytes(), name)
     known = {}  # with and without suffix
     for above in (own[: own.rfind("/") + 1], f"{own}/"):
-        inside = [(image.removeprefix(above), image) for image in images if image.startswith(above)]
+        inside = [(compose(image.removeprefix(above)), image) for image in images if image.startswith(above)]
         known |= {cell.rpartition(".")[0]: image for cell, image in inside} | dict(inside)
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
         cuts = (line.split(separator, 1) for separator in SEPARATORS)  # the text may have more of it

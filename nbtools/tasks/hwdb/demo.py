@@ -86,9 +86,9 @@ def demo(
             images.append(hand.line(ink, places, rng))
         return page_bytes(texts, images, "nbtools demo")
 
-    write_demo(folder, ((name_of(n), partial(page, n)) for n in range(-(-count // LINES))), SUFFIXES)
+    folder = write_demo(folder, ((name_of(n), partial(page, n)) for n in range(-(-count // LINES))), SUFFIXES)
     say(f"{plural(count, 'line')} in {folder}, drawn with {font.stem if font else 'shapes, since no font has Chinese'}")
-    return Path(folder)
+    return folder
 
 
 def name_of(page: int) -> str:

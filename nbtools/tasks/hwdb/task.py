@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from nbtools.data import Card, Draws, Pack, constant, places
 from nbtools.errors import PlanError
 from nbtools.tasks.common import ctc
-from nbtools.tasks.common.files import spell
 from nbtools.tasks.common.metrics import MEANINGS as OF_TEXTS
 from nbtools.tasks.common.metrics import THUMB, at_most, bucket_knob, epochs_for, text_metrics
+from nbtools.tasks.common.texts import spell
 from nbtools.tasks.hwdb import networks
 from nbtools.tasks.hwdb.data import HCTR_HEIGHT
 from nbtools.train import Batch, Pair, Tensors, knob

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def pack(
     million pixels, else 384 × 384, which is said. Others are scaled to fit inside; the rest is 0, and ignored.
     channels: 3 (transparency lies on white) or 4 (RGBA). classes: names, in order of their ids from 0; or a mapping
     id → name; or a file as classes.txt; by default that file of the source, else the labels of CVAT's file, else the
-    ids in the masks. ignore: ids or names to leave out, besides 255, which is left out unless `classes` names it.
+    ids in the masks. What no shape of CVAT covers is the class called background. ignore: ids or names to leave out,
+    besides 255, which is left out unless `classes` names it.
     val, test: shares, or whole numbers for exactly that many; the source's own folders and lists come first.
     test=1.0 makes all of them test, for a source that a run is evaluated on.
     Raises PackError if nothing can be used. `validate` also reports what is wrong with single files.
@@ -77,7 +79,7 @@ def pack(
     scanned, options = cache(Source), options_of(size, channels, classes, ignore)
 
     def survey(folder: Path, options: Options) -> Survey:
-        return survey_of(scanned(folder), options)
+        return survey_of(scanned(folder), options, progress)
 
     def reader(folder: Path) -> Any:
         return partial(read_sample, scanned(folder))
@@ -114,10 +116,11 @@ def parse_classes(classes: Given) -> list[tuple[int, str]]:
     """Return (id, name) of names, of a mapping, or of a file."""
     if isinstance(classes, str | Path):
         return read_classes(Path(classes).expanduser())
-    pairs = [*classes.items()] if isinstance(classes, Mapping) else [*enumerate(classes)] if np.ndim(classes) else []
-    if not pairs or not all(isinstance(name, str) and np.ndim(i) == 0 and not isinstance(i, str) for i, name in pairs):
+    listed = classes if hasattr(classes, "__getitem__") else ()  # an order, as neither a number nor a set has
+    pairs = [*(classes.items() if isinstance(classes, Mapping) else enumerate(listed))]
+    if not pairs or not all(isinstance(i, Integral) and isinstance(name, str) for i, name in pairs):
         raise PackError(f"classes must be names in the order of their ids, or id → name, got {classes!r}")
-    return [(int(i), name) for i, name in pairs]
+    return [(int(i), str(name)) for i, name in pairs]
 
 
 def read_classes(path: Path) -> list[tuple[int, str]]:
@@ -150,7 +153,7 @@ def class_options(classes: Sequence[tuple[int, str]], ignore: Sequence[int | str
     return {"names": [*kept.values()], "ids": [*kept], "ignored": [[i, names.get(i, "")] for i in sorted(ignored)]}
 
 
-def survey_of(source: Source, asked: Options) -> Survey:
+def survey_of(source: Source, asked: Options, progress: bool) -> Survey:
     """Return the labelled images of a folder, and the options that the files decide: sizes and ids that nothing names
     are read from images and masks."""
     items, size, bad = source.items, asked["size"], [row[:4] for row in source.rows]
@@ -159,11 +162,11 @@ def survey_of(source: Source, asked: Options) -> Survey:
     if size is None:
         own = {one for one in side_by_side(lambda name: header_size(source.folder / name), items) if one}
         [one, *others] = own or [MIXED]
-        size = list(MIXED if others or min(one) < LEAST or one[0] * one[1] > LARGEST else one)
-        if size != list(one):
+        size = MIXED if others or min(one) < LEAST or one[0] * one[1] > LARGEST else one
+        if progress and own != {size}:
             say(f"images are scaled to {size_text(*size)}; size= chooses another")
-    options = {"size": size, "channels": asked["channels"]}
-    options |= class_options(asked["classes"] or classes_of(source), asked["ignore"])
+    options = {"size": [*size], "channels": asked["channels"]}
+    options |= class_options(classes_of(source) if asked["classes"] is None else asked["classes"], asked["ignore"])
     named = {name.casefold() for name in (*options["names"], *(name for _, name in options["ignored"]))}
     if any(item.drawing for item in items.values()) and named.isdisjoint(BACKGROUND):
         why = "classes must name what no shape covers: add 'background'"
@@ -173,13 +176,16 @@ def survey_of(source: Source, asked: Options) -> Survey:
 
 def classes_of(source: Source) -> list[tuple[int, str]]:
     """Return the classes of classes.txt, of CVAT's labels with the background first, or of the ids in masks."""
-    if tables := [name for name in source.names if name.lower().rpartition("/")[2] == "classes.txt"]:
+    if tables := [name for name in source.names.values() if name.lower().rpartition("/")[2] == "classes.txt"]:
         return read_classes(source.folder / min(tables, key=lambda name: (name.count("/"), name)))
     if any(item.drawing for item in source.items.values()):
         own = [label for label in source.labels if label.casefold() in BACKGROUND][:1]
         return [*enumerate([*(own or BACKGROUND[:1]), *(label for label in source.labels if label not in own)])]
     masks = {source.folder / item.label for item in source.items.values()}
-    seen = {*chain(*side_by_side(ids_in, masks))} or {*read_ids(min(masks)).flat}  # which says why there is none
+    try:
+        seen = {*chain(*side_by_side(ids_in, masks))} or {*read_ids(min(masks)).flat}  # which says why there is none
+    except Refused as refusal:
+        raise PackError(f"{min(masks)}: {refusal}") from None
     return [(int(i), f"class {i}") for i in sorted(seen - {IGNORE})]
 
 
@@ -206,7 +212,7 @@ def read_item(folder: Path, item: Item, options: Options) -> tuple[np.ndarray, n
         else:
             require_size(item.drawing.size or size, size)
             indices = {name: IGNORE for _, name in options["ignored"]} | {n: k for k, n in enumerate(options["names"])}
-            background = next((k for name, k in indices.items() if name.casefold() in BACKGROUND))
+            background = next(k for name, k in indices.items() if name.casefold() in BACKGROUND)
             label = cvat.draw(item.drawing, size, (bottom - top, right - left), indices, background)
     except Refused as refusal:
         value, rule, fix = refusal.args
@@ -312,7 +318,7 @@ def validate(
     """Check every image and every label of a folder, archive or link: each rule broken is a row. Options as for `pack`:
     an error is what a pack with the same ones leaves out. Raises PackError without a class table."""
     made = Source(stage(source, progress=progress))
-    survey = survey_of(made, options_of(size, channels, classes, ignore))
+    survey = survey_of(made, options_of(size, channels, classes, ignore), progress)
 
     def check(item: Item) -> Row | set[int]:
         """Return what is wrong with an image or its label, or the classes in it."""

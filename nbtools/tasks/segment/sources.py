@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from nbtools.data import IMAGES
+from nbtools.data import IMAGES, compose
 from nbtools.tasks.common.files import Refused, Row, decode_text, read_rows, split_word, walk, with_slashes
 from nbtools.tasks.segment import cvat
 
@@ -34,20 +34,20 @@ class Item:
 
 class Source:
     """The contents of a folder by names, lists and XML, without opening images. items: by the image's name; rows: what
-    is wrong; labels: CVAT's."""
+    is wrong; labels: CVAT's; names: as lists have them → the files'."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.items: dict[str, Item] = {}
         self.rows: list[Row] = []
         self.labels: list[str] = []
-        self.names = dict.fromkeys(walk(folder))
+        self.names = {compose(name): name for name in walk(folder)}
         for name in self.having(".txt", ".csv"):
             self.read_list(name)
         self.pair()
 
     def having(self, *suffixes: str) -> list[str]:
-        return [name for name in self.names if name.lower().endswith(suffixes)]
+        return [name for name in self.names.values() if name.lower().endswith(suffixes)]
 
     def add(self, item: Item, where: str) -> None:
         """Take a labelled image, unless it has another label or split."""
@@ -59,8 +59,8 @@ class Source:
 
     def find(self, path: str, where: str) -> str | None:
         """Return the file that a path in a list or an XML names, relative to its folder or to one above it."""
-        names = (os.path.normpath(folder / with_slashes(path)) for folder in PurePosixPath(where).parents)
-        return next((name for name in names if name in self.names), None)
+        names = (compose(os.path.normpath(folder / with_slashes(path))) for folder in PurePosixPath(where).parents)
+        return next((self.names[name] for name in names if name in self.names), None)
 
     def read_list(self, name: str) -> None:
         """Take the image and the label of each line; a text without such lines is no list."""
@@ -112,7 +112,7 @@ class Source:
 def parse_path(name: str) -> tuple[str | None, bool, tuple[str | None, str, str]]:
     """Return the split that the path of an image names, whether it is a mask, and a key that an image and its mask
     share."""
-    path, split, is_mask, rest = PurePosixPath(name), None, False, []
+    path, split, is_mask, rest = PurePosixPath(compose(name)), None, False, []
     for part in path.parts[:-1]:
         if match := FOLDER.fullmatch(part):
             split = (match[1] or match[3] or split or "").lower() or None

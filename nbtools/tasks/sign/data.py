@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from nbtools import disk
-from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
+from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, compose, side_by_side, stage
 from nbtools.errors import PackError
 from nbtools.show import plural
 from nbtools.tasks.common.files import (
@@ -318,7 +318,7 @@ def ends_of(clips: Sequence[str], above: str) -> dict[str, list[str]]:
     """Return every end of a path → the clips below a folder that have it."""
     ends = defaultdict(list)
     for clip in clips:
-        parts = clip[: -len(SUFFIX)].split("/")
+        parts = compose(clip[: -len(SUFFIX)]).split("/")
         for first in range(len(parts) if clip.startswith(above) else 0):
             ends["/".join(parts[first:])].append(clip)
     return ends
