@@ -206,7 +206,7 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
     with beside(elsewhere, interrupt):
         nb.watch(elsewhere)
     assert busy(elsewhere), "an interrupt ends the watching, not the run"
-    assert "continues" in capsys.readouterr().err
+    assert "is still training" in capsys.readouterr().err
     with beside(elsewhere, user):
         run = nb.watch(elsewhere)
     assert not busy(elsewhere)

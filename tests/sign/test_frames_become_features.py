@@ -180,7 +180,7 @@ def test_a_torchvision_that_does_not_import_is_a_sentence_and_ready_features_nee
     assert made(source, source, network=None).about.endswith("0 clips got features, 4 already had them")
     model = sign.model(sign.pack(source, kp_key=None, progress=False), sign.Plan(network="gru"))
     assert sum(p.numel() for p in model.parameters()) < 110_000, "the GRU without an InceptionV3"
-    with pytest.raises(MissingExtra, match=r"need torchvision, which does not import .*install nbtools\[features]"):
+    with pytest.raises(MissingExtra, match=r"need torchvision, which does not import .*install the extra features"):
         made(source, tmp_path / "clips", network=None)
 
 
