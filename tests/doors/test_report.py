@@ -95,7 +95,7 @@ def test_a_report_on_segmentation_has_the_iou_of_each_class_and_image(tmp_path):
 
 @pytest.mark.parametrize("none", [255, -1, -100])
 def test_a_report_on_masks_of_ones_own_has_a_class_that_is_never_answered_and_leaves_out_what_is_none(tmp_path, none):
-    masks = np.random.default_rng(0).choice(np.int32([0, 1, 2, none]), (30, 12, 12))
+    masks = np.random.default_rng(0).choice(np.array([0, 1, 2, none], np.int32), (30, 12, 12))
     scenes = [(image, Image.fromarray(mask)) for (image, _), mask in zip(own.images(30), masks, strict=True)]
     pack = nb.pack(scenes, into=tmp_path / "pack", progress=False)
     maps = SimpleNamespace(model=lambda *_: nn.Conv2d(3, 2, 1), loss=None, decode=lambda out, _: [*out.argmax(1)])
