@@ -136,8 +136,7 @@ def control(run: Path, requests: list[str]) -> None:
     """Send requests to a run: pause, resume, stop, evaluate, save, profile, best or undo; or settings: lr=1e-4."""
     plan = nb.Run.open(run).plan
     if not busy(run):
-        text = "no process on this machine is training it; python -m nbtools train resumes the run"
-        raise CheckpointError(f"{run}: {text}")
+        raise CheckpointError(f"{run}: no process on this machine is training it; python -m nbtools train resumes it")
     pairs = [request.partition("=") for request in requests]
     settings = {name: plan.parse(name, value) for name, equals, value in pairs if equals}
     if asks := doubts(plan, plan.turn(**settings), advised_plan(run, plan)):

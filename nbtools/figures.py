@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findSystemFonts, fontManager
 
 RIGHT, WRONG, GREY = "#0072b2", "#c65300", "#6b6b6b"  # of text: blue and a darker vermilion of Okabe & Ito's palette
-WIDE, MARGIN, TITLE = 1200, 8, 22  # px: a canvas; around pictures; the line of text above one
-TALL = 340  # px: a picture at most
+WIDE, MARGIN, TITLE, TALL = 1200, 8, 22, 340  # px: a canvas; around pictures; the text above one; a picture at most
 SIZE = 9  # points of a caption
 CHINESE = ("notosanscjk-regular", "notosanssc-regular", "wqy-zenhei", "wqy-microhei", "pingfang", "msyh", "simhei")
 """Fonts with Chinese characters, which matplotlib's own has not: Noto (fonts-noto-cjk), WenQuanYi, macOS, Windows."""

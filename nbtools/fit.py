@@ -164,8 +164,7 @@ def prepare(
     elif state.over:
         more = "it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
         messages.append(f"{Run.open(folder, task)}; {more}")
-    remarks = [] if former else pack.remarks
-    for message in filter(None, [unread, *remarks, *messages, *complaints]):
+    for message in filter(None, [unread, *(pack.remarks if former is None else ()), *messages, *complaints]):
         surface.report(message)
         if not progress and not is_torchelastic_launched():
             say(message)

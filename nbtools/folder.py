@@ -21,7 +21,7 @@ from nbtools import disk, measure, train
 from nbtools.data import Card, Pack, retry, say
 from nbtools.errors import CheckpointError, NbtoolsError, PlanError, TrainError
 from nbtools.live import Surface
-from nbtools.run import CARD, HISTORY, PLAN, RECEIPT, VERDICT, Run
+from nbtools.run import CARD, HISTORY, PLAN, RECEIPT, VERDICT, Run, as_plan
 from nbtools.train import History, Keeper, Plan, Record, Task, TrainState, checkpoint
 
 RUNS = Path("runs")
@@ -291,7 +291,7 @@ def resume(folder: Path, state: TrainState, history: History) -> tuple[list[str]
     """Load the last checkpoint that is whole, and cut the history to it; return complaints about newer ones, and the
     row of what the wanted plan changes."""
     saved, wanted = checkpoint.newest(folder), state.plan
-    train.adopt(state, type(wanted)(**saved.facts["plan"]))  # plan.json may be ahead of the checkpoint
+    train.adopt(state, as_plan(type(wanted), saved.facts["plan"]))  # plan.json may be ahead of the checkpoint
     state.load(saved.tensors, saved.facts["state"])
     checkpoint.rewind(folder, saved.name)  # before rows go: a run killed between them resumes with all of its rows
     history.cut(saved.facts["rows"])

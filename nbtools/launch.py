@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -23,25 +23,13 @@ from typing import Any
 from torch.distributed import is_torchelastic_launched
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from nbtools import disk, errors, live
+from nbtools import disk, errors, live, train
 from nbtools.data import Pack, cores, say
-from nbtools.errors import NbtoolsError, TrainError
+from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.fit import fit, opening
 from nbtools.live import FirstSignal, running_kernel
 from nbtools.run import HISTORY, PLAN, Run, as_plan, busy, read_json, what_next
-from nbtools.train import (
-    CONTROL,
-    KEYS,
-    History,
-    RankLost,
-    Record,
-    TaskLike,
-    as_task,
-    checkpoint,
-    import_task,
-    require_batch,
-    task_name,
-)
+from nbtools.train import CONTROL, KEYS, History, RankLost, Record, TaskLike, checkpoint, import_task
 
 MOMENT, READ_EVERY = 0.05, 0.5  # seconds between two checks for requests, and between two reads of the history
 
@@ -72,7 +60,7 @@ class Remote:
         plan, best = run.plan, run.index.get("metric", "-loss")
         self.run, self.history, self.plans = run, History(run.folder / HISTORY), live.Plans(plan, plan)
         self.view = live.View(run.folder, self.history, plan, run.card, best, given, show)
-        fits = partial(require_batch, count=run.card.splits["train"])
+        fits = partial(train.require_batch, count=run.card.splits["train"])
         self.requests = live.Requests(self.plans, live.advised_plan(run.folder, plan), fits)
         self.sent, self.shown, self.status = set[str](), len(self.history), live.STARTING
         self.asked = plan, False
@@ -100,10 +88,9 @@ class Remote:
             self.read()
 
     def finish(self) -> None:
-        run = Run(self.run.folder, self.run.known, self.run.card, self.plans.plan)
-        self.view.finish([], run.state)
-        if run.state in live.OVER and run.index:  # else it goes on, or did not begin
-            self.view.tell(what_next(run))
+        self.view.finish([], self.run.state)
+        if self.run.state in live.OVER and self.run.index:  # else it goes on, or did not begin
+            self.view.tell(what_next(self.run))
 
     def send(self) -> None:
         """Send what was requested since the last call, once the run has taken that; until then an action is pending."""
@@ -119,21 +106,21 @@ class Remote:
         self.asked = self.plans.plan, requests.paused
 
     def read(self) -> None:
-        """Show the rows that are new, or other ones where it went back, and follow what they say of the plan."""
-        before, view = self.history.rows[: self.shown], self.view
-        if not self.history.refresh():
-            return
-        plan = as_plan(type(self.run.plan), read_json(self.run.folder / PLAN))
-        pairs = zip(before, self.history.rows, strict=False)
-        equal = takewhile(lambda rows: str(rows[0]) == str(rows[1]), pairs)  # as text: NaN is not NaN
-        for row in self.history.rows[len([*equal]) :]:
-            values = {name: value for name, value in row.items() if name not in KEYS}
-            self.status = live.TRAINING
-            if plan != self.plans.applied or values.get("what", "").startswith(live.REFUSED):
-                self.plans.plan = self.plans.applied = plan
-                self.asked = plan, self.asked[1]
-                view.changed(plan)
-            view.advance(Record(row["kind"], row["epoch"], row["step"], row["samples"], values))
+        """Follow the run's plan, and show the rows that are new, or other ones where it went back."""
+        before, new, plan = self.history.rows[: self.shown], [], self.plans.applied
+        if self.history.refresh():
+            pairs = zip(before, self.history.rows, strict=False)
+            equal = takewhile(lambda rows: str(rows[0]) == str(rows[1]), pairs)  # as text: NaN is not NaN
+            new = self.history.rows[len([*equal]) :]
+        with suppress(CheckpointError):  # of a folder that was moved, or in which another run begins
+            plan = as_plan(type(plan), read_json(self.run.folder / PLAN))
+        if plan != self.plans.applied or any(str(row.get("what", "")).startswith(live.REFUSED) for row in new):
+            self.plans.plan = self.plans.applied = plan
+            self.asked = plan, self.asked[1]
+            self.view.changed(plan)
+        for row in new:
+            self.status, values = live.TRAINING, {name: value for name, value in row.items() if name not in KEYS}
+            self.view.advance(Record(row["kind"], row["epoch"], row["step"], row["samples"], values))
         self.shown = len(self.history)
 
 
@@ -169,7 +156,7 @@ def launch(
     size is that of all processes together. processes: up to one per GPU. restarts: how often all processes start again
     from the last checkpoint when one is lost. Raises TrainError with the error of the process that failed first.
     """
-    task, name = as_task(task), task_name(task)
+    task, name = train.as_task(task), train.task_name(task)
     if is_torchelastic_launched():
         raise TrainError(f"processes (--processes) starts torchrun, got {processes} in a process of it; leave it out")
     if processes < 1:

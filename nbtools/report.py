@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,11 +19,9 @@ from torch import Tensor
 from nbtools.data import TARGET, Pack
 from nbtools.errors import MissingExtra, PackError, TrainError
 from nbtools.figures import Sheet, gallery, judge, look, shorten
+from nbtools.run import Run
 from nbtools.show import note, number, plural
 from nbtools.train import Answer, Labels, title_of
-
-if TYPE_CHECKING:
-    from nbtools.run import Run
 
 CONFUSED, SHOWN = 20, 12  # classes of the figure; worst samples that are shown
 
@@ -94,8 +92,7 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
     if kind == "text":
         flat: Any = counts.stack()
         every = flat.reset_index(name="count")
-        wrong = (every.truth != every.answer) | (every.truth == "\ufffd")  # hwdb's unknown, which nobody reads
-        table = every[wrong & (every["count"] > 0)].sort_values("count", ascending=False)
+        table = every[(every.truth != every.answer) & (every["count"] > 0)].sort_values("count", ascending=False)
         about = f"CER {number(table['count'].sum() / max(every['count'][every.truth != ''].sum(), 1))}"
     else:
         table, main = scores(counts, iou=kind == "map"), "IoU" if kind == "map" else "F1"
@@ -128,12 +125,11 @@ def compare_answers(run: Run, pack: Pack, truths: list[Any], answers: list[Any])
         most = max(int(max(a.max(), t[t < 255].max(initial=0))) for t, a in both)
         names = classes or [*map(str, range(1 + most))]  # a label that is no class, such as 255 or -1, is ignored
         return "map", names, [np.stack([t, a], -1)[(t >= 0) & (t < len(names))] for t, a in both]
-    if isinstance(truth, str) and isinstance(answer, str) and {*truths} <= {*classes}:
-        kind, pairs = "class", [[pair] for pair in both]
+    if isinstance(truth, str) and isinstance(answer, str):
+        kind = "class" if {*truths} <= {*classes} else "text"
+        pairs = [[pair] if kind == "class" else align(*pair) for pair in both]
     elif isinstance(truth, tuple) and isinstance(answer, tuple):
         kind, pairs = "labels", [[(n * (n in t), n * (n in a)) for n in classes if n in (*t, *a)] for t, a in both]
-    elif isinstance(truth, str) and isinstance(answer, str):
-        kind, pairs = "text", [align(*pair) for pair in both]
     else:
         rule = "a report compares classes, labels, texts and class maps; for your own task, define text_of(pack, i)"
         raise TrainError(f"{title_of(run.task)} answers with {type(answer).__name__}: {rule}, the right answer as text")
@@ -149,6 +145,7 @@ def align(truth: str, answer: str) -> list[tuple[str, str]]:
         from rapidfuzz.distance import Levenshtein
     except ImportError:
         raise MissingExtra("a report on texts needs rapidfuzz: pip install rapidfuzz, or the extra text") from None
+    answer = answer.replace("\ufffd", "␦")  # hwdb's unknown, which is never right, as in its metrics
     steps = Levenshtein.opcodes(truth, answer)
     ranges = [(truth[s.src_start : s.src_end], answer[s.dest_start : s.dest_end]) for s in steps]
     return [pair for true, read in ranges for pair in zip_longest(true, read, fillvalue="")]

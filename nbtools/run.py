@@ -33,16 +33,7 @@ if TYPE_CHECKING:
 
 PLAN, CARD, HISTORY, RECEIPT, VERDICT = "plan.json", "card.json", "history.csv", "receipt.json", "verdict.json"
 SUMMARY = ("lr", "epoch_time", "samples_per_s", "data_wait", "batch_size")  # after losses and metrics
-FREE = {
-    "classes",
-    "category_of",
-    "mean",
-    "std",
-    "roles",
-    "stored",
-    "label",
-    "case",
-}  # options of no matter to a network
+FREE = {"classes", "category_of", "mean", "std", "roles", "stored", "label", "case"}  # options that no network reads
 
 
 class Run:

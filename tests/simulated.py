@@ -33,7 +33,7 @@ class Job:
     now: float = 0.0
     passes: list[tuple[str, int]] = field(default_factory=list)
 
-    PLAN, BASELINE, BEST = toy.PLAN, toy.BASELINE, toy.BEST
+    PLAN, BASELINE, BEST, model = toy.PLAN, toy.BASELINE, toy.BEST, staticmethod(toy.model)
 
     def clock(self) -> float:
         return self.now
@@ -54,9 +54,6 @@ class Job:
     def read(self, path: Path, options: Any) -> Any:
         self.now += self.reading
         return toy.read(path, options)
-
-    def model(self, card: Any, plan: Any) -> torch.nn.Module:
-        return toy.model(card, plan)
 
     def batch(self, raw: Any, plan: Any, draws: Any) -> Any:
         self.now += len(raw["id"]) * self.preparing

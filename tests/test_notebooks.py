@@ -114,13 +114,11 @@ def test_captchas_run_from_top_to_bottom_and_hand_on_what_lies_on_drive(tmp_path
 
 
 @pytest.fixture
-def machine_of_mine(tmp_path, monkeypatch):
+def machine_of_mine(place, monkeypatch):
     """A machine with a Drive, in this process."""
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(place)
     monkeypatch.delenv("COLAB_RELEASE_TAG", raising=False)
-    for name, value in {"NBTOOLS_CACHE": "cache", "NBTOOLS_DRIVE": "drive"}.items():
-        monkeypatch.setenv(name, str(tmp_path / value))
-    return tmp_path
+    return place
 
 
 def with_data(name: str, **settings: object) -> dict:
@@ -145,7 +143,6 @@ WRONG = [  # notebook, settings, words of the error
 
 @pytest.mark.parametrize(("part", "settings", "words"), WRONG)
 def test_a_wrong_setting_stops_with_its_reason_and_no_demo_data_is_made(part, settings, words, machine_of_mine):
-    (machine_of_mine / "drive").mkdir()
     (machine_of_mine / "drive" / "damaged.tar").write_bytes(b"not a tar")
     with pytest.raises(nb.NbtoolsError, match=words):
         with_data(f"captcha/{part}", **settings)
@@ -165,7 +162,6 @@ def test_shares_among_the_options_are_for_the_pack_and_not_for_the_check_before_
 
 
 def test_raw_data_of_ones_own_is_trained_on_and_the_receipt_can_measure_it(machine_of_mine):
-    (machine_of_mine / "drive").mkdir()
     with tarfile.open(machine_of_mine / "drive" / "mine.tar", "w") as archive:
         archive.add(captcha.demo(machine_of_mine / "mine", 40), "mine")
     pack = with_data("captcha/2_train", RAW="drive:mine.tar")["pack"]

@@ -8,7 +8,7 @@ import toy
 from acting import QUIET, STEPS, acting, asking, last_step, same
 
 import nbtools as nb
-from nbtools.errors import MissingExtra, TrainError
+from nbtools.errors import MissingExtra, PlanError, TrainError
 
 pytestmark = pytest.mark.usefixtures("at_once")
 
@@ -45,14 +45,16 @@ def test_an_error_in_a_callback_is_the_users_own_and_loses_no_checkpoint(pack, f
 
 
 def test_what_is_no_callback_and_no_logger_is_refused_before_anything_is_written(pack, folder, monkeypatch):
-    def refused(error, words, **more):
+    def refused(error, words, act: Any = nb.fit, **more):
         with pytest.raises(error, match=words):
-            nb.fit(toy, pack, PLAN, folder, **more, **QUIET)
+            act(toy, pack, PLAN, folder, **more, **QUIET)
 
     refused(TrainError, r"callbacks must be a list of functions f\(record, run\), got 3", callbacks=3)
     refused(TrainError, r'log must be "tensorboard" or None, got \'wandb\'', log="wandb")
+    refused(PlanError, r"Plan has no setting 'callback'; it has epochs", callback=[print])
+    refused(PlanError, r"Plan has no setting 'callbacks'; it has epochs", nb.launch, processes=2, callbacks=[print])
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    refused(MissingExtra, r'log="tensorboard" needs tensorboard .*: pip install "nbtools\[log\]"', log="tensorboard")
+    refused(MissingExtra, r'log="tensorboard" needs tensorboard .*: pip install tensorboard$', log="tensorboard")
     assert not folder.exists()
 
 

@@ -94,9 +94,13 @@ def test_a_folder_is_a_table_of_runs_and_stands_for_all_of_them(runs, tmp_path, 
     assert len(nb.compare(tmp_path / "runs").runs) == 9
     assert nb.compare(every[:2]).runs.keys() == nb.compare(*every[:2]).runs.keys()
     (every[0] / "card.json").unlink()
-    frame = nb.runs(tmp_path)
-    assert sorted(frame.index) == [f"runs/run-{k}" for k in range(1, 9)]
-    assert re.search(r"left out: .*run-0/card\.json is missing; copy the whole run", capsys.readouterr().err)
+    (every[8] / "plan.json").write_text('{"lr": -1}')
+    (every[1] / "plan.json").write_text('{"lr": 1, "gone": 2}')
+    checkpoint.mark(every[2], task="own:Small")  # a network by now
+    frame, said = nb.runs(tmp_path), capsys.readouterr().err
+    assert sorted(frame.index) == [f"runs/run-{k}" for k in range(1, 8)]
+    for words in (r"run-0/card\.json is missing; copy the whole run", r"run-8: .*lr must be greater than 0, got -1"):
+        assert re.search(f"left out: .*{words}", said)
     assert (frame.loc["runs/run-1", "best_accuracy"], frame.loc["runs/run-1", "epochs"]) == (0.5, 1)
     assert not any(frame.changed.dt.microsecond)
 
@@ -113,8 +117,18 @@ def test_a_run_of_a_task_without_a_name_is_compared_and_asks_for_it_where_the_ne
     for need in (lambda: opened.predict([pack.raw[0]]), opened.model, lambda: nb.evaluate(opened, pack)):
         with pytest.raises(CheckpointError, match=r"has no name to import it by; pass the same one as task="):
             need()
+    with pytest.raises(CheckpointError, match=r"makes another network .*; open .*: nb\.Run\.open\(folder, task\)"):
+        nb.Run.open(opened.folder, nb.classify(lambda: own.Small(4))).model()
     again = nb.Run.open(opened.folder, nb.classify(own.Small))
     assert nb.evaluate(again, pack, "val")["accuracy"] == pytest.approx(opened.best["val_accuracy"])
+
+
+def test_without_a_validation_split_neither_a_run_nor_who_watches_it_promises_a_best_value(tmp_path, monkeypatch):
+    shown = list[str]()
+    monkeypatch.setattr("nbtools.live.draw.png", lambda _, facts, samples: shown.extend(facts) or b"\x89PNG")
+    pack = own.packed("rows", tmp_path, val=0)
+    nb.watch(nb.fit(nb.regress(own.line), pack, own.PLAN, tmp_path / "run", **QUIET).folder)
+    assert (shown.count("run done"), [fact for fact in shown if "best" in fact]) == (2, [])
 
 
 def test_samples_can_be_chosen_in_the_call_and_what_is_none_is_refused(pack, tmp_path, monkeypatch):

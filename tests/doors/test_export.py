@@ -11,7 +11,6 @@ import pytest
 import torch
 import toy
 from cases import CASES
-from torch import nn
 
 import nbtools as nb
 from nbtools.__main__ import main
@@ -32,17 +31,10 @@ def a_run(task: Any, pack: nb.Pack, plan: nb.Plan, folder: Path) -> Run:
     return Run.open(folder, task)
 
 
-class Mean(nn.Linear):
-    """x (B, L, 3), x_length (B,) → logits (B, 2) of the mean step."""
-
-    def forward(self, x: torch.Tensor, x_length: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.sum(1) / x_length[:, None])
-
-
 MADE: dict[str, Any] = {name: (case.task, case.plan) for name, case in CASES.items() if not case.large}
 MADE["sign gru"] = sign, CASES["sign gru"].plan.replace(normalise="none")
 MADE["sign transformer"] = sign, CASES["sign transformer"].plan.replace(normalise="none")
-MADE["own"] = nb.classify(Mean(3, 2)), own.PLAN
+MADE["own"] = nb.classify(own.Mean(3, 2)), own.PLAN
 QUICK = "captcha small", "hwdb slim", "sign gru", "own"  # the others are exported the same way
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import suppress
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from acting import QUIET, acting, asking, first_is_best, losses, same, texts
 
 import nbtools as nb
 from nbtools.errors import TrainError
+from nbtools.launch import Remote
 from nbtools.train import checkpoint
 
 pytestmark = pytest.mark.usefixtures("at_once", "written")
@@ -41,9 +43,7 @@ def fit_and_end(task: Any, pack: Any, folder: Any, keep: Any = None) -> None:
         ({20: {"weight_decay": 0.1}, 23: {"lr": 1000}}, "lr 0.01 → 1000, weight_decay 0 → 0.1"),
     ],
 )
-def test_a_change_after_which_the_loss_explodes_is_undone_and_leaves_no_trace(
-    pack, folder, untouched, actions, changed
-):
+def test_a_change_that_explodes_the_loss_is_undone_and_leaves_no_trace(pack, folder, untouched, actions, changed):
     task = acting({step: asking(folder, force=True, **settings) for step, settings in actions.items()})
     run = nb.fit(task, pack, PLAN, folder, **QUIET)
     event = f"Training diverged after {changed}, which was undone; back at step 20"
@@ -98,14 +98,19 @@ def test_back_to_best_goes_on_from_the_best_checkpoint_with_the_settings_of_now(
     assert losses(run) == losses(untouched)
 
 
-def test_undo_goes_back_to_before_the_last_changes_and_what_is_not_there_to_go_back_to_is_refused(
-    pack, folder, untouched
-):
+def test_undo_goes_back_to_before_the_last_changes_and_where_there_are_none_is_refused(pack, folder, untouched):
     """Steps 20 and 22 change a setting each, 26 one that is taken back before it is applied."""
-    actions = {step: asking(folder, "undo") for step in (24, 28)}
+    actions = {step: asking(folder, "undo") for step in (24, 28)} | {26: asking(folder, "undo", lr=0.02)}
     actions |= {3: asking(folder, "best"), 20: asking(folder, lr=0.02), 22: asking(folder, clip_norm=None)}
-    actions |= {26: asking(folder, "undo", lr=0.02)}
-    run = nb.fit(acting(actions, **first_is_best()), pack, PLAN, folder, **QUIET)
+    watched, seen = list[Remote](), list[float]()
+
+    def watch(record, run):  # at each row, also at that of a change, which is not in plan.json yet
+        watched[:] = watched or [Remote(nb.Run.open(folder), show=False)]
+        watched[0].read()
+        seen.append(watched[0].plans.plan.lr)
+
+    run = nb.fit(acting(actions, **first_is_best()), pack, PLAN, folder, callbacks=[watch], **QUIET)
+    assert [lr for lr, _ in groupby(seen)] == [0.01, 0.02, 0.01]
     nothing, undone, taken, refused = texts(run)
     assert nothing.startswith("refused: there is no best checkpoint yet")
     assert undone == "lr 0.01 → 0.02, clip_norm 1 → none undone; back at step 20"
@@ -119,7 +124,7 @@ def test_undo_goes_back_to_before_the_last_changes_and_what_is_not_there_to_go_b
 def test_an_undo_to_the_step_of_a_return_keeps_the_row_of_that_return(pack, folder, untouched):
     def change(record, run):
         if "diverged" in str(record.values.get("what")):
-            asking(folder, lr=0.02)()
+            run.plan = run.plan.replace(lr=0.02)  # from the next step on
 
     task = acting({20: asking(folder, force=True, lr=1000), 27: asking(folder, "undo")})
     run = nb.fit(task, pack, PLAN, folder, callbacks=[change], **QUIET)

@@ -18,10 +18,13 @@ from acting import QUIET, beside, last_step, same, texts
 from crew import notes, will
 from kernels import until
 from ranks import together
+from test_run_folder import TRIAL
 
 import nbtools as nb
 from nbtools.errors import TrainError
+from nbtools.launch import Remote
 from nbtools.live import send
+from nbtools.measure import Advice
 
 TESTS = Path(__file__).parent.parent
 
@@ -38,8 +41,8 @@ def pack(tmp_path, monkeypatch) -> nb.Pack:
 
 def launched(pack: nb.Pack, run: str = "run", epochs: int = 3, **more: Any) -> nb.Run:
     """From the source files, not the pack, which every process has to find."""
-    plan = crew.PLAN.replace(epochs=epochs, feed="workers")
-    return nb.launch(crew, pack, plan, run, processes=2, **QUIET, **more)
+    advice = Advice(crew.PLAN.replace(epochs=epochs, feed="workers"), {}, lr_trial=TRIAL)
+    return nb.launch(crew, pack, advice, run, processes=2, **QUIET, **more)
 
 
 def left_behind(folder: Path) -> list[str]:
@@ -69,6 +72,12 @@ def test_what_cannot_start_is_refused_in_a_sentence(pack, monkeypatch):
 def test_what_is_asked_of_two_processes_reaches_both_at_the_same_step(pack, tmp_path, monkeypatch):
     monkeypatch.setenv("CREW_STEP", "0.02")
     will("crash at its exit", rank=1, step=3)
+    remotes, drawn = list[Remote](), list[str]()
+    monkeypatch.setattr(
+        sys.modules["nbtools.launch"], "Remote", lambda *given: remotes.append(Remote(*given)) or remotes[0]
+    )
+    monkeypatch.setattr("nbtools.live.View.draw", lambda view, status="": drawn.append(status))
+    nb.fit(toy, pack, toy.PLAN.replace(epochs=1), "run", **QUIET)  # in whose place the other starts
 
     def user():
         until(lambda: len(notes(1)) > 5, "steps", 120)
@@ -76,15 +85,16 @@ def test_what_is_asked_of_two_processes_reaches_both_at_the_same_step(pack, tmp_
         until(lambda: notes(0)[-1]["lr"] == 0.005, "another lr")
         send("run", ["evaluate"], {"batch_size": 24})
         until(lambda: notes(1)[-1]["batch_size"] == 24, "another batch size")
-        send("run", ["pause"])
+        remotes[0].requests.post("pause")
         until(lambda: time.time() - notes(0)[-1]["time"] > 1 and last_step(Path("run")) == len(notes(0)), "a pause")
         before = len(notes(1))
-        send("run", ["resume"])
+        remotes[0].requests.post("resume")
         until(lambda: len(notes(1)) > before + 2, "steps after Resume")
         send("run", ["stop"])
 
     with beside(Path("run"), user):
-        run = launched(pack, epochs=100_000)
+        run = launched(pack, epochs=100_000, fresh=True)
+    assert ("paused" in drawn, remotes[0].run.plan.epochs, run.lr_trial) == (True, 100_000, TRIAL)
     assert left_behind(tmp_path) == []
     ours, theirs = ([(note["lr"], note["batch_size"], len(note["ids"])) for note in notes(rank)] for rank in range(2))
     assert [row[:2] for row in ours] == [row[:2] for row in theirs]
@@ -104,9 +114,7 @@ def test_what_is_asked_of_two_processes_reaches_both_at_the_same_step(pack, tmp_
         ("fail", "ValueError: a fault of the user's own", 2),
     ],
 )
-def test_an_error_in_a_rank_reaches_the_notebook_and_only_one_that_is_not_ours_is_tried_again(
-    pack, tmp_path, does, said, starts
-):
+def test_an_error_in_a_rank_reaches_the_notebook_and_a_foreign_one_is_tried_again(pack, tmp_path, does, said, starts):
     will(does, rank=1, step=4, once=False)
     with pytest.raises(TrainError) as caught:
         launched(pack, restarts=1)
@@ -122,9 +130,7 @@ def whole(pack: Path, run: Path, epochs: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("sign", "rank"), [("SIGKILL", 0), ("SIGKILL", 1), ("SIGSTOP", 1)])
-def test_after_a_rank_is_lost_all_start_again_and_the_run_becomes_the_one_without_that(
-    pack, tmp_path, monkeypatch, sign, rank
-):
+def test_after_a_rank_is_lost_all_start_again_and_the_run_is_the_same(pack, tmp_path, monkeypatch, sign, rank):
     monkeypatch.setenv("NBTOOLS_TIMEOUT", "5")
     will(sign, rank, step=6)
     run = launched(pack)

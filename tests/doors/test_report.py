@@ -1,6 +1,7 @@
 """Where a run is right and wrong: scores by class against values by hand, the worst samples, answers to a folder."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,9 @@ import pandas as pd
 import pytest
 import torch
 import toy
+from PIL import Image
 from test_export import a_run
+from torch import nn
 
 import nbtools as nb
 from nbtools.errors import PackError, TrainError
@@ -72,6 +75,9 @@ def test_a_report_on_texts_counts_which_character_was_read_as_which(tmp_path):
     assert Counter("".join(report.worst["truth"])) == Counter(dict(counts.drop("").sum(axis=1))) + Counter()
     assert list(report.table.columns) == ["truth", "answer", "count"]
     assert all(row["truth"] != row["answer"] for row in report.table.to_dict("records"))
+    both = ({"label": "_", "case": "keep"}, {"label": "(.+?)_", "case": "upper"})  # of digits
+    same, named = (nb.evaluate(run, run.pack(tmp_path / "raw", test=1.0, progress=False, **each)) for each in both)
+    assert same == named
 
 
 def test_a_report_on_segmentation_has_the_iou_of_each_class_and_image(tmp_path):
@@ -87,6 +93,17 @@ def test_a_report_on_segmentation_has_the_iou_of_each_class_and_image(tmp_path):
     assert list(report.worst.right) == sorted((guess == truth).mean((1, 2)))
 
 
+@pytest.mark.parametrize("none", [255, -1, -100])
+def test_a_report_on_masks_of_ones_own_has_a_class_that_is_never_answered_and_leaves_out_what_is_none(tmp_path, none):
+    masks = np.random.default_rng(0).choice(np.array([0, 1, 2, none], np.int32), (30, 12, 12))
+    scenes = [(image, Image.fromarray(mask)) for (image, _), mask in zip(own.images(30), masks, strict=True)]
+    pack = nb.pack(scenes, into=tmp_path / "pack", progress=False)
+    maps = SimpleNamespace(model=lambda *_: nn.Conv2d(3, 2, 1), loss=None, decode=lambda out, _: [*out.argmax(1)])
+    table = a_run(maps, pack, own.PLAN, tmp_path / "run").report(pack, "train").table
+    assert [*table["support"]][:3] == [(masks[pack.ids("train")] == k).sum() for k in range(3)]
+    assert [*table.index, table.loc["2", "recall"]] == ["0", "1", "2", "macro mean", "weighted mean", 0]
+
+
 def test_a_task_of_ones_own_says_what_is_right_and_a_pack_of_other_classes_is_refused(tmp_path):
     pack = toy.make_pack(tmp_path, count=60)
     run = a_run(toy, pack, toy.PLAN, tmp_path / "run")
@@ -96,6 +113,11 @@ def test_a_task_of_ones_own_says_what_is_right_and_a_pack_of_other_classes_is_re
     report = nb.Run.open(run.folder, known).report(pack)
     accuracy = nb.evaluate(run, pack)["accuracy"]
     assert report.table.loc["weighted mean", "recall"] == pytest.approx(accuracy)
+    read, first = {"decode": lambda outputs, card: ["x\ufffd"] * len(outputs)}, pack.ids("test")[0]
+    texts = toy.with_(text_of=lambda pack, i: "a" if i == first else "x\ufffd", **read)
+    report, others = nb.Run.open(run.folder, texts).report(pack), pack.splits["test"] - 1
+    assert float(report.about.split("CER ")[1]) == pytest.approx((2 + others) / (1 + 2 * others), rel=0.01)
+    assert {*report.worst["right"]} == {0, 0.5}, "what is unknown is never read right"
 
 
 def test_a_folder_is_answered_by_name_also_below_folders_and_what_is_no_sample_is_named(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -36,13 +37,10 @@ class Net(nn.Module):
         return self.head(self.body(x))
 
 
-class Focal(nn.Module):
+class Focal(nn.CrossEntropyLoss):
     def __init__(self, weights):
         super().__init__()
         self.weights = weights
-
-    def forward(self, logits, y):
-        return F.cross_entropy(logits, y, torch.tensor(self.weights, dtype=torch.float32))
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +91,9 @@ def stopped(pack, plan, run=None, **change) -> nb.Run:
     return fit(pack, plan, run, callbacks=[act])
 
 
+TRIAL = LrTrial(1e-3, 3e-3, "lowest", (Candidate(1e-3, 0.5), Candidate(3e-3, 0.4)), 100, 2.0)
+
+
 def advised(**values) -> Advice:
     plan = PLAN.replace(**values)
     return Advice(plan, dict.fromkeys(plan.to_dict(), "a rule of thumb"))
@@ -112,6 +113,8 @@ def test_run_all_twice_returns_the_finished_run_other_settings_start_another_and
     more = fit(pack, PLAN.replace(lr=1e-3, epochs=3))
     assert (more.folder, more.folder.name, epochs(more)) == (other.folder, "net-2", 3)
     assert fit(pack, PLAN.replace(lr=1e-3)).folder.name == "net-3"
+    longer = [fit(pack, plan) for plan in (advised(), advised().plan.replace(epochs=3))]
+    assert [(run.folder.name, epochs(run)) for run in longer] == [("net-4", 3)] * 2
 
 
 def test_a_changed_cell_with_another_network_loss_or_metric_starts_another_run(pack):
@@ -159,10 +162,9 @@ def test_without_a_plan_what_the_task_gives_for_a_start_is_another_run(pack, mon
 
 
 def test_a_run_keeps_the_trial_that_chose_its_lr_and_says_the_remarks_of_its_pack(pack, capsys):
-    trial = LrTrial(1e-3, 3e-3, "lowest", (Candidate(1e-3, 0.5), Candidate(3e-3, 0.4)), 100, 2.0)
     pack = dataclasses.replace(pack, manifest={**pack.manifest, "remarks": ["1 class without a val sample"]})
-    fit(pack, nb.Panel(dataclasses.replace(advised(), lr_trial=trial)), "r")
-    assert nb.Run.open("r", task()).lr_trial == trial
+    fit(pack, nb.Panel(dataclasses.replace(advised(), lr_trial=TRIAL)), "r")
+    assert nb.Run.open("r", task()).lr_trial == TRIAL
     assert "1 class without a val sample" in capsys.readouterr().err
 
 
@@ -212,11 +214,12 @@ def test_a_run_without_a_finished_step_starts_over_as_whatever_comes(pack):
 
 
 def test_more_epochs_say_the_lr_that_they_mean_and_any_other_change_is_refused_by_name(pack, capsys):
-    fit(pack, PLAN.replace(schedule="cosine"), "r")
-    refused(pack, PLAN.replace(lr=0.1), "r", says=r"finished.*lr 0.01 → 0.1.*fresh=True")
-    run = fit(pack, PLAN.replace(schedule="cosine", epochs=4), "r")
-    assert epochs(run) == 4
-    assert "epochs 2 → 4: lr continues at 0.005, where it had reached 0" in capsys.readouterr().err
+    falls: dict[str, Any] = {"schedule": lambda plan: lambda progress: 1 - progress}
+    for folder, plan, own in (("r", PLAN.replace(schedule="cosine"), {}), ("own", PLAN, falls)):
+        fit(pack, plan, folder, task(**own))
+        refused(pack, plan.replace(lr=0.1), folder, task(**own), says=r"finished.*lr 0.01 → 0.1.*fresh=True")
+        assert epochs(fit(pack, plan.replace(epochs=4), folder, task(**own))) == 4
+        assert "epochs 2 → 4: lr continues at 0.005, where it had reached 0" in capsys.readouterr().err
 
 
 def test_another_identity_in_a_named_folder_is_refused_with_what_differs_unless_layers_are_unfrozen(pack):
@@ -227,7 +230,7 @@ def test_another_identity_in_a_named_folder_is_refused_with_what_differs_unless_
     refused(pack, more, "r", task(metrics=["f1"]), says="metrics: ", error=CheckpointError)
     other = nb.pack([(np.ones(4, np.float32), i % 2) for i in range(64)], progress=False)
     refused(other, more, "r", frozen(), says="pack: ", error=CheckpointError)
-    run = fit(pack, more, "r")
+    run = fit(nb.Pack.open(shutil.copytree(pack.folder, "equal data elsewhere")), more, "r")
     assert epochs(run) == 4
     assert "newly trained, without saved optimizer state: body.0.weight, body.0.bias" in " ".join(run.events)
 
@@ -250,6 +253,16 @@ def test_a_lost_folder_comes_back_and_a_kept_run_that_is_further_is_taken_over(p
     assert [row["epoch"] for row in run.history.of("epoch")] == [0, 1, 2, 3, 4]
     assert texts(run, "change") == ["epochs 2 → 4", "epochs 4 → 5"]
     assert epochs(nb.Run.open("kept", task())) == 5
+
+
+def test_a_kept_run_that_was_trained_on_elsewhere_since_the_last_copy_is_not_mixed_with_this_one(pack):
+    fit(pack, PLAN.replace(epochs=1), "pc", keep="kept")
+    fit(pack, PLAN, "pc")  # and the copy does not get it
+    fit(pack, PLAN.replace(epochs=3), "colab", keep="kept")
+    longer, says = PLAN.replace(epochs=4), r"pc \(step 8\) and kept \(step 12\) were trained separately"
+    refused(pack, longer, "pc", says=says, error=CheckpointError, keep="kept")
+    fit(pack, PLAN, "pc", keep="other")
+    assert epochs(fit(pack, longer, "pc", keep="other")) == 4, "a copy that is behind is no obstacle"
 
 
 def test_a_folder_that_is_moved_while_it_trains_ends_the_run_and_its_copy_stays(pack):

@@ -118,6 +118,7 @@ def test_a_table_is_packed_by_a_task_of_ones_own(tmp_path, monkeypatch, capsys):
     typed = ["pack", "prices:task", str(tmp_path / "t.csv"), "--target", "price", "--inputs", "a,b", "--val", "2"]
     assert main([*typed, "--into", str(tmp_path / "pack")]) == 0
     assert "16 train, 2 val, 2 test" in capsys.readouterr().out
+    assert nb.Pack.open(tmp_path / "pack").columns["x"].shape == (2,), "the columns that --inputs names"
     typed = ["train", "prices:task", "--data", *typed[2:], "--run", str(tmp_path / "run"), "--epochs", "1"]
     assert main([*typed, "--batch-size", "8", "--no-receipt"]) == 0
     assert main(["predict", str(tmp_path / "run"), str(tmp_path / "t.csv")]) == 0
@@ -151,14 +152,6 @@ def test_a_mistake_is_one_sentence_with_the_nearest_word_and_starts_nothing(
     last = err.splitlines()[-1]
     assert (ended, out, sentence in last, last.startswith("nbtools: ")) == (code, "", True, True)
     assert not list(tmp_path.glob("runs/*/*"))
-
-
-def test_columns_of_a_table_are_named_by_options(tmp_path, capsys):
-    (tmp_path / "a.csv").write_text("x,y,z,kind\n" + "".join(f"{k},{k % 7},{k % 5},{'ab'[k % 2]}\n" for k in range(40)))
-    pack = ["pack", "own:task", str(tmp_path / "a.csv"), "--into", str(tmp_path / "pack"), "--target", "kind"]
-    assert main([*pack, "--inputs", "x,y"]) == 0
-    assert "x" in capsys.readouterr().out
-    assert nb.Pack.open(tmp_path / "pack").columns["x"].shape == (2,)
 
 
 def test_the_smoke_test_needs_no_data_and_takes_settings(capsys):
