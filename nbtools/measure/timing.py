@@ -7,7 +7,6 @@ compared take turns, since a machine's speed changes meanwhile (nbtools.measure.
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import random
 import tempfile
@@ -294,5 +293,4 @@ def restore_threads(threads: int) -> None:
 
 
 def free_memory(device: torch.device) -> None:
-    gc.collect()
     devices.give_back(device)

@@ -3,7 +3,6 @@ function halves the micro-batch when memory runs out, and one skips a step whose
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -232,7 +231,6 @@ def release(state: TrainState) -> None:
     """Free what a failed step left: gradients, recorded steps, and the allocator's cache."""
     state.optimizer.zero_grad()
     state.forget_graphs()
-    gc.collect()
     give_back(state.device)
 
 
@@ -257,7 +255,8 @@ def leave_out(state: TrainState, raw: Batch, size: int, buffers: list[Tensor], l
     named = f" (sample ids {', '.join(map(str, ids[:16]))}{' …' if len(ids) > 16 else ''})" if ids else ""
     what = f"step {state.step + 1} skipped: {name} is not finite{named}"
     state.events.append(what)
-    state.recovery.skipped, state.unscaled = state.recovery.skipped + 1, True
+    state.recovery.skipped += 1
+    state.unscaled = True  # fp16's scale was sought with these samples
     if state.recovery.skipped > MAX_SKIPPED:
         message = f"more than {MAX_SKIPPED} steps had to be skipped, the last: {what}"
         raise Diverged(message + "; check these samples" * bool(ids), (state.step, state.step))

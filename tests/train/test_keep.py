@@ -44,13 +44,17 @@ def damage(folder: Path, *names: str) -> None:
         path.write_bytes(path.read_bytes()[:-1] + b"!")
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_it_and_says_so(pack, whole):
-    folder = shutil.copytree(whole.folder, Path("run"))
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_it_and_says_so(pack, whole, monkeypatch):
+    folder, waits, read = shutil.copytree(whole.folder, Path("run")), [away], Path.read_text
+    monkeypatch.setattr("nbtools.data.fetch.PAUSE", 0.001)
+    monkeypatch.setattr(Path, "read_text", lambda path: waits.pop()() if waits and ".json" in path.name else read(path))
+    assert (checkpoint.newest(folder).complaints, waits) == ((), []), "it answers again"
     for harm in (damage, lambda folder, name: (folder / f"{name}.safetensors").write_bytes(b"")):
         newest, older, *_ = checkpoint.names(folder)
         harm(folder, newest)
         run = nb.fit(toy, pack, PLAN, folder, **QUIET)
-        assert [event for event in run.events if event.endswith(f"{older} is used instead")]
+        [event] = [event for event in run.events if event.endswith(f"{older} is used instead")]
+        assert "copy it" not in event
         assert same(run, whole)
 
 

@@ -51,16 +51,20 @@ def test_training_lowers_the_loss_and_equals_a_plain_loop(pack):
     assert torch.allclose(weights(state.model), weights(model), atol=1e-6)
 
 
-@pytest.mark.parametrize("micro", [1, 5])
-def test_micro_batches_give_the_gradient_of_the_whole_batch_divided_by_its_true_count(pack, micro):
+@pytest.mark.parametrize("micro", [None, 1, 5])
+def test_micro_batches_and_small_weights_give_the_gradient_of_the_whole_batch_divided_by_its_true_count(pack, micro):
     def weighted(model, batch, plan):
         each = nn.functional.cross_entropy(model(batch), batch["label"], reduction="none")
         counted = batch["label"] > 0  # some micro-batches count few, or none
         return (each * counted).sum(), counted.sum()
 
+    def light(model, batch, plan):
+        total, count = weighted(model, batch, plan)
+        return 1e-4 * total[None], (1e-4 * count + 0 * total)[None]  # (1,) each, and a count with a gradient
+
     plan = toy.PLAN.replace(epochs=1, clip_norm=None, optimizer="sgd")
-    task = toy.with_(model=toy.linear, loss=weighted)
-    whole, parts = (TrainState(task, pack, plan.replace(micro_batch_size=size)) for size in (None, micro))
+    whole = TrainState(toy.with_(model=toy.linear, loss=weighted), pack, plan)
+    parts = TrainState(toy.with_(model=toy.linear, loss=light), pack, plan.replace(micro_batch_size=micro))
     assert losses(whole, pack) == pytest.approx(losses(parts, pack), abs=1e-5)
     assert torch.allclose(weights(whole.model), weights(parts.model), atol=1e-6)
 
@@ -103,7 +107,6 @@ UNTRAINABLE: dict[str, dict[str, Any]] = {  # what is said → hooks of the task
     "1 parameter of": {"groups": one_more},
     "Net has no parameter .*, and put a list of": {"model": lambda *_: toy.Net(4, 0.0).requires_grad_(False)},
     r"batch_size 5000 is larger than the train split \(\d+ samples\); set it to": {"batch_size": 5000},
-    "Plan.graph replays CUDA graphs, but this device is cpu": {"graph": True},
     "does not require grad.*; compute the loss by torch alone": {"loss": lambda f, x, _: f(x).argmax(1).float().mean()},
     r"loss must return .*; got a float; .* without \.item\(\)": {"loss": lambda f, x, _: f(x).mean().item()},
     "; BatchNorm needs two": {"loss": lambda f, x, _: nn.BatchNorm1d(4)(f(x)).sum(), "batch_size": 1},

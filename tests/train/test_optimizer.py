@@ -19,15 +19,16 @@ PLAN = nb.Plan(epochs=4, batch_size=16, lr=3e-3, schedule="constant")
 
 
 class Lion(torch.optim.Optimizer):
-    """arXiv 2302.06675, algorithm 2."""
+    """arXiv 2302.06675, algorithm 2, with a step size in its groups that grows, as Prodigy's does."""
 
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "d": 1.0})
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            (b1, b2), lr = group["betas"], group["lr"]
+            (b1, b2), lr = group["betas"], group["lr"] * group["d"]
+            group["d"] *= 1.01
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -63,7 +64,7 @@ def net() -> nn.Sequential:
 GIVEN: dict[str, dict[str, Any]] = {
     "Lion": {"optimizer": Lion},
     "two groups": {"optimizer": two_groups},
-    "OneCycle": {"schedule": one_cycle},
+    "OneCycle": {"schedule": lambda plan: lambda t: torch.tensor(one_cycle(plan)(t))},
     "both": {"optimizer": partial(Lion, weight_decay=0.1), "schedule": one_cycle},
 }
 
