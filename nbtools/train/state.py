@@ -63,7 +63,7 @@ class TrainState:
         self.ranks = ranks or Ranks()
         self.card = readable(task, pack, plan).card
         self.task = bind(task, self.card)
-        self.device = torch.device(device) if device is not None else devices.pick()
+        self.device = device = torch.device(device) if device is not None else devices.pick()
         self.model = self.new_model()
         self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}  # of the trained ones
         self.parameters = list(self.names)
@@ -89,8 +89,7 @@ class TrainState:
         self.events: list[str] = []  # messages for the next yield
         if self.schedule is not None and plan.given().get("warmup_epochs"):
             self.events.append("Plan.warmup_epochs has no effect: the task's own schedule takes its place")
-        recorded = plan.graph and self.device.type in devices.GRAPH_DEVICES
-        self.graphs = Graphs(self.device, self.events) if recorded else None
+        self.graphs = Graphs(device, self.events) if plan.graph and device.type in devices.GRAPH_DEVICES else None
         self.keys = Keys(len(pack), self.device)  # of draws
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
         self.evaluate_next = False  # ask for an evaluation before the next step
@@ -228,10 +227,9 @@ class TrainState:
             first = [*str(error).splitlines()[1:], str(error)][0].strip().rstrip(". ")
             raise CheckpointError(f"the checkpoint has the weights of another network: {first}; {OTHER_RUN}") from None
         self.load_moments({**below(tensors, "optimizer."), **facts["optimizer"]})
-        groups, saved = self.optimizer.param_groups, facts.get("groups", [])
-        if not self.built_in and len(groups) == len(saved):  # such as the step size that Prodigy finds
-            for group, numbers in zip(groups, saved, strict=True):
-                group.update(numbers)
+        groups, saved = self.optimizer.param_groups, [] if self.built_in else facts.get("groups", [])
+        for group, numbers in zip(groups, saved, strict=True) if len(groups) == len(saved) else ():
+            group.update(numbers)  # such as the step size that Prodigy finds
         vars(self).update(copy.deepcopy(facts["position"]), best=Best(**facts["best"]))
         self.recovery, self.stopped = Recovery(**facts["recovery"]), facts["stopped"]
         self.forget_graphs()  # they update the moments that were there

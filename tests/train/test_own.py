@@ -30,7 +30,7 @@ classify: Any = nb.classify
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("packs")
-    return {name: own.packed(name, folder) for name in own.DATA}
+    return {name: own.packed(name, folder) for name in own.DATA} | {"toy": toy.make_pack(folder)}
 
 
 def fitted(task, pack, folder, **plan):
@@ -101,16 +101,14 @@ def test_a_softmax_before_cross_entropy_and_waiting_for_evaluations_that_never_c
     assert run.events == ["without a validation split early_stop and plateau do nothing; pack with val=0.1"]
 
 
-def test_frozen_parts_stay_with_their_statistics(packs, pack):
-    """Also those of a task that does not train on an `nb.pack`."""
-    for net, body, data in ((own.Small(3), "features", packs["images"]), (toy.Net(16, 0.0), "layers", pack)):
-        getattr(net, body)[:2].requires_grad_(False)
-        task = nb.classify(net) if data is not pack else toy.with_(model=lambda *_, net=net: copy.deepcopy(net))
-        state = nb.TrainState(task, data, toy.PLAN)
-        list(nb.train(task, state, data))
-        before, after = net.state_dict(), state.model.state_dict()
-        moved = [name for name, value in before.items() if not torch.equal(value, after[name])]
-        assert not [name for name in moved if name.startswith((f"{body}.0", f"{body}.1"))], "nor the running mean"
+def test_frozen_parts_stay_with_their_statistics(pack):
+    net = toy.Net(16, 0.0)
+    net.layers[:2].requires_grad_(False)
+    state = nb.TrainState(toy.with_(model=lambda *_: copy.deepcopy(net)), pack, toy.PLAN)
+    list(nb.train(state.task, state, pack))
+    before, after = net.state_dict(), state.model.state_dict()
+    moved = [name for name, value in before.items() if not torch.equal(value, after[name])]
+    assert moved == ["layers.4.weight", "layers.4.bias"], "not the running mean of layers.1, a BatchNorm1d"
 
 
 MAPS: dict[str, Any] = {  # what a flip or a crop would leave as it is → shapes
@@ -289,6 +287,7 @@ UNFIT: dict[str, dict[str, Any]] = {  # what is said → what nb.classify gets f
     "that needs no closure, got LBFGS": {"optimizer": torch.optim.LBFGS},
     "a factor ≥ 0 on lr, got -1": {"schedule": lambda plan: lambda t: t - 1},
 }
+BARE = toy.with_(PLAN=own.PLAN, model=toy.linear, metrics=lambda *_: __import__("rapids"))
 OTHERS: dict[str, tuple[Any, str]] = {  # what is said → a task, and its data
     r"these are values; floats become classes with astype\(int\)": (nb.classify(own.line), "rows"),
     r"needs images, but the inputs are x float": (nb.regress(own.line, augment=["flip"]), "rows"),
@@ -297,6 +296,7 @@ OTHERS: dict[str, tuple[Any, str]] = {  # what is said → a task, and its data
     "whole numbers come as they are: pack float32, or pixels as uint8": (nb.classify(nn.Linear(4, 2)), "whole"),
     r"model returns the same network each time, .*; make a new one in it, or": (Shared(), "images"),
     r"got the network Small; pass nb\.classify\(net\) or nb\.regress": (own.Small(3), "images"),
+    "the loss or a metric does not take .*: No module named 'rapids'": (BARE, "toy"),
 }
 
 
