@@ -149,9 +149,10 @@ def prepare(
     unread, pack = train.unread(task, pack, plan), train.readable(task, pack, plan)
     samples = None if samples is None else choose_ids(samples, pack)
     train.require_sizes(pack, plan)
+    if former is None or not former.over or plan.epochs > former.plan.epochs:  # else it opens on any device
+        devices.require(plan, devices.pick(), ranks.world)
     ranks.broadcast((plan.to_dict(), str(folder)))
-    trains = former is None or not former.over or plan.epochs > former.plan.epochs
-    state = devices.run_or_explain(lambda: TrainState(task, pack, plan, ranks=ranks, trains=trains))
+    state = devices.run_or_explain(lambda: TrainState(task, pack, plan, ranks=ranks))
     now = identity(state.task, pack.card, state.model, plan)  # before a forward pass, which may count its calls
     if former is None:
         train.rehearse(state, pack)  # before anything is written

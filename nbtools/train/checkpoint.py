@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
+from safetensors.torch import load, save
 from torch import Tensor
 
 from nbtools import disk
@@ -40,6 +39,7 @@ OLDER = 2  # checkpoints behind the last: it may be damaged, or not on Drive yet
 NAME = re.compile(r"\d{4,}-\d{8,}")
 FILE = re.compile(NAME.pattern + r"\.(safetensors|json)(\.(.+\.)?part)?")
 SMALL = (".json", ".csv", ".png")  # files of a run that are kept whole each time they have changed
+RESTORE = "; copy it from where the run is kept"
 PATIENCE = 30.0  # seconds at the end after which the user is told what is waited for
 MARKING = Lock()
 
@@ -64,7 +64,7 @@ def snapshot(state: TrainState, rows: int, best: bool = False) -> Checkpoint:
 
 def publish(folder: Path, taken: Checkpoint) -> None:
     """Write a snapshot, and make it the last checkpoint."""
-    path, data = folder / f"{taken.name}.safetensors", save_tensors(taken.tensors)
+    path, data = folder / f"{taken.name}.safetensors", save(taken.tensors)
     digest = hashlib.sha256(data).hexdigest()
     with disk.explained(f"saving checkpoint {taken.name}", folder):
         for rows in folder.glob("*.csv"):  # on which it counts
@@ -132,31 +132,21 @@ def read(folder: Path, name: str) -> Checkpoint:
         data = retry(path.read_bytes, path)
         if hashlib.sha256(data).hexdigest() != facts["sha256"]:
             raise ValueError("its hash differs from the one recorded")
-        return Checkpoint(name, load_tensors(data), facts)
+        return Checkpoint(name, load(data), facts)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: damaged or missing ({error}); copy it from where the run is kept") from None
+        raise CheckpointError(f"{path}: damaged or missing ({error}){RESTORE}") from None
 
 
-def newest(folder: Path, last: str | None = None) -> Checkpoint:
-    """Read the newest intact checkpoint up to the last (None: that of the index). Raises CheckpointError for none."""
+def newest(folder: Path) -> Checkpoint:
+    """Read the newest intact checkpoint up to the last of the index. Raises CheckpointError for none."""
     damage: list[str] = []
-    for name in names(folder, last or read_index(folder).get("last")):
+    for name in names(folder, read_index(folder).get("last")):
         try:
-            return replace(
-                read(folder, name),
-                complaints=tuple(f"{each.partition('; ')[0]}; {name} is used instead" for each in damage),
-            )
+            return replace(read(folder, name), complaints=tuple(f"{each}; {name} is used instead" for each in damage))
         except CheckpointError as error:
-            damage.append(str(error))
+            damage.append(str(error).removesuffix(RESTORE))
     fix = "no intact checkpoint; move this folder away to resume from its kept copy (keep=), or name another folder"
     raise CheckpointError(f"{folder.absolute()}: {'; '.join([*damage, fix])}")
-
-
-def load(folder: Path, state: TrainState) -> Checkpoint:
-    """Load the newest intact checkpoint into the state."""
-    taken = newest(folder)
-    state.load(taken.tensors, taken.facts["state"])
-    return taken
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

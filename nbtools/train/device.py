@@ -98,8 +98,9 @@ def tier(gigabytes: float, tiers: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return next(tier for tier in tiers if gigabytes >= NEARLY * tier[0])
 
 
-def prepare(plan: Plan, device: torch.device) -> None:
-    """Set determinism, the number of threads, on CUDA TF32, on a CPU how malloc frees."""
+def prepare(plan: Plan, device: torch.device, processes: int = 1) -> None:
+    """Set determinism, the number of threads, on CUDA TF32, on a CPU how malloc frees. Raises as `require` does."""
+    require(plan, device, processes)
     torch.use_deterministic_algorithms(plan.deterministic)
     own = threads()
     torch.set_num_threads((plan.threads if world() == 1 else None) or own)  # torchrun shares out the cores itself

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_map_only
 from nbtools.data import SLOW, TARGET, Draws, Feed, Pack, bar, gather, in_order, lengths_of, open_feed
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.show import plural
-from nbtools.train.defaults import logits_of, mean_average_precision
-from nbtools.train.defaults import score as score_batch
+from nbtools.train.defaults import logits_of, mean_average_precision, score
 from nbtools.train.device import autocast, run_or_explain, within_memory
 from nbtools.train.meter import sum_dtype
 from nbtools.train.plan import Plan
@@ -76,7 +75,7 @@ def scores(
     batch, outputs = forward(task, model, raw, plan, device)
     with torch.no_grad(), autocast(plan, device):
         loss = as_sum(task.loss(lambda *_, **__: outputs, batch, plan), len(next(iter(raw.values()))))
-    return {"loss": loss, **score_batch(task.metrics if metrics is None else metrics, outputs, batch, task.card)}
+    return {"loss": loss, **score(task.metrics if metrics is None else metrics, outputs, batch, task.card)}
 
 
 def losses(task: TaskLike, model: nn.Module, raws: Iterable[Batch], plan: Plan, device: torch.device) -> np.ndarray:
@@ -173,4 +172,4 @@ def is_normalised(task: Any, outputs: Any) -> bool:
 def check_batch(task: Any, outputs: Any, batch: Any, plan: Any) -> None:
     """Raise an error where loss or metrics do not take these outputs, or the loss returns what cannot be added up."""
     as_sum(task.loss(lambda *_, **__: outputs, batch, plan), 1)
-    score_batch(task.metrics, outputs, batch, task.card)
+    score(task.metrics, outputs, batch, task.card)

@@ -44,7 +44,8 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     if pack.card.digest != state.card.digest:
         raise TrainError(f"{pack.folder} is not the pack of this state; make another, nb.TrainState(task, pack, plan)")
     require_sizes(pack, state.plan)
-    prepare(state.plan, state.device)
+    if not state.over:
+        prepare(state.plan, state.device, state.ranks.world)
     feed = feed or run_or_explain(partial(open_feed, pack, state.plan, state.device))
     samples = pack.splits["train"]
     state.begin()

@@ -154,12 +154,9 @@ class Meter:
     def epoch(self, samples: int) -> dict[str, Any]:
         """Return loss, speed and memory of an epoch of so many samples, and begin the next one. Waits."""
         self.timed(self.watch.spans)
-        values = {
-            **mean("train_loss", float(self.loss), float(self.count)),
-            **speed(samples, self.seconds, self.waited),
-            "epoch_time": self.seconds,
-            "wall": self.watch.wall,
-        }
+        loss = mean("train_loss", float(self.loss), float(self.count))
+        times = {"epoch_time": self.seconds, "wall": self.watch.wall}
+        values = {**loss, **speed(samples, self.seconds, self.waited), **times}
         if self.device.type == "cuda":
             values["gpu_memory_peak"] = torch.cuda.max_memory_allocated(self.device) / 2**20
             torch.cuda.reset_peak_memory_stats(self.device)

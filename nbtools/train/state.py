@@ -54,26 +54,16 @@ class TrainState:
     """Model, optimizer, and where the run is.
 
     The plan is in three places: `plan`, the wanted one, which may be replaced at any time; `applied`, which model and
-    optimizer follow; and the one that is recorded with each checkpoint. ranks: the processes that train it together;
-    trains: False of a finished run, which opens on any device.
+    optimizer follow; and the one that is recorded with each checkpoint. ranks: the processes that train it together. It
+    opens on any device, as that of a finished run does; `train` and others refuse what the device cannot follow.
     """
 
-    def __init__(
-        self,
-        task: TaskLike,
-        pack: Pack,
-        plan: Plan,
-        device: Device = None,
-        ranks: Ranks | None = None,
-        trains: bool = True,
-    ):
+    def __init__(self, task: TaskLike, pack: Pack, plan: Plan, device: Device = None, ranks: Ranks | None = None):
         self.plan = self.applied = plan
         self.ranks = ranks or Ranks()
         self.card = readable(task, pack, plan).card
         self.task = bind(task, self.card)
-        self.device = torch.device(device) if device is not None else devices.pick()
-        if trains:
-            devices.require(plan, self.device, self.ranks.world)
+        self.device = device = torch.device(device) if device is not None else devices.pick()
         self.model = self.new_model()
         self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}  # of the trained ones
         self.parameters = list(self.names)
@@ -99,7 +89,7 @@ class TrainState:
         self.events: list[str] = []  # messages for the next yield
         if self.schedule is not None and plan.given().get("warmup_epochs"):
             self.events.append("Plan.warmup_epochs has no effect: the task's own schedule takes its place")
-        self.graphs = Graphs(self.device, self.events) if plan.graph and trains else None
+        self.graphs = Graphs(device, self.events) if plan.graph and device.type in devices.GRAPH_DEVICES else None
         self.keys = Keys(len(pack), self.device)  # of draws
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
         self.evaluate_next = False  # ask for an evaluation before the next step
@@ -237,10 +227,9 @@ class TrainState:
             first = [*str(error).splitlines()[1:], str(error)][0].strip().rstrip(". ")
             raise CheckpointError(f"the checkpoint has the weights of another network: {first}; {OTHER_RUN}") from None
         self.load_moments({**below(tensors, "optimizer."), **facts["optimizer"]})
-        groups = self.optimizer.param_groups
-        if not self.built_in and len(groups) == len(facts["groups"]):  # such as the step size that Prodigy finds
-            for group, saved in zip(groups, facts["groups"], strict=True):
-                group.update(saved)
+        groups, saved = self.optimizer.param_groups, [] if self.built_in else facts.get("groups", [])
+        for group, numbers in zip(groups, saved, strict=True) if len(groups) == len(saved) else ():
+            group.update(numbers)  # such as the step size that Prodigy finds
         vars(self).update(copy.deepcopy(facts["position"]), best=Best(**facts["best"]))
         self.recovery, self.stopped = Recovery(**facts["recovery"]), facts["stopped"]
         self.forget_graphs()  # they update the moments that were there

@@ -255,7 +255,8 @@ def leave_out(state: TrainState, raw: Batch, size: int, buffers: list[Tensor], l
     named = f" (sample ids {', '.join(map(str, ids[:16]))}{' …' if len(ids) > 16 else ''})" if ids else ""
     what = f"step {state.step + 1} skipped: {name} is not finite{named}"
     state.events.append(what)
-    state.recovery.skipped, state.unscaled = state.recovery.skipped + 1, True
+    state.recovery.skipped += 1
+    state.unscaled = True  # fp16's scale was sought with these samples
     if state.recovery.skipped > MAX_SKIPPED:
         message = f"more than {MAX_SKIPPED} steps had to be skipped, the last: {what}"
         raise Diverged(message + "; check these samples" * bool(ids), (state.step, state.step))

@@ -246,9 +246,8 @@ def as_sum(loss: Any, size: int) -> tuple[Tensor, Tensor | float]:
         return (loss.sum(), loss.numel()) if loss.dim() else (loss * size, size)
     pair = loss if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], Tensor) else ()
     if pair and all(not isinstance(each, Tensor) or each.numel() == 1 for each in pair):
-        total, count = loss
-        count = count.detach().squeeze() if isinstance(count, Tensor) else count
-        return total.sum() if total.dim() else total, count
+        total, count = pair
+        return total.squeeze(), count.detach().squeeze() if isinstance(count, Tensor) else count
     rule = "loss must return a tensor, the mean or a term per sample, or (sum, count), the sum a tensor"
     raise TrainError(f"{rule}; got a {type(loss).__name__}; compute it by operations of torch, without .item()")
 
@@ -324,6 +323,6 @@ def import_task(name: str, where: Path | str) -> Task:
     try:
         source = importlib.import_module(module)
         return as_task(attrgetter(attribute)(source) if attribute else source)
-    except Exception as error:  # whatever a module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever a module raises while it is imported
         fix = "run the cell that defines it, put its file next to the notebook, or pass task="
         raise CheckpointError(f"{where}: its task {name!r} cannot be imported ({error}); {fix}") from None

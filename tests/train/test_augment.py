@@ -90,6 +90,7 @@ def test_a_wrong_name_or_strength_is_answered_in_a_sentence():
         (["zoom"], r"augment has no 'zoom'; it has crop, flip, colour"),
         ({"crop": -3}, r"the strength of crop must be at least 0, got -3"),
         ({"crop": math.nan}, "must be at least 0, got nan"),
+        *[(given, r"must be names of crop, .*; transforms go into the Dataset") for given in (True, [math.sin])],
     ):
         with pytest.raises(TrainError, match=said):
             strengths(names)

@@ -70,9 +70,9 @@ def test_mixed_precision_trains_to_about_the_same_loss_and_leaks_nothing(pack, a
     assert seen == {("off", torch.float32), (amp, dtype)}
 
 
-@pytest.mark.parametrize(("slope", "halved"), [(0.5, 0), (100.0, 7), (float("inf"), 16)])
+@pytest.mark.parametrize(("slope", "halved"), [(0.5, 0), (100.0, 7), (float("inf"), 0)])
 def test_fp16_finds_its_scale_on_one_batch_and_its_first_step_counts(slope, halved):
-    """A gradient above 65,504 is infinite in fp16, whatever the scale."""
+    """A gradient above 65,504 is infinite in fp16, whatever the scale: of a bad sample, after which it is not left."""
     weight, scaler = torch.nn.Parameter(torch.zeros(3)), torch.amp.GradScaler("cpu")
     weight.register_hook(lambda gradient: gradient.half().float())
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -86,7 +86,7 @@ def test_fp16_finds_its_scale_on_one_batch_and_its_first_step_counts(slope, halv
     assert scaler.get_scale() == 65_536 / 2**halved
     scaler.step(optimizer)
     scaler.update()
-    assert weight.tolist() == [-slope if halved < 16 else 0.0] * 3
+    assert weight.tolist() == [-slope if slope < 1e5 else 0.0] * 3
 
 
 def overflowing(model, batch, plan):
@@ -151,15 +151,3 @@ def test_recurrent_layers_compute_in_float32_under_bf16_in_training_also_when_co
     recurrent = [dtype for name, dtype in seen if name != "Linear"]
     assert {*recurrent} == {torch.float32}
     assert len(recurrent) > 3, "computed again"
-
-
-def test_fp16_on_a_cpu_is_refused_in_a_sentence_and_a_run_of_a_gpu_is_read_in_float32(pack, tmp_path):
-    refused = r"Plan.amp = fp16 needs a GPU, but this device is cpu.*; use amp=bf16 or amp=off"
-    with pytest.raises(nb.NbtoolsError, match=refused):
-        nb.fit(toy, pack, toy.PLAN.replace(amp="fp16"), tmp_path / "never", progress=False)
-    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", **QUIET)
-    float32, path = nb.evaluate(run, pack), tmp_path / "run" / "plan.json"
-    path.write_text(path.read_text().replace('"amp": "off"', '"amp": "fp16"'))
-    found = nb.Run.open(tmp_path / "run", toy)
-    assert found.plan.amp == "fp16"
-    assert nb.evaluate(found, pack) == float32

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import toy
+from acting import QUIET
 from cases import CASES, augmented, run
 from tape import Tape, synchronizing
 from test_resume import same
 
 import nbtools as nb
+from nbtools.errors import TrainError
 from nbtools.train import device, graph
 
 EAGER = 99  # a warm-up longer than any run here
@@ -143,6 +145,23 @@ def test_out_of_memory_halves_the_batch_and_its_steps_are_recorded_anew(pack):
     told, state = trained(toy.with_(loss=hungry), pack, PLAN, lambda state: full.extend([8] * (state.step == 8)))
     assert told == ["out of memory: micro batch 6 → 3; effective batch and lr unchanged"]
     assert state.graphs.replayed == state.step - 2 * graph.WARM_UP - 3
+
+
+HERE = {"amp": ("fp16", "needs a GPU, but .* cpu; use amp=bf16 or amp=off"), "graph": (True, "replays CUDA graphs")}
+
+
+@pytest.mark.usefixtures("fp16_on_cpu")
+@pytest.mark.parametrize("setting", HERE)
+def test_what_needs_a_gpu_is_refused_without_but_a_finished_run_opens_and_is_read(pack, tmp_path, monkeypatch, setting):
+    plan = toy.PLAN.replace(epochs=1, **{setting: HERE[setting][0]})
+    nb.fit(toy, pack, plan, tmp_path / "run", **QUIET)
+    monkeypatch.undo()  # another machine
+    run = nb.fit(toy, pack, plan, tmp_path / "run", **QUIET)
+    assert (run.over, run.plan, nb.evaluate(run, pack)) == (True, plan, nb.evaluate(run, pack, amp="off"))
+    for where, epochs in (("never", 1), ("run", 2)):
+        with pytest.raises(TrainError, match=rf"Plan\.{setting} .*{HERE[setting][1]}"):
+            nb.fit(toy, pack, plan.replace(epochs=epochs), tmp_path / where, **QUIET)
+    assert (nb.Run.open(run.folder).over, (tmp_path / "never").exists()) == (True, False)
 
 
 CHILDREN = {

@@ -44,13 +44,17 @@ def damage(folder: Path, *names: str) -> None:
         path.write_bytes(path.read_bytes()[:-1] + b"!")
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_it_and_says_so(pack, whole):
-    folder = shutil.copytree(whole.folder, Path("run"))
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_it_and_says_so(pack, whole, monkeypatch):
+    folder, waits, read = shutil.copytree(whole.folder, Path("run")), [away], Path.read_text
+    monkeypatch.setattr("nbtools.data.fetch.PAUSE", 0.001)
+    monkeypatch.setattr(Path, "read_text", lambda path: waits.pop()() if waits and ".json" in path.name else read(path))
+    assert (checkpoint.newest(folder).complaints, waits) == ((), []), "it answers again"
     for harm in (damage, lambda folder, name: (folder / f"{name}.safetensors").write_bytes(b"")):
         newest, older, *_ = checkpoint.names(folder)
         harm(folder, newest)
         run = nb.fit(toy, pack, PLAN, folder, **QUIET)
-        assert [event for event in run.events if event.endswith(f"{older} is used instead")]
+        [event] = [event for event in run.events if event.endswith(f"{older} is used instead")]
+        assert "copy it" not in event
         assert same(run, whole)
 
 
@@ -66,13 +70,18 @@ def test_where_every_checkpoint_is_damaged_the_way_out_is_the_kept_copy_and_none
     assert checkpoint.newest(folder).complaints == ()
 
 
-def test_a_damaged_file_of_a_run_is_named_with_what_to_do(whole):
+def test_a_damaged_file_of_a_run_is_named_with_what_to_do_and_one_of_an_older_version_by_its_maker(pack, whole):
     folder = shutil.copytree(whole.folder, Path("run"))
     for name, fix in (("receipt", "delete it"), ("plan", "copy the whole run"), ("card", "copy the whole run")):
         for text in ("{", "[1]"):
             (folder / f"{name}.json").write_text(text)
             with pytest.raises(CheckpointError, match=rf"run/{name}\.json is damaged, .*; {fix}"):
                 _ = nb.Run.open(folder, toy).receipt
+    index = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**index, "version": 1, "nbtools": "0.2.0"}))
+    for act in (lambda: nb.Run.open(folder, toy), lambda: nb.fit(toy, pack, PLAN, folder, **QUIET)):
+        with pytest.raises(CheckpointError, match=r"made by nbtools 0\.2\.0 .* train again in another folder"):
+            act()
 
 
 def breaking(patch: pytest.MonkeyPatch, target: Path, act) -> None:
@@ -159,12 +168,3 @@ def test_what_reads_back_differently_is_not_kept(pack, place, monkeypatch):
     run = nb.fit(toy, pack, PLAN, "run", keep="drive", **QUIET)
     assert any("reads back differently" in text for text in run.events)
     assert "run.json" not in tree(place / "drive")
-
-
-def test_a_run_of_an_older_version_is_refused_by_the_name_of_its_maker(pack, whole):
-    folder = shutil.copytree(whole.folder, Path("old"))
-    index = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**index, "version": 1, "nbtools": "0.2.0"}))
-    for act in (lambda: nb.Run.open(folder, toy), lambda: nb.fit(toy, pack, PLAN, folder, **QUIET)):
-        with pytest.raises(CheckpointError, match=r"made by nbtools 0\.2\.0 .* train again in another folder"):
-            act()

@@ -90,12 +90,10 @@ def test_a_later_batch_that_does_not_fit_is_halved_until_it_does_and_the_weights
     assert torch.allclose(weights, ended(odd, 0, model=toy.linear)[1], 0, 1e-5)
 
 
-def test_batchnorm_that_would_get_single_samples_ends_the_run_with_what_to_do(odd):
+def test_where_memory_never_suffices_for_two_samples_or_the_network_it_is_said_with_what_to_do(odd, pack, tmp_path):
     with pytest.raises(TrainError, match="out of memory with two samples at a time, and BatchNorm needs two"):
         ended(odd, 10**6)
 
-
-def test_a_network_for_which_memory_never_suffices_is_said_so(pack, tmp_path):
     def model(card, plan):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

@@ -1,5 +1,6 @@
 """nb.classify, nb.regress and a class of two methods: what a network gets, what is learned, scored and answered."""
 
+import copy
 import inspect
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ import own
 import pandas as pd
 import pytest
 import torch
+import toy
 from acting import QUIET
 from PIL import Image
 from torch import nn
@@ -28,7 +30,7 @@ classify: Any = nb.classify
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("packs")
-    return {name: own.packed(name, folder) for name in own.DATA}
+    return {name: own.packed(name, folder) for name in own.DATA} | {"toy": toy.make_pack(folder)}
 
 
 def fitted(task, pack, folder, **plan):
@@ -89,32 +91,30 @@ def test_a_sequence_alone_and_in_a_padded_batch_gets_the_same_answer(tmp_path, p
     assert [a.probability for a in alone] == pytest.approx([a.probability for a in together], abs=1e-5)
 
 
-def test_a_softmax_before_cross_entropy_is_noticed(tmp_path, packs):
+def test_a_softmax_before_cross_entropy_and_waiting_for_evaluations_that_never_come_are_noticed(tmp_path, packs):
     for last, noticed in ((nn.Softmax(1), True), (nn.LogSoftmax(1), False), (nn.Identity(), False)):
         net = nn.Sequential(own.Small(3), last)
         run = fitted(nb.classify(net), packs["images"], tmp_path / type(last).__name__, epochs=1)
         assert any("applies softmax to them again" in event for event in run.events) == noticed
-
-
-def test_what_waits_for_evaluations_that_never_come_is_noticed(tmp_path):
     pack = nb.pack(own.images(60), val=0, into=tmp_path / "pack", progress=False)
     run = nb.fit(nb.classify(own.Small), pack, own.PLAN.replace(early_stop=1), tmp_path / "run", **QUIET)
     assert run.events == ["without a validation split early_stop and plateau do nothing; pack with val=0.1"]
 
 
-def test_frozen_parts_stay_with_their_statistics(packs):
-    net = own.Small(3)
-    net.features.requires_grad_(False)
-    state = nb.TrainState(nb.classify(net), packs["images"], own.PLAN)
-    list(nb.train(state.task, state, packs["images"]))
+def test_frozen_parts_stay_with_their_statistics(pack):
+    net = toy.Net(16, 0.0)
+    net.layers[:2].requires_grad_(False)
+    state = nb.TrainState(toy.with_(model=lambda *_: copy.deepcopy(net)), pack, toy.PLAN)
+    list(nb.train(state.task, state, pack))
     before, after = net.state_dict(), state.model.state_dict()
     moved = [name for name, value in before.items() if not torch.equal(value, after[name])]
-    assert moved == ["head.weight", "head.bias"], "not the running mean of features.1, a BatchNorm2d"
+    assert moved == ["layers.4.weight", "layers.4.bias"], "not the running mean of layers.1, a BatchNorm1d"
 
 
-MAPS: dict[str, Any] = {  # what a flip would leave as it is → shapes
+MAPS: dict[str, Any] = {  # what a flip or a crop would leave as it is → shapes
     r"flip would leave the target \(": {"image": (3, 8, 8), "y": (8, 8)},
     r"flip would leave depth \(": {"image": (3, 8, 8), "depth": (8, 8)},
+    r"crop would leave the target \(": {"image": (3, 8, 8), "y": (4,)},  # a box, which moves with a flip
 }
 
 
@@ -122,10 +122,10 @@ MAPS: dict[str, Any] = {  # what a flip would leave as it is → shapes
 def test_what_has_places_of_its_own_is_not_left_as_it_is_while_the_image_turns(tmp_path, said):
     shapes = MAPS[said].items()
     items = [{"y": i % 2} | {key: np.full(shape, i, np.float32) for key, shape in shapes} for i in range(20)]
-    pack = nb.pack(items, into=tmp_path / "pack", progress=False)
-    make = nb.regress if "y" in MAPS[said] else nb.classify
+    boxes, make = said.startswith("crop"), nb.regress if "y" in MAPS[said] else nb.classify
+    pack = nb.pack(items, into=tmp_path / "pack", points="target" if boxes else None, progress=False)
     with pytest.raises(TrainError, match=said):
-        nb.TrainState(make(nn.Identity(), augment=["flip"]), pack, nb.Plan())
+        nb.TrainState(make(nn.Identity(), augment=["flip", "crop"][: 1 + boxes]), pack, nb.Plan())
 
 
 def test_metrics_by_name_are_what_counting_one_by_one_gives_and_the_given_module_stays_as_it_was(tmp_path, packs):
@@ -275,6 +275,8 @@ UNFIT: dict[str, dict[str, Any]] = {  # what is said → what nb.classify gets f
     "loss must be a function of .*got <class": {"loss": nn.CrossEntropyLoss},
     "loss Bilinear has parameters": {"loss": nn.Bilinear(3, 3, 1)},
     r"outputs \(9, 3\), y \(9,\): Target": {"loss": nn.BCEWithLogitsLoss()},
+    "loss takes probabilities, but .* the sigmoid": {"loss": nn.BCELoss()},
+    "loss takes probabilities, but metrics": {"loss": partial(F.binary_cross_entropy, reduction="sum")},
     r"a function of \(groups, plan\), got SGD": {"optimizer": SGD},
     r"optimizer must be a class of torch\.optim, .* got 'lion'": {"optimizer": "lion"},
     r"got SGD with an lr, which is the plan's: pass plan=nb\.Plan": {"optimizer": partial(torch.optim.SGD, lr=0.1)},
@@ -285,6 +287,7 @@ UNFIT: dict[str, dict[str, Any]] = {  # what is said → what nb.classify gets f
     "that needs no closure, got LBFGS": {"optimizer": torch.optim.LBFGS},
     "a factor ≥ 0 on lr, got -1": {"schedule": lambda plan: lambda t: t - 1},
 }
+BARE = toy.with_(PLAN=own.PLAN, model=toy.linear, metrics=lambda *_: __import__("rapids"))
 OTHERS: dict[str, tuple[Any, str]] = {  # what is said → a task, and its data
     r"these are values; floats become classes with astype\(int\)": (nb.classify(own.line), "rows"),
     r"needs images, but the inputs are x float": (nb.regress(own.line, augment=["flip"]), "rows"),
@@ -293,6 +296,7 @@ OTHERS: dict[str, tuple[Any, str]] = {  # what is said → a task, and its data
     "whole numbers come as they are: pack float32, or pixels as uint8": (nb.classify(nn.Linear(4, 2)), "whole"),
     r"model returns the same network each time, .*; make a new one in it, or": (Shared(), "images"),
     r"got the network Small; pass nb\.classify\(net\) or nb\.regress": (own.Small(3), "images"),
+    "the loss or a metric does not take .*: No module named 'rapids'": (BARE, "toy"),
 }
 
 

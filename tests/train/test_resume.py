@@ -101,22 +101,24 @@ def test_interrupted_after_any_records_equals_uninterrupted(packs, name):
         assert same(state, expected)
 
 
-@pytest.mark.parametrize("most", [16, 8], ids=["whole batches", "of which half fits in memory"])
-def test_a_lost_loss_goes_back_to_the_checkpoint_and_leaves_the_bad_step_out(tmp_path, packs, most):
+@pytest.mark.usefixtures("fp16_on_cpu")
+@pytest.mark.parametrize(("most", "amp", "epoch"), [(16, "off", 1), (8, "off", 1), (16, "fp16", 0)])
+def test_a_lost_loss_goes_back_to_the_checkpoint_and_leaves_the_bad_step_out(tmp_path, packs, most, amp, epoch):
     pack = packs("adamw")
-    bad = int(pack.ids("train")[7])  # which overflows in the second epoch
+    bad = int(pack.ids("train")[8])  # of both epochs' first batches: in fp16 its scale is sought with it
 
     def batch(raw, plan, draws):
-        hit = (raw["id"] == bad)[:, None] & (draws is not None and draws.epoch == 1)
+        hit = (raw["id"] == bad)[:, None] & (draws is not None and draws.epoch == epoch)
         made = toy.batch(raw, plan, draws)
         return {**made, "x": made["x"].masked_fill(hit, float("inf"))}
 
     def loss(model, batch, plan):
         if len(batch["x"]) > most:
             raise torch.OutOfMemoryError("simulated")
-        return toy.loss(model, batch, plan)
+        total, count = toy.loss(model, batch, plan)
+        return total * (1e4 if amp == "fp16" else 1), count  # which overflows at first
 
-    task, plan = toy.with_(batch=batch, loss=loss), toy.PLAN.replace(micro_batch_size=most)
+    task, plan = toy.with_(batch=batch, loss=loss), toy.PLAN.replace(micro_batch_size=most, amp=amp)
     run = nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
     told = " | ".join(run.events)
     assert "back at step" in told
@@ -124,8 +126,9 @@ def test_a_lost_loss_goes_back_to_the_checkpoint_and_leaves_the_bad_step_out(tmp
     assert str(bad) in told.split("(sample ids ")[1].split(")")[0].split(", ")
     assert len(run.summary()) == 3
     assert not run.summary()["train_loss"].isna().to_numpy().any()
-    last = checkpoint.newest(run.folder).tensors.items()
-    assert all(torch.isfinite(tensor).all() for name, tensor in last if "running" in name), "BatchNorm saw the batch"
+    last = checkpoint.newest(run.folder).tensors
+    assert last["optimizer.layers.0.weight.step"] == run.history.of("epoch")[-1]["step"] - 1, "all others counted"
+    assert all(torch.isfinite(x).all() for name, x in last.items() if "running" in name), "BatchNorm saw the batch"
 
 
 def test_a_loss_that_is_always_lost_stops_with_what_to_do(tmp_path, packs):

@@ -12,7 +12,7 @@ from acting import QUIET
 from torch import nn
 
 import nbtools as nb
-from nbtools.errors import NbtoolsError, TrainError
+from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from tests import toy
 
 
@@ -50,6 +50,11 @@ def test_a_class_an_instance_and_a_module_train_answer_and_are_found_again(tmp_p
     assert nb.evaluate(run, pack).keys() >= {"loss"}
     assert len(run.predict_pack(pack, [0, 1, 2])) == 3
     assert run.history.of("epoch")[-1]["val_loss"] > 0
+    for ends in (sys.exit, int, lambda _: nn.ReLU):  # which raise, or are no task any more
+        monkeypatch.setattr(sys.modules["nbtools.train.task"], "importlib", SimpleNamespace(import_module=ends))
+        assert list(nb.runs(tmp_path)["epochs"]) == [1]
+        with pytest.raises(CheckpointError, match=f"its task '{name}' cannot be imported"):
+            nb.Run.open(tmp_path / "run").model()
 
 
 def test_what_two_functions_leave_out_has_its_default(pack):
