@@ -88,7 +88,7 @@ def test_a_demo_replaces_a_demo_and_neither_mixes_with_other_data_nor_removes_it
 
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = files.write_demo("~/new", contents("train/a.png", "val/b.png", "labels.csv"), (".png",))
-    assert (folder / "val/b.png").read_bytes() == b"val/b.png"
+    assert (tmp_path / "new/val/b.png").read_bytes() == b"val/b.png"
     files.write_demo(folder, contents("train/c.png"), (".png",))
     assert files.walk(folder) == ["train/c.png"]
     (tmp_path / "real").mkdir()
