@@ -249,7 +249,7 @@ def test_a_lost_folder_comes_back_and_a_kept_run_that_is_further_is_taken_over(p
     fit(pack, PLAN.replace(epochs=4), "colab", keep="kept")
     Path("pc/thesis.txt").write_text("mine")
     run = fit(pack, PLAN.replace(epochs=5), "~/pc", keep="~/kept")
-    assert Path("pc/thesis.txt").read_text() == "mine"
+    assert (run.folder / "thesis.txt").read_text() == "mine"
     assert [row["epoch"] for row in run.history.of("epoch")] == [0, 1, 2, 3, 4]
     assert texts(run, "change") == ["epochs 2 → 4", "epochs 4 → 5"]
     assert epochs(nb.Run.open("kept", task())) == 5
