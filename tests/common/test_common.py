@@ -83,11 +83,10 @@ def test_classes_of_text_are_single_characters_each_once(wrong, came):
 
 
 def test_a_demo_replaces_a_demo_and_neither_mixes_with_other_data_nor_removes_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-
     def contents(*names):
         return ((name, name.encode) for name in names)
 
+    monkeypatch.setenv("HOME", str(tmp_path))
     folder = files.write_demo("~/new", contents("train/a.png", "val/b.png", "labels.csv"), (".png",))
     assert (tmp_path / "new/val/b.png").read_bytes() == b"val/b.png"
     files.write_demo(folder, contents("train/c.png"), (".png",))
