@@ -171,7 +171,8 @@ class Output:
     def __init__(self, panel: Panel) -> None:
         from ipywidgets import HTML, Dropdown, HBox, Layout, VBox
 
-        self.form, self.name, self.log, self.lives = panel.form, uuid4().hex, list[list[str]](), False
+        self.form, self.name, self.log = panel.form, uuid4().hex, list[list[str]]()
+        self.lives = self.stale = False
         self.stills: list[str] = []  # display ids of what replaces the view when the kernel is gone
         made = [HTML(layout=Layout(width="100%", margin="0")) for _ in range(4)]  # apart: frames send no images again
         self.facts, self.frame, self.samples, self.lines = made
