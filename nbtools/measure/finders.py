@@ -10,7 +10,7 @@ less accuracy).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,7 +200,7 @@ class LrTrial(Report):
         return ("lr", "loss", ""), rows
 
 
-def lr_sweep(task: TaskLike, pack: Pack, plan: Plan, lrs: Sequence[float] = (), seconds: float = 60.0) -> LrTrial:
+def lr_sweep(task: TaskLike, pack: Pack, plan: Plan, lrs: Iterable[float] = (), seconds: float = 60.0) -> LrTrial:
     """Try learning rates for about `seconds`, and say which one is the best: the plan's times 1/9, 1/3, 1, 3 and 9, and
     beyond the end at which the best one lies; or those given.
 
