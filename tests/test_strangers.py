@@ -106,9 +106,9 @@ def test_3_a_table_with_dates_and_gaps():
 def test_4_texts():
     texts = [" ".join(RNG.choice([["good", "fine"], ["bad", "poor"]][i % 2], 2 + i % 5)) for i in range(120)]
     frame = pd.DataFrame({"text": ["", *texts], "label": ["blame", *["praise", "blame"] * 60]})
-    pack_texts = partial(nb.pack, frame, inputs="text", target="label")
+    pack_texts, again = partial(nb.pack, frame, inputs="text", target="label"), FunctionType(words.__code__, globals())
     with patch(f"{__name__}.words", wraps=words) as reading:
-        pack = pack_texts(text=FunctionType(words.__code__, globals(), "words"))
+        pack = pack_texts(text=again)
     assert (reading.call_count, pack.bad.file.tolist()) == (64 + 121, ["row 0"]), "read to look, and to pack"
     assert pack_texts(text=words).folder == pack.folder
 

@@ -130,7 +130,7 @@ def test_training_goes_on_while_drive_is_away_which_is_said_once_and_made_up_for
     task = acting({**acts, 4 * steps + 4: pause})  # each lets a copy end, before the next is due
     run = nb.fit(task, pack, PLAN.replace(epochs=6), "run", keep="drive", **QUIET)
     straight = nb.fit(toy, pack, PLAN.replace(epochs=6), "straight", **QUIET)
-    said = [text for text in run.events if text.startswith("drive")]
+    said = [text for text in run.events if text.startswith(f"{place}/drive")]
     assert ["not kept (" in text for text in said] == [True], said
     assert same(run, straight)
     assert same(nb.Run.open("drive", toy), straight)
