@@ -85,12 +85,13 @@ def test_colours_change_as_contrast_brightness_and_saturation_one_after_the_othe
 
 
 def test_a_wrong_name_or_strength_is_answered_in_a_sentence():
-    for names, said in (
+    cases: Any = (
         (["filp"], r"augment has no 'filp'; did you mean flip\?"),
         (["zoom"], r"augment has no 'zoom'; it has crop, flip, colour"),
         ({"crop": -3}, r"the strength of crop must be at least 0, got -3"),
         ({"crop": math.nan}, "must be at least 0, got nan"),
         *[(given, r"must be names of crop, .*; transforms go into the Dataset") for given in (True, [math.sin])],
-    ):
+    )
+    for names, said in cases:
         with pytest.raises(TrainError, match=said):
             strengths(names)
