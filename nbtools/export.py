@@ -10,7 +10,7 @@ import math
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
     if not inputs:
         missing = f"{title_of(run.task)} has no tensors(card, plan), which says what an ONNX file reads and returns"
         raise TrainError(f"{missing}; define it, or leave .onnx out: {INSTEAD}")
-    pack, graph, quiet = run.readable(pack), Graph(run.model("cpu"), list(inputs)), io.StringIO()
+    pack, graph, file = run.readable(pack), Graph(run.model("cpu"), list(inputs)), cast(Any, io.BytesIO())
     ids = next(filter(len, map(pack.ids, ("val", "test", "train"))))
     parts = np.split(ids[np.linspace(0, len(ids) - 1, SAMPLES).round().astype(int)], (1, 3))  # from all over a split
     raws = (collate([pack.sample(int(i)) for i in part], pack.columns) for part in parts)
@@ -82,24 +82,18 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
         ragged = name in run.card.columns and run.card.columns[name].kind == "ragged"
         shape = shape or (("batch", f"{name}_steps") if ragged else ("batch",))
         free[name] = {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)}
-    with redirect_stdout(quiet), redirect_stderr(quiet), warnings.catch_warnings(action="ignore"):
+    names: dict[str, Any] = {"input_names": graph.names, "output_names": [*outputs], "dynamic_axes": free}
+    with redirect_stdout(io.StringIO()) as quiet, redirect_stderr(quiet), warnings.catch_warnings(action="ignore"):
         try:
-            content = to_onnx(graph, batches[-1], list(outputs), free)
-            apart = difference(graph, content, batches)
+            # The exporter of traces takes a second, that of Python code up to minutes; 17: the first with layer norm.
+            torch.onnx.export(graph, batches[-1], file, opset_version=17, dynamo=False, **names)
+            apart = difference(graph, file.getvalue(), batches)
         except Exception as error:  # exporters raise all kinds
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
             cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX: {why}"
             raise TrainError(f"{cannot}; nothing was written. {INSTEAD}") from None
     say(f"{path}: on {SAMPLES} samples its outputs in onnxruntime differ from torch's by at most {apart:.1g}")
-    return write(run, path, content)
-
-
-def to_onnx(graph: Graph, batch: tuple[Tensor, ...], outputs: list[str], free: Any) -> bytes:
-    """Return an ONNX file by torch's exporter of traces: it takes a second, that of Python code up to minutes."""
-    content: Any = io.BytesIO()
-    names: dict[str, Any] = {"input_names": graph.names, "output_names": outputs, "dynamic_axes": free}
-    torch.onnx.export(graph, batch, content, opset_version=17, dynamo=False, **names)  # 17: the first with layer norm
-    return content.getvalue()
+    return write(run, path, file.getvalue())
 
 
 def difference(graph: Graph, content: bytes, batches: list[tuple[Tensor, ...]]) -> float:

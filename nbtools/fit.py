@@ -12,7 +12,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import torch
 from torch.distributed import is_torchelastic_launched
 
 from nbtools import disk, measure, train
@@ -43,13 +42,8 @@ def letting_go() -> Iterator[None]:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
         with suppress(RuntimeError):  # of a GPU that no longer answers: the first error counts
-            release()
+            devices.give_back()
         raise
-
-
-def release() -> None:
-    """Free unused memory."""
-    devices.give_back(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
 
 
 @letting_go()
@@ -101,7 +95,7 @@ def fit(
         result.events = job.surface.events
         del job
     if release_gpu:
-        release()
+        devices.give_back()
         if keeper and keeper.trouble is None and not stopped and str(keep).startswith("drive:"):
             release_runtime()
     if interrupted and running_kernel() is None and not is_torchelastic_launched():

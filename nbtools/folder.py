@@ -114,11 +114,6 @@ def plan_for(task: Task, pack: Pack, call: Any) -> Plan:
     return plan
 
 
-def given_by(plan: Plan) -> dict[str, Any]:
-    """Return the settings that code or a hand gave, as JSON reads them back."""
-    return json.loads(json.dumps(plan.given()))
-
-
 def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan, Plan, list[str]]:
     """Return (the plan to train with, the one that counts as given, what to say) where a call gives `call`, None: the
     run's own. What is given otherwise than last time is a change, newly measured advice is not. Raises TrainError for
@@ -132,7 +127,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
         if not index["given"].keys() & FREE:  # where no call ever gave a plan, the task does
             call = call.replace(**plan_for(task, pack, None).given())
     plan, (epoch, step) = plan_for(task, pack, call), last_place(index)
-    changed = {name: value for name, value in given_by(plan).items() if value != index["given"].get(name, ...)}
+    changed = {name: value for name, value in plan.given().items() if value != index["given"].get(name, ...)}
     # lr follows a batch size where the plan was made, see Plan.turn, and is given then
     new = old.turn(**{"lr": old.lr, **changed}) if changed else old
     moved = new.changes_from(old)
@@ -167,7 +162,7 @@ def own_folder(task: Task, pack: Pack, call: Any, fresh: bool) -> Path:
     indices = sorted(RUNS.glob(f"*/{checkpoint.INDEX}"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in [] if fresh else indices:
         with suppress(NbtoolsError):  # another kind of run, or one that refuses this call
-            index, given = checkpoint.read_index(path.parent), given_by(plan)
+            index, given = checkpoint.read_index(path.parent), plan.given()
             if differences(index["identity"], now) or index["identity"]["trained"] != now["trained"]:
                 continue
             decide(task, pack, plan, former := former_run(task, path.parent))

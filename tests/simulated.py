@@ -29,7 +29,7 @@ class Job:
     amp: dict[str, float] = field(default_factory=dict)
     most: float = float("inf")
     cost: Callable[[int], float] | None = None
-    losses: dict[str, float] = field(default_factory=dict)
+    losses: dict[str, float | None] = field(default_factory=dict)
     now: float = 0.0
     passes: list[tuple[str, int]] = field(default_factory=list)
 
@@ -68,7 +68,9 @@ class Job:
             seconds = self.cost(size) if self.cost else self.fixed + self.a_sample * size
             self.now += seconds * self.amp.get(plan.amp, 1.0)
         total, number = toy.loss(model, batch, plan)
-        return total * self.losses.get(plan.amp, 1.0), number
+        if (factor := self.losses.get(plan.amp, 1.0)) is None:
+            raise RuntimeError('"fft" not implemented for BFloat16')
+        return total * factor, number
 
     def metrics(self, outputs: Any, batch: Any) -> Any:
         self.now += self.scoring

@@ -134,13 +134,15 @@ def make_pack(task: str, made: Made, into: str | Path | None, look: Look, draw: 
         return pack
 
 
-def open_pack(folder: Path, task: str, test: float = 0, **roles: Any) -> Pack:
-    """Open a pack that is given as a source. Raises PackError for another task's, and where others are asked for."""
+def open_pack(folder: Path, task: str, test: float = 0, **asked: Any) -> Pack:
+    """Open a pack that is given as a source. Raises PackError for another task's, and where it is asked for others."""
     pack = Pack.open(folder)
     if pack.card.task != task:
         reason = f"{folder} is a pack of the task {pack.card.task!r}, not of {task!r}"
         raise PackError(f"{reason}; use that task, or other data", entry="Wrong script or mode")
-    fixed = "/".join(name for name, value in roles.items() if value not in (None, pack.options["roles"][name]))
+    own = {**pack.options.get("roles", {}), "classes": [*pack.classes] or False}
+    plain = json.loads(json.dumps(asked, default=str)).items()
+    fixed = "/".join(name for name, value in plain if value not in (None, own.get(name, value)))
     if fixed or (splits.is_all(test) and pack.splits["test"] < len(pack)):
         raise PackError(f"{folder} is a pack, whose {fixed or 'splits'} cannot change; pass the raw source")
     return pack

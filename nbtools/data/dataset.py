@@ -87,7 +87,7 @@ def pack(
     given |= {name: x if x is None else np.ravel(x).tolist() for name, x in (("mean", mean), ("std", std))}
     options = SimpleNamespace(**given, size=size_of(size, resize), key=(target, inputs), columns=None)
     if isinstance(data, str | Path) and not is_table(data) and is_pack(folder := stage(data, progress=progress)):
-        pack = open_pack(folder, TASK, test, size=options.size, resize=resize)
+        pack = open_pack(folder, TASK, test, **given, size=options.size)
         return pack.folds(folds, seed) if folds else pack
     shares, val, test = divide(data, train, val, test)
     items, draw = Items(*open_parts(shares, options, root, groups, progress), options=options), (val, test, seed)

@@ -33,7 +33,7 @@ SEEN = 64  # items looked at
 KNOWN = (list, np.ndarray, torch.Tensor, TensorDataset)  # in memory: all that they hold identifies a pack
 Part = tuple[str | None, Any, list[str]]  # split, items, their names
 POINTS = {2: "points", 4: "boxes"}  # by the length of a column's last axis
-ROLES = ("target", "inputs", "image", "sep", "size", "resize", "points")
+ROLES = ("target", "inputs", "image", "sep", "size", "resize", "points", "mean", "std")
 
 
 def parts_of(item: Any) -> dict[Any, Any]:

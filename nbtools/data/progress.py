@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
+from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -102,12 +103,12 @@ def cores() -> int:
 def side_by_side(work: Callable[[T], R], items: Iterable[T], size: int = 16) -> Generator[R, None, None]:
     """Yield work(item) of each item: on Linux, where that pays, by a forked process a core, `size` items at a time;
     results must be picklable, and fit in memory. Raises NbtoolsError where the system kills a process."""
-    items, start, spent, done = [*items], monotonic(), 0.0, 0
+    items, start, spent, done, before = [*items], monotonic(), 0.0, 0, dict(positions())
     while done < len(items) and spent <= LOOK:
         yield work(items[done])
         spent, done = monotonic() - start, done + 1
-    rest = items[done:]
-    if spent * len(rest) <= SHORT * done or cores() == 1 or sys.platform != "linux":
+    rest, moved = items[done:], any(at != before.get(file, at) for file, at in positions())
+    if spent * len(rest) <= SHORT * done or cores() == 1 or sys.platform != "linux" or moved:
         yield from map(work, rest)
         return
     pool = ProcessPoolExecutor(cores(), get_context("fork"), begin, (work,))
@@ -118,6 +119,15 @@ def side_by_side(work: Callable[[T], R], items: Iterable[T], size: int = 16) -> 
         raise NbtoolsError(f"{reason}; free some, and run it again: packing continues where it stopped") from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def positions() -> Iterator[tuple[str, int]]:
+    """Yield how far each file that is open for reading has been read: forked processes would move it together."""
+    for path in Path("/proc/self/fdinfo").glob("*"):
+        with suppress(OSError):  # it has been closed
+            at, flags = (line.split()[1] for line in path.read_text().splitlines()[:2])
+            if not int(flags, 8) & os.O_ACCMODE:
+                yield path.name, int(at)
 
 
 def begin(work: Callable[[Any], Any]) -> None:

@@ -65,14 +65,14 @@ def facts(columns: Columns, about: About, status: str) -> Iterator[Fact]:
         yield Fact("time left", duration(left) if left else EMPTY, f"{duration(seconds)} so far{ends}")
     if about.best:
         yield best(columns, about.best)
-    speed = columns.last("samples_per_s")
-    if status in OVER and seconds > 0:  # of the whole run, by the clock
-        speed = columns.since("samples")[1][-1] / seconds
+    over = status in OVER and seconds > 0  # then both figures are of the whole run, by the clock
+    speed = columns.since("samples")[1][-1] / seconds if over else columns.last("samples_per_s")
     yield Fact("samples/s", number(speed or 0.0), "", "samples_per_s")
     gpu = columns.last("gpu_memory_reserved") is not None
     label, memory = ("GPU memory", "gpu_memory_reserved") if gpu else ("memory", "memory")
     yield Fact(label, size((columns.last(memory) or 0) * 2**20), "", memory)
-    if (waiting := columns.last("data_wait") or 0.0) > NOTABLE:
+    waits = columns.series("data_wait")[1][0 if over else -1 :]
+    if len(waits) and (waiting := float(waits.mean())) > NOTABLE:
         yield Fact("waiting for data", percent(waiting), "", "data_wait")
 
 

@@ -26,7 +26,7 @@ from torch import nn
 from nbtools import disk, train
 from nbtools.data import Feed, Pack, batches_in, choose, cores, phase, work
 from nbtools.disk import VERSION
-from nbtools.errors import PlanError
+from nbtools.errors import NbtoolsError, PlanError
 from nbtools.measure.advice import THUMB, Advice, Choices, decide, enough, evaluations, has_recipe, inspect, more_epochs
 from nbtools.measure.finders import LATE, LEAST_S, LrTrial, find_batch, lr_trial
 from nbtools.measure.machine import machine
@@ -134,7 +134,7 @@ class Search:
         self.cpu = self.device.type == "cpu"
         self.clock: Clock = process_time if self.cpu else wall
         self.sample_s = SHORT / FEW  # until it is measured
-        self.sample_s, self.evaluation_s = self.first_steps(), 0.0
+        self.sample_s, self.evaluation_s = self.first_steps(self.plan), 0.0
         self.samples = self.plan.epochs * pack.splits["train"]  # of the whole training
         self.seconds = seconds or min(max(SHARE * self.samples * self.sample_s, LEAST), MOST)
         self.most, self.start = seconds or MOST, [self.clock(), wall()]
@@ -173,11 +173,16 @@ class Search:
         made.repeat(plan.batch_size)
         return made
 
-    def first_steps(self) -> float:
+    def first_steps(self, plan: Plan) -> float:
         """Return the seconds that a step takes for a sample; and see which layers there are."""
-        stepper = self.stepper(self.plan, self.clock)
-        train.rehearse(stepper.state, stepper.pack)
-        stepper.advance()
+        stepper = self.stepper(plan, self.clock)
+        try:
+            train.rehearse(stepper.state, stepper.pack)
+            stepper.advance()
+        except (RuntimeError, NbtoolsError):
+            if plan.amp == "off" or "amp" in self.fixed:
+                raise
+            return self.first_steps(plan.replace(amp="off"))  # half precision lacks operations; `compare` will see it
         layers = [*stepper.state.model.modules()]
         self.convolves = any(isinstance(layer, nn.Conv2d) for layer in layers)
         self.compiles = not any(isinstance(layer, nn.RNNBase) for layer in layers)  # there the compiler gives up

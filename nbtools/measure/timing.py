@@ -272,9 +272,9 @@ def with_own_model(task: Task) -> Task:
 def untouched(device: torch.device) -> Iterator[None]:
     """Training inside changes nothing outside: random states, threads, determinism, cuDNN's autotuner, TF32; what was
     created inside is freed, its memory returned."""
-    devices.give_back(device)  # what an earlier run left is free, though allocators may keep it
+    devices.give_back()  # what an earlier run left is free, though allocators may keep it
     with ExitStack() as back, torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-        back.callback(devices.give_back, device)
+        back.callback(devices.give_back)
         with suppress(RuntimeError):  # torch does not tell it where the user set `fp32_precision` (torch ≥ 2.9)
             back.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         back.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)

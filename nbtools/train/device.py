@@ -217,12 +217,11 @@ def run_or_explain(act: Callable[[], T], when: str = "before the first step") ->
     return result
 
 
-def give_back(device: torch.device) -> None:
-    """Return memory that nothing uses any more, or that is kept for the next step, to the GPU or the system."""
+def give_back() -> None:
+    """Return memory that nothing uses any more, or that is kept for the next step, to the GPU and the system."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif hasattr(LIBRARY, "malloc_trim"):
+    torch.cuda.empty_cache()  # nothing, where CUDA is not in use
+    if hasattr(LIBRARY, "malloc_trim"):
         LIBRARY.malloc_trim(0)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -134,8 +135,8 @@ class Plan(Settings):
         return new
 
     def given(self) -> dict[str, Any]:
-        """Return the settings that were given in code or by hand: those that are not an advice's own."""
-        return {name: value for name, value in self.to_dict().items() if name not in self._advised}
+        """Return the settings that were given in code or by hand, as JSON has them: those that are no advice's own."""
+        return json.loads(json.dumps({n: value for n, value in self.to_dict().items() if n not in self._advised}))
 
     def while_training(self) -> Self:
         """Return the plan for evaluations during training: a task overrides it to leave costly options to the end."""

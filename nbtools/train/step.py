@@ -231,7 +231,7 @@ def release(state: TrainState) -> None:
     """Free what a failed step left: gradients, recorded steps, and the allocator's cache."""
     state.optimizer.zero_grad()
     state.forget_graphs()
-    give_back(state.device)
+    give_back()
 
 
 def not_finite(named: Iterable[tuple[str, Any]]) -> str:

@@ -105,7 +105,7 @@ def test_a_read_is_traced_to_its_line(gpu):
 def limited(device, more, monkeypatch):
     """Inside, this process gets at most so many more bytes; in a dry run, a pass of more than 16 samples gets none."""
     if device.type == "cuda":
-        devices.give_back(device)
+        devices.give_back()
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + more) / total, device)
         try:

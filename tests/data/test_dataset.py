@@ -179,6 +179,7 @@ LEFT_OUT = {
     "a class that is None": (odd((vector(0), None)), "nothing", "every sample must have a class"),
     "several classes": (odd((vector(0), ["a", "b"]), count=200), "['a', 'b']", "every sample must have a class"),
     "a list of none": (odd((vector(0), []), count=200), "[]", "every sample must have a class"),
+    "a number below 0": (Items(lambda i: (vector(i), -(i == 7)), 200, classes=["a", "b"]), "-1", "must be one of 2"),
     "a list among names": ([(0.5, ["a"] if i == 7 else "ab"[i % 2]) for i in range(20)], "['a']", "must have a class"),
 }
 
@@ -417,8 +418,10 @@ def test_a_second_call_opens_the_pack_and_another_number_share_or_value_is_anoth
     others += [pack(array), pack(array + (np.arange(100) == 7)[:, None].astype(np.float32))]
     assert len({made.folder, *(other.folder for other in others)}) == 7
     assert len(pack(made.folder, folds=5)) == 5
-    with pytest.raises(nb.NbtoolsError, match="is a pack, whose size cannot change; pass the raw source"):
-        pack(made.folder, size=8)
+    for other in ({"size": 8}, {"classes": ["a"]}, {"target": 0, "inputs": (1,)}, {"mean": 0.5, "std": 0.5}):
+        with pytest.raises(nb.NbtoolsError, match=f"is a pack, whose {'/'.join(other)} cannot change; pass the raw"):
+            pack(made.folder, **other)
+    assert pack(made.folder, classes=made.classes or False, test=0.2).splits == made.splits
 
 
 def test_without_a_copy_the_pack_has_labels_and_splits_and_the_dataset_the_rest(tmp_path):

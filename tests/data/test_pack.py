@@ -222,6 +222,20 @@ def test_a_long_source_of_small_samples_is_read_by_processes_into_the_same_pack(
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.usefixtures("long", "blocks")
+def test_a_file_that_all_samples_are_read_from_is_not_shared_by_processes(place):
+    """Whose forks would move its position together."""
+    source, data = vectors(place / "raw", 200), np.repeat(np.arange(200, dtype=np.float32), 3).tobytes()
+    with open(put(place / "numbers", data), "rb", buffering=0) as file:
+
+        def reader(path, options):
+            file.seek(12 * int(path.stem))
+            time.sleep(1e-3)
+            return {"x": np.frombuffer(file.read(12), np.float32)}
+
+        assert contents(pack(source, read=reader, into=place / "one")) == contents(pack(source))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")
 @pytest.mark.usefixtures("long", "blocks")
 def test_a_killed_worker_is_an_error_with_a_sentence_and_what_was_packed_stays(place):

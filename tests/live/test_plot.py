@@ -84,6 +84,14 @@ def test_it_shows_losses_metric_rate_speed_waiting_memory_changes_and_the_facts(
     assert ("GPU" in said) == ("waiting for data" in said) == (machine == "GPU")
 
 
+def test_the_share_of_waiting_is_of_the_last_steps_and_of_a_run_that_is_over_of_the_whole():
+    found = history()
+    for row in found.rows:
+        row |= {"wall": row["step"] * 0.6, "data_wait": 0.5 if row["step"] == 200 else 0.02}
+    assert "waiting for data 50 %" in texts(page(found, status="evaluating"))
+    assert "waiting" not in texts(page(found, status="done"))
+
+
 def test_the_x_axis_is_steps_samples_or_minutes():
     found = history()
     for row in found.rows:
@@ -158,7 +166,9 @@ def test_what_is_drawn_last_of_a_kept_run_is_true_of_the_whole(tmp_path, monkeyp
     monkeypatch.setattr("nbtools.live.draw.png", lambda *given: said.append(given) or b"\x89PNG")
     run = nb.fit(toy, pack, toy.PLAN.replace(epochs=2), tmp_path / "run", keep=tmp_path / "kept", receipt=False)
     last = nb.watch(run.folder).history.of("epoch")[-1]
-    (drawn, (state, epoch, took, *best, speed, memory), cards), (_, elsewhere, _) = said[-2:]
+    drawn, _, cards = said[-2]
+    usual, elsewhere = ([fact for fact in lines if "waiting" not in fact] for _, lines, _ in said[-2:])
+    state, epoch, took, *best, speed, memory = usual
     assert (len(best), len(drawn.charts), len(elsewhere)) == (bool(val), 2 + bool(val), 5 + bool(val))
     assert ((run.folder / "plot.png").read_bytes(), len(cards)) == (b"\x89PNG", samples.SAMPLES)
     assert (state, epoch) == ("run done", "epoch 2 of 2")
