@@ -9,7 +9,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -62,10 +62,6 @@ class Notebook:
     def ready(self) -> None:
         """Wait until its kernel listens."""
         self.page.wait_for_function(self.READY)
-
-    def without_kernel(self) -> None:
-        """Answer the question for a kernel that a notebook of an unknown one brings."""
-        self.page.locator(self.NO_KERNEL).click()
 
     def run_all(self) -> None:
         self.page.evaluate(self.RUN_ALL)
@@ -209,10 +205,8 @@ def saved(notebook: Notebook, path: Path) -> dict[str, Any]:
 
 
 def parsed(path: Path) -> dict[str, Any] | None:
-    try:
+    with suppress(ValueError):  # of a file that is being written
         return json.loads(path.read_text())
-    except ValueError:
-        return None  # being written
 
 
 def text(notebook: dict[str, Any], cell: int) -> str:

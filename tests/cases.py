@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from packs import pack_of
-from torch import Tensor, nn
+from torch import Tensor
 
 import nbtools as nb
 from nbtools.data import gather, on
 from nbtools.measure import Stepper, untouched
+from nbtools.measure.turns import without_dropout
 from nbtools.tasks import captcha, hwdb, segment, sign
 from nbtools.tasks.hwdb.data import UNKNOWN
 from nbtools.train import TrainState, task_name, train
@@ -134,14 +135,6 @@ def augmented(name: str) -> Any:
 
 LEAN = ("captcha small", "captcha ctc", "sign transformer", "segment slim")
 """One network of each kind, for what takes several runs."""
-
-
-def without_dropout(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        elif isinstance(getattr(module, "dropout", None), float):
-            vars(module)["dropout"] = 0.0
 
 
 Pass = tuple[float, Tensor]

@@ -7,10 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -236,11 +235,9 @@ def serving(stack: Stack, folder: Path) -> Iterator[str]:
 
 
 def answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(address, timeout=5):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
+    with suppress(OSError), urllib.request.urlopen(address, timeout=5):  # URLError is one
+        return True
+    return False
 
 
 def write(path: Path, cells: Sequence[str]) -> Path:

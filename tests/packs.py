@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from archives import put
 
 from nbtools.data import Entry, Pack, Sample, Survey, build_pack, gather
 
@@ -26,9 +27,7 @@ def pack_of(
     """The samples as the pack `folder/pack`; a mapping names them. split: of each, of all, or None: by val and test."""
     named = dict(samples) if isinstance(samples, Mapping) else {str(i): sample for i, sample in enumerate(samples)}
     splits = [split] * len(named) if split is None or isinstance(split, str) else split
-    raw = folder / "raw"
-    raw.mkdir(parents=True)
-    (raw / "made").write_text("from arrays")
+    raw = put(folder / "raw" / "made", b"from arrays").parent
     entries = [*map(Entry, named, splits, [None] * len(named), groups or [None] * len(named))]
     found = Survey(entries, **{"options": options or {}, **survey})
 

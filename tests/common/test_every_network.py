@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import AUGMENT, CASES, Case, fixed, image, without_dropout
+from cases import AUGMENT, CASES, Case, fixed, image
 from tape import synchronizing
 from test_every_task import card_of
 from torch import Tensor, nn
 
 from nbtools.data import Draws, Keys, gather
 from nbtools.errors import PlanError
+from nbtools.measure.turns import without_dropout
 from nbtools.tasks import captcha, hwdb, segment, sign
 from nbtools.tasks.common import ctc
 from nbtools.tasks.hwdb.networks import Hctr
@@ -42,8 +43,7 @@ def built(name: str, pack: Any, **changes: Any) -> tuple[Any, Any, Any]:
     """(task, plan, network without dropout)"""
     task, plan = narrow(name).task, CASES[name].plan.replace(**changes)
     torch.manual_seed(0)
-    model = task.model(pack, plan)
-    without_dropout(model)
+    without_dropout(model := task.model(pack, plan))
     return task, plan, model
 
 

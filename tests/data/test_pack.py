@@ -224,7 +224,6 @@ def test_a_long_source_of_small_samples_is_read_by_processes_into_the_same_pack(
 
 @pytest.mark.usefixtures("long", "blocks")
 def test_a_file_that_all_samples_are_read_from_is_not_shared_by_processes(place):
-    """Whose forks would move its position together."""
     source, data = vectors(place / "raw", 200), np.repeat(np.arange(200, dtype=np.float32), 3).tobytes()
     with open(put(place / "numbers", data), "rb", buffering=0) as file:
 

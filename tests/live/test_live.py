@@ -324,7 +324,7 @@ def test_opened_when_its_kernel_is_gone_it_shows_the_picture_and_runs_no_script(
     both = [*file["cells"], dict(visit.files["stopped"]["cells"][FIT], id="ended")]
     (visit.work / "again.ipynb").write_text(json.dumps({**file, "metadata": facts, "cells": both}))
     notebook.open("again.ipynb")
-    notebook.ready() if kernel else notebook.without_kernel()
+    notebook.ready() if kernel else notebook.page.locator(notebook.NO_KERNEL).click()
     output, last = notebook.output(FIT), notebook.output(len(both) - 1)
     until(lambda: notebook.shows(output.locator("img")), "the picture")
     until(lambda: "Loading widget" not in output.inner_text(), "an answer to where the widget is")

@@ -55,7 +55,8 @@ def history(steps=200, epochs=4, memory=None, metric="whole_accuracy", change=No
     for step in range(1, steps + 1):
         epoch, done = (step - 1) // each, step / steps
         lr = 1e-3 * (1 + math.cos(math.pi * done)) / 2
-        row = {"lr": lr, "batch_size": 64, "samples_per_s": 640.0, "data_wait": 0.02, **(memory or {"memory": 700.0})}
+        row = {"lr": lr, "batch_size": 64, "samples_per_s": 640.0, "data_wait": 0.02, "wall": step * 0.6}
+        row |= memory or {"memory": 700.0}
         loss = math.exp(-6 * done) + 0.02 + 0.01 * abs(rng.normal())
         found.append(Record("step", epoch, step, step * 64, {"loss": loss, **row}))
         if step == steps // 2 and change:
@@ -85,17 +86,13 @@ def test_it_shows_losses_metric_rate_speed_waiting_memory_changes_and_the_facts(
 
 
 def test_the_share_of_waiting_is_of_the_last_steps_and_of_a_run_that_is_over_of_the_whole():
-    found = history()
-    for row in found.rows:
-        row |= {"wall": row["step"] * 0.6, "data_wait": 0.5 if row["step"] == 200 else 0.02}
+    (found := history()).rows[-2]["data_wait"] = 0.5
     assert "waiting for data 50 %" in texts(page(found, status="evaluating"))
     assert "waiting" not in texts(page(found, status="done"))
 
 
 def test_the_x_axis_is_steps_samples_or_minutes():
     found = history()
-    for row in found.rows:
-        row["wall"] = row["step"] * 0.6
     for x, last in (("step", "200"), ("samples", "12800"), ("minutes", "2")):
         assert f'data-x="{x}" data-first="0" data-last="{last}"' in draw.page(shown(found, x=x))
 

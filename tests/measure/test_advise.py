@@ -49,10 +49,6 @@ def with_plan(**changes) -> Any:
     return SimpleNamespace(PLAN=CAPTCHA.PLAN.replace(**changes), BASELINE=CAPTCHA.BASELINE)
 
 
-def suggesting(**suggested) -> Any:
-    return SimpleNamespace(**vars(CAPTCHA), suggest=lambda card, kind: {k: (v, kind) for k, v in suggested.items()})
-
-
 @pytest.mark.parametrize("name", GUIDED)
 def test_machines_get_the_guides_tiers_and_every_figure_of_a_rule_names_its_origin(name):
     advice = decide(CAPTCHA, card(50_030), MACHINES[name])
@@ -81,7 +77,8 @@ def test_machines_get_the_guides_tiers_and_every_figure_of_a_rule_names_its_orig
 def test_a_small_data_set_caps_the_batch_and_lr_and_warmup_follow_from_it_and_from_what_the_task_suggests(
     suggested, train, batch, lr
 ):
-    advice = decide(suggesting(**suggested), card(train), A100)
+    task = SimpleNamespace(**vars(CAPTCHA), suggest=lambda _, kind: {k: (v, kind) for k, v in suggested.items()})
+    advice = decide(task, card(train), A100)
     assert (advice.plan.batch_size, advice.plan.lr) == (batch, pytest.approx(lr, rel=0.01))
     assert ("capped" in advice.reasons["batch_size"]) == (batch < 512 and not suggested)
     assert suggested == {name: getattr(advice.plan, name) for name in suggested}

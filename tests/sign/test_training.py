@@ -163,14 +163,11 @@ def test_a_clip_of_no_frame_in_a_batch_gives_no_nan_and_changes_nobody(name, nar
     assert torch.isfinite(logits).all()
 
 
-def test_clips_as_long_as_the_table_are_read_and_longer_ones_refused_with_the_way_out(narrow):
+def test_clips_beyond_the_guides_table_are_learned_and_read_as_before_and_ones_beyond_ours_refused(tmp_path, narrow):
     with torch.no_grad():
         assert small("transformer")(clips(POSITIONS))[0].shape == (1, 7)
         with pytest.raises(PlanError, match=r"a clip has 3001 frames.* 3000; cut or thin out such clips"):
             small("transformer")(clips(POSITIONS + 1))
-
-
-def test_a_clip_longer_than_the_guides_table_is_learned_and_read_and_within_it_nothing_changed(tmp_path, narrow):
     assert torch.equal(sinusoids(POSITIONS, 256)[:300], sinusoids(300, 256))
     pack = sign.pack(sign.demo(tmp_path / "raw", 20, glosses=2, categories=1, frames=(301, 301)), progress=False)
     run = nb.fit(sign, pack, sign.BASELINE.replace(epochs=1, batch_size=8), tmp_path / "run", **QUIET)
