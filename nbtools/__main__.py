@@ -36,8 +36,7 @@ CODES = "exit codes: 0 done, 1 refused, failed, or a report with errors, 2 inval
 
 
 def advise(task: Task, *, data: str, measure: bool = True, of_pack: Options) -> Any:
-    """Propose a plan for this machine and data, with reasons. --no-measure: use rules of thumb and earlier measurements
-    only."""
+    """Propose a plan for this machine and data, with reasons. --no-measure: use rules of thumb and earlier results."""
     return nb.advise(task, task.pack(data, **of_pack), measure=measure)
 
 
@@ -93,7 +92,9 @@ def evaluate(task: Task, *, data: str, run: Path, split: str = "test", of_plan: 
     """Compute the metrics of a run on a split (train, val or test) of data that is packed with its classes; --test 1.0:
     use all of the data. The last line is JSON."""
     opened = nb.Run.open(run, task)
-    return nb.evaluate(opened, opened.pack(data, **of_pack), split, **of_plan)
+    known = parameters(opened.task.pack)
+    drawn = {name: share for name, share in zip(("val", "test"), opened.card.shares, strict=False) if name in known}
+    return nb.evaluate(opened, opened.pack(data, **{**drawn, **of_pack}), split, **of_plan)
 
 
 def predict(run: Path, files: list[Path], *, csv: Path | None = None, into: Path = Path("predictions")) -> Any:

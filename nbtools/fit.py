@@ -78,6 +78,7 @@ def fit(
         return follower(task, pack, ranks)
     folder, kept = opening(task, pack, plan, run, keep, fresh := fresh and not ranks.again, **settings)
     with lock(folder):
+        there = folder.is_dir() and any(folder.iterdir())
         try:
             if not is_torchelastic_launched():  # else `launch` has removed requests that were meant for an earlier run
                 with disk.explained("starting a run", folder):
@@ -85,9 +86,11 @@ def fit(
             if kept is not None:
                 restore(folder, kept, fresh)
             job = prepare(task, pack, plan, folder, fresh, ranks, progress, samples)
+            release_gpu = release_gpu and not job.state.over  # else nothing is trained
         except NbtoolsError:
-            with suppress(OSError):  # of a folder that is not empty: one that was made for this call is
-                folder.rmdir()
+            with suppress(OSError):  # of a disk that failed
+                if not there and folder.is_dir() and not folder.is_symlink():  # made or copied for this call
+                    disk.remove(folder)
             raise
         job.keeper = None if kept is None else train.Keeper(folder, kept)
         interrupted = carry_out(job, receipt, watchers, begun)
@@ -108,7 +111,8 @@ def opening(task: Any, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool, *
     if settings:
         train.as_task(task).PLAN.replace(**settings)  # what is none either, is refused as such
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-        raise PlanError(f"no argument is called {', '.join(settings)}; settings go into plan=nb.Plan({given})")
+        plan = f"{train.title_of(train.as_task(task))}.PLAN.replace({given})"
+        raise PlanError(f"no argument is called {', '.join(settings)}; settings go into plan={plan}")
     if not isinstance(pack, Pack):
         makes = f"{train.title_of(task)}.pack(source), or nb.pack(data)"
         raise PackError(f"pack must be an nb.Pack, got {type(pack).__name__}; make one with {makes}")
@@ -140,6 +144,8 @@ def prepare(
     with nullcontext() if progress else work("", False):  # the advice has a bar of its own
         call = measure.advise(task, pack) if call is None and former is None else call
         plan, given, messages = decide(task, pack, call, former)
+        if ranks.world > 1 and former is None and "graph" not in plan.given():
+            plan = plan.replace(graph=False)  # an advice's own, which replays one process
     unread, pack = train.unread(task, pack, plan), train.readable(task, pack, plan)
     samples = None if samples is None else choose_ids(samples, pack)
     train.require_sizes(pack, plan)
@@ -248,7 +254,8 @@ def finish(job: Job, receipt: bool, cold_start: float | None) -> None:
     if receipt and not surface.requests.stop and not path.exists():
         with optional("no receipt", surface), work("measuring the receipt", surface.progress):
             made = measure.receipt(job.task, job.pack, one_share(state), run_s=state.watch.wall)
-            disk.write_atomic(path, json.dumps({**made.to_dict(), "cold_start": cold_start}, indent=1))
+            own = {"samples": made.samples // state.ranks.world, "cold_start": cold_start}
+            disk.write_atomic(path, json.dumps({**made.to_dict(), **own}, indent=1))
             diagnose(job, surface.report)
 
 
@@ -264,7 +271,7 @@ def optional(missing: str, surface: Surface) -> Iterator[None]:
     try:
         with meanwhile(attend):
             yield
-    except (NbtoolsError, OSError, RuntimeError) as error:
+    except Exception as error:  # whatever a measurement raises, the run is saved
         surface.report(f"{missing}: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
         surface.report(f"{missing}: interrupted; run it again to get it")
@@ -272,7 +279,7 @@ def optional(missing: str, surface: Surface) -> Iterator[None]:
 
 def one_share(state: TrainState) -> Plan:
     """Return the plan of one process's part of a step: with several processes, its share of the batch."""
-    return state.plan.replace(batch_size=max(state.plan.batch_size // state.ranks.world, 1))
+    return state.plan.turn(batch_size=max(state.plan.batch_size // state.ranks.world, 1))
 
 
 def diagnose(job: Job, tell: Callable[[str], None]) -> None:

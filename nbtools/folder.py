@@ -136,7 +136,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
         refused, why = moved.keys(), "is finished (more epochs extend it)"
     if refused:
         changes = train.list_changes({name: moved[name] for name in moved if name in refused})
-        fix = "name another run=, or start over with fresh=True"
+        fix = "name another run= (and keep=), or start over with fresh=True"
         raise TrainError(f"{former.folder}: this run {why}, and cannot change {changes}; {fix}")
     if former.over and moved:
         drops = checkpoint.newest(former.folder).facts["state"]["best"]["drops"]
@@ -145,7 +145,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
     elif moved:
         messages.append(f"resumed at step {step:,} with {train.list_changes(moved)}")
     if (moved or not former.over) and (advice := plan.changes_from(new)):
-        messages.append(f"this run keeps the settings applied so far; the advice would be {train.list_changes(advice)}")
+        messages.append(f"this run keeps what is applied so far; this call would make it {train.list_changes(advice)}")
     return (plan if new == plan else new.marked(new.to_dict().keys() - plan.given().keys())), plan, messages
 
 
@@ -161,12 +161,12 @@ def own_folder(task: Task, pack: Pack, call: Any, fresh: bool) -> Path:
     now = identity(bound, card, network, plan)
     indices = sorted(RUNS.glob(f"*/{checkpoint.INDEX}"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in [] if fresh else indices:
-        with suppress(NbtoolsError):  # another kind of run, or one that refuses this call
+        with suppress(NbtoolsError, KeyError):  # another kind of run, one that refuses this call, or no whole one
             index, given = checkpoint.read_index(path.parent), plan.given()
             if differences(index["identity"], now) or index["identity"]["trained"] != now["trained"]:
                 continue
             decide(task, pack, plan, former := former_run(task, path.parent))
-            if former and former.over and plan.epochs > former.plan.epochs:
+            if former and former.over and given.get("epochs", 0) > former.plan.epochs:
                 given, index["given"] = ({**each, "epochs": 0} for each in (given, index["given"]))
             if given == index["given"] or getattr(call, "id", "") == index.get("panel"):
                 return path.parent
@@ -186,7 +186,7 @@ def own_folder(task: Task, pack: Pack, call: Any, fresh: bool) -> Path:
 def restore(folder: Path, kept: Path, fresh: bool) -> None:
     """Take over the kept run where the local folder is missing or behind. Raises CheckpointError for other runs."""
     ours, theirs = checkpoint.read_index(folder), retry(lambda: checkpoint.read_index(kept), kept)
-    if not theirs and kept.resolve() != folder.resolve():
+    if not last_place(theirs)[1] and kept.resolve() != folder.resolve():  # not even one step
         return
     for wrong, rule in (
         (kept.resolve() == folder.resolve(), f"{kept} is the run's own folder; name another keep="),
@@ -222,7 +222,8 @@ def continues(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> bool:
     last, end = (last_place(each)[1] for each in (longer, shorter))
     shared = [start for start in shorter["starts"] if start[1] < end]
     later = [start[1] for start in longer["starts"][len(shared) :] if start[1] < last]
-    return longer["starts"][: len(shared)] == shared and min([*later, last]) >= end
+    back = longer.get("returns", 0) > shorter.get("returns", 0)  # by Undo or to the best, which left later steps
+    return longer["starts"][: len(shared)] == shared and (back or min([*later, last]) >= end)
 
 
 def begin(
@@ -234,7 +235,7 @@ def begin(
     index = former.index if former else {}
     if former and (differing := differences(index["identity"], now)):
         rule = f"{folder} holds another run ({'; '.join(differing)})"
-        raise CheckpointError(f"{rule}; name another run= for this one, or start over with fresh=True")
+        raise CheckpointError(f"{rule}; name another run= (and keep=) for this one, or start over with fresh=True")
     complaints: list[str] = []
     with disk.explained("resuming a run" if former else "starting a run", folder):
         clear(folder, former is not None)
@@ -243,10 +244,10 @@ def begin(
         history = History(folder / HISTORY)
         if former:
             complaints, changes = resume(folder, state, history)
-            if not state.over:  # a receipt is that of the epochs so far
-                disk.remove(folder / RECEIPT)
             if changes and state.stopped:
                 state.stopped, state.best.stale = None, 0  # asked to continue: an early stop counts anew from here
+            if not state.over:  # a receipt is that of the epochs so far
+                disk.remove(folder / RECEIPT)
             for record in changes:
                 history.append(record)
     advised = getattr(call, "advised", getattr(call, "plan", None))
@@ -304,8 +305,7 @@ class Job:
         self.keeper: Keeper | None = None
         self.saved, self.place, self.plan = monotonic(), (state.epoch, state.step), state.applied  # when, and what
         self.best: checkpoint.Checkpoint | None = None  # the best state, where it is still to be written
-        # A thread writes, since 100 MB take 1.5 s, a seventh of an epoch of 10 s. Its result: the seconds it took.
-        self.writer, self.writing = ThreadPoolExecutor(1, "nbtools-writer"), Future[float]()
+        self.writer, self.writing = ThreadPoolExecutor(1, "nbtools-writer"), Future[float]()  # of seconds
         self.writing.set_result(0.0)
 
     def log(self, record: Record) -> None:

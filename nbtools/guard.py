@@ -115,7 +115,7 @@ class Guard:
             self.anchor, name, best = None, anchor["name"], anchor["best"]
             changes = train.list_changes(state.applied.changes_from(state.plan)) or "a change"
             what = f"{changes} undone; " if why == "undo" else f"Training diverged after {changes}, which was undone; "
-        checkpoint.rewind(self.folder, name, anchor=self.anchor, best=best)
+        checkpoint.rewind(self.folder, name, anchor=self.anchor, best=best, returns=index.get("returns", 0) + 1)
         rows = resume(self.folder, state, job.history)[1]
         if isinstance(why, Diverged):
             state.recovery.careful_until = why.steps[1] + 1

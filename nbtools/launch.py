@@ -62,8 +62,8 @@ class Remote:
         self.view = live.View(run.folder, self.history, plan, run.card, best, given, show)
         fits = partial(train.require_batch, count=run.card.splits["train"])
         self.requests = live.Requests(self.plans, live.advised_plan(run.folder, plan), fits)
-        self.sent, self.shown, self.status = set[str](), len(self.history), live.STARTING
-        self.asked = plan, False
+        self.sent, self.shown, self.asked = set[str](), len(self.history), (plan, False)
+        self.status = live.TRAINING if self.shown else live.STARTING
 
     def follow(self, lasts: Callable[[], bool]) -> None:
         """Draw while the run lasts, and send what is requested; then draw how it ended, and say what to do next."""
@@ -74,13 +74,13 @@ class Remote:
             if panel is not None:
                 stack.callback(panel.end)
                 panel.begin(self.requests)
-            view.start()
+            view.start(self.status)
             while lasts():
                 messages.handle()
                 self.send()
-                if monotonic() >= due:
-                    due = monotonic() + READ_EVERY
+                if (begun := monotonic()) >= due:
                     self.read()
+                    due = monotonic() + max(READ_EVERY, 20 * (monotonic() - begun))  # thousands of rows take long
                 if panel is not None:
                     panel.refresh()
                 view.draw(live.PAUSED if self.requests.paused else self.status)
@@ -114,7 +114,8 @@ class Remote:
             new = self.history.rows[len([*equal]) :]
         with suppress(CheckpointError):  # of a folder that was moved, or in which another run begins
             plan = as_plan(type(plan), read_json(self.run.folder / PLAN))
-        if plan != self.plans.applied or any(str(row.get("what", "")).startswith(live.REFUSED) for row in new):
+        back = (row for row in new if row.get("asked") == "undo" or f"{row.get('what')}".startswith(live.REFUSED))
+        if plan != self.plans.applied or any(row.get("mark") for row in new) or any(back):
             self.plans.plan = self.plans.applied = plan
             self.asked = plan, self.asked[1]
             self.view.changed(plan)

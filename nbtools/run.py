@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from nbtools import disk, live, show, train
-from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, items_of, retry, say
+from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, items_of, local, retry, say
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, TrainError
 from nbtools.export import write_onnx, write_weights
 from nbtools.measure import LrTrial, Receipt, Verdict
@@ -94,7 +94,7 @@ class Run:
     @property
     def state(self) -> str:
         """training: a process on this machine trains it; done: its last epoch ended, or early_stop ended it; stopped:
-        by the user; diverged; failed: another error; interrupted: its process was lost. All but the first resume."""
+        by the user; diverged; failed: another error; interrupted: its process was lost. The last four resume."""
         return "training" if busy(self.folder) else self.index.get("ended", "interrupted")
 
     @property
@@ -156,14 +156,14 @@ class Run:
         `nb.evaluate(run, run.pack("new", test=1.0))`. options: of the task's `pack`."""
         return self.task.pack(source, **{**self.task.pack_options(self.card), **options})
 
-    def predict(self, files: Any, batch_size: int = 64, all: bool = False) -> Any:
+    def predict(self, files: Any, batch_size: int = 64, all: bool = False, root: str | Path | None = None) -> Any:
         """Return the answers to raw files as a list in their order, with the preprocessing of the run's training.
 
         files: a file, a list of files, or a folder, for which it is a dict: name → answer of every file in it and below
         that the task reads; a message names the others. For a run on a pack of `nb.pack`, also items as its Dataset
-        returns them, with or without targets: one, a list, a Dataset, an array (B, …), a DataFrame or CSV. all: return
-        each class's probability instead, as a DataFrame with one row per sample. Raises PackError naming a file that
-        cannot be read, and TrainError for `all` where the answers are not classes.
+        returns them, with or without targets: one, a list, a Dataset, an array (B, …), a DataFrame or CSV; root: of its
+        images. all: return each class's probability instead, as a DataFrame with one row per sample. Raises PackError
+        naming a file that cannot be read, and TrainError for `all` where the answers are not classes.
         """
         names: list[str] | None = None  # of the files of a folder, once they are read
         if isinstance(files, str | Path) and files != "" and not self.card.options.get("text") and Path(files).is_dir():
@@ -171,7 +171,7 @@ class Run:
         elif self.task.card is None:
             samples = map(self.read, map(Path, [files] if isinstance(files, str | Path) else files))
         else:
-            items = items_of(files, self.card)
+            items = items_of(files, self.card, root)
             samples = (self.read(items[i], f"item {i}") for i in range(len(items)))
         answers, shares = self.answers(samples, batch_size)
         if not all:
@@ -202,7 +202,7 @@ class Run:
         """Write the best weights as safetensors with a JSON card of all that is needed to use them; to a path that ends
         in `.onnx` the network itself, if its answers are torch's on samples of `pack` (None: that of its training).
         Raises TrainError if they differ or it cannot be exported, MissingExtra, and PackError if the pack is gone."""
-        if (path := Path(path)).suffix != ".onnx":
+        if (path := local(str(path))).suffix != ".onnx":
             return write_weights(self, path)
         return write_onnx(self, path, pack or Pack.open(self.index.get("pack", "")))
 
@@ -224,9 +224,9 @@ class Run:
         """Return the sample of a file, or of an item in its place. Raises PackError."""
         try:
             return self.task.read(item, self.card.options)
-        except (OSError, PackError) as error:
+        except (OSError, PackError, AttributeError, LookupError, TypeError, ValueError) as error:  # text='s too
             where = item if isinstance(item, str | Path) and item != "" else f"{name} ({type(item).__name__})"
-            raise PackError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
+            raise PackError(f"{where}: {getattr(error, 'strerror', None) or error}") from error
 
     def read_folder(self, folder: Path, names: list[str]) -> Iterator[Sample]:
         """Yield a sample of each file below a folder that the task reads, and add its name to `names`."""
@@ -259,15 +259,19 @@ def evaluate(run: Run | train.TrainState, pack: Pack, split: str = "test", **kno
 
 def require_like(run: Any, pack: Pack) -> None:
     """Raise PackError for a pack with other classes or preprocessing, in what the network reads, than the run's."""
+    if not isinstance(pack, Pack):
+        raise PackError(f"pack must be an nb.Pack, got {type(pack).__name__}; make one with run.pack(source)")
     pack = train.readable(run.task, pack, run.plan)
+    free = FREE if "x" in run.card.options.get("inputs", "x") else {*FREE, "columns"}  # of images, folders have none
     for name in ("task", "classes", "options", "columns"):
         ours, theirs = (getattr(each.card, name) for each in (run, pack))
         if isinstance(ours, dict):
-            names = [n for n in {**ours, **theirs} if n not in FREE and ours.get(n) != theirs.get(n)]
+            names = [n for n in {**ours, **theirs} if n not in free and ours.get(n) != theirs.get(n)]
             ours, theirs = ({n: each.get(n) for n in names} for each in (ours, theirs))
         if ours != theirs:
             rule = f"{pack.folder}: the pack's {name} differ from those that the run was trained with"
-            why = f"{rule} ({theirs!s:.120} and {ours!s:.120}); pack the data again with run.pack(source)"
+            fix = "pack the data again with run.pack(source), or use run.predict"
+            why = f"{rule} ({theirs!s:.120} and {ours!s:.120}); {fix}"
             raise PackError(why, entry="Predictions differ between training and inference")
 
 

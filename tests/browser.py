@@ -1,7 +1,6 @@
 """A notebook in a real browser, in two generations of Jupyter: what a user sees and does, and when a run shows it.
 
-Controls are found as a user finds them, by what stands on them or next to them. A click's time is taken in the page,
-by the clock that the kernel's log has too.
+Controls are found as a user finds them, by what stands on or beside them. A click's time is taken in the page.
 """
 
 import json
@@ -106,7 +105,6 @@ class Notebook:
         return self.output(self.at).locator(".nbtools-lines:visible").inner_text()
 
     def frames(self) -> int:
-        """How many charts are drawn."""
         return self.output(self.at).locator("svg[role=img]").count()
 
     def place(self, label: str) -> float:
@@ -119,7 +117,6 @@ class Notebook:
         )
 
     def point(self, chart: int) -> None:
-        """Put the pointer into the middle of a chart."""
         middle = self.output(self.at).evaluate(
             """(output, chart) => {
                 output.querySelectorAll('.nbt-plot')[chart].scrollIntoView({block: 'center'});
@@ -131,7 +128,6 @@ class Notebook:
         self.page.mouse.move(*middle)
 
     def pointed(self) -> list[str]:
-        """The values under the pointer, chart by chart."""
         return self.output(self.at).evaluate(
             "output => [...output.querySelectorAll('.nbt-plot')].map(p => p.querySelector('.nbt-at')?.innerText ?? '')"
         )
@@ -245,8 +241,7 @@ class Log:
 class Person:
     """Interactions with a run under way, each followed until its effect is there.
 
-    cell: the one that trains. run: the run's folder. waits: (seconds from a click to its effect, what) of each;
-    silences: seconds without a step in each pause.
+    cell: the one that trains. run: the run's folder. waits: (seconds from click to effect, what); silences: of pauses.
     """
 
     def __init__(self, notebook: Notebook, cell: int, run: Path, log: Log):

@@ -41,6 +41,7 @@ def sequences(count: int, seed: int = 0) -> list[tuple[np.ndarray, int]]:
 
 
 DATA: dict[str, Any] = {"images": images, "rows": rows, "sequences": sequences}
+DATA["bare"] = lambda count: [*np.ones((count, 4), np.float32)]
 DATA["whole"] = lambda count: (np.ones((count, 4), int), [0, 1] * (count // 2))
 
 

@@ -1,6 +1,5 @@
 """Small problems on which the learning rate decides: pictures, points, wave forms and bags of tokens, each with a
 network as a user would write it. On each the best and the worst lr of `GRID` differ by at least 0.15 in accuracy.
-
 B samples, C channels, L steps, K classes.
 """
 

@@ -1,8 +1,7 @@
 """Break things on purpose: kill a run, let operations on the disk fail, damage archives. Nothing half-written is ever
 read, and the same line goes on exactly. A tenth of all cases is in `make test`, all of them in `make full`.
 
-What is broken happens in a forked child, by an audit hook of Python itself: it sees each file that is opened, renamed
-or removed, whoever does it.
+What is broken happens in a forked child, by an audit hook of Python itself: it sees each file opened, renamed, removed.
 """
 
 import contextlib

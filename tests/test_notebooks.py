@@ -106,7 +106,7 @@ def test_captchas_run_from_top_to_bottom_and_hand_on_what_lies_on_drive(tmp_path
     said = [fresh.text(notebook) for notebook in ran]
     fresh.check_chain("captcha", said)
     assert re.search(r"^epoch 1 of 1  train .*  lr \S+(  |$)", said[1], re.M)
-    assert "Not measured: set MEASURE = True" in said[1], "in place of the receipt"
+    assert "Not measured: it needs MEASURE = True" in said[1], "in place of the receipt"
     assert words(ran[1].cells) <= 350, "and a receipt has 110"
     [fit, *_] = [cell for cell in ran[1].cells if "nb.fit(" in cell.source]
     shown = [kind for output in fit.outputs for kind in output.get("data", {})]

@@ -65,7 +65,6 @@ def test_the_readmes_tree_is_true_and_names_each_folder_of_the_package():
 
 
 def test_importing_nbtools_loads_torch_and_nothing_else_that_is_slow():
-    """pandas alone took as long as a fifth of torch."""
     slow = {"pandas", "PIL", "matplotlib", "scipy", "ipywidgets", "IPython", "gdown", "torchvision"}
     code = f"import sys, nbtools; print(*({slow} & sys.modules.keys()))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -123,8 +123,9 @@ def test_4_texts():
     run = nb.fit(nb.classify(Bag), pack, plan(), run="runs/texts")
     for given in (["good fine", "poor"], pd.Series(["good fine", "poor"], [7, 8])):
         assert [answer.name for answer in run.predict(given)] == ["praise", "blame"]
-    with pytest.raises(PackError, match=r"item 0 \(str\): text must be"):
-        run.predict("")
+    for text, why in (("", r"item 0 \(str\): text must be"), ("great", "great: 'great' is not in list")):
+        with pytest.raises(PackError, match=why):
+            run.predict([text])
 
 
 def test_5_series_of_any_length():

@@ -1,9 +1,8 @@
 """Archives, unpacked safely.
 
-`extractall` of tarfile, even with `filter="data"`, was escaped on 3.11.7, 3.12.1 and 3.13.0 by a dangling link and a
-hard link; truncated tars pass in silence. So every entry is checked before anything is written; only plain files are
-read, each is created anew below a new folder, and the unpacked size has a limit. What is compressed is read twice, so
-that no disk must hold its tar.
+Links escape from `extractall` of tarfile, even with `filter="data"`, and truncated tars pass in silence. So every entry
+is checked before anything is written; only plain files are read, each is created anew below a new folder, and the
+unpacked size has a limit. What is compressed is read twice, so that no disk must hold its tar.
 """
 
 import contextlib
@@ -66,8 +65,7 @@ def unpack(path: Path, folder: Path, text: str, progress: bool) -> None:
     """Write the files of an archive below a new folder. text: its name in messages.
 
     Raises ArchiveError, with the entry, for damage, links, devices, names that leave the folder or occur twice, and
-    more bytes than the limit; DiskError where there is no room. What was written until then stays: the
-    caller unpacks into a `.part` and publishes afterwards.
+    more bytes than the limit; DiskError where there is no room. What was written until then stays.
     """
     packed, size, listed = path.stat().st_size, 0, list[Entry]()
     shown = bar(total=packed, desc=f"unpack {folder.name}", disable=not progress, **BYTES)

@@ -263,7 +263,8 @@ def join(folder: Path, blocks: Sequence[Path], survey: Survey) -> dict[str, Any]
     ragged = [name for name, column in joined["columns"].items() if column.kind == "ragged"]
     reserved = {"split", "id", *(f"{name}{end}" for name in ragged for end in (".offsets", "_length"))}
     if taken := sorted(reserved & joined["columns"].keys()):
-        raise PackError(f"column {taken[0]!r}: nbtools reserves {', '.join(sorted(reserved))}; rename it in `read`")
+        fix = "rename it in the source, or choose others with inputs=[…]"
+        raise PackError(f"column {taken[0]!r}: nbtools reserves {', '.join(sorted(reserved))}; {fix}")
     for name, column in joined["columns"].items():
         lengths = [length for facts in every for length in facts["lengths"].get(name, ())]
         if name in ragged:
@@ -301,7 +302,7 @@ def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made
         (folder / "groups.json").write_text(json.dumps([entry.group for entry in entries]))
     with open(folder / "bad.csv", "w", encoding="utf-8-sig", errors="backslashreplace", newline="") as file:
         csv.writer(file).writerows([("file", "value", "rule", "fix"), *bad])
-    card = Card(task, classes, {**survey.options}, {**columns, **survey.elsewhere}, {}, survey.bucket_by)
+    card = Card(task, classes, {**survey.options}, {**columns, **survey.elsewhere}, {}, survey.bucket_by, [*draw[:2]])
     pack = Pack(folder, card, {}, np.zeros(len(entries), np.uint8))
     label = survey.named or ("label" if classes and str(columns.get("label")) in ("int64 ()", "int64 (1)") else None)
     labels = None if label is None else class_names(pack.arrays[label], classes)
@@ -310,7 +311,9 @@ def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made
     np.save(folder / "split.npy", pack.split)
     learned = survey.learn(pack, pack.ids("train")) if survey.learn else {}
     files = {path.name: {"size": path.stat().st_size, "sha256": disk.sha256(path)} for path in sorted(folder.iterdir())}
-    whole = hashlib.sha256("".join(entry["sha256"] for entry in files.values()).encode()).hexdigest()
+    given = map(survey.options.get("roles", {}).get, ("mean", "std"))
+    besides = [*given, made["key"] * (not columns)]  # what no file says: means, and without a copy what items hold
+    whole = hashlib.sha256("".join([*(each["sha256"] for each in files.values()), f"{besides}"]).encode()).hexdigest()
     card = dataclasses.replace(pack.card, options={**card.options, **learned}, digest=whole)
     more = {"bad": len(bad), "label": label, "remarks": remarks}
     manifest = {**made, **more, "version": FORMAT, "nbtools": disk.VERSION, "card": card.to_dict(), "files": files}

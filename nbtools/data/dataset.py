@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 TASK = "dataset"
 NO_CLASS = ("images", "imgs", "jpegimages")  # folders of data sets with masks, or lists of labels
-SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|(val)(?:id|idation)?|(test)(?:ing)?)(?![a-z])", re.I)
+SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|e?(val)(?:id|idation|uation)?|dev|(test)(?:ing)?)(?![a-z])", re.I)
 
 
 def pack(
@@ -196,7 +196,7 @@ def list_items(data: Any) -> Any:
 def split_word(name: str) -> str | None:
     """Return train, val or test if a name has it as a word, also as training_set, valid, testing, seg_test."""
     match = SPLIT.search(name)
-    return match[match.lastindex or 0].lower() if match else None
+    return match[match.lastindex or 0].lower().replace("dev", "val") if match else None
 
 
 def image_folders(root: Path, split: str | None, one: bool, progress: bool) -> list[Part]:
@@ -325,6 +325,8 @@ def rows_of(frame: pd.DataFrame, goals: Sequence[str], inputs: Sequence[str], op
             values = ["" if is_missing(text) else str(text) for text in values]
             values = [[name.strip() for name in text.split(sep) if name.strip()] for text in values]
         columns[TARGET] = values
+    elif len(frame[[*goals]].select_dtypes(["number", "bool", "boolean"]).columns) < len(goals):
+        raise PackError(f"several targets must be numeric, got {', '.join(goals)}; name one, or use pd.get_dummies(df)")
     elif goals:
         columns[TARGET] = frame[[*goals]].to_numpy(np.float32, na_value=np.nan)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -341,7 +343,7 @@ def options_like(card: Card) -> dict[str, Any]:
     return {**roles, "classes": classes, "text": resolve_name(card.options["text"]) if card.options["text"] else None}
 
 
-def items_of(given: Any, card: Card) -> Sequence[Any]:
+def items_of(given: Any, card: Card, root: str | Path | None = None) -> Sequence[Any]:
     """Return what `run.predict` got, item by item: a file, a text, an item (a dict, a tuple, an image, a number, a
     sample's array), or several: a list, a Dataset, an array of them, a DataFrame or CSV file. Raises PackError."""
     columns = card.options["columns"]
@@ -350,10 +352,10 @@ def items_of(given: Any, card: Card) -> Sequence[Any]:
     if hasattr(given, "iloc") or (columns and is_table(given)):
         if columns is None:
             raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
-        root = Path() if hasattr(given, "iloc") else (given := drive_path(given)).parent
+        place = Path() if hasattr(given, "iloc") else (given := drive_path(given)).parent
         roles = SimpleNamespace(**card.options["roles"], text=card.options["text"])
         given = given.to_frame().T.infer_objects() if getattr(given, "ndim", 2) == 1 else given
-        return rows_of(read_table(given, [roles.image]), (), columns, roles, root)
+        return rows_of(read_table(given, [roles.image]), (), columns, roles, place if root is None else stage(root))
     first = card.columns[card.options["inputs"][0]]
     ranks = 0, len(first.shape) + (first.kind == "ragged")
     if isinstance(given, (str, bytes, Path, dict, tuple)) or is_image(given) or getattr(given, "ndim", -1) in ranks:
@@ -371,6 +373,7 @@ def sample_of(item: Any, card: Card) -> Sample:
         numbers = [item.get(name) for name in options["columns"]]
         numbers = [float(number) for number in numbers if isinstance(number, int | float | np.number | np.bool_)]
         item = {**item, "x": numbers} if numbers else item
+        item = {**item, "image": item[file]} if (file := options["roles"]["image"]) in item else item
     parts, roles = parts_of(item), options["roles"]
     values = {column_name(key): value for key, value in parts.items()}
     if not isinstance(item, Mapping):
@@ -382,5 +385,6 @@ def sample_of(item: Any, card: Card) -> Sample:
         if isinstance(path := values[name], str | Path) and not (form.layout or options["text"]):
             raise PackError(path, f"{name} is no image, which alone is read from a file", "pass arrays or rows")
         values[name] = Path(path) if isinstance(path, str) and form.layout else path
-    values = plain_values({name: values[name] for name in forms}, options["resize"], options["text"])
+    values = {name: values[name] for name in forms}
+    values = plain_values(values, options["resize"], options["text"], [*options["points"]])
     return {name: np.asarray(forms[name].fit(name, value)) for name, value in values.items()}

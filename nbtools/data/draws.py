@@ -1,9 +1,8 @@
 """What is random: the order of samples, which follows from (seed, epoch, position), and draws: random numbers per
 sample, independent of the batch, device or order in which it comes.
 
-The n-th number of a sample is a hash of (seed, epoch, sample id, n) in whole-number tensor operations: CPU and GPU give
-the same bits, and augmentation resumes exactly and survives a change of batch size. The hash is PCG's output
-permutation RXS-M-XS 32 (O'Neill 2014) in chained form (Jarzynski & Olano 2020). B samples.
+The n-th number of a sample is a hash of (seed, epoch, sample id, n) in whole-number tensor operations, with the same
+bits on CPU and GPU: PCG's output permutation RXS-M-XS 32 (O'Neill 2014), chained (Jarzynski & Olano 2020). B samples.
 """
 
 from __future__ import annotations

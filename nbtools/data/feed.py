@@ -160,8 +160,7 @@ class Streamed(Feed):
     """A thread gathers batches from the memory map ahead of training; on CUDA it sends them through pinned memory on a
     stream of their own, so that neither the gather nor the copy waits in the step.
 
-    The pinned memory belongs to the call: an evaluation within an epoch would refill what the epoch still copies. The
-    stream belongs to the feed: torch's allocator keeps freed GPU memory by stream, and a new one starts without any.
+    The pinned memory belongs to the call, since an evaluation within an epoch would refill what the epoch still copies.
     """
 
     def __init__(self, pack: Pack, device: torch.device, plan: Plan):

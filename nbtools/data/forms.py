@@ -229,7 +229,8 @@ class Form:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             came = "nan" if np.isnan(array).any() else "inf"
             raise PackError(came, f"all numbers in {name} must be finite", "replace it, or leave the item out")
-        made, floats = array.astype(self.dtype, copy=False), {array.dtype.kind, self.dtype[1]} == {"f"}
+        made = array.astype(self.dtype, copy=False)
+        floats = self.dtype[1] == "f" and (array.dtype.kind == "f" or not self.layout)  # of a large number the nearest
         exact = floats or (np.array_equal(made, array) and not (self.layout and made.dtype.kind != array.dtype.kind))
         exact = exact and (self.kind != "labels" or bool(np.isin(made, (0, 1)).all()))
         alike = array.ndim == len(self.shape) and array.shape[self.ragged :] == self.column.shape and array.size > 0
@@ -275,8 +276,7 @@ def layout_of(name: str, picture: bool, dtype: np.dtype, shapes: Sequence[tuple[
 
 def moments_of(form: Form, array: np.ndarray, rows: np.ndarray) -> tuple[list[float], list[float]]:
     """Return (mean, standard deviation, 1 of what never varies) of the chosen rows, (n,) bool, of a column, of images
-    in 0…1: per channel of images; per value of vectors and of each step of ragged columns; else one of all, as nothing
-    says which axis holds what."""
+    in 0…1: per channel of images; per value of vectors and of each step of ragged columns; else one of all."""
     axis = {"chw": 1, "hwc": 3}.get(form.layout, 1 if len(form.shape) == 1 + form.ragged else None)
     mean, squares, count, step = np.zeros(1), np.zeros(1), 0, max(1, BLOCK * len(array) // max(array.size, 1))
     for start in range(0, len(array), step):  # Chan's update: far from 0 a difference of squares says nothing

@@ -65,6 +65,7 @@ class Card:
     columns: dict[str, Column]
     splits: dict[str, int]  # samples per split
     bucket_by: str | None = None  # the ragged column whose length groups batches
+    shares: list[float] = field(default_factory=list)  # of val and test, that were drawn
     digest: str = ""  # of all that the pack holds, so that a run resumes only on the very same data
 
     def to_dict(self) -> dict[str, Any]:

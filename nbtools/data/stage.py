@@ -44,6 +44,8 @@ def digest(text: str) -> str:
 
 def lock(target: Path, busy: StageError | None = None) -> AbstractContextManager[None]:
     """Return the lock of whoever makes a folder; others wait, or raise `busy`."""
+    if "drive:" in str(target):
+        raise StageError(f"{target}: data are made on a local disk; copy them to Drive with pack.keep('drive:…').")
     return disk.lock(cache() / "locks" / f"{digest(str(target))}.lock", busy)
 
 
@@ -74,7 +76,7 @@ def stage(
     """Copy the files of a source to local disk, if necessary, and return their folder.
 
     source: a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:path/in/My Drive`, a Drive link, or the http(s)
-    address of an archive. into: the target folder; default: $NBTOOLS_CACHE, or nbtools in the temporary folder.
+    address of an archive. into: where its folder is made; default: $NBTOOLS_CACHE, or nbtools in the temporary folder.
     sha256: the hash that the archive must have. Errors of a mount or a connection are tried again. Raises StageError
     (also its subclass ArchiveError) or DiskError if that fails; then nothing is published.
     """

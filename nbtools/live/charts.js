@@ -67,18 +67,15 @@
       if (from !== null) part(plot, 'div', '', 'nbt-drag', `left: ${left}; width: ${width}`);
     }
   };
-  const zoom = (plot, ends) => {
-    const grid = plot.closest('.nbt-grid');
+  const zoom = (plot, ends, grid = plot.closest('.nbt-grid')) => {
     stateOf(grid).zoom = ends && [...ends.map((end) => along(plot, end)), grid.dataset.x];
     apply(grid);
   };
   const on = (kind, css, act) => document.addEventListener(kind, (event) => act(event.target.closest?.(css), event), true);
   on('pointermove', '.nbt-plot', (plot, event) => {
-    at = plot ? [event.clientX, event.clientY] : null;
-    if (at || document.querySelector('.nbt-at')) show();
+    if ((at = plot ? [event.clientX, event.clientY] : null) || document.querySelector('.nbt-at')) show();
   });
-  // Presses and no clicks, which are lost where a frame replaces what is under the pointer before it is released.
-  on('pointerdown', '.nbt-plot', (plot, event) => {
+  on('pointerdown', '.nbt-plot', (plot, event) => { // no click, which is lost where a frame comes before its end
     from = plot && !event.button ? share(plot, event.clientX) : null;
     if (plot && event.timeStamp - pressed < 400) zoom(plot, null);
     pressed = plot ? event.timeStamp : 0;
@@ -88,10 +85,14 @@
     from = null;
     if (ends[1] - ends[0] > 0.02) zoom(plot, ends);
   });
-  on('pointerdown', '.nbt-key span', (key) => {
-    const grid = key?.closest('.nbt-grid');
+  on('pointerdown', '.nbt-key span', (key, event, grid = key?.closest('.nbt-grid')) => {
     if (grid && !stateOf(grid).hidden.delete(key.dataset.name)) stateOf(grid).hidden.add(key.dataset.name);
     if (grid) apply(grid);
+  });
+  on('toggle', '.nbt-log > details', (fold, event, place = fold?.closest('.nbt').parentElement) => {
+    const again = () => (place.querySelector('.nbt-log > details').open = place.open);
+    if (place && !('open' in place)) new MutationObserver(again).observe(place, { childList: true });
+    if (place) place.open = fold.open; // each line is a new log
   });
   on('focusin', '.nbtools-slider', (slider) => { // of ipywidgets: it has no name, and for its value the exponent
     const [handle, words] = ['[tabindex]', '.widget-readout'].map((css) => slider?.querySelector(css));

@@ -28,13 +28,14 @@ NOTABLE = 0.05  # share of the time that a run waits for data, above which it is
 
 @dataclass(frozen=True)
 class About:
-    """Hold what a history does not record about its run: its name, its planned length, and which metric is the main one
-    (`whole_accuracy`, or `-cer` where lower is better)."""
+    """Hold what a history does not record about its run: its name, its planned length, which metric is the main one
+    (`whole_accuracy`, or `-cer` where lower is better), and since which step this machine trains it."""
 
     title: str = ""
     epochs: int = 0
     epoch_samples: int = 0
     best: str = ""
+    since: int = 0
 
     @property
     def samples(self) -> int:
@@ -54,14 +55,14 @@ def facts(columns: Columns, about: About, status: str) -> Iterator[Fact]:
     """Yield state, epoch, time, best, speed and memory, always in the same places; then what is out of the ordinary."""
     yield Fact(about.title, status, about.title)
     if columns.newest is None:
-        yield Fact("", "waiting for the first step")
+        yield Fact("", "figures follow after some steps")
         return
     yield Fact("epoch", f"{columns.newest['epoch'] + 1} of {about.epochs}", f"step {columns.newest['step']:,}")
     seconds, left = columns.since("wall")[1][-1], time_left(columns, about)
     if status in OVER:
         yield Fact("took", duration(seconds))
     else:
-        ends = strftime("; ends at %a %H:%M", localtime(time() + left)) if left and status != PAUSED else ""
+        ends = strftime("; ends at %a %H:%M %Z", localtime(time() + left)) if left and status != PAUSED else ""
         yield Fact("time left", duration(left) if left else EMPTY, f"{duration(seconds)} so far{ends}")
     if about.best:
         yield best(columns, about.best)
@@ -90,7 +91,7 @@ def best(columns: Columns, metric: str) -> Fact:
 def time_left(columns: Columns, about: About) -> float | None:
     """Return seconds to the end of the run, at the pace of the last logged steps since the last change."""
     at, wall = columns.series("wall", "step")
-    changed = columns.changes[-1]["step"] if columns.changes else 0
+    changed = max(columns.changes[-1]["step"] if columns.changes else 0, about.since)
     recent = (np.flatnonzero(at > changed) if (at > changed).any() else np.arange(len(at)))[-LAST:]
     samples, took = np.interp(at, *columns.since("samples"))[recent], np.ptp(wall[recent]) if len(recent) else 0.0
     pace = np.ptp(samples) / took if took > 0 else columns.last("samples_per_s")

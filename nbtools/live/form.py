@@ -125,16 +125,15 @@ class Form:
         text = panel.note or (f"Changed from the advice: {changed}" if changed else "No settings changed")
         bad = f"Not applied: {'; '.join(panel.bad.values())}" if names else ""
         self.notice.value = message(bad or text, "nbtools-bad" * bool(bad), True)
-        few, count = ", ".join(f"{n} = {show.shown(value)}" for n, value in panel.proposed.items()), len(panel.proposed)
+        few, count = ", ".join(f"{n} = {to_text(value)}" for n, value in panel.proposed.items()), len(panel.proposed)
         apply = f"Apply {few if count < 3 else f'{count} changes'}" if count else ""
         single = len(names) == 1 and names[0] and count < 2
-        keep = f"Keep {names[0]} = {show.shown(getattr(self.plan, names[0]))}" if single else "Keep the applied values"
+        keep = f"Keep {names[0]} = {to_text(getattr(self.plan, names[0]))}" if single else "Keep the applied values"
         for each, text in ((self.apply, apply), (self.keep, keep if bad else "")):
             each.description, each.layout.display = text, "inline-block" if text else "none"
 
     def show_run(self) -> None:
-        """Show what is pending in the run, if one is in progress, else its newest message. An unchanged value sends
-        nothing."""
+        """Show what is pending in a run in progress, else its newest message; what is unchanged is not sent."""
         requests = self.panel.requests if self.panel.running else None
         paused, pending = (requests.paused, requests.pending) if requests else (False, ())
         messages = [PAUSED] if paused and "stop" not in pending else []
@@ -156,8 +155,7 @@ class Form:
 
 
 def field(value: Any, rule: Field[Any]) -> Any:
-    """Return the input for one setting: a box to tick, a list to choose from, or text that is read when it is
-    complete."""
+    """Return the input for one setting: a box to tick, a list to choose from, or a text, read when complete."""
     if isinstance(rule.default, bool):
         return widgets.Checkbox(value=value, indent=False)
     if rule.metadata.get("choices"):

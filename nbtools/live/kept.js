@@ -1,5 +1,4 @@
-// Puts the last live frame in the place of the picture before it, which has so many pixels. Where scripts do not run, as
-// in a notebook that is not trusted or on GitHub, the picture stays.
+// Puts the last live frame in the place of the picture before it; where scripts do not run, the picture stays.
 ((place, tries = 0) => {
   const { page, width, height } = place.dataset;
   const before = (image) => place.compareDocumentPosition(image) & Node.DOCUMENT_POSITION_PRECEDING;

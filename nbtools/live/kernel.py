@@ -28,8 +28,7 @@ kernel ({}: {}); interrupting the kernel and control.json work as usual."""
 
 class Messages:
     """The widget messages pending for the running cell: enter it, in a FirstSignal so that no interrupt comes between a
-    message and its place, and call `handle` between steps. A call costs a clock read (0.2 µs) and, once per PERIOD, a
-    poll of the kernel's socket (3 to 60 µs). trouble: why widgets react only after the cell has ended, for the user.
+    message and its place, and call `handle` between steps. trouble: why widgets react only after the cell.
 
     Inside, it receives the requests to the kernel in its place; the kernel gets all that are no widget's at the end, in
     order. stream: of requests, None where there is nothing to receive; replies: where a handler puts its reply.

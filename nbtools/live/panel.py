@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
-from nbtools import show
 from nbtools.errors import NbtoolsError, PlanError
 from nbtools.live.requests import Plans, Requests
-from nbtools.train import Plan, fixed_settings, list_changes
+from nbtools.train import Plan, fixed_settings, list_changes, shown
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -143,7 +142,7 @@ class Panel:
         value, advised, reason = getattr(self.plan, name), getattr(self.advised, name), self.reasons.get(name, "")
         if name in self.fixed:
             return self.fixed[name]
-        return reason if value == advised else f"advised {show.shown(advised)}{f': {reason}' if reason else ''}"
+        return reason if value == advised else f"advised {shown(advised)}{f': {reason}' if reason else ''}"
 
     def __repr__(self) -> str:
         return f"Panel: {list_changes(self.plan.changes_from(self.advised)) or 'no settings changed'}"

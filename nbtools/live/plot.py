@@ -56,8 +56,7 @@ class Columns:
         return self
 
     def series(self, name: str, *kinds: str) -> Series:
-        """Return the column in rows of these kinds, in order of steps; by default as logged on steps, else on
-        epochs."""
+        """Return the column in rows of these kinds, by steps; by default as logged on steps, else on epochs."""
         kinds = kinds or (("step",) if ("step", name) in self.columns else ("epoch",))
         parts = [self.columns.get((kind, name), ((), ())) for kind in kinds]
         steps, values = (np.concatenate([np.array(part[side], float) for part in parts]) for side in (0, 1))

@@ -1,5 +1,4 @@
-"""Samples with the model's answers, chosen while it trains; as HTML for the live view, as text for the picture that
-stays."""
+"""Samples with the model's answers, chosen while it trains; as HTML for the live view, as text for the picture."""
 
 from __future__ import annotations
 

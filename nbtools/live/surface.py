@@ -1,5 +1,4 @@
-"""The live surface of a run in this process: what is shown of it, and the requests to it, which are read between
-steps."""
+"""The live surface of a run in this process: what is shown of it, and the requests to it, read between steps."""
 
 from __future__ import annotations
 

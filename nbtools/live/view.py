@@ -48,7 +48,8 @@ class View:
 
     def __init__(self, folder: Path, history: History, plan: Plan, card: Card, best: str, given: Any, show: bool):
         self.folder, self.history, self.progress = folder, history, show
-        self.about = About(folder.name, self.epochs(plan), card.splits["train"], best if card.splits["val"] else "")
+        best, since = best if card.splits["val"] else "", history.rows[-1]["step"] if history.rows else 0
+        self.about = About(folder.name, self.epochs(plan), card.splits["train"], best, since)
         self.columns, self.events = Columns(), list[str]()
         self.cards: Sequence[Preview] = ()
         self.due, self.next_still = 0.0, time.monotonic() + STILL_EVERY
@@ -80,7 +81,7 @@ class View:
         if self.output is None or (time.monotonic() < self.due and not self.output.stale):
             return
         try:
-            self.output.stale = False
+            self.output.stale, self.output.lines.value = False, log_html(self.output.log)
             self.columns.follow(self.history)  # paid once a row, and not for the frame: a resumed run brings thousands
             start = time.thread_time()  # work of other processes on these cores is not a cost of drawing
             self.output.facts.value = facts.html(self.columns, self.about, status)
@@ -105,7 +106,7 @@ class View:
     def log(self, fields: list[str]) -> None:
         """Add a line that stays: to the cell, or to the terminal."""
         if self.output is not None:
-            self.output.write(fields)
+            self.output.log.append(fields)  # shown with the next frame: quick epochs would send all of it each time
         elif not self.bar.disable:
             say("  ".join(fields))
 

@@ -57,7 +57,8 @@ class Advice(Report):
     def __post_init__(self) -> None:
         plain = {name for name, value in self.plan.to_dict().items() if value == getattr(Plan(), name, ...)}
         advised = {*self.reasons, *SPEED, *plain} & self.plan.to_dict().keys()  # the rest is the task's recipe
-        object.__setattr__(self, "plan", self.plan.marked(advised))
+        built_in = type(self.plan).__module__.startswith("nbtools.tasks.")  # has another recipe for each machine
+        object.__setattr__(self, "plan", self.plan.marked(self.plan.to_dict() if built_in else advised))
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
         """Return one row per setting with its reason."""
@@ -183,8 +184,7 @@ def learning_rate(base: Plan, optimizer: str, batch: int) -> Choice:
 
 
 def more_epochs(card: Card, batch: int, epoch_s: float = 0.0) -> Choice | None:
-    """Return the epochs that give a small data set enough steps, if an epoch takes so long within ten minutes, and why;
-    None where the default does."""
+    """Return the epochs that give a small data set its steps, in at most ten minutes, and why; None: the default."""
     train, default = card.splits["train"], Plan().epochs
     epochs = -(-FEW_STEPS // batches_in(train, batch)) if 0 < train < FEW_SAMPLES else 0
     if epochs * epoch_s > LONG_S and epochs > default:

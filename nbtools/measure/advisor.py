@@ -2,9 +2,8 @@
 
 Each setting is judged by what it changes: precision and layout together by the time that the device works; the batch by
 samples/s; graphs where launching a step takes longer than computing it; the compiler where training is long. At last
-the plan, the rules' own and the baseline train in turns. On a CPU the time is this process's on one thread: what other
-programs take is not in it, and a busy machine makes no other plan than an idle one. Every step reads the clock, which
-ends a part of the search whose time is over: what it has decided by then stands.
+the plan, the rules' own and the baseline train in turns. On a CPU the time is this process's on one thread, so that a
+busy machine makes no other plan than an idle one. A part of the search whose time is over ends at its next step.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from nbtools import disk, train
 from nbtools.data import Feed, Pack, batches_in, choose, cores, phase, work
 from nbtools.disk import VERSION
 from nbtools.errors import NbtoolsError, PlanError
-from nbtools.measure.advice import THUMB, Advice, Choices, decide, enough, evaluations, has_recipe, inspect, more_epochs
-from nbtools.measure.finders import LATE, LEAST_S, LrTrial, find_batch, lr_trial
+from nbtools.measure.advice import Advice, Choices, decide, enough, evaluations, has_recipe, inspect, more_epochs
+from nbtools.measure.finders import LATE, LrTrial, find_batch, lr_trial
 from nbtools.measure.machine import machine
 from nbtools.measure.profile import Verdict, replays, verdict_of
 from nbtools.measure.receipt import comparable, preset
@@ -57,7 +56,7 @@ def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | No
 
     Measuring takes about `seconds`, once per machine, pack and task: the result is kept next to the pack; None: a
     ninetieth of the training that it shortens, at least 12 s and at most 60. Then learning rates are tried, for a tenth
-    of the training, at most 120 s. measure=False: use what was measured before, else only rules of thumb, without
+    of the training, 15 to 120 s. measure=False: use what was measured before, else only rules of thumb, without
     delay. Raises TrainError if not even one sample fits.
     """
     if settings:
@@ -116,9 +115,8 @@ def search_plan(task: Task, pack: Pack, rules: Callable[[Choices], Advice], seco
         if search.device.type == "cuda":
             search.choose_graph_or_compiler()
         verdict = search.guard()
-        phase("learning rate", LEAST_S)
         trial = search.choose_epochs_and_lr(verdict)
-    note = f"Measured on {', '.join(machine().values())} in {wall() - start:.0f} s, except where a {THUMB} is named."
+    note = f"Measured on {', '.join(machine().values())} in {wall() - start:.0f} s, where a reason says so."
     note += search.note + " The guides are those of docs/guides.md."
     return dataclasses.replace(search.advice, note=note, ratios=search.ratios, lr_trial=trial, verdict=verdict)
 
@@ -133,8 +131,8 @@ class Search:
         self.chosen, self.ratios, self.note = Choices(), dict[str, float](), ""
         self.cpu = self.device.type == "cpu"
         self.clock: Clock = process_time if self.cpu else wall
-        self.sample_s = SHORT / FEW  # until it is measured
-        self.sample_s, self.evaluation_s = self.first_steps(self.plan), 0.0
+        self.sample_s = SHORT / FEW if self.cpu else 1e-9  # until it is measured: on a GPU by a whole batch
+        self.sample_s, self.evaluation_s, self.eager_s = self.first_steps(self.plan), 0.0, 0.0
         self.samples = self.plan.epochs * pack.splits["train"]  # of the whole training
         self.seconds = seconds or min(max(SHARE * self.samples * self.sample_s, LEAST), MOST)
         self.most, self.start = seconds or MOST, [self.clock(), wall()]
@@ -155,8 +153,8 @@ class Search:
         return deadline
 
     def part_of(self, plan: Plan, step_s: float) -> Plan:
-        """Return the plan, on a CPU at the part of its batch of which a step takes so many seconds."""
-        size = max(2, int(step_s / self.sample_s)) if self.cpu else plan.batch_size
+        """Return the plan at the part of its batch of which a step takes so many seconds."""
+        size = max(2, int(step_s / self.sample_s))
         return plan if size >= plan.batch_size else plan.replace(batch_size=size, micro_batch_size=None)
 
     # -- precision and layout
@@ -166,8 +164,7 @@ class Search:
         return plan.replace(**EAGER, threads=1) if self.cpu else plan.replace(**EAGER)
 
     def stepper(self, plan: Plan, clock: Clock, feed: Feed | None = None) -> Stepper:
-        """Return a plan in training at the size of all that are compared, on one batch for all, since lengths differ by
-        more than what is compared."""
+        """Return a plan in training at the size of all that are compared, on one batch, since lengths differ."""
         plan = self.part_of(self.plain(plan), SHORT).replace(micro_batch_size=None)
         made = Stepper(self.task, self.pack, plan, self.device, feed, clock)
         made.repeat(plan.batch_size)
@@ -207,14 +204,14 @@ class Search:
         tried += [f"{name or WORDS.get(self.plan.amp, self.plan.amp)} {why}" for name, why in whys.items() if why]
         how = "the processor's time on one thread" if self.cpu else "the GPU's time"
         text = f"measured here by {how} per step: {', '.join(tried)}; used from {FASTER:.2f}× up"
-        text = text if tried else "no alternative was tried: the machine is busy, and time ran out"
+        text = text if tried else "no alternative was tried: time ran out"
         values = {name: getattr(self.plan, name) for change in changes.values() for name in change} | changes[best]
         self.take({name: (value, text) for name, value in values.items()})
 
     def combinations(self) -> dict[str, dict[str, Any]]:
         """Return name → what differs from the plan: nothing, another precision or layout, both at once."""
         reduced = sorted({devices.reduced_precision(self.device), "fp16"})
-        amps = {"cpu": ("off", "bf16"), "cuda": ("off", *reduced)}.get(self.device.type, ())
+        amps = {"cpu": ("off", "bf16"), "cuda": (*reduced, "off")}.get(self.device.type, ())
         options = {"amp": amps, "channels_last": (False, True) if self.convolves else ()}
         options = {name: values for name, values in options.items() if values and name not in self.fixed}
         changes = dict[str, dict[str, Any]]({"": {}})
@@ -263,13 +260,13 @@ class Search:
         self.take({"batch_size": (own if kept else report.batch_size, text)})
 
     def choose_graph_or_compiler(self) -> None:
-        """Use CUDA graphs where launching is the limit, torch.compile where training is long, if they are faster in
-        turns with the plan."""
+        """Use CUDA graphs where launching is the limit, torch.compile where training is long, if faster in turns."""
         begun, run = wall(), Stepper(self.task, self.pack, self.plan, self.device).warm_up()
         host, device, name = run.advance(steps=3).host_s, run.device_s(), ""
+        self.eager_s = max(host, device)  # as long as steps of the lr trial take, which records none
         if "graph" not in self.fixed and host > LAUNCHES * device and replays(run):
             name = "graph"
-        elif "compile" not in self.fixed and device > host and self.compiles:
+        elif "compile" not in self.fixed and device > host and self.compiles and not self.plan.compile:
             name = "compile" if self.samples * device / self.plan.batch_size >= COMPILE_PAYS else ""
         if name:  # a capture that could end this process is tried in another one before (nbtools.train.graph)
             trial = beside(run, self.plan.replace(**{name: True}), max(self.seconds / 10, 1.0))
@@ -283,7 +280,7 @@ class Search:
         """Train the plan in turns with the rules' own, which takes its place where that is faster, and the baseline, on
         a CPU parts of long steps. Return what a step of the plan consists of, None if there was no time."""
         rules, made = self.rules({}).plan, None
-        busy = self.cpu and os.getloadavg()[0] > BUSY * cores()
+        busy = self.cpu and os.getloadavg()[0] > BUSY * max(cores(), os.cpu_count() or 1)
         if busy:  # threads would wait for each other
             self.note = " The machine was busy with other work: times are for one thread alongside it."
         with self.until("beside others") as deadline:
@@ -321,7 +318,8 @@ class Search:
         if price and (seldom := evaluations(self.task.PLAN, self.pack.card, self.plan.epochs, price)):
             self.take({"eval_every": seldom})
         recipe = "lr" in self.fixed or has_recipe(self.task, "lr")
-        trial = lr_trial(self.task, self.pack, self.plan, epoch_s / batches_in(samples, batch), recipe)
+        step_s = max(epoch_s / batches_in(samples, batch), self.eager_s)
+        trial = lr_trial(self.task, self.pack, self.plan, step_s, recipe)
         reason = trial.reason if trial.lr else f"{self.advice.reasons['lr']}; {trial.reason}"
         self.take({"lr": (trial.lr or self.plan.lr, reason)})
         return trial
@@ -329,8 +327,8 @@ class Search:
 
 def evaluation_s(run: Stepper, plan: Plan) -> float:
     """Return the seconds that an evaluation during training takes for a sample; 0.0 without validation samples."""
-    plan, seconds = plan.while_training(), 0.0
-    for most in (2, plan.batch_size) if len(run.pack.ids("val")) else ():  # the first loads kernels
+    plan, seconds = plan.while_training().replace(micro_batch_size=run.state.recovery.micro), 0.0
+    for most in (2, plan.batch_size * max(run.lanes, 1)) if len(run.pack.ids("val")) else ():  # the first loads kernels
         start, few, sums = run.clock(), plan.replace(eval_samples=most), Sums(run.device)
         samples = sum(evaluation.score_split(run.task, run.state.model, run.pack, few, "val", sums, run.feed))
         finish(run.device)

@@ -2,9 +2,7 @@
 
 Batches are doubled until throughput no longer rises, or memory, data or time runs out: the largest that fits is not the
 fastest, and rarely needed. Learning rates train for some steps from the same weights on the same batches, under the
-plan's whole schedule compressed into these steps: as many as the time allows, since fewer favour a higher lr than a
-whole training does (on four small problems 100 steps chose up to 9 times the lr of 500 to 1,500 steps, for up to 0.09
-less accuracy).
+plan's whole schedule compressed into these steps: as many as the time allows, since fewer favour too high an lr.
 """
 
 from __future__ import annotations
@@ -204,15 +202,13 @@ def lr_sweep(task: TaskLike, pack: Pack, plan: Plan, lrs: Iterable[float] = (), 
     """Try learning rates for about `seconds`, and say which one is the best: the plan's times 1/9, 1/3, 1, 3 and 9, and
     beyond the end at which the best one lies; or those given.
 
-    The caller's model, random state and GPU memory are unchanged. Raises TrainError for an impossible lr, or if
-    training cannot start.
+    The caller's model, random state and GPU memory are unchanged. Raises TrainError where it cannot.
     """
     lrs = [*dict.fromkeys(map(float, lrs))]
     if wrong := [lr for lr in lrs if not 0 < lr < math.inf]:
         raise TrainError(f"lr_sweep: every lr must be greater than 0 and finite, got {wrong[0]!r}")
     with work("trying learning rates"):
         step_s = timed(task, pack, plan.replace(**EAGER, ema=None), seconds=0.5).step_s
-        phase("values", seconds)
         return lr_trial(task, pack, plan, step_s, False, seconds, lrs)
 
 
@@ -231,6 +227,7 @@ def lr_trial(
     if seconds < LEAST_STEPS * count * step_s:
         need = f"{count} values of {LEAST_STEPS} steps need {count * LEAST_STEPS * step_s:.0f} s"
         return LrTrial(plan.lr, None, f"no trial of other learning rates: {need}, and a trial may take {seconds:.0f} s")
+    phase("learning rate", seconds)
     most = int(seconds / (max(step_s, 1e-9) * (count if lrs else count + MORE)))
     steps, losses, peaks = max(LEAST_STEPS, min(most, planned)), Losses(), set[float]()
     with untouched(device), Deadline(seconds) as clock:
@@ -246,13 +243,12 @@ def lr_trial(
     took = seconds - clock.left()
     if len(losses) < min(LEAST_VALUES, count):
         reason = f"no trial of other learning rates: in {took:.0f} s {plural(len(losses), 'value')} ended"
-        return LrTrial(plan.lr, None, f"{reason}, as the machine is busy", seconds=took)
+        return LrTrial(plan.lr, None, f"{reason}, as steps took longer than before", seconds=took)
     return choose_lr(losses, plan.lr, recipe, steps, took, "validation" if validation else "training")
 
 
 def values(losses: Losses, rule: float, lrs: Sequence[float]) -> Iterator[float]:
-    """Yield the values in turn; without given ones also beyond the end at which the lowest loss lies, and smaller ones
-    where all diverged."""
+    """Yield the values in turn; by default also beyond the end with the lowest loss, smaller if all diverged."""
     yield from lrs or [round_lr(rule * factor) for factor in FACTORS]
     for _ in range(0 if lrs else MORE):
         best = lowest(losses)

@@ -1,8 +1,7 @@
 """Where the time of a training step goes on this machine, what each change to the plan gains, measured, and hence the
 verdict: what the plan is bound by, and the one change most worth making.
 
-On CUDA the host runs ahead of the device, and a trace of its kernels tells the two apart: `host` is the share in which
-the device had nothing to do because the host had not launched it yet. On a CPU both are one, `device`.
+`host`: the share in which the device had nothing to do, as the host had not launched it yet; on a CPU in `device`.
 """
 
 from __future__ import annotations
@@ -165,8 +164,7 @@ def replays(run: Stepper) -> bool:
 
 
 def flops(run: Stepper, raw: Any) -> int:
-    """Return the floating-point operations of the forward and backward passes of a batch: not of elementwise ones,
-    fused RNN and CTC."""
+    """Return the floating-point operations of both passes of a batch: not elementwise ones, fused RNN and CTC."""
     state = run.state
     compiled, state.network = state.network, state.model  # a compiled network hides its operations
     with FlopCounterMode(display=False) as counter:

@@ -37,8 +37,7 @@ SILENT = (
 @dataclass(frozen=True)
 class Rung:
     """One more group of settings as the run has them. trial: in turns with the baseline; changes: setting → `before →
-    now`; factor: over the previous rung, so that factors multiply to the total; None for the baseline and the guide's
-    settings."""
+    now`; factor: over the previous rung, so that factors multiply to the total; None for baseline and guide."""
 
     name: str
     trial: Trial
@@ -52,8 +51,7 @@ class Receipt(Report):
     """Before and after on this machine and this data: the same network, trained with two plans, and the rungs between
     them; guide: the guide's optimised settings, over the baseline, None if they were not measured. Shows as a table.
 
-    samples: that all epochs train on. cold_start: seconds from the call of `nb.fit` to the tenth step, None where that
-    is not known.
+    samples: that all epochs train on. cold_start: seconds from the call of `nb.fit` to the tenth step, if known.
     """
 
     rungs: tuple[Rung, ...]
@@ -117,7 +115,7 @@ def receipt(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 0.0, run_s:
     baseline, notes = comparable(task.BASELINE, plan, pack), ["Both train the same network"]
     plans, guide = ladder(baseline, plan, pack), dict[str, Plan]()
     if pack.raw is None:
-        notes.append("The source files are gone: both read the pack, so the data pipeline was not measured")
+        notes.append("The pack was opened without its files: both read it, so the data pipeline was not measured")
     if task.PRESETS:
         made, why = preset(task, pack, next(iter(task.PRESETS)), **own_values(plan))
         guide = {GUIDE: made} if made else {}

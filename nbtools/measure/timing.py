@@ -119,8 +119,7 @@ class Stepper:
             yield from self.feed(epoch_batches(self.pack, self.plan, epoch))
 
     def repeat(self, batch_size: int, number: int = 1) -> float:
-        """Go on with so many typical batches of a size again and again; return how many samples one of theirs stands
-        for."""
+        """Go on with so many typical batches of a size again and again; return how many samples one stands for."""
         plan = self.plan.replace(batch_size=batch_size, micro_batch_size=None)
         ids, stands_for = typical(self.pack, plan, number)
         self.batches = (raw for _ in count() for raw in self.feed(ids * REPEATED))
@@ -199,11 +198,7 @@ class Stepper:
 
 def trace(stepper: Stepper) -> Counter[str]:
     """Return name → seconds of a step: of kernels, copies and fills on a GPU by its own clock (from Kineto's trace, ts
-    and dur in µs), of operations on a CPU.
-
-    Events around a step queued behind long products would serve for short steps only: beyond about 1,000 launches the
-    queue is full, the host waits, and its launching counts as the device's work.
-    """
+    and dur in µs), of operations on a CPU. Events would not do: beyond 1,000 launches in its queue the host waits."""
     activity, times = torch.profiler.ProfilerActivity, Counter[str]()
     cuda = stepper.device.type == "cuda"
     with torch.profiler.profile(activities=[activity.CUDA if cuda else activity.CPU]) as profiler:

@@ -26,8 +26,7 @@ CONTROL = 3.0  # times what two equal runs differ by
 
 
 def timed(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 2.0) -> Timing:
-    """Return how a plan trains here, measured for about `seconds` after warming up. Raises TrainError if training could
-    not start."""
+    """Return how a plan trains here, measured for about `seconds` when warm. Raises TrainError if it cannot start."""
     with untouched(devices.pick()):
         stepper = Stepper(task, pack, plan, devices.pick()).warm_up()
         in_turns([stepper], seconds)
@@ -48,11 +47,10 @@ def in_turns(steppers: Sequence[Stepper], seconds: float) -> None:
 
 
 def attempt(make: Callable[[], Stepper], steps: int = WARMING) -> Stepper | str:
-    """Return what trains, warm; or why it does not: bfloat16 lacks some operations, memory ends, there is no
-    compiler."""
+    """Return what trains, warm; or why it does not: bfloat16 lacks some operations, memory or a compiler."""
     try:
         stepper, why = devices.within_memory(lambda: make().warm_up(steps))
-    except (RuntimeError, NbtoolsError, OSError) as error:
+    except (RuntimeError, NbtoolsError, OSError, TypeError) as error:  # NumPy has no bfloat16
         return f"fails ({(str(error).splitlines() or [type(error).__name__])[0].split('. ')[0].rstrip('.')})"
     if stepper is None:
         return f"does not fit into memory ({why})"
@@ -61,8 +59,7 @@ def attempt(make: Callable[[], Stepper], steps: int = WARMING) -> Stepper | str:
 
 @dataclass(frozen=True)
 class Trial:
-    """A change of a plan, trained in turns with it. ratios: its samples/s over the plan's, a turn each; timing: how it
-    trains; or failed: why it does not."""
+    """A change of a plan, trained in turns with it. ratios: samples/s over the plan's, one a turn; timing or failed."""
 
     change: dict[str, Any]
     ratios: tuple[float, ...] = ()
@@ -126,7 +123,7 @@ def objection(task: TaskLike, pack: Pack, plan: Plan, change: Mapping[str, Any],
         other.step(batches[0])  # fp16 finds its scale
         other.state.model.load_state_dict(plain.state.model.state_dict())
         first, again, changed = (differentiate(stepper, batches) for stepper in (plain, plain, other))
-    except (RuntimeError, NbtoolsError) as error:
+    except (RuntimeError, NbtoolsError, TypeError) as error:
         return f"fails ({str(error).partition(chr(10))[0]})"
     (control, alike), (far, cosine) = compare(first, again), compare(first, changed)
     if not far <= max(SAME_LOSS, CONTROL * control):

@@ -7,8 +7,7 @@
 Others are deleted, but for the best one, OLDER ones before the last, and the anchor, from before a watched change.
 
 A run is kept, usually on Drive, as a run folder that is always complete: one worker copies each finished checkpoint
-under its own name, reads it back, and then replaces run.json there. What is written to Drive may never reach it, and a
-run goes on from the newest checkpoint that is whole.
+under its own name, reads it back, and then replaces run.json there.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ class Keeper:
         self.complaints: list[str] = []
         self.trouble: BaseException | None = None
         with disk.explained("keeping a run", target):
-            self.before = read_index(target)
+            self.before = retry(lambda: read_index(target), target)
         self.queue: SimpleQueue[bool] = SimpleQueue()
         # A daemon: a process can end while a copy hangs, which it could not with a ThreadPoolExecutor.
         self.thread = Thread(target=self.work, name="nbtools-keeper", daemon=True)
@@ -196,7 +195,8 @@ class Keeper:
                 self.copy(index)
             self.trouble = None
         except Exception as error:
-            if isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source:
+            lost = Path(error.filename or "") if isinstance(error, FileNotFoundError) else Path()
+            if lost.parent == self.source and lost.stem not in names_in(read_index(self.source)):
                 return  # pruned: a newer state is on its way
             if self.trouble is None:
                 what = f"not kept ({error}); the run continues, and all of it is in {self.source}"

@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from nbtools.errors import TrainError
 from nbtools.train.plan import Plan
 
-# torch reads it once, at the process's first matrix product on CUDA, and without it refuses all of them under
-# Plan.deterministic (Context.cpp, alertCuBLASConfigNotDeterministic). It costs 24 MiB of workspace, on Hopper none.
+# Without it torch refuses matrix products on CUDA under Plan.deterministic. It costs 24 MiB, on Hopper none.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -110,9 +109,7 @@ def prepare(plan: Plan, device: torch.device, processes: int = 1) -> None:
         any(LIBRARY.mallopt(MMAP_THRESHOLD, size) for size in (2**30, 2**25))  # some allow no more
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = False  # but for `autotuning`
-        # The newer `fp32_precision` alone makes torch.get_float32_matmul_precision() raise, which inductor calls
-        # (pytorch#166387). Convolutions take TF32 by default.
-        torch.set_float32_matmul_precision("high")
+        torch.set_float32_matmul_precision("high")  # convolutions take TF32 by default; fp32_precision: pytorch#166387
 
 
 @cache

@@ -17,7 +17,7 @@ from nbtools.data import SLOW, TARGET, Draws, Feed, Pack, bar, gather, in_order,
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.show import plural
 from nbtools.train.defaults import logits_of, mean_average_precision, score
-from nbtools.train.device import autocast, run_or_explain, within_memory
+from nbtools.train.device import DTYPES, autocast, run_or_explain, within_memory
 from nbtools.train.meter import sum_dtype
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
@@ -63,7 +63,8 @@ def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, device: to
     try:
         batch = task.batch(raw, plan, None)
         with autocast(plan, device):
-            return batch, task.infer(model, batch, plan)
+            outputs = task.infer(model, batch, plan)
+        return batch, tree_map_only(Tensor, lambda x: x.float() if x.dtype in DTYPES.values() else x, outputs)
     finally:
         set_training(model, training)
 
@@ -93,7 +94,7 @@ def score_split(
     ids, most, ranks = pack.ids(split), plan.eval_samples, sums.ranks
     if not len(ids):
         there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
-        fix = f"choose one that is not ({there}) with split=, or pack with a larger {split}="
+        fix = f"choose one that is not ({there}) with split=, or pack data of its own: {split}=…"
         raise TrainError(f"{pack.folder}: the {split} split is empty; {fix}")
     if most is not None and most < len(ids):
         ids = ids[np.linspace(0, len(ids) - 1, most).round().astype(int)]
@@ -172,4 +173,7 @@ def is_normalised(task: Any, outputs: Any) -> bool:
 def check_batch(task: Any, outputs: Any, batch: Any, plan: Any) -> None:
     """Raise an error where loss or metrics do not take these outputs, or the loss returns what cannot be added up."""
     as_sum(task.loss(lambda *_, **__: outputs, batch, plan), 1)
-    score(task.metrics, outputs, batch, task.card)
+    names = ["loss", *score(task.metrics, outputs, batch, task.card)]
+    if task.card is not None and (task.BEST.lstrip("-") not in names or task.BEST in ("loss", "mae", "mse")):
+        rule = f"BEST must be one of {', '.join(names)}, with a minus where lower is better"
+        raise TrainError(f"{title_of(task)}: {rule}, got {task.BEST!r}; correct it")

@@ -1,8 +1,8 @@
 """Training steps as CUDA graphs: the hundreds of kernels of a step are recorded once and then launched as one.
 
-A graph repeats its kernels on the same memory, and nothing of what the host did. So the raw batch, the keys of random
-numbers and lr lie in tensors that are written before each replay, and the first replay has to give what the same step
-gave eagerly. A capture that fails may end the process (pytorch#180395), so a child process tries one first.
+A graph repeats its kernels on the same memory, so the raw batch, the keys of random numbers and lr lie in tensors that
+are written before each replay, and the first replay has to give what the same step gave eagerly. A capture that fails
+may end the process (pytorch#180395), so a child process tries one first.
 """
 
 from __future__ import annotations

@@ -46,15 +46,15 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     require_sizes(pack, state.plan)
     if not state.over:
         prepare(state.plan, state.device, state.ranks.world)
-    feed = feed or run_or_explain(partial(open_feed, pack, state.plan, state.device))
+    opened: Any = feed or (None if state.over else run_or_explain(partial(open_feed, pack, state.plan, state.device)))
     samples = pack.splits["train"]
     state.begin()
     try:
         while not state.agree(samples).over:
-            yield from train_epoch(state, feed, pack)
+            yield from train_epoch(state, opened, pack)
             values, last = {}, state.epoch + 1 >= state.agree(samples).plan.epochs
             if len(pack.ids("val")) and (last or (state.epoch + 1) % state.applied.eval_every == 0):
-                values = yield from evaluate(state, feed, pack)
+                values = yield from evaluate(state, opened, pack)
                 state.evaluate_next = False
                 state.agree(samples).judge(values)
             row = state.record("epoch", {**state.meter.epoch(samples), **values, **readings(state)})

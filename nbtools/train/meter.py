@@ -1,8 +1,7 @@
 """The meter: loss, speed and memory of a run, and the stopwatch by which loop and measurements take their time.
 
 A GPU works behind the host's back: the host only queues kernels. So time is read from CUDA events; elsewhere the host's
-clock is exact. Values cross to the host on log steps only, and nothing waits for them: the row of a log step comes when
-its values have arrived.
+clock is exact. Values cross to the host on log steps only, whose rows come when they have arrived.
 """
 
 from __future__ import annotations

@@ -39,8 +39,9 @@ OPTIMIZERS = {
 def build_optimizer(task: Any, model: nn.Module, plan: Any) -> Optimizer:
     """Return the optimizer of `task.optimizer`, each group with its `lr_scale`: the lr of a step is the plan's times
     that. Raises TrainError unless it holds exactly the trained parameters."""
-    groups = [{"lr_scale": 1.0, "decays": True, **group} for group in task.groups(model, plan)]
+    groups = [{"decays": group.get("weight_decay") != 0.0, **group} for group in task.groups(model, plan)]
     for group in groups:
+        group.setdefault("lr_scale", group.get("lr", plan.lr) / plan.lr)
         group |= {"params": [*group["params"]], "lr": plan.lr * group["lr_scale"]}
         group |= {} if group["decays"] else {"weight_decay": 0.0}
     require_all(model, groups, "the task's groups")
@@ -68,7 +69,7 @@ def build_schedule(task: Any, plan: Any) -> Any:
     try:
         factor: Any = task.schedule(plan)
         values = [] if factor is None else [float(factor(progress)) for progress in (0.0, 0.5, 1.0)]
-    except (TypeError, ValueError) as error:  # such as of 1 - plan, or of a scheduler of torch
+    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
         raise TrainError(f"{rule}: {error}; correct it") from error
     if not all(0 <= value < math.inf for value in values):
         raise TrainError(f"{rule}, got {', '.join(map(repr, values))}; correct it")

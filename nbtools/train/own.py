@@ -24,7 +24,8 @@ from nbtools.train.task import Task, as_sum
 
 CROSS_ENTROPY = (nn.CrossEntropyLoss, nn.NLLLoss)
 LOGISTIC = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, F.binary_cross_entropy_with_logits)
-UNSCALED = (*LOGISTIC, nn.BCELoss, F.binary_cross_entropy, nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss)
+POISSON = (nn.PoissonNLLLoss, F.poisson_nll_loss)
+UNSCALED = (*LOGISTIC, *POISSON, nn.BCELoss, F.binary_cross_entropy, nn.KLDivLoss, F.kl_div, nn.SoftMarginLoss)
 """Losses of probabilities, counts and signs: y means something as it is."""
 METRICS = {"classes": ("accuracy",), "labels": ("map", "f1"), "values": ("mae",)}
 
@@ -79,7 +80,9 @@ class classify(Task):
         self.chosen, self.augment = None if metrics is None else defaults.as_tuple(metrics), defaults.strengths(augment)
         self.given = {"loss": loss, "optimizer": optimizer, "schedule": schedule}
         self.criterion: Any = copy.deepcopy(loss).float() if isinstance(loss, nn.Module) else loss  # NumPy's weights
-        if isinstance(loss, CROSS_ENTROPY) and loss.reduction == "mean":  # over the weights of a batch, see `terms`
+        if (
+            type(loss) in CROSS_ENTROPY and getattr(loss, "reduction", "") == "mean"
+        ):  # over the weights of a batch, see `terms`
             self.criterion.reduction = "sum"
         hooks = {"optimizer": optimizer and maker_of(optimizer), "schedule": schedule}
         vars(self).update({name: hook for name, hook in hooks.items() if hook is not None})
@@ -97,6 +100,7 @@ class classify(Task):
         if ragged or (came != self.kind and (self.kind, came) != ("classes", "labels")):
             rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, but these are {came}"
             fix = "floats become classes with astype(int), one-hot rows with argmax(1); numbers values, classes=False"
+            fix = "name one: nb.pack(…, target=…)" if came == "none" else fix
             raise TrainError(f"{rule}; {fix}; for per-pixel classes or sequences, write a Task with model and loss")
         network: Any = self.network
         if isinstance(network, nn.Module):
@@ -136,7 +140,7 @@ class regress(classify):
     targets' shape, also (B, 1) for (B,), images as (B, C, H, W). The loss (default: squared error) takes targets
     standardised to mean 0 and standard deviation 1 over the training split, but torch's of probabilities, counts and
     signs (BCE, BCEWithLogits, MultiLabelSoftMargin, KLDiv, PoissonNLL, SoftMargin) take them as they are. Metrics and
-    predictions are in the targets' own unit, images of bytes in 0…1; those of logits are probabilities.
+    predictions are in the targets' own unit, images of bytes in 0…1; of logits probabilities, of Poisson rates.
     """
 
     kind = "values"
@@ -156,7 +160,9 @@ class regress(classify):
         values = defaults.logits_of(outputs)
         values = defaults.values_like(values, (len(values), *defaults.shape_of(self.card, TARGET)))
         if is_of(self.criterion, UNSCALED):
-            return values.sigmoid() if is_of(self.criterion, LOGISTIC) else values
+            given = {**vars(self.criterion), **getattr(self.criterion, "keywords", {})}
+            logs = is_of(self.criterion, POISSON) and given.get("log_input", True)
+            return values.sigmoid() if is_of(self.criterion, LOGISTIC) else values.exp() if logs else values
         mean, std = defaults.scale_of(self.card, TARGET, values.device)
         return values * std + mean
 
@@ -175,13 +181,14 @@ def is_of(loss: Any, kinds: tuple[Any, ...]) -> bool:
 
 def terms(loss: Any, outputs: Tensor, y: Tensor) -> Pair:
     """Return (sum, count) of a loss that was given."""
-    made = (loss.to(y.device) if isinstance(loss, nn.Module) else loss)(outputs, y)
+    plain: Any = loss.to(y.device) if isinstance(loss, nn.Module) else loss
+    made = plain(outputs, y)
     if not isinstance(made, Tensor) or made.dim() or getattr(loss, "reduction", "mean") != "sum":
         return as_sum(made, len(y))
-    if not isinstance(loss, CROSS_ENTROPY) or y.is_floating_point():
+    if type(loss) not in CROSS_ENTROPY or y.is_floating_point():
         return made, len(y)
-    counted = y != loss.ignore_index  # the mean of cross entropy is over the weights of the samples' classes
-    return made, (counted if loss.weight is None else loss.weight[y.where(counted, 0)] * counted).sum()
+    counted = y != plain.ignore_index  # the mean of cross entropy is over the weights of the samples' classes
+    return made, (counted if plain.weight is None else plain.weight[y.where(counted, 0)] * counted).sum()
 
 
 def maker_of(optimizer: Any) -> Callable[[Any, Any], Any]:

@@ -21,9 +21,9 @@ from nbtools.data import Pack, batches_in
 from nbtools.errors import NbtoolsError, PlanError, TrainError
 from nbtools.train.optimizer import OPTIMIZERS
 
-FIXED = ("optimizer", "compile", "graph", "channels_last", "sync_batchnorm", "deterministic", "ema", "seed")
+FIXED = ("optimizer", "compile", "channels_last", "sync_batchnorm", "deterministic", "ema", "seed")
 """Settings that a started run cannot change, with all that its task adds; the others may change while it trains."""
-AT_START = ("feed", "workers", "prefetch", "threads", "checkpoint_activations")
+AT_START = ("feed", "workers", "prefetch", "threads", "checkpoint_activations", "graph")
 """Settings that may change when a run is resumed, not while it trains."""
 POLY_POWER = 0.9  # BiSeNetV2's and DeepLab's
 PLATEAU_FACTOR = 0.1
@@ -78,7 +78,7 @@ class Plan(Settings):
     clip_norm: float | None = knob(None, "maximum gradient norm; None: no clipping", above=0)
     amp: str = knob("off", "mixed precision in forward and backward; fp16 needs a GPU", choices=("off", "bf16", "fp16"))
     compile: bool = knob(False, "torch.compile the model: a slow first step, faster ones after")
-    graph: bool = knob(False, "replay whole steps as CUDA graphs (CUDA; no fp16, CTC, compile)")
+    graph: bool = knob(False, "replay whole steps as CUDA graphs (CUDA; no fp16, compile, checkpoint_activations)")
     channels_last: bool = knob(False, "NHWC weights and activations for convolutions")
     checkpoint_activations: bool = knob(False, "recompute activations in backward: less memory, about 1/3 more work")
     sync_batchnorm: bool = knob(False, "several GPUs: batch norm over the samples of all processes at once")

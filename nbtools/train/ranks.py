@@ -1,8 +1,8 @@
 """Several processes that train one model: torch's DistributedDataParallel (DDP) under torchrun.
 
 Every process, a rank, runs the same program on its share of each batch; DDP takes the mean of the gradients. Rank 0
-alone has the run folder, the history and what the user asks for: it broadcasts an object before every step, and the
-others obey. These objects go through a process group of gloo, which never waits for a GPU.
+alone has the run folder, the history and what the user asks for: by gloo, which never waits for a GPU, it broadcasts an
+object before every step, and the others obey.
 """
 
 from __future__ import annotations

@@ -87,8 +87,9 @@ class TrainState:
         self.meter = Meter(self.device)
         self.watch = self.meter.watch
         self.events: list[str] = []  # messages for the next yield
-        if self.schedule is not None and plan.given().get("warmup_epochs"):
-            self.events.append("Plan.warmup_epochs has no effect: the task's own schedule takes its place")
+        own = {"warmup_epochs": self.schedule is not None, "weight_decay": not self.built_in}
+        for name in (name for name, unused in own.items() if unused and plan.given().get(name)):
+            self.events.append(f"Plan.{name} has no effect: the task's own optimizer or schedule decides it")
         self.graphs = Graphs(device, self.events) if plan.graph and device.type in devices.GRAPH_DEVICES else None
         self.keys = Keys(len(pack), self.device)  # of draws
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs

@@ -187,6 +187,8 @@ def bind(task: TaskLike, card: Card) -> Task:
 
 def build(task: Task, card: Card, plan: Any) -> nn.Module:
     """Return the network of a bound task; for a pack of `nb.pack` one that takes batches. Raises TrainError."""
+    if isinstance(task.model, nn.Module):
+        raise TrainError(f"{title_of(task)}: model must be a function of (card, plan) that makes the network, not one")
     model = task.model(card, plan)
     if not isinstance(model, nn.Module):
         raise TrainError(f"{title_of(task)}: model must return a torch.nn.Module, got {type(model).__name__}")

@@ -18,7 +18,7 @@
 
 # %% tags=["parameters"]
 COUNT = 1500  # images to make for the first run
-EPOCHS = 6  # enough to see it learn; the advice takes minutes
+EPOCHS = 6  # enough to see it learn; the advised number takes minutes
 
 # %% [markdown]
 # ## The machine
@@ -73,7 +73,7 @@ advice
 # you like; running the cell again resumes.
 
 # %%
-run = nb.fit(captcha, pack, advice.plan.replace(epochs=EPOCHS, warmup_epochs=0.0), run="runs/first", receipt=False)
+run = nb.fit(captcha, pack, advice.plan.replace(epochs=EPOCHS, warmup_epochs=0.0), receipt=False)
 
 # %% [markdown]
 # One row per epoch; `run.history` has every logged step.
@@ -83,8 +83,8 @@ run.summary()
 
 # %% [markdown]
 # ## Where to go next
-# Each task has three notebooks: `1_data` checks and packs, `2_train` trains and measures the gain over the settings
-# of a published guide, `3_evaluate` looks at the mistakes and exports the model. Each also runs on its own.
+# Each task has three notebooks: `1_data` checks and packs, `2_train` trains and measures the gain over a
+# published guide's "before", `3_evaluate` looks at the mistakes and exports the model. Each also runs on its own.
 #
 # | first notebook | what it reads or recognises |
 # | --- | --- |

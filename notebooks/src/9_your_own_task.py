@@ -106,7 +106,7 @@ task = nb.classify(network, augment=["flip"])
 # As in the other notebooks: measured here, on your data and your network, with a reason for every number.
 
 # %%
-advice = nb.advise(task, pack, measure=MEASURE)
+advice = nb.advise(task, pack, measure=MEASURE and not (KEEP and nb.kept(KEEP, "newly measured advice")))
 advice
 
 # %% [markdown]
@@ -135,14 +135,14 @@ run.summary().tail(3)
 # The receipt compares with a DataLoader that opens the same images one by one.
 
 # %%
-run.receipt or print("Not measured: set MEASURE = True, then run the settings and the training cell again")
+run.receipt or print("Not measured: it needs MEASURE = True and a run that ended; else the training cell says why")
 
 # %% [markdown]
 # ## Use it
 # On images that were never seen, then on files; with the classes and the preprocessing used in training.
 
 # %%
-nb.evaluate(run, pack, split="test")
+nb.evaluate(run, pack, split="test" if pack.splits["test"] else "val")
 
 # %% [markdown]
 # Three files of one class, with the probability of each answer:
@@ -179,7 +179,7 @@ flats["rent"] = flats["area"] * rate + 20 * flats["floor"] + rng.normal(0, 40, 2
 # %%
 rents = nb.pack(pd.get_dummies(flats), target="rent")
 mlp = nb.regress(lambda inputs: nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 1)))
-rent_run = nb.fit(mlp, rents, nb.Plan(epochs=EPOCHS, lr=1e-2), run="runs/rents", receipt=False)
+rent_run = nb.fit(mlp, rents, nb.Plan(epochs=EPOCHS, lr=1e-2), receipt=False)
 nb.evaluate(rent_run, rents)
 
 # %% [markdown]

@@ -212,6 +212,8 @@ REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the
     "a list of names, each once, .* got {'dog': 1}": ([(0.5, 0)] * 20, {"classes": {"dog": 1}}),
     "names of their own, got a, y, a": (pd.concat([frame(), frame()[["a"]]], axis=1), {}),
     "text= has no column of texts in a;": (frame(), {"text": len}),
+    "several targets must be numeric, got a, b; name one": (frame(b="u"), {"target": ["a", "b"]}),
+    "drive:x: data are made on a local disk": (frame(), {"into": "drive:x"}),
     "a column or a value for each of 20 items, got 2": (Items(vector), {"groups": [1, 2]}),
     "not numeric: b, c, d; .*get_dummies.*decimal": (frame(b="u", c=pd.Categorical([10, 20] * 10), d=np.nan), {}),
     "No such file or directory; check the path a/5.png, its ending": ([(Path("a/5.png"), 0)] * 20, {}),
@@ -237,6 +239,7 @@ def test_a_number_that_is_no_class_is_never_taken_for_the_place_of_one():
     made = pack([(float(i), label) for i, label in enumerate([0, 2, 3, 1] * 10)], classes=["0", "2", "3"])
     assert (len(made.bad), {made.classes[k] for k in made.arrays["y"]}) == (10, {"0", "2", "3"})
     assert [made.arrays["x"][k] % 4 for k in range(3)] == [0, 1, 2]
+    assert len(pack([(0.5, 2**25 + i) for i in range(20)], classes=False)) == 20, "as the nearest float32"
 
 
 def test_what_a_table_lacks_is_a_row_of_the_table_of_bad_samples():
@@ -343,6 +346,8 @@ def test_masks_and_boxes_are_resized_with_their_image(resize, size):
         assert np.abs([columns.min() - x1, rows.min() - y1, columns.max() + 1 - x2, rows.max() + 1 - y2]).max() <= 1
         assert ((sample["y"] == 15) != bright).mean() < 0.02
     assert boxed.options["points"] == {"y": ["x", "boxes"]}
+    inner = pack([{"x": picture, "b": box, "y": i % 2} for i in range(20)], points="b", size=size, resize=resize)
+    assert (sample_of({"x": picture, "b": box}, inner.card)["b"] == inner.sample(0)["b"]).all(), "as to be predicted"
     assert boxed.options["resize"] == [*size, resize]
 
 
@@ -357,6 +362,7 @@ def test_how_images_are_resized_and_what_does_not_move_with_them_is_said(capsys)
     made = nb.pack([(image(), i / 2) for i in range(20)], size=(2, 3), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1))
     assert "images are resized to 2 × 3 by resize='squash'" in capsys.readouterr().err
     assert (made.options["mean"]["x"], made.options["std"]["x"]) == ([0.5, 0.4, 0.3], [0.2, 0.2, 0.1])
+    assert nb.pack([(image(), i / 2) for i in range(20)], size=(2, 3)).card.digest != made.card.digest
 
 
 @pytest.mark.parametrize("sep", [",", ";"])
@@ -371,6 +377,8 @@ def test_images_from_a_table_lie_in_the_folder_of_the_csv_or_in_root(tmp_path, s
     both = pack(data, image="filename", root=tmp_path, inputs=["age"], groups="label")
     assert [str(both.columns[name]) for name in ("image", "x")] == ["uint8 (4, 4, 3)", "float32 (1)"]
     assert same(both)
+    for item in (items_of(data, both.card, tmp_path)[0], {**data.iloc[0], "filename": tmp_path / "files" / "0.png"}):
+        assert (sample_of(item, both.card)["image"] == both.sample(0)["image"]).all()
     put(tmp_path / "files" / "5.png", (tmp_path / "files" / "4.png").read_bytes())
     assert pack(tmp_path / "labels.csv", image="filename").folder != made.folder, "its files are part of the data"
 
@@ -439,4 +447,4 @@ def test_without_a_copy_the_pack_has_labels_and_splits_and_the_dataset_the_rest(
     random = Items(lambda i: (np.random.rand(3), i % 2), classes=["cat", "dog"])
     assert (pack(random, store=False).raw[0]["x"] != pack(random, store=False).raw[0]["x"]).all(), "read anew"
     changed = Items(lambda i: (vector(i) + 1, i % 2), classes=["cat", "dog"])
-    assert pack(changed, store=False).folder != other.folder
+    assert pack(changed, store=False).card.digest != other.card.digest, "no run goes on with it"

@@ -60,10 +60,12 @@ def test_an_opened_run_gives_the_best_weights_and_reads_raw_files_with_the_runs_
         run.predict(tmp_path / "nothing.npy")
 
 
-def test_an_export_is_enough_to_use_the_model(run, pack, tmp_path):
+def test_an_export_is_enough_to_use_the_model(run, pack, tmp_path, monkeypatch):
     path = run.export(tmp_path / "toy-v1.2")
     assert path.name == "toy-v1.2.safetensors"
     assert run.export(path) == path
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path))
+    assert run.export("drive:a/net") == tmp_path / "a" / "net.safetensors"
     card = json.loads(path.with_suffix(".json").read_text())
     model = toy.model(Card.from_dict(card["card"]), toy.Plan(**card["plan"]))
     model.load_state_dict(load_file(path))
@@ -85,8 +87,11 @@ def test_what_cannot_be_trained_evaluated_or_opened_is_refused_before_anything_i
     refused(PlanError, r"plan must be a toy\.Plan .* got Plan; use toy\.PLAN", fit, pack, nb.Plan(), new)
     refused(PackError, r"pack must be an nb\.Pack, got PosixPath; make one with toy\.pack", fit, tmp_path, ONE, new)
     refused(CheckpointError, "and copied to Drive by keep='drive:runs/x'", fit, pack, ONE, "drive:runs/x")
-    refused(PlanError, r"called epochs; settings go into plan=nb\.Plan\(epochs=3\)", nb.fit, toy, pack, epochs=3)
+    refused(
+        PlanError, r"called epochs; settings go into plan=toy\.PLAN\.replace\(epochs=3\)", nb.fit, toy, pack, epochs=3
+    )
     refused(PlanError, r"advise takes no epochs, lr; change its plan: nb\.a", nb.advise, toy, pack, epochs=3, lr=0.1)
+    refused(PackError, r"pack must be an nb\.Pack, got str; make one with run\.pack", nb.evaluate, run, "photos")
     assert not new.exists()
     (tmp_path / "file").write_text("")
     refused(DiskError, "starting a run", fit, pack, ONE, tmp_path / "file" / "run")
@@ -147,6 +152,7 @@ def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk
     assert given_back_by(toy, "here", tmp_path / "beside") == 0, "with the run on its disk"
     interrupted(lambda: given_back_by(acting({3: ctrl_c})))
     assert given_back_by(toy) == 1, "not when the user stopped it"
+    assert given_back_by(toy) == 1, "nor where nothing was trained"
     assert nb.Run.open(tmp_path / "kept", toy).history.of("epoch")
 
 

@@ -187,7 +187,7 @@ def test_newly_measured_advice_changes_nothing_in_a_resumed_run_and_is_said(pack
     stopped(pack, advised(epochs=30), "r")
     again = stopped(pack, advised(epochs=30, batch_size=32, amp="bf16"), "r")
     assert (again.plan.batch_size, again.plan.amp, texts(again, "change")) == (16, "off", [])
-    said = "this run keeps the settings applied so far; the advice would be batch_size 16 → 32, amp off → bf16"
+    said = "this run keeps what is applied so far; this call would make it batch_size 16 → 32, amp off → bf16"
     assert said in capsys.readouterr().err
     again = stopped(pack, advised(batch_size=32).plan.replace(epochs=20), "r")
     assert (again.plan.epochs, again.plan.batch_size) == (20, 16), "only what code gave is a change"
@@ -288,5 +288,7 @@ def test_neither_two_runs_nor_the_files_of_others_are_mixed_with_a_kept_run(pack
         None: "needs run=",
     }.items():
         refused(pack, PLAN, folder, says=says, error=CheckpointError, keep="kept")
+    refused(pack, PLAN.replace(seed=1), "new", says=r"name another run= \(and keep=\)", keep="kept")
+    assert not Path("new").exists(), "what was copied from there has gone again"
     says = "which fresh=True does not replace; name another keep="
     refused(pack, PLAN, "r", says=says, error=CheckpointError, keep="kept", fresh=True)

@@ -97,15 +97,17 @@ def test_demo_pack_advise_train_evaluate_predict_in_a_row(tmp_path, capsys):
     assert "  4: a, b, c, d" in capsys.readouterr().out
     assert main(["advise", "toy", "--data", str(raw), "--no-measure"]) == 0
     assert "rule of thumb" in capsys.readouterr().out
-    train = ["train", "toy", "--data", str(raw), "--run", str(run), "--no-receipt", "--batch-size", "8"]
+    train = ["train", "toy", "--data", str(raw), "--run", str(run), "--no-receipt", "--val", "0.4", "--batch-size", "8"]
     assert main([*train, "--epochs", "2", "--hidden", "24", "--no-compile", "--betas", "0.8,0.99"]) == 0
     plan = json.loads((run / "plan.json").read_text())
     assert (plan["epochs"], plan["hidden"], plan["batch_size"], plan["betas"]) == (2, 24, 8, [0.8, 0.99])
     assert main([*train, "--epochs", "3"]) == 0  # resumes, with the settings it had
     assert json.loads((run / "plan.json").read_text())["hidden"] == 24
     assert "3 of 3 epochs" in capsys.readouterr().out
-    assert main(["evaluate", "toy", "--data", str(raw), "--run", str(run), "--split", "val"]) == 0
-    assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == {"loss", "accuracy"}
+    for more in ([], ["--val", "0.4"]):  # as the run divided it
+        assert main(["evaluate", "toy", "--data", str(raw), "--run", str(run), "--split", "val", *more]) == 0
+    first, again = map(json.loads, (line for line in capsys.readouterr().out.splitlines() if line[0] == "{"))
+    assert (set(first), first) == ({"loss", "accuracy"}, again)
     files = sorted(map(str, raw.glob("*.npy")))[:2]
     assert main(["predict", str(run), *files]) == 0
     assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == files

@@ -297,7 +297,6 @@ def test_a_page_that_was_closed_while_it_trained_shows_how_the_run_ended(visit):
 
 
 def test_running_the_cell_again_or_loading_the_page_anew_leaves_resume_in_the_panels_cell(visit):
-    """Running it again takes its output away."""
     notebook, own = visit.notebook, lambda label: visit.notebook.button(label, PANEL)
     notebook.run(FIT)
     for again in (True, False):

@@ -1,5 +1,4 @@
-"""The picture of a run, live and as the PNG that stays: what it says, that any history can be drawn, quickly and
-escaped, and how samples are judged in it."""
+"""The picture of a run, live and as the PNG that stays: what it says of any history, escaped, and of its samples."""
 
 import io
 import math

@@ -46,8 +46,7 @@ def history_of(folder: Path) -> str:
 
 
 def test_pause_stops_the_steps_saves_and_evaluates_and_resume_goes_on_bit_equal(pack, folder, untouched, saved):
-    """A paused run is saved at once, since its machine may be taken; neither looking at it nor a way back that is not
-    there writes more, or takes a step."""
+    """A paused run is saved at once, since its machine may be taken; looking at it writes no more, nor takes a step."""
     counts, task = [], acting({3: asking(folder, "pause")})
 
     def user():

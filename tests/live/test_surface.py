@@ -60,8 +60,7 @@ def saved(kernel: Client, request: str) -> str:
 
 @pytest.mark.browser
 def test_what_stays_of_a_run_needs_neither_jupyter_nor_another_origin_nor_the_network(kernel, chromium):
-    """As in VS Code and Colab, whose outputs are frames of an origin of their own, and in a policy that allows inline
-    scripts and data alone."""
+    """As in VS Code and Colab: in a frame of an origin of its own, by a policy of inline scripts and data alone."""
     request = kernel.client.execute('run = nb.fit(toy, pack, plan, "stays", receipt=False)')
     kernel.end(request)
     page = saved(kernel, request)

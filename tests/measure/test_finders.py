@@ -175,7 +175,7 @@ class Slowed(Job):
 JOBS = {  # what is said → the job
     "": Job(fixed=0.01),
     "5 values of 100 steps need": Job(fixed=0.5),
-    "as the machine is busy": Slowed(),
+    "as steps took longer than before": Slowed(),
 }
 
 

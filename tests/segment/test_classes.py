@@ -13,11 +13,7 @@ PALETTE = Image.fromarray(ids(), "P")
 PALETTE.putpalette((9, 9, 9, 200, 0, 0, 9, 9, 9))  # two ids have one colour: the index counts
 
 
-@pytest.mark.parametrize(
-    "label",
-    [PALETTE, *(Image.fromarray(ids().astype(kind)) for kind in (np.uint8, np.uint16, np.int32))],
-    ids=["palette", "8 bits", "16 bits", "32 bits"],
-)
+@pytest.mark.parametrize("label", [PALETTE, *(Image.fromarray(ids().astype(kind)) for kind in ("u1", "u2", "i4"))])
 def test_a_masks_value_is_its_id(tmp_path, label):
     source = labelled(tmp_path / "raw", label, "a.tif" if label.mode == "I" else "a.png")
     assert checked(source).rows == []

@@ -1,5 +1,4 @@
-"""Clips of signs, a demo's too, become a pack; one table says what is wrong with a folder of them before that, and a
-skeleton shows what is seen of them."""
+"""Clips of signs, a demo's too, become a pack; a table says what is wrong with them, and a skeleton shows them."""
 
 import json
 import re
@@ -178,6 +177,9 @@ def test_one_list_above_the_folders_names_clips_by_an_end_of_their_path(tmp_path
     made = packed(source)
     assert made.splits == {"train": 2, "val": 2, "test": 0}
     assert [made.sample(i)["label"].tolist() for i in range(4)] == [[0, 0], [1, 1], [0, 0], [1, 1]]
+    (source / "labels.csv").rename(source / "val_labels.csv")
+    assert packed(source).splits["val"] == 4, "the name of a list comes first"
+    (source / "val_labels.csv").rename(source / "labels.csv")
     clip(source / "FSL105_val" / "a.npz", seed=9)
     errors = {row.file: row.value for row in checked(source).rows}
     assert ("labels.csv:2" in errors) == (folder == ""), "a name that stands for two clips is refused"

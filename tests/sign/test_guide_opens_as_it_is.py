@@ -84,6 +84,7 @@ def test_each_network_trains_on_what_it_can_read_and_says_what_it_cannot(process
 
 def test_the_advice_is_for_the_clips_that_are_read(processed):
     packs = packed(processed), packed(processed, kp_key=None)
+    assert nb.advise(sign, packs[0], measure=False).plan.given() == {}, "its recipe is advice: a GPU has another"
     advice, other = (nb.advise(sign, pack, measure=False).plan.to_dict() for pack in packs)
     assert (advice["network"], advice["batch_size"]) == ("transformer", 16)
     assert (other["network"], other["batch_size"]) == ("gru", 20), "all that there are"

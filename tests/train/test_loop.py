@@ -198,7 +198,6 @@ def test_early_stop_and_plateau_follow_the_metric(pack):
 @pytest.mark.parametrize(
     ("values", "scored", "best", "stale"),
     [([0.5, 0.7, 0.7, 0.7, 0.7], [1.0, 0.5, 0.6, 0.4, 0.4], [1, 2, 4, 5], 3), ([float("nan"), 1.0], [1, 1], [2], 0)],
-    ids=["ties", "no number"],
 )
 def test_ties_go_to_the_lower_loss_then_to_the_later_epoch_but_end_no_patience(pack, values, scored, best, stale):
     """And a first evaluation that is no number is not the best for ever."""

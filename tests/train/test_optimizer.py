@@ -120,10 +120,10 @@ def test_groups_of_a_task_keep_their_scale_and_their_decay_under_an_own_optimize
     task: Any = nb.classify(net(), optimizer=partial(Lion, weight_decay=0.1), schedule=lambda plan: lambda t: 0.5)
     task.groups = lambda model, plan: [
         {"params": model[0].parameters()},
-        {"params": model[2].parameters(), "lr_scale": 4, "decays": False},
+        {"params": model[2].parameters(), "lr": 4 * PLAN.lr, "weight_decay": 0.0},
     ]
     state = nb.TrainState(task, points, PLAN.replace(epochs=1, warmup_epochs=1))
-    assert state.events == ["Plan.warmup_epochs has no effect: the task's own schedule takes its place"]
+    assert state.events == ["Plan.warmup_epochs has no effect: the task's own optimizer or schedule decides it"]
     history = list(nb.train(task, state, points))
     state.plan = state.plan.replace(warmup_epochs=0)
     with pytest.raises(TrainError, match=r"Plan\.warmup_epochs has no effect on the task's own schedule"):

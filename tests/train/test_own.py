@@ -151,7 +151,8 @@ def test_metrics_by_name_are_what_counting_one_by_one_gives_and_the_given_module
 
 def test_a_weighted_loss_is_the_mean_over_the_weights_whatever_the_batch(packs):
     weight, pack = torch.tensor([1.0, 10.0, 0.1]), packs["images"]
-    for loss in (nn.CrossEntropyLoss(weight, label_smoothing=0.1), nn.CrossEntropyLoss(weight, ignore_index=2)):
+    half = type("Half", (nn.CrossEntropyLoss,), {"forward": lambda self, x, y: F.cross_entropy(x, y) / 2})()
+    for loss in (nn.CrossEntropyLoss(weight, label_smoothing=0.1), nn.CrossEntropyLoss(weight, ignore_index=2), half):
         state, raw = nb.TrainState(nb.classify(own.Small, loss=loss), pack, own.PLAN), split_of(pack)
         with torch.no_grad():
             expected = float(loss(state.model.eval()(state.task.batch(raw, own.PLAN, None)), raw["y"]))
@@ -223,7 +224,7 @@ TAGS = {  # loss of probabilities or counts → predictions of PReLU, which retu
     nn.BCEWithLogitsLoss(): torch.sigmoid,
     partial(F.binary_cross_entropy_with_logits, reduction="mean"): torch.sigmoid,
     nn.BCELoss(): lambda x: x,
-    nn.PoissonNLLLoss(): lambda x: x,
+    nn.PoissonNLLLoss(): torch.exp,
 }
 
 
@@ -290,6 +291,7 @@ UNFIT: dict[str, dict[str, Any]] = {  # what is said → what nb.classify gets f
 BARE = toy.with_(PLAN=own.PLAN, model=toy.linear, metrics=lambda *_: __import__("rapids"))
 OTHERS: dict[str, tuple[Any, str]] = {  # what is said → a task, and its data
     r"these are values; floats become classes with astype\(int\)": (nb.classify(own.line), "rows"),
+    r"but these are none; name one: nb\.pack\(…, target=…\)": (nb.regress(own.line), "bare"),
     r"needs images, but the inputs are x float": (nb.regress(own.line, augment=["flip"]), "rows"),
     r"one value for each element .*, got \(\d+, 2\)": (nb.regress(lambda: nn.Linear(4, 2)), "rows"),
     r"does not take the pack's x float32 \(4\).* and 64x1\)": (nb.regress(nn.Linear(64, 1)), "rows"),

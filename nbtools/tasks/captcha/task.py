@@ -176,8 +176,7 @@ def jitter(images: Tensor, draws: Draws, strength: float) -> Tensor:
 def distort(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[Tensor, Tensor]:
     """Bend and stretch lines of ink (B, 1, H, W) in [0, 1], lengths (B,) in columns; return both, new.
 
-    Slant, size and height wander along a line, so that one line shows several of each: a draw for all of it and a wave
-    of two sines, of periods between 24 and 200 columns. A length never shrinks, so every label that fitted still fits.
+    Slant, size and height wander along a line. A length never shrinks, so every label that fitted still fits.
     """
     (height, width), turn = ink.shape[2:], 2 * math.pi
     ranges = [(-m * strength, m * strength) for m in (0.1, 0.25, 0.15, 0.06, 0.3)]

@@ -1,5 +1,4 @@
-"""Figures that tasks share: metrics of classes and texts as (numerator, denominator), and rules of thumb for settings.
-B samples, N positions."""
+"""Figures that tasks share: metrics as (numerator, denominator), and rules of thumb. B samples, N positions."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -49,13 +49,12 @@ from nbtools.train import device
 
 UNKNOWN = "\ufffd"
 SUFFIXES = (".dgrl", ".dgr")
-LIST, CHARS_LIST = re.compile(r"(.*)_img_id_gt\.txt", re.I), "chars_list.txt"
+LIST, CHARS_LIST = re.compile(r"(.*)_img(?:_id)?_gt\.txt", re.I), "chars_list.txt"
 HEADER, CODE, LINE_BOX, WORD_BOX = 36, 2, "<4i", "<4h"  # bytes: without the illustration; of a character
 HEIGHTS = 16, 512  # pixels: the networks halve it several times; no line is scanned with more
 HCTR_HEIGHT = 96  # from which the plan's "auto" takes the reference's network: lower lines give it a step a character
 TIERS = ((40, 128), (24, 96), (1, 64), (0, 32))
-"""GB of GPU memory → height of the lines in pixels. Calculated: in hctr and bf16 a line 128 pixels high and 2,000 long
-saves 0.88 GiB of activations, and they grow with the square of the height. Not tested on a GPU."""
+"""GB of GPU memory → height of the lines in pixels. Calculated from activations: not tested on a GPU."""
 WIDEST = 100  # times as wide as high; lines of HWDB reach 20
 FEW = 3  # writers: one for each split
 WRITER = re.compile(r"(?:.*/)?(\d+)-P\d+")  # in the name of a page's line, or of its image
@@ -194,8 +193,8 @@ def entry_of(name: str, text: str, split: str | None) -> Entry | Row:
 
 def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str, str]) -> Iterator[Entry | Row]:
     """Yield the lines of a list, whose rows name images beside it or in the folder of its name; used: image → row."""
-    own, text = name[: -len("_img_id_gt.txt")], decode_text((folder / name).read_bytes(), name)
-    known = {}  # with and without suffix
+    own, text = LIST.sub(r"\1", name), decode_text((folder / name).read_bytes(), name)
+    known, split = {}, split_word(own.rpartition("/")[2]) or split_of(name)  # known: with and without suffix
     for above in (own[: own.rfind("/") + 1], f"{own}/"):
         inside = [(compose(image.removeprefix(above)), image) for image in images if image.startswith(above)]
         known |= {cell.rpartition(".")[0]: image for cell, image in inside} | dict(inside)
@@ -213,7 +212,7 @@ def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str
             yield Row(where, image, rule, "delete one of the rows")
         else:
             used[image] = where
-            yield entry_of(image, "".join(cells[1:]), split_word(own.rpartition("/")[2]))
+            yield entry_of(image, compose("".join(cells[1:]).replace("\0", "")), split)
 
 
 class Line(NamedTuple):

@@ -2,8 +2,8 @@
 
 CTC sums over all alignments of a text; greedy decoding takes the single best one. A beam holds the `width` best texts
 so far, each with the probability of all its alignments that end in a blank and of those that end in its last character
-(Hannun et al. 2014, arXiv 1408.2873). A text is ranked by log P(CTC) + alpha · log P(LM) + beta · its length. A search
-uses only the *peaks* of an output, the few likely classes of each time step; many lines go through them together.
+(Hannun et al. 2014, arXiv 1408.2873). A text is ranked by log P(CTC) + alpha · log P(LM) + beta · its length. Only the
+*peaks* of an output count, the few likely classes of each time step.
 
 B lines, T time steps, C = 1 + classes, blank 0; F frames in which more than a blank is likely, K candidates, W beams.
 """

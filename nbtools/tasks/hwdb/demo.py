@@ -54,8 +54,7 @@ def demo(
     characters: how many (the frequent ones of Chinese first), or which, of any script that GB18030 has in two bytes;
     drawn with an installed Chinese font, else as shapes from the seed. length: characters of a line, or (fewest, most);
     HWDB's have about (20, 30). height: of a character's cell in pixels; HWDB's are about 100. The same seed, characters
-    and font give the same bytes, and 100 lines are the first of 6,000. A fifth of the writers are test writers; each
-    character occurs in a train line once there are as many. Raises PackError, DiskError.
+    and font give the same bytes. A fifth of the writers are test writers. Raises PackError, DiskError.
     """
     shortest, longest = (length, length) if isinstance(length, int) else length
     most = len(pool())

@@ -6,8 +6,7 @@ and the number of time steps of each line (B,).
 Padding does not change the output: after every batch norm the columns beyond a line's own length are set to zero,
 which is what lies outside of a picture, so convolutions, pools and means over a line in a padded batch equal those
 over the line alone. Zeroing writes into the output of batch norm, which no backward pass keeps: it costs no activation
-memory. Only the batch statistics of batch norm count padding in training; batches of similar widths keep that to a few
-percent.
+memory. Only the batch statistics of batch norm count padding in training, a few percent in batches of like widths.
 
 B samples, C channels, H × W pixels, T = ⌈W / stride⌉ time steps.
 """
@@ -32,8 +31,7 @@ class Hctr(nn.Module):
     """The reference's network for handwritten Chinese lines: a stem and four stages of squeeze-and-excitation blocks,
     each halved in both directions, no recurrent layer; 53.1 M parameters for 7,374 classes on lines 128 pixels high.
 
-    T = ⌈W / 32⌉: pools round up. width scales the channels. Source: Intel's handwritten-chinese-ocr-samples, whose
-    convolutions also have biases, which the batch norm after them cancels.
+    T = ⌈W / 32⌉: pools round up. width scales the channels. Source: Intel's handwritten-chinese-ocr-samples.
     """
 
     least_height = 64  # in lower lines a character, about as wide as high, gets one step, too few for CTC

@@ -1,8 +1,6 @@
 """How lines are trained: plans, batches and their augmentation, loss, metrics, decoding.
 
-Augmentation draws from each sample's own random numbers only: the result does not depend on the batch, its padding, or
-the machine. B samples, H × W pixels, N characters, T time steps; ink (B, 1, H, W) in [0, 1], 0 is paper; lengths (B,)
-columns.
+B samples, H × W pixels, N characters, T time steps; ink (B, 1, H, W) in [0, 1], 0 is paper; lengths (B,) columns.
 """
 
 import math
@@ -148,8 +146,7 @@ def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
     """Return cer, ar, cr and whole_accuracy, over all lines; infeasible: the share of lines that the loss excludes.
 
     By the definitions of the ICDAR 2013 competition, ar = 1 - (substitutions + deletions + insertions) / characters,
-    and cr the same without insertions. A character of the truth that is unknown counts as an error whatever is read
-    there, so that an answer of "unknown" is never right.
+    and cr the same without insertions. A character of the truth that is unknown counts as an error in any case.
     """
     logits, steps = outputs
     labels, lengths = batch["label"], batch["label_length"]

@@ -37,12 +37,11 @@ class Drawing:
 
 
 def read(path: Path) -> tuple[list[str], list[Drawing]]:
-    """Return the labels and the images of a file; none of XML of another kind. Raises Refused for damaged XML, and
-    where no image is named."""
+    """Return the labels and the images of a file; none of other XML. Raises Refused if damaged, or without images."""
     fix = "export it again as CVAT for images 1.1, with the images"
     try:
         root = ElementTree.parse(path).getroot()
-    except ElementTree.ParseError as error:
+    except (ElementTree.ParseError, ValueError, LookupError) as error:  # also of an encoding
         raise Refused(error, "annotations must be whole XML", fix) from None
     if root.tag != "annotations":  # Pascal VOC's is <annotation>
         return [], []

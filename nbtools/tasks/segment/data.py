@@ -238,8 +238,7 @@ def header_size(path: Path) -> Size | None:
 
 
 def inner_box(size: Size, packed: Sequence[int]) -> tuple[int, int, int, int]:
-    """Return where in a packed image a picture of a size lies, scaled to fit inside, in the middle: left, top, right,
-    bottom."""
+    """Return where in a packed image a picture, scaled to fit, lies in the middle: left, top, right, bottom."""
     scale = min(packed[0] / size[0], packed[1] / size[1])
     height, width = (max(1, min(most, round(n * scale))) for n, most in zip(size, packed, strict=True))
     top, left = (packed[0] - height) // 2, (packed[1] - width) // 2
@@ -318,6 +317,8 @@ def validate(
     """Check every image and every label of a folder, archive or link: each rule broken is a row. Options as for `pack`:
     an error is what a pack with the same ones leaves out. Raises PackError without a class table."""
     made = Source(stage(source, progress=progress))
+    if not (made.items or made.rows):
+        raise PackError(f"{source}: no images; give the folder that holds images/ and labels/")
     survey = survey_of(made, options_of(size, channels, classes, ignore), progress)
 
     def check(item: Item) -> Row | set[int]:

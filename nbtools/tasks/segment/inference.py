@@ -22,8 +22,7 @@ def infer(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> Output
     """Return logits (B, K, H, W) of a model in eval mode for image (B, C, H, W), and no auxiliary outputs.
 
     A single pass returns the model's own logits. Otherwise the probabilities of all scales and mirror images are
-    averaged at full size, each with the same weight, and returned as logarithms, which cross-entropy and argmax take as
-    logits. One scale and direction at a time: the largest scale sets the memory.
+    averaged at full size, and returned as logarithms, which cross-entropy and argmax take as logits.
     """
     if plan.eval_scales == (1.0,) and not plan.eval_flip:
         return model(batch)
@@ -58,10 +57,7 @@ def metrics(outputs: Outputs, batch: Mapping[str, Tensor]) -> dict[str, Pair]:
     classes = outputs[0].shape[1]
     counts = count_pairs(argmax(outputs[0]), batch["label"], classes)
     both = counts.diagonal()
-    return {
-        "miou": (both, counts.sum(0) + counts.sum(1) - both),
-        "pixel_accuracy": (both.sum(), counts.sum()),
-    }
+    return {"miou": (both, counts.sum(0) + counts.sum(1) - both), "pixel_accuracy": (both.sum(), counts.sum())}
 
 
 def count_pairs(predicted: Tensor, labels: Tensor, classes: int) -> Tensor:

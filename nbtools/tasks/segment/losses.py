@@ -60,9 +60,8 @@ def ohem_weights(entropy: Tensor, valid: Tensor, threshold: float, least: float)
     """Return weights (B, H, W) of the mean over each image's hard pixels: those whose class has a probability below
     `threshold`, or the hardest `least` share of the valid pixels, whichever is more.
 
-    Pixels that tie for the last places share them, so the loss does not depend on the order of pixels. The number of
-    places follows from the valid pixels, which only the device knows: the cutoff is looked up among the largest number
-    possible. Source: OhemCELoss of CoinCheung's BiSeNet, there over the pixels of a whole batch.
+    Pixels that tie for the last places share them, so the loss does not depend on the order of pixels. Source:
+    OhemCELoss of CoinCheung's BiSeNet, there over the pixels of a whole batch.
     """
     valid = valid.flatten(1)
     pixels = entropy.flatten(1).where(valid, constant((-1,), entropy.device))  # (B, N), ignored ones below the others

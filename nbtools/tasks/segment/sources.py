@@ -8,18 +8,17 @@
 A list's label comes before a mask of the image's name, and that before CVAT's shapes.
 """
 
-import contextlib
 import os.path
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from nbtools.data import IMAGES, compose
-from nbtools.tasks.common.files import Refused, Row, decode_text, read_rows, split_word, walk, with_slashes
+from nbtools.tasks.common.files import Refused, Row, decode_text, read_rows, split_of, split_word, walk, with_slashes
 from nbtools.tasks.segment import cvat
 
 SPLIT = r"(train|val|test)?(?:ing|id|idation)?"
-FOLDER = re.compile(rf"{SPLIT}[_-]?(?:images?|(labels?|masks?|annot))?[_-]?{SPLIT}", re.I)
+FOLDER = re.compile(rf"{SPLIT}[_ -]?(?:images?|imgs?|(labels?|masks?|annot(?:ations?)?))?[_ -]?{SPLIT}", re.I)
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,10 @@ class Source:
     def read_list(self, name: str) -> None:
         """Take the image and the label of each line; a text without such lines is no list."""
         rows, split = [], split_word(PurePosixPath(name).stem) or parse_path(name)[0]
-        with contextlib.suppress(Refused):  # no text, or no CSV
+        try:
             rows = read_rows(decode_text((self.folder / name).read_bytes(), name), name, is_pair)
+        except Refused as refusal:  # no text, or no CSV
+            self.rows += [refusal.row(name)] * bool(split_word(PurePosixPath(name).stem))
         for number, cells in rows if any(is_pair(cells) for _, cells in rows) else ():
             image, label = (self.find(cell, name) for cell in (*cells, "")[:2])
             if image and label:
@@ -79,8 +80,9 @@ class Source:
         """Pair images with masks by their names, then with CVAT's shapes; what is left has no label, or no image."""
         parsed = {name: parse_path(name) for name in self.having(*IMAGES)}
         images = {key: name for name, (_, is_mask, key) in reversed(parsed.items()) if not is_mask}
+        listed = any(item.split == "train" for item in self.items.values())  # then what no list names is left out
         for name, (split, is_mask, key) in parsed.items():
-            if is_mask and key in images:
+            if is_mask and key in images and not listed:
                 self.items.setdefault(images[key], Item(images[key], split, name))
         for name in self.having(".xml"):
             self.read_annotations(name)
@@ -88,7 +90,14 @@ class Source:
         for name, (_, is_mask, _) in parsed.items():
             if name not in used:
                 rule = "a label must have an image" if is_mask else "an image must have a label"
-                self.rows.append(Row(name, "none of that name", rule, "add the missing file, or delete this one"))
+                self.rows.append(
+                    Row(
+                        name,
+                        "in no list" if listed else "none of that name",
+                        rule,
+                        "add the missing file, or delete this one",
+                    )
+                )
 
     def read_annotations(self, name: str) -> None:
         """Take the images of a CVAT file that have no other label."""
@@ -110,8 +119,7 @@ class Source:
 
 
 def parse_path(name: str) -> tuple[str | None, bool, tuple[str | None, str, str]]:
-    """Return the split that the path of an image names, whether it is a mask, and a key that an image and its mask
-    share."""
+    """Return the split that the path of an image names, whether it is a mask, and what its mask or image shares."""
     path, split, is_mask, rest = PurePosixPath(compose(name)), None, False, []
     for part in path.parts[:-1]:
         if match := FOLDER.fullmatch(part):
@@ -119,7 +127,7 @@ def parse_path(name: str) -> tuple[str | None, bool, tuple[str | None, str, str]
             is_mask = is_mask or match[2] is not None
         else:
             rest.append(part)
-    return split, is_mask, (split, "/".join(rest), path.stem)
+    return split or split_of(compose(name)), is_mask, (split, "/".join(rest), path.stem)
 
 
 def is_pair(cells: list[str]) -> bool:

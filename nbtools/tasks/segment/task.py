@@ -217,8 +217,7 @@ def resample(image: Tensor, scale: Tensor, y: Tensor, x: Tensor, pyramid: bool) 
     beyond the image.
 
     pyramid: images zoomed to less than a half are read from a copy of half the size, means of 2 × 2 pixels, stored
-    below the image in the same tensor, so every pixel counts down to a scale of 0.25. The root mean square difference
-    to Pillow's resizing of a street scene at 0.25 is then 2.7 of 255 instead of 7.1, for a third more time.
+    below the image in the same tensor, so every pixel counts down to a scale of 0.25.
     """
     source, (height, width) = to_float(image), image.shape[1:3]
     rows, columns = y.clamp(0.5, height - 0.5), x.clamp(0.5, width - 0.5)

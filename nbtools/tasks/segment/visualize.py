@@ -82,8 +82,7 @@ def resize_image(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def colours(names: Sequence[str]) -> np.ndarray:
-    """Return (K, 3) uint8, the colours of classes: black for the background, else Okabe and Ito's, then hues in steps
-    of the golden ratio."""
+    """Return (K, 3) uint8, the colours of classes: black for the background, else Okabe and Ito's, then other hues."""
     hues = [np.rint(255 * np.array(colorsys.hsv_to_rgb(k * 0.618 % 1, 0.75, 0.8))) for k in range(len(names))]
     every = [(0, 0, 0) if name.casefold() in BACKGROUND else (*OKABE_ITO, *hues)[k] for k, name in enumerate(names)]
     return np.array(every, np.uint8)

@@ -64,6 +64,7 @@ SLACK = 0.5  # how far outside the picture a point may be: trackers guess points
 AGAIN = "extract the clip again, or delete it"
 
 Ids = tuple[int, int]  # (gloss, category)
+Splits = Mapping[str, str | None]
 
 
 def pack(
@@ -97,13 +98,17 @@ def pack_options(card: Card) -> dict[str, Any]:
 
 def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
     """Return the clips with a label that can be used, and what is wrong with the others."""
-    clips, labels, rows = labels_of(folder)
+    clips, labels, splits, rows = labels_of(folder)
     errors = [row for row in rows if row.severity == ERROR]
     if not labels:
         first = f" The first error: {Refused(*errors[0][1:4], errors[0].file)}" if errors else ""
         fix = f"write {LABELS} with the columns file,gloss,cat; run.predict(files) reads clips without labels"
         raise PackError(f"{folder}: {plural(len(clips), 'clip')} and no label; {fix}.{first}")
-    entries = [Entry(clip, split_in(clip), np.array(labels[clip], np.int64)) for clip in clips if clip in labels]
+    entries = [
+        Entry(clip, splits[clip] or split_in(clip), np.array(labels[clip], np.int64))
+        for clip in clips
+        if clip in labels
+    ]
     keys, known = keys_of(options, folder, clips), read_reference(folder)
     glosses, categories = (
         names_of(option, options[option], max(label[k] for label in labels.values()), known[k])
@@ -146,7 +151,7 @@ def validate(
     out; require_x2048: so is a clip without features. Raises PackError if there is no clip, and for a key that none
     has."""
     folder = stage(source, progress=progress)
-    clips, labels, rows = labels_of(folder)
+    clips, labels, _, rows = labels_of(folder)
     keys = keys_of({"kp_key": kp_key, "feature_key": feature_key}, folder, clips)
     if require_x2048:
         keys |= {"feature_key": feature_key, "require_x2048": True}
@@ -253,20 +258,20 @@ def first(broken: np.ndarray, values: np.ndarray) -> tuple[bool, str]:
     return True, f"frame {frame} has {values[broken][0]:g}"
 
 
-def labels_of(folder: Path) -> tuple[list[str], dict[str, Ids], list[Row]]:
-    """Return the clips of a folder, relative to it, the labels that can be used, and what is wrong with the lists.
+def labels_of(folder: Path) -> tuple[list[str], dict[str, Ids], Splits, list[Row]]:
+    """Return the clips of a folder, relative to it, their labels and splits by lists, and what is wrong with these.
     Raises PackError if there is no clip, DiskError for a list that cannot be opened."""
     names = walk(folder)
     clips = [name for name in names if name.lower().endswith(SUFFIX)]
     if not clips:
         there = f"it has {', '.join(names[:3])}" if names else "it is empty"
         raise PackError(f"{folder}: no clips ({SUFFIX}); {there}. Give the folder that holds train/ and val/")
-    labels, rows = read_lists(folder, clips)
+    labels, splits, rows = read_lists(folder, clips)
     if not labels and not rows:
-        return clips, {}, [Row(LABELS, f"no {LABELS}", "clips should have labels", "to predict, nothing", WARNING)]
+        return clips, {}, {}, [Row(LABELS, f"no {LABELS}", "clips should have labels", "to predict, nothing", WARNING)]
     bare, fix = (clip for clip in clips if clip not in labels), f"write its row into {LABELS}"
     rows += [Row(clip, "no usable row", "a clip must have a label", fix) for clip in bare]
-    return clips, labels, rows
+    return clips, labels, splits, rows
 
 
 def names_of(option: str, wanted: int | Sequence[str] | None, most: int, known: Mapping[int, str]) -> list[str]:
@@ -291,10 +296,11 @@ def split_in(clip: str) -> str | None:
     return next(filter(None, named), None)
 
 
-def read_lists(folder: Path, clips: Sequence[str]) -> tuple[dict[str, Ids], list[Row]]:
-    """Return (clip → its label, what is wrong with the lists). A clip with contradictory labels has none."""
+def read_lists(folder: Path, clips: Sequence[str]) -> tuple[dict[str, Ids], Splits, list[Row]]:
+    """Return (clip → its label, clip → the split in its list's name, what is wrong with the lists). A clip with
+    contradictory labels has none."""
     given: dict[str, dict[Ids, str]] = defaultdict(dict)  # clip → label → the first row that says so
-    rows: list[Row] = []
+    rows, splits = list[Row](), dict[str, str | None]()
     for name in (name for name in walk(folder) if name.lower().endswith(".csv")):
         try:
             table = read_table(folder, name, ("file", "gloss", "cat"))
@@ -305,13 +311,14 @@ def read_lists(folder: Path, clips: Sequence[str]) -> tuple[dict[str, Ids], list
         for where, (file, *ids) in table:
             try:
                 label = id_in("gloss", ids[0]), id_in("cat", ids[1])
-                given[clip_of(file, ends)].setdefault(label, where)
+                given[clip := clip_of(file, ends)].setdefault(label, where)
+                splits[clip] = splits.get(clip) or split_word(PurePosixPath(name).stem)
             except Refused as refusal:
                 rows.append(refusal.row(where))
     for (first, where), *others in (labels.items() for labels in given.values()):
         rule, fix = f"a clip must have one label, and {where} says {first[0]}, {first[1]}", "delete a wrong row"
         rows += [Row(other, f"{ids[0]}, {ids[1]}", rule, fix) for ids, other in others]
-    return {clip: next(iter(labels)) for clip, labels in given.items() if len(labels) == 1}, rows
+    return {clip: next(iter(labels)) for clip, labels in given.items() if len(labels) == 1}, splits, rows
 
 
 def ends_of(clips: Sequence[str], above: str) -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbtools import disk
-from nbtools.data import bar, cores, stage
+from nbtools.data import bar, cores, local, stage
 from nbtools.errors import MissingExtra, PackError, StageError
 from nbtools.show import plural
 from nbtools.tasks.common.files import Refused, Report, decode_image, split_of, walk
@@ -59,7 +59,7 @@ def features(
     kept as `into/backbone.safetensors`. batch_size: frames at once.
     Raises PackError, MissingExtra without torchvision, StageError if the weights' download fails, DiskError.
     """
-    folder, into = stage(source, progress=progress), Path(into)
+    folder, into = stage(source, progress=progress), local(str(into))
     films, bad = find_films(folder), []
     todo = [name for name in films if not (into / name).is_file() or KEY not in arrays_in(into / name)]
     if todo:
@@ -186,7 +186,7 @@ def weights_of(network: nn.Module) -> bytes:
 
 def train_clips(folder: Path, films: dict[str, Film]) -> Clips:
     """Return frames and label of the clips in train folders that have one. Raises PackError if there are none."""
-    labels, _ = read_lists(folder, [*films])
+    labels, *_ = read_lists(folder, [*films])
     clips = [(film, labels[name]) for name, film in films.items() if name in labels and split_of(name) == "train"]
     if not clips:
         rule = "finetune trains on clips with a label below a folder train/, and there are none"

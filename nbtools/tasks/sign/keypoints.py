@@ -1,8 +1,7 @@
 """The 78 points of a frame, and whole batches of them on their device: coordinates relative to the body, augmentation.
 
 A frame has MediaPipe's pose 0–24, then 21 points of the left hand, 21 of the right, and 11 of its face mesh. x grows to
-the right of the picture, y downwards, both in [0, 1] of it. Augmentation draws from each clip's own random numbers: the
-result does not depend on the batch, its padding, or the machine. B clips, T frames, P = 78 points.
+the right of the picture, y downwards, both in [0, 1] of it. B clips, T frames, P = 78 points.
 """
 
 import math
@@ -49,8 +48,7 @@ class Keypoints(NamedTuple):
 
 
 def prepare_clips(clips: Keypoints, plan: Any, draws: Draws | None) -> Keypoints:
-    """Return clips in the plan's coordinates, augmented given draws; 0 where a point is not seen, whatever its value
-    was."""
+    """Return clips in the plan's coordinates, augmented given draws; 0 where a point is not seen."""
     if draws is not None and (plan.time_warp or plan.time_crop):
         clips = retime(clips, draws, plan.time_warp, plan.time_crop, longest=POSITIONS)
     if draws is not None and plan.mirror:

@@ -1,6 +1,5 @@
-"""Clips as skeletons: strips of frames, and the live picture.
+"""Clips as skeletons, drawn by Pillow three times as large and then reduced: strips of frames, and the live picture.
 
-A frame is drawn with Pillow alone, three times as large and then reduced: no frame costs a figure of matplotlib's.
 T frames, P = 78 points, D = 2048 features, S px of a square picture.
 """
 

@@ -50,7 +50,7 @@ folder
 # %%
 from IPython.display import Image, display
 
-for path in sorted(folder.rglob("*.png"))[:400:100]:
+for path in sorted(folder.rglob("*.[jp][pn]*g"))[:400:100]:
     print(path.name)
     display(Image(path))
 

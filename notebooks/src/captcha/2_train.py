@@ -3,9 +3,9 @@
 #
 # {badge}
 #
-# Proposes a plan for the machine you have with a reason for every number, trains, and ends with a receipt: how much
-# faster than the guide's own settings, on your data. You can watch it and change its settings while it runs. Stop it,
-# or lose the session, and the same cell resumes.
+# Proposes a plan for your machine with a reason for every choice, trains, and ends with a receipt: how much faster than
+# the guide's "before", on your data. Watch it and change its settings while it runs. Stop it, or lose the session, and
+# the same cell resumes.
 #
 # **GPU:** any NVIDIA GPU (not tested yet); without one a small network is chosen. **Measured:** 1 min 58 s on two cores
 # of an AMD EPYC (a cloud machine, no GPU), installation aside, with 6,000 generated images of four digits.
@@ -42,7 +42,7 @@ nb.gpus()
 
 # %% [markdown]
 # ## The data
-# The pack that `1_data` kept is copied from Drive. On the same machine, or where `RAW` names your data, the receipt
+# The pack that `1_data` kept is copied from Drive. Where `RAW` names your data, or demo data are made here, the receipt
 # below measures the raw files too.
 
 # %%
@@ -54,11 +54,11 @@ pack
 
 # %% [markdown]
 # ## The plan
-# Measured here, on your data, in about a minute, and kept next to the pack. Every field has its reason next to it;
+# Measured here, on your data, in about a minute, and kept next to the pack. Every choice has its reason next to it;
 # where nothing was measured, the reason names the rule of thumb.
 
 # %%
-advice = nb.advise(captcha, pack, measure=MEASURE)
+advice = nb.advise(captcha, pack, measure=MEASURE and not (KEEP and nb.kept(KEEP, "newly measured advice")))
 advice
 
 # %% [markdown]
@@ -83,10 +83,10 @@ run = nb.fit(captcha, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_
 
 # %% [markdown]
 # ## The receipt
-# The guide's settings ran for a few seconds on this machine and this data. This is how yours compare.
+# The guide's "before" ran for a few seconds on this machine and this data. This is how yours compare.
 
 # %%
-run.receipt or print("Not measured: set MEASURE = True, then run the settings and the training cell again")
+run.receipt or print("Not measured: it needs MEASURE = True and a run that ended; else the training cell says why")
 
 # %% [markdown]
 # Next: train again with another lr, in a folder of its own, and see which is better; then `3_evaluate`.

@@ -20,6 +20,7 @@ import os
 PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise demo images
 RUN = None  # another run; None: the one that 2_train kept, otherwise a short one
 FILES = []  # images of your own to read, e.g. ["mine.png"]; empty: a few fresh demo images
+SPLIT = "test"  # "val" where there is no test split
 EXPORT = "captcha-model"
 COUNT, EPOCHS = 3000, 10  # for the short run, if there is no other
 if "COLAB_RELEASE_TAG" not in os.environ:
@@ -38,7 +39,7 @@ pack = captcha.pack(data or captcha.demo("data/short", count=COUNT))
 trained = RUN or (data and nb.kept("drive:nbtools-data/runs/captcha", "a short run"))
 if not trained:
     plan = nb.advise(captcha, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.0)
-    trained = nb.fit(captcha, pack, plan, run="runs/short", receipt=False).folder
+    trained = nb.fit(captcha, pack, plan, receipt=False).folder
 run = nb.Run.open(nb.stage(trained))
 
 # %% [markdown]
@@ -49,7 +50,7 @@ run = nb.Run.open(nb.stage(trained))
 # `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data this run has not seen, all as the test split.
 
 # %%
-nb.evaluate(run, pack, split="test")
+nb.evaluate(run, pack, split=SPLIT)
 
 # %% [markdown]
 # ## What it gets wrong
@@ -57,7 +58,7 @@ nb.evaluate(run, pack, split="test")
 # missing) tells you more than the figure above.
 
 # %%
-ids = pack.ids("test")
+ids = pack.ids(SPLIT)
 read = dict(zip(ids, run.predict_pack(pack, ids), strict=True))
 wrong = [i for i in ids if read[i] != captcha.text_of(pack, i)]
 print(f"{len(wrong)} of {len(ids)} read wrong")
@@ -68,7 +69,8 @@ captcha.show(pack, wrong[:12], [read[i] for i in wrong[:12]])
 # `run.predict` prepares a raw image exactly as training did.
 
 # %%
-files = FILES or sorted(captcha.demo("data/fresh", count=5, seed=1).glob("*.png"))
+size = tuple(pack.options.get("size", (60, 160)))
+files = FILES or sorted(captcha.demo("data/fresh", count=5, size=size, seed=1).glob("*.png"))
 list(zip(map(str, files), run.predict(files), strict=True))
 
 # %% [markdown]

@@ -16,7 +16,8 @@
 # ## Settings
 # `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link, with folders `HWDB2.0Train`
 # … `HWDB2.2Test`, unpacked, or `train/`, `train_img_id_gt.txt` with `name,text` on each line, and `chars_list.txt`.
-# `help(hwdb.pack)` lists the `OPTIONS`. The lines' height follows the GPU's memory; `{"height": 96}` sets another.
+# `help(hwdb.pack)` lists the `OPTIONS`. The lines' height follows this machine's GPU; `{"height": 96}` sets that of the
+# one to train on.
 
 # %% tags=["parameters"]
 import os

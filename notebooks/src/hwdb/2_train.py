@@ -4,10 +4,10 @@
 # {badge}
 #
 # Trains a recogniser of handwritten lines, a convolutional network with CTC, with a plan measured on your
-# machine. You can change its settings while it trains. It ends with a receipt: how much faster than the
-# guide's own settings, on your data.
+# machine, whose settings you can change meanwhile. It ends with a receipt: how much faster than the guide's "before",
+# on your data.
 #
-# **GPU:** any NVIDIA GPU (not tested yet) for the guide's network of 53 M parameters; without one a slim network is
+# **GPU:** 24 GB or more (not tested yet) for the guide's network of 53 M parameters; else a slim network is
 # chosen. **Measured:** 1 min 58 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation aside, with 6,000
 # generated lines of 60 characters.
 #
@@ -43,7 +43,7 @@ nb.gpus()
 
 # %% [markdown]
 # ## The data
-# The pack that `1_data` kept is copied from Drive. On the same machine, or where `RAW` names your data, the receipt
+# The pack that `1_data` kept is copied from Drive. Where `RAW` names your data, or demo data are made here, the receipt
 # below measures the raw pages too.
 
 # %%
@@ -55,12 +55,12 @@ pack
 
 # %% [markdown]
 # ## The plan
-# Measured here, on your data, in about a minute, and kept next to the pack. Every field has its reason next to it;
+# Measured here, on your data, in about a minute, and kept next to the pack. Every choice has its reason next to it;
 # where nothing was measured, the reason names the rule of thumb. Above the table: how many steps that is, and how long
 # they take at the measured speed.
 
 # %%
-advice = nb.advise(hwdb, pack, measure=MEASURE)
+advice = nb.advise(hwdb, pack, measure=MEASURE and not (KEEP and nb.kept(KEEP, "newly measured advice")))
 advice
 
 # %% [markdown]
@@ -84,11 +84,11 @@ run = nb.fit(hwdb, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu
 
 # %% [markdown]
 # ## The receipt
-# The guide's settings (batch 8, every line decoded again at each access, no mixed precision) ran for a few seconds on
+# The guide's "before" (batch 8, every line decoded again at each access, no mixed precision) ran for a few seconds on
 # this machine and this data. This is how yours compare.
 
 # %%
-run.receipt or print("Not measured: set MEASURE = True, then run the settings and the training cell again")
+run.receipt or print("Not measured: it needs MEASURE = True and a run that ended; else the training cell says why")
 
 # %% [markdown]
 # Next: train again with another lr, in a folder of its own, and see which is better; then `3_evaluate`.

@@ -23,6 +23,7 @@ import os
 PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise demo pages
 RUN = None  # another run; None: the one that 2_train kept, otherwise a short one
 LANGUAGE = None  # "drive:texts/chinese.txt"
+SPLIT = "test"  # "val" where there is no test split
 FILES = []  # lines of your own to read: images, or pages as "page.dgrl#3"
 COUNT, EPOCHS = 3000, 4  # for the short run, if there is no other
 if "COLAB_RELEASE_TAG" not in os.environ:
@@ -41,7 +42,7 @@ pack = hwdb.pack(data or hwdb.demo("data/short", count=COUNT))
 trained = RUN or (data and nb.kept("drive:nbtools-data/runs/hwdb", "a short run"))
 if not trained:
     plan = nb.advise(hwdb, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.2)
-    trained = nb.fit(hwdb, pack, plan, run="runs/short", receipt=False).folder
+    trained = nb.fit(hwdb, pack, plan, receipt=False).folder
 run = nb.Run.open(nb.stage(trained))
 
 # %% [markdown]
@@ -53,14 +54,14 @@ run = nb.Run.open(nb.stage(trained))
 # `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data this run has not seen, all as the test split.
 
 # %%
-nb.evaluate(run, pack, split="test")
+nb.evaluate(run, pack, split=SPLIT)
 
 # %% [markdown]
 # ## Truth and prediction
 # The truth is above each line; where the prediction differs, it follows, in another colour.
 
 # %%
-ids = pack.ids("test")
+ids = pack.ids(SPLIT)
 truth, read = [hwdb.text_of(pack, i) for i in ids], run.predict_pack(pack, ids)
 hwdb.show(pack, ids[:6], read[:6])
 
@@ -70,7 +71,7 @@ hwdb.show(pack, ids[:6], read[:6])
 # crossed-out word, a line cut in half.
 
 # %%
-run.report(pack, split="test")
+run.report(pack, split=SPLIT)
 
 # %% [markdown]
 # ## A language model
@@ -110,10 +111,13 @@ pd.DataFrame({name: hwdb.scores(truth, answers) for name, answers in ways.items(
 
 # %% [markdown]
 # ## Your own lines
-# `run.predict` prepares a raw line exactly as training did. Without files of your own, it reads lines of a held-out
-# writer.
+# `run.predict` prepares a raw line exactly as training did. Without files of your own, it reads invented
+# lines.
 
 # %%
+if not FILES and "COLAB_RELEASE_TAG" in os.environ:
+    print("installing the font LXGW WenKai")
+    # !apt-get install -qq fonts-lxgw-wenkai > /dev/null
 pages = sorted(hwdb.demo("data/fresh", count=24).rglob("HWDB2.0Test/*.dgrl"))
 files = FILES or [f"{page}#{line}" for page in pages for line in (1, 2)]
 list(zip(map(str, files), run.predict(files), strict=True))

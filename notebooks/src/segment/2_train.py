@@ -4,8 +4,8 @@
 # {badge}
 #
 # Trains BiSeNetV2, or on a CPU a slim version of it, to predict the class of every pixel. The plan has a reason for
-# every number. Predictions are drawn while it trains. The receipt shows how much faster that is than the guide's own
-# settings on this machine.
+# every choice. Predictions are drawn while it trains. The receipt shows how much faster that is than the guide's
+# "before" on this machine.
 #
 # **GPU:** any NVIDIA GPU (not tested yet). **Measured:** 2 min 44 s on two cores of an AMD EPYC (a cloud
 # machine, no GPU), installation aside, with 1,400 generated images.
@@ -43,7 +43,7 @@ nb.gpus()
 
 # %% [markdown]
 # ## The data
-# The pack that `1_data` kept is copied from Drive. On the same machine, or where `RAW` names your data, the receipt
+# The pack that `1_data` kept is copied from Drive. Where `RAW` names your data, or demo data are made here, the receipt
 # below measures the raw files too.
 
 # %%
@@ -55,12 +55,11 @@ pack
 
 # %% [markdown]
 # ## A plan
-# Measured here, on your data: which batch size is fast enough, what a step spends its time on, and which single change
-# is worth making. Above the table: how many steps that is, how many are warmup, and how long they take at the
-# measured speed.
+# Measured here, on your data: the precision, what a step spends its time on, and the learning rate. Above the table:
+# how many steps that is, how many are warmup, and how long they take at the measured speed.
 
 # %%
-advice = nb.advise(segment, pack, measure=MEASURE)
+advice = nb.advise(segment, pack, measure=MEASURE and not (KEEP and nb.kept(KEEP, "newly measured advice")))
 advice
 
 # %% [markdown]
@@ -74,7 +73,7 @@ panel
 # %% [markdown]
 # ## Train
 # Evaluations during training are single passes; several scales and mirror images, if the plan asks for them, are left
-# to the end.
+# to `nb.evaluate`.
 #
 # A line for each epoch stays in the cell's output; `run.summary()` is their table.
 
@@ -83,11 +82,11 @@ run = nb.fit(segment, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_
 
 # %% [markdown]
 # ## The receipt
-# The guide's settings (every image decoded again at each access, all scales at every evaluation) ran for a few seconds
+# The guide's "before" (every image decoded again at each access, no mixed precision) ran for a few seconds
 # on this machine and this data. This is how yours compare.
 
 # %%
-run.receipt or print("Not measured: set MEASURE = True, then run the settings and the training cell again")
+run.receipt or print("Not measured: it needs MEASURE = True and a run that ended; else the training cell says why")
 
 # %% [markdown]
 # Next: train again with another lr, in a folder of its own, and see which is better; then `3_evaluate`.

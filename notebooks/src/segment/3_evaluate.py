@@ -37,7 +37,7 @@ pack = segment.pack(data or segment.demo("data/short", count=COUNT, size=SIDES))
 trained = RUN or (data and nb.kept("drive:nbtools-data/runs/segment", "a short run"))
 if not trained:
     plan = nb.advise(segment, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.5)
-    trained = nb.fit(segment, pack, plan, run="runs/short", receipt=False).folder
+    trained = nb.fit(segment, pack, plan, receipt=False).folder
 run = nb.Run.open(nb.stage(trained))
 
 # %% [markdown]

@@ -4,8 +4,8 @@
 # {badge}
 #
 # Trains two models on the same clips, side by side: a Transformer on keypoints, and a GRU on ready-made image features,
-# each with a plan that has a reason for every number. The receipt shows how much faster that is than the guide's own
-# settings on this machine.
+# each with a plan and its reasons. The receipt shows how much faster that is than the guide's
+# "before" on this machine.
 #
 # **GPU:** any NVIDIA GPU (not tested yet); the steps are small, and a CPU will do. **Measured:** 2 min 57 s on
 # two cores of an AMD EPYC (a cloud machine, no GPU), installation aside, with 600 generated clips of 12 signs.
@@ -43,7 +43,7 @@ nb.gpus()
 
 # %% [markdown]
 # ## The data
-# The pack that `1_data` kept is copied from Drive. On the same machine, or where `RAW` names your data, the receipt
+# The pack that `1_data` kept is copied from Drive. Where `RAW` names your data, or demo data are made here, the receipt
 # below measures the raw clips too. With keypoints and features two models can be trained.
 
 # %%
@@ -57,12 +57,11 @@ pack
 
 # %% [markdown]
 # ## A plan for the Transformer
-# Measured here, on your data: which batch size is fast enough, what a step spends its time on, and which single change
-# is worth making. Above the table: how many steps that is, how many are warmup, and how long they take at the
-# measured speed.
+# Measured here, on your data: the precision, what a step spends its time on, and the learning rate. Above the table:
+# how many steps that is, how many are warmup, and how long they take at the measured speed.
 
 # %%
-advice = nb.advise(sign, pack, measure=MEASURE)
+advice = nb.advise(sign, pack, measure=MEASURE and not (KEEP and nb.kept(f"{KEEP}/sign", "newly measured advice")))
 advice
 
 # %% [markdown]
@@ -113,11 +112,11 @@ nb.compare(*runs)
 
 # %% [markdown]
 # ## The receipt
-# The guide's settings (every clip decompressed again at each access) ran for a few seconds on this machine and this
+# The guide's "before" (every clip decompressed again at each access) ran for a few seconds on this machine and this
 # data. This is how the Transformer's compare.
 
 # %%
-run.receipt or print("Not measured: set MEASURE = True, then run the settings and the training cell again")
+run.receipt or print("Not measured: it needs MEASURE = True and a run that ended; else the training cell says why")
 
 # %% [markdown]
 # Next: train again with another lr, in a folder of its own, and see which is better; then `3_evaluate`.

@@ -37,7 +37,7 @@ pack = sign.pack(data or sign.demo("data/short", count=COUNT, glosses=GLOSSES, c
 trained = RUN or (data and nb.kept("drive:nbtools-data/runs/sign", "a short run"))
 if not trained:
     plan = nb.advise(sign, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.5)
-    trained = nb.fit(sign, pack, plan, run="runs/short", receipt=False).folder
+    trained = nb.fit(sign, pack, plan, receipt=False).folder
 run = nb.Run.open(nb.stage(trained))
 pack = run.readable(pack)  # some clips may lack what its network reads
 
