@@ -77,7 +77,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         "epochs": (epochs, f"{FIXED_IMAGES:,} images in all (measured on our CPU)"),
         "warmup_epochs": (min(1.0, epochs / 5), f"Adam's first estimates are poor, {THUMB}"),
         "weight_decay": (0.02, f"for a small set, {THUMB}"),
-        "clip_norm": (5.0, "only guards against outliers"),
+        "clip_norm": (5.0, f"only guards against outliers, {THUMB}"),
         "channels_last": (True, "a fifth less time per step (measured on our CPU)"),
     }
 
@@ -94,11 +94,11 @@ def for_lines(card: Card, cuda: bool) -> dict[str, tuple[Any, str]]:
         "batch_size": (at_most(128 if cuda else 32, card), f"many steps for a small set, {THUMB}"),
         "lr": (6e-3 if cuda else 3e-3, f"with warmup and cosine; {sqrt if cuda else 'twice that is no better'}"),
         "epochs": (epochs, f"{LINES:,} lines in all: about 20 minutes on two cores"),
-        "warmup_epochs": (round(epochs * 0.06, 1), "6 % of the run: CTC predicts blank everywhere at first"),
+        "warmup_epochs": (round(epochs * 0.06, 1), f"6 % of the run, {THUMB}: CTC predicts blank everywhere at first"),
         "weight_decay": (0.05, f"for a small set, {THUMB}"),
-        "clip_norm": (5.0, "only guards against outliers"),
+        "clip_norm": (5.0, f"only guards against outliers, {THUMB}"),
         "channels_last": (True, "a quarter less time per step (measured on our CPU)"),
-        "eval_every": (2, "an evaluation takes a tenth of an epoch's time"),
+        "eval_every": (2, f"an evaluation takes a tenth of an epoch's time, {THUMB}"),
     }
 
 

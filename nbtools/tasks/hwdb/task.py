@@ -90,10 +90,10 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         "augment": (0.5, mild) if epochs <= SHORT else (1.0, f"few lines, seen often, {THUMB}"),
         "batch_size": (at_most(64, card), scaled) if cuda else (at_most(16, card), sizes),
         "lr": (6e-3, scaled) if cuda else (3e-3, rates),
-        "epochs": (epochs, "enough to show every class often, between 3 and 200"),
-        "warmup_epochs": (round(epochs * 0.08, 2), "8 % of the run: CTC predicts blank everywhere at first"),
+        "epochs": (epochs, f"enough to show every class often, between 3 and 200, {THUMB}"),
+        "warmup_epochs": (round(epochs * 0.08, 2), f"8 % of the run, {THUMB}: CTC predicts blank everywhere at first"),
         "weight_decay": (0.02, f"for a small set, {THUMB}"),
-        "clip_norm": (5.0, "only guards against outliers"),
+        "clip_norm": (5.0, f"only guards against outliers, {THUMB}"),
         "channels_last": (cuda, THUMB if cuda else "9 % more time per step (measured on our CPU)"),
     }
 

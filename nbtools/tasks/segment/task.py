@@ -146,8 +146,8 @@ def course(card: Card, images: int, batch: int, why: str) -> dict[str, tuple[Any
     warmup = round(min(epochs / 10, 1000 * batch / max(card.splits["train"], 1)), 1)
     return {
         "epochs": (epochs, why),
-        "warmup_epochs": (warmup, "the guide's 1,000 steps, but no more than a tenth of the run"),
-        "eval_every": (max(1, epochs // 100), "about 100 evaluations in a run, each in a single pass"),
+        "warmup_epochs": (warmup, f"the guide's 1,000 steps, but no more than a tenth of the run, {THUMB}"),
+        "eval_every": (max(1, epochs // 100), f"about 100 evaluations in a run, each in a single pass, {THUMB}"),
     }
 
 

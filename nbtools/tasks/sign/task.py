@@ -97,12 +97,12 @@ def for_transformer(card: Card) -> dict[str, tuple[Any, str]]:
         "network": ("transformer", "there are keypoints"),
         "batch_size": (at_most(16, card), "many small steps; twice the batch is 1.02× as fast (measured on our CPU)"),
         "lr": (5e-4, "with warmup and cosine; twice that is no better (measured on our CPU)"),
-        "epochs": (epochs, f"each gloss is seen about {SHOWN} times, in 10 to 200 epochs"),
+        "epochs": (epochs, f"each gloss is seen about {SHOWN} times, in 10 to 200 epochs, {THUMB}"),
         "warmup_epochs": (round(epochs * 0.1, 1), f"10 % of the run, {THUMB}"),
         "normalise": ("hands", "after 40 clips 76 % of 160 are right, by the body alone 59 % (measured on our CPU)"),
         "mirror": (0.5, "some signers lead with the other hand: 76 % → 91 % of these (measured on our CPU)"),
         "time_warp": (0.5, "with cropping 76 % → 81 % of these (measured on our CPU)"),
-        "time_crop": (0.2, "where a recording starts and ends is arbitrary"),
+        "time_crop": (0.2, f"where a recording starts and ends is arbitrary, {THUMB}"),
     }
 
 
@@ -113,9 +113,9 @@ def for_gru(card: Card) -> dict[str, tuple[Any, str]]:
         "network": ("gru", "reads features"),
         "batch_size": (at_most(32, card), "the guide's 32, or all there are"),
         "lr": (3e-3, "with warmup and cosine; 1e-2 reached 66 %, this 70 % of demo clips (measured on our CPU)"),
-        "epochs": (epochs, f"each gloss is seen about {5 * SHOWN} times: a small network needs many quick steps"),
+        "epochs": (epochs, f"each gloss is seen about {5 * SHOWN} times, {THUMB}: small networks need many steps"),
         "warmup_epochs": (round(epochs * 0.1, 1), f"10 % of the run, {THUMB}"),
-        "weight_decay": (0.0, "16 and 12 units are too few to overfit"),
+        "weight_decay": (0.0, f"16 and 12 units are too few to overfit, {THUMB}"),
     }
 
 
