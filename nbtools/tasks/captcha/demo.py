@@ -24,7 +24,7 @@ def demo(
 ) -> Path:
     """Write `count` captchas into a folder; the same seed gives the same files, byte for byte.
 
-    length: characters, or (fewest, most): the width then grows with the text, as the CTC network takes it.
+    alphabet: of the text. length: characters, or (fewest, most): the width then grows with the text, as CTC takes it.
     size: (height, width) in pixels; of four characters where the length varies.
     Raises PackError on an impossible request, MissingExtra without the captcha package, DiskError.
     """

@@ -86,7 +86,8 @@ def search(
     alpha: float = 0.4,
     beta: float = 0.0,
 ) -> list[str]:
-    """Return the best text of each line; alpha ≥ 0. Raises PlanError for a language model of other classes."""
+    """Return the best text of each line, of the `width` best so far at each step: by log P(CTC) + alpha · log P(LM) +
+    beta · length, alpha ≥ 0. Raises PlanError for a language model of other classes."""
     if lm is not None and lm.classes != tuple(classes):
         raise PlanError("beam: the language model has other classes; train it with the pack's classes")
     texts: dict[int, list[int]] = {}

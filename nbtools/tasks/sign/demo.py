@@ -68,9 +68,9 @@ def demo(
 ) -> Path:
     """Write `count` clips of invented signs below train/ and val/, with lists of labels; return the folder.
 
-    frames: fewest and most of a clip; the guide's have about 122. features: also write X2048, what a frozen image
-    network might make of the frames. The same seed gives the same files, and 100 clips are the first of 1,000. An
-    earlier demo in the folder is replaced.
+    glosses, categories: how many signs, and kinds of them. frames: fewest and most of a clip; the guide's have about
+    122. features: also write X2048, what a frozen image network might make of the frames. The same seed gives the same
+    files, and 100 clips are the first of 1,000. An earlier demo in the folder is replaced.
     Raises PackError on an impossible request and where a clip that no demo wrote would be lost, DiskError.
     """
     require(
