@@ -50,7 +50,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def chromium():
-    """The path of a Chromium."""
     return next(filter(None, map(shutil.which, BROWSERS)))
 
 
@@ -99,7 +98,6 @@ def untouched(request, tmp_path_factory, pack):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Of a run of the test's own."""
     return tmp_path / "run"
 
 

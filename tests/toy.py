@@ -53,7 +53,6 @@ def survey(folder: Path, options) -> Survey:
 
 
 def pack(source, *, ragged: bool = False, into: Path | None = None, progress: bool = False, val: float = 0.2) -> Pack:
-    """x as in the files."""
     more = {"val": val, "test": 0.1, "into": into, "progress": progress}
     return build_pack(source, "toy", {"ragged": ragged}, survey, read, **more)
 

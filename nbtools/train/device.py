@@ -9,7 +9,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GRAPH_DEVICES = ("cuda",)
+OWN: list[int] = []  # the user's number of threads, while a plan's takes its place
 FP16_DEVICES = ("cuda", "mps")  # on a CPU most of its kernels are not vectorised, or emulated: a step took 14 s
 FULL = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "ALLOCATION_FAILED")  # of a RuntimeError
 NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
@@ -101,8 +102,8 @@ def prepare(plan: Plan, device: torch.device, processes: int = 1) -> None:
     """Set determinism, the number of threads, on CUDA TF32, on a CPU how malloc frees. Raises as `require` does."""
     require(plan, device, processes)
     torch.use_deterministic_algorithms(plan.deterministic)
-    own = threads()
-    torch.set_num_threads((plan.threads if world() == 1 else None) or own)  # torchrun shares out the cores itself
+    OWN[:] = [threads()]
+    torch.set_num_threads((plan.threads if world() == 1 else None) or OWN[0])  # torchrun shares out the cores itself
     if device.type == "cpu" and hasattr(LIBRARY, "mallopt"):
         # malloc keeps what tensors free: else a step spends 5 to 20 % (captcha guide) of its time on page faults.
         LIBRARY.mallopt(TRIM_THRESHOLD, 2**31 - 1)
@@ -112,15 +113,14 @@ def prepare(plan: Plan, device: torch.device, processes: int = 1) -> None:
         torch.set_float32_matmul_precision("high")  # convolutions take TF32 by default; fp32_precision: pytorch#166387
 
 
-@cache
 def threads() -> int:
     """Return the number of CPU threads as the user or torch set it, before a plan asked for another."""
-    return torch.get_num_threads()
+    return OWN[0] if OWN else torch.get_num_threads()
 
 
 def restore_threads() -> None:
     torch.set_num_threads(threads())
-    threads.cache_clear()  # the user may set another from now on
+    OWN.clear()  # the user may set another from now on
 
 
 @contextmanager

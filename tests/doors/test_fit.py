@@ -168,10 +168,13 @@ def test_a_setting_changed_on_resume_survives_a_crash_before_the_next_checkpoint
 
 
 def test_a_run_computes_with_the_threads_of_its_plan_and_leaves_the_users_own(pack, tmp_path):
-    before, seen = torch.get_num_threads(), list[int]()
-    task = acting({3: lambda: seen.append(torch.get_num_threads())})
-    nb.fit(task, pack, ONE.replace(threads=before + 1), tmp_path / "run", **QUIET)
-    assert (seen, torch.get_num_threads()) == ([before + 1], before)
+    before, seen = (measure.machine(), torch.get_num_threads())[1], list[int]()
+    for own, threads, used in ((before, before + 1, before + 1), (before + 1, None, before + 1)):  # set after a look
+        torch.set_num_threads(own)
+        task = acting({3: lambda: seen.append(torch.get_num_threads())})
+        nb.fit(task, pack, ONE.replace(threads=threads), tmp_path / f"run-{own}", **QUIET)
+        assert (seen.pop(), torch.get_num_threads()) == (used, own)
+    torch.set_num_threads(before)
 
 
 def test_a_slow_disk_keeps_no_epoch_waiting_and_the_best_state_is_written(pack, tmp_path, monkeypatch):
