@@ -80,10 +80,8 @@ class classify(Task):
         self.chosen, self.augment = None if metrics is None else defaults.as_tuple(metrics), defaults.strengths(augment)
         self.given = {"loss": loss, "optimizer": optimizer, "schedule": schedule}
         self.criterion: Any = copy.deepcopy(loss).float() if isinstance(loss, nn.Module) else loss  # NumPy's weights
-        if (
-            type(loss) in CROSS_ENTROPY and getattr(loss, "reduction", "") == "mean"
-        ):  # over the weights of a batch, see `terms`
-            self.criterion.reduction = "sum"
+        if type(loss) in CROSS_ENTROPY and self.criterion.reduction == "mean":
+            self.criterion.reduction = "sum"  # the mean is over the weights of a batch, see `terms`
         hooks = {"optimizer": optimizer and maker_of(optimizer), "schedule": schedule}
         vars(self).update({name: hook for name, hook in hooks.items() if hook is not None})
         self.made = f"nb.{type(self).__name__}(…)"
