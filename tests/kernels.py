@@ -54,7 +54,9 @@ class Client:
         raise AssertionError(f"nothing after {LIMIT} s: {say}; the last: {self.said[-3:]}")
 
     def idle(self, request: str) -> dict:
-        return self.until(lambda m: parent(m) == request and over(m), f"the end of {request}")
+        """The end of a request, which may have come while another's was waited for: a subshell handles them beside."""
+        wanted = [message for message in self.said if parent(message) == request and over(message)]
+        return wanted[0] if wanted else self.until(lambda m: parent(m) == request and over(m), f"the end of {request}")
 
     def end(self, cell: str) -> None:
         """Waits for all that ends a cell, and until ipykernel 7.3 reads, and 6 does not abort, what follows."""
