@@ -18,7 +18,7 @@ from nbtools.train import Plan, TaskLike, as_task, list_changes, readable, shown
 from nbtools.train import device as devices
 
 SECONDS, ROUNDS = 9.0, 3  # of all turns; of these at least
-LEAST, SHARE = 36.0, 0.1  # seconds that a receipt may take, or this share of the run if that is more
+LEAST, SHARE, SHORT = 36.0, 0.1, 1.0  # seconds that a receipt may take, or this share of the run; after any run
 GROUPS = {
     "+ packed feed": ("feed", "workers", "prefetch"),
     "+ batch and lr": ("batch_size", "micro_batch_size"),
@@ -142,7 +142,7 @@ def compare(run: Stepper, plans: dict[str, Plan], seconds: float, run_s: float) 
     """Train plans in turns with the baseline, the first and as many others as there is time for; return (name → trial,
     what is to say of the rest). Raises TrainError where the first cannot be."""
     trials, notes, late, most = dict[str, Trial](), list[str](), list[str](), min(LEAST, run_s or LEAST)
-    most = max(most, SHARE * run_s)
+    most = max(most, SHARE * run_s, SHORT)
     first, step_s, start = next(iter(plans)), run.advance().seconds, run.clock()
     if run_s and ROUNDS * step_s > most:
         raise TrainError(f"it would take about {duration(2 * ROUNDS * step_s)}, longer than a tenth of the run")
