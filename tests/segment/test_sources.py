@@ -61,6 +61,19 @@ def test_lines_that_cannot_be_used_are_rows_with_their_numbers(tmp_path):
     assert len(packed(folder).bad) == 5
 
 
+def test_lists_of_images_alone_give_the_splits_of_these_and_leave_out_the_others(tmp_path):
+    files = {f"{folder}/{i}.png": make() for i in range(5) for folder, make in (("images", photo), ("masks", ids))}
+    lists = {"test.txt": "0\n", "lists/val.txt": "/home/me/images/1.png\n7\n", "train.txt": "images\\2.png\n3\n0\n"}
+    made = packed(folder := tree(tmp_path / "raw", {**files, **lists, "train/log.csv": "4\n"}))
+    assert [made.names[made.ids(split)[0]] for split in made.splits] == [f"images/{i}.png" for i in (2, 1, 0)]
+    assert {row.file for row in checked(folder).rows} == {
+        "lists/val.txt:2",
+        "train.txt:3",
+        "images/4.png",
+        "masks/4.png",
+    }
+
+
 def test_images_without_labels_labels_without_images_and_two_of_one_name_are_rows(tmp_path):
     source = corpus(tmp_path / "raw")
     tree(source, {"images/train/alone.png": photo(), "labels/train/lone.png": ids(), "images/train/0.jpg": photo()})

@@ -4,6 +4,7 @@ import json
 import re
 import tarfile
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,18 @@ def test_the_columns_of_a_list_stand_in_any_order_among_others(tmp_path):
     (source / "train" / "labels.csv").write_text("\n".join(lines), "utf-8-sig")
     assert checked(source).rows == []
     assert packed(source).sample(1)["label"].tolist() == [1, 1]
+
+
+def test_clips_of_one_signer_stay_in_one_split(tmp_path):
+    paths = [clip(tmp_path / "raw" / f"{i:02}.npz", i, without=("X2048",)) for i in range(24)]
+    listed(
+        tmp_path / "raw" / "labels.csv",
+        *(f"{p.stem},0,0,S{i % 6}" for i, p in enumerate(paths)),
+        head=f"{FIRST},Signer",
+    )
+    made = packed(tmp_path / "raw", val=0.3, test=0.3)
+    signers = [{int(made.names[i][:2]) % 6 for i in made.ids(split)} for split in made.splits]
+    assert (all(signers), sorted(chain(*signers))) == (True, [*range(6)])
 
 
 @pytest.mark.parametrize("folder", ["FSL105_{}/", ""])

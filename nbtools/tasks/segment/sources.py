@@ -2,7 +2,8 @@
 
     images/a.jpg  labels/a.png       or masks/; train/, val/ and test/ above or below either
     train/a.png   trainannot/a.png   CamVid's
-    train.txt         lines image,label with any separator; paths from its folder, or from one above it
+    train.txt         lines image,label with any separator; paths from its folder, or from one above it; or lines of
+                      images alone, with or without folder and suffix: their split
     annotations.xml   CVAT for images, next to the images or to images/; see `cvat`
 
 A list's label comes before a mask of the image's name, and that before CVAT's shapes.
@@ -10,6 +11,7 @@ A list's label comes before a mask of the image's name, and that before CVAT's s
 
 import os.path
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -40,6 +42,7 @@ class Source:
         self.items: dict[str, Item] = {}
         self.rows: list[Row] = []
         self.labels: list[str] = []
+        self.splits: dict[str, str] = {}  # of images that a list names without their labels
         self.names = {compose(name): name for name in walk(folder)}
         for name in self.having(".txt", ".csv"):
             self.read_list(name)
@@ -68,7 +71,11 @@ class Source:
             rows = read_rows(decode_text((self.folder / name).read_bytes(), name), name, is_pair)
         except Refused as refusal:  # no text, or no CSV
             self.rows += [refusal.row(name)] * bool(split_word(PurePosixPath(name).stem))
-        for number, cells in rows if any(is_pair(cells) for _, cells in rows) else ():
+        if not any(is_pair(cells) for _, cells in rows):
+            if word := split_word(PurePosixPath(name).stem):
+                self.read_names(name, rows, word)
+            return
+        for number, cells in rows:
             image, label = (self.find(cell, name) for cell in (*cells, "")[:2])
             if image and label:
                 self.add(Item(image, split or parse_path(image)[0], label), f"{name}:{number}")
@@ -76,28 +83,38 @@ class Source:
                 rule, fix = "image and label of a line must exist", "copy the files too, correct the line, or delete it"
                 self.rows.append(Row(f"{name}:{number}", ",".join(cells)[:120], rule, fix))
 
+    def read_names(self, name: str, rows: list[tuple[int, list[str]]], split: str) -> None:
+        """Take the split of the image that each line names; a text that names none is no list."""
+        images, found = defaultdict[str, list[str]](list), list[list[str]]()
+        for image in self.having(*IMAGES):
+            if parse_path(image)[:2] in ((None, False), (split, False)):
+                images[PurePosixPath(bare(image)).name].append(image)
+        for _, cells in rows:
+            line = f"/{bare(cells[0])}"
+            some = [(f"/{bare(image)}", image) for image in images[PurePosixPath(line).name] if len(cells) == 1]
+            found.append([image for path, image in some if path.endswith(line) or line.endswith(path)])
+        for (number, cells), some in zip(rows if any(found) else (), found, strict=False):
+            if len(some) != 1 or self.splits.setdefault(some[0], split) != split:
+                rule, fix = "a line must name one image, in one split", "correct it, add its folder, or delete it"
+                self.rows.append(Row(f"{name}:{number}", f"{cells[0]}, of {len(some)} images", rule, fix))
+
     def pair(self) -> None:
         """Pair images with masks by their names, then with CVAT's shapes; what is left has no label, or no image."""
         parsed = {name: parse_path(name) for name in self.having(*IMAGES)}
         images = {key: name for name, (_, is_mask, key) in reversed(parsed.items()) if not is_mask}
-        listed = any(item.split == "train" for item in self.items.values())  # then what no list names is left out
+        listed = "train" in {item.split for item in self.items.values()} | {*self.splits.values()}
         for name, (split, is_mask, key) in parsed.items():
-            if is_mask and key in images and not listed:
-                self.items.setdefault(images[key], Item(images[key], split, name))
+            image = images.get(key, "")
+            if is_mask and image and (not listed or image in self.splits):  # else it is left out: in no list
+                self.items.setdefault(image, Item(image, self.splits.get(image, split), name))
         for name in self.having(".xml"):
             self.read_annotations(name)
         used = self.items.keys() | {item.label for item in self.items.values()}
         for name, (_, is_mask, _) in parsed.items():
             if name not in used:
                 rule = "a label must have an image" if is_mask else "an image must have a label"
-                self.rows.append(
-                    Row(
-                        name,
-                        "in no list" if listed else "none of that name",
-                        rule,
-                        "add the missing file, or delete this one",
-                    )
-                )
+                came, fix = "in no list" if listed else "none of that name", "add the missing file, or delete this one"
+                self.rows.append(Row(name, came, rule, fix))
 
     def read_annotations(self, name: str) -> None:
         """Take the images of a CVAT file that have no other label."""
@@ -115,7 +132,8 @@ class Source:
                 fix = "copy the image too, next to the XML or into images/; or delete it from the XML"
                 self.rows.append(Row(name, called or "nothing", "an annotated image must exist", fix))
             elif image not in self.items or self.items[image].drawing:
-                self.add(Item(image, split_word(drawing.subset) or parse_path(image)[0], name, drawing), name)
+                split = self.splits.get(image) or split_word(drawing.subset) or parse_path(image)[0]
+                self.add(Item(image, split, name, drawing), name)
 
 
 def parse_path(name: str) -> tuple[str | None, bool, tuple[str | None, str, str]]:
@@ -128,6 +146,12 @@ def parse_path(name: str) -> tuple[str | None, bool, tuple[str | None, str, str]
         else:
             rest.append(part)
     return split or split_of(compose(name)), is_mask, (split, "/".join(rest), path.stem)
+
+
+def bare(name: str) -> str:
+    """Return the name of an image without its suffix, as lists may have it."""
+    name = with_slashes(name)
+    return name[: name.rfind(".")] if name.lower().endswith(IMAGES) else name
 
 
 def is_pair(cells: list[str]) -> bool:

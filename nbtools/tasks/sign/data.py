@@ -15,8 +15,8 @@ A clip, CLIP.npz, has X, X2048 or both; without a mask every point that is not 0
     timestamps_ms  (T,)       int64     increasing
     meta           ()         text      JSON
 
-A list is a CSV with any separator and the columns file, gloss and cat, ids from 0. A row names a clip below the list's
-folder by an end of its path that no other clip has; `.npz` may be left out.
+A list is a CSV with any separator and the columns file, gloss and cat, ids from 0, perhaps signer: whose clips stay in
+one split. A row names a clip below the list's folder by an end of its path that no other has, `.npz` may be left out.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ SLACK = 0.5  # how far outside the picture a point may be: trackers guess points
 AGAIN = "extract the clip again, or delete it"
 
 Ids = tuple[int, int]  # (gloss, category)
-Splits = Mapping[str, str | None]
+Places = Mapping[str, tuple[str | None, str | None]]  # clip → (split, signer)
 
 
 def pack(
@@ -98,14 +98,14 @@ def pack_options(card: Card) -> dict[str, Any]:
 
 def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
     """Return the clips with a label that can be used, and what is wrong with the others."""
-    clips, labels, splits, rows = labels_of(folder)
+    clips, labels, places, rows = labels_of(folder)
     errors = [row for row in rows if row.severity == ERROR]
     if not labels:
         first = f" The first error: {Refused(*errors[0][1:4], errors[0].file)}" if errors else ""
         fix = f"write {LABELS} with the columns file,gloss,cat; run.predict(files) reads clips without labels"
         raise PackError(f"{folder}: {plural(len(clips), 'clip')} and no label; {fix}.{first}")
     entries = [
-        Entry(clip, splits[clip] or split_in(clip), np.array(labels[clip], np.int64))
+        Entry(clip, places[clip][0] or split_in(clip), np.array(labels[clip], np.int64), places[clip][1])
         for clip in clips
         if clip in labels
     ]
@@ -258,20 +258,20 @@ def first(broken: np.ndarray, values: np.ndarray) -> tuple[bool, str]:
     return True, f"frame {frame} has {values[broken][0]:g}"
 
 
-def labels_of(folder: Path) -> tuple[list[str], dict[str, Ids], Splits, list[Row]]:
-    """Return the clips of a folder, relative to it, their labels and splits by lists, and what is wrong with these.
+def labels_of(folder: Path) -> tuple[list[str], dict[str, Ids], Places, list[Row]]:
+    """Return the clips of a folder, relative to it, their labels and places by lists, and what is wrong with these.
     Raises PackError if there is no clip, DiskError for a list that cannot be opened."""
     names = walk(folder)
     clips = [name for name in names if name.lower().endswith(SUFFIX)]
     if not clips:
         there = f"it has {', '.join(names[:3])}" if names else "it is empty"
         raise PackError(f"{folder}: no clips ({SUFFIX}); {there}. Give the folder that holds train/ and val/")
-    labels, splits, rows = read_lists(folder, clips)
+    labels, places, rows = read_lists(folder, clips)
     if not labels and not rows:
         return clips, {}, {}, [Row(LABELS, f"no {LABELS}", "clips should have labels", "to predict, nothing", WARNING)]
     bare, fix = (clip for clip in clips if clip not in labels), f"write its row into {LABELS}"
     rows += [Row(clip, "no usable row", "a clip must have a label", fix) for clip in bare]
-    return clips, labels, splits, rows
+    return clips, labels, places, rows
 
 
 def names_of(option: str, wanted: int | Sequence[str] | None, most: int, known: Mapping[int, str]) -> list[str]:
@@ -296,29 +296,30 @@ def split_in(clip: str) -> str | None:
     return next(filter(None, named), None)
 
 
-def read_lists(folder: Path, clips: Sequence[str]) -> tuple[dict[str, Ids], Splits, list[Row]]:
-    """Return (clip → its label, clip → the split in its list's name, what is wrong with the lists). A clip with
-    contradictory labels has none."""
+def read_lists(folder: Path, clips: Sequence[str]) -> tuple[dict[str, Ids], Places, list[Row]]:
+    """Return (clip → its label, clip → the split in its list's name and its signer, what is wrong with the lists). A
+    clip with contradictory labels has none."""
     given: dict[str, dict[Ids, str]] = defaultdict(dict)  # clip → label → the first row that says so
-    rows, splits = list[Row](), dict[str, str | None]()
+    rows, places = list[Row](), dict[str, tuple[str | None, str | None]]()
     for name in (name for name in walk(folder) if name.lower().endswith(".csv")):
         try:
-            table = read_table(folder, name, ("file", "gloss", "cat"))
+            table = read_table(folder, name, ("file", "gloss", "cat"), "signer")
         except Refused as refusal:  # perhaps the reference, or the log of a training
             rows += [refusal.row(name)] if Path(name).name.lower() == LABELS else []
             continue
         ends = ends_of(clips, name[: name.rfind("/") + 1])
-        for where, (file, *ids) in table:
+        for where, (file, *ids, signer) in table:
             try:
                 label = id_in("gloss", ids[0]), id_in("cat", ids[1])
                 given[clip := clip_of(file, ends)].setdefault(label, where)
-                splits[clip] = splits.get(clip) or split_word(PurePosixPath(name).stem)
+                split, other = places.get(clip, (None, None))
+                places[clip] = split or split_word(PurePosixPath(name).stem), other or signer or None
             except Refused as refusal:
                 rows.append(refusal.row(where))
     for (first, where), *others in (labels.items() for labels in given.values()):
         rule, fix = f"a clip must have one label, and {where} says {first[0]}, {first[1]}", "delete a wrong row"
         rows += [Row(other, f"{ids[0]}, {ids[1]}", rule, fix) for ids, other in others]
-    return {clip: next(iter(labels)) for clip, labels in given.items() if len(labels) == 1}, splits, rows
+    return {clip: next(iter(labels)) for clip, labels in given.items() if len(labels) == 1}, places, rows
 
 
 def ends_of(clips: Sequence[str], above: str) -> dict[str, list[str]]:
@@ -346,8 +347,8 @@ def id_in(column: str, cell: str) -> int:
     return int(cell)
 
 
-def read_table(folder: Path, name: str, columns: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return (`train/labels.csv:14`, the cells of these columns) of each row. Raises Refused for another table."""
+def read_table(folder: Path, name: str, columns: Sequence[str], *others: str) -> list[tuple[str, list[str]]]:
+    """Return (`train/labels.csv:14`, the cells of columns and others) of each row. Raises Refused if columns lack."""
 
     def is_head(cells: list[str]) -> bool:
         return set(columns) <= {cell.casefold() for cell in cells}
@@ -356,7 +357,8 @@ def read_table(folder: Path, name: str, columns: Sequence[str]) -> list[tuple[st
     if not rows or not is_head(rows[0][1]):
         value, fix = ",".join(rows[0][1])[:60] if rows else "an empty file", f"write {','.join(columns)} as line 1"
         raise Refused(value, f"the first line must have the columns {', '.join(columns)}", fix, name)
-    places = [[cell.casefold() for cell in rows[0][1]].index(column) for column in columns]
+    head = [cell.casefold() for cell in rows[0][1]]
+    places = [head.index(column) if column in head else len(head) for column in (*columns, *others)]
     return [(f"{name}:{line}", [cells[p] if p < len(cells) else "" for p in places]) for line, cells in rows[1:]]
 
 
