@@ -30,7 +30,7 @@ STACKS = (
 """Virtual environments by the name of their list in tests/stacks; the last, MINE, runs the tests. Where that is not
 .venv, there are no others: those over .venv have its Python and packages."""
 IPYKERNEL_6 = ("colab", "oldest")
-LIMIT = 60.0  # seconds that anything may take on a busy machine; only a defect waits as long
+LIMIT = 120.0  # seconds that anything may take on a busy machine; only a defect waits as long
 
 
 @dataclass

@@ -57,6 +57,8 @@ class Messages:
         else:
             stream = threads.manager.get_shell_channel_to_subshell_pair(None).to_stream
             self.replies = threads.manager.get_subshell_to_shell_channel_socket(None)
+        for comm in getattr(getattr(kernel, "comm_manager", None), "comms", {}).values():
+            comm._reply_subshell_id = None  # 7.4: clicks go where the last came from, a closed page's subshell perhaps
         self.receiver = stream._recv_callback
         stream.on_recv(self.receive, copy=False)
         self.stream = stream
@@ -117,6 +119,7 @@ class Messages:
         msg = self.session.deserialize(frames, content=True, copy=False)
         cell = kernel._parent_ident["shell"], kernel.get_parent("shell")
         flush()
+        msg["header"].pop("subshell_id", None)  # else 7.4 sends the next to the subshell, which may be deleted by then
         kernel.set_parent(idents, msg, channel="shell")
         try:
             kernel._publish_status("busy", "shell")

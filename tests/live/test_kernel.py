@@ -109,15 +109,25 @@ def test_a_cell_that_fails_stops_the_queued_cells_as_ever_and_no_others(kernel):
 
 
 def test_events_that_come_over_a_subshell_are_handled_too(kernel):
-    """As JupyterLab ≥ 4.4 sends them: 7.3 handles them in the subshell's thread, 7.4 may put them back to ours."""
-    control, session = kernel.client.control_channel, kernel.client.session
-    subshell = None
-    if "kernel subshells" in kernel.reply(kernel.client.kernel_info())["content"].get("supported_features", []):
-        control.send(session.msg("create_subshell_request", {}))
-        subshell = control.get_msg(timeout=LIMIT)["content"]["subshell_id"]
+    """As JupyterLab ≥ 4.4 sends them, whose page deletes it when it is closed: 7.3 handles them in the subshell."""
+    info = kernel.reply(kernel.client.kernel_info())["content"]
+
+    def control(kind: str, **content) -> str | None:
+        if "kernel subshells" in info.get("supported_features", []):
+            kernel.client.control_channel.send(kernel.client.session.msg(f"{kind}_subshell_request", content))
+            return kernel.client.control_channel.get_msg(timeout=LIMIT)["content"].get("subshell_id")
+
+    subshell = control("create")
     assert (subshell is None) == (kernel.stack in IPYKERNEL_6)
+    kernel.run("import ipywidgets; form = ipywidgets.IntSlider(); display(form)")
+    kernel.slide(form := kernel.slider(), 1, subshell)
     cell, slider = begin(kernel, train(6))
-    events = [kernel.slide(slider, value, subshell if value % 3 else None) for value in range(1, 7)]
+    events = [kernel.slide(slider, value, subshell if value % 3 else None) for value in range(1, 3)]
+    control("delete", subshell_id=subshell)
+    subshell = control("create")
+    events += [kernel.slide(form, 2, subshell)]
+    events += [kernel.slide(slider, value, subshell if value % 3 else None) for value in range(3, 7)]
     kernel.end(cell)
     assert "end [1, 2, 3, 4, 5, 6] None" in kernel.text(cell)
-    assert [kernel.states(event) for event in events] == [["busy", "idle"]] * 6
+    assert [kernel.states(event) for event in events] == [["busy", "idle"]] * 7
+    assert kernel.run("print(form.value)") == "2\n"
