@@ -10,6 +10,7 @@ import dataclasses
 import re
 import threading
 from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import Any
 from uuid import uuid4
 
@@ -18,6 +19,7 @@ from nbtools.live.requests import Plans, Requests
 from nbtools.train import Plan, fixed_settings, list_changes, shown
 
 VIEW = "application/vnd.jupyter.widget-view+json"
+TWICE = 0.1  # seconds between two clicks that mean one: in a long step the first shows nothing yet
 
 
 class Panel:
@@ -39,6 +41,7 @@ class Panel:
 
         self.id = uuid4().hex  # in the index of the run that it drives
         self.requests, self.running = Requests(Plans(plan, plan), plan), False
+        self.clicked = dict[str, float]()  # action → when
         self.lock = threading.RLock()  # the run and the user may both be changing it
         self.rules = {field.name: field for field in dataclasses.fields(plan)}
         self.reasons, self.lr_trial = getattr(advice, "reasons", {}), getattr(advice, "lr_trial", None)
@@ -94,9 +97,10 @@ class Panel:
         """Request an action; Undo first takes back what is not applied yet."""
         if action == "undo" and self.bad:
             self.drop()
-        elif self.running:
+        elif self.running and monotonic() - self.clicked.get(action, 0.0) > TWICE:
             self.requests.post("resume" if action == "pause" and self.requests.paused else action)
             self.form.show_run()
+            self.clicked[action] = monotonic()
 
     def read(self, name: str, text: Any) -> None:
         """Adopt what the user put into a field, else keep it there with the reason; an emptied field, as after Escape,

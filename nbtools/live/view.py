@@ -125,7 +125,8 @@ class View:
         """Show a message under the buttons and in the log of the live picture where there is one."""
         self.events.append(message)
         if self.output is not None and self.output.lives:
-            self.output.write([message])
+            self.output.log.append([message])
+            self.output.lines.value = log_html(self.output.log)
             self.output.form.tell(message)
         elif self.progress:
             say(textwrap.fill(UNIT.sub("\xa0", message), 90, break_long_words=False) if self.notebook else message)
@@ -185,11 +186,6 @@ class Output:
         parts = [self.facts, self.frame, HBox(self.choices), self.samples, self.lines]
         self.view = VBox([self.form.controls, *parts], layout=Layout(width="100%"))
         self.view.add_class("nbtools-live")
-
-    def write(self, fields: list[str]) -> None:
-        """Add a line to the log."""
-        self.log.append(fields)
-        self.lines.value = log_html(self.log)
 
     def still(self, image: Any, metadata: Any) -> None:
         """Put a PNG below the view, visible only where the view is not. In a separate output: updating the view's would

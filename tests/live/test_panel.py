@@ -182,6 +182,15 @@ def test_a_button_posts_a_request_and_shows_it_until_the_run_has_answered(label)
     assert message not in words(made)
 
 
+def test_two_clicks_in_one_long_step_are_one():
+    """The first shows nothing before the step has ended."""
+    requests = running(made := panel())
+    button = buttons(made)["Pause"]
+    for _ in range(2):
+        button.click()
+    assert requests.paused
+
+
 def test_a_change_is_pending_until_applied_with_what_was_requested_since_and_one_that_the_run_refuses_is_not_wanted():
     made = panel(lr=1e-3, batch_size=64)
     requests = running(made)
