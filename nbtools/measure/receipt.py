@@ -88,8 +88,8 @@ class Receipt(Report):
 
     def caption(self) -> str:
         guide = f"; the guide's optimised settings: {self.guide.trial.spread}" if self.guide is not None else ""
-        took, before = (duration(self.samples / timing.samples_per_s) for timing in (self.after, self.before))
-        whole = f"all epochs' steps take {took}, or {before} with the baseline's settings"
+        now = self.samples / self.after.samples_per_s  # before by the ratio: medians of each alone need not agree
+        whole = f"all epochs' steps take {duration(now)}, or {duration(now * self.ratio)} with the baseline's settings"
         return f"Samples/s relative to the baseline on this machine: {self.rungs[-1].trial.spread}{guide}; {whole}"
 
     def footer(self) -> str:

@@ -65,8 +65,9 @@ def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors_and_the_t
     assert f"Samples/s relative to the baseline on this machine: {found.rungs[-1].trial.spread}" in str(found)
     assert "No GPU: the gain from mixed precision, larger batches and data kept on a GPU was not" in str(found)
     assert found.samples == FASTER.epochs * pack.splits["train"]
-    took, before = (duration(found.samples / rate.samples_per_s) for rate in (found.after, found.before))
-    assert found.caption().endswith(f"; all epochs' steps take {took}, or {before} with the baseline's settings")
+    took = found.samples / found.after.samples_per_s
+    whole = f"; all epochs' steps take {duration(took)}, or {duration(took * found.ratio)} with the baseline's settings"
+    assert found.caption().endswith(whole)
 
 
 def test_where_a_step_is_slow_only_the_ends_are_measured_and_it_is_said(pack):
