@@ -4,8 +4,6 @@ An item is an array, tensor, number, text or PIL image, or a tuple or dict of th
 is the target and some are inputs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

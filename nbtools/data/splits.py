@@ -4,8 +4,6 @@ What stays in one split is a unit: a sample, or a group of them. If drawn by nam
 that none moves when others are added; if drawn by class or content, shares are exact.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
