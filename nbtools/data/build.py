@@ -146,9 +146,6 @@ def open_pack(folder: Path, task: str, test: float = 0, **asked: Any) -> Pack:
     return pack
 
 
-# -- samples
-
-
 def decode(read: Reader, folder: Path, survey: Survey, i: int) -> Sample:
     """Return a sample with its label. Raises PackError(value, rule, fix) for a file that cannot be used."""
     entry = survey.entries[i]
@@ -181,9 +178,6 @@ class RawFiles(Dataset):
     def __getitem__(self, i: int) -> Sample:
         decoded = self.read(self.source / self.pack.names[i], self.pack.options)
         return {**(self.pack.sample(i) if self.pack.is_stored else {}), **decoded, "id": np.asarray(i, np.int64)}
-
-
-# -- blocks of samples
 
 
 def read_blocks(survey: Survey, sample: Sampler, folder: Path, progress: bool) -> list[Path]:
@@ -236,10 +230,7 @@ def is_whole(block: Path) -> bool:
 
 
 def require_alike(name: str, own: dict[str, Column], first: dict[str, Column] | None) -> dict[str, Column]:
-    """Return the first sample's columns; raise PackError unless another has the same, in any order, of plain dtypes."""
-    for column, dtype in ((column, np.dtype(one.dtype)) for column, one in own.items()):
-        if dtype.kind not in "biuf":
-            raise PackError(f"{column}: a pack can hold numbers and booleans only, got {dtype}; store class indices")
+    """Return the first sample's columns; raise PackError unless another has the same, in any order."""
     if first is not None and own != first:
         came, before = (", ".join(f"{name} {c}" for name, c in each.items()) for each in (own, first))
         raise PackError(f"{name}: its columns are {came}; the first sample's are {before}")
@@ -271,9 +262,6 @@ def join(folder: Path, blocks: Sequence[Path], survey: Survey) -> dict[str, Any]
             for path, _ in filled:
                 file.write(np.load(path)[f"{name}.array"].data)
     return joined
-
-
-# -- what all samples together decide
 
 
 def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made: Made, draw: Draw) -> None:

@@ -3,8 +3,6 @@
 A pack holds uint8, whole numbers, booleans and float32: other floats become float32.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import struct
@@ -40,15 +38,12 @@ FIX = "correct it, or leave it out"
 Resize = Sequence[Any] | None  # (height, width, how)
 
 
-# -- images
-
-
 def is_image(value: Any) -> bool:
     """Return whether it is a PIL image, of which nothing else has the bands; Pillow is slow to import."""
     return hasattr(value, "getbands")
 
 
-def open_image(source: Any, side: int = 0) -> Image.Image:
+def open_image(source: Any, side: int = 0) -> "Image.Image":
     """Return the image in a file, in its bytes, or itself, decoded, and turned upright as its EXIF says. side: a JPEG
     may be decoded at a half, a quarter or an eighth, if no side is then shorter than this: in a fifth of the time.
 
@@ -75,7 +70,7 @@ def open_image(source: Any, side: int = 0) -> Image.Image:
         raise PackError(came, "the file must be a whole image", fix) from None
 
 
-def pixels(image: Image.Image, resize: Resize, ids: bool) -> np.ndarray:
+def pixels(image: "Image.Image", resize: Resize, ids: bool) -> np.ndarray:
     """Return an image as (H, W) or (H, W, 3) bytes, on white where it is transparent, or its ids.
 
     resize: crop takes the middle, as much as fills the size; pad all, in the middle of 0; squash all, in the size's
@@ -108,9 +103,6 @@ def move_points(points: Any, size: Sequence[int], resize: Resize) -> np.ndarray:
         ratio = np.full(2, ratio.max() if resize[2] == "crop" else ratio.min())
     pairs = points.reshape(*points.shape[:-1], -1, 2) * ratio + (after - ratio * before) / 2
     return pairs.reshape(points.shape).astype(np.float32)
-
-
-# -- single values
 
 
 def plain_values(parts: Mapping[str, Any], resize: Resize, text: str, marked: Sequence[str] = ()) -> dict[str, Any]:
@@ -189,9 +181,6 @@ def class_text(value: Any, names: Sequence[str]) -> str:
     return names[value]
 
 
-# -- a column
-
-
 @dataclass(frozen=True)
 class Form:
     """The form of a column, which a pack's card keeps.
@@ -230,8 +219,8 @@ class Form:
             came = "nan" if np.isnan(array).any() else "inf"
             raise PackError(came, f"all numbers in {name} must be finite", "replace it, or leave the item out")
         made = array.astype(self.dtype, copy=False)
-        floats = self.dtype[1] == "f" and (array.dtype.kind == "f" or not self.layout)  # of a large number the nearest
-        exact = floats or (np.array_equal(made, array) and not (self.layout and made.dtype.kind != array.dtype.kind))
+        exact = made.dtype.kind == "f" or np.array_equal(made, array)  # of a large number the nearest float
+        exact = made.dtype.kind == array.dtype.kind if self.layout else exact
         exact = exact and (self.kind != "labels" or bool(np.isin(made, (0, 1)).all()))
         alike = array.ndim == len(self.shape) and array.shape[self.ragged :] == self.column.shape and array.size > 0
         if not (exact and alike):

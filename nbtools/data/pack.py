@@ -10,8 +10,6 @@
 A line of text is ragged along its width, so it is stored (W, H) or (W, H, C).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno
@@ -161,7 +159,7 @@ class Pack(show.Table):
         return json.loads((self.folder / "names.json").read_bytes())
 
     @cached_property
-    def bad(self) -> pd.DataFrame:
+    def bad(self) -> "pd.DataFrame":
         """Return the samples that were left out: file, value, rule, fix."""
         import pandas as pd
 
